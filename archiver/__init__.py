@@ -1,0 +1,1 @@
+"""Finished jobs move to cold tables, on a schedule."""

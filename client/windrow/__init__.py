@@ -1,0 +1,1 @@
+"""Windrow's client: enqueue jobs, and work them."""

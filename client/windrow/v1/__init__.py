@@ -1,0 +1,1 @@
+"""Generated from proto/windrow/v1 by ./run gen; never edited."""

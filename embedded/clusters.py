@@ -1,0 +1,122 @@
+"""Several clusters at once: started in parallel, stopped in parallel. Owns no state of its own.
+
+Refuses to leave some running when others failed to start.
+"""
+
+import contextlib
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from embedded.cluster import Cluster, StopMode
+from embedded.folders import default_root
+
+# initdb and recovery are bound by CPU and disk; more at once would only wait on each other.
+_PARALLEL_MAX = 8
+
+
+class Clusters(Mapping[str, Cluster]):
+    """Clusters by name, in the order given. The arguments are those of Cluster."""
+
+    def __init__(
+        self,
+        names: Iterable[str],
+        *,
+        root: Path | None = None,
+        ephemeral: bool = False,
+        settings: Mapping[str, str] | None = None,
+        binaries: Path | None = None,
+    ) -> None:
+        self._clusters: dict[str, Cluster] = {}
+        for name in names:
+            if name in self._clusters:
+                raise ValueError(f"cluster name {name!r} is given twice: names must differ")
+            self._clusters[name] = Cluster(
+                name, root=root, ephemeral=ephemeral, settings=settings, binaries=binaries
+            )
+
+    def __getitem__(self, name: str) -> Cluster:
+        return self._clusters[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._clusters)
+
+    def __len__(self) -> int:
+        return len(self._clusters)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def dsns(self) -> dict[str, str]:
+        return {name: cluster.dsn for name, cluster in self._clusters.items()}
+
+    def start(self, timeout_s: float = 60) -> None:
+        """Start all. When one fails, all are stopped, and its error is raised."""
+        try:
+            self._each(lambda cluster: cluster.start(timeout_s))
+        except BaseException:
+            with contextlib.suppress(Exception):  # The first error is the one to tell.
+                self.close()
+            raise
+
+    def stop(self, mode: StopMode = "fast", timeout_s: float = 30) -> None:
+        """Stop all; the first error is raised after every one was tried."""
+        self._each(lambda cluster: cluster.stop(mode, timeout_s))
+
+    def close(self) -> None:
+        """Stop all, whatever it takes: see Cluster.close()."""
+        self._each(lambda cluster: cluster.close())
+
+    def _each(self, act: Callable[[Cluster], None]) -> None:
+        if not self._clusters:
+            return
+        with ThreadPoolExecutor(min(_PARALLEL_MAX, len(self)), thread_name_prefix="cluster") as threads:
+            futures = [threads.submit(act, cluster) for cluster in self._clusters.values()]
+            wait(futures)
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            for other in errors[1:]:
+                errors[0].add_note(f"and also: {other}")
+            raise errors[0]
+
+
+@contextlib.contextmanager
+def open_clusters(
+    names: Iterable[str],
+    root: Path | None = None,
+    ephemeral: bool = False,
+    settings: Mapping[str, str] | None = None,
+    binaries: Path | None = None,
+) -> Generator[Clusters, None, None]:
+    """Start clusters in parallel, and stop them when the block ends. The arguments are those of Cluster."""
+    with Clusters(names, root=root, ephemeral=ephemeral, settings=settings, binaries=binaries) as clusters:
+        yield clusters
+
+
+def cluster_names(root: Path | None = None) -> tuple[str, ...]:
+    """The clusters that have a folder below `root` (default: see default_root()), sorted."""
+    place = default_root() if root is None else root
+    return tuple(sorted(path.parent.name for path in place.glob("*/owner.lock")))
+
+
+def reset(root: Path | None = None) -> tuple[str, ...]:
+    """Delete the data of all clusters below `root`; returns their names. The root folder stays.
+
+    Raises ClusterInUse, before anything is deleted, when one of them runs.
+    """
+    names = cluster_names(root)
+    clusters = [Cluster(name, root=root) for name in names]
+    for cluster in clusters:
+        cluster.refuse_while_alive()
+    for cluster in clusters:
+        cluster.reset()
+    return names

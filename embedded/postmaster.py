@@ -1,0 +1,52 @@
+"""Which server process runs on a data folder, seen from outside. Owns the reading of postmaster.pid.
+
+Refuses to trust a process id alone: ids are reused, so the process must name the data folder too.
+"""
+
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+_PS_S_MAX = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Postmaster:
+    pid: int
+    port: int | None  # None until the server has opened it.
+    status: str  # "starting", "ready", "stopping", "standby", or "" before the server has said.
+
+
+def read_postmaster(data: Path) -> Postmaster | None:
+    """The live server on `data`, or None. A stale postmaster.pid counts as none."""
+    try:
+        lines = (data / "postmaster.pid").read_text(errors="replace").splitlines()
+        pid = int(lines[0])
+    except (FileNotFoundError, NotADirectoryError, IndexError, ValueError):
+        return None  # A file just being written looks like this too: the next look finds it complete.
+    if pid <= 0 or not names_folder(pid, data):
+        return None
+    port = lines[3] if len(lines) > 3 else ""
+    return Postmaster(
+        pid=pid,
+        port=int(port) if port.isdigit() and port != "0" else None,
+        status=lines[7].strip() if len(lines) > 7 else "",
+    )
+
+
+def names_folder(pid: int, data: Path) -> bool:
+    """Whether process `pid` lives and was started with `-D data`. A zombie is not alive."""
+    if os.path.isdir("/proc/self"):
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                return os.fsencode(data) in file.read().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+    listing = subprocess.run(
+        ["ps", "-ww", "-o", "command=", "-p", str(pid)],
+        capture_output=True,
+        check=False,
+        timeout=_PS_S_MAX,
+    )
+    return f"-D {data}" in listing.stdout.decode(errors="replace")

@@ -1,0 +1,1 @@
+"""The front door: gRPC in, shard calls out."""

@@ -1,0 +1,1 @@
+"""Everything about one shard: vocabulary, store, statements, migrations. Knows SQL; knows no gRPC."""

@@ -1,0 +1,236 @@
+"""What operators ask of one shard: queue configurations, lists, counts, redrive, purge, and whether the books balance.
+
+Runs on connections of its own, so that a long count never takes one from the queue, and may be planned freely.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import psycopg
+
+from shard import partitions, statements
+from shard.database import Database
+from shard.errors import BadPageToken, QueueExists, QueueNotEmpty, UnknownQueue
+from shard.interning import Names
+from shard.records import JobRecord
+from shard.retry import Policy, to_json
+from shard.vocabulary import JobId, JobState, Micros, OrgId, QueueName, ShardName
+
+_LAST_UUID = "ffffffff-ffff-ffff-ffff-ffffffffffff"
+_FIRST_UUID = "00000000-0000-0000-0000-000000000000"
+
+
+class QueueRecord(NamedTuple):
+    """In the order of get_queue.sql's columns. NULL: the default."""
+
+    queue: QueueName
+    retry: str | None
+    max_attempts: int | None
+    paused: bool
+    created_at: Micros
+
+
+class QueueCounts(NamedTuple):
+    """In the order of stats.sql's columns."""
+
+    queue: QueueName
+    scheduled: int
+    ready: int
+    leased: int
+    dead: int
+    succeeded: int
+    cancelled: int
+    oldest_ready_age_us: int | None
+    next_due: Micros | None
+    paused: bool
+
+
+class OrgBooks(NamedTuple):
+    """One org's books on one shard, in the order of check_books.sql's columns."""
+
+    org: str
+    accepted: int
+    scheduled: int
+    ready: int
+    leased: int
+    succeeded: int
+    dead: int
+    cancelled: int
+
+    @property
+    def balanced(self) -> bool:
+        """Invariant I5."""
+        return self.accepted == self.scheduled + self.ready + self.leased + self.succeeded + self.dead + self.cancelled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    jobs: list[JobRecord]
+    # Empty on the last page.
+    next_token: str
+
+
+class Books:
+    """One shard's books. All verbs raise ShardUnavailable besides what they say."""
+
+    def __init__(self, database: Database) -> None:
+        self.name: ShardName = database.name
+        self._database = database
+        self._names = Names(database)
+
+    async def create_queue(
+        self, org: OrgId, queue: QueueName, *, retry: Policy | None, max_attempts: int | None
+    ) -> QueueRecord:
+        """Raises QueueExists."""
+        if await self._database.run(statements.GET_QUEUE, {"org": org, "queue": queue}):
+            raise QueueExists(org, queue)
+        await self._names.make(org, [queue])
+        return await self.alter_queue(org, queue, retry=retry, max_attempts=max_attempts)
+
+    async def alter_queue(
+        self,
+        org: OrgId,
+        queue: QueueName,
+        *,
+        retry: Policy | None = None,
+        max_attempts: int | None = None,
+        paused: bool | None = None,
+        reset: Sequence[str] = (),
+    ) -> QueueRecord:
+        """Changes what is not None; puts back to the default what `reset` names. Raises UnknownQueue."""
+        rows = await self._database.run(
+            statements.ALTER_QUEUE,
+            {
+                "org": org,
+                "queue": queue,
+                "retry": None if retry is None else to_json(retry),
+                "max_attempts": max_attempts,
+                "paused": paused,
+                "reset": list(reset),
+            },
+        )
+        if not rows:
+            raise UnknownQueue(org, queue)
+        return QueueRecord._make(rows[0])
+
+    async def get_queue(self, org: OrgId, queue: QueueName) -> QueueRecord:
+        """Raises UnknownQueue."""
+        rows = await self._database.run(statements.GET_QUEUE, {"org": org, "queue": queue})
+        if not rows:
+            raise UnknownQueue(org, queue)
+        return QueueRecord._make(rows[0])
+
+    async def list_queues(self, org: OrgId, *, page_size: int, page_token: str) -> tuple[list[QueueRecord], str]:
+        """A page of queues by name, and the token of the next. Raises BadPageToken."""
+        (after,) = _unpack(page_token, 1) if page_token else ("",)
+        rows = await self._database.run(statements.LIST_QUEUES, {"org": org, "after": str(after), "rows": page_size + 1})
+        queues = list(map(QueueRecord._make, rows[:page_size]))
+        return queues, _pack(queues[-1].queue) if len(rows) > page_size else ""
+
+    async def delete_queue(self, org: OrgId, queue: QueueName) -> None:
+        """Raises UnknownQueue, QueueNotEmpty."""
+        await self.get_queue(org, queue)
+        if not await self._database.run(statements.DELETE_QUEUE, {"org": org, "queue": queue}):
+            raise QueueNotEmpty(org, queue)
+
+    async def purge_queue(self, org: OrgId, queue: QueueName, *, limit: int, include_dead: bool) -> int:
+        """Cancels up to `limit` jobs that nobody holds; answers how many. Raises UnknownQueue."""
+        await self.get_queue(org, queue)
+        parameters: dict[str, object] = {"org": org, "queue": queue, "rows": limit}
+        cancelled = len(await partitions.finish(self._database, statements.PURGE_LIVE, parameters))
+        if include_dead and cancelled < limit:
+            cancelled += len(await partitions.finish(self._database, statements.PURGE_DEAD, {**parameters, "rows": limit - cancelled}))
+        return cancelled
+
+    async def redrive(
+        self, org: OrgId, queue: QueueName, *, kind: str, died_after: Micros | None, died_before: Micros | None, limit: int
+    ) -> int:
+        """Brings up to `limit` dead jobs back; answers how many. Raises UnknownQueue."""
+        await self.get_queue(org, queue)
+        rows = await self._database.run(
+            statements.REDRIVE,
+            {"org": org, "queue": queue, "kind": kind, "after_us": died_after, "before_us": died_before, "rows": limit},
+        )
+        return len(rows)
+
+    async def list_jobs(
+        self,
+        org: OrgId,
+        queue: QueueName,
+        state: JobState,
+        *,
+        kind: str,
+        page_size: int,
+        page_token: str,
+        include_payload: bool,
+    ) -> Page:
+        """One page of jobs in one state. Raises UnknownQueue, BadPageToken."""
+        await self.get_queue(org, queue)
+        parameters: dict[str, object] = {
+            "org": org,
+            "queue": queue,
+            "state": state.value,
+            "kind": kind,
+            "include_payload": include_payload,
+            "rows": page_size + 1,
+        }
+        match state:
+            case JobState.SCHEDULED | JobState.READY | JobState.LEASED:
+                after = _unpack(page_token, 3) if page_token else [0, 0, _FIRST_UUID]
+                parameters.update(zip(("after_priority", "after_us", "after_id"), after, strict=True))
+                rows = await self._list(statements.LIST_LIVE, parameters, page_token)
+                jobs = [JobRecord._make(row[:-1]) for row in rows[:page_size]]
+                last = (jobs[-1].priority, rows[page_size - 1][-1], jobs[-1].id) if len(rows) > page_size else None
+            case JobState.DEAD | JobState.SUCCEEDED | JobState.CANCELLED:
+                (parameters["before_id"],) = _unpack(page_token, 1) if page_token else (_LAST_UUID,)
+                statement = statements.LIST_DEAD if state is JobState.DEAD else statements.LIST_FINISHED
+                rows = await self._list(statement, parameters, page_token)
+                jobs = list(map(JobRecord._make, rows[:page_size]))
+                last = (jobs[-1].id,) if len(rows) > page_size else None
+        return Page(jobs=jobs, next_token=_pack(*last) if last else "")
+
+    async def stats(self, org: OrgId, queue: QueueName | None, *, include_finished: bool) -> list[QueueCounts]:
+        """Counts by state, by queue. Raises UnknownQueue where one was named."""
+        rows = await self._database.run(
+            statements.STATS, {"org": org, "queue": queue or "", "include_finished": include_finished}
+        )
+        if queue and not rows:
+            raise UnknownQueue(org, queue)
+        return list(map(QueueCounts._make, rows))
+
+    async def check(self) -> list[OrgBooks]:
+        """Every org's books, at one moment."""
+        return list(map(OrgBooks._make, await self._database.run(statements.CHECK_BOOKS, {})))
+
+    async def fold_tally(self) -> None:
+        """Keeps the tally of accepted jobs short."""
+        await self._database.run(statements.FOLD_TALLY, {})
+
+    async def make_partitions(self) -> int:
+        return await partitions.make_ahead(self._database)
+
+    async def _list(self, statement: bytes, parameters: dict[str, object], page_token: str) -> list[tuple[object, ...]]:
+        try:
+            return await self._database.run(statement, parameters)
+        except psycopg.DataError as error:
+            # Only the token's parts come from outside unchecked.
+            raise BadPageToken(page_token) from error
+
+
+def _pack(*key: object) -> str:
+    return base64.urlsafe_b64encode(json.dumps(key).encode()).decode()
+
+
+def _unpack(token: str, length: int) -> list[object]:
+    try:
+        key = json.loads(base64.urlsafe_b64decode(token.encode()))
+    except ValueError as error:
+        raise BadPageToken(token) from error
+    if not isinstance(key, list) or len(key) != length:
+        raise BadPageToken(token)
+    return key

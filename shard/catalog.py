@@ -1,0 +1,107 @@
+"""The catalog: which shards write and read each slot. The single authority; routers hold copies of it.
+
+Its tables are on every shard and used on one. Changing the placement of slots that hold jobs is the balancer's work; here a
+new cluster's slots are placed for the first time, and each shard is told which it owns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shard import arrays
+from shard.database import Database
+from shard.errors import Misconfigured
+from shard.placement import SLOTS, Placement, plan, slot_of
+from shard.vocabulary import OrgId, ShardName, Slot
+
+# Whoever changes the catalog takes turns on this advisory lock; any number, the same in every release.
+_LOCK = 0x77696E64_63617461
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Catalog:
+    """One copy of the catalog, as of `epoch`."""
+
+    epoch: int
+    slots: tuple[Placement, ...]
+    pins: Mapping[OrgId, Placement]
+
+    def placement(self, org: OrgId) -> Placement:
+        return self.pins.get(org) or self.slots[slot_of(org)]
+
+    def slots_written_by(self, shard: ShardName) -> list[Slot]:
+        return [Slot(slot) for slot, placement in enumerate(self.slots) if shard in placement.writes]
+
+
+async def found(database: Database, *, cluster: str, weights: Mapping[ShardName, float]) -> Catalog:
+    """The cluster's catalog; placed by weight if the cluster is new. Raises Misconfigured if it is another cluster's, or if
+    it places slots on a shard that is not among `weights`."""
+    async with database.transaction() as connection:
+        await connection.execute("SELECT pg_advisory_xact_lock(%s)", [_LOCK])
+        cursor = await connection.execute("SELECT cluster FROM windrow.catalog")
+        row = await cursor.fetchone()
+        if row is None:
+            await connection.execute("INSERT INTO windrow.catalog (cluster, epoch) VALUES (%s, 1)", [cluster])
+            await connection.execute(
+                """
+                INSERT INTO windrow.placement (slot, writes, reads, epoch)
+                SELECT n.slot - 1, ARRAY[n.shard], ARRAY[n.shard], 1
+                FROM unnest(%s::text[]) WITH ORDINALITY AS n (shard, slot)
+                """,
+                [plan([None] * SLOTS, weights)],
+            )
+        elif row[0] != cluster:
+            raise Misconfigured(
+                f"the catalog's DSN leads to the catalog of cluster {row[0]!r}, and this is {cluster!r}; correct the cluster file"
+            )
+    catalog = await read(database)
+    placed = {shard for placement in catalog.slots for shard in (*placement.writes, *placement.reads)}
+    missing = sorted(placed - set(weights))
+    if missing:
+        raise Misconfigured(f"the catalog places slots on shard(s) {', '.join(missing)}, which the cluster file does not name")
+    return catalog
+
+
+async def read(database: Database) -> Catalog:
+    """The catalog as it is now, from one snapshot."""
+    rows = await database.run(
+        b"""
+        SELECT
+            (SELECT epoch FROM windrow.catalog), p.slot, NULL::text AS org, p.writes, p.reads, p.epoch
+        FROM windrow.placement p
+        UNION ALL
+        SELECT NULL, NULL, p.org, p.writes, p.reads, p.epoch FROM windrow.pin p
+        ORDER BY slot
+        """,
+        {},
+    )
+    slots: list[Placement] = []
+    pins: dict[OrgId, Placement] = {}
+    epoch = 0
+    for catalog_epoch, _, org, writes, reads, placed_at in rows:
+        placement = Placement(writes=tuple(writes), reads=tuple(reads), epoch=placed_at)
+        if org is None:
+            epoch = catalog_epoch
+            slots.append(placement)
+        else:
+            pins[org] = placement
+    if len(slots) != SLOTS:
+        raise Misconfigured(f"the catalog places {len(slots)} slots of {SLOTS}; restore it from a backup")
+    return Catalog(epoch=epoch, slots=tuple(slots), pins=pins)
+
+
+async def grant(database: Database, catalog: Catalog) -> int:
+    """Tells a shard which slots it owns; answers how many were news to it. What it knows of a later epoch stays."""
+    slots = catalog.slots_written_by(database.name)
+    rows = await database.run(
+        b"""
+        INSERT INTO windrow.owned_slot AS o (slot, state, epoch)
+        SELECT n.slot, 'owned', n.epoch
+        FROM unnest(%(slots)s::smallint[], %(epochs)s::bigint[]) AS n (slot, epoch)
+        ON CONFLICT (slot) DO UPDATE SET state = excluded.state, epoch = excluded.epoch WHERE o.epoch < excluded.epoch
+        RETURNING o.slot
+        """,
+        {"slots": arrays.numbers(slots), "epochs": arrays.numbers(catalog.slots[slot].epoch for slot in slots)},
+    )
+    return len(rows)

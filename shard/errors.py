@@ -1,0 +1,67 @@
+"""What can go wrong on a shard, by what the caller may do about it. router/status.py maps each to a gRPC status.
+
+ShardError
+├── ShardUnavailable      nothing may have happened: try again, later
+├── NotOwned              this shard does not take the org's jobs: learn the placement, then try the right shard (I6)
+├── IdsOutsideHorizon     these ids are too old or too far in the future: make new ones
+├── UnknownQueue          name another, or create it
+├── QueueExists           alter it instead
+├── QueueNotEmpty         purge it first
+├── BadPageToken          begin at the first page
+└── Misconfigured         an operator must look: wrong database, schema too new, catalog of another cluster
+"""
+
+from __future__ import annotations
+
+from shard.vocabulary import Micros, OrgId, QueueName, ShardName, Slot
+
+
+class ShardError(Exception):
+    """Root of the tree."""
+
+
+class ShardUnavailable(ShardError):
+    def __init__(self, shard: ShardName, why: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(f"shard {shard!r} is unavailable: {why}")
+        self.shard = shard
+        self.retry_after_s = retry_after_s
+
+
+class NotOwned(ShardError):
+    def __init__(self, shard: ShardName, org: OrgId, slot: Slot, *, state: str, epoch: int) -> None:
+        super().__init__(f"shard {shard!r} does not take jobs of org {org!r}: slot {slot} is {state} there (epoch {epoch})")
+        self.slot = slot
+        self.epoch = epoch
+
+
+class IdsOutsideHorizon(ShardError):
+    def __init__(self, positions: list[int], *, now: Micros, horizon_days: float) -> None:
+        super().__init__(
+            f"{len(positions)} job id(s) were made more than {horizon_days:g} days before or 1 hour after the shard's time"
+        )
+        self.positions = positions
+        self.now = now
+
+
+class UnknownQueue(ShardError):
+    def __init__(self, org: OrgId, queue: QueueName) -> None:
+        super().__init__(f"org {org!r} has no queue {queue!r}")
+
+
+class QueueExists(ShardError):
+    def __init__(self, org: OrgId, queue: QueueName) -> None:
+        super().__init__(f"org {org!r} already has a queue {queue!r}; alter it instead")
+
+
+class QueueNotEmpty(ShardError):
+    def __init__(self, org: OrgId, queue: QueueName) -> None:
+        super().__init__(f"queue {queue!r} of org {org!r} still holds live or dead jobs; purge it first")
+
+
+class BadPageToken(ShardError):
+    def __init__(self, token: str) -> None:
+        super().__init__(f"page_token {token!r} is not one that this call gave; begin at the first page")
+
+
+class Misconfigured(ShardError):
+    """An operator must look; the message says at what."""

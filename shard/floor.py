@@ -1,0 +1,80 @@
+"""How far claims have come in each lane, so that they need not walk past what they claimed before.
+
+A lane is one priority of one queue. At the front of its stretch of the ready index lie the dead versions of claimed jobs;
+while any transaction holds an old snapshot, nobody may remove them, and every claim would read them all again. So a claim
+begins at the lane's floor. The floor is a hint (I7): it may be too high only for what committed late, and the sweep, which
+looks from the beginning of time, lowers it again within seconds. Pure: no I/O, and no clock but the shard's own times.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from shard.vocabulary import PRIORITIES, Claimed, Micros, QueueId
+
+# How long an enqueue may take from its now() to its commit before only the sweep finds its jobs.
+GUARD_US = 1_000_000
+# A queue that nobody has dequeued from for this long is forgotten, and begins at zero when somebody does again.
+_FORGET_AFTER_S = 60.0
+_QUEUES_MAX = 100_000
+
+
+@dataclass(slots=True)
+class _Queue:
+    # By priority − 1; 0 is the beginning of time.
+    floors: list[Micros] = field(default_factory=lambda: [Micros(0)] * len(PRIORITIES))
+    used_s: float = 0.0
+
+
+def lanes_of(queues: list[QueueId]) -> tuple[list[QueueId], list[int]]:
+    """Every lane of these queues, as two columns: queue, priority."""
+    return queues * len(PRIORITIES), [priority for priority in PRIORITIES for _ in queues]
+
+
+class Floors:
+    """The floors of the queues that one router dequeues from on one shard."""
+
+    def __init__(self) -> None:
+        self._queues: dict[QueueId, _Queue] = {}
+
+    def lanes(self, queues: list[QueueId]) -> tuple[list[QueueId], list[int], list[Micros]]:
+        """The lanes a claim on these queues walks, in order: every queue's priority 1, then every queue's priority 2, …
+        As three columns: queue, priority, floor."""
+        now_s = time.monotonic()
+        held = [self._held(queue, now_s) for queue in queues]
+        ids, priorities = lanes_of(queues)
+        return ids, priorities, [queue.floors[priority - 1] for priority in PRIORITIES for queue in held]
+
+    def claimed(self, jobs: Iterable[Claimed]) -> None:
+        """After a claim: it took each lane's first jobs, so nothing unclaimed is left before the last of them."""
+        for job in jobs:
+            queue = self._queues.get(job.queue_id)
+            if queue is not None:
+                reached = Micros(min(job.run_at, job.leased_at - GUARD_US))
+                at = job.priority - 1
+                if reached > queue.floors[at]:
+                    queue.floors[at] = reached
+
+    def to_sweep(self) -> list[QueueId]:
+        """The queues in use, after forgetting those that are not."""
+        now_s = time.monotonic()
+        for queue_id in [q for q, held in self._queues.items() if now_s - held.used_s > _FORGET_AFTER_S]:
+            del self._queues[queue_id]
+        return list(self._queues)
+
+    def swept(self, queue_id: QueueId, priority: int, floor: Micros) -> None:
+        """What the sweep found: the place of the first claimable job, or a guard behind now()."""
+        queue = self._queues.get(queue_id)
+        if queue is not None:
+            queue.floors[priority - 1] = floor
+
+    def _held(self, queue_id: QueueId, now_s: float) -> _Queue:
+        queue = self._queues.get(queue_id)
+        if queue is None:
+            if len(self._queues) >= _QUEUES_MAX:
+                del self._queues[next(iter(self._queues))]
+            queue = self._queues[queue_id] = _Queue()
+        queue.used_s = now_s
+        return queue

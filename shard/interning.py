@@ -1,0 +1,70 @@
+"""Names ↔ numbers of one shard. A memory of what the database made; the enqueue and claim statements check every number
+against its name, so that a wrong memory (a restored backup, another database behind the same DSN) is found, never obeyed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TypeVar
+
+from shard import statements
+from shard.database import Database
+from shard.placement import slot_of
+from shard.vocabulary import OrgId, QueueId, QueueName
+
+_NAMES_MAX = 200_000
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+
+
+class Names:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._queue_ids: dict[tuple[OrgId, QueueName], QueueId] = {}
+        self._org_ids: dict[OrgId, int] = {}
+
+    def known(self, org: OrgId, queue: QueueName) -> QueueId | None:
+        return self._queue_ids.get((org, queue))
+
+    async def find(self, org: OrgId, queues: Collection[QueueName]) -> dict[QueueName, QueueId]:
+        """Those of the queues that exist."""
+        found = {queue: known for queue in queues if (known := self._queue_ids.get((org, queue))) is not None}
+        if len(found) < len(queues):
+            missing = [queue for queue in queues if queue not in found]
+            rows = await self._database.run(statements.FIND_QUEUE_IDS, {"org": org, "queues": missing})
+            for name, queue_id in rows:
+                found[name] = queue_id
+                _remember(self._queue_ids, (org, name), queue_id)
+        return found
+
+    async def make(self, org: OrgId, queues: Collection[QueueName]) -> dict[QueueName, QueueId]:
+        """All of the queues, bringing into being those that do not exist."""
+        found = await self.find(org, queues)
+        if len(found) < len(queues):
+            missing = {"org": org, "slot": slot_of(org), "queues": [queue for queue in queues if queue not in found]}
+            # Three statements, three transactions: each sees what rivals committed before it, and doing one twice is harmless.
+            await self._database.run(statements.INTERN_NAMES, missing)
+            await self._database.run(statements.MAKE_QUEUES, missing)
+            found = await self.find(org, queues)
+        return found
+
+    async def org_id(self, org: OrgId) -> int | None:
+        """The org's number; None if it never stored a job here."""
+        known = self._org_ids.get(org)
+        if known is None:
+            rows = await self._database.run(statements.FIND_ORG_ID, {"org": org})
+            if not rows:
+                return None
+            known = rows[0][0]
+            _remember(self._org_ids, org, known)
+        return known
+
+    def forget(self) -> None:
+        """After a number proved wrong."""
+        self._queue_ids.clear()
+        self._org_ids.clear()
+
+
+def _remember(memory: dict[_K, _V], key: _K, value: _V) -> None:
+    if len(memory) >= _NAMES_MAX:
+        del memory[next(iter(memory))]
+    memory[key] = value

@@ -1,0 +1,43 @@
+"""Lease tokens on the wire. Pure.
+
+A token names the shard, the job and the lease, so that an ack finds its shard wherever the org has moved since, and fits
+one lease only. 29 bytes: version 1, the shard's tag, the lease's number, the job's id; integers big-endian.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import xxhash
+
+from shard.vocabulary import JobId, Lease, ShardName
+
+_VERSION = 1
+_PREFIX = struct.Struct(">BIq")
+_LENGTH = _PREFIX.size + 16
+
+
+class MalformedLease(ValueError):
+    """These bytes were never a lease token of this cluster."""
+
+
+def shard_tag(shard: ShardName) -> int:
+    """32 bits that stand for a shard in tokens. A cluster file whose shards collide is refused (shard/cluster.py)."""
+    return xxhash.xxh32_intdigest(shard.encode())
+
+
+def token_prefix(shard: ShardName, number: int) -> bytes:
+    """What the tokens of all jobs of one claim begin with."""
+    return _PREFIX.pack(_VERSION, shard_tag(shard), number)
+
+
+def token(prefix: bytes, job: JobId) -> bytes:
+    return prefix + bytes.fromhex(job.replace("-", ""))
+
+
+def parse_token(data: bytes) -> tuple[int, Lease]:
+    """The shard's tag and the lease. Raises MalformedLease."""
+    if len(data) != _LENGTH or data[0] != _VERSION:
+        raise MalformedLease(f"a lease token has {_LENGTH} bytes and begins with {_VERSION}; this has {len(data)} bytes")
+    _, tag, number = _PREFIX.unpack_from(data)
+    return tag, Lease(job_hex=data[_PREFIX.size :].hex(), number=number)

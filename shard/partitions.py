@@ -1,0 +1,58 @@
+"""The finished table's partitions: one for each UTC day, made ahead of time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import psycopg
+from psycopg import sql
+
+from shard.database import Database
+
+# Two weeks: an ack must find its day's partition even when nothing has looked after them for that long.
+_DAYS_AHEAD = 14
+# Any number, the same everywhere: makers of partitions take turns.
+_LOCK = 0x77696E64_70617274
+
+
+async def make_ahead(database: Database) -> int:
+    """Makes the partitions from yesterday to two weeks ahead that do not exist yet, by the shard's clock. Answers how many.
+
+    Each is made as a table of its own and then attached: attaching lets enqueues and acks go on, where CREATE … PARTITION OF
+    would lock them out.
+    """
+    made = 0
+    async with database.transaction() as connection:
+        await connection.execute("SELECT pg_advisory_xact_lock(%s)", [_LOCK])
+        cursor = await connection.execute(
+            """
+            SELECT 'finished_' || to_char(day, 'YYYYMMDD'), to_char(day, 'YYYY-MM-DD'), to_char(day + 1, 'YYYY-MM-DD')
+            FROM generate_series(-1, %s) AS n, LATERAL (SELECT (now() AT TIME ZONE 'UTC')::date + n::integer AS day) days
+            WHERE to_regclass('windrow.finished_' || to_char(day, 'YYYYMMDD')) IS NULL
+            """,
+            [_DAYS_AHEAD],
+        )
+        for name, first, past in await cursor.fetchall():
+            table = sql.Identifier("windrow", name)
+            bounds = (sql.Literal(f"{first} 00:00:00+00"), sql.Literal(f"{past} 00:00:00+00"))
+            await connection.execute(
+                sql.SQL("CREATE TABLE {} (LIKE windrow.finished INCLUDING ALL)").format(table)
+            )
+            await connection.execute(
+                sql.SQL("ALTER TABLE windrow.finished ATTACH PARTITION {} FOR VALUES FROM ({}) TO ({})").format(table, *bounds)
+            )
+            made += 1
+    return made
+
+
+async def finish(database: Database, statement: bytes, parameters: Mapping[str, object]) -> list[Any]:
+    """Runs a statement that moves jobs to the finished table; makes the day's partition first should it be missing."""
+    try:
+        return await database.run(statement, parameters)
+    except psycopg.errors.CheckViolation as error:
+        # A constraint of ours has a name; the lack of a partition has none.
+        if error.diag.constraint_name is not None:
+            raise
+        await make_ahead(database)
+        return await database.run(statement, parameters)

@@ -1,0 +1,71 @@
+"""A job as the books have it: what lookups and lists answer. Pure."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shard.vocabulary import JobId, Micros, Outcome, QueueName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One ended lease."""
+
+    attempt: int
+    worker: str
+    leased_at: Micros
+    ended_at: Micros
+    outcome: Outcome
+    error: str = ""
+
+
+class JobRecord(NamedTuple):
+    """In the order of the columns of get_jobs.sql and the list_*.sql."""
+
+    id: JobId
+    queue: QueueName
+    kind: str
+    state: str
+    payload: bytes | None
+    attributes: str | None
+    priority: int
+    enqueued_at: Micros
+    run_at: Micros
+    expires_at: Micros | None
+    attempt: int
+    max_attempts: int | None
+    retry: str | None
+    dedup_key: str | None
+    deadline: Micros | None
+    worker: str | None
+    leased_at: Micros | None
+    finished_at: Micros | None
+    result: bytes | None
+    reason: str | None
+    history: str | None
+
+    def attempts(self) -> list[Attempt]:
+        """Ended attempts, oldest first. The acked one is read from the row itself: the happy path writes no history."""
+        ended = [
+            Attempt(
+                attempt=entry["attempt"],
+                worker=entry.get("worker", ""),
+                leased_at=entry["leased_at_us"],
+                ended_at=entry["ended_at_us"],
+                outcome=Outcome(entry["outcome"]),
+                error=entry.get("error", ""),
+            )
+            for entry in json.loads(self.history or "[]")
+        ]
+        if self.state == "succeeded" and self.leased_at is not None and self.finished_at is not None:
+            acked = Attempt(
+                attempt=self.attempt,
+                worker=self.worker or "",
+                leased_at=self.leased_at,
+                ended_at=self.finished_at,
+                outcome=Outcome.ACKED,
+            )
+            ended.append(acked)
+        return ended

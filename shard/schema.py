@@ -1,0 +1,132 @@
+"""A shard's schema: forward-only numbered migrations (shard/migrations), run on first contact, and whose database it is."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psycopg
+from psycopg import AsyncConnection
+
+from shard import partitions
+from shard.database import Database
+from shard.errors import Misconfigured
+
+_FILES = Path(__file__).parent / "migrations"
+# Whoever migrates a shard takes turns on this advisory lock; any number, the same in every release.
+_LOCK = 0x77696E64_6D696772
+
+Connection = AsyncConnection[tuple[Any, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Migration:
+    number: int
+    name: str
+    script: bytes
+
+    @property
+    def checksum(self) -> str:
+        return hashlib.sha256(self.script).hexdigest()
+
+    @property
+    def breaking(self) -> bool:
+        """Older releases must not run on it. Said by the file's first line, and only for a very good reason."""
+        return self.script.startswith(b"-- BREAKING")
+
+
+def migrations() -> list[Migration]:
+    """Every migration of this release, in order."""
+    return [
+        Migration(number=int(path.name[:4]), name=path.stem[5:], script=path.read_bytes())
+        for path in sorted(_FILES.glob("[0-9][0-9][0-9][0-9]_*.sql"))
+    ]
+
+
+async def migrate(database: Database, *, cluster: str) -> list[Migration]:
+    """Brings the shard's schema up to this release, makes it this cluster's shard, and its partitions. Answers what was
+    run; safe to call from many processes at once. Raises Misconfigured, ShardUnavailable."""
+    done: list[Migration] = []
+    try:
+        while (migration := await _next(database)) is not None:
+            done.append(migration)
+    except psycopg.errors.InsufficientPrivilege as error:
+        raise Misconfigured(
+            f"shard {database.name!r}: the role in its DSN may not make the schema: {error.diag.message_primary}; "
+            "make it the owner of the database, or run `windrow migrate` with a role that is"
+        ) from error
+    await _identify(database, cluster)
+    await partitions.make_ahead(database)
+    return done
+
+
+async def version(database: Database) -> int:
+    """The number of the newest migration run here."""
+    rows = await database.run(b"SELECT max(number) FROM windrow.migration", {})
+    return int(rows[0][0] or 0)
+
+
+async def _next(database: Database) -> Migration | None:
+    """Runs the first migration that has not been run, in a transaction of its own; None when there is none."""
+    async with database.transaction() as connection:
+        await connection.execute("SELECT pg_advisory_xact_lock(%s)", [_LOCK])
+        known = await _applied(connection, database)
+        for migration in migrations():
+            checksum = known.get(migration.number)
+            if checksum is None:
+                # Several statements in one: that is for the simple protocol, which never prepares.
+                await connection.execute(migration.script, prepare=False)
+                await connection.execute(
+                    "INSERT INTO windrow.migration (number, name, checksum, breaking) VALUES (%s, %s, %s, %s)",
+                    [migration.number, migration.name, migration.checksum, migration.breaking],
+                )
+                return migration
+            if checksum != migration.checksum:
+                raise Misconfigured(
+                    f"shard {database.name!r}: migration {migration.number:04} ({migration.name}) was changed after it had been "
+                    "run there; migrations are forward-only: put the file back, and write a new one"
+                )
+    return None
+
+
+async def _applied(connection: Connection, database: Database) -> dict[int, str]:
+    """The migrations run so far, number → checksum. Refuses a schema that a newer release has made unfit for this one."""
+    cursor = await connection.execute("SELECT to_regclass('windrow.migration') IS NOT NULL")
+    row = await cursor.fetchone()
+    if row is None or not row[0]:
+        await connection.execute("CREATE SCHEMA IF NOT EXISTS windrow")
+        await connection.execute(
+            """
+            CREATE TABLE windrow.migration (
+                number integer PRIMARY KEY, name text NOT NULL, checksum text NOT NULL, breaking boolean NOT NULL,
+                applied_at timestamptz NOT NULL DEFAULT now()
+            )
+            """
+        )
+    cursor = await connection.execute("SELECT number, checksum, breaking FROM windrow.migration")
+    rows = await cursor.fetchall()
+    ours = {migration.number for migration in migrations()}
+    too_new = sorted(number for number, _, breaking in rows if breaking and number not in ours)
+    if too_new:
+        raise Misconfigured(
+            f"shard {database.name!r}: its schema has migration {too_new[0]:04} of a newer release, which this release cannot "
+            "work with; upgrade this process"
+        )
+    return {number: checksum for number, checksum, _ in rows}
+
+
+async def _identify(database: Database, cluster: str) -> None:
+    async with database.transaction() as connection:
+        await connection.execute(
+            "INSERT INTO windrow.identity (cluster, shard) VALUES (%s, %s) ON CONFLICT DO NOTHING", [cluster, database.name]
+        )
+        cursor = await connection.execute("SELECT cluster, shard FROM windrow.identity")
+        row = await cursor.fetchone()
+    if row != (cluster, database.name):
+        found = f"shard {row[1]!r} of cluster {row[0]!r}" if row else "nothing"
+        raise Misconfigured(
+            f"shard {database.name!r} of cluster {cluster!r}: its DSN leads to the database of {found}; "
+            "correct the dsn or the names in the cluster file"
+        )

@@ -1,0 +1,21 @@
+-- Finishes leased jobs: out of the hot table, into the finished table of the day. One row: how many, and which if fewer
+-- than named.
+WITH ended AS (
+    DELETE FROM windrow.job j
+    USING unnest(%(ids)s::uuid[], %(leases)s::bigint[], %(results)b::bytea[]) AS a (id, lease, result)
+    WHERE j.id = a.id AND j.lease = a.lease AND j.visible_at > now() AND j.queue_id & 4294967295 = %(org_id)s
+    RETURNING j.*, a.result
+), moved AS (
+    INSERT INTO windrow.finished (
+        id, queue_id, enqueued_at, run_at, lease, leased_at, expires_at, priority, attempt, max_attempts, state, kind,
+        payload, attributes, retry, dedup_key, trace, worker, history, result
+    )
+    SELECT
+        e.id, e.queue_id, e.enqueued_at, e.run_at, e.lease, e.leased_at, e.expires_at, e.priority, e.attempt,
+        e.max_attempts, 'succeeded', e.kind, e.payload, e.attributes, e.retry, e.dedup_key, e.trace, e.worker, e.history,
+        e.result
+    FROM ended e
+    RETURNING id
+)
+SELECT count(*) AS acked, CASE WHEN count(*) < %(jobs)s THEN array_agg(moved.id::text) END AS acked_ids
+FROM moved

@@ -1,0 +1,23 @@
+-- Cancels jobs that have not finished, leased and dead ones too.
+WITH live AS (
+    DELETE FROM windrow.job j
+    WHERE j.id = ANY (%(ids)s::uuid[]) AND j.queue_id & 4294967295 = %(org_id)s
+    RETURNING
+        id, queue_id, enqueued_at, run_at, lease, leased_at, expires_at, priority, attempt, max_attempts, kind, payload,
+        attributes, retry, dedup_key, trace, worker,
+        -- A lease ends here without an outcome of its own: STALE is what its consumer hears.
+        history
+), aside AS (
+    DELETE FROM windrow.dead d
+    WHERE d.id = ANY (%(ids)s::uuid[]) AND d.queue_id & 4294967295 = %(org_id)s
+    RETURNING
+        id, queue_id, enqueued_at, run_at, lease, leased_at, expires_at, priority, attempt, max_attempts, kind, payload,
+        attributes, retry, dedup_key, trace, worker, history
+)
+INSERT INTO windrow.finished (
+    id, queue_id, enqueued_at, run_at, lease, leased_at, expires_at, priority, attempt, max_attempts, kind, payload,
+    attributes, retry, dedup_key, trace, worker, history, state, reason
+)
+SELECT ended.*, 'cancelled', %(reason)s
+FROM (SELECT * FROM live UNION ALL SELECT * FROM aside) ended
+RETURNING id::text

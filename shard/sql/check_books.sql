@@ -1,0 +1,33 @@
+-- Every org's books at one moment, one snapshot: what was accepted, and where it is now (I5).
+WITH live AS (
+    SELECT
+        j.queue_id & 4294967295 AS org_id,
+        count(*) FILTER (WHERE j.visible_at > now() AND j.lease IS NULL) AS scheduled,
+        count(*) FILTER (WHERE j.visible_at <= now()) AS ready,
+        count(*) FILTER (WHERE j.visible_at > now() AND j.lease IS NOT NULL) AS leased
+    FROM windrow.job j
+    GROUP BY 1
+), aside AS (
+    SELECT d.queue_id & 4294967295 AS org_id, count(*) AS dead FROM windrow.dead d GROUP BY 1
+), done AS (
+    SELECT
+        f.queue_id & 4294967295 AS org_id,
+        count(*) FILTER (WHERE f.state = 'succeeded') AS succeeded,
+        count(*) FILTER (WHERE f.state = 'cancelled') AS cancelled
+    FROM windrow.finished f
+    GROUP BY 1
+), granted AS (
+    SELECT t.org_id::bigint AS org_id, sum(t.accepted)::bigint AS accepted FROM windrow.tally t GROUP BY 1
+)
+SELECT
+    -- A job of an org that is not in the books is shown too: it is the worst of findings.
+    coalesce(o.org, 'unknown org ' || org_id) AS org,
+    coalesce(granted.accepted, 0) AS accepted,
+    coalesce(live.scheduled, 0) AS scheduled, coalesce(live.ready, 0) AS ready, coalesce(live.leased, 0) AS leased,
+    coalesce(done.succeeded, 0) AS succeeded, coalesce(aside.dead, 0) AS dead, coalesce(done.cancelled, 0) AS cancelled
+FROM granted
+FULL JOIN live USING (org_id)
+FULL JOIN aside USING (org_id)
+FULL JOIN done USING (org_id)
+LEFT JOIN windrow.org o USING (org_id)
+ORDER BY 1

@@ -1,0 +1,44 @@
+-- Leases up to max_jobs visible jobs, by priority, then by when they became visible. The ready index is walked from each
+-- lane's floor, not from the beginning of time: there lie the dead versions of what has been claimed (shard/floor.py).
+WITH lane AS MATERIALIZED (
+    SELECT l.queue_id, l.priority, l.floor
+    FROM unnest(%(lane_ids)s::bigint[], %(lane_priorities)s::smallint[], %(lane_floors_us)s::bigint[])
+        WITH ORDINALITY AS raw (queue_id, priority, floor_us, turn)
+    CROSS JOIN LATERAL (SELECT raw.queue_id, raw.priority, timestamptz 'epoch' + raw.floor_us * interval '1 us' AS floor) l
+    -- Keyed by org: a remembered queue_id that is another org's gives nothing (I4).
+    JOIN windrow.queue q ON q.queue_id = l.queue_id AND q.org = %(org)s AND NOT q.paused
+    ORDER BY raw.turn
+), taken AS MATERIALIZED (
+    -- MATERIALIZED fence, and no ORDER BY out here: lanes are entered in turn, lazily, so that no more than max_jobs rows
+    -- are ever locked.
+    SELECT visible.ctid
+    FROM lane
+    CROSS JOIN LATERAL (
+        SELECT j.ctid
+        FROM windrow.job j
+        WHERE j.queue_id = lane.queue_id AND j.priority = lane.priority
+            AND j.visible_at >= lane.floor AND j.visible_at <= now()
+        ORDER BY j.visible_at
+        LIMIT %(max_jobs)s
+        FOR UPDATE SKIP LOCKED
+    ) visible
+    LIMIT %(max_jobs)s
+)
+UPDATE windrow.job AS j
+SET
+    lease = %(lease)s,
+    leased_at = now(),
+    visible_at = now() + %(window_us)s * interval '1 us',
+    worker = %(worker)s,
+    attempt = j.attempt + 1,
+    history = CASE
+        -- A lease that is still on the row has expired unseen: this claim writes down its end.
+        WHEN j.lease IS NOT NULL THEN windrow.remember(j.history, j.attempt, j.worker, j.leased_at, j.visible_at, 'expired', j.lease, NULL)
+        ELSE j.history
+    END
+FROM windrow.queue q
+WHERE j.ctid = ANY (ARRAY(SELECT taken.ctid FROM taken)) AND q.queue_id = j.queue_id
+RETURNING
+    j.id::text, q.queue, j.kind, j.payload, j.attributes::text, j.priority, j.attempt,
+    coalesce(j.max_attempts, q.max_attempts) AS max_attempts, j.enqueued_at, j.run_at, j.trace,
+    j.queue_id, j.leased_at, j.visible_at AS deadline, coalesce(j.expires_at <= now(), false) AS expired

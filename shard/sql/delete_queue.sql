@@ -1,0 +1,7 @@
+-- Unlists an empty queue and forgets its configuration. The row stays: finished jobs are found by it.
+UPDATE windrow.queue AS q
+SET listed = false, retry = NULL, max_attempts = NULL, paused = false
+WHERE q.org = %(org)s AND q.queue = %(queue)s AND q.listed
+    AND NOT EXISTS (SELECT FROM windrow.job j WHERE j.queue_id = q.queue_id)
+    AND NOT EXISTS (SELECT FROM windrow.dead d WHERE d.queue_id = q.queue_id)
+RETURNING q.queue

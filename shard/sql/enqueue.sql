@@ -1,0 +1,70 @@
+-- Stores a batch of jobs, each once, in the queues that this shard may take jobs for.
+-- One row: whether the ids' times fit, admitted (the queue ids that were accepted), how many jobs were stored, and which
+-- if fewer than sent.
+WITH clock AS MATERIALIZED (
+    -- An id tells when it was made. Older than the dedup horizon, its first copy may have been archived and forgotten; far
+    -- in the future, the copies finished before then would be overlooked.
+    SELECT
+        to_timestamp(%(oldest_ms)s / 1000.0) >= now() - %(horizon_us)s * interval '1 us'
+            AND to_timestamp(%(newest_ms)s / 1000.0) <= now() + interval '1 hour' AS ids_fit,
+        least(to_timestamp(%(oldest_ms)s / 1000.0), now()) - interval '1 hour' AS since
+), lane AS MATERIALIZED (
+    -- A remembered queue_id proves itself: it must still name this org's queue. A slot that moved away admits nothing (I6).
+    SELECT q.queue_id
+    FROM unnest(%(lane_ids)s::bigint[], %(lane_orgs)s::text[], %(lane_queues)s::text[]) AS l (queue_id, org, queue)
+    JOIN windrow.queue q ON q.queue_id = l.queue_id AND q.org = l.org AND q.queue = l.queue
+    JOIN windrow.owned_slot s ON s.slot = q.slot AND s.state = 'owned'
+), incoming AS MATERIALIZED (
+    -- unnest pads: a column that no job of the batch uses is sent as an empty array.
+    SELECT
+        n.id, n.queue_id, n.kind, n.payload, n.priority, n.max_attempts, n.dedup_key, n.trace,
+        n.attributes::jsonb AS attributes, n.retry::jsonb AS retry,
+        -- Never before now(): what a floor has passed stays passed.
+        greatest(now(), coalesce(timestamptz 'epoch' + n.run_at_us * interval '1 us', now() + n.delay_us * interval '1 us')) AS run_at,
+        timestamptz 'epoch' + n.expires_at_us * interval '1 us' AS expires_at,
+        now() + n.dedup_window_us * interval '1 us' AS dedup_until
+    FROM unnest(
+        %(ids)s::uuid[], %(queue_ids)s::bigint[], %(kinds)s::text[], %(payloads)b::bytea[], %(priorities)s::smallint[],
+        %(attributes)s::text[], %(run_at_us)s::bigint[], %(delay_us)s::bigint[], %(expires_at_us)s::bigint[],
+        %(max_attempts)s::smallint[], %(retries)s::text[], %(dedup_keys)s::text[], %(dedup_window_us)s::bigint[],
+        %(traces)s::text[]
+    ) AS n (
+        id, queue_id, kind, payload, priority, attributes, run_at_us, delay_us, expires_at_us,
+        max_attempts, retry, dedup_key, dedup_window_us, trace
+    )
+    JOIN lane ON lane.queue_id = n.queue_id
+    WHERE (SELECT clock.ids_fit FROM clock)
+), reserved AS (
+    -- Taking a key whose window is over, or a new one. Ordered, so that two batches never wait for each other in a ring.
+    INSERT INTO windrow.dedup AS d (queue_id, key, job_id, until)
+    SELECT i.queue_id, i.dedup_key, i.id, i.dedup_until
+    FROM incoming i
+    WHERE i.dedup_key IS NOT NULL
+    ORDER BY i.queue_id, i.dedup_key
+    ON CONFLICT (queue_id, key) DO UPDATE SET job_id = excluded.job_id, until = excluded.until WHERE d.until <= now()
+    RETURNING d.job_id
+), stored AS (
+    INSERT INTO windrow.job (
+        id, queue_id, kind, payload, priority, attributes, run_at, visible_at, expires_at, max_attempts, retry,
+        dedup_key, trace
+    )
+    SELECT
+        i.id, i.queue_id, i.kind, i.payload, coalesce(i.priority, 5), i.attributes, i.run_at, i.run_at, i.expires_at,
+        i.max_attempts, i.retry, i.dedup_key, i.trace
+    FROM incoming i
+    WHERE i.dedup_key IS NULL OR i.id IN (SELECT r.job_id FROM reserved r)
+    ORDER BY i.id
+    ON CONFLICT (id) DO NOTHING
+    RETURNING id, queue_id
+), counted AS (
+    INSERT INTO windrow.tally (org_id, accepted)
+    SELECT (s.queue_id & 4294967295)::integer, count(*) FROM stored s GROUP BY 1
+)
+SELECT
+    now() AS now,
+    (SELECT clock.ids_fit FROM clock) AS ids_fit,
+    (SELECT array_agg(lane.queue_id) FROM lane) AS admitted,
+    count(*) AS stored,
+    CASE WHEN count(*) < %(jobs)s THEN array_agg(s.id::text) END AS stored_ids,
+    windrow.refuse_settled(array_agg(s.id), (SELECT clock.since FROM clock))
+FROM stored s

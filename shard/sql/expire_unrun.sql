@@ -1,0 +1,15 @@
+-- Cancels jobs that a claim found past their expires_at; the claim's lease was only taken to do so and is not an attempt.
+WITH ended AS (
+    DELETE FROM windrow.job j
+    WHERE j.id = ANY (%(ids)s::uuid[]) AND j.lease = %(lease)s AND j.expires_at <= now() AND j.queue_id & 4294967295 = %(org_id)s
+    RETURNING j.*
+)
+INSERT INTO windrow.finished (
+    id, queue_id, enqueued_at, run_at, expires_at, priority, attempt, max_attempts, kind, payload, attributes, retry,
+    dedup_key, trace, history, state, reason
+)
+SELECT
+    e.id, e.queue_id, e.enqueued_at, e.run_at, e.expires_at, e.priority, e.attempt - 1, e.max_attempts, e.kind, e.payload,
+    e.attributes, e.retry, e.dedup_key, e.trace, e.history, 'cancelled', 'not run before its expires_at'
+FROM ended e
+RETURNING id::text

@@ -1,0 +1,18 @@
+-- For leases that an ack, nack, extend or release did not find: what became of the job. `ended_as` is how the very lease
+-- ended, so that a call repeated after a lost answer is told OK again.
+SELECT m.id::text AS id, found.ended_as, found.id IS NOT NULL AS known
+FROM unnest(%(ids)s::uuid[], %(leases)s::bigint[]) AS m (id, lease)
+LEFT JOIN LATERAL (
+    SELECT f.id, CASE WHEN f.lease = m.lease AND f.state = 'succeeded' THEN 'acked' ELSE windrow.outcome_of(f.history, m.lease) END AS ended_as
+    FROM windrow.finished f
+    WHERE f.id = m.id AND f.queue_id & 4294967295 = %(org_id)s
+    UNION ALL
+    SELECT j.id, windrow.outcome_of(j.history, m.lease)
+    FROM windrow.job j
+    WHERE j.id = m.id AND j.queue_id & 4294967295 = %(org_id)s
+    UNION ALL
+    SELECT d.id, windrow.outcome_of(d.history, m.lease)
+    FROM windrow.dead d
+    WHERE d.id = m.id AND d.queue_id & 4294967295 = %(org_id)s
+    LIMIT 1
+) found ON true

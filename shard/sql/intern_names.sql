@@ -1,0 +1,10 @@
+-- Makes the names of one org's queues known. ON CONFLICT does nothing for those that are: find_queue_ids reads the ids
+-- afterwards, in a statement of its own, because this one cannot see what a rival has just made.
+WITH new_org AS (
+    INSERT INTO windrow.org (org, slot) VALUES (%(org)s, %(slot)s) ON CONFLICT (org) DO NOTHING
+)
+INSERT INTO windrow.queue_name (queue)
+SELECT n.queue FROM unnest(%(queues)s::text[]) AS n (queue)
+WHERE NOT EXISTS (SELECT FROM windrow.queue_name known WHERE known.queue = n.queue)
+ORDER BY n.queue
+ON CONFLICT (queue) DO NOTHING

@@ -1,0 +1,7 @@
+-- One page of an org's queues, by name.
+SELECT q.queue, q.retry::text, q.max_attempts, q.paused, q.created_at
+FROM windrow.queue q
+WHERE q.org = %(org)s AND q.queue > %(after)s
+    AND (q.listed OR EXISTS (SELECT FROM windrow.job j WHERE j.queue_id = q.queue_id))
+ORDER BY q.queue
+LIMIT %(rows)s

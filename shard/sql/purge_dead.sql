@@ -1,0 +1,22 @@
+-- Cancels up to `rows` of a queue's dead jobs.
+WITH ended AS (
+    DELETE FROM windrow.dead d
+    WHERE d.id = ANY (ARRAY(
+        SELECT aside.id
+        FROM windrow.dead aside
+        JOIN windrow.queue q ON q.queue_id = aside.queue_id
+        WHERE q.org = %(org)s AND q.queue = %(queue)s
+        LIMIT %(rows)s
+        FOR UPDATE OF aside SKIP LOCKED
+    ))
+    RETURNING d.*
+)
+INSERT INTO windrow.finished (
+    id, queue_id, enqueued_at, run_at, lease, leased_at, expires_at, priority, attempt, max_attempts, kind, payload,
+    attributes, retry, dedup_key, trace, worker, history, state, reason
+)
+SELECT
+    e.id, e.queue_id, e.enqueued_at, e.run_at, e.lease, e.leased_at, e.expires_at, e.priority, e.attempt, e.max_attempts,
+    e.kind, e.payload, e.attributes, e.retry, e.dedup_key, e.trace, e.worker, e.history, 'cancelled', 'purged'
+FROM ended e
+RETURNING id::text

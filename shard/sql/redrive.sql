@@ -1,0 +1,25 @@
+-- Brings a queue's dead jobs back, oldest death first: due now, with fresh attempts, their history kept.
+WITH chosen AS (
+    DELETE FROM windrow.dead d
+    WHERE d.id = ANY (ARRAY(
+        SELECT aside.id
+        FROM windrow.dead aside
+        JOIN windrow.queue q ON q.queue_id = aside.queue_id
+        WHERE q.org = %(org)s AND q.queue = %(queue)s AND (%(kind)s = '' OR aside.kind = %(kind)s)
+            AND (%(after_us)s::bigint IS NULL OR aside.finished_at >= timestamptz 'epoch' + %(after_us)s * interval '1 us')
+            AND (%(before_us)s::bigint IS NULL OR aside.finished_at < timestamptz 'epoch' + %(before_us)s * interval '1 us')
+        ORDER BY aside.finished_at
+        LIMIT %(rows)s
+        FOR UPDATE OF aside SKIP LOCKED
+    ))
+    RETURNING d.*
+)
+INSERT INTO windrow.job (
+    id, queue_id, enqueued_at, run_at, visible_at, priority, max_attempts, kind, payload, attributes, retry, dedup_key,
+    trace, history
+)
+SELECT
+    c.id, c.queue_id, c.enqueued_at, now(), now(), c.priority, c.max_attempts, c.kind, c.payload, c.attributes, c.retry,
+    c.dedup_key, c.trace, c.history
+FROM chosen c
+RETURNING id::text

@@ -1,0 +1,10 @@
+-- Gives leased jobs back at once; the attempt does not count.
+UPDATE windrow.job AS j
+SET
+    history = windrow.remember(j.history, j.attempt, j.worker, j.leased_at, now(), 'released', j.lease, NULL),
+    attempt = j.attempt - 1,
+    run_at = now(), visible_at = now(),
+    lease = NULL, leased_at = NULL, worker = NULL
+FROM unnest(%(ids)s::uuid[], %(leases)s::bigint[]) AS r (id, lease)
+WHERE j.id = r.id AND j.lease = r.lease AND j.visible_at > now() AND j.queue_id & 4294967295 = %(org_id)s
+RETURNING j.id::text

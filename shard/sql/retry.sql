@@ -1,0 +1,10 @@
+-- Gives leased jobs back with an error, to be visible again after each one's delay.
+UPDATE windrow.job AS j
+SET
+    history = windrow.remember(j.history, j.attempt, j.worker, j.leased_at, now(), 'nacked', j.lease, n.error),
+    run_at = now() + n.delay_us * interval '1 us',
+    visible_at = now() + n.delay_us * interval '1 us',
+    lease = NULL, leased_at = NULL, worker = NULL
+FROM unnest(%(ids)s::uuid[], %(leases)s::bigint[], %(delays_us)s::bigint[], %(errors)s::text[]) AS n (id, lease, delay_us, error)
+WHERE j.id = n.id AND j.lease = n.lease AND j.visible_at > now() AND j.queue_id & 4294967295 = %(org_id)s
+RETURNING j.id::text

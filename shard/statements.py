@@ -1,0 +1,47 @@
+"""The shard's statements: one file in shard/sql each, one verb each. Loaded once, as bytes, which is what psycopg takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_SQL = Path(__file__).parent / "sql"
+
+
+def _load(name: str) -> bytes:
+    return (_SQL / f"{name}.sql").read_bytes()
+
+
+ENQUEUE = _load("enqueue")
+FIND_KNOWN = _load("find_known")
+FIND_REFUSED_SLOTS = _load("find_refused_slots")
+INTERN_NAMES = _load("intern_names")
+MAKE_QUEUES = _load("make_queues")
+FIND_QUEUE_IDS = _load("find_queue_ids")
+FIND_ORG_ID = _load("find_org_id")
+
+CLAIM = _load("claim")
+SWEEP = _load("sweep")
+ACK = _load("ack")
+EXTEND = _load("extend")
+RELEASE = _load("release")
+INSPECT_LEASES = _load("inspect_leases")
+RETRY = _load("retry")
+BURY = _load("bury")
+EXPIRE_UNRUN = _load("expire_unrun")
+EXPLAIN_MISS = _load("explain_miss")
+CANCEL = _load("cancel")
+GET_JOBS = _load("get_jobs")
+
+GET_QUEUE = _load("get_queue")
+LIST_QUEUES = _load("list_queues")
+ALTER_QUEUE = _load("alter_queue")
+DELETE_QUEUE = _load("delete_queue")
+PURGE_LIVE = _load("purge_live")
+PURGE_DEAD = _load("purge_dead")
+LIST_LIVE = _load("list_live")
+LIST_DEAD = _load("list_dead")
+LIST_FINISHED = _load("list_finished")
+REDRIVE = _load("redrive")
+STATS = _load("stats")
+CHECK_BOOKS = _load("check_books")
+FOLD_TALLY = _load("fold_tally")

@@ -1,0 +1,1 @@
+"""What is known to hold: the checks, and the tests by what they need."""
