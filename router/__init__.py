@@ -1,1 +1,1 @@
-"""The front door: gRPC in, shard calls out."""
+"""gRPC in, shard calls out: services, placement, limits, errors. Knows gRPC and the shard package; knows no SQL."""

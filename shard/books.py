@@ -65,7 +65,10 @@ class OrgBooks(NamedTuple):
     @property
     def balanced(self) -> bool:
         """Invariant I5."""
-        return self.accepted == self.scheduled + self.ready + self.leased + self.succeeded + self.dead + self.cancelled
+        return (
+            self.accepted
+            == self.scheduled + self.ready + self.leased + self.succeeded + self.dead + self.cancelled
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,10 +128,14 @@ class Books:
             raise UnknownQueue(org, queue)
         return QueueRecord._make(rows[0])
 
-    async def list_queues(self, org: OrgId, *, page_size: int, page_token: str) -> tuple[list[QueueRecord], str]:
+    async def list_queues(
+        self, org: OrgId, *, page_size: int, page_token: str
+    ) -> tuple[list[QueueRecord], str]:
         """A page of queues by name, and the token of the next. Raises BadPageToken."""
         (after,) = _unpack(page_token, 1) if page_token else ("",)
-        rows = await self._database.run(statements.LIST_QUEUES, {"org": org, "after": str(after), "rows": page_size + 1})
+        rows = await self._database.run(
+            statements.LIST_QUEUES, {"org": org, "after": str(after), "rows": page_size + 1}
+        )
         queues = list(map(QueueRecord._make, rows[:page_size]))
         return queues, _pack(queues[-1].queue) if len(rows) > page_size else ""
 
@@ -144,17 +151,35 @@ class Books:
         parameters: dict[str, object] = {"org": org, "queue": queue, "rows": limit}
         cancelled = len(await partitions.finish(self._database, statements.PURGE_LIVE, parameters))
         if include_dead and cancelled < limit:
-            cancelled += len(await partitions.finish(self._database, statements.PURGE_DEAD, {**parameters, "rows": limit - cancelled}))
+            cancelled += len(
+                await partitions.finish(
+                    self._database, statements.PURGE_DEAD, {**parameters, "rows": limit - cancelled}
+                )
+            )
         return cancelled
 
     async def redrive(
-        self, org: OrgId, queue: QueueName, *, kind: str, died_after: Micros | None, died_before: Micros | None, limit: int
+        self,
+        org: OrgId,
+        queue: QueueName,
+        *,
+        kind: str,
+        died_after: Micros | None,
+        died_before: Micros | None,
+        limit: int,
     ) -> int:
         """Brings up to `limit` dead jobs back; answers how many. Raises UnknownQueue."""
         await self.get_queue(org, queue)
         rows = await self._database.run(
             statements.REDRIVE,
-            {"org": org, "queue": queue, "kind": kind, "after_us": died_after, "before_us": died_before, "rows": limit},
+            {
+                "org": org,
+                "queue": queue,
+                "kind": kind,
+                "after_us": died_after,
+                "before_us": died_before,
+                "rows": limit,
+            },
         )
         return len(rows)
 
@@ -185,7 +210,11 @@ class Books:
                 parameters.update(zip(("after_priority", "after_us", "after_id"), after, strict=True))
                 rows = await self._list(statements.LIST_LIVE, parameters, page_token)
                 jobs = [JobRecord._make(row[:-1]) for row in rows[:page_size]]
-                last = (jobs[-1].priority, rows[page_size - 1][-1], jobs[-1].id) if len(rows) > page_size else None
+                last = (
+                    (jobs[-1].priority, rows[page_size - 1][-1], jobs[-1].id)
+                    if len(rows) > page_size
+                    else None
+                )
             case JobState.DEAD | JobState.SUCCEEDED | JobState.CANCELLED:
                 (parameters["before_id"],) = _unpack(page_token, 1) if page_token else (_LAST_UUID,)
                 statement = statements.LIST_DEAD if state is JobState.DEAD else statements.LIST_FINISHED
@@ -194,7 +223,9 @@ class Books:
                 last = (jobs[-1].id,) if len(rows) > page_size else None
         return Page(jobs=jobs, next_token=_pack(*last) if last else "")
 
-    async def stats(self, org: OrgId, queue: QueueName | None, *, include_finished: bool) -> list[QueueCounts]:
+    async def stats(
+        self, org: OrgId, queue: QueueName | None, *, include_finished: bool
+    ) -> list[QueueCounts]:
         """Counts by state, by queue. Raises UnknownQueue where one was named."""
         rows = await self._database.run(
             statements.STATS, {"org": org, "queue": queue or "", "include_finished": include_finished}
@@ -207,14 +238,20 @@ class Books:
         """Every org's books, at one moment."""
         return list(map(OrgBooks._make, await self._database.run(statements.CHECK_BOOKS, {})))
 
-    async def fold_tally(self) -> None:
-        """Keeps the tally of accepted jobs short."""
-        await self._database.run(statements.FOLD_TALLY, {})
+    async def versions(self) -> tuple[str, int]:
+        """What the server calls its version, such as "18.6", and the number of the schema's newest migration."""
+        rows = await self._database.run(
+            b"SELECT split_part(current_setting('server_version'), ' ', 1), (SELECT max(number) FROM windrow.migration)",
+            {},
+        )
+        return rows[0]
 
     async def make_partitions(self) -> int:
         return await partitions.make_ahead(self._database)
 
-    async def _list(self, statement: bytes, parameters: dict[str, object], page_token: str) -> list[tuple[object, ...]]:
+    async def _list(
+        self, statement: bytes, parameters: dict[str, object], page_token: str
+    ) -> list[tuple[object, ...]]:
         try:
             return await self._database.run(statement, parameters)
         except psycopg.DataError as error:

@@ -59,7 +59,9 @@ async def found(database: Database, *, cluster: str, weights: Mapping[ShardName,
     placed = {shard for placement in catalog.slots for shard in (*placement.writes, *placement.reads)}
     missing = sorted(placed - set(weights))
     if missing:
-        raise Misconfigured(f"the catalog places slots on shard(s) {', '.join(missing)}, which the cluster file does not name")
+        raise Misconfigured(
+            f"the catalog places slots on shard(s) {', '.join(missing)}, which the cluster file does not name"
+        )
     return catalog
 
 
@@ -102,6 +104,9 @@ async def grant(database: Database, catalog: Catalog) -> int:
         ON CONFLICT (slot) DO UPDATE SET state = excluded.state, epoch = excluded.epoch WHERE o.epoch < excluded.epoch
         RETURNING o.slot
         """,
-        {"slots": arrays.numbers(slots), "epochs": arrays.numbers(catalog.slots[slot].epoch for slot in slots)},
+        {
+            "slots": arrays.numbers(slots),
+            "epochs": arrays.numbers(catalog.slots[slot].epoch for slot in slots),
+        },
     )
     return len(rows)

@@ -61,7 +61,9 @@ def read_cluster(path: Path) -> Cluster:
     try:
         text = path.read_text()
     except OSError as error:
-        raise ClusterFileError(f"{path}: {error.strerror}; name another with --config or WINDROW_CONFIG") from error
+        raise ClusterFileError(
+            f"{path}: {error.strerror}; name another with --config or WINDROW_CONFIG"
+        ) from error
     return parse_cluster(text, source=str(path))
 
 
@@ -128,7 +130,9 @@ def _shard(entry: object, at: int, source: str, environ: Mapping[str, str]) -> S
 def _dsn(table: Mapping[str, Any], where: str, environ: Mapping[str, str]) -> str:
     sources = [key for key in ("dsn", "dsn_env", "dsn_file") if key in table]
     if len(sources) != 1:
-        raise ClusterFileError(f"{where}: needs exactly one of dsn, dsn_env and dsn_file, and has {sources or 'none'}")
+        raise ClusterFileError(
+            f"{where}: needs exactly one of dsn, dsn_env and dsn_file, and has {sources or 'none'}"
+        )
     key, value = sources[0], table[sources[0]]
     if not isinstance(value, str):
         raise ClusterFileError(f"{where}: {key} must be text")
@@ -148,7 +152,9 @@ def _dsn(table: Mapping[str, Any], where: str, environ: Mapping[str, str]) -> st
         conninfo_to_dict(dsn)
     except Exception:
         # The parser's own message quotes the DSN, password and all.
-        raise ClusterFileError(f"{where}: {key} is not a libpq connection string or postgresql:// URI") from None
+        raise ClusterFileError(
+            f"{where}: {key} is not a libpq connection string or postgresql:// URI"
+        ) from None
     return dsn
 
 
@@ -157,7 +163,11 @@ def _refuse_twins(shards: tuple[ShardEntry, ...], source: str) -> None:
     for entry in shards:
         twin = tags.setdefault(shard_tag(entry.name), entry.name)
         if twin is not entry.name:
-            why = "appears twice" if twin == entry.name else f"collides with {twin!r} in lease tokens; rename one"
+            why = (
+                "appears twice"
+                if twin == entry.name
+                else f"collides with {twin!r} in lease tokens; rename one"
+            )
             raise ClusterFileError(f"{source}: shard name {entry.name!r} {why}")
     if all(entry.weight == 0 for entry in shards):
         raise ClusterFileError(f"{source}: every shard has weight 0; at least one must take slots")

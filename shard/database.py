@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, LiteralString
 
 import psycopg
-from psycopg import AsyncConnection, AsyncCursor
+from opentelemetry import trace
+from psycopg import AsyncConnection
 from psycopg.abc import Buffer
 from psycopg.adapt import Loader
 from psycopg.pq import Format
@@ -23,6 +25,7 @@ from psycopg_pool import AsyncConnectionPool, PoolClosed, PoolTimeout, TooManyRe
 from shard.errors import ShardUnavailable
 from shard.vocabulary import ShardName
 
+_TRACER = trace.get_tracer("windrow.shard")
 _EPOCH_2000_US = 946_684_800_000_000
 
 # The hot tables swing between empty and millions of rows within seconds, so that statistics are always wrong, and a plan
@@ -59,7 +62,9 @@ class Database:
     `wait_s`; other database errors pass as psycopg made them.
     """
 
-    def __init__(self, name: ShardName, dsn: str, *, connections: int = 4, wait_s: float = 5.0, for_books: bool = False) -> None:
+    def __init__(
+        self, name: ShardName, dsn: str, *, connections: int = 4, wait_s: float = 5.0, for_books: bool = False
+    ) -> None:
         self.name = name
         self._wait_s = wait_s
         self._tries = connections + 2
@@ -99,8 +104,10 @@ class Database:
         for tries_left in range(self._tries, -1, -1):
             try:
                 async with self._connection() as connection:
-                    cursor = await _execute(connection, statement, parameters)
-                    return await cursor.fetchall() if cursor.description else []
+                    if trace.get_current_span().is_recording():
+                        with self._span(statement):
+                            return await _fetch(connection, statement, parameters)
+                    return await _fetch(connection, statement, parameters)
             except (psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure):
                 if not tries_left:
                     raise
@@ -112,7 +119,7 @@ class Database:
         raise AssertionError("unreachable")
 
     @contextlib.asynccontextmanager
-    async def transaction(self) -> AsyncIterator[AsyncConnection[tuple[Any, ...]]]:
+    async def transaction(self) -> AsyncGenerator[AsyncConnection[tuple[Any, ...]]]:
         """Several statements, one transaction. Not tried again: the caller knows whether it may be."""
         try:
             async with self._connection() as connection, connection.transaction():
@@ -121,7 +128,7 @@ class Database:
             raise self._unavailable(error) from error
 
     @contextlib.asynccontextmanager
-    async def _connection(self) -> AsyncIterator[AsyncConnection[tuple[Any, ...]]]:
+    async def _connection(self) -> AsyncGenerator[AsyncConnection[tuple[Any, ...]]]:
         try:
             connection = await self._pool.getconn()
         except PoolTimeout as error:
@@ -142,17 +149,30 @@ class Database:
         # One wire type for every int: else each magnitude would make a prepared statement of its own.
         connection.adapters.register_dumper(int, Int8BinaryDumper)
 
+    def _span(self, statement: bytes) -> AbstractContextManager[trace.Span]:
+        name = getattr(statement, "name", "statement")
+        return _TRACER.start_as_current_span(
+            f"{name} {self.name}",
+            kind=trace.SpanKind.CLIENT,
+            attributes={
+                "db.system.name": "postgresql",
+                "db.operation.name": name,
+                "db.query.summary": name,
+                "windrow.shard": self.name,
+            },
+        )
+
     def _unavailable(self, error: psycopg.Error) -> ShardUnavailable:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         return ShardUnavailable(self.name, first_line)
 
 
-async def _execute(
+async def _fetch(
     connection: AsyncConnection[tuple[Any, ...]], statement: bytes, parameters: Mapping[str, object]
-) -> AsyncCursor[tuple[Any, ...]]:
+) -> list[Any]:
     cursor = connection.cursor(binary=True)
     await cursor.execute(statement, parameters)
-    return cursor
+    return await cursor.fetchall() if cursor.description else []
 
 
 def _connection_lost(error: psycopg.OperationalError) -> bool:

@@ -7,6 +7,7 @@ ShardError
 ├── UnknownQueue          name another, or create it
 ├── QueueExists           alter it instead
 ├── QueueNotEmpty         purge it first
+├── UnknownShard          name one that ListShards lists
 ├── BadPageToken          begin at the first page
 └── Misconfigured         an operator must look: wrong database, schema too new, catalog of another cluster
 """
@@ -29,7 +30,9 @@ class ShardUnavailable(ShardError):
 
 class NotOwned(ShardError):
     def __init__(self, shard: ShardName, org: OrgId, slot: Slot, *, state: str, epoch: int) -> None:
-        super().__init__(f"shard {shard!r} does not take jobs of org {org!r}: slot {slot} is {state} there (epoch {epoch})")
+        super().__init__(
+            f"shard {shard!r} does not take jobs of org {org!r}: slot {slot} is {state} there (epoch {epoch})"
+        )
         self.slot = slot
         self.epoch = epoch
 
@@ -56,6 +59,11 @@ class QueueExists(ShardError):
 class QueueNotEmpty(ShardError):
     def __init__(self, org: OrgId, queue: QueueName) -> None:
         super().__init__(f"queue {queue!r} of org {org!r} still holds live or dead jobs; purge it first")
+
+
+class UnknownShard(ShardError):
+    def __init__(self, shard: ShardName) -> None:
+        super().__init__(f"the cluster has no shard {shard!r}")
 
 
 class BadPageToken(ShardError):

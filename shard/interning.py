@@ -40,7 +40,11 @@ class Names:
         """All of the queues, bringing into being those that do not exist."""
         found = await self.find(org, queues)
         if len(found) < len(queues):
-            missing = {"org": org, "slot": slot_of(org), "queues": [queue for queue in queues if queue not in found]}
+            missing = {
+                "org": org,
+                "slot": slot_of(org),
+                "queues": [queue for queue in queues if queue not in found],
+            }
             # Three statements, three transactions: each sees what rivals committed before it, and doing one twice is harmless.
             await self._database.run(statements.INTERN_NAMES, missing)
             await self._database.run(statements.MAKE_QUEUES, missing)

@@ -38,6 +38,8 @@ def token(prefix: bytes, job: JobId) -> bytes:
 def parse_token(data: bytes) -> tuple[int, Lease]:
     """The shard's tag and the lease. Raises MalformedLease."""
     if len(data) != _LENGTH or data[0] != _VERSION:
-        raise MalformedLease(f"a lease token has {_LENGTH} bytes and begins with {_VERSION}; this has {len(data)} bytes")
+        raise MalformedLease(
+            f"a lease token has {_LENGTH} bytes and begins with {_VERSION}; this has {len(data)} bytes"
+        )
     _, tag, number = _PREFIX.unpack_from(data)
     return tag, Lease(job_hex=data[_PREFIX.size :].hex(), number=number)

@@ -40,7 +40,9 @@ async def make_ahead(database: Database) -> int:
                 sql.SQL("CREATE TABLE {} (LIKE windrow.finished INCLUDING ALL)").format(table)
             )
             await connection.execute(
-                sql.SQL("ALTER TABLE windrow.finished ATTACH PARTITION {} FOR VALUES FROM ({}) TO ({})").format(table, *bounds)
+                sql.SQL(
+                    "ALTER TABLE windrow.finished ATTACH PARTITION {} FOR VALUES FROM ({}) TO ({})"
+                ).format(table, *bounds)
             )
             made += 1
     return made

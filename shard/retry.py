@@ -90,7 +90,16 @@ def from_json(text: str | None) -> Policy:
     match json.loads(text):
         case {"fixed": {"delay_us": int(delay)}}:
             return Fixed(delay_us=delay)
-        case {"exponential": {"initial_us": int(initial), "multiplier": multiplier, "max_us": int(cap), "jitter": jitter}}:
-            return Exponential(initial_us=initial, multiplier=float(multiplier), max_us=cap, jitter=float(jitter))
+        case {
+            "exponential": {
+                "initial_us": int(initial),
+                "multiplier": multiplier,
+                "max_us": int(cap),
+                "jitter": jitter,
+            }
+        }:
+            return Exponential(
+                initial_us=initial, multiplier=float(multiplier), max_us=cap, jitter=float(jitter)
+            )
         case _:
             raise ValueError(f"not a retry policy: {text}")

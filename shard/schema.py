@@ -45,9 +45,10 @@ def migrations() -> list[Migration]:
     ]
 
 
-async def migrate(database: Database, *, cluster: str) -> list[Migration]:
-    """Brings the shard's schema up to this release, makes it this cluster's shard, and its partitions. Answers what was
-    run; safe to call from many processes at once. Raises Misconfigured, ShardUnavailable."""
+async def migrate(database: Database, *, cluster: str | None) -> list[Migration]:
+    """Brings the schema up to this release, and unless `cluster` is None (a database that holds only the catalog) makes it
+    this cluster's shard, with partitions. Answers what was run; safe to call from many processes at once. Raises
+    Misconfigured, ShardUnavailable."""
     done: list[Migration] = []
     try:
         while (migration := await _next(database)) is not None:
@@ -57,15 +58,10 @@ async def migrate(database: Database, *, cluster: str) -> list[Migration]:
             f"shard {database.name!r}: the role in its DSN may not make the schema: {error.diag.message_primary}; "
             "make it the owner of the database, or run `windrow migrate` with a role that is"
         ) from error
-    await _identify(database, cluster)
-    await partitions.make_ahead(database)
+    if cluster is not None:
+        await _identify(database, cluster)
+        await partitions.make_ahead(database)
     return done
-
-
-async def version(database: Database) -> int:
-    """The number of the newest migration run here."""
-    rows = await database.run(b"SELECT max(number) FROM windrow.migration", {})
-    return int(rows[0][0] or 0)
 
 
 async def _next(database: Database) -> Migration | None:
@@ -120,7 +116,8 @@ async def _applied(connection: Connection, database: Database) -> dict[int, str]
 async def _identify(database: Database, cluster: str) -> None:
     async with database.transaction() as connection:
         await connection.execute(
-            "INSERT INTO windrow.identity (cluster, shard) VALUES (%s, %s) ON CONFLICT DO NOTHING", [cluster, database.name]
+            "INSERT INTO windrow.identity (cluster, shard) VALUES (%s, %s) ON CONFLICT DO NOTHING",
+            [cluster, database.name],
         )
         cursor = await connection.execute("SELECT cluster, shard FROM windrow.identity")
         row = await cursor.fetchone()

@@ -7,8 +7,16 @@ from pathlib import Path
 _SQL = Path(__file__).parent / "sql"
 
 
-def _load(name: str) -> bytes:
-    return (_SQL / f"{name}.sql").read_bytes()
+class Statement(bytes):
+    """SQL as psycopg takes it, and the verb that traces know it by."""
+
+    name: str
+
+
+def _load(name: str) -> Statement:
+    statement = Statement((_SQL / f"{name}.sql").read_bytes())
+    statement.name = name
+    return statement
 
 
 ENQUEUE = _load("enqueue")

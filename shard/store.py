@@ -60,6 +60,7 @@ class Store:
         self._database = database
         self._floors = Floors()
         self._horizon_days = horizon_days
+        self._accepted_since_fold = False
 
     # ── Producers ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -98,7 +99,9 @@ class Store:
                 return known
             rest = [rest[at] for at in left]
             part = part.only(left)
-        raise ShardUnavailable(self.name, f"{len(rest)} job(s) of org {jobs.org!r} stayed in the balance; try again")
+        raise ShardUnavailable(
+            self.name, f"{len(rest)} job(s) of org {jobs.org!r} stayed in the balance; try again"
+        )
 
     async def _insert(self, jobs: NewJobs) -> set[str] | None:
         """Runs the enqueue statement. None: every job was stored; else the ids of those that were."""
@@ -140,6 +143,7 @@ class Store:
             if not ids_fit:
                 raise self._outside_horizon(jobs, now)
             if len(admitted or ()) == len(ids):
+                self._accepted_since_fold = True
                 return None if stored == count else set(stored_ids or ())
             # Nothing was stored: a call's jobs are of one org, and so of one slot.
             await self._refuse_unowned(jobs.org)
@@ -148,7 +152,9 @@ class Store:
 
     async def _refuse_unowned(self, org: OrgId) -> None:
         slot = slot_of(org)
-        for _, state, epoch in await self._database.run(statements.FIND_REFUSED_SLOTS, {"slots": arrays.numbers([slot])}):
+        for _, state, epoch in await self._database.run(
+            statements.FIND_REFUSED_SLOTS, {"slots": arrays.numbers([slot])}
+        ):
             raise NotOwned(self.name, org, slot, state=state, epoch=epoch)
 
     async def _find_known(self, jobs: NewJobs, positions: list[int]) -> dict[int, JobId]:
@@ -169,7 +175,9 @@ class Store:
     def _outside_horizon(self, jobs: NewJobs, now: int) -> IdsOutsideHorizon:
         oldest_ms = (now - round(self._horizon_days * 24 * _HOUR_US)) // 1000
         newest_ms = (now + _HOUR_US) // 1000
-        positions = [at for at, job_id in enumerate(jobs.ids) if not oldest_ms <= _made_at_ms(job_id) <= newest_ms]
+        positions = [
+            at for at, job_id in enumerate(jobs.ids) if not oldest_ms <= _made_at_ms(job_id) <= newest_ms
+        ]
         return IdsOutsideHorizon(positions, now=Micros(now), horizon_days=self._horizon_days)
 
     # ── Consumers ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -204,7 +212,11 @@ class Store:
             )
             taken = list(map(Claimed._make, rows))
             self._floors.claimed(taken)
-            unfit = [job for job in taken if job.expired or job.attempt > (job.max_attempts or MAX_ATTEMPTS_DEFAULT)]
+            unfit = [
+                job
+                for job in taken
+                if job.expired or job.attempt > (job.max_attempts or MAX_ATTEMPTS_DEFAULT)
+            ]
             if not unfit:
                 claimed += taken
                 break
@@ -232,7 +244,9 @@ class Store:
                     "leases": arrays.numbers([lease] * count),
                     "outcomes": "{}",
                     "errors": "{}",
-                    "reasons": [f"out of attempts ({job.attempt - 1}), the last one expired" for job in exhausted],
+                    "reasons": [
+                        f"out of attempts ({job.attempt - 1}), the last one expired" for job in exhausted
+                    ],
                     "org_id": org_id,
                 },
             )
@@ -242,7 +256,8 @@ class Store:
         org_id = await self.names.org_id(org)
         if org_id is None:
             return [Answer.NOT_FOUND] * len(leases)
-        rows = await partitions.finish(self._database, 
+        rows = await partitions.finish(
+            self._database,
             statements.ACK,
             {
                 **_named(leases),
@@ -263,7 +278,9 @@ class Store:
             return [Answer.NOT_FOUND] * len(nacks)
         leases = [nack.lease for nack in nacks]
         rows = await self._database.run(statements.INSPECT_LEASES, {**_named(leases), "org_id": org_id})
-        held = {_hex(job_id): (attempt, max_attempts, policy) for job_id, attempt, max_attempts, policy in rows}
+        held = {
+            _hex(job_id): (attempt, max_attempts, policy) for job_id, attempt, max_attempts, policy in rows
+        }
         again: list[tuple[Nack, int]] = []
         over: list[tuple[Nack, str]] = []
         for nack in nacks:
@@ -273,7 +290,9 @@ class Store:
             if nack.kill:
                 over.append((nack, "killed"))
                 continue
-            fate = retry.fate(retry.from_json(policy), attempt=attempt, max_attempts=max_attempts, luck=random.random())
+            fate = retry.fate(
+                retry.from_json(policy), attempt=attempt, max_attempts=max_attempts, luck=random.random()
+            )
             match fate:
                 case retry.Bury(reason=reason):
                     over.append((nack, reason))
@@ -308,7 +327,13 @@ class Store:
         return await self._touch(statements.RELEASE, org, leases, {}, ended_as="released")
 
     async def _touch(
-        self, statement: bytes, org: OrgId, leases: Sequence[Lease], more: dict[str, object], *, ended_as: str | None
+        self,
+        statement: bytes,
+        org: OrgId,
+        leases: Sequence[Lease],
+        more: dict[str, object],
+        *,
+        ended_as: str | None,
     ) -> list[Answer]:
         org_id = await self.names.org_id(org)
         if org_id is None:
@@ -328,7 +353,9 @@ class Store:
         explained: dict[tuple[str, int], Answer] = {}
         for lease, (_, how, known) in zip(missed, rows, strict=True):
             same = ended_as is not None and how == ended_as
-            explained[lease.job_hex, lease.number] = Answer.OK if same else Answer.STALE if known else Answer.NOT_FOUND
+            explained[lease.job_hex, lease.number] = (
+                Answer.OK if same else Answer.STALE if known else Answer.NOT_FOUND
+            )
         return [explained.get((lease.job_hex, lease.number), Answer.OK) for lease in leases]
 
     # ── Both ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -338,10 +365,18 @@ class Store:
         org_id = await self.names.org_id(org)
         if org_id is None:
             return [Answer.NOT_FOUND] * len(ids)
-        rows = await partitions.finish(self._database, statements.CANCEL, {"ids": arrays.plain(ids), "org_id": org_id, "reason": reason or "cancelled"})
+        rows = await partitions.finish(
+            self._database,
+            statements.CANCEL,
+            {"ids": arrays.plain(ids), "org_id": org_id, "reason": reason or "cancelled"},
+        )
         cancelled = {row[0] for row in rows}
         missed = [job_id for job_id in ids if job_id not in cancelled]
-        known = {record.id: record for record in await self.get(org, missed, include_payload=False)} if missed else {}
+        known = (
+            {record.id: record for record in await self.get(org, missed, include_payload=False)}
+            if missed
+            else {}
+        )
 
         def answer(job_id: JobId) -> Answer:
             if job_id in cancelled:
@@ -359,9 +394,20 @@ class Store:
             return []
         rows = await self._database.run(
             statements.GET_JOBS,
-            {"org": org, "ids": arrays.plain(ids), "include_payload": include_payload, "oldest_ms": _made_at_ms(min(ids))},
+            {
+                "org": org,
+                "ids": arrays.plain(ids),
+                "include_payload": include_payload,
+                "oldest_ms": _made_at_ms(min(ids)),
+            },
         )
         return list(map(JobRecord._make, rows))
+
+    async def fold_tally(self) -> None:
+        """Keeps the tally of accepted jobs short; does nothing if this store has accepted none since the last time."""
+        if self._accepted_since_fold:
+            self._accepted_since_fold = False
+            await self._database.run(statements.FOLD_TALLY, {})
 
     async def sweep(self) -> int:
         """Puts the floor of every lane in use where it belongs. Answers how many lanes were looked at."""
@@ -371,7 +417,11 @@ class Store:
             ids, priorities = lanes_of(queues[at : at + 100])
             rows = await self._database.run(
                 statements.SWEEP,
-                {"lane_ids": arrays.numbers(ids), "lane_priorities": arrays.numbers(priorities), "guard_us": GUARD_US},
+                {
+                    "lane_ids": arrays.numbers(ids),
+                    "lane_priorities": arrays.numbers(priorities),
+                    "guard_us": GUARD_US,
+                },
             )
             for queue_id, priority, floor in rows:
                 self._floors.swept(queue_id, priority, floor)

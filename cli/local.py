@@ -1,0 +1,93 @@
+"""A whole cluster on this machine: Postgres for each shard, and router processes in front of them. What `windrow up`, the demo
+and the tests stand on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import tempfile
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from embedded import Cluster, EmbeddedError, default_root, open_clusters
+from router.settings import LISTEN_DEFAULT
+from router.supervisor import Supervisor
+
+_log = logging.getLogger(__name__)
+_LOOK_S = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalCluster:
+    """A running cluster. Fault tests kill its parts: they come back by themselves."""
+
+    # HOST:PORT of the routers.
+    address: str
+    # The cluster file that the routers read.
+    config: Path
+    postgres: Mapping[str, Cluster]
+    routers: Supervisor
+
+
+@contextlib.asynccontextmanager
+async def local_cluster(
+    *,
+    shards: int = 2,
+    processes: int = 2,
+    listen: str = LISTEN_DEFAULT,
+    root: Path | None = None,
+    ephemeral: bool = False,
+) -> AsyncGenerator[LocalCluster, None]:
+    """Starts a cluster of `shards` Postgres servers and `processes` router processes; stops it at the end of the scope.
+
+    Data stays below `root` (default: embedded.default_root()) and the next start goes on with it; an ephemeral cluster leaves
+    nothing. Raises EmbeddedError, and what router.supervisor.Supervisor.run raises.
+    """
+    names = [f"s{number}" for number in range(1, shards + 1)]
+    root = root or default_root()
+    async with contextlib.AsyncExitStack() as stack:
+        opened = open_clusters(names, root=None if ephemeral else root, ephemeral=ephemeral)
+        postgres = await asyncio.to_thread(opened.__enter__)
+        stack.push_async_callback(asyncio.to_thread, opened.__exit__, None, None, None)
+        # Ours alone: it holds passwords.
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="windrow-")))
+        config = folder / "cluster.toml"
+        config.touch(mode=0o600)
+        config.write_text(_cluster_file(postgres))
+        routers = Supervisor(config, listen=listen, processes=processes, drain_seconds=10.0)
+        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        stop = asyncio.Event()
+        running = asyncio.create_task(routers.run(ready=ready.set_result, stop=stop))
+        watching = [asyncio.create_task(_keep(cluster)) for cluster in postgres.values()]
+        try:
+            await asyncio.wait({running, ready}, return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                await running
+            yield LocalCluster(address=await ready, config=config, postgres=postgres, routers=routers)
+        finally:
+            for watcher in watching:
+                watcher.cancel()
+            stop.set()
+            await asyncio.gather(*watching, return_exceptions=True)
+            await running
+
+
+def _cluster_file(postgres: Mapping[str, Cluster]) -> str:
+    shards = "".join(
+        f'\n[[shard]]\nname = "{name}"\ndsn = "{cluster.dsn}"\n' for name, cluster in postgres.items()
+    )
+    return f'[cluster]\nname = "local"\n{shards}'
+
+
+async def _keep(cluster: Cluster) -> None:
+    """Starts a Postgres again that died."""
+    while True:
+        await asyncio.sleep(_LOOK_S)
+        if not cluster.alive:
+            _log.warning("Postgres %s has died; starting it again", cluster.name)
+            try:
+                await asyncio.to_thread(cluster.start)
+            except EmbeddedError as error:
+                _log.error("%s", error)

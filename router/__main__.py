@@ -1,0 +1,50 @@
+"""`python -m router --config FILE`: the router processes of this machine; says `listening on HOST:PORT` when they serve."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from pathlib import Path
+
+from router.server import CannotListen
+from router.settings import router_settings
+from router.supervisor import RouterFailed, Supervisor
+from shard.cluster import ClusterFileError, read_cluster
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m router")
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--listen", help="HOST:PORT instead of the file's; port 0 takes a free one")
+    parser.add_argument("--processes", type=int, help="instead of the file's")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        settings = router_settings(read_cluster(arguments.config), source=str(arguments.config))
+        supervisor = Supervisor(
+            arguments.config,
+            listen=arguments.listen or settings.listen,
+            processes=arguments.processes or settings.processes,
+            drain_seconds=settings.drain_seconds,
+        )
+        asyncio.run(run_until_signalled(supervisor))
+    except (ClusterFileError, CannotListen, RouterFailed) as error:
+        print(f"windrow router: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def run_until_signalled(supervisor: Supervisor) -> None:
+    """Runs the processes until SIGTERM or SIGINT."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await supervisor.run(ready=lambda address: print(f"listening on {address}", flush=True), stop=stop)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

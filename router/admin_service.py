@@ -1,0 +1,184 @@
+"""The service that operators call (proto/windrow/v1/admin.proto)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+
+from router import convert
+from router.calls import DEADLINE_S_MAX, Context, refuse, unary
+from router.fleet import Fleet, Member
+from router.tracing import Tracing
+from router.validation import check
+from shard.errors import ShardError
+from shard.vocabulary import OrgId, QueueName, ShardName
+from windrow.v1 import admin_pb2, admin_pb2_grpc
+
+_PAGE_DEFAULT = 100
+_LIMIT_DEFAULT = 1000
+_BOOKS_A_MESSAGE = 500
+_PROBE_S = 2.0
+
+
+class AdminService(admin_pb2_grpc.AdminServicer):
+    service_name = "windrow.v1.Admin"
+
+    def __init__(self, fleet: Fleet, tracing: Tracing) -> None:
+        self._fleet = fleet
+        self.tracing = tracing
+
+    @unary()
+    async def CreateQueue(self, request: admin_pb2.CreateQueueRequest) -> admin_pb2.CreateQueueResponse:
+        org, queue, config = OrgId(request.org), QueueName(request.queue), request.config
+        member = self._home(org)
+        record = await member.books.create_queue(
+            org,
+            queue,
+            retry=convert.policy(config.retry) if config.HasField("retry") else None,
+            max_attempts=config.max_attempts if config.HasField("max_attempts") else None,
+        )
+        return admin_pb2.CreateQueueResponse(queue=convert.queue_info(org, record, member.store.name))
+
+    @unary()
+    async def AlterQueue(self, request: admin_pb2.AlterQueueRequest) -> admin_pb2.AlterQueueResponse:
+        org, queue, config = OrgId(request.org), QueueName(request.queue), request.config
+        member = self._home(org)
+        record = await member.books.alter_queue(
+            org,
+            queue,
+            retry=convert.policy(config.retry) if config.HasField("retry") else None,
+            max_attempts=config.max_attempts if config.HasField("max_attempts") else None,
+            reset=list(request.reset),
+        )
+        return admin_pb2.AlterQueueResponse(queue=convert.queue_info(org, record, member.store.name))
+
+    @unary()
+    async def GetQueue(self, request: admin_pb2.GetQueueRequest) -> admin_pb2.GetQueueResponse:
+        org = OrgId(request.org)
+        member = self._home(org)
+        record = await member.books.get_queue(org, QueueName(request.queue))
+        return admin_pb2.GetQueueResponse(queue=convert.queue_info(org, record, member.store.name))
+
+    @unary()
+    async def ListQueues(self, request: admin_pb2.ListQueuesRequest) -> admin_pb2.ListQueuesResponse:
+        org = OrgId(request.org)
+        member = self._home(org)
+        records, token = await member.books.list_queues(
+            org, page_size=request.page_size or _PAGE_DEFAULT, page_token=request.page_token
+        )
+        return admin_pb2.ListQueuesResponse(
+            queues=[convert.queue_info(org, record, member.store.name) for record in records],
+            next_page_token=token,
+        )
+
+    @unary()
+    async def DeleteQueue(self, request: admin_pb2.DeleteQueueRequest) -> admin_pb2.DeleteQueueResponse:
+        org = OrgId(request.org)
+        await self._home(org).books.delete_queue(org, QueueName(request.queue))
+        return admin_pb2.DeleteQueueResponse()
+
+    @unary()
+    async def PauseQueue(self, request: admin_pb2.PauseQueueRequest) -> admin_pb2.PauseQueueResponse:
+        return admin_pb2.PauseQueueResponse(
+            queue=await self._set_paused(request.org, request.queue, paused=True)
+        )
+
+    @unary()
+    async def ResumeQueue(self, request: admin_pb2.ResumeQueueRequest) -> admin_pb2.ResumeQueueResponse:
+        return admin_pb2.ResumeQueueResponse(
+            queue=await self._set_paused(request.org, request.queue, paused=False)
+        )
+
+    @unary()
+    async def PurgeQueue(self, request: admin_pb2.PurgeQueueRequest) -> admin_pb2.PurgeQueueResponse:
+        org, limit = OrgId(request.org), request.limit or _LIMIT_DEFAULT
+        cancelled = await self._home(org).books.purge_queue(
+            org, QueueName(request.queue), limit=limit, include_dead=request.include_dead
+        )
+        return admin_pb2.PurgeQueueResponse(cancelled=cancelled, more=cancelled >= limit)
+
+    @unary()
+    async def ListJobs(self, request: admin_pb2.ListJobsRequest) -> admin_pb2.ListJobsResponse:
+        org = OrgId(request.org)
+        member = self._home(org)
+        page = await member.books.list_jobs(
+            org,
+            QueueName(request.queue),
+            convert.STATES_BY_NUMBER[request.state],
+            kind=request.kind,
+            page_size=request.page_size or _PAGE_DEFAULT,
+            page_token=request.page_token,
+            include_payload=request.include_payload,
+        )
+        return admin_pb2.ListJobsResponse(
+            jobs=[convert.job(record, member.store.name) for record in page.jobs],
+            next_page_token=page.next_token,
+        )
+
+    @unary()
+    async def RedriveJobs(self, request: admin_pb2.RedriveJobsRequest) -> admin_pb2.RedriveJobsResponse:
+        org, limit = OrgId(request.org), request.limit or _LIMIT_DEFAULT
+        redriven = await self._home(org).books.redrive(
+            org,
+            QueueName(request.queue),
+            kind=request.kind,
+            died_after=convert.moment(request.died_after) if request.HasField("died_after") else None,
+            died_before=convert.moment(request.died_before) if request.HasField("died_before") else None,
+            limit=limit,
+        )
+        return admin_pb2.RedriveJobsResponse(redriven=redriven, more=redriven >= limit)
+
+    @unary()
+    async def GetStats(self, request: admin_pb2.GetStatsRequest) -> admin_pb2.GetStatsResponse:
+        org = OrgId(request.org)
+        queue = QueueName(request.queue) if request.queue else None
+        counts = await self._home(org).books.stats(org, queue, include_finished=request.include_finished)
+        return admin_pb2.GetStatsResponse(queues=[convert.queue_stats(one) for one in counts])
+
+    @unary()
+    async def ListShards(self, request: admin_pb2.ListShardsRequest) -> admin_pb2.ListShardsResponse:
+        shards = await asyncio.gather(
+            *(self._probe(name, member) for name, member in self._fleet.shards().items())
+        )
+        return admin_pb2.ListShardsResponse(shards=shards)
+
+    async def CheckShard(
+        self, request: admin_pb2.CheckShardRequest, context: Context
+    ) -> AsyncGenerator[admin_pb2.CheckShardResponse, None]:
+        try:
+            check(request)
+            left = context.time_remaining()
+            async with asyncio.timeout(5 * DEADLINE_S_MAX if left is None else left):
+                books = await self._fleet.member(request.shard).books.check()
+            for at in range(0, len(books), _BOOKS_A_MESSAGE):
+                yield admin_pb2.CheckShardResponse(
+                    orgs=[convert.org_books(one) for one in books[at : at + _BOOKS_A_MESSAGE]]
+                )
+        except Exception as error:
+            await refuse(context, error)
+
+    def _home(self, org: OrgId) -> Member:
+        """The shard that keeps the org's queue configurations."""
+        return self._fleet.readers(org)[0]
+
+    async def _set_paused(self, org: str, queue: str, *, paused: bool) -> admin_pb2.QueueInfo:
+        member = self._home(OrgId(org))
+        record = await member.books.alter_queue(OrgId(org), QueueName(queue), paused=paused)
+        return convert.queue_info(OrgId(org), record, member.store.name)
+
+    async def _probe(self, name: ShardName, member: Member) -> admin_pb2.ShardInfo:
+        """One shard's state; its troubles are told, never raised."""
+        info = admin_pb2.ShardInfo(name=name, slots=self._fleet.slots_of(name))
+        try:
+            began = time.perf_counter()
+            async with asyncio.timeout(_PROBE_S):
+                member = self._fleet.member(name)
+                info.postgres_version, info.schema_version = await member.books.versions()
+            info.latency.CopyFrom(convert.duration(round((time.perf_counter() - began) * 1e6)))
+            info.reachable = True
+        except TimeoutError:
+            info.error = f"no answer within {_PROBE_S:g} s"
+        except ShardError as error:
+            info.error = str(error)
+        return info

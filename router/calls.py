@@ -1,0 +1,74 @@
+"""What every call goes through, whatever it asks: its span, its deadline, its rules, and its errors' statuses."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+from grpc_status import rpc_status
+
+from router.status import status_of
+from router.tracing import Tracing
+from router.validation import check
+
+_log = logging.getLogger(__name__)
+_Service = TypeVar("_Service", bound="_Traced")
+_Request = TypeVar("_Request", bound=Message)
+_Response = TypeVar("_Response")
+Context = grpc.aio.ServicerContext[Any, Any]
+
+# A caller without a deadline of its own does not hold a connection for ever.
+DEADLINE_S_MAX = 60.0
+
+
+class _Traced(Protocol):
+    @property
+    def tracing(self) -> Tracing: ...
+
+    @property
+    def service_name(self) -> str: ...
+
+
+def unary(
+    rules: Callable[[_Request], None] = check,
+) -> Callable[
+    [Callable[[_Service, _Request], Awaitable[_Response]]],
+    Callable[[_Service, _Request, Context], Awaitable[_Response]],
+]:
+    """Makes a service's method from one that takes a request that keeps the rules, and raises what it likes."""
+
+    def make(
+        method: Callable[[_Service, _Request], Awaitable[_Response]],
+    ) -> Callable[[_Service, _Request, Context], Awaitable[_Response]]:
+        @functools.wraps(method)
+        async def call(service: _Service, request: _Request, context: Context) -> _Response:
+            try:
+                with service.tracing.span(service.service_name, method.__name__, context):
+                    async with asyncio.timeout(_seconds_left(context)):
+                        rules(request)
+                        return await method(service, request)
+            except Exception as error:
+                await refuse(context, error)
+                raise AssertionError("unreachable: an abort raises") from error
+
+        return call
+
+    return make
+
+
+async def refuse(context: Context, error: Exception) -> None:
+    """Ends a call with the status of an error."""
+    status = status_of(error)
+    if status.code == grpc.StatusCode.INTERNAL.value[0]:
+        _log.error("a call failed unexpectedly", exc_info=error)
+    await context.abort_with_status(rpc_status.to_status(status))
+
+
+def _seconds_left(context: Context) -> float:
+    left = context.time_remaining()
+    return DEADLINE_S_MAX if left is None else min(left, DEADLINE_S_MAX)

@@ -1,0 +1,53 @@
+"""`python -m router.process`: one router process, as the supervisor starts it. Says `ready PORT` on its standard output."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from router.server import CannotListen, serve
+from router.settings import router_settings
+from shard.cluster import ClusterFileError, read_cluster
+from shard.errors import ShardError
+
+# Its supervisor does not start it again after this: no second try can help.
+HOPELESS = 78
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m router.process")
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--listen", required=True)
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    threading.Thread(target=_end_with_supervisor, daemon=True).start()
+    try:
+        cluster = read_cluster(arguments.config)
+        settings = router_settings(cluster, source=str(arguments.config))
+        asyncio.run(serve(cluster, settings, listen=arguments.listen, ready=_say_ready))
+    except (ClusterFileError, CannotListen, ShardError) as error:
+        print(f"windrow router: {error}", file=sys.stderr)
+        return HOPELESS
+    return 0
+
+
+def _end_with_supervisor() -> None:
+    """The supervisor holds the other end of standard input: when it dies, however it dies, this process drains and ends."""
+    # Not by sys.stdin: its lock, held at exit, would abort the interpreter.
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _say_ready(port: int) -> None:
+    print(f"ready {port}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

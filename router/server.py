@@ -1,0 +1,114 @@
+"""One router process: a gRPC server over a fleet of shards, from the first connection to the last answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import AsyncGenerator, Callable
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from router.admin_service import AdminService
+from router.fleet import Fleet
+from router.queue_service import QueueService
+from router.settings import RouterSettings
+from router.tracing import Tracing
+from shard.cluster import Cluster
+from windrow.v1 import admin_pb2_grpc, queue_pb2_grpc
+
+_log = logging.getLogger(__name__)
+
+# 1,000 jobs of 16 KiB, or 15 of the largest.
+MESSAGE_BYTES_MAX = 16 * 1024 * 1024
+_CALLS_MAX = 10_000
+SERVICES = (QueueService.service_name, AdminService.service_name)
+
+
+class CannotListen(Exception):
+    """The address is taken, or not this machine's; the message says which address."""
+
+
+async def serve(
+    cluster: Cluster, settings: RouterSettings, *, listen: str, ready: Callable[[int], None]
+) -> None:
+    """Serves on `listen` until SIGTERM or SIGINT, then lets calls in flight end. Calls `ready` with the port once it takes
+    calls. Raises CannotListen, shard.errors.Misconfigured."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    tracing = Tracing()
+    tracing.start()
+    try:
+        async with _open(Fleet(cluster, connections_per_shard=settings.connections_per_shard), stop) as fleet:
+            if stop.is_set():
+                return
+            server, checks = _server(fleet, tracing)
+            try:
+                port = server.add_insecure_port(listen)
+            except RuntimeError as error:
+                raise CannotListen(f"cannot listen on {listen}: {error}") from error
+            await server.start()
+            await _set_health(checks, health_pb2.HealthCheckResponse.SERVING)
+            ready(port)
+            await stop.wait()
+            _log.info("draining: calls in flight have %g s", settings.drain_seconds)
+            # Load balancers look away first; then no new calls are taken, and those in flight end.
+            await checks.enter_graceful_shutdown()
+            await server.stop(settings.drain_seconds)
+    finally:
+        tracing.close()
+
+
+@contextlib.asynccontextmanager
+async def _open(fleet: Fleet, stop: asyncio.Event) -> AsyncGenerator[Fleet, None]:
+    """The fleet, open and kept up within this scope; given up on early when `stop` is set. Its failure sets `stop`, and is
+    raised at the end."""
+    opened = asyncio.Event()
+    keeper = asyncio.create_task(fleet.run(opened))
+    keeper.add_done_callback(lambda _: stop.set())
+    first = asyncio.create_task(opened.wait())
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({first, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        yield fleet
+    finally:
+        for task in (first, stopped, keeper):
+            task.cancel()
+        await asyncio.wait({first, stopped, keeper})
+        if not keeper.cancelled():
+            keeper.result()
+
+
+def _server(fleet: Fleet, tracing: Tracing) -> tuple[grpc.aio.Server, health.aio.HealthServicer]:
+    server = grpc.aio.server(
+        options=[
+            # Several processes serve one port; the kernel deals the connections out.
+            ("grpc.so_reuseport", 1),
+            ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+            ("grpc.max_send_message_length", -1),
+            # A client that vanished without a word is noticed, and its streams end.
+            ("grpc.keepalive_time_ms", 30_000),
+            ("grpc.keepalive_timeout_ms", 10_000),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+            ("grpc.keepalive_permit_without_calls", 1),
+        ],
+        maximum_concurrent_rpcs=_CALLS_MAX,
+    )
+    queue_pb2_grpc.add_QueueServicer_to_server(QueueService(fleet, tracing), server)
+    admin_pb2_grpc.add_AdminServicer_to_server(AdminService(fleet, tracing), server)
+    checks = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    return server, checks
+
+
+async def _set_health(
+    checks: health.aio.HealthServicer, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType
+) -> None:
+    for service in (health.OVERALL_HEALTH, *SERVICES):
+        await checks.set(service, status)

@@ -1,0 +1,89 @@
+"""The one table from errors to gRPC statuses, with google.rpc details that programs can read. Pure.
+
+INVALID_ARGUMENT carries BadRequest (field violations by path), what may be retried carries RetryInfo, and everything carries
+ErrorInfo with a reason in capitals.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+from shard import errors
+
+DOMAIN = "windrow"
+
+
+class Violation(NamedTuple):
+    """What is wrong with one field of a request."""
+
+    # From the request's root, such as jobs[3].queue.
+    field: str
+    description: str
+
+
+class InvalidRequest(Exception):
+    """The request breaks the contract; nothing was stored."""
+
+    def __init__(self, violations: Sequence[Violation]) -> None:
+        first = violations[0]
+        more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
+        super().__init__(f"{first.field}: {first.description}{more}")
+        self.violations = violations
+
+
+def status_of(error: BaseException) -> status_pb2.Status:
+    """The status that tells the caller of this error. What is not in the table is INTERNAL, and says nothing of its inside."""
+    match error:
+        case InvalidRequest():
+            bad = error_details_pb2.BadRequest(
+                field_violations=[
+                    error_details_pb2.BadRequest.FieldViolation(field=field, description=description)
+                    for field, description in error.violations
+                ]
+            )
+            return _status(code_pb2.INVALID_ARGUMENT, str(error), "INVALID_REQUEST", bad)
+        case errors.ShardUnavailable():
+            return _status(
+                code_pb2.UNAVAILABLE, str(error), "SHARD_UNAVAILABLE", retry_info(error.retry_after_s)
+            )
+        case errors.NotOwned():
+            return _status(code_pb2.UNAVAILABLE, str(error), "PLACEMENT_CHANGING", retry_info(0.2))
+        case errors.UnknownQueue():
+            return _status(code_pb2.NOT_FOUND, str(error), "UNKNOWN_QUEUE")
+        case errors.QueueExists():
+            return _status(code_pb2.ALREADY_EXISTS, str(error), "QUEUE_EXISTS")
+        case errors.QueueNotEmpty():
+            return _status(code_pb2.FAILED_PRECONDITION, str(error), "QUEUE_NOT_EMPTY")
+        case errors.UnknownShard():
+            return _status(code_pb2.NOT_FOUND, str(error), "UNKNOWN_SHARD")
+        case errors.BadPageToken():
+            return status_of(InvalidRequest([Violation("page_token", str(error))]))
+        case errors.Misconfigured():
+            return _status(code_pb2.FAILED_PRECONDITION, str(error), "MISCONFIGURED")
+        case asyncio.TimeoutError():
+            return _status(
+                code_pb2.DEADLINE_EXCEEDED, "the shard did not answer in time", "DEADLINE_EXCEEDED"
+            )
+        case _:
+            return _status(code_pb2.INTERNAL, "internal error; the router's log has the details", "INTERNAL")
+
+
+def retry_info(after_s: float) -> error_details_pb2.RetryInfo:
+    delay = duration_pb2.Duration(seconds=int(after_s), nanos=int(after_s % 1 * 1e9))
+    return error_details_pb2.RetryInfo(retry_delay=delay)
+
+
+def _status(
+    code: int, message: str, reason: str, *details: error_details_pb2.BadRequest | error_details_pb2.RetryInfo
+) -> status_pb2.Status:
+    status = status_pb2.Status(code=code, message=message)
+    for detail in (error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN), *details):
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status

@@ -1,0 +1,92 @@
+"""The Postgres server that tests use, chosen here and nowhere else.
+
+Programs on this machine first: they answer within a second. A container where there are none, or where
+WINDROW_TEST_POSTGRES=docker asks for one. Which programs: see embedded (WINDROW_PG_BIN names a folder).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Generator
+from dataclasses import dataclass
+
+import psycopg
+from psycopg import sql
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from embedded import BinariesNotFound, find_binaries, open_clusters
+
+IMAGE = "postgres:18"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    superuser_dsn: str
+    # A role without superuser rights, as in production.
+    owner_dsn: str
+
+    def dsn(self, database: str) -> str:
+        """One database of this server, as its owner."""
+        return make_conninfo(self.owner_dsn, dbname=database)
+
+    def superuser_dsn_of(self, database: str) -> str:
+        return make_conninfo(self.superuser_dsn, dbname=database)
+
+    def create(self, database: str, *, template: str = "template1") -> str:
+        """Makes a database; answers its owner's DSN."""
+        self._administer(
+            "CREATE DATABASE {} TEMPLATE {} OWNER {}",
+            database,
+            template,
+            str(conninfo_to_dict(self.owner_dsn)["user"]),
+        )
+        return self.dsn(database)
+
+    def drop(self, database: str) -> None:
+        self._administer("DROP DATABASE {} WITH (FORCE)", database)
+
+    def _administer(self, statement: str, *names: str) -> None:
+        with psycopg.connect(self.superuser_dsn, autocommit=True) as connection:
+            connection.execute(sql.SQL(statement).format(*map(sql.Identifier, names)))  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def open_server() -> Generator[Server, None, None]:
+    """A fresh server, gone when the block ends."""
+    with _in_docker() if _wants_docker() else _on_this_machine() as server:
+        yield server
+
+
+def _wants_docker() -> bool:
+    if os.environ.get("WINDROW_TEST_POSTGRES") == "docker":
+        return True
+    try:
+        find_binaries()
+    except BinariesNotFound:
+        return "WINDROW_PG_BIN" not in os.environ
+    return False
+
+
+@contextlib.contextmanager
+def _on_this_machine() -> Generator[Server, None, None]:
+    with open_clusters(["tests"], ephemeral=True) as clusters:
+        cluster = clusters["tests"]
+        yield Server(superuser_dsn=cluster.superuser_dsn, owner_dsn=cluster.dsn)
+
+
+@contextlib.contextmanager
+def _in_docker() -> Generator[Server, None, None]:
+    # Imported only where it is used: it takes a second.
+    from testcontainers.community.postgres import PostgresContainer
+
+    with PostgresContainer(
+        IMAGE, username="postgres", password="postgres", dbname="postgres", driver=None
+    ) as container:
+        dsn = container.get_connection_url()
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            connection.execute("CREATE ROLE windrow LOGIN PASSWORD 'windrow'")
+        yield Server(
+            superuser_dsn=dsn,
+            owner_dsn=make_conninfo(dsn, user="windrow", password="windrow", dbname="postgres"),
+        )

@@ -1,0 +1,228 @@
+"""The cluster file: what it may say, and what is said about one that cannot be used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shard.cluster import Cluster, ClusterFileError, parse_cluster, read_cluster
+from shard.vocabulary import ShardName
+
+PASSWORD = "hunter2-very-secret"
+DSN = f"postgresql://windrow:{PASSWORD}@db1/windrow"
+ONE = f'[[shard]]\nname = "s1"\ndsn = "{DSN}"\n'
+
+
+def parse(text: str, **environ: str) -> Cluster:
+    return parse_cluster(text, source="cluster.toml", environ=environ)
+
+
+def test_one_shard_with_a_dsn_is_a_cluster() -> None:
+    cluster = parse(ONE)
+    assert cluster.name == "windrow"
+    (shard,) = cluster.shards
+    assert (shard.name, shard.dsn, shard.weight) == ("s1", DSN, 1.0)
+    assert cluster.catalog_dsn == DSN
+    assert cluster.shard("s1") is shard
+    assert cluster.shard("s2") is None
+
+
+def test_every_key_is_read() -> None:
+    cluster = parse(
+        f"""
+        [cluster]
+        name = "production"
+        [[shard]]
+        name = "s1"
+        dsn = "{DSN}"
+        weight = 2
+        [[shard]]
+        name = "s2"
+        dsn_env = "S2_DSN"
+        weight = 0.5
+        [catalog]
+        dsn = "host=db9 dbname=catalog"
+        [router]
+        listen = "0.0.0.0:7500"
+        """,
+        S2_DSN="host=db2",
+    )
+    assert cluster.name == "production"
+    assert [(shard.name, shard.dsn, shard.weight) for shard in cluster.shards] == [
+        ("s1", DSN, 2.0),
+        ("s2", "host=db2", 0.5),
+    ]
+    assert cluster.catalog_dsn == "host=db9 dbname=catalog"
+    assert cluster.tables["router"] == {"listen": "0.0.0.0:7500"}
+
+
+def test_a_dsn_may_come_from_a_file_and_loses_its_last_line_break(tmp_path: Path) -> None:
+    secret = tmp_path / "s1"
+    secret.write_text(f"{DSN}\n")
+    assert parse(f'[[shard]]\nname = "s1"\ndsn_file = "{secret}"').shards[0].dsn == DSN
+
+
+def test_a_dsn_may_name_several_hosts() -> None:
+    dsn = "postgresql://windrow@db1,db2:6432/windrow?target_session_attrs=read-write"
+    assert parse(f'[[shard]]\nname = "s1"\ndsn = "{dsn}"').shards[0].dsn == dsn
+
+
+def test_a_file_is_read_from_disk(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(ONE)
+    assert [shard.name for shard in read_cluster(path).shards] == [ShardName("s1")]
+
+
+def test_a_file_that_is_not_there_is_named_with_the_ways_to_name_another(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    with pytest.raises(ClusterFileError) as caught:
+        read_cluster(path)
+    assert (
+        str(caught.value)
+        == f"{path}: No such file or directory; name another with --config or WINDROW_CONFIG"
+    )
+
+
+def shard_with(line: str) -> str:
+    return f'[[shard]]\nname = "s1"\ndsn = "{DSN}"\n{line}\n'
+
+
+BAD = {
+    "not TOML": ("[[shard]\n", "cluster.toml: not TOML: "),
+    "unknown table": (ONE + "[routr]\n", "cluster.toml: unknown key 'routr'; did you mean 'router'?"),
+    "unlike any table": (
+        ONE + "[zzz]\n",
+        "cluster.toml: unknown key 'zzz'; known are catalog, cluster, router, shard",
+    ),
+    "unknown key of cluster": (
+        '[cluster]\nnmae = "x"\n' + ONE,
+        "cluster.toml: [cluster]: unknown key 'nmae'; did you mean 'name'?",
+    ),
+    "unknown key of a shard": (
+        shard_with("wieght = 2"),
+        "cluster.toml: [[shard]] number 1: unknown key 'wieght'; did you mean 'weight'?",
+    ),
+    "unknown key of catalog": (
+        ONE + '[catalog]\ndns = "x"\n',
+        "cluster.toml: [catalog]: unknown key 'dns'; did you mean 'dsn'?",
+    ),
+    "empty": ("", "cluster.toml: no [[shard]]: a cluster needs one or more"),
+    "no shards": ("shard = []", "cluster.toml: no [[shard]]: a cluster needs one or more"),
+    "one table instead of many": (
+        f'[shard]\nname = "s1"\ndsn = "{DSN}"\n',
+        "cluster.toml: no [[shard]]: a cluster needs one or more",
+    ),
+    "shards that are no tables": ("shard = [1]", "cluster.toml: [[shard]] number 1: must be a table"),
+    "cluster is no table": ('cluster = "x"\n' + ONE, "cluster.toml: cluster must be a table, [cluster]"),
+    "router is no table": ('router = "x"\n' + ONE, "cluster.toml: router must be a table, [router]"),
+    "catalog is no table": ('catalog = "x"\n' + ONE, "cluster.toml: catalog must be a table, [catalog]"),
+    "empty cluster name": (
+        '[cluster]\nname = ""\n' + ONE,
+        "cluster.toml: [cluster] name: must be text of 1 to 63 printable characters, not ''",
+    ),
+    "no shard name": (f'[[shard]]\ndsn = "{DSN}"\n', "cluster.toml: [[shard]] number 1: has no name"),
+    "shard name that is a number": (
+        f'[[shard]]\nname = 1\ndsn = "{DSN}"\n',
+        "cluster.toml: [[shard]] number 1: name: must be text of 1 to 63 printable characters, not 1",
+    ),
+    "shard name with a line break": (
+        f'[[shard]]\nname = "a\\nb"\ndsn = "{DSN}"\n',
+        "cluster.toml: [[shard]] number 1: name: must be text of 1 to 63 printable characters, not 'a\\nb'",
+    ),
+    "weight below zero": (
+        shard_with("weight = -1"),
+        "cluster.toml: [[shard]] number 1 (s1): weight must be a number from 0 to 1000000, not -1",
+    ),
+    "weight that is no number": (
+        shard_with("weight = true"),
+        "cluster.toml: [[shard]] number 1 (s1): weight must be a number from 0 to 1000000, not True",
+    ),
+    "weight that is not a number": (
+        shard_with("weight = nan"),
+        "cluster.toml: [[shard]] number 1 (s1): weight must be a number from 0 to 1000000, not nan",
+    ),
+    "all weights zero": (
+        shard_with("weight = 0"),
+        "cluster.toml: every shard has weight 0; at least one must take slots",
+    ),
+    "no dsn": (
+        '[[shard]]\nname = "s1"\n',
+        "cluster.toml: [[shard]] number 1 (s1): needs exactly one of dsn, dsn_env and dsn_file, and has none",
+    ),
+    "two dsns": (
+        shard_with('dsn_env = "X"'),
+        "cluster.toml: [[shard]] number 1 (s1): needs exactly one of dsn, dsn_env and dsn_file, and has ['dsn', 'dsn_env']",
+    ),
+    "dsn that is no text": (
+        '[[shard]]\nname = "s1"\ndsn = 5\n',
+        "cluster.toml: [[shard]] number 1 (s1): dsn must be text",
+    ),
+    "variable that is not set": (
+        '[[shard]]\nname = "s1"\ndsn_env = "S1_DSN"\n',
+        "cluster.toml: [[shard]] number 1 (s1): the environment variable S1_DSN (dsn_env) is not set",
+    ),
+    "file that is not there": (
+        '[[shard]]\nname = "s1"\ndsn_file = "/nowhere/s1"\n',
+        "cluster.toml: [[shard]] number 1 (s1): dsn_file /nowhere/s1: No such file or directory",
+    ),
+    "dsn that libpq cannot read": (
+        f'[[shard]]\nname = "s1"\ndsn = "postgresql://u:{PASSWORD}@db1:notaport:5/x?bad"\n',
+        "cluster.toml: [[shard]] number 1 (s1): dsn is not a libpq connection string or postgresql:// URI",
+    ),
+    "dsn of the catalog that libpq cannot read": (
+        ONE + f'[catalog]\ndsn = "password={PASSWORD} nosuchkey=1"\n',
+        "cluster.toml: [catalog]: dsn is not a libpq connection string or postgresql:// URI",
+    ),
+    "the same name twice": (ONE + ONE, "cluster.toml: shard name 's1' appears twice"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), BAD.values(), ids=BAD.keys())
+def test_a_file_that_cannot_be_used_is_refused_with_the_place_the_fault_and_the_remedy(
+    text: str, message: str
+) -> None:
+    with pytest.raises(ClusterFileError) as caught:
+        parse(text)
+    # What TOML's own parser says after the colon is its business.
+    assert str(caught.value) == message or (message.endswith(": ") and str(caught.value).startswith(message))
+
+
+@pytest.mark.parametrize("text", [text for text, _ in BAD.values()], ids=BAD.keys())
+def test_no_message_shows_a_password(text: str) -> None:
+    with pytest.raises(ClusterFileError) as caught:
+        parse(text)
+    error: BaseException | None = caught.value
+    while error is not None:
+        assert PASSWORD not in str(error)
+        assert PASSWORD not in repr(error)
+        # The message of what the parser said is not shown, and must not be chained either.
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def test_a_dsn_whose_secret_came_from_elsewhere_is_not_shown_either(tmp_path: Path) -> None:
+    broken = f"postgresql://u:{PASSWORD}@db1:notaport:5/x?bad"
+    secret = tmp_path / "s1"
+    secret.write_text(broken)
+    for line in ('dsn_env = "S1_DSN"', f'dsn_file = "{secret}"'):
+        with pytest.raises(ClusterFileError) as caught:
+            parse(f'[[shard]]\nname = "s1"\n{line}', S1_DSN=broken)
+        assert "is not a libpq connection string" in str(caught.value)
+        assert PASSWORD not in str(caught.value)
+
+
+def test_no_repr_shows_a_password() -> None:
+    cluster = parse(ONE + f'[catalog]\ndsn = "{DSN}"\n')
+    assert PASSWORD not in repr(cluster)
+    assert PASSWORD not in repr(cluster.shards[0])
+    assert "s1" in repr(cluster)
+
+
+def test_shards_whose_names_collide_in_lease_tokens_are_refused() -> None:
+    # Two names with the same xxh32, found by trying s0, s1, …
+    one, other = "s81740", "s245405"
+    text = "".join(f'[[shard]]\nname = "{name}"\ndsn = "{DSN}"\n' for name in (one, other))
+    with pytest.raises(ClusterFileError) as caught:
+        parse(text)
+    message = f"cluster.toml: shard name {other!r} collides with {one!r} in lease tokens; rename one"
+    assert str(caught.value) == message

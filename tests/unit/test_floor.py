@@ -1,0 +1,117 @@
+"""How far claims have come in each lane."""
+
+from __future__ import annotations
+
+import pytest
+
+from shard import floor
+from shard.floor import GUARD_US, Floors, lanes_of
+from shard.vocabulary import PRIORITIES, Claimed, JobId, Micros, QueueId, QueueName
+
+A, B = QueueId(10), QueueId(20)
+NOW = 2_000_000_000_000_000
+LONG_AGO = NOW - 60_000_000
+
+
+def taken(queue_id: QueueId, *, run_at: int, priority: int = 5, leased_at: int = NOW) -> Claimed:
+    return Claimed(
+        id=JobId("01900000-0000-7000-8000-000000000001"),
+        queue=QueueName("q"),
+        kind="k",
+        payload=b"",
+        attributes=None,
+        priority=priority,
+        attempt=1,
+        max_attempts=None,
+        enqueued_at=Micros(run_at),
+        run_at=Micros(run_at),
+        trace=None,
+        queue_id=queue_id,
+        leased_at=Micros(leased_at),
+        deadline=Micros(leased_at + 1),
+        expired=False,
+    )
+
+
+def floors_of(floors: Floors, *queues: QueueId) -> dict[tuple[int, int], int]:
+    ids, priorities, at = floors.lanes(list(queues))
+    return {(queue, priority): reached for queue, priority, reached in zip(ids, priorities, at, strict=True)}
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The process's monotonic clock, in its only entry."""
+    now = [1000.0]
+    monkeypatch.setattr(floor.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_lanes_come_by_priority_and_then_by_queue() -> None:
+    ids, priorities = lanes_of([A, B])
+    assert list(zip(priorities, ids, strict=True)) == [(p, q) for p in PRIORITIES for q in (A, B)]
+    assert Floors().lanes([A, B])[:2] == (ids, priorities)
+
+
+def test_a_lane_begins_at_the_beginning_of_time() -> None:
+    assert set(floors_of(Floors(), A).values()) == {0}
+
+
+def test_a_claim_raises_the_floor_of_its_own_lane_only() -> None:
+    floors = Floors()
+    floors.lanes([A, B])
+    floors.claimed([taken(A, run_at=LONG_AGO, priority=3)])
+    raised = {lane: at for lane, at in floors_of(floors, A, B).items() if at}
+    assert raised == {(A, 3): LONG_AGO}
+
+
+def test_a_floor_is_the_last_claimed_jobs_time() -> None:
+    floors = Floors()
+    floors.lanes([A])
+    floors.claimed([taken(A, run_at=LONG_AGO), taken(A, run_at=LONG_AGO + 5), taken(A, run_at=LONG_AGO + 3)])
+    assert floors_of(floors, A)[A, 5] == LONG_AGO + 5
+
+
+def test_a_floor_trails_the_shards_time_by_the_guard() -> None:
+    floors = Floors()
+    floors.lanes([A])
+    floors.claimed([taken(A, run_at=NOW - 1)])
+    assert floors_of(floors, A)[A, 5] == NOW - GUARD_US
+
+
+def test_a_claim_never_lowers_a_floor_and_a_sweep_does() -> None:
+    floors = Floors()
+    floors.lanes([A])
+    floors.claimed([taken(A, run_at=LONG_AGO + 5)])
+    floors.claimed([taken(A, run_at=LONG_AGO)])
+    assert floors_of(floors, A)[A, 5] == LONG_AGO + 5
+    floors.swept(A, 5, Micros(LONG_AGO - 7))
+    assert floors_of(floors, A)[A, 5] == LONG_AGO - 7
+
+
+def test_what_is_told_of_a_queue_that_nobody_uses_is_not_kept() -> None:
+    floors = Floors()
+    floors.claimed([taken(A, run_at=LONG_AGO)])
+    floors.swept(A, 5, Micros(LONG_AGO))
+    assert floors.to_sweep() == []
+    assert floors_of(floors, A)[A, 5] == 0
+
+
+def test_a_queue_out_of_use_is_forgotten_after_a_minute(clock: list[float]) -> None:
+    floors = Floors()
+    floors.lanes([A, B])
+    floors.claimed([taken(A, run_at=LONG_AGO), taken(B, run_at=LONG_AGO)])
+    clock[0] += 59
+    floors.lanes([B])
+    clock[0] += 2
+    assert floors.to_sweep() == [B]
+    assert floors_of(floors, A, B) == {
+        (queue, p): LONG_AGO if (queue, p) == (B, 5) else 0 for queue in (A, B) for p in PRIORITIES
+    }
+
+
+def test_the_number_of_queues_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(floor, "_QUEUES_MAX", 3)
+    floors = Floors()
+    for number in range(10):
+        floors.lanes([QueueId(number)])
+    assert floors.to_sweep() == [QueueId(7), QueueId(8), QueueId(9)]
