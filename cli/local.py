@@ -75,9 +75,7 @@ async def local_cluster(
 
 
 def _cluster_file(postgres: Mapping[str, Cluster]) -> str:
-    shards = "".join(
-        f'\n[[shard]]\nname = "{name}"\ndsn = "{cluster.dsn}"\n' for name, cluster in postgres.items()
-    )
+    shards = "".join(f'\n[[shard]]\nname = "{name}"\ndsn = "{cluster.dsn}"\n' for name, cluster in postgres.items())
     return f'[cluster]\nname = "local"\n{shards}'
 
 

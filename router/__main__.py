@@ -1,4 +1,5 @@
-"""`python -m router --config FILE`: the router processes of this machine; says `listening on HOST:PORT` when they serve."""
+"""`python -m router --config FILE`: the router processes of this machine; says `listening on HOST:PORT` when they
+serve."""
 
 from __future__ import annotations
 

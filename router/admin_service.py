@@ -1,5 +1,8 @@
 """The service that operators call (proto/windrow/v1/admin.proto)."""
 
+# The types that `unary` makes keep no parameter names, and gRPC passes none.
+# pyright: reportIncompatibleMethodOverride=false
+
 from __future__ import annotations
 
 import asyncio
@@ -7,7 +10,7 @@ import time
 from collections.abc import AsyncGenerator
 
 from router import convert
-from router.calls import DEADLINE_S_MAX, Context, refuse, unary
+from router.calls import DEADLINE_S_MAX, Context, refuse, seconds_left, unary
 from router.fleet import Fleet, Member
 from router.tracing import Tracing
 from router.validation import check
@@ -80,15 +83,11 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     @unary()
     async def PauseQueue(self, request: admin_pb2.PauseQueueRequest) -> admin_pb2.PauseQueueResponse:
-        return admin_pb2.PauseQueueResponse(
-            queue=await self._set_paused(request.org, request.queue, paused=True)
-        )
+        return admin_pb2.PauseQueueResponse(queue=await self._set_paused(request.org, request.queue, paused=True))
 
     @unary()
     async def ResumeQueue(self, request: admin_pb2.ResumeQueueRequest) -> admin_pb2.ResumeQueueResponse:
-        return admin_pb2.ResumeQueueResponse(
-            queue=await self._set_paused(request.org, request.queue, paused=False)
-        )
+        return admin_pb2.ResumeQueueResponse(queue=await self._set_paused(request.org, request.queue, paused=False))
 
     @unary()
     async def PurgeQueue(self, request: admin_pb2.PurgeQueueRequest) -> admin_pb2.PurgeQueueResponse:
@@ -138,9 +137,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     @unary()
     async def ListShards(self, request: admin_pb2.ListShardsRequest) -> admin_pb2.ListShardsResponse:
-        shards = await asyncio.gather(
-            *(self._probe(name, member) for name, member in self._fleet.shards().items())
-        )
+        shards = await asyncio.gather(*(self._probe(name, member) for name, member in self._fleet.shards().items()))
         return admin_pb2.ListShardsResponse(shards=shards)
 
     async def CheckShard(
@@ -148,14 +145,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     ) -> AsyncGenerator[admin_pb2.CheckShardResponse, None]:
         try:
             check(request)
-            left = context.time_remaining()
-            async with asyncio.timeout(5 * DEADLINE_S_MAX if left is None else left):
+            async with asyncio.timeout(seconds_left(context, at_most=5 * DEADLINE_S_MAX)):
                 books = await self._fleet.member(request.shard).books.check()
             for at in range(0, len(books), _BOOKS_A_MESSAGE):
                 yield admin_pb2.CheckShardResponse(
                     orgs=[convert.org_books(one) for one in books[at : at + _BOOKS_A_MESSAGE]]
                 )
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - every error becomes a status; refuse logs the unexpected
             await refuse(context, error)
 
     def _home(self, org: OrgId) -> Member:

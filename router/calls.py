@@ -6,13 +6,13 @@ import asyncio
 import functools
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import grpc
 from google.protobuf.message import Message
 from grpc_status import rpc_status
 
-from router.status import status_of
+from router.status import INTERNAL, status_of
 from router.tracing import Tracing
 from router.validation import check
 
@@ -35,7 +35,7 @@ class _Traced(Protocol):
 
 
 def unary(
-    rules: Callable[[_Request], None] = check,
+    rules: Callable[[Any], None] = check,
 ) -> Callable[
     [Callable[[_Service, _Request], Awaitable[_Response]]],
     Callable[[_Service, _Request, Context], Awaitable[_Response]],
@@ -49,7 +49,7 @@ def unary(
         async def call(service: _Service, request: _Request, context: Context) -> _Response:
             try:
                 with service.tracing.span(service.service_name, method.__name__, context):
-                    async with asyncio.timeout(_seconds_left(context)):
+                    async with asyncio.timeout(seconds_left(context)):
                         rules(request)
                         return await method(service, request)
             except Exception as error:
@@ -64,11 +64,13 @@ def unary(
 async def refuse(context: Context, error: Exception) -> None:
     """Ends a call with the status of an error."""
     status = status_of(error)
-    if status.code == grpc.StatusCode.INTERNAL.value[0]:
+    if status.code == INTERNAL:
         _log.error("a call failed unexpectedly", exc_info=error)
-    await context.abort_with_status(rpc_status.to_status(status))
+    await context.abort_with_status(rpc_status.to_status(status))  # pyright: ignore[reportUnknownMemberType]
 
 
-def _seconds_left(context: Context) -> float:
-    left = context.time_remaining()
-    return DEADLINE_S_MAX if left is None else min(left, DEADLINE_S_MAX)
+def seconds_left(context: Context, *, at_most: float = DEADLINE_S_MAX) -> float:
+    """The time the caller still gives, within bounds."""
+    # The stubs leave out that it is None for a caller without a deadline.
+    left = cast("float | None", context.time_remaining())
+    return at_most if left is None else min(left, at_most)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import assert_never
+from typing import assert_never, cast
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -24,6 +24,7 @@ from shard.vocabulary import (
     NewJobs,
     OrgId,
     Outcome,
+    QueueName,
     ShardName,
 )
 from windrow.ids import new_id
@@ -32,7 +33,7 @@ from windrow.v1 import admin_pb2, job_pb2, queue_pb2
 WINDOW_DEFAULT_US = 30_000_000
 _DEDUP_WINDOW_DEFAULT_US = 86_400_000_000
 
-ANSWERS = {
+ANSWERS: dict[Answer, job_pb2.JobAnswer.ValueType] = {
     Answer.OK: job_pb2.JOB_ANSWER_OK,
     Answer.STALE: job_pb2.JOB_ANSWER_STALE,
     Answer.NOT_FOUND: job_pb2.JOB_ANSWER_NOT_FOUND,
@@ -85,7 +86,7 @@ def new_jobs(org: OrgId, jobs: Sequence[job_pb2.NewJob], *, trace: str | None) -
     columns = NewJobs(
         org=org,
         ids=[job.id or new_id() for job in jobs],
-        queues=[job.queue for job in jobs],
+        queues=cast("list[QueueName]", [job.queue for job in jobs]),
         kinds=[job.kind for job in jobs],
         payloads=[job.payload for job in jobs],
     )
@@ -127,9 +128,7 @@ def policy(message: job_pb2.RetryPolicy) -> retry.Policy:
         case "exponential":
             given, default = message.exponential, retry.Exponential()
             return retry.Exponential(
-                initial_us=micros(given.initial_delay)
-                if given.HasField("initial_delay")
-                else default.initial_us,
+                initial_us=micros(given.initial_delay) if given.HasField("initial_delay") else default.initial_us,
                 multiplier=given.multiplier or default.multiplier,
                 max_us=micros(given.max_delay) if given.HasField("max_delay") else default.max_us,
                 jitter=given.jitter if given.HasField("jitter") else default.jitter,
@@ -283,7 +282,4 @@ def org_books(books: OrgBooks) -> admin_pb2.OrgBooks:
 def enqueue_results(ids: Sequence[str], known: Mapping[int, str]) -> list[queue_pb2.EnqueueResult]:
     if not known:
         return [queue_pb2.EnqueueResult(id=job_id) for job_id in ids]
-    return [
-        queue_pb2.EnqueueResult(id=known.get(at, job_id), duplicate=at in known)
-        for at, job_id in enumerate(ids)
-    ]
+    return [queue_pb2.EnqueueResult(id=known.get(at, job_id), duplicate=at in known) for at, job_id in enumerate(ids)]

@@ -1,7 +1,7 @@
-"""The shards as this router knows them: a copy of the catalog, one store and one set of books for each, and their upkeep.
-
-What it knows may be old. A shard that is asked wrongly refuses (I6); then the catalog is read again, and the call goes where it
-belongs. A shard that is away hurts only the orgs that live there.
+"""The shards as this router knows them: a copy of the catalog, one store and one set of books for each, and their
+upkeep.
+ What it knows may be old. A shard that is asked wrongly refuses (I6); then the catalog is read again, and the call
+goes where it belongs. A shard that is away hurts only the orgs that live there.
 """
 
 from __future__ import annotations
@@ -54,9 +54,7 @@ class Fleet:
         self._cluster = cluster
         self._members = {entry.name: _member(entry, connections_per_shard) for entry in cluster.shards}
         self._by_tag = {shard_tag(name): name for name in self._members}
-        self._catalog_database = Database(
-            ShardName("catalog"), cluster.catalog_dsn, connections=1, for_books=True
-        )
+        self._catalog_database = Database(ShardName("catalog"), cluster.catalog_dsn, connections=1, for_books=True)
         self._catalog: Catalog | None = None
         self._reading = asyncio.Lock()
 
@@ -143,9 +141,7 @@ class Fleet:
         while True:
             try:
                 await schema.migrate(self._catalog_database, cluster=None)
-                self._catalog = await catalog.found(
-                    self._catalog_database, cluster=self._cluster.name, weights=weights
-                )
+                self._catalog = await catalog.found(self._catalog_database, cluster=self._cluster.name, weights=weights)
                 return
             except ShardUnavailable as error:
                 if not said:
@@ -159,9 +155,7 @@ class Fleet:
         async with asyncio.TaskGroup() as group:
             group.create_task(_every(SWEEP_S, member, "sweep", member.store.sweep))
             group.create_task(_every(_FOLD_TALLY_S, member, "fold the tally", member.store.fold_tally))
-            group.create_task(
-                _every(_MAKE_PARTITIONS_S, member, "make partitions", member.books.make_partitions)
-            )
+            group.create_task(_every(_MAKE_PARTITIONS_S, member, "make partitions", member.books.make_partitions))
 
     async def _bring_up(self, member: Member) -> None:
         said = ""
@@ -201,5 +195,5 @@ async def _every(interval_s: float, member: Member, what: str, act: Callable[[],
             await act()
         except ShardError as error:
             _log.warning("could not %s: %s", what, error)
-        except Exception:
+        except Exception:  # noqa: BLE001 - one shard's trouble must not end the upkeep of the others
             _log.exception("could not %s of shard %r", what, member.store.name)

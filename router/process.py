@@ -1,4 +1,5 @@
-"""`python -m router.process`: one router process, as the supervisor starts it. Says `ready PORT` on its standard output."""
+"""`python -m router.process`: one router process, as the supervisor starts it. Says `ready PORT` on its standard
+output."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def main() -> int:
 
 
 def _end_with_supervisor() -> None:
-    """The supervisor holds the other end of standard input: when it dies, however it dies, this process drains and ends."""
+    """The supervisor holds the other end of standard input: when it dies, however it dies, this process drains and
+    ends."""
     # Not by sys.stdin: its lock, held at exit, would abort the interpreter.
     while os.read(0, 4096):
         pass

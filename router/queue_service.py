@@ -1,5 +1,8 @@
 """The service that producers and consumers call (proto/windrow/v1/queue.proto)."""
 
+# The types that `unary` makes keep no parameter names, and gRPC passes none.
+# pyright: reportIncompatibleMethodOverride=false
+
 from __future__ import annotations
 
 import asyncio
@@ -7,12 +10,10 @@ import re
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 
-from google.rpc import code_pb2
-
 from router import convert
 from router.calls import unary
 from router.fleet import Fleet, Member
-from router.status import InvalidRequest, Violation
+from router.status import INVALID_ARGUMENT, InvalidRequest, Violation
 from router.tracing import Tracing, current_trace
 from router.validation import enqueue_violations
 from shard.errors import IdsOutsideHorizon
@@ -65,9 +66,7 @@ class QueueService(queue_pb2_grpc.QueueServicer):
         try:
             known = await self._fleet.write(org, lambda member: member.store.enqueue(columns))
         except IdsOutsideHorizon as error:
-            raise InvalidRequest(
-                [Violation(f"jobs[{at}].id", str(error)) for at in error.positions]
-            ) from error
+            raise InvalidRequest([Violation(f"jobs[{at}].id", str(error)) for at in error.positions]) from error
         return convert.enqueue_results(columns.ids, known)
 
     @unary()
@@ -150,18 +149,16 @@ class QueueService(queue_pb2_grpc.QueueServicer):
         answers = [Answer.NOT_FOUND] * len(ids)
         for member in self._fleet.readers(org):
             there = await member.store.cancel(org, ids, reason=request.reason)
-            answers = [
-                new if new is not Answer.NOT_FOUND else old for old, new in zip(answers, there, strict=True)
-            ]
+            answers = [new if new is not Answer.NOT_FOUND else old for old, new in zip(answers, there, strict=True)]
         return queue_pb2.CancelJobsResponse(answers=[convert.ANSWERS[answer] for answer in answers])
 
     async def _ask_holders(
         self,
         leases: Sequence[tuple[int, Lease]],
         act: Callable[[Member, Sequence[int]], Awaitable[list[Answer]]],
-    ) -> list[job_pb2.JobAnswer]:
-        """Asks every shard that the tokens name about its own; answers in the tokens' order. A shard that is not of this
-        cluster has no such job."""
+    ) -> list[job_pb2.JobAnswer.ValueType]:
+        """Asks every shard that the tokens name about its own; answers in the tokens' order. A shard that is not of
+        this cluster has no such job."""
         positions: dict[int, list[int]] = defaultdict(list)
         for at, (tag, _) in enumerate(leases):
             positions[tag].append(at)
@@ -171,11 +168,7 @@ class QueueService(queue_pb2_grpc.QueueServicer):
             for at, answer in zip(there, await act(member, there), strict=True):
                 answers[at] = convert.ANSWERS[answer]
 
-        known = [
-            (member, there)
-            for tag, there in positions.items()
-            if (member := self._fleet.by_tag(tag)) is not None
-        ]
+        known = [(member, there) for tag, there in positions.items() if (member := self._fleet.by_tag(tag)) is not None]
         if len(known) == 1:
             await ask(*known[0])
         else:
@@ -208,11 +201,10 @@ def _by_job(violations: Sequence[Violation]) -> dict[int, list[Violation]]:
 def _error(violations: Sequence[Violation]) -> queue_pb2.EnqueueResult:
     return queue_pb2.EnqueueResult(
         error=queue_pb2.JobError(
-            code=code_pb2.INVALID_ARGUMENT,
+            code=INVALID_ARGUMENT,
             message=str(InvalidRequest(violations)),
             violations=[
-                queue_pb2.FieldViolation(field=field, description=description)
-                for field, description in violations
+                queue_pb2.FieldViolation(field=field, description=description) for field, description in violations
             ],
         )
     )

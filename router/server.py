@@ -32,11 +32,9 @@ class CannotListen(Exception):
     """The address is taken, or not this machine's; the message says which address."""
 
 
-async def serve(
-    cluster: Cluster, settings: RouterSettings, *, listen: str, ready: Callable[[int], None]
-) -> None:
-    """Serves on `listen` until SIGTERM or SIGINT, then lets calls in flight end. Calls `ready` with the port once it takes
-    calls. Raises CannotListen, shard.errors.Misconfigured."""
+async def serve(cluster: Cluster, settings: RouterSettings, *, listen: str, ready: Callable[[int], None]) -> None:
+    """Serves on `listen` until SIGTERM or SIGINT, then lets calls in flight end. Calls `ready` with the port once
+    it takes calls. Raises CannotListen, shard.errors.Misconfigured."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -53,7 +51,8 @@ async def serve(
             except RuntimeError as error:
                 raise CannotListen(f"cannot listen on {listen}: {error}") from error
             await server.start()
-            await _set_health(checks, health_pb2.HealthCheckResponse.SERVING)
+            for service in (health.OVERALL_HEALTH, *SERVICES):
+                await checks.set(service, health_pb2.HealthCheckResponse.SERVING)
             ready(port)
             await stop.wait()
             _log.info("draining: calls in flight have %g s", settings.drain_seconds)
@@ -66,8 +65,8 @@ async def serve(
 
 @contextlib.asynccontextmanager
 async def _open(fleet: Fleet, stop: asyncio.Event) -> AsyncGenerator[Fleet, None]:
-    """The fleet, open and kept up within this scope; given up on early when `stop` is set. Its failure sets `stop`, and is
-    raised at the end."""
+    """The fleet, open and kept up within this scope; given up on early when `stop` is set. Its failure sets `stop`,
+    and is raised at the end."""
     opened = asyncio.Event()
     keeper = asyncio.create_task(fleet.run(opened))
     keeper.add_done_callback(lambda _: stop.set())
@@ -105,10 +104,3 @@ def _server(fleet: Fleet, tracing: Tracing) -> tuple[grpc.aio.Server, health.aio
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     return server, checks
-
-
-async def _set_health(
-    checks: health.aio.HealthServicer, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType
-) -> None:
-    for service in (health.OVERALL_HEALTH, *SERVICES):
-        await checks.set(service, status)

@@ -1,7 +1,6 @@
 """The one table from errors to gRPC statuses, with google.rpc details that programs can read. Pure.
-
-INVALID_ARGUMENT carries BadRequest (field violations by path), what may be retried carries RetryInfo, and everything carries
-ErrorInfo with a reason in capitals.
+ INVALID_ARGUMENT carries BadRequest (field violations by path), what may be retried carries RetryInfo, and
+everything carries ErrorInfo with a reason in capitals.
 """
 
 from __future__ import annotations
@@ -16,6 +15,8 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from shard import errors
 
 DOMAIN = "windrow"
+INTERNAL: int = code_pb2.INTERNAL
+INVALID_ARGUMENT: int = code_pb2.INVALID_ARGUMENT
 
 
 class Violation(NamedTuple):
@@ -37,7 +38,8 @@ class InvalidRequest(Exception):
 
 
 def status_of(error: BaseException) -> status_pb2.Status:
-    """The status that tells the caller of this error. What is not in the table is INTERNAL, and says nothing of its inside."""
+    """The status that tells the caller of this error. What is not in the table is INTERNAL, and says nothing of its
+    inside."""
     match error:
         case InvalidRequest():
             bad = error_details_pb2.BadRequest(
@@ -48,9 +50,7 @@ def status_of(error: BaseException) -> status_pb2.Status:
             )
             return _status(code_pb2.INVALID_ARGUMENT, str(error), "INVALID_REQUEST", bad)
         case errors.ShardUnavailable():
-            return _status(
-                code_pb2.UNAVAILABLE, str(error), "SHARD_UNAVAILABLE", retry_info(error.retry_after_s)
-            )
+            return _status(code_pb2.UNAVAILABLE, str(error), "SHARD_UNAVAILABLE", retry_info(error.retry_after_s))
         case errors.NotOwned():
             return _status(code_pb2.UNAVAILABLE, str(error), "PLACEMENT_CHANGING", retry_info(0.2))
         case errors.UnknownQueue():
@@ -66,9 +66,7 @@ def status_of(error: BaseException) -> status_pb2.Status:
         case errors.Misconfigured():
             return _status(code_pb2.FAILED_PRECONDITION, str(error), "MISCONFIGURED")
         case asyncio.TimeoutError():
-            return _status(
-                code_pb2.DEADLINE_EXCEEDED, "the shard did not answer in time", "DEADLINE_EXCEEDED"
-            )
+            return _status(code_pb2.DEADLINE_EXCEEDED, "the shard did not answer in time", "DEADLINE_EXCEEDED")
         case _:
             return _status(code_pb2.INTERNAL, "internal error; the router's log has the details", "INTERNAL")
 

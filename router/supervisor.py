@@ -37,15 +37,15 @@ class Supervisor:
         self._processes = processes
         self._drain_s = drain_seconds
         self._running: set[Process] = set()
-        self._stopping = False
+        self._stopping = asyncio.Event()
 
     @property
     def pids(self) -> list[int]:
         return [process.pid for process in self._running if process.returncode is None]
 
     async def run(self, *, ready: Callable[[str], None], stop: asyncio.Event) -> None:
-        """Runs until `stop` is set. Calls `ready` with the address once every process takes calls. Raises CannotListen and
-        RouterFailed."""
+        """Runs until `stop` is set. Calls `ready` with the address once every process takes calls. Raises
+        CannotListen and RouterFailed."""
         with _reserved(self._listen) as address:
             up = [asyncio.Event() for _ in range(self._processes)]
             keepers = [asyncio.create_task(self._keep(address, event)) for event in up]
@@ -60,17 +60,17 @@ class Supervisor:
                 for task in done:
                     await task
             finally:
-                self._stopping = True
+                self._stopping.set()
                 for task in (all_up, stopped):
                     task.cancel()
                 await self._end_all()
                 for keeper in keepers:
                     keeper.cancel()
-                await asyncio.gather(*keepers, all_up, stopped, return_exceptions=True)
+                await asyncio.wait({all_up, stopped, *keepers})
 
     async def _keep(self, address: str, up: asyncio.Event) -> None:
         """Keeps one process running."""
-        while not self._stopping:
+        while not self._stopping.is_set():
             began_s = time.monotonic()
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "router.process", "--config", str(self._config), "--listen", address),
@@ -85,7 +85,7 @@ class Supervisor:
                 code = await process.wait()
             finally:
                 self._running.discard(process)
-            if self._stopping:
+            if self._stopping.is_set():
                 return
             if code == HOPELESS:
                 raise RouterFailed(f"a router process gave up (exit code {code})")
@@ -124,13 +124,11 @@ def _reserved(listen: str) -> Generator[str, None, None]:
     host, port = host_and_port(listen, where="listen")
     bare = host.strip("[]")
     try:
-        family, _, _, _, place = socket.getaddrinfo(
-            bare, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        family, _, _, _, place = socket.getaddrinfo(bare, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(place)
-            place = (*place[:1], probe.getsockname()[1], *place[2:])
+            place = probe.getsockname()
         holder = socket.socket(family, socket.SOCK_STREAM)
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         holder.bind(place)
@@ -139,4 +137,4 @@ def _reserved(listen: str) -> Generator[str, None, None]:
             f"cannot listen on {listen}: {error.strerror}; stop what uses it, or choose another address"
         ) from error
     with holder:
-        yield f"{host}:{place[1]}"
+        yield f"{host}:{holder.getsockname()[1]}"

@@ -1,14 +1,13 @@
 """OpenTelemetry in the router: set up by the standard environment variables, and nothing at all without them.
-
-On when OTEL_TRACES_EXPORTER=otlp, or when OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT is set; off with
-OTEL_SDK_DISABLED=true or OTEL_TRACES_EXPORTER=none. Sampling follows OTEL_TRACES_SAMPLER.
+ On when OTEL_TRACES_EXPORTER=otlp, or when OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT is
+set; off with OTEL_SDK_DISABLED=true or OTEL_TRACES_EXPORTER=none. Sampling follows OTEL_TRACES_SAMPLER.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import grpc
 from opentelemetry import trace
@@ -53,7 +52,7 @@ class Tracing:
     @contextlib.contextmanager
     def span(
         self, service: str, method: str, context: grpc.aio.ServicerContext[object, object]
-    ) -> Iterator[None]:
+    ) -> Generator[None, None, None]:
         """A SERVER span around one call, under the caller's span if the call's metadata names one."""
         if self._tracer is None:
             yield
@@ -69,7 +68,8 @@ class Tracing:
 
 
 def current_trace() -> str | None:
-    """The current span as W3C text, `traceparent tracestate`, to be stored with a job; None when nothing is recorded."""
+    """The current span as W3C text, `traceparent tracestate`, to be stored with a job; None when nothing is
+    recorded."""
     if not trace.get_current_span().is_recording():
         return None
     carrier: dict[str, str] = {}

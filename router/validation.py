@@ -1,8 +1,7 @@
 """Whether a request keeps the contract. The rules stand in proto/windrow/v1; protovalidate applies them.
-
-It costs 3 µs for each job of an Enqueue, which is most of what the router does with one. So the plainest batches (id, queue,
-kind, payload, priority) are recognised by a handful of checks on whole columns; these accept less than the rules do, never
-more, and what they do not accept the rules decide and explain.
+ It costs 3 µs for each job of an Enqueue, which is most of what the router does with one. So the plainest batches
+(id, queue, kind, payload, priority) are recognised by a handful of checks on whole columns; these accept less than
+the rules do, never more, and what they do not accept the rules decide and explain.
 """
 
 from __future__ import annotations
@@ -53,9 +52,7 @@ def enqueue_violations(request: queue_pb2.EnqueueRequest) -> list[Violation]:
         if job.HasField("run_at"):
             violations += _time_violations(f"jobs[{at}].run_at", job.run_at, latest_s=now_s + _TEN_YEARS_S)
         if job.HasField("expires_at"):
-            violations += _time_violations(
-                f"jobs[{at}].expires_at", job.expires_at, latest_s=now_s + 2 * _TEN_YEARS_S
-            )
+            violations += _time_violations(f"jobs[{at}].expires_at", job.expires_at, latest_s=now_s + 2 * _TEN_YEARS_S)
         if job.HasField("dedup_window") and not job.dedup_key:
             violations.append(Violation(f"jobs[{at}].dedup_window", "is set, but dedup_key is not"))
     return violations
@@ -92,9 +89,7 @@ def _time_violations(field: str, stamp: Timestamp, *, latest_s: float) -> Iterab
     if not 0 <= stamp.nanos <= 999_999_999 or stamp.seconds < -62_135_596_800:
         yield Violation(field, "is not a valid timestamp")
     elif stamp.seconds > latest_s:
-        yield Violation(
-            field, "must be at most 3,650 days ahead" if field.endswith("run_at") else "is too far ahead"
-        )
+        yield Violation(field, "must be at most 3,650 days ahead" if field.endswith("run_at") else "is too far ahead")
 
 
 def _path(elements: Iterable[FieldPathElement]) -> str:

@@ -1,4 +1,5 @@
-"""Postgres array literals, made by string joining: a tenth of the cost of psycopg's list dumpers, which visit every element.
+"""Postgres array literals, made by string joining: a tenth of the cost of psycopg's list dumpers, which visit every
+element.
 
 Only for values that need no escape: numbers, UUIDs, and names whose characters are restricted. Pure.
 """

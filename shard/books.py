@@ -9,7 +9,7 @@ import base64
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, assert_never, cast
 
 import psycopg
 
@@ -19,7 +19,7 @@ from shard.errors import BadPageToken, QueueExists, QueueNotEmpty, UnknownQueue
 from shard.interning import Names
 from shard.records import JobRecord
 from shard.retry import Policy, to_json
-from shard.vocabulary import JobId, JobState, Micros, OrgId, QueueName, ShardName
+from shard.vocabulary import JobState, Micros, OrgId, QueueName, ShardName
 
 _LAST_UUID = "ffffffff-ffff-ffff-ffff-ffffffffffff"
 _FIRST_UUID = "00000000-0000-0000-0000-000000000000"
@@ -65,10 +65,7 @@ class OrgBooks(NamedTuple):
     @property
     def balanced(self) -> bool:
         """Invariant I5."""
-        return (
-            self.accepted
-            == self.scheduled + self.ready + self.leased + self.succeeded + self.dead + self.cancelled
-        )
+        return self.accepted == self.scheduled + self.ready + self.leased + self.succeeded + self.dead + self.cancelled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,9 +125,7 @@ class Books:
             raise UnknownQueue(org, queue)
         return QueueRecord._make(rows[0])
 
-    async def list_queues(
-        self, org: OrgId, *, page_size: int, page_token: str
-    ) -> tuple[list[QueueRecord], str]:
+    async def list_queues(self, org: OrgId, *, page_size: int, page_token: str) -> tuple[list[QueueRecord], str]:
         """A page of queues by name, and the token of the next. Raises BadPageToken."""
         (after,) = _unpack(page_token, 1) if page_token else ("",)
         rows = await self._database.run(
@@ -210,22 +205,18 @@ class Books:
                 parameters.update(zip(("after_priority", "after_us", "after_id"), after, strict=True))
                 rows = await self._list(statements.LIST_LIVE, parameters, page_token)
                 jobs = [JobRecord._make(row[:-1]) for row in rows[:page_size]]
-                last = (
-                    (jobs[-1].priority, rows[page_size - 1][-1], jobs[-1].id)
-                    if len(rows) > page_size
-                    else None
-                )
+                place: tuple[object, ...] = (jobs[-1].priority, rows[page_size - 1][-1], jobs[-1].id) if jobs else ()
             case JobState.DEAD | JobState.SUCCEEDED | JobState.CANCELLED:
                 (parameters["before_id"],) = _unpack(page_token, 1) if page_token else (_LAST_UUID,)
                 statement = statements.LIST_DEAD if state is JobState.DEAD else statements.LIST_FINISHED
                 rows = await self._list(statement, parameters, page_token)
                 jobs = list(map(JobRecord._make, rows[:page_size]))
-                last = (jobs[-1].id,) if len(rows) > page_size else None
-        return Page(jobs=jobs, next_token=_pack(*last) if last else "")
+                place = (jobs[-1].id,) if jobs else ()
+            case _:
+                assert_never(state)
+        return Page(jobs=jobs, next_token=_pack(*place) if len(rows) > page_size else "")
 
-    async def stats(
-        self, org: OrgId, queue: QueueName | None, *, include_finished: bool
-    ) -> list[QueueCounts]:
+    async def stats(self, org: OrgId, queue: QueueName | None, *, include_finished: bool) -> list[QueueCounts]:
         """Counts by state, by queue. Raises UnknownQueue where one was named."""
         rows = await self._database.run(
             statements.STATS, {"org": org, "queue": queue or "", "include_finished": include_finished}
@@ -241,17 +232,18 @@ class Books:
     async def versions(self) -> tuple[str, int]:
         """What the server calls its version, such as "18.6", and the number of the schema's newest migration."""
         rows = await self._database.run(
-            b"SELECT split_part(current_setting('server_version'), ' ', 1), (SELECT max(number) FROM windrow.migration)",
+            b"""
+            SELECT split_part(current_setting('server_version'), ' ', 1), (SELECT max(number) FROM windrow.migration)
+            """,
             {},
         )
-        return rows[0]
+        version, newest = rows[0]
+        return str(version), int(newest)
 
     async def make_partitions(self) -> int:
         return await partitions.make_ahead(self._database)
 
-    async def _list(
-        self, statement: bytes, parameters: dict[str, object], page_token: str
-    ) -> list[tuple[object, ...]]:
+    async def _list(self, statement: bytes, parameters: dict[str, object], page_token: str) -> list[tuple[object, ...]]:
         try:
             return await self._database.run(statement, parameters)
         except psycopg.DataError as error:
@@ -265,9 +257,9 @@ def _pack(*key: object) -> str:
 
 def _unpack(token: str, length: int) -> list[object]:
     try:
-        key = json.loads(base64.urlsafe_b64decode(token.encode()))
+        key: Any = json.loads(base64.urlsafe_b64decode(token.encode()))
     except ValueError as error:
         raise BadPageToken(token) from error
-    if not isinstance(key, list) or len(key) != length:
+    if not isinstance(key, list) or len(parts := cast("list[object]", key)) != length:
         raise BadPageToken(token)
-    return key
+    return parts

@@ -1,7 +1,6 @@
 """The catalog: which shards write and read each slot. The single authority; routers hold copies of it.
-
-Its tables are on every shard and used on one. Changing the placement of slots that hold jobs is the balancer's work; here a
-new cluster's slots are placed for the first time, and each shard is told which it owns.
+ Its tables are on every shard and used on one. Changing the placement of slots that hold jobs is the balancer's
+work; here a new cluster's slots are placed for the first time, and each shard is told which it owns.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ class Catalog:
 
 
 async def found(database: Database, *, cluster: str, weights: Mapping[ShardName, float]) -> Catalog:
-    """The cluster's catalog; placed by weight if the cluster is new. Raises Misconfigured if it is another cluster's, or if
-    it places slots on a shard that is not among `weights`."""
+    """The cluster's catalog; placed by weight if the cluster is new. Raises Misconfigured if it is another
+    cluster's, or if it places slots on a shard that is not among `weights`."""
     async with database.transaction() as connection:
         await connection.execute("SELECT pg_advisory_xact_lock(%s)", [_LOCK])
         cursor = await connection.execute("SELECT cluster FROM windrow.catalog")
@@ -53,7 +52,8 @@ async def found(database: Database, *, cluster: str, weights: Mapping[ShardName,
             )
         elif row[0] != cluster:
             raise Misconfigured(
-                f"the catalog's DSN leads to the catalog of cluster {row[0]!r}, and this is {cluster!r}; correct the cluster file"
+                f"the catalog's DSN leads to the catalog of cluster {row[0]!r}, and this is {cluster!r}; "
+                "correct the cluster file"
             )
     catalog = await read(database)
     placed = {shard for placement in catalog.slots for shard in (*placement.writes, *placement.reads)}

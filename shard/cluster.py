@@ -24,8 +24,9 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from psycopg import ProgrammingError
 from psycopg.conninfo import conninfo_to_dict
 
 from shard.lease import shard_tag
@@ -61,9 +62,7 @@ def read_cluster(path: Path) -> Cluster:
     try:
         text = path.read_text()
     except OSError as error:
-        raise ClusterFileError(
-            f"{path}: {error.strerror}; name another with --config or WINDROW_CONFIG"
-        ) from error
+        raise ClusterFileError(f"{path}: {error.strerror}; name another with --config or WINDROW_CONFIG") from error
     return parse_cluster(text, source=str(path))
 
 
@@ -76,10 +75,10 @@ def parse_cluster(text: str, *, source: str, environ: Mapping[str, str] = os.env
     known_keys(document, {"cluster", "shard", "catalog", "router"}, where=source)
     cluster = _table(document, "cluster", source)
     known_keys(cluster, {"name"}, where=f"{source}: [cluster]")
-    entries = document.get("shard")
+    entries: object = document.get("shard")
     if not isinstance(entries, list) or not entries:
         raise ClusterFileError(f"{source}: no [[shard]]: a cluster needs one or more")
-    shards = tuple(_shard(entry, at, source, environ) for at, entry in enumerate(entries, 1))
+    shards = tuple(_shard(entry, at, source, environ) for at, entry in enumerate(cast("list[object]", entries), 1))
     _refuse_twins(shards, source)
     catalog = _table(document, "catalog", source)
     known_keys(catalog, {"dsn", "dsn_env", "dsn_file"}, where=f"{source}: [catalog]")
@@ -101,10 +100,10 @@ def known_keys(table: Mapping[str, Any], known: set[str], *, where: str) -> None
 
 
 def _table(document: Mapping[str, Any], name: str, source: str) -> Mapping[str, Any]:
-    table = document.get(name, {})
+    table: object = document.get(name, {})
     if not isinstance(table, dict):
         raise ClusterFileError(f"{source}: {name} must be a table, [{name}]")
-    return table
+    return cast("dict[str, Any]", table)
 
 
 def _text(value: object, where: str) -> str:
@@ -113,15 +112,16 @@ def _text(value: object, where: str) -> str:
     return value
 
 
-def _shard(entry: object, at: int, source: str, environ: Mapping[str, str]) -> ShardEntry:
+def _shard(value: object, at: int, source: str, environ: Mapping[str, str]) -> ShardEntry:
     where = f"{source}: [[shard]] number {at}"
-    if not isinstance(entry, dict):
+    if not isinstance(value, dict):
         raise ClusterFileError(f"{where}: must be a table")
+    entry = cast("dict[str, Any]", value)
     known_keys(entry, {"name", "dsn", "dsn_env", "dsn_file", "weight"}, where=where)
     if "name" not in entry:
         raise ClusterFileError(f"{where}: has no name")
     name = ShardName(_text(entry["name"], f"{where}: name"))
-    weight = entry.get("weight", 1.0)
+    weight: object = entry.get("weight", 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= 1_000_000:
         raise ClusterFileError(f"{where} ({name}): weight must be a number from 0 to 1000000, not {weight!r}")
     return ShardEntry(name=name, dsn=_dsn(entry, f"{where} ({name})", environ), weight=float(weight))
@@ -130,9 +130,7 @@ def _shard(entry: object, at: int, source: str, environ: Mapping[str, str]) -> S
 def _dsn(table: Mapping[str, Any], where: str, environ: Mapping[str, str]) -> str:
     sources = [key for key in ("dsn", "dsn_env", "dsn_file") if key in table]
     if len(sources) != 1:
-        raise ClusterFileError(
-            f"{where}: needs exactly one of dsn, dsn_env and dsn_file, and has {sources or 'none'}"
-        )
+        raise ClusterFileError(f"{where}: needs exactly one of dsn, dsn_env and dsn_file, and has {sources or 'none'}")
     key, value = sources[0], table[sources[0]]
     if not isinstance(value, str):
         raise ClusterFileError(f"{where}: {key} must be text")
@@ -150,11 +148,9 @@ def _dsn(table: Mapping[str, Any], where: str, environ: Mapping[str, str]) -> st
             dsn = value
     try:
         conninfo_to_dict(dsn)
-    except Exception:
+    except ProgrammingError:
         # The parser's own message quotes the DSN, password and all.
-        raise ClusterFileError(
-            f"{where}: {key} is not a libpq connection string or postgresql:// URI"
-        ) from None
+        raise ClusterFileError(f"{where}: {key} is not a libpq connection string or postgresql:// URI") from None
     return dsn
 
 
@@ -163,11 +159,7 @@ def _refuse_twins(shards: tuple[ShardEntry, ...], source: str) -> None:
     for entry in shards:
         twin = tags.setdefault(shard_tag(entry.name), entry.name)
         if twin is not entry.name:
-            why = (
-                "appears twice"
-                if twin == entry.name
-                else f"collides with {twin!r} in lease tokens; rename one"
-            )
+            why = "appears twice" if twin == entry.name else f"collides with {twin!r} in lease tokens; rename one"
             raise ClusterFileError(f"{source}: shard name {entry.name!r} {why}")
     if all(entry.weight == 0 for entry in shards):
         raise ClusterFileError(f"{source}: every shard has weight 0; at least one must take slots")

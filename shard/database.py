@@ -1,8 +1,7 @@
 """One shard's Postgres: a bounded pool of prepared connections, and what its errors mean.
-
-Every statement runs in a transaction of its own (autocommit), so that a statement is an act: done or not done. A broken
-connection is tried again here, a few times, because every statement of the queue may be repeated: it names the ids or the
-lease it is about.
+ Every statement runs in a transaction of its own (autocommit), so that a statement is an act: done or not done. A
+broken connection is tried again here, a few times, because every statement of the queue may be repeated: it names
+the ids or the lease it is about.
 """
 
 from __future__ import annotations
@@ -28,8 +27,9 @@ from shard.vocabulary import ShardName
 _TRACER = trace.get_tracer("windrow.shard")
 _EPOCH_2000_US = 946_684_800_000_000
 
-# The hot tables swing between empty and millions of rows within seconds, so that statistics are always wrong, and a plan
-# made on an empty table would stay. Every hot statement is a walk along an index: nothing else is allowed here.
+# The hot tables swing between empty and millions of rows within seconds, so that statistics are always wrong, and a
+# plan made on an empty table would stay. Every hot statement is a walk along an index: nothing else is allowed
+# here.
 _QUEUE_SETTINGS = """
 SELECT set_config(s.name, s.value, false) FROM (VALUES
     ('enable_seqscan', 'off'), ('enable_bitmapscan', 'off'), ('enable_hashjoin', 'off'), ('enable_mergejoin', 'off'),

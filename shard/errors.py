@@ -40,7 +40,7 @@ class NotOwned(ShardError):
 class IdsOutsideHorizon(ShardError):
     def __init__(self, positions: list[int], *, now: Micros, horizon_days: float) -> None:
         super().__init__(
-            f"{len(positions)} job id(s) were made more than {horizon_days:g} days before or 1 hour after the shard's time"
+            f"made outside the {horizon_days:g} days before and the hour after the shard's time: make a new id"
         )
         self.positions = positions
         self.now = now

@@ -1,5 +1,6 @@
-"""Names ↔ numbers of one shard. A memory of what the database made; the enqueue and claim statements check every number
-against its name, so that a wrong memory (a restored backup, another database behind the same DSN) is found, never obeyed."""
+"""Names ↔ numbers of one shard. A memory of what the database made; the enqueue and claim statements check every
+number against its name, so that a wrong memory (a restored backup, another database behind the same DSN) is found,
+never obeyed."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ class Names:
                 "slot": slot_of(org),
                 "queues": [queue for queue in queues if queue not in found],
             }
-            # Three statements, three transactions: each sees what rivals committed before it, and doing one twice is harmless.
+            # Three statements, three transactions: each sees what rivals committed before it, and doing one twice
+            # is harmless.
             await self._database.run(statements.INTERN_NAMES, missing)
             await self._database.run(statements.MAKE_QUEUES, missing)
             found = await self.find(org, queues)

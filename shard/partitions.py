@@ -17,10 +17,11 @@ _LOCK = 0x77696E64_70617274
 
 
 async def make_ahead(database: Database) -> int:
-    """Makes the partitions from yesterday to two weeks ahead that do not exist yet, by the shard's clock. Answers how many.
+    """Makes the partitions from yesterday to two weeks ahead that do not exist yet, by the shard's clock. Answers
+    how many.
 
-    Each is made as a table of its own and then attached: attaching lets enqueues and acks go on, where CREATE … PARTITION OF
-    would lock them out.
+    Each is made as a table of its own and then attached: attaching lets enqueues and acks go on, where CREATE …
+    PARTITION OF would lock them out.
     """
     made = 0
     async with database.transaction() as connection:
@@ -28,7 +29,8 @@ async def make_ahead(database: Database) -> int:
         cursor = await connection.execute(
             """
             SELECT 'finished_' || to_char(day, 'YYYYMMDD'), to_char(day, 'YYYY-MM-DD'), to_char(day + 1, 'YYYY-MM-DD')
-            FROM generate_series(-1, %s) AS n, LATERAL (SELECT (now() AT TIME ZONE 'UTC')::date + n::integer AS day) days
+            FROM generate_series(-1, %s) AS n
+            CROSS JOIN LATERAL (SELECT (now() AT TIME ZONE 'UTC')::date + n::integer AS day) days
             WHERE to_regclass('windrow.finished_' || to_char(day, 'YYYYMMDD')) IS NULL
             """,
             [_DAYS_AHEAD],
@@ -36,13 +38,11 @@ async def make_ahead(database: Database) -> int:
         for name, first, past in await cursor.fetchall():
             table = sql.Identifier("windrow", name)
             bounds = (sql.Literal(f"{first} 00:00:00+00"), sql.Literal(f"{past} 00:00:00+00"))
+            await connection.execute(sql.SQL("CREATE TABLE {} (LIKE windrow.finished INCLUDING ALL)").format(table))
             await connection.execute(
-                sql.SQL("CREATE TABLE {} (LIKE windrow.finished INCLUDING ALL)").format(table)
-            )
-            await connection.execute(
-                sql.SQL(
-                    "ALTER TABLE windrow.finished ATTACH PARTITION {} FOR VALUES FROM ({}) TO ({})"
-                ).format(table, *bounds)
+                sql.SQL("ALTER TABLE windrow.finished ATTACH PARTITION {} FOR VALUES FROM ({}) TO ({})").format(
+                    table, *bounds
+                )
             )
             made += 1
     return made

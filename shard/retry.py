@@ -52,7 +52,8 @@ def delay_us(policy: Policy, *, attempt: int, luck: float) -> int:
         case Fixed():
             return policy.delay_us
         case Exponential():
-            # The exponent is capped where any multiplier above 1 has met the cap long before: no overflow at attempt 1,000.
+            # The exponent is capped where any multiplier above 1 has met the cap long before: no overflow at
+            # attempt 1,000.
             grown = policy.initial_us * policy.multiplier ** min(attempt - 1, 150)
             return round(min(grown, policy.max_us) * (1 + policy.jitter * (2 * luck - 1)))
         case _:
@@ -98,8 +99,6 @@ def from_json(text: str | None) -> Policy:
                 "jitter": jitter,
             }
         }:
-            return Exponential(
-                initial_us=initial, multiplier=float(multiplier), max_us=cap, jitter=float(jitter)
-            )
+            return Exponential(initial_us=initial, multiplier=float(multiplier), max_us=cap, jitter=float(jitter))
         case _:
             raise ValueError(f"not a retry policy: {text}")

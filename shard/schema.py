@@ -1,4 +1,5 @@
-"""A shard's schema: forward-only numbered migrations (shard/migrations), run on first contact, and whose database it is."""
+"""A shard's schema: forward-only numbered migrations (shard/migrations), run on first contact, and whose database
+it is."""
 
 from __future__ import annotations
 
@@ -46,9 +47,9 @@ def migrations() -> list[Migration]:
 
 
 async def migrate(database: Database, *, cluster: str | None) -> list[Migration]:
-    """Brings the schema up to this release, and unless `cluster` is None (a database that holds only the catalog) makes it
-    this cluster's shard, with partitions. Answers what was run; safe to call from many processes at once. Raises
-    Misconfigured, ShardUnavailable."""
+    """Brings the schema up to this release, and unless `cluster` is None (a database that holds only the catalog)
+    makes it this cluster's shard, with partitions. Answers what was run; safe to call from many processes at once.
+    Raises Misconfigured, ShardUnavailable."""
     done: list[Migration] = []
     try:
         while (migration := await _next(database)) is not None:
@@ -81,14 +82,15 @@ async def _next(database: Database) -> Migration | None:
                 return migration
             if checksum != migration.checksum:
                 raise Misconfigured(
-                    f"shard {database.name!r}: migration {migration.number:04} ({migration.name}) was changed after it had been "
-                    "run there; migrations are forward-only: put the file back, and write a new one"
+                    f"shard {database.name!r}: migration {migration.number:04} ({migration.name}) was changed after "
+                    "it had been run there; migrations are forward-only: put the file back, and write a new one"
                 )
     return None
 
 
 async def _applied(connection: Connection, database: Database) -> dict[int, str]:
-    """The migrations run so far, number → checksum. Refuses a schema that a newer release has made unfit for this one."""
+    """The migrations run so far, number → checksum. Refuses a schema that a newer release has made unfit for this
+    one."""
     cursor = await connection.execute("SELECT to_regclass('windrow.migration') IS NOT NULL")
     row = await cursor.fetchone()
     if row is None or not row[0]:
@@ -107,8 +109,8 @@ async def _applied(connection: Connection, database: Database) -> dict[int, str]
     too_new = sorted(number for number, _, breaking in rows if breaking and number not in ours)
     if too_new:
         raise Misconfigured(
-            f"shard {database.name!r}: its schema has migration {too_new[0]:04} of a newer release, which this release cannot "
-            "work with; upgrade this process"
+            f"shard {database.name!r}: its schema has migration {too_new[0]:04} of a newer release, "
+            "which this release cannot work with; upgrade this process"
         )
     return {number: checksum for number, checksum, _ in rows}
 

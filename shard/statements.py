@@ -1,4 +1,5 @@
-"""The shard's statements: one file in shard/sql each, one verb each. Loaded once, as bytes, which is what psycopg takes."""
+"""The shard's statements: one file in shard/sql each, one verb each. Loaded once, as bytes, which is what psycopg
+takes."""
 
 from __future__ import annotations
 

@@ -1,16 +1,14 @@
 """The queue of one shard: enqueue, claim, ack, nack, extend, release, cancel, get.
-
-Each verb is one statement (shard/sql), or one that looks and one that acts where a decision lies between. The store keeps
-hints only (floors, remembered names); with all of them lost it answers the same, a little later. It knows no gRPC, and
-compares no Python clock with anything the database says.
+ Each verb is one statement (shard/sql), or one that looks and one that acts where a decision lies between. The
+store keeps hints only (floors, remembered names); with all of them lost it answers the same, a little later. It
+knows no gRPC, and compares no Python clock with anything the database says.
 """
 
 from __future__ import annotations
 
 import random
 import secrets
-import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import psycopg
@@ -52,7 +50,8 @@ class Nack:
 
 
 class Store:
-    """One shard's queue. `horizon_days`: how old a job id may be, and so how long a retried enqueue is recognised by it."""
+    """One shard's queue. `horizon_days`: how old a job id may be, and so how long a retried enqueue is recognised
+    by it."""
 
     def __init__(self, database: Database, *, horizon_days: float = 7.0) -> None:
         self.name: ShardName = database.name
@@ -65,8 +64,9 @@ class Store:
     # ── Producers ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def enqueue(self, jobs: NewJobs) -> dict[int, JobId]:
-        """Stores the jobs, all or none, each once. Answers the positions of those that were known already, with the id each
-        is known under; all others are newly stored. Raises NotOwned, IdsOutsideHorizon, ShardUnavailable."""
+        """Stores the jobs, all or none, each once. Answers the positions of those that were known already, with the
+        id each is known under; all others are newly stored. Raises NotOwned, IdsOutsideHorizon,
+        ShardUnavailable."""
         if not len(jobs):
             return {}
         twins = _twins(jobs)
@@ -81,13 +81,15 @@ class Store:
     async def _enqueue(self, jobs: NewJobs) -> dict[int, JobId]:
         """Same, for jobs that differ from each other in id and dedup key."""
         known: dict[int, JobId] = {}
-        rest = list(range(len(jobs)))
+        # The positions in `jobs` of what is in `part`.
+        rest: list[int] = list(range(len(jobs)))
+        stored: set[str] | None
         part = jobs
         for _ in range(_TURNS_MAX):
             try:
                 stored = await self._insert(part)
             except _SettledInBatch:
-                stored = set[str]()
+                stored = set()
             if stored is None:
                 return known
             missing = [at for at in range(len(part)) if part.ids[at] not in stored]
@@ -99,16 +101,14 @@ class Store:
                 return known
             rest = [rest[at] for at in left]
             part = part.only(left)
-        raise ShardUnavailable(
-            self.name, f"{len(rest)} job(s) of org {jobs.org!r} stayed in the balance; try again"
-        )
+        raise ShardUnavailable(self.name, f"{len(rest)} job(s) of org {jobs.org!r} stayed in the balance; try again")
 
     async def _insert(self, jobs: NewJobs) -> set[str] | None:
         """Runs the enqueue statement. None: every job was stored; else the ids of those that were."""
         queues = set(jobs.queues)
         count = len(jobs)
         for _ in range(_TURNS_MAX):
-            ids = await self.names.make(jobs.org, queues)  # type: ignore[arg-type]
+            ids = await self.names.make(jobs.org, queues)
             oldest, newest = min(jobs.ids), max(jobs.ids)
             parameters = {
                 "lane_ids": arrays.numbers(ids.values()),
@@ -119,7 +119,7 @@ class Store:
                 "horizon_us": round(self._horizon_days * 24 * _HOUR_US),
                 "jobs": count,
                 "ids": arrays.plain(jobs.ids),
-                "queue_ids": arrays.numbers([ids[queue] for queue in jobs.queues]),  # type: ignore[index]
+                "queue_ids": arrays.numbers([ids[queue] for queue in jobs.queues]),
                 "kinds": arrays.names(jobs.kinds),
                 "payloads": jobs.payloads,
                 "priorities": arrays.sparse_numbers(jobs.priorities, count),
@@ -159,12 +159,12 @@ class Store:
 
     async def _find_known(self, jobs: NewJobs, positions: list[int]) -> dict[int, JobId]:
         part = jobs.only(positions)
-        ids = await self.names.make(jobs.org, set(part.queues))  # type: ignore[arg-type]
+        ids = await self.names.make(jobs.org, set(part.queues))
         rows = await self._database.run(
             statements.FIND_KNOWN,
             {
                 "ids": arrays.plain(part.ids),
-                "queue_ids": arrays.numbers([ids[queue] for queue in part.queues]),  # type: ignore[index]
+                "queue_ids": arrays.numbers([ids[queue] for queue in part.queues]),
                 "dedup_keys": arrays.sparse_texts(part.dedup_keys, len(part)),
                 "oldest_ms": _made_at_ms(min(part.ids)),
             },
@@ -175,9 +175,7 @@ class Store:
     def _outside_horizon(self, jobs: NewJobs, now: int) -> IdsOutsideHorizon:
         oldest_ms = (now - round(self._horizon_days * 24 * _HOUR_US)) // 1000
         newest_ms = (now + _HOUR_US) // 1000
-        positions = [
-            at for at, job_id in enumerate(jobs.ids) if not oldest_ms <= _made_at_ms(job_id) <= newest_ms
-        ]
+        positions = [at for at, job_id in enumerate(jobs.ids) if not oldest_ms <= _made_at_ms(job_id) <= newest_ms]
         return IdsOutsideHorizon(positions, now=Micros(now), horizon_days=self._horizon_days)
 
     # ── Consumers ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -185,8 +183,8 @@ class Store:
     async def claim(
         self, org: OrgId, queues: Sequence[QueueName], *, max_jobs: int, window_us: int, worker: str
     ) -> tuple[bytes, list[Claimed]]:
-        """Leases up to `max_jobs` due jobs for `window_us`. Answers the jobs, by priority, then by run_at, and what their
-        lease tokens begin with (shard/lease.py). Raises ShardUnavailable."""
+        """Leases up to `max_jobs` due jobs for `window_us`. Answers the jobs, by priority, then by run_at, and what
+        their lease tokens begin with (shard/lease.py). Raises ShardUnavailable."""
         found = list((await self.names.find(org, queues)).values())
         # Equal priorities are served in turn: a busy queue named first must not starve one named last.
         first = random.randrange(len(found)) if found else 0
@@ -212,11 +210,7 @@ class Store:
             )
             taken = list(map(Claimed._make, rows))
             self._floors.claimed(taken)
-            unfit = [
-                job
-                for job in taken
-                if job.expired or job.attempt > (job.max_attempts or MAX_ATTEMPTS_DEFAULT)
-            ]
+            unfit = [job for job in taken if job.expired or job.attempt > (job.max_attempts or MAX_ATTEMPTS_DEFAULT)]
             if not unfit:
                 claimed += taken
                 break
@@ -244,9 +238,7 @@ class Store:
                     "leases": arrays.numbers([lease] * count),
                     "outcomes": "{}",
                     "errors": "{}",
-                    "reasons": [
-                        f"out of attempts ({job.attempt - 1}), the last one expired" for job in exhausted
-                    ],
+                    "reasons": [f"out of attempts ({job.attempt - 1}), the last one expired" for job in exhausted],
                     "org_id": org_id,
                 },
             )
@@ -266,10 +258,12 @@ class Store:
                 "org_id": org_id,
             },
         )
-        acked, acked_ids = rows[0]
+        acked, acked_ids, acked_leases = rows[0]
         if acked == len(leases):
             return [Answer.OK] * len(leases)
-        return await self._answers(org_id, leases, acked_ids or (), ended_as="acked")
+        return await self._answers(
+            org_id, leases, zip(acked_ids or (), acked_leases or (), strict=True), ended_as="acked"
+        )
 
     async def nack(self, org: OrgId, nacks: Sequence[Nack]) -> list[Answer]:
         """Gives jobs back: to run again after a delay, or dead when attempts are used up or the nack kills."""
@@ -278,27 +272,23 @@ class Store:
             return [Answer.NOT_FOUND] * len(nacks)
         leases = [nack.lease for nack in nacks]
         rows = await self._database.run(statements.INSPECT_LEASES, {**_named(leases), "org_id": org_id})
-        held = {
-            _hex(job_id): (attempt, max_attempts, policy) for job_id, attempt, max_attempts, policy in rows
-        }
+        held = {Lease(job_hex=_hex(job_id), number=number): rest for job_id, number, *rest in rows}
         again: list[tuple[Nack, int]] = []
         over: list[tuple[Nack, str]] = []
         for nack in nacks:
-            if nack.lease.job_hex not in held:
+            if nack.lease not in held:
                 continue
-            attempt, max_attempts, policy = held[nack.lease.job_hex]
+            attempt, max_attempts, policy = held[nack.lease]
             if nack.kill:
                 over.append((nack, "killed"))
                 continue
-            fate = retry.fate(
-                retry.from_json(policy), attempt=attempt, max_attempts=max_attempts, luck=random.random()
-            )
+            fate = retry.fate(retry.from_json(policy), attempt=attempt, max_attempts=max_attempts, luck=random.random())
             match fate:
                 case retry.Bury(reason=reason):
                     over.append((nack, reason))
                 case retry.RetryAfter(delay_us=delay):
                     again.append((nack, delay if nack.delay_us is None else nack.delay_us))
-        done: list[str] = []
+        done: list[tuple[str, int]] = []
         if again:
             parameters = {
                 **_named([nack.lease for nack, _ in again]),
@@ -306,7 +296,7 @@ class Store:
                 "errors": [nack.error for nack, _ in again],
                 "org_id": org_id,
             }
-            done += [row[0] for row in await self._database.run(statements.RETRY, parameters)]
+            done += await self._database.run(statements.RETRY, parameters)
         if over:
             parameters = {
                 **_named([nack.lease for nack, _ in over]),
@@ -315,7 +305,7 @@ class Store:
                 "reasons": [reason for _, reason in over],
                 "org_id": org_id,
             }
-            done += [row[0] for row in await self._database.run(statements.BURY, parameters)]
+            done += await self._database.run(statements.BURY, parameters)
         return await self._answers(org_id, leases, done, ended_as="nacked")
 
     async def extend(self, org: OrgId, leases: Sequence[Lease], *, window_us: int) -> list[Answer]:
@@ -339,24 +329,24 @@ class Store:
         if org_id is None:
             return [Answer.NOT_FOUND] * len(leases)
         rows = await self._database.run(statement, {**_named(leases), **more, "org_id": org_id})
-        return await self._answers(org_id, leases, [row[0] for row in rows], ended_as=ended_as)
+        return await self._answers(org_id, leases, rows, ended_as=ended_as)
 
     async def _answers(
-        self, org_id: int, leases: Sequence[Lease], done: Sequence[str], *, ended_as: str | None
+        self, org_id: int, leases: Sequence[Lease], done: Iterable[tuple[str, int]], *, ended_as: str | None
     ) -> list[Answer]:
-        """OK for what was done now, or by an earlier try of the same call; STALE or NOT_FOUND for the rest."""
-        done_hex = {_hex(job_id) for job_id in done}
-        missed = [lease for lease in leases if lease.job_hex not in done_hex]
+        """OK for what was done now, or by an earlier try of the same call; STALE or NOT_FOUND for the rest.
+
+        `done` are job ids with the numbers of their leases: a call may name a job by a live lease and by an ended one."""
+        done_now = {Lease(job_hex=_hex(job_id), number=number) for job_id, number in done}
+        missed = [lease for lease in leases if lease not in done_now]
         if not missed:
             return [Answer.OK] * len(leases)
         rows = await self._database.run(statements.EXPLAIN_MISS, {**_named(missed), "org_id": org_id})
-        explained: dict[tuple[str, int], Answer] = {}
-        for lease, (_, how, known) in zip(missed, rows, strict=True):
+        explained: dict[Lease, Answer] = {}
+        for lease, (how, known) in zip(missed, rows, strict=True):
             same = ended_as is not None and how == ended_as
-            explained[lease.job_hex, lease.number] = (
-                Answer.OK if same else Answer.STALE if known else Answer.NOT_FOUND
-            )
-        return [explained.get((lease.job_hex, lease.number), Answer.OK) for lease in leases]
+            explained[lease] = Answer.OK if same else Answer.STALE if known else Answer.NOT_FOUND
+        return [explained.get(lease, Answer.OK) for lease in leases]
 
     # ── Both ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -372,11 +362,7 @@ class Store:
         )
         cancelled = {row[0] for row in rows}
         missed = [job_id for job_id in ids if job_id not in cancelled]
-        known = (
-            {record.id: record for record in await self.get(org, missed, include_payload=False)}
-            if missed
-            else {}
-        )
+        known = {record.id: record for record in await self.get(org, missed, include_payload=False)} if missed else {}
 
         def answer(job_id: JobId) -> Answer:
             if job_id in cancelled:
@@ -458,7 +444,7 @@ def _made_at_ms(job_id: str) -> int:
 
 
 def _hex(job_id: str) -> str:
-    return uuid.UUID(job_id).hex
+    return job_id.replace("-", "")
 
 
 def _named(leases: Sequence[Lease]) -> dict[str, object]:

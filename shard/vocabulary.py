@@ -54,25 +54,25 @@ class Answer(enum.Enum):
 class NewJobs:
     """Jobs of one org to be stored, as columns: what Postgres is sent, with no object made for a job on the way.
 
-    The first columns have one entry for each job. The others are sparse, from a job's position to its value: most batches
-    use none of them. Times and spans are in microseconds. `attributes` and `retries` are JSON texts.
+    The first columns have one entry for each job. The others are sparse, from a job's position to its value: most
+    batches use none of them. Times and spans are in microseconds. `attributes` and `retries` are JSON texts.
     """
 
     org: OrgId
-    ids: list[str] = field(default_factory=list)
-    queues: list[str] = field(default_factory=list)
-    kinds: list[str] = field(default_factory=list)
-    payloads: list[bytes] = field(default_factory=list)
-    priorities: dict[int, int] = field(default_factory=dict)
-    attributes: dict[int, str] = field(default_factory=dict)
-    run_at_us: dict[int, int] = field(default_factory=dict)
-    delay_us: dict[int, int] = field(default_factory=dict)
-    expires_at_us: dict[int, int] = field(default_factory=dict)
-    max_attempts: dict[int, int] = field(default_factory=dict)
-    retries: dict[int, str] = field(default_factory=dict)
-    dedup_keys: dict[int, str] = field(default_factory=dict)
-    dedup_window_us: dict[int, int] = field(default_factory=dict)
-    traces: dict[int, str] = field(default_factory=dict)
+    ids: list[str] = field(default_factory=list[str])
+    queues: list[QueueName] = field(default_factory=list[QueueName])
+    kinds: list[str] = field(default_factory=list[str])
+    payloads: list[bytes] = field(default_factory=list[bytes])
+    priorities: dict[int, int] = field(default_factory=dict[int, int])
+    attributes: dict[int, str] = field(default_factory=dict[int, str])
+    run_at_us: dict[int, int] = field(default_factory=dict[int, int])
+    delay_us: dict[int, int] = field(default_factory=dict[int, int])
+    expires_at_us: dict[int, int] = field(default_factory=dict[int, int])
+    max_attempts: dict[int, int] = field(default_factory=dict[int, int])
+    retries: dict[int, str] = field(default_factory=dict[int, str])
+    dedup_keys: dict[int, str] = field(default_factory=dict[int, str])
+    dedup_window_us: dict[int, int] = field(default_factory=dict[int, int])
+    traces: dict[int, str] = field(default_factory=dict[int, str])
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -2,7 +2,12 @@
 -- than named.
 WITH ended AS (
     DELETE FROM windrow.job j
-    USING unnest(%(ids)s::uuid[], %(leases)s::bigint[], %(results)b::bytea[]) AS a (id, lease, result)
+    USING (
+        -- In the order of ids, here and wherever leases are ended: calls about the same jobs wait in a line, not in a ring.
+        SELECT n.id, n.lease, n.result
+        FROM unnest(%(ids)s::uuid[], %(leases)s::bigint[], %(results)b::bytea[]) AS n (id, lease, result)
+        ORDER BY n.id
+    ) a
     WHERE j.id = a.id AND j.lease = a.lease AND j.visible_at > now() AND j.queue_id & 4294967295 = %(org_id)s
     RETURNING j.*, a.result
 ), moved AS (
@@ -15,7 +20,10 @@ WITH ended AS (
         e.max_attempts, 'succeeded', e.kind, e.payload, e.attributes, e.retry, e.dedup_key, e.trace, e.worker, e.history,
         e.result
     FROM ended e
-    RETURNING id
+    RETURNING id, lease
 )
-SELECT count(*) AS acked, CASE WHEN count(*) < %(jobs)s THEN array_agg(moved.id::text) END AS acked_ids
+SELECT
+    count(*) AS acked,
+    CASE WHEN count(*) < %(jobs)s THEN array_agg(moved.id::text) END AS acked_ids,
+    CASE WHEN count(*) < %(jobs)s THEN array_agg(moved.lease) END AS acked_leases
 FROM moved

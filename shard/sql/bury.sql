@@ -2,8 +2,13 @@
 -- that the latest lease was only taken to bury the job: it is not an attempt.
 WITH ended AS (
     DELETE FROM windrow.job j
-    USING unnest(%(ids)s::uuid[], %(leases)s::bigint[], %(outcomes)s::text[], %(errors)s::text[], %(reasons)s::text[])
-        AS b (id, lease, outcome, error, reason)
+    USING (
+        SELECT g.id, g.lease, g.outcome, g.error, g.reason
+        FROM unnest(
+            %(ids)s::uuid[], %(leases)s::bigint[], %(outcomes)s::text[], %(errors)s::text[], %(reasons)s::text[]
+        ) AS g (id, lease, outcome, error, reason)
+        ORDER BY g.id
+    ) b
     WHERE j.id = b.id AND j.lease = b.lease AND j.visible_at > now() AND j.queue_id & 4294967295 = %(org_id)s
     RETURNING j.*, b.outcome, b.error, b.reason
 )
@@ -21,4 +26,4 @@ SELECT
     END,
     e.reason
 FROM ended e
-RETURNING id::text
+RETURNING id::text, lease

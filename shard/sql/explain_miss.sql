@@ -1,7 +1,7 @@
 -- For leases that an ack, nack, extend or release did not find: what became of the job. `ended_as` is how the very lease
 -- ended, so that a call repeated after a lost answer is told OK again.
-SELECT m.id::text AS id, found.ended_as, found.id IS NOT NULL AS known
-FROM unnest(%(ids)s::uuid[], %(leases)s::bigint[]) AS m (id, lease)
+SELECT found.ended_as, found.id IS NOT NULL AS known
+FROM unnest(%(ids)s::uuid[], %(leases)s::bigint[]) WITH ORDINALITY AS m (id, lease, turn)
 LEFT JOIN LATERAL (
     SELECT f.id, CASE WHEN f.lease = m.lease AND f.state = 'succeeded' THEN 'acked' ELSE windrow.outcome_of(f.history, m.lease) END AS ended_as
     FROM windrow.finished f
@@ -16,3 +16,4 @@ LEFT JOIN LATERAL (
     WHERE d.id = m.id AND d.queue_id & 4294967295 = %(org_id)s
     LIMIT 1
 ) found ON true
+ORDER BY m.turn

@@ -1,6 +1,8 @@
 -- Prolongs live leases; never shortens one.
 UPDATE windrow.job AS j
 SET visible_at = greatest(j.visible_at, now() + %(window_us)s * interval '1 us')
-FROM unnest(%(ids)s::uuid[], %(leases)s::bigint[]) AS x (id, lease)
+FROM (
+    SELECT g.id, g.lease FROM unnest(%(ids)s::uuid[], %(leases)s::bigint[]) AS g (id, lease) ORDER BY g.id
+) x
 WHERE j.id = x.id AND j.lease = x.lease AND j.visible_at > now() AND j.queue_id & 4294967295 = %(org_id)s
-RETURNING j.id::text
+RETURNING j.id::text, j.lease

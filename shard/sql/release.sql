@@ -5,6 +5,8 @@ SET
     attempt = j.attempt - 1,
     run_at = now(), visible_at = now(),
     lease = NULL, leased_at = NULL, worker = NULL
-FROM unnest(%(ids)s::uuid[], %(leases)s::bigint[]) AS r (id, lease)
+FROM (
+    SELECT g.id, g.lease FROM unnest(%(ids)s::uuid[], %(leases)s::bigint[]) AS g (id, lease) ORDER BY g.id
+) r
 WHERE j.id = r.id AND j.lease = r.lease AND j.visible_at > now() AND j.queue_id & 4294967295 = %(org_id)s
-RETURNING j.id::text
+RETURNING j.id::text, r.lease

@@ -5,6 +5,11 @@ SET
     run_at = now() + n.delay_us * interval '1 us',
     visible_at = now() + n.delay_us * interval '1 us',
     lease = NULL, leased_at = NULL, worker = NULL
-FROM unnest(%(ids)s::uuid[], %(leases)s::bigint[], %(delays_us)s::bigint[], %(errors)s::text[]) AS n (id, lease, delay_us, error)
+FROM (
+    SELECT g.id, g.lease, g.delay_us, g.error
+    FROM unnest(%(ids)s::uuid[], %(leases)s::bigint[], %(delays_us)s::bigint[], %(errors)s::text[])
+        AS g (id, lease, delay_us, error)
+    ORDER BY g.id
+) n
 WHERE j.id = n.id AND j.lease = n.lease AND j.visible_at > now() AND j.queue_id & 4294967295 = %(org_id)s
-RETURNING j.id::text
+RETURNING j.id::text, n.lease

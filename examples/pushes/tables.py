@@ -1,0 +1,99 @@
+"""The application's own tables: the totals, and the ids of the jobs that are in them. They are in the application's database;
+Windrow knows nothing of it.
+
+A queue delivers a job at least once. What makes its effect happen exactly once is here: the job's id and its effect are
+committed together, and an id that is there already changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from psycopg import AsyncConnection
+
+from examples.pushes.totals import Key, Push, Sums
+
+CREATE = """
+CREATE TABLE IF NOT EXISTS applied (
+    job_id uuid PRIMARY KEY,
+    -- 2 or more: the job came again after its effect was committed, and was counted only once all the same.
+    deliveries integer NOT NULL DEFAULT 1
+);
+CREATE TABLE IF NOT EXISTS totals (
+    org text, repo text, week text,
+    pushes bigint NOT NULL, files bigint NOT NULL, insertions bigint NOT NULL, deletions bigint NOT NULL,
+    PRIMARY KEY (org, repo, week)
+);
+"""
+
+# One statement, so one transaction. Both INSERTs take their rows in order: two workers that hold some of the same rows
+# then wait for one another, and never in a circle.
+APPLY = """
+WITH push AS (
+    SELECT *
+    FROM unnest(%s::uuid[], %s::text[], %s::text[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[])
+        AS given (job_id, org, repo, at, files, insertions, deletions)
+), seen AS (
+    INSERT INTO applied AS a (job_id)
+    SELECT job_id FROM push ORDER BY job_id
+    ON CONFLICT (job_id) DO UPDATE SET deliveries = a.deliveries + 1
+    RETURNING job_id, deliveries
+)
+INSERT INTO totals AS t (org, repo, week, pushes, files, insertions, deletions)
+SELECT
+    org, repo, to_char(to_timestamp(at) AT TIME ZONE 'UTC', 'IYYY-"W"IW') AS week,
+    count(*), sum(files), sum(insertions), sum(deletions)
+FROM push
+JOIN seen USING (job_id)
+WHERE deliveries = 1
+GROUP BY org, repo, week
+ORDER BY org, repo, week
+ON CONFLICT (org, repo, week) DO UPDATE SET
+    pushes = t.pushes + excluded.pushes,
+    files = t.files + excluded.files,
+    insertions = t.insertions + excluded.insertions,
+    deletions = t.deletions + excluded.deletions
+"""
+
+
+class Applied(NamedTuple):
+    jobs: int
+    # Deliveries of jobs whose effect was there already.
+    repeats: int
+
+
+async def create(connection: AsyncConnection) -> None:
+    await connection.execute(CREATE)
+
+
+async def apply(connection: AsyncConnection, pushes: Sequence[tuple[str, Push]]) -> None:
+    """Adds pushes, each with the id of its job, to the totals: all or none, and each id once however often it comes. The ids
+    of one call differ. The connection is in autocommit mode: when this returns, it is committed."""
+    await connection.execute(
+        APPLY,
+        (
+            [job_id for job_id, _ in pushes],
+            [push.org for _, push in pushes],
+            [push.repo for _, push in pushes],
+            [push.at for _, push in pushes],
+            [push.files for _, push in pushes],
+            [push.insertions for _, push in pushes],
+            [push.deletions for _, push in pushes],
+        ),
+    )
+
+
+async def read_totals(connection: AsyncConnection) -> dict[Key, Sums]:
+    rows = await (
+        await connection.execute("SELECT org, repo, week, pushes, files, insertions, deletions FROM totals")
+    ).fetchall()
+    return {Key(*row[:3]): Sums(*row[3:]) for row in rows}
+
+
+async def read_applied(connection: AsyncConnection) -> Applied:
+    row = await (
+        await connection.execute("SELECT count(*), coalesce(sum(deliveries - 1), 0)::bigint FROM applied")
+    ).fetchone()
+    assert row is not None
+    return Applied(*row)

@@ -1,0 +1,95 @@
+"""What a push is, and the totals of many: per org, repo and ISO week. Pure but for reading the file; knows no queue, no SQL.
+
+The worker does not use these sums: the database adds up, by SQL (tables.py). So the two can check each other.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+EVENTS = Path(__file__).with_name("pushes.jsonl.gz")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Push:
+    """One push to a branch: which repository of which org, when (Unix seconds), and how much it changed."""
+
+    org: str
+    repo: str
+    sha: str
+    at: int
+    files: int
+    insertions: int
+    deletions: int
+
+    @classmethod
+    def from_json(cls, text: bytes | str) -> Push:
+        """Raises ValueError, TypeError on anything but an object with exactly these fields."""
+        return cls(**json.loads(text))
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self), separators=(",", ":")).encode()
+
+
+class Key(NamedTuple):
+    """What totals are kept for. `week` is an ISO 8601 week in UTC, such as 2026-W07."""
+
+    org: str
+    repo: str
+    week: str
+
+
+class Sums(NamedTuple):
+    pushes: int
+    files: int
+    insertions: int
+    deletions: int
+
+
+class Difference(NamedTuple):
+    """A key whose sums are not as they should be. None: there is no such row."""
+
+    key: Key
+    expected: Sums | None
+    found: Sums | None
+
+
+def read_pushes(path: Path = EVENTS, *, most: int | None = None) -> list[Push]:
+    """The pushes of a gzipped file of JSON lines, in recorded order; only the first `most` of them if given."""
+    with gzip.open(path, "rb") as lines:
+        return [Push.from_json(line) for line in islice(lines, most)]
+
+
+def key_of(push: Push) -> Key:
+    year, week, _ = datetime.fromtimestamp(push.at, UTC).isocalendar()
+    return Key(push.org, push.repo, f"{year}-W{week:02d}")
+
+
+def total(pushes: Iterable[Push]) -> dict[Key, Sums]:
+    totals: dict[Key, Sums] = {}
+    for push in pushes:
+        key = key_of(push)
+        old = totals.get(key, Sums(0, 0, 0, 0))
+        totals[key] = Sums(
+            old.pushes + 1,
+            old.files + push.files,
+            old.insertions + push.insertions,
+            old.deletions + push.deletions,
+        )
+    return totals
+
+
+def differences(expected: Mapping[Key, Sums], found: Mapping[Key, Sums]) -> list[Difference]:
+    """Every key that is missing, too many, or has other sums; by key. Empty: both are equal to the last digit."""
+    return [
+        Difference(key, expected.get(key), found.get(key))
+        for key in sorted(expected.keys() | found.keys())
+        if expected.get(key) != found.get(key)
+    ]

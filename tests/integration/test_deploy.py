@@ -1,0 +1,413 @@
+"""deploy/: the router starts by the very command, environment and files that the Dockerfile and compose.yaml name.
+
+No container engine is needed. A container's paths are mapped into a temporary root, `windrow` is the installed one, and
+the DSN secrets lead to a database of the tests' server instead of a host on the compose network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import json
+import os
+import re
+import shlex
+import signal
+import stat
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psycopg
+import pytest
+import yaml
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from packaging.requirements import Requirement
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from embedded import BinariesNotFound, find_binaries
+from router.settings import RouterSettings, host_and_port, router_settings
+from shard import schema
+from shard.cluster import ClusterFileError, parse_cluster, read_cluster
+from shard.database import Database
+from shard.placement import SLOTS, plan, slot_of
+from shard.vocabulary import OrgId, ShardName
+from tests.jobs import job_id
+from tests.postgres import Server
+from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+DOCKERFILE = DEPLOY / "Dockerfile"
+EXAMPLE = DEPLOY / "cluster.example.toml"
+BIN = Path(sys.executable).parent
+WAIT_S = 60.0
+SHARDS = ("shard1", "shard2")
+ROUTERS = ("router1", "router2")
+
+COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+
+
+def stages() -> list[list[tuple[str, str]]]:
+    """The Dockerfile's stages, each as its instructions: word and arguments."""
+    text = re.sub(r"^#.*\n", "", DOCKERFILE.read_text(), flags=re.MULTILINE)
+    found: list[list[tuple[str, str]]] = []
+    for line in re.sub(r"\\\n\s*", "", text).splitlines():
+        if not line:
+            continue
+        word, _, arguments = line.partition(" ")
+        if word == "FROM":
+            found.append([])
+        found[-1].append((word, arguments.strip()))
+    return found
+
+
+IMAGE = stages()[-1]
+
+
+def the(word: str) -> str:
+    """The arguments of the one such instruction of the final stage."""
+    (arguments,) = [arguments for instruction, arguments in IMAGE if instruction == word]
+    return arguments
+
+
+def health_command() -> list[str]:
+    command = json.loads(the("HEALTHCHECK").partition("CMD ")[2])
+    assert isinstance(command, list)
+    return command
+
+
+def seconds(text: str) -> float:
+    """A duration of compose in seconds: all of ours are plain ones."""
+    assert text.endswith("s")
+    return float(text[:-1])
+
+
+# The router, as a container would run it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Container:
+    """What a container of one service would be given, below a root of its own."""
+
+    root: Path
+    command: list[str]
+    environment: dict[str, str]
+
+    def path(self, inside: str) -> Path:
+        return self.root / inside.lstrip("/")
+
+    def resolved(self, command: list[str]) -> list[str]:
+        """A command in which container paths are ours, and `windrow` is the installed one."""
+        assert command[0] == "windrow"
+        return [
+            str(BIN / command[0]),
+            *(str(self.path(part)) if part.startswith("/") else part for part in command[1:]),
+        ]
+
+
+def container(name: str, root: Path, dsns: dict[str, str]) -> Container:
+    """Makes the files of a router service, and reads its command and environment."""
+    service = SERVICES[name]
+    assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).resolve() == DOCKERFILE
+    environment = {"PATH": f"{BIN}{os.pathsep}{os.defpath}"}
+    for word, arguments in IMAGE:
+        if word == "ENV":
+            environment |= dict(part.split("=", 1) for part in shlex.split(arguments) if "$" not in part)
+    command = [*json.loads(the("ENTRYPOINT")), *service.get("command", json.loads(the("CMD")))]
+    made = Container(root=root, command=command, environment=environment | service.get("environment", {}))
+
+    secrets = root / "secrets-of-the-host"
+    subprocess.run([DEPLOY / "compose" / "make-secrets.sh", secrets], check=True)
+    for secret in service["secrets"]:
+        text = (secrets / Path(COMPOSE["secrets"][secret]["file"]).name).read_text()
+        # Where it leads on the compose network: to a shard's service, as the role that role.sql makes.
+        dsn = conninfo_to_dict(text.strip())
+        assert dsn["host"] in SHARDS
+        assert (dsn["user"], dsn["dbname"]) == ("windrow", "windrow")
+        place = made.path(f"/run/secrets/{secret}")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(dsns[str(dsn["host"])] + "\n")
+    for config in service["configs"]:
+        text = (DEPLOY / COMPOSE["configs"][config["source"]]["file"]).read_text()
+        # The container's address and port are its own; here they are shared with whatever else runs.
+        listen = tomllib.loads(text)["router"]["listen"]
+        text = text.replace(f'"{listen}"', '"127.0.0.1:0"').replace('"/run/', f'"{made.path("/run")}/')
+        place = made.path(config["target"])
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text)
+    return made
+
+
+@contextmanager
+def started(made: Container) -> Generator[tuple[subprocess.Popen[str], str], None, None]:
+    """The running container's process, and the address it serves on."""
+    with subprocess.Popen(
+        made.resolved(made.command),
+        cwd=made.root,
+        env=made.environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            address = next((line.split()[2] for line in process.stdout if line.startswith("listening on ")), None)
+            assert address is not None, f"ended with {process.wait(WAIT_S)} before it listened"
+            yield process, address
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def wait_until_serving(channel: grpc.Channel) -> None:
+    checks = health_pb2_grpc.HealthStub(channel)
+    deadline_s = time.monotonic() + WAIT_S
+    while True:
+        with suppress(grpc.RpcError):
+            answer = checks.Check(health_pb2.HealthCheckRequest(), timeout=5, wait_for_ready=True)
+            if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                return
+        assert time.monotonic() < deadline_s, "never became healthy"
+
+
+def an_org_of(shard: str) -> str:
+    owners = plan([None] * SLOTS, {ShardName(name): 1.0 for name in SHARDS})
+    return next(org for org in map(str, range(1000)) if owners[slot_of(OrgId(org))] == shard)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_the_image_and_compose_start_a_router_that_works_and_ends_well(
+    name: str, tmp_path: Path, postgres: Server
+) -> None:
+    databases = {shard: f"{name}_{shard}" for shard in SHARDS}
+    made = container(name, tmp_path, {shard: postgres.create(made) for shard, made in databases.items()})
+    try:
+        with started(made) as (process, address):
+            with grpc.insecure_channel(address) as channel:
+                wait_until_serving(channel)
+                queue = queue_pb2_grpc.QueueStub(channel)
+                for shard in SHARDS:
+                    org = an_org_of(shard)
+                    job = job_pb2.NewJob(id=job_id(), queue="mail", kind="greet", payload=b"hello")
+                    queue.Enqueue(queue_pb2.EnqueueRequest(org=org, jobs=[job]), timeout=WAIT_S)
+                    (leased,) = queue.Dequeue(queue_pb2.DequeueRequest(org=org, queues=["mail"]), timeout=WAIT_S).jobs
+                    assert (leased.id, leased.payload) == (job.id, b"hello")
+                    acks = [queue_pb2.Ack(lease=leased.lease)]
+                    answers = queue.Ack(queue_pb2.AckRequest(org=org, acks=acks), timeout=WAIT_S).answers
+                    assert answers == [job_pb2.JOB_ANSWER_OK]
+                    (found,) = queue.GetJobs(queue_pb2.GetJobsRequest(org=org, ids=[job.id]), timeout=WAIT_S).jobs
+                    assert found.shard == shard
+            check = [address if ":" in part else part for part in made.resolved(health_command())]
+            asked = subprocess.run(check, env=made.environment, cwd=made.root, check=False, timeout=WAIT_S)
+            assert asked.returncode == 0
+            process.send_signal(signal.Signals[the("STOPSIGNAL")])
+            assert process.wait(seconds(SERVICES[name]["stop_grace_period"])) == 0
+        asked = subprocess.run(
+            check, env=made.environment, cwd=made.root, check=False, timeout=WAIT_S, capture_output=True
+        )
+        assert asked.returncode != 0
+    finally:
+        for database in databases.values():
+            postgres.drop(database)
+
+
+# compose.yaml
+
+
+def test_one_port_is_listened_on_exposed_published_and_checked() -> None:
+    settings = router_settings_of(DEPLOY / "compose" / "cluster.toml")
+    host, port = host_and_port(settings.listen, where="compose")
+    assert host == "0.0.0.0"
+    assert the("EXPOSE") == str(port)
+    assert health_command()[-1] == f"127.0.0.1:{port}"
+    published = [SERVICES[name]["ports"] for name in ROUTERS]
+    assert published == [[f"127.0.0.1:{port}:{port}"], [f"127.0.0.1:{port + 1}:{port}"]]
+    assert not any(SERVICES[name].get("ports") for name in SHARDS)
+
+
+def test_the_grace_period_is_longer_than_a_router_takes_to_end() -> None:
+    drain_s = router_settings_of(DEPLOY / "compose" / "cluster.toml").drain_seconds
+    for name in ROUTERS:
+        # The supervisor kills what has not ended 5 s after the drain.
+        assert seconds(SERVICES[name]["stop_grace_period"]) >= drain_s + 10
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_container_can_do_little_more_than_its_work(name: str) -> None:
+    service = SERVICES[name]
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    user = service.get("user", the("USER"))
+    assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", user), "a number that is not root's"
+    assert re.fullmatch(r"[a-z]+:\d+\.\d+(\.\d+)?", service["image"]), "pinned to a release"
+    for variable in service.get("environment", {}):
+        assert "PASSWORD" not in variable or variable.endswith("_FILE"), "secrets come in files"
+
+
+def test_a_router_waits_for_healthy_shards() -> None:
+    for name in ROUTERS:
+        assert SERVICES[name]["depends_on"] == {shard: {"condition": "service_healthy"} for shard in SHARDS}
+    for name in SHARDS:
+        assert "pg_isready" in SERVICES[name]["healthcheck"]["test"]
+
+
+def test_secrets_are_made_once_and_closed_to_other_users(tmp_path: Path) -> None:
+    folder = tmp_path / "secrets"
+    make = [DEPLOY / "compose" / "make-secrets.sh", folder]
+    subprocess.run(make, check=True)
+    first = {path.name: path.read_text() for path in folder.iterdir()}
+    subprocess.run(make, check=True, capture_output=True)
+    assert {path.name: path.read_text() for path in folder.iterdir()} == first
+    assert set(first) == {Path(secret["file"]).name for secret in COMPOSE["secrets"].values()}
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    passwords = [text.strip() for name, text in first.items() if not name.endswith("_dsn")]
+    assert len(set(passwords)) == len(passwords)
+    assert all(len(password) == 48 for password in passwords)
+    for shard in SHARDS:
+        dsn = conninfo_to_dict(first[f"{shard}_dsn"].strip())
+        assert (dsn["host"], dsn["password"]) == (shard, first[f"{shard}_password"].strip())
+
+
+def test_the_role_that_compose_makes_can_make_the_schema(tmp_path: Path, postgres: Server) -> None:
+    try:
+        psql = find_binaries().program("psql")
+    except BinariesNotFound:
+        pytest.skip("no PostgreSQL programs on this machine")
+    if not psql.exists():
+        pytest.skip("no psql on this machine")
+    secret = tmp_path / "password"
+    secret.write_text("a'b\\c d\n")
+    script = (DEPLOY / "compose" / "role.sql").read_text()
+    for old, new in (
+        ("/run/secrets/windrow_password", str(secret)),
+        ("ROLE windrow", "ROLE made_by_compose"),
+        ("OWNER windrow", "OWNER made_by_compose"),
+        ("DATABASE windrow", "DATABASE made_by_compose"),
+    ):
+        assert old in script
+        script = script.replace(old, new)
+    command = [psql, "--no-psqlrc", "-v", "ON_ERROR_STOP=1", "-q", "-d", postgres.superuser_dsn]
+    subprocess.run(command, input=script, text=True, check=True, timeout=WAIT_S)
+    try:
+        dsn = make_conninfo(
+            postgres.superuser_dsn, user="made_by_compose", password="a'b\\c d", dbname="made_by_compose"
+        )
+        asyncio.run(migrate(dsn))
+        with psycopg.connect(dsn) as connection:
+            row = connection.execute("SELECT rolsuper FROM pg_roles WHERE rolname = current_user").fetchone()
+        assert row == (False,)
+    finally:
+        postgres.drop("made_by_compose")
+        with psycopg.connect(postgres.superuser_dsn, autocommit=True) as connection:
+            connection.execute("DROP ROLE made_by_compose")
+
+
+async def migrate(dsn: str) -> None:
+    database = Database(ShardName("shard1"), dsn, connections=1)
+    await database.open()
+    assert await schema.migrate(database, cluster="compose")
+    await database.close()
+
+
+# Dockerfile
+
+
+def test_every_package_of_the_server_is_in_the_image() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages: list[str] = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    sources = [source for word, arguments in stages()[0] if word == "COPY" for source in arguments.split()[:-1]]
+    assert {source for source in sources if (ROOT / source).is_dir()} == {"client", *packages}
+    allowed = re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(), flags=re.MULTILINE)
+    assert sorted(allowed) == sorted(sources)
+
+
+def test_the_build_backend_is_installed_with_all_that_it_needs() -> None:
+    names: set[str] = set()
+    wanted = ["hatchling"]
+    while wanted:
+        name = wanted.pop()
+        names.add(name)
+        needs = [Requirement(text) for text in importlib.metadata.requires(name) or ()]
+        wanted += [
+            need.name.lower()
+            for need in needs
+            if need.name.lower() not in names and (need.marker is None or need.marker.evaluate({"extra": ""}))
+        ]
+    (listed,) = re.findall(r"for name in ([a-z -]+);", DOCKERFILE.read_text())
+    assert set(listed.split()) == names
+    lock = (ROOT / "requirements.lock").read_text()
+    for name in names:
+        assert f"\n{name}==" in lock
+
+
+def test_no_index_is_asked_for_the_name_windrow() -> None:
+    steps = [arguments for word, arguments in stages()[0] if word == "RUN"]
+    (last,) = [step for step in steps if "/wheels" in step]
+    for command in last.split(";"):
+        assert {"--no-index", "--no-deps"} <= set(command.split())
+    assert "\nwindrow" not in (ROOT / "requirements-server.lock").read_text()
+
+
+# Cluster files
+
+
+def router_settings_of(path: Path) -> RouterSettings:
+    """The [router] table of a file whose secrets are elsewhere."""
+    text = re.sub(r'dsn_(file|env) = ".*"', 'dsn = "host=nowhere"', path.read_text())
+    return router_settings(parse_cluster(text, source=str(path)))
+
+
+def known_keys_of(table: str) -> list[str]:
+    """The keys that the code knows, as it names them to someone who writes another."""
+    one = '[[shard]]\nname = "s"\ndsn = "host=nowhere"\n'
+    text = f"{one}zzzz = 1" if table == "shard" else f"{one}[{table}]\nzzzz = 1"
+    with pytest.raises(ClusterFileError, match="known are") as caught:
+        router_settings(parse_cluster(text, source="probe"))
+    return str(caught.value).partition("known are ")[2].split(", ")
+
+
+def section(table: str) -> str:
+    """What the example says from the first such header on, to the next header of another table."""
+    found = re.search(rf"^\[+{table}\]+\n((?:(?!\[+(?!\[*{table}\])).*\n)*)", EXAMPLE.read_text(), re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+def test_the_example_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = tmp_path / "dsn"
+    secret.write_text("postgresql://windrow:three@db3/windrow\n")
+    file = tmp_path / "cluster.toml"
+    file.write_text(re.sub(r'dsn_file = ".*"', f'dsn_file = "{secret}"', EXAMPLE.read_text()))
+    for variable in re.findall(r'dsn_env = "(.*)"', EXAMPLE.read_text()):
+        monkeypatch.setenv(variable, f"host=db dbname={variable.lower()}")
+    cluster = read_cluster(file)
+    assert [shard.name for shard in cluster.shards] == ["s1", "s2", "s3"]
+    assert [shard.weight for shard in cluster.shards] == [1, 2, 1]
+    assert cluster.catalog_dsn == "host=db dbname=windrow_catalog_dsn"
+    # It says of each value that it is the default.
+    assert router_settings(cluster) == RouterSettings()
+
+
+@pytest.mark.parametrize("table", ["cluster", "shard", "catalog", "router"])
+def test_the_example_explains_every_key(table: str) -> None:
+    keys = known_keys_of(table)
+    assert keys
+    for key in keys:
+        assert re.search(rf"\b{key}\b", section(table)), f"[{table}] {key} is not explained"
+
+
+def test_the_example_has_every_table() -> None:
+    with pytest.raises(ClusterFileError, match="known are") as caught:
+        parse_cluster("zzzz = 1", source="probe")
+    tables = str(caught.value).partition("known are ")[2].split(", ")
+    assert set(tables) == set(tomllib.loads(EXAMPLE.read_text()))
