@@ -28,7 +28,7 @@ import grpc
 import psycopg
 import pytest
 import yaml
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from packaging.requirements import Requirement
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
@@ -169,11 +169,16 @@ def started(made: Container) -> Generator[tuple[subprocess.Popen[str], str], Non
 
 
 def wait_until_serving(channel: grpc.Channel) -> None:
-    checks = health_pb2_grpc.HealthStub(channel)
+    # By name: the types of the generated stub know no methods.
+    check = channel.unary_unary(
+        "/grpc.health.v1.Health/Check",
+        request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+        response_deserializer=health_pb2.HealthCheckResponse.FromString,
+    )
     deadline_s = time.monotonic() + WAIT_S
     while True:
         with suppress(grpc.RpcError):
-            answer = checks.Check(health_pb2.HealthCheckRequest(), timeout=5, wait_for_ready=True)
+            answer = check(health_pb2.HealthCheckRequest(), timeout=5, wait_for_ready=True)
             if answer.status == health_pb2.HealthCheckResponse.SERVING:
                 return
         assert time.monotonic() < deadline_s, "never became healthy"
@@ -263,7 +268,7 @@ def test_a_router_waits_for_healthy_shards() -> None:
 
 def test_secrets_are_made_once_and_closed_to_other_users(tmp_path: Path) -> None:
     folder = tmp_path / "secrets"
-    make = [DEPLOY / "compose" / "make-secrets.sh", folder]
+    make = (DEPLOY / "compose" / "make-secrets.sh", folder)
     subprocess.run(make, check=True)
     first = {path.name: path.read_text() for path in folder.iterdir()}
     subprocess.run(make, check=True, capture_output=True)
@@ -296,7 +301,7 @@ def test_the_role_that_compose_makes_can_make_the_schema(tmp_path: Path, postgre
     ):
         assert old in script
         script = script.replace(old, new)
-    command = [psql, "--no-psqlrc", "-v", "ON_ERROR_STOP=1", "-q", "-d", postgres.superuser_dsn]
+    command = (str(psql), "--no-psqlrc", "-v", "ON_ERROR_STOP=1", "-q", "-d", postgres.superuser_dsn)
     subprocess.run(command, input=script, text=True, check=True, timeout=WAIT_S)
     try:
         dsn = make_conninfo(
