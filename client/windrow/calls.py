@@ -1,0 +1,232 @@
+"""Calls to the routers: connections, deadlines, retries. Owns the channels; refuses to know what a job is.
+
+Every call may be tried again, because ids and lease tokens name one outcome (windrow/v1/queue.proto). A router process
+that dies takes its connection with it; the next try finds another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import grpc
+from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError, Message
+from google.rpc.error_details_pb2 import BadRequest, RetryInfo
+from google.rpc.status_pb2 import Status
+from grpc import StatusCode, aio
+
+from windrow import tracing
+from windrow.errors import ClientClosed, InvalidRequest, Violation, WindrowError, from_code
+from windrow.v1.queue_pb2_grpc import QueueStub
+
+if TYPE_CHECKING:
+    # Only the stubs know it.
+    from windrow.v1.queue_pb2_grpc import QueueAsyncStub
+
+# The contract allows requests of 16 MiB; the margin is for the envelope around one.
+MESSAGE_BYTES_MAX = 16 * 1024 * 1024
+_CHANNEL_BYTES_MAX = MESSAGE_BYTES_MAX + 65536
+CHANNELS_MAX = 64
+TRY_S = 10.0
+_PAUSE_FIRST_S = 0.05
+_PAUSE_MAX_S = 2.0
+
+RETRIED = frozenset(
+    {StatusCode.UNAVAILABLE, StatusCode.DEADLINE_EXCEEDED, StatusCode.ABORTED, StatusCode.RESOURCE_EXHAUSTED}
+)
+# A dequeue that ran into its deadline may have leased jobs; trying again would lease more.
+RETRIED_DEQUEUE = frozenset({StatusCode.UNAVAILABLE})
+NEVER_RETRIED = frozenset[StatusCode]()
+
+_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", _CHANNEL_BYTES_MAX),
+    ("grpc.max_receive_message_length", _CHANNEL_BYTES_MAX),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    # Also the time that one attempt to connect is given.
+    ("grpc.min_reconnect_backoff_ms", 2_000),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    # Channels of one address share a connection otherwise, and one connection is one router process.
+    ("grpc.use_local_subchannel_pool", 1),
+    # Retries are decided here, and not by what a resolver hands out.
+    ("grpc.service_config_disable_resolution", 1),
+    ("grpc.enable_retries", 0),
+)
+
+_Request = TypeVar("_Request", bound=Message)
+_Response = TypeVar("_Response")
+
+
+class _Method(Protocol[_Request, _Response]):
+    def __call__(
+        self, request: _Request, /, *, timeout: float | None = None, metadata: tuple[tuple[str, str], ...] | None = None
+    ) -> aio.UnaryUnaryCall[_Request, _Response]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """One try that failed, taken apart."""
+
+    code: StatusCode
+    message: str
+    violations: tuple[Violation, ...] = ()
+    # What the router asked to wait.
+    retry_after_s: float | None = None
+
+    @classmethod
+    def of(cls, error: aio.AioRpcError) -> Failure:
+        violations: list[Violation] = []
+        retry_after_s: float | None = None
+        for detail in _details(error):
+            bad, again = BadRequest(), RetryInfo()
+            if detail.Unpack(bad):
+                violations += [Violation(found.field, found.description) for found in bad.field_violations]
+            elif detail.Unpack(again):
+                retry_after_s = max(0.0, again.retry_delay.ToNanoseconds() / 1e9)
+        return cls(
+            code=error.code(),
+            message=error.details() or error.code().name,
+            violations=tuple(violations),
+            retry_after_s=retry_after_s,
+        )
+
+
+def pause_s(failure: Failure, *, tries: int, retried: frozenset[StatusCode], luck: float) -> float | None:
+    """How long to wait after this many tries; None: not again. `luck` is uniform in [0, 1).
+
+    Exponential with full jitter (aws.amazon.com/builders-library/timeouts-retries-and-backoff-with-jitter), after what
+    the router asked for.
+    """
+    if failure.code not in retried:
+        return None
+    # Without RetryInfo it is not the router that is full, but the message that is too large.
+    if failure.code is StatusCode.RESOURCE_EXHAUSTED and failure.retry_after_s is None:
+        return None
+    return (failure.retry_after_s or 0.0) + luck * min(_PAUSE_MAX_S, _PAUSE_FIRST_S * 2.0 ** min(tries - 1, 10))
+
+
+class Calls:
+    """Calls to the routers behind one address. Connects on the first call, in the event loop that makes it."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        channels: int = 1,
+        credentials: grpc.ChannelCredentials | None = None,
+        timeout_s: float = 30.0,
+        try_s: float = TRY_S,
+    ) -> None:
+        if not address:
+            raise InvalidRequest("the address is empty: write HOST:PORT")
+        if not 1 <= channels <= CHANNELS_MAX:
+            raise InvalidRequest(f"channels must be 1 to {CHANNELS_MAX}, not {channels}")
+        if not (timeout_s > 0 and try_s > 0):
+            raise InvalidRequest(f"timeouts must be more than 0 s, not {timeout_s} and {try_s}")
+        self.address = address
+        self.timeout_s = timeout_s
+        self._try_s = try_s
+        self._credentials = credentials
+        self._wanted = channels
+        self._channels: list[aio.Channel] = []
+        self._stubs: list[QueueAsyncStub] = []
+        self._turn = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pid = 0
+        self._closed = False
+
+    async def call(
+        self,
+        method: Callable[[QueueAsyncStub], _Method[_Request, _Response]],
+        request: _Request,
+        *,
+        retried: frozenset[StatusCode] = RETRIED,
+        timeout_s: float | None = None,
+    ) -> _Response:
+        """Makes one call, with as many tries as the time allows. Raises WindrowError."""
+        budget_s = self.timeout_s if timeout_s is None else timeout_s
+        metadata = tracing.headers()
+        began = time.monotonic()
+        tries = 0
+        while True:
+            left_s = budget_s - (time.monotonic() - began)
+            tries += 1
+            try:
+                return await method(self._stub())(request, timeout=min(left_s, self._try_s), metadata=metadata)
+            except aio.AioRpcError as error:
+                cause = error
+            except asyncio.CancelledError:
+                # Closing a channel cancels its calls; the caller's own cancellation passes through.
+                task = asyncio.current_task()
+                if self._closed and task is not None and not task.cancelling():
+                    raise ClientClosed(f"{_verb(request)} at {self.address}: the client was closed meanwhile") from None
+                raise
+            failure = Failure.of(cause)
+            spent_s = time.monotonic() - began
+            pause = pause_s(failure, tries=tries, retried=retried, luck=random.random())
+            if pause is None or spent_s + pause >= budget_s:
+                raise self._error(request, failure, tries=tries, spent_s=spent_s) from cause
+            await asyncio.sleep(pause)
+
+    async def close(self) -> None:
+        """Ends the connections, and with them the calls that are under way. A second close does nothing."""
+        self._closed = True
+        channels, self._channels, self._stubs = self._channels, [], []
+        if self._loop is asyncio.get_running_loop() and self._pid == os.getpid():
+            for channel in channels:
+                await channel.close()
+
+    def _stub(self) -> QueueAsyncStub:
+        if self._closed:
+            raise ClientClosed(f"this client of {self.address} is closed; make a new one")
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+            self._pid = os.getpid()
+            for _ in range(self._wanted):
+                channel = self._connect()
+                self._channels.append(channel)
+                self._stubs.append(QueueStub(channel))
+        if self._loop is not loop or self._pid != os.getpid():
+            raise ClientClosed(
+                f"this client of {self.address} belongs to another event loop or process; "
+                "make one for each, or use SyncClient"
+            )
+        self._turn = (self._turn + 1) % self._wanted
+        return self._stubs[self._turn]
+
+    def _connect(self) -> aio.Channel:
+        if self._credentials is None:
+            return aio.insecure_channel(self.address, options=_OPTIONS)
+        return aio.secure_channel(self.address, self._credentials, options=_OPTIONS)
+
+    def _error(self, request: Message, failure: Failure, *, tries: int, spent_s: float) -> WindrowError:
+        effort = f"{tries} tries in {spent_s:.1f} s" if tries > 1 else f"after {spent_s:.1f} s"
+        error = from_code(
+            failure.code.value[0],
+            f"{_verb(request)} at {self.address}: {failure.message} [{failure.code.name}, {effort}]",
+            failure.violations,
+        )
+        error.retry_after = failure.retry_after_s
+        return error
+
+
+def _verb(request: Message) -> str:
+    return type(request).__name__.removesuffix("Request")
+
+
+def _details(error: aio.AioRpcError) -> list[any_pb2.Any]:
+    for key, value in error.trailing_metadata() or ():
+        if key == "grpc-status-details-bin" and isinstance(value, bytes):
+            try:
+                return list(Status.FromString(value).details)
+            except DecodeError:
+                return []
+    return []

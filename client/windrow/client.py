@@ -1,0 +1,360 @@
+"""The asyncio client: one method for each verb of the contract. Retries and connections are calls.py's."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Self, TypeVar, Unpack, overload
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from opentelemetry import trace
+
+from windrow.calls import MESSAGE_BYTES_MAX, RETRIED_DEQUEUE, TRY_S, Calls
+from windrow.errors import (
+    InvalidRequest,
+    Span,
+    Violation,
+    WindrowError,
+    from_code,
+    shifted,
+)
+from windrow.jobs import (
+    Answer,
+    Enqueued,
+    Job,
+    JobOptions,
+    JobRecord,
+    NewJob,
+    answers,
+    enqueue_request,
+    read_leased,
+    read_record,
+)
+from windrow.payloads import Payload, duration, encode_result, error_text, seconds
+from windrow.tracing import Tracing
+from windrow.v1 import queue_pb2
+
+ADDRESS_DEFAULT = "127.0.0.1:7419"
+ADDRESS_VARIABLE = "WINDROW_ADDRESS"
+# The contract's bound on the jobs, leases or ids of one call.
+JOBS_MAX = 1000
+# Large requests keep others of the connection waiting: where there is a choice, they are split well below the limit.
+_SPLIT_BYTES = 8 * 1024 * 1024
+_SPLIT_CALLS_MAX = 4
+
+_Item = TypeVar("_Item")
+
+
+class Client:
+    """The queues of one org. Make one for each event loop, and share it: calls run side by side.
+
+    `address` is HOST:PORT, by default $WINDROW_ADDRESS, else 127.0.0.1:7419. `timeout` (s, or timedelta) is for a whole
+    call with all its tries, `try_timeout` for one try. `channels`: connections, used in turn; several router processes
+    share one port, and a connection reaches one of them. `credentials` (grpc.ssl_channel_credentials()): TLS.
+    `create_spans` and `tracer_provider`: see tracing.py.
+
+    Every method raises WindrowError (see errors.py), and may safely be called again after one.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        org: str,
+        timeout: Span = 30.0,
+        try_timeout: Span = TRY_S,
+        channels: int = 1,
+        credentials: grpc.ChannelCredentials | None = None,
+        create_spans: bool = True,
+        tracer_provider: trace.TracerProvider | None = None,
+    ) -> None:
+        address = address or os.environ.get(ADDRESS_VARIABLE) or ADDRESS_DEFAULT
+        self.org = _named(org)
+        self.calls = Calls(
+            address,
+            channels=channels,
+            credentials=credentials,
+            timeout_s=seconds(timeout),
+            try_s=seconds(try_timeout),
+        )
+        self.tracing = Tracing(provider=tracer_provider, address=address, create_spans=create_spans)
+        self._owns_calls = True
+
+    def for_org(self, org: str) -> Client:
+        """A client of another org over the same connections. Closing it closes nothing; it ends with this one."""
+        other = object.__new__(Client)
+        other.org = _named(org)
+        other.calls = self.calls
+        other.tracing = self.tracing
+        other._owns_calls = False
+        return other
+
+    async def close(self) -> None:
+        """Ends the connections. Calls that are under way raise ClientClosed."""
+        if self._owns_calls:
+            await self.calls.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def enqueue(self, queue: str, kind: str, payload: Payload = b"", **options: Unpack[JobOptions]) -> Enqueued:
+        """Stores one job; when this returns, it survives a crash of anything. `options` are the fields of NewJob.
+
+        Raises InvalidJob. To try again after DeadlineExceeded or Unavailable without risk of a second job, give the
+        same `id` (windrow.uuid7()) or `dedup_key`, or make a NewJob and pass it to enqueue_many.
+        """
+        (stored,) = await self.enqueue_many([NewJob(queue, kind, payload, **options)])
+        return stored
+
+    async def enqueue_many(self, jobs: Iterable[NewJob], *, independent: bool = False) -> list[Enqueued]:
+        """Stores jobs, all or none: at most 1,000 and 16 MiB. One Enqueued for each, in their order.
+
+        `independent`: each job stands alone, and one that was not stored has an `error` in its Enqueued. Any number of
+        jobs: they go in several calls, a few at a time. Raises only if no call succeeded.
+        """
+        listed = list(jobs)
+        if not listed:
+            return []
+        if len(listed) > JOBS_MAX and not independent:
+            raise InvalidRequest(
+                f"{len(listed):,} jobs: at most {JOBS_MAX:,} are stored together, all or none; "
+                "independent=True stores them in several calls"
+            )
+        return await self.send(enqueue_request(self.org, listed, independent=independent))
+
+    async def send(self, request: queue_pb2.EnqueueRequest) -> list[Enqueued]:
+        """Stores the jobs of a request made beforehand: the low-level path. Splits it if it is independent."""
+        with self.tracing.sending(request.jobs):
+            size = request.ByteSize()
+            if request.independent and (len(request.jobs) > JOBS_MAX or size > _SPLIT_BYTES):
+                return await self._send_parts(request)
+            if size > MESSAGE_BYTES_MAX:
+                raise InvalidRequest(
+                    f"the request has {size:,} bytes; at most {MESSAGE_BYTES_MAX:,} are stored together, all or none; "
+                    "independent=True stores the jobs in several calls"
+                )
+            response = await self.calls.call(lambda stub: stub.Enqueue, request)
+            return _enqueued(request, response, first=0)
+
+    async def _send_parts(self, request: queue_pb2.EnqueueRequest) -> list[Enqueued]:
+        parts: list[tuple[int, queue_pb2.EnqueueRequest]] = []
+        size = 0
+        for at, job in enumerate(request.jobs):
+            size += job.ByteSize()
+            if not parts or len(parts[-1][1].jobs) == JOBS_MAX or size > _SPLIT_BYTES:
+                parts.append((at, queue_pb2.EnqueueRequest(org=request.org, independent=True)))
+                size = job.ByteSize()
+            parts[-1][1].jobs.append(job)
+        turns = asyncio.Semaphore(_SPLIT_CALLS_MAX)
+        failures: list[WindrowError] = []
+
+        async def send(first: int, part: queue_pb2.EnqueueRequest) -> list[Enqueued]:
+            async with turns:
+                try:
+                    response = await self.calls.call(lambda stub: stub.Enqueue, part)
+                except WindrowError as error:
+                    failures.append(error)
+                    return [Enqueued(id=job.id, error=error) for job in part.jobs]
+            return _enqueued(part, response, first=first)
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(send(first, part)) for first, part in parts]
+        if len(failures) == len(parts):
+            raise failures[0]
+        return [stored for task in tasks for stored in task.result()]
+
+    async def dequeue(
+        self, queues: str | Iterable[str], *, max_jobs: int = 1, visibility_window: Span = 30.0, worker: str = ""
+    ) -> list[Job]:
+        """Leases up to `max_jobs` (1 to 1,000) that are due. Answers at once; empty: none was.
+
+        The jobs stay invisible to others for `visibility_window` (100 ms to 12 h), counted from before this call on the
+        caller's monotonic clock. `worker` is kept in the attempt history.
+        """
+        request = dequeue_request(
+            self.org, queues, max_jobs=max_jobs, window=_span("visibility_window", visibility_window), worker=worker
+        )
+        response = await self.calls.call(lambda stub: stub.Dequeue, request, retried=RETRIED_DEQUEUE)
+        return [read_leased(job) for job in response.jobs]
+
+    @overload
+    async def ack(self, jobs: Job, *, result: Payload = None) -> Answer: ...
+    @overload
+    async def ack(self, jobs: Iterable[Job], *, result: Payload = None) -> list[Answer]: ...
+    @overload
+    async def ack(self, jobs: Job | Iterable[Job], *, result: Payload = None) -> Answer | list[Answer]: ...
+    async def ack(self, jobs: Job | Iterable[Job], *, result: Payload = None) -> Answer | list[Answer]:
+        """Finishes a job, or several. `result` (at most 64 KiB) is kept with each, for get_jobs.
+
+        Answer.STALE: the lease had ended, nothing was changed, and another consumer may have the job.
+        """
+        try:
+            kept = encode_result(result)
+        except (TypeError, ValueError) as error:
+            raise _invalid("result", error) from error
+
+        async def send(part: Sequence[Job]) -> Sequence[int]:
+            acks = [queue_pb2.Ack(lease=job.lease, result=kept) for job in part]
+            response = await self.calls.call(lambda stub: stub.Ack, queue_pb2.AckRequest(org=self.org, acks=acks))
+            return response.answers
+
+        return await _each(jobs, send)
+
+    @overload
+    async def nack(self, jobs: Job, *, error: str = "", delay: Span | None = None, kill: bool = False) -> Answer: ...
+    @overload
+    async def nack(
+        self, jobs: Iterable[Job], *, error: str = "", delay: Span | None = None, kill: bool = False
+    ) -> list[Answer]: ...
+    @overload
+    async def nack(
+        self, jobs: Job | Iterable[Job], *, error: str = "", delay: Span | None = None, kill: bool = False
+    ) -> Answer | list[Answer]: ...
+    async def nack(
+        self, jobs: Job | Iterable[Job], *, error: str = "", delay: Span | None = None, kill: bool = False
+    ) -> Answer | list[Answer]:
+        """Gives jobs back with an error, to run again after `delay`, or when their retry policy says.
+
+        A job out of attempts is dead; with `kill` at once. Of `error` the last 8 KiB are kept in the attempt history.
+        """
+        if kill and delay is not None:
+            raise InvalidRequest("delay and kill are both given; a dead job does not run again")
+        template = queue_pb2.Nack(error=error_text(error))
+        if kill:
+            template.kill = True
+        elif delay is not None:
+            template.delay.CopyFrom(_span("delay", delay))
+
+        async def send(part: Sequence[Job]) -> Sequence[int]:
+            request = queue_pb2.NackRequest(org=self.org)
+            for job in part:
+                nack = request.nacks.add()
+                nack.CopyFrom(template)
+                nack.lease = job.lease
+            return (await self.calls.call(lambda stub: stub.Nack, request)).answers
+
+        return await _each(jobs, send)
+
+    @overload
+    async def extend(self, jobs: Job, *, visibility_window: Span = 30.0) -> Answer: ...
+    @overload
+    async def extend(self, jobs: Iterable[Job], *, visibility_window: Span = 30.0) -> list[Answer]: ...
+    @overload
+    async def extend(self, jobs: Job | Iterable[Job], *, visibility_window: Span = 30.0) -> Answer | list[Answer]: ...
+    async def extend(self, jobs: Job | Iterable[Job], *, visibility_window: Span = 30.0) -> Answer | list[Answer]:
+        """Prolongs leases: each lasts at least `visibility_window` from now. Never shortens one."""
+        window = _span("visibility_window", visibility_window)
+
+        async def send(part: Sequence[Job]) -> Sequence[int]:
+            request = queue_pb2.ExtendRequest(
+                org=self.org, leases=[job.lease for job in part], visibility_window=window
+            )
+            return (await self.calls.call(lambda stub: stub.Extend, request)).answers
+
+        return await _each(jobs, send)
+
+    @overload
+    async def release(self, jobs: Job) -> Answer: ...
+    @overload
+    async def release(self, jobs: Iterable[Job]) -> list[Answer]: ...
+    @overload
+    async def release(self, jobs: Job | Iterable[Job]) -> Answer | list[Answer]: ...
+    async def release(self, jobs: Job | Iterable[Job]) -> Answer | list[Answer]:
+        """Gives jobs back at once, without counting the attempt."""
+
+        async def send(part: Sequence[Job]) -> Sequence[int]:
+            request = queue_pb2.ReleaseRequest(org=self.org, leases=[job.lease for job in part])
+            return (await self.calls.call(lambda stub: stub.Release, request)).answers
+
+        return await _each(jobs, send)
+
+    async def get_jobs(self, ids: Iterable[str], *, include_payload: bool = False) -> dict[str, JobRecord]:
+        """Looks jobs up by id, wherever they are; those that this org does not have are left out."""
+        listed = list(ids)
+        found: dict[str, JobRecord] = {}
+        for at in range(0, len(listed), JOBS_MAX):
+            request = queue_pb2.GetJobsRequest(
+                org=self.org, ids=listed[at : at + JOBS_MAX], include_payload=include_payload
+            )
+            response = await self.calls.call(lambda stub: stub.GetJobs, request)
+            found.update((job.id, read_record(job)) for job in response.jobs)
+        return found
+
+    async def cancel_jobs(self, ids: Iterable[str], *, reason: str = "") -> list[Answer]:
+        """Cancels jobs that have not finished; a lease on one ends. STALE: it had finished."""
+
+        async def send(part: Sequence[str]) -> Sequence[int]:
+            request = queue_pb2.CancelJobsRequest(org=self.org, ids=part, reason=reason)
+            return (await self.calls.call(lambda stub: stub.CancelJobs, request)).answers
+
+        return await _in_parts(list(ids), send)
+
+
+def dequeue_request(
+    org: str, queues: str | Iterable[str], *, max_jobs: int, window: Duration, worker: str
+) -> queue_pb2.DequeueRequest:
+    return queue_pb2.DequeueRequest(
+        org=org,
+        queues=[queues] if isinstance(queues, str) else queues,
+        max_jobs=max_jobs,
+        visibility_window=window,
+        worker=worker,
+    )
+
+
+def _enqueued(request: queue_pb2.EnqueueRequest, response: queue_pb2.EnqueueResponse, *, first: int) -> list[Enqueued]:
+    return [
+        Enqueued(id=result.id, duplicate=result.duplicate)
+        if not result.HasField("error")
+        else Enqueued(id=job.id, error=_job_error(result.error, first))
+        for job, result in zip(request.jobs, response.results, strict=True)
+    ]
+
+
+def _job_error(error: queue_pb2.JobError, first: int) -> WindrowError:
+    told = (Violation(found.field, found.description) for found in error.violations)
+    return from_code(error.code, error.message, shifted(told, first))
+
+
+_Answers = Sequence[int]
+
+
+async def _each(
+    jobs: Job | Iterable[Job], send: Callable[[Sequence[Job]], Awaitable[_Answers]]
+) -> Answer | list[Answer]:
+    if isinstance(jobs, Job):
+        (answer,) = answers(await send([jobs]))
+        return answer
+    return await _in_parts(list(jobs), send)
+
+
+async def _in_parts(items: Sequence[_Item], send: Callable[[Sequence[_Item]], Awaitable[_Answers]]) -> list[Answer]:
+    told: list[Answer] = []
+    for at in range(0, len(items), JOBS_MAX):
+        told += answers(await send(items[at : at + JOBS_MAX]))
+    return told
+
+
+def _named(org: str) -> str:
+    if not org:
+        raise InvalidRequest("org is empty: every job belongs to an org")
+    return org
+
+
+def _span(name: str, span: Span) -> Duration:
+    try:
+        return duration(span)
+    except (TypeError, ValueError) as error:
+        raise _invalid(name, error) from error
+
+
+def _invalid(name: str, error: Exception) -> InvalidRequest:
+    return InvalidRequest(f"{name}: {error}", [Violation(name, str(error))])

@@ -1,0 +1,76 @@
+"""SIGTERM and SIGINT for what runs until it is stopped. Owns both handlers meanwhile, and puts the old ones back."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from windrow.client import Client
+
+
+class Service(Protocol):
+    """A Worker or an outbox.Relay."""
+
+    @property
+    def client(self) -> Client: ...
+    async def run(self) -> None: ...
+    def stop(self) -> None: ...
+
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_stops: list[Callable[[], None]] = []
+_before: dict[signal.Signals, Any] = {}
+
+
+def run(*services: Service) -> None:
+    """Runs workers and relays from a script, until SIGTERM or Ctrl-C; closes their clients at the end.
+
+    A first signal stops them gracefully, a second one at once. What one of them raises stops the others, and is raised.
+    """
+    asyncio.run(_run_all(services))
+
+
+async def _run_all(services: tuple[Service, ...]) -> None:
+    try:
+        async with asyncio.TaskGroup() as group:
+            for service in services:
+                group.create_task(service.run())
+    finally:
+        for client in {id(service.client): service.client for service in services}.values():
+            await client.close()
+
+
+@contextmanager
+def stopped_by_signals(stop: Callable[[], None]) -> Generator[None]:
+    """Calls `stop` on each signal. Only in the main thread, and where the event loop can: elsewhere does nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    if not _stops:
+        try:
+            for number in _SIGNALS:
+                _before[number] = signal.getsignal(number)
+                loop.add_signal_handler(number, _stop_all)
+        except NotImplementedError:
+            yield
+            return
+    _stops.append(stop)
+    try:
+        yield
+    finally:
+        _stops.remove(stop)
+        # The last to leave puts them back, whoever came first.
+        if not _stops:
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)
+                signal.signal(number, _before.pop(number) or signal.SIG_DFL)
+
+
+def _stop_all() -> None:
+    for stop in tuple(_stops):
+        stop()

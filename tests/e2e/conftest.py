@@ -1,0 +1,106 @@
+"""A cluster of real processes: Postgres from embedded/, router processes as an operator starts them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from embedded import open_clusters
+from windrow import Client, uuid7
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+WAIT_S = 30.0
+
+
+class RunningCluster:
+    """Shards that stay up, and routers that a test may kill and start again on the same port."""
+
+    def __init__(self, folder: Path, dsns: dict[str, str]) -> None:
+        self.dsns = dsns
+        self.address = "127.0.0.1:0"
+        self._config = folder / "cluster.toml"
+        self._log = folder / "router.log"
+        self._router: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        shards = "".join(f'[[shard]]\nname = "{name}"\ndsn = "{dsn}"\n' for name, dsn in self.dsns.items())
+        self._config.write_text(f'{shards}[router]\nlisten = "{self.address}"\nprocesses = 1\ndrain_seconds = 2\n')
+        with self._log.open("a") as log:
+            self._router = subprocess.Popen(
+                [sys.executable, "-m", "router", "--config", str(self._config)],
+                cwd=CHECKOUT,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                # So that a kill reaches all of its processes, and nothing else.
+                start_new_session=True,
+            )
+        assert self._router.stdout is not None
+        for line in self._router.stdout:
+            if line.startswith("listening on "):
+                self.address = line.removeprefix("listening on ").strip()
+                return
+        pytest.fail(f"the router did not start:\n{self._log.read_text()}")
+
+    def kill(self) -> None:
+        """SIGKILL to every router process, at once."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        self._end(signal.SIGTERM)
+
+    def _end(self, number: signal.Signals) -> None:
+        router, self._router = self._router, None
+        if router is None:
+            return
+        os.killpg(router.pid, number)
+        try:
+            router.wait(WAIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(router.pid, signal.SIGKILL)
+            router.wait(WAIT_S)
+            raise
+        finally:
+            if router.stdout is not None:
+                router.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+    with open_clusters(["s1", "s2"], ephemeral=True) as shards:
+        running = RunningCluster(tmp_path_factory.mktemp("cluster"), shards.dsns)
+        running.start()
+        try:
+            yield running
+        finally:
+            running.stop()
+
+
+@pytest.fixture
+async def client(cluster: RunningCluster) -> AsyncIterator[Client]:
+    """A client of an org that no other test has."""
+    async with Client(cluster.address, org=f"org-{uuid7()}") as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def app_dsn() -> Iterator[str]:
+    """The user's own database."""
+    with open_clusters(["app"], ephemeral=True) as own:
+        yield own.dsns["app"]
+
+
+async def eventually(holds: Callable[[], Awaitable[object]]) -> None:
+    """Asks until it holds."""
+    deadline = time.monotonic() + WAIT_S
+    while not await holds():
+        assert time.monotonic() < deadline, "it never held"
+        await asyncio.sleep(0.05)

@@ -1,0 +1,466 @@
+"""What a user does with the client, against a real cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import psycopg
+import pytest
+
+from tests.e2e.conftest import CHECKOUT, WAIT_S, RunningCluster, eventually
+from windrow import (
+    Answer,
+    AttemptOutcome,
+    Client,
+    ExponentialRetry,
+    FixedRetry,
+    InvalidJob,
+    Job,
+    JobState,
+    Kill,
+    NewJob,
+    Retry,
+    SyncClient,
+    Worker,
+    outbox,
+)
+
+SCRIPT = """
+import sys
+import windrow
+
+worker = windrow.Worker(windrow.Client(org=sys.argv[1]), "q")
+
+@worker.handler("hello")
+def hello(job):
+    print("hello", job.text(), flush=True)
+
+windrow.run(worker)
+print("stopped", flush=True)
+"""
+
+
+async def stopped(worker: Worker, task: asyncio.Task[None]) -> None:
+    worker.stop()
+    async with asyncio.timeout(WAIT_S):
+        await task
+
+
+async def state(client: Client, id_: str) -> JobState:
+    return (await client.get_jobs([id_]))[id_].state
+
+
+async def test_a_job_goes_from_enqueue_to_its_result(client: Client) -> None:
+    worker = Worker(client, ["math"])
+
+    @worker.handler("sum")
+    async def add(job: Job) -> dict[str, Any]:
+        return {"sum": sum(job.json()), "by": job.attributes["by"], "attempt": job.attempt}
+
+    task = asyncio.create_task(worker.run())
+    stored = await client.enqueue("math", "sum", [1, 2, 3], attributes={"by": "ada"}, priority=2)
+
+    async def done() -> bool:
+        return await state(client, stored.id) is JobState.SUCCEEDED
+
+    await eventually(done)
+    await stopped(worker, task)
+    record = (await client.get_jobs([stored.id], include_payload=True))[stored.id]
+    assert record.result == b'{"sum":6,"by":"ada","attempt":1}'
+    assert record.payload == b"[1,2,3]"
+    assert (record.queue, record.kind, record.priority, record.worker) == ("math", "sum", 2, worker.name)
+    assert record.finished_at is not None
+    assert record.finished_at - record.enqueued_at < timedelta(seconds=WAIT_S)
+    assert [past.outcome for past in record.attempts] == [AttemptOutcome.ACKED]
+
+
+async def test_hundreds_of_jobs_each_run_once(client: Client) -> None:
+    worker = Worker(client, ["a", "b"], concurrency=20)
+    ran: list[str] = []
+
+    @worker.handler("k")
+    async def k(job: Job) -> None:
+        ran.append(job.id)
+
+    stored = await client.enqueue_many(
+        [NewJob("a" if at % 2 else "b", "k", f"{at}") for at in range(1500)], independent=True
+    )
+    task = asyncio.create_task(worker.run())
+
+    async def all_ran() -> bool:
+        return len(ran) >= 1500
+
+    await eventually(all_ran)
+    await stopped(worker, task)
+    assert sorted(ran) == sorted(one.id for one in stored)
+    records = await client.get_jobs(ran)
+    assert {record.state for record in records.values()} == {JobState.SUCCEEDED}
+
+
+async def test_the_same_job_twice_is_stored_once(client: Client) -> None:
+    job = NewJob("q", "k", dedup_key="order-7")
+    assert not (await client.enqueue_many([job]))[0].duplicate
+    again = (await client.enqueue_many([job]))[0]
+    assert (again.id, again.duplicate) == (job.id, True)
+    by_key = await client.enqueue("q", "k", dedup_key="order-7")
+    assert (by_key.id, by_key.duplicate) == (job.id, True)
+
+
+async def test_every_option_of_a_job_is_kept(client: Client) -> None:
+    soon = datetime.now(UTC) + timedelta(hours=1)
+    retry = ExponentialRetry(initial_delay=2.0, multiplier=3.0, max_delay=60.0, jitter=0.0)
+    stored = await client.enqueue(
+        "q",
+        "k",
+        run_at=soon,
+        expires_at=soon + timedelta(hours=1),
+        max_attempts=3,
+        retry=retry,
+        dedup_key="d",
+        dedup_window=60,
+    )
+    record = (await client.get_jobs([stored.id]))[stored.id]
+    assert record.state is JobState.SCHEDULED
+    assert record.run_at == soon
+    assert record.expires_at == soon + timedelta(hours=1)
+    assert record.max_attempts == 3
+    assert record.retry == ExponentialRetry(
+        initial_delay=timedelta(seconds=2), multiplier=3.0, max_delay=timedelta(seconds=60), jitter=0.0
+    )
+    assert await client.cancel_jobs([stored.id], reason="changed our mind") == [Answer.OK]
+    assert (await client.get_jobs([stored.id]))[stored.id].reason == "changed our mind"
+    assert await client.get_jobs(["01900000-0000-7000-8000-000000000000"]) == {}
+
+
+async def test_a_bad_job_is_told_by_its_path_and_stores_nothing(client: Client) -> None:
+    good = NewJob("q", "k")
+    with pytest.raises(InvalidJob) as caught:
+        await client.enqueue_many([good, NewJob("no spaces", "k")])
+    assert caught.value.violations[0].field == "jobs[1].queue"
+    assert await client.get_jobs([good.id]) == {}
+    alone = await client.enqueue_many([good, NewJob("no spaces", "k")], independent=True)
+    assert alone[0].error is None
+    assert isinstance(alone[1].error, InvalidJob)
+    assert alone[1].error.violations[0].field == "jobs[1].queue"
+
+
+async def test_a_failing_job_is_retried_and_then_dead_with_its_history(client: Client) -> None:
+    worker = Worker(client, "q")
+
+    @worker.handler("flaky")
+    async def flaky(job: Job) -> str:
+        if job.attempt == 1:
+            raise Retry("not yet", after=0.0)
+        if job.attempt == 2:
+            raise ValueError("still not")
+        return "at last"
+
+    @worker.handler("hopeless")
+    async def hopeless(job: Job) -> None:
+        raise ValueError("never")
+
+    @worker.handler("killed")
+    def killed(job: Job) -> None:
+        raise Kill("no such user")
+
+    now = FixedRetry(delay=0.0)
+    ids = {
+        "flaky": (await client.enqueue("q", "flaky", retry=now)).id,
+        "hopeless": (await client.enqueue("q", "hopeless", retry=now, max_attempts=3)).id,
+        "killed": (await client.enqueue("q", "killed")).id,
+        "unknown": (await client.enqueue("q", "unknown")).id,
+    }
+    task = asyncio.create_task(worker.run())
+    ended = {
+        "flaky": JobState.SUCCEEDED,
+        "hopeless": JobState.DEAD,
+        "killed": JobState.DEAD,
+        "unknown": JobState.SCHEDULED,
+    }
+
+    async def all_ended() -> bool:
+        records = await client.get_jobs(ids.values())
+        return all(records[ids[kind]].state is wanted for kind, wanted in ended.items())
+
+    await eventually(all_ended)
+    await stopped(worker, task)
+    records = await client.get_jobs(ids.values(), include_payload=True)
+    flaky_one, hopeless_one, killed_one, unknown_one = (records[id_] for id_ in ids.values())
+    assert flaky_one.result == b"at last"
+    assert [past.outcome.value for past in flaky_one.attempts] == ["nacked", "nacked", "acked"]
+    assert flaky_one.attempts[0].error == "not yet"
+    assert flaky_one.attempts[1].error.endswith("ValueError: still not")
+    assert [past.attempt for past in hopeless_one.attempts] == [1, 2, 3]
+    assert killed_one.attempts[0].error == "no such user"
+    assert "no handler for kind 'unknown'" in unknown_one.attempts[0].error
+
+
+async def test_a_graceful_stop_releases_what_is_not_done_uncounted(client: Client) -> None:
+    first, second = Worker(client, "q", concurrency=2, grace=0.1), Worker(client, "q")
+    started = asyncio.Barrier(3)
+    attempts: list[int] = []
+
+    @first.handler("slow")
+    async def slow(job: Job) -> None:
+        await started.wait()
+        await asyncio.sleep(3600)
+
+    @second.handler("slow")
+    async def quick(job: Job) -> None:
+        attempts.append(job.attempt)
+
+    await client.enqueue_many([NewJob("q", "slow") for _ in range(4)])
+    task = asyncio.create_task(first.run())
+    async with asyncio.timeout(WAIT_S):
+        await started.wait()
+    await stopped(first, task)
+    task = asyncio.create_task(second.run())
+
+    async def all_ran() -> bool:
+        return len(attempts) == 4
+
+    await eventually(all_ran)
+    await stopped(second, task)
+    # At once, long before the first worker's leases would have ended, and as if nothing had been tried.
+    assert attempts == [1, 1, 1, 1]
+
+
+async def test_a_long_job_keeps_its_lease_and_a_lost_one_is_stale(client: Client) -> None:
+    worker = Worker(client, "q", visibility_window=1.0)
+    ended = asyncio.Event()
+
+    @worker.handler("long")
+    async def long(job: Job) -> None:
+        with_time = asyncio.get_running_loop().time() + 2.5
+        while asyncio.get_running_loop().time() < with_time:
+            assert await client.dequeue("q") == []
+            await asyncio.sleep(0.1)
+        ended.set()
+
+    stored = await client.enqueue("q", "long")
+    task = asyncio.create_task(worker.run())
+    async with asyncio.timeout(WAIT_S):
+        await ended.wait()
+    await stopped(worker, task)
+    record = (await client.get_jobs([stored.id]))[stored.id]
+    assert (record.state, record.attempt) == (JobState.SUCCEEDED, 1)
+
+    await client.enqueue("q", "long")
+    (held,) = await client.dequeue("q", visibility_window=0.1)
+    again: list[Job] = []
+
+    async def retaken() -> bool:
+        again.extend(await client.dequeue("q"))
+        return bool(again)
+
+    await eventually(retaken)
+    assert await client.ack(held) is Answer.STALE
+    assert await client.extend([held]) == [Answer.STALE]
+    assert await client.ack(again[0]) is Answer.OK
+
+
+async def test_a_cancelled_job_is_lost_by_its_handler(client: Client) -> None:
+    worker = Worker(client, "q", visibility_window=0.6)
+    started, ended = asyncio.Event(), asyncio.Event()
+    lost: list[bool] = []
+
+    @worker.handler("k")
+    async def k(job: Job) -> None:
+        started.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            lost.append(job.lost.is_set())
+            ended.set()
+
+    stored = await client.enqueue("q", "k")
+    task = asyncio.create_task(worker.run())
+    async with asyncio.timeout(WAIT_S):
+        await started.wait()
+        assert await client.cancel_jobs([stored.id]) == [Answer.OK]
+        await ended.wait()
+    await stopped(worker, task)
+    assert lost == [True]
+    assert await state(client, stored.id) is JobState.CANCELLED
+
+
+def test_the_sync_client_does_the_same(cluster: RunningCluster) -> None:
+    with SyncClient(cluster.address, org="sync") as client:
+        client.enqueue_many([NewJob("q", "k", {"n": at}) for at in range(3)])
+        jobs = client.dequeue("q", max_jobs=10, worker="sync-test")
+        assert sorted(job.json()["n"] for job in jobs) == [0, 1, 2]
+        assert client.extend(jobs, visibility_window=timedelta(minutes=1)) == [Answer.OK] * 3
+        assert client.ack(jobs[0], result="ok") is Answer.OK
+        assert client.nack(jobs[1], error="no", kill=True) is Answer.OK
+        assert client.release([jobs[2]]) == [Answer.OK]
+        records = client.get_jobs([job.id for job in jobs], include_payload=True)
+        assert [records[job.id].state.value for job in jobs] == ["succeeded", "dead", "ready"]
+        threads = [threading.Thread(target=client.enqueue, args=("many", "k")) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(client.dequeue("many", max_jobs=100)) == 8
+
+
+async def test_a_script_runs_until_a_signal_and_ends_well(cluster: RunningCluster, client: Client) -> None:
+    environ = os.environ | {"WINDROW_ADDRESS": cluster.address}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", SCRIPT, client.org, cwd=CHECKOUT, env=environ, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    try:
+        stored = await client.enqueue("q", "hello", "ada")
+        async with asyncio.timeout(WAIT_S):
+            assert await process.stdout.readline() == b"hello ada\n"
+            process.send_signal(signal.SIGTERM)
+            assert await process.stdout.readline() == b"stopped\n"
+            assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert await state(client, stored.id) is JobState.SUCCEEDED
+
+
+async def test_a_worker_outlives_the_death_of_every_router(cluster: RunningCluster, client: Client) -> None:
+    worker = Worker(client, "q", visibility_window=20.0)
+    started, go_on = asyncio.Event(), asyncio.Event()
+    ran: list[str] = []
+
+    @worker.handler("k")
+    async def k(job: Job) -> None:
+        started.set()
+        await go_on.wait()
+        ran.append(job.id)
+
+    before = await client.enqueue("q", "k")
+    task = asyncio.create_task(worker.run())
+    async with asyncio.timeout(WAIT_S):
+        await started.wait()
+    await asyncio.to_thread(cluster.kill)
+    # Ends while nobody can be told.
+    go_on.set()
+    waiting = asyncio.create_task(client.enqueue("q", "k"))
+    await asyncio.to_thread(cluster.start)
+    after = await waiting
+
+    async def both_done() -> bool:
+        records = await client.get_jobs([before.id, after.id])
+        return {record.state for record in records.values()} == {JobState.SUCCEEDED}
+
+    await eventually(both_done)
+    await stopped(worker, task)
+    assert ran == [before.id, after.id]
+
+
+@pytest.fixture
+async def app(app_dsn: str) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
+    async with await psycopg.AsyncConnection.connect(app_dsn, autocommit=True) as connection:
+        await connection.execute(outbox.SCHEMA)
+        await connection.execute("TRUNCATE windrow_outbox")
+        yield connection
+
+
+async def rows(app: psycopg.AsyncConnection[Any]) -> list[tuple[str, str | None]]:
+    cursor = await app.execute("SELECT id::text, error FROM windrow_outbox ORDER BY id")
+    return await cursor.fetchall()
+
+
+async def test_the_outbox_stores_a_job_with_the_transaction_or_not_at_all(
+    app: psycopg.AsyncConnection[Any], app_dsn: str, client: Client
+) -> None:
+    relay = outbox.Relay(app_dsn, client)
+    gone = NewJob("q", "k")
+    async with app.transaction(force_rollback=True):
+        await outbox.add(app, client.org, gone)
+    async with app.transaction():
+        ids = await outbox.add(app, client.org, NewJob("q", "k", "one"), NewJob("q", "k", "two", delay=3600))
+        assert await relay.run_once() == outbox.Relayed()
+    with psycopg.connect(app_dsn) as plain:
+        ids += outbox.add(plain, f"{client.org}-other", NewJob("q", "k", "three"))
+    assert await relay.run_once() == outbox.Relayed(sent=3)
+    assert await rows(app) == []
+    records = await client.get_jobs([gone.id, *ids])
+    assert list(records) == ids[:2]
+    assert [record.state for record in records.values()] == [JobState.READY, JobState.SCHEDULED]
+    left = records[ids[1]].run_at - datetime.now(UTC)
+    assert timedelta(minutes=59) < left <= timedelta(hours=1)
+    assert len(await client.for_org(f"{client.org}-other").dequeue("q")) == 1
+
+
+async def test_a_relay_that_dies_before_its_delete_stores_nothing_twice(
+    app: psycopg.AsyncConnection[Any], app_dsn: str, client: Client
+) -> None:
+    class Dying(outbox.Relay):
+        async def _conclude(
+            self, connection: psycopg.AsyncConnection[Any], sent: Sequence[str], bad: dict[str, str]
+        ) -> None:
+            assert len(sent) == 2
+            await connection.close()
+            raise psycopg.OperationalError("killed")
+
+    ids = await outbox.add(app, client.org, NewJob("q", "k"), NewJob("q", "k"))
+    with pytest.raises(psycopg.OperationalError):
+        await Dying(app_dsn, client).run_once()
+    assert len(await rows(app)) == 2
+    assert await outbox.Relay(app_dsn, client).run_once() == outbox.Relayed(sent=2)
+    assert await rows(app) == []
+    assert sorted(job.id for job in await client.dequeue("q", max_jobs=10)) == sorted(ids)
+
+
+async def test_a_bad_job_in_the_outbox_is_set_aside_and_holds_up_none(
+    app: psycopg.AsyncConnection[Any], app_dsn: str, client: Client
+) -> None:
+    old = NewJob("q", "k", id="01900000-0000-7000-8000-000000000000")
+    bad, good = NewJob("no spaces", "k"), NewJob("q", "k")
+    await outbox.add(app, client.org, old, bad, good)
+    await outbox.add(app, "x" * 200, elsewhere := NewJob("q", "k"))
+    assert await outbox.Relay(app_dsn, client).run_once() == outbox.Relayed(sent=1, set_aside=3)
+    told = dict(await rows(app))
+    assert set(told) == {old.id, bad.id, elsewhere.id}
+    assert "7 days" in (told[old.id] or "")
+    assert "queue" in (told[bad.id] or "")
+    assert "org" in (told[elsewhere.id] or "")
+    assert await outbox.Relay(app_dsn, client).run_once() == outbox.Relayed()
+    assert await state(client, good.id) is JobState.READY
+
+
+async def test_relays_share_the_work_and_stop(app: psycopg.AsyncConnection[Any], app_dsn: str, client: Client) -> None:
+    relays = [outbox.Relay(app_dsn, client, rows_max=20) for _ in range(2)]
+    tasks = [asyncio.create_task(relay.run()) for relay in relays]
+    ids: list[str] = []
+    for _ in range(10):
+        async with app.transaction():
+            ids += await outbox.add(app, client.org, *(NewJob("q", "k") for _ in range(30)))
+
+    async def empty() -> bool:
+        return not await rows(app)
+
+    await eventually(empty)
+    for relay in relays:
+        relay.stop()
+    async with asyncio.timeout(WAIT_S):
+        await asyncio.gather(*tasks)
+    assert sorted(job.id for job in await client.dequeue("q", max_jobs=1000)) == sorted(ids)
+
+
+async def test_an_org_that_cannot_be_reached_holds_up_only_itself(
+    app: psycopg.AsyncConnection[Any], app_dsn: str, client: Client
+) -> None:
+    """Both orgs here are behind a router that does not exist, so that the pause is what is seen."""
+    async with Client("127.0.0.1:9", org="nobody", timeout=0.2) as away:
+        relay = outbox.Relay(app_dsn, away)
+        await outbox.add(app, client.org, NewJob("q", "k"))
+        assert await relay.run_once() == outbox.Relayed(left=1)
+        await outbox.add(app, "other", NewJob("q", "k"))
+        assert await relay.run_once() == outbox.Relayed(left=1)
+    assert len(await rows(app)) == 2

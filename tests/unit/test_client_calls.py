@@ -1,0 +1,336 @@
+"""Retries, deadlines, connections and errors of the client, against a router that fails on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from grpc import StatusCode
+
+from tests.unit.client_fake import FakeRouter, failing, fake_router, refuse
+from windrow import (
+    AlreadyExists,
+    Answer,
+    Client,
+    ClientClosed,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidJob,
+    InvalidRequest,
+    Job,
+    NewJob,
+    NotFound,
+    PermissionDenied,
+    ResourceExhausted,
+    RouterError,
+    Unavailable,
+    Violation,
+)
+from windrow.calls import NEVER_RETRIED, RETRIED, Failure, pause_s
+from windrow.v1 import job_pb2, queue_pb2
+
+
+@pytest.fixture
+async def router() -> AsyncIterator[FakeRouter]:
+    async with fake_router() as running:
+        yield running
+
+
+@pytest.fixture
+async def client(router: FakeRouter) -> AsyncIterator[Client]:
+    async with Client(router.address, org="acme") as made:
+        yield made
+
+
+def failure(code: StatusCode, retry_after_s: float | None = None) -> Failure:
+    return Failure(code=code, message="no", retry_after_s=retry_after_s)
+
+
+def test_pauses_grow_to_two_seconds_with_full_jitter() -> None:
+    away = failure(StatusCode.UNAVAILABLE)
+    whole = [pause_s(away, tries=tries, retried=RETRIED, luck=1.0) for tries in range(1, 9)]
+    assert whole == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0])
+    assert pause_s(away, tries=8, retried=RETRIED, luck=0.0) == 0
+    assert pause_s(away, tries=10_000, retried=RETRIED, luck=1.0) == 2.0
+
+
+def test_a_pause_is_never_shorter_than_the_router_asked_for() -> None:
+    assert pause_s(failure(StatusCode.UNAVAILABLE, 3.0), tries=1, retried=RETRIED, luck=0.0) == 3.0
+    assert pause_s(failure(StatusCode.RESOURCE_EXHAUSTED, 3.0), tries=1, retried=RETRIED, luck=1.0) == 3.05
+
+
+@pytest.mark.parametrize(
+    "refused", [failure(StatusCode.RESOURCE_EXHAUSTED), failure(StatusCode.INTERNAL), failure(StatusCode.NOT_FOUND)]
+)
+def test_what_time_does_not_heal_is_not_tried_again(refused: Failure) -> None:
+    assert pause_s(refused, tries=1, retried=RETRIED, luck=0.5) is None
+    assert pause_s(failure(StatusCode.UNAVAILABLE), tries=1, retried=NEVER_RETRIED, luck=0.5) is None
+
+
+@pytest.mark.parametrize("code", [StatusCode.UNAVAILABLE, StatusCode.ABORTED])
+async def test_every_try_of_an_enqueue_names_the_same_job(router: FakeRouter, client: Client, code: StatusCode) -> None:
+    router.scripts["Enqueue"] = failing(3, code, router, "Enqueue")
+    stored = await client.enqueue("emails", "send", {"to": "ada"})
+    tries = router.of("Enqueue")
+    assert len(tries) == 4
+    assert {request.jobs[0].id for request in tries} == {stored.id}
+
+
+async def test_a_full_router_is_tried_again_when_it_said_so(router: FakeRouter, client: Client) -> None:
+    router.scripts["Enqueue"] = failing(1, StatusCode.RESOURCE_EXHAUSTED, router, "Enqueue", retry_after_s=0.2)
+    began = time.monotonic()
+    await client.enqueue("emails", "send")
+    assert time.monotonic() - began >= 0.2
+    assert len(router.of("Enqueue")) == 2
+
+
+async def test_no_time_is_spent_on_a_pause_that_ends_too_late(router: FakeRouter) -> None:
+    router.scripts["Enqueue"] = failing(1, StatusCode.UNAVAILABLE, router, "Enqueue", retry_after_s=0.9)
+    async with Client(router.address, org="acme", timeout=0.8) as client:
+        began = time.monotonic()
+        with pytest.raises(Unavailable) as caught:
+            await client.enqueue("emails", "send")
+    assert time.monotonic() - began < 0.8
+    assert caught.value.retry_after == pytest.approx(0.9)
+
+
+async def test_a_try_that_hangs_is_given_up_and_made_again(router: FakeRouter) -> None:
+    async def hang_once(request: Any, context: Any) -> Any:
+        if len(router.of("Enqueue")) == 1:
+            await asyncio.sleep(60)
+        return router.plain("Enqueue", request)
+
+    router.scripts["Enqueue"] = hang_once
+    async with Client(router.address, org="acme", try_timeout=0.2) as client:
+        await client.enqueue("emails", "send")
+    assert len(router.of("Enqueue")) == 2
+
+
+async def test_when_time_is_up_the_error_says_where_how_often_and_how_long(router: FakeRouter) -> None:
+    async def hang(request: Any, context: Any) -> Any:
+        await asyncio.sleep(60)
+
+    router.scripts["Enqueue"] = hang
+    async with Client(router.address, org="acme", timeout=0.5, try_timeout=0.1) as client:
+        with pytest.raises(
+            DeadlineExceeded, match=rf"^Enqueue at {router.address}: .*DEADLINE_EXCEEDED, \d tries in 0\.\d s"
+        ):
+            await client.enqueue("emails", "send")
+
+
+async def test_nobody_listening_is_unavailable_within_the_timeout() -> None:
+    async with Client("127.0.0.1:9", org="acme", timeout=0.5) as client:
+        began = time.monotonic()
+        with pytest.raises(Unavailable, match=r"127\.0\.0\.1:9"):
+            await client.enqueue("emails", "send")
+        assert time.monotonic() - began < 2
+
+
+async def test_a_dequeue_is_tried_again_only_when_it_reached_no_shard(router: FakeRouter) -> None:
+    async with Client(router.address, org="acme", try_timeout=0.2) as client:
+        router.scripts["Dequeue"] = failing(2, StatusCode.UNAVAILABLE, router, "Dequeue")
+        assert await client.dequeue("emails") == []
+        assert len(router.of("Dequeue")) == 3
+        router.scripts["Dequeue"] = failing(1, StatusCode.ABORTED, router, "Dequeue")
+        with pytest.raises(Unavailable):
+            await client.dequeue("emails")
+        assert len(router.of("Dequeue")) == 4
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (StatusCode.NOT_FOUND, NotFound),
+        (StatusCode.ALREADY_EXISTS, AlreadyExists),
+        (StatusCode.FAILED_PRECONDITION, FailedPrecondition),
+        (StatusCode.PERMISSION_DENIED, PermissionDenied),
+        (StatusCode.UNAUTHENTICATED, PermissionDenied),
+        (StatusCode.RESOURCE_EXHAUSTED, ResourceExhausted),
+        (StatusCode.INTERNAL, RouterError),
+        (StatusCode.UNIMPLEMENTED, RouterError),
+    ],
+)
+async def test_each_status_has_its_error(
+    router: FakeRouter, client: Client, code: grpc.StatusCode, kind: type[Exception]
+) -> None:
+    router.scripts["Enqueue"] = failing(1, code, router, "Enqueue", message="because")
+    with pytest.raises(kind, match="because") as caught:
+        await client.enqueue("emails", "send")
+    assert type(caught.value) is kind
+
+
+async def test_violations_are_told_by_path(router: FakeRouter, client: Client) -> None:
+    async def bad(request: Any, context: Any) -> None:
+        await refuse(context, StatusCode.INVALID_ARGUMENT, "1 violation", violations={"jobs[0].queue": "is empty"})
+
+    router.scripts["Enqueue"] = bad
+    with pytest.raises(InvalidJob) as caught:
+        await client.enqueue("", "send")
+    assert caught.value.violations == (Violation("jobs[0].queue", "is empty"),)
+
+
+async def test_more_jobs_than_one_call_takes_are_refused_unless_each_stands_alone(
+    router: FakeRouter, client: Client
+) -> None:
+    jobs = [NewJob("q", "k") for _ in range(2500)]
+    with pytest.raises(InvalidRequest, match="independent=True"):
+        await client.enqueue_many(jobs)
+    assert not router.requests
+    stored = await client.enqueue_many(jobs, independent=True)
+    assert [one.id for one in stored] == [job.id for job in jobs]
+    assert sorted(len(request.jobs) for request in router.of("Enqueue")) == [500, 1000, 1000]
+    assert all(request.independent for request in router.of("Enqueue"))
+
+
+async def test_large_jobs_that_stand_alone_go_in_calls_of_8_mib(router: FakeRouter, client: Client) -> None:
+    jobs = [NewJob("q", "k", bytes(1 << 20)) for _ in range(20)]
+    with pytest.raises(InvalidRequest, match="16,777,216"):
+        await client.enqueue_many(jobs)
+    stored = await client.enqueue_many(jobs, independent=True)
+    assert [one.id for one in stored] == [job.id for job in jobs]
+    assert sorted(len(request.jobs) for request in router.of("Enqueue")) == [6, 7, 7]
+
+
+async def test_jobs_that_stand_alone_have_errors_of_their_own(router: FakeRouter, client: Client) -> None:
+    async def pick(request: Any, context: Any) -> Any:
+        if len(request.jobs) < 1000:
+            await refuse(context, StatusCode.INTERNAL, "broken")
+        response = router.plain("Enqueue", request)
+        response.results[7].Clear()
+        response.results[7].error.code = 3
+        response.results[7].error.violations.add(field="jobs[7].kind", description="is empty")
+        return response
+
+    router.scripts["Enqueue"] = pick
+    jobs = [NewJob("q", "k") for _ in range(2001)]
+    stored = await client.enqueue_many(jobs, independent=True)
+    assert [at for at, one in enumerate(stored) if one.error] == [7, 1007, 2000]
+    refused = stored[1007].error
+    assert isinstance(refused, InvalidJob)
+    assert refused.violations[0].field == "jobs[1007].kind"
+    assert isinstance(stored[2000].error, RouterError)
+    assert stored[2000].id == jobs[2000].id
+
+
+async def test_when_no_part_is_stored_the_error_is_raised(router: FakeRouter, client: Client) -> None:
+    router.scripts["Enqueue"] = failing(9, StatusCode.PERMISSION_DENIED, router, "Enqueue")
+    with pytest.raises(PermissionDenied):
+        await client.enqueue_many([NewJob("q", "k") for _ in range(1500)], independent=True)
+
+
+async def test_nothing_to_do_asks_nobody(router: FakeRouter, client: Client) -> None:
+    assert await client.enqueue_many([]) == []
+    assert await client.ack([]) == []
+    assert await client.get_jobs([]) == {}
+    assert not router.requests
+
+
+async def test_one_job_has_one_answer_and_many_jobs_have_many(router: FakeRouter, client: Client) -> None:
+    async def stale(request: Any, context: Any) -> Any:
+        return queue_pb2.AckResponse(answers=[job_pb2.JOB_ANSWER_STALE for _ in request.acks])
+
+    jobs = [Job(lease=b"%d" % at) for at in range(1500)]
+    assert await client.ack(jobs[0], result={"ok": True}) is Answer.OK
+    assert router.of("Ack")[0].acks[0].result == b'{"ok":true}'
+    assert await client.release(jobs) == [Answer.OK] * 1500
+    assert [len(request.leases) for request in router.of("Release")] == [1000, 500]
+    router.scripts["Ack"] = stale
+    assert await client.ack(jobs[:2]) == [Answer.STALE] * 2
+    assert await client.extend(jobs[0], visibility_window=5) is Answer.OK
+    assert router.of("Extend")[0].visibility_window.seconds == 5
+    assert await client.nack(jobs[:2], error="e" * 9000, delay=2) == [Answer.OK] * 2
+    nack = router.of("Nack")[0].nacks[1]
+    assert (len(nack.error), nack.delay.seconds, nack.WhichOneof("fate")) == (8192, 2, "delay")
+    await client.nack(jobs[0], kill=True)
+    assert router.of("Nack")[1].nacks[0].kill
+
+
+async def test_a_dead_job_has_no_delay(client: Client) -> None:
+    with pytest.raises(InvalidRequest, match="delay and kill"):
+        await client.nack(Job(lease=b"l"), delay=1, kill=True)
+
+
+async def test_channels_are_connections_of_their_own_and_take_turns(router: FakeRouter) -> None:
+    async with Client(router.address, org="acme", channels=3) as client:
+        for _ in range(9):
+            await client.dequeue("q")
+    assert sorted(router.peers.count(peer) for peer in set(router.peers)) == [3, 3, 3]
+
+
+async def test_orgs_share_connections(router: FakeRouter, client: Client) -> None:
+    other = client.for_org("globex")
+    await client.enqueue("q", "k")
+    await other.enqueue("q", "k")
+    await other.close()
+    await client.enqueue("q", "k")
+    assert [request.org for request in router.of("Enqueue")] == ["acme", "globex", "acme"]
+    assert len(set(router.peers)) == 1
+
+
+async def test_a_closed_client_says_so(router: FakeRouter) -> None:
+    client = Client(router.address, org="acme")
+
+    async def hang(request: Any, context: Any) -> Any:
+        await asyncio.sleep(60)
+
+    router.scripts["Dequeue"] = hang
+    call = asyncio.create_task(client.dequeue("q"))
+    await router.until(lambda: router.of("Dequeue"))
+    await client.close()
+    with pytest.raises(ClientClosed, match="meanwhile"):
+        await call
+    with pytest.raises(ClientClosed, match="is closed"):
+        await client.dequeue("q")
+    await client.close()
+
+
+async def test_the_callers_cancellation_passes_through(router: FakeRouter, client: Client) -> None:
+    async def hang(request: Any, context: Any) -> Any:
+        await asyncio.sleep(60)
+
+    router.scripts["Dequeue"] = hang
+    call = asyncio.create_task(client.dequeue("q"))
+    await router.until(lambda: router.of("Dequeue"))
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+
+
+async def test_a_client_belongs_to_one_event_loop(client: Client) -> None:
+    await client.dequeue("q")
+    with pytest.raises(ClientClosed, match="another event loop"):
+        await asyncio.to_thread(lambda: asyncio.run(client.dequeue("q")))
+
+
+async def test_the_router_may_come_later_and_go_in_between() -> None:
+    async with fake_router() as first:
+        address = first.address
+    async with Client(address, org="acme") as client:
+        waiting = asyncio.create_task(client.enqueue("q", "k"))
+        # Refused at least once before anyone listens.
+        done, _ = await asyncio.wait([waiting], timeout=0.3)
+        assert not done
+        async with fake_router(address):
+            await waiting
+        waiting = asyncio.create_task(client.enqueue("q", "k"))
+        async with fake_router(address) as third:
+            began = time.monotonic()
+            await waiting
+            assert time.monotonic() - began < 5
+            assert len(third.of("Enqueue")) == 1
+
+
+def test_arguments_that_make_no_sense_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidRequest, match="org"):
+        Client(org="")
+    with pytest.raises(InvalidRequest, match="channels"):
+        Client(org="acme", channels=0)
+    with pytest.raises(InvalidRequest, match="timeouts"):
+        Client(org="acme", timeout=0)
+    assert Client(org="acme").calls.address == "127.0.0.1:7419"
+    monkeypatch.setenv("WINDROW_ADDRESS", "router:1")
+    assert Client(org="acme").calls.address == "router:1"

@@ -1,0 +1,82 @@
+"""Job ids: their form, their order, and that no two are alike."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import uuid
+
+import pytest
+
+from windrow import ids, uuid7
+
+
+def test_an_id_is_a_canonical_uuid_of_version_7() -> None:
+    for _ in range(1000):
+        text = uuid7()
+        parsed = uuid.UUID(text)
+        assert str(parsed) == text
+        assert parsed.version == 7
+        assert parsed.variant == uuid.RFC_4122
+
+
+def test_an_id_tells_when_it_was_made() -> None:
+    before = time.time()
+    made = ids.made_at(uuid7())
+    assert before - 0.002 <= made <= time.time() + 0.002
+
+
+@pytest.mark.parametrize("text", ["", "x", "6f2f1c1e-5c4f-4b7e-9d3a-1c2d3e4f5a6b"])
+def test_what_is_no_uuid7_has_no_time(text: str) -> None:
+    with pytest.raises(ValueError, match="not a UUIDv7"):
+        ids.made_at(text)
+
+
+def test_ids_sort_in_the_order_they_were_made() -> None:
+    made = [uuid7() for _ in range(50_000)]
+    assert made == sorted(made)
+    assert len(set(made)) == len(made)
+
+
+def test_ids_go_on_growing_when_the_clock_is_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    last = uuid7()
+    monkeypatch.setattr(time, "time_ns", lambda: 1_000_000_000_000_000_000)
+    made = [uuid7() for _ in range(1000)]
+    assert [last, *made] == sorted([last, *made])
+    assert ids.made_at(made[-1]) == pytest.approx(ids.made_at(last), abs=0.002)
+
+
+def test_threads_make_different_ids_each_in_order() -> None:
+    made: list[list[str]] = [[] for _ in range(8)]
+    start = threading.Barrier(len(made))
+
+    def make(into: list[str]) -> None:
+        start.wait()
+        into.extend(uuid7() for _ in range(5000))
+
+    threads = [threading.Thread(target=make, args=(into,)) for into in made]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(into == sorted(into) for into in made)
+    assert len({text for into in made for text in into}) == 40_000
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_makes_ids_of_its_own_even_if_the_lock_was_held() -> None:
+    uuid7()
+    reading, writing = os.pipe()
+    with ids._lock:
+        child = os.fork()
+        if child == 0:
+            os.write(writing, "".join(uuid7() for _ in range(100)).encode())
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    theirs = [text[at : at + 36] for at in range(0, len(text), 36)]
+    assert len(theirs) == 100
+    assert not {uuid7() for _ in range(100)} & set(theirs)

@@ -1,0 +1,190 @@
+"""Jobs on their way to the wire and back, and the errors that have no wire form."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from windrow import (
+    ExponentialRetry,
+    FixedRetry,
+    InvalidJob,
+    InvalidRequest,
+    Job,
+    JobState,
+    NewJob,
+    Retry,
+    Unavailable,
+    Violation,
+)
+from windrow.errors import from_code, shifted
+from windrow.jobs import enqueue_request, read_leased, read_record
+from windrow.payloads import ERROR_BYTES_MAX, duration, encode, encode_result, error_text, moment, timestamp
+from windrow.v1 import job_pb2, queue_pb2
+
+
+def sent(job: NewJob) -> job_pb2.NewJob:
+    """What arrives at the router."""
+    data = enqueue_request("acme", [job]).SerializeToString()
+    return queue_pb2.EnqueueRequest.FromString(data).jobs[0]
+
+
+@pytest.mark.parametrize(
+    ("value", "data"),
+    [
+        (b"\x00\xff", b"\x00\xff"),
+        (bytearray(b"ab"), b"ab"),
+        (memoryview(b"ab"), b"ab"),
+        ("grün", "grün".encode()),
+        ({"a": [1, None, True]}, b'{"a":[1,null,true]}'),
+        ([], b"[]"),
+        (1.5, b"1.5"),
+        (None, b"null"),
+    ],
+)
+def test_a_payload_is_bytes_text_or_json(value: Any, data: bytes) -> None:
+    assert encode(value) == data
+    assert sent(NewJob("q", "k", value)).payload == data
+
+
+def test_a_result_of_none_is_no_result_and_a_long_one_is_refused() -> None:
+    assert encode_result(None) == b""
+    assert encode_result({}) == b"{}"
+    with pytest.raises(ValueError, match="65,536"):
+        encode_result(b"x" * 65537)
+
+
+@pytest.mark.parametrize("value", [math.nan, {"a": object()}, {1, 2}, "\ud800"])
+def test_a_payload_without_a_form_is_refused_by_its_path(value: Any) -> None:
+    with pytest.raises(InvalidJob, match=r"^jobs\[1\]\.payload: ") as caught:
+        enqueue_request("acme", [NewJob("q", "k"), NewJob("q", "k", value)])
+    assert caught.value.violations[0].field == "jobs[1].payload"
+
+
+@pytest.mark.parametrize(
+    ("options", "path"),
+    [
+        ({"run_at": datetime(2030, 1, 1)}, "run_at"),  # noqa: DTZ001
+        ({"delay": math.nan}, "delay"),
+        ({"delay": math.inf}, "delay"),
+        ({"priority": "high"}, "priority"),
+        ({"max_attempts": 1 << 40}, "max_attempts"),
+        ({"attributes": {"a": 1}}, "attributes"),
+        ({"dedup_key": 7}, "dedup_key"),
+        ({"id": ""}, "id"),
+    ],
+)
+def test_what_has_no_form_on_the_wire_is_refused_by_its_path(options: dict[str, Any], path: str) -> None:
+    with pytest.raises(InvalidJob) as caught:
+        enqueue_request("acme", [NewJob("q", "k", **options)])
+    assert caught.value.violations[0].field == f"jobs[0].{path}"
+
+
+def test_a_job_is_told_one_time_to_run_at() -> None:
+    with pytest.raises(InvalidJob, match="run_at and delay"):
+        enqueue_request("acme", [NewJob("q", "k", run_at=datetime.now(UTC), delay=1)])
+
+
+def test_every_field_of_a_new_job_arrives() -> None:
+    at = datetime(2030, 1, 2, 3, 4, 5, 678901, UTC)
+    job = NewJob(
+        "q",
+        "k",
+        b"p",
+        attributes={"a": "b"},
+        priority=3,
+        delay=timedelta(milliseconds=1500),
+        expires_at=at,
+        max_attempts=7,
+        retry=ExponentialRetry(initial_delay=0.5, multiplier=3, max_delay=timedelta(minutes=1), jitter=0),
+        dedup_key="d",
+        dedup_window=60,
+    )
+    message = sent(job)
+    assert message.id == job.id
+    assert (message.queue, message.kind, message.payload, dict(message.attributes)) == ("q", "k", b"p", {"a": "b"})
+    assert (message.priority, message.max_attempts, message.dedup_key) == (3, 7, "d")
+    assert message.delay.ToTimedelta() == timedelta(seconds=1.5)
+    assert moment(message.expires_at) == at
+    assert message.dedup_window.seconds == 60
+    told = message.retry.exponential
+    assert (told.initial_delay.nanos, told.multiplier, told.max_delay.seconds) == (500_000_000, 3, 60)
+    assert told.HasField("jitter")
+    assert told.jitter == 0
+
+
+def test_a_delay_of_nothing_is_still_said() -> None:
+    assert sent(NewJob("q", "k", delay=0)).WhichOneof("when") == "delay"
+    assert sent(NewJob("q", "k")).WhichOneof("when") is None
+
+
+def test_a_time_in_another_zone_is_the_same_moment() -> None:
+    there = datetime.fromisoformat("2030-01-02T03:04:05.678901+05:30")
+    assert moment(timestamp(there)) == there
+
+
+def test_spans_are_timedeltas_or_seconds() -> None:
+    assert duration(0.1).nanos == 100_000_000
+    assert duration(timedelta(hours=1)).seconds == 3600
+
+
+def test_a_leased_job_is_read_whole() -> None:
+    at = datetime(2030, 1, 2, 3, 4, 5, 678901, UTC)
+    message = job_pb2.LeasedJob(
+        lease=b"l", id="i", queue="q", kind="k", payload=b'{"a":1}', attributes={"x": "y"}, priority=5, attempt=2
+    )
+    message.enqueued_at.CopyFrom(timestamp(at))
+    job = read_leased(message)
+    assert (job.lease, job.id, job.attempt, job.attributes) == (b"l", "i", 2, {"x": "y"})
+    assert job.enqueued_at == at
+    assert job.json() == {"a": 1}
+    assert job.text() == '{"a":1}'
+    assert not job.lost.is_set()
+
+
+def test_a_test_of_a_handler_can_make_a_job() -> None:
+    assert Job(kind="k", payload=b"1").json() == 1
+
+
+def test_a_record_is_read_with_its_retry_policy_and_a_state_of_the_future() -> None:
+    message = job_pb2.Job(id="i", state=job_pb2.JOB_STATE_DEAD)
+    message.retry.fixed.delay.seconds = 9
+    message.attempts.add(attempt=1, outcome=job_pb2.ATTEMPT_OUTCOME_NACKED, error="e")
+    record = read_record(message)
+    assert record.state is JobState.DEAD
+    assert record.retry == FixedRetry(delay=timedelta(seconds=9))
+    assert record.attempts[0].error == "e"
+    assert record.finished_at is None
+    newer = job_pb2.Job.FromString(b"\x20\x63")
+    assert read_record(newer).state is JobState.UNKNOWN
+
+
+def test_an_error_text_keeps_its_end_whole_characters_and_no_nul() -> None:
+    assert error_text("a\0b") == "a\N{REPLACEMENT CHARACTER}b"
+    text = error_text("start" + "ä" * ERROR_BYTES_MAX + "end")
+    assert text.endswith("äend")
+    assert len(text.encode()) in (ERROR_BYTES_MAX, ERROR_BYTES_MAX - 1)
+
+
+def test_an_invalid_request_says_what_and_where_and_survives_pickling() -> None:
+    error = from_code(3, "2 violations", [Violation("jobs[3].queue", "is empty"), Violation("org", "is long")])
+    assert isinstance(error, InvalidJob)
+    assert "jobs[3].queue: is empty; org: is long" in str(error)
+    assert pickle.loads(pickle.dumps(error)).violations == error.violations
+    assert type(from_code(3, "no", [Violation("org", "is long")])) is InvalidRequest
+    assert type(from_code(14, "no")) is Unavailable
+
+
+def test_violations_of_a_part_are_told_by_the_place_in_the_whole() -> None:
+    told = shifted([Violation("jobs[3].attributes[a]", "x"), Violation("org", "y")], 1000)
+    assert told == [("jobs[1003].attributes[a]", "x"), ("org", "y")]
+
+
+@pytest.mark.parametrize("after", [-1, math.nan, math.inf, timedelta(days=-1)])
+def test_a_retry_cannot_be_asked_for_at_no_time(after: Any) -> None:
+    with pytest.raises(ValueError, match="after must be"):
+        Retry(after=after)

@@ -1,0 +1,107 @@
+"""The client without await: the same answers and errors, from any thread and beside a running loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator
+
+import pytest
+from grpc import StatusCode
+
+from tests.unit.client_fake import FakeRouter, failing, fake_router
+from windrow import Answer, ClientClosed, Job, NewJob, PermissionDenied, SyncClient
+
+
+@pytest.fixture
+async def router() -> AsyncIterator[FakeRouter]:
+    async with fake_router() as running:
+        yield running
+
+
+async def test_every_verb_answers_as_the_asyncio_client_does(router: FakeRouter) -> None:
+    router.give("k", b"p")
+
+    def use() -> None:
+        with SyncClient(router.address, org="acme") as client:
+            assert client.enqueue("q", "k", {"a": 1}).duplicate is False
+            assert len(client.enqueue_many([NewJob("q", "k"), NewJob("q", "k")])) == 2
+            (job,) = client.dequeue(["q"], max_jobs=5)
+            assert job.payload == b"p"
+            assert client.extend(job) is Answer.OK
+            assert client.ack(job, result="done") is Answer.OK
+            assert client.nack([job], error="e") == [Answer.OK]
+            assert client.release([job, job]) == [Answer.OK] * 2
+            assert client.get_jobs([job.id]) == {}
+            assert client.cancel_jobs([job.id]) == [Answer.OK]
+
+    await asyncio.to_thread(use)
+    assert len(set(router.peers)) == 1
+
+
+async def test_errors_come_through(router: FakeRouter) -> None:
+    router.scripts["Ack"] = failing(1, StatusCode.PERMISSION_DENIED, router, "Ack")
+
+    def use() -> None:
+        with SyncClient(router.address, org="acme") as client, pytest.raises(PermissionDenied):
+            client.ack(Job(lease=b"l"))
+
+    await asyncio.to_thread(use)
+
+
+async def test_many_threads_share_one(router: FakeRouter) -> None:
+    client = SyncClient(router.address, org="acme")
+
+    def use() -> None:
+        for _ in range(20):
+            client.enqueue("q", "k")
+
+    await asyncio.gather(*(asyncio.to_thread(use) for _ in range(8)))
+    await asyncio.to_thread(client.close)
+    assert len(router.of("Enqueue")) == 160
+    assert len({job.id for request in router.of("Enqueue") for job in request.jobs}) == 160
+
+
+async def test_a_closed_one_says_so_and_leaves_no_thread(router: FakeRouter) -> None:
+    client = SyncClient(router.address, org="acme")
+    await asyncio.to_thread(client.enqueue, "q", "k")
+    await asyncio.to_thread(client.close)
+    client.close()
+    assert "windrow-sync-client" not in {thread.name for thread in threading.enumerate()}
+    with pytest.raises(ClientClosed, match="is closed"):
+        client.enqueue("q", "k")
+
+
+def test_it_works_where_a_loop_is_running_in_the_calling_thread() -> None:
+    """As in a notebook's cell."""
+    addresses: list[str] = []
+    ready, done = threading.Event(), threading.Event()
+
+    async def serve() -> None:
+        async with fake_router() as router:
+            addresses.append(router.address)
+            ready.set()
+            await asyncio.to_thread(done.wait)
+
+    server = threading.Thread(target=asyncio.run, args=(serve(),))
+    server.start()
+    ready.wait()
+
+    async def cell() -> str:
+        with SyncClient(addresses[0], org="acme") as client:
+            return client.enqueue("q", "k").id
+
+    try:
+        assert asyncio.run(cell())
+    finally:
+        done.set()
+        server.join()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+async def test_a_fork_is_told_to_make_its_own(router: FakeRouter) -> None:
+    client = SyncClient(router.address, org="acme")
+    client._pid -= 1
+    with pytest.raises(ClientClosed, match="before a fork"):
+        client.enqueue("q", "k")
