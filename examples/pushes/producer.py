@@ -1,64 +1,125 @@
+"""Enqueues recorded pushes in the order in which they happened, each as a job of its org.
+
+python -m examples.pushes.producer --address 127.0.0.1:7419
+"""
+
 from __future__ import annotations
 
+import argparse
 import asyncio
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from math import log1p
 
-import grpc
-from windrow.ids import new_id
-from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
-
-from examples.pushes.totals import Push
+import windrow
+from examples.pushes.totals import Push, read_pushes
 
 QUEUE = "pushes"
 KIND = "push"
-_WINDOW = 500
-_DELAYED_EVERY = 10
-_DELAY_S_MAX = 5.0
+
+# How many pushes are under way at once. Each org's share of them is one call, and the next ones wait until all of these
+# are acknowledged. So an org's jobs are stored in recorded order, and across orgs none overtakes more than this many.
+WINDOW = 500
+DELAYED_EVERY = 10
+DELAY_S_MAX = 5.0
+
+_STEP_S = 0.25
+_PAUSE_S = 0.2
+_PATIENCE_S = 180.0
+_AGAIN = (windrow.Unavailable, windrow.DeadlineExceeded, windrow.ResourceExhausted, windrow.RouterError)
+_log = logging.getLogger("producer")
 
 
 def delays_s(pushes: Sequence[Push]) -> list[float]:
-    seen: dict[str, int] = {}
+    """How long each job is to wait before it may run: every tenth push has its recorded gap, compressed; others 0.
+
+    The gap is the time since the previous push to the same repository (none: 0), and
+
+        delay = 5 s × ln(1 + gap) ÷ ln(1 + the longest gap of all)
+
+    Gaps run from a second to years: on a linear scale all but a few would be no delay at all.
+    """
+    latest: dict[str, int] = {}
     gaps: list[int] = []
     for push in pushes:
-        gaps.append(push.at - seen.get(push.repo, push.at))
-        seen[push.repo] = push.at
-    longest = max(gaps, default=0) or 1
+        gaps.append(push.at - latest.get(push.repo, push.at))
+        latest[push.repo] = push.at
+    longest = max(gaps, default=0)
     return [
-        _DELAY_S_MAX * log1p(gap) / log1p(longest) if number % _DELAYED_EVERY == 0 else 0.0
+        DELAY_S_MAX * log1p(gap) / log1p(longest) if gap and number % DELAYED_EVERY == 0 else 0.0
         for number, gap in enumerate(gaps, start=1)
     ]
 
 
-async def produce(address: str, pushes: Sequence[Push], *, seconds: float, acknowledged: Callable[[str, Sequence[str]], None], retried: Callable[[str], None]) -> None:
+def job_of(push: Push, delay_s: float) -> windrow.NewJob:
+    """The job's id, a UUIDv7, is made here: however often the job is sent, it is stored once."""
+    return windrow.NewJob(QUEUE, KIND, push.to_json(), delay=delay_s or None)
+
+
+async def produce(
+    address: str,
+    pushes: Sequence[Push],
+    *,
+    acknowledged: Callable[[str, Sequence[windrow.Enqueued]], None],
+    seconds: float = 0.0,
+) -> None:
+    """Enqueues all pushes, and tells `acknowledged` of every org's jobs that are stored. With `seconds` it takes that
+    long, at an even rate. Raises a group of what windrow.Client raises, once tries have failed for 3 minutes."""
+    if not pushes:
+        return
     delays = delays_s(pushes)
-    began = time.monotonic()
-    async with grpc.aio.insecure_channel(address) as channel:
-        stub = queue_pb2_grpc.QueueStub(channel)
+    size = max(1, min(WINDOW, round(len(pushes) * _STEP_S / seconds))) if seconds else WINDOW
+    began_s = time.monotonic()
+    async with windrow.Client(address, org=pushes[0].org, channels=2) as client:
+        for first in range(0, len(pushes), size):
+            # A window that is late is not waited for: the rate catches up.
+            await asyncio.sleep(began_s + seconds * first / len(pushes) - time.monotonic())
+            jobs: dict[str, list[windrow.NewJob]] = defaultdict(list)
+            for at in range(first, min(first + size, len(pushes))):
+                jobs[pushes[at].org].append(job_of(pushes[at], delays[at]))
+            async with asyncio.TaskGroup() as group:
+                for org in jobs:
+                    group.create_task(_send(client.for_org(org), jobs[org], acknowledged))
 
-        async def send(org: str, jobs):
-            while True:
-                try:
-                    await stub.Enqueue(queue_pb2.EnqueueRequest(org=org, jobs=jobs), timeout=5)
-                except grpc.aio.AioRpcError as e:
-                    retried(str(e.code()))
-                    await asyncio.sleep(0.1)
-                else:
-                    acknowledged(org, [j.id for j in jobs])
-                    return
 
-        size = min(_WINDOW, max(1, len(pushes)//200)) if seconds else _WINDOW
-        for at in range(0, len(pushes), size):
-            by_org = defaultdict(list)
-            for push, delay in zip(pushes[at:at+size], delays[at:at+size]):
-                j = job_pb2.NewJob(id=new_id(), queue=QUEUE, kind=KIND, payload=push.to_json())
-                if delay: j.delay.FromNanoseconds(int(delay*1e9))
-                by_org[push.org].append(j)
-            async with asyncio.TaskGroup() as g:
-                for org, jobs in by_org.items():
-                    g.create_task(send(org, jobs))
-            if seconds:
-                await asyncio.sleep(max(0, began + seconds*(at+size)/len(pushes) - time.monotonic()))
+async def _send(
+    client: windrow.Client,
+    jobs: Sequence[windrow.NewJob],
+    acknowledged: Callable[[str, Sequence[windrow.Enqueued]], None],
+) -> None:
+    """The client tries again by itself, for its `timeout`. This goes on where it stops: a call that broke may have
+    stored the jobs or not, and the same ids make the next try safe in both cases."""
+    deadline_s = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            stored = await client.enqueue_many(jobs)
+        except _AGAIN as error:
+            if time.monotonic() > deadline_s:
+                raise
+            _log.warning("trying again: %s", error)
+            await asyncio.sleep(_PAUSE_S)
+        else:
+            acknowledged(client.org, stored)
+            return
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m examples.pushes.producer")
+    parser.add_argument("--address", default="127.0.0.1:7419", help="of the routers, HOST:PORT")
+    parser.add_argument("--events", type=int, help="only the first so many")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    stored = 0
+
+    def count(_org: str, jobs: Sequence[windrow.Enqueued]) -> None:
+        nonlocal stored
+        stored += len(jobs)
+
+    asyncio.run(produce(arguments.address, read_pushes(most=arguments.events), acknowledged=count))
+    print(f"{stored:,} jobs enqueued")
+
+
+if __name__ == "__main__":
+    main()

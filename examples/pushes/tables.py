@@ -1,5 +1,5 @@
-"""The application's own tables: the totals, and the ids of the jobs that are in them. They are in the application's database;
-Windrow knows nothing of it.
+"""The application's own tables: the totals, and the ids of the jobs that are in them. They are in the application's
+database; Windrow knows nothing of it.
 
 A queue delivers a job at least once. What makes its effect happen exactly once is here: the job's id and its effect are
 committed together, and an id that is there already changes nothing.
@@ -7,14 +7,18 @@ committed together, and an id that is there already changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
 
 from psycopg import AsyncConnection
+from psycopg_pool import AsyncConnectionPool
 
 from examples.pushes.totals import Key, Push, Sums
 
 CREATE = """
+-- Two workers that start at the same time must not both create a table.
+SELECT pg_advisory_xact_lock(hashtext('pushes'));
 CREATE TABLE IF NOT EXISTS applied (
     job_id uuid PRIMARY KEY,
     -- 2 or more: the job came again after its effect was committed, and was counted only once all the same.
@@ -63,13 +67,24 @@ class Applied(NamedTuple):
     repeats: int
 
 
-async def create(connection: AsyncConnection) -> None:
-    await connection.execute(CREATE)
+Connection = AsyncConnection[tuple[Any, ...]]
+Pool = AsyncConnectionPool[Connection]
 
 
-async def apply(connection: AsyncConnection, pushes: Sequence[tuple[str, Push]]) -> None:
-    """Adds pushes, each with the id of its job, to the totals: all or none, and each id once however often it comes. The ids
-    of one call differ. The connection is in autocommit mode: when this returns, it is committed."""
+@asynccontextmanager
+async def open_pool(database: str) -> AsyncGenerator[Pool, None]:
+    """A connection in autocommit mode that is made again when it breaks. `database`: its DSN. Makes the tables."""
+    async with AsyncConnectionPool[Connection](
+        database, min_size=1, max_size=1, kwargs={"autocommit": True}, open=False
+    ) as pool:
+        async with pool.connection() as connection:
+            await connection.execute(CREATE)
+        yield pool
+
+
+async def apply(connection: Connection, pushes: Sequence[tuple[str, Push]]) -> None:
+    """Adds pushes, each with the id of its job, to the totals: all or none, and each id once however often it comes.
+    The ids of one call differ. When this returns, it is committed."""
     await connection.execute(
         APPLY,
         (
@@ -84,14 +99,14 @@ async def apply(connection: AsyncConnection, pushes: Sequence[tuple[str, Push]])
     )
 
 
-async def read_totals(connection: AsyncConnection) -> dict[Key, Sums]:
+async def read_totals(connection: Connection) -> dict[Key, Sums]:
     rows = await (
         await connection.execute("SELECT org, repo, week, pushes, files, insertions, deletions FROM totals")
     ).fetchall()
     return {Key(*row[:3]): Sums(*row[3:]) for row in rows}
 
 
-async def read_applied(connection: AsyncConnection) -> Applied:
+async def read_applied(connection: Connection) -> Applied:
     row = await (
         await connection.execute("SELECT count(*), coalesce(sum(deliveries - 1), 0)::bigint FROM applied")
     ).fetchone()

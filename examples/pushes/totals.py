@@ -1,6 +1,6 @@
-"""What a push is, and the totals of many: per org, repo and ISO week. Pure but for reading the file; knows no queue, no SQL.
+"""What a push is, and the totals of many: per org, repo and ISO week. Pure but for reading the file; knows no queue.
 
-The worker does not use these sums: the database adds up, by SQL (tables.py). So the two can check each other.
+The worker does not use these sums: its database adds up, in SQL (tables.py). So the two can check each other.
 """
 
 from __future__ import annotations

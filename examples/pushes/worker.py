@@ -1,38 +1,128 @@
+"""Adds pushes to the totals in the application's own Postgres, each exactly once. Run as many of these as you like.
+
+DATABASE_URL=postgresql://... python -m examples.pushes.worker --address 127.0.0.1:7419
+"""
+
 from __future__ import annotations
-import argparse, asyncio, os, sys, threading, signal
-import grpc, psycopg
-from windrow.v1 import queue_pb2, queue_pb2_grpc
+
+import argparse
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import windrow
 from examples.pushes import tables
-from examples.pushes.totals import Push
+from examples.pushes.producer import KIND, QUEUE
+from examples.pushes.totals import Push, read_pushes
 
-async def serve(address, database, orgs, window_s, name):
-    db = await psycopg.AsyncConnection.connect(database, autocommit=True)
-    lock = asyncio.Lock()
-    async with grpc.aio.insecure_channel(address) as ch:
-        stub = queue_pb2_grpc.QueueStub(ch)
-        async def one(org):
-            while True:
-                try:
-                    r = queue_pb2.DequeueRequest(org=org, queues=["pushes"], max_jobs=100, worker=name)
-                    r.visibility_window.FromMilliseconds(int(window_s*1000))
-                    got = (await stub.Dequeue(r, timeout=5)).jobs
-                    if not got:
-                        await asyncio.sleep(0.2); continue
-                    async with lock:
-                        await tables.apply(db, [(j.id, Push.from_json(j.payload)) for j in got])
-                    await stub.Ack(queue_pb2.AckRequest(org=org, acks=[queue_pb2.Ack(lease=j.lease) for j in got]), timeout=5)
-                except grpc.aio.AioRpcError as e:
-                    await asyncio.sleep(0.2)
-        async with asyncio.TaskGroup() as g:
-            for o in orgs: g.create_task(one(o))
+# Of each org: handlers at the same time, most of which only wait for the transaction that they share.
+CONCURRENCY = 100
 
-def main():
-    p = argparse.ArgumentParser()
-    p.add_argument("--address"); p.add_argument("--database"); p.add_argument("--orgs"); p.add_argument("--window-seconds", type=float, default=30); p.add_argument("--name", default="worker")
-    a = p.parse_args()
-    def watch():
-        while os.read(0, 4096): pass
-        os._exit(0)
-    threading.Thread(target=watch, daemon=True).start()
-    asyncio.run(serve(a.address, a.database, a.orgs.split(","), a.window_seconds, a.name))
-if __name__ == "__main__": main()
+
+@dataclass(slots=True)
+class _Batch:
+    # By job id: a job that came a second time while it waits is the same push.
+    pushes: dict[str, Push] = field(default_factory=dict[str, Push])
+    applied: bool = False
+
+
+class Totals:
+    """Applies pushes in transactions of whatever is waiting: one push alone does not wait for more, and while a
+    transaction is under way the next one fills."""
+
+    def __init__(self, pool: tables.Pool) -> None:
+        self._pool = pool
+        self._turn = asyncio.Lock()
+        self._filling = _Batch()
+
+    async def add(self, job_id: str, push: Push) -> None:
+        """Returns when the push is in the totals, and that is committed."""
+        batch = self._filling
+        batch.pushes[job_id] = push
+        async with self._turn:
+            # Whoever has the first turn applies the batch for all who are in it.
+            if batch.applied:
+                return
+            if self._filling is batch:
+                self._filling = _Batch()
+            async with self._pool.connection() as connection:
+                await tables.apply(connection, list(batch.pushes.items()))
+            batch.applied = True
+
+
+def make_worker(
+    client: windrow.Client, totals: Totals, *, visibility_window_s: float, name: str | None
+) -> windrow.Worker:
+    """A worker for one org: the client's."""
+    worker = windrow.Worker(client, QUEUE, concurrency=CONCURRENCY, visibility_window=visibility_window_s, name=name)
+
+    @worker.handler(KIND)
+    async def push(job: windrow.Job) -> None:  # pyright: ignore[reportUnusedFunction]
+        # When this returns the job is acknowledged, and so only after the commit.
+        await totals.add(job.id, Push.from_json(job.payload))
+
+    return worker
+
+
+async def work(
+    address: str,
+    database: str,
+    orgs: Sequence[str],
+    *,
+    visibility_window_s: float = 30.0,
+    name: str | None = None,
+    until_stdin_closes: bool = False,
+) -> None:
+    """Works for all orgs, over the same connections, until SIGTERM or Ctrl-C."""
+    async with (
+        windrow.Client(address, org=orgs[0], channels=2) as client,
+        tables.open_pool(database) as pool,
+        asyncio.TaskGroup() as group,
+    ):
+        totals = Totals(pool)
+        workers = [
+            make_worker(client.for_org(org), totals, visibility_window_s=visibility_window_s, name=name) for org in orgs
+        ]
+        for worker in workers:
+            group.create_task(worker.run())
+        if until_stdin_closes:
+            threading.Thread(target=_stop_with_stdin, args=(workers,), daemon=True).start()
+
+
+def _stop_with_stdin(workers: Sequence[windrow.Worker]) -> None:
+    """Whoever started this process holds the other end of its standard input, and we end with it, however it ends."""
+    while os.read(0, 4096):
+        pass
+    for worker in workers:
+        worker.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m examples.pushes.worker")
+    parser.add_argument("--address", default="127.0.0.1:7419", help="of the routers, HOST:PORT")
+    parser.add_argument("--database", default=os.environ.get("DATABASE_URL"), help="DSN; default: $DATABASE_URL")
+    parser.add_argument("--orgs", nargs="+", help="default: those of the recorded pushes")
+    parser.add_argument("--visibility-window", type=float, default=30.0, help="of each lease, in seconds")
+    parser.add_argument("--name", help="kept in the attempt history")
+    parser.add_argument("--until-stdin-closes", action="store_true", help="stop when standard input ends")
+    arguments = parser.parse_args()
+    if not arguments.database:
+        parser.error("which database? Give --database, or set DATABASE_URL")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    asyncio.run(
+        work(
+            arguments.address,
+            arguments.database,
+            arguments.orgs or sorted({push.org for push in read_pushes()}),
+            visibility_window_s=arguments.visibility_window,
+            name=arguments.name,
+            until_stdin_closes=arguments.until_stdin_closes,
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

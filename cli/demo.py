@@ -1,0 +1,557 @@
+"""`windrow demo`: recorded pushes of real organizations go through a cluster on this machine, and are proved to be
+counted once each.
+
+Orchestration and display only; what a user would write is in examples/pushes. Refuses to call a run good unless the
+totals are equal to the last digit, every acknowledged job is found succeeded, and the books of every shard balance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from asyncio.subprocess import PIPE, Process
+from collections import Counter, defaultdict
+from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import grpc
+import rich.box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import windrow
+from cli.local import LocalCluster, local_cluster
+from embedded import EmbeddedError, open_clusters
+from examples.pushes import tables
+from examples.pushes.producer import produce
+from examples.pushes.totals import Difference, Push, Sums, differences, read_pushes, total
+from router.server import CannotListen
+from router.supervisor import RouterFailed
+from windrow.v1 import admin_pb2, admin_pb2_grpc
+
+SHARDS = 2
+ROUTERS = 2
+WORKERS = 2
+
+# Faults: how often, and where. Jobs of a killed worker come back when the visibility window ends, so that one is short.
+WORKER_KILLED_EVERY_S = 1.0
+ROUTER_KILLED_EVERY_S = 3.0
+POSTGRES_KILLED = "s1"
+POSTGRES_KILLS = 2
+WINDOW_S = 30.0
+WINDOW_WITH_FAULTS_S = 5.0
+
+_ROOT = Path(__file__).resolve().parent.parent
+_LOOK_S = 0.5
+_LINE_EVERY_S = 2.0
+# A cluster that is being killed all the time stands still for seconds now and then; one that works, never so long.
+_STUCK_S = 90.0
+_CALL_S = 10.0
+_HEAL_S = 60.0
+_END_S = 10.0
+_ROWS_SHOWN = 10
+_WIDTH = 120
+_LOG_LINES = 20
+
+
+class DemoFailed(Exception):
+    """The run cannot go on, or would prove nothing; the message says why."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """What has happened so far."""
+
+    pushes: Sequence[Push]
+    # Ids of acknowledged jobs, by org.
+    acknowledged: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    acknowledged_jobs: int = 0
+    # Jobs of a call that was sent again, whose first try had been stored: the answer was lost on its way.
+    resent: int = 0
+    # By the books of the shards.
+    done: int = 0
+    checks: int = 0
+    faults: Counter[str] = field(default_factory=Counter[str])
+    enqueue_s: float = 0.0
+    total_s: float = 0.0
+
+    def acknowledge(self, org: str, stored: Sequence[windrow.Enqueued]) -> None:
+        self.acknowledged[org] += [job.id for job in stored]
+        self.acknowledged_jobs += len(stored)
+        self.resent += sum(job.duplicate for job in stored)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What was found when all was done."""
+
+    records: Mapping[str, Sequence[windrow.JobRecord]]
+    # Acknowledged ids that were not found, or not as succeeded; each with its org and state.
+    astray: Sequence[str]
+    # What is wrong with the books.
+    imbalances: Sequence[str]
+    differences: Sequence[Difference]
+    rows: int
+    repeats: int
+
+    @property
+    def passed(self) -> bool:
+        return not (self.astray or self.imbalances or self.differences)
+
+
+def run_demo(*, events: int | None = None, faults: bool = False, seconds: float = 30.0) -> int:
+    """Runs the demo; answers the exit code, 0 only for a run that proved what it should.
+
+    `events`: only the first so many. `faults`: kill workers, routers and a Postgres all the while; the enqueueing is
+    then spread over `seconds`, so that there is time for it.
+    """
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
+    # It has no name yet, so that nothing is left of it, however this process ends.
+    with tempfile.TemporaryFile() as log:
+        try:
+            with _standard_error_to(log.fileno()):
+                passed = asyncio.run(_demo(console, events=events, seconds=seconds if faults else 0.0))
+        except KeyboardInterrupt:
+            console.print("stopped")
+            return 130
+        except (DemoFailed, EmbeddedError, CannotListen, RouterFailed, windrow.WindrowError) as error:
+            console.print(f"[red]demo failed:[/] {error}")
+            passed = False
+        except BaseException:
+            _keep(log, console)
+            raise
+        if not passed:
+            _keep(log, console)
+        return 0 if passed else 1
+
+
+async def _demo(console: Console, *, events: int | None, seconds: float) -> bool:
+    """`seconds` 0: no faults."""
+    _stop_on_sigterm()
+    run = Run(pushes=read_pushes(most=events))
+    if not run.pushes:
+        raise DemoFailed("there are no events to enqueue")
+    orgs = sorted({push.org for push in run.pushes})
+    console.print(
+        f"Starting {SHARDS} shards, {ROUTERS} router processes, {WORKERS} workers, "
+        "and a Postgres for the application's totals"
+    )
+    async with (
+        _application() as database,
+        local_cluster(shards=SHARDS, processes=ROUTERS, listen="127.0.0.1:0", ephemeral=True) as cluster,
+        grpc.aio.insecure_channel(cluster.address, options=[("grpc.max_reconnect_backoff_ms", 500)]) as channel,
+    ):
+        console.print(f"Enqueueing {len(run.pushes):,} pushes of {len(orgs)} orgs through {cluster.address}")
+        admin = admin_pb2_grpc.AdminStub(channel)
+        workers = Workers(
+            address=cluster.address,
+            database=database,
+            orgs=orgs,
+            window_s=WINDOW_WITH_FAULTS_S if seconds else WINDOW_S,
+        )
+        beside: list[Coroutine[Any, Any, None]] = [workers.keep(number) for number in range(1, WORKERS + 1)]
+        if seconds:
+            beside += [
+                _kill_workers(run, workers),
+                _kill_routers(run, cluster),
+                _kill_postgres(run, cluster, console, seconds),
+            ]
+        await _while(_work(run, cluster.address, admin, list(cluster.postgres), seconds), *beside, _show(run, console))
+        verdict = await _judge(run, cluster, admin, database)
+    report(console, run, verdict)
+    return verdict.passed
+
+
+async def _work(
+    run: Run, address: str, admin: admin_pb2_grpc.AdminAsyncStub, shards: Sequence[str], seconds: float
+) -> None:
+    """From the first enqueue until the shards' books say that every job is done."""
+    began_s = time.monotonic()
+
+    async def enqueue() -> None:
+        await produce(address, run.pushes, acknowledged=run.acknowledge, seconds=seconds)
+        run.enqueue_s = time.monotonic() - began_s
+
+    await asyncio.gather(enqueue(), _watch_books(run, admin, shards))
+    run.total_s = time.monotonic() - began_s
+
+
+# ── The parts ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextlib.asynccontextmanager
+async def _application() -> AsyncGenerator[str, None]:
+    """The application's own Postgres, apart from Windrow's, without any table yet. Yields the DSN."""
+    opened = open_clusters(["app"], ephemeral=True)
+    clusters = await asyncio.to_thread(opened.__enter__)
+    try:
+        yield clusters["app"].dsn
+    finally:
+        await asyncio.to_thread(opened.__exit__, None, None, None)
+
+
+class Workers:
+    """Worker processes, each started again when it was killed. They end when their standard input does: so with this
+    process, however it ends."""
+
+    def __init__(self, *, address: str, database: str, orgs: Sequence[str], window_s: float) -> None:
+        self._command = (
+            *(sys.executable, "-m", "examples.pushes.worker", "--until-stdin-closes"),
+            *("--address", address, "--visibility-window", f"{window_s:g}", "--orgs", *orgs),
+        )
+        # Not as an argument, which everybody on this machine could read: it holds a password.
+        self._environ = os.environ | {"DATABASE_URL": database}
+        self._running: dict[int, Process] = {}
+        self._killed: set[Process] = set()
+
+    async def keep(self, number: int) -> None:
+        """Keeps one worker running until cancelled. Raises DemoFailed when it ends and nobody killed it."""
+        while True:
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                *("--name", f"worker-{number}"),
+                stdin=PIPE,
+                cwd=_ROOT,
+                env=self._environ,
+                # Ctrl-C in the terminal reaches us only; we end the workers in order.
+                start_new_session=True,
+            )
+            self._running[number] = process
+            try:
+                code = await process.wait()
+            finally:
+                del self._running[number]
+                await _end(process)
+            if process not in self._killed:
+                raise DemoFailed(f"worker {number} ended by itself, with exit code {code}")
+            self._killed.discard(process)
+
+    def kill(self) -> bool:
+        """Kills one of them, as a fault would. False: none was running."""
+        alive = [process for process in self._running.values() if process not in self._killed]
+        if not alive:
+            return False
+        process = random.choice(alive)
+        self._killed.add(process)
+        process.kill()
+        return True
+
+
+async def _end(process: Process) -> None:
+    """Lets a worker finish the jobs it holds; kills it when that takes too long."""
+    if process.returncode is not None:
+        return
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        async with asyncio.timeout(_END_S):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+async def _watch_books(run: Run, admin: admin_pb2_grpc.AdminAsyncStub, shards: Sequence[str]) -> None:
+    """Follows the books of the shards until they say that every job is done. Raises DemoFailed when a job can not be
+    done any more, a book does not balance, or nothing moves."""
+    done = dict.fromkeys(shards, 0)
+    moved_s = time.monotonic()
+    while run.done < len(run.pushes):
+        await asyncio.sleep(_LOOK_S)
+        before = (run.acknowledged_jobs, run.done)
+        for shard in shards:
+            # A shard that was just killed tells nothing for a moment.
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                books = await _books(admin, shard)
+                for one in books:
+                    if not one.balanced or one.dead or one.cancelled:
+                        raise DemoFailed(f"the books of {one.org} on {shard} are wrong: {_entries(one)}")
+                done[shard] = sum(one.succeeded for one in books)
+                run.checks += 1
+        run.done = sum(done.values())
+        if (run.acknowledged_jobs, run.done) != before:
+            moved_s = time.monotonic()
+        elif time.monotonic() - moved_s > _STUCK_S:
+            raise DemoFailed(
+                f"nothing has moved for {_STUCK_S:g} s: of {len(run.pushes):,} jobs {run.acknowledged_jobs:,} are "
+                f"enqueued and {run.done:,} done"
+            )
+
+
+async def _books(admin: admin_pb2_grpc.AdminAsyncStub, shard: str) -> list[admin_pb2.OrgBooks]:
+    request = admin_pb2.CheckShardRequest(shard=shard)
+    return [one async for part in admin.CheckShard(request, timeout=_CALL_S) for one in part.orgs]
+
+
+def _entries(books: admin_pb2.OrgBooks) -> str:
+    return (
+        f"{books.accepted:,} accepted; {books.scheduled:,} scheduled, {books.ready:,} ready, {books.leased:,} leased, "
+        f"{books.succeeded:,} succeeded, {books.dead:,} dead, {books.cancelled:,} cancelled"
+    )
+
+
+# ── Faults ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def _kill_workers(run: Run, workers: Workers) -> None:
+    while True:
+        await asyncio.sleep(WORKER_KILLED_EVERY_S)
+        if workers.kill():
+            run.faults["worker"] += 1
+
+
+async def _kill_routers(run: Run, cluster: LocalCluster) -> None:
+    """Each time the one that has run longest: on a busy machine one that has just started may not serve yet, and
+    killing those would only show that a cluster without routers does nothing."""
+    by_age: list[int] = []
+    while True:
+        await asyncio.sleep(ROUTER_KILLED_EVERY_S)
+        alive = cluster.routers.pids
+        by_age = [pid for pid in by_age if pid in alive] + [pid for pid in alive if pid not in by_age]
+        if by_age:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(by_age.pop(0), signal.SIGKILL)
+                run.faults["router"] += 1
+
+
+async def _kill_postgres(run: Run, cluster: LocalCluster, console: Console, seconds: float) -> None:
+    """At a third and at two thirds of the enqueueing. It comes back by itself, and recovers from its log."""
+    for _ in range(POSTGRES_KILLS):
+        await asyncio.sleep(seconds / (POSTGRES_KILLS + 1))
+        await asyncio.to_thread(cluster.postgres[POSTGRES_KILLED].kill)
+        run.faults["Postgres"] += 1
+        console.print(f"  kill -9 of the Postgres of shard {POSTGRES_KILLED}")
+    await asyncio.Event().wait()
+
+
+# ── Judgement ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def _judge(run: Run, cluster: LocalCluster, admin: admin_pb2_grpc.AdminAsyncStub, database: str) -> Verdict:
+    records: dict[str, list[windrow.JobRecord]] = {}
+    astray: list[str] = []
+    async with windrow.Client(cluster.address, org=run.pushes[0].org, timeout=_HEAL_S) as client:
+        for org, ids in run.acknowledged.items():
+            found = await client.for_org(org).get_jobs(ids)
+            records[org] = list(found.values())
+            astray += [f"{org} {name}: not found" for name in ids if name not in found]
+            astray += [
+                f"{org} {record.id}: {record.state.value}"
+                for record in found.values()
+                if record.state is not windrow.JobState.SUCCEEDED
+            ]
+    imbalances = await _imbalances(run, admin, list(cluster.postgres))
+    async with tables.open_pool(database) as pool, pool.connection() as connection:
+        applied = await tables.read_applied(connection)
+    if applied.jobs != run.acknowledged_jobs:
+        imbalances.append(f"{applied.jobs:,} jobs were applied, {run.acknowledged_jobs:,} were acknowledged")
+    return Verdict(
+        records=records,
+        astray=astray,
+        imbalances=imbalances,
+        differences=await compare(database, run.pushes),
+        rows=len(total(run.pushes)),
+        repeats=applied.repeats,
+    )
+
+
+async def compare(database: str, pushes: Sequence[Push]) -> list[Difference]:
+    """Where the application's totals differ from those of the pushes themselves, added up in memory."""
+    async with tables.open_pool(database) as pool, pool.connection() as connection:
+        return differences(total(pushes), await tables.read_totals(connection))
+
+
+async def _imbalances(run: Run, admin: admin_pb2_grpc.AdminAsyncStub, shards: Sequence[str]) -> list[str]:
+    """The conservation check of every shard; and whether together they accepted what was acknowledged, per org."""
+    wrong: list[str] = []
+    accepted = Counter[str]()
+    for shard in shards:
+        for one in await _books_once_healed(admin, shard):
+            accepted[one.org] += one.accepted
+            if not one.balanced or one.succeeded != one.accepted:
+                wrong.append(f"{one.org} on {shard}: {_entries(one)}")
+        run.checks += 1
+    acknowledged = {org: len(ids) for org, ids in run.acknowledged.items()}
+    wrong += [
+        f"{org}: {accepted[org]:,} accepted, {acknowledged.get(org, 0):,} acknowledged"
+        for org in sorted(accepted.keys() | acknowledged.keys())
+        if accepted[org] != acknowledged.get(org, 0)
+    ]
+    return wrong
+
+
+async def _books_once_healed(admin: admin_pb2_grpc.AdminAsyncStub, shard: str) -> list[admin_pb2.OrgBooks]:
+    """The last fault may be a moment ago."""
+    deadline_s = time.monotonic() + _HEAL_S
+    while True:
+        try:
+            return await _books(admin, shard)
+        except grpc.aio.AioRpcError as error:
+            if time.monotonic() > deadline_s:
+                raise DemoFailed(f"shard {shard} could not be checked: {error.details()}") from error
+            await asyncio.sleep(_LOOK_S)
+
+
+# ── Display ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def _show(run: Run, console: Console) -> None:
+    """Bars on a terminal, plain lines elsewhere; until cancelled."""
+    if not console.is_terminal:
+        began_s = time.monotonic()
+        while True:
+            await asyncio.sleep(_LINE_EVERY_S)
+            console.print(
+                f"{time.monotonic() - began_s:5.0f} s   {run.acknowledged_jobs:7,} enqueued   {run.done:7,} done"
+                f"{_faults(run)}"
+            )
+    columns = (
+        TextColumn("{task.description:<9}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=console, redirect_stderr=False) as progress:
+        enqueued = progress.add_task("enqueued", total=len(run.pushes), note="")
+        done = progress.add_task("done", total=len(run.pushes), note="")
+        try:
+            while True:
+                await asyncio.sleep(_LOOK_S / 2)
+                progress.update(enqueued, completed=run.acknowledged_jobs)
+                progress.update(done, completed=run.done, note=_faults(run).strip())
+        finally:
+            progress.update(enqueued, completed=run.acknowledged_jobs)
+            progress.update(done, completed=run.done)
+
+
+def _faults(run: Run) -> str:
+    if not run.faults:
+        return ""
+    return "   killed: " + ", ".join(f"{count} × {what}" for what, count in sorted(run.faults.items()))
+
+
+def report(console: Console, run: Run, verdict: Verdict) -> None:
+    records = [record for of_org in verdict.records.values() for record in of_org]
+    jobs = len(run.pushes)
+    figures = Table.grid(padding=(0, 2))
+    figures.add_column()
+    figures.add_column(justify="right")
+    figures.add_column()
+    figures.add_row("events in", f"{jobs:,}", f"{len(run.acknowledged)} orgs")
+    figures.add_row("jobs done", f"{run.done:,}", "")
+    most = max((record.attempt - 1 for record in records), default=0)
+    figures.add_row(
+        "redeliveries", f"{_redeliveries(records):,}", f"leases beyond a job's first; {most} at most of one job"
+    )
+    figures.add_row(
+        "repeats", f"{verdict.repeats:,}", "deliveries of a job that was in the totals already; counted once"
+    )
+    figures.add_row(
+        "resent", f"{run.resent:,}", "jobs sent again after a broken call that had stored them; stored once"
+    )
+    figures.add_row("enqueue", f"{run.enqueue_s:.1f} s", f"{jobs / run.enqueue_s:,.0f} jobs/s")
+    figures.add_row("total", f"{run.total_s:.1f} s", f"{jobs / run.total_s:,.0f} jobs/s, until the last one was done")
+    if run.faults:
+        figures.add_row("kill -9", f"{run.faults.total():,}", _faults(run).partition(":")[2].strip())
+    console.print()
+    console.print(figures)
+
+    largest = Table("org", "shard", "jobs", "redeliveries", title="The largest orgs", box=rich.box.SIMPLE)
+    for column in largest.columns[2:]:
+        column.justify = "right"
+    by_size = sorted(verdict.records.items(), key=lambda item: len(item[1]), reverse=True)
+    for org, of_org in by_size[:_ROWS_SHOWN]:
+        shards = " ".join(sorted({record.shard for record in of_org}))
+        largest.add_row(org, shards, f"{len(of_org):,}", f"{_redeliveries(of_org):,}")
+    console.print(largest)
+
+    _say(console, verdict.astray, f"every acknowledged job is found, succeeded: {len(records):,}")
+    _say(
+        console,
+        verdict.imbalances,
+        f"the books of every shard balance, at the end and in {run.checks:,} checks on the way",
+    )
+    _say(
+        console,
+        [_told(difference) for difference in verdict.differences],
+        f"the totals equal those of the file, to the last digit: {verdict.rows:,} rows (org, repo, week) of 4 sums",
+    )
+
+
+def _redeliveries(records: Sequence[windrow.JobRecord]) -> int:
+    return sum(record.attempt - 1 for record in records)
+
+
+def _told(difference: Difference) -> str:
+    def sums(found: Sums | None) -> str:
+        return "no row" if found is None else ", ".join(f"{value:,} {name}" for name, value in found._asdict().items())
+
+    return f"{' '.join(difference.key)}: expected {sums(difference.expected)}; found {sums(difference.found)}"
+
+
+def _say(console: Console, wrongs: Sequence[str], claim: str) -> None:
+    """One line for what was proved, or what speaks against it."""
+    if not wrongs:
+        console.print(f"[green]ok[/]    {claim}")
+        return
+    console.print(f"[red]WRONG[/] not true: {claim}")
+    for wrong in wrongs[:_ROWS_SHOWN]:
+        console.print(f"      {wrong}", markup=False)
+    if len(wrongs) > _ROWS_SHOWN:
+        console.print(f"      and {len(wrongs) - _ROWS_SHOWN:,} more")
+
+
+# ── This process ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def _while(work: Coroutine[Any, Any, None], *beside: Coroutine[Any, Any, None]) -> None:
+    """Does the work; what runs beside it ends with it. Raises what fails first."""
+    tasks = [asyncio.create_task(one) for one in (work, *beside)]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _stop_on_sigterm() -> None:
+    """SIGTERM ends us as Ctrl-C does: in order."""
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
+
+
+def _keep(log: IO[bytes], console: Console) -> None:
+    """Shows the end of the log of a run that failed, and where all of it is."""
+    log.seek(0)
+    content = log.read()
+    with tempfile.NamedTemporaryFile(prefix="windrow-demo-", suffix=".log", delete=False) as file:
+        file.write(content)
+    for line in content.decode(errors="replace").splitlines()[-_LOG_LINES:]:
+        console.print(line, markup=False, soft_wrap=True)
+    console.print(f"what the processes wrote: {file.name}")
+
+
+@contextlib.contextmanager
+def _standard_error_to(descriptor: int) -> Generator[None, None, None]:
+    """What this process and its children log goes to a file: a hundred broken connections are not for the screen."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    os.dup2(descriptor, 2)
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(kept, 2)
+        os.close(kept)
