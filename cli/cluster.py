@@ -1,0 +1,265 @@
+"""The cluster as its operators see it: its shards, whether they answer, and whether their books balance (I5)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli import options, output, values
+from cli.exits import CommandFailed, ExitCode
+from cli.output import Column
+
+if TYPE_CHECKING:
+    from windrow.v1 import admin_pb2
+
+_STATES = ("scheduled", "ready", "leased", "succeeded", "dead", "cancelled")
+
+
+def health(
+    address: Annotated[
+        str | None,
+        typer.Argument(metavar="HOST:PORT", help="Instead of --address.", show_default=False),
+    ] = None,
+    address_option: options.Address = options.ADDRESS_DEFAULT,
+    timeout: Annotated[
+        timedelta,
+        typer.Option(
+            "--timeout", parser=values.duration, metavar="DURATION", show_default="3s", help="How long to wait for it."
+        ),
+    ] = timedelta(seconds=3),
+    as_json: options.Json = False,
+) -> None:
+    """Ask a router whether it is healthy: exit code 0, else 1.
+
+    Says nothing when it is.
+    """
+    from cli.calls import connect
+
+    place = address or address_option
+    with connect(place, timeout) as router:
+        try:
+            serves, trouble = router.serves(), f"the router at {place} does not take calls now"
+        except CommandFailed as error:
+            serves, trouble = False, str(error)
+    if as_json:
+        output.say_json([{"address": place, "healthy": serves}])
+    if not serves:
+        raise CommandFailed(trouble, ExitCode.NO)
+
+
+def shards(
+    as_json: options.Json = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: options.Timeout = options.TIMEOUT_DEFAULT,
+) -> None:
+    """List the shards, and whether they answer.
+
+    Exit code 1: one does not.
+    """
+    from cli.calls import connect
+    from windrow.v1 import admin_pb2
+
+    with connect(address, timeout) as router:
+        found = router.call(router.admin.ListShards, admin_pb2.ListShardsRequest()).shards
+    if as_json:
+        output.say_json(
+            {
+                "shard": shard.name,
+                "slots": shard.slots,
+                "reachable": shard.reachable,
+                "latency_ms": shard.latency.ToMicroseconds() / 1000 if shard.reachable else None,
+                "postgres_version": shard.postgres_version or None,
+                "schema_version": shard.schema_version or None,
+                "error": shard.error or None,
+            }
+            for shard in found
+        )
+    else:
+        columns = [
+            Column(title="shard"),
+            Column(title="slots", right=True),
+            Column(title="state", coloured=True),
+            Column(title="latency", right=True),
+            Column(title="postgres"),
+            Column(title="schema", right=True),
+            Column(title="error", detail=True),
+        ]
+        rows = [
+            (
+                shard.name,
+                f"{shard.slots:,}",
+                "up" if shard.reachable else "unreachable",
+                f"{shard.latency.ToMicroseconds() / 1000:.1f}ms" if shard.reachable else "",
+                shard.postgres_version,
+                str(shard.schema_version or ""),
+                shard.error,
+            )
+            for shard in found
+        ]
+        output.table(columns, rows)
+    if not all(shard.reachable for shard in found):
+        raise typer.Exit(ExitCode.NO)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Books:
+    """What one shard's check found."""
+
+    shard: str
+    orgs: list[admin_pb2.OrgBooks] = field(default_factory=list["admin_pb2.OrgBooks"])
+    # Why it did not answer; empty if it did.
+    trouble: str = ""
+
+    @property
+    def unbalanced(self) -> list[admin_pb2.OrgBooks]:
+        return [org for org in self.orgs if not org.balanced]
+
+
+def check(
+    shard: Annotated[
+        str | None,
+        typer.Option("--shard", metavar="NAME", show_default="every one", help="Check this shard only."),
+    ] = None,
+    every_org: Annotated[bool, typer.Option("--orgs", help="Show every org, not only the unbalanced.")] = False,
+    as_json: options.Json = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: Annotated[
+        timedelta,
+        typer.Option(
+            "--timeout",
+            parser=values.duration,
+            metavar="DURATION",
+            show_default="5m",
+            help="How long one shard may take: its finished jobs are counted too.",
+        ),
+    ] = timedelta(minutes=5),
+) -> None:
+    """Check that nothing is lost and nothing doubled.
+
+    For each org on each shard the jobs accepted must be the jobs found. Reads one moment of each shard, so that it may
+    run under load. Exit code 1: some books differ; 3: a shard did not answer.
+    """
+    from cli.calls import connect
+    from windrow.v1 import admin_pb2
+
+    checked: list[_Books] = []
+    with connect(address, timeout) as router:
+        if shard is not None:
+            names = [shard]
+        else:
+            names = [found.name for found in router.call(router.admin.ListShards, admin_pb2.ListShardsRequest()).shards]
+        for at, name in enumerate(names, 1):
+            books = _Books(shard=name)
+            checked.append(books)
+            with output.working(f"checking shard {name} ({at} of {len(names)})") as status:
+                try:
+                    for part in router.stream(router.admin.CheckShard, admin_pb2.CheckShardRequest(shard=name)):
+                        books.orgs += part.orgs
+                        if status is not None:
+                            status.update(f"checking shard {name}, orgs: {len(books.orgs):,}")
+                except CommandFailed as error:
+                    if error.code is not ExitCode.UNAVAILABLE:
+                        raise
+                    books.trouble = str(error)
+            if as_json:
+                output.say_json([_books_json(books, every_org=every_org)])
+    if not as_json:
+        _print_books(checked, every_org=every_org)
+    for books in checked:
+        if books.trouble:
+            output.note(f"shard {books.shard} did not answer: {books.trouble}")
+    if any(books.unbalanced for books in checked):
+        raise typer.Exit(ExitCode.NO)
+    if any(books.trouble for books in checked):
+        raise typer.Exit(ExitCode.UNAVAILABLE)
+
+
+def _print_books(checked: Sequence[_Books], *, every_org: bool) -> None:
+    totals = [_sums(books.orgs) for books in checked]
+    rows = [
+        (
+            books.shard,
+            *("?" if books.trouble else f"{count:,}" for count in (len(books.orgs), *_accepted_found(sums))),
+            _verdict(books),
+        )
+        for books, sums in zip(checked, totals, strict=True)
+    ]
+    if len(checked) > 1:
+        together = [sum(sums[state] for sums in totals) for state in ("accepted", "found")]
+        rows.append(("total", f"{sum(len(books.orgs) for books in checked):,}", *(f"{one:,}" for one in together), ""))
+    output.table(
+        [
+            Column(title="shard"),
+            *(Column(title=title, right=True) for title in ("orgs", "accepted", "found")),
+            Column(title="books", coloured=True),
+        ],
+        rows,
+    )
+    counts = ", ".join(f"{sum(sums[state] for sums in totals):,} {state}" for state in _STATES)
+    output.say(f"found: {counts}")
+    shown = [(books.shard, org) for books in checked for org in (books.orgs if every_org else books.unbalanced)]
+    if not shown:
+        return
+    output.say("")
+    output.table(
+        [
+            Column(title="org"),
+            Column(title="shard"),
+            Column(title="accepted", right=True),
+            Column(title="found", right=True),
+            Column(title="books", coloured=True),
+            Column(title="found are", detail=True),
+        ],
+        [
+            (
+                org.org,
+                name,
+                *(f"{count:,}" for count in _accepted_found(_sums([org]))),
+                "balance" if org.balanced else _off(_sums([org])),
+                ", ".join(f"{getattr(org, state):,} {state}" for state in _STATES if getattr(org, state)),
+            )
+            for name, org in shown
+        ],
+    )
+
+
+def _sums(orgs: Sequence[admin_pb2.OrgBooks]) -> dict[str, int]:
+    sums = {state: sum(getattr(org, state) for org in orgs) for state in _STATES}
+    return {"accepted": sum(org.accepted for org in orgs), "found": sum(sums.values()), **sums}
+
+
+def _accepted_found(sums: dict[str, int]) -> tuple[int, int]:
+    return sums["accepted"], sums["found"]
+
+
+def _off(sums: dict[str, int]) -> str:
+    lost = sums["accepted"] - sums["found"]
+    return f"{lost:,} lost" if lost > 0 else f"{-lost:,} too many"
+
+
+def _verdict(books: _Books) -> str:
+    if books.trouble:
+        return "no answer"
+    return f"{len(books.unbalanced)} orgs differ" if books.unbalanced else "balance"
+
+
+def _books_json(books: _Books, *, every_org: bool) -> dict[str, object]:
+    document: dict[str, object] = {
+        "shard": books.shard,
+        "answered": not books.trouble,
+        "balanced": None if books.trouble else not books.unbalanced,
+        "orgs": len(books.orgs),
+        **_sums(books.orgs),
+        "unbalanced": [_org_json(org) for org in books.unbalanced],
+    }
+    if every_org:
+        document["books"] = [_org_json(org) for org in books.orgs]
+    return document
+
+
+def _org_json(org: admin_pb2.OrgBooks) -> dict[str, object]:
+    return {"org": org.org, "balanced": org.balanced, **_sums([org])}

@@ -1,0 +1,265 @@
+"""`windrow enqueue`: one job from the command line, or one from each line of a file or of standard input."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from cli import options, output, values
+from cli.exits import CommandFailed, ExitCode
+
+if TYPE_CHECKING:
+    from cli.calls import Router
+    from windrow.v1 import job_pb2, queue_pb2
+
+_T = TypeVar("_T")
+_BATCH_JOBS_MAX = 1000
+_BATCH_BYTES_MAX = 4 * 1024 * 1024
+_PAYLOAD_BYTES_MAX = 1024 * 1024
+
+
+def enqueue(
+    org: options.Org,
+    queue: options.Queue,
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="What the job asks for.", show_default=False)],
+    payload: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="PAYLOAD",
+            help="The job's payload; - reads it from standard input; without one it is empty.",
+            show_default=False,
+        ),
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("--file", metavar="FILE", show_default=False, help="Read the payload from a file."),
+    ] = None,
+    lines: Annotated[
+        bool,
+        typer.Option("--lines", help="One job from each line (of --file, or standard input); blank ones none."),
+    ] = False,
+    delay: Annotated[
+        timedelta | None,
+        typer.Option(
+            "--delay",
+            parser=values.duration,
+            metavar="DURATION",
+            show_default=False,
+            help="Run it that much later.",
+        ),
+    ] = None,
+    run_at: Annotated[
+        datetime | None,
+        typer.Option(
+            "--run-at", parser=values.moment, metavar="TIME", show_default=False, help="Run it then (ISO 8601)."
+        ),
+    ] = None,
+    expires_at: Annotated[
+        datetime | None,
+        typer.Option(
+            "--expires-at",
+            parser=values.moment,
+            metavar="TIME",
+            show_default=False,
+            help="Cancel it if it has not run by then.",
+        ),
+    ] = None,
+    priority: Annotated[int, typer.Option("--priority", metavar="1-9", min=1, max=9, help="1 runs first, 9 last.")] = 5,
+    attribute: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--attribute",
+            metavar="KEY=VALUE",
+            show_default=False,
+            help="A label, readable without the payload; may be repeated.",
+        ),
+    ] = None,
+    dedup_key: Annotated[
+        str, typer.Option("--dedup-key", metavar="KEY", show_default=False, help="Once in --dedup-window only.")
+    ] = "",
+    dedup_window: Annotated[
+        timedelta | None,
+        typer.Option(
+            "--dedup-window",
+            parser=values.duration,
+            metavar="DURATION",
+            show_default="1d",
+            help="How long --dedup-key is remembered.",
+        ),
+    ] = None,
+    max_attempts: options.MaxAttempts = None,
+    retry: options.Retry = None,
+    job_id: Annotated[
+        str | None,
+        typer.Option(
+            "--id",
+            metavar="ID",
+            show_default=False,
+            help="The job's id (UUIDv7): enqueueing it again stores nothing new.",
+        ),
+    ] = None,
+    as_json: options.Json = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: options.Timeout = options.TIMEOUT_DEFAULT,
+) -> None:
+    """Store a job, or with --lines many; print their ids.
+
+    A printed id means committed. With --dedup-key, or an --id used before, the id may be that of a job stored earlier.
+    """
+    if delay is not None and run_at is not None:
+        raise typer.BadParameter("give one of --delay and --run-at, not both", param_hint="'--run-at'")
+    if lines and (dedup_key or job_id):
+        raise typer.BadParameter(
+            "all lines would be one job: enqueue them one by one", param_hint="'--dedup-key' / '--id'"
+        )
+    if file is not None and payload is not None:
+        raise typer.BadParameter("give the payload or --file, not both", param_hint="'PAYLOAD' / '--file'")
+    if lines and payload not in (None, "-"):
+        raise typer.BadParameter("with --lines the payloads come from --file or standard input", param_hint="'PAYLOAD'")
+    labels = values.attributes(attribute or ())
+
+    from cli.calls import connect
+    from cli.messages import duration, retry_message, timestamp
+    from windrow.v1 import job_pb2
+
+    template = job_pb2.NewJob(queue=queue, kind=kind, priority=priority, attributes=labels, dedup_key=dedup_key)
+    if delay is not None:
+        template.delay.CopyFrom(duration(delay))
+    if run_at is not None:
+        template.run_at.CopyFrom(timestamp(run_at))
+    if expires_at is not None:
+        template.expires_at.CopyFrom(timestamp(expires_at))
+    if dedup_window is not None:
+        template.dedup_window.CopyFrom(duration(dedup_window))
+    if max_attempts is not None:
+        template.max_attempts = max_attempts
+    if retry is not None:
+        template.retry.CopyFrom(retry_message(retry))
+
+    with connect(address, timeout) as router:
+        if lines:
+            _enqueue_lines(router, org, template, _lines(file), as_json=as_json)
+        else:
+            template.payload = _payload(payload, file)
+            (template.id,) = values.job_ids([job_id]) if job_id else _new_ids(1)
+            try:
+                results = _store(router, org, [template])
+            except CommandFailed as error:
+                if error.code is not ExitCode.UNAVAILABLE:
+                    raise
+                hint = f"with --id {template.id} the command may be repeated: the job is stored once"
+                raise CommandFailed(str(error), error.code, particulars=[*error.particulars, hint]) from error
+            _print(results, as_json=as_json)
+
+
+def _enqueue_lines(
+    router: Router, org: str, template: job_pb2.NewJob, lines: Iterable[bytes], *, as_json: bool
+) -> None:
+    stored = 0
+    try:
+        with output.counting("jobs stored") as progress:
+            task = progress.add_task("", total=None, count=0) if progress else None
+            for batch in _batches(lines):
+                results = _store_lines(router, org, template, batch)
+                stored += len(results)
+                if progress is not None and task is not None:
+                    progress.update(task, count=stored)
+                _print(results, as_json=as_json)
+    finally:
+        # However it ends: what is stored stays stored.
+        if stored:
+            output.note(f"{output.counted(stored, 'job')} stored")
+
+
+def _store_lines(
+    router: Router, org: str, template: job_pb2.NewJob, batch: Sequence[tuple[int, bytes]]
+) -> Sequence[queue_pb2.EnqueueResult]:
+    jobs = [_with_payload(template, payload) for _, payload in batch]
+    for job, fresh in zip(jobs, _new_ids(len(jobs)), strict=True):
+        job.id = fresh
+    try:
+        return _store(router, org, jobs)
+    except CommandFailed as error:
+        where = f"line {batch[0][0]} and those after it are not stored"
+        raise CommandFailed(f"{error}; {where}", error.code, particulars=error.particulars) from error
+
+
+def _batches(lines: Iterable[bytes]) -> Iterator[list[tuple[int, bytes]]]:
+    """Payloads with the numbers of their lines, as many together as go well into one call."""
+    batch: list[tuple[int, bytes]] = []
+    size = 0
+    for number, line in enumerate(lines, 1):
+        payload = line.rstrip(b"\r\n")
+        if not payload.strip():
+            continue
+        if len(payload) > _PAYLOAD_BYTES_MAX:
+            if batch:
+                yield batch
+            raise CommandFailed(
+                f"line {number} has {len(payload)} bytes, and a payload at most {_PAYLOAD_BYTES_MAX}: "
+                "the jobs of that line and of those after it are not stored",
+                ExitCode.USAGE,
+            )
+        if batch and (len(batch) == _BATCH_JOBS_MAX or size + len(payload) > _BATCH_BYTES_MAX):
+            yield batch
+            batch, size = [], 0
+        batch.append((number, payload))
+        size += len(payload)
+    if batch:
+        yield batch
+
+
+def _with_payload(template: job_pb2.NewJob, payload: bytes) -> job_pb2.NewJob:
+    job = type(template)()
+    job.CopyFrom(template)
+    job.payload = payload
+    return job
+
+
+def _store(router: Router, org: str, jobs: Sequence[job_pb2.NewJob]) -> Sequence[queue_pb2.EnqueueResult]:
+    from windrow.v1 import queue_pb2
+
+    return router.call(router.queue.Enqueue, queue_pb2.EnqueueRequest(org=org, jobs=jobs)).results
+
+
+def _print(results: Sequence[queue_pb2.EnqueueResult], *, as_json: bool) -> None:
+    if as_json:
+        output.say_json({"id": result.id, "duplicate": result.duplicate} for result in results)
+        return
+    output.say("\n".join(result.id for result in results))
+    for result in results:
+        if result.duplicate:
+            output.note(f"{result.id} was there already: nothing new is stored")
+
+
+def _payload(text: str | None, file: Path | None) -> bytes:
+    if file is not None:
+        return _opened(file, lambda: file.read_bytes())
+    return sys.stdin.buffer.read() if text == "-" else (text or "").encode(errors="surrogateescape")
+
+
+def _lines(file: Path | None) -> Iterator[bytes]:
+    if file is None:
+        yield from sys.stdin.buffer
+        return
+    with _opened(file, lambda: file.open("rb")) as opened:
+        yield from opened
+
+
+def _new_ids(count: int) -> list[str]:
+    # Made here, so that they are known even when an answer is lost.
+    from windrow.ids import uuid7
+
+    return [uuid7() for _ in range(count)]
+
+
+def _opened(file: Path, act: Callable[[], _T]) -> _T:
+    try:
+        return act()
+    except OSError as error:
+        raise typer.BadParameter(f"{str(file)!r}: {error.strerror}", param_hint="'--file'") from None

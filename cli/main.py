@@ -1,0 +1,74 @@
+"""The `windrow` command: what there is, and how it ends. Each command lives in the module of its noun.
+
+Heavy modules (grpc, rich, embedded Postgres) are imported inside the commands that need them: `windrow --help` must
+come at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from cli import cluster, enqueue, jobs, leases, output, queues, servers, stats, up
+from cli.exits import EPILOG, CommandFailed
+from cli.layout import App
+
+_START = "Start"
+_WORK = "Queue and work jobs"
+_OPERATE = "Look and mend"
+
+app = App(epilog=EPILOG)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        output.say(f"windrow {version('windrow-server')}")
+        raise typer.Exit
+
+
+@app.callback()
+def windrow(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Windrow, a sharded multi-tenant job queue.
+
+    Most commands talk to a router, which WINDROW_ADDRESS or their --address names. `windrow COMMAND --help` explains
+    each; all print JSON with --json.
+    """
+
+
+app.command("up", rich_help_panel=_START)(up.up)
+app.command("router", rich_help_panel=_START)(servers.router)
+app.command("migrate", rich_help_panel=_START)(servers.migrate)
+# Here `demo` and `chaos` are registered: as functions that import cli.demo and cli.chaos when they are called.
+app.command("enqueue", rich_help_panel=_WORK)(enqueue.enqueue)
+app.command("dequeue", rich_help_panel=_WORK)(leases.dequeue)
+app.command("ack", rich_help_panel=_WORK)(leases.ack)
+app.command("nack", rich_help_panel=_WORK)(leases.nack)
+app.command("extend", rich_help_panel=_WORK)(leases.extend)
+app.command("release", rich_help_panel=_WORK)(leases.release)
+app.add_typer(jobs.app, name="jobs", rich_help_panel=_OPERATE)
+app.add_typer(queues.app, name="queues", rich_help_panel=_OPERATE)
+app.command("stats", rich_help_panel=_OPERATE)(stats.stats)
+app.command("shards", rich_help_panel=_OPERATE)(cluster.shards)
+app.command("check", rich_help_panel=_OPERATE)(cluster.check)
+app.command("health", rich_help_panel=_OPERATE)(cluster.health)
+
+
+def main() -> None:
+    """The entry point."""
+    try:
+        app(prog_name="windrow")
+    except CommandFailed as error:
+        output.note("\n".join([f"windrow: {error}", *(f"  {line}" for line in error.particulars)]))
+        sys.exit(error.code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""What the command prints, and where: answers on standard output, all else on standard error.
+
+Colours only on a terminal. What comes from jobs may hold anything: it is never read as markup, and its control
+characters are shown, not obeyed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import typer
+
+from cli.exits import ExitCode
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.status import Status
+    from rich.text import Text
+
+_STYLES = {
+    "ready": "green",
+    "leased": "cyan",
+    "scheduled": "blue",
+    "dead": "red",
+    "cancelled": "dim",
+    "nacked": "yellow",
+    "expired": "red",
+    "released": "dim",
+    "acked": "green",
+    "succeeded": "green",
+    "paused": "yellow",
+    "up": "green",
+    "unreachable": "bold red",
+    "stale": "yellow",
+    "not found": "red",
+    "failed": "bold red",
+    "balance": "green",
+}
+_GAP = "  "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    title: str
+    right: bool = False
+    # Its words are states and outcomes, and have colours.
+    coloured: bool = False
+    # Moves to a line of its own below the row where the table is too wide for the terminal.
+    detail: bool = False
+
+
+def say(text: str) -> None:
+    """One or more lines on standard output."""
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _pipe_closed()
+
+
+def say_json(documents: Iterable[Mapping[str, object]]) -> None:
+    """One JSON object a line."""
+    lines = [json.dumps(document, ensure_ascii=False) for document in documents]
+    if lines:
+        say("\n".join(lines))
+
+
+def note(text: str) -> None:
+    """A remark on standard error."""
+    with contextlib.suppress(BrokenPipeError):
+        print(visible(text, keep_lines=True), file=sys.stderr, flush=True)
+
+
+def visible(text: str, *, keep_lines: bool = False) -> str:
+    """The text with every character that a terminal might obey written out."""
+    if text.isprintable():
+        return text
+    return "".join(
+        sign if sign.isprintable() or (keep_lines and sign in "\n\t") else ascii(sign)[1:-1] for sign in text
+    )
+
+
+def counted(number: int, noun: str) -> str:
+    """1 job, 2 jobs."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}{'es' if noun.endswith('s') else 's'}"
+
+
+def time_text(value: datetime) -> str:
+    """A UTC time for the eye."""
+    return value.strftime("%Y-%m-%d %H:%M:%SZ")
+
+
+def table(columns: Sequence[Column], rows: Sequence[Sequence[str]], *, indent: int = 0) -> None:
+    """Rows below headings. Nothing is ever cut."""
+    _print(table_lines(columns, rows, indent=indent))
+
+
+def table_lines(columns: Sequence[Column], rows: Sequence[Sequence[str]], *, indent: int = 0) -> list[Text]:
+    """The lines of a table, for those who show them in their own way."""
+    from rich.cells import cell_len
+    from rich.text import Text
+
+    cells = [[visible(cell) for cell in row] for row in rows]
+    widths = [max([cell_len(column.title), *(cell_len(row[at]) for row in cells)]) for at, column in enumerate(columns)]
+    # A detail that no row has says nothing.
+    across = [at for at, column in enumerate(columns) if not column.detail or any(row[at] for row in cells)]
+    below: list[int] = []
+    if indent + sum(widths[at] + len(_GAP) for at in across) - len(_GAP) > _stdout().width:
+        below = [at for at in across if columns[at].detail]
+        across = [at for at in across if not columns[at].detail]
+
+    def line(row: Sequence[str], style: str | None) -> Text:
+        text = Text(" " * indent)
+        for at in across:
+            gap = " " * (widths[at] - cell_len(row[at]))
+            text.append(_GAP if at != across[0] else "")
+            text.append(gap if columns[at].right else "")
+            text.append(row[at], style or (_STYLES.get(row[at], "") if columns[at].coloured else ""))
+            text.append("" if columns[at].right else gap)
+        text.rstrip()
+        return text
+
+    lines = [line([column.title for column in columns], "bold")]
+    for row in cells:
+        lines.append(line(row, None))
+        lines += [Text(" " * indent + _GAP + row[at], "dim") for at in below if row[at]]
+    return lines
+
+
+def facts(pairs: Iterable[tuple[str, str]], *, indent: int = 0) -> None:
+    """One thing's properties, name and value; values of several lines are set below one another."""
+    from rich.text import Text
+
+    shown = [(name, value) for name, value in pairs if value]
+    width = max((len(name) for name, _ in shown), default=0)
+    lines: list[Text] = []
+    for name, value in shown:
+        first, *more = visible(value, keep_lines=True).split("\n")
+        style = _STYLES.get(value, "") if name == "state" else ""
+        lines.append(Text(" " * indent).append(name.ljust(width), "bold").append(_GAP).append(first, style))
+        lines += [Text(" " * (indent + width) + _GAP + rest, style) for rest in more]
+    _print(lines)
+
+
+def heading(text: str) -> None:
+    from rich.text import Text
+
+    _print([Text(visible(text), "bold")])
+
+
+@contextlib.contextmanager
+def working(text: str) -> Generator[Status | None, None, None]:
+    """A spinner on standard error while something takes its time; nothing where that is no terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(text) as status:
+        yield status
+
+
+@contextlib.contextmanager
+def counting(what: str) -> Generator[Progress | None, None, None]:
+    """A progress bar on standard error for a count whose end is not known; none where nobody looks there, or where the
+    answers that scroll by on the same terminal show the progress."""
+    if not sys.stderr.isatty() or sys.stdout.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns: tuple[ProgressColumn, ...] = (
+        SpinnerColumn(),
+        TextColumn("{task.fields[count]:,} " + what),
+        BarColumn(bar_width=30),
+        TimeElapsedColumn(),
+    )
+    with Progress(
+        *columns,
+        console=Console(stderr=True),
+        transient=True,
+        # The answers go where they went before, and not to the console of the bar.
+        redirect_stdout=False,
+    ) as progress:
+        yield progress
+
+
+def _print(lines: Iterable[Text]) -> None:
+    console = _stdout()
+    with console.capture() as captured:
+        for line in lines:
+            console.print(line, soft_wrap=True)
+    text = captured.get().rstrip("\n")
+    if text:
+        say(text)
+
+
+def _stdout() -> Console:
+    from rich.console import Console
+
+    # Into a pipe a table is as wide as it must be.
+    return Console(width=None if sys.stdout.isatty() else 100_000, highlight=False, emoji=False)
+
+
+def _pipe_closed() -> None:
+    """Whoever read our output has gone: nothing is wrong, and nobody is left to tell."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise typer.Exit(ExitCode.PIPE_CLOSED)

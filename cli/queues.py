@@ -1,0 +1,246 @@
+"""`windrow queues`: the queues of an org, and what they are told to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli import options, output, values
+from cli.layout import App
+from cli.output import Column
+
+if TYPE_CHECKING:
+    from cli.calls import Router
+    from windrow.v1 import admin_pb2
+
+_PAGE = 1000
+
+app = App(help="List, configure, pause and delete queues.")
+
+
+class Field(StrEnum):
+    RETRY = "retry"
+    MAX_ATTEMPTS = "max_attempts"
+
+
+@app.command("list")
+def list_queues(
+    org: options.Org,
+    as_json: options.Json = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: options.Timeout = options.TIMEOUT_DEFAULT,
+) -> None:
+    """List an org's queues by name."""
+    from cli.calls import connect
+    from cli.messages import retry_policy, time_shown
+
+    queues: list[admin_pb2.QueueInfo] = []
+    with connect(address, timeout) as router:
+        for page in _pages(router, org):
+            if as_json:
+                output.say_json(_json(queue) for queue in page)
+            queues += page
+    if as_json:
+        return
+    if not queues:
+        output.note(f"org {org!r} has no queues; the first job of one makes it")
+        return
+    columns = [
+        Column(title="queue"),
+        Column(title="state", coloured=True),
+        Column(title="retry"),
+        Column(title="attempts", right=True),
+        Column(title="created"),
+        Column(title="shard"),
+    ]
+    output.table(
+        columns,
+        [
+            (
+                queue.queue,
+                "paused" if queue.paused else "open",
+                values.retry_text(retry_policy(queue.config.retry)),
+                str(queue.config.max_attempts),
+                time_shown(queue, "created_at"),
+                queue.shard,
+            )
+            for queue in queues
+        ],
+    )
+
+
+def _pages(router: Router, org: str) -> Iterator[list[admin_pb2.QueueInfo]]:
+    from windrow.v1 import admin_pb2
+
+    token = ""
+    while True:
+        request = admin_pb2.ListQueuesRequest(org=org, page_size=_PAGE, page_token=token)
+        response = router.call(router.admin.ListQueues, request)
+        yield list(response.queues)
+        token = response.next_page_token
+        if not token:
+            return
+
+
+@app.command()
+def show(
+    org: options.Org,
+    queue: options.Queue,
+    as_json: options.Json = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: options.Timeout = options.TIMEOUT_DEFAULT,
+) -> None:
+    """Show one queue's configuration."""
+    from cli.calls import connect
+    from windrow.v1 import admin_pb2
+
+    with connect(address, timeout) as router:
+        request = admin_pb2.GetQueueRequest(org=org, queue=queue)
+        _print(router.call(router.admin.GetQueue, request).queue, as_json=as_json)
+
+
+@app.command()
+def create(
+    org: options.Org,
+    queue: options.Queue,
+    retry: options.Retry = None,
+    max_attempts: options.MaxAttempts = None,
+    as_json: options.Json = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: options.Timeout = options.TIMEOUT_DEFAULT,
+) -> None:
+    """Give a queue a configuration before its first job; without one, a queue is made by its first job."""
+    from cli.calls import connect
+    from windrow.v1 import admin_pb2
+
+    with connect(address, timeout) as router:
+        request = admin_pb2.CreateQueueRequest(org=org, queue=queue, config=_config(retry, max_attempts))
+        _print(router.call(router.admin.CreateQueue, request).queue, as_json=as_json)
+
+
+@app.command()
+def alter(
+    org: options.Org,
+    queue: options.Queue,
+    retry: options.Retry = None,
+    max_attempts: options.MaxAttempts = None,
+    reset: Annotated[
+        list[Field] | None,
+        typer.Option(
+            "--reset",
+            metavar="FIELD",
+            show_default=False,
+            help="Back to the default: retry or max_attempts; may be repeated.",
+        ),
+    ] = None,
+    as_json: options.Json = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: options.Timeout = options.TIMEOUT_DEFAULT,
+) -> None:
+    """Change what is named, for jobs already queued too; the rest stays."""
+    if retry is None and max_attempts is None and not reset:
+        raise typer.BadParameter("name what to change", param_hint="'--retry' / '--max-attempts' / '--reset'")
+
+    from cli.calls import connect
+    from windrow.v1 import admin_pb2
+
+    with connect(address, timeout) as router:
+        request = admin_pb2.AlterQueueRequest(org=org, queue=queue, config=_config(retry, max_attempts), reset=reset)
+        _print(router.call(router.admin.AlterQueue, request).queue, as_json=as_json)
+
+
+@app.command()
+def pause(
+    org: options.Org,
+    queue: options.Queue,
+    as_json: options.Json = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: options.Timeout = options.TIMEOUT_DEFAULT,
+) -> None:
+    """Let nobody dequeue from a queue; enqueues, acks and leases go on."""
+    from cli.calls import connect
+    from windrow.v1 import admin_pb2
+
+    with connect(address, timeout) as router:
+        request = admin_pb2.PauseQueueRequest(org=org, queue=queue)
+        _print(router.call(router.admin.PauseQueue, request).queue, as_json=as_json)
+
+
+@app.command()
+def resume(
+    org: options.Org,
+    queue: options.Queue,
+    as_json: options.Json = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: options.Timeout = options.TIMEOUT_DEFAULT,
+) -> None:
+    """End a pause."""
+    from cli.calls import connect
+    from windrow.v1 import admin_pb2
+
+    with connect(address, timeout) as router:
+        request = admin_pb2.ResumeQueueRequest(org=org, queue=queue)
+        _print(router.call(router.admin.ResumeQueue, request).queue, as_json=as_json)
+
+
+@app.command()
+def delete(
+    org: options.Org,
+    queue: options.Queue,
+    as_json: options.Json = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: options.Timeout = options.TIMEOUT_DEFAULT,
+) -> None:
+    """Remove an empty queue and its configuration; what has finished stays findable."""
+    from cli.calls import connect
+    from windrow.v1 import admin_pb2
+
+    with connect(address, timeout) as router:
+        router.call(router.admin.DeleteQueue, admin_pb2.DeleteQueueRequest(org=org, queue=queue))
+    if as_json:
+        output.say_json([{"org": org, "queue": queue, "deleted": True}])
+    else:
+        output.say(f"queue {queue} is deleted")
+
+
+def _config(retry: values.Retry | None, max_attempts: int | None) -> admin_pb2.QueueConfig:
+    from cli.messages import retry_message
+    from windrow.v1 import admin_pb2
+
+    return admin_pb2.QueueConfig(retry=None if retry is None else retry_message(retry), max_attempts=max_attempts)
+
+
+def _print(queue: admin_pb2.QueueInfo, *, as_json: bool) -> None:
+    from cli.messages import retry_policy, time_shown
+
+    if as_json:
+        output.say_json([_json(queue)])
+        return
+    output.facts(
+        [
+            ("queue", queue.queue),
+            ("org", queue.org),
+            ("state", "paused" if queue.paused else "open"),
+            ("retry", values.retry_text(retry_policy(queue.config.retry))),
+            ("max attempts", str(queue.config.max_attempts)),
+            ("created", time_shown(queue, "created_at")),
+            ("shard", queue.shard),
+        ]
+    )
+
+
+def _json(queue: admin_pb2.QueueInfo) -> dict[str, object]:
+    from cli.messages import retry_json, time_json
+
+    return {
+        "org": queue.org,
+        "queue": queue.queue,
+        "paused": queue.paused,
+        "retry": retry_json(queue.config.retry),
+        "max_attempts": queue.config.max_attempts,
+        "created_at": time_json(queue, "created_at"),
+        "shard": queue.shard,
+    }

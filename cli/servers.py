@@ -1,0 +1,140 @@
+"""What runs beside the databases of a cluster file: `windrow router`, and `windrow migrate` before it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli import options, output
+from cli.exits import CommandFailed, ExitCode
+from cli.output import Column
+
+if TYPE_CHECKING:
+    from shard.cluster import Cluster
+
+_CATALOG = "catalog"
+
+
+def router(
+    config: options.Config,
+    listen: options.Listen = None,
+    processes: Annotated[
+        int | None,
+        typer.Option("--processes", metavar="N", min=1, max=256, show_default=False, help="Instead of the file's (2)."),
+    ] = None,
+) -> None:
+    """Run the routers of this machine.
+
+    Until SIGTERM or Ctrl-C; then calls in flight may end.
+    """
+    from router.__main__ import run_until_signalled
+    from router.server import CannotListen
+    from router.settings import host_and_port, router_settings
+    from router.supervisor import RouterFailed, Supervisor
+    from shard.cluster import ClusterFileError
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        settings = router_settings(_read(config), source=str(config))
+        if listen is not None:
+            host_and_port(listen, where="--listen")
+        supervisor = Supervisor(
+            config,
+            listen=listen or settings.listen,
+            processes=processes or settings.processes,
+            drain_seconds=settings.drain_seconds,
+        )
+        asyncio.run(run_until_signalled(supervisor))
+    except ClusterFileError as error:
+        raise CommandFailed(str(error), ExitCode.USAGE) from error
+    except CannotListen as error:
+        raise CommandFailed(str(error), ExitCode.REFUSED) from error
+    except RouterFailed as error:
+        raise CommandFailed(f"{error}; see its message above", ExitCode.UNAVAILABLE) from error
+
+
+def migrate(config: options.Config, as_json: options.Json = False) -> None:
+    """Bring every shard's schema up to this release.
+
+    The catalog's too. Safe to repeat, and while routers run. Exit code 1: one could not be migrated; the others are.
+    """
+    from shard.cluster import ClusterFileError
+
+    try:
+        cluster = _read(config)
+    except ClusterFileError as error:
+        raise CommandFailed(str(error), ExitCode.USAGE) from error
+    # They warn of what is told below, in its place.
+    for noisy in ("shard.database", "psycopg.pool"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    with output.working(f"migrating {len(cluster.shards)} shards"):
+        outcomes = asyncio.run(_migrate_all(cluster))
+    if as_json:
+        output.say_json(
+            {"database": outcome.database, "migrated": outcome.run, "error": outcome.error} for outcome in outcomes
+        )
+    else:
+        rows = [
+            (
+                outcome.database,
+                "failed" if outcome.error else "migrated" if outcome.run else "up to date",
+                ", ".join(outcome.run),
+            )
+            for outcome in outcomes
+        ]
+        output.table(
+            [Column(title="database"), Column(title="state", coloured=True), Column(title="migrations run")], rows
+        )
+    failures = [outcome.error for outcome in outcomes if outcome.error]
+    for failure in failures:
+        output.note(failure)
+    if failures:
+        raise typer.Exit(ExitCode.NO)
+
+
+def _read(config: Path) -> Cluster:
+    """The cluster of a file. Raises ClusterFileError."""
+    from shard.cluster import read_cluster
+
+    return read_cluster(config)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outcome:
+    """What became of one database."""
+
+    # A shard's name, or "catalog".
+    database: str
+    # Names of the migrations that were run; empty: there were none to run.
+    run: list[str]
+    error: str | None = None
+
+
+async def _migrate_all(cluster: Cluster) -> list[_Outcome]:
+    """Every shard, and then the catalog where it is a database of its own."""
+    places: list[tuple[str, str, str | None]] = [(entry.name, entry.dsn, cluster.name) for entry in cluster.shards]
+    if cluster.catalog_dsn not in {entry.dsn for entry in cluster.shards}:
+        places.append((_CATALOG, cluster.catalog_dsn, None))
+    return list(await asyncio.gather(*(_migrate(*place) for place in places)))
+
+
+async def _migrate(name: str, dsn: str, cluster: str | None) -> _Outcome:
+    from shard import schema
+    from shard.database import Database
+    from shard.errors import ShardError
+    from shard.vocabulary import ShardName
+
+    database = Database(ShardName(name), dsn, connections=1)
+    try:
+        await database.open()
+        done = await schema.migrate(database, cluster=cluster)
+    except ShardError as error:
+        return _Outcome(database=name, run=[], error=str(error))
+    finally:
+        await database.close()
+    return _Outcome(database=name, run=[f"{one.number:04} {one.name}" for one in done])

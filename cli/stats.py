@@ -1,0 +1,143 @@
+"""`windrow stats`: how many jobs of an org stand where, once or again and again."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from cli import options, output, values
+from cli.exits import CommandFailed, ExitCode
+from cli.output import Column
+
+if TYPE_CHECKING:
+    from windrow.v1 import admin_pb2
+
+_LIVE = ("scheduled", "ready", "leased", "dead")
+_FINISHED = ("succeeded", "cancelled")
+
+
+def stats(
+    org: options.Org,
+    queue: Annotated[
+        str | None, typer.Argument(metavar="QUEUE", help="One queue; without it, all.", show_default=False)
+    ] = None,
+    finished: Annotated[
+        bool, typer.Option("--finished", help="Finished jobs too: scans them, slow where there are many.")
+    ] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Again and again, until Ctrl-C.")] = False,
+    interval: Annotated[
+        timedelta,
+        typer.Option(
+            "--interval",
+            parser=values.duration,
+            metavar="DURATION",
+            show_default="2s",
+            help="Between two looks of --watch.",
+        ),
+    ] = timedelta(seconds=2),
+    as_json: options.Json = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: options.Timeout = options.TIMEOUT_DEFAULT,
+) -> None:
+    """Count an org's jobs by queue and state."""
+    from cli.calls import connect
+    from windrow.v1 import admin_pb2
+
+    request = admin_pb2.GetStatsRequest(org=org, queue=queue or "", include_finished=finished)
+    with connect(address, timeout) as router:
+
+        def look() -> Sequence[admin_pb2.QueueStats]:
+            return router.call(router.admin.GetStats, request).queues
+
+        if watch and not as_json and sys.stdout.isatty():
+            _watch(org, look, interval, finished=finished)
+        while True:
+            queues = look()
+            if as_json:
+                output.say_json([_json(org, queues, finished=finished)])
+            elif queues:
+                output.table(_columns(finished=finished), _rows(queues, finished=finished))
+            else:
+                output.note(f"org {org!r} has no queues; the first job of one makes it")
+            if not watch:
+                return
+            time.sleep(interval.total_seconds())
+
+
+def _watch(
+    org: str, look: Callable[[], Sequence[admin_pb2.QueueStats]], interval: timedelta, *, finished: bool
+) -> NoReturn:
+    """Shows the counts on a terminal, in one place, until interrupted; a router that is away is waited for."""
+    from rich.console import Console, Group
+    from rich.live import Live
+    from rich.text import Text
+
+    lines = output.table_lines(_columns(finished=finished), _rows(look(), finished=finished))
+    with Live(console=Console(highlight=False), auto_refresh=False) as live:
+        trouble = ""
+        while True:
+            head = Text(f"{org}, every {values.exact(interval)}, {datetime.now(UTC):%H:%M:%SZ}", "dim")
+            live.update(Group(head, *lines, Text(trouble, "red")), refresh=True)
+            time.sleep(interval.total_seconds())
+            trouble = ""
+            try:
+                lines = output.table_lines(_columns(finished=finished), _rows(look(), finished=finished))
+            except CommandFailed as error:
+                if error.code is not ExitCode.UNAVAILABLE:
+                    raise
+                trouble = str(error)
+
+
+def _columns(*, finished: bool) -> list[Column]:
+    counts = (*_LIVE, *_FINISHED) if finished else _LIVE
+    return [
+        Column(title="queue"),
+        *(Column(title=state, right=True) for state in counts),
+        Column(title="oldest", right=True),
+        Column(title="next due"),
+    ]
+
+
+def _rows(queues: Sequence[admin_pb2.QueueStats], *, finished: bool) -> list[list[str]]:
+    from cli.messages import time_shown
+
+    counts = (*_LIVE, *_FINISHED) if finished else _LIVE
+    rows = [
+        [
+            f"{queue.queue} (paused)" if queue.paused else queue.queue,
+            *(f"{getattr(queue, state):,}" for state in counts),
+            values.rough(queue.oldest_ready_age.ToTimedelta()) if queue.HasField("oldest_ready_age") else "",
+            time_shown(queue, "next_due"),
+        ]
+        for queue in queues
+    ]
+    if len(queues) > 1:
+        totals = (f"{sum(getattr(queue, state) for queue in queues):,}" for state in counts)
+        rows.append(["total", *totals, "", ""])
+    return rows
+
+
+def _json(org: str, queues: Sequence[admin_pb2.QueueStats], *, finished: bool) -> dict[str, object]:
+    from cli.messages import time_json
+
+    counts = (*_LIVE, *_FINISHED) if finished else _LIVE
+    return {
+        "org": org,
+        "queues": [
+            {
+                "queue": queue.queue,
+                **{state: getattr(queue, state) for state in counts},
+                "oldest_ready_age_s": queue.oldest_ready_age.ToTimedelta().total_seconds()
+                if queue.HasField("oldest_ready_age")
+                else None,
+                "next_due": time_json(queue, "next_due"),
+                "paused": queue.paused,
+            }
+            for queue in queues
+        ],
+    }

@@ -1,0 +1,214 @@
+"""`windrow up`: a whole cluster on this machine, until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli import options, output
+from cli.exits import CommandFailed, ExitCode
+
+if TYPE_CHECKING:
+    from cli.local import LocalCluster
+
+_SHARDS_DEFAULT = 2
+
+
+def up(
+    shards: Annotated[
+        int | None,
+        typer.Option(
+            "--shards",
+            metavar="N",
+            min=1,
+            max=16,
+            show_default="2, or as many as the data has",
+            help="Postgres servers to start.",
+        ),
+    ] = None,
+    processes: Annotated[
+        int, typer.Option("--processes", metavar="N", min=1, max=64, help="Router processes to start.")
+    ] = 2,
+    listen: Annotated[
+        str, typer.Option("--listen", metavar="HOST:PORT", help="Where the routers take calls; port 0: a free one.")
+    ] = options.ADDRESS_DEFAULT,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            "--data", metavar="DIR", show_default="a folder of your own", help="Where the data is, and stays."
+        ),
+    ] = None,
+    ephemeral: Annotated[
+        bool, typer.Option("--ephemeral", help="Keep no data: it goes when the cluster stops.")
+    ] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Start a whole cluster on this machine; Ctrl-C stops it.
+
+    Postgres for each shard, and routers in front of them. The data stays, and the next start goes on with it. A second
+    Ctrl-C stops at once.
+    """
+    from embedded import ClusterInUse, EmbeddedError, default_root
+    from router.server import CannotListen
+    from router.settings import host_and_port
+    from router.supervisor import RouterFailed
+    from shard.cluster import ClusterFileError
+
+    if ephemeral and data is not None:
+        raise typer.BadParameter("an ephemeral cluster keeps no data", param_hint="'--data' / '--ephemeral'")
+    try:
+        host_and_port(listen, where="--listen")
+    except ClusterFileError as error:
+        raise CommandFailed(str(error), ExitCode.USAGE) from error
+    root = None if ephemeral else default_root() if data is None else data.absolute()
+    cluster = _Up(shards=_shardoutput.counted(shards, root), processes=processes, listen=listen, root=root, as_json=as_json)
+    try:
+        asyncio.run(cluster.run())
+    except asyncio.CancelledError:
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
+    except CannotListen as error:
+        raise CommandFailed(f"{error} with --listen", ExitCode.REFUSED) from error
+    except RouterFailed as error:
+        raise CommandFailed(f"{error}; its own message is above", ExitCode.UNAVAILABLE) from error
+    except ClusterInUse as error:
+        raise CommandFailed(
+            f"another cluster runs on the data in {root}: use that one, stop it, or name another folder with --data",
+            ExitCode.REFUSED,
+            particulars=[str(error)],
+        ) from error
+    except EmbeddedError as error:
+        raise CommandFailed(str(error), ExitCode.UNAVAILABLE) from error
+    except OSError as error:
+        raise CommandFailed(f"{error.filename or root}: {error.strerror}", ExitCode.REFUSED) from error
+    if cluster.hurried:
+        raise typer.Exit(ExitCode.INTERRUPTED)
+
+
+def _shardoutput.counted(wanted: int | None, root: Path | None) -> int:
+    """How many shards to start: those that the data has, unless it has none yet."""
+    from embedded import cluster_names
+
+    there = {name for name in cluster_names(root) if re.fullmatch(r"s\d+", name)} if root is not None else set[str]()
+    if wanted is None:
+        return len(there) or _SHARDS_DEFAULT
+    if wanted < len(there):
+        raise CommandFailed(
+            f"the data in {root} is of {len(there)} shards, and {wanted} would not hold it: leave --shards away, "
+            "or name another folder with --data",
+            ExitCode.REFUSED,
+        )
+    if there and wanted > len(there):
+        output.note("the added shards stay empty: orgs that have a shard stay there, and the others have one too")
+    return wanted
+
+
+@dataclass(slots=True, kw_only=True)
+class _Up:
+    """One run of a local cluster, and what the signals do to it."""
+
+    shards: int
+    processes: int
+    listen: str
+    # None: the data goes with the cluster.
+    root: Path | None
+    as_json: bool
+    # A second signal came: it has been stopped at once.
+    hurried: bool = False
+    _cluster: LocalCluster | None = None
+    _stop: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self) -> None:
+        """Runs until signalled. Raises what local_cluster raises, and CancelledError when signalled while it starts."""
+        from cli.local import local_cluster
+
+        starting = asyncio.current_task()
+        assert starting is not None
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._signalled, starting)
+        async with contextlib.AsyncExitStack() as stack:
+            parts = f"{output.counted(self.shards, 'Postgres server')} and {output.counted(self.processes, 'router process')}"
+            with output.working(f"starting {parts}"):
+                self._cluster = await stack.enter_async_context(
+                    local_cluster(
+                        shards=self.shards,
+                        processes=self.processes,
+                        listen=self.listen,
+                        root=self.root,
+                        ephemeral=self.root is None,
+                    )
+                )
+            self._announce(self._cluster)
+            await self._stop.wait()
+            output.note("stopping; once more Ctrl-C stops at once")
+            with output.working("calls in flight end, then Postgres"):
+                await stack.aclose()
+        output.note("stopped" if self.root is None else f"stopped; the data stays in {self.root}")
+
+    def _signalled(self, starting: asyncio.Task[object]) -> None:
+        if self._cluster is None:
+            output.note("stopping as soon as what has begun to start can be stopped")
+            starting.cancel()
+        elif not self._stop.is_set():
+            self._stop.set()
+        else:
+            self.hurried = True
+            for pid in self._cluster.routers.pids:
+                _send(pid, signal.SIGKILL)
+            for server in self._cluster.postgres.values():
+                # What Postgres calls an immediate shutdown: it recovers when it starts again.
+                _send(server.pid, signal.SIGQUIT)
+
+    def _announce(self, cluster: LocalCluster) -> None:
+        if self.as_json:
+            output.say_json(
+                [
+                    {
+                        "address": cluster.address,
+                        "config": str(cluster.config),
+                        "data": None if self.root is None else str(self.root),
+                        "postgres": {name: server.pid for name, server in cluster.postgres.items()},
+                        "routers": cluster.routers.pids,
+                    }
+                ]
+            )
+            return
+        command, place = _how_to_call()
+        at = "" if cluster.address == options.ADDRESS_DEFAULT else f" --address {cluster.address}"
+        parts = f"{output.counted(self.shards, 'shard')}, {output.counted(self.processes, 'router process')}"
+        kept = "none is kept" if self.root is None else f"in {self.root}; it stays"
+        output.say(
+            f"""\
+Windrow is up at {cluster.address}: {parts}.
+Data: {kept}.
+
+Try it in another terminal{place}:
+
+  {command} enqueue acme mail greet '{{"to": "ada"}}'{at}
+  {command} dequeue acme mail --ack{at}
+  {command} stats acme --finished{at}
+
+Ctrl-C stops it."""
+        )
+
+
+def _how_to_call() -> tuple[str, str]:
+    """How this very command is called from another terminal, and in which folder."""
+    root = Path(__file__).resolve().parent.parent
+    if os.access(root / "run", os.X_OK):
+        return "./run windrow", f", in {root}"
+    return "windrow", ""
+
+
+def _send(pid: int | None, number: signal.Signals) -> None:
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)

@@ -1,0 +1,166 @@
+"""How values are written on the command line, and shown again: durations, times, leases, ids, retry policies. Pure.
+
+Every reader raises typer.BadParameter, which names the option, the value and what would be right.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+import typer
+
+_UNITS_US = {"us": 1, "ms": 1000, "s": 10**6, "m": 60 * 10**6, "h": 3600 * 10**6, "d": 86_400 * 10**6}
+_PART = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s|m|h|d)")
+_DURATION = re.compile(rf"(?:{_PART.pattern})+")
+_ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
+_FACTOR = re.compile(r"([x~])(\d+(?:\.\d+)?)")
+
+
+def duration(value: str | timedelta) -> timedelta:
+    """10s, 1m30s, 1.5h; the units are us, ms, s, m, h and d."""
+    if isinstance(value, timedelta):  # An option's default comes this way too.
+        return value
+    if value == "0":
+        return timedelta()
+    if not _DURATION.fullmatch(value):
+        raise typer.BadParameter(
+            f"{value!r} is not a duration: write a number and a unit (us, ms, s, m, h, d), such as 500ms, 10s or 1h30m"
+        )
+    try:
+        return timedelta(microseconds=sum(float(number) * _UNITS_US[unit] for number, unit in _PART.findall(value)))
+    except OverflowError:
+        raise typer.BadParameter(f"{value!r} is too long") from None
+
+
+def exact(value: timedelta) -> str:
+    """A duration as `duration` reads it, nothing lost."""
+    left_us = value // timedelta(microseconds=1)
+    text = ""
+    for unit, unit_us in reversed(_UNITS_US.items()):
+        count, left_us = divmod(left_us, unit_us)
+        text += f"{count}{unit}" if count else ""
+    return text or "0s"
+
+
+def rough(value: timedelta) -> str:
+    """A duration for the eye: its two largest units."""
+    total_s = value.total_seconds()
+    if total_s < 1:
+        return f"{total_s * 1000:.0f}ms"
+    if total_s < 10:
+        return f"{total_s:.1f}s"
+    minutes, seconds = divmod(round(total_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    parts = [(days, "d"), (hours, "h"), (minutes, "m"), (seconds, "s")]
+    first = next(at for at, (count, _) in enumerate(parts) if count)
+    return "".join(f"{count}{unit}" for count, unit in parts[first : first + 2] if count)
+
+
+def moment(value: str | datetime) -> datetime:
+    """ISO 8601, such as 2026-11-20T09:30:00Z; without an offset it is this machine's local time."""
+    if isinstance(value, datetime):
+        return value
+    try:
+        return datetime.fromisoformat(value).astimezone()
+    except (ValueError, OverflowError):
+        raise typer.BadParameter(
+            f"{value!r} is not a time: write it as in ISO 8601, such as 2026-11-20T09:30:00Z"
+        ) from None
+
+
+def attributes(pairs: Iterable[str]) -> dict[str, str]:
+    """key=value pairs."""
+    found: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not key or not equals:
+            raise typer.BadParameter(f"{pair!r} is not KEY=VALUE", param_hint="'--attribute'")
+        if key in found:
+            raise typer.BadParameter(f"{key!r} is given twice", param_hint="'--attribute'")
+        found[key] = value
+    return found
+
+
+def job_ids(values: Iterable[str]) -> list[str]:
+    """Job ids in canonical lower-case text."""
+    ids = [value.strip().lower() for value in values]
+    for job_id in ids:
+        if not _ID.fullmatch(job_id):
+            raise typer.BadParameter(
+                f"{job_id!r} is not a job id: ids are UUIDs of version 7, such as 019a9f5e-7c1d-7a41-8f0e-3f2b6d1c9a55",
+                param_hint="'ID'",
+            )
+    return ids
+
+
+def leases(values: Iterable[str]) -> list[bytes]:
+    """Lease tokens from base64, of either alphabet, padded or not."""
+    tokens: list[bytes] = []
+    for value in values:
+        plain = value.strip().replace("-", "+").replace("_", "/").rstrip("=")
+        try:
+            token = base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
+        except binascii.Error:
+            token = b""
+        if not token:
+            raise typer.BadParameter(
+                f"{value!r} is not a lease: copy one that `windrow dequeue` printed", param_hint="'LEASE'"
+            )
+        tokens.append(token)
+    return tokens
+
+
+def lease_text(token: bytes) -> str:
+    return base64.b64encode(token).decode()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retry:
+    """When a nacked job runs again: after `first`; where `last` is set, ever later, `multiplier` times, up to it."""
+
+    first: timedelta
+    last: timedelta | None = None
+    multiplier: float = 2.0
+    jitter: float = 0.1
+
+
+def retry(value: str | Retry) -> Retry:
+    """10s: always after 10 s. 1s..1h: 1 s, 2 s, 4 s … up to 1 h. 1s..1h,x3,~0.2: growing threefold, 20 % at random."""
+    if isinstance(value, Retry):
+        return value
+    delays, *factors = value.split(",")
+    first, dots, last = delays.partition("..")
+    if not dots and not factors:
+        return Retry(first=duration(first))
+    found = [_FACTOR.fullmatch(factor) for factor in factors]
+    by_sign = {match[1]: float(match[2]) for match in found if match is not None}
+    if not dots or None in found or len(by_sign) < len(found):
+        raise typer.BadParameter(
+            f"{value!r} is not a retry policy: write a delay, such as 10s, or a range, such as 1s..1h or 1s..1h,x3,~0.2"
+        )
+    return Retry(
+        first=duration(first),
+        last=duration(last),
+        multiplier=by_sign.get("x", 2.0),
+        jitter=by_sign.get("~", 0.1),
+    )
+
+
+def retry_text(policy: Retry) -> str:
+    """A retry policy as `retry` reads it."""
+    if policy.last is None:
+        return exact(policy.first)
+    return f"{exact(policy.first)}..{exact(policy.last)},x{policy.multiplier:g},~{policy.jitter:g}"
+
+
+def words(values: Sequence[str], lines: Iterable[str]) -> list[str]:
+    """The values themselves; or, where the only one is `-`, one from each line that is not blank."""
+    if list(values) != ["-"]:
+        return list(values)
+    return [line.strip() for line in lines if line.strip()]
