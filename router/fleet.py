@@ -30,6 +30,7 @@ _T = TypeVar("_T")
 SWEEP_S = 3.0
 _FOLD_TALLY_S = 60.0
 _MAKE_PARTITIONS_S = 3600.0
+_CATALOG_S = 3.0
 _RETRY_OPEN_S = 1.0
 
 
@@ -70,6 +71,7 @@ class Fleet:
             await self._found_catalog()
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._keep(member)) for member in self._members.values()]
+                tasks.append(group.create_task(_every(_CATALOG_S, "look at the catalog", self._follow_catalog)))
                 first_tries = [group.create_task(member.ready.wait()) for member in self._members.values()]
                 # Serve as soon as every shard is ready; with one away, after a moment, without it.
                 _, late = await asyncio.wait(first_tries, timeout=5.0)
@@ -153,9 +155,13 @@ class Fleet:
         """Brings one shard up and keeps it so. Its troubles end here: they are its own orgs' alone."""
         await self._bring_up(member)
         async with asyncio.TaskGroup() as group:
-            group.create_task(_every(SWEEP_S, member, "sweep", member.store.sweep))
-            group.create_task(_every(_FOLD_TALLY_S, member, "fold the tally", member.store.fold_tally))
-            group.create_task(_every(_MAKE_PARTITIONS_S, member, "make partitions", member.books.make_partitions))
+            of_shard = f"of shard {member.store.name!r}"
+            for interval_s, what, act in (
+                (SWEEP_S, "sweep the lanes", member.store.sweep),
+                (_FOLD_TALLY_S, "fold the tally", member.store.fold_tally),
+                (_MAKE_PARTITIONS_S, "make partitions", member.books.make_partitions),
+            ):
+                group.create_task(_every(interval_s, f"{what} {of_shard}", act))
 
     async def _bring_up(self, member: Member) -> None:
         said = ""
@@ -164,15 +170,27 @@ class Fleet:
                 await schema.migrate(member.queue_database, cluster=self._cluster.name)
                 await catalog.grant(member.queue_database, self._known())
             except ShardError as error:
-                member.trouble = str(error)
+                member.trouble = error.why if isinstance(error, ShardUnavailable) else str(error)
                 if member.trouble != said:
                     said = member.trouble
                     level = logging.ERROR if isinstance(error, Misconfigured) else logging.WARNING
                     _log.log(level, "%s", error)
                 await asyncio.sleep(_RETRY_OPEN_S)
+            except Exception as error:  # noqa: BLE001 - one shard's trouble must not end the others
+                if str(error) != said:
+                    said = str(error)
+                    _log.exception("could not bring up shard %r", member.store.name)
+                member.trouble = "an unexpected error; the router's log has the details"
+                await asyncio.sleep(_RETRY_OPEN_S)
             else:
                 member.ready.set()
                 return
+
+    async def _follow_catalog(self) -> None:
+        """A refused enqueue teaches at once; a router that is only asked for jobs would never learn where they went."""
+        known = self._known().epoch
+        if await catalog.read_epoch(self._catalog_database) > known:
+            await self._learn(known)
 
 
 def _member(entry: ShardEntry, connections: int) -> Member:
@@ -187,8 +205,8 @@ def _member(entry: ShardEntry, connections: int) -> Member:
     )
 
 
-async def _every(interval_s: float, member: Member, what: str, act: Callable[[], Awaitable[object]]) -> None:
-    """Does something for a shard again and again; a failure is logged, and the next turn tries again."""
+async def _every(interval_s: float, what: str, act: Callable[[], Awaitable[object]]) -> None:
+    """Does something again and again; a failure is logged, and the next turn tries again."""
     while True:
         await asyncio.sleep(interval_s * random.uniform(0.9, 1.1))
         try:
@@ -196,4 +214,4 @@ async def _every(interval_s: float, member: Member, what: str, act: Callable[[],
         except ShardError as error:
             _log.warning("could not %s: %s", what, error)
         except Exception:  # noqa: BLE001 - one shard's trouble must not end the upkeep of the others
-            _log.exception("could not %s of shard %r", what, member.store.name)
+            _log.exception("could not %s", what)

@@ -15,6 +15,9 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from shard import errors
 
 DOMAIN = "windrow"
+# A status travels in HTTP headers, of which clients take 8 KiB: a longer one would reach them as another error.
+_VIOLATIONS_BYTES_MAX = 4000
+_MESSAGE_CHARS_MAX = 500
 INTERNAL: int = code_pb2.INTERNAL
 INVALID_ARGUMENT: int = code_pb2.INVALID_ARGUMENT
 
@@ -42,12 +45,12 @@ def status_of(error: BaseException) -> status_pb2.Status:
     inside."""
     match error:
         case InvalidRequest():
-            bad = error_details_pb2.BadRequest(
-                field_violations=[
-                    error_details_pb2.BadRequest.FieldViolation(field=field, description=description)
-                    for field, description in error.violations
-                ]
-            )
+            bad = error_details_pb2.BadRequest()
+            for field, description in error.violations:
+                bad.field_violations.add(field=field, description=description)
+                if bad.ByteSize() > _VIOLATIONS_BYTES_MAX:
+                    del bad.field_violations[-1]
+                    break
             return _status(code_pb2.INVALID_ARGUMENT, str(error), "INVALID_REQUEST", bad)
         case errors.ShardUnavailable():
             return _status(code_pb2.UNAVAILABLE, str(error), "SHARD_UNAVAILABLE", retry_info(error.retry_after_s))
@@ -79,7 +82,7 @@ def retry_info(after_s: float) -> error_details_pb2.RetryInfo:
 def _status(
     code: int, message: str, reason: str, *details: error_details_pb2.BadRequest | error_details_pb2.RetryInfo
 ) -> status_pb2.Status:
-    status = status_pb2.Status(code=code, message=message)
+    status = status_pb2.Status(code=code, message=message[:_MESSAGE_CHARS_MAX])
     for detail in (error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN), *details):
         packed = any_pb2.Any()
         packed.Pack(detail)

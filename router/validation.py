@@ -6,12 +6,15 @@ the rules do, never more, and what they do not accept the rules decide and expla
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import protovalidate
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from protovalidate import FieldPathElementPb as FieldPathElement
@@ -23,8 +26,13 @@ _PAYLOAD_BYTES_MAX = 1 << 20
 _JOBS_MAX = 1000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}", re.ASCII)
 _ORG = re.compile(r"[!-~]{1,128}", re.ASCII)
+_UUID7_CHARS = 36
 _UUID7S = re.compile(r"(?:[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}(?:,|\Z))+")
 _TEN_YEARS_S = 3650 * 86400
+# The years 1 to 9999, and ±10,000 years: what the two types' own definitions allow.
+_TIMESTAMP_S = range(-62_135_596_800, 253_402_300_800)
+_DURATION_S_MAX = 315_576_000_000
+_KEY_CHARS_MAX = 64
 
 
 def check(request: Message) -> None:
@@ -36,10 +44,13 @@ def check(request: Message) -> None:
 
 def violations_of(request: Message) -> list[Violation]:
     """Every violation of the contract's rules, by field path."""
-    return [
+    violations = [
         Violation(_path(found.proto.field.elements if found.proto.field else ()), found.proto.message)
         for found in protovalidate.collect_violations(request)
     ]
+    told = {violation.field for violation in violations}
+    violations += [malformed for malformed in _malformed_times(request, "") if malformed.field not in told]
+    return violations
 
 
 def enqueue_violations(request: queue_pb2.EnqueueRequest) -> list[Violation]:
@@ -50,9 +61,9 @@ def enqueue_violations(request: queue_pb2.EnqueueRequest) -> list[Violation]:
     now_s = time.time()
     for at, job in enumerate(request.jobs):
         if job.HasField("run_at"):
-            violations += _time_violations(f"jobs[{at}].run_at", job.run_at, latest_s=now_s + _TEN_YEARS_S)
+            violations += _too_far(f"jobs[{at}].run_at", job.run_at, latest_s=now_s + _TEN_YEARS_S)
         if job.HasField("expires_at"):
-            violations += _time_violations(f"jobs[{at}].expires_at", job.expires_at, latest_s=now_s + 2 * _TEN_YEARS_S)
+            violations += _too_far(f"jobs[{at}].expires_at", job.expires_at, latest_s=now_s + 2 * _TEN_YEARS_S)
         if job.HasField("dedup_window") and not job.dedup_key:
             violations.append(Violation(f"jobs[{at}].dedup_window", "is set, but dedup_key is not"))
     return violations
@@ -64,9 +75,12 @@ def _is_plain(request: queue_pb2.EnqueueRequest) -> bool:
         return False
     names = {job.queue for job in jobs}
     names.update(job.kind for job in jobs)
+    ids = ",".join([job.id for job in jobs])
     return (
         all(map(_NAME.fullmatch, names))
-        and _UUID7S.fullmatch(",".join([job.id for job in jobs])) is not None
+        # By the length too: else "a,b" in one job's id would pass for the ids of two.
+        and len(ids) == _UUID7_CHARS * len(jobs) + len(jobs) - 1
+        and _UUID7S.fullmatch(ids) is not None
         and all(len(job.payload) <= _PAYLOAD_BYTES_MAX and 0 <= job.priority <= 9 for job in jobs)
         and not any(map(_has_more, jobs))
     )
@@ -85,11 +99,46 @@ def _has_more(job: job_pb2.NewJob) -> bool:
     )
 
 
-def _time_violations(field: str, stamp: Timestamp, *, latest_s: float) -> Iterable[Violation]:
-    if not 0 <= stamp.nanos <= 999_999_999 or stamp.seconds < -62_135_596_800:
-        yield Violation(field, "is not a valid timestamp")
-    elif stamp.seconds > latest_s:
+def _too_far(field: str, stamp: Timestamp, *, latest_s: float) -> Iterable[Violation]:
+    if latest_s < stamp.seconds < _TIMESTAMP_S.stop:
         yield Violation(field, "must be at most 3,650 days ahead" if field.endswith("run_at") else "is too far ahead")
+
+
+def _malformed_times(message: Message, path: str) -> Iterator[Violation]:
+    """Timestamps and durations that break their own types' rules: protovalidate takes 2,000,000,000 ns for 2 s, and
+    looks at no timestamp that has no rule."""
+    for field in _leading_to_times(message.DESCRIPTOR):
+        if field.is_repeated:
+            for at, one in enumerate(getattr(message, field.name)):
+                yield from _malformed_times(one, f"{path}{field.name}[{at}].")
+        elif message.HasField(field.name):
+            match getattr(message, field.name):
+                case Timestamp() as stamp:
+                    if stamp.seconds not in _TIMESTAMP_S or not 0 <= stamp.nanos <= 999_999_999:
+                        yield Violation(path + field.name, "is not a valid timestamp")
+                case Duration() as span:
+                    if (
+                        abs(span.seconds) > _DURATION_S_MAX
+                        or abs(span.nanos) > 999_999_999
+                        or span.seconds * span.nanos < 0
+                    ):
+                        yield Violation(path + field.name, "is not a valid duration")
+                case inner:
+                    yield from _malformed_times(inner, f"{path}{field.name}.")
+
+
+@functools.cache
+def _leading_to_times(descriptor: Descriptor) -> tuple[FieldDescriptor, ...]:
+    """The fields of a message in which a timestamp or duration may be found. No message of ours is within itself."""
+    return tuple(
+        field
+        for field in descriptor.fields
+        if field.message_type is not None
+        and (
+            field.message_type.full_name in ("google.protobuf.Timestamp", "google.protobuf.Duration")
+            or _leading_to_times(field.message_type)
+        )
+    )
 
 
 def _path(elements: Iterable[FieldPathElement]) -> str:
@@ -99,5 +148,9 @@ def _path(elements: Iterable[FieldPathElement]) -> str:
         path += f".{element.field_name}" if path else element.field_name
         subscript = element.subscript
         if subscript is not None:
-            path += f"[{json.dumps(subscript.value)}]"
+            key = subscript.value
+            if isinstance(key, str) and len(key) > _KEY_CHARS_MAX:
+                # A key may be the very thing that is too long.
+                key = key[:_KEY_CHARS_MAX] + "…"
+            path += f"[{json.dumps(key, ensure_ascii=False)}]"
     return path

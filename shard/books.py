@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, assert_never, cast
-
-import psycopg
 
 from shard import partitions, statements
 from shard.database import Database
@@ -21,6 +20,9 @@ from shard.records import JobRecord
 from shard.retry import Policy, to_json
 from shard.vocabulary import JobState, Micros, OrgId, QueueName, ShardName
 
+_NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
+_UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_MICROS_MAX = 2**62
 _LAST_UUID = "ffffffff-ffff-ffff-ffff-ffffffffffff"
 _FIRST_UUID = "00000000-0000-0000-0000-000000000000"
 
@@ -127,10 +129,8 @@ class Books:
 
     async def list_queues(self, org: OrgId, *, page_size: int, page_token: str) -> tuple[list[QueueRecord], str]:
         """A page of queues by name, and the token of the next. Raises BadPageToken."""
-        (after,) = _unpack(page_token, 1) if page_token else ("",)
-        rows = await self._database.run(
-            statements.LIST_QUEUES, {"org": org, "after": str(after), "rows": page_size + 1}
-        )
+        (after,) = _unpack(page_token, _is_name) if page_token else ("",)
+        rows = await self._database.run(statements.LIST_QUEUES, {"org": org, "after": after, "rows": page_size + 1})
         queues = list(map(QueueRecord._make, rows[:page_size]))
         return queues, _pack(queues[-1].queue) if len(rows) > page_size else ""
 
@@ -201,15 +201,15 @@ class Books:
         }
         match state:
             case JobState.SCHEDULED | JobState.READY | JobState.LEASED:
-                after = _unpack(page_token, 3) if page_token else [0, 0, _FIRST_UUID]
+                after = _unpack(page_token, _is_priority, _is_micros, _is_uuid) if page_token else [0, 0, _FIRST_UUID]
                 parameters.update(zip(("after_priority", "after_us", "after_id"), after, strict=True))
-                rows = await self._list(statements.LIST_LIVE, parameters, page_token)
+                rows = await self._database.run(statements.LIST_LIVE, parameters)
                 jobs = [JobRecord._make(row[:-1]) for row in rows[:page_size]]
                 place: tuple[object, ...] = (jobs[-1].priority, rows[page_size - 1][-1], jobs[-1].id) if jobs else ()
             case JobState.DEAD | JobState.SUCCEEDED | JobState.CANCELLED:
-                (parameters["before_id"],) = _unpack(page_token, 1) if page_token else (_LAST_UUID,)
+                (parameters["before_id"],) = _unpack(page_token, _is_uuid) if page_token else (_LAST_UUID,)
                 statement = statements.LIST_DEAD if state is JobState.DEAD else statements.LIST_FINISHED
-                rows = await self._list(statement, parameters, page_token)
+                rows = await self._database.run(statement, parameters)
                 jobs = list(map(JobRecord._make, rows[:page_size]))
                 place = (jobs[-1].id,) if jobs else ()
             case _:
@@ -243,23 +243,35 @@ class Books:
     async def make_partitions(self) -> int:
         return await partitions.make_ahead(self._database)
 
-    async def _list(self, statement: bytes, parameters: dict[str, object], page_token: str) -> list[tuple[object, ...]]:
-        try:
-            return await self._database.run(statement, parameters)
-        except psycopg.DataError as error:
-            # Only the token's parts come from outside unchecked.
-            raise BadPageToken(page_token) from error
-
 
 def _pack(*key: object) -> str:
     return base64.urlsafe_b64encode(json.dumps(key).encode()).decode()
 
 
-def _unpack(token: str, length: int) -> list[object]:
+def _unpack(token: str, *fits: Callable[[object], bool]) -> list[object]:
+    """The parts of a token. A caller may have made it up: each part must pass its check."""
     try:
         key: Any = json.loads(base64.urlsafe_b64decode(token.encode()))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadPageToken(token) from error
-    if not isinstance(key, list) or len(parts := cast("list[object]", key)) != length:
+    if not isinstance(key, list) or len(parts := cast("list[object]", key)) != len(fits):
+        raise BadPageToken(token)
+    if not all(fit(part) for fit, part in zip(fits, parts, strict=True)):
         raise BadPageToken(token)
     return parts
+
+
+def _is_name(part: object) -> bool:
+    return isinstance(part, str) and _NAME.fullmatch(part) is not None
+
+
+def _is_uuid(part: object) -> bool:
+    return isinstance(part, str) and _UUID.fullmatch(part) is not None
+
+
+def _is_priority(part: object) -> bool:
+    return type(part) is int and 0 <= part <= 9
+
+
+def _is_micros(part: object) -> bool:
+    return type(part) is int and 0 <= part <= _MICROS_MAX

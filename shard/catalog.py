@@ -93,6 +93,12 @@ async def read(database: Database) -> Catalog:
     return Catalog(epoch=epoch, slots=tuple(slots), pins=pins)
 
 
+async def read_epoch(database: Database) -> int:
+    """The number of the latest change."""
+    rows = await database.run(b"SELECT epoch FROM windrow.catalog", {})
+    return int(rows[0][0])
+
+
 async def grant(database: Database, catalog: Catalog) -> int:
     """Tells a shard which slots it owns; answers how many were news to it. What it knows of a later epoch stays."""
     slots = catalog.slots_written_by(database.name)

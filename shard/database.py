@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Mapping
+import logging
+import random
+import weakref
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, LiteralString
+from typing import Any, LiteralString, Self
 
 import psycopg
 from opentelemetry import trace
@@ -24,6 +27,7 @@ from psycopg_pool import AsyncConnectionPool, PoolClosed, PoolTimeout, TooManyRe
 from shard.errors import ShardUnavailable
 from shard.vocabulary import ShardName
 
+_log = logging.getLogger(__name__)
 _TRACER = trace.get_tracer("windrow.shard")
 _EPOCH_2000_US = 946_684_800_000_000
 
@@ -55,11 +59,34 @@ class _MicrosLoader(Loader):
         return int.from_bytes(data, "big", signed=True) + _EPOCH_2000_US
 
 
+# Between two tries to connect: an outage is over for us this soon after it is over, however long it was.
+_RECONNECT_S = 1.0
+
+
+class _Connection(AsyncConnection[tuple[Any, ...]]):
+    """Tries until it is connected, and says each time that it is not. The pool's own pauses double up to half a
+    minute."""
+
+    @classmethod
+    async def connect(  # type: ignore[override]
+        cls, conninfo: str = "", *, failed: Callable[[Exception], None], closing: asyncio.Event, **kwargs: Any
+    ) -> Self:
+        while True:
+            try:
+                return await super().connect(conninfo, **kwargs)
+            except psycopg.OperationalError as error:
+                failed(error)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(closing.wait(), _RECONNECT_S * random.uniform(0.5, 1.0))
+                if closing.is_set():
+                    raise
+
+
 class Database:
     """A pool of connections to one shard.
 
     `run` and `transaction` raise ShardUnavailable when the server cannot be reached or has no connection free within
-    `wait_s`; other database errors pass as psycopg made them.
+    `wait_s`, at once while it is known to be away; other database errors pass as psycopg made them.
     """
 
     def __init__(
@@ -69,17 +96,25 @@ class Database:
         self._wait_s = wait_s
         self._tries = connections + 2
         self._settings: LiteralString = _BOOKS_SETTINGS if for_books else _QUEUE_SETTINGS
-        self._pool: AsyncConnectionPool[AsyncConnection[tuple[Any, ...]]] = AsyncConnectionPool(
+        # Why the latest try to connect failed; None once one has succeeded since.
+        self._away: str | None = None
+        self._alive: weakref.WeakSet[_Connection] = weakref.WeakSet()
+        self._waiting: set[asyncio.Timeout] = set()
+        self._checking: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
+        self._pool: AsyncConnectionPool[_Connection] = AsyncConnectionPool(
             dsn,
+            connection_class=_Connection,
             min_size=1 if for_books else connections,
             max_size=connections,
             open=False,
             timeout=wait_s,
             max_waiting=1000,
-            reconnect_timeout=60.0,
             configure=self._configure,
             name=f"{name}/{'books' if for_books else 'queue'}",
             kwargs={
+                "failed": self._connect_failed,
+                "closing": self._closing,
                 "autocommit": True,
                 "application_name": "windrow",
                 "connect_timeout": 5,
@@ -97,6 +132,7 @@ class Database:
         await self._pool.open(wait=False)
 
     async def close(self) -> None:
+        self._closing.set()
         await self._pool.close(timeout=2.0)
 
     async def run(self, statement: bytes, parameters: Mapping[str, object]) -> list[Any]:
@@ -111,11 +147,11 @@ class Database:
             except (psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure):
                 if not tries_left:
                     raise
-            except psycopg.OperationalError as error:
+            except (psycopg.OperationalError, psycopg.errors.ReadOnlySqlTransaction) as error:
                 if not tries_left or not _connection_lost(error):
                     raise self._unavailable(error) from error
                 # The server went away under this connection, and so most likely under the pooled ones.
-                await self._pool.check()
+                await self._check_pool()
         raise AssertionError("unreachable")
 
     @contextlib.asynccontextmanager
@@ -124,30 +160,76 @@ class Database:
         try:
             async with self._connection() as connection, connection.transaction():
                 yield connection
-        except psycopg.OperationalError as error:
+        except (psycopg.OperationalError, psycopg.errors.ReadOnlySqlTransaction) as error:
             raise self._unavailable(error) from error
 
     @contextlib.asynccontextmanager
     async def _connection(self) -> AsyncGenerator[AsyncConnection[tuple[Any, ...]]]:
+        connection = await self._take()
         try:
-            connection = await self._pool.getconn()
+            yield connection
+        except psycopg.errors.ReadOnlySqlTransaction:
+            # A standby by now: another connection may find the primary, this one never will.
+            await connection.close()
+            raise
+        finally:
+            if connection.closed:
+                self._give_up_waiting()
+            # Also when the caller was cancelled: the pool looks at the connection's state and mends or drops it.
+            await asyncio.shield(self._pool.putconn(connection))
+
+    async def _take(self) -> _Connection:
+        if self._is_away():
+            raise ShardUnavailable(self.name, self._away or "")
+        try:
+            async with asyncio.timeout(None) as patience:
+                self._waiting.add(patience)
+                try:
+                    return await self._pool.getconn()
+                finally:
+                    self._waiting.discard(patience)
         except PoolTimeout as error:
             raise ShardUnavailable(self.name, f"no connection within {self._wait_s:g} s") from error
+        except TimeoutError as error:
+            raise ShardUnavailable(self.name, self._away or "it went away") from error
         except TooManyRequests as error:
             raise ShardUnavailable(self.name, "too many calls are waiting for a connection") from error
         except PoolClosed as error:
             raise ShardUnavailable(self.name, "this router is shutting down") from error
-        try:
-            yield connection
-        finally:
-            # Also when the caller was cancelled: the pool looks at the connection's state and mends or drops it.
-            await asyncio.shield(self._pool.putconn(connection))
 
-    async def _configure(self, connection: AsyncConnection[tuple[Any, ...]]) -> None:
+    def _is_away(self) -> bool:
+        """No connection is left, and the latest try to make one has failed: nobody need wait to know."""
+        return self._away is not None and all(connection.closed for connection in self._alive)
+
+    def _connect_failed(self, error: Exception) -> None:
+        if self._away is None:
+            _log.warning("shard %r cannot be reached: %s", self.name, _first_line(error))
+        self._away = _first_line(error)
+        self._give_up_waiting()
+
+    def _give_up_waiting(self) -> None:
+        if self._is_away():
+            now = asyncio.get_running_loop().time()
+            for patience in self._waiting:
+                patience.reschedule(now)
+            self._waiting.clear()
+
+    async def _check_pool(self) -> None:
+        """Drops what is broken of the pooled connections. In a task of its own, which nobody's cancellation reaches:
+        the pool would lose the connection that it is looking at, and the cancellation with it."""
+        if self._checking is None or self._checking.done():
+            self._checking = asyncio.create_task(self._pool.check())
+        await asyncio.shield(self._checking)
+
+    async def _configure(self, connection: _Connection) -> None:
         await connection.execute(self._settings)
         connection.adapters.register_loader("timestamptz", _MicrosLoader)
         # One wire type for every int: else each magnitude would make a prepared statement of its own.
         connection.adapters.register_dumper(int, Int8BinaryDumper)
+        self._alive.add(connection)
+        if self._away is not None:
+            _log.info("shard %r is reached again", self.name)
+        self._away = None
 
     def _span(self, statement: bytes) -> AbstractContextManager[trace.Span]:
         name = getattr(statement, "name", "statement")
@@ -163,8 +245,7 @@ class Database:
         )
 
     def _unavailable(self, error: psycopg.Error) -> ShardUnavailable:
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        return ShardUnavailable(self.name, first_line)
+        return ShardUnavailable(self.name, _first_line(error))
 
 
 async def _fetch(
@@ -175,7 +256,11 @@ async def _fetch(
     return await cursor.fetchall() if cursor.description else []
 
 
-def _connection_lost(error: psycopg.OperationalError) -> bool:
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _connection_lost(error: psycopg.Error) -> bool:
     """Whether trying again on another connection can help: the server went away, restarted, or is a standby by now."""
     state = error.sqlstate
     return state is None or state.startswith("08") or state in {"57P01", "57P02", "57P03", "25006"}

@@ -25,6 +25,7 @@ class ShardUnavailable(ShardError):
     def __init__(self, shard: ShardName, why: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(f"shard {shard!r} is unavailable: {why}")
         self.shard = shard
+        self.why = why
         self.retry_after_s = retry_after_s
 
 
@@ -68,7 +69,8 @@ class UnknownShard(ShardError):
 
 class BadPageToken(ShardError):
     def __init__(self, token: str) -> None:
-        super().__init__(f"page_token {token!r} is not one that this call gave; begin at the first page")
+        shown = token if len(token) <= 64 else f"{token[:64]}…"
+        super().__init__(f"page_token {shown!r} is not one that this call gave; begin at the first page")
 
 
 class Misconfigured(ShardError):

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TypeVar
 
-from shard import statements
+from shard import arrays, statements
 from shard.database import Database
 from shard.placement import slot_of
 from shard.vocabulary import OrgId, QueueId, QueueName
@@ -63,6 +63,18 @@ class Names:
             known = rows[0][0]
             _remember(self._org_ids, org, known)
         return known
+
+    async def prove(self, queue_ids: Collection[QueueId]) -> None:
+        """Forgets everything if one of these numbers is remembered for a queue that it does not name: claims would go on
+        finding nothing there."""
+        used = set(queue_ids)
+        believed = [(number, *name) for name, number in self._queue_ids.items() if number in used]
+        for at in range(0, len(believed), 1000):
+            numbers, orgs, queues = zip(*believed[at : at + 1000], strict=True)
+            parameters = {"queue_ids": arrays.numbers(numbers), "orgs": list(orgs), "queues": arrays.names(queues)}
+            if await self._database.run(statements.FIND_WRONG_NAMES, parameters):
+                self.forget()
+                return
 
     def forget(self) -> None:
         """After a number proved wrong."""

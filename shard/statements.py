@@ -27,6 +27,7 @@ INTERN_NAMES = _load("intern_names")
 MAKE_QUEUES = _load("make_queues")
 FIND_QUEUE_IDS = _load("find_queue_ids")
 FIND_ORG_ID = _load("find_org_id")
+FIND_WRONG_NAMES = _load("find_wrong_names")
 
 CLAIM = _load("claim")
 SWEEP = _load("sweep")

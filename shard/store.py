@@ -199,6 +199,7 @@ class Store:
                 statements.CLAIM,
                 {
                     "org": org,
+                    "queues": arrays.names(queues),
                     "lane_ids": arrays.numbers(ids),
                     "lane_priorities": arrays.numbers(priorities),
                     "lane_floors_us": arrays.numbers(floors),
@@ -335,8 +336,7 @@ class Store:
         self, org_id: int, leases: Sequence[Lease], done: Iterable[tuple[str, int]], *, ended_as: str | None
     ) -> list[Answer]:
         """OK for what was done now, or by an earlier try of the same call; STALE or NOT_FOUND for the rest.
-
-        `done` are job ids with the numbers of their leases: a call may name a job by a live lease and by an ended one."""
+ `done` are job ids with the numbers of their leases: a call may name a job by a live lease and by an ended one."""
         done_now = {Lease(job_hex=_hex(job_id), number=number) for job_id, number in done}
         missed = [lease for lease in leases if lease not in done_now]
         if not missed:
@@ -396,8 +396,10 @@ class Store:
             await self._database.run(statements.FOLD_TALLY, {})
 
     async def sweep(self) -> int:
-        """Puts the floor of every lane in use where it belongs. Answers how many lanes were looked at."""
+        """Puts the floor of every lane in use where it belongs, and has the numbers of their queues proved. Answers how
+        many lanes were looked at."""
         queues = self._floors.to_sweep()
+        await self.names.prove(queues)
         swept = 0
         for at in range(0, len(queues), 100):
             ids, priorities = lanes_of(queues[at : at + 100])

@@ -9,7 +9,9 @@ WITH ended AS (
         ) AS g (id, lease, outcome, error, reason)
         ORDER BY g.id
     ) b
-    WHERE j.id = b.id AND j.lease = b.lease AND j.visible_at > now() AND j.queue_id & 4294967295 = %(org_id)s
+    -- By id alone: see extend.sql.
+    WHERE j.id = ANY (ARRAY[b.id])
+        AND (j.lease = b.lease AND j.visible_at > now() AND j.queue_id & 4294967295 = %(org_id)s) IS TRUE
     RETURNING j.*, b.outcome, b.error, b.reason
 )
 INSERT INTO windrow.dead (

@@ -5,8 +5,10 @@ WITH lane AS MATERIALIZED (
     FROM unnest(%(lane_ids)s::bigint[], %(lane_priorities)s::smallint[], %(lane_floors_us)s::bigint[])
         WITH ORDINALITY AS raw (queue_id, priority, floor_us, turn)
     CROSS JOIN LATERAL (SELECT raw.queue_id, raw.priority, timestamptz 'epoch' + raw.floor_us * interval '1 us' AS floor) l
-    -- Keyed by org: a remembered queue_id that is another org's gives nothing (I4).
-    JOIN windrow.queue q ON q.queue_id = l.queue_id AND q.org = %(org)s AND NOT q.paused
+    -- OFFSET 0 fence: by its number alone, never by a walk through all queues of the org.
+    CROSS JOIN LATERAL (SELECT q.org, q.queue, q.paused FROM windrow.queue q WHERE q.queue_id = l.queue_id OFFSET 0) q
+    -- A remembered queue_id that is another org's (I4), or a queue's that was not asked for, gives nothing.
+    WHERE q.org = %(org)s AND q.queue = ANY (%(queues)s::text[]) AND NOT q.paused
     ORDER BY raw.turn
 ), taken AS MATERIALIZED (
     -- MATERIALIZED fence, and no ORDER BY out here: lanes are entered in turn, lazily, so that no more than max_jobs rows
@@ -36,9 +38,12 @@ SET
         WHEN j.lease IS NOT NULL THEN windrow.remember(j.history, j.attempt, j.worker, j.leased_at, j.visible_at, 'expired', j.lease, NULL)
         ELSE j.history
     END
-FROM windrow.queue q
-WHERE j.ctid = ANY (ARRAY(SELECT taken.ctid FROM taken)) AND q.queue_id = j.queue_id
+-- No join here: where the planner believes the table to be empty, because it was when last vacuumed, it would find the
+-- rows by walking the whole ready index in the join's order.
+WHERE j.ctid = ANY (ARRAY(SELECT taken.ctid FROM taken))
 RETURNING
-    j.id::text, q.queue, j.kind, j.payload, j.attributes::text, j.priority, j.attempt,
-    coalesce(j.max_attempts, q.max_attempts) AS max_attempts, j.enqueued_at, j.run_at, j.trace,
+    j.id::text, (SELECT q.queue FROM windrow.queue q WHERE q.queue_id = j.queue_id) AS queue,
+    j.kind, j.payload, j.attributes::text, j.priority, j.attempt,
+    coalesce(j.max_attempts, (SELECT q.max_attempts FROM windrow.queue q WHERE q.queue_id = j.queue_id)) AS max_attempts,
+    j.enqueued_at, j.run_at, j.trace,
     j.queue_id, j.leased_at, j.visible_at AS deadline, coalesce(j.expires_at <= now(), false) AS expired

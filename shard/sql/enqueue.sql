@@ -10,10 +10,12 @@ WITH clock AS MATERIALIZED (
         least(to_timestamp(%(oldest_ms)s / 1000.0), now()) - interval '1 hour' AS since
 ), lane AS MATERIALIZED (
     -- A remembered queue_id proves itself: it must still name this org's queue. A slot that moved away admits nothing (I6).
-    SELECT q.queue_id
+    -- OFFSET 0 fences: by the numbers alone, never by a walk through all queues or slots.
+    SELECT l.queue_id
     FROM unnest(%(lane_ids)s::bigint[], %(lane_orgs)s::text[], %(lane_queues)s::text[]) AS l (queue_id, org, queue)
-    JOIN windrow.queue q ON q.queue_id = l.queue_id AND q.org = l.org AND q.queue = l.queue
-    JOIN windrow.owned_slot s ON s.slot = q.slot AND s.state = 'owned'
+    CROSS JOIN LATERAL (SELECT q.org, q.queue, q.slot FROM windrow.queue q WHERE q.queue_id = l.queue_id OFFSET 0) q
+    CROSS JOIN LATERAL (SELECT s.state FROM windrow.owned_slot s WHERE s.slot = q.slot OFFSET 0) s
+    WHERE q.org = l.org AND q.queue = l.queue AND s.state = 'owned'
 ), incoming AS MATERIALIZED (
     -- unnest pads: a column that no job of the batch uses is sent as an empty array.
     SELECT
@@ -33,7 +35,9 @@ WITH clock AS MATERIALIZED (
         max_attempts, retry, dedup_key, dedup_window_us, trace
     )
     JOIN lane ON lane.queue_id = n.queue_id
+    -- All or none: one queue that is not admitted, and nothing is stored.
     WHERE (SELECT clock.ids_fit FROM clock)
+        AND (SELECT count(*) FROM lane) = cardinality(%(lane_ids)s::bigint[])
 ), reserved AS (
     -- Taking a key whose window is over, or a new one. Ordered, so that two batches never wait for each other in a ring.
     INSERT INTO windrow.dedup AS d (queue_id, key, job_id, until)

@@ -2,4 +2,8 @@
 SELECT q.queue, q.retry::text, q.max_attempts, q.paused, q.created_at
 FROM windrow.queue q
 WHERE q.org = %(org)s AND q.queue = %(queue)s
-    AND (q.listed OR EXISTS (SELECT FROM windrow.job j WHERE j.queue_id = q.queue_id))
+    AND (
+        q.listed
+        OR EXISTS (SELECT FROM windrow.job j WHERE j.queue_id = q.queue_id)
+        OR EXISTS (SELECT FROM windrow.dead d WHERE d.queue_id = q.queue_id)
+    )

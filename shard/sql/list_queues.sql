@@ -2,6 +2,10 @@
 SELECT q.queue, q.retry::text, q.max_attempts, q.paused, q.created_at
 FROM windrow.queue q
 WHERE q.org = %(org)s AND q.queue > %(after)s
-    AND (q.listed OR EXISTS (SELECT FROM windrow.job j WHERE j.queue_id = q.queue_id))
+    AND (
+        q.listed
+        OR EXISTS (SELECT FROM windrow.job j WHERE j.queue_id = q.queue_id)
+        OR EXISTS (SELECT FROM windrow.dead d WHERE d.queue_id = q.queue_id)
+    )
 ORDER BY q.queue
 LIMIT %(rows)s

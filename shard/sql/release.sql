@@ -8,5 +8,7 @@ SET
 FROM (
     SELECT g.id, g.lease FROM unnest(%(ids)s::uuid[], %(leases)s::bigint[]) AS g (id, lease) ORDER BY g.id
 ) r
-WHERE j.id = r.id AND j.lease = r.lease AND j.visible_at > now() AND j.queue_id & 4294967295 = %(org_id)s
+-- By id alone: see extend.sql.
+WHERE j.id = ANY (ARRAY[r.id])
+    AND (j.lease = r.lease AND j.visible_at > now() AND j.queue_id & 4294967295 = %(org_id)s) IS TRUE
 RETURNING j.id::text, r.lease

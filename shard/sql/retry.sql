@@ -11,5 +11,7 @@ FROM (
         AS g (id, lease, delay_us, error)
     ORDER BY g.id
 ) n
-WHERE j.id = n.id AND j.lease = n.lease AND j.visible_at > now() AND j.queue_id & 4294967295 = %(org_id)s
+-- By id alone: see extend.sql.
+WHERE j.id = ANY (ARRAY[n.id])
+    AND (j.lease = n.lease AND j.visible_at > now() AND j.queue_id & 4294967295 = %(org_id)s) IS TRUE
 RETURNING j.id::text, n.lease

@@ -24,6 +24,10 @@ LEFT JOIN LATERAL (
     WHERE %(include_finished)s AND f.queue_id = q.queue_id
 ) done ON true
 WHERE q.org = %(org)s AND (%(queue)s = '' OR q.queue = %(queue)s)
-    AND (q.listed OR EXISTS (SELECT FROM windrow.job j WHERE j.queue_id = q.queue_id))
+    AND (
+        q.listed
+        OR EXISTS (SELECT FROM windrow.job j WHERE j.queue_id = q.queue_id)
+        OR EXISTS (SELECT FROM windrow.dead d WHERE d.queue_id = q.queue_id)
+    )
 ORDER BY q.queue
 LIMIT 1000

@@ -1,0 +1,610 @@
+"""Every field of every request, given every kind of value that the contract forbids.
+
+A bad request is refused by a status that says which field it was, and leaves nothing behind. The values aim at a seeded
+org, so that one that slipped through would be seen in its books.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+import math
+import time
+import uuid
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+import protovalidate
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from router import validation
+from shard.lease import shard_tag, token, token_prefix
+from shard.vocabulary import JobId, ShardName
+from tests.jobs import job_id
+from tests.postgres import Server
+from tests.routers import PATIENCE_S, Stubs, running_routers, stubs, violated_fields, write_cluster
+from windrow.v1 import admin_pb2, job_pb2, queue_pb2
+
+SHARDS = ("s1", "s2")
+ORG = "seeded"
+QUEUE = "mail"
+TEN_YEARS_S = 3650 * 86400
+SECOND_JOB = JobId("01890a5d-ac96-774b-bcce-b302099a8057")
+# A token that this cluster could have given.
+LEASE = token(token_prefix(ShardName("s1"), 7), SECOND_JOB)
+
+
+class Bad(NamedTuple):
+    """A request with one bad field, and the path by which the answer must name it."""
+
+    rpc: str
+    field: str
+    why: str
+    request: Message
+
+    def __str__(self) -> str:
+        return f"{self.rpc}: {self.field} {self.why}"
+
+
+# ── Bad values ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+ORGS = {
+    "empty": "",
+    "too long": "x" * 129,
+    "too many bytes": "é" * 65,
+    "with NUL": "a\0b",
+    "with a line break": "seeded\n",
+    "with a tab": "a\tb",
+    "with DEL": "a\x7f",
+}
+OPTIONAL_NAMES = {
+    "too long": "x" * 129,
+    "with a dash first": "-mail",
+    "with a space": "ma il",
+    "with an accent": "café",
+    "with a line break": "mail\n",
+    "with NUL": "mail\0",
+    "with a quote": 'ma"il',
+    "with a comma": "a,b",
+    "with a brace": "{mail}",
+    "with another script's digit": "mail٣",
+}
+NAMES = {"empty": "", **OPTIONAL_NAMES}
+TEXTS = {"with NUL": "a\0b"}
+# Of an id that must be there.
+IDS = {
+    "empty": "",
+    "no UUID": "mail",
+    "upper-case": str(SECOND_JOB).upper(),
+    "without dashes": SECOND_JOB.replace("-", ""),
+    "in braces": f"{{{SECOND_JOB}}}",
+    "a UUIDv4": str(uuid.UUID("f47ac10b-58cc-4372-a567-0e02b2c3d479")),
+    "a UUIDv1": "c232ab00-9414-11ec-b3c8-9f6bdeced846",
+    "of another variant": "01890a5d-ac96-774b-7cce-b302099a8057",
+    "two ids": f"{SECOND_JOB},{SECOND_JOB}",
+    "with a line break": f"{SECOND_JOB}\n",
+    "with NUL": f"{SECOND_JOB[:-1]}\0",
+}
+LEASES = {
+    "empty": b"",
+    "too short": LEASE[:-1],
+    "too long": LEASE + b"\0",
+    "far too long": b"\1" * 65,
+    "of version 0": b"\0" + LEASE[1:],
+    "of version 2": b"\2" + LEASE[1:],
+    "text": b"lease",
+}
+# Broken by their type's own rules, whatever the field.
+BROKEN_DURATIONS = {
+    "with 2e9 nanoseconds": Duration(seconds=1, nanos=2_000_000_000),
+    "of two signs": Duration(seconds=5, nanos=-1),
+    "beyond the type": Duration(seconds=2**62),
+    "below the type": Duration(seconds=-(2**62)),
+}
+DELAYS = {
+    **BROKEN_DURATIONS,
+    "negative": Duration(seconds=-1),
+    "a little negative": Duration(nanos=-1),
+    "above ten years": Duration(seconds=TEN_YEARS_S, nanos=1),
+}
+WINDOWS = {
+    **BROKEN_DURATIONS,
+    "zero": Duration(),
+    "negative": Duration(seconds=-1),
+    "below 100 ms": Duration(nanos=99_999_999),
+    "above 12 h": Duration(seconds=43200, nanos=1),
+}
+TIMESTAMPS = {
+    "with 1e9 nanoseconds": Timestamp(seconds=1, nanos=1_000_000_000),
+    "with negative nanoseconds": Timestamp(seconds=1, nanos=-1),
+    "before year 1": Timestamp(seconds=-62_135_596_801),
+    "after year 9999": Timestamp(seconds=253_402_300_800),
+    "beyond all": Timestamp(seconds=2**63 - 1),
+    "below all": Timestamp(seconds=-(2**63)),
+}
+NUMBERS_BELOW_0 = {"negative": -1, "far below": -(2**31)}
+PAGE_SIZES = {**NUMBERS_BELOW_0, "above 1,000": 1001, "far above": 2**31 - 1}
+LIMITS = {**NUMBERS_BELOW_0, "above 10,000": 10_001}
+
+
+def packed(value: object) -> str:
+    return base64.urlsafe_b64encode(json.dumps(value).encode()).decode()
+
+
+NOBODYS_TOKENS = {
+    "no base64": "what's this?",
+    "half base64": "abc",
+    "no JSON": base64.urlsafe_b64encode(b"\xff\xfe[").decode(),
+    "not a list": packed({"after": "mail"}),
+    "an empty list": packed([]),
+    "too many parts": packed(["a", "b", "c", "d"]),
+    "deep": base64.urlsafe_b64encode(b"[" * 700).decode(),
+    "too long": "A" * 1025,
+}
+STRANGE: tuple[object, ...] = (None, True, 7, 1.5, {}, [], "", "a\0b", "\ud800", "a b", "x" * 129)
+NAME_TOKENS = {**NOBODYS_TOKENS, **{f"of {part!r:.20}": packed([part]) for part in STRANGE}}
+UUID_TOKENS = {**NAME_TOKENS, "of a name": packed(["mail"]), "of more than an id": packed([f"{SECOND_JOB}0"])}
+BAD_PLACES: tuple[list[object], ...] = (
+    [None, 0, SECOND_JOB],
+    [True, 0, SECOND_JOB],
+    [-1, 0, SECOND_JOB],
+    [10**30, 0, SECOND_JOB],
+    [5.5, 0, SECOND_JOB],
+    ["5", 0, SECOND_JOB],
+    [[5], 0, SECOND_JOB],
+    [5, -1, SECOND_JOB],
+    [5, 2**63, SECOND_JOB],
+    [5, 1e300, SECOND_JOB],
+    [5, math.nan, SECOND_JOB],
+    [5, "0", SECOND_JOB],
+    [5, 0, "mail"],
+    [5, 0, "\ud800"],
+    [5, 0, None],
+    [5, 0, {"id": 1}],
+    [SECOND_JOB],
+)
+LIVE_TOKENS = {**NOBODYS_TOKENS, **{f"of {place!r:.40}": packed(place) for place in BAD_PLACES}}
+RETRIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "without a policy": (".policy", {}),
+    "without a delay": (".fixed.delay", {"fixed": {}}),
+    **{f"fixed, {why}": (".fixed.delay", {"fixed": {"delay": bad}}) for why, bad in DELAYS.items()},
+    **{
+        f"{field} {why}": (f".exponential.{field}", {"exponential": {field: bad}})
+        for field in ("initial_delay", "max_delay")
+        for why, bad in DELAYS.items()
+    },
+    **{
+        f"multiplier {bad}": (".exponential.multiplier", {"exponential": {"multiplier": bad}})
+        for bad in (0.5, -1.0, 100.5, math.inf, math.nan)
+    },
+    **{
+        f"jitter {bad}": (".exponential.jitter", {"exponential": {"jitter": bad}})
+        for bad in (-0.1, 1.1, math.inf, math.nan)
+    },
+}
+
+
+# ── Bad requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def new_job(**fields: Any) -> job_pb2.NewJob:
+    whole: dict[str, Any] = {"queue": QUEUE, "kind": "greet", **fields}
+    return job_pb2.NewJob(**whole)
+
+
+def enqueue(*jobs: job_pb2.NewJob, org: str = ORG) -> queue_pb2.EnqueueRequest:
+    return queue_pb2.EnqueueRequest(org=org, jobs=jobs)
+
+
+def acks(leases: Iterable[bytes], org: str = ORG) -> queue_pb2.AckRequest:
+    return queue_pb2.AckRequest(org=org, acks=[queue_pb2.Ack(lease=lease) for lease in leases])
+
+
+def nacks(leases: Iterable[bytes], org: str = ORG) -> queue_pb2.NackRequest:
+    return queue_pb2.NackRequest(org=org, nacks=[queue_pb2.Nack(lease=lease) for lease in leases])
+
+
+def bad_jobs() -> Iterator[tuple[str, str, job_pb2.NewJob]]:
+    """What can be wrong with a job: field, why, and the job."""
+    for why, bad in IDS.items():
+        if bad:
+            yield "id", why, new_job(id=bad)
+    yield "id", "older than the horizon", new_job(id=job_id(ahead_ms=-8 * 86_400_000))
+    yield "id", "of 1970", new_job(id="00000000-0000-7000-8000-000000000000")
+    yield "id", "two hours ahead", new_job(id=job_id(ahead_ms=2 * 3_600_000))
+    yield "id", "of the year 10889", new_job(id="ffffffff-ffff-7fff-bfff-ffffffffffff")
+    for field in ("queue", "kind"):
+        for why, bad in NAMES.items():
+            yield field, why, new_job(**{field: bad})
+    yield "payload", "too long", new_job(payload=b"\0" * (1 << 20) + b"\0")
+    yield "attributes", "too many", new_job(attributes={str(at): "" for at in range(33)})
+    for why, key in {"empty": "", "with NUL": "a\0", "too long": "x" * 129, "too many bytes": "é" * 65}.items():
+        yield f"attributes[{json.dumps(shown(key), ensure_ascii=False)}]", f"key {why}", new_job(attributes={key: "v"})
+    yield f'attributes["{"k" * 64}…"]', "key far too long", new_job(attributes={"k" * 100_000: "v"})
+    for why, value in {"with NUL": "a\0", "too long": "x" * 1025, "too many bytes": "é" * 513}.items():
+        yield 'attributes["a"]', f"value {why}", new_job(attributes={"a": value})
+    for why, number in {**NUMBERS_BELOW_0, "above 9": 10}.items():
+        yield "priority", why, new_job(priority=number)
+    for why, number in {**NUMBERS_BELOW_0, "above 1,000": 1001}.items():
+        yield "max_attempts", why, new_job(max_attempts=number)
+    for why, stamp in TIMESTAMPS.items():
+        yield "run_at", why, new_job(run_at=stamp)
+        yield "expires_at", why, new_job(expires_at=stamp)
+    soon = int(time.time()) + 600
+    yield "run_at", "more than ten years ahead", new_job(run_at=Timestamp(seconds=soon + TEN_YEARS_S))
+    yield "expires_at", "more than twenty years ahead", new_job(expires_at=Timestamp(seconds=soon + 2 * TEN_YEARS_S))
+    for why, span in DELAYS.items():
+        yield "delay", why, new_job(delay=span)
+    for why, (path, policy) in RETRIES.items():
+        yield f"retry{path}", why, new_job(retry=policy)
+    for why, text in {**TEXTS, "too long": "x" * 257, "too many bytes": "é" * 129}.items():
+        yield "dedup_key", why, new_job(dedup_key=text)
+    spans = {"zero": Duration(), "below 1 s": Duration(nanos=999_999_999), "above 30 days": Duration(seconds=2_592_001)}
+    for why, span in {**BROKEN_DURATIONS, **spans}.items():
+        yield "dedup_window", why, new_job(dedup_key="k", dedup_window=span)
+    yield "dedup_window", "without a key", new_job(dedup_window=Duration(seconds=60))
+    good = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    for why, parent in {"text": "x", "upper-case": good.upper(), "too long": good + "0", "short": good[:-1]}.items():
+        yield "trace.traceparent", why, new_job(trace={"traceparent": parent})
+    for why, state in {"too long": "x" * 513, "with a line break": "a=1\n", "not ASCII": "é=1", **TEXTS}.items():
+        yield "trace.tracestate", why, new_job(trace={"traceparent": good, "tracestate": state})
+
+
+def shown(key: str) -> str:
+    return key if len(key) <= 64 else key[:64] + "…"
+
+
+def each(rpc: str, make: type[Message], field: str, values: dict[str, Any], good: dict[str, Any]) -> Iterator[Bad]:
+    for why, bad in values.items():
+        yield Bad(rpc, field, why, make(**{**good, field: bad}))
+
+
+def queue_cases() -> Iterator[Bad]:
+    for why, org in ORGS.items():
+        yield Bad("Enqueue", "org", why, enqueue(new_job(), org=org))
+    yield Bad("Enqueue", "jobs", "none", enqueue())
+    yield Bad("Enqueue", "jobs", "too many", enqueue(*[new_job()] * 1001))
+    for field, why, job in bad_jobs():
+        # Behind a good one, which must not be stored either.
+        yield Bad("Enqueue", f"jobs[1].{field}", why, enqueue(new_job(), job))
+
+    good: dict[str, Any] = {"org": ORG, "queues": [QUEUE], "max_jobs": 1}
+    dequeue = queue_pb2.DequeueRequest
+    yield from each("Dequeue", dequeue, "org", ORGS, good)
+    yield from each("Dequeue", dequeue, "max_jobs", {**NUMBERS_BELOW_0, "above 1,000": 1001}, good)
+    yield from each("Dequeue", dequeue, "visibility_window", WINDOWS, good)
+    yield from each("Dequeue", dequeue, "worker", {**TEXTS, "with a line break": "w\n", "too long": "w" * 129}, good)
+    names = [f"q{at}" for at in range(65)]
+    yield from each("Dequeue", dequeue, "queues", {"none": [], "too many": names, "twice": [QUEUE, QUEUE]}, good)
+    for why, name in NAMES.items():
+        yield Bad("Dequeue", "queues[1]", why, dequeue(org=ORG, queues=[QUEUE, name]))
+
+    for why, org in ORGS.items():
+        yield Bad("Ack", "org", why, acks([LEASE], org))
+        yield Bad("Nack", "org", why, nacks([LEASE], org))
+        yield Bad("Extend", "org", why, queue_pb2.ExtendRequest(org=org, leases=[LEASE]))
+        yield Bad("Release", "org", why, queue_pb2.ReleaseRequest(org=org, leases=[LEASE]))
+        yield Bad("GetJobs", "org", why, queue_pb2.GetJobsRequest(org=org, ids=[SECOND_JOB]))
+        yield Bad("CancelJobs", "org", why, queue_pb2.CancelJobsRequest(org=org, ids=[SECOND_JOB]))
+    for why, lease in LEASES.items():
+        yield Bad("Ack", "acks[1].lease", why, acks([LEASE, lease]))
+        yield Bad("Nack", "nacks[1].lease", why, nacks([LEASE, lease]))
+        yield Bad("Extend", "leases[1]", why, queue_pb2.ExtendRequest(org=ORG, leases=[LEASE, lease]))
+        yield Bad("Release", "leases[1]", why, queue_pb2.ReleaseRequest(org=ORG, leases=[LEASE, lease]))
+    for why, count in {"none": 0, "too many": 1001}.items():
+        yield Bad("Ack", "acks", why, acks([LEASE] * count))
+        yield Bad("Nack", "nacks", why, nacks([LEASE] * count))
+        yield Bad("Extend", "leases", why, queue_pb2.ExtendRequest(org=ORG, leases=[LEASE] * count))
+        yield Bad("Release", "leases", why, queue_pb2.ReleaseRequest(org=ORG, leases=[LEASE] * count))
+        yield Bad("GetJobs", "ids", why, queue_pb2.GetJobsRequest(org=ORG, ids=[SECOND_JOB] * count))
+        yield Bad("CancelJobs", "ids", why, queue_pb2.CancelJobsRequest(org=ORG, ids=[SECOND_JOB] * count))
+    long = queue_pb2.Ack(lease=LEASE, result=b"r" * 65_537)
+    yield Bad("Ack", "acks[0].result", "too long", queue_pb2.AckRequest(org=ORG, acks=[long]))
+    for why, error in {**TEXTS, "too long": "x" * 8193, "too many bytes": "é" * 4097}.items():
+        nack = queue_pb2.Nack(lease=LEASE, error=error)
+        yield Bad("Nack", "nacks[0].error", why, queue_pb2.NackRequest(org=ORG, nacks=[nack]))
+    for why, span in DELAYS.items():
+        nack = queue_pb2.Nack(lease=LEASE, delay=span)
+        yield Bad("Nack", "nacks[0].delay", why, queue_pb2.NackRequest(org=ORG, nacks=[nack]))
+    yield from each("Extend", queue_pb2.ExtendRequest, "visibility_window", WINDOWS, {"org": ORG, "leases": [LEASE]})
+    for why, bad in IDS.items():
+        yield Bad("GetJobs", "ids[1]", why, queue_pb2.GetJobsRequest(org=ORG, ids=[SECOND_JOB, bad]))
+        yield Bad("CancelJobs", "ids[1]", why, queue_pb2.CancelJobsRequest(org=ORG, ids=[SECOND_JOB, bad]))
+    reasons = {**TEXTS, "too long": "x" * 1025, "too many bytes": "é" * 513}
+    yield from each("CancelJobs", queue_pb2.CancelJobsRequest, "reason", reasons, {"org": ORG, "ids": [SECOND_JOB]})
+
+
+def admin_cases() -> Iterator[Bad]:
+    good: dict[str, Any] = {"org": ORG, "queue": QUEUE}
+    requests: dict[str, tuple[type[Message], dict[str, Any]]] = {
+        "CreateQueue": (admin_pb2.CreateQueueRequest, {"org": ORG, "queue": "new"}),
+        "AlterQueue": (admin_pb2.AlterQueueRequest, {**good, "config": {"max_attempts": 3}}),
+        "GetQueue": (admin_pb2.GetQueueRequest, good),
+        "ListQueues": (admin_pb2.ListQueuesRequest, {"org": ORG}),
+        "DeleteQueue": (admin_pb2.DeleteQueueRequest, good),
+        "PauseQueue": (admin_pb2.PauseQueueRequest, good),
+        "ResumeQueue": (admin_pb2.ResumeQueueRequest, good),
+        "PurgeQueue": (admin_pb2.PurgeQueueRequest, {**good, "include_dead": True}),
+        "ListJobs": (admin_pb2.ListJobsRequest, {**good, "state": job_pb2.JOB_STATE_READY}),
+        "RedriveJobs": (admin_pb2.RedriveJobsRequest, good),
+        "GetStats": (admin_pb2.GetStatsRequest, good),
+    }
+
+    def of(rpc: str, field: str, values: dict[str, Any], **more: Any) -> Iterator[Bad]:
+        make, fields = requests[rpc]
+        yield from each(rpc, make, field, values, {**fields, **more})
+
+    for rpc in requests:
+        yield from of(rpc, "org", ORGS)
+        if rpc != "ListQueues":
+            yield from of(rpc, "queue", OPTIONAL_NAMES if rpc == "GetStats" else NAMES)
+    for rpc in ("CreateQueue", "AlterQueue"):
+        make, fields = requests[rpc]
+        for why, number in {**NUMBERS_BELOW_0, "zero": 0, "above 1,000": 1001}.items():
+            yield Bad(rpc, "config.max_attempts", why, make(**{**fields, "config": {"max_attempts": number}}))
+        for why, (path, policy) in RETRIES.items():
+            yield Bad(rpc, f"config.retry{path}", why, make(**{**fields, "config": {"retry": policy}}))
+    alter = admin_pb2.AlterQueueRequest
+    yield Bad("AlterQueue", "config", "absent", alter(org=ORG, queue=QUEUE))
+    yield from of("AlterQueue", "reset", {"twice": ["retry", "retry"]})
+    yield Bad(
+        "AlterQueue",
+        "reset[0]",
+        "unknown",
+        alter(org=ORG, queue=QUEUE, config=admin_pb2.QueueConfig(), reset=["paused"]),
+    )
+    for rpc in ("ListQueues", "ListJobs"):
+        yield from of(rpc, "page_size", PAGE_SIZES)
+    yield from of("ListQueues", "page_token", NAME_TOKENS)
+    yield from of("ListJobs", "page_token", LIVE_TOKENS)
+    for state in (job_pb2.JOB_STATE_DEAD, job_pb2.JOB_STATE_SUCCEEDED):
+        yield from of("ListJobs", "page_token", UUID_TOKENS, state=state)
+    yield from of("ListJobs", "state", {"absent": 0, "unknown": 7, "negative": -1})
+    for rpc in ("ListJobs", "RedriveJobs"):
+        yield from of(rpc, "kind", OPTIONAL_NAMES)
+    for rpc in ("PurgeQueue", "RedriveJobs"):
+        yield from of(rpc, "limit", LIMITS)
+    for field in ("died_after", "died_before"):
+        yield from of("RedriveJobs", field, TIMESTAMPS)
+    for why, shard in {"empty": "", "too long": "s" * 64}.items():
+        yield Bad("CheckShard", "shard", why, admin_pb2.CheckShardRequest(shard=shard))
+
+
+# ── The cluster ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def cluster(postgres: Server, template: str, tmp_path_factory: pytest.TempPathFactory) -> Generator[Stubs, None, None]:
+    """Two shards, and on one an org with jobs in every state."""
+    folder: Path = tmp_path_factory.mktemp("bad-input")
+    config = write_cluster(folder / "cluster.toml", {shard: postgres.create(f"bad_input_{shard}") for shard in SHARDS})
+    with running_routers(config) as routers, stubs(routers.address, ("grpc.max_send_message_length", -1)) as both:
+        seed(both)
+        yield both
+
+
+def seed(both: Stubs) -> None:
+    jobs = [new_job(kind=f"kind-{at}") for at in range(6)]
+    stored = both.queue.Enqueue(enqueue(*jobs, new_job(delay=Duration(seconds=TEN_YEARS_S))), timeout=PATIENCE_S)
+    taken = both.queue.Dequeue(
+        queue_pb2.DequeueRequest(org=ORG, queues=[QUEUE], max_jobs=4, visibility_window=Duration(seconds=43200)),
+        timeout=PATIENCE_S,
+    ).jobs
+    both.queue.Ack(queue_pb2.AckRequest(org=ORG, acks=[queue_pb2.Ack(lease=taken[0].lease)]), timeout=PATIENCE_S)
+    nack = queue_pb2.Nack(lease=taken[1].lease, kill=True)
+    both.queue.Nack(queue_pb2.NackRequest(org=ORG, nacks=[nack]), timeout=PATIENCE_S)
+    both.queue.CancelJobs(queue_pb2.CancelJobsRequest(org=ORG, ids=[taken[2].id]), timeout=PATIENCE_S)
+    states = {
+        job.state
+        for job in both.queue.GetJobs(
+            queue_pb2.GetJobsRequest(org=ORG, ids=[result.id for result in stored.results]), timeout=PATIENCE_S
+        ).jobs
+    }
+    assert states == set(job_pb2.JobState.values()) - {job_pb2.JOB_STATE_UNSPECIFIED}
+
+
+def books_of(both: Stubs) -> dict[tuple[str, str], bytes]:
+    return {place: one.SerializeToString() for place, one in both.books(*SHARDS).items()}
+
+
+def refusal(call: Callable[[], object]) -> grpc.RpcError:
+    with pytest.raises(grpc.RpcError) as refused:
+        call()
+    return refused.value
+
+
+def send(both: Stubs, rpc: str, request: Message) -> object:
+    answer = getattr(both.admin if hasattr(both.admin, rpc) else both.queue, rpc)(request, timeout=PATIENCE_S)
+    return list(answer) if rpc == "CheckShard" else answer
+
+
+CASES = [*queue_cases(), *admin_cases()]
+
+
+@pytest.mark.parametrize("bad", CASES, ids=str)
+def test_a_bad_field_is_named_by_its_path_and_nothing_is_stored(cluster: Stubs, bad: Bad) -> None:
+    before = books_of(cluster)
+    error = refusal(lambda: send(cluster, bad.rpc, bad.request))
+    assert (error.code(), violated_fields(error)) == (grpc.StatusCode.INVALID_ARGUMENT, [bad.field])
+    assert books_of(cluster) == before
+
+
+def test_every_rpc_that_takes_input_is_among_the_bad_requests() -> None:
+    services = (queue_pb2.DESCRIPTOR.services_by_name["Queue"], admin_pb2.DESCRIPTOR.services_by_name["Admin"])
+    takes_input = {
+        (method.name, field.name) for one in services for method in one.methods for field in method.input_type.fields
+    }
+    seen = {(bad.rpc, bad.field.partition("[")[0].partition(".")[0]) for bad in CASES}
+    # A queue's configuration is bad by its parts only.
+    free = {"independent", "include_payload", "include_dead", "include_finished"}
+    assert {place for place in takes_input - seen if place[1] not in free} == set()
+
+
+@pytest.mark.parametrize(
+    ("field", "why", "job"), list(bad_jobs()), ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_a_bad_job_of_an_independent_enqueue_fails_alone(
+    cluster: Stubs, field: str, why: str, job: job_pb2.NewJob
+) -> None:
+    del why
+    org = f"org-{job_id()}"
+    request = queue_pb2.EnqueueRequest(org=org, jobs=[new_job(), job, new_job()], independent=True)
+    first, second, third = cluster.queue.Enqueue(request, timeout=PATIENCE_S).results
+    assert [violation.field for violation in second.error.violations] == [f"jobs[1].{field}"]
+    assert (second.id, second.error.code) == ("", grpc.StatusCode.INVALID_ARGUMENT.value[0])
+    assert not first.HasField("error")
+    assert not third.HasField("error")
+    assert [one.accepted for (_, name), one in cluster.books(*SHARDS).items() if name == org] == [2]
+
+
+def test_bounds_themselves_are_allowed(cluster: Stubs) -> None:
+    org = f"é{'x' * 126}"
+    job = new_job(
+        queue="q" * 128,
+        kind="0" + "._:/-" * 25,
+        payload=b"\0" * (1 << 20),
+        attributes={f"{at:0128}": "é" * 512 for at in range(32)},
+        priority=9,
+        max_attempts=1000,
+        delay=Duration(seconds=TEN_YEARS_S),
+        retry={"exponential": {"multiplier": 100, "jitter": 0, "max_delay": Duration(seconds=TEN_YEARS_S)}},
+        dedup_key="\x01" * 256,
+        dedup_window=Duration(seconds=2_592_000),
+        trace={"traceparent": "", "tracestate": "x" * 512},
+    )
+    past = new_job(
+        run_at=Timestamp(seconds=-62_135_596_800), expires_at=Timestamp(seconds=int(time.time()) + TEN_YEARS_S)
+    )
+    late = new_job(run_at=Timestamp(seconds=int(time.time()) + TEN_YEARS_S - 60, nanos=999_999_999))
+    stored = cluster.queue.Enqueue(enqueue(job, past, late, org=org), timeout=PATIENCE_S)
+    ids = [result.id for result in stored.results]
+    found = cluster.queue.GetJobs(
+        queue_pb2.GetJobsRequest(org=org, ids=ids, include_payload=True), timeout=PATIENCE_S
+    ).jobs
+    assert [one.state for one in found] == [
+        job_pb2.JOB_STATE_SCHEDULED,
+        job_pb2.JOB_STATE_READY,
+        job_pb2.JOB_STATE_SCHEDULED,
+    ]
+    assert (dict(found[0].attributes), found[0].payload) == (dict(job.attributes), job.payload)
+
+
+@pytest.mark.parametrize("count", [20, 1000])
+def test_a_thousand_bad_jobs_are_still_an_invalid_argument(cluster: Stubs, count: int) -> None:
+    # A status travels in headers, of which a client takes 8 KiB.
+    error = refusal(lambda: cluster.queue.Enqueue(enqueue(*[new_job(kind="no name")] * count), timeout=PATIENCE_S))
+    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+    fields = violated_fields(error)
+    assert fields == [f"jobs[{at}].kind" for at in range(len(fields))]
+    assert len(fields) >= 10
+    assert f"and {count - 1} more" in (error.details() or "")
+
+
+def test_a_message_above_16_mib_is_refused_whole(cluster: Stubs) -> None:
+    before = books_of(cluster)
+    error = refusal(
+        lambda: cluster.queue.Enqueue(enqueue(*[new_job(payload=b"\0" * (1 << 20))] * 17), timeout=PATIENCE_S)
+    )
+    assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert books_of(cluster) == before
+
+
+@pytest.mark.parametrize("data", [b"\xff\xff", b"\x0a\x02\xff\xfe"], ids=["no protobuf", "text that is not UTF-8"])
+def test_bytes_that_are_no_request_are_refused(cluster: Stubs, data: bytes) -> None:
+    call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = cluster.channel.unary_unary("/windrow.v1.Queue/Enqueue")
+    error = refusal(lambda: call(data, timeout=PATIENCE_S))
+    assert error.code() in {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INVALID_ARGUMENT}
+
+
+def test_leases_of_foreign_shards_jobs_and_orgs_are_not_found(cluster: Stubs) -> None:
+    foreign = next(
+        name for name in ("x1", "x2") if shard_tag(ShardName(name)) not in map(shard_tag, map(ShardName, SHARDS))
+    )
+    leases = [
+        token(token_prefix(ShardName(foreign), 7), SECOND_JOB),
+        token(token_prefix(ShardName("s1"), 7), job_id()),
+        token(token_prefix(ShardName("s2"), -(2**63)), JobId("ffffffff-ffff-ffff-ffff-ffffffffffff")),
+    ]
+    before = books_of(cluster)
+    for org in (ORG, "nobody"):
+        answers: list[Any] = [
+            cluster.queue.Ack(acks(leases, org), timeout=PATIENCE_S),
+            cluster.queue.Nack(nacks(leases, org), timeout=PATIENCE_S),
+            cluster.queue.Extend(queue_pb2.ExtendRequest(org=org, leases=leases), timeout=PATIENCE_S),
+            cluster.queue.Release(queue_pb2.ReleaseRequest(org=org, leases=leases), timeout=PATIENCE_S),
+        ]
+        assert [list(answer.answers) for answer in answers] == [[job_pb2.JOB_ANSWER_NOT_FOUND] * 3] * 4
+    assert books_of(cluster) == before
+
+
+def test_an_unknown_shard_or_queue_is_not_found(cluster: Stubs) -> None:
+    requests: dict[str, Message] = {
+        "CheckShard": admin_pb2.CheckShardRequest(shard="nowhere\0\n"),
+        "GetQueue": admin_pb2.GetQueueRequest(org=ORG, queue="nowhere"),
+        "GetStats": admin_pb2.GetStatsRequest(org=ORG, queue="nowhere"),
+        "DeleteQueue": admin_pb2.DeleteQueueRequest(org="nobody\u2028é", queue=QUEUE),
+        "PurgeQueue": admin_pb2.PurgeQueueRequest(org="nobody", queue=QUEUE),
+    }
+    codes = {rpc: refusal(functools.partial(send, cluster, rpc, request)).code() for rpc, request in requests.items()}
+    assert set(codes.values()) == {grpc.StatusCode.NOT_FOUND}, codes
+
+
+# ── The fast path ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_ids = st.sampled_from(
+    [*IDS.values(), SECOND_JOB, SECOND_JOB, SECOND_JOB, f"{SECOND_JOB},{SECOND_JOB}", f"{SECOND_JOB},"]
+)
+_names = st.sampled_from([*NAMES.values(), "mail", "a/b", "x" * 128]) | st.text(max_size=3)
+_jobs = st.builds(
+    job_pb2.NewJob,
+    id=_ids,
+    queue=_names,
+    kind=_names,
+    payload=st.sampled_from([b"", b"x", b"\0" * (1 << 20), b"\0" * ((1 << 20) + 1)]),
+    priority=st.integers(-2, 11),
+    max_attempts=st.sampled_from([0, 0, 0, 1, 1000, 1001, -1]),
+    dedup_key=st.sampled_from(["", "", "k", "\0"]),
+    attributes=st.sampled_from([{}, {}, {"a": "b"}, {"": ""}, {"a": "\0"}]),
+    delay=st.sampled_from([None, None, *DELAYS.values()]),
+)
+_plain_jobs = st.builds(
+    job_pb2.NewJob, id=_ids, queue=st.sampled_from(["mail", "a/b"]), kind=st.sampled_from(["k", "a\n"])
+)
+_requests = st.builds(
+    queue_pb2.EnqueueRequest,
+    org=st.sampled_from([*ORGS.values(), "org", "é", "x" * 128]) | st.text(max_size=3),
+    jobs=st.lists(_jobs | _plain_jobs, max_size=4),
+)
+
+
+@given(_requests)
+@example(enqueue(new_job(id=f"{SECOND_JOB},{SECOND_JOB}")))
+@example(enqueue(new_job(id=f"{SECOND_JOB},{SECOND_JOB}"), new_job()))
+@example(enqueue(new_job(id=SECOND_JOB), new_job()))
+@example(enqueue(*[new_job(id=SECOND_JOB)] * 1001))
+def test_what_the_fast_path_accepts_the_rules_accept(request: queue_pb2.EnqueueRequest) -> None:
+    if validation._is_plain(request):
+        assert protovalidate.collect_violations(request) == []
+
+
+@given(
+    st.lists(
+        st.builds(
+            lambda payload, priority: new_job(id=job_id(), payload=payload, priority=priority),
+            st.binary(max_size=9),
+            st.integers(0, 9),
+        ),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_the_fast_path_takes_plain_batches(jobs: Sequence[job_pb2.NewJob]) -> None:
+    assert validation._is_plain(enqueue(*jobs))

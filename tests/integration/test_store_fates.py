@@ -1,0 +1,226 @@
+"""How jobs end: retried, out of attempts, past their time; with their history, and whatever the finished table lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from shard.database import Database
+from shard.retry import Fixed
+from shard.store import Nack, Store
+from shard.vocabulary import Answer, JobId, Lease, OrgId, Outcome
+from tests.jobs import HOUR_US, MINUTE_US, history_of, job_id, lease_jobs, some_jobs
+from tests.timemachine import end_leases, make_due, reach_expiry
+
+
+async def test_a_job_whose_leases_all_expire_is_dead_with_its_history(database: Database, org: OrgId) -> None:
+    store = Store(database)
+    jobs = some_jobs(org, 1, max_attempts=2)
+    await store.enqueue(jobs)
+    for attempt in (1, 2):
+        ((job, lease),) = await lease_jobs(store, org, worker=f"worker {attempt}")
+        assert job.attempt == attempt
+        await end_leases(database, org)
+    await store.enqueue(some_jobs(org, 1))
+    # The claim sets it aside and goes on to the job behind it.
+    ((behind, _),) = await lease_jobs(store, org, max_jobs=1)
+    assert behind.id != jobs.ids[0]
+    (record,) = await store.get(org, jobs.ids, include_payload=False)  # type: ignore[arg-type]
+    assert (record.state, record.attempt) == ("dead", 2)
+    assert record.reason == "out of attempts (2), the last one expired"
+    assert [(a.attempt, a.outcome, a.worker) for a in record.attempts()] == [
+        (1, Outcome.EXPIRED, "worker 1"),
+        (2, Outcome.EXPIRED, "worker 2"),
+    ]
+    assert await store.ack(org, [lease], [None]) == [Answer.STALE]
+
+
+async def test_a_nack_of_the_last_attempt_buries_the_job(database: Database, org: OrgId) -> None:
+    store = Store(database)
+    jobs = some_jobs(org, 1, max_attempts=2, retry=Fixed(delay_us=0))
+    await store.enqueue(jobs)
+    for attempt in (1, 2):
+        ((job, lease),) = await lease_jobs(store, org, worker="w")
+        assert job.attempt == attempt
+        # A delay of one's own does not bring a job back that has no attempts left.
+        nack = Nack(lease=lease, error=f"error {attempt}", delay_us=0 if attempt == 2 else None)
+        assert await store.nack(org, [nack]) == [Answer.OK]
+        assert await store.nack(org, [nack]) == [Answer.OK], "the same call again is answered the same"
+        assert await store.ack(org, [lease], [None]) == [Answer.STALE]
+    assert await lease_jobs(store, org) == []
+    (record,) = await store.get(org, jobs.ids, include_payload=False)  # type: ignore[arg-type]
+    assert (record.state, record.reason) == ("dead", "out of attempts (2 of 2)")
+    assert [(a.outcome, a.error) for a in record.attempts()] == [
+        (Outcome.NACKED, "error 1"),
+        (Outcome.NACKED, "error 2"),
+    ]
+
+
+async def test_a_policy_delays_a_retry_and_a_nacks_own_delay_wins(database: Database, org: OrgId) -> None:
+    store = Store(database)
+    jobs = some_jobs(org, 2, retry=Fixed(delay_us=HOUR_US))
+    await store.enqueue(jobs)
+    (_, one), (_, other) = await lease_jobs(store, org)
+    assert await store.nack(org, [Nack(lease=one), Nack(lease=other, delay_us=0)]) == [Answer.OK] * 2
+    ((job, _),) = await lease_jobs(store, org)
+    assert (job.id.replace("-", ""), job.attempt) == (other.job_hex, 2)
+    assert await make_due(database, org) == 1
+    ((job, _),) = await lease_jobs(store, org)
+    assert (job.id.replace("-", ""), job.attempt) == (one.job_hex, 2)
+
+
+async def test_a_release_does_not_count_the_attempt(database: Database, org: OrgId) -> None:
+    store = Store(database)
+    jobs = some_jobs(org, 1, max_attempts=1)
+    await store.enqueue(jobs)
+    for _ in range(3):
+        ((job, lease),) = await lease_jobs(store, org)
+        assert job.attempt == 1
+        assert await store.release(org, [lease]) == [Answer.OK]
+        assert await store.release(org, [lease]) == [Answer.OK]
+    (record,) = await store.get(org, jobs.ids, include_payload=False)  # type: ignore[arg-type]
+    assert [a.outcome for a in record.attempts()] == [Outcome.RELEASED] * 3
+
+
+async def test_the_newest_fifty_attempts_are_remembered(database: Database, org: OrgId) -> None:
+    store = Store(database)
+    jobs = some_jobs(org, 1, max_attempts=1000, retry=Fixed(delay_us=0))
+    await store.enqueue(jobs)
+    numbers: list[int] = []
+    for turn in range(56):
+        ((_, lease),) = await lease_jobs(store, org, worker=f"w{turn}")
+        numbers.append(lease.number)
+        match turn % 3:
+            case 0:
+                await store.nack(org, [Nack(lease=lease, error=f"error {turn}")])
+            case 1:
+                await store.release(org, [lease])
+            case _:
+                await end_leases(database, org)
+    # The last lease expired unseen; the claim that finds it writes its end down, at the cost of the oldest.
+    ((_, lease),) = await lease_jobs(store, org)
+    assert await store.ack(org, [lease], [None]) == [Answer.OK]
+    (record,) = await store.get(org, jobs.ids, include_payload=False)  # type: ignore[arg-type]
+    history = history_of(record.history)
+    assert [int(str(entry["lease"])) for entry in history] == numbers[6:]
+    assert history[-1]["outcome"] == "nacked" or history[-1]["worker"] == "w55"
+    assert len(record.attempts()) == 51, "and the one that finished it"
+
+
+async def test_a_job_that_did_not_run_before_its_expiry_is_cancelled_and_those_behind_it_run(
+    database: Database, org: OrgId
+) -> None:
+    store = Store(database)
+    jobs = some_jobs(org, 3)
+    jobs.expires_at_us = {0: 4_000_000_000_000_000, 2: 4_000_000_000_000_000}
+    await store.enqueue(jobs)
+    await reach_expiry(database, org)
+    ((job, _),) = await lease_jobs(store, org, max_jobs=1)
+    assert job.id == jobs.ids[1]
+    assert await lease_jobs(store, org) == []
+    for record in await store.get(org, [JobId(jobs.ids[0]), JobId(jobs.ids[2])], include_payload=False):
+        assert (record.state, record.reason) == ("cancelled", "not run before its expires_at")
+        assert (record.attempt, record.attempts()) == (0, [])
+
+
+async def test_a_job_that_runs_when_its_expiry_comes_may_finish(database: Database, org: OrgId) -> None:
+    store = Store(database)
+    jobs = some_jobs(org, 1)
+    jobs.expires_at_us = {0: 4_000_000_000_000_000}
+    await store.enqueue(jobs)
+    ((_, lease),) = await lease_jobs(store, org)
+    await reach_expiry(database, org)
+    assert await store.extend(org, [lease], window_us=HOUR_US) == [Answer.OK]
+    assert await store.ack(org, [lease], [b"done"]) == [Answer.OK]
+    (record,) = await store.get(org, jobs.ids, include_payload=True)  # type: ignore[arg-type]
+    assert (record.state, record.result) == ("succeeded", b"done")
+
+
+async def test_a_lease_lasts_as_long_as_its_window_by_the_databases_clock(database: Database, org: OrgId) -> None:
+    store = Store(database)
+    await store.enqueue(some_jobs(org, 1))
+    ((job, lease),) = await lease_jobs(store, org, window_us=150_000)
+    assert job.deadline - job.leased_at == 150_000
+    assert await lease_jobs(store, org) == []
+    await database.run(
+        b"SELECT pg_sleep(greatest(0, %(deadline)s / 1e6::float8 - extract(epoch FROM clock_timestamp())::float8))",
+        {"deadline": job.deadline},
+    )
+    ((again, _),) = await lease_jobs(store, org)
+    assert (again.id, again.attempt) == (job.id, 2)
+    assert await store.ack(org, [lease], [None]) == [Answer.STALE]
+
+
+async def test_an_extension_never_shortens_a_lease(database: Database, org: OrgId) -> None:
+    store = Store(database)
+    await store.enqueue(some_jobs(org, 1))
+    ((job, lease),) = await lease_jobs(store, org, window_us=HOUR_US)
+    assert await store.extend(org, [lease], window_us=1) == [Answer.OK]
+    (record,) = await store.get(org, [job.id], include_payload=False)
+    assert record.deadline == job.deadline
+    assert await store.extend(org, [lease], window_us=2 * HOUR_US) == [Answer.OK]
+    (record,) = await store.get(org, [job.id], include_payload=False)
+    assert record.deadline is not None
+    assert record.deadline >= job.deadline + HOUR_US
+
+
+async def test_cancelling_ends_a_lease_and_is_answered_ok_again(database: Database, org: OrgId) -> None:
+    store = Store(database)
+    jobs = some_jobs(org, 1)
+    await store.enqueue(jobs)
+    ((job, lease),) = await lease_jobs(store, org)
+    assert await store.cancel(org, [job.id, job_id()], reason="no more") == [Answer.OK, Answer.NOT_FOUND]
+    assert await store.cancel(org, [job.id], reason="again") == [Answer.OK]
+    assert await store.ack(org, [lease], [None]) == [Answer.STALE]
+    assert await store.nack(org, [Nack(lease=lease)]) == [Answer.STALE]
+    (record,) = await store.get(org, [job.id], include_payload=False)
+    assert (record.state, record.reason) == ("cancelled", "no more")
+
+
+# The day's partition is missing
+
+End = Callable[[Store, OrgId, JobId, Lease], Awaitable[object]]
+
+
+async def _ack(store: Store, org: OrgId, job: JobId, lease: Lease) -> object:
+    return await store.ack(org, [lease], [None]) == [Answer.OK]
+
+
+async def _cancel(store: Store, org: OrgId, job: JobId, lease: Lease) -> object:
+    return await store.cancel(org, [job], reason="") == [Answer.OK]
+
+
+async def _expire(store: Store, org: OrgId, job: JobId, lease: Lease) -> object:
+    await store._database.run(b"UPDATE windrow.job SET expires_at = now()", {})
+    await store.release(org, [lease])
+    return await lease_jobs(store, org) == []
+
+
+@pytest.mark.parametrize("end", [_ack, _cancel, _expire], ids=["ack", "cancel", "expires_at"])
+async def test_the_partition_of_the_day_is_made_when_it_is_missing(
+    fresh_database: Database, org: OrgId, end: End
+) -> None:
+    store = Store(fresh_database)
+    await store.enqueue(some_jobs(org, 1))
+    ((job, lease),) = await lease_jobs(store, org)
+    rows = await fresh_database.run(
+        b"SELECT inhrelid::regclass::text FROM pg_inherits WHERE inhparent = 'windrow.finished'::regclass", {}
+    )
+    assert len(rows) == 16
+    for (name,) in rows:
+        await fresh_database.run(f"DROP TABLE {name}".encode(), {})
+    assert await end(store, org, job.id, lease)
+    (record,) = await store.get(org, [job.id], include_payload=False)
+    assert record.state in {"succeeded", "cancelled"}
+
+
+async def test_a_result_is_kept_with_the_job_that_has_one(database: Database, org: OrgId) -> None:
+    store = Store(database)
+    jobs = some_jobs(org, 3)
+    await store.enqueue(jobs)
+    held = await lease_jobs(store, org, window_us=MINUTE_US)
+    results = [b"one", None, b""]
+    assert await store.ack(org, [lease for _, lease in held], results) == [Answer.OK] * 3
+    found = {r.id: r.result for r in await store.get(org, [job.id for job, _ in held], include_payload=True)}
+    assert found == {job.id: result for (job, _), result in zip(held, results, strict=True)}

@@ -1,0 +1,118 @@
+"""Floors are hints (I7): what committed late is late, never lost."""
+
+from __future__ import annotations
+
+import asyncio
+
+from shard.database import Database
+from shard.floor import GUARD_US
+from shard.store import Store
+from shard.vocabulary import OrgId, QueueName
+from tests.jobs import QUEUE, job_id, lease_jobs, some_jobs
+from tests.timemachine import end_leases, make_due, pass_time
+
+LATE = """
+INSERT INTO windrow.job (id, queue_id, run_at, visible_at, priority, kind, payload)
+VALUES (%s, %s, now(), now(), 5, 'late', '')
+"""
+
+
+async def test_a_job_that_commits_below_the_floor_is_missed_by_a_claim_and_found_after_a_sweep(
+    database: Database, org: OrgId
+) -> None:
+    store = Store(database)
+    await store.enqueue(some_jobs(org, 1))
+    queue_id = (await store.names.find(org, [QUEUE]))[QUEUE]
+    late = job_id()
+    async with database.transaction() as connection:
+        # Its now() is this moment, and its commit is more than the guard away.
+        await connection.execute(LATE, [late, queue_id])
+        await pass_time(database, GUARD_US / 1_000_000 + 0.1)
+        await store.enqueue(some_jobs(org, 3))
+        assert len(await lease_jobs(store, org)) == 4
+    assert await lease_jobs(store, org) == []
+    assert await store.sweep() == 9
+    assert [job.id for job, _ in await lease_jobs(store, org)] == [late]
+
+
+async def test_a_job_that_commits_within_the_guard_is_found_without_a_sweep(database: Database, org: OrgId) -> None:
+    store = Store(database)
+    await store.enqueue(some_jobs(org, 1))
+    queue_id = (await store.names.find(org, [QUEUE]))[QUEUE]
+    late = job_id()
+    async with database.transaction() as connection:
+        await connection.execute(LATE, [late, queue_id])
+        await store.enqueue(some_jobs(org, 3))
+        assert len(await lease_jobs(store, org)) == 4
+    assert [job.id for job, _ in await lease_jobs(store, org)] == [late]
+
+
+async def test_a_job_that_another_claim_had_locked_and_let_go_is_found_after_a_sweep(
+    database: Database, org: OrgId
+) -> None:
+    """A claim steps over what others have locked; should they roll back, it is behind the floor."""
+    store = Store(database)
+    jobs = some_jobs(org, 5)
+    await store.enqueue(jobs)
+    await pass_time(database, GUARD_US / 1_000_000 + 0.1)
+    await store.enqueue(some_jobs(org, 2))
+    async with database.transaction() as connection:
+        await connection.execute("SELECT FROM windrow.job WHERE id = %s FOR UPDATE", [jobs.ids[0]])
+        assert len(await lease_jobs(store, org)) == 6
+    await store.sweep()
+    assert [job.id for job, _ in await lease_jobs(store, org)] == [jobs.ids[0]]
+
+
+async def test_floors_never_hide_what_becomes_due(database: Database, org: OrgId) -> None:
+    """Retries, expired leases and scheduled jobs all become visible ahead of the floors of two routers."""
+    stores = Store(database), Store(database)
+    for turn in range(4):
+        one, other = stores if turn % 2 else stores[::-1]
+        await one.enqueue(some_jobs(org, 2))
+        await one.enqueue(some_jobs(org, 1, delay_us=3_600_000_000))
+        await pass_time(database, 0.4)
+        held = await lease_jobs(one, org)
+        assert len(held) == 2
+        await one.release(org, [held[0][1]])
+        assert len(await lease_jobs(other, org)) == 1
+        await other.sweep()
+        assert await end_leases(database, org) == 2
+        assert await make_due(database, org) == 1
+        found = await lease_jobs(other, org)
+        assert len(found) == 3
+        await other.ack(org, [lease for _, lease in found], [None] * 3)
+        await one.sweep()
+
+
+async def test_a_fresh_store_finds_everything(database: Database, org: OrgId) -> None:
+    await Store(database).enqueue(some_jobs(org, 3))
+    await pass_time(database, 0.01)
+    assert len(await lease_jobs(Store(database), org)) == 3
+
+
+async def test_queues_of_one_priority_are_served_in_turn(database: Database, org: OrgId) -> None:
+    store = Store(database)
+    queues = [QueueName(f"q{n}") for n in range(3)]
+    for queue in queues:
+        await store.enqueue(some_jobs(org, 40, queue=queue))
+    firsts: set[str] = set()
+    async with asyncio.timeout(30):
+        while len(firsts) < 3:
+            _, (job,) = await store.claim(org, queues, max_jobs=1, window_us=60_000_000, worker="w")
+            firsts.add(job.queue)
+
+
+async def test_a_lower_priority_waits_for_all_higher_ones_of_every_queue(database: Database, org: OrgId) -> None:
+    store = Store(database)
+    queues = [QueueName(f"q{n}") for n in range(3)]
+    for queue in queues:
+        for priority in (9, 1, 5):
+            await store.enqueue(some_jobs(org, 2, queue=queue, priority=priority))
+    got: list[int] = []
+    while True:
+        _, claimed = await store.claim(org, queues, max_jobs=4, window_us=60_000_000, worker="w")
+        if not claimed:
+            break
+        assert [job.priority for job in claimed] == sorted(job.priority for job in claimed)
+        got += [job.priority for job in claimed]
+    assert got == [1] * 6 + [5] * 6 + [9] * 6

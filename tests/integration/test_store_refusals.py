@@ -1,0 +1,243 @@
+"""What the store refuses, it refuses whole: nothing is stored (I6), and no wrong memory is obeyed (I7)."""
+
+from __future__ import annotations
+
+import pytest
+
+from shard.books import Books
+from shard.database import Database
+from shard.errors import IdsOutsideHorizon, NotOwned, QueueNotEmpty, UnknownQueue
+from shard.placement import slot_of
+from shard.store import Nack, Store
+from shard.vocabulary import Answer, JobId, JobState, NewJobs, OrgId, QueueName
+from tests.jobs import HOUR_US, MINUTE_US, job_id, lease_jobs, some_jobs
+
+DAY_MS = 24 * 3600 * 1000
+A, B = QueueName("a"), QueueName("b")
+
+
+async def everything(database: Database) -> dict[str, int]:
+    """How many rows an enqueue could have left behind."""
+    (row,) = await database.run(
+        b"""
+        SELECT (SELECT count(*) FROM windrow.job), (SELECT count(*) FROM windrow.dedup),
+            (SELECT coalesce(sum(accepted), 0) FROM windrow.tally)::bigint
+        """,
+        {},
+    )
+    return dict(zip(("jobs", "dedup keys", "accepted"), row, strict=True))
+
+
+def two_queues(org: OrgId, ids: list[JobId]) -> NewJobs:
+    jobs = some_jobs(org, ids=ids, dedup_keys=[f"key-{name}" for name in ids])
+    jobs.queues = [(A, B)[at % 2] for at in range(len(ids))]
+    return jobs
+
+
+@pytest.mark.parametrize("state", ["draining", "foreign"])
+async def test_a_slot_that_is_not_owned_takes_nothing(fresh_database: Database, org: OrgId, state: str) -> None:
+    store = Store(fresh_database)
+    first = two_queues(org, [job_id() for _ in range(4)])
+    await store.enqueue(first)
+    before = await everything(fresh_database)
+    change = {
+        "draining": b"UPDATE windrow.owned_slot SET state = 'draining', epoch = 7 WHERE slot = %(slot)s",
+        "foreign": b"DELETE FROM windrow.owned_slot WHERE slot = %(slot)s",
+    }
+    await fresh_database.run(change[state], {"slot": slot_of(org)})
+    with pytest.raises(NotOwned) as caught:
+        await store.enqueue(two_queues(org, [job_id() for _ in range(6)]))
+    assert caught.value.slot == slot_of(org)
+    assert caught.value.epoch == (7 if state == "draining" else 0)
+    assert f"slot {slot_of(org)} is {state} there" in str(caught.value)
+    assert await everything(fresh_database) == before
+    # What is there already can be finished.
+    held = [lease for queue in (A, B) for _, lease in await lease_jobs(store, org, queue=queue)]
+    assert await store.ack(org, held, [None] * 4) == [Answer.OK] * 4
+
+
+@pytest.mark.parametrize(
+    ("ahead_ms", "fits"),
+    [(-7 * DAY_MS - 60_000, False), (-7 * DAY_MS + 60_000, True), (3_540_000, True), (3_660_000, False)],
+)
+async def test_ids_made_outside_the_horizon_are_refused_with_their_positions(
+    fresh_database: Database, org: OrgId, ahead_ms: int, fits: bool
+) -> None:
+    store = Store(fresh_database)
+    ids = [job_id(), job_id(ahead_ms=ahead_ms), job_id(), job_id(ahead_ms=ahead_ms)]
+    if fits:
+        assert await store.enqueue(two_queues(org, ids)) == {}
+        assert await store.enqueue(two_queues(org, ids)) == dict(enumerate(ids))
+        return
+    with pytest.raises(IdsOutsideHorizon) as caught:
+        await store.enqueue(two_queues(org, ids))
+    assert caught.value.positions == [1, 3]
+    assert await everything(fresh_database) == {"jobs": 0, "dedup keys": 0, "accepted": 0}
+
+
+async def test_a_finished_job_of_an_hours_future_id_is_still_known(database: Database, org: OrgId) -> None:
+    """A client whose clock is ahead: its ids are of a time at which the job had long finished."""
+    store = Store(database)
+    jobs = some_jobs(org, ids=[job_id(ahead_ms=3_500_000)])
+    await store.enqueue(jobs)
+    ((_, lease),) = await lease_jobs(store, org)
+    await store.ack(org, [lease], [None])
+    assert await store.enqueue(jobs) == {0: jobs.ids[0]}
+
+
+async def test_twins_in_one_batch_are_stored_once(database: Database, org: OrgId) -> None:
+    store = Store(database)
+    one, two, three = job_id(), job_id(), job_id()
+    jobs = some_jobs(org, ids=[one, two, one, three, two])
+    jobs.dedup_keys = {1: "k", 3: "k"}
+    jobs.dedup_window_us = {1: HOUR_US, 3: HOUR_US}
+    assert await store.enqueue(jobs) == {2: one, 3: two, 4: two}
+    assert {job.id for job, _ in await lease_jobs(store, org)} == {one, two}
+
+
+async def test_an_empty_batch_is_nothing(database: Database, org: OrgId) -> None:
+    assert await Store(database).enqueue(NewJobs(org=org)) == {}
+
+
+# A wrong memory of a queue's number
+
+
+def swap(store: Store, org: OrgId) -> None:
+    numbers = store.names._queue_ids
+    numbers[org, A], numbers[org, B] = numbers[org, B], numbers[org, A]
+
+
+async def queues_of(store: Store, org: OrgId, ids: list[JobId]) -> dict[str, str]:
+    return {record.id: record.queue for record in await store.get(org, ids, include_payload=False)}
+
+
+async def test_an_enqueue_finds_out_that_it_remembers_queues_wrongly(database: Database, org: OrgId) -> None:
+    store = Store(database)
+    await store.enqueue(two_queues(org, [job_id(), job_id()]))
+    swap(store, org)
+    ids = [job_id() for _ in range(4)]
+    jobs = two_queues(org, ids)
+    assert await store.enqueue(jobs) == {}
+    assert await queues_of(store, org, ids) == dict(zip(ids, jobs.queues, strict=True))
+
+
+async def test_a_batch_of_which_one_queue_is_remembered_wrongly_is_stored_once_and_told_so(
+    database: Database, org: OrgId, other_org: OrgId
+) -> None:
+    store = Store(database)
+    await store.enqueue(two_queues(org, [job_id(), job_id()]))
+    (foreign,) = (await store.names.make(other_org, [A])).values()
+    store.names._queue_ids[org, B] = foreign
+    ids = [job_id() for _ in range(4)]
+    jobs = two_queues(org, ids)
+    # Not "known": they are new, whatever it took to store them.
+    assert await store.enqueue(jobs) == {}
+    assert await queues_of(store, org, ids) == dict(zip(ids, jobs.queues, strict=True))
+    assert await store.get(other_org, ids, include_payload=False) == []
+
+
+async def test_a_claim_never_obeys_a_wrong_memory_of_a_queue(
+    database: Database, org: OrgId, other_org: OrgId
+) -> None:
+    store = Store(database)
+    await store.enqueue(two_queues(org, [job_id(), job_id()]))
+    await store.enqueue(some_jobs(other_org, 1, queue=A))
+    swap(store, org)
+    for queue in (A, B):
+        _, claimed = await store.claim(org, [queue], max_jobs=10, window_us=MINUTE_US, worker="w")
+        assert {job.queue for job in claimed} <= {queue}
+    store.names._queue_ids[org, A] = store.names._queue_ids[other_org, A]
+    assert await lease_jobs(store, org, queue=A) == []
+    assert len(await lease_jobs(store, other_org, queue=A)) == 1
+
+
+async def test_a_store_that_remembers_queues_wrongly_recovers_within_a_sweep(database: Database, org: OrgId) -> None:
+    """As after a failover that lost the making of a queue: no job waits for longer than the sweep's interval (I7)."""
+    store = Store(database)
+    ids = [job_id(), job_id()]
+    await store.enqueue(two_queues(org, ids))
+    swap(store, org)
+    await lease_jobs(store, org, queue=A)
+    await store.sweep()
+    assert [job.id for job, _ in await lease_jobs(store, org, queue=A)] == ids[:1]
+
+
+async def test_names_that_look_like_null_or_numbers_are_names(database: Database, org: OrgId) -> None:
+    store = Store(database)
+    names = ["null", "NULL", "1", "a:b/c.d_e-f", "x" * 128]
+    jobs = some_jobs(org, len(names))
+    jobs.queues = list(names)
+    jobs.kinds = list(names)
+    await store.enqueue(jobs)
+    for name in names:
+        ((job, _),) = await lease_jobs(store, org, queue=name)
+        assert (job.queue, job.kind) == (name, name)
+
+
+# Another org's jobs (I4)
+
+
+async def test_one_org_cannot_touch_anothers_jobs(database: Database, org: OrgId, other_org: OrgId) -> None:
+    store = Store(database)
+    jobs = some_jobs(org, 1)
+    await store.enqueue(jobs)
+    await store.enqueue(some_jobs(other_org, 1))
+    ((job, lease),) = await lease_jobs(store, org)
+    ids = [job.id]
+    assert await store.ack(other_org, [lease], [None]) == [Answer.NOT_FOUND]
+    assert await store.nack(other_org, [Nack(lease=lease, kill=True)]) == [Answer.NOT_FOUND]
+    assert await store.extend(other_org, [lease], window_us=HOUR_US) == [Answer.NOT_FOUND]
+    assert await store.release(other_org, [lease]) == [Answer.NOT_FOUND]
+    assert await store.cancel(other_org, ids, reason="") == [Answer.NOT_FOUND]
+    assert await store.get(other_org, ids, include_payload=True) == []
+    assert await store.ack(org, [lease], [b"done"]) == [Answer.OK]
+    assert await store.get(other_org, ids, include_payload=True) == []
+    assert await store.cancel(other_org, ids, reason="") == [Answer.NOT_FOUND]
+
+
+async def test_an_org_that_was_never_seen_finds_nothing(database: Database, org: OrgId, other_org: OrgId) -> None:
+    store = Store(database)
+    await store.enqueue(some_jobs(org, 1))
+    ((job, lease),) = await lease_jobs(store, org)
+    assert await lease_jobs(store, other_org) == []
+    assert await store.ack(other_org, [lease], [None]) == [Answer.NOT_FOUND]
+    assert await store.nack(other_org, [Nack(lease=lease)]) == [Answer.NOT_FOUND]
+    assert await store.cancel(other_org, [job.id], reason="") == [Answer.NOT_FOUND]
+
+
+async def test_a_lease_and_the_lease_before_it_are_answered_apart_in_one_call(database: Database, org: OrgId) -> None:
+    store = Store(database)
+    await store.enqueue(some_jobs(org, 1))
+    ((_, old),) = await lease_jobs(store, org)
+    await store.release(org, [old])
+    ((_, live),) = await lease_jobs(store, org)
+    assert await store.extend(org, [old, live], window_us=HOUR_US) == [Answer.STALE, Answer.OK]
+    assert await store.ack(org, [live, old, live], [None] * 3) == [Answer.OK, Answer.STALE, Answer.OK]
+
+
+# A queue that was deleted
+
+
+async def test_a_deleted_queue_comes_back_with_its_next_job_even_if_that_dies(
+    database: Database, books: Books, org: OrgId
+) -> None:
+    store = Store(database)
+    await store.enqueue(some_jobs(org, 1, queue=A))
+    with pytest.raises(QueueNotEmpty):
+        await books.delete_queue(org, A)
+    held = [lease for _, lease in await lease_jobs(store, org, queue=A)]
+    await store.ack(org, held, [None])
+    await books.delete_queue(org, A)
+    with pytest.raises(UnknownQueue):
+        await books.get_queue(org, A)
+    # This router remembers the queue's number, and so does not make the queue again.
+    await store.enqueue(some_jobs(org, 1, queue=A))
+    assert (await books.get_queue(org, A)).queue == A
+    held = [lease for _, lease in await lease_jobs(store, org, queue=A)]
+    await store.nack(org, [Nack(lease=held[0], kill=True)])
+    assert [q.queue for q in (await books.list_queues(org, page_size=9, page_token=""))[0]] == [A]
+    page = await books.list_jobs(
+        org, A, JobState.DEAD, kind="", page_size=9, page_token="", include_payload=False
+    )
+    assert len(page.jobs) == 1
+    assert await books.redrive(org, A, kind="", died_after=None, died_before=None, limit=9) == 1

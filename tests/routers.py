@@ -1,0 +1,165 @@
+"""Router processes for tests: children known by pid, on a cluster file of the test's own, ended with their block."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar, cast
+
+import grpc
+import psutil
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from windrow.v1 import admin_pb2, admin_pb2_grpc, queue_pb2_grpc
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+# No wait in a test is longer than this, whatever goes wrong.
+PATIENCE_S = 30.0
+_Detail = TypeVar("_Detail", bound=Message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routers:
+    """A supervisor and its processes. The log is what all of them say on standard error."""
+
+    supervisor: subprocess.Popen[str]
+    address: str
+    config: Path
+    log: Path
+
+    @property
+    def pids(self) -> list[int]:
+        """The router processes that run now."""
+        return [child.pid for child in psutil.Process(self.supervisor.pid).children()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stubs:
+    """Both services over one channel, blocking."""
+
+    channel: grpc.Channel
+    queue: queue_pb2_grpc.QueueStub
+    admin: admin_pb2_grpc.AdminStub
+
+    def books(self, *shards: str) -> dict[tuple[str, str], admin_pb2.OrgBooks]:
+        """The books of every org, by shard and org; asserts that they balance (I5)."""
+        books: dict[tuple[str, str], admin_pb2.OrgBooks] = {}
+        for shard in shards:
+            for answer in self.admin.CheckShard(admin_pb2.CheckShardRequest(shard=shard), timeout=PATIENCE_S):
+                books.update({(shard, one.org): one for one in answer.orgs})
+        assert [one for one in books.values() if not one.balanced] == []
+        return books
+
+
+def write_cluster(
+    path: Path,
+    shards: Mapping[str, str],
+    *,
+    name: str = "tests",
+    catalog_dsn: str | None = None,
+    connections: int = 4,
+    drain_seconds: float = 10,
+) -> Path:
+    """A cluster file: shards by name with their DSNs."""
+    path.touch(mode=0o600)
+    text = f'[cluster]\nname = "{name}"\n'
+    text += "".join(f"\n[[shard]]\nname = '{shard}'\ndsn = '''{dsn}'''\n" for shard, dsn in shards.items())
+    if catalog_dsn is not None:
+        text += f"\n[catalog]\ndsn = '''{catalog_dsn}'''\n"
+    text += f"\n[router]\nconnections_per_shard = {connections}\ndrain_seconds = {drain_seconds}\n"
+    path.write_text(text)
+    return path
+
+
+@contextlib.contextmanager
+def running_routers(
+    config: Path, *, processes: int = 1, listen: str = "127.0.0.1:0", environ: Mapping[str, str] | None = None
+) -> Generator[Routers, None, None]:
+    """Starts routers, waits until they serve, and ends them."""
+    log = config.with_suffix(".log")
+    with spawned_routers(config, log, processes=processes, listen=listen, environ=environ) as supervisor:
+        said = first_line(supervisor)
+        assert said.startswith("listening on "), f"{said!r}; the log: {log.read_text()}"
+        yield Routers(supervisor=supervisor, address=said.split()[-1], config=config, log=log)
+
+
+@contextlib.contextmanager
+def spawned_routers(
+    config: Path, log: Path, *, processes: int = 1, listen: str, environ: Mapping[str, str] | None = None
+) -> Generator[subprocess.Popen[str], None, None]:
+    """Same, without waiting for them."""
+    command = (sys.executable, "-m", "router", "--config", config, "--listen", listen, "--processes", str(processes))
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
+    with (
+        log.open("a") as errors,
+        subprocess.Popen(
+            command, cwd=CHECKOUT, stdout=subprocess.PIPE, stderr=errors, text=True, env=clean | dict(environ or {})
+        ) as supervisor,
+    ):
+        try:
+            yield supervisor
+        finally:
+            supervisor.terminate()
+            try:
+                supervisor.wait(PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                # Its processes drain and end by themselves when it is gone.
+                supervisor.kill()
+                raise
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    """What a child says first; empty if it ends without a word."""
+    assert process.stdout is not None
+    readable, _, _ = select.select([process.stdout], [], [], PATIENCE_S)
+    assert readable, f"process {process.pid} has said nothing for {PATIENCE_S:g} s"
+    return process.stdout.readline().strip()
+
+
+@contextlib.contextmanager
+def stubs(address: str, *options: tuple[str, object]) -> Generator[Stubs, None, None]:
+    """A channel of its own: without `grpc.use_local_subchannel_pool`, channels to one address share a connection."""
+    with grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1), *options]) as channel:
+        grpc.channel_ready_future(channel).result(PATIENCE_S)
+        yield Stubs(
+            channel=channel,
+            queue=queue_pb2_grpc.QueueStub(channel),
+            admin=admin_pb2_grpc.AdminStub(channel),
+        )
+
+
+@contextlib.contextmanager
+def ending(pids: Sequence[int]) -> Generator[None, None, None]:
+    """Processes that run now, and must have ended soon after the block."""
+    with contextlib.ExitStack() as stack:
+        handles = [os.pidfd_open(pid) for pid in pids]
+        for handle in handles:
+            stack.callback(os.close, handle)
+        yield
+        for pid, handle in zip(pids, handles, strict=True):
+            poll = select.poll()
+            poll.register(handle, select.POLLIN)
+            assert poll.poll(PATIENCE_S * 1000), f"process {pid} still runs"
+
+
+def detail(error: grpc.RpcError, kind: type[_Detail]) -> _Detail | None:
+    """One of the google.rpc details of a refused call."""
+    status = rpc_status.from_call(cast("grpc.Call", error))
+    for packed in status.details if status is not None else ():
+        found = kind()
+        if packed.Unpack(found):
+            return found
+    return None
+
+
+def violated_fields(error: grpc.RpcError) -> list[str]:
+    bad = detail(error, error_details_pb2.BadRequest)
+    return [] if bad is None else [violation.field for violation in bad.field_violations]
