@@ -246,10 +246,8 @@ def purge(
         waiting = min(stats.ready + stats.scheduled + (stats.dead if dead else 0), limit or sys.maxsize)
         if not yes and waiting:
             if not sys.stdin.isatty():
-                raise CommandFailed(
-                    f"this would cancel {output.counted(waiting, 'job')} of queue {queue!r}: say --yes if that is meant",
-                    ExitCode.USAGE,
-                )
+                would = f"this would cancel {output.counted(waiting, 'job')} of queue {queue!r}"
+                raise CommandFailed(f"{would}: say --yes if that is meant", ExitCode.USAGE)
             typer.confirm(
                 f"Cancel {output.counted(waiting, 'job')} of queue {queue!r} of org {org!r}?", abort=True, err=True
             )

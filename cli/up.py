@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -65,11 +66,17 @@ def up(
     if ephemeral and data is not None:
         raise typer.BadParameter("an ephemeral cluster keeps no data", param_hint="'--data' / '--ephemeral'")
     try:
-        host_and_port(listen, where="--listen")
+        host, port = host_and_port(listen, where="--listen")
     except ClusterFileError as error:
         raise CommandFailed(str(error), ExitCode.USAGE) from error
+    if port and _is_answered(host, port):
+        raise CommandFailed(
+            f"{listen} is taken: something answers there, most likely another cluster; stop it, or choose another "
+            "address with --listen",
+            ExitCode.REFUSED,
+        )
     root = None if ephemeral else default_root() if data is None else data.absolute()
-    cluster = _Up(shards=_shardoutput.counted(shards, root), processes=processes, listen=listen, root=root, as_json=as_json)
+    cluster = _Up(shards=_shard_count(shards, root), processes=processes, listen=listen, root=root, as_json=as_json)
     try:
         asyncio.run(cluster.run())
     except asyncio.CancelledError:
@@ -92,7 +99,16 @@ def up(
         raise typer.Exit(ExitCode.INTERRUPTED)
 
 
-def _shardoutput.counted(wanted: int | None, root: Path | None) -> int:
+def _is_answered(host: str, port: int) -> bool:
+    """Whether someone takes connections there. The routers look for themselves, but only after Postgres has started."""
+    try:
+        with socket.create_connection((host.strip("[]"), port), timeout=0.5):
+            return True
+    except OSError:
+        return False
+
+
+def _shard_count(wanted: int | None, root: Path | None) -> int:
     """How many shards to start: those that the data has, unless it has none yet."""
     from embedded import cluster_names
 
@@ -135,8 +151,8 @@ class _Up:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._signalled, starting)
         async with contextlib.AsyncExitStack() as stack:
-            parts = f"{output.counted(self.shards, 'Postgres server')} and {output.counted(self.processes, 'router process')}"
-            with output.working(f"starting {parts}"):
+            servers, routers = output.counted(self.shards, "Postgres server"), self._routers()
+            with output.working(f"starting {servers} and {routers}"):
                 self._cluster = await stack.enter_async_context(
                     local_cluster(
                         shards=self.shards,
@@ -167,6 +183,9 @@ class _Up:
                 # What Postgres calls an immediate shutdown: it recovers when it starts again.
                 _send(server.pid, signal.SIGQUIT)
 
+    def _routers(self) -> str:
+        return output.counted(self.processes, "router process")
+
     def _announce(self, cluster: LocalCluster) -> None:
         if self.as_json:
             output.say_json(
@@ -183,11 +202,10 @@ class _Up:
             return
         command, place = _how_to_call()
         at = "" if cluster.address == options.ADDRESS_DEFAULT else f" --address {cluster.address}"
-        parts = f"{output.counted(self.shards, 'shard')}, {output.counted(self.processes, 'router process')}"
         kept = "none is kept" if self.root is None else f"in {self.root}; it stays"
         output.say(
             f"""\
-Windrow is up at {cluster.address}: {parts}.
+Windrow is up at {cluster.address}: {output.counted(self.shards, "shard")}, {self._routers()}.
 Data: {kept}.
 
 Try it in another terminal{place}:

@@ -16,7 +16,7 @@ from router.fleet import Fleet, Member
 from router.status import INVALID_ARGUMENT, InvalidRequest, Violation
 from router.tracing import Tracing, current_trace
 from router.validation import enqueue_violations
-from shard.errors import IdsOutsideHorizon
+from shard.errors import BadIds
 from shard.store import Nack
 from shard.vocabulary import Answer, JobId, Lease, OrgId, QueueName
 from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
@@ -41,16 +41,16 @@ class QueueService(queue_pb2_grpc.QueueServicer):
         if not request.independent:
             if violations:
                 raise InvalidRequest(violations)
-            return queue_pb2.EnqueueResponse(results=await self._enqueue(request, list(request.jobs)))
+            return queue_pb2.EnqueueResponse(results=await self._enqueue(request, range(len(request.jobs))))
         bad = _by_job(violations)
         results = {at: _error(violations) for at, violations in bad.items()}
         good = [at for at in range(len(request.jobs)) if at not in bad]
         while good:
             try:
-                stored = await self._enqueue(request, [request.jobs[at] for at in good])
+                stored = await self._enqueue(request, good)
             except InvalidRequest as error:
-                # Only the shard knows which ids are too old: those jobs fall out, and the others go again.
-                late = {good[at]: violations for at, violations in _by_job(error.violations).items()}
+                # Only the shard knows which ids will not do: those jobs fall out, and the others go again.
+                late = _by_job(error.violations)
                 results.update((at, _error(violations)) for at, violations in late.items())
                 good = [at for at in good if at not in late]
             else:
@@ -59,14 +59,16 @@ class QueueService(queue_pb2_grpc.QueueServicer):
         return queue_pb2.EnqueueResponse(results=[results[at] for at in range(len(request.jobs))])
 
     async def _enqueue(
-        self, request: queue_pb2.EnqueueRequest, jobs: Sequence[job_pb2.NewJob]
+        self, request: queue_pb2.EnqueueRequest, positions: Sequence[int]
     ) -> list[queue_pb2.EnqueueResult]:
+        """Stores the jobs at these positions of the request. Raises InvalidRequest, by the request's paths."""
         org = OrgId(request.org)
-        columns = convert.new_jobs(org, jobs, trace=current_trace())
+        columns = convert.new_jobs(org, [request.jobs[at] for at in positions], trace=current_trace())
         try:
             known = await self._fleet.write(org, lambda member: member.store.enqueue(columns))
-        except IdsOutsideHorizon as error:
-            raise InvalidRequest([Violation(f"jobs[{at}].id", str(error)) for at in error.positions]) from error
+        except BadIds as error:
+            late = [Violation(f"jobs[{positions[at]}].id", str(error)) for at in error.positions]
+            raise InvalidRequest(late) from error
         return convert.enqueue_results(columns.ids, known)
 
     @unary()

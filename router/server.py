@@ -14,6 +14,7 @@ from grpc_reflection.v1alpha import reflection
 
 from router.admin_service import AdminService
 from router.fleet import Fleet
+from router.health_service import HealthService
 from router.queue_service import QueueService
 from router.settings import RouterSettings
 from router.tracing import Tracing
@@ -83,7 +84,7 @@ async def _open(fleet: Fleet, stop: asyncio.Event) -> AsyncGenerator[Fleet, None
             keeper.result()
 
 
-def _server(fleet: Fleet, tracing: Tracing) -> tuple[grpc.aio.Server, health.aio.HealthServicer]:
+def _server(fleet: Fleet, tracing: Tracing) -> tuple[grpc.aio.Server, HealthService]:
     server = grpc.aio.server(
         options=[
             # Several processes serve one port; the kernel deals the connections out.
@@ -100,7 +101,7 @@ def _server(fleet: Fleet, tracing: Tracing) -> tuple[grpc.aio.Server, health.aio
     )
     queue_pb2_grpc.add_QueueServicer_to_server(QueueService(fleet, tracing), server)
     admin_pb2_grpc.add_AdminServicer_to_server(AdminService(fleet, tracing), server)
-    checks = health.aio.HealthServicer()
+    checks = HealthService()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     return server, checks

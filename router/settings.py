@@ -21,7 +21,7 @@ class RouterSettings:
     # Loopback unless the operator says otherwise: this release has no authentication.
     listen: str = LISTEN_DEFAULT
     processes: int = 2
-    # Of each process, for the queue; one more serves lists and counts.
+    # Of each process, for the queue; up to two more serve lists and counts.
     connections_per_shard: int = 4
     # After SIGTERM: how long calls in flight may take to end.
     drain_seconds: float = 20.0

@@ -31,21 +31,26 @@ _log = logging.getLogger(__name__)
 _TRACER = trace.get_tracer("windrow.shard")
 _EPOCH_2000_US = 946_684_800_000_000
 
+_SETTINGS = """
+SELECT set_config(s.name, s.value, false) FROM (VALUES
+    ('jit', 'off'), ('timezone', 'UTC'), ('lock_timeout', '10s'), ('idle_in_transaction_session_timeout', '15s'),
+    -- What the statements count on, whatever the server's defaults are: a second look sees what was committed
+    -- meanwhile, and a commit is durable.
+    ('default_transaction_isolation', 'read committed'), ('default_transaction_read_only', 'off'),
+    ('synchronous_commit', CASE WHEN current_setting('synchronous_commit') IN ('off', 'local') THEN 'on'
+        ELSE current_setting('synchronous_commit') END),
+"""
 # The hot tables swing between empty and millions of rows within seconds, so that statistics are always wrong, and a
 # plan made on an empty table would stay. Every hot statement is a walk along an index: nothing else is allowed
 # here.
-_QUEUE_SETTINGS = """
-SELECT set_config(s.name, s.value, false) FROM (VALUES
+_QUEUE_SETTINGS = f"""{_SETTINGS}
     ('enable_seqscan', 'off'), ('enable_bitmapscan', 'off'), ('enable_hashjoin', 'off'), ('enable_mergejoin', 'off'),
-    ('jit', 'off'), ('timezone', 'UTC'), ('lock_timeout', '10s'), ('statement_timeout', '60s'),
-    ('idle_in_transaction_session_timeout', '15s')
+    ('statement_timeout', '60s')
 ) AS s (name, value)
 """
 # Counting and listing may scan; they must not be stopped from planning well.
-_BOOKS_SETTINGS = """
-SELECT set_config(s.name, s.value, false) FROM (VALUES
-    ('jit', 'off'), ('timezone', 'UTC'), ('lock_timeout', '10s'), ('statement_timeout', '300s'),
-    ('idle_in_transaction_session_timeout', '15s')
+_BOOKS_SETTINGS = f"""{_SETTINGS}
+    ('statement_timeout', '300s')
 ) AS s (name, value)
 """
 

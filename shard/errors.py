@@ -3,7 +3,9 @@
 ShardError
 ├── ShardUnavailable      nothing may have happened: try again, later
 ├── NotOwned              this shard does not take the org's jobs: learn the placement, then try the right shard (I6)
-├── IdsOutsideHorizon     these ids are too old or too far in the future: make new ones
+├── BadIds                make new ids
+│   ├── IdsOutsideHorizon these are too old, or too far in the future
+│   └── IdsTaken          these are not free
 ├── UnknownQueue          name another, or create it
 ├── QueueExists           alter it instead
 ├── QueueNotEmpty         purge it first
@@ -38,7 +40,19 @@ class NotOwned(ShardError):
         self.epoch = epoch
 
 
-class IdsOutsideHorizon(ShardError):
+class BadIds(ShardError):
+    """The ids at these positions of the batch will not do; nothing was stored."""
+
+    positions: list[int]
+
+
+class IdsTaken(BadIds):
+    def __init__(self, positions: list[int]) -> None:
+        super().__init__("is not free: make a new id")
+        self.positions = positions
+
+
+class IdsOutsideHorizon(BadIds):
     def __init__(self, positions: list[int], *, now: Micros, horizon_days: float) -> None:
         super().__init__(
             f"made outside the {horizon_days:g} days before and the hour after the shard's time: make a new id"

@@ -65,8 +65,8 @@ class Names:
         return known
 
     async def prove(self, queue_ids: Collection[QueueId]) -> None:
-        """Forgets everything if one of these numbers is remembered for a queue that it does not name: claims would go on
-        finding nothing there."""
+        """Forgets everything if one of these numbers is remembered for a queue that it does not name: claims would
+        go on finding nothing there."""
         used = set(queue_ids)
         believed = [(number, *name) for name, number in self._queue_ids.items() if number in used]
         for at in range(0, len(believed), 1000):

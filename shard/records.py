@@ -47,7 +47,8 @@ class JobRecord(NamedTuple):
     history: str | None
 
     def attempts(self) -> list[Attempt]:
-        """Ended attempts, oldest first. The acked one is read from the row itself: the happy path writes no history."""
+        """Ended attempts, oldest first. The latest may stand in the row alone: an ack writes no history, and an
+        expired lease is written down by the next claim."""
         ended = [
             Attempt(
                 attempt=entry["attempt"],
@@ -59,13 +60,14 @@ class JobRecord(NamedTuple):
             )
             for entry in json.loads(self.history or "[]")
         ]
-        if self.state == "succeeded" and self.leased_at is not None and self.finished_at is not None:
-            acked = Attempt(
-                attempt=self.attempt,
-                worker=self.worker or "",
-                leased_at=self.leased_at,
-                ended_at=self.finished_at,
-                outcome=Outcome.ACKED,
-            )
-            ended.append(acked)
+        if self.leased_at is not None:
+            if self.state == "succeeded" and self.finished_at is not None:
+                ended.append(self._latest(self.leased_at, self.finished_at, Outcome.ACKED))
+            elif self.state == "ready" and self.deadline is not None:
+                ended.append(self._latest(self.leased_at, self.deadline, Outcome.EXPIRED))
         return ended
+
+    def _latest(self, leased_at: Micros, ended_at: Micros, outcome: Outcome) -> Attempt:
+        return Attempt(
+            attempt=self.attempt, worker=self.worker or "", leased_at=leased_at, ended_at=ended_at, outcome=outcome
+        )

@@ -54,14 +54,14 @@ async def migrate(database: Database, *, cluster: str | None) -> list[Migration]
     try:
         while (migration := await _next(database)) is not None:
             done.append(migration)
+        if cluster is not None:
+            await _identify(database, cluster)
+            await partitions.make_ahead(database)
     except psycopg.errors.InsufficientPrivilege as error:
         raise Misconfigured(
             f"shard {database.name!r}: the role in its DSN may not make the schema: {error.diag.message_primary}; "
             "make it the owner of the database, or run `windrow migrate` with a role that is"
         ) from error
-    if cluster is not None:
-        await _identify(database, cluster)
-        await partitions.make_ahead(database)
     return done
 
 

@@ -15,7 +15,7 @@ import psycopg
 
 from shard import arrays, partitions, retry, statements
 from shard.database import Database
-from shard.errors import IdsOutsideHorizon, NotOwned, ShardUnavailable
+from shard.errors import BadIds, IdsOutsideHorizon, IdsTaken, NotOwned, ShardUnavailable
 from shard.floor import GUARD_US, Floors, lanes_of
 from shard.interning import Names
 from shard.lease import token_prefix
@@ -37,6 +37,9 @@ from shard.vocabulary import (
 # How many times an act is tried again after what stood in its way was mended. Each turn mends one thing for good.
 _TURNS_MAX = 6
 _HOUR_US = 3_600_000_000
+# A claim ends with the job that fills this much payload. The largest payload (1 MiB) and the other fields of the
+# jobs added, its answer stays below 4 MiB, which is the most that gRPC clients take unless told otherwise.
+CLAIM_BYTES_MAX = 2 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,14 +68,17 @@ class Store:
 
     async def enqueue(self, jobs: NewJobs) -> dict[int, JobId]:
         """Stores the jobs, all or none, each once. Answers the positions of those that were known already, with the
-        id each is known under; all others are newly stored. Raises NotOwned, IdsOutsideHorizon,
-        ShardUnavailable."""
+        id each is known under; all others are newly stored. Raises NotOwned, BadIds, ShardUnavailable."""
         if not len(jobs):
             return {}
         twins = _twins(jobs)
         if twins:
             alone = [at for at in range(len(jobs)) if at not in twins]
-            known = {alone[at]: known_as for at, known_as in (await self._enqueue(jobs.only(alone))).items()}
+            try:
+                known = {alone[at]: known_as for at, known_as in (await self._enqueue(jobs.only(alone))).items()}
+            except BadIds as error:
+                error.positions = [alone[at] for at in error.positions]
+                raise
             for at, first in twins.items():
                 known[at] = known.get(first, JobId(jobs.ids[first]))
             return known
@@ -88,12 +94,17 @@ class Store:
         for _ in range(_TURNS_MAX):
             try:
                 stored = await self._insert(part)
-            except _SettledInBatch:
+            except _RefusedBatch:
                 stored = set()
             if stored is None:
                 return known
             missing = [at for at in range(len(part)) if part.ids[at] not in stored]
-            for at, known_as in (await self._find_known(part, missing)).items():
+            try:
+                found = await self._find_known(part, missing)
+            except BadIds as error:
+                error.positions = [rest[at] for at in error.positions]
+                raise
+            for at, known_as in found.items():
                 known[rest[at]] = known_as
             # Stored now, or known before: what is left was in nobody's books when we looked, so it is tried again.
             left = [at for at in missing if rest[at] not in known]
@@ -136,10 +147,10 @@ class Store:
             try:
                 rows = await self._database.run(statements.ENQUEUE, parameters)
             except psycopg.Error as error:
-                if error.sqlstate == "WD001":
-                    raise _SettledInBatch from error
+                if error.sqlstate in {"WD001", "WD002"}:
+                    raise _RefusedBatch from error
                 raise
-            now, ids_fit, admitted, stored, stored_ids, _ = rows[0]
+            now, ids_fit, admitted, stored, stored_ids, *_ = rows[0]
             if not ids_fit:
                 raise self._outside_horizon(jobs, now)
             if len(admitted or ()) == len(ids):
@@ -169,7 +180,10 @@ class Store:
                 "oldest_ms": _made_at_ms(min(part.ids)),
             },
         )
-        known = {job_id: known_as for job_id, known_as in rows if known_as is not None}
+        foreign = {job_id for job_id, _, ours in rows if not ours}
+        if foreign:
+            raise IdsTaken([at for at in positions if jobs.ids[at] in foreign])
+        known = {job_id: known_as for job_id, known_as, _ in rows}
         return {at: JobId(known[jobs.ids[at]]) for at in positions if jobs.ids[at] in known}
 
     def _outside_horizon(self, jobs: NewJobs, now: int) -> IdsOutsideHorizon:
@@ -204,6 +218,7 @@ class Store:
                     "lane_priorities": arrays.numbers(priorities),
                     "lane_floors_us": arrays.numbers(floors),
                     "max_jobs": max_jobs - len(claimed),
+                    "bytes_max": CLAIM_BYTES_MAX,
                     "lease": lease,
                     "window_us": window_us,
                     "worker": worker,
@@ -335,8 +350,8 @@ class Store:
     async def _answers(
         self, org_id: int, leases: Sequence[Lease], done: Iterable[tuple[str, int]], *, ended_as: str | None
     ) -> list[Answer]:
-        """OK for what was done now, or by an earlier try of the same call; STALE or NOT_FOUND for the rest.
- `done` are job ids with the numbers of their leases: a call may name a job by a live lease and by an ended one."""
+        """OK for what was done now, or by an earlier try of the same call; STALE or NOT_FOUND for the rest. `done`
+        are job ids with the numbers of their leases: a call may name a job by a live lease and by an ended one."""
         done_now = {Lease(job_hex=_hex(job_id), number=number) for job_id, number in done}
         missed = [lease for lease in leases if lease not in done_now]
         if not missed:
@@ -355,24 +370,32 @@ class Store:
         org_id = await self.names.org_id(org)
         if org_id is None:
             return [Answer.NOT_FOUND] * len(ids)
-        rows = await partitions.finish(
-            self._database,
-            statements.CANCEL,
-            {"ids": arrays.plain(ids), "org_id": org_id, "reason": reason or "cancelled"},
-        )
-        cancelled = {row[0] for row in rows}
-        missed = [job_id for job_id in ids if job_id not in cancelled]
-        known = {record.id: record for record in await self.get(org, missed, include_payload=False)} if missed else {}
-
-        def answer(job_id: JobId) -> Answer:
-            if job_id in cancelled:
-                return Answer.OK
-            record = known.get(job_id)
-            if record is None:
-                return Answer.NOT_FOUND
-            return Answer.OK if record.state == "cancelled" else Answer.STALE
-
-        return [answer(job_id) for job_id in ids]
+        answers: dict[JobId, Answer] = {}
+        rest: Sequence[JobId] = list(dict.fromkeys(ids))
+        for _ in range(_TURNS_MAX):
+            rows = await partitions.finish(
+                self._database,
+                statements.CANCEL,
+                {"ids": arrays.plain(rest), "org_id": org_id, "reason": reason or "cancelled"},
+            )
+            answers.update((JobId(row[0]), Answer.OK) for row in rows)
+            missed = [job_id for job_id in rest if job_id not in answers]
+            states = {record.id: record.state for record in await self.get(org, missed, include_payload=False)}
+            for job_id in missed:
+                match states.get(job_id):
+                    case None:
+                        answers[job_id] = Answer.NOT_FOUND
+                    case "cancelled":
+                        answers[job_id] = Answer.OK
+                    case "succeeded":
+                        answers[job_id] = Answer.STALE
+                    case _:
+                        # It was on its way between two tables, dead or redriven, while the statement looked at both.
+                        pass
+            rest = [job_id for job_id in missed if job_id not in answers]
+            if not rest:
+                return [answers[job_id] for job_id in ids]
+        raise ShardUnavailable(self.name, f"{len(rest)} job(s) of org {org!r} would not stand still; try again")
 
     async def get(self, org: OrgId, ids: Sequence[JobId], *, include_payload: bool) -> list[JobRecord]:
         """The jobs with these ids, in no particular order, wherever they are on this shard."""
@@ -417,8 +440,8 @@ class Store:
         return swept
 
 
-class _SettledInBatch(Exception):
-    """The enqueue was rolled back because a job of it has finished or died before."""
+class _RefusedBatch(Exception):
+    """The enqueue was rolled back: a job of it has finished or died before, or has the id of another org's job."""
 
 
 def _twins(jobs: NewJobs) -> dict[int, int]:

@@ -46,7 +46,8 @@ NEVER_RETRIED = frozenset[StatusCode]()
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", _CHANNEL_BYTES_MAX),
-    ("grpc.max_receive_message_length", _CHANNEL_BYTES_MAX),
+    # An answer is as large as what was asked for. One refused here would leave its jobs leased by nobody.
+    ("grpc.max_receive_message_length", -1),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.initial_reconnect_backoff_ms", 100),

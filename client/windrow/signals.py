@@ -29,13 +29,17 @@ _before: dict[signal.Signals, Any] = {}
 def run(*services: Service) -> None:
     """Runs workers and relays from a script, until SIGTERM or Ctrl-C; closes their clients at the end.
 
-    A first signal stops them gracefully, a second one at once. What one of them raises stops the others, and is raised.
+    A first signal stops them gracefully, a second one at once. What one of several raises cancels the others, and comes
+    in an ExceptionGroup.
     """
     asyncio.run(_run_all(services))
 
 
 async def _run_all(services: tuple[Service, ...]) -> None:
     try:
+        if len(services) == 1:
+            await services[0].run()
+            return
         async with asyncio.TaskGroup() as group:
             for service in services:
                 group.create_task(service.run())

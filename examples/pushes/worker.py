@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import logging
 import os
+import signal
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -74,7 +75,6 @@ async def work(
     *,
     visibility_window_s: float = 30.0,
     name: str | None = None,
-    until_stdin_closes: bool = False,
 ) -> None:
     """Works for all orgs, over the same connections, until SIGTERM or Ctrl-C."""
     async with (
@@ -88,16 +88,14 @@ async def work(
         ]
         for worker in workers:
             group.create_task(worker.run())
-        if until_stdin_closes:
-            threading.Thread(target=_stop_with_stdin, args=(workers,), daemon=True).start()
 
 
-def _stop_with_stdin(workers: Sequence[windrow.Worker]) -> None:
+def _end_with_stdin() -> None:
     """Whoever started this process holds the other end of its standard input, and we end with it, however it ends."""
     while os.read(0, 4096):
         pass
-    for worker in workers:
-        worker.stop()
+    # Ends a process that has no worker running yet; running workers take it as the sign to stop in order.
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def main() -> None:
@@ -111,6 +109,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.database:
         parser.error("which database? Give --database, or set DATABASE_URL")
+    if arguments.until_stdin_closes:
+        threading.Thread(target=_end_with_stdin, daemon=True).start()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     asyncio.run(
         work(
@@ -119,7 +119,6 @@ def main() -> None:
             arguments.orgs or sorted({push.org for push in read_pushes()}),
             visibility_window_s=arguments.visibility_window,
             name=arguments.name,
-            until_stdin_closes=arguments.until_stdin_closes,
         )
     )
 

@@ -174,7 +174,7 @@ CREATE TABLE windrow.tally (
 -- Called by an enqueue after its insert, and VOLATILE on purpose: a volatile function looks with a fresh snapshot. The
 -- enqueue's own snapshot may be older than the ack that moved the first copy of a job from `job` to `finished`; that ack
 -- must have committed before the insert could succeed, so this look cannot miss it.
-CREATE FUNCTION windrow.refuse_settled(ids uuid[], since timestamptz) RETURNS void
+CREATE FUNCTION windrow.refuse_settled(ids uuid[], since timestamptz) RETURNS boolean
 LANGUAGE plpgsql VOLATILE AS $$
 BEGIN
     IF EXISTS (SELECT FROM windrow.finished f WHERE f.id = ANY (ids) AND f.finished_at >= since)
@@ -182,6 +182,24 @@ BEGIN
     THEN
         RAISE EXCEPTION 'a job of this batch has already finished or died' USING ERRCODE = 'WD001';
     END IF;
+    RETURN false;
+END
+$$;
+
+-- Same, for a batch of which something was not stored: an id that is a live job of another org's fails the whole batch.
+CREATE FUNCTION windrow.refuse_foreign(ids uuid[], queue_ids bigint[]) RETURNS boolean
+LANGUAGE plpgsql VOLATILE AS $$
+BEGIN
+    IF EXISTS (
+        SELECT
+        FROM unnest(ids, queue_ids) AS n (id, queue_id)
+        JOIN windrow.job j ON j.id = n.id
+        WHERE j.queue_id & 4294967295 <> n.queue_id & 4294967295
+    )
+    THEN
+        RAISE EXCEPTION 'an id of this batch is a job of another org' USING ERRCODE = 'WD002';
+    END IF;
+    RETURN false;
 END
 $$;
 

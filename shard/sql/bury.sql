@@ -21,7 +21,8 @@ INSERT INTO windrow.dead (
 SELECT
     e.id, e.queue_id, e.enqueued_at, e.run_at, e.lease, e.leased_at, e.expires_at, e.priority,
     CASE WHEN e.outcome IS NULL THEN e.attempt - 1 ELSE e.attempt END,
-    e.max_attempts, e.kind, e.payload, e.attributes, e.retry, e.dedup_key, e.trace, e.worker,
+    e.max_attempts, e.kind, e.payload, e.attributes, e.retry, e.dedup_key, e.trace,
+    CASE WHEN e.outcome IS NULL THEN e.history -> -1 ->> 'worker' ELSE e.worker END,
     CASE
         WHEN e.outcome IS NULL THEN e.history
         ELSE windrow.remember(e.history, e.attempt, e.worker, e.leased_at, now(), e.outcome, e.lease, e.error)

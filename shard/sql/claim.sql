@@ -13,10 +13,10 @@ WITH lane AS MATERIALIZED (
 ), taken AS MATERIALIZED (
     -- MATERIALIZED fence, and no ORDER BY out here: lanes are entered in turn, lazily, so that no more than max_jobs rows
     -- are ever locked.
-    SELECT visible.ctid
+    SELECT visible.ctid, visible.bytes
     FROM lane
     CROSS JOIN LATERAL (
-        SELECT j.ctid
+        SELECT j.ctid, octet_length(j.payload) + coalesce(octet_length(j.attributes::text), 0) AS bytes
         FROM windrow.job j
         WHERE j.queue_id = lane.queue_id AND j.priority = lane.priority
             AND j.visible_at >= lane.floor AND j.visible_at <= now()
@@ -25,6 +25,14 @@ WITH lane AS MATERIALIZED (
         FOR UPDATE SKIP LOCKED
     ) visible
     LIMIT %(max_jobs)s
+), fitting AS (
+    -- What the answer has room for, one job at least. The rest was locked, is not leased, and so is left as it was.
+    SELECT sized.ctid
+    FROM (
+        SELECT taken.ctid, sum(taken.bytes) OVER (ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS bytes_before
+        FROM taken
+    ) sized
+    WHERE coalesce(sized.bytes_before, 0) < %(bytes_max)s
 )
 UPDATE windrow.job AS j
 SET
@@ -40,7 +48,7 @@ SET
     END
 -- No join here: where the planner believes the table to be empty, because it was when last vacuumed, it would find the
 -- rows by walking the whole ready index in the join's order.
-WHERE j.ctid = ANY (ARRAY(SELECT taken.ctid FROM taken))
+WHERE j.ctid = ANY (ARRAY(SELECT fitting.ctid FROM fitting))
 RETURNING
     j.id::text, (SELECT q.queue FROM windrow.queue q WHERE q.queue_id = j.queue_id) AS queue,
     j.kind, j.payload, j.attributes::text, j.priority, j.attempt,

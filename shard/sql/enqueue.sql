@@ -70,5 +70,6 @@ SELECT
     (SELECT array_agg(lane.queue_id) FROM lane) AS admitted,
     count(*) AS stored,
     CASE WHEN count(*) < %(jobs)s THEN array_agg(s.id::text) END AS stored_ids,
-    windrow.refuse_settled(array_agg(s.id), (SELECT clock.since FROM clock))
+    windrow.refuse_settled(array_agg(s.id), (SELECT clock.since FROM clock)),
+    CASE WHEN count(*) < %(jobs)s THEN windrow.refuse_foreign(%(ids)s::uuid[], %(queue_ids)s::bigint[]) END
 FROM stored s

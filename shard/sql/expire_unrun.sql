@@ -10,6 +10,6 @@ INSERT INTO windrow.finished (
 )
 SELECT
     e.id, e.queue_id, e.enqueued_at, e.run_at, e.expires_at, e.priority, e.attempt - 1, e.max_attempts, e.kind, e.payload,
-    e.attributes, e.retry, e.dedup_key, e.trace, e.history, 'cancelled', 'not run before its expires_at'
+    e.attributes, e.retry, e.dedup_key, e.trace, e.history, 'cancelled', 'past its expires_at'
 FROM ended e
 RETURNING id::text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -331,6 +332,34 @@ async def test_a_script_runs_until_a_signal_and_ends_well(cluster: RunningCluste
     assert await state(client, stored.id) is JobState.SUCCEEDED
 
 
+async def test_the_readmes_examples_run(cluster: RunningCluster, app_dsn: str) -> None:
+    text = (CHECKOUT / "client" / "README.md").read_text()
+    enqueue, plain, work, relay = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    environ = os.environ | {"WINDROW_ADDRESS": cluster.address, "PYTHONUNBUFFERED": "1"}
+
+    async def run(example: str, until: bytes) -> None:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", example, cwd=CHECKOUT, env=environ, stdout=subprocess.PIPE
+        )
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(WAIT_S):
+                while until and until not in (line := await process.stdout.readline()):
+                    assert line, f"it ended before it said {until!r}"
+                if example is work:
+                    process.send_signal(signal.SIGTERM)
+                assert await process.wait() == 0
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+
+    await run(enqueue, b"False")
+    await run(plain, b"")
+    await run(work, b"to user99@example.com")
+    await run(relay.replace("postgresql://localhost/app", app_dsn), b"sent=1")
+
+
 async def test_a_worker_outlives_the_death_of_every_router(cluster: RunningCluster, client: Client) -> None:
     worker = Worker(client, "q", visibility_window=20.0)
     started, go_on = asyncio.Event(), asyncio.Event()
@@ -368,6 +397,7 @@ async def app(app_dsn: str) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
         await connection.execute(outbox.SCHEMA)
         await connection.execute("TRUNCATE windrow_outbox")
         yield connection
+        await connection.execute("TRUNCATE windrow_outbox")
 
 
 async def rows(app: psycopg.AsyncConnection[Any]) -> list[tuple[str, str | None]]:

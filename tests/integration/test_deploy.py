@@ -189,6 +189,7 @@ def an_org_of(shard: str) -> str:
     return next(org for org in map(str, range(1000)) if owners[slot_of(OrgId(org))] == shard)
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ROUTERS)
 def test_the_image_and_compose_start_a_router_that_works_and_ends_well(
     name: str, tmp_path: Path, postgres: Server

@@ -254,6 +254,12 @@ async def test_a_dead_job_has_no_delay(client: Client) -> None:
         await client.nack(Job(lease=b"l"), delay=1, kill=True)
 
 
+async def test_an_answer_may_be_larger_than_a_request(router: FakeRouter, client: Client) -> None:
+    for _ in range(20):
+        router.give(payload=bytes(1 << 20))
+    assert len(await client.dequeue("q", max_jobs=20)) == 20
+
+
 async def test_channels_are_connections_of_their_own_and_take_turns(router: FakeRouter) -> None:
     async with Client(router.address, org="acme", channels=3) as client:
         for _ in range(9):

@@ -32,9 +32,11 @@ class _JobStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JobState.Val
     DESCRIPTOR: _descriptor.EnumDescriptor
     JOB_STATE_UNSPECIFIED: _JobState.ValueType  # 0
     JOB_STATE_SCHEDULED: _JobState.ValueType  # 1
-    """Waits for its run_at. Time moves it to READY; CancelJobs to CANCELLED."""
+    """Waits for its run_at. Time moves it to READY; CancelJobs or PurgeQueue to CANCELLED."""
     JOB_STATE_READY: _JobState.ValueType  # 2
-    """May be dequeued now. Dequeue moves it to LEASED; CancelJobs or its expires_at to CANCELLED."""
+    """May be dequeued now. Dequeue moves it to LEASED, or to DEAD when its last lease expired and no attempt is left, or to
+    CANCELLED when its expires_at has passed; CancelJobs or PurgeQueue to CANCELLED.
+    """
     JOB_STATE_LEASED: _JobState.ValueType  # 3
     """Invisible to others until the lease deadline. Ack moves it to SUCCEEDED; Nack to SCHEDULED, READY or
     DEAD; Release, or the deadline passing, to READY; CancelJobs to CANCELLED.
@@ -42,18 +44,20 @@ class _JobStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JobState.Val
     JOB_STATE_SUCCEEDED: _JobState.ValueType  # 4
     """Finished by an Ack. Final."""
     JOB_STATE_DEAD: _JobState.ValueType  # 5
-    """Out of attempts, or killed. RedriveJobs moves it to READY; CancelJobs to CANCELLED."""
+    """Out of attempts, or killed. RedriveJobs moves it to READY; CancelJobs, or PurgeQueue with include_dead, to CANCELLED."""
     JOB_STATE_CANCELLED: _JobState.ValueType  # 6
-    """Cancelled, purged, or not run before its expires_at. Final."""
+    """Cancelled, purged, or found past its expires_at. Final."""
 
 class JobState(_JobState, metaclass=_JobStateEnumTypeWrapper):
     """Where a job stands. Each comment says who moves a job out of the state."""
 
 JOB_STATE_UNSPECIFIED: JobState.ValueType  # 0
 JOB_STATE_SCHEDULED: JobState.ValueType  # 1
-"""Waits for its run_at. Time moves it to READY; CancelJobs to CANCELLED."""
+"""Waits for its run_at. Time moves it to READY; CancelJobs or PurgeQueue to CANCELLED."""
 JOB_STATE_READY: JobState.ValueType  # 2
-"""May be dequeued now. Dequeue moves it to LEASED; CancelJobs or its expires_at to CANCELLED."""
+"""May be dequeued now. Dequeue moves it to LEASED, or to DEAD when its last lease expired and no attempt is left, or to
+CANCELLED when its expires_at has passed; CancelJobs or PurgeQueue to CANCELLED.
+"""
 JOB_STATE_LEASED: JobState.ValueType  # 3
 """Invisible to others until the lease deadline. Ack moves it to SUCCEEDED; Nack to SCHEDULED, READY or
 DEAD; Release, or the deadline passing, to READY; CancelJobs to CANCELLED.
@@ -61,9 +65,9 @@ DEAD; Release, or the deadline passing, to READY; CancelJobs to CANCELLED.
 JOB_STATE_SUCCEEDED: JobState.ValueType  # 4
 """Finished by an Ack. Final."""
 JOB_STATE_DEAD: JobState.ValueType  # 5
-"""Out of attempts, or killed. RedriveJobs moves it to READY; CancelJobs to CANCELLED."""
+"""Out of attempts, or killed. RedriveJobs moves it to READY; CancelJobs, or PurgeQueue with include_dead, to CANCELLED."""
 JOB_STATE_CANCELLED: JobState.ValueType  # 6
-"""Cancelled, purged, or not run before its expires_at. Final."""
+"""Cancelled, purged, or found past its expires_at. Final."""
 Global___JobState: _TypeAlias = JobState  # noqa: Y015
 
 class _AttemptOutcome:
@@ -281,7 +285,8 @@ class NewJob(_message.Message):
     id: _builtins.str
     """UUIDv7 in canonical lower-case text, made by the client: sending the same id again stores nothing and answers
     `duplicate`, which is what makes retries safe. Empty: the router makes one, and a retry of the call may then store
-    the job twice unless it has a dedup_key. An id older than the shard's dedup horizon (7 days) is refused.
+    the job twice unless it has a dedup_key. Refused are ids older than the shard's dedup horizon (7 days), more than
+    an hour in its future, or taken by another org.
     """
     queue: _builtins.str
     """The queue; comes into being on first use. 1 to 128 of A–Z a–z 0–9 . _ : / -"""
@@ -311,7 +316,7 @@ class NewJob(_message.Message):
 
     @_builtins.property
     def expires_at(self) -> _timestamp_pb2.Timestamp:
-        """A job that has not been leased by then is cancelled instead of run. Absent: never."""
+        """A Dequeue that comes across the job after this time cancels it instead of leasing it (again). Absent: never."""
 
     @_builtins.property
     def retry(self) -> Global___RetryPolicy:

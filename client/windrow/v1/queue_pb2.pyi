@@ -178,7 +178,7 @@ class DequeueRequest(_message.Message):
     """The consumer's name, kept in the attempt history. At most 128 bytes, no control characters."""
     @_builtins.property
     def queues(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """1 to 64 distinct queues; equal priorities are served in turn. Paused and unknown queues give nothing."""
+        """1 to 64 distinct queues; among equal priorities a random one is first. Paused and unknown queues give nothing."""
 
     @_builtins.property
     def visibility_window(self) -> _duration_pb2.Duration:
@@ -210,7 +210,9 @@ class DequeueResponse(_message.Message):
     VISIBILITY_WINDOW_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def jobs(self) -> _containers.RepeatedCompositeFieldContainer[_job_pb2.LeasedJob]:
-        """In the order of priority, then run_at."""
+        """In the order of priority, then run_at. Fewer than max_jobs, although more are due, where their payloads would exceed
+        3 MiB together: what gRPC clients take by default is 4 MiB.
+        """
 
     @_builtins.property
     def lease_deadline(self) -> _timestamp_pb2.Timestamp:

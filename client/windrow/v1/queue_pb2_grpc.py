@@ -89,7 +89,8 @@ class QueueServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Dequeue(self, request, context):
-        """Takes up to max_jobs jobs that are due, by priority, then by run_at. Answers at once, with what there is.
+        """Takes up to max_jobs jobs that are due, by priority, then by when they became visible. Answers at once, with what
+        there is.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -43,7 +43,9 @@ class QueueStub:
     Enqueue: _grpc.UnaryUnaryMultiCallable[_queue_pb2.EnqueueRequest, _queue_pb2.EnqueueResponse]
     """Stores jobs, all or none (see `independent`). OK means committed: they survive a crash of anything."""
     Dequeue: _grpc.UnaryUnaryMultiCallable[_queue_pb2.DequeueRequest, _queue_pb2.DequeueResponse]
-    """Takes up to max_jobs jobs that are due, by priority, then by run_at. Answers at once, with what there is."""
+    """Takes up to max_jobs jobs that are due, by priority, then by when they became visible. Answers at once, with what
+    there is.
+    """
     Ack: _grpc.UnaryUnaryMultiCallable[_queue_pb2.AckRequest, _queue_pb2.AckResponse]
     """Finishes jobs."""
     Nack: _grpc.UnaryUnaryMultiCallable[_queue_pb2.NackRequest, _queue_pb2.NackResponse]
@@ -65,7 +67,9 @@ class QueueAsyncStub(QueueStub):
     Enqueue: _aio.UnaryUnaryMultiCallable[_queue_pb2.EnqueueRequest, _queue_pb2.EnqueueResponse]  # type: ignore[assignment]
     """Stores jobs, all or none (see `independent`). OK means committed: they survive a crash of anything."""
     Dequeue: _aio.UnaryUnaryMultiCallable[_queue_pb2.DequeueRequest, _queue_pb2.DequeueResponse]  # type: ignore[assignment]
-    """Takes up to max_jobs jobs that are due, by priority, then by run_at. Answers at once, with what there is."""
+    """Takes up to max_jobs jobs that are due, by priority, then by when they became visible. Answers at once, with what
+    there is.
+    """
     Ack: _aio.UnaryUnaryMultiCallable[_queue_pb2.AckRequest, _queue_pb2.AckResponse]  # type: ignore[assignment]
     """Finishes jobs."""
     Nack: _aio.UnaryUnaryMultiCallable[_queue_pb2.NackRequest, _queue_pb2.NackResponse]  # type: ignore[assignment]
@@ -96,7 +100,9 @@ class QueueServicer(metaclass=_abc_1.ABCMeta):
         request: _queue_pb2.DequeueRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_queue_pb2.DequeueResponse, _abc.Awaitable[_queue_pb2.DequeueResponse]]:
-        """Takes up to max_jobs jobs that are due, by priority, then by run_at. Answers at once, with what there is."""
+        """Takes up to max_jobs jobs that are due, by priority, then by when they became visible. Answers at once, with what
+        there is.
+        """
 
     @_abc_1.abstractmethod
     def Ack(

@@ -1,0 +1,673 @@
+"""The `windrow` command against a cluster that it has started itself: what docs/cli.md shows, what scripts rely on, and
+what users are told when something is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import IO, Any
+
+import grpc
+import psutil
+import psycopg
+import pytest
+import typer
+from grpc_status import rpc_status
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cli import values
+from cli.main import app, main
+from cli.options import ADDRESS_DEFAULT
+from router.settings import LISTEN_DEFAULT
+from router.status import status_of
+from shard.errors import ShardUnavailable
+from shard.vocabulary import ShardName
+from windrow.v1 import admin_pb2
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+WAIT_S = 60.0
+ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
+LEASE = re.compile(r"AQ[A-Za-z0-9+/]{37}=")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """What one run of the command came to."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def lines(self) -> list[str]:
+        return self.out.splitlines()
+
+    @property
+    def documents(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.lines]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """A cluster that `windrow up --json` runs, as its one line tells of it."""
+
+    process: subprocess.Popen[str]
+    address: str
+    config: Path
+    postgres: dict[str, int]
+    routers: list[int]
+
+    @property
+    def environ(self) -> dict[str, str]:
+        return environ(WINDROW_ADDRESS=self.address)
+
+
+Windrow = Callable[..., Done]
+
+
+def environ(**more: str) -> dict[str, str]:
+    """As a user's shell has it, with our `windrow` first."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return os.environ | {"PATH": path, "COLUMNS": "80"} | more
+
+
+@contextlib.contextmanager
+def windrow_up(*arguments: str) -> Generator[tuple[subprocess.Popen[str], IO[str]], None, None]:
+    """Starts `windrow up` and yields it with its output; afterwards Ctrl-C stops it, if it still runs."""
+    with subprocess.Popen(
+        ["windrow", "up", *arguments], env=environ(), stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield process, process.stdout
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                process.wait(WAIT_S)
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    with windrow_up("--ephemeral", "--listen", "127.0.0.1:0", "--json") as (process, output):
+        told = json.loads(output.readline())
+        yield Running(
+            process=process,
+            address=told["address"],
+            config=Path(told["config"]),
+            postgres=told["postgres"],
+            routers=told["routers"],
+        )
+
+
+@pytest.fixture
+def windrow(running: Running, monkeypatch: pytest.MonkeyPatch) -> Windrow:
+    """Runs the command in this process: it need not be started and stopped a hundred times."""
+    monkeypatch.setenv("WINDROW_ADDRESS", running.address)
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*arguments: str, stdin: str = "", together: bool = False) -> Done:
+        out = io.StringIO()
+        err = out if together else io.StringIO()
+        with (
+            tempfile.TemporaryFile("w+") as file,
+            monkeypatch.context() as patch,
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
+            file.write(stdin)
+            file.seek(0)
+            patch.setattr(sys, "stdin", file)
+            patch.setattr(sys, "argv", ["windrow", *arguments])
+            with pytest.raises(SystemExit) as ended:
+                main()
+        code = ended.value.code
+        return Done(code=code if isinstance(code, int) else 0, out=out.getvalue(), err=err.getvalue())
+
+    return run
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Not tmp_path: as root that has mode 700, and the account that Postgres runs as could not enter it."""
+    base = Path(tempfile.mkdtemp(prefix="windrow-test-", dir="/tmp")).resolve()
+    base.chmod(0o755)
+    yield base
+    shutil.rmtree(base)
+
+
+def leased(windrow: Windrow, org: str, queue: str = "mail", count: int = 1) -> list[str]:
+    """Enqueues jobs, and takes them."""
+    lines = "\n".join(f"job {number}" for number in range(count))
+    assert windrow("enqueue", org, queue, "greet", "--lines", stdin=lines).code == 0
+    taken = windrow("dequeue", org, queue, "--max", str(count), "--window", "1m", "--json", "--worker", "ada")
+    return [str(document["lease"]) for document in taken.documents]
+
+
+# ── The documentation ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A command of docs/cli.md, and what it is shown to print and to end with."""
+
+    command: str
+    output: str
+    code: int
+
+
+def steps(text: str) -> list[Step]:
+    """Every command of the ```console blocks. `$ echo $?` shows the exit code of the one before it."""
+    found: list[Step] = []
+    for block in re.findall(r"^```console\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL):
+        for part in block.removeprefix("$ ").split("\n$ "):
+            command, _, output = part.partition("\n")
+            if command == "echo $?":
+                found[-1] = Step(command=found[-1].command, output=found[-1].output, code=int(output))
+            else:
+                found.append(Step(command=command, output=output.strip("\n"), code=0))
+    return found
+
+
+def in_shell(command: str, running: Running, folder: Path) -> tuple[int, str]:
+    """The exit code of a command in a user's shell, and what it prints on both its outputs."""
+    done = subprocess.run(
+        ["bash", "-c", command],
+        env=running.environ,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=WAIT_S,
+    )
+    return done.returncode, done.stdout.strip("\n")
+
+
+def play(command: str, windrow: Windrow, running: Running, folder: Path) -> tuple[int, str]:
+    """Same; in this process where it is our command alone."""
+    if "|" in command or not command.startswith("windrow "):
+        return in_shell(command, running, folder)
+    done = windrow(*shlex.split(command)[1:], together=True)
+    return done.code, done.out.strip("\n")
+
+
+class Names:
+    """Ids and leases are new at every run: those that are shown stand for those that came in their places."""
+
+    def __init__(self) -> None:
+        self._live: dict[str, str] = {}
+
+    def learn(self, shown: str, real: str) -> None:
+        for pattern in (ID, LEASE):
+            for one, other in zip(pattern.findall(shown), pattern.findall(real), strict=False):
+                self._live.setdefault(one, other)
+
+    def apply(self, text: str) -> str:
+        return re.sub(f"{ID.pattern}|{LEASE.pattern}", lambda found: self._live.get(found[0], found[0]), text)
+
+
+def steady(text: str) -> str:
+    """What is left of an output when times, durations and versions, different at every run, are taken out."""
+    text = re.sub(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(\.\d+)?Z", "TIME", text)
+    text = re.sub(r"\b\d+(\.\d+)?(us|ms|s)\b(?!\.\.)", "SPAN", text)
+    text = re.sub(r'("\w+_age_s": )[\d.]+', r"\1SPAN", text)
+    text = re.sub(r"\b1\d\.\d+ +\d+\b", "VERSIONS", text)
+    return re.sub(r" +", " ", text)
+
+
+def test_the_documentation_shows_what_the_command_prints(
+    windrow: Windrow, running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    documented = steps((ROOT / "docs/cli.md").read_text())
+    shutil.copy(running.config, tmp_path / "cluster.toml")
+    names = Names()
+    assert len(documented) > 30
+    for step in documented:
+        code, real = play(names.apply(step.command), windrow, running, tmp_path)
+        names.learn(step.output, real)
+        shown = names.apply(step.output)
+        assert (code, steady(real)) == (step.code, steady(shown)), f"$ {step.command}\n{real}"
+
+
+def test_every_command_is_documented() -> None:
+    text = (ROOT / "docs/cli.md").read_text()
+    names = [str(command.name) for command in app.registered_commands]
+    for group in app.registered_groups:
+        assert group.typer_instance is not None
+        # A command without a name of its own is called as its function is.
+        names += [
+            f"{group.name} {command.name or getattr(command.callback, '__name__', '')}"
+            for command in group.typer_instance.registered_commands
+        ]
+    missing = [name for name in names if f"$ windrow {name}" not in text and name not in ("demo", "chaos")]
+    assert not missing
+
+
+# ── up ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_up_says_what_to_paste_keeps_the_data_and_leaves_nothing_running(windrow: Windrow, folder: Path) -> None:
+    data = ("--data", str(folder / "data"), "--shards", "1", "--processes", "1", "--listen", "127.0.0.1:0")
+    with windrow_up(*data) as (process, output):
+        said = [output.readline().strip() for _ in range(10)]
+        address = re.fullmatch(r"Windrow is up at (127\.0\.0\.1:\d+): 1 shard, 1 router process\.", said[0])
+        assert address is not None
+        assert str(folder / "data") in said[1]
+        pasted = [line for line in said if line.startswith("./run windrow ")]
+        assert [line.split()[2] for line in pasted] == ["enqueue", "dequeue", "stats"]
+        done = [windrow(*shlex.split(line)[2:]) for line in pasted]
+        assert [one.code for one in done] == [0, 0, 0]
+        assert "succeeded" in done[-1].out
+
+        second = subprocess.run(
+            ["windrow", "up", *data], env=environ(), capture_output=True, text=True, check=False, timeout=WAIT_S
+        )
+        assert second.returncode == 5
+        assert "another cluster runs on the data" in second.stderr
+        assert "Traceback" not in second.stderr
+
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len(children) > 3
+        process.send_signal(signal.SIGINT)
+        assert process.wait(WAIT_S) == 0
+        _, alive = psutil.wait_procs(children, timeout=WAIT_S)
+        assert not alive
+    assert (folder / "data" / "s1").is_dir()
+
+
+def test_a_port_that_is_taken_is_refused_before_anything_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = subprocess.run(
+            ["windrow", "up", "--ephemeral", "--shards", "1", "--processes", "1", "--listen", listen],
+            env=environ(),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=WAIT_S,
+        )
+    assert done.returncode == 5
+    assert f"{listen} is taken" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_router_of_a_cluster_file_serves_until_it_is_told_to_stop(windrow: Windrow, running: Running) -> None:
+    command = ["windrow", "router", "--config", str(running.config), "--listen", "127.0.0.1:0", "--processes", "1"]
+    with subprocess.Popen(
+        command, env=environ(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().removeprefix("listening on ").strip()
+        healthy = windrow("health", address)
+        process.terminate()
+        assert process.wait(WAIT_S) == 0
+    assert healthy.code == 0
+
+
+# ── What scripts rely on ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_line_becomes_one_job_in_order(windrow: Windrow) -> None:
+    lines = [f"payload {number}" for number in range(1205)]
+    done = windrow("enqueue", "lines", "bulk", "load", "--lines", stdin="\n\n".join(lines))
+    assert done.code == 0
+    assert len(done.lines) == len(set(done.lines)) == len(lines)
+    assert done.lines == sorted(done.lines)
+    first = windrow("jobs", "get", "lines", done.lines[0], done.lines[-1], "--json")
+    assert [document["payload"] for document in first.documents] == [lines[0], lines[-1]]
+    listed = windrow("jobs", "list", "lines", "bulk", "--state", "ready", "--limit", "1100", "--json")
+    assert len(listed.lines) == 1100
+    assert "there are more" in listed.err
+
+
+def test_bytes_go_in_and_come_out_as_they_were(windrow: Windrow, tmp_path: Path) -> None:
+    file = tmp_path / "payload"
+    file.write_bytes(b"\xff\x00binary")
+    (job_id,) = windrow("enqueue", "bytes", "q", "k", "--file", str(file)).lines
+    (document,) = windrow("jobs", "get", "bytes", job_id, "--json").documents
+    assert document["payload"] is None
+    assert document["payload_base64"] == "/wBiaW5hcnk="
+    (job_id,) = windrow("enqueue", "bytes", "q", "k", "-", stdin="from standard input\n").lines
+    (document,) = windrow("jobs", "get", "bytes", job_id, "--json").documents
+    assert document["payload"] == "from standard input\n"
+
+
+def test_a_terminal_is_never_told_what_a_job_says(windrow: Windrow) -> None:
+    evil = "\x1b]0;owned\x07[red]x"
+    windrow("enqueue", "evil", "q", "k", evil, "--attribute", f"label={evil}")
+    (taken,) = windrow("dequeue", "evil", "q", "--json").documents
+    windrow("nack", "evil", str(taken["lease"]), "--error", evil, "--kill")
+    shown = windrow("jobs", "get", "evil", str(taken["id"])).out
+    assert "\x1b" not in shown
+    assert r"\x1b]0;owned\x07[red]x" in shown
+    assert "\x1b" not in windrow("jobs", "list", "evil", "q").out
+
+
+def test_the_keys_of_a_job_are_the_documented_ones(windrow: Windrow) -> None:
+    (lease,) = leased(windrow, "keys")
+    assert windrow("nack", "keys", lease, "--error", "boom", "--kill").code == 0
+    (job,) = windrow("jobs", "list", "keys", "mail", "--state", "dead", "--json").documents
+    assert set(job) == {
+        *("id", "queue", "kind", "state", "priority", "attempt", "max_attempts", "enqueued_at", "run_at", "expires_at"),
+        *("lease_deadline", "finished_at", "worker", "reason", "dedup_key", "attributes", "retry", "attempts", "shard"),
+    }
+    assert job["state"] == "dead"
+    (attempt,) = windrow("jobs", "get", "keys", str(job["id"]), "--json").documents[0]["attempts"]
+    assert set(attempt) == {"attempt", "outcome", "worker", "leased_at", "ended_at", "error"}
+    assert (attempt["outcome"], attempt["worker"], attempt["error"]) == ("nacked", "ada", "boom")
+
+
+def test_the_counts_of_an_org_add_up(windrow: Windrow) -> None:
+    leased(windrow, "counts", count=3)
+    windrow("enqueue", "counts", "later", "k", "--delay", "1h")
+    (document,) = windrow("stats", "counts", "--finished", "--json").documents
+    mail, later = sorted(document["queues"], key=lambda queue: queue["queue"], reverse=True)
+    assert (mail["queue"], mail["leased"], mail["ready"], mail["succeeded"]) == ("mail", 3, 0, 0)
+    assert (later["scheduled"], later["oldest_ready_age_s"]) == (1, None)
+    assert later["next_due"].endswith("Z")
+
+
+def test_leases_are_read_from_standard_input_and_answered_one_by_one(windrow: Windrow) -> None:
+    first, second, third = leased(windrow, "settle", count=3)
+    assert windrow("release", "settle", first).code == 0
+    done = windrow("ack", "settle", "-", "--json", stdin=f"{first}\n\n{second}\n")
+    assert done.code == 1
+    assert [document["answer"] for document in done.documents] == ["stale", "ok"]
+    urlsafe = third.rstrip("=").replace("+", "-").replace("/", "_")
+    assert windrow("extend", "settle", urlsafe, "--window", "2m").code == 0
+    elsewhere = windrow("ack", "someone-else", third)
+    assert (elsewhere.code, elsewhere.lines) == (4, [f"{third}  not found"])
+
+
+def test_a_dequeue_may_ack_what_it_has_printed(windrow: Windrow) -> None:
+    windrow("enqueue", "at-once", "q", "k", "payload")
+    (taken,) = windrow("dequeue", "at-once", "q", "--ack", "--json").documents
+    (job,) = windrow("jobs", "get", "at-once", str(taken["id"]), "--json").documents
+    assert job["state"] == "succeeded"
+    nothing = windrow("dequeue", "at-once", "q")
+    assert (nothing.code, nothing.out) == (1, "")
+
+
+def test_dead_jobs_come_back_and_waiting_ones_are_cancelled(windrow: Windrow) -> None:
+    for lease in leased(windrow, "mend", count=3):
+        windrow("nack", "mend", lease, "--kill")
+    assert windrow("jobs", "redrive", "mend", "mail", "--limit", "2", "--json").documents == [{"redriven": 2}]
+    refused = windrow("jobs", "purge", "mend", "mail")
+    assert refused.code == 2
+    assert "--yes" in refused.err
+    assert windrow("jobs", "purge", "mend", "mail", "--dead", "--yes", "--json").documents == [{"cancelled": 3}]
+    assert windrow("queues", "delete", "mend", "mail").code == 0
+
+
+def test_a_watch_looks_again_until_it_is_interrupted(running: Running, windrow: Windrow) -> None:
+    windrow("enqueue", "watched", "q", "k")
+    command = ["windrow", "stats", "watched", "--watch", "--interval", "50ms", "--json"]
+    with subprocess.Popen(
+        command, env=running.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        looks = [json.loads(process.stdout.readline()) for _ in range(3)]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(WAIT_S) == 130
+        assert process.stderr.read() == ""
+    assert all(look["queues"][0]["ready"] == 1 for look in looks)
+
+
+def test_a_reader_that_has_gone_away_is_no_trouble(running: Running) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        ["windrow", "shards", "--json"],
+        env=running.environ,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=WAIT_S,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+# ── The cluster ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def owner_dsns(running: Running) -> dict[str, str]:
+    return {entry["name"]: entry["dsn"] for entry in tomllib.loads(running.config.read_text())["shard"]}
+
+
+def test_a_lost_job_is_told_by_the_check(windrow: Windrow, running: Running) -> None:
+    windrow("enqueue", "cooked", "q", "k", "--lines", stdin="a\nb\nc\n")
+    (queue,) = windrow("queues", "list", "cooked", "--json").documents
+    with psycopg.connect(owner_dsns(running)[str(queue["shard"])], autocommit=True) as connection:
+        query = "SELECT queue_id, org_id FROM windrow.queue WHERE org = 'cooked'"
+        queue_id, org_id = connection.execute(query).fetchall()[0]
+        connection.execute(
+            "DELETE FROM windrow.job WHERE id = (SELECT id FROM windrow.job WHERE queue_id = %s LIMIT 1)", [queue_id]
+        )
+        try:
+            done = windrow("check")
+            documents = windrow("check", "--json").documents
+        finally:
+            # The books of this test's cluster are to be right again for the others.
+            connection.execute("INSERT INTO windrow.tally (org_id, accepted) VALUES (%s, -1)", [org_id])
+    assert done.code == 1
+    assert re.search(r"^cooked +s\d +3 +2 +1 lost", done.out, flags=re.MULTILINE)
+    (bad,) = [document for document in documents if document["unbalanced"]]
+    assert bad["shard"] == queue["shard"]
+    assert bad["unbalanced"] == [
+        {"org": "cooked", "balanced": False, "accepted": 3, "found": 2}
+        | {"scheduled": 0, "ready": 2, "leased": 0, "succeeded": 0, "dead": 0, "cancelled": 0}
+    ]
+    assert windrow("check", "--shard", str(queue["shard"]), "--orgs").code == 0
+
+
+def list_half(_request: admin_pb2.ListShardsRequest, _context: grpc.ServicerContext) -> admin_pb2.ListShardsResponse:
+    there = admin_pb2.ShardInfo(name="s1", slots=8192, reachable=True, postgres_version="18.6", schema_version=1)
+    there.latency.FromMilliseconds(3)
+    away = admin_pb2.ShardInfo(name="s2", slots=8192, error="no answer within 2 s")
+    return admin_pb2.ListShardsResponse(shards=[there, away])
+
+
+def check_half(
+    request: admin_pb2.CheckShardRequest, context: grpc.ServicerContext
+) -> Iterator[admin_pb2.CheckShardResponse]:
+    if request.shard == "s2":
+        error = ShardUnavailable(ShardName("s2"), "connection refused")
+        context.abort_with_status(rpc_status.to_status(status_of(error)))
+    books = admin_pb2.OrgBooks(org="acme", accepted=7, ready=3, succeeded=4, balanced=True)
+    yield admin_pb2.CheckShardResponse(orgs=[books])
+
+
+@pytest.fixture
+def half_away() -> Iterator[str]:
+    """The address of a router of which one shard does not answer."""
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+        "ListShards": grpc.unary_unary_rpc_method_handler(
+            list_half,
+            request_deserializer=admin_pb2.ListShardsRequest.FromString,
+            response_serializer=admin_pb2.ListShardsResponse.SerializeToString,
+        ),
+        "CheckShard": grpc.unary_stream_rpc_method_handler(
+            check_half,
+            request_deserializer=admin_pb2.CheckShardRequest.FromString,
+            response_serializer=admin_pb2.CheckShardResponse.SerializeToString,
+        ),
+    }
+    server = grpc.server(ThreadPoolExecutor(max_workers=2))
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("windrow.v1.Admin", handlers)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None).wait(WAIT_S)
+
+
+def test_a_shard_that_does_not_answer_is_told_with_those_that_do(windrow: Windrow, half_away: str) -> None:
+    done = windrow("shards", "--address", half_away)
+    assert done.code == 1
+    assert re.search(r"^s1 .* up .* 3\.0ms .* 18\.6 ", done.out, flags=re.MULTILINE)
+    assert re.search(r"^s2 .* unreachable .* no answer within 2 s$", done.out, flags=re.MULTILINE)
+    good, bad = windrow("shards", "--address", half_away, "--json").documents
+    assert (good["shard"], good["reachable"], good["latency_ms"], good["error"]) == ("s1", True, 3.0, None)
+    assert (bad["shard"], bad["reachable"], bad["latency_ms"]) == ("s2", False, None)
+
+
+def test_a_check_tells_of_a_shard_that_did_not_answer(windrow: Windrow, half_away: str) -> None:
+    done = windrow("check", "--address", half_away)
+    assert done.code == 3
+    assert re.search(r"^s1 +1 +7 +7 +balance$", done.out, flags=re.MULTILINE)
+    assert re.search(r"^s2 +\? +\? +\? +no answer$", done.out, flags=re.MULTILINE)
+    assert "shard 's2' is unavailable: connection refused; try again in 1 s" in done.err
+    good, bad = windrow("check", "--address", half_away, "--json").documents
+    assert (good["balanced"], good["accepted"], good["found"]) == (True, 7, 7)
+    assert (bad["answered"], bad["balanced"]) == (False, None)
+    assert windrow("check", "--address", half_away, "--shard", "s1").code == 0
+
+
+def test_migrate_tells_of_each_shard_what_became_of_it(windrow: Windrow, running: Running, tmp_path: Path) -> None:
+    dsns = owner_dsns(running)
+    nowhere = re.sub(r"127\.0\.0\.1:\d+", "127.0.0.1:1", dsns["s2"])
+    config = tmp_path / "cluster.toml"
+    config.write_text(running.config.read_text().replace(dsns["s2"], nowhere))
+    done = windrow("migrate", "--config", str(config), "--json")
+    assert done.code == 1
+    good, bad = done.documents
+    assert good == {"database": "s1", "migrated": [], "error": None}
+    assert "shard 's2' is unavailable" in str(bad["error"])
+    assert dsns["s2"].split(":")[2].split("@")[0] not in done.out + done.err
+    assert windrow("migrate", "--config", str(running.config)).code == 0
+
+
+# ── What users are told ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_where_no_router_is_every_command_says_so(windrow: Windrow) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        nowhere = f"127.0.0.1:{free.getsockname()[1]}"
+    for arguments in (["stats", "acme"], ["shards"], ["check"], ["enqueue", "acme", "q", "k"], ["queues", "list", "a"]):
+        done = windrow(*arguments, "--address", nowhere)
+        assert done.code == 3
+        assert done.out == ""
+        first = done.err.splitlines()[0]
+        assert first.startswith(f"windrow: no router at {nowhere} (")
+        assert first.endswith("start one with ./run up, or set WINDROW_ADDRESS")
+    assert windrow("health", nowhere).code == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["enqueue", "a", "q", "k", "--delay", "10"], 2, "'10' is not a duration"),
+        (["enqueue", "a", "q", "k", "--run-at", "tomorrow"], 2, "'tomorrow' is not a time"),
+        (["enqueue", "a", "q", "k", "--delay", "1s", "--run-at", "2030-01-01"], 2, "not both"),
+        (["enqueue", "a", "q", "k", "--attribute", "label"], 2, "'label' is not KEY=VALUE"),
+        (["enqueue", "a", "q", "k", "--file", "/nope"], 2, "'/nope': No such file"),
+        (["enqueue", "a", "q", "k", "--lines", "--dedup-key", "x"], 2, "all lines would be one job"),
+        (["enqueue", "a", "q", "k", "--retry", "1h..1s..2s"], 2, "'1s..2s' is not a duration"),
+        (["enqueue", "a", "q", "k", "--retry", "1s..1h,2"], 2, "is not a retry policy"),
+        (["enqueue", "a", "q", "k", "--id", "7"], 2, "'7' is not a job id"),
+        (["enqueue", "a", "two words", "k"], 2, "jobs[0].queue: "),
+        (["enqueue", "a", "q", "k", "--max-attempts", "1001", "--delay", "9999d"], 2, "jobs[0].delay: "),
+        (["ack", "a", "not/a lease!"], 2, "'not/a lease!' is not a lease"),
+        (["ack", "a", "AAAA"], 2, "acks[0].lease: "),
+        (["jobs", "get", "a", "123"], 2, "'123' is not a job id"),
+        (["jobs", "list", "a", "q", "--state", "done"], 2, "done"),
+        (["jobs", "list", "a", "nope"], 4, "org 'a' has no queue 'nope'"),
+        (["jobs", "get", "a", "019a9f5e-7c1d-7a41-8f0e-3f2b6d1c9a55"], 4, "has no job 019a9f5e"),
+        (["queues", "show", "a", "nope"], 4, "org 'a' has no queue 'nope'"),
+        (["queues", "alter", "a", "nope"], 2, "name what to change"),
+        (["stats", "a", "nope"], 4, "org 'a' has no queue 'nope'"),
+        (["stats", "a", "--address", "nowhere"], 2, "'nowhere' is no address"),
+        (["check", "--shard", "s9"], 4, "the cluster has no shard 's9'"),
+        (["migrate", "--config", "/nope.toml"], 2, "/nope.toml: No such file"),
+        (["router", "--config", "/nope.toml"], 2, "/nope.toml: No such file"),
+        (["up", "--listen", "7419"], 2, "must be HOST:PORT"),
+        (["up", "--ephemeral", "--data", "/x"], 2, "keeps no data"),
+        (["stat"], 2, "Did you mean 'stats'"),
+    ],
+)
+def test_what_is_wrong_is_said_with_the_value(windrow: Windrow, arguments: list[str], code: int, words: str) -> None:
+    done = windrow(*arguments)
+    assert (done.code, done.out) == (code, "")
+    assert words in done.err
+
+
+def test_a_queue_that_is_there_or_in_use_is_refused(windrow: Windrow) -> None:
+    assert windrow("queues", "create", "busy", "q", "--retry", "1s..1h,x3,~0.2").code == 0
+    again = windrow("queues", "create", "busy", "q")
+    assert (again.code, "already has a queue" in again.err) == (5, True)
+    windrow("enqueue", "busy", "q", "k")
+    in_use = windrow("queues", "delete", "busy", "q")
+    assert (in_use.code, "purge it first" in in_use.err) == (5, True)
+
+
+def test_a_line_that_is_too_long_is_named_and_those_before_it_are_stored(windrow: Windrow) -> None:
+    done = windrow("enqueue", "long", "q", "k", "--lines", stdin="fits\n" + "x" * 1_048_577 + "\nfits\n")
+    assert done.code == 2
+    assert len(done.lines) == 1
+    assert "line 2 has 1048577 bytes" in done.err
+    assert "1 job stored" in done.err
+
+
+# ── Light, and well written ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = "import sys, cli.main; print([m for m in ('grpc', 'rich', 'psycopg', 'embedded') if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ(), capture_output=True, text=True, check=True, timeout=WAIT_S
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_command_and_the_router_agree_on_the_default_address() -> None:
+    assert ADDRESS_DEFAULT == LISTEN_DEFAULT
+
+
+def test_the_version_is_told(windrow: Windrow) -> None:
+    assert re.fullmatch(r"windrow \d+\.\d+\.\d+\n", windrow("--version").out)
+
+
+@given(st.timedeltas(min_value=timedelta(0), max_value=timedelta(days=3650)))
+def test_a_duration_that_is_shown_can_be_typed_again(span: timedelta) -> None:
+    assert values.duration(values.exact(span)) == span
+
+
+@given(
+    st.builds(
+        values.Retry,
+        first=st.timedeltas(min_value=timedelta(0), max_value=timedelta(days=1)),
+        last=st.none() | st.timedeltas(min_value=timedelta(0), max_value=timedelta(days=9)),
+        multiplier=st.integers(1, 100).map(float),
+        jitter=st.integers(0, 100).map(lambda percent: percent / 100),
+    )
+)
+def test_a_retry_policy_that_is_shown_can_be_typed_again(policy: values.Retry) -> None:
+    again = values.retry(values.retry_text(policy))
+    assert again == policy or (policy.last is None and again.first == policy.first)
+
+
+@pytest.mark.parametrize("text", ["", "s", "10", "-1s", "1s2", "1.s", "1 h", "1w", "99999999999d", "1S"])
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    with pytest.raises(typer.BadParameter):
+        values.duration(text)

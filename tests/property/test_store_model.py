@@ -1,0 +1,538 @@
+"""The store against a model of it, in any order of calls that Hypothesis thinks of: fencing (I2), idempotent enqueue (I3),
+isolation (I4) and conservation (I5), through two routers with memories of their own.
+
+HYPOTHESIS_PROFILE=long searches for minutes. Time passes by tests/timemachine.py only, and the guard of the floors is
+zero: so close behind the clock a floor that is too high by one microsecond loses a job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from shard.books import Books
+from shard.database import Database
+from shard.lease import parse_token, token
+from shard.retry import Fixed, to_json
+from shard.store import Nack, Store
+from shard.vocabulary import MAX_ATTEMPTS_DEFAULT, Answer, JobId, Lease, NewJobs, OrgId, Outcome, QueueName
+from tests import timemachine
+from tests.conftest import SHARD
+from tests.jobs import HOUR_US, job_id
+
+T = TypeVar("T")
+QUEUES = (QueueName("a"), QueueName("b"), QueueName("c"))
+FAR_FUTURE_US = 4_000_000_000_000_000
+LIVE = ("scheduled", "ready", "leased")
+# Turns of one claim: each may set jobs aside, and after the last it answers what it has.
+TURNS = 6
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What a producer asks for."""
+
+    id: JobId
+    org: OrgId
+    queue: QueueName
+    priority: int
+    delayed: bool
+    retry_at_once: bool
+    max_attempts: int | None
+    expires: bool
+    key: str | None
+
+    @property
+    def slot(self) -> tuple[OrgId, QueueName, str | None]:
+        return self.org, self.queue, self.key
+
+
+@dataclass(kw_only=True)
+class Job:
+    wish: Wish
+    state: str
+    # Which step made it visible: the order in which jobs of one lane are claimed.
+    since: int
+    attempt: int = 0
+    # The latest lease; when the state is "ready" it has ended, and nobody has written that down.
+    lease: int | None = None
+    expires: bool = False
+    past_expiry: bool = False
+    ended: dict[int, Outcome] = field(default_factory=dict[int, Outcome])
+    outcomes: list[tuple[int, Outcome]] = field(default_factory=list[tuple[int, Outcome]])
+
+    @property
+    def exhausted(self) -> bool:
+        return self.attempt >= (self.wish.max_attempts or MAX_ATTEMPTS_DEFAULT)
+
+    def end(self, outcome: Outcome) -> None:
+        assert self.lease is not None
+        self.ended[self.lease] = outcome
+        self.outcomes.append((self.attempt, outcome))
+
+    def notice_expiry(self) -> None:
+        if self.lease is not None:
+            self.end(Outcome.EXPIRED)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A lease as a consumer remembers it."""
+
+    job: JobId
+    number: int
+
+    @property
+    def lease(self) -> Lease:
+        return Lease(job_hex=self.job.replace("-", ""), number=self.number)
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    runner: asyncio.Runner
+    database: Database
+    books: Books
+
+    def do(self, act: Coroutine[Any, Any, T]) -> T:
+        return self.runner.run(act)
+
+
+@pytest.fixture
+def world(module_dsn: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    monkeypatch.setattr("shard.floor.GUARD_US", 0)
+    monkeypatch.setattr("shard.store.GUARD_US", 0)
+    database = Database(SHARD, module_dsn, connections=1)
+    reader = Database(SHARD, module_dsn, connections=1, for_books=True)
+    with asyncio.Runner() as runner:
+        for each in (database, reader):
+            runner.run(each.open())
+        yield World(runner=runner, database=database, books=Books(reader))
+        for each in (database, reader):
+            runner.run(each.close())
+
+
+wishes = st.fixed_dictionaries(
+    {
+        "queue": st.sampled_from(QUEUES),
+        "priority": st.sampled_from((5, 1, 9)),
+        "delayed": st.booleans(),
+        "retry_at_once": st.booleans(),
+        "max_attempts": st.sampled_from((None, 1, 2)),
+        "expires": st.booleans(),
+        "key": st.sampled_from((None, None, "k1", "k2")),
+    }
+)
+stores_ = st.integers(0, 1)
+# The first org more often: two that are seldom spoken to make no story.
+orgs = st.sampled_from((0, 0, 0, 1))
+seldom = st.sampled_from((False, False, False, False, True))
+
+
+class StoreMachine(RuleBasedStateMachine):
+    world: ClassVar[World]
+
+    def __init__(self) -> None:
+        super().__init__()
+        example = next(_numbers)
+        self.orgs = OrgId(f"model-{example}-a"), OrgId(f"model-{example}-b")
+        self.stores = [Store(self.world.database), Store(self.world.database)]
+        self.model: dict[JobId, Job] = {}
+        # Who holds a dedup key, and whether its window still lasts.
+        self.keys: dict[tuple[OrgId, QueueName, str | None], tuple[JobId, bool]] = {}
+        self.queues: set[tuple[OrgId, QueueName]] = set()
+        self.paused: set[tuple[OrgId, QueueName]] = set()
+        # Every lease that a consumer was ever given, live or not.
+        self.given: list[Held] = []
+        self.step = 0
+
+    def some_given(self, data: st.DataObject) -> list[Held]:
+        """Leases in one call, newer ones more often: they may be live."""
+        newest = st.sampled_from(self.given[-6:])
+        return data.draw(st.lists(st.one_of(newest, newest, st.sampled_from(self.given)), min_size=1, max_size=4))
+
+    def do(self, act: Coroutine[Any, Any, T]) -> T:
+        self.step += 1
+        return self.world.do(act)
+
+    def of(self, org: OrgId, *states: str) -> list[Job]:
+        return [job for job in self.model.values() if job.wish.org == org and job.state in states]
+
+    # Producers
+
+    @rule(
+        store=stores_, org=orgs, fresh=st.lists(wishes, max_size=4), repeats=st.integers(0, 3), data=st.data()
+    )
+    def enqueue(
+        self, store: int, org: int, fresh: list[dict[str, Any]], repeats: int, data: st.DataObject
+    ) -> None:
+        """New jobs, and some that were sent before, as a producer does who missed the answer."""
+        tenant = self.orgs[org]
+        batch = [Wish(id=job_id(), org=tenant, **wish) for wish in fresh]
+        stored = [job.wish for job in self.of(tenant, *LIVE, "succeeded", "dead", "cancelled")]
+        again = [data.draw(st.sampled_from(stored)) for _ in range(repeats if stored else 0)]
+        sent = data.draw(st.permutations([*batch, *again]))
+        jobs = NewJobs(org=tenant)
+        for at, wish in enumerate(sent):
+            jobs.ids.append(wish.id)
+            jobs.queues.append(wish.queue)
+            jobs.kinds.append("k")
+            jobs.payloads.append(b"x")
+            jobs.priorities[at] = wish.priority
+            jobs.retries[at] = to_json(Fixed(delay_us=0 if wish.retry_at_once else HOUR_US))
+            if wish.delayed:
+                jobs.delay_us[at] = HOUR_US
+            if wish.max_attempts is not None:
+                jobs.max_attempts[at] = wish.max_attempts
+            if wish.expires:
+                jobs.expires_at_us[at] = FAR_FUTURE_US
+            if wish.key is not None:
+                jobs.dedup_keys[at] = wish.key
+                jobs.dedup_window_us[at] = HOUR_US
+        known = self.do(self.stores[store].enqueue(jobs))
+        assert known == self.enqueued(sent)
+
+    def enqueued(self, sent: Sequence[Wish]) -> dict[int, JobId]:
+        """What the model does with a batch: which positions were known, and as what."""
+        first: dict[object, int] = {}
+        twins = {at: first[w.id] for at, w in enumerate(sent) if first.setdefault(w.id, at) != at}
+        for at, wish in enumerate(sent):
+            if at not in twins and wish.key is not None and first.setdefault(wish.slot, at) != at:
+                twins[at] = first[wish.slot]
+        known: dict[int, JobId] = {}
+        part = [at for at in range(len(sent)) if at not in twins]
+        while part:
+            # What holds a live key is not looked at further; else the key is the job's, and the job is stored if new.
+            free = [at for at in part if sent[at].key is None or not self.key_lives(sent[at])]
+            settled = any(
+                sent[at].id in self.model and self.model[sent[at].id].state not in LIVE for at in free
+            )
+            if not settled:
+                for at in free:
+                    wish = sent[at]
+                    self.queues.add((wish.org, wish.queue))
+                    if wish.key is not None:
+                        self.keys[wish.slot] = (wish.id, True)
+                    if wish.id not in self.model:
+                        state = "scheduled" if wish.delayed else "ready"
+                        self.model[wish.id] = Job(wish=wish, state=state, since=self.step, expires=wish.expires)
+                    else:
+                        known[at] = wish.id
+            for at in part:
+                wish = sent[at]
+                if at in free and not settled:
+                    continue
+                if wish.id in self.model:
+                    known[at] = wish.id
+                elif self.key_lives(wish):
+                    known[at] = self.keys[wish.slot][0]
+            part = [at for at in part if settled and at not in known]
+        for at, twin in twins.items():
+            known[at] = known.get(twin, sent[twin].id)
+        return known
+
+    def key_lives(self, wish: Wish) -> bool:
+        return wish.key is not None and self.keys.get(wish.slot, ("", False))[1]
+
+    # Consumers
+
+    @rule(
+        store=stores_,
+        org=orgs,
+        queues=st.lists(st.sampled_from(QUEUES), min_size=1, max_size=3, unique=True),
+        max_jobs=st.sampled_from((1, 2, 5, 100)),
+    )
+    def claim(self, store: int, org: int, queues: list[QueueName], max_jobs: int) -> None:
+        tenant = self.orgs[org]
+        prefix, claimed = self.do(
+            self.stores[store].claim(tenant, queues, max_jobs=max_jobs, window_us=HOUR_US, worker=f"w{store}")
+        )
+        ready = {
+            job.wish.id: job
+            for job in self.of(tenant, "ready")
+            if job.wish.queue in queues and (tenant, job.wish.queue) not in self.paused
+        }
+        unfit = [job for job in ready.values() if job.past_expiry or job.exhausted]
+        records = self.world.do(
+            self.stores[store].get(tenant, [job.wish.id for job in unfit], include_payload=False)
+        )
+        aside = {record.id for record in records if record.state not in LIVE}
+        taken = {job.id for job in claimed} | aside
+        assert len({job.id for job in claimed}) == len(claimed)
+        assert taken <= ready.keys()
+        assert not {job.id for job in claimed} & {job.wish.id for job in unfit}
+        # As many as there are, up to the limit.
+        if len(aside) < TURNS:
+            assert len(claimed) == min(max_jobs, len(ready) - len(unfit))
+        # Higher priorities first, in each lane the oldest first, and answered in this order.
+        left = [job for name, job in ready.items() if name not in taken]
+        for job in (ready[name] for name in taken):
+            assert all(job.wish.priority <= other.wish.priority for other in left)
+            lane = job.wish.queue, job.wish.priority
+            assert all(
+                job.since <= other.since for other in left if (other.wish.queue, other.wish.priority) == lane
+            )
+        assert [(j.priority, j.run_at) for j in claimed] == sorted((j.priority, j.run_at) for j in claimed)
+        for name in aside:
+            job = ready[name]
+            job.notice_expiry()
+            job.state, job.lease = "cancelled" if job.past_expiry else "dead", None
+        for answer in claimed:
+            job = ready[answer.id]
+            job.notice_expiry()
+            _, lease = parse_token(token(prefix, answer.id))
+            assert lease.number not in job.ended
+            assert answer.attempt == job.attempt + 1
+            assert (answer.queue, answer.priority) == (job.wish.queue, job.wish.priority)
+            job.attempt, job.state, job.lease = job.attempt + 1, "leased", lease.number
+            self.given.append(Held(answer.id, lease.number))
+
+    def is_live(self, held: Held, org: OrgId) -> bool:
+        job = self.model[held.job]
+        return job.wish.org == org and job.state == "leased" and job.lease == held.number
+
+    def missed(self, held: Held, org: OrgId, same: Outcome | None) -> Answer:
+        """For a lease that is not live: whether the very same call had ended it."""
+        job = self.model[held.job]
+        if job.wish.org != org:
+            return Answer.NOT_FOUND
+        return Answer.OK if same is not None and job.ended.get(held.number) is same else Answer.STALE
+
+    def caller(self, held: Sequence[Held], foreign: bool) -> OrgId:
+        org = self.model[held[0].job].wish.org
+        return self.orgs[self.orgs.index(org) - 1] if foreign else org
+
+    @precondition(lambda self: self.given)
+    @rule(store=stores_, foreign=seldom, data=st.data())
+    def ack(self, store: int, foreign: bool, data: st.DataObject) -> None:
+        held = self.some_given(data)
+        org = self.caller(held, foreign)
+        live = {each for each in held if self.is_live(each, org)}
+        expected = [Answer.OK if each in live else self.missed(each, org, Outcome.ACKED) for each in held]
+        answers = self.do(self.stores[store].ack(org, [each.lease for each in held], [None] * len(held)))
+        assert answers == expected
+        for each in live:
+            job = self.model[each.job]
+            job.end(Outcome.ACKED)
+            job.state = "succeeded"
+
+    @precondition(lambda self: self.given)
+    @rule(store=stores_, foreign=seldom, data=st.data())
+    def nack(self, store: int, foreign: bool, data: st.DataObject) -> None:
+        hows = st.sampled_from(("policy", "at once", "later", "kill"))
+        nacks = [(held, data.draw(hows)) for held in dict.fromkeys(self.some_given(data))]
+        org = self.caller([held for held, _ in nacks], foreign)
+        expected = [
+            Answer.OK if self.is_live(held, org) else self.missed(held, org, Outcome.NACKED) for held, _ in nacks
+        ]
+        live = [(held, how) for held, how in nacks if self.is_live(held, org)]
+        delays = {"policy": None, "at once": 0, "later": HOUR_US, "kill": None}
+        calls = [
+            Nack(lease=held.lease, error="e", delay_us=delays[how], kill=how == "kill") for held, how in nacks
+        ]
+        assert self.do(self.stores[store].nack(org, calls)) == expected
+        for held, how in live:
+            job = self.model[held.job]
+            job.end(Outcome.NACKED)
+            at_once = how == "at once" or (how == "policy" and job.wish.retry_at_once)
+            if how == "kill" or job.exhausted:
+                job.state = "dead"
+            else:
+                job.state = "ready" if at_once else "scheduled"
+                job.since = self.step
+            job.lease = None
+
+    @precondition(lambda self: self.given)
+    @rule(store=stores_, foreign=seldom, data=st.data())
+    def extend(self, store: int, foreign: bool, data: st.DataObject) -> None:
+        held = self.some_given(data)
+        org = self.caller(held, foreign)
+        expected = [Answer.OK if self.is_live(each, org) else self.missed(each, org, None) for each in held]
+        call = self.stores[store].extend(org, [each.lease for each in held], window_us=2 * HOUR_US)
+        assert self.do(call) == expected
+
+    @precondition(lambda self: self.given)
+    @rule(store=stores_, foreign=seldom, data=st.data())
+    def release(self, store: int, foreign: bool, data: st.DataObject) -> None:
+        held = self.some_given(data)
+        org = self.caller(held, foreign)
+        live = {each for each in held if self.is_live(each, org)}
+        expected = [Answer.OK if each in live else self.missed(each, org, Outcome.RELEASED) for each in held]
+        assert self.do(self.stores[store].release(org, [each.lease for each in held])) == expected
+        for each in live:
+            job = self.model[each.job]
+            job.end(Outcome.RELEASED)
+            job.attempt -= 1
+            job.state, job.lease, job.since = "ready", None, self.step
+
+    # Operators
+
+    @precondition(lambda self: self.model)
+    @rule(store=stores_, foreign=seldom, data=st.data())
+    def cancel(self, store: int, foreign: bool, data: st.DataObject) -> None:
+        names = data.draw(st.lists(st.sampled_from(list(self.model)), min_size=1, max_size=2))
+        org = self.model[names[0]].wish.org
+        if foreign:
+            org = self.orgs[self.orgs.index(org) - 1]
+        expected: list[Answer] = []
+        for name in names:
+            job = self.model[name]
+            if job.wish.org != org:
+                expected.append(Answer.NOT_FOUND)
+            else:
+                expected.append(Answer.STALE if job.state == "succeeded" else Answer.OK)
+        assert self.do(self.stores[store].cancel(org, names, reason="no")) == expected
+        for name in names:
+            job = self.model[name]
+            if job.wish.org == org and job.state != "succeeded":
+                job.state = "cancelled"
+
+    @rule(org=orgs, queue=st.sampled_from(QUEUES), limit=st.sampled_from((1, 100)))
+    def redrive(self, org: int, queue: QueueName, limit: int) -> None:
+        tenant = self.orgs[org]
+        if (tenant, queue) not in self.queues:
+            return
+        dead = {job.wish.id: job for job in self.of(tenant, "dead") if job.wish.queue == queue}
+        call = self.world.books.redrive(tenant, queue, kind="", died_after=None, died_before=None, limit=limit)
+        assert self.do(call) == min(limit, len(dead))
+        for name in self.now_in(tenant, dead, "ready"):
+            job = dead[name]
+            job.state, job.attempt, job.lease, job.since = "ready", 0, None, self.step
+            job.expires = job.past_expiry = False
+
+    @rule(org=orgs, queue=st.sampled_from(QUEUES), limit=st.sampled_from((1, 100)), include_dead=st.booleans())
+    def purge(self, org: int, queue: QueueName, limit: int, include_dead: bool) -> None:
+        tenant = self.orgs[org]
+        if (tenant, queue) not in self.queues:
+            return
+        states = ("scheduled", "ready", "dead") if include_dead else ("scheduled", "ready")
+        chosen = {job.wish.id: job for job in self.of(tenant, *states) if job.wish.queue == queue}
+        call = self.world.books.purge_queue(tenant, queue, limit=limit, include_dead=include_dead)
+        assert self.do(call) == min(limit, len(chosen))
+        for name in self.now_in(tenant, chosen, "cancelled"):
+            chosen[name].state = "cancelled"
+
+    def now_in(self, org: OrgId, jobs: dict[JobId, Job], state: str) -> list[JobId]:
+        """Which of the jobs a limited call has chosen; the invariant counts them."""
+        records = self.world.do(self.stores[0].get(org, list(jobs), include_payload=False))
+        return [record.id for record in records if record.state == state]
+
+    @rule(org=orgs, queue=st.sampled_from(QUEUES), paused=st.booleans())
+    def pause_or_resume(self, org: int, queue: QueueName, paused: bool) -> None:
+        name = self.orgs[org], queue
+        if name in self.queues:
+            self.do(self.world.books.alter_queue(*name, paused=paused))
+            self.paused = self.paused | {name} if paused else self.paused - {name}
+
+    # Time and chance
+
+    @rule(org=orgs)
+    def leases_end(self, org: int) -> None:
+        tenant = self.orgs[org]
+        leased = self.of(tenant, "leased")
+        assert self.do(timemachine.end_leases(self.world.database, tenant)) == len(leased)
+        for job in leased:
+            job.state, job.since = "ready", self.step
+
+    @rule(org=orgs)
+    def scheduled_jobs_become_due(self, org: int) -> None:
+        tenant = self.orgs[org]
+        scheduled = self.of(tenant, "scheduled")
+        assert self.do(timemachine.make_due(self.world.database, tenant)) == len(scheduled)
+        for job in scheduled:
+            job.state, job.since = "ready", self.step
+
+    @rule(org=orgs)
+    def expiries_come(self, org: int) -> None:
+        tenant = self.orgs[org]
+        self.do(timemachine.reach_expiry(self.world.database, tenant))
+        for job in self.of(tenant, *LIVE):
+            job.past_expiry = job.expires
+
+    @rule(org=orgs)
+    def dedup_windows_end(self, org: int) -> None:
+        tenant = self.orgs[org]
+        self.do(timemachine.end_dedup_windows(self.world.database, tenant))
+        self.keys = {slot: (name, alive and slot[0] != tenant) for slot, (name, alive) in self.keys.items()}
+
+    @rule(store=stores_)
+    def sweep(self, store: int) -> None:
+        self.do(self.stores[store].sweep())
+
+    @rule(store=stores_)
+    def fold_tally(self, store: int) -> None:
+        self.do(self.stores[store].fold_tally())
+
+    @rule(store=stores_)
+    def a_router_restarts(self, store: int) -> None:
+        self.stores[store] = Store(self.world.database)
+
+    # What must hold after every step
+
+    @invariant()
+    def the_books_balance_and_agree_with_the_model(self) -> None:
+        books = {entry.org: entry for entry in self.world.do(self.world.books.check())}
+        for org in self.orgs:
+            counts = Counter(job.state for job in self.model.values() if job.wish.org == org)
+            if org not in books:
+                assert not counts
+                continue
+            entry = books[org]
+            assert entry.balanced
+            assert entry.accepted == counts.total()
+            found = {state: getattr(entry, state) for state in (*LIVE, "succeeded", "dead", "cancelled")}
+            assert +Counter(found) == counts
+
+    @invariant()
+    def every_job_is_where_the_model_has_it(self) -> None:
+        for org in self.orgs:
+            names = [name for name, job in self.model.items() if job.wish.org == org]
+            records = self.world.do(self.stores[0].get(org, names, include_payload=False))
+            assert sorted(record.id for record in records) == sorted(names)
+            for record in records:
+                job = self.model[record.id]
+                assert (record.state, record.attempt, record.queue) == (job.state, job.attempt, job.wish.queue)
+                ended = [(attempt.attempt, attempt.outcome) for attempt in record.attempts()]
+                unseen = [(job.attempt, Outcome.EXPIRED)] if job.state == "ready" and job.lease is not None else []
+                assert ended == job.outcomes + unseen
+
+    def teardown(self) -> None:
+        # The next example counts again from nothing.
+        for table in ("job", "dead", "finished", "dedup"):
+            statement = (
+                f"DELETE FROM windrow.{table} WHERE queue_id IN "
+                "(SELECT queue_id FROM windrow.queue WHERE org = ANY (%(orgs)s))"
+            )
+            self.world.do(self.world.database.run(statement.encode(), {"orgs": list(self.orgs)}))
+        self.world.do(
+            self.world.database.run(
+                b"DELETE FROM windrow.tally t USING windrow.org o WHERE o.org_id = t.org_id AND o.org = ANY (%(orgs)s)",
+                {"orgs": list(self.orgs)},
+            )
+        )
+
+
+@pytest.mark.timeout(3600)
+def test_the_store_does_what_the_model_does(world: World) -> None:
+    class Bound(StoreMachine):
+        pass
+
+    Bound.world = world
+    run_state_machine_as_test(
+        Bound,
+        settings=settings(
+            max_examples=settings().max_examples // 2,
+            stateful_step_count=30,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
