@@ -61,7 +61,8 @@ async def _measure(plan: Plan, console: Console) -> Measured:
             if sample is None:
                 progress.advance(bar)
             else:
-                line = f"{sample.shards} × {sample.batch}  {sample.figure:<10} {sample.jobs_per_s:>9,.0f}/s  {sample.system}"
+                case = f"{sample.shards} × {sample.batch}  {sample.figure:<10}"
+                line = f"{case} {sample.jobs_per_s:>9,.0f}/s  {sample.system}"
                 console.print(line, markup=False, highlight=False)
 
         return await measure(plan, say=say, sampled=sampled)

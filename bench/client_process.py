@@ -1,5 +1,8 @@
-"""`python -m bench.client_process`: one client process. Does what standard input says, a JSON line each, and answers each
-with a JSON line: when it began and ended, by the machine's monotonic clock, or what went wrong. Ends with its input."""
+"""`python -m bench.client_process`: one client process.
+
+Does what standard input says, a JSON line each, and answers each with a JSON line: when it began and ended, by the
+machine's monotonic clock, or what went wrong. Ends with its input.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,12 @@ from bench.tally import Tally
 # A consumer that found nothing asks again after this long.
 _POLL_S = 0.002
 # With nothing done by anyone for so long, jobs must be missing.
-_STUCK_S = 30.0
+STUCK_S = 30.0
 
 
-class _Client:
+class Client:
+    """One process's part in a run: several calls at a time, until its share is done."""
+
     def __init__(self, system: System, tally: Tally, *, callers: int) -> None:
         self._system = system
         self._tally = tally
@@ -59,8 +64,8 @@ class _Client:
                     continue
                 if finished != seen:
                     idle_since_s, seen = time.monotonic(), finished
-                elif time.monotonic() - idle_since_s > _STUCK_S:
-                    raise Wrong(f"only {finished} of {total} jobs came out, and for {_STUCK_S:g} s no more")
+                elif time.monotonic() - idle_since_s > STUCK_S:
+                    raise Wrong(f"only {finished} of {total} jobs came out, and for {STUCK_S:g} s no more")
                 await asyncio.sleep(_POLL_S)
 
         await self._at_once(consume)
@@ -83,7 +88,7 @@ async def _run(act: Callable[[], Awaitable[None]]) -> None:
     await act()
 
 
-async def _obey(order: dict[str, Any], client: _Client) -> dict[str, object]:
+async def _obey(order: dict[str, Any], client: Client) -> dict[str, object]:
     verb = order.pop("verb")
     began_s = time.monotonic()
     try:
@@ -99,7 +104,7 @@ async def _obey(order: dict[str, Any], client: _Client) -> dict[str, object]:
             case "check":
                 await client.check(**order)
             case _:
-                raise Wrong(f"no such order: {verb!r}")
+                return {"error": f"no such order: {verb!r}"}
     except Exception as error:  # noqa: BLE001 - told to the parent, which ends the benchmark
         return {"error": f"{verb}: {_first(error)}"}
     return {"began_s": began_s, "ended_s": time.monotonic()}
@@ -119,7 +124,7 @@ async def main() -> None:
     site = Site(**first["site"])
     system = load(first["system"])(site)
     tally = Tally(Path(first["tally"]), places=first["places"], mine=first["mine"])
-    client = _Client(system, tally, callers=site.callers)
+    client = Client(system, tally, callers=site.callers)
     following = asyncio.create_task(orders.readline())
     try:
         while line := await following:

@@ -31,8 +31,8 @@ class Clients:
         await _order(self._processes[0], {"verb": verb, **order})
 
     async def all(self, verb: str, order: Callable[[int], dict[str, object]]) -> float:
-        """Orders every process at once, each by its position; answers the seconds from the first to begin to the last to
-        end. Raises Wrong."""
+        """Orders every process at once, each by its position; answers the seconds from the first to begin to the last
+        to end. Raises Wrong."""
         answers = await asyncio.gather(
             *(_order(process, {"verb": verb, **order(at)}) for at, process in enumerate(self._processes))
         )
@@ -49,7 +49,13 @@ async def open_clients(system: str, site: Site, *, count: int, tally: Path) -> A
                 *(sys.executable, "-m", "bench.client_process"), stdin=PIPE, stdout=PIPE
             )
             stack.push_async_callback(_end, process)
-            first = {"system": system, "site": asdict(site), "tally": str(tally), "places": count, "mine": at}
+            first: dict[str, object] = {
+                "system": system,
+                "site": asdict(site),
+                "tally": str(tally),
+                "places": count,
+                "mine": at,
+            }
             await _say(process, first)
             processes.append(process)
         yield Clients(processes)

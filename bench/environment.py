@@ -36,7 +36,7 @@ def postgres(dsn: str) -> dict[str, object]:
     with psycopg.connect(dsn) as connection:
         row = connection.execute("SELECT current_setting('server_version'), current_setting('fsync')").fetchone()
         assert row is not None
-        settings = dict(
+        settings: dict[str, str] = dict(
             connection.execute(
                 "SELECT name, current_setting(name) FROM pg_settings WHERE source = 'configuration file' ORDER BY name"
             ).fetchall()

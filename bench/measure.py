@@ -1,4 +1,4 @@
-"""The measuring itself: rounds in which every system takes its turn, so that what else the machine does hits all alike."""
+"""The measuring itself: rounds in which every system takes its turn, so that what else the machine does hits all."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ class Measured:
 
 
 async def measure(plan: Plan, *, say: Callable[[str], None], sampled: Callable[[Sample | None], None]) -> Measured:
-    """Measures all of the plan. `say` is told what begins; `sampled` gets every sample, and None at the end of each turn.
-    Raises bench.system.Wrong when a system does not do what it is asked, embedded.EmbeddedError."""
+    """Measures all of the plan. `say` is told what begins; `sampled` gets every sample, and None at the end of each
+    turn. Raises bench.system.Wrong when a system does not do what it is asked, embedded.EmbeddedError."""
     samples: list[Sample] = []
     server: dict[str, object] = {}
     for shards in plan.shards:
@@ -179,9 +179,7 @@ class _Turn:
         await clients.all("prepare", lambda _: {"run": name})
         await asyncio.sleep(_PREPARE_S_PAUSE)
 
-    async def _timed(
-        self, figure: Figure, jobs: int, verb: str, order: Callable[[int], dict[str, object]]
-    ) -> Sample:
+    async def _timed(self, figure: Figure, jobs: int, verb: str, order: Callable[[int], dict[str, object]]) -> Sample:
         clients = self.stage.clients[self.system]
         load_average = os.getloadavg()[0]
         before = self._cpu(clients)

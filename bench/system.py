@@ -49,11 +49,13 @@ class System(Protocol):
         ...
 
     async def drain(self, jobs_max: int) -> int:
-        """Takes up to `jobs_max` jobs in one call, and finishes them in another; answers how many. 0: none is there now."""
+        """Takes up to `jobs_max` jobs in one call, and finishes them in another; answers how many, 0 when none is
+        there now."""
         ...
 
     async def check(self, jobs: int) -> None:
-        """After the run: so many jobs were accepted, all of them finished, each once, and no other is there. Not timed."""
+        """After the run: so many jobs were accepted, all of them have finished, each once, and no other is there.
+        Not timed."""
         ...
 
     async def close(self) -> None: ...

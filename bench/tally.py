@@ -1,5 +1,5 @@
-"""How many jobs all client processes have finished together. A file that each maps: whoever finishes jobs counts them in
-a place of its own, and whoever asks adds the places up; nobody waits."""
+"""How many jobs all client processes have finished together. A file that each maps: whoever finishes jobs counts them
+in a place of its own, and whoever asks adds the places up; nobody waits."""
 
 from __future__ import annotations
 

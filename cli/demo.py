@@ -24,7 +24,8 @@ from typing import IO, Any
 
 import grpc
 import rich.box
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -414,24 +415,19 @@ async def _show(run: Run, console: Console) -> None:
                 f"{time.monotonic() - began_s:5.0f} s   {run.acknowledged_jobs:7,} enqueued   {run.done:7,} done"
                 f"{_faults(run)}"
             )
-    columns = (
-        TextColumn("{task.description:<9}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[note]}"),
+    progress = Progress(
+        TextColumn("{task.description:<8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
     )
-    with Progress(*columns, console=console, redirect_stderr=False) as progress:
-        enqueued = progress.add_task("enqueued", total=len(run.pushes), note="")
-        done = progress.add_task("done", total=len(run.pushes), note="")
-        try:
-            while True:
-                await asyncio.sleep(_LOOK_S / 2)
-                progress.update(enqueued, completed=run.acknowledged_jobs)
-                progress.update(done, completed=run.done, note=_faults(run).strip())
-        finally:
-            progress.update(enqueued, completed=run.acknowledged_jobs)
-            progress.update(done, completed=run.done)
+    enqueued = progress.add_task("enqueued", total=len(run.pushes))
+    done = progress.add_task("done", total=len(run.pushes))
+
+    def render() -> Group:
+        progress.update(enqueued, completed=run.acknowledged_jobs)
+        progress.update(done, completed=run.done)
+        return Group(progress, *([_faults(run).strip()] if run.faults else []))
+
+    with Live(get_renderable=render, console=console, redirect_stderr=False):
+        await asyncio.Event().wait()
 
 
 def _faults(run: Run) -> str:

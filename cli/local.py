@@ -1,5 +1,5 @@
-"""A whole cluster on this machine: Postgres for each shard, and router processes in front of them. What `windrow up`, the demo
-and the tests stand on."""
+"""A whole cluster on this machine: Postgres for each shard, and router processes in front of them. What `windrow
+up`, the demo and the tests stand on."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from embedded import Cluster, EmbeddedError, default_root, open_clusters
 from router.settings import LISTEN_DEFAULT
@@ -17,6 +18,7 @@ from router.supervisor import Supervisor
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.25
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,15 +44,14 @@ async def local_cluster(
 ) -> AsyncGenerator[LocalCluster, None]:
     """Starts a cluster of `shards` Postgres servers and `processes` router processes; stops it at the end of the scope.
 
-    Data stays below `root` (default: embedded.default_root()) and the next start goes on with it; an ephemeral cluster leaves
-    nothing. Raises EmbeddedError, and what router.supervisor.Supervisor.run raises.
+    Data stays below `root` (default: embedded.default_root()) and the next start goes on with it; an ephemeral
+    cluster leaves nothing. Raises EmbeddedError, and what router.supervisor.Supervisor.run raises.
     """
     names = [f"s{number}" for number in range(1, shards + 1)]
     root = root or default_root()
     async with contextlib.AsyncExitStack() as stack:
         opened = open_clusters(names, root=None if ephemeral else root, ephemeral=ephemeral)
-        postgres = await asyncio.to_thread(opened.__enter__)
-        stack.push_async_callback(asyncio.to_thread, opened.__exit__, None, None, None)
+        postgres = await stack.enter_async_context(_in_thread(opened))
         # Ours alone: it holds passwords.
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="windrow-")))
         config = folder / "cluster.toml"
@@ -62,7 +63,8 @@ async def local_cluster(
         running = asyncio.create_task(routers.run(ready=ready.set_result, stop=stop))
         watching = [asyncio.create_task(_keep(cluster)) for cluster in postgres.values()]
         try:
-            await asyncio.wait({running, ready}, return_when=asyncio.FIRST_COMPLETED)
+            starts: set[asyncio.Future[str] | asyncio.Future[None]] = {running, ready}
+            await asyncio.wait(starts, return_when=asyncio.FIRST_COMPLETED)
             if running.done():
                 await running
             yield LocalCluster(address=await ready, config=config, postgres=postgres, routers=routers)
@@ -72,6 +74,19 @@ async def local_cluster(
             stop.set()
             await asyncio.gather(*watching, return_exceptions=True)
             await running
+
+
+@contextlib.asynccontextmanager
+async def _in_thread(scope: contextlib.AbstractContextManager[_T]) -> AsyncGenerator[_T, None]:
+    """A scope that takes its time to enter and to leave, without stopping the event loop."""
+    entering = asyncio.create_task(asyncio.to_thread(scope.__enter__))
+    try:
+        # A thread cannot be cancelled: if we are, what it starts is awaited, and stopped.
+        yield await asyncio.shield(entering)
+    finally:
+        await asyncio.wait({entering})
+        if entering.exception() is None:
+            await asyncio.to_thread(scope.__exit__, None, None, None)
 
 
 def _cluster_file(postgres: Mapping[str, Cluster]) -> str:

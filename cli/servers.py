@@ -32,24 +32,13 @@ def router(
 
     Until SIGTERM or Ctrl-C; then calls in flight may end.
     """
-    from router.__main__ import run_until_signalled
+    from router.__main__ import run
     from router.server import CannotListen
-    from router.settings import host_and_port, router_settings
-    from router.supervisor import RouterFailed, Supervisor
+    from router.supervisor import RouterFailed
     from shard.cluster import ClusterFileError
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        settings = router_settings(_read(config), source=str(config))
-        if listen is not None:
-            host_and_port(listen, where="--listen")
-        supervisor = Supervisor(
-            config,
-            listen=listen or settings.listen,
-            processes=processes or settings.processes,
-            drain_seconds=settings.drain_seconds,
-        )
-        asyncio.run(run_until_signalled(supervisor))
+        run(config, listen=listen, processes=processes)
     except ClusterFileError as error:
         raise CommandFailed(str(error), ExitCode.USAGE) from error
     except CannotListen as error:

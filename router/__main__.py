@@ -11,9 +11,33 @@ import sys
 from pathlib import Path
 
 from router.server import CannotListen
-from router.settings import router_settings
+from router.settings import host_and_port, router_settings
 from router.supervisor import RouterFailed, Supervisor
 from shard.cluster import ClusterFileError, read_cluster
+
+
+def run(config: Path, *, listen: str | None, processes: int | None) -> None:
+    """Runs the router processes that a cluster file describes until SIGTERM or SIGINT; `listen` and `processes` stand
+    before the file's. Raises ClusterFileError, CannotListen, RouterFailed."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    settings = router_settings(read_cluster(config), source=str(config))
+    if listen is not None:
+        host_and_port(listen, where="--listen")
+    supervisor = Supervisor(
+        config,
+        listen=listen or settings.listen,
+        processes=processes or settings.processes,
+        drain_seconds=settings.drain_seconds,
+    )
+    asyncio.run(_until_signalled(supervisor))
+
+
+async def _until_signalled(supervisor: Supervisor) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await supervisor.run(ready=lambda address: print(f"listening on {address}", flush=True), stop=stop)
 
 
 def main() -> int:
@@ -22,29 +46,12 @@ def main() -> int:
     parser.add_argument("--listen", help="HOST:PORT instead of the file's; port 0 takes a free one")
     parser.add_argument("--processes", type=int, help="instead of the file's")
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        settings = router_settings(read_cluster(arguments.config), source=str(arguments.config))
-        supervisor = Supervisor(
-            arguments.config,
-            listen=arguments.listen or settings.listen,
-            processes=arguments.processes or settings.processes,
-            drain_seconds=settings.drain_seconds,
-        )
-        asyncio.run(run_until_signalled(supervisor))
+        run(arguments.config, listen=arguments.listen, processes=arguments.processes)
     except (ClusterFileError, CannotListen, RouterFailed) as error:
         print(f"windrow router: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-async def run_until_signalled(supervisor: Supervisor) -> None:
-    """Runs the processes until SIGTERM or SIGINT."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    await supervisor.run(ready=lambda address: print(f"listening on {address}", flush=True), stop=stop)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,8 @@ import time
 from collections.abc import AsyncGenerator
 
 from router import convert
-from router.calls import DEADLINE_S_MAX, Context, refuse, seconds_left, unary
+from router.calls import DEADLINE_S_MAX, Context, Gate, refuse, seconds_left, unary
 from router.fleet import Fleet, Member
-from router.tracing import Tracing
 from router.validation import check
 from shard.errors import ShardError
 from shard.vocabulary import OrgId, QueueName, ShardName
@@ -27,9 +26,9 @@ _PROBE_S = 2.0
 class AdminService(admin_pb2_grpc.AdminServicer):
     service_name = "windrow.v1.Admin"
 
-    def __init__(self, fleet: Fleet, tracing: Tracing) -> None:
+    def __init__(self, fleet: Fleet, gate: Gate) -> None:
         self._fleet = fleet
-        self.tracing = tracing
+        self.gate = gate
 
     @unary()
     async def CreateQueue(self, request: admin_pb2.CreateQueueRequest) -> admin_pb2.CreateQueueResponse:

@@ -12,12 +12,12 @@ import grpc
 from google.protobuf.message import Message
 from grpc_status import rpc_status
 
-from router.status import INTERNAL, status_of
+from router.status import INTERNAL, RouterFull, status_of
 from router.tracing import Tracing
 from router.validation import check
 
 _log = logging.getLogger(__name__)
-_Service = TypeVar("_Service", bound="_Traced")
+_Service = TypeVar("_Service", bound="_Gated")
 _Request = TypeVar("_Request", bound=Message)
 _Response = TypeVar("_Response")
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -26,9 +26,32 @@ Context = grpc.aio.ServicerContext[Any, Any]
 DEADLINE_S_MAX = 60.0
 
 
-class _Traced(Protocol):
+# A process that is asked more at once says so, instead of growing.
+CALLS_MAX = 4_000
+
+
+class Gate:
+    """The way into one router process: counts the calls that are inside, and traces them."""
+
+    def __init__(self, tracing: Tracing, *, calls_max: int = CALLS_MAX) -> None:
+        self._tracing = tracing
+        self._calls_max = calls_max
+        self._inside = 0
+
+    def __enter__(self) -> Tracing:
+        """Raises RouterFull."""
+        if self._inside >= self._calls_max:
+            raise RouterFull(self._calls_max)
+        self._inside += 1
+        return self._tracing
+
+    def __exit__(self, *_: object) -> None:
+        self._inside -= 1
+
+
+class _Gated(Protocol):
     @property
-    def tracing(self) -> Tracing: ...
+    def gate(self) -> Gate: ...
 
     @property
     def service_name(self) -> str: ...
@@ -48,7 +71,7 @@ def unary(
         @functools.wraps(method)
         async def call(service: _Service, request: _Request, context: Context) -> _Response:
             try:
-                with service.tracing.span(service.service_name, method.__name__, context):
+                with service.gate as tracing, tracing.span(service.service_name, method.__name__, context):
                     async with asyncio.timeout(seconds_left(context)):
                         rules(request)
                         return await method(service, request)

@@ -11,10 +11,10 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 
 from router import convert
-from router.calls import unary
+from router.calls import Gate, unary
 from router.fleet import Fleet, Member
 from router.status import INVALID_ARGUMENT, InvalidRequest, Violation
-from router.tracing import Tracing, current_trace
+from router.tracing import current_trace
 from router.validation import enqueue_violations
 from shard.errors import BadIds
 from shard.store import Nack
@@ -31,9 +31,9 @@ def _judged_by_method(_request: queue_pb2.EnqueueRequest) -> None:
 class QueueService(queue_pb2_grpc.QueueServicer):
     service_name = "windrow.v1.Queue"
 
-    def __init__(self, fleet: Fleet, tracing: Tracing) -> None:
+    def __init__(self, fleet: Fleet, gate: Gate) -> None:
         self._fleet = fleet
-        self.tracing = tracing
+        self.gate = gate
 
     @unary(_judged_by_method)
     async def Enqueue(self, request: queue_pb2.EnqueueRequest) -> queue_pb2.EnqueueResponse:

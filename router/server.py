@@ -13,6 +13,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from router.admin_service import AdminService
+from router.calls import Gate
 from router.fleet import Fleet
 from router.health_service import HealthService
 from router.queue_service import QueueService
@@ -25,7 +26,6 @@ _log = logging.getLogger(__name__)
 
 # 1,000 jobs of 16 KiB, or 15 of the largest.
 MESSAGE_BYTES_MAX = 16 * 1024 * 1024
-_CALLS_MAX = 10_000
 SERVICES = (QueueService.service_name, AdminService.service_name)
 
 
@@ -97,10 +97,10 @@ def _server(fleet: Fleet, tracing: Tracing) -> tuple[grpc.aio.Server, HealthServ
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
             ("grpc.keepalive_permit_without_calls", 1),
         ],
-        maximum_concurrent_rpcs=_CALLS_MAX,
     )
-    queue_pb2_grpc.add_QueueServicer_to_server(QueueService(fleet, tracing), server)
-    admin_pb2_grpc.add_AdminServicer_to_server(AdminService(fleet, tracing), server)
+    gate = Gate(tracing)
+    queue_pb2_grpc.add_QueueServicer_to_server(QueueService(fleet, gate), server)
+    admin_pb2_grpc.add_AdminServicer_to_server(AdminService(fleet, gate), server)
     checks = HealthService()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)

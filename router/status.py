@@ -40,6 +40,13 @@ class InvalidRequest(Exception):
         self.violations = violations
 
 
+class RouterFull(Exception):
+    """This process has as many calls inside as it takes."""
+
+    def __init__(self, calls_max: int) -> None:
+        super().__init__(f"this router process is busy with {calls_max:,} calls; try again, or start more processes")
+
+
 def status_of(error: BaseException) -> status_pb2.Status:
     """The status that tells the caller of this error. What is not in the table is INTERNAL, and says nothing of its
     inside."""
@@ -54,6 +61,8 @@ def status_of(error: BaseException) -> status_pb2.Status:
             return _status(code_pb2.INVALID_ARGUMENT, str(error), "INVALID_REQUEST", bad)
         case errors.ShardUnavailable():
             return _status(code_pb2.UNAVAILABLE, str(error), "SHARD_UNAVAILABLE", retry_info(error.retry_after_s))
+        case RouterFull():
+            return _status(code_pb2.RESOURCE_EXHAUSTED, str(error), "ROUTER_FULL", retry_info(0.5))
         case errors.NotOwned():
             return _status(code_pb2.UNAVAILABLE, str(error), "PLACEMENT_CHANGING", retry_info(0.2))
         case errors.UnknownQueue():

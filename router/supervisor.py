@@ -76,6 +76,8 @@ class Supervisor:
                 *(sys.executable, "-m", "router.process", "--config", str(self._config), "--listen", address),
                 stdin=PIPE,
                 stdout=PIPE,
+                # Ctrl-C is for the supervisor, which ends its processes in order.
+                start_new_session=True,
             )
             self._running.add(process)
             try:

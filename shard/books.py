@@ -205,7 +205,7 @@ class Books:
                 parameters.update(zip(("after_priority", "after_us", "after_id"), after, strict=True))
                 rows = await self._database.run(statements.LIST_LIVE, parameters)
                 jobs = [JobRecord._make(row[:-1]) for row in rows[:page_size]]
-                place: tuple[object, ...] = (jobs[-1].priority, rows[page_size - 1][-1], jobs[-1].id) if jobs else ()
+                place: tuple[object, ...] = (jobs[-1].priority, rows[len(jobs) - 1][-1], jobs[-1].id) if jobs else ()
             case JobState.DEAD | JobState.SUCCEEDED | JobState.CANCELLED:
                 (parameters["before_id"],) = _unpack(page_token, _is_uuid) if page_token else (_LAST_UUID,)
                 statement = statements.LIST_DEAD if state is JobState.DEAD else statements.LIST_FINISHED
@@ -231,12 +231,7 @@ class Books:
 
     async def versions(self) -> tuple[str, int]:
         """What the server calls its version, such as "18.6", and the number of the schema's newest migration."""
-        rows = await self._database.run(
-            b"""
-            SELECT split_part(current_setting('server_version'), ' ', 1), (SELECT max(number) FROM windrow.migration)
-            """,
-            {},
-        )
+        rows = await self._database.run(statements.READ_VERSIONS, {})
         version, newest = rows[0]
         return str(version), int(newest)
 

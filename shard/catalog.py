@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shard import arrays
+from shard import arrays, statements
 from shard.database import Database
 from shard.errors import Misconfigured
 from shard.placement import SLOTS, Placement, plan, slot_of
@@ -37,19 +37,12 @@ async def found(database: Database, *, cluster: str, weights: Mapping[ShardName,
     """The cluster's catalog; placed by weight if the cluster is new. Raises Misconfigured if it is another
     cluster's, or if it places slots on a shard that is not among `weights`."""
     async with database.transaction() as connection:
-        await connection.execute("SELECT pg_advisory_xact_lock(%s)", [_LOCK])
-        cursor = await connection.execute("SELECT cluster FROM windrow.catalog")
+        await connection.execute(statements.WAIT_TURN, {"lock": _LOCK})
+        cursor = await connection.execute(statements.READ_CATALOG_CLUSTER)
         row = await cursor.fetchone()
         if row is None:
-            await connection.execute("INSERT INTO windrow.catalog (cluster, epoch) VALUES (%s, 1)", [cluster])
-            await connection.execute(
-                """
-                INSERT INTO windrow.placement (slot, writes, reads, epoch)
-                SELECT n.slot - 1, ARRAY[n.shard], ARRAY[n.shard], 1
-                FROM unnest(%s::text[]) WITH ORDINALITY AS n (shard, slot)
-                """,
-                [plan([None] * SLOTS, weights)],
-            )
+            await connection.execute(statements.FOUND_CATALOG, {"cluster": cluster})
+            await connection.execute(statements.PLACE_SLOTS, {"shards": plan([None] * SLOTS, weights)})
         elif row[0] != cluster:
             raise Misconfigured(
                 f"the catalog's DSN leads to the catalog of cluster {row[0]!r}, and this is {cluster!r}; "
@@ -67,17 +60,7 @@ async def found(database: Database, *, cluster: str, weights: Mapping[ShardName,
 
 async def read(database: Database) -> Catalog:
     """The catalog as it is now, from one snapshot."""
-    rows = await database.run(
-        b"""
-        SELECT
-            (SELECT epoch FROM windrow.catalog), p.slot, NULL::text AS org, p.writes, p.reads, p.epoch
-        FROM windrow.placement p
-        UNION ALL
-        SELECT NULL, NULL, p.org, p.writes, p.reads, p.epoch FROM windrow.pin p
-        ORDER BY slot
-        """,
-        {},
-    )
+    rows = await database.run(statements.READ_CATALOG, {})
     slots: list[Placement] = []
     pins: dict[OrgId, Placement] = {}
     epoch = 0
@@ -95,7 +78,7 @@ async def read(database: Database) -> Catalog:
 
 async def read_epoch(database: Database) -> int:
     """The number of the latest change."""
-    rows = await database.run(b"SELECT epoch FROM windrow.catalog", {})
+    rows = await database.run(statements.READ_CATALOG_EPOCH, {})
     return int(rows[0][0])
 
 
@@ -103,13 +86,7 @@ async def grant(database: Database, catalog: Catalog) -> int:
     """Tells a shard which slots it owns; answers how many were news to it. What it knows of a later epoch stays."""
     slots = catalog.slots_written_by(database.name)
     rows = await database.run(
-        b"""
-        INSERT INTO windrow.owned_slot AS o (slot, state, epoch)
-        SELECT n.slot, 'owned', n.epoch
-        FROM unnest(%(slots)s::smallint[], %(epochs)s::bigint[]) AS n (slot, epoch)
-        ON CONFLICT (slot) DO UPDATE SET state = excluded.state, epoch = excluded.epoch WHERE o.epoch < excluded.epoch
-        RETURNING o.slot
-        """,
+        statements.GRANT_SLOTS,
         {
             "slots": arrays.numbers(slots),
             "epochs": arrays.numbers(catalog.slots[slot].epoch for slot in slots),

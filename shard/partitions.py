@@ -8,6 +8,7 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
+from shard import statements
 from shard.database import Database
 
 # Two weeks: an ack must find its day's partition even when nothing has looked after them for that long.
@@ -25,16 +26,8 @@ async def make_ahead(database: Database) -> int:
     """
     made = 0
     async with database.transaction() as connection:
-        await connection.execute("SELECT pg_advisory_xact_lock(%s)", [_LOCK])
-        cursor = await connection.execute(
-            """
-            SELECT 'finished_' || to_char(day, 'YYYYMMDD'), to_char(day, 'YYYY-MM-DD'), to_char(day + 1, 'YYYY-MM-DD')
-            FROM generate_series(-1, %s) AS n
-            CROSS JOIN LATERAL (SELECT (now() AT TIME ZONE 'UTC')::date + n::integer AS day) days
-            WHERE to_regclass('windrow.finished_' || to_char(day, 'YYYYMMDD')) IS NULL
-            """,
-            [_DAYS_AHEAD],
-        )
+        await connection.execute(statements.WAIT_TURN, {"lock": _LOCK})
+        cursor = await connection.execute(statements.FIND_MISSING_PARTITIONS, {"days_ahead": _DAYS_AHEAD})
         for name, first, past in await cursor.fetchall():
             table = sql.Identifier("windrow", name)
             bounds = (sql.Literal(f"{first} 00:00:00+00"), sql.Literal(f"{past} 00:00:00+00"))

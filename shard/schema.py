@@ -11,7 +11,7 @@ from typing import Any
 import psycopg
 from psycopg import AsyncConnection
 
-from shard import partitions
+from shard import partitions, statements
 from shard.database import Database
 from shard.errors import Misconfigured
 
@@ -68,7 +68,7 @@ async def migrate(database: Database, *, cluster: str | None) -> list[Migration]
 async def _next(database: Database) -> Migration | None:
     """Runs the first migration that has not been run, in a transaction of its own; None when there is none."""
     async with database.transaction() as connection:
-        await connection.execute("SELECT pg_advisory_xact_lock(%s)", [_LOCK])
+        await connection.execute(statements.WAIT_TURN, {"lock": _LOCK})
         known = await _applied(connection, database)
         for migration in migrations():
             checksum = known.get(migration.number)
@@ -76,8 +76,13 @@ async def _next(database: Database) -> Migration | None:
                 # Several statements in one: that is for the simple protocol, which never prepares.
                 await connection.execute(migration.script, prepare=False)
                 await connection.execute(
-                    "INSERT INTO windrow.migration (number, name, checksum, breaking) VALUES (%s, %s, %s, %s)",
-                    [migration.number, migration.name, migration.checksum, migration.breaking],
+                    statements.RECORD_MIGRATION,
+                    {
+                        "number": migration.number,
+                        "name": migration.name,
+                        "checksum": migration.checksum,
+                        "breaking": migration.breaking,
+                    },
                 )
                 return migration
             if checksum != migration.checksum:
@@ -103,7 +108,7 @@ async def _applied(connection: Connection, database: Database) -> dict[int, str]
             )
             """
         )
-    cursor = await connection.execute("SELECT number, checksum, breaking FROM windrow.migration")
+    cursor = await connection.execute(statements.LIST_MIGRATIONS)
     rows = await cursor.fetchall()
     ours = {migration.number for migration in migrations()}
     too_new = sorted(number for number, _, breaking in rows if breaking and number not in ours)
@@ -117,11 +122,8 @@ async def _applied(connection: Connection, database: Database) -> dict[int, str]
 
 async def _identify(database: Database, cluster: str) -> None:
     async with database.transaction() as connection:
-        await connection.execute(
-            "INSERT INTO windrow.identity (cluster, shard) VALUES (%s, %s) ON CONFLICT DO NOTHING",
-            [cluster, database.name],
-        )
-        cursor = await connection.execute("SELECT cluster, shard FROM windrow.identity")
+        await connection.execute(statements.CLAIM_IDENTITY, {"cluster": cluster, "shard": database.name})
+        cursor = await connection.execute(statements.READ_IDENTITY)
         row = await cursor.fetchone()
     if row != (cluster, database.name):
         found = f"shard {row[1]!r} of cluster {row[0]!r}" if row else "nothing"

@@ -63,9 +63,7 @@ class Limit:
     async def drain(self, jobs_max: int) -> int:
         for _ in self._orgs:
             org, store = next(self._turns)
-            prefix, taken = await store.claim(
-                org, [_QUEUE], max_jobs=jobs_max, window_us=_WINDOW_US, worker="bench"
-            )
+            prefix, taken = await store.claim(org, [_QUEUE], max_jobs=jobs_max, window_us=_WINDOW_US, worker="bench")
             if not taken:
                 continue
             if any(job.payload != self._payload or job.attempt != 1 for job in taken):

@@ -39,9 +39,7 @@ class Windrow:
     async def enqueue(self, jobs: int) -> None:
         request = queue_pb2.EnqueueRequest(
             org=next(self._turns),
-            jobs=[
-                job_pb2.NewJob(id=new_id(), queue=_QUEUE, kind="no-op", payload=self._payload) for _ in range(jobs)
-            ],
+            jobs=[job_pb2.NewJob(id=new_id(), queue=_QUEUE, kind="no-op", payload=self._payload) for _ in range(jobs)],
         )
         response = await next(self._queues).Enqueue(request, timeout=_CALL_S_MAX)
         if [result.id for result in response.results] != [job.id for job in request.jobs]:

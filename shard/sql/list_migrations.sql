@@ -1,0 +1,2 @@
+-- The migrations run here.
+SELECT m.number, m.checksum, m.breaking FROM windrow.migration m

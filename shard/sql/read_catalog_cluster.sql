@@ -1,0 +1,2 @@
+-- Whose catalog this is; no row before it is founded.
+SELECT c.cluster FROM windrow.catalog c
