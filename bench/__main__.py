@@ -83,6 +83,8 @@ def _arguments() -> tuple[Plan, Path | None]:
     parser.add_argument("--routers", type=_number(64), default=plan.routers, help="router processes; 2")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured there")
     given = parser.parse_args()
+    if given.json is not None and not given.json.absolute().parent.is_dir():
+        parser.error(f"there is no folder {given.json.parent} for --json")
     plan = Plan(
         shards=given.shards,
         batches=given.batch,

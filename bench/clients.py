@@ -7,7 +7,7 @@ import contextlib
 import json
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -49,14 +49,8 @@ async def open_clients(system: str, site: Site, *, count: int, tally: Path) -> A
                 *(sys.executable, "-m", "bench.client_process"), stdin=PIPE, stdout=PIPE
             )
             stack.push_async_callback(_end, process)
-            first: dict[str, object] = {
-                "system": system,
-                "site": asdict(site),
-                "tally": str(tally),
-                "places": count,
-                "mine": at,
-            }
-            await _say(process, first)
+            shared = {"tally": str(tally), "places": count, "mine": at}
+            await _say(process, {"system": system, "site": asdict(site), **shared})
             processes.append(process)
         yield Clients(processes)
 
@@ -73,7 +67,7 @@ async def _order(process: Process, order: dict[str, object]) -> tuple[float, flo
     return answer["began_s"], answer["ended_s"]
 
 
-async def _say(process: Process, message: dict[str, object]) -> None:
+async def _say(process: Process, message: Mapping[str, object]) -> None:
     assert process.stdin is not None
     process.stdin.write(json.dumps(message).encode() + b"\n")
     with contextlib.suppress(ConnectionError):

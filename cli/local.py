@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import tempfile
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from router.supervisor import Supervisor
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.25
+_DRAIN_S = 10.0
 _T = TypeVar("_T")
 
 
@@ -52,12 +52,12 @@ async def local_cluster(
     async with contextlib.AsyncExitStack() as stack:
         opened = open_clusters(names, root=None if ephemeral else root, ephemeral=ephemeral)
         postgres = await stack.enter_async_context(_in_thread(opened))
-        # Ours alone: it holds passwords.
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="windrow-")))
-        config = folder / "cluster.toml"
+        # Beside the first shard's data, and gone with it; ours alone, because it holds passwords.
+        config = postgres[names[0]].folder / "cluster.toml"
+        config.unlink(missing_ok=True)
         config.touch(mode=0o600)
         config.write_text(_cluster_file(postgres))
-        routers = Supervisor(config, listen=listen, processes=processes, drain_seconds=10.0)
+        routers = Supervisor(config, listen=listen, processes=processes, drain_seconds=_DRAIN_S)
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         stop = asyncio.Event()
         running = asyncio.create_task(routers.run(ready=ready.set_result, stop=stop))
@@ -91,7 +91,7 @@ async def _in_thread(scope: contextlib.AbstractContextManager[_T]) -> AsyncGener
 
 def _cluster_file(postgres: Mapping[str, Cluster]) -> str:
     shards = "".join(f'\n[[shard]]\nname = "{name}"\ndsn = "{cluster.dsn}"\n' for name, cluster in postgres.items())
-    return f'[cluster]\nname = "local"\n{shards}'
+    return f'[cluster]\nname = "local"\n{shards}\n[router]\ndrain_seconds = {_DRAIN_S}\n'
 
 
 async def _keep(cluster: Cluster) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from cli import cluster, enqueue, jobs, leases, output, queues, servers, stats, up
-from cli.exits import EPILOG, CommandFailed
+from cli.exits import EPILOG, CommandFailed, ExitCode
 from cli.layout import App
 
 _START = "Start"
@@ -46,7 +46,12 @@ def demo(
 
     On a cluster of its own, which it starts and stops. Exit code 1: something was lost, repeated or out of balance.
     """
-    from cli.demo import run_demo
+    try:
+        from cli.demo import run_demo
+    except ModuleNotFoundError as error:
+        raise CommandFailed(
+            f"the demo needs a checkout of Windrow, for its examples: {error}", ExitCode.REFUSED
+        ) from error
 
     raise typer.Exit(run_demo(events=events, faults=faults, seconds=seconds))
 

@@ -27,7 +27,7 @@ from shard.vocabulary import (
     QueueName,
     ShardName,
 )
-from windrow.ids import new_id
+from windrow.ids import uuid7
 from windrow.v1 import admin_pb2, job_pb2, queue_pb2
 
 WINDOW_DEFAULT_US = 30_000_000
@@ -85,7 +85,7 @@ def new_jobs(org: OrgId, jobs: Sequence[job_pb2.NewJob], *, trace: str | None) -
     """The columns of valid jobs. `trace` is kept with jobs that bring no trace of their own."""
     columns = NewJobs(
         org=org,
-        ids=[job.id or new_id() for job in jobs],
+        ids=[job.id or uuid7() for job in jobs],
         queues=cast("list[QueueName]", [job.queue for job in jobs]),
         kinds=[job.kind for job in jobs],
         payloads=[job.payload for job in jobs],

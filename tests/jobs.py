@@ -43,7 +43,7 @@ def some_jobs(
     jobs = NewJobs(org=org)
     for at, name in enumerate(ids):
         jobs.ids.append(name)
-        jobs.queues.append(queue)
+        jobs.queues.append(QueueName(queue))
         jobs.kinds.append("greet")
         jobs.payloads.append(b"%d" % at)
         if priority is not None:
@@ -60,6 +60,10 @@ def some_jobs(
     return jobs
 
 
+def ids_of(jobs: NewJobs) -> list[JobId]:
+    return [JobId(name) for name in jobs.ids]
+
+
 async def lease_jobs(
     store: Store,
     org: OrgId,
@@ -70,9 +74,7 @@ async def lease_jobs(
     worker: str = "w",
 ) -> list[tuple[Claimed, Lease]]:
     """Claims, and reads each job's lease from its token as the router does."""
-    prefix, claimed = await store.claim(
-        org, [QueueName(queue)], max_jobs=max_jobs, window_us=window_us, worker=worker
-    )
+    prefix, claimed = await store.claim(org, [QueueName(queue)], max_jobs=max_jobs, window_us=window_us, worker=worker)
     return [(job, parse_token(token(prefix, job.id))[1]) for job in claimed]
 
 

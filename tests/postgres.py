@@ -10,6 +10,7 @@ import contextlib
 import os
 from collections.abc import Generator
 from dataclasses import dataclass
+from typing import LiteralString
 
 import psycopg
 from psycopg import sql
@@ -46,9 +47,9 @@ class Server:
     def drop(self, database: str) -> None:
         self._administer("DROP DATABASE {} WITH (FORCE)", database)
 
-    def _administer(self, statement: str, *names: str) -> None:
+    def _administer(self, statement: LiteralString, *names: str) -> None:
         with psycopg.connect(self.superuser_dsn, autocommit=True) as connection:
-            connection.execute(sql.SQL(statement).format(*map(sql.Identifier, names)))  # type: ignore[arg-type]
+            connection.execute(sql.SQL(statement).format(*map(sql.Identifier, names)))
 
 
 @contextlib.contextmanager

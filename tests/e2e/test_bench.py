@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import pytest
 
@@ -72,16 +72,19 @@ def test_a_stopped_run_leaves_no_process_behind() -> None:
 async def test_jobs_that_never_come_out_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.client_process.STUCK_S", 0.05)
     with pytest.raises(BaseExceptionGroup) as caught:
-        await _drained(_Loser.with_jobs(90), tmp_path, total=100)
+        await _drained(90, tmp_path, total=100)
     assert caught.group_contains(Wrong, match="only 90 of 100 jobs came out")
 
 
 async def test_jobs_that_come_out_twice_are_noticed(tmp_path: Path) -> None:
     with pytest.raises(Wrong, match="110 jobs came out, and 100 had gone in"):
-        await _drained(_Loser.with_jobs(110), tmp_path, total=100)
+        await _drained(110, tmp_path, total=100)
 
 
-async def _drained(system: _Loser, folder: Path, *, total: int) -> None:
+async def _drained(given: int, folder: Path, *, total: int) -> None:
+    """Drains a system that gives so many jobs, where there should be `total`."""
+    system = _Loser(Site(address="", dsns={}, callers=2, payload=""))
+    system.left = given
     file = folder / "tally"
     file.touch()
     client = Client(system, Tally(file, places=1, mine=0), callers=2)
@@ -95,19 +98,15 @@ class _Loser:
     title: ClassVar[str] = "loser"
 
     def __init__(self, site: Site) -> None:
-        self._left = site.callers
-
-    @classmethod
-    def with_jobs(cls, jobs: int) -> Self:
-        return cls(Site(address="", dsns={}, callers=jobs, payload=""))
+        self.left = 0
 
     async def prepare(self, run: str) -> None: ...
 
     async def enqueue(self, jobs: int) -> None: ...
 
     async def drain(self, jobs_max: int) -> int:
-        given = min(jobs_max, self._left)
-        self._left -= given
+        given = min(jobs_max, self.left)
+        self.left -= given
         await asyncio.sleep(0)
         return given
 

@@ -21,7 +21,7 @@ from shard.floor import GUARD_US
 from shard.store import Store
 from shard.vocabulary import Claimed, Lease, OrgId, QueueName
 from tests.conftest import SHARD
-from tests.jobs import HOUR_US, job_id, lease_jobs, some_jobs
+from tests.jobs import HOUR_US, ids_of, job_id, lease_jobs, some_jobs
 from tests.timemachine import pass_time
 
 QUEUES = 200
@@ -78,7 +78,7 @@ class Plan:
     def rows_read(self, relation: str) -> float:
         dropped = ("Rows Removed by Filter", "Rows Removed by Index Recheck", "Rows Removed by Join Filter")
         return sum(
-            (node["Actual Rows"] + sum(node.get(key, 0) for key in dropped)) * node["Actual Loops"]
+            float(node["Actual Rows"] + sum(node.get(key, 0) for key in dropped)) * float(node["Actual Loops"])
             for node in self.scans(relation)
         )
 
@@ -141,7 +141,9 @@ INSERT INTO windrow.job (
     id, queue_id, run_at, visible_at, priority, kind, payload, attempt, lease, leased_at, worker, enqueued_at
 )
 SELECT
-    (lpad(to_hex((extract(epoch FROM now()) * 1000)::bigint), 12, '0') || '7000' || '8' || lpad(to_hex(n), 15, '0'))::uuid,
+    (
+        lpad(to_hex((extract(epoch FROM now()) * 1000)::bigint), 12, '0') || '7000' || '8' || lpad(to_hex(n), 15, '0')
+    )::uuid,
     q.queue_id, due.at, due.at, 5, 'fill', '\\x00', leased.is::integer,
     CASE WHEN leased.is THEN n END, CASE WHEN leased.is THEN now() END, CASE WHEN leased.is THEN 'w' END, now()
 FROM generate_series(1, %(rows)s) AS n
@@ -157,7 +159,9 @@ INSERT INTO windrow.finished (
     id, queue_id, enqueued_at, run_at, priority, attempt, state, kind, payload, reason
 )
 SELECT
-    (lpad(to_hex((extract(epoch FROM now()) * 1000)::bigint), 12, '0') || '7000' || '9' || lpad(to_hex(n), 15, '0'))::uuid,
+    (
+        lpad(to_hex((extract(epoch FROM now()) * 1000)::bigint), 12, '0') || '7000' || '9' || lpad(to_hex(n), 15, '0')
+    )::uuid,
     (SELECT min(queue_id) FROM windrow.queue), now(), now(), 5, 1, 'cancelled', 'fill', '', 'filled'
 FROM generate_series(1, %(rows)s) AS n
 """
@@ -187,7 +191,10 @@ async def record(recorder: Recorder, org: OrgId) -> dict[str, Run]:
     await store.enqueue(jobs)
     enqueue = recorder.last(statements.ENQUEUE)
     # Enqueued again they would be known: the plan is of jobs that are new.
-    fresh = {"ids": "{" + ",".join(job_id() for _ in range(BATCH)) + "}", "dedup_keys": [f"new-{n}" for n in range(BATCH)]}
+    fresh = {
+        "ids": "{" + ",".join(job_id() for _ in range(BATCH)) + "}",
+        "dedup_keys": [f"new-{n}" for n in range(BATCH)],
+    }
     held = leases(await lease_jobs(store, org, queue="queue-7", max_jobs=BATCH, window_us=HOUR_US))
     await store.extend(org, held, window_us=2 * HOUR_US)
     named = {"ids": "{" + ",".join(lease.job_hex for lease in held) + "}"}
@@ -196,7 +203,7 @@ async def record(recorder: Recorder, org: OrgId) -> dict[str, Run]:
     texts = ["why"] * BATCH
     await store.sweep()
     await store.enqueue(jobs)
-    await store.get(org, jobs.ids, include_payload=True)  # type: ignore[arg-type]
+    await store.get(org, ids_of(jobs), include_payload=True)
     return {
         "enqueue": (statements.ENQUEUE, {**enqueue[1], **fresh}),
         "find_known": recorder.last(statements.FIND_KNOWN),
@@ -204,8 +211,14 @@ async def record(recorder: Recorder, org: OrgId) -> dict[str, Run]:
         "extend": recorder.last(statements.EXTEND),
         "ack": (statements.ACK, {**named, **org_id, "results": [b"done"] * BATCH, "jobs": BATCH}),
         "inspect_leases": (statements.INSPECT_LEASES, {**named, **org_id}),
-        "retry": (statements.RETRY, {**named, **org_id, "delays_us": "{" + ",".join(["5"] * BATCH) + "}", "errors": texts}),
-        "bury": (statements.BURY, {**named, **org_id, "outcomes": ["nacked"] * BATCH, "errors": texts, "reasons": texts}),
+        "retry": (
+            statements.RETRY,
+            {**named, **org_id, "delays_us": "{" + ",".join(["5"] * BATCH) + "}", "errors": texts},
+        ),
+        "bury": (
+            statements.BURY,
+            {**named, **org_id, "outcomes": ["nacked"] * BATCH, "errors": texts, "reasons": texts},
+        ),
         "release": (statements.RELEASE, {**named, **org_id}),
         "cancel": (statements.CANCEL, {**org_id, "ids": named["ids"], "reason": "why"}),
         "explain_miss": (statements.EXPLAIN_MISS, {**named, **org_id}),
@@ -247,7 +260,9 @@ PAGES_A_JOB = {
 
 
 def assert_bounded(name: str, plan: Plan) -> None:
-    assert not [node["Node Type"] for node in plan.scans("job") if node["Node Type"] in ("Seq Scan", "Bitmap Heap Scan")]
+    assert not [
+        node["Node Type"] for node in plan.scans("job") if node["Node Type"] in ("Seq Scan", "Bitmap Heap Scan")
+    ]
     for node in plan.nodes():
         assert node["Node Type"] != "Seq Scan", (name, node)
     # Once to find a row, once to act on it; not one row more.

@@ -1,4 +1,4 @@
-"""How jobs end: retried, out of attempts, past their time; with their history, and whatever the finished table lacks."""
+"""How jobs end: retried, out of attempts, past their time; with their history, and whatever partition is missing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shard.database import Database
 from shard.retry import Fixed
 from shard.store import Nack, Store
 from shard.vocabulary import Answer, JobId, Lease, OrgId, Outcome
-from tests.jobs import HOUR_US, MINUTE_US, history_of, job_id, lease_jobs, some_jobs
+from tests.jobs import HOUR_US, MINUTE_US, history_of, ids_of, job_id, lease_jobs, some_jobs
 from tests.timemachine import end_leases, make_due, reach_expiry
 
 
@@ -18,22 +18,24 @@ async def test_a_job_whose_leases_all_expire_is_dead_with_its_history(database: 
     store = Store(database)
     jobs = some_jobs(org, 1, max_attempts=2)
     await store.enqueue(jobs)
+    held: list[Lease] = []
     for attempt in (1, 2):
         ((job, lease),) = await lease_jobs(store, org, worker=f"worker {attempt}")
         assert job.attempt == attempt
+        held.append(lease)
         await end_leases(database, org)
     await store.enqueue(some_jobs(org, 1))
     # The claim sets it aside and goes on to the job behind it.
     ((behind, _),) = await lease_jobs(store, org, max_jobs=1)
     assert behind.id != jobs.ids[0]
-    (record,) = await store.get(org, jobs.ids, include_payload=False)  # type: ignore[arg-type]
+    (record,) = await store.get(org, ids_of(jobs), include_payload=False)
     assert (record.state, record.attempt) == ("dead", 2)
     assert record.reason == "out of attempts (2), the last one expired"
     assert [(a.attempt, a.outcome, a.worker) for a in record.attempts()] == [
         (1, Outcome.EXPIRED, "worker 1"),
         (2, Outcome.EXPIRED, "worker 2"),
     ]
-    assert await store.ack(org, [lease], [None]) == [Answer.STALE]
+    assert await store.ack(org, held, [None] * 2) == [Answer.STALE] * 2
 
 
 async def test_a_nack_of_the_last_attempt_buries_the_job(database: Database, org: OrgId) -> None:
@@ -49,7 +51,7 @@ async def test_a_nack_of_the_last_attempt_buries_the_job(database: Database, org
         assert await store.nack(org, [nack]) == [Answer.OK], "the same call again is answered the same"
         assert await store.ack(org, [lease], [None]) == [Answer.STALE]
     assert await lease_jobs(store, org) == []
-    (record,) = await store.get(org, jobs.ids, include_payload=False)  # type: ignore[arg-type]
+    (record,) = await store.get(org, ids_of(jobs), include_payload=False)
     assert (record.state, record.reason) == ("dead", "out of attempts (2 of 2)")
     assert [(a.outcome, a.error) for a in record.attempts()] == [
         (Outcome.NACKED, "error 1"),
@@ -79,7 +81,7 @@ async def test_a_release_does_not_count_the_attempt(database: Database, org: Org
         assert job.attempt == 1
         assert await store.release(org, [lease]) == [Answer.OK]
         assert await store.release(org, [lease]) == [Answer.OK]
-    (record,) = await store.get(org, jobs.ids, include_payload=False)  # type: ignore[arg-type]
+    (record,) = await store.get(org, ids_of(jobs), include_payload=False)
     assert [a.outcome for a in record.attempts()] == [Outcome.RELEASED] * 3
 
 
@@ -101,10 +103,10 @@ async def test_the_newest_fifty_attempts_are_remembered(database: Database, org:
     # The last lease expired unseen; the claim that finds it writes its end down, at the cost of the oldest.
     ((_, lease),) = await lease_jobs(store, org)
     assert await store.ack(org, [lease], [None]) == [Answer.OK]
-    (record,) = await store.get(org, jobs.ids, include_payload=False)  # type: ignore[arg-type]
+    (record,) = await store.get(org, ids_of(jobs), include_payload=False)
     history = history_of(record.history)
     assert [int(str(entry["lease"])) for entry in history] == numbers[6:]
-    assert history[-1]["outcome"] == "nacked" or history[-1]["worker"] == "w55"
+    assert history[-1]["worker"] == "w55"
     assert len(record.attempts()) == 51, "and the one that finished it"
 
 
@@ -133,7 +135,7 @@ async def test_a_job_that_runs_when_its_expiry_comes_may_finish(database: Databa
     await reach_expiry(database, org)
     assert await store.extend(org, [lease], window_us=HOUR_US) == [Answer.OK]
     assert await store.ack(org, [lease], [b"done"]) == [Answer.OK]
-    (record,) = await store.get(org, jobs.ids, include_payload=True)  # type: ignore[arg-type]
+    (record,) = await store.get(org, ids_of(jobs), include_payload=True)
     assert (record.state, record.result) == ("succeeded", b"done")
 
 

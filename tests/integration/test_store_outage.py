@@ -121,15 +121,14 @@ async def test_a_caller_who_waits_too_long_for_a_connection_is_told_so(database:
     assert await database.run(b"SELECT 1", {}) == [(1,)]
 
 
-async def test_the_connection_of_a_cancelled_caller_is_of_use_to_others(
-    cluster: Cluster, database: Database
-) -> None:
+async def test_the_connection_of_a_cancelled_caller_is_of_use_to_others(cluster: Cluster, database: Database) -> None:
     calls = [asyncio.create_task(database.run(b"SELECT pg_sleep(60)", {})) for _ in range(4)]
     async with await psycopg.AsyncConnection.connect(cluster.superuser_dsn, autocommit=True) as watcher:
         async with asyncio.timeout(30):
             while True:
                 cursor = await watcher.execute(
-                    "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'PgSleep' AND application_name = 'windrow'"
+                    "SELECT count(*) FROM pg_stat_activity "
+                    "WHERE wait_event = 'PgSleep' AND application_name = 'windrow'"
                 )
                 if await cursor.fetchone() == (4,):
                     break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import uuid
@@ -16,7 +17,7 @@ from shard.database import Database
 from shard.store import Nack, Store
 from shard.vocabulary import Answer, Claimed, JobId, Lease, OrgId
 from tests.conftest import SHARD
-from tests.jobs import HOUR_US, MINUTE_US, history_of, job_id, lease_jobs, some_jobs
+from tests.jobs import HOUR_US, MINUTE_US, QUEUE, history_of, ids_of, job_id, lease_jobs, some_jobs
 from tests.timemachine import until_blocked
 
 TRIALS = int(os.environ.get("WINDROW_TRIALS", "1000"))
@@ -60,12 +61,12 @@ async def assert_one_lease_at_a_time(database: Database, org: OrgId, takings: Se
     )
     for name, history, lease, leased_at, finished_at, attempt in rows:
         spans = [
-            (entry["attempt"], int(str(entry["lease"])), entry["leased_at_us"], entry["ended_at_us"])
+            tuple(int(str(entry[key])) for key in ("attempt", "lease", "leased_at_us", "ended_at_us"))
             for entry in history_of(history)
         ]
         spans.append((attempt, lease, leased_at, finished_at))
         assert [span[0] for span in spans] == list(range(1, len(spans) + 1))
-        for (*_, ended), (_, _, began, _) in zip(spans, spans[1:], strict=False):
+        for (*_, ended), (_, _, began, _) in itertools.pairwise(spans):
             assert ended <= began, f"job {name} was leased again before its lease had ended"
         booked += [(name, span[1]) for span in spans]
     assert len(set(told)) == len(told), "one lease went to two consumers"
@@ -225,7 +226,7 @@ async def test_a_retried_enqueue_that_races_with_the_end_of_its_job_stores_no_se
         await producer.enqueue(jobs)
         leases = leases_of(await lease_jobs(consumer, org))
         fresh = some_jobs(org, random.randint(0, 3), queue="other")
-        retried = some_jobs(org, ids=random.sample([*jobs.ids, *fresh.ids], len(jobs) + len(fresh)))  # type: ignore[arg-type]
+        retried = some_jobs(org, ids=random.sample([*ids_of(jobs), *ids_of(fresh)], len(jobs) + len(fresh)))
         known, answers = await asyncio.gather(producer.enqueue(retried), end(consumer, org, leases))
         assert set(answers) == {Answer.OK}
         # Known are those of the first call, each as itself; and nothing else is.
@@ -242,8 +243,8 @@ async def test_a_retried_enqueue_that_races_with_the_end_of_its_job_stores_no_se
 async def test_an_enqueue_whose_snapshot_is_older_than_the_end_of_its_job_looks_again(
     fresh_database: Database, org: OrgId, end: End, refuses: bool
 ) -> None:
-    """The race above, made to happen: the enqueue has its snapshot, and waits for a dedup key while the job ends. Without
-    the function that looks again there is a second copy, so this test can tell."""
+    """The race above, made to happen: the enqueue has its snapshot, and waits for a dedup key while the job ends.
+    Without the function that looks again there is a second copy, so this test can tell."""
     database = fresh_database
     store = Store(database)
     if not refuses:
@@ -257,17 +258,16 @@ async def test_an_enqueue_whose_snapshot_is_older_than_the_end_of_its_job_looks_
     jobs = some_jobs(org, 1)
     await store.enqueue(jobs)
     leases = leases_of(await lease_jobs(store, org))
-    retried = some_jobs(org, ids=[job_id(), *jobs.ids], dedup_keys=["held"])  # type: ignore[list-item]
-    ids = await store.names.make(org, ["mail"])  # type: ignore[list-item]
-    async with asyncio.TaskGroup() as group:
-        async with database.transaction() as connection:
-            await connection.execute(
-                "INSERT INTO windrow.dedup VALUES (%s, 'held', %s, now() - interval '1 s')",
-                [ids["mail"], job_id()],  # type: ignore[index]
-            )
-            enqueue = group.create_task(store.enqueue(retried))
-            await until_blocked(database)
-            assert await end(store, org, leases) == [Answer.OK]
+    retried = some_jobs(org, ids=[job_id(), *ids_of(jobs)], dedup_keys=["held"])
+    ids = await store.names.make(org, [QUEUE])
+    async with asyncio.TaskGroup() as group, database.transaction() as connection:
+        await connection.execute(
+            "INSERT INTO windrow.dedup VALUES (%s, 'held', %s, now() - interval '1 s')",
+            [ids[QUEUE], job_id()],
+        )
+        enqueue = group.create_task(store.enqueue(retried))
+        await until_blocked(database)
+        assert await end(store, org, leases) == [Answer.OK]
     found = await copies(database, org)
     if refuses:
         assert enqueue.result() == {1: jobs.ids[0]}
@@ -289,12 +289,11 @@ async def test_an_enqueue_waits_for_the_ack_that_has_its_job_in_hand(database: D
         "jobs": 1,
         "org_id": await store.names.org_id(org),
     }
-    async with asyncio.TaskGroup() as group:
-        async with database.transaction() as connection:
-            await connection.execute(statements.ACK, parameters)
-            enqueue = group.create_task(store.enqueue(jobs))
-            await until_blocked(database)
-            assert not enqueue.done()
+    async with asyncio.TaskGroup() as group, database.transaction() as connection:
+        await connection.execute(statements.ACK, parameters)
+        enqueue = group.create_task(store.enqueue(jobs))
+        await until_blocked(database)
+        assert not enqueue.done()
     assert enqueue.result() == {0: jobs.ids[0]}
     assert await copies(database, org) == {jobs.ids[0]: 1}
 
@@ -308,7 +307,7 @@ async def test_producers_that_race_for_one_dedup_key_are_told_one_id(wide: Datab
         told: dict[str, set[str]] = {key: set() for key in keys}
         for jobs, known in zip(batches, answers, strict=True):
             for at, name in enumerate(jobs.ids):
-                told[jobs.dedup_keys[at]].add(known.get(at, name))  # type: ignore[arg-type]
+                told[jobs.dedup_keys[at]].add(known.get(at, JobId(name)))
         assert [len(ids) for ids in told.values()] == [1] * 5
         held = await lease_jobs(stores[0], org)
         assert {job.id for job, _ in held} == set().union(*told.values())
@@ -331,7 +330,7 @@ async def impatient(module_dsn: str) -> AsyncGenerator[Database, None]:
 @pytest.mark.parametrize("share", ["ids", "dedup keys", "both"])
 async def test_enqueues_that_overlap_in_any_order_never_deadlock(impatient: Database, org: OrgId, share: str) -> None:
     stores = [Store(impatient) for _ in range(6)]
-    await stores[0].names.make(org, ["mail"])  # type: ignore[list-item]
+    await stores[0].names.make(org, [QUEUE])
     for turn in range(15):
         ids = [job_id() for _ in range(40)]
         keys = [f"{turn}-{n}" for n in range(40)]
@@ -365,4 +364,3 @@ async def test_calls_on_the_same_leases_in_any_order_never_deadlock(impatient: D
         await asyncio.gather(*acks, *extends, *nacks, *releases, *cancels)
         await ack(stores[0], org, leases_of(await lease_jobs(stores[0], org)))
         await _cancel(stores[0], org, leases)
-

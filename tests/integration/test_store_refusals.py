@@ -6,11 +6,11 @@ import pytest
 
 from shard.books import Books
 from shard.database import Database
-from shard.errors import IdsOutsideHorizon, NotOwned, QueueNotEmpty, UnknownQueue
+from shard.errors import IdsOutsideHorizon, IdsTaken, NotOwned, QueueNotEmpty, UnknownQueue
 from shard.placement import slot_of
 from shard.store import Nack, Store
 from shard.vocabulary import Answer, JobId, JobState, NewJobs, OrgId, QueueName
-from tests.jobs import HOUR_US, MINUTE_US, job_id, lease_jobs, some_jobs
+from tests.jobs import HOUR_US, MINUTE_US, ids_of, job_id, lease_jobs, some_jobs
 
 DAY_MS = 24 * 3600 * 1000
 A, B = QueueName("a"), QueueName("b")
@@ -136,9 +136,7 @@ async def test_a_batch_of_which_one_queue_is_remembered_wrongly_is_stored_once_a
     assert await store.get(other_org, ids, include_payload=False) == []
 
 
-async def test_a_claim_never_obeys_a_wrong_memory_of_a_queue(
-    database: Database, org: OrgId, other_org: OrgId
-) -> None:
+async def test_a_claim_never_obeys_a_wrong_memory_of_a_queue(database: Database, org: OrgId, other_org: OrgId) -> None:
     store = Store(database)
     await store.enqueue(two_queues(org, [job_id(), job_id()]))
     await store.enqueue(some_jobs(other_org, 1, queue=A))
@@ -166,7 +164,7 @@ async def test_names_that_look_like_null_or_numbers_are_names(database: Database
     store = Store(database)
     names = ["null", "NULL", "1", "a:b/c.d_e-f", "x" * 128]
     jobs = some_jobs(org, len(names))
-    jobs.queues = list(names)
+    jobs.queues = [QueueName(name) for name in names]
     jobs.kinds = list(names)
     await store.enqueue(jobs)
     for name in names:
@@ -193,6 +191,25 @@ async def test_one_org_cannot_touch_anothers_jobs(database: Database, org: OrgId
     assert await store.ack(org, [lease], [b"done"]) == [Answer.OK]
     assert await store.get(other_org, ids, include_payload=True) == []
     assert await store.cancel(other_org, ids, reason="") == [Answer.NOT_FOUND]
+
+
+@pytest.mark.parametrize("live", [True, False], ids=["live", "finished"])
+async def test_an_id_of_another_orgs_job_fails_the_whole_batch(
+    database: Database, org: OrgId, other_org: OrgId, live: bool
+) -> None:
+    """Not "known": the other org's job is not this producer's (I1), and it learns no more than that the id is taken."""
+    store = Store(database)
+    taken = some_jobs(org, 1)
+    await store.enqueue(taken)
+    if not live:
+        ((_, lease),) = await lease_jobs(store, org)
+        await store.ack(org, [lease], [None])
+    ids = [job_id(), *ids_of(taken), job_id()]
+    with pytest.raises(IdsTaken) as caught:
+        await store.enqueue(some_jobs(other_org, ids=ids, dedup_keys=["a", "b", "c"]))
+    assert caught.value.positions == [1]
+    assert await store.get(other_org, ids, include_payload=False) == []
+    assert await store.enqueue(some_jobs(other_org, 1, dedup_keys=["b"])) == {}, "nor is the dedup key taken"
 
 
 async def test_an_org_that_was_never_seen_finds_nothing(database: Database, org: OrgId, other_org: OrgId) -> None:
@@ -236,8 +253,6 @@ async def test_a_deleted_queue_comes_back_with_its_next_job_even_if_that_dies(
     held = [lease for _, lease in await lease_jobs(store, org, queue=A)]
     await store.nack(org, [Nack(lease=held[0], kill=True)])
     assert [q.queue for q in (await books.list_queues(org, page_size=9, page_token=""))[0]] == [A]
-    page = await books.list_jobs(
-        org, A, JobState.DEAD, kind="", page_size=9, page_token="", include_payload=False
-    )
+    page = await books.list_jobs(org, A, JobState.DEAD, kind="", page_size=9, page_token="", include_payload=False)
     assert len(page.jobs) == 1
     assert await books.redrive(org, A, kind="", died_after=None, died_before=None, limit=9) == 1

@@ -78,10 +78,7 @@ def test_a_file_that_is_not_there_is_named_with_the_ways_to_name_another(tmp_pat
     path = tmp_path / "cluster.toml"
     with pytest.raises(ClusterFileError) as caught:
         read_cluster(path)
-    assert (
-        str(caught.value)
-        == f"{path}: No such file or directory; name another with --config or WINDROW_CONFIG"
-    )
+    assert str(caught.value) == f"{path}: No such file or directory; name another with --config or WINDROW_CONFIG"
 
 
 def shard_with(line: str) -> str:
@@ -152,7 +149,8 @@ BAD = {
     ),
     "two dsns": (
         shard_with('dsn_env = "X"'),
-        "cluster.toml: [[shard]] number 1 (s1): needs exactly one of dsn, dsn_env and dsn_file, and has ['dsn', 'dsn_env']",
+        "cluster.toml: [[shard]] number 1 (s1): needs exactly one of dsn, dsn_env and dsn_file, "
+        "and has ['dsn', 'dsn_env']",
     ),
     "dsn that is no text": (
         '[[shard]]\nname = "s1"\ndsn = 5\n',
@@ -179,9 +177,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("text", "message"), BAD.values(), ids=BAD.keys())
-def test_a_file_that_cannot_be_used_is_refused_with_the_place_the_fault_and_the_remedy(
-    text: str, message: str
-) -> None:
+def test_a_file_that_cannot_be_used_is_refused_with_the_place_the_fault_and_the_remedy(text: str, message: str) -> None:
     with pytest.raises(ClusterFileError) as caught:
         parse(text)
     # What TOML's own parser says after the colon is its business.

@@ -42,7 +42,7 @@ def floors_of(floors: Floors, *queues: QueueId) -> dict[tuple[int, int], int]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The process's monotonic clock, in its only entry."""
     now = [1000.0]
-    monkeypatch.setattr(floor.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("shard.floor.time.monotonic", lambda: now[0])
     return now
 
 

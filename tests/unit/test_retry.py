@@ -49,9 +49,7 @@ def test_jitter_takes_or_adds_up_to_its_share(luck: float, delay_us: int) -> Non
 
 
 @given(exponentials, attempts, luck)
-def test_a_delay_stays_within_the_jitter_around_the_formula(
-    policy: Exponential, attempt: int, luck: float
-) -> None:
+def test_a_delay_stays_within_the_jitter_around_the_formula(policy: Exponential, attempt: int, luck: float) -> None:
     grown = min(policy.max_us, policy.initial_us * policy.multiplier ** min(attempt - 1, 150))
     delay = retry.delay_us(policy, attempt=attempt, luck=luck)
     assert math.floor(grown * (1 - policy.jitter)) <= delay <= math.ceil(grown * (1 + policy.jitter))
@@ -60,9 +58,7 @@ def test_a_delay_stays_within_the_jitter_around_the_formula(
 
 @given(exponentials, attempts)
 def test_no_delay_shrinks_from_one_attempt_to_the_next(policy: Exponential, attempt: int) -> None:
-    assert retry.delay_us(policy, attempt=attempt, luck=0.5) <= retry.delay_us(
-        policy, attempt=attempt + 1, luck=0.5
-    )
+    assert retry.delay_us(policy, attempt=attempt, luck=0.5) <= retry.delay_us(policy, attempt=attempt + 1, luck=0.5)
 
 
 @given(delays, attempts, luck)
@@ -78,12 +74,8 @@ def test_a_fixed_delay_knows_neither_attempt_nor_luck(delay_us: int, attempt: in
         (5, 3, "out of attempts (5 of 3)"),
     ],
 )
-def test_a_job_out_of_attempts_is_buried_with_the_reason(
-    attempt: int, max_attempts: int | None, reason: str
-) -> None:
-    assert retry.fate(Fixed(delay_us=1), attempt=attempt, max_attempts=max_attempts, luck=0.5) == Bury(
-        reason=reason
-    )
+def test_a_job_out_of_attempts_is_buried_with_the_reason(attempt: int, max_attempts: int | None, reason: str) -> None:
+    assert retry.fate(Fixed(delay_us=1), attempt=attempt, max_attempts=max_attempts, luck=0.5) == Bury(reason=reason)
 
 
 @pytest.mark.parametrize(("attempt", "max_attempts"), [(19, None), (2, 3), (999, 1000)])
