@@ -30,7 +30,7 @@ try:
     import psycopg
     from psycopg.rows import class_row
 except ImportError as error:
-    raise ImportError("windrow.outbox needs psycopg: pip install 'windrow[outbox]'") from error
+    raise ImportError("windrow.outbox needs psycopg, which the extra windrow[outbox] brings") from error
 
 from opentelemetry import trace
 

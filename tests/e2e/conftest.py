@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from embedded import open_clusters
@@ -40,8 +40,6 @@ class RunningCluster:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                # So that a kill reaches all of its processes, and nothing else.
-                start_new_session=True,
             )
         assert self._router.stdout is not None
         for line in self._router.stdout:
@@ -61,11 +59,17 @@ class RunningCluster:
         router, self._router = self._router, None
         if router is None:
             return
-        os.killpg(router.pid, number)
+        supervisor = psutil.Process(router.pid)
+        processes = supervisor.children(recursive=True)
+        supervisor.send_signal(number)
+        if number == signal.SIGKILL:
+            for process in processes:
+                process.kill()
         try:
             router.wait(WAIT_S)
+            psutil.wait_procs(processes, WAIT_S)
         except subprocess.TimeoutExpired:
-            os.killpg(router.pid, signal.SIGKILL)
+            router.kill()
             router.wait(WAIT_S)
             raise
         finally:

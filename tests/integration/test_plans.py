@@ -87,7 +87,8 @@ async def explain(connection: Connection, run: Run) -> Plan:
     """The plan of a statement that this connection has prepared, as it is executed with these parameters."""
     statement, parameters = run
     cursor = await connection.execute(
-        "SELECT name, generic_plans FROM pg_prepared_statements WHERE statement = %s",
+        "SELECT name, generic_plans FROM pg_prepared_statements WHERE statement = %s "
+        "ORDER BY prepare_time DESC LIMIT 1",
         [_numbered(statement)],
         prepare=False,
     )

@@ -122,7 +122,7 @@ async def test_a_job_that_did_not_run_before_its_expiry_is_cancelled_and_those_b
     assert job.id == jobs.ids[1]
     assert await lease_jobs(store, org) == []
     for record in await store.get(org, [JobId(jobs.ids[0]), JobId(jobs.ids[2])], include_payload=False):
-        assert (record.state, record.reason) == ("cancelled", "not run before its expires_at")
+        assert (record.state, record.reason) == ("cancelled", "past its expires_at")
         assert (record.attempt, record.attempts()) == (0, [])
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shard.placement import SLOTS, plan, shares, slot_of
@@ -44,6 +44,10 @@ def weighted(draw: st.DrawFn) -> dict[ShardName, float]:
     if not sum(weights.values()):
         weights[next(iter(weights))] = 1.0
     return weights
+
+
+# Each plans 16,384 slots twice.
+few = settings(max_examples=25)
 
 
 def new_cluster(weights: dict[ShardName, float]) -> list[ShardName]:
@@ -100,12 +104,14 @@ def test_weights_that_place_nothing_are_refused(weights: dict[ShardName, float])
 
 
 @given(weighted())
+@few
 def test_a_plan_gives_every_shard_its_share(weights: dict[ShardName, float]) -> None:
     placed = Counter(new_cluster(weights))
     assert placed == Counter({name: n for name, n in shares(weights).items() if n})
 
 
 @given(weighted(), st.integers(0, 2**32))
+@few
 def test_a_plan_of_a_plan_changes_nothing(weights: dict[ShardName, float], seed: int) -> None:
     owners = new_cluster(weights)
     random.Random(seed).shuffle(owners)
@@ -113,6 +119,7 @@ def test_a_plan_of_a_plan_changes_nothing(weights: dict[ShardName, float], seed:
 
 
 @given(shard_sets, names)
+@few
 def test_a_new_shard_takes_its_share_and_nothing_moves_between_the_old(
     shards: list[ShardName], added: ShardName
 ) -> None:
@@ -126,6 +133,7 @@ def test_a_new_shard_takes_its_share_and_nothing_moves_between_the_old(
 
 
 @given(weighted(), weighted())
+@few
 def test_any_change_of_weights_moves_no_more_than_the_shares_demand(
     before: dict[ShardName, float], after: dict[ShardName, float]
 ) -> None:
@@ -136,6 +144,7 @@ def test_any_change_of_weights_moves_no_more_than_the_shares_demand(
 
 
 @given(shard_sets.filter(lambda shards: len(shards) > 1))
+@few
 def test_a_shard_that_leaves_gives_its_slots_away_evenly(shards: list[ShardName]) -> None:
     before = new_cluster(dict.fromkeys(shards, 1.0))
     leaver, *rest = shards
