@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Generator
 
 import grpc
@@ -17,6 +18,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+_CLOSE_S_MAX = 3.0
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
@@ -47,7 +49,10 @@ class Tracing:
 
     def close(self) -> None:
         if self._provider is not None:
-            self._provider.shutdown()
+            # Beside us: with the collector away it would try for longer than a drain may take.
+            closing = threading.Thread(target=self._provider.shutdown, daemon=True)
+            closing.start()
+            closing.join(_CLOSE_S_MAX)
 
     @contextlib.contextmanager
     def span(

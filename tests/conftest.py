@@ -21,6 +21,9 @@ from shard.store import Store
 from shard.vocabulary import OrgId, ShardName
 from tests.postgres import Server, open_server
 
+# Before gRPC is imported: as root, servers are started by a fork, and gRPC's fork handlers may crash the child.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 SHARD = ShardName("s1")
 CLUSTER = "tests"
 _TEMPLATE = "migrated"

@@ -254,7 +254,7 @@ PAGES_A_JOB = {
     "release": 30,
     "cancel": 30,
     "explain_miss": 60,
-    "get_jobs": 40,
+    "get_jobs": 60,
     # For each of nine lanes, whatever the batch.
     "sweep": 3,
 }

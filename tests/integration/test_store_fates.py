@@ -6,11 +6,12 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from shard.books import Books
 from shard.database import Database
 from shard.retry import Fixed
 from shard.store import Nack, Store
 from shard.vocabulary import Answer, JobId, Lease, OrgId, Outcome
-from tests.jobs import HOUR_US, MINUTE_US, history_of, ids_of, job_id, lease_jobs, some_jobs
+from tests.jobs import HOUR_US, MINUTE_US, QUEUE, history_of, ids_of, job_id, lease_jobs, some_jobs
 from tests.timemachine import end_leases, make_due, reach_expiry
 
 
@@ -226,3 +227,18 @@ async def test_a_result_is_kept_with_the_job_that_has_one(database: Database, or
     assert await store.ack(org, [lease for _, lease in held], results) == [Answer.OK] * 3
     found = {r.id: r.result for r in await store.get(org, [job.id for job, _ in held], include_payload=True)}
     assert found == {job.id: result for (job, _), result in zip(held, results, strict=True)}
+
+
+async def test_purge_and_redrive_touch_no_more_than_their_limit(database: Database, books: Books, org: OrgId) -> None:
+    store = Store(database)
+    await store.enqueue(some_jobs(org, 7))
+    held = await lease_jobs(store, org, max_jobs=5)
+    await store.nack(org, [Nack(lease=lease, kill=True) for _, lease in held[:4]])
+    assert await books.redrive(org, QUEUE, kind="another", died_after=None, died_before=None, limit=9) == 0
+    assert await books.redrive(org, QUEUE, kind="", died_after=None, died_before=None, limit=1) == 1
+    # Three ready, one leased, three dead.
+    assert await books.purge_queue(org, QUEUE, limit=2, include_dead=True) == 2
+    assert await books.purge_queue(org, QUEUE, limit=9, include_dead=False) == 1
+    assert await books.purge_queue(org, QUEUE, limit=2, include_dead=True) == 2
+    (found,) = [entry for entry in await books.check() if entry.org == org]
+    assert (found.leased, found.dead, found.cancelled, found.balanced) == (1, 1, 5, True)

@@ -1,0 +1,255 @@
+"""One trace from a producer by way of a router and a shard to a worker, as a collector receives it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+
+from tests.e2e.conftest import RunningCluster
+from tests.jobs import job_id
+from tests.routers import PATIENCE_S, Routers, running_routers, stubs, write_cluster
+from windrow import Client, Job, Worker, uuid7
+from windrow.v1 import job_pb2, queue_pb2
+
+QUEUE = "mail"
+# The variable that sends spans soon; the default waits for five seconds.
+SOON = {"OTEL_BSP_SCHEDULE_DELAY": "50"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """One span, and which service sent it."""
+
+    service: str
+    span: Span
+
+    @property
+    def trace(self) -> str:
+        return self.span.trace_id.hex()
+
+    def is_child_of(self, parent: Received) -> bool:
+        return (self.span.trace_id, self.span.parent_span_id) == (parent.span.trace_id, parent.span.span_id)
+
+
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+    """Keeps every span that is exported to it."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self._received: list[Received] = []
+        self._more = threading.Condition()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def Export(  # noqa: N802 - as the service calls it
+        self, request: trace_service_pb2.ExportTraceServiceRequest, context: grpc.ServicerContext
+    ) -> trace_service_pb2.ExportTraceServiceResponse:
+        del context
+        with self._more:
+            for resource in request.resource_spans:
+                names = {one.key: one.value.string_value for one in resource.resource.attributes}
+                self._received += [
+                    Received(service=names["service.name"], span=span)
+                    for scope in resource.scope_spans
+                    for span in scope.spans
+                ]
+            self._more.notify_all()
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+    def spans(self) -> list[Received]:
+        with self._more:
+            return list(self._received)
+
+    def one(self, name: str, fits: Callable[[Received], bool] = lambda _: True) -> Received:
+        """Waits for the only span of this name that fits."""
+        with self._more:
+            found: list[Received] = []
+
+            def arrived() -> bool:
+                found[:] = [one for one in self._received if one.span.name == name and fits(one)]
+                return bool(found)
+
+            assert self._more.wait_for(arrived, PATIENCE_S), f"no span {name!r} in {self._received}"
+            assert len(found) == 1
+            return found[0]
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    yield from collecting(0)
+
+
+def collecting(port: int) -> Generator[Collector, None, None]:
+    servicer = Collector()
+    server = grpc.server(ThreadPoolExecutor(2))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    servicer.port = server.add_insecure_port(f"127.0.0.1:{port}")
+    server.start()
+    yield servicer
+    server.stop(None).wait()
+
+
+@pytest.fixture
+def config(cluster: RunningCluster, tmp_path: Path) -> Path:
+    return write_cluster(tmp_path / "cluster.toml", cluster.dsns, name="windrow")
+
+
+@pytest.fixture
+def traced(config: Path, collector: Collector) -> Iterator[Routers]:
+    """Routers that export."""
+    with running_routers(config, environ={"OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint, **SOON}) as routers:
+        yield routers
+
+
+@pytest.fixture
+def provider(collector: Collector) -> Iterator[TracerProvider]:
+    """What an application sets up for itself."""
+    made = TracerProvider(resource=Resource.create({"service.name": "shop"}))
+    made.add_span_processor(SimpleSpanProcessor(OTLPSpanExporter(endpoint=collector.endpoint)))
+    yield made
+    made.shutdown()
+
+
+async def test_one_trace_leads_from_the_producer_to_the_worker(
+    traced: Routers, collector: Collector, provider: TracerProvider
+) -> None:
+    async with Client(traced.address, org=f"org-{uuid7()}", tracer_provider=provider) as client:
+        with provider.get_tracer("shop").start_as_current_span("checkout"):
+            stored = await client.enqueue(QUEUE, "greet")
+        worker, handled = Worker(client, [QUEUE]), asyncio.Event()
+
+        @worker.handler("greet")
+        async def greet(_: Job) -> None:
+            with provider.get_tracer("shop").start_as_current_span("greeting"):
+                handled.set()
+
+        running = asyncio.create_task(worker.run())
+        await asyncio.wait_for(handled.wait(), PATIENCE_S)
+        worker.stop()
+        await asyncio.wait_for(running, PATIENCE_S)
+
+    def received() -> list[Received]:
+        checkout = collector.one("checkout")
+        send = collector.one(f"send {QUEUE}", lambda one: one.is_child_of(checkout))
+        serve = collector.one("windrow.v1.Queue/Enqueue", lambda one: one.is_child_of(send))
+        shard = next(
+            collector.one(name, lambda one: one.is_child_of(serve))
+            for name in ("enqueue s1", "enqueue s2")
+            if name in {one.span.name for one in collector.spans()} or name == "enqueue s2"
+        )
+        process = collector.one(f"process {QUEUE}", lambda one: one.is_child_of(send))
+        greeting = collector.one("greeting", lambda one: one.is_child_of(process))
+        return [checkout, send, serve, shard, process, greeting]
+
+    spans = await asyncio.to_thread(received)
+    assert {one.trace for one in spans} == {spans[0].trace}
+    assert [(one.service, one.span.kind) for one in spans] == [
+        ("shop", Span.SPAN_KIND_INTERNAL),
+        ("shop", Span.SPAN_KIND_PRODUCER),
+        ("windrow-router", Span.SPAN_KIND_SERVER),
+        ("windrow-router", Span.SPAN_KIND_CLIENT),
+        ("shop", Span.SPAN_KIND_CONSUMER),
+        ("shop", Span.SPAN_KIND_INTERNAL),
+    ]
+    _, send, _, shard, process, _ = spans
+    assert [(link.trace_id, link.span_id) for link in process.span.links] == [(send.span.trace_id, send.span.span_id)]
+    assert attributes(shard)["db.system.name"] == "postgresql"
+    assert attributes(process)["messaging.message.id"] == stored.id
+
+
+def attributes(received: Received) -> dict[str, str]:
+    return {one.key: one.value.string_value for one in received.span.attributes}
+
+
+def test_a_job_carries_the_trace_of_its_producer_or_of_the_call_that_stored_it(
+    traced: Routers, collector: Collector
+) -> None:
+    org = f"org-{uuid7()}"
+    own = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    around = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    jobs = [
+        job_pb2.NewJob(
+            id=job_id(), queue=QUEUE, kind="with", trace=job_pb2.TraceContext(traceparent=own, tracestate="a=1,b=2")
+        ),
+        job_pb2.NewJob(id=job_id(), queue=QUEUE, kind="without"),
+    ]
+    with stubs(traced.address) as both:
+        request = queue_pb2.EnqueueRequest(org=org, jobs=jobs)
+        both.queue.Enqueue(request, timeout=PATIENCE_S, metadata=(("traceparent", around),))
+        leased = both.queue.Dequeue(
+            queue_pb2.DequeueRequest(org=org, queues=[QUEUE], max_jobs=2, visibility_window=Duration(seconds=60)),
+            timeout=PATIENCE_S,
+        ).jobs
+    traces = {job.kind: job.trace for job in leased}
+    assert (traces["with"].traceparent, traces["with"].tracestate) == (own, "a=1,b=2")
+    serve = collector.one("windrow.v1.Queue/Enqueue", lambda one: one.trace == around.split("-")[1])
+    assert traces["without"].traceparent == f"00-{serve.trace}-{serve.span.span_id.hex()}-01"
+
+
+def test_a_call_whose_caller_does_not_sample_is_not_exported(traced: Routers, collector: Collector) -> None:
+    quiet, loud = "0af7651916cd43dd8448eb211c80319c", "4bf92f3577b34da6a3ce929d0e0e4736"
+    with stubs(traced.address) as both:
+        for trace, flags in ((quiet, "00"), (loud, "01")):
+            job = job_pb2.NewJob(id=job_id(), queue=QUEUE, kind="greet")
+            request = queue_pb2.EnqueueRequest(org=f"org-{uuid7()}", jobs=[job])
+            parent = f"00-{trace}-b7ad6b7169203331-{flags}"
+            both.queue.Enqueue(request, timeout=PATIENCE_S, metadata=(("traceparent", parent),))
+    collector.one("windrow.v1.Queue/Enqueue", lambda one: one.trace == loud)
+    assert {one.trace for one in collector.spans()} & {quiet, loud} == {loud}
+
+
+@pytest.mark.parametrize("environ", [{}, {"OTEL_SDK_DISABLED": "true"}, {"OTEL_TRACES_EXPORTER": "none"}], ids=str)
+def test_nothing_is_exported_unless_it_is_asked_for(config: Path, environ: dict[str, str]) -> None:
+    """The collector stands where the exporter would look for one by default."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", 4317))
+        except OSError as error:
+            pytest.skip(f"port 4317 is in use: {error}")
+    if environ:
+        environ = environ | {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4317"}
+    for collector in collecting(4317):
+        with running_routers(config, environ=environ | SOON) as routers, stubs(routers.address) as both:
+            org = f"org-{uuid7()}"
+            job = job_pb2.NewJob(id=job_id(), queue=QUEUE, kind="greet")
+            request = queue_pb2.EnqueueRequest(org=org, jobs=[job])
+            parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+            both.queue.Enqueue(request, timeout=PATIENCE_S, metadata=(("traceparent", parent),))
+            (leased,) = both.queue.Dequeue(queue_pb2.DequeueRequest(org=org, queues=[QUEUE]), timeout=PATIENCE_S).jobs
+            assert not leased.HasField("trace")
+        # What a router has not sent by its end it never sends.
+        assert collector.spans() == []
+
+
+def test_a_collector_that_is_away_holds_nothing_up(config: Path) -> None:
+    with socket.socket() as taken:
+        # Bound and not listening: nobody else gets the port, and nobody answers there.
+        taken.bind(("127.0.0.1", 0))
+        environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{taken.getsockname()[1]}", **SOON}
+        with running_routers(config, environ=environ) as routers, stubs(routers.address) as both:
+            for _ in range(20):
+                job = job_pb2.NewJob(id=job_id(), queue=QUEUE, kind="greet")
+                both.queue.Enqueue(queue_pb2.EnqueueRequest(org=f"org-{uuid7()}", jobs=[job]), timeout=5)
+            began_s = time.monotonic()
+            routers.supervisor.terminate()
+            assert routers.supervisor.wait(PATIENCE_S) == 0
+            assert time.monotonic() - began_s < 8

@@ -1,0 +1,238 @@
+"""A TCP proxy that cuts connections where it hurts: around one statement's commit, or at a random byte.
+
+It stands between a router and Postgres, or between a client and a router, in the event loop of the test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import random
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+
+from psycopg.conninfo import make_conninfo
+
+_CHUNK_BYTES = 1 << 16
+
+
+class Moment(enum.Enum):
+    """When a call's connection is cut."""
+
+    # Before the server hears of the call.
+    UNSENT = "unsent"
+    # The server has it; whether it did it nobody knows.
+    SENT = "sent"
+    # The server has done it and said so, and the answer goes nowhere.
+    ANSWERED = "answered"
+
+
+@dataclass(slots=True, kw_only=True)
+class Cut:
+    """One cut to come: at the `nth` time that a client sends `pattern`."""
+
+    pattern: bytes
+    moment: Moment
+    nth: int = 1
+    done: bool = False
+    seen: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Link:
+    """One proxied connection."""
+
+    client: tuple[asyncio.StreamReader, asyncio.StreamWriter]
+    server: tuple[asyncio.StreamReader, asyncio.StreamWriter]
+    # Set while an answer is held back that is to be lost.
+    losing: Cut | None = None
+    held_back: bytearray = field(default_factory=bytearray)
+    # The end of what the client sent: a pattern may come in two pieces.
+    tail: bytes = b""
+    # After how many bytes more the connection is cut; None: it is not.
+    fuse: int | None = None
+
+    def cut(self) -> None:
+        for _, writer in (self.client, self.server):
+            writer.transport.abort()
+
+
+class Proxy:
+    """Made by `open_proxy`. `answered` tells from a server's bytes whether its answer is whole."""
+
+    def __init__(self, answered: Callable[[bytes], bool]) -> None:
+        self.port = 0
+        self.cuts_done = 0
+        self._answered = answered
+        self._cut: Cut | None = None
+        self._links: set[_Link] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._fuses: Callable[[], int] | None = None
+        self._one_more = asyncio.Event()
+
+    def cut_at(self, pattern: bytes, moment: Moment, *, nth: int = 1) -> Cut:
+        """Cuts one connection: the one on which the pattern is sent for the nth time from now."""
+        self._cut = Cut(pattern=pattern, moment=moment, nth=nth)
+        return self._cut
+
+    def cut_at_random(self, luck: random.Random, *, bytes_max: int) -> None:
+        """Cuts every connection, those to come too, somewhere within its next `bytes_max` bytes, either way."""
+        self._fuses = lambda: luck.randint(0, bytes_max)
+        for link in self._links:
+            link.fuse = self._fuses()
+
+    async def until_cut(self, count: int) -> None:
+        """Waits until so many connections have been cut."""
+        while self.cuts_done < count:
+            self._one_more.clear()
+            await self._one_more.wait()
+
+    def cut_no_more(self) -> None:
+        self._cut = self._fuses = None
+        for link in self._links:
+            link.fuse = None
+
+    async def serve(self, host: str, port: int, client: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            try:
+                server = await asyncio.open_connection(host, port)
+            except OSError:
+                writer.transport.abort()
+                return
+            link = _Link((client, writer), server, fuse=self._fuses() if self._fuses else None)
+            self._links.add(link)
+            try:
+                await self._carry(link)
+            finally:
+                self._links.discard(link)
+                link.cut()
+        finally:
+            self._tasks.discard(task)
+
+    async def end(self) -> None:
+        """Cuts what is left, and waits for it to end."""
+        for link in self._links:
+            link.cut()
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=10)
+
+    async def _carry(self, link: _Link) -> None:
+        ways = [asyncio.create_task(self._upstream(link)), asyncio.create_task(self._downstream(link))]
+        try:
+            # Whichever side ends first, the other must hear of it.
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for way in ways:
+                way.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
+
+    async def _upstream(self, link: _Link) -> None:
+        while data := await _read(link.client[0]):
+            cut = self._cut
+            if cut is not None and not cut.done and self._strikes(link, cut, data):
+                cut.done = True
+                self._count()
+                match cut.moment:
+                    case Moment.UNSENT:
+                        return
+                    case Moment.SENT:
+                        link.server[1].write(data)
+                        await link.server[1].drain()
+                        # An orderly end: what was sent arrives.
+                        link.server[1].close()
+                        link.client[1].transport.abort()
+                        return
+                    case Moment.ANSWERED:
+                        link.losing = cut
+            if not await self._pass_on(link, link.server[1], data):
+                return
+
+    async def _downstream(self, link: _Link) -> None:
+        while data := await _read(link.server[0]):
+            if link.losing is not None:
+                link.held_back += data
+                if self._answered(bytes(link.held_back)):
+                    return
+            elif not await self._pass_on(link, link.client[1], data):
+                return
+
+    async def _pass_on(self, link: _Link, writer: asyncio.StreamWriter, data: bytes) -> bool:
+        """Sends the bytes on, or as many as the fuse allows. Answers whether the connection still stands."""
+        burnt = link.fuse is not None and len(data) >= link.fuse
+        if link.fuse is not None:
+            data = data[: link.fuse]
+            link.fuse -= len(data)
+        writer.write(data)
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
+        if burnt:
+            self._count()
+        return not burnt
+
+    def _count(self) -> None:
+        self.cuts_done += 1
+        self._one_more.set()
+
+    @staticmethod
+    def _strikes(link: _Link, cut: Cut, data: bytes) -> bool:
+        if cut.pattern in link.tail + data:
+            cut.seen += 1
+            link.tail = b""
+        else:
+            link.tail = (link.tail + data)[-len(cut.pattern) :]
+        return cut.seen >= cut.nth
+
+
+async def _read(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await reader.read(_CHUNK_BYTES)
+    except ConnectionError:
+        return b""
+
+
+@contextlib.asynccontextmanager
+async def open_proxy(host: str, port: int, answered: Callable[[bytes], bool]) -> AsyncGenerator[Proxy, None]:
+    """A proxy in front of host:port, on a free port of 127.0.0.1."""
+    proxy = Proxy(answered)
+
+    async def serve(client: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await proxy.serve(host, port, client, writer)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    proxy.port = server.sockets[0].getsockname()[1]
+    try:
+        yield proxy
+    finally:
+        server.close()
+        await proxy.end()
+
+
+def through(dsn: str, proxy: Proxy) -> str:
+    """The same database by way of the proxy, which must be able to read along."""
+    return make_conninfo(dsn, host="127.0.0.1", port=proxy.port, sslmode="disable", gssencmode="disable")
+
+
+def postgres_answered(data: bytes) -> bool:
+    """Whether a statement has ended: ReadyForQuery has come. Messages are a letter, and a length that counts itself."""
+    at = 0
+    while at + 5 <= len(data):
+        end = at + 1 + int.from_bytes(data[at + 1 : at + 5], "big")
+        if data[at : at + 1] == b"Z" and end <= len(data):
+            return True
+        at = end
+    return False
+
+
+def grpc_answered(data: bytes) -> bool:
+    """Whether a call has ended: HEADERS that end a stream, the trailers, have come (RFC 9113, section 4.1)."""
+    at = 0
+    while at + 9 <= len(data):
+        end = at + 9 + int.from_bytes(data[at : at + 3], "big")
+        if data[at + 3] == 1 and data[at + 4] & 1 and end <= len(data):
+            return True
+        at = end
+    return False

@@ -1,0 +1,346 @@
+"""Connections cut at the worst moment: what was done stays done, once, and whoever asks again hears the same (I1, I3).
+
+WINDROW_TRIALS says how many times each ambiguous moment is tried: 100 unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from psycopg.conninfo import conninfo_to_dict
+
+from shard.books import Books, OrgBooks
+from shard.database import Database
+from shard.store import Nack, Store
+from shard.vocabulary import Answer, JobId, Lease, OrgId, Outcome
+from tests.conftest import CLUSTER, SHARD
+from tests.fault.proxy import Moment, Proxy, grpc_answered, open_proxy, postgres_answered, through
+from tests.jobs import HOUR_US, QUEUE, job_id, lease_jobs, some_jobs
+from tests.routers import PATIENCE_S, Routers, running_routers, write_cluster
+from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
+
+ORG = OrgId("cut")
+CUTS = 200
+# A cut connection is an error of one call, and so answered at once; more tries than this mean that something hangs.
+TRIES_MAX = 50
+
+
+@pytest.fixture
+async def proxy(fresh_dsn: str) -> AsyncGenerator[Proxy, None]:
+    """In front of this test's own shard."""
+    server = conninfo_to_dict(fresh_dsn)
+    async with open_proxy(str(server["host"]), int(server["port"] or 5432), postgres_answered) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def store(fresh_dsn: str, proxy: Proxy) -> AsyncGenerator[Store, None]:
+    """The shard as its router sees it: through the proxy."""
+    database = Database(SHARD, through(fresh_dsn, proxy), connections=2)
+    await database.open()
+    yield Store(database)
+    await database.close()
+
+
+async def books_of(database: Database) -> OrgBooks:
+    """The only org's, read past the proxy."""
+    (books,) = await Books(database).check()
+    assert books.balanced
+    return books
+
+
+async def copies(database: Database) -> Counter[str]:
+    """How often each job id is stored, wherever."""
+    rows = await database.run(
+        b"SELECT id::text FROM windrow.job UNION ALL SELECT id::text FROM windrow.dead"
+        b" UNION ALL SELECT id::text FROM windrow.finished",
+        {},
+    )
+    return Counter(row[0] for row in rows)
+
+
+# ── Between the shard's code and Postgres ────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("moment", Moment)
+async def test_an_enqueue_cut_around_its_commit_stores_each_job_once(
+    store: Store, proxy: Proxy, fresh_database: Database, trials: int, moment: Moment
+) -> None:
+    luck = random.Random(f"enqueue {moment}")
+    expected: list[str] = []
+    await store.enqueue(some_jobs(ORG))
+    for _ in range(trials):
+        jobs = some_jobs(ORG, luck.randint(1, 3), dedup_keys=[str(job_id())] if luck.random() < 0.5 else ())
+        cut = proxy.cut_at(luck.choice(jobs.ids).encode(), moment)
+        known = await store.enqueue(jobs)
+        assert cut.done
+        # Done before the cut, they are known as themselves; the caller is not bothered.
+        assert {jobs.ids[at] for at in known} <= set(jobs.ids)
+        assert all(jobs.ids[at] == known_as for at, known_as in known.items())
+        if moment is Moment.ANSWERED:
+            assert len(known) == len(jobs)
+        assert await store.enqueue(jobs) == {at: JobId(name) for at, name in enumerate(jobs.ids)}
+        if jobs.dedup_keys:
+            other = some_jobs(ORG, 1, dedup_keys=[jobs.dedup_keys[0]])
+            assert await store.enqueue(other) == {0: jobs.ids[0]}
+        expected += jobs.ids
+    assert proxy.cuts_done == trials
+    stored = await copies(fresh_database)
+    assert set(stored.values()) == {1}
+    assert set(expected) <= set(stored)
+    books = await books_of(fresh_database)
+    assert (books.accepted, books.ready) == (len(expected) + 1, len(expected) + 1)
+
+
+Act = Callable[[Store, list[Lease]], Awaitable[list[Answer]]]
+
+
+def settle(**fields: object) -> Act:
+    async def act(store: Store, leases: list[Lease]) -> list[Answer]:
+        return await store.nack(ORG, [Nack(lease=lease, **fields) for lease in leases])  # type: ignore[arg-type]
+
+    return act
+
+
+# How each verb of a consumer is said, at which of its statements that name the job it may be cut, and what it leaves.
+ACTS: dict[str, tuple[Act, int, str]] = {
+    "ack": (lambda store, leases: store.ack(ORG, leases, [b"done"] * len(leases)), 1, "succeeded"),
+    "nack": (settle(error="no", delay_us=HOUR_US), 2, "scheduled"),
+    "kill": (settle(error="no", kill=True), 2, "dead"),
+    "extend": (lambda store, leases: store.extend(ORG, leases, window_us=2 * HOUR_US), 1, "leased"),
+    "release": (lambda store, leases: store.release(ORG, leases), 1, "ready"),
+}
+# The errors of the attempts that ended.
+ENDED = {"ack": [""], "nack": ["no"], "kill": ["no"]}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("verb", ACTS)
+async def test_what_a_consumer_says_is_ok_again_after_a_cut(
+    store: Store, proxy: Proxy, fresh_database: Database, trials: int, verb: str
+) -> None:
+    act, statements, state = ACTS[verb]
+    luck = random.Random(verb)
+    jobs: list[str] = []
+    for _ in range(trials // 2):
+        batch = some_jobs(ORG, 2)
+        await store.enqueue(batch)
+        held = await lease_jobs(store, ORG, window_us=HOUR_US)
+        if verb == "release":
+            # What earlier turns gave back is here again.
+            assert {job.id for job, _ in held} >= set(batch.ids)
+        else:
+            assert {job.id for job, _ in held} == set(batch.ids)
+        leases = [lease for _, lease in held]
+        moment = luck.choice(list(Moment))
+        cut = proxy.cut_at(luck.choice(leases).job_hex.encode(), moment, nth=luck.randint(1, statements))
+        assert await act(store, leases) == [Answer.OK] * len(leases)
+        assert cut.done
+        assert await act(store, leases) == [Answer.OK] * len(leases)
+        jobs += batch.ids
+    records = await Store(fresh_database).get(ORG, [JobId(name) for name in jobs], include_payload=True)
+    assert Counter(record.state for record in records) == {state: len(jobs)}
+    for record in records:
+        attempts = record.attempts()
+        if verb == "release":
+            assert {attempt.outcome for attempt in attempts} == {Outcome.RELEASED}
+        else:
+            # An attempt ended once, however often that was said.
+            assert [attempt.error for attempt in attempts] == ENDED.get(verb, [])
+        assert record.result == (b"done" if verb == "ack" else None)
+    await books_of(fresh_database)
+
+
+async def test_a_cancel_cut_after_its_commit_is_ok_again(
+    store: Store, proxy: Proxy, fresh_database: Database, trials: int
+) -> None:
+    luck = random.Random("cancel")
+    for _ in range(trials // 4):
+        jobs = some_jobs(ORG, 2)
+        await store.enqueue(jobs)
+        ids = [JobId(name) for name in jobs.ids]
+        cut = proxy.cut_at(jobs.ids[0].encode(), luck.choice(list(Moment)))
+        assert await store.cancel(ORG, ids, reason="") == [Answer.OK] * 2
+        assert cut.done
+        assert await store.cancel(ORG, ids, reason="") == [Answer.OK] * 2
+    books = await books_of(fresh_database)
+    assert books.cancelled == books.accepted == trials // 4 * 2
+
+
+# ── Between a client and its router ──────────────────────────────────────────────────────────────────────────────────
+
+
+@contextlib.asynccontextmanager
+async def routers_beside(config: Path) -> AsyncGenerator[Routers, None]:
+    """Routers, started and ended while the event loop goes on: they may talk to a proxy in it."""
+    running = running_routers(config)
+    routers = await asyncio.to_thread(running.__enter__)
+    try:
+        yield routers
+    finally:
+        await asyncio.to_thread(running.__exit__, None, None, None)
+
+
+async def until_answered(call: Callable[[], Awaitable[object]]) -> tuple[object, int]:
+    """Repeats a call by hand, as a client may that was told UNAVAILABLE. Answers with how many tries it took."""
+    for tries in range(1, TRIES_MAX + 1):
+        try:
+            return await call(), tries
+        except grpc.aio.AioRpcError as error:
+            if error.code() not in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}:
+                raise
+            # Soon for a cut of this connection, later for an outage of the shard.
+            await asyncio.sleep(min(0.02 * tries, 0.2))
+    raise AssertionError(f"not answered in {TRIES_MAX} tries")
+
+
+def channel(port: int | str) -> grpc.aio.Channel:
+    """Reconnects at once, where a client would take a second; never retries by itself."""
+    return grpc.aio.insecure_channel(
+        f"127.0.0.1:{port}",
+        options=[
+            ("grpc.enable_retries", 0),
+            ("grpc.initial_reconnect_backoff_ms", 10),
+            ("grpc.min_reconnect_backoff_ms", 1000),
+            ("grpc.max_reconnect_backoff_ms", 50),
+        ],
+    )
+
+
+@pytest.mark.timeout(600)
+async def test_calls_cut_on_the_way_back_to_the_client_are_answered_the_same_again(
+    fresh_dsn: str, fresh_database: Database, tmp_path: Path, trials: int
+) -> None:
+    luck = random.Random("client")
+    jobs: list[str] = []
+    config = write_cluster(tmp_path / "cluster.toml", {SHARD: fresh_dsn}, name=CLUSTER)
+    async with routers_beside(config) as routers:
+        host, _, port = routers.address.rpartition(":")
+        async with open_proxy(host, int(port), grpc_answered) as proxy, channel(proxy.port) as made:
+            queue = queue_pb2_grpc.QueueStub(made)
+            for _ in range(trials):
+                job = job_pb2.NewJob(id=job_id(), queue=QUEUE, kind="greet")
+                enqueue = queue_pb2.EnqueueRequest(org=ORG, jobs=[job])
+                cut = proxy.cut_at(job.id.encode(), Moment.ANSWERED)
+                answer, tries = await until_answered(lambda: queue.Enqueue(enqueue, timeout=PATIENCE_S))  # noqa: B023
+                assert (cut.done, tries > 1) == (True, True)
+                assert isinstance(answer, queue_pb2.EnqueueResponse)
+                assert [(result.id, result.duplicate) for result in answer.results] == [(job.id, True)]
+                jobs.append(job.id)
+
+                request = queue_pb2.DequeueRequest(org=ORG, queues=[QUEUE], visibility_window=Duration(seconds=3600))
+                (leased,) = (await queue.Dequeue(request, timeout=PATIENCE_S)).jobs
+                assert leased.id == job.id
+                call: Callable[[], Awaitable[object]]
+                match luck.randrange(4):
+                    case 0:
+                        ack = queue_pb2.AckRequest(org=ORG, acks=[queue_pb2.Ack(lease=leased.lease)])
+                        call = lambda: queue.Ack(ack, timeout=PATIENCE_S)  # noqa: B023, E731
+                    case 1:
+                        kill = queue_pb2.Nack(lease=leased.lease, kill=True)
+                        nack = queue_pb2.NackRequest(org=ORG, nacks=[kill])
+                        call = lambda: queue.Nack(nack, timeout=PATIENCE_S)  # noqa: B023, E731
+                    case 2:
+                        extend = queue_pb2.ExtendRequest(org=ORG, leases=[leased.lease])
+                        call = lambda: queue.Extend(extend, timeout=PATIENCE_S)  # noqa: B023, E731
+                    case _:
+                        release = queue_pb2.ReleaseRequest(org=ORG, leases=[leased.lease])
+                        call = lambda: queue.Release(release, timeout=PATIENCE_S)  # noqa: B023, E731
+                cut = proxy.cut_at(leased.lease, Moment.ANSWERED)
+                answer, tries = await until_answered(call)
+                assert (cut.done, tries > 1) == (True, True)
+                assert list(answer.answers) == [job_pb2.JOB_ANSWER_OK]  # type: ignore[attr-defined]
+                cancel = queue_pb2.CancelJobsRequest(org=ORG, ids=[job.id])
+                await queue.CancelJobs(cancel, timeout=PATIENCE_S)
+    assert await copies(fresh_database) == Counter(jobs)
+    assert (await books_of(fresh_database)).accepted == trials
+
+
+# ── Anywhere ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.timeout(300)
+async def test_two_hundred_cuts_anywhere_lose_and_double_nothing(
+    fresh_dsn: str, fresh_database: Database, proxy: Proxy, tmp_path: Path
+) -> None:
+    luck = random.Random(200)
+    stored: set[str] = set()
+    acked: set[str] = set()
+    over = asyncio.Event()
+    config = write_cluster(tmp_path / "cluster.toml", {SHARD: through(fresh_dsn, proxy)}, name=CLUSTER)
+    async with routers_beside(config) as routers, channel(routers.address.rpartition(":")[2]) as made:
+        queue = queue_pb2_grpc.QueueStub(made)
+
+        async def produce() -> None:
+            while not over.is_set():
+                ids = [job_id() for _ in range(luck.randint(1, 20))]
+                jobs = [
+                    job_pb2.NewJob(id=one, queue=QUEUE, kind="k", payload=b"p" * luck.randint(0, 2000)) for one in ids
+                ]
+                request = queue_pb2.EnqueueRequest(org=ORG, jobs=jobs)
+                await until_answered(lambda: queue.Enqueue(request, timeout=PATIENCE_S))  # noqa: B023
+                stored.update(ids)
+
+        async def consume(worker: str) -> None:
+            window = Duration(seconds=1)
+            request = queue_pb2.DequeueRequest(
+                org=ORG, queues=[QUEUE], max_jobs=10, visibility_window=window, worker=worker
+            )
+            while not (over.is_set() and len(acked) == len(stored)):
+                answer, _ = await until_answered(lambda: queue.Dequeue(request, timeout=PATIENCE_S))
+                assert isinstance(answer, queue_pb2.DequeueResponse)
+                fates: dict[int, list[job_pb2.LeasedJob]] = {0: [], 1: [], 2: []}
+                for job in answer.jobs:
+                    fate = 0 if over.is_set() or luck.random() < 0.7 else luck.randint(1, 3)
+                    # The fourth fate is to be forgotten until its lease has ended.
+                    fates.get(fate, []).append(job)
+                if fates[0]:
+                    acks = [queue_pb2.Ack(lease=job.lease) for job in fates[0]]
+                    ack = queue_pb2.AckRequest(org=ORG, acks=acks)
+                    said, _ = await until_answered(lambda: queue.Ack(ack, timeout=PATIENCE_S))  # noqa: B023
+                    assert isinstance(said, queue_pb2.AckResponse)
+                    done = {
+                        job.id
+                        for job, word in zip(fates[0], said.answers, strict=True)
+                        if word == job_pb2.JOB_ANSWER_OK
+                    }
+                    assert not done & acked, "a job was finished twice"
+                    acked.update(done)
+                if fates[1]:
+                    nacks = [queue_pb2.Nack(lease=job.lease, delay=Duration()) for job in fates[1]]
+                    nack = queue_pb2.NackRequest(org=ORG, nacks=nacks)
+                    await until_answered(lambda: queue.Nack(nack, timeout=PATIENCE_S))  # noqa: B023
+                if fates[2]:
+                    release = queue_pb2.ReleaseRequest(org=ORG, leases=[job.lease for job in fates[2]])
+                    await until_answered(lambda: queue.Release(release, timeout=PATIENCE_S))  # noqa: B023
+
+        async with asyncio.timeout(240), asyncio.TaskGroup() as group:
+            for _ in range(2):
+                group.create_task(produce())
+            for number in range(3):
+                group.create_task(consume(f"w{number}"))
+            proxy.cut_at_random(luck, bytes_max=60_000)
+            await proxy.until_cut(CUTS)
+            proxy.cut_no_more()
+            over.set()
+    records = await Store(fresh_database).get(ORG, [JobId(one) for one in stored], include_payload=False)
+    assert {record.id for record in records} == stored
+    assert {record.state for record in records} == {"succeeded"}
+    assert acked == stored
+    for record in records:
+        attempts = record.attempts()
+        assert [attempt.outcome.value for attempt in attempts].count("acked") == 1
+        for earlier, later in itertools.pairwise(attempts):
+            assert earlier.ended_at <= later.leased_at
+    books = await books_of(fresh_database)
+    assert (books.accepted, books.succeeded) == (len(stored), len(stored))

@@ -1,0 +1,238 @@
+"""kill -9 under load: of a consumer, of a router process, of a Postgres. Nothing acknowledged is lost, no job has two
+leases at a time, and the books balance (I1, I2, I5)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+import pytest_asyncio
+
+from cli.local import LocalCluster, local_cluster
+from embedded import BinariesNotFound
+from tests.fault.consumer import QUEUE
+from tests.jobs import job_id
+from tests.routers import CHECKOUT, PATIENCE_S, ending
+from windrow.v1 import admin_pb2, admin_pb2_grpc, job_pb2, queue_pb2, queue_pb2_grpc
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
+
+SHARDS = ("s1", "s2")
+ORGS_A_SHARD = 2
+# 20 jobs for each org every 0.1 s: 800 a second, where nothing hinders.
+BATCH, PAUSE_S = 20, 0.1
+BEFORE_S, AFTER_S = 2.0, 4.0
+_numbers = itertools.count(1)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster() -> AsyncIterator[LocalCluster]:
+    """Two shards and two router processes, which come back by themselves."""
+    try:
+        async with local_cluster(shards=2, processes=2, listen="127.0.0.1:0", ephemeral=True) as running:
+            yield running
+    except BinariesNotFound as error:
+        pytest.skip(str(error))
+
+
+@dataclass(slots=True, kw_only=True)
+class Load:
+    """Producers here, consumers in processes of their own; what each of them was told."""
+
+    cluster: LocalCluster
+    folder: Path
+    orgs: list[str]
+    # By org: the ids of jobs whose enqueue returned OK.
+    stored: dict[str, set[str]]
+    consumers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    # How often a producer had to ask again.
+    retries: int = 0
+
+    def start_consumer(self) -> subprocess.Popen[bytes]:
+        name = f"consumer-{len(self.consumers)}"
+        log = self.folder / f"{name}.log"
+        arguments = [self.cluster.address, str(log), name, *self.orgs]
+        process = subprocess.Popen([sys.executable, "-m", "tests.fault.consumer", *arguments], cwd=CHECKOUT)
+        self.consumers.append(process)
+        return process
+
+    async def produce(self, queue: queue_pb2_grpc.QueueAsyncStub, org: str, over: asyncio.Event) -> None:
+        while not over.is_set():
+            jobs = [job_pb2.NewJob(id=job_id(), queue=QUEUE, kind="work") for _ in range(BATCH)]
+            request = queue_pb2.EnqueueRequest(org=org, jobs=jobs)
+            await self.until_answered(lambda: queue.Enqueue(request, timeout=5))  # noqa: B023
+            self.stored[org].update(job.id for job in jobs)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(over.wait(), PAUSE_S)
+
+    async def until_answered(self, call: Callable[[], Awaitable[object]]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                try:
+                    await call()
+                except grpc.aio.AioRpcError as error:
+                    if error.code() not in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}:
+                        raise
+                    self.retries += 1
+                    await asyncio.sleep(0.1)
+                else:
+                    return
+
+    def said(self) -> list[dict[str, object]]:
+        """What the consumers wrote down. The last line of a killed one may be torn."""
+        lines: list[dict[str, object]] = []
+        for log in sorted(self.folder.glob("consumer-*.log")):
+            whole, _, _ = log.read_text().rpartition("\n")
+            lines += [json.loads(line) for line in whole.splitlines()]
+        return lines
+
+    @contextlib.contextmanager
+    def consumers_running(self, count: int) -> Generator[None, None, None]:
+        try:
+            for _ in range(count):
+                self.start_consumer()
+            yield
+        finally:
+            for consumer in self.consumers:
+                consumer.terminate()
+            for consumer in self.consumers:
+                consumer.wait(PATIENCE_S)
+
+
+async def until(holds: Callable[[], object], what: str) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline_s, f"not within {PATIENCE_S:g} s: {what}"
+        await asyncio.sleep(0.05)
+
+
+async def kill_consumer(load: Load) -> None:
+    victim = load.consumers[0]
+    # In the midst of its work: it holds leases that it has not acked.
+    with ending([victim.pid]):
+        os.kill(victim.pid, signal.SIGKILL)
+    load.start_consumer()
+
+
+async def kill_router(load: Load) -> None:
+    # One after the other, so that every connection dies once.
+    for victim in load.cluster.routers.pids:
+        with ending([victim]):
+            os.kill(victim, signal.SIGKILL)
+        await until(lambda: len(load.cluster.routers.pids) == 2, "another process has been started")
+        await asyncio.sleep(AFTER_S / 2)
+
+
+async def kill_postgres(load: Load) -> None:
+    victim = load.cluster.postgres["s2"].pid
+    assert victim is not None
+    # The whole server, not only its postmaster: no backend finishes what it was about to do.
+    parts = [psutil.Process(victim), *psutil.Process(victim).children(recursive=True)]
+    for part in parts:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            part.kill()
+    await until(lambda: load.cluster.postgres["s2"].pid not in {None, victim}, "the server has been started again")
+
+
+@pytest.mark.parametrize("kill", [kill_consumer, kill_router, kill_postgres])
+async def test_a_kill_loses_nothing_and_doubles_nothing(
+    cluster: LocalCluster, tmp_path: Path, kill: Callable[[Load], Awaitable[None]]
+) -> None:
+    over = asyncio.Event()
+    async with grpc.aio.insecure_channel(cluster.address, options=[("grpc.max_reconnect_backoff_ms", 500)]) as channel:
+        queue, admin = queue_pb2_grpc.QueueStub(channel), admin_pb2_grpc.AdminStub(channel)
+        orgs = await orgs_on_every_shard(admin)
+        load = Load(cluster=cluster, folder=tmp_path, orgs=orgs, stored={org: set() for org in orgs})
+        began_s = time.monotonic()
+        with load.consumers_running(2):
+            async with asyncio.TaskGroup() as group:
+                for org in orgs:
+                    group.create_task(load.produce(queue, org, over))
+                await asyncio.sleep(BEFORE_S)
+                await kill(load)
+                await asyncio.sleep(AFTER_S)
+                over.set()
+            took_s = time.monotonic() - began_s
+            await until_idle(admin, orgs)
+        jobs = {org: await everything(queue, org, load.stored[org]) for org in orgs}
+        books = [
+            one
+            for shard in SHARDS
+            async for answer in admin.CheckShard(admin_pb2.CheckShardRequest(shard=shard), timeout=PATIENCE_S)
+            for one in answer.orgs
+        ]
+    count = sum(map(len, load.stored.values()))
+    print(f"{count} jobs in {took_s:.1f} s, {load.retries} calls asked again")
+    assert count / took_s > 100, "this is no load"
+    assert kill is kill_consumer or load.retries > 0, "nobody noticed the kill"
+
+    # I1: what was acknowledged is there, and done.
+    for org in orgs:
+        assert {job.id for job in jobs[org]} == load.stored[org]
+        assert {job.state for job in jobs[org]} == {job_pb2.JOB_STATE_SUCCEEDED}
+    # I5, and nothing was stored that no producer knows of.
+    assert [one for one in books if not one.balanced] == []
+    assert {one.org: one.accepted for one in books if one.org in orgs} == {
+        org: len(ids) for org, ids in load.stored.items()
+    }
+    # I2: each lease began after the one before had ended, and went to one consumer alone.
+    for job in itertools.chain(*jobs.values()):
+        assert [attempt.attempt for attempt in job.attempts] == list(range(1, len(job.attempts) + 1))
+        for earlier, later in itertools.pairwise(job.attempts):
+            assert earlier.ended_at.ToNanoseconds() <= later.leased_at.ToNanoseconds()
+            assert earlier.outcome == job_pb2.ATTEMPT_OUTCOME_EXPIRED
+    said = load.said()
+    leases = Counter((line["leased"], line["attempt"]) for line in said if "leased" in line)
+    assert [lease for lease, times in leases.items() if times > 1] == []
+    # An acknowledged ack is final, and there is one for each job but those whose consumer died before it heard.
+    acks = Counter(line["acked"] for line in said if line.get("answer") == job_pb2.JOB_ANSWER_OK)
+    assert [job for job, times in acks.items() if times > 1] == []
+    unheard = count - len(acks)
+    assert unheard <= (20 if kill is kill_consumer else 0)
+
+
+async def orgs_on_every_shard(admin: admin_pb2_grpc.AdminAsyncStub) -> list[str]:
+    """New orgs, as many on one shard as on the other."""
+    on: dict[str, list[str]] = {shard: [] for shard in SHARDS}
+    while any(len(orgs) < ORGS_A_SHARD for orgs in on.values()):
+        org = f"load-{next(_numbers)}"
+        made = await admin.CreateQueue(admin_pb2.CreateQueueRequest(org=org, queue=QUEUE), timeout=PATIENCE_S)
+        on[made.queue.shard].append(org)
+    return [org for orgs in on.values() for org in orgs[:ORGS_A_SHARD]]
+
+
+async def until_idle(admin: admin_pb2_grpc.AdminAsyncStub, orgs: list[str]) -> None:
+    """Until no job of these orgs waits or runs: leases of the dead have ended by then, and been taken again."""
+    async with asyncio.timeout(60):
+        for org in orgs:
+            while True:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    stats = await admin.GetStats(admin_pb2.GetStatsRequest(org=org), timeout=5)
+                    if not any(one.ready + one.leased + one.scheduled for one in stats.queues):
+                        break
+                await asyncio.sleep(0.1)
+
+
+async def everything(queue: queue_pb2_grpc.QueueAsyncStub, org: str, ids: set[str]) -> list[job_pb2.Job]:
+    """The jobs with these ids; asserts that none is missing."""
+    found: list[job_pb2.Job] = []
+    rest = sorted(ids)
+    for at in range(0, len(rest), 1000):
+        answer = await queue.GetJobs(queue_pb2.GetJobsRequest(org=org, ids=rest[at : at + 1000]), timeout=PATIENCE_S)
+        assert list(answer.not_found) == []
+        found += answer.jobs
+    return found

@@ -1,0 +1,638 @@
+"""The router as processes: what it answers, what it does when a shard is away or lies, and how it comes and goes."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import psycopg
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from embedded import BinariesNotFound, Clusters, open_clusters
+from shard.placement import slot_of
+from shard.vocabulary import OrgId
+from tests.jobs import job_id
+from tests.postgres import Server
+from tests.routers import (
+    PATIENCE_S,
+    Routers,
+    Stubs,
+    detail,
+    ending,
+    first_line,
+    running_routers,
+    spawned_routers,
+    stubs,
+    violated_fields,
+    write_cluster,
+)
+from windrow.v1 import admin_pb2, job_pb2, queue_pb2
+
+QUEUE = "mail"
+OK, STALE, NOT_FOUND = job_pb2.JOB_ANSWER_OK, job_pb2.JOB_ANSWER_STALE, job_pb2.JOB_ANSWER_NOT_FOUND
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """A cluster under test: its databases, its routers, and a connection to them."""
+
+    dsns: Mapping[str, str]
+    routers: Routers
+    stubs: Stubs
+
+    def org_on(self, shard: str) -> str:
+        """A new org that lives on this shard."""
+        for _ in range(1000):
+            org = f"org-{next(_numbers)}"
+            made = self.stubs.admin.CreateQueue(admin_pb2.CreateQueueRequest(org=org, queue="home"), timeout=PATIENCE_S)
+            if made.queue.shard == shard:
+                return org
+        raise AssertionError(f"no org in a thousand lives on shard {shard!r}")
+
+    def sql(self, shard: str, statement: str, *parameters: object) -> list[tuple[object, ...]]:
+        with psycopg.connect(self.dsns[shard], autocommit=True) as connection:
+            cursor = connection.execute(statement.encode(), parameters)
+            return cursor.fetchall() if cursor.description else []
+
+
+@pytest.fixture(scope="module")
+def databases(postgres: Server) -> dict[str, str]:
+    return {shard: postgres.create(f"router_{shard}") for shard in ("s1", "s2")}
+
+
+@pytest.fixture(scope="module")
+def running(databases: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Generator[Running, None, None]:
+    """Two shards on one server: for what needs no server of its own."""
+    config = write_cluster(tmp_path_factory.mktemp("router") / "cluster.toml", databases)
+    with running_routers(config) as routers, stubs(routers.address) as both:
+        yield Running(dsns=databases, routers=routers, stubs=both)
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Clusters]:
+    """Two servers of our own, to be stopped, frozen and started again."""
+    try:
+        with open_clusters(["s1", "s2"], ephemeral=True) as clusters:
+            yield clusters
+    except BinariesNotFound as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def breakable(servers: Clusters, tmp_path_factory: pytest.TempPathFactory) -> Generator[Running, None, None]:
+    """Two shards on two servers. The catalog is on s1: s2 is the one to break."""
+    config = write_cluster(tmp_path_factory.mktemp("breakable") / "cluster.toml", servers.dsns)
+    with running_routers(config) as routers, stubs(routers.address) as both:
+        yield Running(dsns=servers.dsns, routers=routers, stubs=both)
+
+
+def new_job(**fields: object) -> job_pb2.NewJob:
+    whole: dict[str, object] = {"id": job_id(), "queue": QUEUE, "kind": "greet", **fields}
+    return job_pb2.NewJob(**whole)  # type: ignore[arg-type]
+
+
+def enqueue(both: Stubs, org: str, *jobs: job_pb2.NewJob, independent: bool = False) -> list[queue_pb2.EnqueueResult]:
+    request = queue_pb2.EnqueueRequest(org=org, jobs=jobs or [new_job()], independent=independent)
+    return list(both.queue.Enqueue(request, timeout=PATIENCE_S).results)
+
+
+def dequeue(both: Stubs, org: str, max_jobs: int = 100) -> list[job_pb2.LeasedJob]:
+    request = queue_pb2.DequeueRequest(org=org, queues=[QUEUE], max_jobs=max_jobs)
+    return list(both.queue.Dequeue(request, timeout=PATIENCE_S).jobs)
+
+
+def found(both: Stubs, org: str, *ids: str) -> queue_pb2.GetJobsResponse:
+    return both.queue.GetJobs(queue_pb2.GetJobsRequest(org=org, ids=ids), timeout=PATIENCE_S)
+
+
+def refusal(call: Callable[[], object]) -> grpc.RpcError:
+    with pytest.raises(grpc.RpcError) as refused:
+        call()
+    return refused.value
+
+
+def until(condition: Callable[[], object], what: str, *, within_s: float = PATIENCE_S) -> None:
+    """Waits for a condition that has no signal of its own."""
+    deadline_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"not within {within_s:g} s: {what}"
+        time.sleep(0.02)
+
+
+def succeeds(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except grpc.RpcError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def locked_jobs(dsn: str) -> Generator[Callable[[], int], None, None]:
+    """No job of this database can be stored or taken in the block. Yields how to count the statements that wait."""
+    with psycopg.connect(dsn) as holder, psycopg.connect(dsn, autocommit=True) as watcher:
+        holder.execute("LOCK TABLE windrow.job IN EXCLUSIVE MODE")
+
+        def waiting() -> int:
+            row = watcher.execute(
+                "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+            ).fetchone()
+            assert row is not None
+            return int(row[0])
+
+        yield waiting
+
+
+# ── What it answers ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_independent_enqueue_answers_each_job_for_itself(running: Running) -> None:
+    org, known = running.org_on("s1"), new_job(dedup_key="k")
+    enqueue(running.stubs, org, known)
+    good, again = new_job(), new_job(dedup_key="k")
+    old, bad = new_job(id=job_id(ahead_ms=-30 * 86_400_000)), new_job(kind="no name")
+    results = enqueue(running.stubs, org, bad, good, known, old, again, new_job(id=""), good, independent=True)
+    assert [result.id for result in results[:5]] == ["", good.id, known.id, "", known.id]
+    assert [result.duplicate for result in results] == [False, False, True, False, True, False, True]
+    assert [violation.field for result in results for violation in result.error.violations] == [
+        "jobs[0].kind",
+        "jobs[3].id",
+    ]
+    ids = {result.id for result in results if result.id}
+    assert len(ids) == 3
+    assert found(running.stubs, org, *ids).not_found == []
+
+
+def test_an_enqueue_with_one_bad_job_stores_none(running: Running) -> None:
+    org, good = running.org_on("s1"), new_job()
+    for bad, field in (
+        (new_job(priority=10), "jobs[1].priority"),
+        (new_job(id=job_id(ahead_ms=-30 * 86_400_000)), "jobs[1].id"),
+        (new_job(id=job_id(ahead_ms=2 * 3_600_000)), "jobs[1].id"),
+    ):
+        error = refusal(lambda bad=bad: enqueue(running.stubs, org, good, bad))  # type: ignore[misc]
+        assert (error.code(), violated_fields(error)) == (grpc.StatusCode.INVALID_ARGUMENT, [field])
+    assert found(running.stubs, org, good.id).not_found == [good.id]
+
+
+def test_a_job_that_is_too_old_is_named_also_behind_twins(running: Running) -> None:
+    org, twin, old = running.org_on("s1"), new_job(), new_job(id=job_id(ahead_ms=-30 * 86_400_000))
+    error = refusal(lambda: enqueue(running.stubs, org, twin, twin, old))
+    assert violated_fields(error) == ["jobs[2].id"]
+    first, second, third = enqueue(running.stubs, org, twin, twin, old, independent=True)
+    assert (first.id, second.id, second.duplicate, third.id) == (twin.id, twin.id, True, "")
+
+
+def test_an_enqueue_repeated_answers_the_first_ids(running: Running) -> None:
+    org, jobs = running.org_on("s2"), [new_job(), new_job(dedup_key="a"), new_job(dedup_key="b")]
+    first = enqueue(running.stubs, org, *jobs)
+    again = enqueue(running.stubs, org, *jobs)
+    others = enqueue(
+        running.stubs, org, new_job(dedup_key="b"), new_job(dedup_key="a"), new_job(queue="other", dedup_key="a")
+    )
+    assert [result.id for result in first] == [result.id for result in again] == [job.id for job in jobs]
+    assert [result.duplicate for result in first + again] == [False] * 3 + [True] * 3
+    assert [result.id for result in others[:2]] == [jobs[2].id, jobs[1].id]
+    assert not others[2].duplicate
+    assert running.stubs.books("s2")["s2", org].accepted == 4
+
+
+@pytest.mark.parametrize("other_shard", ["s1", "s2"])
+def test_orgs_do_not_reach_each_other(running: Running, other_shard: str) -> None:
+    mine, theirs = running.org_on("s1"), running.org_on(other_shard)
+    enqueue(running.stubs, mine)
+    (job,) = enqueue(running.stubs, theirs)
+    (leased,) = dequeue(running.stubs, theirs)
+    assert [one.id for one in dequeue(running.stubs, mine)] != [job.id]
+    queue = running.stubs.queue
+    ack, nack = queue_pb2.Ack(lease=leased.lease), queue_pb2.Nack(lease=leased.lease, kill=True)
+    assert list(queue.Ack(queue_pb2.AckRequest(org=mine, acks=[ack])).answers) == [NOT_FOUND]
+    assert list(queue.Nack(queue_pb2.NackRequest(org=mine, nacks=[nack])).answers) == [NOT_FOUND]
+    assert list(queue.Extend(queue_pb2.ExtendRequest(org=mine, leases=[leased.lease])).answers) == [NOT_FOUND]
+    assert list(queue.Release(queue_pb2.ReleaseRequest(org=mine, leases=[leased.lease])).answers) == [NOT_FOUND]
+    assert list(queue.CancelJobs(queue_pb2.CancelJobsRequest(org=mine, ids=[job.id])).answers) == [NOT_FOUND]
+    assert found(running.stubs, mine, job.id).not_found == [job.id]
+    assert found(running.stubs, theirs, job.id).jobs[0].state == job_pb2.JOB_STATE_LEASED
+    assert list(queue.Ack(queue_pb2.AckRequest(org=theirs, acks=[ack])).answers) == [OK]
+
+
+def test_one_ack_reaches_leases_of_several_shards(running: Running) -> None:
+    # As after a move: the leases of one org may be on two shards. A shard that has no such org knows no such job.
+    org, other = running.org_on("s1"), running.org_on("s2")
+    enqueue(running.stubs, org)
+    enqueue(running.stubs, other)
+    (mine,), (theirs,) = dequeue(running.stubs, org), dequeue(running.stubs, other)
+    acks = [queue_pb2.Ack(lease=lease) for lease in (theirs.lease, mine.lease, mine.lease)]
+    request = queue_pb2.AckRequest(org=org, acks=acks)
+    assert list(running.stubs.queue.Ack(request, timeout=PATIENCE_S).answers) == [NOT_FOUND, OK, OK]
+
+
+def test_reflection_lists_the_services(running: Running) -> None:
+    reflection: Any = reflection_pb2_grpc.ServerReflectionStub(running.stubs.channel)
+    asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+    (answer,) = reflection.ServerReflectionInfo(asked, timeout=PATIENCE_S)
+    assert {service.name for service in answer.list_services_response.service} == {
+        "windrow.v1.Queue",
+        "windrow.v1.Admin",
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1alpha.ServerReflection",
+    }
+
+
+# ── Placement that changes (I6) ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def move_slot(running: Running, org: str, *, to: str, grant: bool = True) -> None:
+    """What a balancer does to the catalog and the shards when it begins to move an org's slot away from s1."""
+    slot = slot_of(OrgId(org))
+    ((epoch,),) = running.sql("s1", "UPDATE windrow.catalog SET epoch = epoch + 1 RETURNING epoch")
+    running.sql(
+        "s1",
+        "UPDATE windrow.placement SET writes = ARRAY[%s], reads = ARRAY['s1', %s], epoch = %s WHERE slot = %s",
+        *(to, to, epoch, slot),
+    )
+    if grant:
+        running.sql(to, "INSERT INTO windrow.owned_slot (slot, state, epoch) VALUES (%s, 'owned', %s)", slot, epoch)
+    running.sql("s1", "UPDATE windrow.owned_slot SET state = 'draining', epoch = %s WHERE slot = %s", epoch, slot)
+
+
+def test_an_enqueue_that_a_shard_refuses_goes_where_the_slot_went(running: Running) -> None:
+    org, before, after = running.org_on("s1"), new_job(), new_job()
+    enqueue(running.stubs, org, before)
+    move_slot(running, org, to="s2")
+    (result,) = enqueue(running.stubs, org, after)
+    assert (result.id, result.duplicate) == (after.id, False)
+    assert [job.shard for job in found(running.stubs, org, before.id, after.id).jobs] == ["s1", "s2"]
+    # Jobs of both are served, and their leases find their shard.
+    leased = dequeue(running.stubs, org)
+    assert {job.id for job in leased} == {before.id, after.id}
+    request = queue_pb2.AckRequest(org=org, acks=[queue_pb2.Ack(lease=job.lease) for job in leased])
+    assert list(running.stubs.queue.Ack(request, timeout=PATIENCE_S).answers) == [OK, OK]
+    running.stubs.books("s1", "s2")
+
+
+def test_a_router_that_nobody_enqueues_at_learns_of_a_move_too(running: Running) -> None:
+    org = running.org_on("s1")
+    enqueue(running.stubs, org)
+    assert len(dequeue(running.stubs, org)) == 1
+    move_slot(running, org, to="s2")
+    with running_routers(running.routers.config) as elsewhere, stubs(elsewhere.address) as other:
+        (job,) = enqueue(other, org)
+    until(
+        lambda: [leased.id for leased in dequeue(running.stubs, org)] == [job.id], "a job on the new shard is dequeued"
+    )
+
+
+def test_while_nobody_takes_a_slot_an_enqueue_is_told_to_come_again(running: Running) -> None:
+    org = running.org_on("s1")
+    move_slot(running, org, to="s2", grant=False)
+    error = refusal(lambda: enqueue(running.stubs, org))
+    info = detail(error, error_details_pb2.RetryInfo)
+    assert error.code() == grpc.StatusCode.UNAVAILABLE
+    assert info is not None
+    assert 0 < info.retry_delay.ToNanoseconds() <= 1e9
+    running.sql("s2", "INSERT INTO windrow.owned_slot VALUES (%s, 'owned', 1000)", slot_of(OrgId(org)))
+    enqueue(running.stubs, org)
+
+
+# ── A shard that is away ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def assert_unavailable(error: grpc.RpcError) -> None:
+    info = detail(error, error_details_pb2.RetryInfo)
+    assert error.code() == grpc.StatusCode.UNAVAILABLE
+    assert info is not None
+    assert 0 < info.retry_delay.ToNanoseconds() <= 5e9
+
+
+def test_a_stopped_shard_is_unavailable_at_once_and_hurts_no_other(breakable: Running, servers: Clusters) -> None:
+    near, far, both = breakable.org_on("s1"), breakable.org_on("s2"), breakable.stubs
+    enqueue(both, far)
+    (held,) = dequeue(both, far)
+    ack = queue_pb2.AckRequest(org=far, acks=[queue_pb2.Ack(lease=held.lease)])
+    calls: list[Callable[[], object]] = [
+        lambda: enqueue(both, far),
+        lambda: dequeue(both, far),
+        lambda: both.queue.Ack(ack, timeout=PATIENCE_S),
+        lambda: found(both, far, held.id),
+        lambda: both.admin.GetStats(admin_pb2.GetStatsRequest(org=far), timeout=PATIENCE_S),
+        lambda: list(both.admin.CheckShard(admin_pb2.CheckShardRequest(shard="s2"), timeout=PATIENCE_S)),
+    ]
+    servers["s2"].kill()
+    try:
+        with ThreadPoolExecutor(40) as threads:
+            # The first calls find the connections broken; those that follow know.
+            for turn in range(3):
+                began_s = time.monotonic()
+                refused = [threads.submit(refusal, call) for call in calls * 6]
+                served = [threads.submit(enqueue, both, near) for _ in range(20)]
+                for one in refused:
+                    assert_unavailable(one.result())
+                for other in served:
+                    assert other.result()[0].id
+                took_s = time.monotonic() - began_s
+                assert took_s < 2.0, f"turn {turn} took {took_s:.2f} s"
+        away = both.admin.ListShards(admin_pb2.ListShardsRequest(), timeout=PATIENCE_S).shards
+        assert [(shard.name, shard.reachable) for shard in away] == [("s1", True), ("s2", False)]
+        assert "refused" in away[1].error
+    finally:
+        servers["s2"].start()
+    # However long it was away: a second later it is found.
+    until(lambda: succeeds(lambda: enqueue(both, far)), "the shard is used again", within_s=3)
+    assert list(both.queue.Ack(ack, timeout=PATIENCE_S).answers) == [OK]
+    until(lambda: succeeds(lambda: both.books("s2")), "its books are open again", within_s=3)
+
+
+@contextlib.contextmanager
+def frozen(postmaster: int) -> Generator[None, None, None]:
+    """A server that is there and does nothing: what a stuck disk looks like."""
+    parts = [psutil.Process(postmaster), *psutil.Process(postmaster).children(recursive=True)]
+    for part in parts:
+        part.suspend()
+    try:
+        yield
+    finally:
+        for part in parts:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                part.resume()
+
+
+def test_calls_to_a_frozen_shard_end_by_their_deadline(breakable: Running, servers: Clusters) -> None:
+    near, far, both = breakable.org_on("s1"), breakable.org_on("s2"), breakable.stubs
+    enqueue(both, far)
+    pid = servers["s2"].pid
+    assert pid is not None
+
+    def hopeless() -> tuple[grpc.StatusCode, float]:
+        began_s = time.monotonic()
+        error = refusal(lambda: both.queue.Enqueue(queue_pb2.EnqueueRequest(org=far, jobs=[new_job()]), timeout=0.5))
+        return error.code(), time.monotonic() - began_s
+
+    with frozen(pid), ThreadPoolExecutor(20) as threads:
+        for _ in range(3):
+            stuck = [threads.submit(hopeless) for _ in range(12)]
+            for one in [threads.submit(enqueue, both, near) for _ in range(8)]:
+                assert one.result()[0].id
+            for code, took_s in (one.result() for one in stuck):
+                assert code in {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE}
+                assert took_s < 2.0
+        # A caller with all the time in the world does not need it.
+        began_s = time.monotonic()
+        assert_unavailable(refusal(lambda: enqueue(both, far)))
+        assert time.monotonic() - began_s < 12
+    until(lambda: succeeds(lambda: enqueue(both, far)), "the thawed shard is used again")
+    both.books("s1", "s2")
+
+
+def test_two_hundred_cancelled_calls_cost_no_connection(running: Running) -> None:
+    org, both = running.org_on("s1"), running.stubs
+    jobs = [new_job() for _ in range(200)]
+    requests = [queue_pb2.EnqueueRequest(org=org, jobs=[job]) for job in jobs]
+    enqueue(both, org)
+    for at in range(0, 200, 20):
+        with locked_jobs(running.dsns["s1"]) as waiting:
+            calls = [both.queue.Enqueue.future(request) for request in requests[at : at + 20]]
+            until(lambda waiting=waiting: waiting() == 4, "every connection waits for the lock")  # type: ignore[misc]
+            for call in calls:
+                call.cancel()
+            until(lambda waiting=waiting: waiting() == 0, "the cancelled statements have ended")  # type: ignore[misc]
+    assert found(both, org, *[job.id for job in jobs]).jobs == []
+    # All four connections are still of use.
+    with locked_jobs(running.dsns["s1"]) as waiting:
+        calls = [both.queue.Enqueue.future(request) for request in requests]
+        until(lambda: waiting() == 4, "every connection waits for the lock")
+    assert {call.result(PATIENCE_S).results[0].duplicate for call in calls} == {False}
+    assert running.stubs.books("s1")["s1", org].accepted == 201
+
+
+def test_a_shard_that_became_a_standby_is_unavailable_and_then_found_again(running: Running) -> None:
+    # What a standby answers, word for word.
+    org, both = running.org_on("s2"), running.stubs
+    running.sql(
+        "s2",
+        """
+        CREATE FUNCTION windrow.be_a_standby() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN
+            RAISE 'cannot execute INSERT in a read-only transaction' USING ERRCODE = 'read_only_sql_transaction';
+        END $$
+        """,
+    )
+    running.sql("s2", "CREATE TRIGGER standby BEFORE INSERT ON windrow.job EXECUTE FUNCTION windrow.be_a_standby()")
+    try:
+        error = refusal(lambda: enqueue(both, org))
+        assert_unavailable(error)
+        assert "read-only" in (error.details() or "")
+        # Reading goes on, and on connections that are new.
+        assert found(both, org, job_id()).jobs == []
+    finally:
+        running.sql("s2", "DROP FUNCTION windrow.be_a_standby() CASCADE")
+    enqueue(both, org)
+
+
+# ── A shard that is not what the cluster file says ───────────────────────────────────────────────────────────────────
+
+
+def test_swapped_shards_are_refused_and_the_right_one_works(postgres: Server, tmp_path: Path) -> None:
+    dsns = {shard: postgres.create(f"swapped_{shard}") for shard in ("s1", "s2", "s3")}
+    with running_routers(write_cluster(tmp_path / "right.toml", dsns)) as routers, stubs(routers.address) as both:
+        right = Running(dsns=dsns, routers=routers, stubs=both)
+        orgs = {shard: right.org_on(shard) for shard in dsns}
+    swapped = {"s1": dsns["s1"], "s2": dsns["s3"], "s3": dsns["s2"]}
+    with running_routers(write_cluster(tmp_path / "wrong.toml", swapped)) as routers, stubs(routers.address) as both:
+        enqueue(both, orgs["s1"])
+        for shard, other in (("s2", "s3"), ("s3", "s2")):
+            error = refusal(lambda shard=shard: enqueue(both, orgs[shard]))  # type: ignore[misc]
+            assert_unavailable(error)
+            assert f"leads to the database of shard {other!r} of cluster 'tests'" in (error.details() or "")
+        told = both.admin.ListShards(admin_pb2.ListShardsRequest(), timeout=PATIENCE_S).shards
+        assert [shard.reachable for shard in told] == [True, False, False]
+        assert "correct the dsn or the names in the cluster file" in routers.log.read_text()
+    for shard in ("s2", "s3"):
+        assert right.sql(shard, "SELECT count(*) FROM windrow.job") == [(0,)]
+
+
+def test_a_shard_that_fails_in_an_unforeseen_way_hurts_no_other(postgres: Server, tmp_path: Path) -> None:
+    dsns = {shard: postgres.create(f"unforeseen_{shard}") for shard in ("s1", "s2")}
+    config = write_cluster(tmp_path / "cluster.toml", dsns)
+    with running_routers(config) as routers, stubs(routers.address) as both:
+        running = Running(dsns=dsns, routers=routers, stubs=both)
+        near, far = running.org_on("s1"), running.org_on("s2")
+    running.sql("s2", "ALTER TABLE windrow.identity RENAME TO lost")
+    with running_routers(config) as routers, stubs(routers.address) as both:
+        enqueue(both, near)
+        assert_unavailable(refusal(lambda: enqueue(both, far)))
+        running.sql("s2", "ALTER TABLE windrow.lost RENAME TO identity")
+        until(lambda: succeeds(lambda: enqueue(both, far)), "the mended shard is used")
+
+
+def test_a_shard_that_cannot_be_reached_says_why(postgres: Server, tmp_path: Path) -> None:
+    dsns = {"s1": postgres.create("why_s1"), "s2": postgres.dsn("no_such_database")}
+    with running_routers(write_cluster(tmp_path / "c.toml", dsns)) as routers, stubs(routers.address) as both:
+        _, away = both.admin.ListShards(admin_pb2.ListShardsRequest(), timeout=PATIENCE_S).shards
+        assert 'database "no_such_database" does not exist' in away.error
+        assert 'database "no_such_database" does not exist' in routers.log.read_text()
+
+
+def test_a_catalog_of_another_cluster_is_refused_for_good(
+    databases: dict[str, str], running: Running, tmp_path: Path
+) -> None:
+    del running
+    config = write_cluster(tmp_path / "cluster.toml", databases, name="other")
+    log = tmp_path / "router.log"
+    with spawned_routers(config, log, listen="127.0.0.1:0") as supervisor:
+        assert supervisor.wait(PATIENCE_S) == 1
+        assert first_line(supervisor) == ""
+    assert "the catalog of cluster 'tests', and this is 'other'; correct the cluster file" in log.read_text()
+
+
+# ── Coming and going ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+def test_every_process_of_a_port_serves(running: Running) -> None:
+    with running_routers(running.routers.config, processes=2) as routers, contextlib.ExitStack() as stack:
+        # The kernel deals out connections: that 40 go to one process happens once in a million million.
+        for _ in range(40):
+            enqueue(stack.enter_context(stubs(routers.address)), "org-1")
+        assert len(routers.pids) == 2
+        for pid in routers.pids:
+            assert [
+                one
+                for one in psutil.Process(pid).net_connections("tcp")
+                if one.status == psutil.CONN_ESTABLISHED and one.laddr[1] == port_of(routers.address)
+            ]
+
+
+def test_a_second_supervisor_on_a_taken_port_is_refused(running: Running, tmp_path: Path) -> None:
+    log = tmp_path / "second.log"
+    with spawned_routers(running.routers.config, log, listen=running.routers.address) as second:
+        assert second.wait(PATIENCE_S) == 1
+    assert f"cannot listen on {running.routers.address}: Address already in use; stop what" in log.read_text()
+    enqueue(running.stubs, "org-1")
+
+
+def test_a_killed_process_is_replaced_and_the_others_serve(running: Running) -> None:
+    with running_routers(running.routers.config, processes=2) as routers:
+        before = set(routers.pids)
+        victim = min(before)
+        with ending([victim]):
+            os.kill(victim, signal.SIGKILL)
+        with stubs(routers.address) as both:
+            enqueue(both, "org-1")
+        until(lambda: len(set(routers.pids) - before) == 1, "another process has been started")
+        (new,) = set(routers.pids) - before
+        until(
+            lambda: [one for one in psutil.Process(new).net_connections("tcp") if one.status == psutil.CONN_LISTEN],
+            "the new process listens",
+        )
+
+
+def test_processes_end_with_their_supervisor(running: Running) -> None:
+    with running_routers(running.routers.config, processes=2) as routers:
+        assert len(routers.pids) == 2
+        with ending(routers.pids):
+            routers.supervisor.kill()
+    with pytest.raises(psycopg.OperationalError):
+        psycopg.connect(f"host=127.0.0.1 port={port_of(routers.address)} connect_timeout=2 dbname=x user=x")
+
+
+def test_a_drain_lets_calls_in_flight_end_and_takes_no_new_ones(running: Running) -> None:
+    org, job = running.org_on("s1"), new_job()
+    enqueue(running.stubs, org)
+    with running_routers(running.routers.config) as routers, stubs(routers.address) as both:
+        enqueue(both, org)
+        with locked_jobs(running.dsns["s1"]) as waiting:
+            call = both.queue.Enqueue.future(queue_pb2.EnqueueRequest(org=org, jobs=[job]), timeout=PATIENCE_S)
+            until(lambda: waiting() == 1, "the call is in flight")
+            routers.supervisor.terminate()
+            until(lambda: not accepts_connections(routers.address), "the port is closed")
+            error = refusal(lambda: both.queue.Dequeue(queue_pb2.DequeueRequest(org=org, queues=[QUEUE]), timeout=5))
+            assert error.code() == grpc.StatusCode.UNAVAILABLE
+            assert not call.done()
+        assert call.result(PATIENCE_S).results[0].id == job.id
+        assert routers.supervisor.wait(PATIENCE_S) == 0
+    assert found(running.stubs, org, job.id).not_found == []
+
+
+def accepts_connections(address: str) -> bool:
+    return any(
+        one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port_of(address)
+        for one in psutil.net_connections("tcp")
+    )
+
+
+def test_health_is_serving_until_the_drain_which_no_watcher_holds_up(running: Running) -> None:
+    services = ("", "windrow.v1.Queue", "windrow.v1.Admin")
+    with running_routers(running.routers.config) as routers, stubs(routers.address) as both:
+        health: Any = health_pb2_grpc.HealthStub(both.channel)
+        for service in services:
+            request = health_pb2.HealthCheckRequest(service=service)
+            assert health.Check(request, timeout=PATIENCE_S).status == health_pb2.HealthCheckResponse.SERVING
+        watches = [health.Watch(health_pb2.HealthCheckRequest(service=service)) for service in services]
+        for watch in watches:
+            assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        began_s = time.monotonic()
+        routers.supervisor.terminate()
+        for watch in watches:
+            assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert routers.supervisor.wait(PATIENCE_S) == 0
+        assert time.monotonic() - began_s < 5, "a watcher must not hold up the drain of 10 s"
+
+
+def test_a_drain_ends_in_time_while_a_shard_is_away(breakable: Running, servers: Clusters) -> None:
+    with running_routers(breakable.routers.config) as routers, stubs(routers.address) as both:
+        far = breakable.org_on("s2")
+        servers["s2"].kill()
+        try:
+            assert_unavailable(refusal(lambda: enqueue(both, far)))
+            began_s = time.monotonic()
+            routers.supervisor.terminate()
+            assert routers.supervisor.wait(PATIENCE_S) == 0
+            assert time.monotonic() - began_s < 5
+        finally:
+            servers["s2"].start()
+
+
+def test_a_router_starts_without_a_shard_and_takes_it_in_when_it_comes(breakable: Running, servers: Clusters) -> None:
+    near, far = breakable.org_on("s1"), breakable.org_on("s2")
+    servers["s2"].kill()
+    try:
+        with running_routers(breakable.routers.config) as routers, stubs(routers.address) as both:
+            enqueue(both, near)
+            assert_unavailable(refusal(lambda: enqueue(both, far)))
+            servers["s2"].start()
+            until(lambda: succeeds(lambda: enqueue(both, far)), "the shard that came is used")
+    finally:
+        servers["s2"].start()
+
+
+def test_a_lease_that_ended_is_stale_over_the_wire(running: Running) -> None:
+    org, both = running.org_on("s1"), running.stubs
+    enqueue(both, org)
+    (first,) = dequeue(both, org)
+    release = queue_pb2.ReleaseRequest(org=org, leases=[first.lease])
+    assert list(both.queue.Release(release, timeout=PATIENCE_S).answers) == [OK]
+    (second,) = dequeue(both, org)
+    nack = queue_pb2.NackRequest(org=org, nacks=[queue_pb2.Nack(lease=first.lease, delay=Duration())])
+    assert list(both.queue.Nack(nack, timeout=PATIENCE_S).answers) == [STALE]
+    assert list(both.queue.Release(release, timeout=PATIENCE_S).answers) == [OK]
+    ack = queue_pb2.AckRequest(org=org, acks=[queue_pb2.Ack(lease=one.lease) for one in (first, second)])
+    assert list(both.queue.Ack(ack, timeout=PATIENCE_S).answers) == [STALE, OK]
