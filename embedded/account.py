@@ -72,9 +72,7 @@ def spawn(
     )
 
 
-def run(
-    command: Sequence[str | Path], *, account: Account | None, timeout_s: float = _RUN_S_MAX
-) -> tuple[bool, str]:
+def run(command: Sequence[str | Path], *, account: Account | None, timeout_s: float = _RUN_S_MAX) -> tuple[bool, str]:
     """Run a short command as `account`: whether it succeeded, and what it printed or why it failed."""
     try:
         child = spawn(command, account=account, output=subprocess.PIPE)

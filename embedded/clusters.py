@@ -33,9 +33,7 @@ class Clusters(Mapping[str, Cluster]):
         for name in names:
             if name in self._clusters:
                 raise ValueError(f"cluster name {name!r} is given twice: names must differ")
-            self._clusters[name] = Cluster(
-                name, root=root, ephemeral=ephemeral, settings=settings, binaries=binaries
-            )
+            self._clusters[name] = Cluster(name, root=root, ephemeral=ephemeral, settings=settings, binaries=binaries)
 
     def __getitem__(self, name: str) -> Cluster:
         return self._clusters[name]

@@ -42,9 +42,7 @@ _END_S_MAX = 10.0
 class Watcher:
     def __init__(self, folder: Path) -> None:
         # As ourselves, not as the server's account: only we may remove the folder that we made.
-        self._shell = spawn(
-            ["/bin/sh", "-c", _SCRIPT, "windrow-watcher", folder], account=None, stdin=subprocess.PIPE
-        )
+        self._shell = spawn(["/bin/sh", "-c", _SCRIPT, "windrow-watcher", folder], account=None, stdin=subprocess.PIPE)
 
     def guard(self, pid: int | None) -> None:
         """Tell which process to stop: the newest one counts, None takes it back."""

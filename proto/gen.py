@@ -47,9 +47,7 @@ def generate(into: Path) -> None:
             *sources,
         )
         everything = FileDescriptorSet.FromString(compiled.read_bytes())
-        stripped = FileDescriptorSet(
-            file=[without_rules(file) for file in everything.file if file.name != RULES]
-        )
+        stripped = FileDescriptorSet(file=[without_rules(file) for file in everything.file if file.name != RULES])
         compiled.write_bytes(stripped.SerializeToString())
         plugins = Path(sys.executable).parent
         protoc(
@@ -74,9 +72,7 @@ def main() -> int:
         fresh = Path(folder, PACKAGE)
         fresh.parent.mkdir()
         generate(Path(folder))
-        fresh.joinpath("__init__.py").write_text(
-            '"""Generated from proto/windrow/v1 by ./run gen; never edited."""\n'
-        )
+        fresh.joinpath("__init__.py").write_text('"""Generated from proto/windrow/v1 by ./run gen; never edited."""\n')
         names = {path.name for path in (*fresh.iterdir(), *target.glob("*.py*"))}
         stale = [name for name in sorted(names) if not same(fresh / name, target / name)]
         if "--check" in sys.argv[1:]:
