@@ -356,7 +356,10 @@ class Store:
         missed = [lease for lease in leases if lease not in done_now]
         if not missed:
             return [Answer.OK] * len(leases)
-        rows = await self._database.run(statements.EXPLAIN_MISS, {**_named(missed), "org_id": org_id})
+        oldest_ms = min(int(lease.job_hex[:12], 16) for lease in missed)
+        rows = await self._database.run(
+            statements.EXPLAIN_MISS, {**_named(missed), "org_id": org_id, "oldest_ms": oldest_ms}
+        )
         explained: dict[Lease, Answer] = {}
         for lease, (how, known) in zip(missed, rows, strict=True):
             same = ended_as is not None and how == ended_as

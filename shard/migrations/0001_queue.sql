@@ -176,8 +176,13 @@ CREATE TABLE windrow.tally (
 -- must have committed before the insert could succeed, so this look cannot miss it.
 CREATE FUNCTION windrow.refuse_settled(ids uuid[], since timestamptz) RETURNS boolean
 LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    -- Spares the look into the partitions that were made ahead. A day, because a clock may have been set back.
+    until timestamptz := clock_timestamp() + interval '1 day';
 BEGIN
-    IF EXISTS (SELECT FROM windrow.finished f WHERE f.id = ANY (ids) AND f.finished_at >= since)
+    IF EXISTS (
+            SELECT FROM windrow.finished f WHERE f.id = ANY (ids) AND f.finished_at >= since AND f.finished_at < until
+        )
         OR EXISTS (SELECT FROM windrow.dead d WHERE d.id = ANY (ids))
     THEN
         RAISE EXCEPTION 'a job of this batch has already finished or died' USING ERRCODE = 'WD001';

@@ -3,9 +3,16 @@
 SELECT found.ended_as, found.id IS NOT NULL AS known
 FROM unnest(%(ids)s::uuid[], %(leases)s::bigint[]) WITH ORDINALITY AS m (id, lease, turn)
 LEFT JOIN LATERAL (
-    SELECT f.id, CASE WHEN f.lease = m.lease AND f.state = 'succeeded' THEN 'acked' ELSE windrow.outcome_of(f.history, m.lease) END AS ended_as
+    SELECT
+        f.id,
+        CASE
+            WHEN f.lease = m.lease AND f.state = 'succeeded' THEN 'acked'
+            ELSE windrow.outcome_of(f.history, m.lease)
+        END AS ended_as
     FROM windrow.finished f
     WHERE f.id = m.id AND f.queue_id & 4294967295 = %(org_id)s
+        AND f.finished_at >= least(to_timestamp(%(oldest_ms)s / 1000.0), now()) - interval '1 hour'
+        AND f.finished_at < now() + interval '1 day'
     UNION ALL
     SELECT j.id, windrow.outcome_of(j.history, m.lease)
     FROM windrow.job j

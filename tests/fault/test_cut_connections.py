@@ -20,6 +20,7 @@ from psycopg.conninfo import conninfo_to_dict
 
 from shard.books import Books, OrgBooks
 from shard.database import Database
+from shard.errors import ShardUnavailable
 from shard.store import Nack, Store
 from shard.vocabulary import Answer, JobId, Lease, OrgId, Outcome
 from tests.conftest import CLUSTER, SHARD
@@ -120,8 +121,14 @@ ACTS: dict[str, tuple[Act, int, str]] = {
     "extend": (lambda store, leases: store.extend(ORG, leases, window_us=2 * HOUR_US), 1, "leased"),
     "release": (lambda store, leases: store.release(ORG, leases), 1, "ready"),
 }
-# The errors of the attempts that ended.
-ENDED = {"ack": [""], "nack": ["no"], "kill": ["no"]}
+# How the attempts of its jobs ended.
+ENDED: dict[str, list[tuple[Outcome, str]]] = {
+    "ack": [(Outcome.ACKED, "")],
+    "nack": [(Outcome.NACKED, "no")],
+    "kill": [(Outcome.NACKED, "no")],
+    "extend": [],
+    "release": [(Outcome.RELEASED, "")],
+}
 
 
 @pytest.mark.timeout(600)
@@ -132,15 +139,12 @@ async def test_what_a_consumer_says_is_ok_again_after_a_cut(
     act, statements, state = ACTS[verb]
     luck = random.Random(verb)
     jobs: list[str] = []
-    for _ in range(trials // 2):
-        batch = some_jobs(ORG, 2)
+    for trial in range(trials // 2):
+        # A queue of their own: released jobs are there to be leased again.
+        batch = some_jobs(ORG, 2, queue=f"queue-{trial}")
         await store.enqueue(batch)
-        held = await lease_jobs(store, ORG, window_us=HOUR_US)
-        if verb == "release":
-            # What earlier turns gave back is here again.
-            assert {job.id for job, _ in held} >= set(batch.ids)
-        else:
-            assert {job.id for job, _ in held} == set(batch.ids)
+        held = await lease_jobs(store, ORG, queue=f"queue-{trial}", window_us=HOUR_US)
+        assert {job.id for job, _ in held} == set(batch.ids)
         leases = [lease for _, lease in held]
         moment = luck.choice(list(Moment))
         cut = proxy.cut_at(luck.choice(leases).job_hex.encode(), moment, nth=luck.randint(1, statements))
@@ -151,12 +155,9 @@ async def test_what_a_consumer_says_is_ok_again_after_a_cut(
     records = await Store(fresh_database).get(ORG, [JobId(name) for name in jobs], include_payload=True)
     assert Counter(record.state for record in records) == {state: len(jobs)}
     for record in records:
-        attempts = record.attempts()
-        if verb == "release":
-            assert {attempt.outcome for attempt in attempts} == {Outcome.RELEASED}
-        else:
-            # An attempt ended once, however often that was said.
-            assert [attempt.error for attempt in attempts] == ENDED.get(verb, [])
+        # An attempt ended once, however often that was said.
+        ended = [(attempt.outcome, attempt.error) for attempt in record.attempts()]
+        assert ended == ENDED[verb]
         assert record.result == (b"done" if verb == "ack" else None)
     await books_of(fresh_database)
 
@@ -175,6 +176,41 @@ async def test_a_cancel_cut_after_its_commit_is_ok_again(
         assert await store.cancel(ORG, ids, reason="") == [Answer.OK] * 2
     books = await books_of(fresh_database)
     assert books.cancelled == books.accepted == trials // 4 * 2
+
+
+async def test_callers_cancelled_while_connections_break_cost_no_connection(
+    fresh_dsn: str, fresh_database: Database
+) -> None:
+    luck = random.Random("cancelled")
+    database = Database(SHARD, fresh_dsn, connections=4)
+    await database.open()
+    try:
+        for _ in range(60):
+            callers = [asyncio.create_task(database.run(b"SELECT pg_sleep(0.002)", {})) for _ in range(8)]
+            await fresh_database.run(
+                b"SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+                b" WHERE datname = current_database() AND pid <> pg_backend_pid()",
+                {},
+            )
+            # Any moment will do: the more of them, the better.
+            await asyncio.sleep(luck.uniform(0, 0.01))
+            for caller in callers:
+                caller.cancel()
+            await asyncio.gather(*callers, return_exceptions=True)
+
+        everyone = asyncio.Barrier(4)
+
+        async def one_of_four() -> None:
+            async with asyncio.timeout(PATIENCE_S), database.transaction():
+                await everyone.wait()
+
+        # A lost connection is one that nobody ever gets again.
+        for _ in range(2):
+            with contextlib.suppress(ShardUnavailable):
+                await database.run(b"SELECT 1", {})
+        await asyncio.gather(*(one_of_four() for _ in range(4)))
+    finally:
+        await database.close()
 
 
 # ── Between a client and its router ──────────────────────────────────────────────────────────────────────────────────

@@ -222,7 +222,7 @@ async def record(recorder: Recorder, org: OrgId) -> dict[str, Run]:
         ),
         "release": (statements.RELEASE, {**named, **org_id}),
         "cancel": (statements.CANCEL, {**org_id, "ids": named["ids"], "reason": "why"}),
-        "explain_miss": (statements.EXPLAIN_MISS, {**named, **org_id}),
+        "explain_miss": (statements.EXPLAIN_MISS, {**named, **org_id, "oldest_ms": int(held[0].job_hex[:12], 16)}),
         "get_jobs": recorder.last(statements.GET_JOBS),
         "sweep": recorder.last(statements.SWEEP),
     }
@@ -242,8 +242,7 @@ async def settle(connection: Connection, runs: Mapping[str, Run]) -> None:
 
 # Pages that one job of a batch may touch: reading the row and its index entries, and writing them anew.
 PAGES_A_JOB = {
-    # Before Postgres 17 a look for many ids descends once for each, in each partition of the finished.
-    "enqueue": 60,
+    "enqueue": 30,
     "find_known": 30,
     "claim": 40,
     "extend": 30,
@@ -253,8 +252,8 @@ PAGES_A_JOB = {
     "bury": 30,
     "release": 30,
     "cancel": 30,
-    "explain_miss": 60,
-    "get_jobs": 60,
+    "explain_miss": 25,
+    "get_jobs": 25,
     # For each of nine lanes, whatever the batch.
     "sweep": 3,
 }

@@ -212,6 +212,14 @@ def test_an_enqueue_repeated_answers_the_first_ids(running: Running) -> None:
     assert running.stubs.books("s2")["s2", org].accepted == 4
 
 
+def test_a_new_queue_takes_many_first_jobs_at_once(running: Running) -> None:
+    with ThreadPoolExecutor(16) as threads:
+        for _ in range(40):
+            org = f"org-{next(_numbers)}"
+            for stored in [threads.submit(enqueue, running.stubs, org) for _ in range(16)]:
+                assert stored.result()[0].id
+
+
 @pytest.mark.parametrize("other_shard", ["s1", "s2"])
 def test_orgs_do_not_reach_each_other(running: Running, other_shard: str) -> None:
     mine, theirs = running.org_on("s1"), running.org_on(other_shard)

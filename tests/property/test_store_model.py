@@ -170,7 +170,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.given: list[Held] = []
         self.step = 0
 
-    def some_given(self, picks: list[tuple[str, int]]) -> list[Held]:
+    def some_given(self, picks: Sequence[tuple[str, int]]) -> list[Held]:
         """Leases for one call: live, overtaken by another, ended and not taken yet, or any."""
         pools: dict[str, list[Held]] = {}
         for held in self.given:
@@ -568,7 +568,7 @@ def test_the_store_does_what_the_model_does(world: World) -> None:
     run_state_machine_as_test(
         Bound,
         settings=settings(
-            max_examples=settings().max_examples * 2 // 5,
+            max_examples=settings().max_examples * 3 // 10,
             stateful_step_count=30,
             suppress_health_check=(HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much),
         ),
