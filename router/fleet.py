@@ -107,8 +107,7 @@ class Fleet:
 
     def readers(self, org: OrgId) -> list[Member]:
         """The shards that may hold jobs of the org; the order is random where there are several."""
-        names = self._known().placement(org).reads
-        members = [self.member(name) for name in names]
+        members = [self._placed(name) for name in self._known().placement(org).reads]
         if len(members) > 1:
             random.shuffle(members)
         return members
@@ -122,7 +121,13 @@ class Fleet:
             return await act(self._writer(org))
 
     def _writer(self, org: OrgId) -> Member:
-        return self.member(random.choice(self._known().placement(org).writes))
+        return self._placed(random.choice(self._known().placement(org).writes))
+
+    def _placed(self, name: ShardName) -> Member:
+        """A shard that the catalog names. Another process may have a newer cluster file than this one."""
+        if name not in self._members:
+            raise ShardUnavailable(name, "the cluster file of this router does not name it")
+        return self.member(name)
 
     def _known(self) -> Catalog:
         if self._catalog is None:
@@ -143,6 +148,9 @@ class Fleet:
         while True:
             try:
                 await schema.migrate(self._catalog_database, cluster=None)
+                if not await catalog.is_founded(self._catalog_database):
+                    for member in self._members.values():
+                        await catalog.refuse_second(member.queue_database)
                 self._catalog = await catalog.found(self._catalog_database, cluster=self._cluster.name, weights=weights)
                 return
             except ShardUnavailable as error:

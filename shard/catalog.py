@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import psycopg
+
 from shard import arrays, statements
 from shard.database import Database
 from shard.errors import Misconfigured
@@ -74,6 +76,23 @@ async def read(database: Database) -> Catalog:
     if len(slots) != SLOTS:
         raise Misconfigured(f"the catalog places {len(slots)} slots of {SLOTS}; restore it from a backup")
     return Catalog(epoch=epoch, slots=tuple(slots), pins=pins)
+
+
+async def is_founded(database: Database) -> bool:
+    return bool(await database.run(statements.READ_CATALOG_CLUSTER, {}))
+
+
+async def refuse_second(shard: Database) -> None:
+    """Before a catalog is founded: raises Misconfigured if a catalog elsewhere has given this shard slots."""
+    try:
+        rows = await shard.run(statements.COUNT_OWNED_SLOTS, {})
+    except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
+        return
+    if rows[0][0]:
+        raise Misconfigured(
+            f"the catalog's database is empty, but shard {shard.name!r} has slots of a catalog elsewhere: name it by "
+            "[catalog] dsn in the cluster file, or put the first [[shard]] back"
+        )
 
 
 async def read_epoch(database: Database) -> int:

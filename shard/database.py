@@ -11,7 +11,7 @@ import contextlib
 import logging
 import random
 import weakref
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, LiteralString, Self
 
@@ -66,20 +66,34 @@ class _MicrosLoader(Loader):
 
 # Between two tries to connect: an outage is over for us this soon after it is over, however long it was.
 _RECONNECT_S = 1.0
+_CONNECT_S_MAX = 5
 
 
 class _Connection(AsyncConnection[tuple[Any, ...]]):
-    """Tries until it is connected, and says each time that it is not. The pool's own pauses double up to half a
-    minute."""
+    """Tries until it is connected and ready for statements, and says each time that it is not. The pool's own pauses
+    would double up to minutes."""
 
     @classmethod
     async def connect(  # type: ignore[override]
-        cls, conninfo: str = "", *, failed: Callable[[Exception], None], closing: asyncio.Event, **kwargs: Any
+        cls,
+        conninfo: str = "",
+        *,
+        configure: Callable[[Self], Awaitable[None]],
+        failed: Callable[[Exception], None],
+        closing: asyncio.Event,
+        **kwargs: Any,
     ) -> Self:
         while True:
             try:
-                return await super().connect(conninfo, **kwargs)
-            except psycopg.OperationalError as error:
+                connection = await super().connect(conninfo, **kwargs)
+                try:
+                    async with asyncio.timeout(_CONNECT_S_MAX):
+                        await configure(connection)
+                except BaseException:
+                    await connection.close()
+                    raise
+                return connection
+            except (psycopg.Error, TimeoutError) as error:
                 failed(error)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(closing.wait(), _RECONNECT_S * random.uniform(0.5, 1.0))
@@ -115,14 +129,14 @@ class Database:
             open=False,
             timeout=wait_s,
             max_waiting=1000,
-            configure=self._configure,
             name=f"{name}/{'books' if for_books else 'queue'}",
             kwargs={
+                "configure": self._configure,
                 "failed": self._connect_failed,
                 "closing": self._closing,
                 "autocommit": True,
                 "application_name": "windrow",
-                "connect_timeout": 5,
+                "connect_timeout": _CONNECT_S_MAX,
                 # A silent network is a dead one after ten seconds.
                 "keepalives_idle": 5,
                 "keepalives_interval": 2,

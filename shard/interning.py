@@ -5,7 +5,6 @@ never obeyed."""
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TypeVar
 
 from shard import arrays, statements
 from shard.database import Database
@@ -13,15 +12,12 @@ from shard.placement import slot_of
 from shard.vocabulary import OrgId, QueueId, QueueName
 
 _NAMES_MAX = 200_000
-_K = TypeVar("_K")
-_V = TypeVar("_V")
 
 
 class Names:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._queue_ids: dict[tuple[OrgId, QueueName], QueueId] = {}
-        self._org_ids: dict[OrgId, int] = {}
 
     def known(self, org: OrgId, queue: QueueName) -> QueueId | None:
         return self._queue_ids.get((org, queue))
@@ -34,7 +30,9 @@ class Names:
             rows = await self._database.run(statements.FIND_QUEUE_IDS, {"org": org, "queues": missing})
             for name, queue_id in rows:
                 found[name] = queue_id
-                _remember(self._queue_ids, (org, name), queue_id)
+                if len(self._queue_ids) >= _NAMES_MAX:
+                    del self._queue_ids[next(iter(self._queue_ids))]
+                self._queue_ids[org, name] = queue_id
         return found
 
     async def make(self, org: OrgId, queues: Collection[QueueName]) -> dict[QueueName, QueueId]:
@@ -53,17 +51,6 @@ class Names:
             found = await self.find(org, queues)
         return found
 
-    async def org_id(self, org: OrgId) -> int | None:
-        """The org's number; None if it never stored a job here."""
-        known = self._org_ids.get(org)
-        if known is None:
-            rows = await self._database.run(statements.FIND_ORG_ID, {"org": org})
-            if not rows:
-                return None
-            known = rows[0][0]
-            _remember(self._org_ids, org, known)
-        return known
-
     async def prove(self, queue_ids: Collection[QueueId]) -> None:
         """Forgets everything if one of these numbers is remembered for a queue that it does not name: claims would
         go on finding nothing there."""
@@ -79,10 +66,3 @@ class Names:
     def forget(self) -> None:
         """After a number proved wrong."""
         self._queue_ids.clear()
-        self._org_ids.clear()
-
-
-def _remember(memory: dict[_K, _V], key: _K, value: _V) -> None:
-    if len(memory) >= _NAMES_MAX:
-        del memory[next(iter(memory))]
-    memory[key] = value

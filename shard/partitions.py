@@ -11,14 +11,16 @@ from psycopg import sql
 from shard import statements
 from shard.database import Database
 
-# Two weeks: an ack must find its day's partition even when nothing has looked after them for that long.
-_DAYS_AHEAD = 14
+# Few, because a look for an id goes into every partition since the id was made, also into those of days to come: a
+# clock that was ahead may have filled them. A router makes them every hour, and a statement that lacks one makes it
+# itself.
+_DAYS_AHEAD = 3
 # Any number, the same everywhere: makers of partitions take turns.
 _LOCK = 0x77696E64_70617274
 
 
 async def make_ahead(database: Database) -> int:
-    """Makes the partitions from yesterday to two weeks ahead that do not exist yet, by the shard's clock. Answers
+    """Makes the partitions from yesterday to three days ahead that do not exist yet, by the shard's clock. Answers
     how many.
 
     Each is made as a table of its own and then attached: attaching lets enqueues and acks go on, where CREATE …

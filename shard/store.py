@@ -79,8 +79,13 @@ class Store:
             except BadIds as error:
                 error.positions = [alone[at] for at in error.positions]
                 raise
+            # A first one that was known already need not hold the key any more: then its twin is new.
+            again = [at for at, first in twins.items() if first in known and jobs.ids[at] != jobs.ids[first]]
+            if again:
+                known.update((again[at], known_as) for at, known_as in (await self.enqueue(jobs.only(again))).items())
             for at, first in twins.items():
-                known[at] = known.get(first, JobId(jobs.ids[first]))
+                if at not in again:
+                    known[at] = known.get(first, JobId(jobs.ids[first]))
             return known
         return await self._enqueue(jobs)
 
@@ -187,7 +192,7 @@ class Store:
         return {at: JobId(known[jobs.ids[at]]) for at in positions if jobs.ids[at] in known}
 
     def _outside_horizon(self, jobs: NewJobs, now: int) -> IdsOutsideHorizon:
-        oldest_ms = (now - round(self._horizon_days * 24 * _HOUR_US)) // 1000
+        oldest_ms = -(-(now - round(self._horizon_days * 24 * _HOUR_US)) // 1000)
         newest_ms = (now + _HOUR_US) // 1000
         positions = [at for at, job_id in enumerate(jobs.ids) if not oldest_ms <= _made_at_ms(job_id) <= newest_ms]
         return IdsOutsideHorizon(positions, now=Micros(now), horizon_days=self._horizon_days)
@@ -231,18 +236,23 @@ class Store:
                 claimed += taken
                 break
             # These were taken off the queue only to be set aside; others may wait behind them.
-            await self._set_aside(org, unfit, lease)
             aside = {job.id for job in unfit}
             claimed += [job for job in taken if job.id not in aside]
+            try:
+                await self._set_aside(org, unfit, lease)
+            except ShardUnavailable:
+                # What fits is leased by now, and nobody else can give it out. The rest is tried again after its window.
+                if not claimed:
+                    raise
+                break
         claimed.sort(key=lambda job: (job.priority, job.run_at))
         return token_prefix(self.name, lease), claimed
 
     async def _set_aside(self, org: OrgId, jobs: list[Claimed], lease: int) -> None:
         """What a claim found past its time is cancelled; what it found out of attempts is dead."""
-        org_id = await self.names.org_id(org)
         expired = [job.id for job in jobs if job.expired]
         if expired:
-            parameters = {"ids": arrays.plain(expired), "lease": lease, "org_id": org_id}
+            parameters = {"ids": arrays.plain(expired), "lease": lease, "org": org}
             await partitions.finish(self._database, statements.EXPIRE_UNRUN, parameters)
         exhausted = [job for job in jobs if not job.expired]
         if exhausted:
@@ -255,15 +265,12 @@ class Store:
                     "outcomes": "{}",
                     "errors": "{}",
                     "reasons": [f"out of attempts ({job.attempt - 1}), the last one expired" for job in exhausted],
-                    "org_id": org_id,
+                    "org": org,
                 },
             )
 
     async def ack(self, org: OrgId, leases: Sequence[Lease], results: Sequence[bytes | None]) -> list[Answer]:
         """Finishes jobs; a result (≤ 64 KiB) is kept with each that has one."""
-        org_id = await self.names.org_id(org)
-        if org_id is None:
-            return [Answer.NOT_FOUND] * len(leases)
         rows = await partitions.finish(
             self._database,
             statements.ACK,
@@ -271,23 +278,18 @@ class Store:
                 **_named(leases),
                 "results": list(results) if any(result is not None for result in results) else [],
                 "jobs": len(leases),
-                "org_id": org_id,
+                "org": org,
             },
         )
         acked, acked_ids, acked_leases = rows[0]
         if acked == len(leases):
             return [Answer.OK] * len(leases)
-        return await self._answers(
-            org_id, leases, zip(acked_ids or (), acked_leases or (), strict=True), ended_as="acked"
-        )
+        return await self._answers(org, leases, zip(acked_ids or (), acked_leases or (), strict=True), ended_as="acked")
 
     async def nack(self, org: OrgId, nacks: Sequence[Nack]) -> list[Answer]:
         """Gives jobs back: to run again after a delay, or dead when attempts are used up or the nack kills."""
-        org_id = await self.names.org_id(org)
-        if org_id is None:
-            return [Answer.NOT_FOUND] * len(nacks)
         leases = [nack.lease for nack in nacks]
-        rows = await self._database.run(statements.INSPECT_LEASES, {**_named(leases), "org_id": org_id})
+        rows = await self._database.run(statements.INSPECT_LEASES, {**_named(leases), "org": org})
         held = {Lease(job_hex=_hex(job_id), number=number): rest for job_id, number, *rest in rows}
         again: list[tuple[Nack, int]] = []
         over: list[tuple[Nack, str]] = []
@@ -310,7 +312,7 @@ class Store:
                 **_named([nack.lease for nack, _ in again]),
                 "delays_us": arrays.numbers(delay for _, delay in again),
                 "errors": [nack.error for nack, _ in again],
-                "org_id": org_id,
+                "org": org,
             }
             done += await self._database.run(statements.RETRY, parameters)
         if over:
@@ -319,10 +321,10 @@ class Store:
                 "outcomes": ["nacked"] * len(over),
                 "errors": [nack.error for nack, _ in over],
                 "reasons": [reason for _, reason in over],
-                "org_id": org_id,
+                "org": org,
             }
             done += await self._database.run(statements.BURY, parameters)
-        return await self._answers(org_id, leases, done, ended_as="nacked")
+        return await self._answers(org, leases, done, ended_as="nacked")
 
     async def extend(self, org: OrgId, leases: Sequence[Lease], *, window_us: int) -> list[Answer]:
         """Prolongs leases: each then ends no earlier than `window_us` from now."""
@@ -341,14 +343,11 @@ class Store:
         *,
         ended_as: str | None,
     ) -> list[Answer]:
-        org_id = await self.names.org_id(org)
-        if org_id is None:
-            return [Answer.NOT_FOUND] * len(leases)
-        rows = await self._database.run(statement, {**_named(leases), **more, "org_id": org_id})
-        return await self._answers(org_id, leases, rows, ended_as=ended_as)
+        rows = await self._database.run(statement, {**_named(leases), **more, "org": org})
+        return await self._answers(org, leases, rows, ended_as=ended_as)
 
     async def _answers(
-        self, org_id: int, leases: Sequence[Lease], done: Iterable[tuple[str, int]], *, ended_as: str | None
+        self, org: OrgId, leases: Sequence[Lease], done: Iterable[tuple[str, int]], *, ended_as: str | None
     ) -> list[Answer]:
         """OK for what was done now, or by an earlier try of the same call; STALE or NOT_FOUND for the rest. `done`
         are job ids with the numbers of their leases: a call may name a job by a live lease and by an ended one."""
@@ -357,9 +356,7 @@ class Store:
         if not missed:
             return [Answer.OK] * len(leases)
         oldest_ms = min(int(lease.job_hex[:12], 16) for lease in missed)
-        rows = await self._database.run(
-            statements.EXPLAIN_MISS, {**_named(missed), "org_id": org_id, "oldest_ms": oldest_ms}
-        )
+        rows = await self._database.run(statements.EXPLAIN_MISS, {**_named(missed), "org": org, "oldest_ms": oldest_ms})
         explained: dict[Lease, Answer] = {}
         for lease, (how, known) in zip(missed, rows, strict=True):
             same = ended_as is not None and how == ended_as
@@ -370,16 +367,13 @@ class Store:
 
     async def cancel(self, org: OrgId, ids: Sequence[JobId], *, reason: str) -> list[Answer]:
         """Cancels jobs that have not finished; STALE for those that have."""
-        org_id = await self.names.org_id(org)
-        if org_id is None:
-            return [Answer.NOT_FOUND] * len(ids)
         answers: dict[JobId, Answer] = {}
         rest: Sequence[JobId] = list(dict.fromkeys(ids))
         for _ in range(_TURNS_MAX):
             rows = await partitions.finish(
                 self._database,
                 statements.CANCEL,
-                {"ids": arrays.plain(rest), "org_id": org_id, "reason": reason or "cancelled"},
+                {"ids": arrays.plain(rest), "org": org, "reason": reason or "cancelled"},
             )
             answers.update((JobId(row[0]), Answer.OK) for row in rows)
             missed = [job_id for job_id in rest if job_id not in answers]

@@ -44,7 +44,7 @@ def encode_result(value: Payload) -> bytes:
 def error_text(text: str) -> str:
     """The last 8 KiB of an error's text, in the form a Nack takes: no NUL, no half characters."""
     data = text.replace("\0", "�").encode(errors="replace")
-    return text.replace("\0", "�") if len(data) <= ERROR_BYTES_MAX else data[-ERROR_BYTES_MAX:].decode(errors="ignore")
+    return data[-ERROR_BYTES_MAX:].decode(errors="ignore")
 
 
 def seconds(span: Span) -> float:

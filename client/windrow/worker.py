@@ -297,7 +297,11 @@ class Worker:
 
         def run() -> Payload:
             held.threaded = True
-            return context.run(plain, held.job)
+            try:
+                return context.run(plain, held.job)
+            except StopIteration as error:
+                # No future takes one (PEP 479): the worker would wait for this thread, and keep its lease, for ever.
+                raise RuntimeError("the handler raised StopIteration") from error
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, run)
 

@@ -176,13 +176,8 @@ CREATE TABLE windrow.tally (
 -- must have committed before the insert could succeed, so this look cannot miss it.
 CREATE FUNCTION windrow.refuse_settled(ids uuid[], since timestamptz) RETURNS boolean
 LANGUAGE plpgsql VOLATILE AS $$
-DECLARE
-    -- Spares the look into the partitions that were made ahead. A day, because a clock may have been set back.
-    until timestamptz := clock_timestamp() + interval '1 day';
 BEGIN
-    IF EXISTS (
-            SELECT FROM windrow.finished f WHERE f.id = ANY (ids) AND f.finished_at >= since AND f.finished_at < until
-        )
+    IF EXISTS (SELECT FROM windrow.finished f WHERE f.id = ANY (ids) AND f.finished_at >= since)
         OR EXISTS (SELECT FROM windrow.dead d WHERE d.id = ANY (ids))
     THEN
         RAISE EXCEPTION 'a job of this batch has already finished or died' USING ERRCODE = 'WD001';
@@ -191,15 +186,21 @@ BEGIN
 END
 $$;
 
--- Same, for a batch of which something was not stored: an id that is a live job of another org's fails the whole batch.
-CREATE FUNCTION windrow.refuse_foreign(ids uuid[], queue_ids bigint[]) RETURNS boolean
+-- Same, for a batch of which something was not stored: an id that is a job of another org's fails the whole batch.
+CREATE FUNCTION windrow.refuse_foreign(ids uuid[], queue_ids bigint[], since timestamptz) RETURNS boolean
 LANGUAGE plpgsql VOLATILE AS $$
 BEGIN
     IF EXISTS (
         SELECT
         FROM unnest(ids, queue_ids) AS n (id, queue_id)
-        JOIN windrow.job j ON j.id = n.id
-        WHERE j.queue_id & 4294967295 <> n.queue_id & 4294967295
+        CROSS JOIN LATERAL (
+            SELECT j.queue_id FROM windrow.job j WHERE j.id = n.id
+            UNION ALL
+            SELECT d.queue_id FROM windrow.dead d WHERE d.id = n.id
+            UNION ALL
+            SELECT f.queue_id FROM windrow.finished f WHERE f.id = n.id AND f.finished_at >= since
+        ) known
+        WHERE known.queue_id & 4294967295 <> n.queue_id & 4294967295
     )
     THEN
         RAISE EXCEPTION 'an id of this batch is a job of another org' USING ERRCODE = 'WD002';

@@ -10,7 +10,8 @@ WITH ended AS (
     ) a
     -- By id alone: see extend.sql.
     WHERE j.id = ANY (ARRAY[a.id])
-        AND (j.lease = a.lease AND j.visible_at > now() AND j.queue_id & 4294967295 = %(org_id)s) IS TRUE
+        AND (j.lease = a.lease AND j.visible_at > now()
+            AND j.queue_id & 4294967295 = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)) IS TRUE
     RETURNING j.*, a.result
 ), moved AS (
     INSERT INTO windrow.finished (

@@ -11,7 +11,8 @@ WITH ended AS (
     ) b
     -- By id alone: see extend.sql.
     WHERE j.id = ANY (ARRAY[b.id])
-        AND (j.lease = b.lease AND j.visible_at > now() AND j.queue_id & 4294967295 = %(org_id)s) IS TRUE
+        AND (j.lease = b.lease AND j.visible_at > now()
+            AND j.queue_id & 4294967295 = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)) IS TRUE
     RETURNING j.*, b.outcome, b.error, b.reason
 )
 INSERT INTO windrow.dead (

@@ -1,7 +1,8 @@
 -- Cancels jobs that have not finished, leased and dead ones too.
 WITH live AS (
     DELETE FROM windrow.job j
-    WHERE j.id = ANY (%(ids)s::uuid[]) AND j.queue_id & 4294967295 = %(org_id)s
+    WHERE j.id = ANY (%(ids)s::uuid[])
+        AND j.queue_id & 4294967295 = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)
     RETURNING
         id, queue_id, enqueued_at, run_at, lease, leased_at, expires_at, priority, attempt, max_attempts, kind, payload,
         attributes, retry, dedup_key, trace, worker,
@@ -9,7 +10,8 @@ WITH live AS (
         history
 ), aside AS (
     DELETE FROM windrow.dead d
-    WHERE d.id = ANY (%(ids)s::uuid[]) AND d.queue_id & 4294967295 = %(org_id)s
+    WHERE d.id = ANY (%(ids)s::uuid[])
+        AND d.queue_id & 4294967295 = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)
     RETURNING
         id, queue_id, enqueued_at, run_at, lease, leased_at, expires_at, priority, attempt, max_attempts, kind, payload,
         attributes, retry, dedup_key, trace, worker, history

@@ -71,5 +71,8 @@ SELECT
     count(*) AS stored,
     CASE WHEN count(*) < %(jobs)s THEN array_agg(s.id::text) END AS stored_ids,
     windrow.refuse_settled(array_agg(s.id), (SELECT clock.since FROM clock)),
-    CASE WHEN count(*) < %(jobs)s THEN windrow.refuse_foreign(%(ids)s::uuid[], %(queue_ids)s::bigint[]) END
+    CASE
+        WHEN count(*) < %(jobs)s
+        THEN windrow.refuse_foreign(%(ids)s::uuid[], %(queue_ids)s::bigint[], (SELECT clock.since FROM clock))
+    END
 FROM stored s

@@ -1,7 +1,8 @@
 -- Cancels jobs that a claim found past their expires_at; the claim's lease was only taken to do so and is not an attempt.
 WITH ended AS (
     DELETE FROM windrow.job j
-    WHERE j.id = ANY (%(ids)s::uuid[]) AND j.lease = %(lease)s AND j.expires_at <= now() AND j.queue_id & 4294967295 = %(org_id)s
+    WHERE j.id = ANY (%(ids)s::uuid[]) AND j.lease = %(lease)s AND j.expires_at <= now()
+        AND j.queue_id & 4294967295 = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)
     RETURNING j.*
 )
 INSERT INTO windrow.finished (

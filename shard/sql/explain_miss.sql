@@ -10,17 +10,16 @@ LEFT JOIN LATERAL (
             ELSE windrow.outcome_of(f.history, m.lease)
         END AS ended_as
     FROM windrow.finished f
-    WHERE f.id = m.id AND f.queue_id & 4294967295 = %(org_id)s
+    WHERE f.id = m.id AND f.queue_id & 4294967295 = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)
         AND f.finished_at >= least(to_timestamp(%(oldest_ms)s / 1000.0), now()) - interval '1 hour'
-        AND f.finished_at < now() + interval '1 day'
     UNION ALL
     SELECT j.id, windrow.outcome_of(j.history, m.lease)
     FROM windrow.job j
-    WHERE j.id = m.id AND j.queue_id & 4294967295 = %(org_id)s
+    WHERE j.id = m.id AND j.queue_id & 4294967295 = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)
     UNION ALL
     SELECT d.id, windrow.outcome_of(d.history, m.lease)
     FROM windrow.dead d
-    WHERE d.id = m.id AND d.queue_id & 4294967295 = %(org_id)s
+    WHERE d.id = m.id AND d.queue_id & 4294967295 = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)
     LIMIT 1
 ) found ON true
 ORDER BY m.turn

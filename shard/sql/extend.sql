@@ -7,5 +7,6 @@ FROM (
 -- Found by its id and by nothing else: ANY and IS TRUE keep the planner from walking a whole index of a table that it
 -- believes to be empty, because it was when last vacuumed.
 WHERE j.id = ANY (ARRAY[x.id])
-    AND (j.lease = x.lease AND j.visible_at > now() AND j.queue_id & 4294967295 = %(org_id)s) IS TRUE
+    AND (j.lease = x.lease AND j.visible_at > now()
+        AND j.queue_id & 4294967295 = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)) IS TRUE
 RETURNING j.id::text, j.lease

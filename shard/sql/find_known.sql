@@ -10,7 +10,6 @@ CROSS JOIN LATERAL (
     SELECT f.id, f.queue_id
     FROM windrow.finished f
     WHERE f.id = n.id AND f.finished_at >= least(to_timestamp(%(oldest_ms)s / 1000.0), now()) - interval '1 hour'
-        AND f.finished_at < now() + interval '1 day'
     UNION ALL
     SELECT d.job_id, d.queue_id
     FROM windrow.dedup d

@@ -33,7 +33,6 @@ FROM (
     SELECT * FROM windrow.finished
     WHERE id = ANY (%(ids)s::uuid[])
         AND finished_at >= least(to_timestamp(%(oldest_ms)s / 1000.0), now()) - interval '1 hour'
-        AND finished_at < now() + interval '1 day'
     OFFSET 0
 ) f
 CROSS JOIN LATERAL (SELECT * FROM windrow.queue WHERE queue_id = f.queue_id OFFSET 0) q

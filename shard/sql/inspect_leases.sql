@@ -6,4 +6,5 @@ SELECT
 FROM unnest(%(ids)s::uuid[], %(leases)s::bigint[]) AS m (id, lease)
 -- By id alone: see extend.sql.
 JOIN windrow.job j ON j.id = ANY (ARRAY[m.id])
-    AND (j.lease = m.lease AND j.visible_at > now() AND j.queue_id & 4294967295 = %(org_id)s) IS TRUE
+    AND (j.lease = m.lease AND j.visible_at > now()
+        AND j.queue_id & 4294967295 = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)) IS TRUE

@@ -13,5 +13,6 @@ FROM (
 ) n
 -- By id alone: see extend.sql.
 WHERE j.id = ANY (ARRAY[n.id])
-    AND (j.lease = n.lease AND j.visible_at > now() AND j.queue_id & 4294967295 = %(org_id)s) IS TRUE
+    AND (j.lease = n.lease AND j.visible_at > now()
+        AND j.queue_id & 4294967295 = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)) IS TRUE
 RETURNING j.id::text, n.lease

@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 
 import grpc
+import psycopg
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from psycopg.conninfo import conninfo_to_dict
@@ -178,19 +179,17 @@ async def test_a_cancel_cut_after_its_commit_is_ok_again(
     assert books.cancelled == books.accepted == trials // 4 * 2
 
 
-async def test_callers_cancelled_while_connections_break_cost_no_connection(
-    fresh_dsn: str, fresh_database: Database
-) -> None:
+async def test_callers_cancelled_while_connections_break_cost_no_connection(fresh_dsn: str) -> None:
     luck = random.Random("cancelled")
     database = Database(SHARD, fresh_dsn, connections=4)
     await database.open()
+    admin = await psycopg.AsyncConnection.connect(fresh_dsn, autocommit=True)
     try:
         for _ in range(60):
             callers = [asyncio.create_task(database.run(b"SELECT pg_sleep(0.002)", {})) for _ in range(8)]
-            await fresh_database.run(
-                b"SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
-                b" WHERE datname = current_database() AND pid <> pg_backend_pid()",
-                {},
+            await admin.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+                " WHERE datname = current_database() AND pid <> pg_backend_pid() AND backend_type = 'client backend'"
             )
             # Any moment will do: the more of them, the better.
             await asyncio.sleep(luck.uniform(0, 0.01))
@@ -204,11 +203,36 @@ async def test_callers_cancelled_while_connections_break_cost_no_connection(
             async with asyncio.timeout(PATIENCE_S), database.transaction():
                 await everyone.wait()
 
-        # A lost connection is one that nobody ever gets again.
-        for _ in range(2):
-            with contextlib.suppress(ShardUnavailable):
-                await database.run(b"SELECT 1", {})
+        # A lost connection is one that nobody ever gets again. The last turn's may still be on their way.
+        await asyncio.wait_for(until_reached(database), PATIENCE_S)
         await asyncio.gather(*(one_of_four() for _ in range(4)))
+    finally:
+        await admin.close()
+        await database.close()
+
+
+async def until_reached(database: Database) -> None:
+    for _ in range(1000):
+        with contextlib.suppress(ShardUnavailable):
+            await database.run(b"SELECT 1", {})
+            return
+        await asyncio.sleep(0.05)
+
+
+async def test_tries_to_connect_do_not_get_rarer(fresh_dsn: str, proxy: Proxy) -> None:
+    # As behind a pooler that lost its server: the connection is made, and breaks at its first statement.
+    database = Database(SHARD, through(fresh_dsn, proxy), connections=1)
+    cut = proxy.cut_at(b"set_config", Moment.UNSENT)
+    await database.open()
+    try:
+        for cuts in range(1, 6):
+            await asyncio.wait_for(proxy.until_cut(cuts), 5)
+            assert cut.done
+            with pytest.raises(ShardUnavailable):
+                await database.run(b"SELECT 1", {})
+            cut = proxy.cut_at(b"set_config", Moment.UNSENT)
+        proxy.cut_no_more()
+        await asyncio.wait_for(until_reached(database), 5)
     finally:
         await database.close()
 

@@ -200,7 +200,7 @@ async def record(recorder: Recorder, org: OrgId) -> dict[str, Run]:
     await store.extend(org, held, window_us=2 * HOUR_US)
     named = {"ids": "{" + ",".join(lease.job_hex for lease in held) + "}"}
     named["leases"] = "{" + ",".join(str(lease.number) for lease in held) + "}"
-    org_id = {"org_id": await store.names.org_id(org)}
+    of_org = {"org": org}
     texts = ["why"] * BATCH
     await store.sweep()
     await store.enqueue(jobs)
@@ -210,19 +210,19 @@ async def record(recorder: Recorder, org: OrgId) -> dict[str, Run]:
         "find_known": recorder.last(statements.FIND_KNOWN),
         "claim": recorder.last(statements.CLAIM),
         "extend": recorder.last(statements.EXTEND),
-        "ack": (statements.ACK, {**named, **org_id, "results": [b"done"] * BATCH, "jobs": BATCH}),
-        "inspect_leases": (statements.INSPECT_LEASES, {**named, **org_id}),
+        "ack": (statements.ACK, {**named, **of_org, "results": [b"done"] * BATCH, "jobs": BATCH}),
+        "inspect_leases": (statements.INSPECT_LEASES, {**named, **of_org}),
         "retry": (
             statements.RETRY,
-            {**named, **org_id, "delays_us": "{" + ",".join(["5"] * BATCH) + "}", "errors": texts},
+            {**named, **of_org, "delays_us": "{" + ",".join(["5"] * BATCH) + "}", "errors": texts},
         ),
         "bury": (
             statements.BURY,
-            {**named, **org_id, "outcomes": ["nacked"] * BATCH, "errors": texts, "reasons": texts},
+            {**named, **of_org, "outcomes": ["nacked"] * BATCH, "errors": texts, "reasons": texts},
         ),
-        "release": (statements.RELEASE, {**named, **org_id}),
-        "cancel": (statements.CANCEL, {**org_id, "ids": named["ids"], "reason": "why"}),
-        "explain_miss": (statements.EXPLAIN_MISS, {**named, **org_id, "oldest_ms": int(held[0].job_hex[:12], 16)}),
+        "release": (statements.RELEASE, {**named, **of_org}),
+        "cancel": (statements.CANCEL, {**of_org, "ids": named["ids"], "reason": "why"}),
+        "explain_miss": (statements.EXPLAIN_MISS, {**named, **of_org, "oldest_ms": int(held[0].job_hex[:12], 16)}),
         "get_jobs": recorder.last(statements.GET_JOBS),
         "sweep": recorder.last(statements.SWEEP),
     }

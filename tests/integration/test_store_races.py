@@ -287,7 +287,7 @@ async def test_an_enqueue_waits_for_the_ack_that_has_its_job_in_hand(database: D
         "leases": arrays.numbers([lease.number]),
         "results": [],
         "jobs": 1,
-        "org_id": await store.names.org_id(org),
+        "org": org,
     }
     async with asyncio.TaskGroup() as group, database.transaction() as connection:
         await connection.execute(statements.ACK, parameters)
