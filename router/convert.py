@@ -81,7 +81,7 @@ def window_us(request: queue_pb2.DequeueRequest | queue_pb2.ExtendRequest) -> in
 # ── Jobs in ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def new_jobs(org: OrgId, jobs: Sequence[job_pb2.NewJob], *, trace: str | None) -> NewJobs:
+def new_jobs(org: OrgId, jobs: Sequence[job_pb2.NewJob], *, trace: str | None, plain: bool) -> NewJobs:
     """The columns of valid jobs. `trace` is kept with jobs that bring no trace of their own."""
     columns = NewJobs(
         org=org,
@@ -90,6 +90,9 @@ def new_jobs(org: OrgId, jobs: Sequence[job_pb2.NewJob], *, trace: str | None) -
         kinds=[job.kind for job in jobs],
         payloads=[job.payload for job in jobs],
     )
+    if plain and trace is None:
+        columns.priorities = {at: job.priority for at, job in enumerate(jobs) if job.priority}
+        return columns
     for at, job in enumerate(jobs):
         if job.priority:
             columns.priorities[at] = job.priority
@@ -173,13 +176,25 @@ def leases(tokens: Iterable[bytes], *, field: str) -> list[tuple[int, Lease]]:
 # ── Jobs out ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def leased_job(prefix: bytes, job: Claimed) -> job_pb2.LeasedJob:
+def add_leased_jobs(response: queue_pb2.DequeueResponse, prefix: bytes, jobs: Iterable[Claimed]) -> None:
+    """Adds claimed jobs. Those that are alike but for id and payload are copies of one message: setting a field costs
+    more than copying all."""
+    alike: dict[tuple[object, ...], job_pb2.LeasedJob] = {}
+    add = response.jobs.append
+    for job in jobs:
+        # All of Claimed that _leased_job reads.
+        key = (*job[1:3], *job[4:11])
+        message = alike.get(key)
+        if message is None:
+            message = alike[key] = _leased_job(job)
+        message.lease, message.id, message.payload = token(prefix, job.id), job.id, job.payload
+        add(message)
+
+
+def _leased_job(job: Claimed) -> job_pb2.LeasedJob:
     message = job_pb2.LeasedJob(
-        lease=token(prefix, job.id),
-        id=job.id,
         queue=job.queue,
         kind=job.kind,
-        payload=job.payload,
         priority=job.priority,
         attempt=job.attempt,
         max_attempts=job.max_attempts or MAX_ATTEMPTS_DEFAULT,

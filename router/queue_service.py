@@ -15,7 +15,7 @@ from router.calls import Gate, unary
 from router.fleet import Fleet, Member
 from router.status import INVALID_ARGUMENT, InvalidRequest, Violation
 from router.tracing import current_trace
-from router.validation import enqueue_violations
+from router.validation import enqueue_violations, is_plain
 from shard.errors import BadIds
 from shard.store import Nack
 from shard.vocabulary import Answer, JobId, Lease, OrgId, QueueName
@@ -37,17 +37,22 @@ class QueueService(queue_pb2_grpc.QueueServicer):
 
     @unary(_judged_by_method)
     async def Enqueue(self, request: queue_pb2.EnqueueRequest) -> queue_pb2.EnqueueResponse:
-        violations = enqueue_violations(request)
+        # Kept, for each look at request.jobs makes new objects.
+        jobs = list(request.jobs)
+        plain = is_plain(request.org, jobs)
+        violations = [] if plain else enqueue_violations(request)
         if not request.independent:
             if violations:
                 raise InvalidRequest(violations)
-            return queue_pb2.EnqueueResponse(results=await self._enqueue(request, range(len(request.jobs))))
+            return queue_pb2.EnqueueResponse(
+                results=await self._enqueue(request.org, jobs, range(len(jobs)), plain=plain)
+            )
         bad = _by_job(violations)
         results = {at: _error(violations) for at, violations in bad.items()}
-        good = [at for at in range(len(request.jobs)) if at not in bad]
+        good = [at for at in range(len(jobs)) if at not in bad]
         while good:
             try:
-                stored = await self._enqueue(request, good)
+                stored = await self._enqueue(request.org, jobs, good, plain=plain)
             except InvalidRequest as error:
                 # Only the shard knows which ids will not do: those jobs fall out, and the others go again.
                 late = _by_job(error.violations)
@@ -56,16 +61,16 @@ class QueueService(queue_pb2_grpc.QueueServicer):
             else:
                 results.update(zip(good, stored, strict=True))
                 break
-        return queue_pb2.EnqueueResponse(results=[results[at] for at in range(len(request.jobs))])
+        return queue_pb2.EnqueueResponse(results=[results[at] for at in range(len(jobs))])
 
     async def _enqueue(
-        self, request: queue_pb2.EnqueueRequest, positions: Sequence[int]
+        self, org: str, jobs: Sequence[job_pb2.NewJob], positions: Sequence[int], *, plain: bool
     ) -> list[queue_pb2.EnqueueResult]:
         """Stores the jobs at these positions of the request. Raises InvalidRequest, by the request's paths."""
-        org = OrgId(request.org)
-        columns = convert.new_jobs(org, [request.jobs[at] for at in positions], trace=current_trace())
+        chosen = [jobs[at] for at in positions]
+        columns = convert.new_jobs(OrgId(org), chosen, trace=current_trace(), plain=plain)
         try:
-            known = await self._fleet.write(org, lambda member: member.store.enqueue(columns))
+            known = await self._fleet.write(columns.org, lambda member: member.store.enqueue(columns))
         except BadIds as error:
             late = [Violation(f"jobs[{positions[at]}].id", str(error)) for at in error.positions]
             raise InvalidRequest(late) from error
@@ -82,7 +87,7 @@ class QueueService(queue_pb2_grpc.QueueServicer):
             prefix, claimed = await member.store.claim(
                 org, queues, max_jobs=wanted - len(response.jobs), window_us=window_us, worker=request.worker
             )
-            response.jobs.extend([convert.leased_job(prefix, job) for job in claimed])
+            convert.add_leased_jobs(response, prefix, claimed)
             if claimed:
                 response.lease_deadline.CopyFrom(convert.timestamp(claimed[0].deadline))
             if len(response.jobs) >= wanted:
@@ -92,7 +97,7 @@ class QueueService(queue_pb2_grpc.QueueServicer):
 
     @unary()
     async def Ack(self, request: queue_pb2.AckRequest) -> queue_pb2.AckResponse:
-        org, acks = OrgId(request.org), request.acks
+        org, acks = OrgId(request.org), list(request.acks)
         leases = convert.leases((ack.lease for ack in acks), field="acks[{}].lease")
 
         async def act(member: Member, positions: Sequence[int]) -> list[Answer]:

@@ -1,5 +1,6 @@
 """The one table from errors to gRPC statuses, with google.rpc details that programs can read. Pure.
- INVALID_ARGUMENT carries BadRequest (field violations by path), what may be retried carries RetryInfo, and
+
+INVALID_ARGUMENT carries BadRequest (field violations by path), what may be retried carries RetryInfo, and
 everything carries ErrorInfo with a reason in capitals.
 """
 

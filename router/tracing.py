@@ -1,5 +1,6 @@
 """OpenTelemetry in the router: set up by the standard environment variables, and nothing at all without them.
- On when OTEL_TRACES_EXPORTER=otlp, or when OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT is
+
+On when OTEL_TRACES_EXPORTER=otlp, or when OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT is
 set; off with OTEL_SDK_DISABLED=true or OTEL_TRACES_EXPORTER=none. Sampling follows OTEL_TRACES_SAMPLER.
 """
 

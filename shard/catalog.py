@@ -1,5 +1,6 @@
 """The catalog: which shards write and read each slot. The single authority; routers hold copies of it.
- Its tables are on every shard and used on one. Changing the placement of slots that hold jobs is the balancer's
+
+Its tables are on every shard and used on one. Changing the placement of slots that hold jobs is the balancer's
 work; here a new cluster's slots are placed for the first time, and each shard is told which it owns.
 """
 

@@ -1,5 +1,6 @@
 """One shard's Postgres: a bounded pool of prepared connections, and what its errors mean.
- Every statement runs in a transaction of its own (autocommit), so that a statement is an act: done or not done. A
+
+Every statement runs in a transaction of its own (autocommit), so that a statement is an act: done or not done. A
 broken connection is tried again here, a few times, because every statement of the queue may be repeated: it names
 the ids or the lease it is about.
 """

@@ -1,5 +1,6 @@
 """How far claims have come in each lane, so that they need not walk past what they claimed before.
- A lane is one priority of one queue. At the front of its stretch of the ready index lie the dead versions of
+
+A lane is one priority of one queue. At the front of its stretch of the ready index lie the dead versions of
 claimed jobs; while any transaction holds an old snapshot, nobody may remove them, and every claim would read them
 all again. So a claim begins at the lane's floor. The floor is a hint (I7): it may be too high only for what
 committed late, and the sweep, which looks from the beginning of time, lowers it again within seconds. Pure: no I/O,

@@ -1,5 +1,6 @@
 """Lease tokens on the wire. Pure.
- A token names the shard, the job and the lease, so that an ack finds its shard wherever the org has moved since,
+
+A token names the shard, the job and the lease, so that an ack finds its shard wherever the org has moved since,
 and fits one lease only. 29 bytes: version 1, the shard's tag, the lease's number, the job's id; integers
 big-endian.
 """

@@ -15,7 +15,9 @@ class Statement(bytes):
 
 
 def _load(name: str) -> Statement:
-    statement = Statement((_SQL / f"{name}.sql").read_bytes())
+    # Without comments: psycopg remembers how it has read a statement only up to 4,096 bytes.
+    lines = (_SQL / f"{name}.sql").read_bytes().splitlines()
+    statement = Statement(b"\n".join(line for line in lines if not line.lstrip().startswith(b"--")))
     statement.name = name
     return statement
 

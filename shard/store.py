@@ -1,5 +1,6 @@
 """The queue of one shard: enqueue, claim, ack, nack, extend, release, cancel, get.
- Each verb is one statement (shard/sql), or one that looks and one that acts where a decision lies between. The
+
+Each verb is one statement (shard/sql), or one that looks and one that acts where a decision lies between. The
 store keeps hints only (floors, remembered names); with all of them lost it answers the same, a little later. It
 knows no gRPC, and compares no Python clock with anything the database says.
 """

@@ -124,8 +124,7 @@ class Claimed(NamedTuple):
     expired: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lease:
+class Lease(NamedTuple):
     """One consumer's claim on one job: which job, and the number that fences it."""
 
     # 32 hex digits, without dashes.
