@@ -488,8 +488,8 @@ def test_a_shard_that_fails_in_an_unforeseen_way_hurts_no_other(postgres: Server
         until(lambda: succeeds(lambda: enqueue(both, far)), "the mended shard is used")
 
 
-def test_a_shard_that_cannot_be_reached_says_why(postgres: Server, tmp_path: Path) -> None:
-    dsns = {"s1": postgres.create("why_s1"), "s2": postgres.dsn("no_such_database")}
+def test_a_shard_that_cannot_be_reached_says_why(running: Running, postgres: Server, tmp_path: Path) -> None:
+    dsns = {"s1": running.dsns["s1"], "s2": postgres.dsn("no_such_database")}
     with running_routers(write_cluster(tmp_path / "c.toml", dsns)) as routers, stubs(routers.address) as both:
         _, away = both.admin.ListShards(admin_pb2.ListShardsRequest(), timeout=PATIENCE_S).shards
         assert 'database "no_such_database" does not exist' in away.error
@@ -506,6 +506,23 @@ def test_a_catalog_of_another_cluster_is_refused_for_good(
         assert supervisor.wait(PATIENCE_S) == 1
         assert first_line(supervisor) == ""
     assert "the catalog of cluster 'tests', and this is 'other'; correct the cluster file" in log.read_text()
+
+
+def test_a_cluster_file_whose_first_shard_changed_founds_no_second_catalog(postgres: Server, tmp_path: Path) -> None:
+    dsns = {shard: postgres.create(f"first_{shard}") for shard in ("s2", "s1")}
+    with running_routers(write_cluster(tmp_path / "before.toml", {"s1": dsns["s1"]})):
+        pass
+    # Without [catalog] the first shard's database is the catalog's.
+    log = tmp_path / "router.log"
+    with spawned_routers(write_cluster(tmp_path / "after.toml", dsns), log, listen="127.0.0.1:0") as supervisor:
+        assert supervisor.wait(PATIENCE_S) == 1
+        assert first_line(supervisor) == ""
+    assert "shard 's1' has slots of a catalog elsewhere: name it by [catalog] dsn" in log.read_text()
+    with psycopg.connect(dsns["s2"]) as connection:
+        assert connection.execute("SELECT count(*) FROM windrow.catalog").fetchall() == [(0,)]
+    named = write_cluster(tmp_path / "named.toml", dsns, catalog_dsn=dsns["s1"])
+    with running_routers(named) as routers, stubs(routers.address) as both:
+        enqueue(both, "org")
 
 
 # ── Coming and going ─────────────────────────────────────────────────────────────────────────────────────────────────

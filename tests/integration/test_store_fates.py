@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+import psycopg
 import pytest
 
 from shard.books import Books
@@ -11,6 +12,7 @@ from shard.database import Database
 from shard.retry import Fixed
 from shard.store import Nack, Store
 from shard.vocabulary import Answer, JobId, Lease, OrgId, Outcome
+from tests.conftest import SHARD
 from tests.jobs import HOUR_US, MINUTE_US, QUEUE, history_of, ids_of, job_id, lease_jobs, some_jobs
 from tests.timemachine import end_leases, make_due, reach_expiry
 
@@ -37,6 +39,33 @@ async def test_a_job_whose_leases_all_expire_is_dead_with_its_history(database: 
         (2, Outcome.EXPIRED, "worker 2"),
     ]
     assert await store.ack(org, held, [None] * 2) == [Answer.STALE] * 2
+
+
+async def test_when_setting_aside_fails_the_jobs_that_fit_are_handed_out(fresh_dsn: str, org: OrgId) -> None:
+    """They are leased by then: nobody else could give them out before their window ends."""
+    # One connection, so that the short patience is its own.
+    database = Database(SHARD, fresh_dsn, connections=1)
+    await database.open()
+    try:
+        store = Store(database)
+        exhausted = some_jobs(org, 1, max_attempts=1)
+        await store.enqueue(exhausted)
+        await lease_jobs(store, org)
+        await end_leases(database, org)
+        fit = some_jobs(org, 2, max_attempts=1)
+        await store.enqueue(fit)
+        await database.run(b"SET lock_timeout = '50ms'", {})
+        async with await psycopg.AsyncConnection.connect(fresh_dsn) as rival:
+            await rival.execute("LOCK TABLE windrow.dead IN SHARE MODE")
+            held = await lease_jobs(store, org)
+        assert {job.id for job, _ in held} == set(fit.ids)
+        assert await store.ack(org, [lease for _, lease in held], [None] * 2) == [Answer.OK] * 2
+        await end_leases(database, org)
+        assert await lease_jobs(store, org) == []
+        (record,) = await store.get(org, ids_of(exhausted), include_payload=False)
+        assert record.state == "dead"
+    finally:
+        await database.close()
 
 
 async def test_a_nack_of_the_last_attempt_buries_the_job(database: Database, org: OrgId) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from shard.books import Books
 from shard.database import Database
@@ -10,7 +14,9 @@ from shard.errors import IdsOutsideHorizon, IdsTaken, NotOwned, QueueNotEmpty, U
 from shard.placement import slot_of
 from shard.store import Nack, Store
 from shard.vocabulary import Answer, JobId, JobState, NewJobs, OrgId, QueueName
-from tests.jobs import HOUR_US, MINUTE_US, ids_of, job_id, lease_jobs, some_jobs
+from tests.conftest import SHARD
+from tests.jobs import HOUR_US, MINUTE_US, QUEUE, ids_of, job_id, lease_jobs, some_jobs
+from tests.timemachine import end_dedup_windows, until_blocked
 
 DAY_MS = 24 * 3600 * 1000
 A, B = QueueName("a"), QueueName("b")
@@ -75,6 +81,37 @@ async def test_ids_made_outside_the_horizon_are_refused_with_their_positions(
     assert await everything(fresh_database) == {"jobs": 0, "dedup keys": 0, "accepted": 0}
 
 
+@pytest.mark.parametrize(
+    ("ahead_ms", "fits"), [(-7 * DAY_MS, False), (-7 * DAY_MS + 1, True), (3_600_000, True), (3_600_001, False)]
+)
+async def test_an_id_at_the_very_edge_of_the_horizon_is_refused_with_its_position(
+    fresh_dsn: str, org: OrgId, ahead_ms: int, fits: bool
+) -> None:
+    """The database compares microseconds, and an id tells milliseconds: both must draw the line at the same id."""
+    inside = job_id()
+    made_ms = int(inside.replace("-", "")[:12], 16)
+    edge = f"{made_ms + ahead_ms:012x}"
+    ids = [inside, JobId(f"{edge[:8]}-{edge[8:]}{job_id()[13:]}")]
+    with psycopg.connect(fresh_dsn) as connection:
+        connection.execute("CREATE SCHEMA frozen")
+        connection.execute(
+            f"CREATE FUNCTION frozen.now() RETURNS timestamptz LANGUAGE sql STABLE RETURN "
+            f"timestamptz 'epoch' + bigint '{made_ms}500' * interval '1 us'".encode()
+        )
+    # now() is found in the first schema of the path: the clock stands still, half a millisecond after `inside`.
+    database = Database(SHARD, make_conninfo(fresh_dsn, options="-c search_path=frozen,pg_catalog"), connections=1)
+    await database.open()
+    try:
+        if fits:
+            assert await Store(database).enqueue(some_jobs(org, ids=ids)) == {}
+            return
+        with pytest.raises(IdsOutsideHorizon) as caught:
+            await Store(database).enqueue(some_jobs(org, ids=ids))
+        assert caught.value.positions == [1]
+    finally:
+        await database.close()
+
+
 async def test_a_finished_job_of_an_hours_future_id_is_still_known(database: Database, org: OrgId) -> None:
     """A client whose clock is ahead: its ids are of a time at which the job had long finished."""
     store = Store(database)
@@ -93,6 +130,21 @@ async def test_twins_in_one_batch_are_stored_once(database: Database, org: OrgId
     jobs.dedup_window_us = {1: HOUR_US, 3: HOUR_US}
     assert await store.enqueue(jobs) == {2: one, 3: two, 4: two}
     assert {job.id for job, _ in await lease_jobs(store, org)} == {one, two}
+
+
+async def test_a_new_job_is_stored_though_a_finished_job_of_its_key_is_sent_again_before_it(
+    database: Database, org: OrgId
+) -> None:
+    store = Store(database)
+    old, new = job_id(), job_id()
+    await store.enqueue(some_jobs(org, ids=[old], dedup_keys=["k"]))
+    ((_, lease),) = await lease_jobs(store, org)
+    await store.ack(org, [lease], [None])
+    await end_dedup_windows(database, org)
+    both = some_jobs(org, ids=[old, new], dedup_keys=["k", "k"])
+    assert await store.enqueue(both) == {0: old}
+    assert [job.id for job, _ in await lease_jobs(store, org)] == [new]
+    assert await store.enqueue(both) == {0: old, 1: new}
 
 
 async def test_an_empty_batch_is_nothing(database: Database, org: OrgId) -> None:
@@ -119,6 +171,29 @@ async def test_an_enqueue_finds_out_that_it_remembers_queues_wrongly(database: D
     jobs = two_queues(org, ids)
     assert await store.enqueue(jobs) == {}
     assert await queues_of(store, org, ids) == dict(zip(ids, jobs.queues, strict=True))
+
+
+async def test_a_store_that_knows_an_org_from_before_a_restore_never_touches_the_org_that_has_its_number_now(
+    fresh_database: Database, org: OrgId, other_org: OrgId
+) -> None:
+    """I4, I7: a backup from before the org was known gives its number to the next one that comes."""
+    numbers = b"SELECT org_id, org FROM windrow.org"
+    store = Store(fresh_database)
+    await store.enqueue(some_jobs(org, 1))
+    await store.cancel(org, [job_id()], reason="")
+    ((number, _),) = await fresh_database.run(numbers, {})
+    await fresh_database.run(b"TRUNCATE windrow.job, windrow.queue, windrow.org RESTART IDENTITY CASCADE", {})
+    restored = Store(fresh_database)
+    jobs = some_jobs(other_org, 2)
+    await restored.enqueue(jobs)
+    assert await fresh_database.run(numbers, {}) == [(number, other_org)]
+    held = [lease for _, lease in await lease_jobs(restored, other_org)]
+    before = sorted(await restored.get(other_org, ids_of(jobs), include_payload=True))
+    assert await store.ack(org, held, [None] * 2) == [Answer.NOT_FOUND] * 2
+    assert await store.extend(org, held, window_us=HOUR_US) == [Answer.NOT_FOUND] * 2
+    assert await store.cancel(org, ids_of(jobs), reason="") == [Answer.NOT_FOUND] * 2
+    assert sorted(await restored.get(other_org, ids_of(jobs), include_payload=True)) == before
+    assert await restored.ack(other_org, held, [None] * 2) == [Answer.OK] * 2
 
 
 async def test_a_batch_of_which_one_queue_is_remembered_wrongly_is_stored_once_and_told_so(
@@ -210,6 +285,40 @@ async def test_an_id_of_another_orgs_job_fails_the_whole_batch(
     assert caught.value.positions == [1]
     assert await store.get(other_org, ids, include_payload=False) == []
     assert await store.enqueue(some_jobs(other_org, 1, dedup_keys=["b"])) == {}, "nor is the dedup key taken"
+
+
+async def taken_ids(store: Store, jobs: NewJobs) -> list[int]:
+    with pytest.raises(IdsTaken) as caught:
+        await store.enqueue(jobs)
+    return caught.value.positions
+
+
+async def test_an_id_of_another_orgs_job_that_ends_meanwhile_fails_the_whole_batch(
+    fresh_database: Database, fresh_dsn: str, org: OrgId, other_org: OrgId
+) -> None:
+    """The enqueue finds the id taken, and waits at its next job until the other org's is in no hot table any more."""
+    store = Store(fresh_database)
+    await store.enqueue(some_jobs(org, 1))
+    (queue_id,) = (await store.names.find(org, [QUEUE])).values()
+    # Jobs are stored in the order of their ids: the taken one comes first.
+    taken, own = job_id(ahead_ms=-1000), job_id()
+    await store.enqueue(some_jobs(other_org, ids=[taken]))
+    ((_, lease),) = await lease_jobs(store, other_org)
+    before = await everything(fresh_database)
+    async with asyncio.TaskGroup() as group, await psycopg.AsyncConnection.connect(fresh_dsn) as rival:
+        await rival.execute(
+            "INSERT INTO windrow.job (id, queue_id, run_at, visible_at, priority, kind, payload) "
+            "VALUES (%s, %s, now(), now(), 5, 'k', '')",
+            (own, queue_id),
+        )
+        batch = group.create_task(taken_ids(store, some_jobs(org, ids=[taken, own], dedup_keys=["k"])))
+        await until_blocked(fresh_database)
+        assert await store.ack(other_org, [lease], [None]) == [Answer.OK]
+        await rival.rollback()
+    assert batch.result() == [0]
+    assert await everything(fresh_database) == before | {"jobs": before["jobs"] - 1}
+    assert await store.get(org, [taken, own], include_payload=False) == []
+    assert await store.enqueue(some_jobs(org, 1, dedup_keys=["k"])) == {}
 
 
 async def test_an_org_that_was_never_seen_finds_nothing(database: Database, org: OrgId, other_org: OrgId) -> None:

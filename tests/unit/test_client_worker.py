@@ -118,6 +118,52 @@ async def test_what_a_handler_raises_decides_the_nack(router: FakeRouter, client
     assert told["unknown"].delay.seconds == 5
 
 
+async def test_a_plain_function_that_raises_stop_iteration_fails_and_the_worker_goes_on(
+    router: FakeRouter, client: Client
+) -> None:
+    """No future takes a StopIteration: the worker would wait for the thread's answer for ever."""
+    worker = Worker(client, "q", concurrency=1)
+
+    @worker.handler("empty")
+    def empty(job: Job) -> str:
+        return next(iter(()))
+
+    @worker.handler("good")
+    def good(job: Job) -> None:
+        pass
+
+    failed, done = router.give("empty"), router.give("good")
+    async with running(worker):
+        await router.until(lambda: router.settled("Ack") == [done.id])
+    assert router.settled("Nack") == [failed.id]
+    (nack,) = router.of("Nack")[0].nacks
+    assert nack.error.endswith("RuntimeError: the handler raised StopIteration")
+
+
+async def test_an_error_with_half_a_character_is_told_without_it(router: FakeRouter, client: Client) -> None:
+    """As in the name of a file that is not UTF-8; no message can carry it."""
+    worker = Worker(client, "q")
+
+    @worker.handler("broken")
+    async def broken(job: Job) -> None:
+        raise ValueError("no file \udcff")
+
+    @worker.handler("later")
+    def later(job: Job) -> None:
+        raise Retry("no file \udcff")
+
+    @worker.handler("never")
+    async def never(job: Job) -> None:
+        raise Kill("no file \udcff")
+
+    jobs = [router.give(kind) for kind in ("broken", "later", "never")]
+    async with running(worker):
+        await router.until(lambda: len(router.settled("Nack")) == len(jobs))
+    nacks = [nack for request in router.of("Nack") for nack in request.nacks]
+    assert {nack.lease for nack in nacks} == {job.lease for job in jobs}
+    assert [nack.error.endswith("no file ?") for nack in nacks] == [True] * 3
+
+
 async def test_acks_gather_while_one_is_under_way(router: FakeRouter, client: Client) -> None:
     worker = Worker(client, "q", concurrency=50)
     first_is_out = asyncio.Event()
