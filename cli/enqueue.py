@@ -239,8 +239,14 @@ def _print(results: Sequence[queue_pb2.EnqueueResult], *, as_json: bool) -> None
 
 def _payload(text: str | None, file: Path | None) -> bytes:
     if file is not None:
-        return _opened(file, lambda: file.read_bytes())
-    return sys.stdin.buffer.read() if text == "-" else (text or "").encode(errors="surrogateescape")
+        payload = _opened(file, lambda: file.read_bytes())
+    else:
+        payload = sys.stdin.buffer.read() if text == "-" else (text or "").encode(errors="surrogateescape")
+    if len(payload) > _PAYLOAD_BYTES_MAX:
+        raise typer.BadParameter(
+            f"it has {len(payload):,} bytes; at most {_PAYLOAD_BYTES_MAX:,} fit into a job", param_hint="'PAYLOAD'"
+        )
+    return payload
 
 
 def _lines(file: Path | None) -> Iterator[bytes]:

@@ -137,6 +137,7 @@ class Database:
                 "closing": self._closing,
                 "autocommit": True,
                 "application_name": "windrow",
+                "client_encoding": "utf8",
                 "connect_timeout": _CONNECT_S_MAX,
                 # A silent network is a dead one after ten seconds.
                 "keepalives_idle": 5,

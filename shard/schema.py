@@ -51,6 +51,7 @@ async def migrate(database: Database, *, cluster: str | None) -> list[Migration]
     makes it this cluster's shard, with partitions. Answers what was run; safe to call from many processes at once.
     Raises Misconfigured, ShardUnavailable."""
     done: list[Migration] = []
+    await _refuse_encoding(database)
     try:
         while (migration := await _next(database)) is not None:
             done.append(migration)
@@ -63,6 +64,16 @@ async def migrate(database: Database, *, cluster: str | None) -> list[Migration]
             "make it the owner of the database, or run `windrow migrate` with a role that is"
         ) from error
     return done
+
+
+async def _refuse_encoding(database: Database) -> None:
+    rows = await database.run(statements.READ_ENCODING, {})
+    encoding = rows[0][0]
+    if encoding != "UTF8":
+        raise Misconfigured(
+            f"shard {database.name!r}: its database's encoding is {encoding}, and Windrow needs UTF8; "
+            "make it with: createdb -T template0 -E UTF8 NAME"
+        )
 
 
 async def _next(database: Database) -> Migration | None:

@@ -58,6 +58,7 @@ CHECK_BOOKS = _load("check_books")
 FOLD_TALLY = _load("fold_tally")
 
 WAIT_TURN = _load("wait_turn")
+READ_ENCODING = _load("read_encoding")
 LIST_MIGRATIONS = _load("list_migrations")
 RECORD_MIGRATION = _load("record_migration")
 CLAIM_IDENTITY = _load("claim_identity")

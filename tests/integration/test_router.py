@@ -419,12 +419,12 @@ def test_two_hundred_cancelled_calls_cost_no_connection(running: Running) -> Non
             for call in calls:
                 call.cancel()
             until(lambda waiting=waiting: waiting() == 0, "the cancelled statements have ended")  # type: ignore[misc]
-    assert found(both, org, *[job.id for job in jobs]).jobs == []
     # All four connections are still of use.
     with locked_jobs(running.dsns["s1"]) as waiting:
         calls = [both.queue.Enqueue.future(request) for request in requests]
         until(lambda: waiting() == 4, "every connection waits for the lock")
-    assert {call.result(PATIENCE_S).results[0].duplicate for call in calls} == {False}
+    # A cancelled call may have been heard: each job is there once either way.
+    assert [call.result(PATIENCE_S).results[0].id for call in calls] == [job.id for job in jobs]
     assert running.stubs.books("s1")["s1", org].accepted == 201
 
 

@@ -142,3 +142,17 @@ async def test_a_role_that_cannot_make_the_days_partition_is_told_what_to_do(str
     async with opened(stranger_dsn) as database:
         with pytest.raises(Misconfigured, match="the role in its DSN"):
             await schema.migrate(database, cluster=CLUSTER)
+
+
+@pytest.mark.parametrize("encoding", ["SQL_ASCII", "LATIN1"])
+async def test_a_database_of_another_encoding_is_refused_and_left_empty(postgres: Server, encoding: str) -> None:
+    name = f"encoded_{encoding.lower()}"
+    with psycopg.connect(postgres.superuser_dsn, autocommit=True) as admin:
+        admin.execute(f"CREATE DATABASE {name} TEMPLATE template0 ENCODING '{encoding}' LOCALE 'C'".encode())
+    try:
+        async with opened(postgres.superuser_dsn_of(name)) as database:
+            with pytest.raises(Misconfigured, match=rf"encoding is {encoding}.*createdb -T template0 -E UTF8"):
+                await schema.migrate(database, cluster=CLUSTER)
+            assert await database.run(b"SELECT to_regnamespace('windrow') IS NULL", {}) == [(True,)]
+    finally:
+        postgres.drop(name)

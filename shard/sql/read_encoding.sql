@@ -1,0 +1,2 @@
+-- How this database encodes text.
+SELECT current_setting('server_encoding')
