@@ -37,8 +37,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         record = await member.books.create_queue(
             org,
             queue,
-            retry=convert.policy(config.retry) if config.HasField("retry") else None,
-            max_attempts=config.max_attempts if config.HasField("max_attempts") else None,
+            retry=convert.own_policy(config),
+            max_attempts=convert.own_max_attempts(config),
         )
         return admin_pb2.CreateQueueResponse(queue=convert.queue_info(org, record, member.store.name))
 
@@ -49,8 +49,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         record = await member.books.alter_queue(
             org,
             queue,
-            retry=convert.policy(config.retry) if config.HasField("retry") else None,
-            max_attempts=config.max_attempts if config.HasField("max_attempts") else None,
+            retry=convert.own_policy(config),
+            max_attempts=convert.own_max_attempts(config),
             reset=list(request.reset),
         )
         return admin_pb2.AlterQueueResponse(queue=convert.queue_info(org, record, member.store.name))

@@ -142,6 +142,16 @@ def policy(message: job_pb2.RetryPolicy) -> retry.Policy:
             assert_never(which)
 
 
+def own_policy(config: admin_pb2.QueueConfig) -> retry.Policy | None:
+    """The retry policy that a configuration brings; None: it leaves it as it is."""
+    return policy(config.retry) if config.HasField("retry") else None
+
+
+def own_max_attempts(config: admin_pb2.QueueConfig) -> int | None:
+    """Same, for the attempts."""
+    return config.max_attempts if config.HasField("max_attempts") else None
+
+
 def policy_message(stored: retry.Policy) -> job_pb2.RetryPolicy:
     match stored:
         case retry.Fixed():

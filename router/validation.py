@@ -55,7 +55,9 @@ def violations_of(request: Message) -> list[Violation]:
 
 
 def enqueue_violations(request: queue_pb2.EnqueueRequest) -> list[Violation]:
-    """The violations of an Enqueue: the contract's rules, and what depends on the time. None, if is_plain."""
+    """The violations of an Enqueue: the contract's rules, and what depends on the time.
+
+    Jobs for which is_plain holds have none."""
     violations = violations_of(request)
     now_s = time.time()
     for at, job in enumerate(request.jobs):

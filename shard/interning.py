@@ -19,9 +19,6 @@ class Names:
         self._database = database
         self._queue_ids: dict[tuple[OrgId, QueueName], QueueId] = {}
 
-    def known(self, org: OrgId, queue: QueueName) -> QueueId | None:
-        return self._queue_ids.get((org, queue))
-
     async def find(self, org: OrgId, queues: Collection[QueueName]) -> dict[QueueName, QueueId]:
         """Those of the queues that exist."""
         found = {queue: known for queue in queues if (known := self._queue_ids.get((org, queue))) is not None}

@@ -12,7 +12,7 @@ from shard.database import Database
 from shard.lease import parse_token, token
 from shard.store import Store
 from shard.vocabulary import Answer, NewJobs, OrgId, QueueName, ShardName
-from windrow.ids import new_id
+from windrow.ids import uuid7
 
 _QUEUE = QueueName("work")
 _WINDOW_US = 30_000_000
@@ -52,7 +52,7 @@ class Limit:
         org, store = next(self._turns)
         columns = NewJobs(
             org=org,
-            ids=[new_id() for _ in range(jobs)],
+            ids=[uuid7() for _ in range(jobs)],
             queues=[_QUEUE] * jobs,
             kinds=["no-op"] * jobs,
             payloads=[self._payload] * jobs,

@@ -8,7 +8,7 @@ from typing import ClassVar
 import grpc
 
 from bench.system import Site, Wrong
-from windrow.ids import new_id
+from windrow.ids import uuid7
 from windrow.v1 import admin_pb2, admin_pb2_grpc, job_pb2, queue_pb2, queue_pb2_grpc
 
 _CALL_S_MAX = 60.0
@@ -39,7 +39,7 @@ class Windrow:
     async def enqueue(self, jobs: int) -> None:
         request = queue_pb2.EnqueueRequest(
             org=next(self._turns),
-            jobs=[job_pb2.NewJob(id=new_id(), queue=_QUEUE, kind="no-op", payload=self._payload) for _ in range(jobs)],
+            jobs=[job_pb2.NewJob(id=uuid7(), queue=_QUEUE, kind="no-op", payload=self._payload) for _ in range(jobs)],
         )
         response = await next(self._queues).Enqueue(request, timeout=_CALL_S_MAX)
         if [result.id for result in response.results] != [job.id for job in request.jobs]:

@@ -57,8 +57,5 @@ def _start_anew() -> None:
     _ms = 0
 
 
-# The name by which the router makes ids for jobs that came without one.
-new_id = uuid7
-
 if sys.platform != "win32":
     os.register_at_fork(after_in_child=_start_anew)
