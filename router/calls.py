@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
 from typing import Any, Protocol, TypeVar, cast
 
 import grpc
@@ -28,6 +29,7 @@ DEADLINE_S_MAX = 60.0
 
 # A process that is asked more at once says so, instead of growing.
 CALLS_MAX = 4_000
+STREAMS_MAX = 10_000
 
 
 class Gate:
@@ -37,6 +39,18 @@ class Gate:
         self._tracing = tracing
         self._calls_max = calls_max
         self._inside = 0
+        self._streams = 0
+
+    @contextlib.contextmanager
+    def stream(self) -> Generator[None, None, None]:
+        """The way in for streams, which stay. Raises RouterFull."""
+        if self._streams >= STREAMS_MAX:
+            raise RouterFull(STREAMS_MAX)
+        self._streams += 1
+        try:
+            yield
+        finally:
+            self._streams -= 1
 
     def __enter__(self) -> Tracing:
         """Raises RouterFull."""

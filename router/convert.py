@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from typing import assert_never, cast
 
 from google.protobuf.duration_pb2 import Duration
@@ -74,7 +74,7 @@ def moment(value: Timestamp) -> Micros:
     return Micros(micros(value))
 
 
-def window_us(request: queue_pb2.DequeueRequest | queue_pb2.ExtendRequest) -> int:
+def window_us(request: queue_pb2.DequeueRequest | queue_pb2.ExtendRequest | queue_pb2.ConsumeStart) -> int:
     return micros(request.visibility_window) if request.HasField("visibility_window") else WINDOW_DEFAULT_US
 
 
@@ -186,12 +186,12 @@ def leases(tokens: Iterable[bytes], *, field: str) -> list[tuple[int, Lease]]:
 # ── Jobs out ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def add_leased_jobs(response: queue_pb2.DequeueResponse, prefix: bytes, jobs: Iterable[Claimed]) -> None:
-    """Adds claimed jobs. Those that are alike but for id and payload are copies of one message: setting a field costs
-    more than copying all."""
+def add_leased_jobs(messages: MutableSequence[job_pb2.LeasedJob], jobs: Iterable[tuple[bytes, Claimed]]) -> None:
+    """Adds claimed jobs, each with what its lease token begins with. Those that are alike but for lease, id and payload
+    are copies of one message: setting a field costs more than copying all."""
     alike: dict[tuple[object, ...], job_pb2.LeasedJob] = {}
-    add = response.jobs.append
-    for job in jobs:
+    add = messages.append
+    for prefix, job in jobs:
         # All of Claimed that _leased_job reads.
         key = (*job[1:3], *job[4:11])
         message = alike.get(key)

@@ -13,11 +13,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from router.waiting import SWEEP_S, Room
 from shard import catalog, schema
 from shard.books import Books
 from shard.catalog import Catalog
 from shard.cluster import Cluster, ShardEntry
 from shard.database import Database
+from shard.doorbell import Doorbell
 from shard.errors import Misconfigured, NotOwned, ShardError, ShardUnavailable, UnknownShard
 from shard.lease import shard_tag
 from shard.store import Store
@@ -26,15 +28,13 @@ from shard.vocabulary import OrgId, ShardName
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-# How late a job may be seen that committed after its lane's floor had passed it (I7).
-SWEEP_S = 3.0
 _FOLD_TALLY_S = 60.0
 _MAKE_PARTITIONS_S = 3600.0
 _CATALOG_S = 3.0
 _RETRY_OPEN_S = 1.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Member:
     """One shard of the fleet."""
 
@@ -42,6 +42,8 @@ class Member:
     books: Books
     queue_database: Database
     books_database: Database
+    doorbell: Doorbell
+    room: Room
     # Set once its schema is in place, it knows its slots, and it has proved to be the shard it is taken for.
     ready: asyncio.Event
     # What keeps it from being ready.
@@ -163,9 +165,11 @@ class Fleet:
         """Brings one shard up and keeps it so. Its troubles end here: they are its own orgs' alone."""
         await self._bring_up(member)
         async with asyncio.TaskGroup() as group:
+            group.create_task(member.doorbell.run())
+            group.create_task(member.room.run())
             of_shard = f"of shard {member.store.name!r}"
             for interval_s, what, act in (
-                (SWEEP_S, "sweep the lanes", member.store.sweep),
+                (SWEEP_S, "sweep the lanes", member.room.sweep),
                 (_FOLD_TALLY_S, "fold the tally", member.store.fold_tally),
                 (_MAKE_PARTITIONS_S, "make partitions", member.books.make_partitions),
             ):
@@ -204,8 +208,13 @@ class Fleet:
 def _member(entry: ShardEntry, connections: int) -> Member:
     queue_database = Database(entry.name, entry.dsn, connections=connections)
     books_database = Database(entry.name, entry.dsn, connections=2, for_books=True)
+    store = Store(queue_database)
+    doorbell = Doorbell(queue_database, entry.dsn, lambda queues: room.heard(queues))
+    room = Room(store, doorbell)
     return Member(
-        store=Store(queue_database),
+        store=store,
+        doorbell=doorbell,
+        room=room,
         books=Books(books_database),
         queue_database=queue_database,
         books_database=books_database,

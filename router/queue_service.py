@@ -8,17 +8,20 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 from router import convert
-from router.calls import Gate, unary
+from router.calls import Context, Gate, refuse, unary
+from router.consuming import Consumer, give_back
 from router.fleet import Fleet, Member
+from router.leases import Leases
 from router.status import INVALID_ARGUMENT, InvalidRequest, Violation
+from router.stream import Stream
 from router.tracing import current_trace
 from router.validation import enqueue_violations, is_plain
 from shard.errors import BadIds
-from shard.store import Nack
-from shard.vocabulary import Answer, JobId, Lease, OrgId, QueueName
+from shard.store import Store
+from shard.vocabulary import Answer, Claimed, JobId, NewJobs, OrgId, QueueName
 from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
 
 _JOB_PATH = re.compile(r"jobs\[(\d+)\]")
@@ -31,9 +34,12 @@ def _judged_by_method(_request: queue_pb2.EnqueueRequest) -> None:
 class QueueService(queue_pb2_grpc.QueueServicer):
     service_name = "windrow.v1.Queue"
 
-    def __init__(self, fleet: Fleet, gate: Gate) -> None:
+    def __init__(self, fleet: Fleet, gate: Gate, draining: asyncio.Event) -> None:
         self._fleet = fleet
+        self._leases = Leases(fleet)
         self.gate = gate
+        # Set when this router is about to end: nobody waits for jobs any more.
+        self._draining = draining
 
     @unary(_judged_by_method)
     async def Enqueue(self, request: queue_pb2.EnqueueRequest) -> queue_pb2.EnqueueResponse:
@@ -70,7 +76,7 @@ class QueueService(queue_pb2_grpc.QueueServicer):
         chosen = [jobs[at] for at in positions]
         columns = convert.new_jobs(OrgId(org), chosen, trace=current_trace(), plain=plain)
         try:
-            known = await self._fleet.write(columns.org, lambda member: member.store.enqueue(columns))
+            known = await self._fleet.write(columns.org, lambda member: _store(member, columns, hand=plain))
         except BadIds as error:
             late = [Violation(f"jobs[{positions[at]}].id", str(error)) for at in error.positions]
             raise InvalidRequest(late) from error
@@ -78,63 +84,74 @@ class QueueService(queue_pb2_grpc.QueueServicer):
 
     @unary()
     async def Dequeue(self, request: queue_pb2.DequeueRequest) -> queue_pb2.DequeueResponse:
-        org = OrgId(request.org)
-        queues = [QueueName(queue) for queue in request.queues]
         window_us = convert.window_us(request)
-        wanted = request.max_jobs or 1
-        response = queue_pb2.DequeueResponse()
-        for member in self._fleet.readers(org):
-            prefix, claimed = await member.store.claim(
-                org, queues, max_jobs=wanted - len(response.jobs), window_us=window_us, worker=request.worker
-            )
-            convert.add_leased_jobs(response, prefix, claimed)
-            if claimed:
-                response.lease_deadline.CopyFrom(convert.timestamp(claimed[0].deadline))
-            if len(response.jobs) >= wanted:
-                break
-        response.visibility_window.CopyFrom(convert.duration(window_us))
+        received = _Received()
+        consumer = Consumer(
+            self._fleet,
+            received,
+            org=OrgId(request.org),
+            queues=[QueueName(queue) for queue in request.queues],
+            worker=request.worker,
+            window_us=window_us,
+            credit=request.max_jobs or 1,
+        )
+        try:
+            await consumer.claim()
+            if not received.jobs and request.HasField("wait"):
+                await self._wait(consumer, received, convert.micros(request.wait) / 1_000_000)
+        except BaseException:
+            consumer.close()
+            received.give_back(consumer.org)
+            raise
+        consumer.close()
+        response = queue_pb2.DequeueResponse(visibility_window=convert.duration(window_us))
+        convert.add_leased_jobs(response.jobs, ((prefix, job) for _, prefix, job in received.jobs))
+        if received.jobs:
+            response.lease_deadline.CopyFrom(convert.timestamp(received.jobs[0][2].deadline))
         return response
+
+    async def _wait(self, consumer: Consumer, received: _Received, wait_s: float) -> None:
+        """Until a first job has come, the time is over, or this router drains."""
+        serving = asyncio.create_task(consumer.serve())
+        first = asyncio.create_task(received.first.wait())
+        draining = asyncio.create_task(self._draining.wait())
+        tasks = {serving, first, draining}
+        try:
+            done, _ = await asyncio.wait(tasks, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        if serving in done:
+            serving.result()
+
+    # It writes by its context, and yields nothing.
+    async def Consume(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[queue_pb2.ConsumeRequest], context: Context
+    ) -> None:
+        try:
+            with self.gate.stream():
+                await Stream(self._fleet, request_iterator, context).run(self._draining)
+        except Exception as error:  # noqa: BLE001 - told to the caller
+            await refuse(context, error)
 
     @unary()
     async def Ack(self, request: queue_pb2.AckRequest) -> queue_pb2.AckResponse:
-        org, acks = OrgId(request.org), list(request.acks)
-        leases = convert.leases((ack.lease for ack in acks), field="acks[{}].lease")
-
-        async def act(member: Member, positions: Sequence[int]) -> list[Answer]:
-            results = [acks[at].result or None for at in positions]
-            return await member.store.ack(org, [leases[at][1] for at in positions], results)
-
-        return queue_pb2.AckResponse(answers=await self._ask_holders(leases, act))
+        return queue_pb2.AckResponse(answers=await self._leases.ack(OrgId(request.org), request.acks))
 
     @unary()
     async def Nack(self, request: queue_pb2.NackRequest) -> queue_pb2.NackResponse:
-        org, nacks = OrgId(request.org), request.nacks
-        leases = convert.leases((nack.lease for nack in nacks), field="nacks[{}].lease")
-
-        async def act(member: Member, positions: Sequence[int]) -> list[Answer]:
-            return await member.store.nack(org, [_nack(leases[at][1], nacks[at]) for at in positions])
-
-        return queue_pb2.NackResponse(answers=await self._ask_holders(leases, act))
+        return queue_pb2.NackResponse(answers=await self._leases.nack(OrgId(request.org), request.nacks))
 
     @unary()
     async def Extend(self, request: queue_pb2.ExtendRequest) -> queue_pb2.ExtendResponse:
-        org, window_us = OrgId(request.org), convert.window_us(request)
-        leases = convert.leases(request.leases, field="leases[{}]")
-
-        async def act(member: Member, positions: Sequence[int]) -> list[Answer]:
-            return await member.store.extend(org, [leases[at][1] for at in positions], window_us=window_us)
-
-        return queue_pb2.ExtendResponse(answers=await self._ask_holders(leases, act))
+        window_us = convert.window_us(request)
+        answers = await self._leases.extend(OrgId(request.org), request.leases, window_us=window_us)
+        return queue_pb2.ExtendResponse(answers=answers)
 
     @unary()
     async def Release(self, request: queue_pb2.ReleaseRequest) -> queue_pb2.ReleaseResponse:
-        org = OrgId(request.org)
-        leases = convert.leases(request.leases, field="leases[{}]")
-
-        async def act(member: Member, positions: Sequence[int]) -> list[Answer]:
-            return await member.store.release(org, [leases[at][1] for at in positions])
-
-        return queue_pb2.ReleaseResponse(answers=await self._ask_holders(leases, act))
+        return queue_pb2.ReleaseResponse(answers=await self._leases.release(OrgId(request.org), request.leases))
 
     @unary()
     async def GetJobs(self, request: queue_pb2.GetJobsRequest) -> queue_pb2.GetJobsResponse:
@@ -159,37 +176,32 @@ class QueueService(queue_pb2_grpc.QueueServicer):
             answers = [new if new is not Answer.NOT_FOUND else old for old, new in zip(answers, there, strict=True)]
         return queue_pb2.CancelJobsResponse(answers=[convert.ANSWERS[answer] for answer in answers])
 
-    async def _ask_holders(
-        self,
-        leases: Sequence[tuple[int, Lease]],
-        act: Callable[[Member, Sequence[int]], Awaitable[list[Answer]]],
-    ) -> list[job_pb2.JobAnswer.ValueType]:
-        """Asks every shard that the tokens name about its own; answers in the tokens' order. A shard that is not of
-        this cluster has no such job."""
-        positions: dict[int, list[int]] = defaultdict(list)
-        for at, (tag, _) in enumerate(leases):
-            positions[tag].append(at)
-        answers = [job_pb2.JOB_ANSWER_NOT_FOUND] * len(leases)
 
-        async def ask(member: Member, there: Sequence[int]) -> None:
-            for at, answer in zip(there, await act(member, there), strict=True):
-                answers[at] = convert.ANSWERS[answer]
+class _Received:
+    """The jobs of one Dequeue."""
 
-        known = [(member, there) for tag, there in positions.items() if (member := self._fleet.by_tag(tag)) is not None]
-        if len(known) == 1:
-            await ask(*known[0])
-        else:
-            # All are asked to the end: which of them failed is told, and what the others did stays done.
-            outcomes = await asyncio.gather(*(ask(*one) for one in known), return_exceptions=True)
-            for outcome in outcomes:
-                if isinstance(outcome, BaseException):
-                    raise outcome
-        return answers
+    def __init__(self) -> None:
+        self.jobs: list[tuple[Store, bytes, Claimed]] = []
+        self.first = asyncio.Event()
+
+    def receive(self, store: Store, prefix: bytes, jobs: list[Claimed]) -> None:
+        self.jobs += [(store, prefix, job) for job in jobs]
+        self.first.set()
+
+    async def has_room(self) -> None:
+        """For as many as there is credit for."""
+
+    def give_back(self, org: OrgId) -> None:
+        for store, _, job in self.jobs:
+            give_back(store, org, [job])
 
 
-def _nack(lease: Lease, nack: queue_pb2.Nack) -> Nack:
-    delay_us = convert.micros(nack.delay) if nack.HasField("delay") else None
-    return Nack(lease=lease, error=nack.error, delay_us=delay_us, kill=nack.kill)
+async def _store(member: Member, jobs: NewJobs, *, hand: bool) -> dict[int, JobId]:
+    """Stores jobs, and has those who wait for them know."""
+    handover = member.room.offer(jobs) if hand else None
+    known = await member.store.enqueue(jobs, handover)
+    member.room.stored(jobs, known, handover)
+    return known
 
 
 def _by_job(violations: Sequence[Violation]) -> dict[int, list[Violation]]:

@@ -46,7 +46,8 @@ async def serve(cluster: Cluster, settings: RouterSettings, *, listen: str, read
         async with _open(Fleet(cluster, connections_per_shard=settings.connections_per_shard), stop) as fleet:
             if stop.is_set():
                 return
-            server, checks = _server(fleet, tracing)
+            draining = asyncio.Event()
+            server, checks = _server(fleet, tracing, draining)
             try:
                 port = server.add_insecure_port(listen)
             except RuntimeError as error:
@@ -59,6 +60,7 @@ async def serve(cluster: Cluster, settings: RouterSettings, *, listen: str, read
             _log.info("draining: calls in flight have %g s", settings.drain_seconds)
             # Load balancers look away first; then no new calls are taken, and those in flight end.
             await checks.enter_graceful_shutdown()
+            draining.set()
             await server.stop(settings.drain_seconds)
     finally:
         tracing.close()
@@ -84,7 +86,7 @@ async def _open(fleet: Fleet, stop: asyncio.Event) -> AsyncGenerator[Fleet, None
             keeper.result()
 
 
-def _server(fleet: Fleet, tracing: Tracing) -> tuple[grpc.aio.Server, HealthService]:
+def _server(fleet: Fleet, tracing: Tracing, draining: asyncio.Event) -> tuple[grpc.aio.Server, HealthService]:
     server = grpc.aio.server(
         options=[
             # Several processes serve one port; the kernel deals the connections out.
@@ -99,7 +101,7 @@ def _server(fleet: Fleet, tracing: Tracing) -> tuple[grpc.aio.Server, HealthServ
         ],
     )
     gate = Gate(tracing)
-    queue_pb2_grpc.add_QueueServicer_to_server(QueueService(fleet, gate), server)
+    queue_pb2_grpc.add_QueueServicer_to_server(QueueService(fleet, gate, draining), server)
     admin_pb2_grpc.add_AdminServicer_to_server(AdminService(fleet, gate), server)
     checks = HealthService()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)

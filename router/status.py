@@ -14,6 +14,7 @@ from google.protobuf import any_pb2, duration_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from shard import errors
+from shard.coalescing import TooManyWaiting
 
 DOMAIN = "windrow"
 # A status travels in HTTP headers, of which clients take 8 KiB: a longer one would reach them as another error.
@@ -41,6 +42,10 @@ class InvalidRequest(Exception):
         self.violations = violations
 
 
+class ShuttingDown(Exception):
+    """This router ends its streams, and is about to end itself."""
+
+
 class RouterFull(Exception):
     """This process has as many calls inside as it takes."""
 
@@ -64,6 +69,11 @@ def status_of(error: BaseException) -> status_pb2.Status:
             return _status(code_pb2.UNAVAILABLE, str(error), "SHARD_UNAVAILABLE", retry_info(error.retry_after_s))
         case RouterFull():
             return _status(code_pb2.RESOURCE_EXHAUSTED, str(error), "ROUTER_FULL", retry_info(0.5))
+        case TooManyWaiting():
+            return _status(code_pb2.RESOURCE_EXHAUSTED, str(error), "SHARD_BUSY", retry_info(0.5))
+        case ShuttingDown():
+            message = "this router process shuts down; call again to reach another"
+            return _status(code_pb2.UNAVAILABLE, message, "ROUTER_SHUTS_DOWN", retry_info(0.0))
         case errors.NotOwned():
             return _status(code_pb2.UNAVAILABLE, str(error), "PLACEMENT_CHANGING", retry_info(0.2))
         case errors.UnknownQueue():

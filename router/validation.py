@@ -25,6 +25,8 @@ from windrow.v1 import job_pb2, queue_pb2
 
 _PAYLOAD_BYTES_MAX = 1 << 20
 _JOBS_MAX = 1000
+_CREDIT_MAX = 10_000
+_RESULT_BYTES_MAX = 65_536
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}", re.ASCII)
 _ORG = re.compile(r"[!-~]{1,128}", re.ASCII)
 _UUID7_CHARS = 36
@@ -68,6 +70,16 @@ def enqueue_violations(request: queue_pb2.EnqueueRequest) -> list[Violation]:
         if job.HasField("dedup_window") and not job.dedup_key:
             violations.append(Violation(f"jobs[{at}].dedup_window", "is set, but dedup_key is not"))
     return violations
+
+
+def check_consume(request: queue_pb2.ConsumeRequest) -> None:
+    """Same as `check`, for what streams say most: acks and credit. (Lease tokens are read, and so judged, later.)"""
+    if request.nacks or request.extends or request.releases or not 0 <= request.credit <= _CREDIT_MAX:
+        check(request)
+    elif request.acks:
+        acks = request.acks
+        if len(acks) > _JOBS_MAX or max([len(ack.result) for ack in acks]) > _RESULT_BYTES_MAX:
+            check(request)
 
 
 def is_plain(org: str, jobs: Sequence[job_pb2.NewJob]) -> bool:

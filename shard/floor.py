@@ -10,7 +10,7 @@ and no clock but the shard's own times.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from shard.vocabulary import PRIORITIES, Claimed, Micros, QueueId
@@ -29,29 +29,20 @@ class _Queue:
     used_s: float = 0.0
 
 
-def lanes_of(queues: list[QueueId]) -> tuple[list[QueueId], list[int]]:
-    """Every lane of these queues, as two columns: queue, priority."""
-    return queues * len(PRIORITIES), [priority for priority in PRIORITIES for _ in queues]
-
-
 class Floors:
     """The floors of the queues that one router dequeues from on one shard."""
 
     def __init__(self) -> None:
         self._queues: dict[QueueId, _Queue] = {}
 
-    def lanes(self, queues: list[QueueId]) -> tuple[list[QueueId], list[int], list[Micros]]:
-        """The lanes a claim on these queues walks, in order: every queue's priority 1, then every queue's priority 2, …
-        As three columns: queue, priority, floor."""
-        now_s = time.monotonic()
-        held = [self._held(queue, now_s) for queue in queues]
-        ids, priorities = lanes_of(queues)
-        return ids, priorities, [queue.floors[priority - 1] for priority in PRIORITIES for queue in held]
+    def of(self, queue: QueueId) -> list[Micros]:
+        """The queue's floors, by priority. It is in use from now on."""
+        return self._held(queue, time.monotonic()).floors
 
-    def claimed(self, jobs: Iterable[Claimed]) -> None:
+    def claimed(self, jobs: Iterable[tuple[QueueId, Claimed]]) -> None:
         """After a claim: it took each lane's first jobs, so nothing unclaimed is left before the last of them."""
-        for job in jobs:
-            queue = self._queues.get(job.queue_id)
+        for queue_id, job in jobs:
+            queue = self._queues.get(queue_id)
             if queue is not None:
                 reached = Micros(min(job.run_at, job.leased_at - GUARD_US))
                 at = job.priority - 1
@@ -65,11 +56,13 @@ class Floors:
             del self._queues[queue_id]
         return list(self._queues)
 
-    def swept(self, queue_id: QueueId, priority: int, floor: Micros) -> None:
-        """What the sweep found: the place of the first claimable job, or a guard behind now()."""
-        queue = self._queues.get(queue_id)
-        if queue is not None:
-            queue.floors[priority - 1] = floor
+    def swept(self, queues: Iterable[QueueId], guarded: Micros, first: Mapping[tuple[QueueId, int], Micros]) -> None:
+        """What the sweep found: a lane's floor is the place of its first live row, but never less than a guard behind
+        now()."""
+        for queue_id in queues:
+            queue = self._queues.get(queue_id)
+            if queue is not None:
+                queue.floors = [min(guarded, first.get((queue_id, priority), guarded)) for priority in PRIORITIES]
 
     def _held(self, queue_id: QueueId, now_s: float) -> _Queue:
         queue = self._queues.get(queue_id)

@@ -32,6 +32,10 @@ class Names:
                 self._queue_ids[org, name] = queue_id
         return found
 
+    def known(self, org: OrgId, queues: Collection[QueueName]) -> list[QueueId]:
+        """Those that are remembered, without asking the database."""
+        return [known for queue in queues if (known := self._queue_ids.get((org, queue))) is not None]
+
     async def make(self, org: OrgId, queues: Collection[QueueName]) -> dict[QueueName, QueueId]:
         """All of the queues, bringing into being those that do not exist."""
         found = await self.find(org, queues)

@@ -17,7 +17,7 @@ class Statement(bytes):
 def _load(name: str) -> Statement:
     # Without comments: psycopg remembers how it has read a statement only up to 4,096 bytes.
     lines = (_SQL / f"{name}.sql").read_bytes().splitlines()
-    statement = Statement(b"\n".join(line for line in lines if not line.lstrip().startswith(b"--")))
+    statement = Statement(b"\n".join(bare for line in lines if not (bare := line.strip()).startswith(b"--")))
     statement.name = name
     return statement
 
@@ -31,7 +31,8 @@ FIND_QUEUE_IDS = _load("find_queue_ids")
 FIND_WRONG_NAMES = _load("find_wrong_names")
 
 CLAIM = _load("claim")
-SWEEP = _load("sweep")
+PROBE = _load("probe")
+RING = _load("ring")
 ACK = _load("ack")
 EXTEND = _load("extend")
 RELEASE = _load("release")

@@ -104,7 +104,7 @@ SPARSE_COLUMNS = (
 
 
 class Claimed(NamedTuple):
-    """A job under a fresh lease, in the order of claim.sql's columns."""
+    """A job under a fresh lease, in the order of claim.sql's columns, the queue by its name."""
 
     id: JobId
     queue: QueueName
@@ -117,7 +117,7 @@ class Claimed(NamedTuple):
     enqueued_at: Micros
     run_at: Micros
     trace: str | None
-    queue_id: QueueId
+    lease: int
     leased_at: Micros
     deadline: Micros
     expired: bool

@@ -4,14 +4,15 @@ WITH ended AS (
     DELETE FROM windrow.job j
     USING (
         -- In the order of ids, here and wherever leases are ended: calls about the same jobs wait in a line, not in a ring.
-        SELECT n.id, n.lease, n.result
-        FROM unnest(%(ids)s::uuid[], %(leases)s::bigint[], %(results)b::bytea[]) AS n (id, lease, result)
+        SELECT n.id, n.lease, n.turn, n.result
+        FROM unnest(%(ids)s::uuid[], %(leases)s::bigint[], %(turns)s::smallint[], %(results)b::bytea[])
+            AS n (id, lease, turn, result)
         ORDER BY n.id
     ) a
     -- By id alone: see extend.sql.
     WHERE j.id = ANY (ARRAY[a.id])
         AND (j.lease = a.lease AND j.visible_at > now()
-            AND j.queue_id & 4294967295 = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)) IS TRUE
+            AND j.queue_id & 4294967295 = (SELECT windrow.org_ids(%(orgs)s::text[]))[coalesce(a.turn, 1)]) IS TRUE
     RETURNING j.*, a.result
 ), moved AS (
     INSERT INTO windrow.finished (

@@ -3,16 +3,17 @@
 WITH ended AS (
     DELETE FROM windrow.job j
     USING (
-        SELECT g.id, g.lease, g.outcome, g.error, g.reason
+        SELECT g.id, g.lease, g.turn, g.outcome, g.error, g.reason
         FROM unnest(
-            %(ids)s::uuid[], %(leases)s::bigint[], %(outcomes)s::text[], %(errors)s::text[], %(reasons)s::text[]
-        ) AS g (id, lease, outcome, error, reason)
+            %(ids)s::uuid[], %(leases)s::bigint[], %(turns)s::smallint[], %(outcomes)s::text[], %(errors)s::text[],
+            %(reasons)s::text[]
+        ) AS g (id, lease, turn, outcome, error, reason)
         ORDER BY g.id
     ) b
     -- By id alone: see extend.sql.
     WHERE j.id = ANY (ARRAY[b.id])
         AND (j.lease = b.lease AND j.visible_at > now()
-            AND j.queue_id & 4294967295 = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)) IS TRUE
+            AND j.queue_id & 4294967295 = (SELECT windrow.org_ids(%(orgs)s::text[]))[coalesce(b.turn, 1)]) IS TRUE
     RETURNING j.*, b.outcome, b.error, b.reason
 )
 INSERT INTO windrow.dead (

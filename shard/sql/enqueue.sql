@@ -1,4 +1,5 @@
 -- Stores a batch of jobs, each once, in the queues that this shard may take jobs for.
+-- A job may come with a lease: a consumer waits for it, and has it without a claim.
 -- One row: whether the ids' times fit, admitted (the queue ids that were accepted), how many jobs were stored, and which
 -- if fewer than sent.
 WITH clock AS MATERIALIZED (
@@ -11,9 +12,9 @@ WITH clock AS MATERIALIZED (
 ), lane AS MATERIALIZED (
     -- A remembered queue_id proves itself: it must still name this org's queue. A slot that moved away admits nothing (I6).
     -- OFFSET 0 fences: by the numbers alone, never by a walk through all queues or slots.
-    SELECT l.queue_id
+    SELECT l.queue_id, q.paused, q.max_attempts
     FROM unnest(%(lane_ids)s::bigint[], %(lane_orgs)s::text[], %(lane_queues)s::text[]) AS l (queue_id, org, queue)
-    CROSS JOIN LATERAL (SELECT q.org, q.queue, q.slot FROM windrow.queue q WHERE q.queue_id = l.queue_id OFFSET 0) q
+    CROSS JOIN LATERAL (SELECT q.org, q.queue, q.slot, q.paused, q.max_attempts FROM windrow.queue q WHERE q.queue_id = l.queue_id OFFSET 0) q
     CROSS JOIN LATERAL (SELECT s.state FROM windrow.owned_slot s WHERE s.slot = q.slot OFFSET 0) s
     WHERE q.org = l.org AND q.queue = l.queue AND s.state = 'owned'
 ), incoming AS MATERIALIZED (
@@ -24,15 +25,17 @@ WITH clock AS MATERIALIZED (
         -- Never before now(): what a floor has passed stays passed.
         greatest(now(), coalesce(timestamptz 'epoch' + n.run_at_us * interval '1 us', now() + n.delay_us * interval '1 us')) AS run_at,
         timestamptz 'epoch' + n.expires_at_us * interval '1 us' AS expires_at,
-        now() + n.dedup_window_us * interval '1 us' AS dedup_until
+        now() + n.dedup_window_us * interval '1 us' AS dedup_until,
+        -- Leased from the start: to a consumer that waits for it.
+        CASE WHEN NOT lane.paused THEN n.lease END AS lease, n.worker, n.window_us * interval '1 us' AS visibility_window
     FROM unnest(
         %(ids)s::uuid[], %(queue_ids)s::bigint[], %(kinds)s::text[], %(payloads)b::bytea[], %(priorities)s::smallint[],
         %(attributes)s::text[], %(run_at_us)s::bigint[], %(delay_us)s::bigint[], %(expires_at_us)s::bigint[],
         %(max_attempts)s::smallint[], %(retries)s::text[], %(dedup_keys)s::text[], %(dedup_window_us)s::bigint[],
-        %(traces)s::text[]
+        %(traces)s::text[], %(leases)s::bigint[], %(workers)s::text[], %(window_us)s::bigint[]
     ) AS n (
         id, queue_id, kind, payload, priority, attributes, run_at_us, delay_us, expires_at_us,
-        max_attempts, retry, dedup_key, dedup_window_us, trace
+        max_attempts, retry, dedup_key, dedup_window_us, trace, lease, worker, window_us
     )
     JOIN lane ON lane.queue_id = n.queue_id
     -- All or none: one queue that is not admitted, and nothing is stored.
@@ -50,11 +53,13 @@ WITH clock AS MATERIALIZED (
 ), stored AS (
     INSERT INTO windrow.job (
         id, queue_id, kind, payload, priority, attributes, run_at, visible_at, expires_at, max_attempts, retry,
-        dedup_key, trace
+        dedup_key, trace, lease, leased_at, worker, attempt
     )
     SELECT
-        i.id, i.queue_id, i.kind, i.payload, coalesce(i.priority, 5), i.attributes, i.run_at, i.run_at, i.expires_at,
-        i.max_attempts, i.retry, i.dedup_key, i.trace
+        i.id, i.queue_id, i.kind, i.payload, coalesce(i.priority, 5), i.attributes, i.run_at,
+        CASE WHEN i.lease IS NULL THEN i.run_at ELSE now() + i.visibility_window END, i.expires_at,
+        i.max_attempts, i.retry, i.dedup_key, i.trace, i.lease, CASE WHEN i.lease IS NOT NULL THEN now() END,
+        CASE WHEN i.lease IS NOT NULL THEN i.worker END, (i.lease IS NOT NULL)::integer
     FROM incoming i
     WHERE i.dedup_key IS NULL OR i.id IN (SELECT r.job_id FROM reserved r)
     ORDER BY i.id
@@ -68,6 +73,8 @@ SELECT
     now() AS now,
     (SELECT clock.ids_fit FROM clock) AS ids_fit,
     (SELECT array_agg(lane.queue_id) FROM lane) AS admitted,
+    (SELECT array_agg(lane.paused) FROM lane) AS paused,
+    (SELECT array_agg(lane.max_attempts) FROM lane) AS max_attempts,
     count(*) AS stored,
     CASE WHEN count(*) < %(jobs)s THEN array_agg(s.id::text) END AS stored_ids,
     windrow.refuse_settled(array_agg(s.id), (SELECT clock.since FROM clock)),

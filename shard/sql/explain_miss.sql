@@ -1,7 +1,7 @@
 -- For leases that an ack, nack, extend or release did not find: what became of the job. `ended_as` is how the very lease
 -- ended, so that a call repeated after a lost answer is told OK again.
 SELECT found.ended_as, found.id IS NOT NULL AS known
-FROM unnest(%(ids)s::uuid[], %(leases)s::bigint[]) WITH ORDINALITY AS m (id, lease, turn)
+FROM unnest(%(ids)s::uuid[], %(leases)s::bigint[], %(turns)s::smallint[]) WITH ORDINALITY AS m (id, lease, turn, place)
 LEFT JOIN LATERAL (
     SELECT
         f.id,
@@ -10,16 +10,16 @@ LEFT JOIN LATERAL (
             ELSE windrow.outcome_of(f.history, m.lease)
         END AS ended_as
     FROM windrow.finished f
-    WHERE f.id = m.id AND f.queue_id & 4294967295 = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)
+    WHERE f.id = m.id AND f.queue_id & 4294967295 = (SELECT windrow.org_ids(%(orgs)s::text[]))[coalesce(m.turn, 1)]
         AND f.finished_at >= least(to_timestamp(%(oldest_ms)s / 1000.0), now()) - interval '1 hour'
     UNION ALL
     SELECT j.id, windrow.outcome_of(j.history, m.lease)
     FROM windrow.job j
-    WHERE j.id = m.id AND j.queue_id & 4294967295 = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)
+    WHERE j.id = m.id AND j.queue_id & 4294967295 = (SELECT windrow.org_ids(%(orgs)s::text[]))[coalesce(m.turn, 1)]
     UNION ALL
     SELECT d.id, windrow.outcome_of(d.history, m.lease)
     FROM windrow.dead d
-    WHERE d.id = m.id AND d.queue_id & 4294967295 = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)
+    WHERE d.id = m.id AND d.queue_id & 4294967295 = (SELECT windrow.org_ids(%(orgs)s::text[]))[coalesce(m.turn, 1)]
     LIMIT 1
 ) found ON true
-ORDER BY m.turn
+ORDER BY m.place

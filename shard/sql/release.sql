@@ -6,10 +6,12 @@ SET
     run_at = now(), visible_at = now(),
     lease = NULL, leased_at = NULL, worker = NULL
 FROM (
-    SELECT g.id, g.lease FROM unnest(%(ids)s::uuid[], %(leases)s::bigint[]) AS g (id, lease) ORDER BY g.id
+    SELECT g.id, g.lease, g.turn
+    FROM unnest(%(ids)s::uuid[], %(leases)s::bigint[], %(turns)s::smallint[]) AS g (id, lease, turn)
+    ORDER BY g.id
 ) r
 -- By id alone: see extend.sql.
 WHERE j.id = ANY (ARRAY[r.id])
     AND (j.lease = r.lease AND j.visible_at > now()
-        AND j.queue_id & 4294967295 = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)) IS TRUE
-RETURNING j.id::text, r.lease
+        AND j.queue_id & 4294967295 = (SELECT windrow.org_ids(%(orgs)s::text[]))[coalesce(r.turn, 1)]) IS TRUE
+RETURNING j.id::text, r.lease, j.queue_id

@@ -22,7 +22,8 @@ from psycopg.conninfo import conninfo_to_dict
 from shard.books import Books, OrgBooks
 from shard.database import Database
 from shard.errors import ShardUnavailable
-from shard.store import Nack, Store
+from shard.settling import Nack
+from shard.store import Store
 from shard.vocabulary import Answer, JobId, Lease, OrgId, Outcome
 from tests.conftest import CLUSTER, SHARD
 from tests.fault.proxy import Moment, Proxy, grpc_answered, open_proxy, postgres_answered, through

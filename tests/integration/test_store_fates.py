@@ -10,7 +10,8 @@ import pytest
 from shard.books import Books
 from shard.database import Database
 from shard.retry import Fixed
-from shard.store import Nack, Store
+from shard.settling import Nack
+from shard.store import Store
 from shard.vocabulary import Answer, JobId, Lease, OrgId, Outcome
 from tests.conftest import SHARD
 from tests.jobs import HOUR_US, MINUTE_US, QUEUE, history_of, ids_of, job_id, lease_jobs, some_jobs

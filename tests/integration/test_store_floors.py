@@ -31,7 +31,7 @@ async def test_a_job_that_commits_below_the_floor_is_missed_by_a_claim_and_found
         await store.enqueue(some_jobs(org, 3))
         assert len(await lease_jobs(store, org)) == 4
     assert await lease_jobs(store, org) == []
-    assert await store.sweep() == 9
+    assert (await store.sweep()).first
     assert [job.id for job, _ in await lease_jobs(store, org)] == [late]
 
 

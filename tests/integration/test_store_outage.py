@@ -18,7 +18,7 @@ from shard.errors import ShardUnavailable
 from shard.store import Store
 from shard.vocabulary import Answer, OrgId
 from tests.conftest import CLUSTER, SHARD
-from tests.jobs import HOUR_US, lease_jobs, some_jobs
+from tests.jobs import HOUR_US, QUEUE, lease_jobs, some_jobs
 
 WAIT_S = 3.0
 # What a machine under load may add to a wait.
@@ -78,12 +78,14 @@ async def test_while_the_server_is_away_every_call_is_told_so_in_time(
 ) -> None:
     store = Store(database)
     await store.enqueue(some_jobs(org, 1))
+    awaited = await store.names.find(org, [QUEUE])
     cluster.kill()
     began = time.monotonic()
     answers = await asyncio.gather(
         *(store.enqueue(some_jobs(org, 1)) for _ in range(10)),
         *(lease_jobs(store, org) for _ in range(10)),
-        store.sweep(),
+        store.sweep(awaited.values()),
+        store.probe(awaited.values()),
         return_exceptions=True,
     )
     assert time.monotonic() - began < WAIT_S + SLACK_S

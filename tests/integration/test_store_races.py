@@ -14,7 +14,8 @@ import pytest
 
 from shard import arrays, statements
 from shard.database import Database
-from shard.store import Nack, Store
+from shard.settling import Nack
+from shard.store import Store
 from shard.vocabulary import Answer, Claimed, JobId, Lease, OrgId
 from tests.conftest import SHARD
 from tests.jobs import HOUR_US, MINUTE_US, QUEUE, history_of, ids_of, job_id, lease_jobs, some_jobs
@@ -285,9 +286,10 @@ async def test_an_enqueue_waits_for_the_ack_that_has_its_job_in_hand(database: D
     parameters = {
         "ids": arrays.plain([lease.job_hex]),
         "leases": arrays.numbers([lease.number]),
+        "orgs": [org],
+        "turns": "{}",
         "results": [],
         "jobs": 1,
-        "org": org,
     }
     async with asyncio.TaskGroup() as group, database.transaction() as connection:
         await connection.execute(statements.ACK, parameters)

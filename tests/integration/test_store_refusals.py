@@ -12,7 +12,8 @@ from shard.books import Books
 from shard.database import Database
 from shard.errors import IdsOutsideHorizon, IdsTaken, NotOwned, QueueNotEmpty, UnknownQueue
 from shard.placement import slot_of
-from shard.store import Nack, Store
+from shard.settling import Nack
+from shard.store import Store
 from shard.vocabulary import Answer, JobId, JobState, NewJobs, OrgId, QueueName
 from tests.conftest import SHARD
 from tests.jobs import HOUR_US, MINUTE_US, QUEUE, ids_of, job_id, lease_jobs, some_jobs

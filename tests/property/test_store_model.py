@@ -23,7 +23,8 @@ from shard.books import Books
 from shard.database import Database
 from shard.lease import parse_token, token
 from shard.retry import Fixed, to_json
-from shard.store import Nack, Store
+from shard.settling import Nack
+from shard.store import Store
 from shard.vocabulary import MAX_ATTEMPTS_DEFAULT, Answer, JobId, Lease, NewJobs, OrgId, Outcome, QueueName
 from tests import timemachine
 from tests.conftest import SHARD

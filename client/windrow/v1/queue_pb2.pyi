@@ -171,6 +171,7 @@ class DequeueRequest(_message.Message):
     MAX_JOBS_FIELD_NUMBER: _builtins.int
     VISIBILITY_WINDOW_FIELD_NUMBER: _builtins.int
     WORKER_FIELD_NUMBER: _builtins.int
+    WAIT_FIELD_NUMBER: _builtins.int
     org: _builtins.str
     max_jobs: _builtins.int
     """1 to 1,000; 0 or absent: 1."""
@@ -184,6 +185,10 @@ class DequeueRequest(_message.Message):
     def visibility_window(self) -> _duration_pb2.Duration:
         """How long the jobs stay invisible to others. 100 ms to 12 h; absent: 30 s."""
 
+    @_builtins.property
+    def wait(self) -> _duration_pb2.Duration:
+        """How long to wait for a first job when none is due. 0 s to 60 s; absent: not at all. Then the answer has no jobs."""
+
     def __init__(
         self,
         *,
@@ -192,10 +197,11 @@ class DequeueRequest(_message.Message):
         max_jobs: _builtins.int = ...,
         visibility_window: _duration_pb2.Duration | None = ...,
         worker: _builtins.str = ...,
+        wait: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["visibility_window", b"visibility_window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["visibility_window", b"visibility_window", "wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_jobs", b"max_jobs", "org", b"org", "queues", b"queues", "visibility_window", b"visibility_window", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_jobs", b"max_jobs", "org", b"org", "queues", b"queues", "visibility_window", b"visibility_window", "wait", b"wait", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -238,6 +244,157 @@ class DequeueResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DequeueResponse: _TypeAlias = DequeueResponse  # noqa: Y015
+
+@_typing.final
+class ConsumeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    CREDIT_FIELD_NUMBER: _builtins.int
+    ACKS_FIELD_NUMBER: _builtins.int
+    NACKS_FIELD_NUMBER: _builtins.int
+    EXTENDS_FIELD_NUMBER: _builtins.int
+    RELEASES_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    credit: _builtins.int
+    """How many more jobs there is room for, added to what was left before. 0 to 10,000, and no more than that outstanding."""
+    number: _builtins.int
+    """Any number of the consumer's, by which the answer names this message. Needed where there is something to answer."""
+    @_builtins.property
+    def start(self) -> Global___ConsumeStart:
+        """In the first message of a stream, and in no other."""
+
+    @_builtins.property
+    def acks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Ack]:
+        """What became of jobs, by their leases; of this stream or any other. At most 1,000 of each sort."""
+
+    @_builtins.property
+    def nacks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Nack]: ...
+    @_builtins.property
+    def extends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """To prolong: each then lasts at least until now + the stream's visibility_window."""
+
+    @_builtins.property
+    def releases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """To give back at once, the attempt uncounted."""
+
+    def __init__(
+        self,
+        *,
+        start: Global___ConsumeStart | None = ...,
+        credit: _builtins.int = ...,
+        acks: _abc.Iterable[Global___Ack] | None = ...,
+        nacks: _abc.Iterable[Global___Nack] | None = ...,
+        extends: _abc.Iterable[_builtins.bytes] | None = ...,
+        releases: _abc.Iterable[_builtins.bytes] | None = ...,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["start", b"start"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acks", b"acks", "credit", b"credit", "extends", b"extends", "nacks", b"nacks", "number", b"number", "releases", b"releases", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ConsumeRequest: _TypeAlias = ConsumeRequest  # noqa: Y015
+
+@_typing.final
+class ConsumeStart(_message.Message):
+    """What a stream consumes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORG_FIELD_NUMBER: _builtins.int
+    QUEUES_FIELD_NUMBER: _builtins.int
+    VISIBILITY_WINDOW_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
+    org: _builtins.str
+    worker: _builtins.str
+    """The consumer's name, kept in the attempt history. At most 128 bytes, no control characters."""
+    @_builtins.property
+    def queues(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """1 to 64 distinct queues; among equal priorities a random one is first. Paused and unknown queues give nothing."""
+
+    @_builtins.property
+    def visibility_window(self) -> _duration_pb2.Duration:
+        """How long each job stays invisible to others. 100 ms to 12 h; absent: 30 s."""
+
+    def __init__(
+        self,
+        *,
+        org: _builtins.str = ...,
+        queues: _abc.Iterable[_builtins.str] | None = ...,
+        visibility_window: _duration_pb2.Duration | None = ...,
+        worker: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["visibility_window", b"visibility_window"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["org", b"org", "queues", b"queues", "visibility_window", b"visibility_window", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ConsumeStart: _TypeAlias = ConsumeStart  # noqa: Y015
+
+@_typing.final
+class ConsumeResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOBS_FIELD_NUMBER: _builtins.int
+    SETTLED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def jobs(self) -> _containers.RepeatedCompositeFieldContainer[_job_pb2.LeasedJob]:
+        """Each took one credit. Together less than 4 MiB, which gRPC clients take by default."""
+
+    @_builtins.property
+    def settled(self) -> _containers.RepeatedCompositeFieldContainer[Global___Settled]:
+        """Answers to messages, in any order."""
+
+    def __init__(
+        self,
+        *,
+        jobs: _abc.Iterable[_job_pb2.LeasedJob] | None = ...,
+        settled: _abc.Iterable[Global___Settled] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs", "settled", b"settled"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ConsumeResponse: _TypeAlias = ConsumeResponse  # noqa: Y015
+
+@_typing.final
+class Settled(_message.Message):
+    """What became of everything that one ConsumeRequest named."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """That message's number."""
+    @_builtins.property
+    def answers(self) -> _containers.RepeatedScalarFieldContainer[_job_pb2.JobAnswer.ValueType]:
+        """First its acks, then its nacks, its extends and its releases, in its order. Empty: every one of them is OK."""
+
+    @_builtins.property
+    def error(self) -> Global___JobError:
+        """Nothing can be said, as with UNAVAILABLE: send it again. A part of it may have been done."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        answers: _abc.Iterable[_job_pb2.JobAnswer.ValueType] | None = ...,
+        error: Global___JobError | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "error", b"error", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Settled: _TypeAlias = Settled  # noqa: Y015
 
 @_typing.final
 class AckRequest(_message.Message):

@@ -45,6 +45,11 @@ class QueueStub:
                 request_serializer=windrow_dot_v1_dot_queue__pb2.DequeueRequest.SerializeToString,
                 response_deserializer=windrow_dot_v1_dot_queue__pb2.DequeueResponse.FromString,
                 _registered_method=True)
+        self.Consume = channel.stream_stream(
+                '/windrow.v1.Queue/Consume',
+                request_serializer=windrow_dot_v1_dot_queue__pb2.ConsumeRequest.SerializeToString,
+                response_deserializer=windrow_dot_v1_dot_queue__pb2.ConsumeResponse.FromString,
+                _registered_method=True)
         self.Ack = channel.unary_unary(
                 '/windrow.v1.Queue/Ack',
                 request_serializer=windrow_dot_v1_dot_queue__pb2.AckRequest.SerializeToString,
@@ -90,7 +95,20 @@ class QueueServicer:
 
     def Dequeue(self, request, context):
         """Takes up to max_jobs jobs that are due, by priority, then by when they became visible. Answers at once, with what
-        there is.
+        there is, unless told to `wait` for the first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Consume(self, request_iterator, context):
+        """One consumer's stream, for as long as it likes. It says what it consumes and how many jobs it has room for; jobs come
+        as they fall due, and it settles them on the same stream. Nothing is pushed beyond the credit it gave.
+
+        Closing its side ends a stream in order: no more jobs come, what was sent is answered, then the stream ends with OK.
+        However a stream ends, jobs that had not been sent yet go back at once, uncounted; those that had been stay leased
+        until they are settled, on another stream or by Ack, Nack and Release, or until their window ends. A router that
+        shuts down ends its streams with UNAVAILABLE. What a consumer sent and was not answered it may send again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -150,6 +168,11 @@ def add_QueueServicer_to_server(servicer, server):
                     servicer.Dequeue,
                     request_deserializer=windrow_dot_v1_dot_queue__pb2.DequeueRequest.FromString,
                     response_serializer=windrow_dot_v1_dot_queue__pb2.DequeueResponse.SerializeToString,
+            ),
+            'Consume': grpc.stream_stream_rpc_method_handler(
+                    servicer.Consume,
+                    request_deserializer=windrow_dot_v1_dot_queue__pb2.ConsumeRequest.FromString,
+                    response_serializer=windrow_dot_v1_dot_queue__pb2.ConsumeResponse.SerializeToString,
             ),
             'Ack': grpc.unary_unary_rpc_method_handler(
                     servicer.Ack,
@@ -237,6 +260,33 @@ class Queue:
             '/windrow.v1.Queue/Dequeue',
             windrow_dot_v1_dot_queue__pb2.DequeueRequest.SerializeToString,
             windrow_dot_v1_dot_queue__pb2.DequeueResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Consume(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/windrow.v1.Queue/Consume',
+            windrow_dot_v1_dot_queue__pb2.ConsumeRequest.SerializeToString,
+            windrow_dot_v1_dot_queue__pb2.ConsumeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -44,7 +44,16 @@ class QueueStub:
     """Stores jobs, all or none (see `independent`). OK means committed: they survive a crash of anything."""
     Dequeue: _grpc.UnaryUnaryMultiCallable[_queue_pb2.DequeueRequest, _queue_pb2.DequeueResponse]
     """Takes up to max_jobs jobs that are due, by priority, then by when they became visible. Answers at once, with what
-    there is.
+    there is, unless told to `wait` for the first.
+    """
+    Consume: _grpc.StreamStreamMultiCallable[_queue_pb2.ConsumeRequest, _queue_pb2.ConsumeResponse]
+    """One consumer's stream, for as long as it likes. It says what it consumes and how many jobs it has room for; jobs come
+    as they fall due, and it settles them on the same stream. Nothing is pushed beyond the credit it gave.
+
+    Closing its side ends a stream in order: no more jobs come, what was sent is answered, then the stream ends with OK.
+    However a stream ends, jobs that had not been sent yet go back at once, uncounted; those that had been stay leased
+    until they are settled, on another stream or by Ack, Nack and Release, or until their window ends. A router that
+    shuts down ends its streams with UNAVAILABLE. What a consumer sent and was not answered it may send again.
     """
     Ack: _grpc.UnaryUnaryMultiCallable[_queue_pb2.AckRequest, _queue_pb2.AckResponse]
     """Finishes jobs."""
@@ -68,7 +77,16 @@ class QueueAsyncStub(QueueStub):
     """Stores jobs, all or none (see `independent`). OK means committed: they survive a crash of anything."""
     Dequeue: _aio.UnaryUnaryMultiCallable[_queue_pb2.DequeueRequest, _queue_pb2.DequeueResponse]  # type: ignore[assignment]
     """Takes up to max_jobs jobs that are due, by priority, then by when they became visible. Answers at once, with what
-    there is.
+    there is, unless told to `wait` for the first.
+    """
+    Consume: _aio.StreamStreamMultiCallable[_queue_pb2.ConsumeRequest, _queue_pb2.ConsumeResponse]  # type: ignore[assignment]
+    """One consumer's stream, for as long as it likes. It says what it consumes and how many jobs it has room for; jobs come
+    as they fall due, and it settles them on the same stream. Nothing is pushed beyond the credit it gave.
+
+    Closing its side ends a stream in order: no more jobs come, what was sent is answered, then the stream ends with OK.
+    However a stream ends, jobs that had not been sent yet go back at once, uncounted; those that had been stay leased
+    until they are settled, on another stream or by Ack, Nack and Release, or until their window ends. A router that
+    shuts down ends its streams with UNAVAILABLE. What a consumer sent and was not answered it may send again.
     """
     Ack: _aio.UnaryUnaryMultiCallable[_queue_pb2.AckRequest, _queue_pb2.AckResponse]  # type: ignore[assignment]
     """Finishes jobs."""
@@ -101,7 +119,22 @@ class QueueServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_queue_pb2.DequeueResponse, _abc.Awaitable[_queue_pb2.DequeueResponse]]:
         """Takes up to max_jobs jobs that are due, by priority, then by when they became visible. Answers at once, with what
-        there is.
+        there is, unless told to `wait` for the first.
+        """
+
+    @_abc_1.abstractmethod
+    def Consume(
+        self,
+        request_iterator: _MaybeAsyncIterator[_queue_pb2.ConsumeRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_queue_pb2.ConsumeResponse], _abc.AsyncIterator[_queue_pb2.ConsumeResponse]]:
+        """One consumer's stream, for as long as it likes. It says what it consumes and how many jobs it has room for; jobs come
+        as they fall due, and it settles them on the same stream. Nothing is pushed beyond the credit it gave.
+
+        Closing its side ends a stream in order: no more jobs come, what was sent is answered, then the stream ends with OK.
+        However a stream ends, jobs that had not been sent yet go back at once, uncounted; those that had been stay leased
+        until they are settled, on another stream or by Ack, Nack and Release, or until their window ends. A router that
+        shuts down ends its streams with UNAVAILABLE. What a consumer sent and was not answered it may send again.
         """
 
     @_abc_1.abstractmethod

@@ -1,0 +1,125 @@
+"""Consumers of this router: they claim what there is, and wait in the rooms of their org's shards for more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+from router.fleet import Fleet, Member
+from shard.store import Store
+from shard.vocabulary import Claimed, Lease, OrgId, QueueName
+
+_JOBS_MAX = 1000
+
+
+class Receiver(Protocol):
+    """Where a consumer's jobs go."""
+
+    def receive(self, store: Store, prefix: bytes, jobs: list[Claimed]) -> None:
+        """Takes jobs whose lease tokens begin with `prefix`."""
+        ...
+
+    async def has_room(self) -> None:
+        """Returns once more jobs may come."""
+        ...
+
+
+class Consumer:
+    """`credit` is how many more jobs it takes. `serve` finds them; `close` is the end: what comes later goes back."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        receiver: Receiver,
+        *,
+        org: OrgId,
+        queues: Sequence[QueueName],
+        worker: str,
+        window_us: int,
+        credit: int = 0,
+    ) -> None:
+        self.org = org
+        self.queues = queues
+        self.worker = worker
+        self.window_us = window_us
+        self.credit = credit
+        self.idle = False
+        # It waits for credit.
+        self._starved = False
+        self._fleet = fleet
+        self._receiver = receiver
+        self._woken = asyncio.Event()
+        self._entered: list[Member] = []
+        self._closed = False
+
+    def add_credit(self, jobs: int) -> None:
+        self.credit += jobs
+        if self._starved or (self.idle and any(member.room.has_backlog(self) for member in self._entered)):
+            self.wake()
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    def give(self, store: Store, prefix: bytes, jobs: list[Claimed]) -> None:
+        if self._closed:
+            give_back(store, self.org, jobs)
+        else:
+            self._receiver.receive(store, prefix, jobs)
+
+    async def serve(self) -> None:
+        """Finds jobs for as long as it is let. Raises ShardUnavailable."""
+        while True:
+            while self.credit <= 0:
+                self._woken.clear()
+                self._starved = True
+                await self._woken.wait()
+                self._starved = False
+            await self._receiver.has_room()
+            self._woken.clear()
+            if not await self.claim():
+                self.idle = True
+                await self._woken.wait()
+                self.idle = False
+
+    async def claim(self) -> bool:
+        """Takes what there is, as far as the credit goes. Answers whether there may be more."""
+        members = self._fleet.readers(self.org)
+        self._enter(members)
+        for member in members:
+            wanted = min(self.credit, _JOBS_MAX)
+            if wanted <= 0:
+                return True
+            taken = await member.store.claim(
+                self.org, self.queues, max_jobs=wanted, window_us=self.window_us, worker=self.worker
+            )
+            if taken.jobs:
+                self.credit -= len(taken.jobs)
+                self.give(member.store, taken.prefix, taken.jobs)
+            if len(taken.jobs) == wanted:
+                member.room.found_enough(self)
+                return True
+            member.room.found_less(self)
+        return False
+
+    def close(self) -> None:
+        self._closed = True
+        self.idle = False
+        self._enter([])
+
+    def _enter(self, members: Sequence[Member]) -> None:
+        """Waits in the rooms of these shards, and in no other."""
+        if members == self._entered:
+            return
+        for member in self._entered:
+            if member not in members:
+                member.room.leave(self)
+        for member in members:
+            if member not in self._entered:
+                member.room.enter(self)
+        self._entered = list(members)
+
+
+def give_back(store: Store, org: OrgId, jobs: Sequence[Claimed]) -> None:
+    """Jobs that do not reach their consumer, uncounted."""
+    store.release_soon(org, [Lease(job_hex=job.id.replace("-", ""), number=job.lease) for job in jobs])

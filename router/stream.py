@@ -1,0 +1,203 @@
+"""One Consume stream: what it reads, what it writes, and what goes back when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+from router import convert
+from router.calls import DEADLINE_S_MAX, Context
+from router.consuming import Consumer, give_back
+from router.fleet import Fleet
+from router.leases import Answers, Leases
+from router.status import InvalidRequest, ShuttingDown, Violation, status_of
+from router.validation import check, check_consume
+from shard.coalescing import TooManyWaiting
+from shard.errors import ShardError
+from shard.store import Store
+from shard.vocabulary import Claimed, OrgId, QueueName
+from windrow.v1 import job_pb2, queue_pb2
+
+CREDIT_MAX = 10_000
+# Of jobs that wait to be written; with more, no more are taken.
+_WAITING_BYTES_MAX = 8 * 1024 * 1024
+# A message ends with the job that fills this much: with the largest payload added, it stays below 4 MiB.
+_MESSAGE_BYTES_MAX = 2 * 1024 * 1024
+_MESSAGE_JOBS_MAX = 1000
+# Messages of one stream that are being settled; with more, no more are read.
+_SETTLING_MAX = 64
+
+
+class Stream:
+    """`run` serves a stream until its consumer closes its side, the router drains, or it is cancelled."""
+
+    def __init__(self, fleet: Fleet, requests: AsyncIterator[queue_pb2.ConsumeRequest], context: Context) -> None:
+        self._fleet = fleet
+        self._leases = Leases(fleet)
+        self._requests = requests
+        self._context = context
+        self._org = OrgId("")
+        self._window_us = 0
+        # To be written.
+        self._jobs: deque[tuple[Store, bytes, Claimed]] = deque()
+        self._jobs_bytes = 0
+        self._settled: list[queue_pb2.Settled] = []
+        self._to_write = asyncio.Event()
+        self._room = asyncio.Event()
+        # Being settled.
+        self._settling = 0
+        self._fewer = asyncio.Event()
+        self._ending = False
+
+    async def run(self, draining: asyncio.Event) -> None:
+        """Raises InvalidRequest, ShardError, ShuttingDown."""
+        first = await anext(self._requests, None)
+        if first is None:
+            return
+        consumer = self._start(first)
+        try:
+            async with asyncio.TaskGroup() as group:
+                serving = group.create_task(consumer.serve())
+                reading = group.create_task(self._read(first, consumer, group))
+                drained = group.create_task(draining.wait())
+
+                def finish(_: object) -> None:
+                    """No more jobs; then every answer that is owed."""
+                    if not self._ending:
+                        self._ending = True
+                        for task in (serving, reading, drained):
+                            task.cancel()
+                        consumer.close()
+                        self._give_back()
+                        self._to_write.set()
+
+                reading.add_done_callback(finish)
+                drained.add_done_callback(finish)
+                group.create_task(self._write())
+        except BaseExceptionGroup as troubles:
+            raise troubles.exceptions[0] from None
+        finally:
+            consumer.close()
+            self._give_back()
+        if draining.is_set():
+            raise ShuttingDown
+
+    def _start(self, first: queue_pb2.ConsumeRequest) -> Consumer:
+        check(first)
+        if not first.HasField("start"):
+            raise InvalidRequest([Violation("start", "is missing: the first message says what the stream consumes")])
+        start = first.start
+        self._org, self._window_us = OrgId(start.org), convert.window_us(start)
+        return Consumer(
+            self._fleet,
+            self,
+            org=self._org,
+            queues=[QueueName(queue) for queue in start.queues],
+            worker=start.worker,
+            window_us=self._window_us,
+        )
+
+    # ── What comes in ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _read(self, first: queue_pb2.ConsumeRequest, consumer: Consumer, group: asyncio.TaskGroup) -> None:
+        self._take(first, consumer, group)
+        async for request in self._requests:
+            if request.HasField("start"):
+                raise InvalidRequest([Violation("start", "is set again; a stream is started by its first message")])
+            check_consume(request)
+            while self._settling >= _SETTLING_MAX:
+                self._fewer.clear()
+                await self._fewer.wait()
+            self._take(request, consumer, group)
+
+    def _take(self, request: queue_pb2.ConsumeRequest, consumer: Consumer, group: asyncio.TaskGroup) -> None:
+        if request.credit:
+            if consumer.credit + request.credit > CREDIT_MAX:
+                raise InvalidRequest([Violation("credit", f"more than {CREDIT_MAX:,} jobs would be outstanding")])
+            consumer.add_credit(request.credit)
+        if request.acks or request.nacks or request.extends or request.releases:
+            self._settling += 1
+            group.create_task(self._settle(request))
+
+    async def _settle(self, request: queue_pb2.ConsumeRequest) -> None:
+        settled = queue_pb2.Settled(number=request.number)
+        try:
+            async with asyncio.timeout(DEADLINE_S_MAX):
+                answers = await self._answers(request)
+            if answers.count(job_pb2.JOB_ANSWER_OK) < len(answers):
+                settled.answers.extend(answers)
+        except (ShardError, TooManyWaiting, TimeoutError) as error:
+            status = status_of(error)
+            settled.error.code, settled.error.message = status.code, status.message
+        finally:
+            self._settling -= 1
+            self._fewer.set()
+            self._to_write.set()
+        self._settled.append(settled)
+
+    async def _answers(self, request: queue_pb2.ConsumeRequest) -> Answers:
+        acts: list[Coroutine[Any, Any, Answers]] = []
+        if request.acks:
+            acts.append(self._leases.ack(self._org, request.acks))
+        if request.nacks:
+            acts.append(self._leases.nack(self._org, request.nacks))
+        if request.extends:
+            acts.append(self._leases.extend(self._org, request.extends, window_us=self._window_us))
+        if request.releases:
+            acts.append(self._leases.release(self._org, request.releases))
+        if len(acts) == 1:
+            return await acts[0]
+        return [answer for answers in await asyncio.gather(*acts) for answer in answers]
+
+    # ── What goes out ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def receive(self, store: Store, prefix: bytes, jobs: list[Claimed]) -> None:
+        for job in jobs:
+            self._jobs.append((store, prefix, job))
+            self._jobs_bytes += len(job.payload)
+        self._to_write.set()
+
+    async def has_room(self) -> None:
+        while self._jobs_bytes > _WAITING_BYTES_MAX:
+            self._room.clear()
+            await self._room.wait()
+
+    async def _write(self) -> None:
+        while True:
+            while self._jobs or self._settled:
+                response = queue_pb2.ConsumeResponse(settled=self._settled)
+                self._settled = []
+                jobs = self._next_jobs()
+                try:
+                    convert.add_leased_jobs(response.jobs, ((prefix, job) for _, prefix, job in jobs))
+                    await self._context.write(response)
+                except BaseException:
+                    # Whether it went out is unknown; most likely it did not.
+                    self._jobs.extend(jobs)
+                    raise
+                self._jobs_bytes -= sum(len(job.payload) for _, _, job in jobs)
+                self._room.set()
+            if self._ending and not self._settling:
+                return
+            self._to_write.clear()
+            await self._to_write.wait()
+
+    def _next_jobs(self) -> list[tuple[Store, bytes, Claimed]]:
+        jobs: list[tuple[Store, bytes, Claimed]] = []
+        size = 0
+        while self._jobs and size < _MESSAGE_BYTES_MAX and len(jobs) < _MESSAGE_JOBS_MAX:
+            size += len(self._jobs[0][2].payload)
+            jobs.append(self._jobs.popleft())
+        return jobs
+
+    def _give_back(self) -> None:
+        """Jobs that were not sent."""
+        back: dict[Store, list[Claimed]] = {}
+        for store, _, job in self._jobs:
+            back.setdefault(store, []).append(job)
+        self._jobs.clear()
+        self._jobs_bytes = 0
+        for store, jobs in back.items():
+            give_back(store, self._org, jobs)

@@ -1,0 +1,324 @@
+"""Where consumers wait for work on one shard, and who wakes them. Nothing here is truth (I7): a consumer that is woken
+in vain waits again, and one that is not woken is found by the sweep.
+
+Woken by: an enqueue of this router, the doorbell of another one, the time that a probe found a job to be due, the
+sweep. An enqueue may also hand its jobs over: they are leased to those who wait in the very insert, and need no claim.
+While nobody waits, nothing is asked of the shard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from shard.doorbell import Doorbell
+from shard.enqueuing import Handed, Handover, Taker
+from shard.errors import ShardError
+from shard.lease import token_prefix
+from shard.store import Due, Store
+from shard.vocabulary import MAX_ATTEMPTS_DEFAULT, Claimed, JobId, Lease, Micros, NewJobs, OrgId, QueueId, QueueName
+
+# How late a job may be seen that every hint has missed.
+SWEEP_S = 3.0
+# Between two probes.
+_PAUSE_S = 0.010
+_PRIORITY_DEFAULT = 5
+
+_Key = tuple[OrgId, QueueName]
+
+
+class Waiter(Protocol):
+    """A consumer, as the room knows it."""
+
+    @property
+    def org(self) -> OrgId: ...
+    @property
+    def queues(self) -> Sequence[QueueName]: ...
+    @property
+    def worker(self) -> str: ...
+    @property
+    def window_us(self) -> int: ...
+
+    # How many more jobs it takes.
+    credit: int
+    # It has found nothing, and does nothing but wait.
+    idle: bool
+
+    def wake(self) -> None:
+        """There may be work."""
+        ...
+
+    def give(self, store: Store, prefix: bytes, jobs: list[Claimed]) -> None:
+        """These jobs are leased to it, and its credit is less by as many."""
+        ...
+
+
+@dataclass(slots=True)
+class _Queue:
+    """A queue that somebody waits for."""
+
+    # Those served last come last.
+    waiters: OrderedDict[Waiter, None] = field(default_factory=OrderedDict[Waiter, None])
+    # There may be jobs that nobody had room for.
+    backlog: bool = False
+    number: QueueId | None = None
+    due: asyncio.TimerHandle | None = None
+
+
+class Room:
+    def __init__(self, store: Store, doorbell: Doorbell) -> None:
+        self._store = store
+        self._doorbell = doorbell
+        self._queues: dict[_Key, _Queue] = {}
+        self._by_number: dict[QueueId, _Key] = {}
+        self._to_probe: set[_Key] = set()
+        self._probing = asyncio.Event()
+        store.visible = self._visible
+
+    # ── Those who wait ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def enter(self, waiter: Waiter) -> None:
+        """From now on it is woken; while it is idle and has credit, jobs are handed to it."""
+        for queue in waiter.queues:
+            self._queues.setdefault((waiter.org, queue), _Queue()).waiters[waiter] = None
+
+    def leave(self, waiter: Waiter) -> None:
+        for queue in waiter.queues:
+            key = waiter.org, queue
+            there = self._queues.get(key)
+            if there is None:
+                continue
+            there.waiters.pop(waiter, None)
+            if not there.waiters:
+                if there.due is not None:
+                    there.due.cancel()
+                if there.number is not None:
+                    self._by_number.pop(there.number, None)
+                del self._queues[key]
+            elif there.backlog:
+                # It may have been woken for a job that it now does not take.
+                self._wake(key, 1)
+
+    def found_less(self, waiter: Waiter) -> None:
+        """It looked, and took all there was: what falls due later, or has since it looked, a probe tells."""
+        for queue in waiter.queues:
+            there = self._queues.get((waiter.org, queue))
+            if there is not None:
+                there.backlog = False
+        self._probe_soon([(waiter.org, queue) for queue in waiter.queues])
+
+    def found_enough(self, waiter: Waiter) -> None:
+        """It took as many jobs as it could: there may be more."""
+        for queue in waiter.queues:
+            there = self._queues.get((waiter.org, queue))
+            if there is not None:
+                there.backlog = True
+                self._wake((waiter.org, queue), 1)
+
+    def has_backlog(self, waiter: Waiter) -> bool:
+        return any(
+            there.backlog for queue in waiter.queues if (there := self._queues.get((waiter.org, queue))) is not None
+        )
+
+    # ── Those who bring work ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def offer(self, jobs: NewJobs) -> Handover | None:
+        """Takers for jobs that are due at once and bring nothing that a claim would have to look at. None: nobody
+        waits. What they are promised counts against their credit until the handover is done."""
+        if not self._queues:
+            return None
+        positions: dict[QueueName, list[int]] = {}
+        if len(set(jobs.queues)) == 1:
+            positions[jobs.queues[0]] = list(range(len(jobs)))
+        else:
+            for at, queue in enumerate(jobs.queues):
+                positions.setdefault(queue, []).append(at)
+        takers: dict[int, Taker] = {}
+        shares: list[tuple[Waiter, Taker, list[int]]] = []
+        for queue, there in positions.items():
+            awaited = self._queues.get((jobs.org, queue))
+            if awaited is None or awaited.backlog:
+                continue
+            ready = (waiter for waiter in awaited.waiters if waiter.idle and waiter.credit > 0)
+            willing = list(itertools.islice(ready, len(there)))
+            for turn, waiter in enumerate(willing):
+                if not there:
+                    break
+                # Dealt evenly, in one piece each; whoever got some is last the next time.
+                count = min(waiter.credit, -(-len(there) // (len(willing) - turn)))
+                share, there = there[:count], there[count:]
+                waiter.credit -= len(share)
+                awaited.waiters.move_to_end(waiter)
+                taker = Taker(secrets.randbits(63), waiter.worker, waiter.window_us)
+                takers.update(dict.fromkeys(share, taker))
+                shares.append((waiter, taker, share))
+        if not takers:
+            return None
+        return Handover(takers=takers, done=lambda handed: self._handed(jobs, shares, handed))
+
+    def _handed(self, jobs: NewJobs, shares: list[tuple[Waiter, Taker, list[int]]], handed: Handed) -> None:
+        leased = set(handed.positions)
+        for waiter, taker, share in shares:
+            got = [at for at in share if at in leased]
+            if len(got) < len(share):
+                waiter.credit += len(share) - len(got)
+                waiter.wake()
+                unsure = [
+                    Lease(job_hex=jobs.ids[at].replace("-", ""), number=taker.number)
+                    for at in share
+                    if at not in leased
+                ]
+                self._store.release_soon(jobs.org, unsure)
+            if got:
+                prefix = token_prefix(self._store.name, taker.number)
+                waiter.give(self._store, prefix, _as_claimed(jobs, got, taker, handed))
+
+    def stored(self, jobs: NewJobs, known: Collection[int], handover: Handover | None) -> None:
+        """These jobs have committed, but for those at the positions `known`."""
+        takers = handover.takers if handover is not None else {}
+        if len(takers) == len(jobs):
+            return
+        left = Counter(jobs.queues)
+        left.subtract(jobs.queues[at] for at in {*takers, *known})
+        ring: list[QueueName] = []
+        later = bool(jobs.delay_us or jobs.run_at_us)
+        for queue, count in left.items():
+            if count > 0:
+                key = jobs.org, queue
+                if later:
+                    self._probe_soon([key])
+                if self._wake(key, count) < count or later:
+                    ring.append(queue)
+        if ring:
+            self._doorbell.ring(self._store.names.known(jobs.org, ring))
+
+    def heard(self, numbers: Collection[QueueId] | None) -> None:
+        """Another router rang."""
+        if not self._queues:
+            return
+        if numbers is None:
+            self._probe_soon(list(self._queues))
+            return
+        for number in numbers:
+            key = self._by_number.get(number)
+            if key is not None:
+                self._wake(key, 1)
+            else:
+                # It may be one that somebody waits for since before it was made.
+                self._probe_soon([key for key, queue in self._queues.items() if queue.number is None])
+
+    def _visible(self, numbers: set[QueueId]) -> None:
+        """Jobs of these queues came back."""
+        self._doorbell.ring(numbers)
+        self._probe_soon([key for number in numbers if (key := self._by_number.get(number)) is not None])
+
+    def _wake(self, key: _Key, jobs: int) -> int:
+        """Wakes those who wait, until they have room for so many jobs. Answers how many they have room for."""
+        there = self._queues.get(key)
+        if there is None:
+            return 0
+        room = 0
+        for waiter in list(there.waiters):
+            if room >= jobs:
+                return room
+            if waiter.credit > 0:
+                waiter.wake()
+                there.waiters.move_to_end(waiter)
+                room += waiter.credit
+        there.backlog = there.backlog or room < jobs
+        return room
+
+    # ── Upkeep ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def run(self) -> None:
+        """Probes what was asked for, soon, until cancelled."""
+        while True:
+            await self._probing.wait()
+            self._probing.clear()
+            keys, self._to_probe = self._to_probe, set()
+            try:
+                numbers = await self._numbers(keys)
+                if numbers:
+                    self._expect(await self._store.probe(numbers))
+            except ShardError:
+                # The sweep tries again.
+                pass
+            await asyncio.sleep(_PAUSE_S)
+
+    async def sweep(self) -> None:
+        """Finds what every hint has missed, and puts the store's floors where they belong."""
+        await self._numbers(list(self._queues))
+        self._expect(await self._store.sweep(self._by_number))
+
+    async def _numbers(self, keys: Iterable[_Key]) -> list[QueueId]:
+        """Those of the awaited queues that exist."""
+        by_org: dict[OrgId, list[QueueName]] = {}
+        for org, queue in keys:
+            if (org, queue) in self._queues:
+                by_org.setdefault(org, []).append(queue)
+        numbers: list[QueueId] = []
+        for org, queues in by_org.items():
+            for queue, number in (await self._store.names.find(org, queues)).items():
+                there = self._queues.get((org, queue))
+                if there is not None:
+                    there.number = number
+                    self._by_number[number] = org, queue
+                    numbers.append(number)
+        return numbers
+
+    def _expect(self, due: Due) -> None:
+        """Wakes who has work now, and will wake who has some later."""
+        loop = asyncio.get_running_loop()
+        for number, when in due.first.items():
+            key = self._by_number.get(number)
+            there = self._queues.get(key) if key is not None else None
+            if key is None or there is None:
+                continue
+            if there.due is not None:
+                there.due.cancel()
+                there.due = None
+            if when <= due.now:
+                self._wake(key, 1)
+            else:
+                # Two times of the shard's clock make a span, which is all that is counted here.
+                there.due = loop.call_later((when - due.now) / 1_000_000, self._fell_due, key)
+
+    def _fell_due(self, key: _Key) -> None:
+        # Whoever takes it, and finds no more, asks for the next time.
+        self._wake(key, 1)
+
+    def _probe_soon(self, keys: Iterable[_Key]) -> None:
+        self._to_probe.update(keys)
+        if self._to_probe:
+            self._probing.set()
+
+
+def _as_claimed(jobs: NewJobs, positions: Iterable[int], taker: Taker, handed: Handed) -> list[Claimed]:
+    """Jobs that were leased when they were stored, as a claim would have answered them."""
+    now = handed.leased_at
+    deadline = Micros(now + taker.window_us)
+    return [
+        Claimed(
+            JobId(jobs.ids[at]),
+            jobs.queues[at],
+            jobs.kinds[at],
+            jobs.payloads[at],
+            jobs.attributes.get(at),
+            jobs.priorities.get(at, _PRIORITY_DEFAULT),
+            1,
+            jobs.max_attempts.get(at) or handed.max_attempts.get((jobs.org, jobs.queues[at])) or MAX_ATTEMPTS_DEFAULT,
+            now,
+            now,
+            jobs.traces.get(at),
+            taker.number,
+            now,
+            deadline,
+            False,
+        )
+        for at in positions
+    ]

@@ -1,0 +1,205 @@
+"""How jobs get out of one shard: under a lease each, to several takers in one statement."""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from shard import arrays, partitions, statements
+from shard.database import Database
+from shard.errors import ShardUnavailable
+from shard.floor import Floors
+from shard.interning import Names
+from shard.lease import token_prefix
+from shard.vocabulary import MAX_ATTEMPTS_DEFAULT, Claimed, OrgId, QueueId, QueueName
+
+# How many times a claim goes on behind jobs that were only taken to be set aside.
+_TURNS_MAX = 6
+# A claim ends with the job that fills this much payload. The largest payload (1 MiB) and the other fields of the
+# jobs added, its answer stays below 4 MiB, which is the most that gRPC clients take unless told otherwise.
+CLAIM_BYTES_MAX = 2 * 1024 * 1024
+
+
+class Ask(NamedTuple):
+    """One taker: up to `max_jobs` jobs of these queues of one org, for `window_us`."""
+
+    org: OrgId
+    queues: tuple[QueueName, ...]
+    max_jobs: int
+    window_us: int
+    worker: str
+
+
+class Taken(NamedTuple):
+    """What a taker gets: the jobs, by priority, then by run_at, and what their lease tokens begin with
+    (shard/lease.py)."""
+
+    prefix: bytes
+    jobs: list[Claimed]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Taker:
+    ask: Ask
+    number: int = field(default_factory=lambda: secrets.randbits(63))
+    jobs: list[Claimed] = field(default_factory=list[Claimed])
+    # Of those it took last, some were only set aside; others may wait behind them.
+    again: bool = True
+
+    @property
+    def wants(self) -> int:
+        return self.ask.max_jobs - len(self.jobs)
+
+
+class Claiming:
+    def __init__(self, database: Database, names: Names, floors: Floors) -> None:
+        self._database = database
+        self._names = names
+        self._floors = floors
+
+    async def together(self, asks: Sequence[Ask]) -> list[Taken]:
+        """Leases jobs to each taker. Raises ShardUnavailable."""
+        takers = [_Taker(ask=ask) for ask in asks]
+        for _ in range(_TURNS_MAX):
+            rest = [taker for taker in takers if taker.again and taker.wants > 0]
+            if not rest:
+                break
+            while rest:
+                now, rest = _apart(rest)
+                await self._claim(now)
+        for taker in takers:
+            taker.jobs.sort(key=_order)
+        return [Taken(token_prefix(self._database.name, taker.number), taker.jobs) for taker in takers]
+
+    async def _claim(self, takers: Sequence[_Taker]) -> None:
+        """Once, for takers whose queues are the same or have nothing in common."""
+        groups: dict[tuple[OrgId, tuple[QueueName, ...]], list[_Taker]] = {}
+        for taker in takers:
+            taker.again = False
+            groups.setdefault((taker.ask.org, taker.ask.queues), []).append(taker)
+        columns = _Columns()
+        asked: dict[QueueId, QueueName] = {}
+        for (org, queues), sharers in groups.items():
+            found = await self._names.find(org, queues)
+            if not found:
+                continue
+            columns.add(org, found, sharers, self._floors)
+            asked.update((number, queue) for queue, number in found.items())
+        if not asked:
+            return
+        rows = await self._database.run(statements.CLAIM, columns.parameters())
+        by_lease = {taker.number: taker for taker in takers}
+        unfit: dict[int, list[Claimed]] = {}
+        taken: list[Claimed] = []
+        for row in rows:
+            job = Claimed(row[0], asked[row[1]], *row[2:])
+            taken.append(job)
+            if job.expired or job.attempt > (job.max_attempts or MAX_ATTEMPTS_DEFAULT):
+                unfit.setdefault(job.lease, []).append(job)
+            else:
+                by_lease[job.lease].jobs.append(job)
+        self._floors.claimed(zip([row[1] for row in rows], taken, strict=True))
+        for number, jobs in unfit.items():
+            taker = by_lease[number]
+            try:
+                await self._set_aside(taker.ask.org, jobs, number)
+            except ShardUnavailable:
+                # What fits is leased by now, and nobody else can give it out. The rest is tried again after its window.
+                if len(unfit) == 1 and len(takers) == 1 and not taker.jobs:
+                    raise
+            else:
+                taker.again = True
+
+    async def _set_aside(self, org: OrgId, jobs: list[Claimed], lease: int) -> None:
+        """What a claim found past its time is cancelled; what it found out of attempts is dead."""
+        expired = [job.id for job in jobs if job.expired]
+        if expired:
+            parameters = {"ids": arrays.plain(expired), "lease": lease, "org": org}
+            await partitions.finish(self._database, statements.EXPIRE_UNRUN, parameters)
+        exhausted = [job for job in jobs if not job.expired]
+        if exhausted:
+            count = len(exhausted)
+            await self._database.run(
+                statements.BURY,
+                {
+                    "ids": arrays.plain(job.id for job in exhausted),
+                    "leases": arrays.numbers([lease] * count),
+                    "orgs": [org],
+                    "turns": "{}",
+                    "outcomes": "{}",
+                    "errors": "{}",
+                    "reasons": [f"out of attempts ({job.attempt - 1}), the last one expired" for job in exhausted],
+                },
+            )
+
+
+class _Columns:
+    """The claim statement's parameters, a group at a time."""
+
+    def __init__(self) -> None:
+        self._groups: list[int] = []
+        self._queue_ids: list[QueueId] = []
+        self._orgs: list[str] = []
+        self._queues: list[str] = []
+        self._floors: list[int] = []
+        self._max_jobs: list[int] = []
+        self._firsts: list[int] = []
+        self._takers: list[_Taker] = []
+        self._taker_firsts: list[int] = []
+        self._next = 1
+
+    def add(self, org: OrgId, queues: Mapping[QueueName, QueueId], takers: Sequence[_Taker], floors: Floors) -> None:
+        # Equal priorities are served in turn: a busy queue named first must not starve one named last.
+        names = list(queues)
+        first = random.randrange(len(names))
+        self._firsts.append(self._next)
+        for name in names[first:] + names[:first]:
+            self._groups.append(len(self._firsts))
+            self._queue_ids.append(queues[name])
+            self._orgs.append(org)
+            self._queues.append(name)
+            self._floors += floors.of(queues[name])
+        self._max_jobs.append(sum(taker.wants for taker in takers))
+        for taker in takers:
+            self._takers.append(taker)
+            self._taker_firsts.append(self._next)
+            self._next += taker.wants
+
+    def parameters(self) -> dict[str, object]:
+        return {
+            "groups": arrays.numbers(self._groups),
+            "queue_ids": arrays.numbers(self._queue_ids),
+            "orgs": self._orgs,
+            "queues": arrays.names(self._queues),
+            "floors_us": arrays.numbers(self._floors),
+            "max_jobs": arrays.numbers(self._max_jobs),
+            "firsts": arrays.numbers(self._firsts),
+            "taker_firsts": arrays.numbers(self._taker_firsts),
+            "leases": arrays.numbers([taker.number for taker in self._takers]),
+            "workers": [taker.ask.worker for taker in self._takers],
+            "windows_us": arrays.numbers([taker.ask.window_us for taker in self._takers]),
+            "bytes_max": CLAIM_BYTES_MAX,
+        }
+
+
+def _apart(takers: Sequence[_Taker]) -> tuple[list[_Taker], list[_Taker]]:
+    """Those that can go together, and those that share some of their queues, but not all, with one that goes: a row
+    that one statement has locked it would take twice."""
+    now: list[_Taker] = []
+    later: list[_Taker] = []
+    owners: dict[tuple[OrgId, QueueName], tuple[QueueName, ...]] = {}
+    for taker in takers:
+        org, queues = taker.ask.org, taker.ask.queues
+        if all(owners.get((org, queue), queues) == queues for queue in queues):
+            owners.update(((org, queue), queues) for queue in queues)
+            now.append(taker)
+        else:
+            later.append(taker)
+    return now, later
+
+
+def _order(job: Claimed) -> tuple[int, int]:
+    return job.priority, job.run_at

@@ -1,0 +1,166 @@
+"""Calls that share acts (group commit): when an act may begin, it takes all that is waiting, and never waits for more.
+
+Idle, a call is an act of its own, at once; busy, the calls that came while acts were under way go together, so that
+one statement and one commit serve them all. Knows nothing of what an act does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from opentelemetry import trace
+
+Call = TypeVar("Call")
+Result = TypeVar("Result")
+
+
+class TooManyWaiting(Exception):
+    """As much is waiting as may wait; try again later."""
+
+
+@dataclass(slots=True)
+class _Waiting(Generic[Call, Result]):
+    call: Call
+    weight: int
+    result: asyncio.Future[Result]
+    # The caller's, if it is recorded.
+    span: trace.Span | None
+    since_s: float
+
+
+class Coalescer(Generic[Call, Result]):
+    """`act` does several calls together and answers each one's result or error, in their order; what it raises is
+    every caller's error. At most `acts_max` are under way at a time, each of up to `weight_max` by `weigh` (or one call
+    that is heavier), and up to `waiting_max` wait, none for longer than `wait_s`: then `late` makes its error.
+    `abandoned` gets the results of calls that were cancelled when their act had begun."""
+
+    def __init__(
+        self,
+        act: Callable[[list[Call]], Awaitable[Sequence[Result | Exception]]],
+        *,
+        weigh: Callable[[Call], int],
+        late: Callable[[], Exception],
+        acts_max: int,
+        wait_s: float = 5.0,
+        weight_max: int = 1000,
+        waiting_max: int = 50_000,
+        abandoned: Callable[[Call, Result], None] | None = None,
+    ) -> None:
+        self._act = act
+        self._weigh = weigh
+        self._late = late
+        self._acts_max = acts_max
+        self._wait_s = wait_s
+        self._weight_max = weight_max
+        self._waiting_max = waiting_max
+        self._abandoned = abandoned
+        self._waiting: deque[_Waiting[Call, Result]] = deque()
+        self._weight = 0
+        self._beginning = False
+        self._patience: asyncio.TimerHandle | None = None
+        # The acts under way; the event loop alone would forget them.
+        self._acts: set[asyncio.Task[None]] = set()
+
+    def submit(self, call: Call) -> asyncio.Future[Result]:
+        """The call's result, some time. Cancelling it takes the call out; an act that has begun ends when all its
+        callers have left. Raises TooManyWaiting."""
+        weight = self._weigh(call)
+        if self._weight + weight > self._waiting_max and self._waiting:
+            raise TooManyWaiting(f"{len(self._waiting):,} calls are waiting for the shard")
+        loop = asyncio.get_running_loop()
+        span = trace.get_current_span()
+        result: asyncio.Future[Result] = loop.create_future()
+        self._waiting.append(_Waiting(call, weight, result, span if span.is_recording() else None, loop.time()))
+        self._weight += weight
+        if len(self._acts) >= self._acts_max:
+            if self._patience is None:
+                self._patience = loop.call_later(self._wait_s, self._give_up)
+        elif not self._beginning:
+            self._beginning = True
+            # After all that this turn of the event loop has yet to do: calls that came together go together.
+            loop.call_soon(self._begin)
+        return result
+
+    def _give_up(self) -> None:
+        """On calls that have waited too long."""
+        loop = asyncio.get_running_loop()
+        self._patience = None
+        while self._waiting and self._waiting[0].since_s + self._wait_s <= loop.time():
+            waiting = self._waiting.popleft()
+            self._weight -= waiting.weight
+            if not waiting.result.done():
+                waiting.result.set_exception(self._late())
+        if self._waiting:
+            self._patience = loop.call_at(self._waiting[0].since_s + self._wait_s, self._give_up)
+
+    def _begin(self) -> None:
+        self._beginning = False
+        while self._waiting and len(self._acts) < self._acts_max:
+            batch = self._next()
+            if batch:
+                task = asyncio.get_running_loop().create_task(self._do(batch))
+                self._acts.add(task)
+
+    def _next(self) -> list[_Waiting[Call, Result]]:
+        batch: list[_Waiting[Call, Result]] = []
+        weight = 0
+        while self._waiting and (not batch or weight + self._waiting[0].weight <= self._weight_max):
+            waiting = self._waiting.popleft()
+            self._weight -= waiting.weight
+            if not waiting.result.done():
+                batch.append(waiting)
+                weight += waiting.weight
+        return batch
+
+    async def _do(self, batch: list[_Waiting[Call, Result]]) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        staying = len(batch)
+
+        def left(result: asyncio.Future[Result]) -> None:
+            """Nobody waits for this act once all its callers have left."""
+            nonlocal staying
+            if result.cancelled():
+                staying -= 1
+                if not staying:
+                    task.cancel()
+
+        for waiting in batch:
+            waiting.result.add_done_callback(left)
+        try:
+            results = await self._traced(batch)
+            for waiting, result in zip(batch, results, strict=True):
+                if isinstance(result, Exception):
+                    if not waiting.result.done():
+                        waiting.result.set_exception(result)
+                elif not waiting.result.done():
+                    waiting.result.set_result(result)
+                elif self._abandoned is not None:
+                    self._abandoned(waiting.call, result)
+        except Exception as error:  # noqa: BLE001 - it is the callers' to handle
+            for waiting in batch:
+                if not waiting.result.done():
+                    waiting.result.set_exception(error)
+        finally:
+            for waiting in batch:
+                waiting.result.remove_done_callback(left)
+                waiting.result.cancel()
+            self._acts.discard(task)
+            self._begin()
+
+    async def _traced(self, batch: list[_Waiting[Call, Result]]) -> Sequence[Result | Exception]:
+        """The act's spans are the first recorded caller's; the others link to it."""
+        calls = [waiting.call for waiting in batch]
+        spans = [waiting.span for waiting in batch if waiting.span is not None]
+        if not spans:
+            # Nor are they those of whoever happened to begin the act.
+            with trace.use_span(trace.INVALID_SPAN):
+                return await self._act(calls)
+        for span in spans[1:]:
+            span.add_link(spans[0].get_span_context())
+        with trace.use_span(spans[0]):
+            return await self._act(calls)

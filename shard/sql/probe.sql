@@ -1,0 +1,18 @@
+-- For each lane of these queues from its floor on: when its first live row is or becomes visible, where there is one.
+-- One row. Takes no locks. Asked with floors at the beginning of time, it finds what committed late (I7).
+SELECT now() AS now, array_agg(first.queue_id) AS queue_ids, array_agg(first.priority) AS priorities,
+    array_agg(first.visible_at) AS visible_at
+FROM (
+    SELECT q.queue_id, p.priority::smallint AS priority, j.visible_at
+    FROM unnest(%(queue_ids)s::bigint[]) WITH ORDINALITY AS q (queue_id, turn)
+    CROSS JOIN generate_series(1, 9) AS p (priority)
+    CROSS JOIN LATERAL (
+        SELECT j.visible_at
+        FROM windrow.job j
+        WHERE j.queue_id = q.queue_id AND j.priority = p.priority
+            AND j.visible_at >= timestamptz 'epoch'
+                + coalesce((%(floors_us)s::bigint[])[(q.turn - 1) * 9 + p.priority], 0) * interval '1 us'
+        ORDER BY j.visible_at
+        LIMIT 1
+    ) j
+) first

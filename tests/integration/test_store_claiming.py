@@ -1,0 +1,415 @@
+"""Several takers in one claim: nobody gets what is another's, and together they get what one would (I2, I4)."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncGenerator
+
+import psycopg
+import pytest
+
+from shard import statements
+from shard.books import Books
+from shard.claiming import CLAIM_BYTES_MAX, Taken
+from shard.database import Database
+from shard.errors import ShardUnavailable
+from shard.lease import parse_token, token
+from shard.store import Store
+from shard.vocabulary import Answer, Lease, OrgId, Outcome, QueueId, QueueName
+from tests.conftest import SHARD
+from tests.jobs import HOUR_US, MINUTE_US, QUEUE, ids_of, lease_jobs, some_jobs
+from tests.recorder import Recorder
+from tests.timemachine import end_leases, reach_expiry, until_blocked
+
+A, B, C = QueueName("a"), QueueName("b"), QueueName("c")
+FAR_FUTURE_US = 4_000_000_000_000_000
+HALF = b"x" * (CLAIM_BYTES_MAX // 2)
+
+
+@pytest.fixture
+async def recorder(module_dsn: str) -> AsyncGenerator[Recorder, None]:
+    opened = Recorder(SHARD, module_dsn)
+    await opened.open()
+    yield opened
+    await opened.close()
+
+
+def ask(
+    store: Store,
+    org: OrgId,
+    *queues: QueueName,
+    max_jobs: int = 10,
+    window_us: int = MINUTE_US,
+    worker: str = "w",
+) -> asyncio.Task[Taken]:
+    """A claim that begins with all others of this turn."""
+    return asyncio.create_task(
+        store.claim(org, queues or [QUEUE], max_jobs=max_jobs, window_us=window_us, worker=worker)
+    )
+
+
+def ids(taken: Taken) -> list[str]:
+    return [job.id for job in taken.jobs]
+
+
+def leases(taken: Taken) -> list[Lease]:
+    return [parse_token(token(taken.prefix, job.id))[1] for job in taken.jobs]
+
+
+async def enqueue_in_turn(
+    store: Store, org: OrgId, count: int, *, queue: str = QUEUE, payload: bytes = b""
+) -> list[str]:
+    """Jobs that become visible one after another; answers their ids in this order."""
+    names: list[str] = []
+    for _ in range(count):
+        jobs = some_jobs(org, 1, queue=queue)
+        jobs.payloads = [payload]
+        await store.enqueue(jobs)
+        names += jobs.ids
+    return names
+
+
+# Who gets what
+
+
+async def test_takers_of_the_same_queues_share_what_one_would_get_in_its_order(recorder: Recorder, org: OrgId) -> None:
+    store = Store(recorder)
+    expected: list[tuple[int, str]] = []
+    for turn in range(24):
+        jobs = some_jobs(org, 1, priority=(9, 1, 5)[turn % 3])
+        await store.enqueue(jobs)
+        expected.append((jobs.priorities[0], jobs.ids[0]))
+    expected.sort(key=lambda job: job[0])
+    before = len(recorder.runs)
+    wishes = (3, 1, 7, 5, 2)
+    taken = await asyncio.gather(*(ask(store, org, max_jobs=wish) for wish in wishes))
+    assert recorder.count(statements.CLAIM, since=before) == 1
+    assert [len(some.jobs) for some in taken] == list(wishes)
+    assert [name for some in taken for name in ids(some)] == [name for _, name in expected[: sum(wishes)]]
+    # And where there is not enough for all, the first have it.
+    rest = await asyncio.gather(ask(store, org, max_jobs=4), ask(store, org, max_jobs=4), ask(store, org, max_jobs=4))
+    assert [ids(some) for some in rest] == [
+        [name for _, name in expected[18:22]],
+        [name for _, name in expected[22:24]],
+        [],
+    ]
+
+
+async def test_each_job_has_the_worker_the_window_and_the_lease_of_its_own_taker(
+    recorder: Recorder, org: OrgId, other_org: OrgId
+) -> None:
+    store = Store(recorder)
+    orgs = [org, org, other_org, org, other_org]
+    for one in {org, other_org}:
+        await store.enqueue(some_jobs(one, 8))
+    before = len(recorder.runs)
+    taken = await asyncio.gather(
+        *(
+            ask(store, one, max_jobs=2 + turn % 2, window_us=(turn + 1) * MINUTE_US, worker=f"worker {turn}")
+            for turn, one in enumerate(orgs)
+        )
+    )
+    assert recorder.count(statements.CLAIM, since=before) == 1
+    assert len({lease.number for some in taken for lease in leases(some)}) == len(orgs)
+    for turn, (one, some) in enumerate(zip(orgs, taken, strict=True)):
+        assert len(some.jobs) == 2 + turn % 2
+        assert {job.deadline - job.leased_at for job in some.jobs} == {(turn + 1) * MINUTE_US}
+        assert {job.lease for job in some.jobs} == {lease.number for lease in leases(some)}
+        assert await store.ack(one, leases(some)) == [Answer.OK] * len(some.jobs)
+        records = await store.get(one, [job.id for job in some.jobs], include_payload=False)
+        assert {record.worker for record in records} == {f"worker {turn}"}
+
+
+async def test_takers_whose_queues_overlap_but_differ_get_each_job_once(recorder: Recorder, org: OrgId) -> None:
+    store = Store(recorder)
+    wanted = [(A, B), (B, C), (A,), (C,), (B, A), (A, B, C), (A, B)]
+    for _ in range(5):
+        stored = {queue: some_jobs(org, 11, queue=queue) for queue in (A, B, C)}
+        await asyncio.gather(*map(store.enqueue, stored.values()))
+        random.shuffle(wanted)
+        taken = await asyncio.gather(*(ask(store, org, *queues, max_jobs=5) for queues in wanted))
+        for queues, some in zip(wanted, taken, strict=True):
+            assert {job.queue for job in some.jobs} <= set(queues)
+            assert all(job.id in stored[job.queue].ids for job in some.jobs)
+        got = Counter(name for some in taken for name in ids(some))
+        assert set(got.values()) == {1}
+        # 35 are asked for of 33, in any order: only a taker of one queue may find too little.
+        assert len(got) >= 28
+        left = await ask(store, org, A, B, C, max_jobs=99)
+        assert sorted([*got, *ids(left)]) == sorted(name for jobs in stored.values() for name in jobs.ids)
+        for some in (*taken, left):
+            assert set(await store.ack(org, leases(some))) <= {Answer.OK}
+
+
+async def test_takers_of_several_orgs_get_their_own_orgs_jobs_and_nothing_else(
+    recorder: Recorder, org: OrgId, other_org: OrgId
+) -> None:
+    store = Store(recorder)
+    stranger = OrgId(f"{org}-never-seen")
+    stored = {one: some_jobs(one, 5) for one in (org, other_org)}
+    await asyncio.gather(*map(store.enqueue, stored.values()))
+    before = len(recorder.runs)
+    askers = [stranger, org, other_org, stranger, org, other_org]
+    taken = await asyncio.gather(*(ask(store, one, max_jobs=3) for one in askers))
+    assert recorder.count(statements.CLAIM, since=before) == 1
+    got: dict[OrgId, list[str]] = {}
+    for one, some in zip(askers, taken, strict=True):
+        got.setdefault(one, []).extend(ids(some))
+    assert {one: sorted(names) for one, names in got.items()} == {
+        stranger: [],
+        org: sorted(stored[org].ids),
+        other_org: sorted(stored[other_org].ids),
+    }
+    # Nor does one org's lease fit another's call.
+    assert await store.ack(other_org, leases(taken[1])) == [Answer.NOT_FOUND] * 3
+
+
+async def test_a_wrong_memory_of_a_queue_gives_nothing_to_its_org_and_nothing_away_of_another(
+    database: Database, org: OrgId, other_org: OrgId
+) -> None:
+    """As after a failover that lost the making of a queue, whose number is another org's now (I4, I7)."""
+    for wrong_first in (True, False):
+        store = Store(database)
+        await store.enqueue(some_jobs(other_org, 3, queue=B))
+        await store.enqueue(some_jobs(org, 1, queue=A))
+        numbers = store.names._queue_ids
+        numbers[org, A] = numbers[other_org, B]
+        asks = [(org, A), (other_org, B)]
+        taken = await asyncio.gather(
+            *(ask(store, one, queue, max_jobs=3) for one, queue in (asks if wrong_first else asks[::-1]))
+        )
+        wrong, right = taken if wrong_first else taken[::-1]
+        assert wrong.jobs == []
+        assert [job.queue for job in right.jobs] == [B] * 3
+
+
+async def test_two_queues_remembered_under_one_number_are_not_mixed_up(database: Database, org: OrgId) -> None:
+    for named_first in (A, B):
+        store = Store(database)
+        await store.enqueue(some_jobs(org, 2, queue=A))
+        await store.enqueue(some_jobs(org, 2, queue=B))
+        numbers = store.names._queue_ids
+        right = numbers[org, A]
+        numbers[org, B] = right
+        queues = (named_first, B if named_first == A else A)
+        taken = await ask(store, org, *queues, max_jobs=4)
+        assert [job.queue for job in taken.jobs] == [A, A]
+        numbers.clear()
+        assert [job.queue for job in (await ask(store, org, B)).jobs] == [B, B]
+
+
+# What an answer has room for
+
+
+async def test_what_the_answers_have_no_room_for_is_left_as_it_was_and_comes_next(
+    recorder: Recorder, org: OrgId
+) -> None:
+    store = Store(recorder)
+    names = await enqueue_in_turn(store, org, 9, payload=HALF)
+    got: list[str] = []
+    for turn in range(9):
+        taken = await asyncio.gather(*(ask(store, org, max_jobs=wish) for wish in (1, 2, 3)))
+        # The first takers are served first; nobody is given a job beyond one that was left.
+        now = [name for some in taken for name in ids(some)]
+        got += now
+        assert got == names[: len(got)]
+        assert now
+        for some in taken:
+            assert sum(len(job.payload) for job in some.jobs) <= CLAIM_BYTES_MAX + len(HALF)
+        if len(got) == len(names):
+            break
+    assert got == names, "without a sweep: the floors never passed what was left"
+
+
+async def test_an_orgs_large_payloads_leave_room_for_another_orgs_jobs(
+    recorder: Recorder, org: OrgId, other_org: OrgId
+) -> None:
+    """I4: called alone, each would get jobs; called together, each does."""
+    store = Store(recorder)
+    await enqueue_in_turn(store, org, 6, payload=HALF)
+    small = await enqueue_in_turn(store, other_org, 2)
+    large, others = await asyncio.gather(ask(store, org), ask(store, other_org))
+    assert len(large.jobs) >= 2
+    assert ids(others) == small
+
+
+async def test_many_takers_of_large_payloads_each_get_one(recorder: Recorder, org: OrgId) -> None:
+    store = Store(recorder)
+    names = await enqueue_in_turn(store, org, 12, payload=HALF)
+    taken = await asyncio.gather(*(ask(store, org, max_jobs=1) for _ in range(12)))
+    assert [len(some.jobs) for some in taken] == [1] * 12
+    assert sorted(name for some in taken for name in ids(some)) == sorted(names)
+
+
+async def test_an_answer_keeps_its_bound_though_jobs_were_set_aside_on_the_way(recorder: Recorder, org: OrgId) -> None:
+    store = Store(recorder)
+    for _ in range(3):
+        await enqueue_in_turn(store, org, 2, payload=HALF)
+        expired = some_jobs(org, 1)
+        expired.expires_at_us = {0: FAR_FUTURE_US}
+        await store.enqueue(expired)
+    await reach_expiry(recorder, org)
+    taken = await ask(store, org, max_jobs=100)
+    assert len(taken.jobs) >= 2
+    assert sum(len(job.payload) for job in taken.jobs) <= CLAIM_BYTES_MAX + len(HALF)
+
+
+# What is found past its time
+
+
+async def test_jobs_past_their_time_are_set_aside_in_their_own_orgs_and_the_rest_is_delivered(
+    recorder: Recorder, books: Books, org: OrgId, other_org: OrgId
+) -> None:
+    store = Store(recorder)
+    orgs = (org, other_org)
+    expired, exhausted, fit = {}, {}, {}
+    for one in orgs:
+        exhausted[one] = some_jobs(one, 3, max_attempts=1)
+        await store.enqueue(exhausted[one])
+        assert len(await lease_jobs(store, one)) == 3
+        await end_leases(recorder, one)
+        expired[one] = some_jobs(one, 4)
+        expired[one].expires_at_us = dict.fromkeys(range(4), FAR_FUTURE_US)
+        await store.enqueue(expired[one])
+        await reach_expiry(recorder, one)
+        fit[one] = some_jobs(one, 5)
+        await store.enqueue(fit[one])
+    before = len(recorder.runs)
+    taken = await asyncio.gather(*(ask(store, one, max_jobs=wish) for one in orgs for wish in (2, 3)))
+    assert [len(some.jobs) for some in taken] == [2, 3, 2, 3]
+    assert recorder.count(statements.CLAIM, since=before) <= 6
+    for turn, one in enumerate(orgs):
+        got = taken[2 * turn : 2 * turn + 2]
+        assert sorted(name for some in got for name in ids(some)) == sorted(fit[one].ids)
+        records = await store.get(one, ids_of(expired[one]) + ids_of(exhausted[one]), include_payload=False)
+        assert Counter(record.state for record in records) == {"cancelled": 4, "dead": 3}
+        for record in records:
+            assert [attempt.outcome for attempt in record.attempts()] == (
+                [Outcome.EXPIRED] if record.state == "dead" else []
+            )
+        (entry,) = [entry for entry in await books.check() if entry.org == one]
+        assert (entry.leased, entry.dead, entry.cancelled, entry.balanced) == (5, 3, 4, True)
+
+
+async def test_when_setting_aside_fails_for_one_taker_all_have_what_fits(
+    recorder: Recorder, org: OrgId, other_org: OrgId
+) -> None:
+    store = Store(recorder)
+    await store.enqueue(some_jobs(org, 1, max_attempts=1))
+    await lease_jobs(store, org)
+    await end_leases(recorder, org)
+    fit = {one: some_jobs(one, 2) for one in (org, other_org)}
+    await asyncio.gather(*map(store.enqueue, fit.values()))
+    recorder.fail(statements.BURY)
+    one, two = await asyncio.gather(ask(store, org, max_jobs=5), ask(store, other_org, max_jobs=5))
+    assert sorted(ids(one)) == sorted(fit[org].ids)
+    assert sorted(ids(two)) == sorted(fit[other_org].ids)
+
+
+async def test_what_is_leased_is_handed_out_though_the_shard_goes_away_before_a_second_turn(
+    recorder: Recorder, org: OrgId, other_org: OrgId
+) -> None:
+    """They are leased by then: nobody else could give them out before their window ends."""
+    store = Store(recorder)
+    expired = some_jobs(org, 1)
+    expired.expires_at_us = {0: FAR_FUTURE_US}
+    await store.enqueue(expired)
+    await reach_expiry(recorder, org)
+    fit = {one: some_jobs(one, 2) for one in (org, other_org)}
+    await asyncio.gather(*map(store.enqueue, fit.values()))
+    recorder.fail(statements.CLAIM, after=1)
+    one, two = await asyncio.gather(ask(store, org), ask(store, other_org))
+    assert sorted(ids(one)) == sorted(fit[org].ids)
+    assert sorted(ids(two)) == sorted(fit[other_org].ids)
+
+
+async def test_takers_who_were_served_have_their_jobs_though_the_shard_goes_away_before_the_others_turn(
+    recorder: Recorder, org: OrgId
+) -> None:
+    store = Store(recorder)
+    await store.enqueue(some_jobs(org, 2, queue=A))
+    await store.enqueue(some_jobs(org, 2, queue=B))
+    recorder.fail(statements.CLAIM, after=1)
+    first, second = await asyncio.gather(ask(store, org, A), ask(store, org, A, B), return_exceptions=True)
+    assert isinstance(second, ShardUnavailable)
+    assert isinstance(first, Taken)
+    assert len(first.jobs) == 2
+    recorder.fail_no_more()
+    assert await store.ack(org, leases(first)) == [Answer.OK] * 2
+
+
+# Who asks no more
+
+
+def given_back(store: Store) -> asyncio.Future[set[QueueId]]:
+    """What the store tells of the next jobs that came back."""
+    told: asyncio.Future[set[QueueId]] = asyncio.get_running_loop().create_future()
+    store.visible = lambda queues: None if told.done() else told.set_result(queues)
+    return told
+
+
+async def test_a_claim_cancelled_before_it_begins_takes_nothing(recorder: Recorder, org: OrgId) -> None:
+    store = Store(recorder)
+    await store.enqueue(some_jobs(org, 2))
+    before = len(recorder.runs)
+    claim = ask(store, org)
+    await asyncio.sleep(0)
+    claim.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await claim
+    assert len((await ask(store, org)).jobs) == 2
+    assert recorder.count(statements.CLAIM, since=before) == 1
+
+
+async def test_a_claim_cancelled_while_it_is_done_gives_its_jobs_back_uncounted(
+    database: Database, module_dsn: str, org: OrgId, other_org: OrgId
+) -> None:
+    store = Store(database)
+    stored = {one: some_jobs(one, 4) for one in (org, other_org)}
+    await asyncio.gather(*map(store.enqueue, stored.values()))
+    async with await psycopg.AsyncConnection.connect(module_dsn) as rival:
+        await rival.execute("LOCK TABLE windrow.queue IN ACCESS EXCLUSIVE MODE")
+        taken = [ask(store, org, max_jobs=2), ask(store, org, max_jobs=2), ask(store, other_org)]
+        await until_blocked(database)
+        told = given_back(store)
+        taken[0].cancel()
+        await asyncio.wait(taken[:1])
+    stays, others = await taken[1], await taken[2]
+    assert (len(stays.jobs), len(others.jobs)) == (2, 4)
+    queue_ids = await store.names.find(org, [QUEUE])
+    assert await asyncio.wait_for(told, 30) == set(queue_ids.values())
+    again = await ask(store, org)
+    assert sorted([*ids(again), *ids(stays)]) == sorted(stored[org].ids)
+    assert [job.attempt for job in again.jobs] == [1, 1]
+    for record in await store.get(org, [job.id for job in again.jobs], include_payload=False):
+        assert [attempt.outcome for attempt in record.attempts()] == [Outcome.RELEASED]
+
+
+async def test_a_claim_cancelled_in_the_very_turn_that_answers_it_gives_its_jobs_back(
+    database: Database, org: OrgId
+) -> None:
+    """Its answer is there, and the caller will not read it: no other could give out the jobs before their window ends."""
+    store = Store(database)
+    jobs = some_jobs(org, 2)
+    await store.enqueue(jobs)
+    told = given_back(store)
+    claims = store._claims
+    answered = claims.submit
+
+    def submit(call: object) -> object:
+        future = answered(call)  # type: ignore[arg-type]
+        # Runs when the answer is there, before the caller does, whose own callback comes after this one.
+        future.add_done_callback(lambda _: claim.cancel())
+        return future
+
+    claims.submit = submit  # type: ignore[method-assign, assignment]
+    claim = ask(store, org, window_us=HOUR_US)
+    with pytest.raises(asyncio.CancelledError):
+        await claim
+    claims.submit = answered  # type: ignore[method-assign]
+    await asyncio.wait_for(told, 30)
+    again = await ask(store, org)
+    assert sorted(ids(again)) == sorted(jobs.ids)
+    assert [job.attempt for job in again.jobs] == [1, 1]

@@ -1,0 +1,426 @@
+"""Enqueues of many calls and orgs in one statement: nobody's trouble is another's, and each job is stored once (I3)."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable
+
+import psycopg
+import pytest
+
+from shard import statements
+from shard.books import Books
+from shard.database import Database
+from shard.enqueuing import Handed, Handover, Taker
+from shard.errors import IdsOutsideHorizon, IdsTaken, NotOwned, ShardUnavailable
+from shard.placement import slot_of
+from shard.store import Store
+from shard.vocabulary import Answer, JobId, NewJobs, OrgId, QueueName
+from tests.conftest import SHARD
+from tests.jobs import HOUR_US, QUEUE, ids_of, job_id, lease_jobs, some_jobs
+from tests.recorder import Recorder
+from tests.timemachine import end_dedup_windows
+
+DAY_MS = 24 * 3600 * 1000
+A, B = QueueName("a"), QueueName("b")
+
+
+@pytest.fixture
+async def recorder(module_dsn: str) -> AsyncGenerator[Recorder, None]:
+    opened = Recorder(SHARD, module_dsn)
+    await opened.open()
+    yield opened
+    await opened.close()
+
+
+async def where(database: Database, names: list[JobId]) -> dict[str, tuple[str, str]]:
+    """Of which org, and in which queue, each of these jobs is: none is anywhere twice."""
+    rows = await database.run(
+        b"""
+        SELECT copy.id::text, q.org, q.queue FROM (
+            SELECT id, queue_id FROM windrow.job
+            UNION ALL SELECT id, queue_id FROM windrow.dead
+            UNION ALL SELECT id, queue_id FROM windrow.finished
+        ) copy
+        JOIN windrow.queue q USING (queue_id)
+        WHERE copy.id = ANY (%(ids)s::uuid[])
+        """,
+        {"ids": names},
+    )
+    assert len({name for name, *_ in rows}) == len(rows)
+    return {name: (org, queue) for name, org, queue in rows}
+
+
+# Together
+
+
+async def test_calls_of_several_orgs_are_one_statement_and_each_job_is_its_orgs(
+    recorder: Recorder, books: Books, org: OrgId, other_org: OrgId
+) -> None:
+    store = Store(recorder)
+    calls = [some_jobs(one, 3, queue=queue) for queue in (A, B) for one in (org, other_org)]
+    for at, jobs in enumerate(calls):
+        # A sparse column of one call is not the next one's.
+        jobs.priorities = {at % 3: 1 + at}
+        jobs.payloads = [f"{at}-{n}".encode() for n in range(3)]
+    # Their queues are made, and told apart from the enqueues.
+    await asyncio.gather(*(store.names.make(one, [A, B]) for one in (org, other_org)))
+    before = len(recorder.runs)
+    assert await asyncio.gather(*map(store.enqueue, calls)) == [{}] * 4
+    assert [run[0] for run in recorder.runs[before:]] == [statements.ENQUEUE]
+    for at, jobs in enumerate(calls):
+        assert await where(recorder, ids_of(jobs)) == dict.fromkeys(jobs.ids, (jobs.org, jobs.queues[0]))
+        found = {record.id: record for record in await store.get(jobs.org, ids_of(jobs), include_payload=True)}
+        assert [found[name].payload for name in ids_of(jobs)] == jobs.payloads
+        assert [found[name].priority for name in ids_of(jobs)] == [1 + at if n == at % 3 else 5 for n in range(3)]
+    for entry in await books.check():
+        if entry.org in (org, other_org):
+            assert (entry.accepted, entry.ready, entry.balanced) == (6, 6, True)
+
+
+async def test_what_comes_while_enqueues_are_under_way_goes_together(
+    recorder: Recorder, module_dsn: str, org: OrgId
+) -> None:
+    store = Store(recorder)
+    await store.enqueue(some_jobs(org, 1))
+    before = len(recorder.runs)
+    async with await psycopg.AsyncConnection.connect(module_dsn) as rival:
+        await rival.execute("LOCK TABLE windrow.job IN SHARE MODE")
+        first = [asyncio.create_task(store.enqueue(some_jobs(org, 1))) for _ in range(2)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        second = asyncio.create_task(store.enqueue(some_jobs(org, 1)))
+        while recorder.count(statements.ENQUEUE, since=before) < 2:
+            await asyncio.sleep(0)
+        later = [asyncio.create_task(store.enqueue(some_jobs(org, 1))) for _ in range(30)]
+        await asyncio.sleep(0)
+        assert recorder.count(statements.ENQUEUE, since=before) == 2
+    assert await asyncio.gather(*first, second, *later) == [{}] * 33
+    assert recorder.count(statements.ENQUEUE, since=before) == 3
+
+
+# One call will not do
+
+Spoil = Callable[[NewJobs], None]
+
+
+def outside_horizon(jobs: NewJobs) -> None:
+    jobs.ids[1] = job_id(ahead_ms=-8 * DAY_MS)
+
+
+def in_the_future(jobs: NewJobs) -> None:
+    jobs.ids[1] = job_id(ahead_ms=2 * 3_600_000)
+
+
+def nul_in_an_attribute(jobs: NewJobs) -> None:
+    jobs.attributes[1] = '{"a": "\\u0000"}'
+
+
+def no_json(jobs: NewJobs) -> None:
+    jobs.attributes[1] = "{"
+
+
+def nul_in_a_key(jobs: NewJobs) -> None:
+    jobs.dedup_keys[1] = "a\0b"
+    jobs.dedup_window_us[1] = HOUR_US
+
+
+def no_such_time(jobs: NewJobs) -> None:
+    jobs.expires_at_us[1] = 2**62
+
+
+def no_such_priority(jobs: NewJobs) -> None:
+    jobs.priorities[1] = 10
+
+
+SPOILS: dict[Spoil, type[Exception]] = {
+    outside_horizon: IdsOutsideHorizon,
+    in_the_future: IdsOutsideHorizon,
+    nul_in_an_attribute: psycopg.DataError,
+    no_json: psycopg.DataError,
+    nul_in_a_key: psycopg.DataError,
+    no_such_time: psycopg.DataError,
+    no_such_priority: psycopg.IntegrityError,
+}
+
+
+async def assert_it_fails_alone(store: Store, database: Database, bad: NewJobs, kind: type[Exception]) -> Exception:
+    """Among calls of its own org and of another one, which are stored, and whose jobs are handed over as promised."""
+    orgs = [bad.org, OrgId(f"{bad.org}-beside"), bad.org, OrgId(f"{bad.org}-beside-too")]
+    good = [some_jobs(one, 3, queue="beside", dedup_keys=[f"key-{at}"]) for at, one in enumerate(orgs)]
+    told: list[list[int]] = []
+    takers = {1: Taker(7, "w", HOUR_US), 2: Taker(7, "w", HOUR_US)}
+    handovers = [Handover(takers=takers, done=lambda handed: told.append(handed.positions)) for _ in good]
+    refused: list[Handed] = []
+    calls = [(jobs, handover) for jobs, handover in zip(good, handovers, strict=True)]
+    calls.insert(random.randrange(len(calls) + 1), (bad, Handover(takers=takers, done=refused.append)))
+    answers = await asyncio.gather(*(store.enqueue(*call) for call in calls), return_exceptions=True)
+    (error,) = [answer for answer in answers if isinstance(answer, BaseException)]
+    assert isinstance(error, kind)
+    assert answers.index(error) == next(at for at, (jobs, _) in enumerate(calls) if jobs is bad)
+    assert [answer for answer in answers if answer is not error] == [{}] * len(good)
+    for jobs in good:
+        assert await where(database, ids_of(jobs)) == dict.fromkeys(jobs.ids, (jobs.org, "beside"))
+        leases = [name.replace("-", "") for name in jobs.ids[1:]]
+        assert {job.id for job, _ in await lease_jobs(store, jobs.org, queue="beside")} >= {jobs.ids[0]}
+        records = await store.get(jobs.org, ids_of(jobs)[1:], include_payload=False)
+        assert [record.worker for record in records] == ["w"] * len(leases)
+    assert told == [[1, 2]] * len(good)
+    assert [handed.positions for handed in refused] == [[]]
+    return error
+
+
+@pytest.mark.parametrize("spoil", SPOILS, ids=lambda spoil: spoil.__name__)
+async def test_a_call_that_will_not_do_fails_alone(database: Database, books: Books, org: OrgId, spoil: Spoil) -> None:
+    store = Store(database)
+    bad = some_jobs(org, 3, queue=A)
+    spoil(bad)
+    error = await assert_it_fails_alone(store, database, bad, SPOILS[spoil])
+    if isinstance(error, IdsOutsideHorizon):
+        assert error.positions == [1]
+    assert await where(database, ids_of(bad)) == {}
+    for entry in await books.check():
+        if entry.org.startswith(f"{org}-") or entry.org == org:
+            assert entry.balanced
+
+
+@pytest.mark.parametrize("state", ["live", "finished", "dead"])
+async def test_an_id_of_another_orgs_job_fails_its_own_call_alone(
+    database: Database, org: OrgId, other_org: OrgId, state: str
+) -> None:
+    store = Store(database)
+    taken = some_jobs(other_org, 1, max_attempts=1)
+    await store.enqueue(taken)
+    if state != "live":
+        ((_, lease),) = await lease_jobs(store, other_org)
+        await (
+            store.ack(other_org, [lease]) if state == "finished" else store.cancel(other_org, ids_of(taken), reason="")
+        )
+    bad = some_jobs(org, ids=[job_id(), *ids_of(taken), job_id()], queue=A)
+    error = await assert_it_fails_alone(store, database, bad, IdsTaken)
+    assert isinstance(error, IdsTaken)
+    assert error.positions == [1]
+    assert await where(database, ids_of(bad)) == {taken.ids[0]: (other_org, QUEUE)}
+
+
+@pytest.mark.parametrize("state", ["draining", "foreign"])
+async def test_an_org_whose_slot_is_not_owned_is_refused_alone(
+    fresh_database: Database, org: OrgId, state: str
+) -> None:
+    orgs = {slot_of(OrgId(f"{org}-{n}")): OrgId(f"{org}-{n}") for n in range(3)}
+    *_, (slot, gone) = orgs.items()
+    store = Store(fresh_database)
+    change = {
+        "draining": b"UPDATE windrow.owned_slot SET state = 'draining', epoch = 7 WHERE slot = %(slot)s",
+        "foreign": b"DELETE FROM windrow.owned_slot WHERE slot = %(slot)s",
+    }
+    await fresh_database.run(change[state], {"slot": slot})
+    bad = some_jobs(gone, 2)
+    stays = [some_jobs(one, 2) for one in orgs.values() if one != gone]
+    answers = await asyncio.gather(*map(store.enqueue, [stays[0], bad, *stays[1:]]), return_exceptions=True)
+    error = answers.pop(1)
+    assert isinstance(error, NotOwned)
+    assert (error.slot, error.epoch) == (slot, 7 if state == "draining" else 0)
+    assert f"{gone!r}" in str(error)
+    assert answers == [{}] * len(stays)
+    assert await where(fresh_database, ids_of(bad)) == {}
+
+
+async def test_two_refused_calls_are_told_each_its_own_reason(database: Database, org: OrgId, other_org: OrgId) -> None:
+    store = Store(database)
+    old, taken = some_jobs(org, 3), some_jobs(other_org, 2)
+    outside_horizon(old)
+    theirs = some_jobs(org, 1)
+    await store.enqueue(theirs)
+    taken.ids[1] = theirs.ids[0]
+    fine = some_jobs(other_org, 1)
+    one, two, three = await asyncio.gather(*map(store.enqueue, (old, taken, fine)), return_exceptions=True)
+    assert isinstance(one, IdsOutsideHorizon)
+    assert isinstance(two, IdsTaken)
+    assert (one.positions, two.positions, three) == ([1], [1], {})
+
+
+async def test_a_shard_that_is_away_is_everybodys_trouble(recorder: Recorder, org: OrgId, other_org: OrgId) -> None:
+    store = Store(recorder)
+    await asyncio.gather(store.enqueue(some_jobs(org, 1)), store.enqueue(some_jobs(other_org, 1)))
+    recorder.fail(statements.ENQUEUE)
+    answers = await asyncio.gather(
+        store.enqueue(some_jobs(org, 1)), store.enqueue(some_jobs(other_org, 1)), return_exceptions=True
+    )
+    assert [type(answer) for answer in answers] == [ShardUnavailable] * 2
+
+
+# A wrong memory of a queue's number
+
+
+@pytest.mark.parametrize("wrong_first", [True, False])
+async def test_a_queue_remembered_under_another_orgs_number_never_brings_jobs_into_that_org(
+    database: Database, org: OrgId, other_org: OrgId, wrong_first: bool
+) -> None:
+    """As after a failover that lost the making of a queue, whose number is another org's by now (I4, I7)."""
+    store = Store(database)
+    await store.enqueue(some_jobs(org, 1, queue=A))
+    await store.enqueue(some_jobs(other_org, 1, queue=B))
+    numbers = store.names._queue_ids
+    numbers[org, A] = numbers[other_org, B]
+    wrong, right = some_jobs(org, 2, queue=A), some_jobs(other_org, 2, queue=B)
+    calls = (wrong, right) if wrong_first else (right, wrong)
+    assert await asyncio.gather(*map(store.enqueue, calls)) == [{}, {}]
+    assert await where(database, ids_of(wrong)) == dict.fromkeys(wrong.ids, (org, A))
+    assert await where(database, ids_of(right)) == dict.fromkeys(right.ids, (other_org, B))
+
+
+@pytest.mark.parametrize("queues", [[A, B], [B, A]])
+async def test_two_queues_remembered_under_one_number_keep_each_its_own_jobs(
+    database: Database, org: OrgId, queues: list[QueueName]
+) -> None:
+    store = Store(database)
+    await store.names.make(org, [A, B])
+    numbers = store.names._queue_ids
+    numbers[org, B] = numbers[org, A]
+    jobs = some_jobs(org, 2)
+    jobs.queues = list(queues)
+    assert await store.enqueue(jobs) == {}
+    assert await where(database, ids_of(jobs)) == {
+        name: (org, queue) for name, queue in zip(jobs.ids, queues, strict=True)
+    }
+
+
+# The same job in several calls
+
+
+async def test_calls_with_the_same_id_store_it_once_and_all_but_one_are_told(database: Database, org: OrgId) -> None:
+    store = Store(database)
+    shared = job_id()
+    calls = [some_jobs(org, ids=[job_id(), shared, job_id()]) for _ in range(6)]
+    answers = await asyncio.gather(*map(store.enqueue, calls))
+    assert sorted(map(len, answers)) == [0, 1, 1, 1, 1, 1]
+    assert {known_as for known in answers for known_as in known.items()} == {(1, shared)}
+    assert len(await lease_jobs(store, org)) == 13
+
+
+async def test_calls_with_the_same_key_store_one_job_and_are_told_its_id(database: Database, org: OrgId) -> None:
+    store = Store(database)
+    calls = [some_jobs(org, 2, dedup_keys=["k"]) for _ in range(6)]
+    answers = await asyncio.gather(*map(store.enqueue, calls))
+    (winner,) = [jobs for jobs, known in zip(calls, answers, strict=True) if not known]
+    assert sorted(map(len, answers)) == [0, 1, 1, 1, 1, 1]
+    assert {known[0] for known in answers if known} == {winner.ids[0]}
+    assert len(await lease_jobs(store, org)) == 7
+
+
+async def test_the_same_key_of_two_orgs_or_two_queues_is_two_keys(
+    recorder: Recorder, org: OrgId, other_org: OrgId
+) -> None:
+    store = Store(recorder)
+    calls = [some_jobs(one, 1, queue=queue, dedup_keys=["k"]) for one in (org, other_org) for queue in (A, B)]
+    await asyncio.gather(*(store.names.make(one, [A, B]) for one in (org, other_org)))
+    before = len(recorder.runs)
+    assert await asyncio.gather(*map(store.enqueue, calls)) == [{}] * 4
+    assert recorder.count(statements.ENQUEUE, since=before) == 1
+
+
+@pytest.mark.parametrize("state", ["live", "finished", "dead"])
+@pytest.mark.parametrize("by", ["id", "key", "id and key"])
+async def test_a_job_that_is_known_is_told_to_its_own_call_among_others(
+    database: Database, org: OrgId, other_org: OrgId, state: str, by: str
+) -> None:
+    store = Store(database)
+    old = some_jobs(org, 1, dedup_keys=["k"])
+    await store.enqueue(old)
+    if state != "live":
+        ((_, lease),) = await lease_jobs(store, org)
+        await (store.ack(org, [lease]) if state == "finished" else store.cancel(org, ids_of(old), reason=""))
+    again = some_jobs(
+        org,
+        ids=[job_id(), ids_of(old)[0] if "id" in by else job_id()],
+        dedup_keys=["", "k"] if "key" in by else (),
+    )
+    again.dedup_keys.pop(0, None)
+    again.dedup_window_us.pop(0, None)
+    beside = [some_jobs(one, 2) for one in (org, other_org, org)]
+    answers = await asyncio.gather(*map(store.enqueue, [beside[0], again, *beside[1:]]))
+    assert answers == [{}, {1: old.ids[0]}, {}, {}]
+    stored = [again.ids[0], *(name for jobs in beside for name in jobs.ids)]
+    assert (await where(database, [JobId(name) for name in stored])).keys() == set(stored)
+
+
+async def test_a_call_with_twins_among_others_stores_each_of_its_jobs_once(database: Database, org: OrgId) -> None:
+    store = Store(database)
+    old, new = job_id(), job_id()
+    await store.enqueue(some_jobs(org, ids=[old], dedup_keys=["k"]))
+    ((_, lease),) = await lease_jobs(store, org)
+    await store.ack(org, [lease])
+    await end_dedup_windows(database, org)
+    one = job_id()
+    twins = some_jobs(org, ids=[old, new, one, one], dedup_keys=["k", "k"])
+    beside = some_jobs(org, 2)
+    assert await asyncio.gather(store.enqueue(twins), store.enqueue(beside)) == [{0: old, 3: one}, {}]
+    assert {job.id for job, _ in await lease_jobs(store, org)} == {new, one, *beside.ids}
+
+
+@pytest.fixture
+async def impatient(module_dsn: str) -> AsyncGenerator[Database, None]:
+    """Does not try again after a deadlock, but tells."""
+    opened = Database(SHARD, module_dsn, connections=8)
+    opened._tries = 0
+    await opened.open()
+    yield opened
+    await opened.close()
+
+
+@pytest.mark.parametrize("share", ["ids", "dedup keys", "both"])
+async def test_batches_of_two_routers_that_overlap_in_any_order_never_deadlock(
+    impatient: Database, books: Books, org: OrgId, other_org: OrgId, share: str
+) -> None:
+    """Each router's calls differ from each other, so that they go together; the other router sends the same ones."""
+    stores = [Store(impatient) for _ in range(3)]
+    orgs = (org, other_org)
+    accepted: Counter[str] = Counter()
+    for turn in range(12):
+        ids = {one: [job_id() for _ in range(60)] for one in orgs}
+        calls: list[list[NewJobs]] = []
+        for _ in stores:
+            mine: list[NewJobs] = []
+            for one in orgs:
+                order = random.sample(range(60), 60)
+                for at in range(0, 60, 12):
+                    part = order[at : at + 12]
+                    mine.append(
+                        some_jobs(
+                            one,
+                            12,
+                            ids=[ids[one][n] for n in part] if share != "dedup keys" else None,
+                            dedup_keys=[f"{turn}-{n}" for n in part] if share != "ids" else (),
+                            dedup_window_us=random.choice([1, HOUR_US]) if share == "both" else HOUR_US,
+                        )
+                    )
+            random.shuffle(mine)
+            calls.append(mine)
+        answers = await asyncio.gather(
+            *(store.enqueue(jobs) for store, mine in zip(stores, calls, strict=True) for jobs in mine)
+        )
+        for jobs, known in zip([jobs for mine in calls for jobs in mine], answers, strict=True):
+            accepted[jobs.org] += len(jobs) - len(known)
+    found = {entry.org: entry for entry in await books.check()}
+    for one in orgs:
+        assert found[one].balanced
+        assert found[one].accepted == accepted[one] == 12 * 60
+
+
+async def test_a_caller_that_leaves_costs_nobody_anything(database: Database, org: OrgId, other_org: OrgId) -> None:
+    store = Store(database)
+    gone, stays = some_jobs(org, 2), some_jobs(other_org, 2)
+    leaver = asyncio.create_task(store.enqueue(gone))
+    stayer = asyncio.create_task(store.enqueue(stays))
+    await asyncio.sleep(0)
+    leaver.cancel()
+    assert await stayer == {}
+    with pytest.raises(asyncio.CancelledError):
+        await leaver
+    # A retry is told what became of it, whatever that is.
+    assert await store.enqueue(gone) in ({}, dict(enumerate(gone.ids)))
+    held = [lease for _, lease in await lease_jobs(store, org)]
+    assert await store.ack(org, held) == [Answer.OK] * 2

@@ -1,0 +1,463 @@
+"""Jobs that are leased to waiting consumers in the very insert: leases like any other (I2), told of exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+
+import psycopg
+import pytest
+
+from shard import statements
+from shard.books import Books
+from shard.coalescing import TooManyWaiting
+from shard.database import Database
+from shard.enqueuing import Handed, Handover, Taker
+from shard.errors import IdsOutsideHorizon, IdsTaken, NotOwned, ShardUnavailable
+from shard.floor import GUARD_US
+from shard.placement import slot_of
+from shard.settling import Nack
+from shard.store import Store
+from shard.vocabulary import Answer, JobId, Lease, NewJobs, OrgId, Outcome, QueueName
+from tests.conftest import SHARD
+from tests.jobs import HOUR_US, MINUTE_US, QUEUE, ids_of, job_id, lease_jobs, some_jobs
+from tests.recorder import Recorder
+from tests.timemachine import end_leases, pass_time, until_blocked
+
+A, B = QueueName("a"), QueueName("b")
+
+
+@pytest.fixture
+async def recorder(module_dsn: str) -> AsyncGenerator[Recorder, None]:
+    opened = Recorder(SHARD, module_dsn)
+    await opened.open()
+    yield opened
+    await opened.close()
+
+
+@dataclass(kw_only=True)
+class Told:
+    """What a handover's `done` heard: exactly one thing, in the end."""
+
+    calls: list[Handed] = field(default_factory=list[Handed])
+    heard: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __call__(self, handed: Handed) -> None:
+        self.calls.append(handed)
+        self.heard.set()
+
+    @property
+    def positions(self) -> list[int]:
+        (handed,) = self.calls
+        return handed.positions
+
+    async def in_the_end(self) -> list[int]:
+        await asyncio.wait_for(self.heard.wait(), 30)
+        # Whatever else there may be to say would be said by now.
+        for _ in range(20):
+            await asyncio.sleep(0)
+        return self.positions
+
+
+def handover(takers: dict[int, Taker]) -> tuple[Handover, Told]:
+    told = Told()
+    return Handover(takers=takers, done=told), told
+
+
+def to_all(jobs: NewJobs, *, number: int = 42, window_us: int = HOUR_US, worker: str = "waiter") -> dict[int, Taker]:
+    return dict.fromkeys(range(len(jobs)), Taker(number, worker, window_us))
+
+
+def lease_of(name: str, number: int = 42) -> Lease:
+    return Lease(job_hex=name.replace("-", ""), number=number)
+
+
+def leases_of(jobs: NewJobs, number: int = 42) -> list[Lease]:
+    return [lease_of(name, number) for name in jobs.ids]
+
+
+# What is handed over
+
+
+async def test_a_job_handed_over_is_leased_to_its_taker(recorder: Recorder, books: Books, org: OrgId) -> None:
+    store = Store(recorder)
+    jobs = some_jobs(org, 4)
+    takers = {0: Taker(1, "one", MINUTE_US), 1: Taker(2, "two", HOUR_US), 3: Taker(1, "one", MINUTE_US)}
+    handed, told = handover(takers)
+    await store.names.make(org, [QUEUE])
+    before = len(recorder.runs)
+    assert await store.enqueue(jobs, handed) == {}
+    assert [run[0] for run in recorder.runs[before:]] == [statements.ENQUEUE]
+    assert told.positions == [0, 1, 3]
+    assert told.calls[0].max_attempts == {(org, QUEUE): None}
+    found = {record.id: record for record in await store.get(org, ids_of(jobs), include_payload=False)}
+    for at, taker in takers.items():
+        record = found[JobId(jobs.ids[at])]
+        assert (record.state, record.attempt, record.worker) == ("leased", 1, taker.worker)
+        assert record.deadline == told.calls[0].leased_at + taker.window_us
+        assert record.attempts() == []
+    assert found[JobId(jobs.ids[2])].state == "ready"
+    (entry,) = [entry for entry in await books.check() if entry.org == org]
+    assert (entry.accepted, entry.leased, entry.ready, entry.balanced) == (4, 3, 1, True)
+    # Nobody else gets them while their leases last.
+    assert [job.id for job, _ in await lease_jobs(store, org)] == [jobs.ids[2]]
+    assert await lease_jobs(Store(recorder), org) == []
+
+
+async def test_whatever_ends_or_prolongs_a_lease_does_so_to_one_that_was_handed_over(
+    database: Database, books: Books, org: OrgId, other_org: OrgId
+) -> None:
+    store = Store(database)
+    jobs = some_jobs(org, 5)
+    handed, told = handover(to_all(jobs))
+    await store.enqueue(jobs, handed)
+    assert told.positions == [0, 1, 2, 3, 4]
+    one, two, three, four, five = leases_of(jobs)
+    assert await store.ack(other_org, [one]) == [Answer.NOT_FOUND]
+    assert await store.ack(org, [lease_of(jobs.ids[0], 43)]) == [Answer.STALE]
+    for _ in range(2):
+        assert await store.ack(org, [one], [b"done"]) == [Answer.OK]
+        assert await store.nack(org, [Nack(lease=two, error="no", delay_us=HOUR_US)]) == [Answer.OK]
+        assert await store.nack(org, [Nack(lease=three, kill=True)]) == [Answer.OK]
+        assert await store.extend(org, [four], window_us=2 * HOUR_US) == [Answer.OK]
+        assert await store.release(org, [five]) == [Answer.OK]
+    found = {record.id: record for record in await store.get(org, ids_of(jobs), include_payload=True)}
+    ended = [found[name] for name in ids_of(jobs)]
+    assert [record.state for record in ended] == ["succeeded", "scheduled", "dead", "leased", "ready"]
+    assert ended[0].result == b"done"
+    assert ended[3].deadline is not None
+    assert ended[3].deadline > told.calls[0].leased_at + HOUR_US
+    assert [[(a.outcome, a.worker) for a in record.attempts()] for record in ended] == [
+        [(Outcome.ACKED, "waiter")],
+        [(Outcome.NACKED, "waiter")],
+        [(Outcome.NACKED, "waiter")],
+        [],
+        [(Outcome.RELEASED, "waiter")],
+    ]
+    assert [record.attempt for record in ended] == [1, 1, 1, 1, 0]
+    (entry,) = [entry for entry in await books.check() if entry.org == org]
+    assert entry.balanced
+
+
+async def test_a_job_handed_over_that_expires_comes_back_with_its_attempt_counted(
+    database: Database, org: OrgId
+) -> None:
+    store = Store(database)
+    jobs = some_jobs(org, 2, max_attempts=2)
+    handed, told = handover(to_all(jobs, window_us=100_000))
+    await store.enqueue(jobs, handed)
+    assert await lease_jobs(store, org) == []
+    await database.run(
+        b"SELECT pg_sleep(greatest(0, %(deadline)s / 1e6::float8 - extract(epoch FROM clock_timestamp())::float8))",
+        {"deadline": told.calls[0].leased_at + 100_000},
+    )
+    again = await lease_jobs(store, org)
+    assert sorted((job.id, job.attempt) for job, _ in again) == sorted((name, 2) for name in jobs.ids)
+    for record in await store.get(org, ids_of(jobs), include_payload=False):
+        assert [(a.attempt, a.outcome, a.worker) for a in record.attempts()] == [(1, Outcome.EXPIRED, "waiter")]
+    assert await store.ack(org, leases_of(jobs)) == [Answer.STALE] * 2
+    # The last attempt: expired again, they are dead.
+    await end_leases(database, org)
+    assert await lease_jobs(store, org) == []
+    assert {r.state for r in await store.get(org, ids_of(jobs), include_payload=False)} == {"dead"}
+
+
+@pytest.mark.parametrize("sweeps", [False, True], ids=["without a sweep", "after sweeps"])
+async def test_a_job_handed_over_that_expires_is_ahead_of_every_floor(
+    database: Database, org: OrgId, sweeps: bool
+) -> None:
+    stores = Store(database), Store(database)
+    await stores[0].enqueue(some_jobs(org, 2))
+    jobs = some_jobs(org, 2)
+    handed, told = handover(to_all(jobs))
+    await stores[0].enqueue(jobs, handed)
+    assert told.positions == [0, 1]
+    # Both routers' floors go as far beyond the insert as they can.
+    for store in stores:
+        await pass_time(database, GUARD_US / 1_000_000 + 0.1)
+        await store.enqueue(some_jobs(org, 2))
+        await lease_jobs(store, org)
+        if sweeps:
+            queue_id = (await store.names.find(org, [QUEUE]))[QUEUE]
+            due = await store.sweep()
+            assert due.first[queue_id] > due.now, "all that is there is leased"
+    await pass_time(database, GUARD_US / 1_000_000 + 0.1)
+    await stores[0].enqueue(some_jobs(org, 1))
+    assert len(await lease_jobs(stores[0], org)) == 1
+    await end_leases(database, org)
+    if sweeps:
+        for store in stores:
+            assert (await store.sweep()).first
+    found = await lease_jobs(stores[1], org, max_jobs=4)
+    found += await lease_jobs(stores[0], org)
+    assert {name for name in jobs.ids} <= {job.id for job, _ in found}
+    assert len(found) == 9
+
+
+async def test_a_probe_tells_when_the_lease_of_a_job_handed_over_ends(database: Database, org: OrgId) -> None:
+    store = Store(database)
+    jobs = some_jobs(org, 2)
+    handed, told = handover({0: Taker(1, "w", HOUR_US), 1: Taker(2, "w", MINUTE_US)})
+    await store.enqueue(jobs, handed)
+    queue_id = (await store.names.find(org, [QUEUE]))[QUEUE]
+    due = await store.probe([queue_id])
+    assert due.first == {queue_id: told.calls[0].leased_at + MINUTE_US}
+    assert due.now >= told.calls[0].leased_at
+
+
+# What is not
+
+
+async def test_a_paused_queue_hands_nothing_over_and_its_jobs_are_ready(
+    database: Database, books: Books, org: OrgId, other_org: OrgId
+) -> None:
+    store = Store(database)
+    await store.names.make(org, [A, B])
+    await store.names.make(other_org, [A])
+    await books.alter_queue(org, A, paused=True)
+    jobs, others = some_jobs(org, 4), some_jobs(other_org, 2, queue=A)
+    jobs.queues = [A, B, A, B]
+    handed, told = handover(to_all(jobs))
+    handed_too, told_too = handover(to_all(others, number=43))
+    assert await asyncio.gather(store.enqueue(jobs, handed), store.enqueue(others, handed_too)) == [{}, {}]
+    assert told.positions == [1, 3]
+    assert told_too.positions == [0, 1], "the other org's queue of this name is not paused"
+    found = {record.id: record for record in await store.get(org, ids_of(jobs), include_payload=False)}
+    assert [found[name].state for name in ids_of(jobs)] == ["ready", "leased", "ready", "leased"]
+    assert [found[name].attempt for name in ids_of(jobs)] == [0, 1, 0, 1]
+    assert await store.release(org, [lease_of(jobs.ids[0])]) == [Answer.STALE]
+    await books.alter_queue(org, A, paused=False)
+    assert sorted(job.id for job, _ in await lease_jobs(store, org, queue=A)) == sorted([jobs.ids[0], jobs.ids[2]])
+
+
+@pytest.mark.parametrize("state", ["ready", "leased", "finished", "dead"])
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "beside others"])
+async def test_a_job_known_already_is_not_handed_over(
+    database: Database, org: OrgId, other_org: OrgId, state: str, alone: bool
+) -> None:
+    store = Store(database)
+    old = some_jobs(org, 2, dedup_keys=["", "k"])
+    del old.dedup_keys[0]
+    await store.enqueue(old)
+    if state != "ready":
+        held = [lease for _, lease in await lease_jobs(store, org)]
+        if state == "finished":
+            await store.ack(org, held)
+        elif state == "dead":
+            await store.nack(org, [Nack(lease=lease, kill=True) for lease in held])
+    before = {record.id: record for record in await store.get(org, ids_of(old), include_payload=False)}
+    jobs = some_jobs(org, ids=[JobId(old.ids[0]), job_id(), job_id()], dedup_keys=["", "k"])
+    del jobs.dedup_keys[0]
+    handed, told = handover(to_all(jobs))
+    beside = some_jobs(other_org, 2)
+    handed_beside, told_beside = handover(to_all(beside, number=43))
+    if alone:
+        known = await store.enqueue(jobs, handed)
+    else:
+        known, _ = await asyncio.gather(store.enqueue(jobs, handed), store.enqueue(beside, handed_beside))
+        assert told_beside.positions == [0, 1]
+    assert known == {0: old.ids[0], 1: old.ids[1]}
+    after = {record.id: record for record in await store.get(org, ids_of(old), include_payload=False)}
+    assert after == before
+    # Where one is settled nothing of the first try is stored, and so nothing of it is handed over.
+    assert told.positions == ([2] if state in ("ready", "leased") else [])
+    assert set(await store.release(org, leases_of(jobs)[:1])) <= {Answer.STALE}
+    (new,) = await store.get(org, [JobId(jobs.ids[2])], include_payload=False)
+    assert new.state == ("leased" if told.positions else "ready")
+
+
+async def test_what_is_told_as_handed_over_is_what_is_leased_when_calls_share_jobs(
+    database: Database, org: OrgId
+) -> None:
+    """Whoever stored a job leased it, and nobody else is told so."""
+    store = Store(database)
+    for _ in range(20):
+        shared = [job_id(), job_id()]
+        calls: list[tuple[NewJobs, Handover, Told]] = []
+        for number in range(4):
+            jobs = some_jobs(org, ids=[job_id(), *shared[number % 2 :]])
+            calls.append((jobs, *handover(to_all(jobs, number=100 + number))))
+        answers = await asyncio.gather(*(store.enqueue(jobs, handed) for jobs, handed, _ in calls))
+        owners: dict[str, int] = {}
+        for number, ((jobs, _, told), known) in enumerate(zip(calls, answers, strict=True)):
+            assert set(told.positions) == set(range(len(jobs))) - known.keys()
+            for at in told.positions:
+                assert owners.setdefault(jobs.ids[at], 100 + number) == 100 + number
+        for number, (jobs, _, _) in enumerate(calls):
+            expected = [Answer.OK if owners[name] == 100 + number else Answer.STALE for name in jobs.ids]
+            assert await store.extend(org, leases_of(jobs, 100 + number), window_us=HOUR_US) == expected
+        for number, (jobs, _, _) in enumerate(calls):
+            await store.ack(org, leases_of(jobs, 100 + number))
+
+
+# Told exactly once
+
+
+async def assert_nothing_was_handed(store: Store, jobs: NewJobs) -> None:
+    assert set(await store.release(jobs.org, leases_of(jobs))) <= {Answer.NOT_FOUND, Answer.STALE}
+
+
+def old_ids(jobs: NewJobs) -> None:
+    jobs.ids[0] = job_id(ahead_ms=-8 * 24 * 3600 * 1000)
+
+
+def no_json(jobs: NewJobs) -> None:
+    jobs.attributes[0] = "{"
+
+
+def twins(jobs: NewJobs) -> None:
+    jobs.ids[1] = jobs.ids[0]
+
+
+def nothing(jobs: NewJobs) -> None:
+    for column in (jobs.ids, jobs.queues, jobs.kinds, jobs.payloads):
+        column.clear()  # type: ignore[attr-defined]
+
+
+Spoil = Callable[[NewJobs], None]
+
+
+@pytest.mark.parametrize("beside", [0, 2], ids=["alone", "beside others"])
+@pytest.mark.parametrize(
+    ("spoil", "error"),
+    [(old_ids, IdsOutsideHorizon), (no_json, psycopg.DataError), (twins, None), (nothing, None)],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+async def test_a_handover_is_told_when_its_call_will_not_do(
+    database: Database, org: OrgId, other_org: OrgId, spoil: Spoil, error: type[Exception] | None, beside: int
+) -> None:
+    store = Store(database)
+    jobs = some_jobs(org, 3)
+    spoil(jobs)
+    handed, told = handover(to_all(jobs))
+    calls = [store.enqueue(some_jobs(other_org, 1)) for _ in range(beside)]
+    answer, *_ = await asyncio.gather(store.enqueue(jobs, handed), *calls, return_exceptions=True)
+    assert isinstance(answer, error or dict)
+    assert await told.in_the_end() == []
+    await assert_nothing_was_handed(store, jobs)
+
+
+async def test_a_handover_is_told_when_an_id_is_another_orgs(database: Database, org: OrgId, other_org: OrgId) -> None:
+    store = Store(database)
+    theirs = some_jobs(other_org, 1)
+    await store.enqueue(theirs)
+    jobs = some_jobs(org, ids=[job_id(), *ids_of(theirs)])
+    handed, told = handover(to_all(jobs))
+    with pytest.raises(IdsTaken):
+        await store.enqueue(jobs, handed)
+    assert await told.in_the_end() == []
+    (record,) = await store.get(other_org, ids_of(theirs), include_payload=False)
+    assert record.state == "ready"
+
+
+async def test_a_handover_is_told_when_the_shard_does_not_own_the_slot(fresh_database: Database, org: OrgId) -> None:
+    store = Store(fresh_database)
+    await fresh_database.run(b"DELETE FROM windrow.owned_slot WHERE slot = %(slot)s", {"slot": slot_of(org)})
+    jobs = some_jobs(org, 2)
+    handed, told = handover(to_all(jobs))
+    with pytest.raises(NotOwned):
+        await store.enqueue(jobs, handed)
+    assert await told.in_the_end() == []
+
+
+@pytest.mark.parametrize("statement", [statements.ENQUEUE, statements.FIND_QUEUE_IDS], ids=lambda s: s.name)
+async def test_a_handover_is_told_when_the_shard_is_away(
+    recorder: Recorder, org: OrgId, other_org: OrgId, statement: bytes
+) -> None:
+    store = Store(recorder)
+    calls: list[tuple[NewJobs, Handover, Told]] = []
+    for one in (org, other_org):
+        jobs = some_jobs(one, 2)
+        calls.append((jobs, *handover(to_all(jobs))))
+    recorder.fail(statement)
+    answers = await asyncio.gather(*(store.enqueue(jobs, h) for jobs, h, _ in calls), return_exceptions=True)
+    assert [type(answer) for answer in answers] == [ShardUnavailable] * 2
+    for _, _, told in calls:
+        assert await told.in_the_end() == []
+
+
+async def test_a_handover_is_told_when_too_much_is_waiting(database: Database, module_dsn: str, org: OrgId) -> None:
+    store = Store(database)
+    await store.enqueue(some_jobs(org, 1))
+    store._enqueues._waiting_max = 1
+    async with await psycopg.AsyncConnection.connect(module_dsn) as rival:
+        await rival.execute("LOCK TABLE windrow.job IN SHARE MODE")
+        under_way: list[asyncio.Task[object]] = []
+        for count in (1, 2):
+            under_way.append(asyncio.create_task(store.enqueue(some_jobs(org, 1))))
+            await until_blocked(database, count)
+        under_way.append(asyncio.create_task(store.enqueue(some_jobs(org, 1))))
+        await asyncio.sleep(0)
+        jobs = some_jobs(org, 2)
+        handed, told = handover(to_all(jobs))
+        with pytest.raises(TooManyWaiting):
+            await store.enqueue(jobs, handed)
+        assert await told.in_the_end() == []
+    await asyncio.gather(*under_way)
+
+
+async def test_a_handover_is_told_when_its_call_has_waited_too_long(
+    database: Database, module_dsn: str, org: OrgId
+) -> None:
+    store = Store(database)
+    await store.enqueue(some_jobs(org, 1))
+    async with await psycopg.AsyncConnection.connect(module_dsn) as rival:
+        await rival.execute("LOCK TABLE windrow.job IN SHARE MODE")
+        under_way: list[asyncio.Task[object]] = []
+        for count in (1, 2):
+            under_way.append(asyncio.create_task(store.enqueue(some_jobs(org, 1))))
+            await until_blocked(database, count)
+        store._enqueues._wait_s = 0.01
+        jobs = some_jobs(org, 2)
+        handed, told = handover(to_all(jobs))
+        with pytest.raises(ShardUnavailable):
+            await store.enqueue(jobs, handed)
+        assert await told.in_the_end() == []
+    await asyncio.gather(*under_way)
+    await assert_nothing_was_handed(store, jobs)
+
+
+@pytest.mark.parametrize("when", ["before it begins", "while it waits", "while it is under way"])
+async def test_a_handover_is_told_though_its_caller_has_left(
+    database: Database, module_dsn: str, org: OrgId, when: str
+) -> None:
+    store = Store(database)
+    await store.enqueue(some_jobs(org, 1))
+    jobs = some_jobs(org, 2)
+    handed, told = handover(to_all(jobs))
+    async with await psycopg.AsyncConnection.connect(module_dsn) as rival:
+        others: list[asyncio.Task[object]] = []
+        if when != "before it begins":
+            await rival.execute("LOCK TABLE windrow.job IN SHARE MODE")
+        for count in (1, 2) if when == "while it waits" else ():
+            others.append(asyncio.create_task(store.enqueue(some_jobs(org, 1))))
+            await until_blocked(database, count)
+        caller = asyncio.create_task(store.enqueue(jobs, handed))
+        await asyncio.sleep(0)
+        if when == "while it is under way":
+            await until_blocked(database)
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+    positions = await told.in_the_end()
+    assert len(told.calls) == 1
+    await asyncio.gather(*others)
+    # Done or not done, and told as it is.
+    expected = [Answer.OK] * 2 if positions else [Answer.NOT_FOUND] * 2
+    assert await store.ack(org, leases_of(jobs)) == expected
+    assert positions in ([0, 1], [])
+
+
+async def test_nothing_is_handed_over_twice_by_a_call_that_is_repeated(database: Database, org: OrgId) -> None:
+    """As a producer does who missed the answer, while a consumer waits each time."""
+    store = Store(database)
+    jobs = some_jobs(org, 3)
+    first, told_first = handover(to_all(jobs, number=1))
+    again, told_again = handover(to_all(jobs, number=2))
+    answers = await asyncio.gather(store.enqueue(jobs, first), store.enqueue(jobs, again))
+    assert sorted(map(len, answers)) == [0, 3]
+    assert sorted([told_first.positions, told_again.positions]) == [[], [0, 1, 2]]
+    owner, other = (1, 2) if told_first.positions else (2, 1)
+    assert await store.ack(org, leases_of(jobs, other)) == [Answer.STALE] * 3
+    assert await store.ack(org, leases_of(jobs, owner)) == [Answer.OK] * 3

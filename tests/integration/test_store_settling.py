@@ -1,0 +1,264 @@
+"""Acks, nacks, extends and releases of many calls and orgs in one statement: each is answered as though alone."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from typing import Any
+
+import pytest
+
+from shard import statements
+from shard.books import Books
+from shard.retry import Fixed
+from shard.settling import Nack
+from shard.store import Store
+from shard.vocabulary import Answer, Lease, OrgId, Outcome
+from tests.conftest import SHARD
+from tests.jobs import HOUR_US, MINUTE_US, job_id, lease_jobs, some_jobs
+from tests.recorder import Recorder
+from tests.timemachine import end_leases
+
+OK, STALE, NOT_FOUND = Answer.OK, Answer.STALE, Answer.NOT_FOUND
+
+Verb = Callable[[Store, OrgId, Sequence[Lease]], Coroutine[Any, Any, list[Answer]]]
+
+VERBS: dict[str, Verb] = {
+    "ack": lambda store, org, leases: store.ack(org, leases),
+    "nack": lambda store, org, leases: store.nack(org, [Nack(lease=lease, delay_us=HOUR_US) for lease in leases]),
+    "kill": lambda store, org, leases: store.nack(org, [Nack(lease=lease, kill=True) for lease in leases]),
+    "extend": lambda store, org, leases: store.extend(org, leases, window_us=2 * HOUR_US),
+    "release": lambda store, org, leases: store.release(org, leases),
+}
+STATE = {"ack": "succeeded", "nack": "scheduled", "kill": "dead", "extend": "leased", "release": "ready"}
+HOT = {
+    "ack": statements.ACK,
+    "nack": statements.RETRY,
+    "kill": statements.BURY,
+    "extend": statements.EXTEND,
+    "release": statements.RELEASE,
+}
+verbs = pytest.mark.parametrize("verb", VERBS)
+
+
+@pytest.fixture
+async def recorder(module_dsn: str) -> AsyncGenerator[Recorder, None]:
+    opened = Recorder(SHARD, module_dsn)
+    await opened.open()
+    yield opened
+    await opened.close()
+
+
+async def held_by(store: Store, org: OrgId, count: int = 3) -> list[Lease]:
+    await store.enqueue(some_jobs(org, count))
+    return [lease for _, lease in await lease_jobs(store, org, max_jobs=count, window_us=HOUR_US)]
+
+
+async def states(store: Store, org: OrgId, leases: Sequence[Lease]) -> list[str]:
+    names = [name_of(lease) for lease in leases]
+    found = {record.id: record.state for record in await store.get(org, names, include_payload=False)}
+    return [found[name] for name in names]
+
+
+def name_of(lease: Lease) -> Any:
+    text = lease.job_hex
+    return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
+
+
+@verbs
+async def test_calls_of_several_orgs_share_a_statement_and_each_hears_its_own(
+    recorder: Recorder, org: OrgId, other_org: OrgId, verb: str
+) -> None:
+    store = Store(recorder)
+    mine, others = await held_by(store, org), await held_by(store, other_org)
+    ended = await held_by(store, org, 1)
+    await end_leases(recorder, org)
+    mine = await held_by(store, org)
+    unknown = Lease(job_hex=job_id().replace("-", ""), number=7)
+    act = VERBS[verb]
+    before = len(recorder.runs)
+    answers = await asyncio.gather(
+        act(store, org, [mine[0], ended[0]]),
+        act(store, other_org, others[:2]),
+        act(store, org, [unknown, mine[1], mine[2]]),
+        act(store, other_org, others[2:]),
+    )
+    assert answers == [[OK, STALE], [OK, OK], [NOT_FOUND, OK, OK], [OK]]
+    assert recorder.count(HOT[verb], since=before) == 1
+    assert await states(store, org, mine) == [STATE[verb]] * 3
+    assert await states(store, other_org, others) == [STATE[verb]] * 3
+    assert await states(store, org, ended) == ["ready"]
+
+
+@verbs
+async def test_a_lease_that_two_orgs_name_is_its_owners_alone(
+    recorder: Recorder, org: OrgId, other_org: OrgId, verb: str
+) -> None:
+    """Whoever asks first, and whatever else they name in the same call, and however the calls are joined."""
+    store = Store(recorder)
+    act = VERBS[verb]
+    for owner_first, with_own in itertools.product((True, False), repeat=2):
+        mine, others = await held_by(store, org), await held_by(store, other_org)
+        foreign = [*mine, *others] if with_own else mine
+        calls = [(org, mine, [OK] * 3), (other_org, foreign, [NOT_FOUND] * 3 + [OK] * 3 * with_own)]
+        if not owner_first:
+            calls.reverse()
+        bystander = OrgId(f"{org}-bystander")
+        theirs = await held_by(store, bystander, 1)
+        calls += [(bystander, theirs, [OK]), (org, [mine[1]], [OK])]
+        answers = await asyncio.gather(*(act(store, one, named) for one, named, _ in calls))
+        assert answers == [expected for _, _, expected in calls]
+        assert await states(store, org, mine) == [STATE[verb]] * 3
+        assert await states(store, other_org, others) == [STATE[verb] if with_own else "leased"] * 3
+        # And the same again, one after another: nobody learns anything from asking twice.
+        for one, named, expected in calls:
+            assert await act(store, one, named) == expected
+        for one in (org, other_org, bystander):
+            await store.cancel(one, [name_of(lease) for lease in (*mine, *others, *theirs)], reason="")
+
+
+@verbs
+async def test_a_foreign_org_that_names_a_lease_alone_beside_other_calls_changes_nothing(
+    recorder: Recorder, org: OrgId, other_org: OrgId, verb: str
+) -> None:
+    store = Store(recorder)
+    mine, others = await held_by(store, org), await held_by(store, other_org)
+    act = VERBS[verb]
+    answers = await asyncio.gather(act(store, other_org, mine), act(store, org, others))
+    assert answers == [[NOT_FOUND] * 3] * 2
+    assert await states(store, org, mine) == await states(store, other_org, others) == ["leased"] * 3
+
+
+@verbs
+async def test_repeated_calls_in_one_batch_all_hear_ok_and_count_once(
+    recorder: Recorder, books: Books, org: OrgId, verb: str
+) -> None:
+    store = Store(recorder)
+    mine = await held_by(store, org)
+    act = VERBS[verb]
+    twice = [mine[0], mine[1], mine[0]]
+    assert (
+        await asyncio.gather(act(store, org, mine), act(store, org, mine[::-1]), act(store, org, twice))
+        == [[OK] * 3] * 3
+    )
+    assert await act(store, org, mine) == [OK] * 3
+    assert await states(store, org, mine) == [STATE[verb]] * 3
+    outcomes = {"ack": Outcome.ACKED, "nack": Outcome.NACKED, "kill": Outcome.NACKED, "release": Outcome.RELEASED}
+    for record in await store.get(org, [name_of(lease) for lease in mine], include_payload=False):
+        assert [attempt.outcome for attempt in record.attempts()] == ([outcomes[verb]] if verb != "extend" else [])
+    (entry,) = [entry for entry in await books.check() if entry.org == org]
+    assert (entry.accepted, entry.balanced) == (3, True)
+
+
+async def test_each_job_has_the_result_of_its_own_call(recorder: Recorder, org: OrgId, other_org: OrgId) -> None:
+    store = Store(recorder)
+    mine, others = await held_by(store, org), await held_by(store, other_org)
+    plain = await held_by(store, org, 1)
+    before = len(recorder.runs)
+    await asyncio.gather(
+        store.ack(org, plain),
+        store.ack(org, mine, [b"a", None, b""]),
+        store.ack(other_org, others, [None, b"b", b"c"]),
+    )
+    assert recorder.count(statements.ACK, since=before) == 1
+    for one, leases, results in ((org, mine, [b"a", None, b""]), (other_org, others, [None, b"b", b"c"])):
+        names = [name_of(lease) for lease in leases]
+        found = {record.id: record.result for record in await store.get(one, names, include_payload=True)}
+        assert [found[name] for name in names] == results
+
+
+async def test_nacks_of_several_orgs_meet_each_its_own_fate(recorder: Recorder, org: OrgId, other_org: OrgId) -> None:
+    store = Store(recorder)
+    await store.enqueue(some_jobs(org, 2, retry=Fixed(delay_us=HOUR_US)))
+    await store.enqueue(some_jobs(other_org, 2, max_attempts=1))
+    mine = [lease for _, lease in await lease_jobs(store, org)]
+    others = [lease for _, lease in await lease_jobs(store, other_org)]
+    answers = await asyncio.gather(
+        store.nack(org, [Nack(lease=mine[0], error="mine")]),
+        store.nack(other_org, [Nack(lease=others[0], error="theirs", delay_us=0)]),
+        store.nack(org, [Nack(lease=mine[1], error="mine too", delay_us=0)]),
+        store.nack(other_org, [Nack(lease=others[1], error="theirs too", kill=True)]),
+    )
+    assert answers == [[OK]] * 4
+    assert await states(store, org, mine) == ["scheduled", "ready"]
+    assert await states(store, other_org, others) == ["dead", "dead"]
+    for one, leases, errors in ((org, mine, ["mine", "mine too"]), (other_org, others, ["theirs", "theirs too"])):
+        for lease, error in zip(leases, errors, strict=True):
+            (record,) = await store.get(one, [name_of(lease)], include_payload=False)
+            assert [attempt.error for attempt in record.attempts()] == [error]
+
+
+# Windows
+
+
+async def deadlines(store: Store, org: OrgId, leases: Sequence[Lease]) -> list[int]:
+    names = [name_of(lease) for lease in leases]
+    found = {record.id: record.deadline for record in await store.get(org, names, include_payload=False)}
+    return [found[name] or 0 for name in names]
+
+
+async def test_each_lease_is_extended_by_the_window_of_its_own_call(
+    recorder: Recorder, org: OrgId, other_org: OrgId
+) -> None:
+    store = Store(recorder)
+    for one in (org, other_org):
+        await store.enqueue(some_jobs(one, 2))
+    mine = [lease for _, lease in await lease_jobs(store, org, window_us=MINUTE_US)]
+    others = [lease for _, lease in await lease_jobs(store, other_org, window_us=MINUTE_US)]
+    before = len(recorder.runs)
+    await asyncio.gather(
+        store.extend(org, mine[:1], window_us=HOUR_US),
+        store.extend(other_org, others, window_us=2 * HOUR_US),
+        store.extend(org, mine[1:], window_us=3 * HOUR_US),
+    )
+    assert recorder.count(statements.EXTEND, since=before) == 1
+    first, second = await deadlines(store, org, mine)
+    third, fourth = await deadlines(store, other_org, others)
+    assert (third - first, fourth - first, second - first) == (HOUR_US, HOUR_US, 2 * HOUR_US)
+
+
+@pytest.mark.parametrize("windows", list(itertools.permutations((MINUTE_US, HOUR_US, 4 * HOUR_US))))
+async def test_of_several_extends_of_one_lease_the_longest_is_in_force(
+    recorder: Recorder, org: OrgId, windows: tuple[int, ...]
+) -> None:
+    """Each caller was told OK, and so that its lease lasts as long as its window."""
+    store = Store(recorder)
+    await store.enqueue(some_jobs(org, 1))
+    ((job, lease),) = await lease_jobs(store, org, window_us=MINUTE_US)
+    answers = await asyncio.gather(*(store.extend(org, [lease], window_us=window) for window in windows))
+    assert answers == [[OK]] * len(windows)
+    (deadline,) = await deadlines(store, org, [lease])
+    assert deadline >= job.leased_at + 4 * HOUR_US
+
+
+# Errors
+
+
+async def test_calls_that_name_nothing_are_answered_with_nothing(recorder: Recorder, org: OrgId) -> None:
+    store = Store(recorder)
+    mine = await held_by(store, org, 2)
+    answers = await asyncio.gather(
+        store.ack(org, []),
+        store.ack(org, mine),
+        store.nack(org, []),
+        store.extend(org, [], window_us=1),
+        store.release(org, []),
+    )
+    assert answers == [[], [OK, OK], [], [], []]
+    assert await store.ack(org, []) == []
+
+
+async def test_a_caller_that_leaves_changes_nothing_for_the_others_and_its_own_call_is_done(
+    recorder: Recorder, org: OrgId, other_org: OrgId
+) -> None:
+    store = Store(recorder)
+    mine, others = await held_by(store, org), await held_by(store, other_org)
+    leaver = asyncio.create_task(store.ack(org, mine))
+    stayer = asyncio.create_task(store.ack(other_org, others))
+    await asyncio.sleep(0)
+    leaver.cancel()
+    assert await stayer == [OK] * 3
+    with pytest.raises(asyncio.CancelledError):
+        await leaver
+    assert await states(store, org, mine) == ["succeeded"] * 3
