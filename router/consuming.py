@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
+from router import wire
 from router.fleet import Fleet, Member
-from shard.store import Store
-from shard.vocabulary import Claimed, Lease, OrgId, QueueName
+from router.wire import Given
+from shard.vocabulary import OrgId, QueueName
 
 _JOBS_MAX = 1000
 
@@ -16,8 +17,8 @@ _JOBS_MAX = 1000
 class Receiver(Protocol):
     """Where a consumer's jobs go."""
 
-    def receive(self, store: Store, prefix: bytes, jobs: list[Claimed]) -> None:
-        """Takes jobs whose lease tokens begin with `prefix`."""
+    def receive(self, jobs: Given) -> None:
+        """Takes jobs that are leased to it."""
         ...
 
     async def has_room(self) -> None:
@@ -61,11 +62,11 @@ class Consumer:
     def wake(self) -> None:
         self._woken.set()
 
-    def give(self, store: Store, prefix: bytes, jobs: list[Claimed]) -> None:
+    def give(self, jobs: Given) -> None:
         if self._closed:
-            give_back(store, self.org, jobs)
+            give_back(self.org, jobs)
         else:
-            self._receiver.receive(store, prefix, jobs)
+            self._receiver.receive(jobs)
 
     async def serve(self) -> None:
         """Finds jobs for as long as it is let. Raises ShardUnavailable."""
@@ -95,7 +96,7 @@ class Consumer:
             )
             if taken.jobs:
                 self.credit -= len(taken.jobs)
-                self.give(member.store, taken.prefix, taken.jobs)
+                self.give(wire.claimed(member.store, taken.jobs))
             if len(taken.jobs) == wanted:
                 member.room.found_enough(self)
                 return True
@@ -120,6 +121,6 @@ class Consumer:
         self._entered = list(members)
 
 
-def give_back(store: Store, org: OrgId, jobs: Sequence[Claimed]) -> None:
+def give_back(org: OrgId, jobs: Given) -> None:
     """Jobs that do not reach their consumer, uncounted."""
-    store.release_soon(org, [Lease(job_hex=job.id.replace("-", ""), number=job.lease) for job in jobs])
+    jobs.store.release_soon(org, jobs.leases())

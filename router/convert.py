@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, MutableSequence, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import assert_never, cast
 
 from google.protobuf.duration_pb2 import Duration
@@ -12,7 +12,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from router.status import InvalidRequest, Violation
 from shard import retry
 from shard.books import OrgBooks, QueueCounts, QueueRecord
-from shard.lease import MalformedLease, parse_token, token
+from shard.lease import MalformedLease, parse_token
 from shard.records import JobRecord
 from shard.vocabulary import (
     MAX_ATTEMPTS_DEFAULT,
@@ -81,7 +81,7 @@ def window_us(request: queue_pb2.DequeueRequest | queue_pb2.ExtendRequest | queu
 # ── Jobs in ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def new_jobs(org: OrgId, jobs: Sequence[job_pb2.NewJob], *, trace: str | None, plain: bool) -> NewJobs:
+def new_jobs(org: OrgId, jobs: Sequence[job_pb2.NewJob], *, trace: str | None) -> NewJobs:
     """The columns of valid jobs. `trace` is kept with jobs that bring no trace of their own."""
     columns = NewJobs(
         org=org,
@@ -90,9 +90,6 @@ def new_jobs(org: OrgId, jobs: Sequence[job_pb2.NewJob], *, trace: str | None, p
         kinds=[job.kind for job in jobs],
         payloads=[job.payload for job in jobs],
     )
-    if plain and trace is None:
-        columns.priorities = {at: job.priority for at, job in enumerate(jobs) if job.priority}
-        return columns
     for at, job in enumerate(jobs):
         if job.priority:
             columns.priorities[at] = job.priority
@@ -186,22 +183,8 @@ def leases(tokens: Iterable[bytes], *, field: str) -> list[tuple[int, Lease]]:
 # ── Jobs out ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def add_leased_jobs(messages: MutableSequence[job_pb2.LeasedJob], jobs: Iterable[tuple[bytes, Claimed]]) -> None:
-    """Adds claimed jobs, each with what its lease token begins with. Those that are alike but for lease, id and payload
-    are copies of one message: setting a field costs more than copying all."""
-    alike: dict[tuple[object, ...], job_pb2.LeasedJob] = {}
-    add = messages.append
-    for prefix, job in jobs:
-        # All of Claimed that _leased_job reads.
-        key = (*job[1:3], *job[4:11])
-        message = alike.get(key)
-        if message is None:
-            message = alike[key] = _leased_job(job)
-        message.lease, message.id, message.payload = token(prefix, job.id), job.id, job.payload
-        add(message)
-
-
-def _leased_job(job: Claimed) -> job_pb2.LeasedJob:
+def leased_job(job: Claimed) -> job_pb2.LeasedJob:
+    """A claimed job without what tells it from others that are alike: lease, id and payload."""
     message = job_pb2.LeasedJob(
         queue=job.queue,
         kind=job.kind,
@@ -305,6 +288,4 @@ def org_books(books: OrgBooks) -> admin_pb2.OrgBooks:
 
 
 def enqueue_results(ids: Sequence[str], known: Mapping[int, str]) -> list[queue_pb2.EnqueueResult]:
-    if not known:
-        return [queue_pb2.EnqueueResult(id=job_id) for job_id in ids]
     return [queue_pb2.EnqueueResult(id=known.get(at, job_id), duplicate=at in known) for at, job_id in enumerate(ids)]

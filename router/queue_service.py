@@ -1,16 +1,14 @@
 """The service that producers and consumers call (proto/windrow/v1/queue.proto)."""
 
-# The types that `unary` makes keep no parameter names, and gRPC passes none.
-# pyright: reportIncompatibleMethodOverride=false
-
 from __future__ import annotations
 
 import asyncio
 import re
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
+from itertools import chain
 
-from router import convert
+from router import convert, wire
 from router.calls import Context, Gate, refuse, unary
 from router.consuming import Consumer, give_back
 from router.fleet import Fleet, Member
@@ -18,11 +16,11 @@ from router.leases import Leases
 from router.status import INVALID_ARGUMENT, InvalidRequest, Violation
 from router.stream import Stream
 from router.tracing import current_trace
-from router.validation import enqueue_violations, is_plain
+from router.validation import enqueue_violations, plain_jobs
+from router.wire import Given
 from shard.errors import BadIds
-from shard.store import Store
-from shard.vocabulary import Answer, Claimed, JobId, NewJobs, OrgId, QueueName
-from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
+from shard.vocabulary import Answer, JobId, NewJobs, OrgId, QueueName
+from windrow.v1 import job_pb2, queue_pb2
 
 _JOB_PATH = re.compile(r"jobs\[(\d+)\]")
 
@@ -31,7 +29,7 @@ def _judged_by_method(_request: queue_pb2.EnqueueRequest) -> None:
     """An Enqueue may be independent: which rules it breaks is for its jobs to answer, one by one."""
 
 
-class QueueService(queue_pb2_grpc.QueueServicer):
+class QueueService:
     service_name = "windrow.v1.Queue"
 
     def __init__(self, fleet: Fleet, gate: Gate, draining: asyncio.Event) -> None:
@@ -42,23 +40,34 @@ class QueueService(queue_pb2_grpc.QueueServicer):
         self._draining = draining
 
     @unary(_judged_by_method)
-    async def Enqueue(self, request: queue_pb2.EnqueueRequest) -> queue_pb2.EnqueueResponse:
+    async def Enqueue(self, request: queue_pb2.EnqueueRequest) -> queue_pb2.EnqueueResponse | bytes:
+        plain = plain_jobs(request)
+        if plain is not None:
+            trace = current_trace()
+            if trace is not None:
+                plain.traces = dict.fromkeys(range(len(plain)), trace)
+            try:
+                known = await self._store(plain, hand=True)
+            except BadIds:
+                # Nothing was stored. Which of the ids, and what to say of it, is found out the long way.
+                pass
+            else:
+                if not known:
+                    return wire.stored(plain.ids)
+                return queue_pb2.EnqueueResponse(results=convert.enqueue_results(plain.ids, known))
         # Kept, for each look at request.jobs makes new objects.
         jobs = list(request.jobs)
-        plain = is_plain(request.org, jobs)
-        violations = [] if plain else enqueue_violations(request)
+        violations = enqueue_violations(request)
         if not request.independent:
             if violations:
                 raise InvalidRequest(violations)
-            return queue_pb2.EnqueueResponse(
-                results=await self._enqueue(request.org, jobs, range(len(jobs)), plain=plain)
-            )
+            return queue_pb2.EnqueueResponse(results=await self._enqueue(request.org, jobs, range(len(jobs))))
         bad = _by_job(violations)
         results = {at: _error(violations) for at, violations in bad.items()}
         good = [at for at in range(len(jobs)) if at not in bad]
         while good:
             try:
-                stored = await self._enqueue(request.org, jobs, good, plain=plain)
+                stored = await self._enqueue(request.org, jobs, good)
             except InvalidRequest as error:
                 # Only the shard knows which ids will not do: those jobs fall out, and the others go again.
                 late = _by_job(error.violations)
@@ -70,20 +79,30 @@ class QueueService(queue_pb2_grpc.QueueServicer):
         return queue_pb2.EnqueueResponse(results=[results[at] for at in range(len(jobs))])
 
     async def _enqueue(
-        self, org: str, jobs: Sequence[job_pb2.NewJob], positions: Sequence[int], *, plain: bool
+        self, org: str, jobs: Sequence[job_pb2.NewJob], positions: Sequence[int]
     ) -> list[queue_pb2.EnqueueResult]:
         """Stores the jobs at these positions of the request. Raises InvalidRequest, by the request's paths."""
-        chosen = [jobs[at] for at in positions]
-        columns = convert.new_jobs(OrgId(org), chosen, trace=current_trace(), plain=plain)
+        columns = convert.new_jobs(OrgId(org), [jobs[at] for at in positions], trace=current_trace())
         try:
-            known = await self._fleet.write(columns.org, lambda member: _store(member, columns, hand=plain))
+            known = await self._store(columns, hand=False)
         except BadIds as error:
             late = [Violation(f"jobs[{positions[at]}].id", str(error)) for at in error.positions]
             raise InvalidRequest(late) from error
         return convert.enqueue_results(columns.ids, known)
 
+    async def _store(self, jobs: NewJobs, *, hand: bool) -> dict[int, JobId]:
+        """Stores jobs, and has those know who wait for some; `hand`: has them leased to those at once."""
+
+        async def store(member: Member) -> dict[int, JobId]:
+            handover = member.room.offer(jobs) if hand else None
+            known = await member.store.enqueue(jobs, handover)
+            member.room.stored(jobs, known, handover)
+            return known
+
+        return await self._fleet.write(jobs.org, store)
+
     @unary()
-    async def Dequeue(self, request: queue_pb2.DequeueRequest) -> queue_pb2.DequeueResponse:
+    async def Dequeue(self, request: queue_pb2.DequeueRequest) -> bytes:
         window_us = convert.window_us(request)
         received = _Received()
         consumer = Consumer(
@@ -104,11 +123,10 @@ class QueueService(queue_pb2_grpc.QueueServicer):
             received.give_back(consumer.org)
             raise
         consumer.close()
-        response = queue_pb2.DequeueResponse(visibility_window=convert.duration(window_us))
-        convert.add_leased_jobs(response.jobs, ((prefix, job) for _, prefix, job in received.jobs))
+        rest = queue_pb2.DequeueResponse(visibility_window=convert.duration(window_us))
         if received.jobs:
-            response.lease_deadline.CopyFrom(convert.timestamp(received.jobs[0][2].deadline))
-        return response
+            rest.lease_deadline.CopyFrom(convert.timestamp(received.jobs[0].deadline))
+        return b"".join([*chain.from_iterable(given.jobs for given in received.jobs), rest.SerializeToString()])
 
     async def _wait(self, consumer: Consumer, received: _Received, wait_s: float) -> None:
         """Until a first job has come, the time is over, or this router drains."""
@@ -125,10 +143,7 @@ class QueueService(queue_pb2_grpc.QueueServicer):
         if serving in done:
             serving.result()
 
-    # It writes by its context, and yields nothing.
-    async def Consume(  # type: ignore[override]
-        self, request_iterator: AsyncIterator[queue_pb2.ConsumeRequest], context: Context
-    ) -> None:
+    async def Consume(self, request_iterator: AsyncIterator[queue_pb2.ConsumeRequest], context: Context) -> None:
         try:
             with self.gate.stream():
                 await Stream(self._fleet, request_iterator, context).run(self._draining)
@@ -181,27 +196,19 @@ class _Received:
     """The jobs of one Dequeue."""
 
     def __init__(self) -> None:
-        self.jobs: list[tuple[Store, bytes, Claimed]] = []
+        self.jobs: list[Given] = []
         self.first = asyncio.Event()
 
-    def receive(self, store: Store, prefix: bytes, jobs: list[Claimed]) -> None:
-        self.jobs += [(store, prefix, job) for job in jobs]
+    def receive(self, jobs: Given) -> None:
+        self.jobs.append(jobs)
         self.first.set()
 
     async def has_room(self) -> None:
         """For as many as there is credit for."""
 
     def give_back(self, org: OrgId) -> None:
-        for store, _, job in self.jobs:
-            give_back(store, org, [job])
-
-
-async def _store(member: Member, jobs: NewJobs, *, hand: bool) -> dict[int, JobId]:
-    """Stores jobs, and has those who wait for them know."""
-    handover = member.room.offer(jobs) if hand else None
-    known = await member.store.enqueue(jobs, handover)
-    member.room.stored(jobs, known, handover)
-    return known
+        for jobs in self.jobs:
+            give_back(org, jobs)
 
 
 def _by_job(violations: Sequence[Violation]) -> dict[int, list[Violation]]:

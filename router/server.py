@@ -7,8 +7,12 @@ import contextlib
 import logging
 import signal
 from collections.abc import AsyncGenerator, Callable
+from typing import Any
 
 import grpc
+from google.protobuf import message_factory
+from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -20,7 +24,7 @@ from router.queue_service import QueueService
 from router.settings import RouterSettings
 from router.tracing import Tracing
 from shard.cluster import Cluster
-from windrow.v1 import admin_pb2_grpc, queue_pb2_grpc
+from windrow.v1 import admin_pb2_grpc, queue_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -101,9 +105,28 @@ def _server(fleet: Fleet, tracing: Tracing, draining: asyncio.Event) -> tuple[gr
         ],
     )
     gate = Gate(tracing)
-    queue_pb2_grpc.add_QueueServicer_to_server(QueueService(fleet, gate, draining), server)
+    queue = queue_pb2.DESCRIPTOR.services_by_name["Queue"]
+    server.add_generic_rpc_handlers((_handlers(QueueService(fleet, gate, draining), queue),))
     admin_pb2_grpc.add_AdminServicer_to_server(AdminService(fleet, gate), server)
     checks = HealthService()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     return server, checks
+
+
+def _handlers(service: QueueService, descriptor: ServiceDescriptor) -> grpc.GenericRpcHandler:
+    """As the generated code would register them, but that a method may answer with bytes (router/wire.py)."""
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+    for method in descriptor.methods:
+        streams = method.client_streaming
+        make = grpc.stream_stream_rpc_method_handler if streams else grpc.unary_unary_rpc_method_handler
+        handlers[method.name] = make(
+            getattr(service, method.name),
+            request_deserializer=message_factory.GetMessageClass(method.input_type).FromString,
+            response_serializer=_serialize,
+        )
+    return grpc.method_handlers_generic_handler(descriptor.full_name, handlers)
+
+
+def _serialize(response: Message | bytes) -> bytes:
+    return response if isinstance(response, bytes) else response.SerializeToString()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine
+from itertools import chain
 from typing import Any
 
 from router import convert
@@ -14,10 +15,10 @@ from router.fleet import Fleet
 from router.leases import Answers, Leases
 from router.status import InvalidRequest, ShuttingDown, Violation, status_of
 from router.validation import check, check_consume
+from router.wire import Given
 from shard.coalescing import TooManyWaiting
 from shard.errors import ShardError
-from shard.store import Store
-from shard.vocabulary import Claimed, OrgId, QueueName
+from shard.vocabulary import OrgId, QueueName
 from windrow.v1 import job_pb2, queue_pb2
 
 CREDIT_MAX = 10_000
@@ -25,7 +26,6 @@ CREDIT_MAX = 10_000
 _WAITING_BYTES_MAX = 8 * 1024 * 1024
 # A message ends with the job that fills this much: with the largest payload added, it stays below 4 MiB.
 _MESSAGE_BYTES_MAX = 2 * 1024 * 1024
-_MESSAGE_JOBS_MAX = 1000
 # Messages of one stream that are being settled; with more, no more are read.
 _SETTLING_MAX = 64
 
@@ -41,7 +41,7 @@ class Stream:
         self._org = OrgId("")
         self._window_us = 0
         # To be written.
-        self._jobs: deque[tuple[Store, bytes, Claimed]] = deque()
+        self._jobs: deque[Given] = deque()
         self._jobs_bytes = 0
         self._settled: list[queue_pb2.Settled] = []
         self._to_write = asyncio.Event()
@@ -153,10 +153,9 @@ class Stream:
 
     # ── What goes out ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def receive(self, store: Store, prefix: bytes, jobs: list[Claimed]) -> None:
-        for job in jobs:
-            self._jobs.append((store, prefix, job))
-            self._jobs_bytes += len(job.payload)
+    def receive(self, jobs: Given) -> None:
+        self._jobs.append(jobs)
+        self._jobs_bytes += sum(map(len, jobs.jobs))
         self._to_write.set()
 
     async def has_room(self) -> None:
@@ -167,37 +166,45 @@ class Stream:
     async def _write(self) -> None:
         while True:
             while self._jobs or self._settled:
-                response = queue_pb2.ConsumeResponse(settled=self._settled)
-                self._settled = []
+                settled, self._settled = self._settled, []
                 jobs = self._next_jobs()
                 try:
-                    convert.add_leased_jobs(response.jobs, ((prefix, job) for _, prefix, job in jobs))
-                    await self._context.write(response)
+                    await self._context.write(
+                        b"".join(
+                            [
+                                *chain.from_iterable(given.jobs for given in jobs),
+                                queue_pb2.ConsumeResponse(settled=settled).SerializeToString() if settled else b"",
+                            ]
+                        )
+                    )
                 except BaseException:
                     # Whether it went out is unknown; most likely it did not.
                     self._jobs.extend(jobs)
                     raise
-                self._jobs_bytes -= sum(len(job.payload) for _, _, job in jobs)
                 self._room.set()
             if self._ending and not self._settling:
                 return
             self._to_write.clear()
             await self._to_write.wait()
 
-    def _next_jobs(self) -> list[tuple[Store, bytes, Claimed]]:
-        jobs: list[tuple[Store, bytes, Claimed]] = []
-        size = 0
-        while self._jobs and size < _MESSAGE_BYTES_MAX and len(jobs) < _MESSAGE_JOBS_MAX:
-            size += len(self._jobs[0][2].payload)
-            jobs.append(self._jobs.popleft())
+    def _next_jobs(self) -> list[Given]:
+        """As many as one message holds."""
+        jobs: list[Given] = []
+        room = _MESSAGE_BYTES_MAX
+        while self._jobs and room > 0:
+            given = self._jobs.popleft()
+            count = 0
+            while count < len(given.jobs) and room > 0:
+                room -= len(given.jobs[count])
+                count += 1
+            if count < len(given.jobs):
+                given, rest = given.split(count)
+                self._jobs.appendleft(rest)
+            jobs.append(given)
+        self._jobs_bytes -= _MESSAGE_BYTES_MAX - room
         return jobs
 
     def _give_back(self) -> None:
         """Jobs that were not sent."""
-        back: dict[Store, list[Claimed]] = {}
-        for store, _, job in self._jobs:
-            back.setdefault(store, []).append(job)
-        self._jobs.clear()
-        self._jobs_bytes = 0
-        for store, jobs in back.items():
-            give_back(store, self._org, jobs)
+        while self._jobs:
+            give_back(self._org, self._jobs.popleft())

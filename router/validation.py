@@ -11,7 +11,8 @@ import functools
 import json
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from typing import cast
 
 import protovalidate
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
@@ -21,9 +22,9 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from protovalidate import FieldPathElementPb as FieldPathElement
 
 from router.status import InvalidRequest, Violation
-from windrow.v1 import job_pb2, queue_pb2
+from shard.vocabulary import NewJobs, OrgId, QueueName
+from windrow.v1 import queue_pb2
 
-_PAYLOAD_BYTES_MAX = 1 << 20
 _JOBS_MAX = 1000
 _CREDIT_MAX = 10_000
 _RESULT_BYTES_MAX = 65_536
@@ -36,6 +37,10 @@ _TEN_YEARS_S = 3650 * 86400
 _TIMESTAMP_S = range(-62_135_596_800, 253_402_300_800)
 _DURATION_S_MAX = 315_576_000_000
 _KEY_CHARS_MAX = 64
+# By the length of a text, of bytes or of a message: how many bytes the field that holds it takes, tag included. An
+# empty one is left out. Longer ones are for the rules.
+_FIELD = [0, *(1 + 1 + n for n in range(1, 1 << 7)), *(1 + 2 + n for n in range(1 << 7, 1 << 14))]
+_ID_BYTES = _FIELD[_UUID7_CHARS]
 
 
 def check(request: Message) -> None:
@@ -59,7 +64,7 @@ def violations_of(request: Message) -> list[Violation]:
 def enqueue_violations(request: queue_pb2.EnqueueRequest) -> list[Violation]:
     """The violations of an Enqueue: the contract's rules, and what depends on the time.
 
-    Jobs for which is_plain holds have none."""
+    Requests that plain_jobs takes have none."""
     violations = violations_of(request)
     now_s = time.time()
     for at, job in enumerate(request.jobs):
@@ -82,27 +87,56 @@ def check_consume(request: queue_pb2.ConsumeRequest) -> None:
             check(request)
 
 
-def is_plain(org: str, jobs: Sequence[job_pb2.NewJob]) -> bool:
-    """Whether these are jobs of id, queue, kind, payload and priority alone, and keep the rules."""
-    if not _ORG.fullmatch(org) or not 1 <= len(jobs) <= _JOBS_MAX:
-        return False
-    names = {job.queue for job in jobs}
-    names.update([job.kind for job in jobs])
-    ids = ",".join([job.id for job in jobs])
-    payload_bytes = [len(job.payload) for job in jobs]
+def plain_jobs(request: queue_pb2.EnqueueRequest) -> NewJobs | None:
+    """The columns of a request whose jobs have id, queue, kind, payload and priority alone, and keep the rules; None
+    for any other."""
+    org, jobs = request.org, list(request.jobs)
+    count = len(jobs)
+    if not _ORG.fullmatch(org) or not 1 <= count <= _JOBS_MAX:
+        return None
+    ids = [job.id for job in jobs]
+    queues = [job.queue for job in jobs]
+    kinds = [job.kind for job in jobs]
+    payloads = [job.payload for job in jobs]
     priorities = [job.priority for job in jobs]
-    # ListFields gives what is set, and so tells of every field that is not looked at here.
-    fields = 3 * len(jobs) + sum(map(bool, payload_bytes)) + sum(map(bool, priorities))
-    return (
-        all(map(_NAME.fullmatch, names))
+    joined = ",".join(ids)
+    if (
+        not all(map(_NAME.fullmatch, {*queues, *kinds}))
         # By the length too: else "a,b" in one job's id would pass for the ids of two.
-        and len(ids) == _UUID7_CHARS * len(jobs) + len(jobs) - 1
-        and _UUID7S.fullmatch(ids) is not None
-        and max(payload_bytes) <= _PAYLOAD_BYTES_MAX
-        and min(priorities) >= 0
-        and max(priorities) <= 9
-        and sum([len(job.ListFields()) for job in jobs]) == fields
+        or len(joined) != (_UUID7_CHARS + 1) * count - 1
+        or _UUID7S.fullmatch(joined) is None
+        or min(priorities) < 0
+        or max(priorities) > 9
+    ):
+        return None
+    try:
+        in_jobs = [_FIELD[len(payload)] for payload in payloads]
+        # As long as these fields make it, and so without any other.
+        if len(set(queues)) == len(set(kinds)) == 1:
+            names = _FIELD[len(queues[0])] + _FIELD[len(kinds[0])] + _ID_BYTES
+            in_jobs = [names + size for size in in_jobs]
+        else:
+            in_jobs = [
+                _FIELD[len(queue)] + _FIELD[len(kind)] + _ID_BYTES + size
+                for queue, kind, size in zip(queues, kinds, in_jobs, strict=True)
+            ]
+        if any(priorities):
+            in_jobs = [size + 2 if priority else size for size, priority in zip(in_jobs, priorities, strict=True)]
+        in_request = _FIELD[len(org)] + sum([_FIELD[size] for size in in_jobs]) + (2 if request.independent else 0)
+    except IndexError:
+        return None
+    if in_request != request.ByteSize():
+        return None
+    columns = NewJobs(
+        org=OrgId(org),
+        ids=ids,
+        queues=cast("list[QueueName]", queues),
+        kinds=kinds,
+        payloads=payloads,
     )
+    if any(priorities):
+        columns.priorities = {at: priority for at, priority in enumerate(priorities) if priority}
+    return columns
 
 
 def _too_far(field: str, stamp: Timestamp, *, latest_s: float) -> Iterable[Violation]:

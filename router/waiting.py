@@ -16,18 +16,18 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from router import wire
+from router.wire import Given
 from shard.doorbell import Doorbell
 from shard.enqueuing import Handed, Handover, Taker
 from shard.errors import ShardError
-from shard.lease import token_prefix
 from shard.store import Due, Store
-from shard.vocabulary import MAX_ATTEMPTS_DEFAULT, Claimed, JobId, Lease, Micros, NewJobs, OrgId, QueueId, QueueName
+from shard.vocabulary import Lease, NewJobs, OrgId, QueueId, QueueName
 
 # How late a job may be seen that every hint has missed.
 SWEEP_S = 3.0
 # Between two probes.
 _PAUSE_S = 0.010
-_PRIORITY_DEFAULT = 5
 
 _Key = tuple[OrgId, QueueName]
 
@@ -53,7 +53,7 @@ class Waiter(Protocol):
         """There may be work."""
         ...
 
-    def give(self, store: Store, prefix: bytes, jobs: list[Claimed]) -> None:
+    def give(self, jobs: Given) -> None:
         """These jobs are leased to it, and its credit is less by as many."""
         ...
 
@@ -175,8 +175,7 @@ class Room:
                 ]
                 self._store.release_soon(jobs.org, unsure)
             if got:
-                prefix = token_prefix(self._store.name, taker.number)
-                waiter.give(self._store, prefix, _as_claimed(jobs, got, taker, handed))
+                waiter.give(wire.handed(self._store, jobs, got, taker, handed))
 
     def stored(self, jobs: NewJobs, known: Collection[int], handover: Handover | None) -> None:
         """These jobs have committed, but for those at the positions `known`."""
@@ -296,29 +295,3 @@ class Room:
         self._to_probe.update(keys)
         if self._to_probe:
             self._probing.set()
-
-
-def _as_claimed(jobs: NewJobs, positions: Iterable[int], taker: Taker, handed: Handed) -> list[Claimed]:
-    """Jobs that were leased when they were stored, as a claim would have answered them."""
-    now = handed.leased_at
-    deadline = Micros(now + taker.window_us)
-    return [
-        Claimed(
-            JobId(jobs.ids[at]),
-            jobs.queues[at],
-            jobs.kinds[at],
-            jobs.payloads[at],
-            jobs.attributes.get(at),
-            jobs.priorities.get(at, _PRIORITY_DEFAULT),
-            1,
-            jobs.max_attempts.get(at) or handed.max_attempts.get((jobs.org, jobs.queues[at])) or MAX_ATTEMPTS_DEFAULT,
-            now,
-            now,
-            jobs.traces.get(at),
-            taker.number,
-            now,
-            deadline,
-            False,
-        )
-        for at in positions
-    ]

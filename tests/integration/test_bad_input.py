@@ -591,7 +591,7 @@ _requests = st.builds(
 @example(enqueue(new_job(id=SECOND_JOB), new_job()))
 @example(enqueue(*[new_job(id=SECOND_JOB)] * 1001))
 def test_what_the_fast_path_accepts_the_rules_accept(request: queue_pb2.EnqueueRequest) -> None:
-    if validation.is_plain(request.org, list(request.jobs)):
+    if validation.plain_jobs(request) is not None:
         assert protovalidate.collect_violations(request) == []
 
 
@@ -607,4 +607,4 @@ def test_what_the_fast_path_accepts_the_rules_accept(request: queue_pb2.EnqueueR
     )
 )
 def test_the_fast_path_takes_plain_batches(jobs: Sequence[job_pb2.NewJob]) -> None:
-    assert validation.is_plain(enqueue(*jobs).org, jobs)
+    assert validation.plain_jobs(enqueue(*jobs)) is not None
