@@ -1,4 +1,4 @@
-"""`python -m bench`: measures on a cluster of its own, which is gone afterwards. See bench/README.md."""
+"""`python -m bench`: measures on clusters of its own, which are gone afterwards. See bench/README.md."""
 
 from __future__ import annotations
 
@@ -6,110 +6,127 @@ import argparse
 import asyncio
 import signal
 import sys
-from collections.abc import Callable
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
+import psycopg
+from platformdirs import user_cache_path
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench import report
+from bench import plots, report
+from bench.arguments import peers
 from bench.environment import environment
-from bench.measure import Measured, Plan, Sample, measure
+from bench.report import Found
+from bench.scenario import Bench
+from bench.scenarios import SCENARIOS
 from bench.system import Wrong
-from bench.systems import LIMIT, load
+from bench.systems import PEERS
 from embedded import EmbeddedError
 from router.server import CannotListen
 from router.supervisor import RouterFailed
 
+_RESULTS = Path(__file__).resolve().parent / "results"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What was asked for: scenarios, each with its plan."""
+
+    # By the names of the scenarios.
+    parts: list[tuple[str, Any]]
+    out: Path
+    cache: Path
+
 
 def main() -> int:
-    plan, file = _arguments()
-    console = Console(stderr=True)
+    order = read_order(sys.argv[1:])
+    console = Console(stderr=True, highlight=False)
+    began_s = time.monotonic()
+
+    def say(what: str) -> None:
+        console.print(f"{time.monotonic() - began_s:6.0f} s  {what}", markup=False, soft_wrap=True)
+
+    bench = Bench(cache=order.cache, say=say)
+    found: list[Found] = []
     surroundings = environment()
     try:
-        measured = asyncio.run(_measure(plan, console))
-    except (Wrong, EmbeddedError, CannotListen, RouterFailed) as error:
-        console.print(f"bench: {error}", style="red", markup=False)
-        return 1
+        asyncio.run(_measure(order, bench, found))
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("bench: stopped")
         return 130
-    surroundings["postgres"] = measured.postgres
-    limit, cores = load(LIMIT).title, surroundings["cores"]
-    assert isinstance(cores, int)
-    print(report.markdown(measured.samples, limit=limit, cores=cores))
-    if file is not None:
-        report.write(file, plan=plan, samples=measured.samples, environment=surroundings, limit=limit)
-    return 0
+    for what, why in bench.failed.items():
+        console.print(f"bench: {what}: {why}", style="red", markup=False)
+    surroundings["postgres"] = bench.postgres
+    if found:
+        print(report.markdown(found, environment=surroundings, failed=bench.failed))
+        try:
+            report.write(order.out, found, environment=surroundings, failed=bench.failed)
+            plots.draw(order.out, [plot for one in found for plot in one.plots], say)
+        except OSError as error:
+            console.print(f"bench: cannot write to {order.out}: {error}", style="red", markup=False)
+            return 1
+        say(f"written to {order.out}")
+    return 1 if bench.failed else 0
 
 
-async def _measure(plan: Plan, console: Console) -> Measured:
+async def _measure(order: Order, bench: Bench, found: list[Found]) -> None:
     task = asyncio.current_task()
     assert task is not None
     # As Ctrl-C does: every scope ends what it has started.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("", total=plan.turns)
-
-        def say(what: str) -> None:
-            progress.update(bar, description=what)
-            if not console.is_terminal:
-                console.print(what, markup=False, highlight=False)
-
-        def sampled(sample: Sample | None) -> None:
-            if sample is None:
-                progress.advance(bar)
-            else:
-                case = f"{sample.shards} × {sample.batch}  {sample.figure:<10}"
-                line = f"{case} {sample.jobs_per_s:>9,.0f}/s  {sample.system}"
-                console.print(line, markup=False, highlight=False)
-
-        return await measure(plan, say=say, sampled=sampled)
+    for name, plan in order.parts:
+        try:
+            found.append(await SCENARIOS[name].measure(plan, bench))
+        except (Wrong, EmbeddedError, CannotListen, RouterFailed, psycopg.Error, OSError) as error:
+            # The others may still be worth their time.
+            bench.failed[f"scenario {name}"] = f"{error}"
 
 
-def _arguments() -> tuple[Plan, Path | None]:
-    plan = Plan()
+def read_order(arguments: list[str]) -> Order:
     parser = argparse.ArgumentParser(
         prog="./run bench",
-        description="Measures enqueue, drain and whole life of no-op jobs, beside the limit that bare statements set.",
+        description="Measures Windrow, the limits above it, and other queue systems on the same Postgres. Without the "
+        "name of a scenario: all of them, in about 40 minutes.",
     )
-    parser.add_argument("--batch", type=_numbers(1000), default=plan.batches, metavar="N,N", help="jobs a call; 100")
-    parser.add_argument("--shards", type=_numbers(64), default=plan.shards, metavar="N,N", help="Postgres shards; 1,2")
-    parser.add_argument("--jobs", type=_number(10**8), help="jobs of a run; by default enough for some seconds")
-    parser.add_argument("--runs", type=_number(1000), default=plan.runs, help="after a warm-up; 5")
-    parser.add_argument("--clients", type=_number(64), default=plan.clients, help="client processes; 2")
-    parser.add_argument("--callers", type=_number(1000), default=plan.callers, help="calls at a time of each; 4")
-    parser.add_argument("--routers", type=_number(64), default=plan.routers, help="router processes; 2")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured there")
-    given = parser.parse_args()
-    if given.json is not None and not given.json.absolute().parent.is_dir():
-        parser.error(f"there is no folder {given.json.parent} for --json")
-    plan = Plan(
-        shards=given.shards,
-        batches=given.batch,
-        jobs=given.jobs,
-        runs=given.runs,
-        clients=given.clients,
-        callers=given.callers,
-        routers=given.routers,
+    parser.add_argument("--quick", action="store_true", help="Windrow and its limits alone, in about 3 minutes")
+    parser.add_argument(
+        "--peers", type=peers, default=tuple(PEERS), metavar="all|none|NAME,…", help="beside Windrow; all"
     )
-    return plan, given.json
+    _add_places(parser)
+    commands = parser.add_subparsers(dest="scenario", metavar="SCENARIO")
+    for name, scenario in SCENARIOS.items():
+        command = commands.add_parser(name, help=scenario.help, description=f"Measures {scenario.help}.")
+        scenario.options(command)
+        _add_places(command)
+    given = parser.parse_args(arguments)
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    kind = given.scenario or ("quick" if given.quick else "all")
+    out: Path = given.out or _RESULTS / f"{stamp}-{kind}"
+    if not out.absolute().parent.is_dir() and given.out is not None:
+        parser.error(f"there is no folder {out.parent} for --out")
+    cache: Path = given.cache or user_cache_path("windrow") / "bench"
+    if given.scenario is not None:
+        if given.quick:
+            parser.error("--quick is for all scenarios together: leave the name out")
+        return Order(parts=[(given.scenario, SCENARIOS[given.scenario].plan(given))], out=out, cache=cache)
+    if given.quick:
+        parts = [(name, scenario.quick()) for name, scenario in SCENARIOS.items() if scenario.quick is not None]
+    else:
+        parts = [(name, plan) for name, scenario in SCENARIOS.items() for plan in _several(scenario.full(given.peers))]
+    return Order(parts=parts, out=out, cache=cache)
 
 
-def _number(most: int) -> Callable[[str], int]:
-    def read(text: str) -> int:
-        number = int(text)
-        if not 1 <= number <= most:
-            raise argparse.ArgumentTypeError(f"must be from 1 to {most:,}, not {text}")
-        return number
-
-    return read
+def _several(plans: Any) -> tuple[Any, ...]:
+    return plans if isinstance(plans, tuple) else (plans,)
 
 
-def _numbers(most: int) -> Callable[[str], tuple[int, ...]]:
-    one = _number(most)
-    return lambda text: tuple(map(one, text.split(",")))
+def _add_places(parser: argparse.ArgumentParser) -> None:
+    # SUPPRESS would be lost between the two parsers: None means "not given" in both.
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for bench.json, bench.md and plots")
+    parser.add_argument("--cache", type=Path, metavar="FOLDER", help="where peers are installed")
 
 
 if __name__ == "__main__":

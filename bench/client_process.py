@@ -1,46 +1,54 @@
 """`python -m bench.client_process`: one client process.
 
 Does what standard input says, a JSON line each, and answers each with a JSON line: when it began and ended, by the
-machine's monotonic clock, or what went wrong. Ends with its input.
+machine's monotonic clock, and what it found, or what went wrong. Ends with its input.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-import signal
+import random
 import sys
 import time
+from array import array
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from bench.payloads import intact, stamp_ns, stamped
 from bench.system import Site, System, Wrong
 from bench.systems import load
 from bench.tally import Tally
 
-# A consumer that found nothing asks again after this long.
-_POLL_S = 0.002
+_LOOK_S = 0.002
 # With nothing done by anyone for so long, jobs must be missing.
 STUCK_S = 30.0
+_SETTLE_S_MAX = 30.0
 
 
 class Client:
-    """One process's part in a run: several calls at a time, until its share is done."""
+    """One process's part in a run."""
 
-    def __init__(self, system: System, tally: Tally, *, callers: int) -> None:
+    def __init__(self, system: System, tally: Tally) -> None:
         self._system = system
         self._tally = tally
-        self._callers = callers
+        self._working: asyncio.Task[None] | None = None
+        self._wrong: str | None = None
+        self._finished_at_s = 0.0
+        # Pairs: when a job was taken, and how long after its stamp. None: nobody wants to know.
+        self._pickups: array[int] | None = None
 
-    async def prepare(self, run: str) -> None:
+    async def prepare(self, run: str, *, record: bool = False) -> None:
+        await self.rest()
         self._tally.reset()
+        self._wrong = None
+        self._pickups = array("q") if record else None
         await self._system.prepare(run)
 
-    async def check(self, jobs: int) -> None:
-        await self._system.check(jobs)
-
-    async def enqueue(self, jobs: int, batch: int) -> None:
+    async def enqueue(self, *, jobs: int, batch: int, callers: int) -> None:
+        """Stores that many jobs, `callers` calls at a time."""
         left = jobs
 
         async def produce() -> None:
@@ -48,72 +56,186 @@ class Client:
             while left:
                 count = min(batch, left)
                 left -= count
-                await self._system.enqueue(count)
+                await self._system.enqueue(stamped(count))
 
-        await self._at_once(produce)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(callers):
+                group.create_task(produce())
 
-    async def drain(self, total: int, batch: int) -> None:
-        """Drains until all clients together have finished `total` jobs."""
+    async def offer(self, *, rate: float, seconds: float, batch: int, late_s_max: float, phase: float = 0.0) -> int:
+        """Stores `rate` jobs a second, whatever becomes of them; each is stamped with the time it was due to be stored.
+        Answers how many were.
 
-        async def consume() -> None:
-            idle_since_s, seen = time.monotonic(), -1
-            while (finished := self._tally.total()) < total:
-                count = await self._system.drain(batch)
-                if count:
-                    self._tally.add(count)
-                    continue
-                if finished != seen:
-                    idle_since_s, seen = time.monotonic(), finished
-                elif time.monotonic() - idle_since_s > STUCK_S:
-                    raise Wrong(f"only {finished} of {total} jobs came out, and for {STUCK_S:g} s no more")
-                await asyncio.sleep(_POLL_S)
+        Calls that are late are made up for; with calls that are `late_s_max` behind, what is due meanwhile is left out.
+        """
+        pause_s = batch / rate
+        began_s = time.monotonic() + pause_s * phase
+        stored = skipped = turn = 0
+        calls: set[asyncio.Task[None]] = set()
+        failed: list[BaseException] = []
 
-        await self._at_once(consume)
-        if self._tally.total() != total:
-            raise Wrong(f"{self._tally.total()} jobs came out, and {total} had gone in")
+        async def call(due_ns: int) -> None:
+            nonlocal stored
+            await self._system.enqueue(stamped(batch, at_ns=due_ns))
+            stored += batch
 
-    async def live(self, jobs: int, total: int, batch: int) -> None:
+        def done(task: asyncio.Task[None]) -> None:
+            calls.discard(task)
+            if not task.cancelled() and (error := task.exception()):
+                failed.append(error)
+
+        while (due_s := began_s + turn * pause_s) < began_s + seconds and not failed:
+            turn += 1
+            if (early_s := due_s - time.monotonic()) > 0:
+                await asyncio.sleep(early_s)
+            if len(calls) * pause_s > late_s_max:
+                skipped += 1
+                continue
+            task = asyncio.create_task(call(round(due_s * 1e9)))
+            calls.add(task)
+            task.add_done_callback(done)
+        if calls:
+            await asyncio.wait(calls)
+        if failed:
+            raise failed[0]
+        return stored
+
+    async def ping(self, *, jobs: int, seconds_max: float, pause_s: float) -> int:
+        """Stores jobs one by one, each when the one before has been taken, and after a pause of `pause_s` on average.
+        Answers how many; in about `seconds_max` it ends early."""
+        until_s = time.monotonic() + seconds_max
+        for at in range(jobs):
+            if time.monotonic() > until_s:
+                return at
+            before = self._tally.taken
+            await self._system.enqueue(stamped(1))
+            await self._until(lambda: self._tally.taken > before, "1 more")  # noqa: B023 - ended before the next turn
+            # No rhythm that could fall in with a poll of the system's.
+            await asyncio.sleep(pause_s * random.uniform(0.2, 1.8))
+        return jobs
+
+    async def work(self, *, batch: int, concurrency: int) -> None:
+        """Consumes from now on, until rest(). With a `concurrency` of 0 others do it."""
+        await self.rest()
+        self._finished_at_s = time.monotonic()
+        if not concurrency:
+            return
+        run = self._system.work(batch=batch, concurrency=concurrency, taken=self._taken, finished=self._finished)
+        self._working = asyncio.create_task(_run(run))
+
+    async def rest(self) -> None:
+        working, self._working = self._working, None
+        if working is not None:
+            working.cancel()
+            await asyncio.wait({working})
+            if not working.cancelled() and (error := working.exception()):
+                raise error
+
+    async def drain(self, *, total: int, batch: int, concurrency: int) -> float:
+        """Consumes until all clients together have finished `total` jobs, and goes on; answers when this one did so
+        last."""
+        await self.work(batch=batch, concurrency=concurrency)
+        await self._until(lambda: self._tally.finished >= total, f"{total}")
+        return self._finished_at_s
+
+    async def live(self, *, jobs: int, total: int, batch: int, callers: int, concurrency: int) -> float:
         """Enqueues and drains at the same time."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self.enqueue(jobs, batch))
-            group.create_task(self.drain(total, batch))
+            group.create_task(self.enqueue(jobs=jobs, batch=batch, callers=callers))
+            draining = group.create_task(self.drain(total=total, batch=batch, concurrency=concurrency))
+        return draining.result()
 
-    async def _at_once(self, act: Callable[[], Awaitable[None]]) -> None:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(self._callers):
-                group.create_task(_run(act))
+    async def settle(self, *, total: int) -> float | None:
+        """Waits until the database agrees that nothing is left. Answers when, or None if it did at once."""
+        first = True
+        until_s = time.monotonic() + _SETTLE_S_MAX
+        while left := await self._system.left():
+            if time.monotonic() > until_s:
+                raise Wrong(f"{left} of {total} jobs are not finished in the database")
+            self._sound()
+            first = False
+            await asyncio.sleep(_LOOK_S)
+        if (self._tally.taken, self._tally.finished) != (total, total):
+            raise Wrong(f"{self._tally.taken} jobs came out, {self._tally.finished} finished, and {total} had gone in")
+        return None if first else time.monotonic()
+
+    async def calm(self, *, seconds_max: float) -> int:
+        """Waits for what is left to finish, but not for ever; answers how many jobs are left."""
+        until_s = time.monotonic() + seconds_max
+        while (left := await self._system.left()) and time.monotonic() < until_s:
+            self._sound()
+            await asyncio.sleep(0.1)
+        return left
+
+    async def counts(self) -> tuple[int, int]:
+        """How many jobs all clients together have taken, and finished."""
+        self._sound()
+        return self._tally.taken, self._tally.finished
+
+    async def pickups(self, *, file: str) -> None:
+        """Writes what was recorded of jobs taken, and forgets it."""
+        self._sound()
+        assert self._pickups is not None
+        await asyncio.to_thread(Path(file).write_bytes, self._pickups.tobytes())
+        self._pickups = array("q")
+
+    async def check(self, jobs: int) -> None:
+        self._sound()
+        await self._system.check(jobs)
+
+    def _taken(self, at_ns: int, payload: bytes) -> None:
+        self._tally.take(1)
+        if not intact(payload):
+            self._wrong = f"a job came out with another payload than it was stored with: {payload[:40]!r}…"
+        elif self._pickups is not None:
+            self._pickups.append(at_ns)
+            self._pickups.append(at_ns - stamp_ns(payload))
+
+    def _finished(self, jobs: int) -> None:
+        self._tally.finish(jobs)
+        self._finished_at_s = time.monotonic()
+
+    async def _until(self, holds: Callable[[], bool], what: str) -> None:
+        """Waits, as long as jobs come out. Raises Wrong."""
+        moved_s, seen = time.monotonic(), (-1, -1)
+        while not holds():
+            self._sound()
+            if (now := (self._tally.taken, self._tally.finished)) != seen:
+                moved_s, seen = time.monotonic(), now
+            elif time.monotonic() - moved_s > STUCK_S:
+                raise Wrong(
+                    f"{now[0]} jobs came out, {now[1]} finished, and for {STUCK_S:g} s no more; awaited: {what}"
+                )
+            await asyncio.sleep(_LOOK_S)
+
+    def _sound(self) -> None:
+        """Raises what went wrong in the consumer."""
+        if self._wrong is not None:
+            raise Wrong(self._wrong)
+        if self._working is not None and self._working.done():
+            working, self._working = self._working, None
+            working.result()
+            raise Wrong("its consumer ended by itself")
 
 
-async def _run(act: Callable[[], Awaitable[None]]) -> None:
-    await act()
+async def _run(what: Awaitable[None]) -> None:
+    await what
 
 
 async def _obey(order: dict[str, Any], client: Client) -> dict[str, object]:
     verb = order.pop("verb")
     began_s = time.monotonic()
     try:
-        match verb:
-            case "prepare":
-                await client.prepare(**order)
-            case "enqueue":
-                await client.enqueue(**order)
-            case "drain":
-                await client.drain(**order)
-            case "live":
-                await client.live(**order)
-            case "check":
-                await client.check(**order)
-            case _:
-                return {"error": f"no such order: {verb!r}"}
-    except Exception as error:  # noqa: BLE001 - told to the parent, which ends the benchmark
+        found = await getattr(client, verb)(**order)
+    except Exception as error:  # noqa: BLE001 - told to the parent, which decides
         return {"error": f"{verb}: {_first(error)}"}
-    return {"began_s": began_s, "ended_s": time.monotonic()}
+    return {"began_s": began_s, "ended_s": time.monotonic(), "found": found}
 
 
 def _first(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return f"{type(error).__name__}: {error}"
+    return f"{error}" if isinstance(error, Wrong) else f"{type(error).__name__}: {error}"
 
 
 async def main() -> None:
@@ -123,8 +245,7 @@ async def main() -> None:
     first = json.loads(await orders.readline())
     site = Site(**first["site"])
     system = load(first["system"])(site)
-    tally = Tally(Path(first["tally"]), places=first["places"], mine=first["mine"])
-    client = Client(system, tally, callers=site.callers)
+    client = Client(system, Tally(Path(first["tally"]), places=first["places"], mine=first["mine"]))
     following = asyncio.create_task(orders.readline())
     try:
         while line := await following:
@@ -138,10 +259,10 @@ async def main() -> None:
                 break
             print(json.dumps(work.result()), flush=True)
     finally:
+        with contextlib.suppress(Exception):
+            await client.rest()
         await system.close()
 
 
 if __name__ == "__main__":
-    # Ctrl-C reaches the whole terminal; the parent hears it, and ends this process in order.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     asyncio.run(main())

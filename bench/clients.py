@@ -7,13 +7,26 @@ import contextlib
 import json
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import asdict
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from bench.processes import end
 from bench.system import Site, Wrong
 
-_END_S_MAX = 10.0
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """By the machine's monotonic clock; and what was asked for."""
+
+    began_s: float
+    ended_s: float
+    found: Any
+
+
+# Beside the time that an order names itself.
+_ORDER_S_MAX = 300.0
 
 
 class Clients:
@@ -26,45 +39,59 @@ class Clients:
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
 
-    async def first(self, verb: str, **order: object) -> None:
-        """Orders one process alone."""
-        await _order(self._processes[0], {"verb": verb, **order})
+    async def one(self, at: int, verb: str, **order: object) -> Answered:
+        """Orders one process alone. Raises Wrong."""
+        return await _order(self._processes[at], {"verb": verb, **order})
 
-    async def all(self, verb: str, order: Callable[[int], dict[str, object]]) -> float:
-        """Orders every process at once, each by its position; answers the seconds from the first to begin to the last
-        to end. Raises Wrong."""
-        answers = await asyncio.gather(
+    async def all(self, verb: str, order: Callable[[int], dict[str, object]] = lambda _: {}) -> list[Answered]:
+        """Orders every process at once, each by its position. Raises Wrong."""
+        return await asyncio.gather(
             *(_order(process, {"verb": verb, **order(at)}) for at, process in enumerate(self._processes))
         )
-        return max(ended for _, ended in answers) - min(began for began, _ in answers)
+
+    async def prepare(self, run: str, *, record: bool = False) -> None:
+        """For a run of this name: one makes what the others then find."""
+        await self.one(0, "prepare", run=run, record=record)
+        await self.all("prepare", lambda _: {"run": run, "record": record})
 
 
 @contextlib.asynccontextmanager
-async def open_clients(system: str, site: Site, *, count: int, tally: Path) -> AsyncGenerator[Clients, None]:
-    """Client processes for this scope. The file `tally` must exist."""
+async def open_clients(system: str, sites: Sequence[Site], *, tally: Path) -> AsyncGenerator[Clients, None]:
+    """Client processes for this scope, one at each site."""
+    await asyncio.to_thread(tally.touch)
     async with contextlib.AsyncExitStack() as stack:
         processes: list[Process] = []
-        for at in range(count):
+        for at, site in enumerate(sites):
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "bench.client_process"), stdin=PIPE, stdout=PIPE
+                *(sys.executable, "-m", "bench.client_process"),
+                stdin=PIPE,
+                stdout=PIPE,
+                # Ctrl-C is for this process, which ends its clients in order.
+                start_new_session=True,
             )
-            stack.push_async_callback(_end, process)
-            shared = {"tally": str(tally), "places": count, "mine": at}
+            stack.push_async_callback(end, process)
+            shared = {"tally": str(tally), "places": len(sites), "mine": at}
             await _say(process, {"system": system, "site": asdict(site), **shared})
             processes.append(process)
         yield Clients(processes)
 
 
-async def _order(process: Process, order: dict[str, object]) -> tuple[float, float]:
+async def _order(process: Process, order: dict[str, object]) -> Answered:
     await _say(process, order)
     assert process.stdout is not None
-    line = await process.stdout.readline()
+    seconds = order.get("seconds", 0.0)
+    assert isinstance(seconds, int | float)
+    try:
+        async with asyncio.timeout(_ORDER_S_MAX + seconds):
+            line = await process.stdout.readline()
+    except TimeoutError:
+        raise Wrong(f"{order['verb']}: no end after {_ORDER_S_MAX + seconds:g} s") from None
     if not line:
         raise Wrong(f"client process {process.pid} died of {order['verb']!r}")
     answer = json.loads(line)
     if "error" in answer:
         raise Wrong(answer["error"])
-    return answer["began_s"], answer["ended_s"]
+    return Answered(**answer)
 
 
 async def _say(process: Process, message: Mapping[str, object]) -> None:
@@ -72,14 +99,3 @@ async def _say(process: Process, message: Mapping[str, object]) -> None:
     process.stdin.write(json.dumps(message).encode() + b"\n")
     with contextlib.suppress(ConnectionError):
         await process.stdin.drain()
-
-
-async def _end(process: Process) -> None:
-    assert process.stdin is not None
-    process.stdin.close()
-    try:
-        async with asyncio.timeout(_END_S_MAX):
-            await process.wait()
-    except TimeoutError:
-        process.kill()
-        await process.wait()

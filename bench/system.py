@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
+
+# Tells that a worker has a job: when, by time.monotonic_ns(), and its payload.
+Taken = Callable[[int, bytes], None]
+# Tells that so many more jobs are finished.
+Finished = Callable[[int], None]
 
 
 class Wrong(Exception):
@@ -15,21 +20,20 @@ class Wrong(Exception):
 class Site:
     """Where things are. Goes to the client processes as JSON."""
 
-    # HOST:PORT of the routers.
+    # HOST:PORT of what speaks gRPC: the routers, or the echo.
     address: str
     # Of each shard's Postgres, as Windrow's own role.
     dsns: Mapping[str, str]
-    # Calls that one client process has under way at a time, of each sort (enqueue; drain).
+    # Of a database of this system's own, on the first shard's server. Its role owns it.
+    dsn: str
+    # The folder that peers are installed in.
+    cache: str
+    # The most calls that this client process has under way at a time, of each sort (enqueue; work).
     callers: int
-    payload: str
-
-    @property
-    def payload_bytes(self) -> bytes:
-        return bytes.fromhex(self.payload)
 
 
 class System(Protocol):
-    """One queue system, as one client process uses it. The methods are called by several tasks at a time.
+    """One queue system, as one client process uses it.
 
     Every method checks what it is answered, and raises Wrong if it is not what was asked for.
     """
@@ -40,22 +44,30 @@ class System(Protocol):
     def __init__(self, site: Site) -> None: ...
 
     async def prepare(self, run: str) -> None:
-        """Connects, and makes empty queues for a run of a name never used before; the same in every client process.
-        Not timed."""
+        """Connects, and makes empty queues for a run of a name never used before; the same in every client process, and
+        one of them first. Not timed."""
         ...
 
-    async def enqueue(self, jobs: int) -> None:
-        """Stores so many jobs in one call; they have committed when it returns."""
+    async def enqueue(self, payloads: Sequence[bytes]) -> None:
+        """Stores these jobs in one call of the system, its bulk call where they are several; they have committed when
+        it returns. Called by several tasks at a time."""
         ...
 
-    async def drain(self, jobs_max: int) -> int:
-        """Takes up to `jobs_max` jobs in one call, and finishes them in another; answers how many, 0 when none is
-        there now."""
+    async def work(self, *, batch: int, concurrency: int, taken: Taken, finished: Finished) -> None:
+        """Runs the system's own consumer, in its documented fast configuration, until it is cancelled.
+
+        `batch`: how many jobs it may fetch at once, where it has such a choice; `concurrency`: how many jobs, or
+        batches of them, it has under way. `taken` is told of each job at the moment its handler had it; `finished`
+        when jobs have been finished as far as the consumer knows."""
+        ...
+
+    async def left(self) -> int:
+        """How many jobs of this run are not finished in the database. Asked rarely, at the end of a run."""
         ...
 
     async def check(self, jobs: int) -> None:
-        """After the run: so many jobs were accepted, all of them have finished, each once, and no other is there.
-        Not timed."""
+        """After the run: so many jobs were accepted, all of them have finished, each once, and no other is there, as
+        far as the system can tell. Not timed."""
         ...
 
     async def close(self) -> None: ...

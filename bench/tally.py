@@ -1,4 +1,4 @@
-"""How many jobs all client processes have finished together. A file that each maps: whoever finishes jobs counts them
+"""How many jobs all client processes have taken, and finished, together. A file that each maps: whoever counts does so
 in a place of its own, and whoever asks adds the places up; nobody waits."""
 
 from __future__ import annotations
@@ -10,16 +10,26 @@ from pathlib import Path
 class Tally:
     def __init__(self, file: Path, *, places: int, mine: int) -> None:
         with file.open("r+b") as opened:
-            opened.truncate(8 * places)
-            self._map = mmap.mmap(opened.fileno(), 8 * places)
+            opened.truncate(16 * places)
+            self._map = mmap.mmap(opened.fileno(), 16 * places)
         self._counts = memoryview(self._map).cast("q")
+        self._places = places
         self._mine = mine
 
-    def add(self, jobs: int) -> None:
+    def finish(self, jobs: int) -> None:
         self._counts[self._mine] += jobs
+
+    def take(self, jobs: int) -> None:
+        self._counts[self._places + self._mine] += jobs
 
     def reset(self) -> None:
         self._counts[self._mine] = 0
+        self._counts[self._places + self._mine] = 0
 
-    def total(self) -> int:
-        return sum(self._counts)
+    @property
+    def finished(self) -> int:
+        return sum(self._counts[: self._places])
+
+    @property
+    def taken(self) -> int:
+        return sum(self._counts[self._places :])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -46,12 +46,16 @@ class _Taker:
     ask: Ask
     number: int = field(default_factory=lambda: secrets.randbits(63))
     jobs: list[Claimed] = field(default_factory=list[Claimed])
-    # Of those it took last, some were only set aside; others may wait behind them.
+    # Of those it took last, some were only set aside, or there was no room for a first one: others may wait.
     again: bool = True
 
     @property
     def wants(self) -> int:
         return self.ask.max_jobs - len(self.jobs)
+
+    @property
+    def room(self) -> int:
+        return CLAIM_BYTES_MAX - sum(map(_size, self.jobs))
 
 
 class Claiming:
@@ -60,19 +64,30 @@ class Claiming:
         self._names = names
         self._floors = floors
 
-    async def together(self, asks: Sequence[Ask]) -> list[Taken]:
-        """Leases jobs to each taker. Raises ShardUnavailable."""
+    async def together(self, asks: Sequence[Ask]) -> list[Taken | Exception]:
+        """Leases jobs to each taker. ShardUnavailable for those who have none when the shard goes away."""
         takers = [_Taker(ask=ask) for ask in asks]
-        for _ in range(_TURNS_MAX):
-            rest = [taker for taker in takers if taker.again and taker.wants > 0]
-            if not rest:
+        failed: ShardUnavailable | None = None
+        # Each turn for want of room serves one taker at least.
+        for _ in range(_TURNS_MAX + len(takers)):
+            rest = [taker for taker in takers if taker.again and taker.wants > 0 and taker.room > 0]
+            if not rest or failed is not None:
                 break
-            while rest:
+            while rest and failed is None:
                 now, rest = _apart(rest)
-                await self._claim(now)
+                try:
+                    await self._claim(now)
+                except ShardUnavailable as error:
+                    # What is leased by now is handed out: nobody else could give it out before its window ends.
+                    failed = error
         for taker in takers:
             taker.jobs.sort(key=_order)
-        return [Taken(token_prefix(self._database.name, taker.number), taker.jobs) for taker in takers]
+        return [
+            Taken(token_prefix(self._database.name, taker.number), taker.jobs)
+            if taker.jobs or failed is None
+            else failed
+            for taker in takers
+        ]
 
     async def _claim(self, takers: Sequence[_Taker]) -> None:
         """Once, for takers whose queues are the same or have nothing in common."""
@@ -82,15 +97,16 @@ class Claiming:
             groups.setdefault((taker.ask.org, taker.ask.queues), []).append(taker)
         columns = _Columns()
         asked: dict[QueueId, QueueName] = {}
-        for (org, queues), sharers in groups.items():
-            found = await self._names.find(org, queues)
+        numbers = await self._numbers(groups)
+        for ((org, _), sharers), found in zip(groups.items(), numbers, strict=True):
             if not found:
                 continue
             columns.add(org, found, sharers, self._floors)
             asked.update((number, queue) for queue, number in found.items())
         if not asked:
             return
-        rows = await self._database.run(statements.CLAIM, columns.parameters())
+        room = min(taker.room for taker in takers)
+        rows = await self._database.run(statements.CLAIM, {**columns.parameters(), "bytes_max": room})
         by_lease = {taker.number: taker for taker in takers}
         unfit: dict[int, list[Claimed]] = {}
         taken: list[Claimed] = []
@@ -102,6 +118,10 @@ class Claiming:
             else:
                 by_lease[job.lease].jobs.append(job)
         self._floors.claimed(zip([row[1] for row in rows], taken, strict=True))
+        if sum(map(_size, taken)) >= room:
+            # The others' jobs left none for these.
+            for taker in takers:
+                taker.again = not taker.jobs
         for number, jobs in unfit.items():
             taker = by_lease[number]
             try:
@@ -112,6 +132,17 @@ class Claiming:
                     raise
             else:
                 taker.again = True
+
+    async def _numbers(self, groups: Collection[tuple[OrgId, tuple[QueueName, ...]]]) -> list[dict[QueueName, QueueId]]:
+        """Those of each group's queues that exist. No queue is in two groups."""
+        for _ in range(_TURNS_MAX):
+            found = [await self._names.find(org, queues) for org, queues in groups]
+            numbers = [number for known in found for number in known.values()]
+            if len(set(numbers)) == len(numbers):
+                return found
+            # Two names, one number: one of them is remembered wrongly, and there is no telling which.
+            self._names.forget()
+        raise ShardUnavailable(self._database.name, "its queues keep changing their numbers")
 
     async def _set_aside(self, org: OrgId, jobs: list[Claimed], lease: int) -> None:
         """What a claim found past its time is cancelled; what it found out of attempts is dead."""
@@ -181,7 +212,6 @@ class _Columns:
             "leases": arrays.numbers([taker.number for taker in self._takers]),
             "workers": [taker.ask.worker for taker in self._takers],
             "windows_us": arrays.numbers([taker.ask.window_us for taker in self._takers]),
-            "bytes_max": CLAIM_BYTES_MAX,
         }
 
 
@@ -199,6 +229,10 @@ def _apart(takers: Sequence[_Taker]) -> tuple[list[_Taker], list[_Taker]]:
         else:
             later.append(taker)
     return now, later
+
+
+def _size(job: Claimed) -> int:
+    return len(job.payload) + (len(job.attributes.encode()) if job.attributes else 0)
 
 
 def _order(job: Claimed) -> tuple[int, int]:

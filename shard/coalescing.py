@@ -36,7 +36,8 @@ class Coalescer(Generic[Call, Result]):
     """`act` does several calls together and answers each one's result or error, in their order; what it raises is
     every caller's error. At most `acts_max` are under way at a time, each of up to `weight_max` by `weigh` (or one call
     that is heavier), and up to `waiting_max` wait, none for longer than `wait_s`: then `late` makes its error.
-    `abandoned` gets the results of calls that were cancelled when their act had begun."""
+    `abandoned` gets the results of calls that were cancelled when their act had begun, `dropped` the calls of which no
+    act began."""
 
     def __init__(
         self,
@@ -49,6 +50,7 @@ class Coalescer(Generic[Call, Result]):
         weight_max: int = 1000,
         waiting_max: int = 50_000,
         abandoned: Callable[[Call, Result], None] | None = None,
+        dropped: Callable[[Call], None] | None = None,
     ) -> None:
         self._act = act
         self._weigh = weigh
@@ -58,6 +60,7 @@ class Coalescer(Generic[Call, Result]):
         self._weight_max = weight_max
         self._waiting_max = waiting_max
         self._abandoned = abandoned
+        self._dropped = dropped
         self._waiting: deque[_Waiting[Call, Result]] = deque()
         self._weight = 0
         self._beginning = False
@@ -70,6 +73,7 @@ class Coalescer(Generic[Call, Result]):
         callers have left. Raises TooManyWaiting."""
         weight = self._weigh(call)
         if self._weight + weight > self._waiting_max and self._waiting:
+            self._drop(call)
             raise TooManyWaiting(f"{len(self._waiting):,} calls are waiting for the shard")
         loop = asyncio.get_running_loop()
         span = trace.get_current_span()
@@ -94,6 +98,7 @@ class Coalescer(Generic[Call, Result]):
             self._weight -= waiting.weight
             if not waiting.result.done():
                 waiting.result.set_exception(self._late())
+            self._drop(waiting.call)
         if self._waiting:
             self._patience = loop.call_at(self._waiting[0].since_s + self._wait_s, self._give_up)
 
@@ -104,6 +109,9 @@ class Coalescer(Generic[Call, Result]):
             if batch:
                 task = asyncio.get_running_loop().create_task(self._do(batch))
                 self._acts.add(task)
+        if self._waiting and self._patience is None:
+            loop = asyncio.get_running_loop()
+            self._patience = loop.call_at(self._waiting[0].since_s + self._wait_s, self._give_up)
 
     def _next(self) -> list[_Waiting[Call, Result]]:
         batch: list[_Waiting[Call, Result]] = []
@@ -111,10 +119,16 @@ class Coalescer(Generic[Call, Result]):
         while self._waiting and (not batch or weight + self._waiting[0].weight <= self._weight_max):
             waiting = self._waiting.popleft()
             self._weight -= waiting.weight
-            if not waiting.result.done():
+            if waiting.result.done():
+                self._drop(waiting.call)
+            else:
                 batch.append(waiting)
                 weight += waiting.weight
         return batch
+
+    def _drop(self, call: Call) -> None:
+        if self._dropped is not None:
+            self._dropped(call)
 
     async def _do(self, batch: list[_Waiting[Call, Result]]) -> None:
         task = asyncio.current_task()

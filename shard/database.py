@@ -46,7 +46,8 @@ SELECT set_config(s.name, s.value, false) FROM (VALUES
 # here.
 _QUEUE_SETTINGS = f"""{_SETTINGS}
     ('enable_seqscan', 'off'), ('enable_bitmapscan', 'off'), ('enable_hashjoin', 'off'), ('enable_mergejoin', 'off'),
-    ('statement_timeout', '60s')
+    -- One plan for each statement, made once: planning one anew costs as much as running it.
+    ('plan_cache_mode', 'force_generic_plan'), ('statement_timeout', '60s')
 ) AS s (name, value)
 """
 # Counting and listing may scan; they must not be stopped from planning well.

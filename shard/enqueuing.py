@@ -187,11 +187,16 @@ class Enqueuing:
         count = sum(len(call.jobs) for call in calls)
         for _ in range(_TURNS_MAX):
             numbers = [await self._names.make(call.jobs.org, set(call.jobs.queues)) for call in calls]
-            lanes = {
-                number: (call.jobs.org, queue)
+            names = {
+                (call.jobs.org, queue): number
                 for call, known in zip(calls, numbers, strict=True)
                 for queue, number in known.items()
             }
+            lanes = {number: name for name, number in names.items()}
+            if len(lanes) < len(names):
+                # Two names, one number: one of them is remembered wrongly, and there is no telling which.
+                self._names.forget()
+                continue
             columns = _merged(calls)
             oldest, newest = min(columns.ids), max(columns.ids)
             takers = _takers(calls)

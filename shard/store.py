@@ -17,7 +17,7 @@ from shard import arrays, partitions, statements
 from shard.claiming import Ask, Claiming, Taken
 from shard.coalescing import Coalescer, TooManyWaiting
 from shard.database import Database
-from shard.enqueuing import Call, Enqueuing, Handover, made_at_ms
+from shard.enqueuing import NOTHING_HANDED, Call, Enqueuing, Handover, made_at_ms
 from shard.errors import ShardUnavailable
 from shard.floor import GUARD_US, Floors
 from shard.interning import Names
@@ -64,7 +64,9 @@ class Store:
         def late() -> ShardUnavailable:
             return ShardUnavailable(self.name, "calls before this one have had no answer yet")
 
-        self._enqueues = Coalescer(self._enqueuing.together, weigh=_weight, late=late, acts_max=_ACTS_MAX)
+        self._enqueues = Coalescer(
+            self._enqueuing.together, weigh=_weight, late=late, acts_max=_ACTS_MAX, dropped=_tell_nothing
+        )
         self._claims = Coalescer(
             claiming.together, weigh=_wish, late=late, acts_max=_ACTS_MAX, abandoned=self._give_back
         )
@@ -80,6 +82,7 @@ class Store:
         id each is known under; all others are newly stored. Raises NotOwned, BadIds, ShardUnavailable,
         TooManyWaiting."""
         if not len(jobs):
+            _tell_nothing(Call(jobs, handover))
             return {}
         self._accepted_since_fold = True
         return await self._enqueues.submit(Call(jobs, handover))
@@ -90,7 +93,15 @@ class Store:
         self, org: OrgId, queues: Sequence[QueueName], *, max_jobs: int, window_us: int, worker: str
     ) -> Taken:
         """Leases up to `max_jobs` due jobs for `window_us`. Raises ShardUnavailable, TooManyWaiting."""
-        return await self._claims.submit(Ask(org, tuple(queues), max_jobs, window_us, worker))
+        ask = Ask(org, tuple(queues), max_jobs, window_us, worker)
+        taken = self._claims.submit(ask)
+        try:
+            return await taken
+        except asyncio.CancelledError:
+            if not taken.cancelled() and taken.exception() is None:
+                # The answer came in the very moment in which the caller left.
+                self._give_back(ask, taken.result())
+            raise
 
     async def ack(self, org: OrgId, leases: Sequence[Lease], results: Sequence[bytes | None] = ()) -> list[Answer]:
         """Finishes jobs; a result (≤ 64 KiB) is kept with each that has one."""
@@ -221,6 +232,11 @@ def _in_turn(
 def _best_effort(released: asyncio.Future[list[Answer]]) -> None:
     if not released.cancelled() and (error := released.exception()) is not None:
         _log.warning("jobs that nobody waits for stay leased until their window ends: %s", error)
+
+
+def _tell_nothing(call: Call) -> None:
+    if call.handover is not None:
+        call.handover.tell(NOTHING_HANDED)
 
 
 def _weight(call: Call) -> int:

@@ -1,18 +1,42 @@
-"""The queue systems that can be measured: one file each, with one class (bench/system.py)."""
+"""The queue systems that can be measured: one file each, with one class for each way to use it (bench/system.py)."""
 
 from __future__ import annotations
 
 import importlib
+from types import MappingProxyType
 
 from bench.system import System
 
-WINDROW = "bench.systems.windrow:Windrow"
+WINDROW = "windrow"
 # What Windrow is held against in every round: the same statements without routers and gRPC.
-LIMIT = "bench.systems.limit:Limit"
+LIMIT = "limit"
+ECHO = "echo"
+
+OURS = MappingProxyType(
+    {
+        WINDROW: "bench.systems.windrow:Windrow",
+        "windrow-pull": "bench.systems.windrow:WindrowPull",
+        "windrow-unary": "bench.systems.windrow:WindrowUnary",
+        "windrow-client": "bench.systems.windrow:WindrowClient",
+        "windrow-parked": "bench.systems.parked:Parked",
+        LIMIT: "bench.systems.limit:Limit",
+        ECHO: "bench.systems.echo:Echo",
+    }
+)
+PEERS = MappingProxyType(
+    {
+        "pgmq": "bench.systems.pgmq:Pgmq",
+        "graphile-worker": "bench.systems.graphile_worker:GraphileWorker",
+        "pg-boss": "bench.systems.pg_boss:PgBoss",
+        "procrastinate": "bench.systems.procrastinate:Procrastinate",
+        "pgqueuer": "bench.systems.pgqueuer:PgQueuer",
+        "awa": "bench.systems.awa:Awa",
+    }
+)
 
 
-def load(where: str) -> type[System]:
-    """The class at MODULE:CLASS."""
-    module, _, name = where.partition(":")
-    found: type[System] = getattr(importlib.import_module(module), name)
+def load(name: str) -> type[System]:
+    """The class of a system by its name, or by MODULE:CLASS."""
+    module, _, member = (OURS.get(name) or PEERS.get(name) or name).partition(":")
+    found: type[System] = getattr(importlib.import_module(module), member)
     return found

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import time
+from collections.abc import Sequence
 from typing import ClassVar
 
-from bench.system import Site, Wrong
+from bench.payloads import BYTES
+from bench.system import Finished, Site, Taken, Wrong
 from shard import catalog
 from shard.books import Books
 from shard.database import Database
@@ -16,6 +20,9 @@ from windrow.ids import uuid7
 
 _QUEUE = QueueName("work")
 _WINDOW_US = 30_000_000
+_POLL_S = 0.002
+# Of one client process to one shard: more than that only wait for each other.
+_CONNECTIONS_MAX = 4
 
 
 class Limit:
@@ -23,10 +30,10 @@ class Limit:
 
     def __init__(self, site: Site) -> None:
         shards = [(ShardName(name), dsn) for name, dsn in site.dsns.items()]
-        self._databases = [Database(name, dsn, connections=site.callers) for name, dsn in shards]
+        connections = min(site.callers, _CONNECTIONS_MAX)
+        self._databases = [Database(name, dsn, connections=connections) for name, dsn in shards]
         self._books_databases = [Database(name, dsn, connections=1, for_books=True) for name, dsn in shards]
         self._stores = {database.name: Store(database) for database in self._databases}
-        self._payload = site.payload_bytes
         self._opened = False
         self._orgs: list[tuple[OrgId, Store]] = []
         self._turns = itertools.cycle(self._orgs)
@@ -48,44 +55,61 @@ class Limit:
         for org, store in self._orgs:
             await store.names.make(org, [_QUEUE])
 
-    async def enqueue(self, jobs: int) -> None:
+    async def enqueue(self, payloads: Sequence[bytes]) -> None:
         org, store = next(self._turns)
+        jobs = len(payloads)
         columns = NewJobs(
             org=org,
             ids=[uuid7() for _ in range(jobs)],
             queues=[_QUEUE] * jobs,
             kinds=["no-op"] * jobs,
-            payloads=[self._payload] * jobs,
+            payloads=list(payloads),
         )
         if await store.enqueue(columns):
             raise Wrong("an enqueue stored less than it was sent")
 
-    async def drain(self, jobs_max: int) -> int:
-        for _ in self._orgs:
-            org, store = next(self._turns)
-            prefix, taken = await store.claim(org, [_QUEUE], max_jobs=jobs_max, window_us=_WINDOW_US, worker="bench")
-            if not taken:
+    async def work(self, *, batch: int, concurrency: int, taken: Taken, finished: Finished) -> None:
+        async with asyncio.TaskGroup() as group:
+            for at in range(max(concurrency, len(self._orgs))):
+                org, store = self._orgs[at % len(self._orgs)]
+                group.create_task(self._pull(org, store, batch, taken, finished))
+
+    async def _pull(self, org: OrgId, store: Store, batch: int, taken: Taken, finished: Finished) -> None:
+        while True:
+            prefix, jobs = await store.claim(org, [_QUEUE], max_jobs=batch, window_us=_WINDOW_US, worker="bench")
+            if not jobs:
+                await asyncio.sleep(_POLL_S)
                 continue
-            if any(job.payload != self._payload or job.attempt != 1 for job in taken):
-                raise Wrong("a claim gave a job that is not as it was stored, or gave it for the second time")
-            leases = [parse_token(token(prefix, job.id))[1] for job in taken]
-            if await store.ack(org, leases, [None] * len(taken)) != [Answer.OK] * len(taken):
+            at_ns = time.monotonic_ns()
+            for job in jobs:
+                if len(job.payload) != BYTES or job.attempt != 1:
+                    raise Wrong("a claim gave a job that is not as it was stored, or gave it for the second time")
+                taken(at_ns, job.payload)
+            leases = [parse_token(token(prefix, job.id))[1] for job in jobs]
+            if await store.ack(org, leases, [None] * len(jobs)) != [Answer.OK] * len(jobs):
                 raise Wrong("an ack did not finish every job that had been claimed")
-            return len(taken)
-        return 0
+            finished(len(jobs))
+
+    async def left(self) -> int:
+        return 0 if not self._orgs else (await self._counted())[1]
 
     async def check(self, jobs: int) -> None:
+        accepted, left, succeeded = await self._counted()
+        if (accepted, left, succeeded) != (jobs, 0, jobs):
+            raise Wrong(f"of {jobs} jobs, {accepted} were accepted and {succeeded} have succeeded")
+
+    async def _counted(self) -> tuple[int, int, int]:
         orgs = {str(org) for org, _ in self._orgs}
-        accepted = succeeded = 0
+        accepted = left = succeeded = 0
         for database in self._books_databases:
             for books in await Books(database).check():
                 if not books.balanced:
                     raise Wrong(f"shard {database.name!r}: the books of org {books.org!r} do not balance: {books}")
                 if books.org in orgs:
                     accepted += books.accepted
+                    left += books.scheduled + books.ready + books.leased + books.dead
                     succeeded += books.succeeded
-        if (accepted, succeeded) != (jobs, jobs):
-            raise Wrong(f"of {jobs} jobs, {accepted} were accepted and {succeeded} have succeeded")
+        return accepted, left, succeeded
 
     async def close(self) -> None:
         for database in (*self._databases, *self._books_databases):

@@ -1,32 +1,43 @@
-"""Windrow, as its users have it: generated stubs, gRPC, routers, shards."""
+"""Windrow, as its users have it: over gRPC, by the generated stubs or by the Python client."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import time
+from collections.abc import AsyncGenerator, Sequence
 from typing import ClassVar
 
 import grpc
+import psycopg
+from google.protobuf.duration_pb2 import Duration
 
-from bench.system import Site, Wrong
+import windrow
+from bench.system import Finished, Site, Taken, Wrong
 from windrow.ids import uuid7
 from windrow.v1 import admin_pb2, admin_pb2_grpc, job_pb2, queue_pb2, queue_pb2_grpc
 
-_CALL_S_MAX = 60.0
-_QUEUE = "work"
+QUEUE = "work"
+CALL_S_MAX = 60.0
 _ORG_TRIES = 1000
+# Of one client process. The kernel deals connections out to the router processes: several, or all might go to one.
+_CHANNELS_MAX = 4
+_WAIT = Duration(seconds=20)
+_ACKS_MAX = 1000
 
 
-class Windrow:
-    title: ClassVar[str] = "Windrow"
+class WindrowPull:
+    """By the stubs; workers call Dequeue, which waits, and Ack. Also what the other ways have in common."""
+
+    title: ClassVar[str] = "Windrow, pulled"
 
     def __init__(self, site: Site) -> None:
-        # The kernel deals connections out to the router processes: several, or all might go to one.
+        self._site = site
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
-        self._channels = [grpc.aio.insecure_channel(site.address, options=options) for _ in range(site.callers)]
+        count = min(_CHANNELS_MAX, site.callers)
+        self._channels = [grpc.aio.insecure_channel(site.address, options=options) for _ in range(count)]
         self._queues = itertools.cycle([queue_pb2_grpc.QueueStub(channel) for channel in self._channels])
         self._admin = admin_pb2_grpc.AdminStub(self._channels[0])
-        self._payload = site.payload_bytes
-        self._shards = tuple(site.dsns)
         self._orgs: list[str] = []
         self._turns = itertools.cycle([""])
 
@@ -36,40 +47,44 @@ class Windrow:
         self._orgs = await self._one_org_for_each_shard(run)
         self._turns = itertools.cycle(self._orgs)
 
-    async def enqueue(self, jobs: int) -> None:
+    async def enqueue(self, payloads: Sequence[bytes]) -> None:
         request = queue_pb2.EnqueueRequest(
             org=next(self._turns),
-            jobs=[job_pb2.NewJob(id=uuid7(), queue=_QUEUE, kind="no-op", payload=self._payload) for _ in range(jobs)],
+            jobs=[job_pb2.NewJob(id=uuid7(), queue=QUEUE, kind="no-op", payload=payload) for payload in payloads],
         )
-        response = await next(self._queues).Enqueue(request, timeout=_CALL_S_MAX)
+        response = await next(self._queues).Enqueue(request, timeout=CALL_S_MAX)
         if [result.id for result in response.results] != [job.id for job in request.jobs]:
             raise Wrong("an Enqueue answered other ids than it was sent")
         if any(result.duplicate or result.HasField("error") for result in response.results):
             raise Wrong("an Enqueue stored less than it was sent")
 
-    async def drain(self, jobs_max: int) -> int:
-        for _ in self._orgs:
-            org = next(self._turns)
-            stub = next(self._queues)
-            taken = await stub.Dequeue(
-                queue_pb2.DequeueRequest(org=org, queues=[_QUEUE], max_jobs=jobs_max, worker="bench"),
-                timeout=_CALL_S_MAX,
-            )
-            if not taken.jobs:
+    async def work(self, *, batch: int, concurrency: int, taken: Taken, finished: Finished) -> None:
+        async with asyncio.TaskGroup() as group:
+            for at in range(max(concurrency, len(self._orgs))):
+                org = self._orgs[at % len(self._orgs)]
+                group.create_task(self._pull(org, batch, taken, finished))
+
+    async def _pull(self, org: str, batch: int, taken: Taken, finished: Finished) -> None:
+        stub = next(self._queues)
+        request = queue_pb2.DequeueRequest(org=org, queues=[QUEUE], max_jobs=batch, worker="bench", wait=_WAIT)
+        while True:
+            response = await stub.Dequeue(request, timeout=CALL_S_MAX)
+            if not response.jobs:
                 continue
-            if any(job.payload != self._payload or job.attempt != 1 for job in taken.jobs):
-                raise Wrong("a Dequeue gave a job that is not as it was stored, or gave it for the second time")
-            request = queue_pb2.AckRequest(org=org, acks=[queue_pb2.Ack(lease=job.lease) for job in taken.jobs])
-            response = await stub.Ack(request, timeout=_CALL_S_MAX)
-            if list(response.answers) != [job_pb2.JOB_ANSWER_OK] * len(taken.jobs):
+            told(response.jobs, taken)
+            acks = queue_pb2.AckRequest(org=org, acks=[queue_pb2.Ack(lease=job.lease) for job in response.jobs])
+            answers = (await stub.Ack(acks, timeout=CALL_S_MAX)).answers
+            if list(answers) != [job_pb2.JOB_ANSWER_OK] * len(response.jobs):
                 raise Wrong("an Ack did not finish every job that had been leased")
-            return len(taken.jobs)
-        return 0
+            finished(len(response.jobs))
+
+    async def left(self) -> int:
+        return sum([await _live(dsn, self._orgs) for dsn in self._site.dsns.values()])
 
     async def check(self, jobs: int) -> None:
         found = admin_pb2.OrgBooks()
-        for shard in self._shards:
-            call = self._admin.CheckShard(admin_pb2.CheckShardRequest(shard=shard), timeout=_CALL_S_MAX)
+        for shard in self._site.dsns:
+            call = self._admin.CheckShard(admin_pb2.CheckShardRequest(shard=shard), timeout=CALL_S_MAX)
             async for response in call:
                 for books in response.orgs:
                     if not books.balanced:
@@ -89,20 +104,136 @@ class Windrow:
         for number in range(_ORG_TRIES):
             org = f"{run}-{number}"
             orgs.setdefault(await self._shard_of(org), org)
-            if len(orgs) == len(self._shards):
+            if len(orgs) == len(self._site.dsns):
                 return list(orgs.values())
-        raise Wrong(f"{_ORG_TRIES} orgs live on {len(orgs)} of {len(self._shards)} shards")
+        raise Wrong(f"{_ORG_TRIES} orgs live on {len(orgs)} of {len(self._site.dsns)} shards")
 
     async def _shard_of(self, org: str) -> str:
         try:
-            made = await self._admin.CreateQueue(
-                admin_pb2.CreateQueueRequest(org=org, queue=_QUEUE), timeout=_CALL_S_MAX
-            )
+            made = await self._admin.CreateQueue(admin_pb2.CreateQueueRequest(org=org, queue=QUEUE), timeout=CALL_S_MAX)
         except grpc.aio.AioRpcError as error:
             # Another client process was faster.
             if error.code() is not grpc.StatusCode.ALREADY_EXISTS:
                 raise
         else:
             return made.queue.shard
-        there = await self._admin.GetQueue(admin_pb2.GetQueueRequest(org=org, queue=_QUEUE), timeout=_CALL_S_MAX)
+        there = await self._admin.GetQueue(admin_pb2.GetQueueRequest(org=org, queue=QUEUE), timeout=CALL_S_MAX)
         return there.queue.shard
+
+
+class Windrow(WindrowPull):
+    """By the stubs; each worker is one Consume stream."""
+
+    title: ClassVar[str] = "Windrow"
+
+    async def work(self, *, batch: int, concurrency: int, taken: Taken, finished: Finished) -> None:
+        async with asyncio.TaskGroup() as group:
+            for at in range(max(concurrency, len(self._orgs))):
+                start = queue_pb2.ConsumeStart(org=self._orgs[at % len(self._orgs)], queues=[QUEUE], worker="bench")
+                group.create_task(consume(next(self._queues), start, batch, taken, finished))
+
+
+class WindrowUnary(WindrowPull):
+    """One job in each call: Enqueue, Dequeue and Ack."""
+
+    title: ClassVar[str] = "Windrow, a job a unary call"
+
+    async def enqueue(self, payloads: Sequence[bytes]) -> None:
+        for payload in payloads:
+            await super().enqueue([payload])
+
+    async def work(self, *, batch: int, concurrency: int, taken: Taken, finished: Finished) -> None:
+        await super().work(batch=1, concurrency=concurrency, taken=taken, finished=finished)
+
+
+class WindrowClient(WindrowPull):
+    """As most users have it: `await client.enqueue(…)` for each job, and a Worker with an `async def` handler."""
+
+    title: ClassVar[str] = "Windrow, Python client and Worker"
+
+    def __init__(self, site: Site) -> None:
+        super().__init__(site)
+        self._client: windrow.Client | None = None
+
+    async def prepare(self, run: str) -> None:
+        await super().prepare(run)
+        if self._client is None:
+            self._client = windrow.Client(self._site.address, org=self._orgs[0], channels=len(self._channels))
+        self._clients = [self._client.for_org(org) for org in self._orgs]
+        self._client_turns = itertools.cycle(self._clients)
+
+    async def enqueue(self, payloads: Sequence[bytes]) -> None:
+        client = next(self._client_turns)
+        await asyncio.gather(*(client.enqueue(QUEUE, "no-op", payload) for payload in payloads))
+
+    async def work(self, *, batch: int, concurrency: int, taken: Taken, finished: Finished) -> None:
+        async def no_op(job: windrow.Job) -> None:
+            taken(time.monotonic_ns(), job.payload)
+            finished(1)
+
+        async with asyncio.TaskGroup() as group:
+            for client in self._clients:
+                worker = windrow.Worker(client, [QUEUE], concurrency=max(1, concurrency // len(self._clients)))
+                worker.handler("no-op")(no_op)
+                group.create_task(worker.run())
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+        await super().close()
+
+
+async def consume(
+    stub: queue_pb2_grpc.QueueAsyncStub,
+    start: queue_pb2.ConsumeStart,
+    batch: int,
+    taken: Taken,
+    finished: Finished,
+) -> None:
+    """One stream, which acks each message's jobs with one message, until it is cancelled. It has room for two batches:
+    one on its way while the other is worked."""
+    requests: asyncio.Queue[queue_pb2.ConsumeRequest] = asyncio.Queue()
+    requests.put_nowait(queue_pb2.ConsumeRequest(start=start, credit=2 * batch))
+    unanswered: dict[int, int] = {}
+    numbers = itertools.count(1)
+
+    async def sent() -> AsyncGenerator[queue_pb2.ConsumeRequest, None]:
+        while True:
+            yield await requests.get()
+
+    call = stub.Consume(sent())
+    try:
+        async for response in call:
+            told(response.jobs, taken)
+            for at in range(0, len(response.jobs), _ACKS_MAX):
+                acks = [queue_pb2.Ack(lease=job.lease) for job in response.jobs[at : at + _ACKS_MAX]]
+                number = next(numbers)
+                unanswered[number] = len(acks)
+                requests.put_nowait(queue_pb2.ConsumeRequest(credit=len(acks), acks=acks, number=number))
+            for settled in response.settled:
+                if settled.HasField("error") or any(answer != job_pb2.JOB_ANSWER_OK for answer in settled.answers):
+                    raise Wrong(f"a stream did not finish every job that it had given: {settled}")
+                finished(unanswered.pop(settled.number))
+        raise Wrong("a stream ended by itself")
+    finally:
+        call.cancel()
+
+
+def told(jobs: Sequence[job_pb2.LeasedJob], taken: Taken) -> None:
+    at_ns = time.monotonic_ns()
+    for job in jobs:
+        if job.attempt != 1:
+            raise Wrong("a job was given for the second time")
+        taken(at_ns, job.payload)
+
+
+async def _live(dsn: str, orgs: list[str]) -> int:
+    """Jobs of these orgs that one shard still has to do."""
+    async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
+        cursor = await connection.execute(
+            "SELECT (SELECT count(*) FROM windrow.job j WHERE j.queue_id = ANY (q.ids)) FROM"
+            " (SELECT array_agg(queue_id) AS ids FROM windrow.queue WHERE org = ANY (%s)) q",
+            [orgs],
+        )
+        row = await cursor.fetchone()
+    return int(row[0]) if row else 0

@@ -7,12 +7,13 @@ that dies takes its connection with it; the next try finds another one.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import grpc
 from google.protobuf import any_pb2
@@ -63,12 +64,20 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 
 _Request = TypeVar("_Request", bound=Message)
 _Response = TypeVar("_Response")
+_Sent = TypeVar("_Sent")
+_Received = TypeVar("_Received")
 
 
 class _Method(Protocol[_Request, _Response]):
     def __call__(
         self, request: _Request, /, *, timeout: float | None = None, metadata: tuple[tuple[str, str], ...] | None = None
     ) -> aio.UnaryUnaryCall[_Request, _Response]: ...
+
+
+class _StreamMethod(Protocol[_Sent, _Received]):
+    def __call__(
+        self, *, metadata: tuple[tuple[str, str], ...] | None = None
+    ) -> aio.StreamStreamCall[_Sent, _Received]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,15 +142,16 @@ class Calls:
             raise InvalidRequest(f"timeouts must be more than 0 s, not {timeout_s} and {try_s}")
         self.address = address
         self.timeout_s = timeout_s
-        self._try_s = try_s
+        self.try_s = try_s
         self._credentials = credentials
-        self._wanted = channels
         self._channels: list[aio.Channel] = []
         self._stubs: list[QueueAsyncStub] = []
         self._turn = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = 0
-        self._closed = False
+        self.closed = False
+        self.channels = channels
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def call(
         self,
@@ -150,48 +160,62 @@ class Calls:
         *,
         retried: frozenset[StatusCode] = RETRIED,
         timeout_s: float | None = None,
+        wait_s: float = 0.0,
+        before_try: Callable[[float], object] | None = None,
     ) -> _Response:
-        """Makes one call, with as many tries as the time allows. Raises WindrowError."""
-        budget_s = self.timeout_s if timeout_s is None else timeout_s
+        """Makes one call, with as many tries as the time allows. Raises WindrowError.
+
+        `wait_s`: how much longer than others the router may take, because it was asked to wait. `before_try` is told
+        how much of that is left.
+        """
+        budget_s = (self.timeout_s if timeout_s is None else timeout_s) + wait_s
         metadata = tracing.headers()
         began = time.monotonic()
         tries = 0
         while True:
-            left_s = budget_s - (time.monotonic() - began)
+            spent_s = time.monotonic() - began if tries else 0.0
+            wait_left_s = max(0.0, wait_s - spent_s)
+            if before_try is not None:
+                before_try(wait_left_s)
+            try_s = min(budget_s - spent_s, self.try_s + wait_left_s)
             tries += 1
             try:
-                return await method(self._stub())(request, timeout=min(left_s, self._try_s), metadata=metadata)
+                return await method(self._stub())(request, timeout=try_s, metadata=metadata)
             except aio.AioRpcError as error:
                 cause = error
             except asyncio.CancelledError:
                 # Closing a channel cancels its calls; the caller's own cancellation passes through.
                 task = asyncio.current_task()
-                if self._closed and task is not None and not task.cancelling():
+                if self.closed and task is not None and not task.cancelling():
                     raise ClientClosed(f"{_verb(request)} at {self.address}: the client was closed meanwhile") from None
                 raise
             failure = Failure.of(cause)
             spent_s = time.monotonic() - began
             pause = pause_s(failure, tries=tries, retried=retried, luck=random.random())
             if pause is None or spent_s + pause >= budget_s:
-                raise self._error(request, failure, tries=tries, spent_s=spent_s) from cause
+                raise self._error(_verb(request), failure, tries=tries, spent_s=spent_s) from cause
             await asyncio.sleep(pause)
 
     async def close(self) -> None:
         """Ends the connections, and with them the calls that are under way. A second close does nothing."""
-        self._closed = True
+        self.closed = True
         channels, self._channels, self._stubs = self._channels, [], []
         if self._loop is asyncio.get_running_loop() and self._pid == os.getpid():
             for channel in channels:
                 await channel.close()
+            if self._tasks:
+                # Their calls have just ended.
+                await asyncio.wait(self._tasks)
 
-    def _stub(self) -> QueueAsyncStub:
-        if self._closed:
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop that this belongs to, and that runs now. Raises ClientClosed."""
+        if self.closed:
             raise ClientClosed(f"this client of {self.address} is closed; make a new one")
         loop = asyncio.get_running_loop()
         if self._loop is None:
             self._loop = loop
             self._pid = os.getpid()
-            for _ in range(self._wanted):
+            for _ in range(self.channels):
                 channel = self._connect()
                 self._channels.append(channel)
                 self._stubs.append(QueueStub(channel))
@@ -200,7 +224,26 @@ class Calls:
                 f"this client of {self.address} belongs to another event loop or process; "
                 "make one for each, or use SyncClient"
             )
-        self._turn = (self._turn + 1) % self._wanted
+        return loop
+
+    def spawn(self, work: Coroutine[Any, Any, None], context: contextvars.Context) -> None:
+        """Runs something that makes calls for others, and whose errors are theirs. Closing waits for it."""
+        task = asyncio.get_running_loop().create_task(work, context=context)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def open(
+        self, method: Callable[[QueueAsyncStub], _StreamMethod[_Sent, _Received]]
+    ) -> aio.StreamStreamCall[_Sent, _Received]:
+        """Begins a stream over the next connection. `stream_error` says what becomes of one that breaks."""
+        return method(self._stub())(metadata=tracing.headers())
+
+    def stream_error(self, verb: str, cause: aio.AioRpcError, *, spent_s: float) -> WindrowError:
+        return self._error(verb, Failure.of(cause), tries=1, spent_s=spent_s)
+
+    def _stub(self) -> QueueAsyncStub:
+        self.loop()
+        self._turn = (self._turn + 1) % self.channels
         return self._stubs[self._turn]
 
     def _connect(self) -> aio.Channel:
@@ -208,11 +251,11 @@ class Calls:
             return aio.insecure_channel(self.address, options=_OPTIONS)
         return aio.secure_channel(self.address, self._credentials, options=_OPTIONS)
 
-    def _error(self, request: Message, failure: Failure, *, tries: int, spent_s: float) -> WindrowError:
+    def _error(self, verb: str, failure: Failure, *, tries: int, spent_s: float) -> WindrowError:
         effort = f"{tries} tries in {spent_s:.1f} s" if tries > 1 else f"after {spent_s:.1f} s"
         error = from_code(
             failure.code.value[0],
-            f"{_verb(request)} at {self.address}: {failure.message} [{failure.code.name}, {effort}]",
+            f"{verb} at {self.address}: {failure.message} [{failure.code.name}, {effort}]",
             failure.violations,
         )
         error.retry_after = failure.retry_after_s

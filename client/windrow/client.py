@@ -13,11 +13,14 @@ from google.protobuf.duration_pb2 import Duration
 from opentelemetry import trace
 
 from windrow.calls import MESSAGE_BYTES_MAX, RETRIED_DEQUEUE, TRY_S, Calls
+from windrow.coalesce import Coalescer, Coalescers
 from windrow.errors import (
     InvalidRequest,
+    RouterError,
     Span,
     Violation,
     WindrowError,
+    alone,
     from_code,
     shifted,
 )
@@ -30,20 +33,24 @@ from windrow.jobs import (
     NewJob,
     answers,
     enqueue_request,
+    new_message,
     read_leased,
     read_record,
 )
 from windrow.payloads import Payload, duration, encode_result, error_text, seconds
 from windrow.tracing import Tracing
-from windrow.v1 import queue_pb2
+from windrow.v1 import job_pb2, queue_pb2
 
 ADDRESS_DEFAULT = "127.0.0.1:7419"
 ADDRESS_VARIABLE = "WINDROW_ADDRESS"
 # The contract's bound on the jobs, leases or ids of one call.
 JOBS_MAX = 1000
+WAIT_S_MAX = 60.0
 # Large requests keep others of the connection waiting: where there is a choice, they are split well below the limit.
 _SPLIT_BYTES = 8 * 1024 * 1024
 _SPLIT_CALLS_MAX = 4
+# Shared calls under way at the same time, for each connection.
+_SHARED_CALLS = 2
 
 _Item = TypeVar("_Item")
 
@@ -82,6 +89,24 @@ class Client:
         )
         self.tracing = Tracing(provider=tracer_provider, address=address, create_spans=create_spans)
         self._owns_calls = True
+        self._enqueues = Coalescers[job_pb2.NewJob, Enqueued](
+            lambda org, on_idle: Coalescer(
+                self.calls,
+                lambda jobs, left_s: _enqueue_shared(self.calls, org, jobs, left_s),
+                items_max=JOBS_MAX,
+                calls_max=_SHARED_CALLS * channels,
+                on_idle=on_idle,
+            )
+        )
+        self._acks = Coalescers[queue_pb2.Ack, Answer](
+            lambda org, on_idle: Coalescer(
+                self.calls,
+                lambda acks, left_s: _ack(self.calls, org, acks, left_s),
+                items_max=JOBS_MAX,
+                calls_max=_SHARED_CALLS * channels,
+                on_idle=on_idle,
+            )
+        )
 
     def for_org(self, org: str) -> Client:
         """A client of another org over the same connections. Closing it closes nothing; it ends with this one."""
@@ -89,6 +114,8 @@ class Client:
         other.org = _named(org)
         other.calls = self.calls
         other.tracing = self.tracing
+        other._enqueues = self._enqueues
+        other._acks = self._acks
         other._owns_calls = False
         return other
 
@@ -108,11 +135,15 @@ class Client:
     async def enqueue(self, queue: str, kind: str, payload: Payload = b"", **options: Unpack[JobOptions]) -> Enqueued:
         """Stores one job; when this returns, it survives a crash of anything. `options` are the fields of NewJob.
 
+        Jobs that are enqueued at the same time share calls, of at most 1,000 jobs: nothing waits for that, and each has
+        its own outcome. Cancelled, a job that has not left yet is not stored; one that has may be.
+
         Raises InvalidJob. To try again after DeadlineExceeded or Unavailable without risk of a second job, give the
         same `id` (windrow.uuid7()) or `dedup_key`, or make a NewJob and pass it to enqueue_many.
         """
-        (stored,) = await self.enqueue_many([NewJob(queue, kind, payload, **options)])
-        return stored
+        message = new_message(NewJob(queue, kind, payload, **options))
+        with self.tracing.sending((message,)):
+            return await self._enqueues.put(self.org, message, _size(message))
 
     async def enqueue_many(self, jobs: Iterable[NewJob], *, independent: bool = False) -> list[Enqueued]:
         """Stores jobs, all or none: at most 1,000 and 16 MiB. One Enqueued for each, in their order.
@@ -133,14 +164,9 @@ class Client:
     async def send(self, request: queue_pb2.EnqueueRequest) -> list[Enqueued]:
         """Stores the jobs of a request made beforehand: the low-level path. Splits it if it is independent."""
         with self.tracing.sending(request.jobs):
-            size = request.ByteSize()
-            if request.independent and (len(request.jobs) > JOBS_MAX or size > _SPLIT_BYTES):
+            if request.independent and (len(request.jobs) > JOBS_MAX or request.ByteSize() > _SPLIT_BYTES):
                 return await self._send_parts(request)
-            if size > MESSAGE_BYTES_MAX:
-                raise InvalidRequest(
-                    f"the request has {size:,} bytes; at most {MESSAGE_BYTES_MAX:,} are stored together, all or none; "
-                    "independent=True stores the jobs in several calls"
-                )
+            _size(request)
             response = await self.calls.call(lambda stub: stub.Enqueue, request)
             return _enqueued(request, response, first=0)
 
@@ -172,17 +198,40 @@ class Client:
         return [stored for task in tasks for stored in task.result()]
 
     async def dequeue(
-        self, queues: str | Iterable[str], *, max_jobs: int = 1, visibility_window: Span = 30.0, worker: str = ""
+        self,
+        queues: str | Iterable[str],
+        *,
+        max_jobs: int = 1,
+        visibility_window: Span = 30.0,
+        worker: str = "",
+        wait: Span = 0.0,
     ) -> list[Job]:
-        """Leases up to `max_jobs` (1 to 1,000) that are due. Answers at once; empty: none was.
+        """Leases up to `max_jobs` (1 to 1,000) that are due; if none is, the first that falls due within `wait` (s or
+        timedelta, at most 60 s; by default it answers at once). Empty: none was.
 
-        The jobs stay invisible to others for `visibility_window` (100 ms to 12 h), counted from before this call on the
-        caller's monotonic clock. `worker` is kept in the attempt history.
+        The jobs stay invisible to others for `visibility_window` (100 ms to 12 h). A caller counts it on its monotonic
+        clock, from before this call, or, if it waits, from its return. `worker` is kept in the attempt history.
         """
-        request = dequeue_request(
-            self.org, queues, max_jobs=max_jobs, window=_span("visibility_window", visibility_window), worker=worker
+        request = queue_pb2.DequeueRequest(
+            org=self.org,
+            queues=[queues] if isinstance(queues, str) else queues,
+            max_jobs=max_jobs,
+            visibility_window=_span("visibility_window", visibility_window),
+            worker=worker,
         )
-        response = await self.calls.call(lambda stub: stub.Dequeue, request, retried=RETRIED_DEQUEUE)
+        wait_s = seconds(wait)
+        if not 0 <= wait_s <= WAIT_S_MAX:
+            raise _invalid("wait", ValueError(f"must be 0 s to {WAIT_S_MAX:g} s, not {wait_s} s"))
+
+        def wait_for(left_s: float) -> None:
+            if left_s:
+                request.wait.CopyFrom(duration(left_s))
+            else:
+                request.ClearField("wait")
+
+        response = await self.calls.call(
+            lambda stub: stub.Dequeue, request, retried=RETRIED_DEQUEUE, wait_s=wait_s, before_try=wait_for
+        )
         return [read_leased(job) for job in response.jobs]
 
     @overload
@@ -194,6 +243,8 @@ class Client:
     async def ack(self, jobs: Job | Iterable[Job], *, result: Payload = None) -> Answer | list[Answer]:
         """Finishes a job, or several. `result` (at most 64 KiB) is kept with each, for get_jobs.
 
+        Given one job, it shares calls with others that finish at the same time, as enqueue does.
+
         Answer.STALE: the lease had ended, nothing was changed, and another consumer may have the job.
         """
         try:
@@ -201,12 +252,15 @@ class Client:
         except (TypeError, ValueError) as error:
             raise _invalid("result", error) from error
 
+        if isinstance(jobs, Job):
+            return await self._acks.put(self.org, queue_pb2.Ack(lease=jobs.lease, result=kept), len(kept) + 64)
+
         async def send(part: Sequence[Job]) -> Sequence[int]:
             acks = [queue_pb2.Ack(lease=job.lease, result=kept) for job in part]
             response = await self.calls.call(lambda stub: stub.Ack, queue_pb2.AckRequest(org=self.org, acks=acks))
             return response.answers
 
-        return await _each(jobs, send)
+        return await _in_parts(list(jobs), send)
 
     @overload
     async def nack(self, jobs: Job, *, error: str = "", delay: Span | None = None, kill: bool = False) -> Answer: ...
@@ -298,24 +352,43 @@ class Client:
         return await _in_parts(list(ids), send)
 
 
-def dequeue_request(
-    org: str, queues: str | Iterable[str], *, max_jobs: int, window: Duration, worker: str
-) -> queue_pb2.DequeueRequest:
-    return queue_pb2.DequeueRequest(
-        org=org,
-        queues=[queues] if isinstance(queues, str) else queues,
-        max_jobs=max_jobs,
-        visibility_window=window,
-        worker=worker,
-    )
+async def _enqueue_shared(
+    calls: Calls, org: str, jobs: Sequence[job_pb2.NewJob], timeout_s: float
+) -> list[Enqueued | WindrowError]:
+    # Alone, a job is refused as any call is: with the place and the effort in the error.
+    request = queue_pb2.EnqueueRequest(org=org, jobs=jobs, independent=len(jobs) > 1)
+    response = await calls.call(lambda stub: stub.Enqueue, request, timeout_s=timeout_s)
+    told: list[Enqueued | WindrowError] = []
+    for at, stored in enumerate(_enqueued(request, response, first=0)):
+        error = stored.error
+        told.append(stored if error is None else alone(error, at) if isinstance(error, InvalidRequest) else error)
+    return told
+
+
+async def _ack(calls: Calls, org: str, acks: Sequence[queue_pb2.Ack], timeout_s: float) -> list[Answer]:
+    request = queue_pb2.AckRequest(org=org, acks=acks)
+    return answers((await calls.call(lambda stub: stub.Ack, request, timeout_s=timeout_s)).answers)
+
+
+def _size(message: queue_pb2.EnqueueRequest | job_pb2.NewJob) -> int:
+    """Raises InvalidRequest for what no call takes."""
+    size = message.ByteSize()
+    if size > MESSAGE_BYTES_MAX:
+        raise InvalidRequest(
+            f"the request has {size:,} bytes; at most {MESSAGE_BYTES_MAX:,} are stored together, all or none; "
+            "independent=True stores the jobs in several calls"
+        )
+    return size
 
 
 def _enqueued(request: queue_pb2.EnqueueRequest, response: queue_pb2.EnqueueResponse, *, first: int) -> list[Enqueued]:
+    if len(response.results) != len(request.jobs):
+        raise RouterError(f"{len(request.jobs)} jobs were enqueued, and {len(response.results)} answered")
     return [
         Enqueued(id=result.id, duplicate=result.duplicate)
         if not result.HasField("error")
-        else Enqueued(id=job.id, error=_job_error(result.error, first))
-        for job, result in zip(request.jobs, response.results, strict=True)
+        else Enqueued(id=request.jobs[at].id, error=_job_error(result.error, first))
+        for at, result in enumerate(response.results)
     ]
 
 

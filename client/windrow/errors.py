@@ -106,6 +106,8 @@ _BY_CODE: dict[int, type[WindrowError]] = {
 _INVALID_ARGUMENT = 3
 _RETRY_AFTER_MAX_S = 3650 * 86400
 _IN_JOB = re.compile(r"jobs\[(\d+)\]")
+# The parts of a call that may have been given by different callers.
+_IN_PART = re.compile(r"(?:jobs|acks)\[(\d+)\]")
 
 
 def from_code(code: int, message: str, violations: Iterable[Violation] = ()) -> WindrowError:
@@ -128,6 +130,23 @@ def shifted(violations: Iterable[Violation], by: int) -> list[Violation]:
         return f"jobs[{int(match[1]) + by}]"
 
     return [Violation(_IN_JOB.sub(moved, field, count=1), description) for field, description in violations]
+
+
+def alone(error: InvalidRequest, at: int) -> InvalidRequest:
+    """What the part at `at` of the refused call would have been told, had it been alone in it."""
+
+    def first(match: re.Match[str]) -> str:
+        return match[0].replace(match[1], "0") if int(match[1]) == at else match[0]
+
+    own = [found for found in error.violations if (path := _IN_PART.match(found.field)) and int(path[1]) == at]
+    told = [Violation(_IN_PART.sub(first, field, count=1), _IN_PART.sub(first, text)) for field, text in own]
+    return type(error)("; ".join(f"{field}: {text}" for field, text in told), told)
+
+
+def blamed(error: InvalidRequest) -> set[int]:
+    """The parts of the refused call that it was refused for; none: it was for something else."""
+    paths = [_IN_PART.match(violation.field) for violation in error.violations]
+    return {int(path[1]) for path in paths if path} if all(paths) else set()
 
 
 class Retry(Exception):

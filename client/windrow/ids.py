@@ -1,45 +1,49 @@
 """Job ids: UUIDv7, in the order they were made. Owns this process's last id; refuses nothing.
 
-RFC 9562, section 5.7, with the monotonic random counter of section 6.2, method 2: all 74 random bits are the counter.
-It starts anew from the system's randomness every millisecond, and grows by a random step for each id within one.
+RFC 9562, section 5.7, with the monotonic random counter of section 6.2, method 2: the last 48 bits count. All 74 random
+bits start anew from the system's randomness every millisecond, and the counter grows by a random step of that
+millisecond's own.
 """
 
 from __future__ import annotations
 
 import os
-import random
 import secrets
 import sys
 import threading
-import time
+from collections.abc import Callable
+from itertools import count
+from time import time_ns
+
+_NS_PER_MS = 1_000_000
+# A bit above the counter's 48, so that its hexadecimal text always has the same length.
+_MARK = 1 << 48
+_FULL = _MARK << 1
+# The counter's top bit starts clear and a step has 32 bits: room for 2^15 ids or more. No Python makes as many in 1 ms.
+_START_MAX = (1 << 47) - 1
+
+# The GIL makes next() of a count one step. Without one, that is promised only from Python 3.14 on.
+_LOCK_FREE = sys.version_info >= (3, 14) or getattr(sys, "_is_gil_enabled", lambda: True)()
 
 _lock = threading.Lock()
-# The steps need only be hard to hit by chance. Not the shared generator: a user may seed that.
-_steps = random.Random()
 _ms = 0
-# 74 bits; the top one starts clear, so that a millisecond has room for 2^41 steps.
-_counter = 0
-# What the ids of this millisecond begin with.
-_head = ""
+# Until when (ns since 1970) the counter of this millisecond serves, what its ids begin with, and the counter. Replaced
+# as one, so that a thread never sees parts of two.
+_current: tuple[int, str, Callable[[], int]] = (0, "", count().__next__)
 
 
 def uuid7() -> str:
-    """A new id: a UUIDv7 in canonical lower-case text, greater than every earlier one of this process.
+    """A new id: a UUIDv7 in canonical lower-case text, greater than every one whose making had ended before.
 
     Safe to call from several threads. A clock that is set back makes ids wait at the last time, not go back.
     """
-    global _ms, _counter, _head
-    now = time.time_ns() // 1_000_000
-    with _lock:
-        if now > _ms:
-            _ms = now
-            _counter = secrets.randbits(73)
-            text = f"{now:012x}"
-            _head = f"{text[:8]}-{text[8:]}-7"
-        else:
-            _counter += 1 + _steps.getrandbits(32)
-        head, counter = _head, _counter
-    return f"{head}{counter >> 62:03x}-{counter >> 48 & 0x3FFF | 0x8000:04x}-{counter & 0xFFFFFFFFFFFF:012x}"
+    while True:
+        until, head, following = seen = _current
+        if time_ns() < until:
+            number = following()
+            if number < _FULL:
+                return head + hex(number)[3:]
+        _begin(seen)
 
 
 def made_at(id: str) -> float:  # noqa: A002
@@ -50,11 +54,35 @@ def made_at(id: str) -> float:  # noqa: A002
     return int(digits[:12], 16) / 1000
 
 
+def _begin(seen: tuple[int, str, Callable[[], int]]) -> None:
+    """The next millisecond; ahead of the clock where the last one is used up."""
+    global _ms, _current
+    with _lock:
+        if _current is not seen:
+            return
+        _ms = max(time_ns() // _NS_PER_MS, _ms + 1)
+        luck = secrets.randbits(12 + 14 + 47 + 32)
+        step, start = 1 + (luck & 0xFFFFFFFF), _MARK | luck >> 32 & _START_MAX
+        first, rest = 0x7000 | luck >> 93, 0x8000 | luck >> 79 & 0x3FFF
+        time = f"{_ms:012x}"
+        head = f"{time[:8]}-{time[8:]}-{first:04x}-{rest:04x}-"
+        numbers = count(start, step).__next__
+        _current = ((_ms + 1) * _NS_PER_MS, head, numbers if _LOCK_FREE else _locked(numbers))
+
+
+def _locked(numbers: Callable[[], int]) -> Callable[[], int]:
+    def following() -> int:
+        with _lock:
+            return numbers()
+
+    return following
+
+
 def _start_anew() -> None:
-    # The parent may have been forked in the middle of uuid7(), and goes on counting from the same number.
-    global _lock, _ms
+    # The parent may have been forked in the middle of _begin(), and goes on counting from the same number.
+    global _lock, _current
     _lock = threading.Lock()
-    _ms = 0
+    _current = (0, "", count().__next__)
 
 
 if sys.platform != "win32":

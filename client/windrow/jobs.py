@@ -246,6 +246,16 @@ def enqueue_request(org: str, jobs: Sequence[NewJob], *, independent: bool = Fal
     return request
 
 
+def new_message(job: NewJob) -> job_pb2.NewJob:
+    """Raises InvalidJob, as if for a request of this job alone."""
+    message = job_pb2.NewJob()
+    try:
+        write(job, message)
+    except (TypeError, ValueError) as error:
+        raise _invalid(job, 0, error) from error
+    return message
+
+
 def write(job: NewJob, message: job_pb2.NewJob) -> None:
     """Fills an empty message. Raises TypeError or ValueError."""
     if not job.id:
@@ -327,7 +337,11 @@ def _read_retry(message: job_pb2.RetryPolicy) -> RetryPolicy | None:
 
 
 def read_leased(message: job_pb2.LeasedJob) -> Job:
-    trace = message.trace
+    # Looking at a field that is not there makes an object all the same.
+    traced = message.HasField("trace")
+    enqueued, run = message.enqueued_at, message.run_at
+    enqueued_at = moment(enqueued)
+    at_once = run.nanos == enqueued.nanos and run.seconds == enqueued.seconds
     return Job(
         lease=message.lease,
         id=message.id,
@@ -338,10 +352,10 @@ def read_leased(message: job_pb2.LeasedJob) -> Job:
         priority=message.priority,
         attempt=message.attempt,
         max_attempts=message.max_attempts,
-        enqueued_at=moment(message.enqueued_at),
-        run_at=moment(message.run_at),
-        traceparent=trace.traceparent,
-        tracestate=trace.tracestate,
+        enqueued_at=enqueued_at,
+        run_at=enqueued_at if at_once else moment(run),
+        traceparent=message.trace.traceparent if traced else "",
+        tracestate=message.trace.tracestate if traced else "",
     )
 
 

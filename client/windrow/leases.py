@@ -1,22 +1,19 @@
-"""The leases a worker holds, and the extends that keep them. Owns their time; refuses to know what runs under them.
+"""The leases a worker holds, and when they are prolonged. Owns their time; refuses to know what runs under them.
 
-Time is the worker's own monotonic clock: a lease counts from before the call that gave or prolonged it, so it ends here
-no later than at the shard, and a worker that cannot reach its router gives up a job before another worker gets it.
+Time is the worker's own monotonic clock. A lease counts from the moment its job was received, or from before the extend
+that prolonged it was sent: but for the way of the job it ends here no later than at the shard, and a worker that cannot
+reach its router gives up a job before, or as, another worker gets it. Should both run it, fencing has the last word.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from windrow.client import JOBS_MAX, Client
-from windrow.errors import TRANSIENT, InvalidRequest, WindrowError
-from windrow.jobs import Answer, Job, answers
-from windrow.payloads import duration
-from windrow.v1 import queue_pb2
+from windrow.errors import WindrowError
+from windrow.jobs import Job
 
 log = logging.getLogger("windrow.worker")
 
@@ -24,12 +21,14 @@ log = logging.getLogger("windrow.worker")
 class Held:
     """One leased job in a worker's hands."""
 
-    __slots__ = ("job", "over", "renewed_at", "settling", "task", "threaded")
+    __slots__ = ("extending", "job", "over", "renewed_at", "settling", "task", "threaded")
 
     def __init__(self, job: Job, renewed_at: float) -> None:
         self.job = job
-        # From before the call that gave or last prolonged the lease; monotonic seconds.
+        # When the job was received, or before its lease was last prolonged; monotonic seconds.
         self.renewed_at = renewed_at
+        # An extend waits to be sent, or is on its way.
+        self.extending = False
         # Its fate is decided and waits to be sent, or is on its way.
         self.settling = False
         # The lease has ended, by the router's word or by the clock.
@@ -54,7 +53,7 @@ class Reach:
         if self._away_since is None:
             self._away_since = time.monotonic()
             log.warning(
-                "%s: the queues cannot be reached; handlers go on, and calls are tried again: %s", self._worker, error
+                "%s: the queues cannot be reached; handlers go on, and it is tried again: %s", self._worker, error
             )
 
     def answered(self) -> None:
@@ -65,15 +64,25 @@ class Reach:
 
 
 class Leases:
-    """Every lease from dequeue until its fate is answered. `on_lost` is told of those that ended before."""
+    """Every lease from a job's receipt until its fate is answered.
+
+    `extend` is told which to prolong, and sets their `extending`; `on_waited` of jobs that nobody has begun for a third
+    of the window; `on_lost` of leases that ended before their jobs did.
+    """
 
     def __init__(
-        self, client: Client, *, worker: str, window_s: float, reach: Reach, on_lost: Callable[[Held], None]
+        self,
+        *,
+        worker: str,
+        window_s: float,
+        extend: Callable[[Sequence[Held]], None],
+        on_waited: Callable[[Held], None],
+        on_lost: Callable[[Held], None],
     ) -> None:
-        self._client = client
         self._worker = worker
         self._window_s = window_s
-        self._reach = reach
+        self._extend = extend
+        self._on_waited = on_waited
         self._on_lost = on_lost
         self._held: dict[Held, None] = {}
         self._some = asyncio.Event()
@@ -81,11 +90,14 @@ class Leases:
     def __len__(self) -> int:
         return len(self._held)
 
+    def __contains__(self, held: Held) -> bool:
+        return held in self._held
+
     def hold(self, jobs: Iterable[Job], since: float) -> list[Held]:
-        """Takes over jobs that were dequeued by a call begun at `since`."""
+        """Takes over jobs that were received at `since`."""
         new = [Held(job, since) for job in jobs]
-        self._held.update(dict.fromkeys(new))
         if new:
+            self._held.update(dict.fromkeys(new))
             self._some.set()
         return new
 
@@ -97,49 +109,41 @@ class Leases:
         return held.over or time.monotonic() - held.renewed_at >= self._window_s
 
     async def keep(self) -> None:
-        """Extends every lease at a third of its window, in one call for all that are due. Runs until cancelled."""
+        """Prolongs every lease at a third of its window, all that are due together. Runs until cancelled."""
         while True:
             if not self._held:
                 self._some.clear()
                 await self._some.wait()
-            oldest = min(held.renewed_at for held in self._held)
-            await asyncio.sleep(max(0.0, oldest + self._window_s / 3 - time.monotonic()))
-            await self._extend()
-
-    async def _extend(self) -> None:
-        for held in [held for held in self._held if self.ended(held)]:
-            self._lose(held, "it could not be extended in time")
-        # Those that are nearly due come along: one call a tick, not one for each dequeue.
-        now = time.monotonic()
-        due = [held for held in self._held if now - held.renewed_at >= self._window_s / 4][:JOBS_MAX]
-        if not due:
-            return
-        first_end_s = min(held.renewed_at for held in due) + self._window_s - now
-        request = queue_pb2.ExtendRequest(
-            org=self._client.org,
-            leases=[held.job.lease for held in due],
-            visibility_window=duration(self._window_s),
-        )
-        try:
-            response = await self._client.calls.call(
-                lambda stub: stub.Extend, request, timeout_s=max(0.05, min(self._window_s / 3, first_end_s))
+            self._look_through()
+            third_s = self._window_s / 3
+            next_s = min(
+                (held.renewed_at + (3 if held.extending or held.settling else 1) * third_s for held in self._held),
+                default=0.0,
             )
-        except TRANSIENT as error:
-            self._reach.failed(error)
-            await asyncio.sleep(random.uniform(0, min(0.5, self._window_s / 12)))
-            return
-        except InvalidRequest as error:
-            for held in due:
-                self._lose(held, str(error))
-            return
-        self._reach.answered()
-        for held, answer in zip(due, answers(response.answers), strict=True):
-            if answer is Answer.OK:
-                held.renewed_at = now
-            elif held in self._held:
-                self._lose(held, f"the router answered {answer.name}")
+            # An extend that is answered meanwhile is due again no sooner than a third of the window from now.
+            await asyncio.sleep(min(third_s, max(0.001, next_s - time.monotonic())))
 
-    def _lose(self, held: Held, why: str) -> None:
+    def _look_through(self) -> None:
+        now = time.monotonic()
+        ended: list[Held] = []
+        due: list[Held] = []
+        for held in self._held:
+            age_s = now - held.renewed_at
+            if age_s >= self._window_s:
+                ended.append(held)
+            # Those that are nearly due come along: one message a tick, not one for each job.
+            elif age_s >= self._window_s / 4 and not (held.extending or held.settling):
+                due.append(held)
+        for held in ended:
+            self.lose(held, "it could not be extended in time")
+        begun = [held for held in due if held.task is not None]
+        for held in due:
+            if held.task is None and now - held.renewed_at >= self._window_s / 3:
+                self._on_waited(held)
+        if begun:
+            self._extend(begun)
+
+    def lose(self, held: Held, why: str) -> None:
         self.drop(held)
         held.over = True
         if held.settling:

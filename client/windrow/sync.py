@@ -87,11 +87,19 @@ class SyncClient:
         return self._run(self._client.enqueue_many(jobs, independent=independent))
 
     def dequeue(
-        self, queues: str | Iterable[str], *, max_jobs: int = 1, visibility_window: Span = 30.0, worker: str = ""
+        self,
+        queues: str | Iterable[str],
+        *,
+        max_jobs: int = 1,
+        visibility_window: Span = 30.0,
+        worker: str = "",
+        wait: Span = 0.0,
     ) -> list[Job]:
         """See Client.dequeue."""
         return self._run(
-            self._client.dequeue(queues, max_jobs=max_jobs, visibility_window=visibility_window, worker=worker)
+            self._client.dequeue(
+                queues, max_jobs=max_jobs, visibility_window=visibility_window, worker=worker, wait=wait
+            )
         )
 
     @overload

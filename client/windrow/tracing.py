@@ -15,10 +15,9 @@ nothing is made for a job; a context that came from elsewhere is still handed on
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
-from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 from opentelemetry import trace
 from opentelemetry.trace import (
     Link,
@@ -53,7 +52,7 @@ class Tracing:
             self._common["server.port"] = int(port)
 
     @contextmanager
-    def sending(self, jobs: RepeatedCompositeFieldContainer[job_pb2.NewJob]) -> Generator[None]:
+    def sending(self, jobs: Sequence[job_pb2.NewJob]) -> Generator[None]:
         """Around the call that stores the jobs. Gives each job its trace, unless it brought one."""
         around = trace.get_current_span()
         if not self._live():
@@ -86,13 +85,14 @@ class Tracing:
                 fail(span, error)
                 raise
 
+    def follows(self, job: Job) -> bool:
+        """Whether there is a trace for a handler to run under, or one to be made."""
+        return bool(job.traceparent) or self._live()
+
     @contextmanager
     def processing(self, job: Job) -> Generator[Span]:
-        """Around a handler."""
+        """Around a handler, if follows()."""
         live = self._live()
-        if not live and not job.traceparent:
-            yield trace.INVALID_SPAN
-            return
         around = trace.get_current_span().get_span_context()
         parent = (
             _W3C.extract({"traceparent": job.traceparent, "tracestate": job.tracestate}) if job.traceparent else None
@@ -169,9 +169,7 @@ def trace_context(context: SpanContext) -> job_pb2.TraceContext | None:
     return job_pb2.TraceContext(traceparent=parent, tracestate=state)
 
 
-def _stamp(
-    jobs: RepeatedCompositeFieldContainer[job_pb2.NewJob] | list[job_pb2.NewJob], told: job_pb2.TraceContext | None
-) -> None:
+def _stamp(jobs: Sequence[job_pb2.NewJob], told: job_pb2.TraceContext | None) -> None:
     if told is None:
         return
     for job in jobs:
@@ -179,6 +177,6 @@ def _stamp(
             job.trace.CopyFrom(told)
 
 
-def _shared_queue(jobs: RepeatedCompositeFieldContainer[job_pb2.NewJob]) -> str:
+def _shared_queue(jobs: Sequence[job_pb2.NewJob]) -> str:
     queue = jobs[0].queue
     return queue if all(job.queue == queue for job in jobs) else ""

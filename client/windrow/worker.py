@@ -1,7 +1,8 @@
-"""The worker: dequeues jobs, runs their handlers, and says what became of them.
+"""The worker: takes jobs from a stream, runs their handlers, and says what became of them.
 
-The leases themselves are leases.py's, the calls that end them settle.py's; here are the handlers, the polling and the
-way out. Refuses to guess: a job without a handler here goes back with an error that says so.
+The stream is consume.py's, the leases are leases.py's, and what is said of them settle.py's; here are the handlers, how
+many jobs there is room for, and the way out. Refuses to guess: a job without a handler here goes back with an error
+that says so.
 """
 
 from __future__ import annotations
@@ -12,40 +13,50 @@ import inspect
 import itertools
 import logging
 import os
-import random
 import secrets
 import socket
 import time
 import traceback
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
-from windrow.calls import NEVER_RETRIED
-from windrow.client import JOBS_MAX, Client, dequeue_request
-from windrow.errors import TRANSIENT, InvalidRequest, Kill, Retry, Span
+from opentelemetry import trace
+
+from windrow.client import Client
+from windrow.consume import Line, only_cause
+from windrow.errors import InvalidRequest, Kill, Retry, Span
 from windrow.jobs import Job, read_leased
 from windrow.leases import Held, Leases, Reach
 from windrow.payloads import Payload, duration, encode_result, seconds
-from windrow.settle import Done, Failed, Fate, Settlements
+from windrow.settle import Backoff, Done, Failed, Fate, Settlements
 from windrow.signals import stopped_by_signals
 from windrow.tracing import fail
+from windrow.v1 import job_pb2, queue_pb2
 
 log = logging.getLogger("windrow.worker")
 
 Handler = Callable[[Job], Awaitable[Payload]] | Callable[[Job], Payload]
 _HandlerT = TypeVar("_HandlerT", bound=Handler)
+_DONE = Done()
 
-_IDLE_FIRST_S, _IDLE_MAX_S = 0.02, 0.5
-_AWAY_FIRST_S, _AWAY_MAX_S = 0.05, 2.0
-_POLL_TIMEOUT_S = 10.0
+CONCURRENCY_MAX = 1000
+PREFETCH_MAX = 1000
+# With handlers that take no time, the way to the router and back is covered by so many jobs.
+_PREFETCH_LEAST = 32
+# A prefetched job waits here about this long at most, or a tenth of its window: another worker may have a free hand.
+_PREFETCH_WAIT_S = 0.1
+_AGAIN_FIRST_S, _AGAIN_MAX_S = 0.05, 2.0
 # A deploy under way heals within minutes; by then a job with 20 attempts has used ten of them.
 _NO_HANDLER_FIRST_S, _NO_HANDLER_MAX_S = 5.0, 600.0
-# While handlers take longer, a prefetched job would wait here longer than it takes to fetch it when there is room.
-_PREFETCH_WHILE_BELOW_S = 1.0
 _FLUSH_S, _FLUSH_HURRIED_S = 5.0, 1.0
+
+
+class _Registered(NamedTuple):
+    function: Handler
+    is_async: bool
 
 
 class Worker:
@@ -58,11 +69,14 @@ class Worker:
 
         windrow.run(worker)
 
-    `concurrency`: handlers at the same time. `prefetch` (0 to concurrency; default: concurrency): jobs leased beyond
-    that so that none is waited for, as long as handlers take less than a second on average. `visibility_window`: each
-    lease, renewed at a third of it. `name`: in the attempt history; default host-pid-xxxx. `grace`: how long running
-    handlers get to finish when the worker stops. `cancel_lost`: cancel a coroutine handler whose lease has ended; a
-    `def` handler cannot be cancelled and asks job.lost.is_set().
+    `concurrency` (1 to 1,000): handlers at the same time. Jobs come as they fall due, over one stream to one router;
+    none is asked for that there is no room for. `prefetch` (0 to 1,000; default: concurrency, at least 32): how many
+    may wait here beyond those that run, so that handlers need not wait for jobs. The longer handlers take the fewer it
+    is: what is prefetched waits 0.1 s or so. A job that waited for a third of its window all the same goes back,
+    uncounted.
+    `visibility_window` (100 ms to 12 h): each lease, renewed at a third of it. `name`: in the attempt history; default
+    host-pid-xxxx. `grace`: how long running handlers get to finish when the worker stops. `cancel_lost`: cancel a
+    coroutine handler whose lease has ended; a `def` handler cannot be cancelled and asks job.lost.is_set().
 
     A handler returns the job's result (see Payload; None: no result; at most 64 KiB), which acks the job. It raises to
     nack it: Retry(after=...) and Kill("why") say how; any other exception leaves it to the retry policy, with the last
@@ -85,13 +99,13 @@ class Worker:
         self.client = client
         self.queues = (queues,) if isinstance(queues, str) else tuple(queues)
         self.concurrency = concurrency
-        self.prefetch = concurrency if prefetch is None else prefetch
+        self.prefetch = min(PREFETCH_MAX, max(concurrency, _PREFETCH_LEAST)) if prefetch is None else prefetch
         self.name = name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
         self._window_s = seconds(visibility_window)
         self._grace_s = seconds(grace)
         self._cancel_lost = cancel_lost
         self._check()
-        self._handlers: dict[str, Handler] = {}
+        self._handlers: dict[str, _Registered] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stops = 0
         self._group: asyncio.TaskGroup | None = None
@@ -99,16 +113,30 @@ class Worker:
         self._context = contextvars.Context()
         self._reach = Reach(self.name)
         self._leases = Leases(
-            client, worker=self.name, window_s=self._window_s, reach=self._reach, on_lost=self._on_lost
+            worker=self.name,
+            window_s=self._window_s,
+            extend=self._extend,
+            on_waited=self._on_waited,
+            on_lost=self._on_lost,
         )
-        self._settlements = Settlements(client, self._leases, self._reach)
+        self._settlements = Settlements(self._leases, self._reach, backoff=Backoff(_AGAIN_FIRST_S, _AGAIN_MAX_S))
+        self._line = Line(
+            client,
+            queue_pb2.ConsumeStart(
+                org=client.org, queues=self.queues, visibility_window=duration(self._window_s), worker=self.name
+            ),
+            settlements=self._settlements,
+            reach=self._reach,
+            room=self._room,
+            take=self._take,
+        )
         self._waiting: deque[Held] = deque()
         self._running: dict[Held, None] = {}
-        # Set whenever there may be room, or the worker is told to stop.
+        # Set whenever a handler has ended, or the worker is told to stop.
         self._changed = asyncio.Event()
         self._stopping = asyncio.Event()
-        self._idle = _Pauses(_IDLE_FIRST_S, _IDLE_MAX_S)
-        self._away = _Pauses(_AWAY_FIRST_S, _AWAY_MAX_S)
+        # No handler may be begun any more.
+        self._ending = False
         # Mean duration of handlers, newer ones weighing more; unknown before the first.
         self._typical_s: float | None = None
 
@@ -116,10 +144,11 @@ class Worker:
         """Registers a function for jobs of these kinds: `async def`, or `def`, which runs in a thread."""
 
         def register(function: _HandlerT) -> _HandlerT:
+            registered = _Registered(function, _is_async(function))
             for kind in kinds:
                 if kind in self._handlers:
-                    raise InvalidRequest(f"kind {kind!r} has a handler already: {self._handlers[kind]!r}")
-                self._handlers[kind] = function
+                    raise InvalidRequest(f"kind {kind!r} has a handler already: {self._handlers[kind].function!r}")
+                self._handlers[kind] = registered
             return function
 
         return register
@@ -144,7 +173,7 @@ class Worker:
                 await self._serve()
             except BaseExceptionGroup as group:
                 # One cause is clearer by itself.
-                raise _only_cause(group) from None
+                raise only_cause(group) from None
             finally:
                 self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -160,67 +189,57 @@ class Worker:
             self._changed.set()
 
     async def _serve(self) -> None:
+        if self._stopping.is_set():
+            return
         async with asyncio.TaskGroup() as services:
-            running = [services.create_task(run()) for run in (self._leases.keep, *self._settlements.runs())]
+            keeping = services.create_task(self._leases.keep())
+            line = services.create_task(self._line.run())
             try:
                 async with asyncio.TaskGroup() as self._group:
-                    await self._poll()
-                    await self._wind_down()
+                    try:
+                        await self._stopping.wait()
+                        await self._wind_down()
+                    finally:
+                        self._ending = True
             finally:
                 # Also after an error or a cancellation: what is done is said, and what is not is given back.
                 self._give_back_waiting()
-                if not any(task.done() for task in running):
-                    await self._flush()
-                for task in running:
-                    task.cancel()
+                if not (keeping.done() or line.done()):
+                    await self._flush(line)
+                self._settlements.close()
+                keeping.cancel()
+                line.cancel()
 
     # Taking jobs.
 
-    async def _poll(self) -> None:
-        while room := await self._wait_for_room():
-            # Before the call: from here on the clock of its leases runs.
-            since = time.monotonic()
-            self._waiting.extend(self._leases.hold(await self._fetch(room), since))
+    def _room(self) -> int:
+        """How many more jobs may come."""
+        if self._ending or self._stopping.is_set():
+            return 0
+        return max(0, self.concurrency + self._prefetch_now() - len(self._running) - len(self._waiting))
+
+    def _prefetch_now(self) -> int:
+        if self._typical_s is None:
+            return 0
+        wait_s = min(_PREFETCH_WAIT_S, self._window_s / 10)
+        return int(min(self.prefetch, self.concurrency * wait_s / max(self._typical_s, 1e-6)))
+
+    def _take(self, messages: Sequence[job_pb2.LeasedJob], received_at: float) -> None:
+        self._waiting.extend(self._leases.hold([read_leased(message) for message in messages], received_at))
+        if self._ending or self._stopping.is_set():
+            # They were on their way when it was told to stop.
+            self._give_back_waiting()
+        else:
             self._start_waiting()
 
-    async def _fetch(self, max_jobs: int) -> list[Job]:
-        """Asks once for jobs; if there are none, waits a little before it says so."""
-        request = dequeue_request(
-            self.client.org, self.queues, max_jobs=max_jobs, window=duration(self._window_s), worker=self.name
-        )
-        try:
-            response = await self.client.calls.call(
-                lambda stub: stub.Dequeue, request, retried=NEVER_RETRIED, timeout_s=_POLL_TIMEOUT_S
-            )
-        except TRANSIENT as error:
-            self._reach.failed(error)
-            await self._pause(max(self._away.next_s(), error.retry_after or 0.0))
-            return []
-        self._reach.answered()
-        self._away.reset()
-        if not response.jobs:
-            await self._pause(self._idle.next_s())
-            return []
-        self._idle.reset()
-        return [read_leased(job) for job in response.jobs]
+    def _extend(self, leases: Sequence[Held]) -> None:
+        self._settlements.extend(leases)
 
-    async def _wait_for_room(self) -> int:
-        """How many jobs to ask for; 0: none, the worker stops."""
-        while not self._stopping.is_set():
-            quick = self._typical_s is not None and self._typical_s < _PREFETCH_WHILE_BELOW_S
-            prefetch = self.prefetch if quick else 0
-            room = self.concurrency + prefetch - len(self._running) - len(self._waiting)
-            # Half of what is prefetched goes in one call; one call for each job would be many.
-            if room >= max(1, prefetch // 2):
-                return min(room, JOBS_MAX)
-            self._changed.clear()
-            await self._changed.wait()
-        return 0
-
-    async def _pause(self, seconds: float) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._stopping.wait()
+    def _on_waited(self, held: Held) -> None:
+        # Whoever has a free hand gets it. That handlers take long is known only when they end: this tells it before.
+        self._typical_s = max(self._typical_s or 0.0, self._window_s / 3)
+        self._waiting.remove(held)
+        self._settlements.give_back(held)
 
     # Running them.
 
@@ -258,6 +277,7 @@ class Worker:
         finally:
             del self._running[held]
             self._changed.set()
+            self._settlements.news.set()
             if not ending:
                 self._start_waiting()
 
@@ -268,37 +288,45 @@ class Worker:
             delay_s = min(_NO_HANDLER_MAX_S, _NO_HANDLER_FIRST_S * 2 ** min(job.attempt - 1, 10))
             log.warning("%s: no handler for kind %r; job %s again in %.0f s", self.name, job.kind, job.id, delay_s)
             return Failed(error=f"no handler for kind {job.kind!r} in worker {self.name}", delay_s=delay_s)
-        with self.client.tracing.processing(job) as span:
-            try:
-                return Done(result=encode_result(await self._call(handler, held)))
-            except Retry as again:
-                after_s = None if again.after is None else seconds(again.after)
-                return Failed(error=str(again) or "the handler asked for a retry", delay_s=after_s)
-            except Kill as end:
-                fail(span, end)
-                return Failed(error=str(end) or "killed by the handler", kill=True)
-            except asyncio.CancelledError as error:
-                task = asyncio.current_task()
-                if task is not None and task.cancelling():
-                    raise
-                # Of something inside the handler, not of the handler.
-                fail(span, error)
-                return Failed(error=_last_lines(error))
-            except Exception as error:  # noqa: BLE001 - whatever a handler raises becomes its job's error
-                fail(span, error)
-                log.info("%s: job %s (%s), attempt %d failed: %r", self.name, job.id, job.kind, job.attempt, error)
-                return Failed(error=_last_lines(error))
+        tracing = self.client.tracing
+        if not tracing.follows(job):
+            return await self._outcome(handler, held, trace.INVALID_SPAN)
+        with tracing.processing(job) as span:
+            return await self._outcome(handler, held, span)
 
-    async def _call(self, handler: Handler, held: Held) -> Payload:
-        if _is_async(handler):
-            return await cast("Callable[[Job], Awaitable[Payload]]", handler)(held.job)
+    async def _outcome(self, handler: _Registered, held: Held, span: trace.Span) -> Fate:
+        job = held.job
+        try:
+            if handler.is_async:
+                result = await cast("Awaitable[Payload]", handler.function(job))
+            else:
+                result = await self._in_thread(cast("Callable[[Job], Payload]", handler.function), held)
+            return _DONE if result is None else Done(result=encode_result(result))
+        except Retry as again:
+            after_s = None if again.after is None else seconds(again.after)
+            return Failed(error=str(again) or "the handler asked for a retry", delay_s=after_s)
+        except Kill as end:
+            fail(span, end)
+            return Failed(error=str(end) or "killed by the handler", kill=True)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # Of something inside the handler, not of the handler.
+            fail(span, error)
+            return Failed(error=_last_lines(error))
+        except Exception as error:  # noqa: BLE001 - whatever a handler raises becomes its job's error
+            fail(span, error)
+            log.info("%s: job %s (%s), attempt %d failed: %r", self.name, job.id, job.kind, job.attempt, error)
+            return Failed(error=_last_lines(error))
+
+    async def _in_thread(self, function: Callable[[Job], Payload], held: Held) -> Payload:
         context = contextvars.copy_context()
-        plain = cast("Callable[[Job], Payload]", handler)
 
         def run() -> Payload:
             held.threaded = True
             try:
-                return context.run(plain, held.job)
+                return context.run(function, held.job)
             except StopIteration as error:
                 # No future takes one (PEP 479): the worker would wait for this thread, and keep its lease, for ever.
                 raise RuntimeError("the handler raised StopIteration") from error
@@ -308,7 +336,7 @@ class Worker:
     def _on_lost(self, held: Held) -> None:
         if held in self._waiting:
             self._waiting.remove(held)
-            self._changed.set()
+            self._settlements.news.set()
         # A thread goes on whatever is cancelled; its slot stays taken until it ends.
         if held.task is not None and self._cancel_lost and not held.threaded:
             held.task.cancel()
@@ -330,47 +358,22 @@ class Worker:
         while self._waiting:
             self._settlements.give_back(self._waiting.popleft())
 
-    async def _flush(self) -> None:
-        try:
-            async with asyncio.timeout(_FLUSH_S if self._stops < 2 else _FLUSH_HURRIED_S):
-                await self._settlements.flushed()
-        except TimeoutError:
+    async def _flush(self, line: asyncio.Task[None]) -> None:
+        """Until all is answered and the stream has ended in order."""
+        self._line.close()
+        await asyncio.wait([line], timeout=_FLUSH_S if self._stops < 2 else _FLUSH_HURRIED_S)
+        if not self._settlements.idle.is_set():
             log.warning("%s: stopped before the fate of every job was told; their leases are left to end", self.name)
 
     def _check(self) -> None:
         if not self.queues:
             raise InvalidRequest("a worker needs one queue or more")
-        if not 1 <= self.concurrency <= JOBS_MAX:
-            raise InvalidRequest(f"concurrency must be 1 to {JOBS_MAX:,}, not {self.concurrency}")
-        if not 0 <= self.prefetch <= self.concurrency:
-            raise InvalidRequest(f"prefetch must be 0 to concurrency ({self.concurrency}), not {self.prefetch}")
+        if not 1 <= self.concurrency <= CONCURRENCY_MAX:
+            raise InvalidRequest(f"concurrency must be 1 to {CONCURRENCY_MAX:,}, not {self.concurrency}")
+        if not 0 <= self.prefetch <= PREFETCH_MAX:
+            raise InvalidRequest(f"prefetch must be 0 to {PREFETCH_MAX:,}, not {self.prefetch}")
         if not 0.1 <= self._window_s <= 43200:
             raise InvalidRequest(f"visibility_window must be 100 ms to 12 h, not {self._window_s} s")
-
-
-class _Pauses:
-    """Growing pauses with jitter: 2, 4, 8 ... times the first, up to a maximum, each between its half and its whole."""
-
-    def __init__(self, first_s: float, max_s: float) -> None:
-        self._first_s = first_s
-        self._max_s = max_s
-        self._count = 0
-
-    def next_s(self) -> float:
-        whole = min(self._max_s, self._first_s * 2.0 ** min(self._count, 16))
-        self._count += 1
-        return whole * random.uniform(0.5, 1.0)
-
-    def reset(self) -> None:
-        self._count = 0
-
-
-def _only_cause(error: BaseException) -> BaseException:
-    match error:
-        case BaseExceptionGroup(exceptions=(one,)):
-            return _only_cause(cast("BaseException", one))
-        case _:
-            return error
 
 
 def _is_async(handler: Handler) -> bool:

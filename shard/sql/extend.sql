@@ -2,9 +2,11 @@
 UPDATE windrow.job AS j
 SET visible_at = greatest(j.visible_at, now() + x.window_us * interval '1 us')
 FROM (
-    SELECT g.id, g.lease, g.turn, g.window_us
+    -- Where several calls name one lease, the longest window is in force: each of them is told OK.
+    SELECT g.id, g.lease, g.turn, max(g.window_us) AS window_us
     FROM unnest(%(ids)s::uuid[], %(leases)s::bigint[], %(turns)s::smallint[], %(windows_us)s::bigint[])
         AS g (id, lease, turn, window_us)
+    GROUP BY g.id, g.lease, g.turn
     ORDER BY g.id
 ) x
 -- Found by its id and by nothing else: ANY and IS TRUE keep the planner from walking a whole index of a table that it

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -14,7 +15,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc.error_details_pb2 import BadRequest, RetryInfo
 from google.rpc.status_pb2 import Status
-from grpc import aio
+from grpc import StatusCode, aio
 from grpc_status import rpc_status
 
 from windrow import uuid7
@@ -25,8 +26,102 @@ WAIT_S = 10.0
 Script = Callable[[Any, Any], Awaitable[Any]]
 
 
+class FakeStream:
+    """One Consume stream: gives out jobs as credit allows, and answers what it is told."""
+
+    def __init__(self, router: FakeRouter, context: Any) -> None:
+        self.router = router
+        self.start = queue_pb2.ConsumeStart()
+        self.messages: list[queue_pb2.ConsumeRequest] = []
+        # What the consumer may still be sent.
+        self.credit = 0
+        self.sent = 0
+        self.half_closed = False
+        self.began = time.monotonic()
+        # Sent after the consumer's side was closed: they were on their way.
+        self.parting: list[job_pb2.LeasedJob] = []
+        # How it ended: None while it lasts.
+        self.ended: StatusCode | None = None
+        self._context = context
+        self._cut: asyncio.Future[StatusCode] = asyncio.get_running_loop().create_future()
+        self._answers: set[asyncio.Task[None]] = set()
+        self._turn = asyncio.Lock()
+
+    def cut(self, code: StatusCode = StatusCode.UNAVAILABLE) -> None:
+        if not self._cut.done():
+            self._cut.set_result(code)
+
+    async def send(self, *jobs: job_pb2.LeasedJob) -> None:
+        """Whatever credit there is."""
+        self.credit -= len(jobs)
+        self.sent += len(jobs)
+        await self._write(queue_pb2.ConsumeResponse(jobs=jobs))
+
+    async def serve(self, messages: Any) -> None:
+        await self._context.send_initial_metadata(())
+        reading = asyncio.create_task(self._read(messages))
+        giving = asyncio.create_task(self._give())
+        try:
+            await self._or_cut(reading)
+            if self.parting and self.half_closed:
+                await self.send(*self.parting)
+            if self._answers and not self._cut.done():
+                await self._or_cut(asyncio.gather(*self._answers))
+            self.ended = self._cut.result() if self._cut.done() else StatusCode.OK
+        finally:
+            if self.ended is None:
+                # The consumer went away.
+                self.ended = StatusCode.CANCELLED
+            for task in (reading, giving, *self._answers):
+                task.cancel()
+            await asyncio.gather(reading, giving, *self._answers, return_exceptions=True)
+            self.router.wake()
+        if self.ended is not StatusCode.OK:
+            await refuse(self._context, self.ended, "cut")
+
+    async def _or_cut(self, work: asyncio.Future[Any]) -> None:
+        either: set[asyncio.Future[Any]] = {work, self._cut}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _read(self, messages: Any) -> None:
+        async for message in messages:
+            if message.HasField("start"):
+                assert not self.messages, "start belongs in the first message, and in no other"
+                self.start = message.start
+            self.messages.append(message)
+            self.credit += message.credit
+            self.router.requests.append(("Consume", message))
+            self.router.wake()
+            if message.number:
+                self._answers.add(asyncio.create_task(self._settle(message)))
+        self.half_closed = True
+
+    async def _settle(self, message: queue_pb2.ConsumeRequest) -> None:
+        script = self.router.scripts.get("Settle")
+        told = queue_pb2.Settled() if script is None else await script(message, self)
+        if told is not None:
+            told.number = message.number
+            await self._write(queue_pb2.ConsumeResponse(settled=[told]))
+
+    async def _write(self, response: queue_pb2.ConsumeResponse) -> None:
+        # gRPC takes one at a time.
+        async with self._turn:
+            await self._context.write(response)
+
+    async def _give(self) -> None:
+        jobs = self.router.jobs
+        while True:
+            if count := 0 if self.half_closed else min(self.credit, len(jobs)):
+                await self.send(*[jobs.popleft() for _ in range(count)])
+            else:
+                await self.router.next_news()
+
+
 class FakeRouter(QueueServicer):
-    """Records every request; `scripts` replaces the answers of a verb, `jobs` is what Dequeue gives out."""
+    """Records every request; `scripts` replaces the answers of a verb, `jobs` is what Dequeue and Consume give out.
+
+    The script of Consume gets the stream before anything is read of it, that of Settle each message that has a number.
+    """
 
     def __init__(self) -> None:
         self.address = ""
@@ -35,7 +130,8 @@ class FakeRouter(QueueServicer):
         self.peers: list[str] = []
         self.scripts: dict[str, Script] = {}
         self.jobs: deque[job_pb2.LeasedJob] = deque()
-        self._news = asyncio.Event()
+        self.streams: list[FakeStream] = []
+        self._news: set[asyncio.Future[None]] = set()
 
     def give(self, kind: str = "work", payload: bytes = b"", **fields: Any) -> job_pb2.LeasedJob:
         id_ = uuid7()
@@ -43,35 +139,63 @@ class FakeRouter(QueueServicer):
             id=id_, lease=id_.encode(), queue="q", kind=kind, payload=payload, attempt=1, max_attempts=20, **fields
         )
         self.jobs.append(job)
+        self.wake()
         return job
+
+    @property
+    def stream(self) -> FakeStream:
+        """The newest one."""
+        return self.streams[-1]
+
+    def wake(self) -> None:
+        for waiting in self._news:
+            if not waiting.done():
+                waiting.set_result(None)
+
+    async def next_news(self) -> None:
+        waiting = asyncio.get_running_loop().create_future()
+        self._news.add(waiting)
+        try:
+            await waiting
+        finally:
+            self._news.discard(waiting)
 
     def of(self, verb: str) -> list[Any]:
         return [request for called, request in self.requests if called == verb]
 
     def settled(self, verb: str) -> list[str]:
-        """Ids of the jobs named so far in the calls of one verb, in order."""
+        """Ids of the jobs that a verb was said of so far, in order."""
         match verb:
             case "Ack":
-                leases = [ack.lease for request in self.of(verb) for ack in request.acks]
+                leases = [ack.lease for ack in self.acks()]
             case "Nack":
-                leases = [nack.lease for request in self.of(verb) for nack in request.nacks]
+                leases = [nack.lease for nack in self.nacks()]
+            case "Extend":
+                leases = [lease for message in self.of("Consume") for lease in message.extends]
             case _:
-                leases = [lease for request in self.of(verb) for lease in request.leases]
+                leases = [lease for message in self.of("Consume") for lease in message.releases]
         return [lease.decode() for lease in leases]
+
+    def acks(self) -> list[queue_pb2.Ack]:
+        """On streams."""
+        return [ack for message in self.of("Consume") for ack in message.acks]
+
+    def nacks(self) -> list[queue_pb2.Nack]:
+        """On streams."""
+        return [nack for message in self.of("Consume") for nack in message.nacks]
 
     async def until(self, holds: Callable[[], object]) -> None:
         """Returns once it holds: looks again on every request, and every 20 ms for what only a test sees."""
         async with asyncio.timeout(WAIT_S):
             while not holds():
-                self._news.clear()
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), 0.02)
+                    await asyncio.wait_for(self.next_news(), 0.02)
 
     async def _answer(self, verb: str, request: Any, context: Any) -> Any:
         self.requests.append((verb, request))
         self.metadata.append({key: str(value) for key, value in context.invocation_metadata() or ()})
         self.peers.append(context.peer())
-        self._news.set()
+        self.wake()
         if verb in self.scripts:
             return await self.scripts[verb](request, context)
         return self.plain(verb, request)
@@ -103,6 +227,19 @@ class FakeRouter(QueueServicer):
 
     async def Dequeue(self, request: Any, context: Any) -> Any:
         return await self._answer("Dequeue", request, context)
+
+    # The stubs know generators only; gRPC takes either.
+    async def Consume(  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, request_iterator: Any, context: Any
+    ) -> None:
+        self.metadata.append({key: str(value) for key, value in context.invocation_metadata() or ()})
+        self.peers.append(context.peer())
+        stream = FakeStream(self, context)
+        self.streams.append(stream)
+        self.wake()
+        if "Consume" in self.scripts:
+            await self.scripts["Consume"](stream, context)
+        await stream.serve(request_iterator)
 
     async def Ack(self, request: Any, context: Any) -> Any:
         return await self._answer("Ack", request, context)

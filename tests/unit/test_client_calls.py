@@ -141,6 +141,37 @@ async def test_a_dequeue_is_tried_again_only_when_it_reached_no_shard(router: Fa
         assert len(router.of("Dequeue")) == 4
 
 
+async def test_a_dequeue_that_waits_has_that_much_longer(router: FakeRouter) -> None:
+    async def wait(request: Any, context: Any) -> Any:
+        await asyncio.sleep(request.wait.ToTimedelta().total_seconds())
+        return router.plain("Dequeue", request)
+
+    router.scripts["Dequeue"] = wait
+    async with Client(router.address, org="acme", timeout=0.3, try_timeout=0.3) as client:
+        assert await client.dequeue("emails", wait=0.6) == []
+        assert await client.dequeue("emails") == []
+        assert not router.of("Dequeue")[1].HasField("wait")
+        with pytest.raises(InvalidRequest, match="wait: must be 0 s to 60 s"):
+            await client.dequeue("emails", wait=61)
+        with pytest.raises(InvalidRequest, match="wait"):
+            await client.dequeue("emails", wait=float("nan"))
+
+
+async def test_a_dequeue_tried_again_waits_for_what_is_left(router: FakeRouter) -> None:
+    async def leave(request: Any, context: Any) -> Any:
+        if len(router.of("Dequeue")) == 1:
+            await asyncio.sleep(0.3)
+            await refuse(context, StatusCode.UNAVAILABLE)
+        return router.plain("Dequeue", request)
+
+    router.scripts["Dequeue"] = leave
+    async with Client(router.address, org="acme") as client:
+        assert await client.dequeue("emails", wait=10) == []
+    first, second = (request.wait.ToTimedelta().total_seconds() for request in router.of("Dequeue"))
+    assert first == pytest.approx(10)
+    assert 9 < second <= 9.7
+
+
 @pytest.mark.parametrize(
     ("code", "kind"),
     [

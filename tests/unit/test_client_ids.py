@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -41,13 +42,29 @@ def test_ids_sort_in_the_order_they_were_made() -> None:
 
 def test_ids_go_on_growing_when_the_clock_is_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
     last = uuid7()
-    monkeypatch.setattr(time, "time_ns", lambda: 1_000_000_000_000_000_000)
+    monkeypatch.setattr(ids, "time_ns", lambda: 1_000_000_000_000_000_000)
     made = [uuid7() for _ in range(1000)]
     assert [last, *made] == sorted([last, *made])
     assert ids.made_at(made[-1]) == pytest.approx(ids.made_at(last), abs=0.002)
 
 
-def test_threads_make_different_ids_each_in_order() -> None:
+def test_a_millisecond_that_is_used_up_borrows_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time_ns() + 3_600_000_000_000
+    monkeypatch.setattr(ids, "time_ns", lambda: now)
+    # The least that one has room for, and some.
+    made = [uuid7() for _ in range(200_000)]
+    assert made == sorted(made)
+    assert len(set(made)) == len(made)
+    assert all(uuid.UUID(text).version == 7 and uuid.UUID(text).variant == uuid.RFC_4122 for text in made[::1000])
+    assert 0 < ids.made_at(made[-1]) - ids.made_at(made[0]) < 0.01
+    monkeypatch.undo()
+    monkeypatch.setattr(ids, "_current", (0, "", itertools.count().__next__))
+    monkeypatch.setattr(ids, "_ms", 0)
+
+
+@pytest.mark.parametrize("lock_free", [True, False])
+def test_threads_make_different_ids_each_in_order(monkeypatch: pytest.MonkeyPatch, lock_free: bool) -> None:
+    monkeypatch.setattr(ids, "_LOCK_FREE", lock_free)
     made: list[list[str]] = [[] for _ in range(8)]
     start = threading.Barrier(len(made))
 

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 from grpc import StatusCode
 
-from tests.unit.client_fake import WAIT_S, FakeRouter, failing, fake_router, refuse
+from tests.unit.client_fake import WAIT_S, FakeRouter, FakeStream, Script, fake_router, refuse
 from windrow import Client, InvalidRequest, Job, Kill, PermissionDenied, Retry, Worker
 from windrow.v1 import job_pb2, queue_pb2
+
+OK, STALE = job_pb2.JOB_ANSWER_OK, job_pb2.JOB_ANSWER_STALE
 
 
 @pytest.fixture
@@ -44,6 +46,19 @@ async def running(worker: Worker) -> AsyncGenerator[asyncio.Task[None]]:
             task.cancel()
 
 
+def refusing(times: int, code: StatusCode, message: str = "no") -> Script:
+    """Refuses so many streams."""
+    left = times
+
+    async def script(stream: FakeStream, context: Any) -> None:
+        nonlocal left
+        if left > 0:
+            left -= 1
+            await refuse(context, code, message)
+
+    return script
+
+
 async def stopped(task: asyncio.Task[None]) -> None:
     async with asyncio.timeout(WAIT_S):
         await task
@@ -58,11 +73,14 @@ async def test_a_job_is_handled_and_its_result_goes_with_the_ack(router: FakeRou
 
     job = router.give("add", b"[1,2]")
     async with running(worker):
-        await router.until(lambda: router.of("Ack"))
-    ack = router.of("Ack")[0].acks[0]
+        await router.until(router.acks)
+    (ack,) = router.acks()
     assert (ack.lease, ack.result) == (job.lease, b'{"sum":3}')
-    asked = router.of("Dequeue")[0]
-    assert (asked.org, list(asked.queues), asked.worker, asked.max_jobs) == ("acme", ["q"], "w1", 10)
+    (stream,) = router.streams
+    start = stream.start
+    assert (start.org, list(start.queues), start.worker, start.visibility_window.seconds) == ("acme", ["q"], "w1", 30)
+    assert stream.messages[0].credit == 10
+    assert stream.ended is StatusCode.OK
 
 
 async def test_a_plain_function_runs_in_a_thread_with_the_callers_context(router: FakeRouter, client: Client) -> None:
@@ -74,8 +92,8 @@ async def test_a_plain_function_runs_in_a_thread_with_the_callers_context(router
 
     router.give("where")
     async with running(worker):
-        await router.until(lambda: router.of("Ack"))
-    assert router.of("Ack")[0].acks[0].result.decode().startswith(f"{worker.name}-handler")
+        await router.until(router.acks)
+    assert router.acks()[0].result.decode().startswith(f"{worker.name}-handler")
 
 
 async def test_what_a_handler_raises_decides_the_nack(router: FakeRouter, client: Client) -> None:
@@ -104,7 +122,7 @@ async def test_what_a_handler_raises_decides_the_nack(router: FakeRouter, client
     jobs = {kind: router.give(kind) for kind in ("later", "never", "broken", "huge", "cancelled", "unknown")}
     async with running(worker):
         await router.until(lambda: len(router.settled("Nack")) == len(jobs))
-    nacks = {nack.lease: nack for request in router.of("Nack") for nack in request.nacks}
+    nacks = {nack.lease: nack for nack in router.nacks()}
     told = {kind: nacks[job.lease] for kind, job in jobs.items()}
     assert (told["later"].error, told["later"].delay.seconds) == ("busy", 90)
     assert (told["never"].error, told["never"].kill) == ("no such user", True)
@@ -136,7 +154,7 @@ async def test_a_plain_function_that_raises_stop_iteration_fails_and_the_worker_
     async with running(worker):
         await router.until(lambda: router.settled("Ack") == [done.id])
     assert router.settled("Nack") == [failed.id]
-    (nack,) = router.of("Nack")[0].nacks
+    (nack,) = router.nacks()
     assert nack.error.endswith("RuntimeError: the handler raised StopIteration")
 
 
@@ -159,47 +177,76 @@ async def test_an_error_with_half_a_character_is_told_without_it(router: FakeRou
     jobs = [router.give(kind) for kind in ("broken", "later", "never")]
     async with running(worker):
         await router.until(lambda: len(router.settled("Nack")) == len(jobs))
-    nacks = [nack for request in router.of("Nack") for nack in request.nacks]
+    nacks = router.nacks()
     assert {nack.lease for nack in nacks} == {job.lease for job in jobs}
     assert [nack.error.endswith("no file ?") for nack in nacks] == [True] * 3
 
 
-async def test_acks_gather_while_one_is_under_way(router: FakeRouter, client: Client) -> None:
+async def test_acks_gather_while_messages_are_unanswered(router: FakeRouter, client: Client) -> None:
     worker = Worker(client, "q", concurrency=50)
-    first_is_out = asyncio.Event()
+    firsts_are_out = asyncio.Event()
     let_go = asyncio.Event()
 
-    async def slow_first(request: Any, context: Any) -> Any:
-        if not first_is_out.is_set():
-            first_is_out.set()
-            await let_go.wait()
-        return router.plain("Ack", request)
+    async def slow_firsts(message: Any, stream: FakeStream) -> queue_pb2.Settled:
+        if message.number == 2:
+            firsts_are_out.set()
+        await let_go.wait()
+        return queue_pb2.Settled()
 
-    router.scripts["Ack"] = slow_first
+    router.scripts["Settle"] = slow_firsts
 
-    @worker.handler("one")
-    async def one(job: Job) -> None:
+    @worker.handler("first")
+    async def first(job: Job) -> None:
         pass
+
+    @worker.handler("second")
+    async def second(job: Job) -> None:
+        await router.until(router.acks)
 
     @worker.handler("rest")
     async def rest(job: Job) -> None:
-        await first_is_out.wait()
+        await firsts_are_out.wait()
         done.append(job.id)
-        if len(done) == 49:
+        if len(done) == 48:
             let_go.set()
 
     done: list[str] = []
-    router.give("one")
-    for _ in range(49):
+    router.give("first")
+    router.give("second")
+    for _ in range(48):
         router.give("rest")
     async with running(worker):
-        await router.until(lambda: len(router.settled("Ack")) == 50)
-    assert len(router.of("Ack")[0].acks) == 1
-    assert len(router.of("Ack")) <= 3
+        await router.until(lambda: len(router.acks()) == 50)
+    messages = [len(message.acks) for message in router.of("Consume") if message.acks]
+    assert messages[:2] == [1, 1]
+    assert len(messages) <= 4
 
 
-async def test_leases_are_extended_together_also_those_that_wait(router: FakeRouter, client: Client) -> None:
-    worker = Worker(client, "q", concurrency=2, visibility_window=0.6)
+async def test_leases_are_extended_together(router: FakeRouter, client: Client) -> None:
+    worker = Worker(client, "q", visibility_window=0.6)
+    finish = asyncio.Event()
+
+    @worker.handler("slow")
+    async def slow(job: Job) -> None:
+        await finish.wait()
+
+    jobs = [router.give("slow") for _ in range(4)]
+
+    def extended() -> list[Any]:
+        return [message.extends for message in router.of("Consume") if message.extends]
+
+    async with running(worker):
+        await router.until(lambda: len(extended()) >= 4)
+        assert router.stream.start.visibility_window.nanos == 600_000_000
+        assert all(sorted(leases) == sorted(job.lease for job in jobs) for leases in extended())
+        finish.set()
+        await router.until(lambda: len(router.settled("Ack")) == 4)
+
+
+async def test_a_job_that_waits_too_long_goes_back_to_whoever_has_a_free_hand(
+    router: FakeRouter, client: Client
+) -> None:
+    worker = Worker(client, "q", concurrency=1, prefetch=2, visibility_window=0.6)
     finish = asyncio.Event()
 
     @worker.handler("quick")
@@ -213,14 +260,15 @@ async def test_leases_are_extended_together_also_those_that_wait(router: FakeRou
     router.give("quick")
     async with running(worker):
         # A quick one first: only then does the worker prefetch.
-        await router.until(lambda: router.of("Ack"))
-        jobs = [router.give("slow") for _ in range(4)]
-        await router.until(lambda: len(router.of("Extend")) >= 4)
-        extended = router.of("Extend")[-1]
-        assert sorted(extended.leases) == sorted(job.lease for job in jobs)
-        assert extended.visibility_window.nanos == 600_000_000
+        await router.until(lambda: router.acks() and router.stream.credit == 3)
+        runs, *wait = [router.give("slow") for _ in range(3)]
+        await router.until(lambda: len(router.settled("Release")) == 2)
+        assert sorted(router.settled("Release")) == sorted(job.id for job in wait)
+        assert runs.id not in router.settled("Release")
+        # They would only wait here again.
+        assert router.stream.credit == 0
         finish.set()
-        await router.until(lambda: len(router.settled("Ack")) == 5)
+        await router.until(lambda: len(router.acks()) == 2)
 
 
 async def test_a_stale_lease_cancels_its_handler_and_is_not_acked(
@@ -231,13 +279,12 @@ async def test_a_stale_lease_cancels_its_handler_and_is_not_acked(
     lost = router.give("wait")
     kept = router.give("wait")
 
-    async def stale(request: Any, context: Any) -> Any:
-        answers = [
-            job_pb2.JOB_ANSWER_STALE if lease == lost.lease else job_pb2.JOB_ANSWER_OK for lease in request.leases
-        ]
-        return queue_pb2.ExtendResponse(answers=answers)
+    async def stale(message: Any, stream: FakeStream) -> queue_pb2.Settled:
+        said = [ack.lease for ack in message.acks] + list(message.extends)
+        answers = [STALE if lease == lost.lease else OK for lease in said]
+        return queue_pb2.Settled(answers=answers if STALE in answers else ())
 
-    router.scripts["Extend"] = stale
+    router.scripts["Settle"] = stale
 
     @worker.handler("wait")
     async def wait(job: Job) -> None:
@@ -252,8 +299,8 @@ async def test_a_stale_lease_cancels_its_handler_and_is_not_acked(
         await router.until(lambda: kept.id in router.settled("Ack"))
     assert sorted(ended) == sorted([(lost.id, True), (kept.id, False)])
     assert router.settled("Ack") == [kept.id]
-    assert not router.of("Nack")
-    assert not router.of("Release")
+    assert not router.nacks()
+    assert not router.settled("Release")
     assert f"lost the lease of job {lost.id}" in caplog.text
 
 
@@ -261,10 +308,10 @@ async def test_a_thread_that_lost_its_lease_is_told_and_not_acked(router: FakeRo
     worker = Worker(client, "q", visibility_window=0.2)
     saw = threading.Event()
 
-    async def stale(request: Any, context: Any) -> Any:
-        return queue_pb2.ExtendResponse(answers=[job_pb2.JOB_ANSWER_STALE for _ in request.leases])
+    async def stale(message: Any, stream: FakeStream) -> queue_pb2.Settled:
+        return queue_pb2.Settled(answers=[STALE for _ in message.extends])
 
-    router.scripts["Extend"] = stale
+    router.scripts["Settle"] = stale
     done = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -277,7 +324,7 @@ async def test_a_thread_that_lost_its_lease_is_told_and_not_acked(router: FakeRo
     router.give("long")
     async with running(worker):
         await done.wait()
-    assert not router.of("Ack")
+    assert not router.acks()
 
 
 async def test_a_lease_that_cannot_be_extended_ends_by_the_workers_own_clock(
@@ -286,10 +333,10 @@ async def test_a_lease_that_cannot_be_extended_ends_by_the_workers_own_clock(
     worker = Worker(client, "q", visibility_window=0.4)
     ended = asyncio.Event()
 
-    async def hang(request: Any, context: Any) -> Any:
-        await asyncio.sleep(60)
+    async def unanswered(message: Any, stream: FakeStream) -> None:
+        return None
 
-    router.scripts["Extend"] = hang
+    router.scripts["Settle"] = unanswered
 
     @worker.handler("wait")
     async def wait(job: Job) -> None:
@@ -300,9 +347,12 @@ async def test_a_lease_that_cannot_be_extended_ends_by_the_workers_own_clock(
             ended.set()
 
     router.give("wait")
-    async with running(worker):
-        await ended.wait()
-    assert not router.of("Ack")
+    task = asyncio.create_task(worker.run())
+    await ended.wait()
+    worker.stop()
+    worker.stop()
+    await stopped(task)
+    assert not router.acks()
 
 
 async def test_stopping_releases_what_waits_and_lets_finish_what_runs(router: FakeRouter, client: Client) -> None:
@@ -320,17 +370,21 @@ async def test_stopping_releases_what_waits_and_lets_finish_what_runs(router: Fa
 
     router.give("quick")
     task = asyncio.create_task(worker.run())
-    await router.until(lambda: router.of("Ack"))
+    await router.until(lambda: router.acks() and router.stream.credit > 1)
     runs, waits = router.give("slow"), router.give("slow")
     await router.until(lambda: started.is_set() and not router.jobs)
     worker.stop()
-    await router.until(lambda: router.of("Release"))
-    assert router.settled("Release") == [waits.id]
-    asked = len(router.of("Dequeue"))
+    await router.until(lambda: router.settled("Release"))
+    # On its way when the worker stopped.
+    late = router.give("slow")
+    await router.until(lambda: len(router.settled("Release")) == 2)
+    assert router.settled("Release") == [waits.id, late.id]
+    given = sum(message.credit for message in router.stream.messages)
     finish.set()
     await stopped(task)
     assert router.settled("Ack")[-1] == runs.id
-    assert len(router.of("Dequeue")) == asked
+    assert sum(message.credit for message in router.stream.messages) == given
+    assert router.stream.ended is StatusCode.OK
 
 
 async def test_after_the_grace_handlers_are_cancelled_and_released(router: FakeRouter, client: Client) -> None:
@@ -348,7 +402,7 @@ async def test_after_the_grace_handlers_are_cancelled_and_released(router: FakeR
     worker.stop()
     await stopped(task)
     assert router.settled("Release") == [job.id]
-    assert not router.of("Nack")
+    assert not router.nacks()
 
 
 async def test_a_second_stop_does_not_wait_for_the_grace(router: FakeRouter, client: Client) -> None:
@@ -386,7 +440,7 @@ async def test_a_thread_that_does_not_end_is_not_given_to_another_worker(
     worker.stop()
     await stopped(task)
     finish.set()
-    assert not router.of("Release")
+    assert not router.settled("Release")
     assert "still runs in its thread" in caplog.text
 
 
@@ -394,7 +448,7 @@ async def test_a_signal_stops_a_worker_of_the_main_thread(router: FakeRouter, cl
     worker = Worker(client, "q")
     before = signal.getsignal(signal.SIGTERM)
     task = asyncio.create_task(worker.run())
-    await router.until(lambda: router.of("Dequeue"))
+    await router.until(lambda: router.streams)
     os.kill(os.getpid(), signal.SIGTERM)
     await stopped(task)
     assert signal.getsignal(signal.SIGTERM) is before
@@ -415,7 +469,7 @@ async def test_a_cancelled_worker_says_what_is_done_and_releases_the_rest(router
 
     router.give("quick")
     task = asyncio.create_task(worker.run())
-    await router.until(lambda: router.of("Ack"))
+    await router.until(lambda: router.acks() and router.stream.credit > 1)
     jobs = [router.give("slow"), router.give("slow")]
     await router.until(lambda: started.is_set() and not router.jobs)
     task.cancel()
@@ -435,11 +489,11 @@ async def test_an_outage_is_logged_once_and_its_end_once(
     async def work(job: Job) -> None:
         handled.set()
 
-    router.scripts["Dequeue"] = failing(4, StatusCode.UNAVAILABLE, router, "Dequeue")
+    router.scripts["Consume"] = refusing(4, StatusCode.UNAVAILABLE)
     router.give("work")
     async with running(worker):
         await handled.wait()
-    assert len(router.of("Dequeue")) >= 5
+    assert len(router.streams) == 5
     told = [record.getMessage() for record in caplog.records if record.name == "windrow.worker"]
     assert sum("cannot be reached" in message for message in told) == 1
     assert sum("reached again" in message for message in told) == 1
@@ -451,13 +505,13 @@ async def test_one_refused_ack_does_not_hold_up_the_others(router: FakeRouter, c
     good = [router.give("work") for _ in range(2)]
     ready = asyncio.Barrier(3)
 
-    async def picky(request: Any, context: Any) -> Any:
-        if any(ack.lease == bad.lease for ack in request.acks):
-            await refuse(context, StatusCode.INVALID_ARGUMENT, "malformed lease")
-        accepted.extend(ack.lease for ack in request.acks)
-        return router.plain("Ack", request)
+    async def picky(message: Any, stream: FakeStream) -> queue_pb2.Settled:
+        if any(ack.lease == bad.lease for ack in message.acks):
+            return queue_pb2.Settled(error=queue_pb2.JobError(code=3, message="malformed lease"))
+        accepted.extend(ack.lease for ack in message.acks)
+        return queue_pb2.Settled()
 
-    router.scripts["Ack"] = picky
+    router.scripts["Settle"] = picky
     accepted: list[bytes] = []
 
     @worker.handler("work")
@@ -469,36 +523,13 @@ async def test_one_refused_ack_does_not_hold_up_the_others(router: FakeRouter, c
     assert sorted(accepted) == sorted(job.lease for job in good)
 
 
-async def test_acks_outlive_an_outage(router: FakeRouter) -> None:
-    router.scripts["Ack"] = failing(3, StatusCode.UNAVAILABLE, router, "Ack")
-    router.give("work")
-    async with Client(router.address, org="acme", timeout=0.02) as client:
-        worker = Worker(client, "q")
-
-        @worker.handler("work")
-        async def work(job: Job) -> None:
-            pass
-
-        async with running(worker):
-            await router.until(lambda: len(router.of("Ack")) == 4)
-
-
 async def test_an_error_that_time_cannot_heal_ends_the_worker(router: FakeRouter, client: Client) -> None:
-    router.scripts["Dequeue"] = failing(1, StatusCode.PERMISSION_DENIED, router, "Dequeue", message="no token")
+    router.scripts["Consume"] = refusing(1, StatusCode.PERMISSION_DENIED, "no token")
     with pytest.raises(PermissionDenied, match="no token"):
         await Worker(client, "q").run()
 
 
-async def test_an_idle_worker_polls_ever_slower(router: FakeRouter, client: Client) -> None:
-    worker = Worker(client, "q")
-    pauses = [worker._idle.next_s() for _ in range(8)]
-    assert 0.01 <= pauses[0] <= 0.02
-    assert all(0.25 <= pause <= 0.5 for pause in pauses[5:])
-    worker._idle.reset()
-    assert worker._idle.next_s() <= 0.02
-
-
-async def test_no_more_is_dequeued_than_can_run_until_handlers_prove_quick(router: FakeRouter, client: Client) -> None:
+async def test_no_more_is_asked_for_than_can_run_until_handlers_prove_quick(router: FakeRouter, client: Client) -> None:
     worker = Worker(client, "q", concurrency=2)
     finish = asyncio.Event()
     running_now = 0
@@ -533,7 +564,7 @@ async def test_a_worker_runs_once_and_takes_one_handler_a_kind(client: Client) -
 
 @pytest.mark.parametrize(
     "options",
-    [{"queues": []}, {"concurrency": 0}, {"concurrency": 2, "prefetch": 3}, {"visibility_window": 0.05}],
+    [{"queues": []}, {"concurrency": 0}, {"prefetch": 1001}, {"visibility_window": 0.05}],
 )
 async def test_a_worker_that_makes_no_sense_is_refused(client: Client, options: dict[str, Any]) -> None:
     queues = options.pop("queues", "q")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shard import floor
-from shard.floor import GUARD_US, Floors, lanes_of
+from shard.floor import GUARD_US, Floors
 from shard.vocabulary import PRIORITIES, Claimed, JobId, Micros, QueueId, QueueName
 
 A, B = QueueId(10), QueueId(20)
@@ -13,8 +13,8 @@ NOW = 2_000_000_000_000_000
 LONG_AGO = NOW - 60_000_000
 
 
-def taken(queue_id: QueueId, *, run_at: int, priority: int = 5, leased_at: int = NOW) -> Claimed:
-    return Claimed(
+def taken(queue_id: QueueId, *, run_at: int, priority: int = 5, leased_at: int = NOW) -> tuple[QueueId, Claimed]:
+    return queue_id, Claimed(
         id=JobId("01900000-0000-7000-8000-000000000001"),
         queue=QueueName("q"),
         kind="k",
@@ -26,7 +26,7 @@ def taken(queue_id: QueueId, *, run_at: int, priority: int = 5, leased_at: int =
         enqueued_at=Micros(run_at),
         run_at=Micros(run_at),
         trace=None,
-        queue_id=queue_id,
+        lease=1,
         leased_at=Micros(leased_at),
         deadline=Micros(leased_at + 1),
         expired=False,
@@ -34,8 +34,16 @@ def taken(queue_id: QueueId, *, run_at: int, priority: int = 5, leased_at: int =
 
 
 def floors_of(floors: Floors, *queues: QueueId) -> dict[tuple[int, int], int]:
-    ids, priorities, at = floors.lanes(list(queues))
-    return {(queue, priority): reached for queue, priority, reached in zip(ids, priorities, at, strict=True)}
+    return {
+        (queue, priority): reached
+        for queue in queues
+        for priority, reached in zip(PRIORITIES, floors.of(queue), strict=True)
+    }
+
+
+def use(floors: Floors, *queues: QueueId) -> None:
+    for queue in queues:
+        floors.of(queue)
 
 
 @pytest.fixture
@@ -46,19 +54,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_lanes_come_by_priority_and_then_by_queue() -> None:
-    ids, priorities = lanes_of([A, B])
-    assert list(zip(priorities, ids, strict=True)) == [(p, q) for p in PRIORITIES for q in (A, B)]
-    assert Floors().lanes([A, B])[:2] == (ids, priorities)
-
-
 def test_a_lane_begins_at_the_beginning_of_time() -> None:
     assert set(floors_of(Floors(), A).values()) == {0}
 
 
 def test_a_claim_raises_the_floor_of_its_own_lane_only() -> None:
     floors = Floors()
-    floors.lanes([A, B])
+    use(floors, A, B)
     floors.claimed([taken(A, run_at=LONG_AGO, priority=3)])
     raised = {lane: at for lane, at in floors_of(floors, A, B).items() if at}
     assert raised == {(A, 3): LONG_AGO}
@@ -66,42 +68,58 @@ def test_a_claim_raises_the_floor_of_its_own_lane_only() -> None:
 
 def test_a_floor_is_the_last_claimed_jobs_time() -> None:
     floors = Floors()
-    floors.lanes([A])
+    use(floors, A)
     floors.claimed([taken(A, run_at=LONG_AGO), taken(A, run_at=LONG_AGO + 5), taken(A, run_at=LONG_AGO + 3)])
     assert floors_of(floors, A)[A, 5] == LONG_AGO + 5
 
 
 def test_a_floor_trails_the_shards_time_by_the_guard() -> None:
     floors = Floors()
-    floors.lanes([A])
+    use(floors, A)
     floors.claimed([taken(A, run_at=NOW - 1)])
     assert floors_of(floors, A)[A, 5] == NOW - GUARD_US
 
 
 def test_a_claim_never_lowers_a_floor_and_a_sweep_does() -> None:
     floors = Floors()
-    floors.lanes([A])
+    use(floors, A)
     floors.claimed([taken(A, run_at=LONG_AGO + 5)])
     floors.claimed([taken(A, run_at=LONG_AGO)])
     assert floors_of(floors, A)[A, 5] == LONG_AGO + 5
-    floors.swept(A, 5, Micros(LONG_AGO - 7))
+    floors.swept([A], Micros(LONG_AGO + 9), {(A, 5): Micros(LONG_AGO - 7)})
     assert floors_of(floors, A)[A, 5] == LONG_AGO - 7
+
+
+def test_a_sweep_puts_a_floor_at_the_lanes_first_row_and_never_nearer_to_now_than_the_guard() -> None:
+    floors = Floors()
+    use(floors, A, B)
+    floors.claimed([taken(B, run_at=LONG_AGO)])
+    guarded = Micros(NOW - GUARD_US)
+    # Priority 2 has a row that is due, priority 3 one that is leased or scheduled; of the others nothing is known.
+    floors.swept([A], guarded, {(A, 2): Micros(LONG_AGO), (A, 3): Micros(NOW + 5), (B, 5): Micros(7)})
+    found = floors_of(floors, A, B)
+    assert found == {
+        **{(A, p): guarded for p in PRIORITIES},
+        (A, 2): LONG_AGO,
+        **{(B, p): 0 for p in PRIORITIES},
+        (B, 5): LONG_AGO,
+    }
 
 
 def test_what_is_told_of_a_queue_that_nobody_uses_is_not_kept() -> None:
     floors = Floors()
     floors.claimed([taken(A, run_at=LONG_AGO)])
-    floors.swept(A, 5, Micros(LONG_AGO))
+    floors.swept([A], Micros(LONG_AGO), {})
     assert floors.to_sweep() == []
     assert floors_of(floors, A)[A, 5] == 0
 
 
 def test_a_queue_out_of_use_is_forgotten_after_a_minute(clock: list[float]) -> None:
     floors = Floors()
-    floors.lanes([A, B])
+    use(floors, A, B)
     floors.claimed([taken(A, run_at=LONG_AGO), taken(B, run_at=LONG_AGO)])
     clock[0] += 59
-    floors.lanes([B])
+    use(floors, B)
     clock[0] += 2
     assert floors.to_sweep() == [B]
     assert floors_of(floors, A, B) == {
@@ -113,5 +131,5 @@ def test_the_number_of_queues_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(floor, "_QUEUES_MAX", 3)
     floors = Floors()
     for number in range(10):
-        floors.lanes([QueueId(number)])
+        use(floors, QueueId(number))
     assert floors.to_sweep() == [QueueId(7), QueueId(8), QueueId(9)]
