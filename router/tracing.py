@@ -55,6 +55,10 @@ class Tracing:
             closing.start()
             closing.join(_CLOSE_S_MAX)
 
+    @property
+    def off(self) -> bool:
+        return self._tracer is None
+
     @contextlib.contextmanager
     def span(
         self, service: str, method: str, context: grpc.aio.ServicerContext[object, object]

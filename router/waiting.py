@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import secrets
+import random
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +28,9 @@ from shard.vocabulary import Lease, NewJobs, OrgId, QueueId, QueueName
 SWEEP_S = 3.0
 # Between two probes.
 _PAUSE_S = 0.010
+
+# Of leases. They need only differ: whose lease it is, the org says.
+_numbers = random.Random()
 
 _Key = tuple[OrgId, QueueName]
 
@@ -154,7 +157,7 @@ class Room:
                 share, there = there[:count], there[count:]
                 waiter.credit -= len(share)
                 awaited.waiters.move_to_end(waiter)
-                taker = Taker(secrets.randbits(63), waiter.worker, waiter.window_us)
+                taker = Taker(_numbers.getrandbits(63), waiter.worker, waiter.window_us)
                 takers.update(dict.fromkeys(share, taker))
                 shares.append((waiter, taker, share))
         if not takers:

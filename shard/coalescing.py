@@ -14,6 +14,11 @@ from typing import Generic, TypeVar
 
 from opentelemetry import trace
 
+# A few calls wait for the act under way to end, and are one act then; for so much weight, or after so long, they need
+# not.
+_WORTH_AN_ACT = 100
+_SLOW_S = 0.010
+
 Call = TypeVar("Call")
 Result = TypeVar("Result")
 
@@ -64,13 +69,14 @@ class Coalescer(Generic[Call, Result]):
         self._waiting: deque[_Waiting[Call, Result]] = deque()
         self._weight = 0
         self._beginning = False
+        self._hurry: asyncio.TimerHandle | None = None
         self._patience: asyncio.TimerHandle | None = None
         # The acts under way; the event loop alone would forget them.
         self._acts: set[asyncio.Task[None]] = set()
 
     def submit(self, call: Call) -> asyncio.Future[Result]:
         """The call's result, some time. Cancelling it takes the call out; an act that has begun ends when all its
-        callers have left. Raises TooManyWaiting."""
+        callers have left, unless somebody takes what is abandoned. Raises TooManyWaiting."""
         weight = self._weigh(call)
         if self._weight + weight > self._waiting_max and self._waiting:
             self._drop(call)
@@ -80,9 +86,8 @@ class Coalescer(Generic[Call, Result]):
         result: asyncio.Future[Result] = loop.create_future()
         self._waiting.append(_Waiting(call, weight, result, span if span.is_recording() else None, loop.time()))
         self._weight += weight
-        if len(self._acts) >= self._acts_max:
-            if self._patience is None:
-                self._patience = loop.call_later(self._wait_s, self._give_up)
+        if not self._may_begin(loop):
+            self._watch(loop)
         elif not self._beginning:
             self._beginning = True
             # After all that this turn of the event loop has yet to do: calls that came together go together.
@@ -104,14 +109,32 @@ class Coalescer(Generic[Call, Result]):
 
     def _begin(self) -> None:
         self._beginning = False
-        while self._waiting and len(self._acts) < self._acts_max:
+        loop = asyncio.get_running_loop()
+        while self._waiting and self._may_begin(loop):
             batch = self._next()
             if batch:
-                task = asyncio.get_running_loop().create_task(self._do(batch))
-                self._acts.add(task)
-        if self._waiting and self._patience is None:
-            loop = asyncio.get_running_loop()
+                self._acts.add(loop.create_task(self._do(batch)))
+        if self._waiting:
+            self._watch(loop)
+
+    def _may_begin(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """A first act always; another beside it for much, or because the first one takes its time."""
+        if not self._acts:
+            return True
+        return len(self._acts) < self._acts_max and (
+            self._weight >= _WORTH_AN_ACT or loop.time() - self._waiting[0].since_s >= _SLOW_S
+        )
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Sees to it that what waits does not wait for too long."""
+        if self._hurry is None and len(self._acts) < self._acts_max:
+            self._hurry = loop.call_at(self._waiting[0].since_s + _SLOW_S, self._begin_another)
+        if self._patience is None:
             self._patience = loop.call_at(self._waiting[0].since_s + self._wait_s, self._give_up)
+
+    def _begin_another(self) -> None:
+        self._hurry = None
+        self._begin()
 
     def _next(self) -> list[_Waiting[Call, Result]]:
         batch: list[_Waiting[Call, Result]] = []
@@ -140,7 +163,8 @@ class Coalescer(Generic[Call, Result]):
             nonlocal staying
             if result.cancelled():
                 staying -= 1
-                if not staying:
+                # What an act has to give back it must hear of: it may have committed.
+                if not staying and self._abandoned is None:
                     task.cancel()
 
         for waiting in batch:
