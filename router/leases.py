@@ -38,14 +38,16 @@ class Leases:
             leases, lambda member, at: member.store.nack(org, [_nack(leases[one][1], nacks[one]) for one in at])
         )
 
-    async def extend(self, org: OrgId, tokens: Sequence[bytes], *, window_us: int) -> Answers:
-        leases = convert.leases(tokens, field="leases[{}]")
+    async def extend(
+        self, org: OrgId, tokens: Sequence[bytes], *, window_us: int, field: str = "leases[{}]"
+    ) -> Answers:
+        leases = convert.leases(tokens, field=field)
         return await self._ask_holders(
             leases, lambda member, at: member.store.extend(org, _at(leases, at), window_us=window_us)
         )
 
-    async def release(self, org: OrgId, tokens: Sequence[bytes]) -> Answers:
-        leases = convert.leases(tokens, field="leases[{}]")
+    async def release(self, org: OrgId, tokens: Sequence[bytes], *, field: str = "leases[{}]") -> Answers:
+        leases = convert.leases(tokens, field=field)
         return await self._ask_holders(leases, lambda member, at: member.store.release(org, _at(leases, at)))
 
     async def _ask_holders(

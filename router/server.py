@@ -100,7 +100,7 @@ def _server(fleet: Fleet, tracing: Tracing, draining: asyncio.Event) -> tuple[gr
             # A client that vanished without a word is noticed, and its streams end.
             ("grpc.keepalive_time_ms", 30_000),
             ("grpc.keepalive_timeout_ms", 10_000),
-            ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             ("grpc.keepalive_permit_without_calls", 1),
         ],
     )

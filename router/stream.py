@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 from router import convert
-from router.calls import DEADLINE_S_MAX, Context
+from router.calls import Context
 from router.consuming import Consumer, give_back
 from router.fleet import Fleet
 from router.leases import Answers, Leases
@@ -26,8 +26,10 @@ CREDIT_MAX = 10_000
 _WAITING_BYTES_MAX = 8 * 1024 * 1024
 # A message ends with the job that fills this much: with the largest payload added, it stays below 4 MiB.
 _MESSAGE_BYTES_MAX = 2 * 1024 * 1024
-# Messages of one stream that are being settled; with more, no more are read.
+# Messages of one stream that are being settled, or whose answers wait to be written; with more, no more are read.
 _SETTLING_MAX = 64
+# Before clients take the silence for a dead connection.
+_SETTLE_S_MAX = 8.0
 
 
 class Stream:
@@ -53,10 +55,12 @@ class Stream:
 
     async def run(self, draining: asyncio.Event) -> None:
         """Raises InvalidRequest, ShardError, ShuttingDown."""
-        first = await anext(self._requests, None)
+        first = await self._first(draining)
         if first is None:
             return
         consumer = self._start(first)
+        # An idle consumer, too, knows that it is served.
+        await self._context.send_initial_metadata(())
         try:
             async with asyncio.TaskGroup() as group:
                 serving = group.create_task(consumer.serve())
@@ -84,6 +88,24 @@ class Stream:
         if draining.is_set():
             raise ShuttingDown
 
+    async def _first(self, draining: asyncio.Event) -> queue_pb2.ConsumeRequest | None:
+        """The first message. None: there is none. Raises ShuttingDown."""
+
+        async def come() -> queue_pb2.ConsumeRequest | None:
+            return await anext(self._requests, None)
+
+        reading = asyncio.create_task(come())
+        drained = asyncio.create_task(draining.wait())
+        try:
+            await asyncio.wait({reading, drained}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (reading, drained):
+                task.cancel()
+            await asyncio.wait({reading, drained})
+        if reading.cancelled():
+            raise ShuttingDown
+        return reading.result()
+
     def _start(self, first: queue_pb2.ConsumeRequest) -> Consumer:
         check(first)
         if not first.HasField("start"):
@@ -107,7 +129,7 @@ class Stream:
             if request.HasField("start"):
                 raise InvalidRequest([Violation("start", "is set again; a stream is started by its first message")])
             check_consume(request)
-            while self._settling >= _SETTLING_MAX:
+            while self._settling + len(self._settled) >= _SETTLING_MAX:
                 self._fewer.clear()
                 await self._fewer.wait()
             self._take(request, consumer, group)
@@ -124,7 +146,7 @@ class Stream:
     async def _settle(self, request: queue_pb2.ConsumeRequest) -> None:
         settled = queue_pb2.Settled(number=request.number)
         try:
-            async with asyncio.timeout(DEADLINE_S_MAX):
+            async with asyncio.timeout(_SETTLE_S_MAX):
                 answers = await self._answers(request)
             if answers.count(job_pb2.JOB_ANSWER_OK) < len(answers):
                 settled.answers.extend(answers)
@@ -144,9 +166,11 @@ class Stream:
         if request.nacks:
             acts.append(self._leases.nack(self._org, request.nacks))
         if request.extends:
-            acts.append(self._leases.extend(self._org, request.extends, window_us=self._window_us))
+            acts.append(
+                self._leases.extend(self._org, request.extends, window_us=self._window_us, field="extends[{}]")
+            )
         if request.releases:
-            acts.append(self._leases.release(self._org, request.releases))
+            acts.append(self._leases.release(self._org, request.releases, field="releases[{}]"))
         if len(acts) == 1:
             return await acts[0]
         return [answer for answers in await asyncio.gather(*acts) for answer in answers]
@@ -182,6 +206,7 @@ class Stream:
                     self._jobs.extend(jobs)
                     raise
                 self._room.set()
+                self._fewer.set()
             if self._ending and not self._settling:
                 return
             self._to_write.clear()

@@ -43,7 +43,6 @@ RETRIED = frozenset(
 )
 # A dequeue that ran into its deadline may have leased jobs; trying again would lease more.
 RETRIED_DEQUEUE = frozenset({StatusCode.UNAVAILABLE})
-NEVER_RETRIED = frozenset[StatusCode]()
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", _CHANNEL_BYTES_MAX),

@@ -58,10 +58,10 @@ _Item = TypeVar("_Item")
 class Client:
     """The queues of one org. Make one for each event loop, and share it: calls run side by side.
 
-    `address` is HOST:PORT, by default $WINDROW_ADDRESS, else 127.0.0.1:7419. `timeout` (s, or timedelta) is for a whole
-    call with all its tries, `try_timeout` for one try. `channels`: connections, used in turn; several router processes
-    share one port, and a connection reaches one of them. `credentials` (grpc.ssl_channel_credentials()): TLS.
-    `create_spans` and `tracer_provider`: see tracing.py.
+    `address` is HOST:PORT, by default $WINDROW_ADDRESS, else 127.0.0.1:7419. `timeout` (s, or timedelta; 30 s) is for a
+    whole call with all its tries, `try_timeout` (10 s) for one try. `channels` (1 to 64): connections, used in turn;
+    several router processes share one port, and a connection reaches one of them. `credentials`
+    (grpc.ssl_channel_credentials()): TLS. `create_spans` and `tracer_provider`: see tracing.py.
 
     Every method raises WindrowError (see errors.py), and may safely be called again after one.
     """
@@ -90,22 +90,24 @@ class Client:
         self.tracing = Tracing(provider=tracer_provider, address=address, create_spans=create_spans)
         self._owns_calls = True
         self._enqueues = Coalescers[job_pb2.NewJob, Enqueued](
+            self.calls,
             lambda org, on_idle: Coalescer(
                 self.calls,
                 lambda jobs, left_s: _enqueue_shared(self.calls, org, jobs, left_s),
                 items_max=JOBS_MAX,
                 calls_max=_SHARED_CALLS * channels,
                 on_idle=on_idle,
-            )
+            ),
         )
         self._acks = Coalescers[queue_pb2.Ack, Answer](
+            self.calls,
             lambda org, on_idle: Coalescer(
                 self.calls,
                 lambda acks, left_s: _ack(self.calls, org, acks, left_s),
                 items_max=JOBS_MAX,
                 calls_max=_SHARED_CALLS * channels,
                 on_idle=on_idle,
-            )
+            ),
         )
 
     def for_org(self, org: str) -> Client:

@@ -45,7 +45,7 @@ _DONE = Done()
 CONCURRENCY_MAX = 1000
 PREFETCH_MAX = 1000
 # With handlers that take no time, the way to the router and back is covered by so many jobs.
-_PREFETCH_LEAST = 32
+_PREFETCH_LEAST = 100
 # A prefetched job waits here about this long at most, or a tenth of its window: another worker may have a free hand.
 _PREFETCH_WAIT_S = 0.1
 _AGAIN_FIRST_S, _AGAIN_MAX_S = 0.05, 2.0
@@ -70,7 +70,7 @@ class Worker:
         windrow.run(worker)
 
     `concurrency` (1 to 1,000): handlers at the same time. Jobs come as they fall due, over one stream to one router;
-    none is asked for that there is no room for. `prefetch` (0 to 1,000; default: concurrency, at least 32): how many
+    none is asked for that there is no room for. `prefetch` (0 to 1,000; default: concurrency, at least 100): how many
     may wait here beyond those that run, so that handlers need not wait for jobs. The longer handlers take the fewer it
     is: what is prefetched waits 0.1 s or so. A job that waited for a third of its window all the same goes back,
     uncounted.
@@ -245,7 +245,9 @@ class Worker:
 
     def _start_waiting(self) -> None:
         assert self._group is not None
-        while self._waiting and len(self._running) < self.concurrency and not self._stopping.is_set():
+        if self._ending or self._stopping.is_set():
+            return
+        while self._waiting and len(self._running) < self.concurrency:
             held = self._waiting.popleft()
             if not held.lost:
                 self._running[held] = None

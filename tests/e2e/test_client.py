@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 import psycopg
@@ -21,6 +22,7 @@ from windrow import (
     Answer,
     AttemptOutcome,
     Client,
+    Enqueued,
     ExponentialRetry,
     FixedRetry,
     InvalidJob,
@@ -32,6 +34,7 @@ from windrow import (
     SyncClient,
     Worker,
     outbox,
+    uuid7,
 )
 
 SCRIPT = """
@@ -113,6 +116,40 @@ async def test_the_same_job_twice_is_stored_once(client: Client) -> None:
     assert (again.id, again.duplicate) == (job.id, True)
     by_key = await client.enqueue("q", "k", dedup_key="order-7")
     assert (by_key.id, by_key.duplicate) == (job.id, True)
+
+
+async def test_callers_share_calls_and_have_their_own_outcomes(client: Client) -> None:
+    same = uuid7()
+    told = await asyncio.gather(
+        *(client.enqueue("q", "k", f"{at}") for at in range(200)),
+        *(client.enqueue("q", "once", dedup_key="order-7") for _ in range(5)),
+        *(client.enqueue("q", "once", id=same) for _ in range(5)),
+        client.enqueue("no spaces", "k"),
+        return_exceptions=True,
+    )
+    bad = told.pop()
+    assert isinstance(bad, InvalidJob)
+    assert [violation.field for violation in bad.violations] == ["jobs[0].queue"]
+    stored = [one for one in told if isinstance(one, Enqueued)]
+    assert len(stored) == 210
+    assert [one.duplicate for one in stored[:200]] == [False] * 200
+    for five in (stored[200:205], stored[205:]):
+        assert sorted(one.duplicate for one in five) == [False, True, True, True, True]
+        assert len({one.id for one in five}) == 1
+    jobs = await client.dequeue("q", max_jobs=1000)
+    assert {job.id for job in jobs} == {one.id for one in stored}
+    assert await asyncio.gather(*(client.ack(job) for job in jobs)) == [Answer.OK] * 202
+
+
+async def test_a_dequeue_waits_for_the_first_job(client: Client) -> None:
+    assert await client.dequeue("q", wait=0.1) == []
+    waiting = asyncio.create_task(client.dequeue("q", wait=WAIT_S))
+    done, _ = await asyncio.wait([waiting], timeout=0.3)
+    assert not done
+    stored = await client.enqueue("q", "k")
+    async with asyncio.timeout(WAIT_S / 2):
+        (job,) = await waiting
+    assert job.id == stored.id
 
 
 async def test_every_option_of_a_job_is_kept(client: Client) -> None:
@@ -389,6 +426,36 @@ async def test_a_worker_outlives_the_death_of_every_router(cluster: RunningClust
     await eventually(both_done)
     await stopped(worker, task)
     assert ran == [before.id, after.id]
+
+
+async def test_nothing_is_lost_while_routers_die_under_a_busy_worker(cluster: RunningCluster, client: Client) -> None:
+    # What was on its way to the worker when a router died comes back when its window ends.
+    worker = Worker(client, "q", visibility_window=3.0)
+    ran: set[str] = set()
+
+    @worker.handler("k")
+    async def k(job: Job) -> None:
+        await asyncio.sleep(0.005)
+        ran.add(job.id)
+
+    stored = await client.enqueue_many([NewJob("q", "k") for _ in range(1000)])
+    task = asyncio.create_task(worker.run())
+
+    async def ran_at_least(count: int) -> bool:
+        return len(ran) >= count
+
+    for count in (100, 400):
+        await eventually(partial(ran_at_least, count))
+        await asyncio.to_thread(cluster.kill)
+        await asyncio.to_thread(cluster.start)
+
+    async def all_done() -> bool:
+        records = await client.get_jobs([one.id for one in stored])
+        return {record.state for record in records.values()} == {JobState.SUCCEEDED}
+
+    await eventually(all_done)
+    await stopped(worker, task)
+    assert ran == {one.id for one in stored}
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from windrow import (
     Unavailable,
     Violation,
 )
-from windrow.calls import NEVER_RETRIED, RETRIED, Failure, pause_s
+from windrow.calls import RETRIED, Failure, pause_s
 from windrow.v1 import job_pb2, queue_pb2
 
 
@@ -68,7 +68,7 @@ def test_a_pause_is_never_shorter_than_the_router_asked_for() -> None:
 )
 def test_what_time_does_not_heal_is_not_tried_again(refused: Failure) -> None:
     assert pause_s(refused, tries=1, retried=RETRIED, luck=0.5) is None
-    assert pause_s(failure(StatusCode.UNAVAILABLE), tries=1, retried=NEVER_RETRIED, luck=0.5) is None
+    assert pause_s(failure(StatusCode.UNAVAILABLE), tries=1, retried=frozenset(), luck=0.5) is None
 
 
 @pytest.mark.parametrize("code", [StatusCode.UNAVAILABLE, StatusCode.ABORTED])

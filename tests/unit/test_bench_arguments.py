@@ -1,0 +1,75 @@
+"""What `./run bench` makes of its arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.__main__ import read_order
+from bench.scenarios import SCENARIOS
+from bench.scenarios.load import Beside
+from bench.systems import PEERS
+
+
+def _plan(*arguments: str) -> Any:
+    ((_, plan),) = read_order([*arguments]).parts
+    return plan
+
+
+def test_without_a_name_every_scenario_is_measured_with_every_peer() -> None:
+    parts = read_order([]).parts
+    assert list(dict.fromkeys(name for name, _ in parts)) == list(SCENARIOS)
+    assert set(PEERS) <= set(parts[0][1].systems)
+
+
+def test_quick_measures_no_peers() -> None:
+    parts = read_order(["--quick"]).parts
+    assert 1 < len(parts) < len(SCENARIOS)
+    assert not [plan for _, plan in parts if set(getattr(plan, "systems", ())) & set(PEERS)]
+
+
+def test_a_scenario_is_chosen_by_its_name_and_takes_its_own_options() -> None:
+    plan = _plan("throughput", "--batch", "10,100", "--peers", "all", "--runs", "7")
+    assert plan.batches == (10, 100)
+    assert plan.runs == 7
+    assert set(PEERS) < set(plan.systems)
+    plan = _plan("load", "--hold-minutes", "10", "--beside", "snapshot,readers", "--peers", "pgmq,awa")
+    assert plan.during_s == 600
+    assert plan.beside == plan.peers_beside == (Beside.SNAPSHOT, Beside.READERS)
+    assert plan.systems == ("windrow", "pgmq", "awa")
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_scenario_has_a_plan_without_options(name: str) -> None:
+    assert _plan(name) is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["nothing"], "invalid choice"),
+        (["throughput", "--batch", "0"], "must be a whole number from 1 to 1,000, not '0'"),
+        (["throughput", "--batch", "ten"], "not 'ten'"),
+        (["throughput", "--peers", "kafka"], "there is no peer 'kafka'; there are: pgmq"),
+        (["load", "--beside", "noise"], "there is no 'noise'; there are: nothing"),
+        (["load", "--hold-minutes", "-1"], "must be a number above 0"),
+        (["--quick", "throughput"], "--quick is for all scenarios together"),
+        (["throughput", "--out", "/no/such/folder"], "there is no folder /no/such for --out"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_with_a_reason(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        read_order(arguments)
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_results_go_where_they_are_told_to(tmp_path: Path) -> None:
+    assert read_order(["idle", "--out", str(tmp_path / "new")]).out == tmp_path / "new"
+    assert read_order(["--out", str(tmp_path)]).out == tmp_path
+    assert read_order(["--out", str(tmp_path), "idle"]).out == tmp_path
+    assert read_order(["idle"]).out.name.endswith("-idle")

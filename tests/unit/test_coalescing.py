@@ -1,0 +1,414 @@
+"""Calls that share acts: nobody waits for more than need be, and every call is answered once, with what is its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shard.coalescing import Coalescer, TooManyWaiting
+
+
+class Late(Exception):
+    """The call has waited too long."""
+
+
+class Refused(Exception):
+    """This call alone will not do."""
+
+
+@dataclass
+class Acts:
+    """What a coalescer begins: each act goes on until the test ends it."""
+
+    begun: list[list[int]] = field(default_factory=list[list[int]])
+    ended: list[list[int]] = field(default_factory=list[list[int]])
+    cancelled: list[list[int]] = field(default_factory=list[list[int]])
+    abandoned: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    dropped: list[int] = field(default_factory=list[int])
+    under_way_max: int = 0
+    _ends: list[asyncio.Future[Sequence[int | Exception] | None]] = field(default_factory=list)  # type: ignore[type-arg]
+
+    async def act(self, calls: list[int]) -> Sequence[int | Exception]:
+        self.begun.append(calls)
+        end: asyncio.Future[Sequence[int | Exception] | None] = asyncio.get_running_loop().create_future()
+        self._ends.append(end)
+        self.under_way_max = max(self.under_way_max, self.under_way)
+        try:
+            answers = await end
+        except asyncio.CancelledError:
+            self.cancelled.append(calls)
+            raise
+        except Refused:
+            self.ended.append(calls)
+            raise
+        self.ended.append(calls)
+        return [-call for call in calls] if answers is None else answers
+
+    @property
+    def under_way(self) -> int:
+        return len(self.begun) - len(self.ended) - len(self.cancelled)
+
+    def end(self, act: int, answers: Sequence[int | Exception] | Exception | None = None) -> None:
+        """Answers each call with its negative, unless something else is said."""
+        if isinstance(answers, Exception):
+            self._ends[act].set_exception(answers)
+        else:
+            self._ends[act].set_result(answers)
+
+    def coalescer(
+        self,
+        *,
+        acts_max: int = 2,
+        weigh: Callable[[int], int] = lambda _: 1,
+        wait_s: float = 1000.0,
+        weight_max: int = 1000,
+        waiting_max: int = 50_000,
+        gives_back: bool = True,
+    ) -> Coalescer[int, int]:
+        return Coalescer(
+            self.act,
+            weigh=weigh,
+            late=Late,
+            acts_max=acts_max,
+            wait_s=wait_s,
+            weight_max=weight_max,
+            waiting_max=waiting_max,
+            abandoned=(lambda call, result: self.abandoned.append((call, result))) if gives_back else None,
+            dropped=self.dropped.append,
+        )
+
+
+async def turns(count: int = 5) -> None:
+    """What is to happen without anybody's doing has happened."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+def acts() -> Acts:
+    return Acts()
+
+
+# When acts begin
+
+
+async def test_an_idle_coalescer_begins_at_once(acts: Acts) -> None:
+    result = acts.coalescer().submit(1)
+    # As much as it takes a task to begin: nobody waits for more calls.
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert acts.begun == [[1]]
+    acts.end(0)
+    assert await result == -1
+
+
+async def test_calls_of_one_turn_go_together(acts: Acts) -> None:
+    coalescer = acts.coalescer()
+
+    async def call(number: int) -> int:
+        return await coalescer.submit(number)
+
+    calls = asyncio.gather(*map(call, range(1, 6)))
+    await turns()
+    assert acts.begun == [[1, 2, 3, 4, 5]]
+    acts.end(0)
+    assert await calls == [-1, -2, -3, -4, -5]
+
+
+async def test_what_waits_while_as_many_acts_as_may_be_are_under_way_goes_together(acts: Acts) -> None:
+    coalescer = acts.coalescer(acts_max=2)
+    results = []
+    for number in range(1, 8):
+        results.append(coalescer.submit(number))
+        await turns()
+    assert acts.begun == [[1], [2]]
+    acts.end(1)
+    await turns()
+    assert acts.begun == [[1], [2], [3, 4, 5, 6, 7]]
+    acts.end(0)
+    acts.end(2)
+    assert await asyncio.gather(*results) == [-number for number in range(1, 8)]
+    # Idle again: at once again.
+    last = coalescer.submit(8)
+    await turns()
+    assert acts.begun[3:] == [[8]]
+    acts.end(3)
+    assert await last == -8
+
+
+async def test_an_act_takes_no_more_than_its_weight_in_the_order_of_the_calls(acts: Acts) -> None:
+    coalescer = acts.coalescer(acts_max=1, weigh=lambda call: call, weight_max=10)
+    # One that is heavier goes alone; none overtakes another to fill an act.
+    results = [coalescer.submit(weight) for weight in (4, 6, 1, 99, 3, 5, 4)]
+    for turn, expected in enumerate([[4, 6], [1], [99], [3, 5], [4]]):
+        await turns()
+        assert acts.begun[turn:] == [expected]
+        acts.end(turn)
+    assert await asyncio.gather(*results) == [-4, -6, -1, -99, -3, -5, -4]
+
+
+async def test_a_call_too_many_is_told_so_at_once_and_costs_the_others_nothing(acts: Acts) -> None:
+    coalescer = acts.coalescer(acts_max=1, weigh=lambda call: call, waiting_max=10)
+    first = coalescer.submit(3)
+    await turns()
+    waiting = [coalescer.submit(7), coalescer.submit(3)]
+    with pytest.raises(TooManyWaiting, match="2 calls are waiting for the shard"):
+        coalescer.submit(1)
+    assert acts.dropped == [1]
+    acts.end(0)
+    await turns()
+    # Nobody waits any more: now there is room, for however heavy a call.
+    waiting.append(coalescer.submit(99))
+    acts.end(1)
+    await turns()
+    acts.end(2)
+    assert await asyncio.gather(first, *waiting) == [-3, -7, -3, -99]
+
+
+async def test_a_call_that_waits_too_long_is_told_so_and_is_not_done(acts: Acts) -> None:
+    coalescer = acts.coalescer(acts_max=1, wait_s=0.01)
+    under_way = coalescer.submit(1)
+    await turns()
+    late = coalescer.submit(2)
+    with pytest.raises(Late):
+        await late
+    assert acts.dropped == [2]
+    acts.end(0)
+    assert await under_way == -1
+    await turns()
+    assert acts.begun == [[1]]
+
+
+async def test_a_call_that_came_with_those_under_way_but_had_no_room_waits_no_longer_than_others(acts: Acts) -> None:
+    coalescer = acts.coalescer(acts_max=1, wait_s=0.01, weight_max=1)
+    first, second = coalescer.submit(1), coalescer.submit(2)
+    async with asyncio.timeout(5):
+        with pytest.raises(Late):
+            await second
+    acts.end(0)
+    assert await first == -1
+
+
+# Whose errors are whose
+
+
+async def test_one_calls_error_is_its_own(acts: Acts) -> None:
+    coalescer = acts.coalescer()
+    results = [coalescer.submit(number) for number in (1, 2, 3)]
+    await turns()
+    acts.end(0, [-1, Refused("two"), -3])
+    answers = await asyncio.gather(*results, return_exceptions=True)
+    assert (answers[0], answers[2]) == (-1, -3)
+    assert isinstance(answers[1], Refused)
+
+
+async def test_what_an_act_raises_is_everybodys_and_nobody_elses(acts: Acts) -> None:
+    coalescer = acts.coalescer()
+    first = [coalescer.submit(number) for number in (1, 2)]
+    await turns()
+    second = coalescer.submit(3)
+    await turns()
+    acts.end(0, Refused("all"))
+    for result in first:
+        with pytest.raises(Refused):
+            await result
+    acts.end(1)
+    assert await second == -3
+
+
+async def test_an_act_that_answers_too_few_leaves_nobody_without_an_answer(acts: Acts) -> None:
+    coalescer = acts.coalescer()
+    results = [coalescer.submit(number) for number in (1, 2, 3)]
+    await turns()
+    acts.end(0, [-1])
+    answers = await asyncio.wait_for(asyncio.gather(*results, return_exceptions=True), 5)
+    assert [isinstance(answer, ValueError) for answer in answers[1:]] == [True, True]
+
+
+# Who leaves
+
+
+async def test_a_call_cancelled_while_it_waits_is_not_done(acts: Acts) -> None:
+    coalescer = acts.coalescer(acts_max=1)
+    first = coalescer.submit(1)
+    await turns()
+    results = [coalescer.submit(number) for number in (2, 3, 4)]
+    results[1].cancel()
+    acts.end(0)
+    await turns()
+    acts.end(1)
+    assert await asyncio.gather(first, results[0], results[2]) == [-1, -2, -4]
+    assert acts.begun == [[1], [2, 4]]
+    assert (acts.abandoned, acts.dropped) == ([], [3])
+
+
+async def test_when_all_that_wait_have_left_nothing_is_begun(acts: Acts) -> None:
+    coalescer = acts.coalescer()
+    for number in (1, 2):
+        coalescer.submit(number).cancel()
+    await turns()
+    assert (acts.begun, acts.dropped) == ([], [1, 2])
+    result = coalescer.submit(3)
+    await turns()
+    assert acts.begun == [[3]]
+    acts.end(0)
+    assert await result == -3
+
+
+async def test_the_result_of_a_call_that_left_an_act_under_way_is_abandoned(acts: Acts) -> None:
+    coalescer = acts.coalescer()
+    leaves, stays, fails = coalescer.submit(1), coalescer.submit(2), coalescer.submit(3)
+    await turns()
+    leaves.cancel()
+    fails.cancel()
+    await turns()
+    assert acts.cancelled == []
+    acts.end(0, [-1, -2, Refused("nobody hears")])
+    assert await stays == -2
+    assert acts.abandoned == [(1, -1)]
+
+
+async def test_an_act_that_may_have_something_to_give_back_goes_on_without_its_callers(acts: Acts) -> None:
+    coalescer = acts.coalescer(acts_max=1)
+    leaving = [coalescer.submit(1), coalescer.submit(2)]
+    await turns()
+    for each in leaving:
+        each.cancel()
+    await turns()
+    assert acts.cancelled == []
+    acts.end(0)
+    await turns()
+    assert acts.abandoned == [(1, -1), (2, -2)]
+
+
+async def test_an_act_that_nobody_waits_for_any_more_ends_and_makes_room(acts: Acts) -> None:
+    coalescer = acts.coalescer(acts_max=1, gives_back=False)
+    leaving = [coalescer.submit(1), coalescer.submit(2)]
+    await turns()
+    next_one = coalescer.submit(3)
+    leaving[0].cancel()
+    await turns()
+    assert acts.cancelled == []
+    leaving[1].cancel()
+    await turns()
+    assert (acts.cancelled, acts.begun) == ([[1, 2]], [[1, 2], [3]])
+    acts.end(1)
+    assert await next_one == -3
+
+
+# Whatever happens
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), st.integers(1, 6)),
+        st.tuples(st.sampled_from(("cancel", "end", "end partly", "fail", "turn")), st.integers(0, 1000)),
+    ),
+    max_size=60,
+)
+
+
+@given(
+    steps=STEPS,
+    acts_max=st.integers(1, 3),
+    weight_max=st.integers(1, 8),
+    waiting_max=st.integers(1, 30),
+    gives_back=st.booleans(),
+)
+def test_no_call_is_lost_or_answered_twice(
+    steps: list[tuple[str, int]], acts_max: int, weight_max: int, waiting_max: int, gives_back: bool
+) -> None:
+    asyncio.run(_play(steps, acts_max, weight_max, waiting_max, gives_back))
+
+
+async def _play(
+    steps: list[tuple[str, int]], acts_max: int, weight_max: int, waiting_max: int, gives_back: bool
+) -> None:
+    acts = Acts()
+    weights: dict[int, int] = {}
+    coalescer = acts.coalescer(
+        acts_max=acts_max,
+        weigh=weights.__getitem__,
+        weight_max=weight_max,
+        waiting_max=waiting_max,
+        gives_back=gives_back,
+    )
+    results: dict[int, asyncio.Future[int]] = {}
+    refused: set[int] = set()
+    ended: set[int] = set()
+    # What each call is to hear.
+    told: dict[int, int | type[Exception]] = {}
+
+    def end(act: int, how: str) -> None:
+        ended.add(act)
+        calls = acts.begun[act]
+        if how == "fail":
+            told.update(dict.fromkeys(calls, Refused))
+            acts.end(act, Refused("all"))
+        else:
+            answers = [Refused("one") if how == "end partly" and call % 2 else -call for call in calls]
+            told.update(
+                (call, Refused if isinstance(a, Exception) else a) for call, a in zip(calls, answers, strict=True)
+            )
+            acts.end(act, answers)
+
+    def open_acts() -> list[int]:
+        return [at for at, calls in enumerate(acts.begun) if at not in ended and calls not in acts.cancelled]
+
+    for step, number in steps:
+        match step:
+            case "submit":
+                call = len(weights) + 1
+                weights[call] = number
+                try:
+                    results[call] = coalescer.submit(call)
+                except TooManyWaiting:
+                    refused.add(call)
+            case "cancel" if results:
+                list(results.values())[number % len(results)].cancel()
+            case "turn":
+                await asyncio.sleep(0)
+            case "end" | "end partly" | "fail" if open_acts():
+                end(open_acts()[number % len(open_acts())], step)
+            case _:
+                pass
+    for _ in range(len(weights) + 1):
+        await turns(6)
+        for act in open_acts():
+            end(act, "end")
+    await turns(6)
+    assert acts.under_way == 0
+    assert acts.under_way_max <= acts_max
+    assert not (gives_back and acts.cancelled)
+    begun = [call for calls in acts.begun for call in calls]
+    # In their order, each in one act or none.
+    assert begun == sorted(begun)
+    assert set(Counter(begun).values()) <= {1}
+    for calls in acts.begun:
+        assert len(calls) == 1 or sum(weights[call] for call in calls) <= weight_max
+    assert set(acts.dropped).isdisjoint(begun)
+    assert set(Counter(acts.dropped).values()) <= {1}
+    assert {*acts.dropped, *begun} == weights.keys()
+    assert refused <= set(acts.dropped)
+    for call, result in results.items():
+        assert result.done()
+        if result.cancelled():
+            # Its result, if there is one, is not lost: it was abandoned, unless nobody at all had stayed.
+            continue
+        expected = told[call]
+        error = result.exception()
+        assert (result.result() == expected) if error is None else isinstance(error, Refused) and expected is Refused
+    for call, answer in acts.abandoned:
+        assert results[call].cancelled()
+        assert told[call] == answer
+    assert set(Counter(call for call, _ in acts.abandoned).values()) <= {1}
+    done = {call for calls in acts.ended for call in calls}
+    for call in done:
+        if gives_back and results[call].cancelled() and isinstance(told[call], int):
+            assert (call, told[call]) in acts.abandoned

@@ -1,0 +1,247 @@
+"""Answers written as bytes: what the generated code writes, and reads. (An empty payload is written too, which takes
+two bytes and is read as the absent one.)"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router import convert, wire
+from shard.enqueuing import Handed, Taker
+from shard.lease import parse_token, token, token_prefix
+from shard.store import Store
+from shard.vocabulary import Claimed, JobId, Lease, Micros, NewJobs, OrgId, QueueName, ShardName
+from tests.jobs import job_id
+from windrow.v1 import job_pb2, queue_pb2
+
+SHARD = ShardName("s1")
+ORG = OrgId("org")
+# Around each length at which a varint grows by a byte, alone or together with the job's other fields.
+EDGES = (0, 1, 30, 60, 127, 128, 129, 16_280, 16_383, 16_384, 16_385)
+LARGEST = 1_048_576
+
+
+class _Shard:
+    """Of a store, the bytes know its name alone."""
+
+    name = SHARD
+
+
+STORE = cast("Store", _Shard())
+
+MICROS = st.integers(-62_135_596_800_000_000, 253_402_300_799_999_999).map(Micros)
+NUMBERS = st.integers(0, 2**63 - 1)
+# What Postgres can hold: no NUL, no half of a surrogate pair.
+TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), max_size=300)
+ASCII = st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=300)
+PAYLOADS = st.one_of(
+    st.binary(max_size=300),
+    st.sampled_from(EDGES).map(lambda size: b"\xff" * size),
+    st.integers(0, 20_000).map(lambda size: b"p" * size),
+)
+NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}", fullmatch=True)
+TRACES = st.builds(
+    lambda parent, state: f"{parent} {state}" if state else parent,
+    st.from_regex(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", fullmatch=True),
+    ASCII,
+)
+ATTRIBUTES = st.dictionaries(TEXTS, TEXTS, max_size=5).map(json.dumps)
+IDS = st.integers(0, 2**128 - 1).map(lambda number: dashed(f"{number:032x}"))
+
+
+def dashed(text: str) -> JobId:
+    return JobId("-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:])))
+
+
+def claimed_jobs(lease: int) -> st.SearchStrategy[Claimed]:
+    return st.builds(
+        Claimed,
+        id=IDS,
+        queue=st.sampled_from(["mail", "a/b", "q" * 128]).map(QueueName),
+        kind=st.sampled_from(["greet", "k" * 128]),
+        payload=PAYLOADS,
+        attributes=st.none() | ATTRIBUTES,
+        priority=st.integers(1, 9),
+        attempt=st.integers(1, 1000),
+        max_attempts=st.none() | st.integers(1, 1000),
+        enqueued_at=MICROS,
+        run_at=MICROS,
+        trace=st.none() | TRACES,
+        lease=st.just(lease),
+        leased_at=MICROS,
+        deadline=MICROS,
+        expired=st.just(False),
+    )
+
+
+def as_message(job: Claimed) -> job_pb2.LeasedJob:
+    """A claimed job, written down field by field."""
+    parent, _, state = (job.trace or "").partition(" ")
+    return job_pb2.LeasedJob(
+        lease=token(token_prefix(SHARD, job.lease), job.id),
+        id=job.id,
+        queue=job.queue,
+        kind=job.kind,
+        payload=job.payload,
+        attributes=json.loads(job.attributes or "{}"),
+        priority=job.priority,
+        attempt=job.attempt,
+        max_attempts=20 if job.max_attempts is None else job.max_attempts,
+        enqueued_at=convert.timestamp(job.enqueued_at),
+        run_at=convert.timestamp(job.run_at),
+        trace=job_pb2.TraceContext(traceparent=parent, tracestate=state) if job.trace is not None else None,
+    )
+
+
+def written(jobs: Sequence[bytes]) -> bytes:
+    return b"".join(jobs)
+
+
+def assert_written(given_: wire.Given, expected: Sequence[job_pb2.LeasedJob]) -> None:
+    """Both answers that carry jobs read back as expected, and take not a byte more than the generated code's."""
+    data = written(given_.jobs)
+    for kind in (queue_pb2.DequeueResponse, queue_pb2.ConsumeResponse):
+        message = kind(jobs=expected)
+        assert kind.FromString(data) == message
+        assert len(data) == message.ByteSize() + 2 * sum(not one.payload for one in expected)
+    for job, one in zip(given_.jobs, expected, strict=True):
+        assert queue_pb2.ConsumeResponse.FromString(job).jobs[0] == one
+    assert given_.ids == [one.id for one in expected]
+    assert given_.leases() == [parse_token(one.lease)[1] for one in expected]
+
+
+@settings(max_examples=60)
+@given(st.data(), NUMBERS)
+def test_claimed_jobs_are_written_as_the_generated_code_would(data: st.DataObject, lease: int) -> None:
+    jobs = data.draw(st.lists(claimed_jobs(lease), min_size=1, max_size=6))
+    given_ = wire.claimed(STORE, jobs)
+    assert_written(given_, [as_message(job) for job in jobs])
+    assert (given_.number, given_.deadline) == (lease, jobs[0].deadline)
+
+
+@settings(max_examples=25)
+@given(st.data(), NUMBERS)
+def test_jobs_that_differ_in_one_field_are_not_written_as_alike(data: st.DataObject, lease: int) -> None:
+    one, other = data.draw(claimed_jobs(lease)), data.draw(claimed_jobs(lease))
+    shared = ("lease", "leased_at", "deadline", "expired")
+    both = [one]
+    for field in Claimed._fields:
+        if field not in shared:
+            both += [one._replace(**{field: getattr(other, field)}), one]
+    assert_written(wire.claimed(STORE, both), [as_message(job) for job in both])
+
+
+@pytest.mark.parametrize("size", [*EDGES, LARGEST])
+def test_lengths_around_a_longer_varint_are_right(size: int) -> None:
+    base = Claimed(
+        JobId(job_id()),
+        QueueName("q"),
+        "k",
+        b"x" * size,
+        None,
+        5,
+        1,
+        None,
+        *(Micros(1),) * 2,
+        None,
+        7,
+        *(Micros(2),) * 2,
+        False,
+    )
+    # The whole job's length crosses too: by its payload, byte by byte.
+    jobs = [base._replace(payload=b"x" * max(0, size - less)) for less in range(140 if size < LARGEST else 1)]
+    assert_written(wire.claimed(STORE, jobs), [as_message(job) for job in jobs])
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(
+        st.tuples(IDS, st.sampled_from(["a", "b"]), NAMES, PAYLOADS, st.none() | st.integers(1, 9), st.none() | TRACES),
+        min_size=1,
+        max_size=6,
+    ),
+    st.data(),
+)
+def test_jobs_handed_over_are_written_as_the_generated_code_would(
+    rows: list[tuple[JobId, str, str, bytes, int | None, str | None]], data: st.DataObject
+) -> None:
+    jobs = NewJobs(org=ORG)
+    for at, (name, queue, kind, payload, priority, trace) in enumerate(rows):
+        jobs.ids.append(name)
+        jobs.queues.append(QueueName(queue))
+        jobs.kinds.append(kind)
+        jobs.payloads.append(payload)
+        if priority is not None:
+            jobs.priorities[at] = priority
+        if trace is not None:
+            jobs.traces[at] = trace
+    positions = data.draw(st.lists(st.sampled_from(range(len(rows))), unique=True, min_size=1))
+    taker = Taker(data.draw(NUMBERS), "w", data.draw(st.integers(100_000, 43_200_000_000)))
+    now = data.draw(st.integers(0, 2**52).map(Micros))
+    told = Handed(positions, now, {(ORG, QueueName("a")): 3, (ORG, QueueName("b")): None})
+    given_ = wire.handed(STORE, jobs, positions, taker, told)
+    expected: list[job_pb2.LeasedJob] = []
+    for at in positions:
+        name, queue, kind, payload, priority, trace = rows[at]
+        job = Claimed(
+            id=name,
+            queue=QueueName(queue),
+            kind=kind,
+            payload=payload,
+            attributes=None,
+            priority=priority or 5,
+            attempt=1,
+            max_attempts={"a": 3, "b": None}[queue],
+            enqueued_at=now,
+            run_at=now,
+            trace=trace,
+            lease=taker.number,
+            leased_at=now,
+            deadline=Micros(now + taker.window_us),
+            expired=False,
+        )
+        expected.append(as_message(job))
+    assert_written(given_, expected)
+    assert (given_.number, given_.deadline) == (taker.number, now + taker.window_us)
+
+
+@settings(max_examples=30)
+@given(st.lists(claimed_jobs(3), min_size=2, max_size=8), st.data())
+def test_jobs_split_in_two_are_the_same_jobs_and_leases(jobs: list[Claimed], data: st.DataObject) -> None:
+    whole = wire.claimed(STORE, jobs)
+    first, rest = whole.split(data.draw(st.integers(1, len(jobs) - 1)))
+    assert first.jobs + rest.jobs == whole.jobs
+    assert (
+        [*first.leases(), *rest.leases()]
+        == whole.leases()
+        == [Lease(job_hex=job.id.replace("-", ""), number=3) for job in jobs]
+    )
+    assert (first.number, first.deadline) == (rest.number, rest.deadline) == (whole.number, whole.deadline)
+
+
+@settings(max_examples=30)
+@given(claimed_jobs(3), st.lists(st.integers(0, 3), max_size=300), st.integers(-(2**63), 2**63 - 1))
+def test_jobs_and_answers_make_one_message(job: Claimed, answers: list[int], number: int) -> None:
+    settled = queue_pb2.Settled(number=number, answers=cast("list[job_pb2.JobAnswer.ValueType]", answers))
+    rest = queue_pb2.ConsumeResponse(settled=[settled]).SerializeToString()
+    message = queue_pb2.ConsumeResponse.FromString(written(wire.claimed(STORE, [job]).jobs) + rest)
+    assert message == queue_pb2.ConsumeResponse(jobs=[as_message(job)], settled=[settled])
+
+
+@pytest.mark.parametrize("count", [1, 2, 127, 128, 1000])
+def test_stored_jobs_are_answered_byte_for_byte_as_the_generated_code_would(count: int) -> None:
+    ids = [str(job_id()) for _ in range(count)]
+    results = [queue_pb2.EnqueueResult(id=one) for one in ids]
+    assert wire.stored(ids) == queue_pb2.EnqueueResponse(results=results).SerializeToString()
+
+
+@pytest.mark.parametrize("count", [1, 2, 127, 128, 1000, 4000])
+def test_answers_that_are_all_ok_are_written_byte_for_byte_as_the_generated_code_would(count: int) -> None:
+    ok = [job_pb2.JOB_ANSWER_OK] * count
+    for kind in (queue_pb2.AckResponse, queue_pb2.NackResponse, queue_pb2.ExtendResponse, queue_pb2.ReleaseResponse):
+        assert wire.all_ok(count) == kind(answers=ok).SerializeToString()
