@@ -117,7 +117,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     @unary()
     async def RedriveJobs(self, request: admin_pb2.RedriveJobsRequest) -> admin_pb2.RedriveJobsResponse:
         org, limit = OrgId(request.org), request.limit or _LIMIT_DEFAULT
-        redriven = await self._home(org).books.redrive(
+        member = self._home(org)
+        redriven = await member.books.redrive(
             org,
             QueueName(request.queue),
             kind=request.kind,
@@ -125,6 +126,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             died_before=convert.moment(request.died_before) if request.HasField("died_before") else None,
             limit=limit,
         )
+        if redriven:
+            member.room.brought(org, QueueName(request.queue))
         return admin_pb2.RedriveJobsResponse(redriven=redriven, more=redriven >= limit)
 
     @unary()
@@ -160,6 +163,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def _set_paused(self, org: str, queue: str, *, paused: bool) -> admin_pb2.QueueInfo:
         member = self._home(OrgId(org))
         record = await member.books.alter_queue(OrgId(org), QueueName(queue), paused=paused)
+        if not paused:
+            member.room.brought(OrgId(org), QueueName(queue))
         return convert.queue_info(OrgId(org), record, member.store.name)
 
     async def _probe(self, name: ShardName, member: Member) -> admin_pb2.ShardInfo:

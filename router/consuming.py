@@ -21,6 +21,10 @@ class Receiver(Protocol):
         """Takes jobs that are leased to it."""
         ...
 
+    def is_full(self) -> bool:
+        """Whether it should be given no more jobs for now."""
+        ...
+
     async def has_room(self) -> None:
         """Returns once more jobs may come."""
         ...
@@ -52,12 +56,21 @@ class Consumer:
         self._receiver = receiver
         self._woken = asyncio.Event()
         self._entered: list[Member] = []
+        self._claiming = False
         self._closed = False
 
     def add_credit(self, jobs: int) -> None:
         self.credit += jobs
         if self._starved or (self.idle and any(member.room.has_backlog(self) for member in self._entered)):
             self.wake()
+
+    @property
+    def full(self) -> bool:
+        return self._receiver.is_full()
+
+    @property
+    def looking(self) -> bool:
+        return self._claiming or self._woken.is_set()
 
     def wake(self) -> None:
         self._woken.set()
@@ -85,6 +98,12 @@ class Consumer:
 
     async def claim(self) -> bool:
         """Takes what there is, as far as the credit goes. Answers whether there may be more."""
+        self._claiming = True
+        more = await self._claim()
+        self._claiming = False
+        return more
+
+    async def _claim(self) -> bool:
         members = self._fleet.readers(self.org)
         self._enter(members)
         for member in members:

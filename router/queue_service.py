@@ -203,8 +203,12 @@ class _Received:
         self.jobs.append(jobs)
         self.first.set()
 
+    def is_full(self) -> bool:
+        """Never: there is room for as many as there is credit for."""
+        return False
+
     async def has_room(self) -> None:
-        """For as many as there is credit for."""
+        """At once."""
 
     def give_back(self, org: OrgId) -> None:
         for jobs in self.jobs:

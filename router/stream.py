@@ -182,8 +182,11 @@ class Stream:
         self._jobs_bytes += sum(map(len, jobs.jobs))
         self._to_write.set()
 
+    def is_full(self) -> bool:
+        return self._jobs_bytes > _WAITING_BYTES_MAX
+
     async def has_room(self) -> None:
-        while self._jobs_bytes > _WAITING_BYTES_MAX:
+        while self.is_full():
             self._room.clear()
             await self._room.wait()
 

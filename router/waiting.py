@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Sequence
@@ -24,10 +25,14 @@ from shard.errors import ShardError
 from shard.store import Due, Store
 from shard.vocabulary import Lease, NewJobs, OrgId, QueueId, QueueName
 
+_log = logging.getLogger(__name__)
+
 # How late a job may be seen that every hint has missed.
 SWEEP_S = 3.0
 # Between two probes.
 _PAUSE_S = 0.010
+
+_STRANGERS_MAX = 100_000
 
 # Of leases. They need only differ: whose lease it is, the org says.
 _numbers = random.Random()
@@ -51,6 +56,16 @@ class Waiter(Protocol):
     credit: int
     # It has found nothing, and does nothing but wait.
     idle: bool
+
+    @property
+    def full(self) -> bool:
+        """Whatever its credit, it takes nothing before its consumer has read."""
+        ...
+
+    @property
+    def looking(self) -> bool:
+        """It was woken, or looks, and has not said what it found."""
+        ...
 
     def wake(self) -> None:
         """There may be work."""
@@ -79,6 +94,8 @@ class Room:
         self._doorbell = doorbell
         self._queues: dict[_Key, _Queue] = {}
         self._by_number: dict[QueueId, _Key] = {}
+        # Queues that nobody here waited for when another router rang for them.
+        self._strangers: set[QueueId] = set()
         self._to_probe: set[_Key] = set()
         self._probing = asyncio.Event()
         store.visible = self._visible
@@ -103,7 +120,7 @@ class Room:
                 if there.number is not None:
                     self._by_number.pop(there.number, None)
                 del self._queues[key]
-            elif there.backlog:
+            elif there.backlog or waiter.looking:
                 # It may have been woken for a job that it now does not take.
                 self._wake(key, 1)
 
@@ -147,7 +164,7 @@ class Room:
             awaited = self._queues.get((jobs.org, queue))
             if awaited is None or awaited.backlog:
                 continue
-            ready = (waiter for waiter in awaited.waiters if waiter.idle and waiter.credit > 0)
+            ready = (waiter for waiter in awaited.waiters if waiter.idle and waiter.credit > 0 and not waiter.full)
             willing = list(itertools.islice(ready, len(there)))
             for turn, waiter in enumerate(willing):
                 if not there:
@@ -210,9 +227,17 @@ class Room:
             key = self._by_number.get(number)
             if key is not None:
                 self._wake(key, 1)
-            else:
+            elif number not in self._strangers:
+                if len(self._strangers) >= _STRANGERS_MAX:
+                    self._strangers.clear()
+                self._strangers.add(number)
                 # It may be one that somebody waits for since before it was made.
                 self._probe_soon([key for key, queue in self._queues.items() if queue.number is None])
+
+    def brought(self, org: OrgId, queue: QueueName) -> None:
+        """This queue may have work by other means than an enqueue: it was resumed, or jobs of it redriven."""
+        self._doorbell.ring(self._store.names.known(org, [queue]))
+        self._probe_soon([(org, queue)])
 
     def _visible(self, numbers: set[QueueId]) -> None:
         """Jobs of these queues came back."""
@@ -231,7 +256,8 @@ class Room:
             if waiter.credit > 0:
                 waiter.wake()
                 there.waiters.move_to_end(waiter)
-                room += waiter.credit
+                if not waiter.full:
+                    room += waiter.credit
         there.backlog = there.backlog or room < jobs
         return room
 
@@ -250,6 +276,8 @@ class Room:
             except ShardError:
                 # The sweep tries again.
                 pass
+            except Exception:  # noqa: BLE001 - one shard's trouble must not end this router
+                _log.exception("could not look for work on shard %r", self._store.name)
             await asyncio.sleep(_PAUSE_S)
 
     async def sweep(self) -> None:

@@ -158,11 +158,13 @@ class Claiming:
                 {
                     "ids": arrays.plain(job.id for job in exhausted),
                     "leases": arrays.numbers([lease] * count),
-                    "orgs": [org],
+                    "orgs": arrays.texts([org]),
                     "turns": "{}",
-                    "outcomes": "{}",
-                    "errors": "{}",
-                    "reasons": [f"out of attempts ({job.attempt - 1}), the last one expired" for job in exhausted],
+                    "outcomes": arrays.texts(()),
+                    "errors": arrays.texts(()),
+                    "reasons": arrays.texts(
+                        [f"out of attempts ({job.attempt - 1}), the last one expired" for job in exhausted]
+                    ),
                 },
             )
 
@@ -203,14 +205,14 @@ class _Columns:
         return {
             "groups": arrays.numbers(self._groups),
             "queue_ids": arrays.numbers(self._queue_ids),
-            "orgs": self._orgs,
+            "orgs": arrays.texts(self._orgs),
             "queues": arrays.names(self._queues),
             "floors_us": arrays.numbers(self._floors),
             "max_jobs": arrays.numbers(self._max_jobs),
             "firsts": arrays.numbers(self._firsts),
             "taker_firsts": arrays.numbers(self._taker_firsts),
             "leases": arrays.numbers([taker.number for taker in self._takers]),
-            "workers": [taker.ask.worker for taker in self._takers],
+            "workers": arrays.texts([taker.ask.worker for taker in self._takers]),
             "windows_us": arrays.numbers([taker.ask.window_us for taker in self._takers]),
         }
 

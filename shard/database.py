@@ -11,26 +11,31 @@ import asyncio
 import contextlib
 import logging
 import random
+import struct
 import weakref
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, LiteralString, Self
 
 import psycopg
 from opentelemetry import trace
-from psycopg import AsyncConnection
 from psycopg.abc import Buffer
-from psycopg.adapt import Loader
-from psycopg.pq import Format
+from psycopg.adapt import Dumper, Loader
+from psycopg.postgres import types
+from psycopg.pq import Format, TransactionStatus
 from psycopg.types.numeric import Int8BinaryDumper
-from psycopg_pool import AsyncConnectionPool, PoolClosed, PoolTimeout, TooManyRequests
+from psycopg_pool import AsyncConnectionPool, PoolClosed, PoolTimeout
 
+from shard.arrays import Blobs, Texts
+from shard.connection import Connection
 from shard.errors import ShardUnavailable
 from shard.vocabulary import ShardName
 
 _log = logging.getLogger(__name__)
 _TRACER = trace.get_tracer("windrow.shard")
 _EPOCH_2000_US = 946_684_800_000_000
+_unpack_int8 = struct.Struct("!q").unpack
 
 _SETTINGS = """
 SELECT set_config(s.name, s.value, false) FROM (VALUES
@@ -63,17 +68,37 @@ class _MicrosLoader(Loader):
     format = Format.BINARY
 
     def load(self, data: Buffer) -> int:
-        return int.from_bytes(data, "big", signed=True) + _EPOCH_2000_US
+        micros: int = _unpack_int8(data)[0]
+        return micros + _EPOCH_2000_US
+
+
+class _BlobsDumper(Dumper):
+    """An array that shard.arrays has made as Postgres reads it."""
+
+    format = Format.BINARY
+    oid = types["bytea"].array_oid
+
+    def dump(self, obj: Blobs | Texts) -> bytes:
+        return obj.data
+
+
+class _TextsDumper(_BlobsDumper):
+    oid = types["text"].array_oid
 
 
 # Between two tries to connect: an outage is over for us this soon after it is over, however long it was.
 _RECONNECT_S = 1.0
 _CONNECT_S_MAX = 5
+# Then the pool has a connection back for a moment, to put a new one in the place of an old one.
+_KEPT_S_MAX = 60.0
+_WAITING_MAX = 1000
 
 
-class _Connection(AsyncConnection[tuple[Any, ...]]):
+class _Connection(Connection):
     """Tries until it is connected and ready for statements, and says each time that it is not. The pool's own pauses
     would double up to minutes."""
+
+    kept_until_s = 0.0
 
     @classmethod
     async def connect(  # type: ignore[override]
@@ -121,6 +146,13 @@ class Database:
         self._away: str | None = None
         self._alive: weakref.WeakSet[_Connection] = weakref.WeakSet()
         self._waiting: set[asyncio.Timeout] = set()
+        # Connections stay here between two statements: taking one from the pool and giving it back costs more than a
+        # statement does. `_unclaimed` is how many more the pool has for us, or will have.
+        self._kept: list[_Connection] = []
+        self._unclaimed = connections
+        # First come, first served: a connection, or None for the right to claim one from the pool. Nobody is in line
+        # while one of the two is left.
+        self._line: deque[asyncio.Future[_Connection | None]] = deque()
         self._checking: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
         self._pool: AsyncConnectionPool[_Connection] = AsyncConnectionPool(
@@ -130,7 +162,6 @@ class Database:
             max_size=connections,
             open=False,
             timeout=wait_s,
-            max_waiting=1000,
             name=f"{name}/{'books' if for_books else 'queue'}",
             kwargs={
                 "configure": self._configure,
@@ -145,7 +176,9 @@ class Database:
                 "keepalives_interval": 2,
                 "keepalives_count": 3,
                 "tcp_user_timeout": 10_000,
-                "prepare_threshold": 0,
+                # `Connection.run` prepares what is run often. Were psycopg to do it too, it would now and then
+                # deallocate everything.
+                "prepare_threshold": None,
             },
         )
 
@@ -156,6 +189,7 @@ class Database:
     async def close(self) -> None:
         self._closing.set()
         await self._pool.close(timeout=2.0)
+        await self._return_kept()
 
     async def run(self, statement: bytes, parameters: Mapping[str, object]) -> list[Any]:
         """Runs one statement in its own transaction and fetches its rows (none for a statement that returns none)."""
@@ -164,8 +198,8 @@ class Database:
                 async with self._connection() as connection:
                     if trace.get_current_span().is_recording():
                         with self._span(statement):
-                            return await _fetch(connection, statement, parameters)
-                    return await _fetch(connection, statement, parameters)
+                            return await connection.run(statement, parameters)
+                    return await connection.run(statement, parameters)
             except (psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure):
                 if not tries_left:
                     raise
@@ -177,7 +211,7 @@ class Database:
         raise AssertionError("unreachable")
 
     @contextlib.asynccontextmanager
-    async def transaction(self) -> AsyncGenerator[AsyncConnection[tuple[Any, ...]]]:
+    async def transaction(self) -> AsyncGenerator[Connection]:
         """Several statements, one transaction. Not tried again: the caller knows whether it may be."""
         try:
             async with self._connection() as connection, connection.transaction():
@@ -186,7 +220,7 @@ class Database:
             raise self._unavailable(error) from error
 
     @contextlib.asynccontextmanager
-    async def _connection(self) -> AsyncGenerator[AsyncConnection[tuple[Any, ...]]]:
+    async def _connection(self) -> AsyncGenerator[_Connection]:
         connection = await self._take()
         try:
             yield connection
@@ -195,29 +229,87 @@ class Database:
             await connection.close()
             raise
         finally:
-            if connection.closed:
-                self._give_up_waiting()
-            # Also when the caller was cancelled: the pool looks at the connection's state and mends or drops it.
-            await asyncio.shield(self._pool.putconn(connection))
+            await self._give_back(connection)
 
     async def _take(self) -> _Connection:
+        if self._closing.is_set():
+            raise ShardUnavailable(self.name, "this router is shutting down")
         if self._is_away():
             raise ShardUnavailable(self.name, self._away or "")
+        if self._kept:
+            return self._kept.pop()
+        if len(self._waiting) >= _WAITING_MAX:
+            raise ShardUnavailable(self.name, "too many calls are waiting for a connection")
         try:
-            async with asyncio.timeout(None) as patience:
+            async with asyncio.timeout(self._wait_s) as patience:
                 self._waiting.add(patience)
                 try:
-                    return await self._pool.getconn()
+                    return await self._wait_in_line()
                 finally:
                     self._waiting.discard(patience)
-        except PoolTimeout as error:
-            raise ShardUnavailable(self.name, f"no connection within {self._wait_s:g} s") from error
-        except TimeoutError as error:
-            raise ShardUnavailable(self.name, self._away or "it went away") from error
-        except TooManyRequests as error:
-            raise ShardUnavailable(self.name, "too many calls are waiting for a connection") from error
+        except (PoolTimeout, TimeoutError) as error:
+            why = self._away if self._is_away() else f"no connection within {self._wait_s:g} s"
+            raise ShardUnavailable(self.name, why or "it went away") from error
         except PoolClosed as error:
             raise ShardUnavailable(self.name, "this router is shutting down") from error
+
+    async def _wait_in_line(self) -> _Connection:
+        connection = None
+        if self._unclaimed:
+            self._unclaimed -= 1
+        else:
+            turn = asyncio.get_running_loop().create_future()
+            self._line.append(turn)
+            try:
+                connection = await turn
+            except asyncio.CancelledError:
+                if not turn.cancelled():
+                    # It came at the same moment.
+                    self._pass_on(turn.result())
+                raise
+        if connection is None:
+            try:
+                connection = await self._pool.getconn()
+            except BaseException:
+                self._pass_on(None)
+                raise
+            connection.kept_until_s = asyncio.get_running_loop().time() + _KEPT_S_MAX
+        return connection
+
+    def _pass_on(self, connection: _Connection | None) -> None:
+        """To who is first in line; kept, if nobody is."""
+        while self._line:
+            turn = self._line.popleft()
+            if not turn.done():
+                turn.set_result(connection)
+                return
+        if connection is None:
+            self._unclaimed += 1
+        else:
+            self._kept.append(connection)
+
+    async def _give_back(self, connection: _Connection) -> None:
+        if (
+            connection.pgconn.transaction_status == TransactionStatus.IDLE
+            and not self._closing.is_set()
+            and asyncio.get_running_loop().time() < connection.kept_until_s
+        ):
+            self._pass_on(connection)
+            return
+        if connection.closed:
+            self._give_up_waiting()
+        # Also when the caller was cancelled: the pool looks at the connection's state and mends or drops it.
+        await asyncio.shield(self._return(connection))
+
+    async def _return(self, connection: _Connection) -> None:
+        try:
+            await self._pool.putconn(connection)
+        finally:
+            self._pass_on(None)
+
+    async def _return_kept(self) -> None:
+        while self._kept:
+            await self._return(self._kept.pop())
 
     def _is_away(self) -> bool:
         """No connection is left, and the latest try to make one has failed: nobody need wait to know."""
@@ -233,21 +325,28 @@ class Database:
         if self._is_away():
             now = asyncio.get_running_loop().time()
             for patience in self._waiting:
-                patience.reschedule(now)
+                if not patience.expired():
+                    patience.reschedule(now)
             self._waiting.clear()
 
     async def _check_pool(self) -> None:
-        """Drops what is broken of the pooled connections. In a task of its own, which nobody's cancellation reaches:
-        the pool would lose the connection that it is looking at, and the cancellation with it."""
+        """Drops what is broken of the connections that nobody uses. In a task of its own, which nobody's cancellation
+        reaches: the pool would lose the connection that it is looking at, and the cancellation with it."""
         if self._checking is None or self._checking.done():
-            self._checking = asyncio.create_task(self._pool.check())
+            self._checking = asyncio.create_task(self._check())
         await asyncio.shield(self._checking)
+
+    async def _check(self) -> None:
+        await self._return_kept()
+        await self._pool.check()
 
     async def _configure(self, connection: _Connection) -> None:
         await connection.execute(self._settings)
         connection.adapters.register_loader("timestamptz", _MicrosLoader)
         # One wire type for every int: else each magnitude would make a prepared statement of its own.
         connection.adapters.register_dumper(int, Int8BinaryDumper)
+        connection.adapters.register_dumper(Blobs, _BlobsDumper)
+        connection.adapters.register_dumper(Texts, _TextsDumper)
         self._alive.add(connection)
         if self._away is not None:
             _log.info("shard %r is reached again", self.name)
@@ -268,14 +367,6 @@ class Database:
 
     def _unavailable(self, error: psycopg.Error) -> ShardUnavailable:
         return ShardUnavailable(self.name, _first_line(error))
-
-
-async def _fetch(
-    connection: AsyncConnection[tuple[Any, ...]], statement: bytes, parameters: Mapping[str, object]
-) -> list[Any]:
-    cursor = connection.cursor(binary=True)
-    await cursor.execute(statement, parameters)
-    return await cursor.fetchall() if cursor.description else []
 
 
 def _first_line(error: Exception) -> str:

@@ -199,10 +199,9 @@ class Enqueuing:
                 continue
             columns = _merged(calls)
             oldest, newest = min(columns.ids), max(columns.ids)
-            takers = _takers(calls)
             parameters = {
                 "lane_ids": arrays.numbers(lanes),
-                "lane_orgs": [org for org, _ in lanes.values()],
+                "lane_orgs": arrays.texts([org for org, _ in lanes.values()]),
                 "lane_queues": arrays.names([queue for _, queue in lanes.values()]),
                 "oldest_ms": made_at_ms(oldest),
                 "newest_ms": made_at_ms(newest),
@@ -211,7 +210,7 @@ class Enqueuing:
                 "ids": arrays.plain(columns.ids),
                 "queue_ids": _queue_ids(calls, numbers),
                 "kinds": arrays.names(columns.kinds),
-                "payloads": columns.payloads,
+                "payloads": arrays.blobs(columns.payloads),
                 "priorities": arrays.sparse_numbers(columns.priorities, count),
                 "attributes": arrays.sparse_texts(columns.attributes, count),
                 "run_at_us": arrays.sparse_numbers(columns.run_at_us, count),
@@ -222,9 +221,7 @@ class Enqueuing:
                 "dedup_keys": arrays.sparse_texts(columns.dedup_keys, count),
                 "dedup_window_us": arrays.sparse_numbers(columns.dedup_window_us, count),
                 "traces": arrays.sparse_texts(columns.traces, count),
-                "leases": arrays.sparse_numbers({at: taker.number for at, taker in takers.items()}, count),
-                "workers": arrays.sparse_texts({at: taker.worker for at, taker in takers.items()}, count),
-                "window_us": arrays.sparse_numbers({at: taker.window_us for at, taker in takers.items()}, count),
+                **_takers(calls, count),
             }
             try:
                 rows = await self._database.run(statements.ENQUEUE, parameters)
@@ -345,14 +342,22 @@ def _queue_ids(calls: Sequence[Call], numbers: Sequence[Mapping[QueueName, Queue
     )
 
 
-def _takers(calls: Sequence[Call]) -> dict[int, Taker]:
-    takers: dict[int, Taker] = {}
+def _takers(calls: Sequence[Call], count: int) -> dict[str, object]:
+    """Which job is whose: for each job its taker's place, counted from 1, in the list of takers."""
+    places: dict[Taker, int] = {}
+    taken: dict[int, int] = {}
     before = 0
     for jobs, handover in calls:
         if handover is not None:
-            takers.update((before + at, taker) for at, taker in handover.takers.items())
+            for at, taker in handover.takers.items():
+                taken[before + at] = places.setdefault(taker, len(places) + 1)
         before += len(jobs)
-    return takers
+    return {
+        "takers": arrays.sparse_numbers(taken, count),
+        "leases": arrays.numbers([taker.number for taker in places]),
+        "workers": arrays.texts([taker.worker for taker in places]),
+        "windows_us": arrays.numbers([taker.window_us for taker in places]),
+    }
 
 
 def _twins(jobs: NewJobs) -> dict[int, int]:

@@ -75,7 +75,7 @@ class Settling:
             statements.ACK,
             {
                 **named.parameters(),
-                "results": results if any(result is not None for result in results) else [],
+                "results": arrays.blobs(results if any(result is not None for result in results) else ()),
                 "jobs": len(named.leases),
             },
         )
@@ -110,7 +110,7 @@ class Settling:
             parameters = {
                 **_Named(again.orgs, [nack.lease for nack in again.nacks]).parameters(),
                 "delays_us": arrays.numbers(again.fates),
-                "errors": [nack.error for nack in again.nacks],
+                "errors": arrays.texts([nack.error for nack in again.nacks]),
             }
             retried = await self._database.run(statements.RETRY, parameters)
             done.update((job_id, number) for job_id, number, _ in retried)
@@ -118,9 +118,9 @@ class Settling:
         if over.nacks:
             parameters = {
                 **_Named(over.orgs, [nack.lease for nack in over.nacks]).parameters(),
-                "outcomes": ["nacked"] * len(over.nacks),
-                "errors": [nack.error for nack in over.nacks],
-                "reasons": over.fates,
+                "outcomes": arrays.texts(["nacked"] * len(over.nacks)),
+                "errors": arrays.texts([nack.error for nack in over.nacks]),
+                "reasons": arrays.texts(over.fates),
             }
             done.update(await self._database.run(statements.BURY, parameters))
         return await self._answers(calls, done, ended_as="nacked")
@@ -190,7 +190,7 @@ class _Named(NamedTuple):
         return {
             "ids": arrays.plain([lease.job_hex for lease in self.leases]),
             "leases": arrays.numbers([lease.number for lease in self.leases]),
-            "orgs": list(turns),
+            "orgs": arrays.texts(list(turns)),
             # None: all are the first one's.
             "turns": "{}" if len(turns) == 1 else arrays.numbers([turns[org] for org in self.orgs]),
         }

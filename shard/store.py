@@ -40,7 +40,8 @@ _AnyCall = TypeVar("_AnyCall", Acks, Nacks, Extends, Releases)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Due:
-    """When the next job of each queue is or becomes visible, by the shard's clock; without queues that have none."""
+    """When the next job of each queue is or becomes visible, by the shard's clock; without queues that have none, and
+    without paused ones."""
 
     now: Micros
     first: dict[QueueId, Micros]
@@ -205,12 +206,14 @@ class Store:
             rows = await self._database.run(
                 statements.PROBE, {"queue_ids": arrays.numbers(part), "floors_us": arrays.numbers(floors)}
             )
-            now, found, priorities, visible_at = rows[0]
+            now, found, priorities, visible_at, paused = rows[0]
             lanes = dict(zip(zip(found or (), priorities or (), strict=True), visible_at or (), strict=True))
+            resting = {queue for queue, is_paused in zip(found or (), paused or (), strict=True) if is_paused}
             if from_zero:
                 self._floors.swept(part, Micros(now - GUARD_US), lanes)
             for (queue, _), when in lanes.items():
-                first[queue] = min(when, first.get(queue, when))
+                if queue not in resting:
+                    first[queue] = min(when, first.get(queue, when))
         return Due(now=now, first=first)
 
 

@@ -27,15 +27,15 @@ WITH clock AS MATERIALIZED (
         timestamptz 'epoch' + n.expires_at_us * interval '1 us' AS expires_at,
         now() + n.dedup_window_us * interval '1 us' AS dedup_until,
         -- Leased from the start: to a consumer that waits for it.
-        CASE WHEN NOT lane.paused THEN n.lease END AS lease, n.worker, n.window_us * interval '1 us' AS visibility_window
+        CASE WHEN NOT lane.paused THEN n.taker END AS taker
     FROM unnest(
         %(ids)s::uuid[], %(queue_ids)s::bigint[], %(kinds)s::text[], %(payloads)b::bytea[], %(priorities)s::smallint[],
         %(attributes)s::text[], %(run_at_us)s::bigint[], %(delay_us)s::bigint[], %(expires_at_us)s::bigint[],
         %(max_attempts)s::smallint[], %(retries)s::text[], %(dedup_keys)s::text[], %(dedup_window_us)s::bigint[],
-        %(traces)s::text[], %(leases)s::bigint[], %(workers)s::text[], %(window_us)s::bigint[]
+        %(traces)s::text[], %(takers)s::smallint[]
     ) AS n (
         id, queue_id, kind, payload, priority, attributes, run_at_us, delay_us, expires_at_us,
-        max_attempts, retry, dedup_key, dedup_window_us, trace, lease, worker, window_us
+        max_attempts, retry, dedup_key, dedup_window_us, trace, taker
     )
     JOIN lane ON lane.queue_id = n.queue_id
     -- All or none: one queue that is not admitted, and nothing is stored.
@@ -57,9 +57,9 @@ WITH clock AS MATERIALIZED (
     )
     SELECT
         i.id, i.queue_id, i.kind, i.payload, coalesce(i.priority, 5), i.attributes, i.run_at,
-        CASE WHEN i.lease IS NULL THEN i.run_at ELSE now() + i.visibility_window END, i.expires_at,
-        i.max_attempts, i.retry, i.dedup_key, i.trace, i.lease, CASE WHEN i.lease IS NOT NULL THEN now() END,
-        CASE WHEN i.lease IS NOT NULL THEN i.worker END, (i.lease IS NOT NULL)::integer
+        coalesce(now() + (%(windows_us)s::bigint[])[i.taker] * interval '1 us', i.run_at), i.expires_at,
+        i.max_attempts, i.retry, i.dedup_key, i.trace, (%(leases)s::bigint[])[i.taker],
+        CASE WHEN i.taker IS NOT NULL THEN now() END, (%(workers)s::text[])[i.taker], (i.taker IS NOT NULL)::integer
     FROM incoming i
     WHERE i.dedup_key IS NULL OR i.id IN (SELECT r.job_id FROM reserved r)
     ORDER BY i.id

@@ -1,10 +1,13 @@
 -- For each lane of these queues from its floor on: when its first live row is or becomes visible, where there is one.
--- One row. Takes no locks. Asked with floors at the beginning of time, it finds what committed late (I7).
+-- One row. Takes no locks. Of paused queues too, of which a claim would give nothing: their floors are kept. Asked with
+-- floors at the beginning of time, it finds what committed late (I7).
 SELECT now() AS now, array_agg(first.queue_id) AS queue_ids, array_agg(first.priority) AS priorities,
-    array_agg(first.visible_at) AS visible_at
+    array_agg(first.visible_at) AS visible_at, array_agg(first.paused) AS paused
 FROM (
-    SELECT q.queue_id, p.priority::smallint AS priority, j.visible_at
+    SELECT q.queue_id, p.priority::smallint AS priority, j.visible_at, w.paused
     FROM unnest(%(queue_ids)s::bigint[]) WITH ORDINALITY AS q (queue_id, turn)
+    -- OFFSET 0 fence: by its number alone, as in claim.sql.
+    CROSS JOIN LATERAL (SELECT w.paused FROM windrow.queue w WHERE w.queue_id = q.queue_id OFFSET 0) w
     CROSS JOIN generate_series(1, 9) AS p (priority)
     CROSS JOIN LATERAL (
         SELECT j.visible_at

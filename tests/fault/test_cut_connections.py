@@ -21,6 +21,7 @@ from psycopg.conninfo import conninfo_to_dict
 
 from shard.books import Books, OrgBooks
 from shard.database import Database
+from shard.enqueuing import Handed, Handover, Taker
 from shard.errors import ShardUnavailable
 from shard.settling import Nack
 from shard.store import Store
@@ -103,6 +104,41 @@ async def test_an_enqueue_cut_around_its_commit_stores_each_job_once(
     assert set(expected) <= set(stored)
     books = await books_of(fresh_database)
     assert (books.accepted, books.ready) == (len(expected) + 1, len(expected) + 1)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("moment", Moment)
+async def test_a_handover_cut_around_its_commit_is_told_once_and_a_release_makes_sure(
+    store: Store, proxy: Proxy, fresh_database: Database, trials: int, moment: Moment
+) -> None:
+    await store.enqueue(some_jobs(ORG))
+    leased: list[str] = []
+    lost: list[str] = []
+    for trial in range(1, trials // 2 + 1):
+        jobs = some_jobs(ORG, 2)
+        leases = [Lease(job_hex=name.replace("-", ""), number=trial) for name in jobs.ids]
+        told: list[Handed] = []
+        takers = dict.fromkeys(range(2), Taker(trial, "w", HOUR_US))
+        cut = proxy.cut_at(jobs.ids[trial % 2].encode(), moment)
+        known = await store.enqueue(jobs, Handover(takers=takers, done=told.append))
+        assert cut.done
+        (handed,) = told
+        assert set(known) | set(handed.positions) == {0, 1}
+        if handed.positions:
+            # It was the second try that stored them.
+            assert (handed.positions, known) == ([0, 1], {})
+            assert await store.ack(ORG, leases) == [Answer.OK] * 2
+            leased += jobs.ids
+        else:
+            # The answer was lost on the way; told that nothing was leased, the consumer's router makes it so.
+            assert await store.release(ORG, leases) == [Answer.OK] * 2
+            lost += jobs.ids
+    assert bool(leased) == (moment is Moment.UNSENT)
+    assert bool(lost) == (moment is Moment.ANSWERED) or moment not in (Moment.UNSENT, Moment.ANSWERED)
+    stored = await copies(fresh_database)
+    assert set(stored.values()) == {1}
+    books = await books_of(fresh_database)
+    assert (books.succeeded, books.ready, books.leased) == (len(leased), len(lost) + 1, 0)
 
 
 Act = Callable[[Store, list[Lease]], Awaitable[list[Answer]]]

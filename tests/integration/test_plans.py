@@ -15,8 +15,12 @@ from typing import Any
 
 import pytest
 from psycopg import AsyncConnection, IsolationLevel, sql
+from psycopg.adapt import Transformer
+from psycopg.postgres import types
+from psycopg.pq import Format
 
-from shard import statements
+from shard import arrays, statements
+from shard.connection import Connection
 from shard.database import Database
 from shard.enqueuing import Handover, Taker
 from shard.floor import GUARD_US
@@ -36,8 +40,6 @@ BATCH = 100
 GROUPS, TAKERS = 20, 64
 # More runs than Postgres's five custom plans, after which it may keep a generic one.
 SETTLED = 8
-
-Connection = AsyncConnection[tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,11 +113,14 @@ def _numbered(statement: bytes) -> str:
 def _literal(value: object) -> sql.Composable:
     if isinstance(value, list) and not value:
         return sql.SQL("'{}'")
+    if isinstance(value, arrays.Blobs | arrays.Texts):
+        of = types["bytea" if isinstance(value, arrays.Blobs) else "text"]
+        return _literal(Transformer().get_loader(of.array_oid, Format.BINARY).load(value.data))
     return sql.Literal(value)
 
 
 async def run(connection: Connection, run: Run) -> None:
-    await connection.cursor(binary=True).execute(*run)
+    await connection.run(*run)
 
 
 @contextmanager

@@ -42,9 +42,9 @@ def cluster(server: Cluster) -> Cluster:
 async def database(cluster: Cluster) -> AsyncGenerator[Database, None]:
     opened = Database(SHARD, cluster.dsn, wait_s=WAIT_S)
     await opened.open()
+    await opened._pool.wait(timeout=30)
     await schema.migrate(opened, cluster=CLUSTER)
     await catalog.grant(opened, await catalog.found(opened, cluster=CLUSTER, weights={SHARD: 1}))
-    await opened._pool.wait(timeout=30)
     yield opened
     await opened.close()
 

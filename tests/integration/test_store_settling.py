@@ -7,6 +7,7 @@ import itertools
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any
 
+import psycopg
 import pytest
 
 from shard import statements
@@ -16,9 +17,9 @@ from shard.settling import Nack
 from shard.store import Store
 from shard.vocabulary import Answer, Lease, OrgId, Outcome
 from tests.conftest import SHARD
-from tests.jobs import HOUR_US, MINUTE_US, job_id, lease_jobs, some_jobs
+from tests.jobs import HOUR_US, MINUTE_US, at_once, job_id, lease_jobs, some_jobs
 from tests.recorder import Recorder
-from tests.timemachine import end_leases
+from tests.timemachine import end_leases, until_blocked
 
 OK, STALE, NOT_FOUND = Answer.OK, Answer.STALE, Answer.NOT_FOUND
 
@@ -78,7 +79,7 @@ async def test_calls_of_several_orgs_share_a_statement_and_each_hears_its_own(
     unknown = Lease(job_hex=job_id().replace("-", ""), number=7)
     act = VERBS[verb]
     before = len(recorder.runs)
-    answers = await asyncio.gather(
+    answers = await at_once(
         act(store, org, [mine[0], ended[0]]),
         act(store, other_org, others[:2]),
         act(store, org, [unknown, mine[1], mine[2]]),
@@ -107,7 +108,7 @@ async def test_a_lease_that_two_orgs_name_is_its_owners_alone(
         bystander = OrgId(f"{org}-bystander")
         theirs = await held_by(store, bystander, 1)
         calls += [(bystander, theirs, [OK]), (org, [mine[1]], [OK])]
-        answers = await asyncio.gather(*(act(store, one, named) for one, named, _ in calls))
+        answers = await at_once(*(act(store, one, named) for one, named, _ in calls))
         assert answers == [expected for _, _, expected in calls]
         assert await states(store, org, mine) == [STATE[verb]] * 3
         assert await states(store, other_org, others) == [STATE[verb] if with_own else "leased"] * 3
@@ -125,7 +126,7 @@ async def test_a_foreign_org_that_names_a_lease_alone_beside_other_calls_changes
     store = Store(recorder)
     mine, others = await held_by(store, org), await held_by(store, other_org)
     act = VERBS[verb]
-    answers = await asyncio.gather(act(store, other_org, mine), act(store, org, others))
+    answers = await at_once(act(store, other_org, mine), act(store, org, others))
     assert answers == [[NOT_FOUND] * 3] * 2
     assert await states(store, org, mine) == await states(store, other_org, others) == ["leased"] * 3
 
@@ -138,10 +139,7 @@ async def test_repeated_calls_in_one_batch_all_hear_ok_and_count_once(
     mine = await held_by(store, org)
     act = VERBS[verb]
     twice = [mine[0], mine[1], mine[0]]
-    assert (
-        await asyncio.gather(act(store, org, mine), act(store, org, mine[::-1]), act(store, org, twice))
-        == [[OK] * 3] * 3
-    )
+    assert await at_once(act(store, org, mine), act(store, org, mine[::-1]), act(store, org, twice)) == [[OK] * 3] * 3
     assert await act(store, org, mine) == [OK] * 3
     assert await states(store, org, mine) == [STATE[verb]] * 3
     outcomes = {"ack": Outcome.ACKED, "nack": Outcome.NACKED, "kill": Outcome.NACKED, "release": Outcome.RELEASED}
@@ -156,7 +154,7 @@ async def test_each_job_has_the_result_of_its_own_call(recorder: Recorder, org: 
     mine, others = await held_by(store, org), await held_by(store, other_org)
     plain = await held_by(store, org, 1)
     before = len(recorder.runs)
-    await asyncio.gather(
+    await at_once(
         store.ack(org, plain),
         store.ack(org, mine, [b"a", None, b""]),
         store.ack(other_org, others, [None, b"b", b"c"]),
@@ -174,7 +172,7 @@ async def test_nacks_of_several_orgs_meet_each_its_own_fate(recorder: Recorder, 
     await store.enqueue(some_jobs(other_org, 2, max_attempts=1))
     mine = [lease for _, lease in await lease_jobs(store, org)]
     others = [lease for _, lease in await lease_jobs(store, other_org)]
-    answers = await asyncio.gather(
+    answers = await at_once(
         store.nack(org, [Nack(lease=mine[0], error="mine")]),
         store.nack(other_org, [Nack(lease=others[0], error="theirs", delay_us=0)]),
         store.nack(org, [Nack(lease=mine[1], error="mine too", delay_us=0)]),
@@ -207,7 +205,7 @@ async def test_each_lease_is_extended_by_the_window_of_its_own_call(
     mine = [lease for _, lease in await lease_jobs(store, org, window_us=MINUTE_US)]
     others = [lease for _, lease in await lease_jobs(store, other_org, window_us=MINUTE_US)]
     before = len(recorder.runs)
-    await asyncio.gather(
+    await at_once(
         store.extend(org, mine[:1], window_us=HOUR_US),
         store.extend(other_org, others, window_us=2 * HOUR_US),
         store.extend(org, mine[1:], window_us=3 * HOUR_US),
@@ -226,7 +224,7 @@ async def test_of_several_extends_of_one_lease_the_longest_is_in_force(
     store = Store(recorder)
     await store.enqueue(some_jobs(org, 1))
     ((job, lease),) = await lease_jobs(store, org, window_us=MINUTE_US)
-    answers = await asyncio.gather(*(store.extend(org, [lease], window_us=window) for window in windows))
+    answers = await at_once(*(store.extend(org, [lease], window_us=window) for window in windows))
     assert answers == [[OK]] * len(windows)
     (deadline,) = await deadlines(store, org, [lease])
     assert deadline >= job.leased_at + 4 * HOUR_US
@@ -238,7 +236,7 @@ async def test_of_several_extends_of_one_lease_the_longest_is_in_force(
 async def test_calls_that_name_nothing_are_answered_with_nothing(recorder: Recorder, org: OrgId) -> None:
     store = Store(recorder)
     mine = await held_by(store, org, 2)
-    answers = await asyncio.gather(
+    answers = await at_once(
         store.ack(org, []),
         store.ack(org, mine),
         store.nack(org, []),
@@ -249,7 +247,24 @@ async def test_calls_that_name_nothing_are_answered_with_nothing(recorder: Recor
     assert await store.ack(org, []) == []
 
 
-async def test_a_caller_that_leaves_changes_nothing_for_the_others_and_its_own_call_is_done(
+async def test_a_call_whose_caller_leaves_while_others_are_served_is_done_with_theirs(
+    recorder: Recorder, module_dsn: str, org: OrgId, other_org: OrgId
+) -> None:
+    store = Store(recorder)
+    mine, others = await held_by(store, org), await held_by(store, other_org)
+    async with await psycopg.AsyncConnection.connect(module_dsn) as rival:
+        await rival.execute("SELECT FROM windrow.job WHERE id = %s FOR UPDATE", [name_of(mine[0])])
+        leaver = asyncio.create_task(store.ack(org, mine))
+        stayer = asyncio.create_task(store.ack(other_org, others))
+        await until_blocked(recorder)
+        leaver.cancel()
+        await asyncio.wait([leaver])
+    assert await stayer == [OK] * 3
+    assert leaver.cancelled()
+    assert await states(store, org, mine) == ["succeeded"] * 3
+
+
+async def test_a_call_that_is_cancelled_before_it_begins_is_not_done(
     recorder: Recorder, org: OrgId, other_org: OrgId
 ) -> None:
     store = Store(recorder)
@@ -259,6 +274,4 @@ async def test_a_caller_that_leaves_changes_nothing_for_the_others_and_its_own_c
     await asyncio.sleep(0)
     leaver.cancel()
     assert await stayer == [OK] * 3
-    with pytest.raises(asyncio.CancelledError):
-        await leaver
-    assert await states(store, org, mine) == ["succeeded"] * 3
+    assert await states(store, org, mine) == ["leased"] * 3

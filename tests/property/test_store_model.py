@@ -1,5 +1,6 @@
 """The store against a model of it, in any order of calls that Hypothesis thinks of: fencing (I2), idempotent enqueue
-(I3), isolation (I4) and conservation (I5), through two routers with memories of their own.
+(I3), isolation (I4) and conservation (I5), through two routers with memories of their own, for calls made one by one
+and several in one moment, and for jobs handed over as they are enqueued.
 
 HYPOTHESIS_PROFILE=long searches for minutes. Time passes by tests/timemachine.py only, and the guard of the floors is
 zero: so close behind the clock a floor that is too high by one microsecond loses a job.
@@ -8,11 +9,12 @@ zero: so close behind the clock a floor that is too high by one microsecond lose
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 from collections import Counter
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -20,7 +22,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from shard.books import Books
+from shard.claiming import Taken
 from shard.database import Database
+from shard.enqueuing import Handed, Handover, Taker
 from shard.lease import parse_token, token
 from shard.retry import Fixed, to_json
 from shard.settling import Nack
@@ -28,7 +32,7 @@ from shard.store import Store
 from shard.vocabulary import MAX_ATTEMPTS_DEFAULT, Answer, JobId, Lease, NewJobs, OrgId, Outcome, QueueName
 from tests import timemachine
 from tests.conftest import SHARD
-from tests.jobs import HOUR_US, job_id
+from tests.jobs import HOUR_US, at_once, job_id
 
 T = TypeVar("T")
 QUEUES = (QueueName("a"), QueueName("b"))
@@ -99,6 +103,63 @@ class Held:
         return Lease(job_hex=self.job.replace("-", ""), number=self.number)
 
 
+class Sent(NamedTuple):
+    """One call of a producer, and what a handover with it was told."""
+
+    wishes: list[Wish]
+    # By position: the lease under which a waiting consumer is to have the job.
+    takers: dict[int, int]
+    told: list[Handed]
+
+    def columns(self) -> NewJobs:
+        jobs = NewJobs(org=self.wishes[0].org)
+        for at, wish in enumerate(self.wishes):
+            jobs.ids.append(wish.id)
+            jobs.queues.append(wish.queue)
+            jobs.kinds.append("k")
+            jobs.payloads.append(b"x")
+            jobs.priorities[at] = wish.priority
+            jobs.retries[at] = to_json(Fixed(delay_us=0 if wish.retry_at_once else HOUR_US))
+            if wish.delayed:
+                jobs.delay_us[at] = HOUR_US
+            if wish.max_attempts is not None:
+                jobs.max_attempts[at] = wish.max_attempts
+            if wish.expires:
+                jobs.expires_at_us[at] = FAR_FUTURE_US
+            if wish.key is not None:
+                jobs.dedup_keys[at] = wish.key
+                jobs.dedup_window_us[at] = HOUR_US
+        return jobs
+
+    def handover(self) -> Handover | None:
+        if not self.takers:
+            return None
+        takers = {at: Taker(number, "waiter", HOUR_US) for at, number in self.takers.items()}
+        return Handover(takers=takers, done=self.told.append)
+
+
+class Asked(NamedTuple):
+    """One call of a consumer for jobs."""
+
+    org: OrgId
+    queues: list[QueueName]
+    max_jobs: int
+
+
+@dataclass(kw_only=True)
+class Memory:
+    """What producers have brought about: what the model changes when they call."""
+
+    model: dict[JobId, Job] = field(default_factory=dict[JobId, Job])
+    # Who holds a dedup key, and whether its window still lasts.
+    keys: dict[tuple[OrgId, QueueName, str | None], tuple[JobId, bool]] = field(
+        default_factory=dict[tuple[OrgId, QueueName, str | None], tuple[JobId, bool]]
+    )
+    queues: set[tuple[OrgId, QueueName]] = field(default_factory=set[tuple[OrgId, QueueName]])
+    # Every lease that a consumer was ever given, live or not.
+    given: list[Held] = field(default_factory=list[Held])
+
+
 @dataclass(frozen=True, kw_only=True)
 class World:
     runner: asyncio.Runner
@@ -162,14 +223,22 @@ class StoreMachine(RuleBasedStateMachine):
         example = next(_numbers)
         self.orgs = OrgId(f"model-{example}-a"), OrgId(f"model-{example}-b")
         self.stores = [Store(self.world.database), Store(self.world.database)]
-        self.model: dict[JobId, Job] = {}
-        # Who holds a dedup key, and whether its window still lasts.
-        self.keys: dict[tuple[OrgId, QueueName, str | None], tuple[JobId, bool]] = {}
-        self.queues: set[tuple[OrgId, QueueName]] = set()
+        self.memory = Memory()
         self.paused: set[tuple[OrgId, QueueName]] = set()
-        # Every lease that a consumer was ever given, live or not.
-        self.given: list[Held] = []
+        self.handed = itertools.count(1)
         self.step = 0
+
+    @property
+    def model(self) -> dict[JobId, Job]:
+        return self.memory.model
+
+    @property
+    def given(self) -> list[Held]:
+        return self.memory.given
+
+    @property
+    def queues(self) -> set[tuple[OrgId, QueueName]]:
+        return self.memory.queues
 
     def some_given(self, picks: Sequence[tuple[str, int]]) -> list[Held]:
         """Leases for one call: live, overtaken by another, ended and not taken yet, or any."""
@@ -195,136 +264,184 @@ class StoreMachine(RuleBasedStateMachine):
     @initialize(store=stores_, data=st.data())
     def begin(self, store: int, data: st.DataObject) -> None:
         for org in (0, 1):
-            self.enqueue(store, org, data)
+            self.enqueue([store], [org], data)
 
     @rule(
         call=st.sampled_from(("enqueue", "claim", "claim", "end", "end", "end", "cancel")),
-        store=stores_,
-        org=orgs,
-        foreign=seldom,
+        callers=st.lists(st.tuples(stores_, orgs, seldom), min_size=1, max_size=4),
         data=st.data(),
     )
-    def work(self, call: str, store: int, org: int, foreign: bool, data: st.DataObject) -> None:
+    def work(self, call: str, callers: list[tuple[int, int, bool]], data: st.DataObject) -> None:
+        stores = [store for store, _, _ in callers]
+        tenants = [org for _, org, _ in callers]
         match call:
             case "claim":
-                self.claim(store, org, data.draw(queue_lists), data.draw(st.sampled_from((100, 1, 2, 3))))
+                self.claim(
+                    stores,
+                    [
+                        Asked(self.orgs[org], data.draw(queue_lists), data.draw(st.sampled_from((100, 1, 2, 3))))
+                        for org in tenants
+                    ],
+                )
             case "end" if self.given:
-                self.end_or_prolong(store, foreign, data)
+                self.end_or_prolong(stores, [foreign for _, _, foreign in callers], data)
             case "cancel" if self.model:
                 picks = data.draw(st.lists(numbers, min_size=1, max_size=2))
-                self.cancel(store, foreign, [pick(list(self.model), number) for number in picks])
+                self.cancel(stores[0], callers[0][2], [pick(list(self.model), number) for number in picks])
             case _:
-                self.enqueue(store, org, data)
+                self.enqueue(stores, tenants, data)
 
-    def enqueue(self, store: int, org: int, data: st.DataObject) -> None:
-        """New jobs, and some that were sent before, as a producer does who missed the answer."""
-        tenant = self.orgs[org]
-        batch = [Wish(id=job_id(), org=tenant, **wish) for wish in data.draw(st.lists(wishes, min_size=1, max_size=4))]
-        stored = [job.wish for job in self.of(tenant, *LIVE, "succeeded", "dead", "cancelled")]
-        again = [pick(stored, number) for number in data.draw(st.lists(numbers, max_size=3)) if stored]
-        sent = data.draw(st.permutations([*batch, *again]))
-        jobs = NewJobs(org=tenant)
-        for at, wish in enumerate(sent):
-            jobs.ids.append(wish.id)
-            jobs.queues.append(wish.queue)
-            jobs.kinds.append("k")
-            jobs.payloads.append(b"x")
-            jobs.priorities[at] = wish.priority
-            jobs.retries[at] = to_json(Fixed(delay_us=0 if wish.retry_at_once else HOUR_US))
-            if wish.delayed:
-                jobs.delay_us[at] = HOUR_US
-            if wish.max_attempts is not None:
-                jobs.max_attempts[at] = wish.max_attempts
-            if wish.expires:
-                jobs.expires_at_us[at] = FAR_FUTURE_US
-            if wish.key is not None:
-                jobs.dedup_keys[at] = wish.key
-                jobs.dedup_window_us[at] = HOUR_US
-        known = self.do(self.stores[store].enqueue(jobs))
-        assert known == self.enqueued(sent)
+    def enqueue(self, stores: Sequence[int], tenants: Sequence[int], data: st.DataObject) -> None:
+        """New jobs, and some that were sent before or are sent by the others too, as producers do who missed the
+        answer. For some of them consumers wait."""
+        calls: list[Sent] = []
+        for org in tenants:
+            tenant = self.orgs[org]
+            batch = [
+                Wish(id=job_id(), org=tenant, **wish) for wish in data.draw(st.lists(wishes, min_size=1, max_size=4))
+            ]
+            stored = [job.wish for job in self.of(tenant, *LIVE, "succeeded", "dead", "cancelled")]
+            stored += [wish for sent in calls for wish in sent.wishes if wish.org == tenant]
+            again = [pick(stored, number) for number in data.draw(st.lists(numbers, max_size=3)) if stored]
+            wishes_ = data.draw(st.permutations([*batch, *again]))
+            # Nobody is promised a job that is not due at once, or may be past its time.
+            due = [at for at, wish in enumerate(wishes_) if not wish.delayed and not wish.expires]
+            promised = data.draw(st.lists(st.sampled_from(due), unique=True)) if due else []
+            number = next(self.handed)
+            calls.append(Sent(wishes_, dict.fromkeys(promised, number), []))
+        answers = self.do(
+            at_once(
+                *[
+                    self.stores[store].enqueue(sent.columns(), sent.handover())
+                    for store, sent in zip(stores, calls, strict=True)
+                ]
+            )
+        )
+        for sent in calls:
+            assert len(sent.told) == bool(sent.takers), "told exactly once"
+        # As though made one after another, in some order.
+        before = self.memory
+        for order in itertools.permutations(range(len(calls))):
+            self.memory = copy.deepcopy(before)
+            if all(self.enqueued(calls[turn]) == answers[turn] for turn in order):
+                return
+        raise AssertionError(f"no order of calls explains these answers: {answers} to {calls}")
 
-    def enqueued(self, sent: Sequence[Wish]) -> dict[int, JobId]:
-        """What the model does with a batch: which positions were known, and as what."""
+    def enqueued(self, sent: Sent) -> dict[int, JobId] | None:
+        """What the model does with a batch: which positions were known, and as what. None: this is not what its
+        handover was told."""
+        wishes_ = sent.wishes
         first: dict[object, int] = {}
-        twins = {at: first[w.id] for at, w in enumerate(sent) if first.setdefault(w.id, at) != at}
-        for at, wish in enumerate(sent):
+        twins = {at: first[w.id] for at, w in enumerate(wishes_) if first.setdefault(w.id, at) != at}
+        for at, wish in enumerate(wishes_):
             if at not in twins and wish.key is not None and first.setdefault(wish.slot, at) != at:
                 twins[at] = first[wish.slot]
         known: dict[int, JobId] = {}
-        part = [at for at in range(len(sent)) if at not in twins]
+        handed: set[int] = set()
+        part = [at for at in range(len(wishes_)) if at not in twins]
+        # The first try only hands anything over, and where there are twins not even that.
+        takers = {} if twins else sent.takers
         while part:
             # What holds a live key is not looked at further; else the key is the job's, and the job is stored if new.
-            free = [at for at in part if sent[at].key is None or not self.key_lives(sent[at])]
-            settled = any(sent[at].id in self.model and self.model[sent[at].id].state not in LIVE for at in free)
+            free = [at for at in part if wishes_[at].key is None or not self.key_lives(wishes_[at])]
+            settled = any(wishes_[at].id in self.model and self.model[wishes_[at].id].state not in LIVE for at in free)
             if not settled:
                 for at in free:
-                    wish = sent[at]
+                    wish = wishes_[at]
                     self.queues.add((wish.org, wish.queue))
                     if wish.key is not None:
-                        self.keys[wish.slot] = (wish.id, True)
-                    if wish.id not in self.model:
-                        state = "scheduled" if wish.delayed else "ready"
-                        self.model[wish.id] = Job(wish=wish, state=state, since=self.step, expires=wish.expires)
-                    else:
+                        self.memory.keys[wish.slot] = (wish.id, True)
+                    if wish.id in self.model:
                         known[at] = wish.id
+                        continue
+                    state = "scheduled" if wish.delayed else "ready"
+                    job = self.model[wish.id] = Job(wish=wish, state=state, since=self.step, expires=wish.expires)
+                    if at in takers and (wish.org, wish.queue) not in self.paused:
+                        handed.add(at)
+                        job.state, job.attempt, job.lease = "leased", 1, takers[at]
+                        self.given.append(Held(wish.id, takers[at]))
             for at in part:
-                wish = sent[at]
+                wish = wishes_[at]
                 if at in free and not settled:
                     continue
                 if wish.id in self.model:
                     known[at] = wish.id
                 elif self.key_lives(wish):
-                    known[at] = self.keys[wish.slot][0]
+                    known[at] = self.memory.keys[wish.slot][0]
             part = [at for at in part if settled and at not in known]
+            takers = {}
         for at, twin in twins.items():
-            known[at] = known.get(twin, sent[twin].id)
-        return known
+            known[at] = known.get(twin, wishes_[twin].id)
+        told = {at for each in sent.told for at in each.positions}
+        return known if told == handed else None
 
     def key_lives(self, wish: Wish) -> bool:
-        return wish.key is not None and self.keys.get(wish.slot, ("", False))[1]
+        return wish.key is not None and self.memory.keys.get(wish.slot, ("", False))[1]
 
     # Consumers
 
-    def claim(self, store: int, org: int, queues: list[QueueName], max_jobs: int) -> None:
-        tenant = self.orgs[org]
-        prefix, claimed = self.do(
-            self.stores[store].claim(tenant, queues, max_jobs=max_jobs, window_us=HOUR_US, worker=f"w{store}")
+    def claim(self, stores: Sequence[int], asks: Sequence[Asked]) -> None:
+        answers = self.do(
+            at_once(
+                *[
+                    self.stores[store].claim(org, queues, max_jobs=most, window_us=HOUR_US, worker=f"w{store}")
+                    for store, (org, queues, most) in zip(stores, asks, strict=True)
+                ]
+            )
         )
         ready = {
             job.wish.id: job
-            for job in self.of(tenant, "ready")
-            if job.wish.queue in queues and (tenant, job.wish.queue) not in self.paused
+            for org in self.orgs
+            for job in self.of(org, "ready")
+            if (org, job.wish.queue) not in self.paused
         }
-        unfit = [job for job in ready.values() if job.past_expiry or job.exhausted]
-        records = self.world.do(self.stores[store].get(tenant, [job.wish.id for job in unfit], include_payload=False))
-        aside = {record.id for record in records if record.state not in LIVE}
-        taken = {job.id for job in claimed} | aside
-        assert len({job.id for job in claimed}) == len(claimed)
-        assert taken <= ready.keys()
-        assert not {job.id for job in claimed} & {job.wish.id for job in unfit}
-        # As many as there are, up to the limit.
-        if len(aside) < TURNS:
-            assert len(claimed) == min(max_jobs, len(ready) - len(unfit))
-        # Higher priorities first, in each lane the oldest first, and answered in this order.
-        left = [job for name, job in ready.items() if name not in taken]
-        for job in (ready[name] for name in taken):
-            assert all(job.wish.priority <= other.wish.priority for other in left)
-            lane = job.wish.queue, job.wish.priority
-            assert all(job.since <= other.since for other in left if (other.wish.queue, other.wish.priority) == lane)
-        assert [(j.priority, j.run_at) for j in claimed] == sorted((j.priority, j.run_at) for j in claimed)
+        unfit = {name: job for name, job in ready.items() if job.past_expiry or job.exhausted}
+        aside: set[JobId] = set()
+        for org in self.orgs:
+            names = [name for name, job in unfit.items() if job.wish.org == org]
+            records = self.world.do(self.stores[0].get(org, names, include_payload=False))
+            aside |= {record.id for record in records if record.state not in LIVE}
+        claimed = [job.id for taken in answers for job in taken.jobs]
+        assert len(set(claimed)) == len(claimed)
+        left = [job for name, job in ready.items() if name not in aside and name not in claimed]
+        for ask, taken in zip(asks, answers, strict=True):
+            self.check_claim(ask, taken, ready, left, complete=len(aside) < TURNS)
+        asked = {(ask.org, queue) for ask in asks for queue in ask.queues}
+        assert {(ready[name].wish.org, ready[name].wish.queue) for name in aside} <= asked
+        assert not unfit.keys() & set(claimed)
         for name in aside:
             job = ready[name]
             job.notice_expiry()
             job.state, job.lease = "cancelled" if job.past_expiry else "dead", None
-        for answer in claimed:
-            job = ready[answer.id]
-            job.notice_expiry()
-            _, lease = parse_token(token(prefix, answer.id))
-            assert lease.number not in job.ended
-            assert answer.attempt == job.attempt + 1
-            assert (answer.queue, answer.priority) == (job.wish.queue, job.wish.priority)
-            job.attempt, job.state, job.lease = job.attempt + 1, "leased", lease.number
-            self.given.append(Held(answer.id, lease.number))
+        for taken in answers:
+            for answer in taken.jobs:
+                job = ready[answer.id]
+                job.notice_expiry()
+                _, lease = parse_token(token(taken.prefix, answer.id))
+                assert lease.number not in job.ended
+                assert answer.attempt == job.attempt + 1
+                assert (answer.queue, answer.priority) == (job.wish.queue, job.wish.priority)
+                job.attempt, job.state, job.lease = job.attempt + 1, "leased", lease.number
+                self.given.append(Held(answer.id, lease.number))
+
+    def check_claim(
+        self, ask: Asked, taken: Taken, ready: dict[JobId, Job], left: Sequence[Job], *, complete: bool
+    ) -> None:
+        """`left`: the jobs that were ready all along and that nobody got."""
+        jobs = [ready[job.id] for job in taken.jobs]
+        assert all(job.wish.org == ask.org and job.wish.queue in ask.queues for job in jobs)
+        left = [job for job in left if job.wish.org == ask.org and job.wish.queue in ask.queues]
+        # As many as there are, up to the limit.
+        assert len(jobs) <= ask.max_jobs
+        if complete and len(jobs) < ask.max_jobs:
+            assert left == []
+        # Higher priorities first, in each lane the oldest first, and answered in this order.
+        for job in jobs:
+            assert all(job.wish.priority <= other.wish.priority for other in left)
+            lane = job.wish.queue, job.wish.priority
+            assert all(job.since <= other.since for other in left if (other.wish.queue, other.wish.priority) == lane)
+        order = [(job.priority, job.run_at) for job in taken.jobs]
+        assert order == sorted(order)
 
     def is_live(self, held: Held, org: OrgId) -> bool:
         job = self.model[held.job]
@@ -341,62 +458,70 @@ class StoreMachine(RuleBasedStateMachine):
         org = self.model[held[0].job].wish.org
         return self.orgs[self.orgs.index(org) - 1] if foreign else org
 
-    def end_or_prolong(self, store: int, foreign: bool, data: st.DataObject) -> None:
-        """A consumer's call about leases of its own, live or not; in a foreign org's name, seldom."""
-        held = self.some_given(data.draw(given_picks))
+    def end_or_prolong(self, stores: Sequence[int], foreign: Sequence[bool], data: st.DataObject) -> None:
+        """Consumers' calls about leases of their own, live or not; in a foreign org's name, seldom."""
+        calls: list[tuple[Store, OrgId, list[Held]]] = []
+        for store, is_foreign in zip(stores, foreign, strict=True):
+            held = self.some_given(data.draw(given_picks))
+            calls.append((self.stores[store], self.caller(held, is_foreign), held))
         match data.draw(st.sampled_from(("ack", "nack", "extend", "release"))):
             case "ack":
-                self.ack(store, foreign, held)
+                self.ack(calls)
             case "nack":
-                nacks = {each: data.draw(hows) for each in held}
-                self.nack(store, foreign, list(nacks.items()))
+                # Were a lease nacked in two ways at once, either would be right.
+                named = dict.fromkeys(each for _, _, held in calls for each in held)
+                self.nack(calls, {each: data.draw(hows) for each in named})
             case "extend":
-                self.extend(store, foreign, held)
+                self.extend(calls)
             case _:
-                self.release(store, foreign, held)
+                self.release(calls)
 
-    def ack(self, store: int, foreign: bool, held: list[Held]) -> None:
-        org = self.caller(held, foreign)
-        live = {each for each in held if self.is_live(each, org)}
-        expected = [Answer.OK if each in live else self.missed(each, org, Outcome.ACKED) for each in held]
-        answers = self.do(self.stores[store].ack(org, [each.lease for each in held], [None] * len(held)))
-        assert answers == expected
+    def expected(self, calls: Sequence[tuple[Store, OrgId, list[Held]]], same: Outcome | None) -> list[list[Answer]]:
+        """A lease that several calls name is ended once, and all of its org's are told so."""
+        return [
+            [Answer.OK if self.is_live(each, org) else self.missed(each, org, same) for each in held]
+            for _, org, held in calls
+        ]
+
+    def live(self, calls: Sequence[tuple[Store, OrgId, list[Held]]]) -> list[Held]:
+        return list(dict.fromkeys(each for _, org, held in calls for each in held if self.is_live(each, org)))
+
+    def ack(self, calls: Sequence[tuple[Store, OrgId, list[Held]]]) -> None:
+        expected, live = self.expected(calls, Outcome.ACKED), self.live(calls)
+        assert self.do(at_once(*[s.ack(org, [h.lease for h in held]) for s, org, held in calls])) == expected
         for each in live:
             job = self.model[each.job]
             job.end(Outcome.ACKED)
             job.state = "succeeded"
 
-    def nack(self, store: int, foreign: bool, nacks: list[tuple[Held, str]]) -> None:
-        org = self.caller([held for held, _ in nacks], foreign)
-        expected = [
-            Answer.OK if self.is_live(held, org) else self.missed(held, org, Outcome.NACKED) for held, _ in nacks
-        ]
-        live = [(held, how) for held, how in nacks if self.is_live(held, org)]
+    def nack(self, calls: Sequence[tuple[Store, OrgId, list[Held]]], how_of: dict[Held, str]) -> None:
+        expected, live = self.expected(calls, Outcome.NACKED), self.live(calls)
         delays = {"policy": None, "at once": 0, "later": HOUR_US, "kill": None}
-        calls = [Nack(lease=held.lease, error="e", delay_us=delays[how], kill=how == "kill") for held, how in nacks]
-        assert self.do(self.stores[store].nack(org, calls)) == expected
-        for held, how in live:
+        nacks = {
+            held: Nack(lease=held.lease, error="e", delay_us=delays[how], kill=how == "kill")
+            for held, how in how_of.items()
+        }
+        assert self.do(at_once(*[s.nack(org, [nacks[h] for h in held]) for s, org, held in calls])) == expected
+        for held in live:
+            how = how_of[held]
             job = self.model[held.job]
             job.end(Outcome.NACKED)
-            at_once = how == "at once" or (how == "policy" and job.wish.retry_at_once)
+            at_once_ = how == "at once" or (how == "policy" and job.wish.retry_at_once)
             if how == "kill" or job.exhausted:
                 job.state = "dead"
             else:
-                job.state = "ready" if at_once else "scheduled"
+                job.state = "ready" if at_once_ else "scheduled"
                 job.since = self.step
             job.lease = None
 
-    def extend(self, store: int, foreign: bool, held: list[Held]) -> None:
-        org = self.caller(held, foreign)
-        expected = [Answer.OK if self.is_live(each, org) else self.missed(each, org, None) for each in held]
-        call = self.stores[store].extend(org, [each.lease for each in held], window_us=2 * HOUR_US)
-        assert self.do(call) == expected
+    def extend(self, calls: Sequence[tuple[Store, OrgId, list[Held]]]) -> None:
+        expected = self.expected(calls, None)
+        acts = [s.extend(org, [h.lease for h in held], window_us=2 * HOUR_US) for s, org, held in calls]
+        assert self.do(at_once(*acts)) == expected
 
-    def release(self, store: int, foreign: bool, held: list[Held]) -> None:
-        org = self.caller(held, foreign)
-        live = {each for each in held if self.is_live(each, org)}
-        expected = [Answer.OK if each in live else self.missed(each, org, Outcome.RELEASED) for each in held]
-        assert self.do(self.stores[store].release(org, [each.lease for each in held])) == expected
+    def release(self, calls: Sequence[tuple[Store, OrgId, list[Held]]]) -> None:
+        expected, live = self.expected(calls, Outcome.RELEASED), self.live(calls)
+        assert self.do(at_once(*[s.release(org, [h.lease for h in held]) for s, org, held in calls])) == expected
         for each in live:
             job = self.model[each.job]
             job.end(Outcome.RELEASED)
@@ -513,7 +638,8 @@ class StoreMachine(RuleBasedStateMachine):
     def dedup_windows_end(self, org: int) -> None:
         tenant = self.orgs[org]
         self.do(timemachine.end_dedup_windows(self.world.database, tenant))
-        self.keys = {slot: (name, alive and slot[0] != tenant) for slot, (name, alive) in self.keys.items()}
+        keys = self.memory.keys
+        self.memory.keys = {slot: (name, alive and slot[0] != tenant) for slot, (name, alive) in keys.items()}
 
     # What must hold after every step
 

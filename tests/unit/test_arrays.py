@@ -62,7 +62,22 @@ def test_a_sparse_column_has_a_value_where_there_is_one(column: list[int | None]
     assert read_back == (column if values else [])
 
 
-@given(st.lists(st.one_of(st.none(), st.text()), min_size=1, max_size=20))
-def test_a_sparse_column_of_texts_is_left_to_psycopg(column: list[str | None]) -> None:
+def read_binary(array: arrays.Blobs | arrays.Texts, of: str) -> object:
+    return Transformer().get_loader(types[of].array_oid, Format.BINARY).load(array.data)
+
+
+@given(st.lists(st.one_of(st.none(), st.text()), max_size=20))
+def test_a_sparse_column_of_texts_has_a_text_where_there_is_one(column: list[str | None]) -> None:
     values = {at: value for at, value in enumerate(column) if value is not None}
-    assert arrays.sparse_texts(values, len(column)) == (column if values else [])
+    read_back = read_binary(arrays.sparse_texts(values, len(column)), "text")
+    assert read_back == (column if values else [])
+
+
+@given(st.lists(st.text(), max_size=20))
+def test_texts_are_read_back_as_they_were(column: list[str]) -> None:
+    assert read_binary(arrays.texts(column), "text") == column
+
+
+@given(st.lists(st.one_of(st.none(), st.binary()), max_size=20))
+def test_blobs_are_read_back_as_they_were(column: list[bytes | None]) -> None:
+    assert read_binary(arrays.blobs(column), "bytea") == column

@@ -80,7 +80,7 @@ async def test_every_job_of_a_stream_is_acked_and_its_credit_given_again(
             all_finished.set()
 
     start = queue_pb2.ConsumeStart(org="acme", queues=["work"])
-    task = asyncio.create_task(consume(stub, start, 2, lambda _, payload: payloads.append(payload), finish))
+    task = asyncio.create_task(consume(stub, start, 4, lambda _, payload: payloads.append(payload), finish))
     async with asyncio.timeout(30):
         await all_finished.wait()
     task.cancel()

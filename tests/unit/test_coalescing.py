@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -32,10 +32,12 @@ class Acts:
     abandoned: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     dropped: list[int] = field(default_factory=list[int])
     under_way_max: int = 0
-    _ends: list[asyncio.Future[Sequence[int | Exception] | None]] = field(default_factory=list)  # type: ignore[type-arg]
+    _one_more: asyncio.Event = field(default_factory=asyncio.Event)
+    _ends: list[asyncio.Future[Sequence[int | Exception] | None]] = field(default_factory=list)
 
     async def act(self, calls: list[int]) -> Sequence[int | Exception]:
         self.begun.append(calls)
+        self._one_more.set()
         end: asyncio.Future[Sequence[int | Exception] | None] = asyncio.get_running_loop().create_future()
         self._ends.append(end)
         self.under_way_max = max(self.under_way_max, self.under_way)
@@ -49,6 +51,11 @@ class Acts:
             raise
         self.ended.append(calls)
         return [-call for call in calls] if answers is None else answers
+
+    async def until_begun(self) -> None:
+        """One more act."""
+        await self._one_more.wait()
+        self._one_more.clear()
 
     @property
     def under_way(self) -> int:
@@ -95,6 +102,14 @@ def acts() -> Acts:
     return Acts()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def patience() -> Iterator[None]:
+    """No act takes its time, however slow the machine: the test says when."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("shard.coalescing._SLOW_S", 1000.0)
+        yield
+
+
 # When acts begin
 
 
@@ -121,25 +136,54 @@ async def test_calls_of_one_turn_go_together(acts: Acts) -> None:
     assert await calls == [-1, -2, -3, -4, -5]
 
 
-async def test_what_waits_while_as_many_acts_as_may_be_are_under_way_goes_together(acts: Acts) -> None:
-    coalescer = acts.coalescer(acts_max=2)
+async def test_a_few_calls_wait_for_the_act_under_way_and_then_go_together(acts: Acts) -> None:
+    coalescer = acts.coalescer()
     results = []
     for number in range(1, 8):
         results.append(coalescer.submit(number))
         await turns()
-    assert acts.begun == [[1], [2]]
-    acts.end(1)
-    await turns()
-    assert acts.begun == [[1], [2], [3, 4, 5, 6, 7]]
+    assert acts.begun == [[1]]
     acts.end(0)
-    acts.end(2)
+    await turns()
+    assert acts.begun == [[1], [2, 3, 4, 5, 6, 7]]
+    acts.end(1)
     assert await asyncio.gather(*results) == [-number for number in range(1, 8)]
     # Idle again: at once again.
     last = coalescer.submit(8)
     await turns()
-    assert acts.begun[3:] == [[8]]
-    acts.end(3)
+    assert acts.begun[2:] == [[8]]
+    acts.end(2)
     assert await last == -8
+
+
+async def test_much_need_not_wait_until_as_many_acts_as_may_be_are_under_way(acts: Acts) -> None:
+    coalescer = acts.coalescer(acts_max=2, weigh=lambda call: call)
+    results = []
+    for number in (1, 99, 1, 100, 2, 500):
+        results.append(coalescer.submit(number))
+        await turns()
+    assert acts.begun == [[1], [99, 1]]
+    acts.end(0)
+    await turns()
+    assert acts.begun[2:] == [[100, 2, 500]]
+    acts.end(1)
+    acts.end(2)
+    assert await asyncio.gather(*results) == [-1, -99, -1, -100, -2, -500]
+
+
+async def test_nobody_waits_for_an_act_that_takes_its_time(acts: Acts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shard.coalescing._SLOW_S", 0.005)
+    coalescer = acts.coalescer(acts_max=2)
+    first = coalescer.submit(1)
+    await turns()
+    second = coalescer.submit(2)
+    async with asyncio.timeout(5):
+        while len(acts.begun) < 2:
+            await acts.until_begun()
+    acts.end(1)
+    assert await second == -2
+    acts.end(0)
+    assert await first == -1
 
 
 async def test_an_act_takes_no_more_than_its_weight_in_the_order_of_the_calls(acts: Acts) -> None:
@@ -209,7 +253,7 @@ async def test_one_calls_error_is_its_own(acts: Acts) -> None:
 
 
 async def test_what_an_act_raises_is_everybodys_and_nobody_elses(acts: Acts) -> None:
-    coalescer = acts.coalescer()
+    coalescer = acts.coalescer(weigh=lambda _: 100)
     first = [coalescer.submit(number) for number in (1, 2)]
     await turns()
     second = coalescer.submit(3)
@@ -243,7 +287,7 @@ async def test_a_call_cancelled_while_it_waits_is_not_done(acts: Acts) -> None:
     acts.end(0)
     await turns()
     acts.end(1)
-    assert await asyncio.gather(first, results[0], results[2]) == [-1, -2, -4]
+    assert await asyncio.gather(*[first, results[0], results[2]]) == [-1, -2, -4]
     assert acts.begun == [[1], [2, 4]]
     assert (acts.abandoned, acts.dropped) == ([], [3])
 
@@ -320,11 +364,22 @@ STEPS = st.lists(
     weight_max=st.integers(1, 8),
     waiting_max=st.integers(1, 30),
     gives_back=st.booleans(),
+    worth=st.integers(1, 12),
+    slow_s=st.sampled_from((0.0, 1000.0)),
 )
 def test_no_call_is_lost_or_answered_twice(
-    steps: list[tuple[str, int]], acts_max: int, weight_max: int, waiting_max: int, gives_back: bool
+    steps: list[tuple[str, int]],
+    acts_max: int,
+    weight_max: int,
+    waiting_max: int,
+    gives_back: bool,
+    worth: int,
+    slow_s: float,
 ) -> None:
-    asyncio.run(_play(steps, acts_max, weight_max, waiting_max, gives_back))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("shard.coalescing._WORTH_AN_ACT", worth)
+        patched.setattr("shard.coalescing._SLOW_S", slow_s)
+        asyncio.run(_play(steps, acts_max, weight_max, waiting_max, gives_back))
 
 
 async def _play(

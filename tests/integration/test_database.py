@@ -1,0 +1,352 @@
+"""The way of one statement to Postgres and back: its rows, its errors, and what is left when it is cut or cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+import psycopg
+import pytest
+
+import shard.connection
+import shard.database
+from shard import arrays
+from shard.database import Database
+from shard.errors import ShardUnavailable
+from tests.conftest import SHARD
+
+MIB = 1024 * 1024
+SLEEP = b"SELECT pg_sleep(600)"
+PID = b"SELECT pg_backend_pid()"
+# Whoever holds this lock decides when it ends.
+WAIT = b"SELECT pg_advisory_xact_lock(%(lock)s)::text, pg_backend_pid()"
+
+
+@pytest.fixture
+async def single(module_dsn: str) -> AsyncGenerator[Database, None]:
+    """One connection: whoever comes next gets what the last one left behind."""
+    opened = Database(SHARD, module_dsn, connections=1)
+    await opened.open()
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+async def watcher(module_dsn: str) -> AsyncGenerator[Watcher, None]:
+    async with await psycopg.AsyncConnection.connect(module_dsn, autocommit=True) as connection:
+        yield Watcher(connection)
+
+
+class Watcher:
+    """Looks at the database's other connections from one of its own."""
+
+    def __init__(self, connection: psycopg.AsyncConnection[tuple[Any, ...]]) -> None:
+        self._connection = connection
+
+    async def rows(self, query: str, parameters: Mapping[str, object] | None = None) -> list[tuple[Any, ...]]:
+        return await (await self._connection.execute(query.encode(), parameters)).fetchall()
+
+    async def states(self) -> dict[int, str]:
+        return dict(
+            await self.rows(
+                "SELECT pid, coalesce(wait_event, '') || ' ' || state FROM pg_stat_activity "
+                "WHERE application_name = 'windrow' AND datname = current_database()"
+            )
+        )
+
+    async def until_waiting_for(self, event: str, count: int = 1) -> list[int]:
+        """Until so many connections are; their pids."""
+        async with asyncio.timeout(30):
+            while True:
+                found = [pid for pid, state in (await self.states()).items() if state == f"{event} active"]
+                if len(found) == count:
+                    return found
+
+    async def until_idle(self) -> dict[int, str]:
+        async with asyncio.timeout(30):
+            while True:
+                found = await self.states()
+                if not any("active" in state for state in found.values()):
+                    return found
+
+    async def terminate(self, pid: int) -> None:
+        await self.rows("SELECT pg_terminate_backend(%(pid)s, 30000)", {"pid": pid})
+
+    @contextlib.asynccontextmanager
+    async def holding(self, lock: int) -> AsyncGenerator[None]:
+        await self.rows("SELECT pg_advisory_lock(%(lock)s)::text", {"lock": lock})
+        try:
+            yield
+        finally:
+            await self.rows("SELECT pg_advisory_unlock(%(lock)s)", {"lock": lock})
+
+
+# ── Rows ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_many_calls_at_once_on_few_connections_all_get_their_own_rows(database: Database) -> None:
+    async def call(number: int) -> list[Any]:
+        return await database.run(
+            b"SELECT %(n)s::bigint, repeat('x', %(n)s::int) FROM generate_series(1, 3)", {"n": number}
+        )
+
+    answers = await asyncio.gather(*map(call, range(300)))
+    assert answers == [[(number, "x" * number)] * 3 for number in range(300)]
+
+
+async def test_a_batch_of_16_mib_goes_there_and_back(single: Database) -> None:
+    payloads = [bytes([at]) * MIB for at in range(16)]
+    rows = await single.run(b"SELECT unnest(%(payloads)b::bytea[])", {"payloads": arrays.blobs(payloads)})
+    assert [row[0] for row in rows] == payloads
+    assert await single.run(b"SELECT cardinality(%(payloads)b::bytea[])", {"payloads": payloads}) == [(16,)]
+
+
+async def test_values_are_those_of_psycopg_and_moments_are_microseconds(database: Database) -> None:
+    statement = b"""
+        SELECT
+            %(int)s + 1, %(none)s::text IS NULL, %(text)s::text, %(bytes)s::bytea, NULL, 1.5::float8, '{a,b}'::text[],
+            '00000000-0000-0000-0000-00000000000a'::uuid::text, timestamptz '1970-01-01 00:00:01.5+00',
+            '5 %%' || %(text)s
+        """
+    parameters = {"int": 2**40, "none": None, "text": "naïve", "bytes": b"\0\xff", "unused": object()}
+    assert await database.run(statement, parameters) == [
+        (
+            2**40 + 1,
+            True,
+            "naïve",
+            b"\0\xff",
+            None,
+            1.5,
+            ["a", "b"],
+            "00000000-0000-0000-0000-00000000000a",
+            1_500_000,
+            "5 %naïve",
+        )
+    ]
+
+
+@pytest.mark.parametrize("nothing", [b"", b"CREATE TEMPORARY TABLE IF NOT EXISTS nothing ()", b"SELECT WHERE false"])
+async def test_a_statement_that_returns_nothing_has_no_rows(single: Database, nothing: bytes) -> None:
+    assert await single.run(nothing, {}) == []
+
+
+async def test_arrays_of_bytes_and_texts_are_read_by_postgres_as_they_were(database: Database) -> None:
+    blobs = [b"", None, b"\0{},\"'\\", b"x" * 300]
+    texts = ["", "NULL", 'a"b\\c,{d}', "żółw \U0001f422", " "]
+    sparse = {1: "NULL", 3: "żółw"}
+    rows = await database.run(
+        b"SELECT %(blobs)b::bytea[], %(texts)s::text[], %(sparse)s::text[],"
+        b" %(no_blobs)b::bytea[], %(no_texts)s::text[]",
+        {
+            "blobs": arrays.blobs(blobs),
+            "texts": arrays.texts(texts),
+            "sparse": arrays.sparse_texts(sparse, 5),
+            "no_blobs": arrays.blobs([]),
+            "no_texts": arrays.texts([]),
+        },
+    )
+    assert rows == [(blobs, texts, [None, "NULL", None, "żółw", None], [], [])]
+
+
+async def test_one_statement_takes_its_parameters_in_several_types(single: Database) -> None:
+    for value, expected in [("7", "7"), (7, "7"), (None, None), ("8", "8"), (8, "8")]:
+        assert await single.run(b"SELECT (%(value)s::bigint)::text", {"value": value}) == [(expected,)]
+
+
+async def test_more_statements_than_are_prepared_can_be_run(single: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard.connection, "_PREPARED_MAX", 3)
+    for number in [*range(6), *range(6)]:
+        assert await single.run(b"SELECT %d + %%(n)s" % number, {"n": 1}) == [(number + 1,)]
+    assert await single.run(b"SELECT count(*) FROM pg_prepared_statements", {}) == [(3,)]
+
+
+# ── Errors ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_an_error_has_its_code_and_the_connection_is_fit_afterwards(single: Database) -> None:
+    before = await single.run(PID, {})
+    for _ in range(3):
+        with pytest.raises(psycopg.errors.DivisionByZero) as error:
+            await single.run(b"SELECT 1 / %(n)s", {"n": 0})
+        assert error.value.sqlstate == "22012"
+        assert error.value.diag.message_primary == "division by zero"
+    with pytest.raises(psycopg.errors.SyntaxError):
+        await single.run(b"SELEC", {})
+    with pytest.raises(psycopg.errors.CharacterNotInRepertoire):
+        await single.run(b"SELECT %(t)s::text[]", {"t": arrays.texts(["\0"])})
+    assert await single.run(PID, {}) == before
+
+
+async def test_an_error_while_committing_is_an_error_though_rows_came_before_it(single: Database) -> None:
+    await single.run(b"CREATE TABLE twin (id integer UNIQUE DEFERRABLE INITIALLY DEFERRED)", {})
+    assert await single.run(b"INSERT INTO twin VALUES (1) RETURNING id", {}) == [(1,)]
+    with pytest.raises(psycopg.errors.UniqueViolation):
+        await single.run(b"INSERT INTO twin VALUES (1) RETURNING id", {})
+    assert await single.run(b"SELECT id FROM twin", {}) == [(1,)]
+
+
+async def test_a_statement_whose_columns_have_changed_since_is_prepared_anew(single: Database) -> None:
+    await single.run(b"CREATE TABLE growing AS SELECT 1 AS a", {})
+    assert await single.run(b"SELECT * FROM growing", {}) == [(1,)]
+    await single.run(b"ALTER TABLE growing ADD b text DEFAULT 'two'", {})
+    assert await single.run(b"SELECT * FROM growing", {}) == [(1, "two")]
+    await single.run(b"DEALLOCATE ALL", {})
+    assert await single.run(b"SELECT * FROM growing", {}) == [(1, "two")]
+    # What was prepared before does not stay behind.
+    assert await single.run(b"SELECT count(*) FROM pg_prepared_statements", {}) == [(2,)]
+
+
+async def test_a_copy_is_refused_and_harms_nobody(single: Database) -> None:
+    for copy in [b"COPY (SELECT 1) TO STDOUT", b"COPY windrow.tally FROM STDIN"]:
+        with pytest.raises(psycopg.ProgrammingError, match="COPY"):
+            await single.run(copy, {})
+        assert await single.run(b"SELECT 1", {}) == [(1,)]
+
+
+@pytest.mark.parametrize("statement", [b"SELECT 5 % 3", b"SELECT %s", b"SELECT %(a)t", b"SELECT 1 %"])
+async def test_a_stray_percent_sign_is_refused(single: Database, statement: bytes) -> None:
+    with pytest.raises(psycopg.ProgrammingError, match="percent sign"):
+        await single.run(statement, {"a": 1})
+
+
+# ── Connections that break ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_statement_whose_connection_is_cut_is_tried_again(single: Database, watcher: Watcher) -> None:
+    async with watcher.holding(1):
+        call = asyncio.create_task(single.run(WAIT, {"lock": 1}))
+        (first,) = await watcher.until_waiting_for("advisory")
+        await watcher.terminate(first)
+        (second,) = await watcher.until_waiting_for("advisory")
+    assert first != second
+    assert await call == [("", second)]
+
+
+async def test_connections_cut_while_nobody_used_them_are_not_noticed(database: Database, watcher: Watcher) -> None:
+    await asyncio.gather(*(database.run(b"SELECT pg_sleep(0.01)", {}) for _ in range(8)))
+    for pid in await watcher.states():
+        await watcher.terminate(pid)
+    assert await asyncio.gather(*(database.run(b"SELECT 1", {}) for _ in range(8))) == [[(1,)]] * 8
+
+
+async def test_statements_and_transactions_take_turns_on_one_connection(single: Database) -> None:
+    for number in range(3):
+        pid = await single.run(PID, {})
+        async with single.transaction() as connection:
+            cursor = await connection.execute("SELECT pg_backend_pid()")
+            assert await cursor.fetchall() == pid
+            await connection.execute("CREATE TEMPORARY TABLE scratch (a int); DROP TABLE scratch")
+        with pytest.raises(psycopg.errors.UndefinedTable):
+            async with single.transaction() as connection:
+                await connection.execute("SELECT * FROM scratch")
+        assert await single.run(b"SELECT %(n)s::bigint", {"n": number}) == [(number,)]
+
+
+async def test_the_pool_has_its_connections_back_now_and_then(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard.database, "_KEPT_S_MAX", -1.0)
+    answers = await asyncio.gather(*(database.run(b"SELECT %(n)s", {"n": n}) for n in range(100)))
+    assert answers == [[(n,)] for n in range(100)]
+    await asyncio.wait_for(database._pool.wait(), 30)
+
+
+# ── Callers that are cancelled ───────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_cancelled_statement_ends_on_the_server_and_leaves_the_pool_whole(
+    database: Database, watcher: Watcher
+) -> None:
+    calls = [asyncio.create_task(database.run(SLEEP, {})) for _ in range(4)]
+    before = await watcher.until_waiting_for("PgSleep", 4)
+    for call in calls:
+        call.cancel()
+    assert all(isinstance(end, asyncio.CancelledError) for end in await asyncio.gather(*calls, return_exceptions=True))
+    # The same connections as before, and none is busy.
+    assert sorted(await watcher.until_idle()) == sorted(before)
+    answers = await asyncio.gather(*(database.run(WAIT, {"lock": at}) for at in range(20)))
+    assert {pid for ((_, pid),) in answers} <= set(before)
+
+
+async def test_a_call_cancelled_at_any_moment_harms_no_other(database: Database) -> None:
+    async def call(number: int) -> list[Any]:
+        return await database.run(b"SELECT %(n)s, pg_sleep(0.001)::text", {"n": number})
+
+    for turn in range(60):
+        doomed = [asyncio.create_task(call(number)) for number in range(8)]
+        safe = [asyncio.create_task(call(number)) for number in range(8)]
+        for _ in range(turn):
+            await asyncio.sleep(0)
+        for task in doomed:
+            task.cancel()
+        assert await asyncio.gather(*safe) == [[(number, "")] for number in range(8)]
+        await asyncio.gather(*doomed, return_exceptions=True)
+    assert len(database._kept) + database._unclaimed == 4
+    assert not database._line
+
+
+async def test_a_statement_that_will_not_end_loses_its_connection(
+    single: Database, watcher: Watcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def unheard(*_: object, **__: object) -> None: ...
+
+    monkeypatch.setattr(shard.connection, "_ABANDONED_S_MAX", 0.1)
+    monkeypatch.setattr(shard.connection.Connection, "cancel_safe", unheard)
+    call = asyncio.create_task(single.run(SLEEP, {}))
+    (pid,) = await watcher.until_waiting_for("PgSleep")
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert await single.run(PID, {}) != [(pid,)]
+    await watcher.terminate(pid)
+
+
+async def test_a_caller_cancelled_twice_does_not_wait_for_the_server(
+    single: Database, watcher: Watcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cancelling = asyncio.Event()
+
+    async def unheard(*_: object, **__: object) -> None:
+        cancelling.set()
+
+    monkeypatch.setattr(shard.connection.Connection, "cancel_safe", unheard)
+    call = asyncio.create_task(single.run(SLEEP, {}))
+    (pid,) = await watcher.until_waiting_for("PgSleep")
+    call.cancel()
+    await cancelling.wait()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert await single.run(b"SELECT 1", {}) == [(1,)]
+    await watcher.terminate(pid)
+
+
+async def test_a_caller_cancelled_in_line_gives_its_turn_to_the_next(single: Database, watcher: Watcher) -> None:
+    async with watcher.holding(2):
+        first = asyncio.create_task(single.run(WAIT, {"lock": 2}))
+        await watcher.until_waiting_for("advisory")
+        second, third = (asyncio.create_task(single.run(b"SELECT 1", {})) for _ in range(2))
+        await asyncio.sleep(0)
+        second.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+    assert await third == [(1,)]
+    await first
+
+
+async def test_after_closing_callers_are_told_so_and_no_connection_is_left(module_dsn: str, watcher: Watcher) -> None:
+    closing = Database(SHARD, module_dsn, connections=2)
+    await closing.open()
+    pids = {row[0] for rows in await asyncio.gather(closing.run(PID, {}), closing.run(PID, {})) for row in rows}
+    async with watcher.holding(3):
+        running = asyncio.create_task(closing.run(WAIT, {"lock": 3}))
+        pids.update(await watcher.until_waiting_for("advisory"))
+        await closing.close()
+        with pytest.raises(ShardUnavailable, match="shutting down"):
+            await closing.run(b"SELECT 1", {})
+    assert len(await running) == 1, "what runs may end"
+    async with asyncio.timeout(30):
+        while pids & set(await watcher.states()):
+            pass

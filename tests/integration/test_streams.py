@@ -1,0 +1,866 @@
+"""Consume: what a stream is told, in which order, how it ends, and what goes back when it does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+import psutil
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from google.rpc import code_pb2
+
+from embedded import BinariesNotFound, Clusters, open_clusters
+from router.calls import Context
+from router.fleet import Fleet
+from router.status import InvalidRequest
+from router.stream import Stream as RoutersStream
+from shard.lease import token, token_prefix
+from shard.vocabulary import ShardName
+from tests.jobs import job_id
+from tests.postgres import Server
+from tests.routers import PATIENCE_S, Routers, ending, running_routers, write_cluster
+from tests.streams import (
+    NOT_FOUND,
+    OK,
+    QUEUE,
+    STALE,
+    Client,
+    Stream,
+    acks,
+    client,
+    new_job,
+    refused_fields,
+    retry_after_s,
+    sql,
+    start,
+    until,
+)
+from windrow.v1 import admin_pb2, job_pb2, queue_pb2
+
+SHARDS = ("s1", "s2")
+# What is at once here, on a busy machine; less than a sweep, which would hide a lost wake-up.
+SOON_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def dsns(postgres: Server) -> dict[str, str]:
+    return {shard: postgres.create(f"streams_{shard}") for shard in SHARDS}
+
+
+@pytest.fixture(scope="module")
+def routers(dsns: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Generator[Routers, None, None]:
+    """Two shards on one server, behind one process."""
+    with running_routers(write_cluster(tmp_path_factory.mktemp("streams") / "cluster.toml", dsns)) as running:
+        yield running
+
+
+@pytest.fixture
+async def near(routers: Routers) -> AsyncGenerator[Client, None]:
+    async with client(routers.address) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def org(near: Client) -> str:
+    """A new org on s1, whose queue `mail` exists."""
+    return await near.org_on("s1")
+
+
+async def states(near: Client, org: str, *ids: str) -> Counter[str]:
+    return Counter(job_pb2.JobState.Name(job.state).removeprefix("JOB_STATE_") for job in await near.get(org, *ids))
+
+
+async def attempts_ended(near: Client, org: str, one: str) -> list[job_pb2.AttemptOutcome.ValueType]:
+    (job,) = await near.get(org, one)
+    return [attempt.outcome for attempt in job.attempts]
+
+
+# ── What a stream may say ────────────────────────────────────────────────────────────────────────────────────────────
+
+TOKEN = token(token_prefix(ShardName("s1"), 7), job_id())
+NACK = queue_pb2.Nack(lease=TOKEN)
+BAD_STARTS: dict[str, tuple[queue_pb2.ConsumeStart, str]] = {
+    "no org": (start(""), "start.org"),
+    "a control character in the org": (start("a\x01b"), "start.org"),
+    "an org of 129 bytes": (start("ä" * 64 + "a"), "start.org"),
+    "a bad queue": (start("o", "good", "b d"), "start.queues[1]"),
+    "a queue twice": (start("o", "a", "a"), "start.queues"),
+    "65 queues": (start("o", *(f"q{n}" for n in range(65))), "start.queues"),
+    "a window of 99 ms": (start("o", window_s=0.099), "start.visibility_window"),
+    "a window of more than 12 h": (start("o", window_s=43_201), "start.visibility_window"),
+    "a worker with a newline": (start("o", worker="a\nb"), "start.worker"),
+    "a worker of 129 bytes": (start("o", worker="w" * 129), "start.worker"),
+}
+BAD_MESSAGES: dict[str, tuple[dict[str, Any], str]] = {
+    "credit below 0": ({"credit": -1}, "credit"),
+    "credit above 10,000": ({"credit": 10_001}, "credit"),
+    "too many acks": ({"acks": [queue_pb2.Ack(lease=TOKEN)] * 1001}, "acks"),
+    "too many nacks": ({"nacks": [NACK] * 1001}, "nacks"),
+    "too many extends": ({"extends": [TOKEN] * 1001}, "extends"),
+    "too many releases": ({"releases": [TOKEN] * 1001}, "releases"),
+    "a result of more than 64 KiB": ({"acks": [queue_pb2.Ack(lease=TOKEN, result=b"r" * 65_537)]}, "acks[0].result"),
+    "an empty lease to ack": ({"acks": [queue_pb2.Ack()]}, "acks[0].lease"),
+    "a malformed lease to ack": (
+        {"acks": [queue_pb2.Ack(lease=TOKEN), queue_pb2.Ack(lease=b"x" * 29)]},
+        "acks[1].lease",
+    ),
+    "a malformed lease to nack": ({"nacks": [NACK, queue_pb2.Nack(lease=TOKEN[:28])]}, "nacks[1].lease"),
+    "a malformed lease to extend": ({"extends": [TOKEN, TOKEN + b"x"]}, "extends[1]"),
+    "a malformed lease to release": ({"releases": [TOKEN, b"x"]}, "releases[1]"),
+    "a lease of more than 64 bytes to release": ({"releases": [b"x" * 65]}, "releases[0]"),
+    "a delay below 0": ({"nacks": [queue_pb2.Nack(lease=TOKEN, delay=Duration(seconds=-1))]}, "nacks[0].delay"),
+    "an error with NUL": ({"nacks": [queue_pb2.Nack(lease=TOKEN, error="a\0b")]}, "nacks[0].error"),
+    "an error of more than 8 KiB": ({"nacks": [queue_pb2.Nack(lease=TOKEN, error="e" * 8193)]}, "nacks[0].error"),
+    "a second start": ({"start": start("other")}, "start"),
+}
+
+
+@pytest.mark.parametrize("why", BAD_STARTS)
+async def test_a_stream_that_starts_wrongly_is_refused_by_path(near: Client, why: str) -> None:
+    begun, field = BAD_STARTS[why]
+    stream = Stream(near.queue)
+    await stream.send(start=begun, credit=1)
+    error = await stream.refusal()
+    assert (error.code(), refused_fields(error)) == (grpc.StatusCode.INVALID_ARGUMENT, [field])
+
+
+async def test_a_stream_that_says_anything_before_its_start_is_refused(near: Client) -> None:
+    stream = Stream(near.queue)
+    await stream.send(credit=1)
+    error = await stream.refusal()
+    assert (error.code(), refused_fields(error)) == (grpc.StatusCode.INVALID_ARGUMENT, ["start"])
+
+
+async def test_a_stream_that_says_nothing_and_closes_its_side_ends_in_order(near: Client) -> None:
+    stream = Stream(near.queue)
+    await stream.half_close()
+    assert (await stream.end(), stream.messages) == (grpc.StatusCode.OK, [])
+
+
+@pytest.mark.parametrize("why", BAD_MESSAGES)
+async def test_a_bad_message_ends_its_stream_by_path_and_no_other(near: Client, org: str, why: str) -> None:
+    fields, field = BAD_MESSAGES[why]
+    async with near.stream(org, credit=1) as stream, near.stream(org, "other", credit=1) as other:
+        await stream.send(number=1, **fields)
+        error = await stream.refusal()
+        assert (error.code(), refused_fields(error)) == (grpc.StatusCode.INVALID_ARGUMENT, [field])
+        await near.enqueue(org, new_job(queue="other"))
+        await other.until_jobs(1)
+
+
+@pytest.mark.parametrize("why", [why for why in BAD_MESSAGES if "start" not in why])
+async def test_a_bad_message_with_the_start_is_refused_too(near: Client, org: str, why: str) -> None:
+    fields, field = BAD_MESSAGES[why]
+    stream = Stream(near.queue)
+    await stream.send(start=start(org), **fields)
+    error = await stream.refusal()
+    assert (error.code(), refused_fields(error)) == (grpc.StatusCode.INVALID_ARGUMENT, [field])
+
+
+async def test_credit_is_counted_up_to_ten_thousand_outstanding(near: Client, org: str) -> None:
+    async with near.stream(org, credit=10_000) as stream:
+        await near.enqueue(org, new_job())
+        await stream.until_jobs(1)
+        # One is used up, and may be given again.
+        await stream.send(credit=1)
+        await stream.settle(1, acks=acks(stream.jobs))
+        await stream.send(credit=1)
+        error = await stream.refusal()
+        assert (error.code(), refused_fields(error)) == (grpc.StatusCode.INVALID_ARGUMENT, ["credit"])
+
+
+async def test_jobs_that_wait_to_be_sent_go_back_uncounted_when_a_stream_is_refused(near: Client, org: str) -> None:
+    ids = await near.enqueue(org, *(new_job(payload=b"x" * 100_000) for _ in range(100)))
+    async with near.stream(org, credit=1000, reads=False) as stream:
+        await until(lambda: leased(near, org, ids), "the router took jobs that it cannot send")
+        await stream.send(start=start(org))
+        stream.read()
+        error = await stream.refusal()
+        assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert len(stream.jobs) < 100
+        # The message that was being written has gone back, whether it has arrived or not: its leases are stale then.
+        await assert_back(near, org, ids, stream, unsure=25)
+
+
+async def leased(near: Client, org: str, ids: Sequence[str]) -> bool:
+    """Whether more of these jobs are leased than fit into a client's windows."""
+    return (await states(near, org, *ids))["LEASED"] >= 60
+
+
+async def assert_back(near: Client, org: str, ids: Sequence[str], *streams: Stream, unsure: int = 0) -> None:
+    """All but the jobs that these streams got are to be had at once, as though nobody had ever taken them; so may be
+    some that they got."""
+    got = {job.id for stream in streams for job in stream.jobs}
+    rest = {one for one in ids if one not in got}
+    found: dict[str, int] = {}
+
+    async def take() -> bool:
+        found.update((job.id, job.attempt) for job in await near.dequeue(org, max_jobs=1000))
+        return found.keys() >= rest
+
+    await until(take, "what was not sent is to be had", within_s=5)
+    assert set(found.values()) == {1}
+    assert len(found.keys() - rest) <= unsure
+
+
+# ── Credit and order ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_never_more_jobs_come_than_there_is_credit_for(near: Client, org: str) -> None:
+    async with near.stream(org) as stream:
+        ids = await near.enqueue(org, *(new_job() for _ in range(40)))
+        seen = 0
+        for credit in (1, 2, 3, 5, 8, 13):
+            seen += credit
+            await stream.send(credit=credit)
+            await stream.until_jobs(seen)
+            # While a backlog waits, and jobs are enqueued past it.
+            ids += await near.enqueue(org, *(new_job() for _ in range(3)))
+            # An answer that is asked for now comes after all that was on its way.
+            await stream.settle(seen, releases=[TOKEN])
+            assert len(stream.jobs) == seen
+        await stream.send(credit=1000)
+        await stream.until_jobs(len(ids))
+    # What came first is given first.
+    assert {job.id for job in stream.jobs[:32]} <= set(ids[:40])
+    assert {job.id for job in stream.jobs} == set(ids)
+    assert len(stream.jobs) == len(ids)
+
+
+async def test_a_stream_without_credit_gets_nothing_and_takes_nothing_from_others(near: Client, org: str) -> None:
+    async with near.stream(org) as poor, near.stream(org, credit=2) as rich:
+        ids = await near.enqueue(org, new_job(), new_job())
+        assert {job.id for job in await rich.until_jobs(2)} == set(ids)
+        assert poor.jobs == []
+
+
+async def test_a_backlog_comes_by_priority_and_then_by_time(near: Client, org: str) -> None:
+    jobs = [new_job(priority=priority) for priority in (5, 9, 1, 5, 1, 9, 3)]
+    for job in jobs:
+        await near.enqueue(org, job)
+    async with near.stream(org, credit=3) as stream:
+        await stream.until_jobs(3)
+        await stream.send(credit=100)
+        got = await stream.until_jobs(len(jobs))
+    assert [job.id for job in got] == [job.id for job in sorted(jobs, key=lambda job: job.priority)]
+    assert [(job.priority, job.attempt, job.max_attempts, job.queue, job.kind) for job in got][:1] == [
+        (1, 1, 20, QUEUE, "greet")
+    ]
+
+
+async def test_a_large_backlog_comes_in_messages_that_any_client_takes(near: Client, org: str) -> None:
+    # 4 MiB is the most that this client takes: one byte more would end the stream.
+    payloads = [size * 1024 for size in (1024, 900, 1024, 1, 600, 1024, 1023, 0, 700, 1024)]
+    ids = [(await near.enqueue(org, new_job(payload=b"\xff" * size)))[0] for size in payloads]
+    async with near.stream(org, credit=100) as stream:
+        got = await stream.until_jobs(len(payloads))
+        assert [(job.id, len(job.payload)) for job in got] == list(zip(ids, payloads, strict=True))
+        assert await stream.settle(1, acks=acks(got)) == []
+
+
+async def test_jobs_are_handed_over_whole(near: Client, org: str) -> None:
+    async with near.stream(org, credit=10, worker="me") as stream:
+        await until(lambda: parked(near, org, [stream]), "it waits")
+        job = new_job(payload="päyload\0".encode(), priority=2, kind="a/b")
+        await near.enqueue(org, job)
+        got = (await stream.until_jobs(len(stream.jobs) + 1))[-1]
+        record = await near.job(org, job.id)
+        assert (got.payload, got.priority, got.kind, got.queue) == (job.payload, 2, "a/b", QUEUE)
+        assert (got.attempt, got.max_attempts, dict(got.attributes)) == (1, 20, {})
+        assert (got.enqueued_at, got.run_at) == (record.enqueued_at, record.run_at)
+        assert (record.state, record.worker, record.attempt) == (job_pb2.JOB_STATE_LEASED, "me", 1)
+        assert record.lease_deadline.ToNanoseconds() - got.enqueued_at.ToNanoseconds() == 60_000_000_000
+
+
+async def test_jobs_with_attributes_and_traces_come_whole(near: Client, org: str) -> None:
+    trace = job_pb2.TraceContext(traceparent=f"00-{'a' * 32}-{'b' * 16}-01", tracestate="k=v w=x")
+    jobs = [
+        new_job(attributes={"schlüssel": "wért ✓", "": ""} | {"k" * 128: "v" * 1024}, trace=trace)
+        if at
+        else new_job(attributes={"a": "b"}, max_attempts=3)
+        for at in range(2)
+    ]
+    del jobs[1].attributes[""]
+    async with near.stream(org, credit=10) as stream:
+        await near.dequeue(org)
+        await near.enqueue(org, *jobs)
+        got = {job.id: job for job in await stream.until_jobs(2)}
+    assert [dict(got[job.id].attributes) for job in jobs] == [dict(job.attributes) for job in jobs]
+    assert got[jobs[1].id].trace == trace
+    assert not got[jobs[0].id].HasField("trace")
+    assert [got[job.id].max_attempts for job in jobs] == [3, 20]
+
+
+async def test_one_consumer_serves_sixty_four_queues(near: Client, org: str) -> None:
+    queues = [f"q{number}" for number in range(64)]
+    async with near.stream(org, *queues, credit=1000) as stream:
+        await near.enqueue(org, *(new_job(queue=queue) for queue in queues), new_job(queue="unheard-of"))
+        await stream.until_jobs(64)
+        for queue in reversed(queues):
+            await near.enqueue(org, new_job(queue=queue))
+        got = await stream.until_jobs(128)
+    assert Counter(job.queue for job in got) == dict.fromkeys(queues, 2)
+
+
+async def test_orgs_do_not_get_each_others_jobs_nor_settle_them(near: Client) -> None:
+    mine, theirs, far = await near.org_on("s1"), await near.org_on("s1"), await near.org_on("s2")
+    async with (
+        near.stream(mine, credit=10) as stream,
+        near.stream(theirs, credit=10) as other,
+        near.stream(far, credit=10) as distant,
+    ):
+        ids = {one: (await near.enqueue(one))[0] for one in (mine, theirs, far)}
+        for which, one in ((stream, mine), (other, theirs), (distant, far)):
+            assert [job.id for job in await which.until_jobs(1)] == [ids[one]]
+        for foreign in (other.jobs, distant.jobs):
+            leases = [job.lease for job in foreign]
+            assert await stream.settle(1, acks=acks(foreign)) == [NOT_FOUND]
+            assert await stream.settle(2, nacks=[queue_pb2.Nack(lease=leases[0], kill=True)]) == [NOT_FOUND]
+            assert await stream.settle(3, extends=leases) == [NOT_FOUND]
+            assert await stream.settle(4, releases=leases) == [NOT_FOUND]
+            stream.settled.clear()
+        for which, one in ((stream, mine), (other, theirs), (distant, far)):
+            assert [job.id for job in which.jobs] == [ids[one]]
+            assert await which.settle(9, acks=acks(which.jobs)) == []
+
+
+async def test_a_paused_queue_gives_nothing_until_it_is_resumed(near: Client, org: str) -> None:
+    async with near.stream(org, "mail", "other", credit=10) as stream:
+        await near.dequeue(org)
+        await near.admin.PauseQueue(admin_pb2.PauseQueueRequest(org=org, queue=QUEUE))
+        # Neither by hand-over nor by claim; the queue beside it goes on.
+        paused = await near.enqueue(org, new_job(), new_job(attributes={"a": "b"}))
+        ids = await near.enqueue(org, new_job(queue="other"))
+        assert [job.id for job in await stream.until_jobs(1)] == ids
+        ids = await near.enqueue(org, new_job(queue="other"))
+        await stream.until_jobs(2)
+        assert [job.queue for job in stream.jobs] == ["other"] * 2
+        assert [job.attempt for job in await near.get(org, *paused)] == [0, 0]
+        await near.admin.ResumeQueue(admin_pb2.ResumeQueueRequest(org=org, queue=QUEUE))
+        got = await stream.until_jobs(4, within_s=5)
+        assert {job.id: job.attempt for job in got[2:]} == dict.fromkeys(paused, 1)
+
+
+# ── Several streams ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_batch_is_dealt_evenly_to_those_who_wait(near: Client, org: str) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        streams = [await stack.enter_async_context(near.stream(org, credit=1000)) for _ in range(4)]
+        await until(lambda: parked(near, org, streams), "all four wait")
+        before = [len(stream.jobs) for stream in streams]
+        ids = await near.enqueue(org, *(new_job() for _ in range(100)))
+        await until(lambda: sum(len(stream.jobs) for stream in streams) == 100 + sum(before), "all have come")
+        assert [len(stream.jobs) - was for stream, was in zip(streams, before, strict=True)] == [25] * 4
+        assert {job.id for stream in streams for job in stream.jobs} >= set(ids)
+
+
+async def parked(near: Client, org: str, streams: Sequence[Stream]) -> bool:
+    """Whether every stream is handed its share of a batch, and so waits."""
+    before = [len(stream.jobs) for stream in streams]
+    count = len(streams)
+    ids = await near.enqueue(org, *(new_job() for _ in range(count)))
+    await until(lambda: sum(len(stream.jobs) for stream in streams) == sum(before) + count, "the probe has come")
+    handed_over = [
+        # A claim comes later than the enqueue; a hand-over is the enqueue.
+        job.lease_deadline.ToNanoseconds() - job.enqueued_at.ToNanoseconds() == 60_000_000_000
+        for job in await near.get(org, *ids)
+    ]
+    return all(handed_over) and [len(stream.jobs) for stream in streams] == [was + 1 for was in before]
+
+
+async def test_single_jobs_go_round_those_who_wait(near: Client, org: str) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        streams = [await stack.enter_async_context(near.stream(org, credit=1000)) for _ in range(5)]
+        await until(lambda: parked(near, org, streams), "all five wait")
+        before = [len(stream.jobs) for stream in streams]
+        for _ in range(50):
+            await near.enqueue(org)
+        await until(lambda: sum(len(stream.jobs) for stream in streams) == 50 + sum(before), "all have come")
+        assert [len(stream.jobs) - was for stream, was in zip(streams, before, strict=True)] == [10] * 5
+
+
+async def test_no_stream_starves_while_several_share_a_backlog(near: Client, org: str) -> None:
+    for _ in range(4):
+        await near.enqueue(org, *(new_job() for _ in range(500)))
+    async with contextlib.AsyncExitStack() as stack:
+        streams = [await stack.enter_async_context(near.stream(org, credit=10)) for _ in range(4)]
+
+        async def work(stream: Stream) -> None:
+            done = 0
+            # Until one has had enough to tell.
+            while max(len(one.jobs) for one in streams) < 800 and sum(len(one.jobs) for one in streams) < 2000:
+                await stream.until(
+                    lambda: len(stream.jobs) > done or sum(len(one.jobs) for one in streams) >= 2000,  # noqa: B023
+                    "more jobs",
+                )
+                fresh, done = stream.jobs[done:], len(stream.jobs)
+                await stream.send(number=done, acks=acks(fresh), credit=len(fresh))
+
+        async with asyncio.timeout(PATIENCE_S):
+            working = [asyncio.create_task(work(stream)) for stream in streams]
+            # Whoever waits for a last job that another got waits for nothing.
+            await asyncio.wait(working, return_when=asyncio.FIRST_COMPLETED)
+            for one in working:
+                one.cancel()
+            for outcome in await asyncio.gather(*working, return_exceptions=True):
+                assert outcome is None or isinstance(outcome, asyncio.CancelledError), outcome
+        shares = sorted(len(stream.jobs) for stream in streams)
+        assert shares[0] > shares[-1] / 4, shares
+    everyone = [job.id for stream in streams for job in stream.jobs]
+    assert len(set(everyone)) == len(everyone)
+
+
+# ── Settling ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_one_message_is_answered_acks_first_then_nacks_extends_and_releases(near: Client, org: str) -> None:
+    ids = await near.enqueue(org, *(new_job() for _ in range(8)))
+    unknown = token(token_prefix(ShardName("s1"), 1), job_id())
+    elsewhere = token(token_prefix(ShardName("no such shard"), 1), job_id())
+    async with near.stream(org, credit=8) as stream:
+        jobs = {job.id: job for job in await stream.until_jobs(8)}
+        held = [jobs[one].lease for one in ids]
+        stale = held[7]
+        assert await stream.settle(1, acks=[queue_pb2.Ack(lease=stale, result=b"first")]) == []
+        assert await stream.settle(
+            -(2**63),
+            acks=[queue_pb2.Ack(lease=lease) for lease in (held[0], unknown, held[1], stale)],
+            nacks=[queue_pb2.Nack(lease=lease, error="e") for lease in (stale, held[2])],
+            extends=[held[3], elsewhere, stale],
+            releases=[unknown, held[4]],
+        ) == [OK, NOT_FOUND, OK, OK, STALE, OK, OK, NOT_FOUND, STALE, NOT_FOUND, OK]
+        # Everything again: what this very lease was told before is told again.
+        assert (
+            await stream.settle(
+                2**63 - 1,
+                acks=[queue_pb2.Ack(lease=held[0])],
+                releases=[held[4]],
+                nacks=[queue_pb2.Nack(lease=held[2])],
+            )
+            == []
+        )
+        assert await stream.settle(3, acks=[queue_pb2.Ack(lease=held[4])]) == [STALE]
+    record = await near.job(org, ids[3])
+    assert (record.state, record.attempt) == (job_pb2.JOB_STATE_LEASED, 1)
+
+
+async def test_a_message_that_is_all_ok_has_no_answers_and_keeps_its_number(near: Client, org: str) -> None:
+    await near.enqueue(org, *(new_job() for _ in range(1000)))
+    async with near.stream(org, credit=1000) as stream:
+        jobs = await stream.until_jobs(1000)
+        await stream.send(number=77, acks=acks(jobs))
+        settled = await stream.answer(77)
+        assert settled == queue_pb2.Settled(number=77)
+        # Absent, the number is 0; and an answer comes nevertheless.
+        await stream.send(acks=acks(jobs[:1]))
+        assert await stream.answer(0) == queue_pb2.Settled()
+
+
+async def test_messages_with_nothing_to_settle_are_not_answered(near: Client, org: str) -> None:
+    async with near.stream(org) as stream:
+        await stream.send(number=1, credit=0)
+        await stream.send(number=2)
+        await stream.send(number=3, credit=5)
+        assert await stream.settle(4, releases=[TOKEN]) == [NOT_FOUND]
+        await stream.half_close()
+    assert list(stream.settled) == [4]
+
+
+async def test_leases_of_other_streams_calls_and_shards_are_settled_by_any_stream(near: Client, org: str) -> None:
+    far = await near.org_on("s2")
+    await near.enqueue(org, new_job(), new_job(queue="other"))
+    await near.enqueue(far)
+    (by_call,) = await near.dequeue(org, "other")
+    async with near.stream(org, credit=1) as one, near.stream(org) as another, near.stream(far, credit=1) as distant:
+        (by_stream,), (foreign,) = await one.until_jobs(1), await distant.until_jobs(1)
+        # As after a move, the leases of one message may be on two shards.
+        assert await another.settle(1, acks=acks([foreign, by_stream, by_call])) == [NOT_FOUND, OK, OK]
+        assert await another.settle(2, releases=[foreign.lease]) == [NOT_FOUND]
+        assert await distant.settle(1, acks=acks([by_stream, foreign])) == [NOT_FOUND, OK]
+    assert await states(near, org, by_stream.id, by_call.id) == {"SUCCEEDED": 2}
+
+
+async def test_what_a_stream_releases_or_nacks_comes_back_to_it_at_once(near: Client, org: str) -> None:
+    (one,) = await near.enqueue(org)
+    async with near.stream(org, credit=3) as stream:
+        (first,) = await stream.until_jobs(1)
+        assert await stream.settle(1, releases=[first.lease]) == []
+        second = (await stream.until_jobs(2, within_s=SOON_S))[1]
+        assert (second.id, second.attempt) == (one, 1)
+        assert await stream.settle(2, nacks=[queue_pb2.Nack(lease=second.lease, error="no", delay=Duration())]) == []
+        third = (await stream.until_jobs(3, within_s=SOON_S))[2]
+        assert (third.id, third.attempt) == (one, 2)
+        assert len({job.lease for job in stream.jobs}) == 3
+        assert await stream.settle(3, acks=acks(stream.jobs)) == [STALE, STALE, OK]
+
+
+async def test_an_extend_lasts_for_the_streams_own_window(near: Client, org: str) -> None:
+    (one,) = await near.enqueue(org)
+    (job,) = await near.dequeue(org, window_s=10)
+    async with near.stream(org, window_s=3600) as stream:
+        assert await stream.settle(1, extends=[job.lease]) == []
+        record = await near.job(org, one)
+        left_s = (record.lease_deadline.ToNanoseconds() - record.run_at.ToNanoseconds()) / 1e9
+        assert left_s > 3599
+
+
+# ── How a stream ends ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_half_close_ends_in_order_after_every_answer(near: Client, org: str) -> None:
+    await near.enqueue(org, *(new_job() for _ in range(300)))
+    async with near.stream(org, credit=300) as stream:
+        jobs = list(await stream.until_jobs(300))
+        for at, job in enumerate(jobs):
+            await stream.send(number=at + 1, acks=acks([job]))
+        await stream.half_close()
+        assert await stream.end() == grpc.StatusCode.OK
+    assert set(stream.settled) == set(range(1, 301))
+    assert [settled for settled in stream.settled.values() if settled.answers or settled.HasField("error")] == []
+    assert await states(near, org, *(job.id for job in jobs)) == {"SUCCEEDED": 300}
+
+
+@pytest.mark.parametrize("end", ["half-close", "cancel"])
+async def test_jobs_that_were_not_sent_are_anothers_at_once_and_uncounted(near: Client, org: str, end: str) -> None:
+    ids = await near.enqueue(org, *(new_job(payload=b"x" * 100_000) for _ in range(100)))
+    async with near.stream(org, credit=1000, reads=False) as stream:
+        await until(lambda: leased(near, org, ids), "the router took jobs that it cannot send")
+        if end == "half-close":
+            stream.read()
+            await stream.half_close()
+            assert await stream.end() == grpc.StatusCode.OK
+            await assert_back(near, org, ids, stream)
+        else:
+            await stream.cancel()
+            # What was sent and never read stays leased; it is not much.
+            found: dict[str, int] = {}
+
+            async def take() -> bool:
+                found.update((job.id, job.attempt) for job in await near.dequeue(org, max_jobs=1000))
+                return len(found) >= 40
+
+            await until(take, "what was not sent is to be had", within_s=5)
+            assert set(found.values()) == {1}
+    assert (await near.balanced(SHARDS))[org].accepted == 100
+
+
+async def test_streams_that_close_while_jobs_are_claimed_for_them_leave_none_behind(near: Client, org: str) -> None:
+    ids: list[str] = []
+    got: list[str] = []
+    for turn in range(60):
+        ids += await near.enqueue(org, *(new_job() for _ in range(3)))
+        async with near.stream(org, credit=3) as stream:
+            # Any moment will do: before, within and after its first claim.
+            await asyncio.sleep(turn % 12 / 2000)
+            await stream.half_close()
+            assert await stream.end() == grpc.StatusCode.OK
+            got += [job.id for job in stream.jobs]
+            await near.queue.Ack(queue_pb2.AckRequest(org=org, acks=acks(stream.jobs))) if stream.jobs else None
+    rest = {one for one in ids if one not in got}
+    found: dict[str, int] = {}
+
+    async def take() -> bool:
+        found.update((job.id, job.attempt) for job in await near.dequeue(org, max_jobs=1000))
+        return found.keys() >= rest
+
+    await until(take, "what was not sent is to be had", within_s=5)
+    assert found == dict.fromkeys(rest, 1)
+    assert len(got) == len(set(got))
+
+
+async def test_a_job_that_was_sent_stays_leased_when_its_stream_ends(near: Client, org: str) -> None:
+    (one,) = await near.enqueue(org)
+    async with near.stream(org, credit=1) as stream:
+        await stream.until_jobs(1)
+    assert await near.dequeue(org) == []
+    async with near.stream(org, credit=1) as other:
+        assert await other.settle(1, acks=acks(stream.jobs)) == []
+    assert await states(near, org, one) == {"SUCCEEDED": 1}
+
+
+async def test_jobs_come_to_nobody_after_a_half_close(near: Client, org: str) -> None:
+    async with near.stream(org, credit=100) as stream, near.stream(org, credit=100) as other:
+        await until(lambda: parked(near, org, [stream, other]), "both wait")
+        await stream.half_close()
+        before = len(stream.jobs), len(other.jobs)
+        await near.enqueue(org, *(new_job() for _ in range(10)))
+        await other.until_jobs(before[1] + 10, within_s=SOON_S)
+        assert len(stream.jobs) == before[0]
+
+
+# ── A consumer that does not read ────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_consumer_that_does_not_read_neither_grows_the_router_nor_blocks_others(
+    routers: Routers, near: Client, org: str
+) -> None:
+    (pid,) = routers.pids
+    router = psutil.Process(pid)
+    async with (
+        client(routers.address) as apart,
+        near.stream(org, "other", credit=1000) as other,
+        apart.stream(org, credit=10_000, reads=False),
+    ):
+        # It waits, so that jobs are handed to it.
+        await until(lambda: handed(near, org), "the consumer that does not read has been handed a job")
+        before_mb = router.memory_info().rss / 1e6
+        for turn in range(50):
+            # 80 MB together.
+            await near.enqueue(org, *(new_job(payload=b"x" * 16_000) for _ in range(100)))
+            await near.enqueue(org, new_job(queue="other"))
+            await other.until_jobs(turn + 1, within_s=SOON_S)
+        grown_mb = router.memory_info().rss / 1e6 - before_mb
+        assert grown_mb < 50, f"the router grew by {grown_mb:.0f} MB"
+        # Whoever reads gets what the other has no room for.
+        async with near.stream(org, credit=10_000) as reader:
+            await reader.until_jobs(3000)
+
+
+async def handed(near: Client, org: str) -> bool:
+    (one,) = await near.enqueue(org, new_job(payload=b"x"))
+    return (await near.job(org, one)).attempt == 1
+
+
+@dataclass(kw_only=True)
+class Blocked:
+    """Of a call's context, the part that a stream uses: it takes nothing."""
+
+    writing: asyncio.Event
+
+    async def send_initial_metadata(self, metadata: object) -> None:
+        del metadata
+
+    async def write(self, message: bytes) -> None:
+        del message
+        self.writing.set()
+        await asyncio.Event().wait()
+
+
+class _NoShards:
+    """A fleet of which no token names a shard, so that everything is answered at once: NOT_FOUND."""
+
+    def by_tag(self, tag: int) -> None:
+        del tag
+
+    def readers(self, org: str) -> list[object]:
+        del org
+        return []
+
+
+async def test_a_consumer_that_sends_and_does_not_read_is_not_heard_any_more() -> None:
+    heard = 0
+
+    async def endless() -> AsyncIterator[queue_pb2.ConsumeRequest]:
+        nonlocal heard
+        yield queue_pb2.ConsumeRequest(start=start("org"), credit=1)
+        while heard < 20_000:
+            heard += 1
+            # As a message arrives: not before the router has had its turn.
+            await asyncio.sleep(0)
+            yield queue_pb2.ConsumeRequest(number=heard, releases=[TOKEN])
+
+    blocked = Blocked(writing=asyncio.Event())
+    stream = RoutersStream(cast("Fleet", _NoShards()), endless(), cast("Context", blocked))
+    serving = asyncio.create_task(stream.run(asyncio.Event()))
+    try:
+        await asyncio.wait_for(blocked.writing.wait(), PATIENCE_S)
+        before = -1
+        while heard != before:
+            before = heard
+            for _ in range(50):
+                await asyncio.sleep(0)
+        assert heard < 1000, "the answers that it does not read are kept for it without bound"
+    finally:
+        serving.cancel()
+        await asyncio.wait({serving})
+
+
+async def test_a_stream_is_refused_without_any_shard_too() -> None:
+    async def one_bad() -> AsyncIterator[queue_pb2.ConsumeRequest]:
+        yield queue_pb2.ConsumeRequest(credit=1)
+
+    stream = RoutersStream(cast("Fleet", _NoShards()), one_bad(), cast("Context", Blocked(writing=asyncio.Event())))
+    with pytest.raises(InvalidRequest):
+        await stream.run(asyncio.Event())
+
+
+# ── A router that ends ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def locked(dsns: dict[str, str], shard: str) -> contextlib.AbstractContextManager[Any]:
+    import psycopg
+
+    @contextlib.contextmanager
+    def lock() -> Generator[None, None, None]:
+        with psycopg.connect(dsns[shard]) as holder:
+            holder.execute("LOCK TABLE windrow.job IN EXCLUSIVE MODE")
+            yield
+
+    return lock()
+
+
+def waiting_for_lock(dsns: dict[str, str], shard: str) -> int:
+    ((count,),) = sql(
+        dsns,
+        shard,
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'",
+    )
+    return int(count)
+
+
+async def test_a_router_that_ends_answers_what_it_owes_and_then_says_where_to_go(
+    routers: Routers, near: Client, org: str, dsns: dict[str, str]
+) -> None:
+    (one,) = await near.enqueue(org)
+    with running_routers(routers.config) as ends:
+        async with client(ends.address) as other, other.stream(org, credit=1) as stream:
+            jobs = await stream.until_jobs(1)
+            with locked(dsns, "s1"):
+                await stream.send(number=5, acks=acks(jobs))
+                await until(lambda: waiting_for_lock(dsns, "s1"), "the ack waits for the lock")
+                ends.supervisor.terminate()
+                await until(lambda: "draining" in ends.log.read_text(), "the router drains")
+                assert not stream.ended
+            error = await stream.refusal()
+            assert error.code() == grpc.StatusCode.UNAVAILABLE
+            assert retry_after_s(error) is not None
+            assert stream.settled == {5: queue_pb2.Settled(number=5)}
+            await asyncio.to_thread(ends.supervisor.wait, PATIENCE_S)
+    assert await states(near, org, one) == {"SUCCEEDED": 1}
+
+
+async def test_streams_of_all_sorts_end_with_their_router_in_time(routers: Routers, near: Client, org: str) -> None:
+    ids = await near.enqueue(org, *(new_job(payload=b"x" * 100_000) for _ in range(100)))
+    with running_routers(routers.config) as ends:
+        async with (
+            client(ends.address) as other,
+            other.stream(org, "idle", credit=1) as idle,
+            other.stream(org) as poor,
+            contextlib.AsyncExitStack() as stack,
+        ):
+            silent = Stream(other.queue)
+            stack.push_async_callback(silent.cancel)
+            waiting = asyncio.create_task(other.dequeue(org, "idle", wait_s=30))
+            async with other.stream(org, credit=1000) as busy:
+                await busy.until_jobs(10)
+                await other.dequeue(org, "idle")
+                with ending(ends.pids):
+                    began_s = time.monotonic()
+                    ends.supervisor.terminate()
+                    for stream in (idle, poor, busy, silent):
+                        error = await stream.refusal(within_s=5)
+                        assert error.code() == grpc.StatusCode.UNAVAILABLE
+                        assert retry_after_s(error) is not None
+                    assert await waiting == []
+                # 10 s is the drain time.
+                assert time.monotonic() - began_s < 5
+            await assert_back(near, org, ids, busy)
+
+
+async def test_a_router_that_ends_gives_back_what_a_consumer_never_read(
+    routers: Routers, near: Client, org: str, dsns: dict[str, str], tmp_path: Path
+) -> None:
+    ids = await near.enqueue(org, *(new_job(payload=b"x" * 100_000) for _ in range(100)))
+    config = write_cluster(tmp_path / "cluster.toml", dsns, drain_seconds=1)
+    with running_routers(config) as ends:
+        async with client(ends.address) as other, other.stream(org, credit=1000, reads=False) as stream:
+            await until(lambda: leased(near, org, ids), "the router took jobs that it cannot send")
+            with ending(ends.pids):
+                ends.supervisor.terminate()
+            stream.read()
+            await stream.end()
+            await assert_back(near, org, ids, stream)
+
+
+# ── A shard that is away ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Clusters]:
+    """Two servers of our own, to be stopped and started again."""
+    try:
+        with open_clusters(list(SHARDS), ephemeral=True) as clusters:
+            yield clusters
+    except BinariesNotFound as error:
+        pytest.skip(str(error))
+
+
+async def test_streams_of_a_shard_that_is_away_end_and_those_of_others_go_on(servers: Clusters, tmp_path: Path) -> None:
+    with running_routers(write_cluster(tmp_path / "cluster.toml", servers.dsns)) as breakable:
+        async with client(breakable.address) as both:
+            here, away = await both.org_on("s1"), await both.org_on("s2")
+            ids = await both.enqueue(away, new_job(), new_job())
+            async with (
+                both.stream(here, credit=1000) as near,
+                both.stream(away, credit=1) as far,
+                both.stream(away) as poor,
+            ):
+                (held,) = await far.until_jobs(1)
+                servers["s2"].kill()
+                try:
+                    # Settlements are told on the stream, which goes on.
+                    await poor.send(number=1, acks=acks([held]))
+                    settled = await poor.answer(1, within_s=5)
+                    assert (settled.error.code, list(settled.answers)) == (code_pb2.UNAVAILABLE, [])
+                    # One that wants jobs ends at once.
+                    await far.send(credit=1)
+                    error = await far.refusal(within_s=5)
+                    assert error.code() == grpc.StatusCode.UNAVAILABLE
+                    assert 0 < (retry_after_s(error) or 0) <= 5
+                    async with both.stream(away, credit=1) as late:
+                        error = await late.refusal(within_s=5)
+                        assert error.code() == grpc.StatusCode.UNAVAILABLE
+                    for turn in range(20):
+                        await both.enqueue(here)
+                        await near.until_jobs(turn + 1, within_s=SOON_S)
+                finally:
+                    servers["s2"].start()
+
+                async def acked() -> bool:
+                    number = 2 + len(poor.settled)
+                    await poor.send(number=number, acks=acks([held]))
+                    settled = await poor.answer(number)
+                    return not settled.HasField("error") and not settled.answers
+
+                # Asked again on the stream that stayed.
+                await until(acked, "the shard is used again", within_s=5)
+                await poor.send(credit=1)
+                assert [job.id for job in await poor.until_jobs(1)] == [one for one in ids if one != held.id]
+                assert not near.ended
+            await both.balanced(SHARDS)
+
+
+async def test_a_shard_that_fails_in_an_unforeseen_way_while_consumers_wait_hurts_no_other(
+    postgres: Server, tmp_path: Path
+) -> None:
+    dsns = {shard: postgres.create(f"streams_unforeseen_{shard}") for shard in SHARDS}
+    with running_routers(write_cluster(tmp_path / "cluster.toml", dsns)) as running:
+        async with client(running.address) as both:
+            here, away = await both.org_on("s1"), await both.org_on("s2")
+            async with both.stream(here, credit=10) as near, both.stream(away, credit=10) as far:
+                await both.enqueue(away)
+                await far.until_jobs(1)
+                before = running.pids
+                sql(dsns, "s2", "ALTER TABLE windrow.job RENAME TO lost")
+                # Somebody rings: the router looks what there is.
+                sql(dsns, "s2", "SELECT pg_notify('windrow_work', 'somebody *')")
+                sql(dsns, "s2", "SELECT pg_notify('windrow_work', 'nobody''s number, x')")
+                for turn in range(10):
+                    await both.enqueue(here)
+                    await near.until_jobs(turn + 1, within_s=SOON_S)
+                    # Longer than a pause between two probes, all in all.
+                    await asyncio.sleep(0.02)
+                sql(dsns, "s2", "ALTER TABLE windrow.lost RENAME TO job")
+                assert running.pids == before
+                await both.enqueue(away)
+                await far.until_jobs(2)
+                assert not near.ended

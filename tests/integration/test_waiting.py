@@ -1,0 +1,567 @@
+"""Waiting for work: who is woken, by what, how soon, and at what cost while nothing happens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from typing import Any, cast
+
+import grpc
+import psycopg
+import pytest
+from google.protobuf.duration_pb2 import Duration
+
+from router.waiting import SWEEP_S, Room
+from shard.doorbell import Doorbell
+from shard.store import Store
+from shard.vocabulary import NewJobs, OrgId, QueueName
+from tests.jobs import job_id, some_jobs
+from tests.postgres import Server
+from tests.routers import PATIENCE_S, Routers, running_routers, write_cluster
+from tests.streams import QUEUE, Client, acks, client, new_job, sql, until, window
+from windrow.v1 import admin_pb2, job_pb2, queue_pb2
+
+SHARDS = ("s1", "s2")
+# Sooner than any sweep: what comes within this has been told of.
+SOON_S = 1.5
+# The sweep's interval varies by a tenth, and two of them may pass where one is needed to forget what is wrong.
+SWEPT_S = 1.1 * SWEEP_S + SOON_S
+
+
+@pytest.fixture(scope="module")
+def dsns(postgres: Server) -> dict[str, str]:
+    return {shard: postgres.create(f"waiting_{shard}") for shard in SHARDS}
+
+
+@pytest.fixture(scope="module")
+def both_routers(
+    dsns: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Generator[tuple[Routers, Routers], None, None]:
+    """Two routers of one cluster, each on a port of its own: who knocks at which is the test's choice."""
+    folder = tmp_path_factory.mktemp("waiting")
+    with (
+        running_routers(write_cluster(folder / "one.toml", dsns)) as one,
+        running_routers(write_cluster(folder / "other.toml", dsns)) as other,
+    ):
+        yield one, other
+
+
+@pytest.fixture
+async def near(both_routers: tuple[Routers, Routers]) -> AsyncGenerator[Client, None]:
+    async with client(both_routers[0].address) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def far(both_routers: tuple[Routers, Routers]) -> AsyncGenerator[Client, None]:
+    """The other router."""
+    async with client(both_routers[1].address) as opened:
+        yield opened
+
+
+@pytest.fixture(params=["the same router", "another router"])
+def producer(request: pytest.FixtureRequest, near: Client, far: Client) -> Client:
+    """Where jobs are enqueued that somebody waits for at `near`."""
+    return near if request.param == "the same router" else far
+
+
+@pytest.fixture
+async def org(near: Client) -> str:
+    return await near.org_on("s1")
+
+
+@contextlib.asynccontextmanager
+async def waiter(
+    near: Client, org: str, *queues: str, max_jobs: int = 10, wait_s: float = 20
+) -> AsyncGenerator[asyncio.Task[list[job_pb2.LeasedJob]], None]:
+    """A Dequeue that waits. It has looked and found nothing by the time the block begins, most likely."""
+    task = asyncio.create_task(near.dequeue(org, *queues, max_jobs=max_jobs, wait_s=wait_s))
+    # Statements of a router go in turn: two rounds of our own come after its first.
+    await asyncio.sleep(0)
+    for _ in range(2):
+        await near.dequeue(org, "nothing")
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+async def soon(task: asyncio.Task[list[job_pb2.LeasedJob]], within_s: float = SOON_S) -> list[job_pb2.LeasedJob]:
+    async with asyncio.timeout(within_s):
+        return await task
+
+
+# ── Dequeue(wait) ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_wait_ends_at_once_where_there_is_a_job(near: Client, org: str) -> None:
+    ids = await near.enqueue(org, *(new_job() for _ in range(5)))
+    async with asyncio.timeout(SOON_S):
+        assert {job.id for job in await near.dequeue(org, max_jobs=3, wait_s=30)} < set(ids)
+
+
+async def test_a_wait_in_vain_ends_empty_when_its_time_is_over(near: Client, org: str) -> None:
+    began_s = time.monotonic()
+    answer = await near.queue.Dequeue(
+        queue_pb2.DequeueRequest(org=org, queues=[QUEUE], wait=window(0.3)), timeout=PATIENCE_S
+    )
+    took_s = time.monotonic() - began_s
+    assert (list(answer.jobs), answer.HasField("lease_deadline"), answer.visibility_window.seconds) == ([], False, 30)
+    assert 0.3 <= took_s < SOON_S
+
+
+@pytest.mark.parametrize("fields", [{}, {"attributes": {"a": "b"}}, {"payload": b"x" * 100_000}])
+async def test_a_wait_ends_with_the_first_jobs_that_come(
+    near: Client, producer: Client, org: str, fields: dict[str, Any]
+) -> None:
+    async with waiter(near, org) as waiting:
+        job = new_job(**fields)
+        await producer.enqueue(org, job, new_job(queue="other"))
+        (got,) = await soon(waiting)
+    assert (got.id, got.attempt, got.payload) == (job.id, 1, job.payload)
+    ack = queue_pb2.AckRequest(org=org, acks=acks([got]))
+    assert list((await near.queue.Ack(ack)).answers) == [job_pb2.JOB_ANSWER_OK]
+
+
+async def test_a_wait_for_a_queue_that_does_not_exist_yet_ends_with_its_first_job(
+    near: Client, producer: Client, org: str
+) -> None:
+    for queue in ("new", "newer"):
+        async with waiter(near, org, queue) as waiting:
+            ids = await producer.enqueue(org, new_job(queue=queue))
+            assert [job.id for job in await soon(waiting)] == ids
+
+
+async def test_a_wait_for_an_org_that_does_not_exist_yet_ends_with_its_first_job(
+    near: Client, producer: Client
+) -> None:
+    org = f"org-{job_id()}"
+    async with waiter(near, org) as waiting:
+        ids = await producer.enqueue(org)
+        assert [job.id for job in await soon(waiting)] == ids
+
+
+async def test_a_wait_for_a_queue_that_was_deleted_and_made_again_ends_with_its_first_job(
+    near: Client, producer: Client, org: str
+) -> None:
+    async with waiter(near, org) as waiting:
+        await producer.admin.DeleteQueue(admin_pb2.DeleteQueueRequest(org=org, queue=QUEUE))
+        ids = await producer.enqueue(org)
+        # A number that is remembered wrongly is found out by the sweep.
+        assert [job.id for job in await soon(waiting, 2 * SWEPT_S)] == ids
+
+
+async def test_a_delayed_job_comes_when_it_is_due(near: Client, producer: Client, org: str) -> None:
+    for delay_s in (0.05, 0.4):
+        async with waiter(near, org) as waiting:
+            began_s = time.monotonic()
+            await producer.enqueue(org, new_job(delay=window(delay_s)))
+            # One that is due later does not hide it.
+            await producer.enqueue(org, new_job(delay=window(3600)))
+            (job,) = await soon(waiting)
+            late_s = time.monotonic() - began_s - delay_s
+        assert job.run_at.ToNanoseconds() - job.enqueued_at.ToNanoseconds() == delay_s * 1e9
+        assert late_s < 0.25, f"{late_s * 1000:.0f} ms late; 50 ms where nobody else is busy"
+
+
+async def test_a_job_nacked_with_a_delay_comes_when_it_is_due_again(near: Client, producer: Client, org: str) -> None:
+    await near.enqueue(org)
+    (held,) = await near.dequeue(org)
+    async with waiter(near, org) as waiting:
+        nack = queue_pb2.Nack(lease=held.lease, error="e", delay=window(0.3))
+        began_s = time.monotonic()
+        await producer.queue.Nack(queue_pb2.NackRequest(org=org, nacks=[nack]), timeout=PATIENCE_S)
+        (job,) = await soon(waiting)
+    assert (job.id, job.attempt) == (held.id, 2)
+    assert 0.3 <= time.monotonic() - began_s < 0.3 + 0.25
+
+
+async def test_a_released_job_comes_at_once(near: Client, producer: Client, org: str) -> None:
+    await near.enqueue(org)
+    (held,) = await near.dequeue(org)
+    async with waiter(near, org) as waiting:
+        await producer.queue.Release(queue_pb2.ReleaseRequest(org=org, leases=[held.lease]), timeout=PATIENCE_S)
+        (job,) = await soon(waiting)
+    assert (job.id, job.attempt) == (held.id, 1)
+
+
+async def test_a_job_whose_lease_expires_comes_within_a_sweep(near: Client, producer: Client, org: str) -> None:
+    await near.enqueue(org)
+    (held,) = await producer.dequeue(org, window_s=0.5)
+    async with waiter(near, org) as waiting:
+        (job,) = await soon(waiting, SWEPT_S)
+    assert (job.id, job.attempt) == (held.id, 2)
+
+
+async def test_a_redriven_job_and_a_resumed_queue_are_told_of(near: Client, producer: Client, org: str) -> None:
+    await near.enqueue(org)
+    (held,) = await near.dequeue(org)
+    kill = queue_pb2.Nack(lease=held.lease, kill=True)
+    await near.queue.Nack(queue_pb2.NackRequest(org=org, nacks=[kill]), timeout=PATIENCE_S)
+    # So that it knows the queue's number, and can ring.
+    await producer.dequeue(org)
+    async with waiter(near, org) as waiting:
+        await producer.admin.RedriveJobs(admin_pb2.RedriveJobsRequest(org=org, queue=QUEUE), timeout=PATIENCE_S)
+        (job,) = await soon(waiting)
+    assert job.id == held.id
+    await producer.admin.PauseQueue(admin_pb2.PauseQueueRequest(org=org, queue=QUEUE), timeout=PATIENCE_S)
+    ids = await producer.enqueue(org)
+    async with waiter(near, org) as waiting:
+        await producer.admin.ResumeQueue(admin_pb2.ResumeQueueRequest(org=org, queue=QUEUE), timeout=PATIENCE_S)
+        assert [job.id for job in await soon(waiting)] == ids
+
+
+async def test_a_cancelled_wait_gives_back_what_it_was_handed(near: Client, org: str) -> None:
+    ids: list[str] = []
+    got: list[str] = []
+    luck = random.Random("cancelled waits")
+    for _ in range(80):
+        waiting = asyncio.create_task(near.dequeue(org, max_jobs=2, wait_s=10))
+        await asyncio.sleep(luck.uniform(0, 0.006))
+        enqueuing = asyncio.create_task(near.enqueue(org))
+        await asyncio.sleep(luck.uniform(0, 0.006))
+        waiting.cancel()
+        ids += await enqueuing
+        with contextlib.suppress(asyncio.CancelledError):
+            got += [job.id for job in await waiting]
+    rest = set(ids) - set(got)
+    found: dict[str, int] = {}
+
+    async def take() -> bool:
+        found.update((job.id, job.attempt) for job in await near.dequeue(org, max_jobs=1000))
+        return len(found) >= len(rest) - 8
+
+    # An answer that had left the router when the cancel came is nobody's to give back: those wait for their window.
+    await until(take, "what nobody got is to be had", within_s=5)
+    assert set(found) <= rest
+    assert set(found.values()) <= {1}
+
+
+@pytest.mark.parametrize("wait", [Duration(seconds=61), Duration(seconds=-1), Duration(nanos=-1)])
+async def test_a_wait_beyond_its_bounds_is_refused(near: Client, org: str, wait: Duration) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await near.queue.Dequeue(queue_pb2.DequeueRequest(org=org, queues=[QUEUE], wait=wait), timeout=PATIENCE_S)
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+# ── Across routers ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_consumers_of_both_routers_share_what_one_of_them_stores(near: Client, far: Client, org: str) -> None:
+    async with near.stream(org, credit=1) as here, far.stream(org, credit=1) as there:
+        got = 0
+        for _ in range(30):
+            await near.enqueue(org, new_job(), new_job())
+            got += 2
+            # Neither has room for both.
+            await until(lambda: len(here.jobs) + len(there.jobs) >= got, "both came", within_s=SOON_S)  # noqa: B023
+            for stream in (here, there):
+                fresh = stream.jobs[len(stream.settled) :]
+                for job in fresh:
+                    await stream.send(number=len(stream.jobs), acks=acks([job]), credit=1)
+                    await stream.answer(len(stream.jobs))
+        assert len(here.jobs) == len(there.jobs) == 30
+
+
+# ── Hints are never truth (I7) ───────────────────────────────────────────────────────────────────────────────────────
+
+_KILL = """
+SELECT pg_terminate_backend(pid) FROM pg_stat_activity
+WHERE datname = current_database() AND application_name = 'windrow doorbell'
+"""
+
+
+async def test_with_the_doorbell_cut_again_and_again_every_job_comes_within_a_sweep(
+    near: Client, far: Client, dsns: dict[str, str], org: str
+) -> None:
+    over = asyncio.Event()
+
+    async def cut() -> int:
+        killed = 0
+        async with await psycopg.AsyncConnection.connect(dsns["s1"], autocommit=True) as connection:
+            while not over.is_set():
+                killed += len(await (await connection.execute(_KILL)).fetchall())
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(over.wait(), 0.05)
+        return killed
+
+    cutting = asyncio.create_task(cut())
+    try:
+        async with near.stream(org, credit=1000) as stream:
+            for turn in range(4):
+                ids = await far.enqueue(org, new_job(), new_job(attributes={"a": "b"}))
+                got = await stream.until_jobs(2 * turn + 2, within_s=SWEPT_S)
+                assert {job.id for job in got[-2:]} == set(ids)
+            # On the same router nobody needs the doorbell.
+            await near.enqueue(org)
+            await stream.until_jobs(9, within_s=SOON_S)
+    finally:
+        over.set()
+        killed = await cutting
+    assert killed > 4, "the doorbell was not cut"
+
+
+async def test_after_a_cut_the_doorbell_is_heard_again(
+    near: Client, far: Client, dsns: dict[str, str], org: str
+) -> None:
+    async with near.stream(org, credit=1000) as stream:
+        await far.enqueue(org)
+        await stream.until_jobs(1, within_s=SOON_S)
+        await until(lambda: sql(dsns, "s1", _KILL), "the doorbell was cut")
+        listening = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()" + (
+            " AND application_name = 'windrow doorbell' AND query LIKE 'LISTEN%'"
+        )
+        await until(lambda: sql(dsns, "s1", listening) == [(2,)], "both routers listen again", within_s=5)
+        for turn in range(3):
+            await far.enqueue(org)
+            await stream.until_jobs(2 + turn, within_s=SOON_S)
+
+
+async def test_a_ring_that_no_router_made_harms_nobody(
+    near: Client, far: Client, dsns: dict[str, str], org: str
+) -> None:
+    async with near.stream(org, credit=1000) as stream:
+        for message in ("", "x", "x y", "x 1,", "x 1,2,3", "x *", "x 99999999999999999999999", " ", "x -1", "ü ü"):
+            sql(dsns, "s1", "SELECT pg_notify('windrow_work', %s)", message)
+        await far.enqueue(org)
+        await stream.until_jobs(1, within_s=SOON_S)
+
+
+# ── What waiting costs ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def commits(dsns: dict[str, str], shard: str) -> int:
+    ((count,),) = sql(
+        dsns,
+        shard,
+        "SELECT xact_commit + xact_rollback FROM pg_stat_database WHERE datname = current_database()",
+    )
+    return int(count)
+
+
+async def statements_a_second(dsns: dict[str, str], *, seconds: float = 4.0) -> float:
+    """Of s1, all routers together. Postgres counts up to a second late."""
+    before, began_s = commits(dsns, "s1"), time.monotonic()
+    await asyncio.sleep(seconds)
+    return (commits(dsns, "s1") - before) / (time.monotonic() - began_s)
+
+
+@pytest.mark.parametrize("exist", [True, False], ids=["queues that exist", "queues that nobody has made"])
+async def test_two_hundred_consumers_who_wait_cost_next_to_nothing(
+    near: Client, dsns: dict[str, str], org: str, exist: bool
+) -> None:
+    queues = [f"idle-{number}" for number in range(100)]
+    if exist:
+        await near.enqueue(org, *(new_job(queue=queue, delay=Duration(seconds=3600)) for queue in queues))
+    async with contextlib.AsyncExitStack() as stack:
+        streams = [
+            await stack.enter_async_context(near.stream(org, queue, credit=10)) for queue in queues for _ in range(2)
+        ]
+        # What they ask when they come is over, and counted.
+        await asyncio.sleep(1.5)
+        rate = await statements_a_second(dsns)
+        assert rate < 60
+        await near.enqueue(org, *(new_job(queue=queue) for queue in queues))
+        await until(
+            lambda: sum(len(stream.jobs) for stream in streams) == 100, "every queue is served", within_s=SOON_S
+        )
+
+
+async def test_a_consumer_of_a_paused_queue_with_a_backlog_costs_next_to_nothing(
+    near: Client, dsns: dict[str, str], org: str
+) -> None:
+    await near.enqueue(org, *(new_job() for _ in range(10)))
+    await near.admin.PauseQueue(admin_pb2.PauseQueueRequest(org=org, queue=QUEUE))
+    async with near.stream(org, credit=10) as stream:
+        await asyncio.sleep(1.5)
+        assert await statements_a_second(dsns, seconds=2) < 30
+        assert stream.jobs == []
+
+
+async def test_rings_for_queues_that_nobody_waits_for_cost_those_who_wait_next_to_nothing(
+    near: Client, far: Client, dsns: dict[str, str], org: str
+) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        # Many orgs, whose queues do not exist yet.
+        for number in range(50):
+            await stack.enter_async_context(near.stream(f"{org}-{number}", credit=1))
+        await far.enqueue(org, new_job(queue="nobody"))
+        await asyncio.sleep(1.5)
+        enqueues = 0
+        over = False
+
+        async def produce() -> None:
+            nonlocal enqueues
+            while not over:
+                await far.enqueue(org, new_job(queue="nobody"))
+                enqueues += 1
+                await asyncio.sleep(0.02)
+
+        producing = asyncio.create_task(produce())
+        rate = await statements_a_second(dsns, seconds=3)
+        over = True
+        await producing
+        # An enqueue, a ring, and upkeep.
+        assert rate < 3 * enqueues / 3 + 60
+
+
+# ── No lost wake-up ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("how", ["streams", "waits"])
+async def test_single_jobs_that_race_with_consumers_who_come_and_go_are_all_delivered_soon(
+    near: Client, far: Client, org: str, how: str
+) -> None:
+    luck = random.Random(how)
+    sent_s: dict[str, float] = {}
+    took_s: dict[str, float] = {}
+    over = asyncio.Event()
+    count = 1500
+
+    def note(jobs: list[job_pb2.LeasedJob]) -> None:
+        now_s = time.monotonic()
+        for job in jobs:
+            took_s.setdefault(job.id, now_s)
+
+    async def by_stream(which: Client) -> None:
+        async with which.stream(org, credit=luck.randint(1, 3)) as stream:
+            seen = 0
+            for _ in range(luck.randint(1, 20)):
+                await stream.until(lambda: len(stream.jobs) > seen or over.is_set(), "a job", within_s=60)  # noqa: B023
+                fresh, seen = stream.jobs[seen:], len(stream.jobs)
+                note(fresh)
+                await stream.send(number=seen, acks=acks(fresh), credit=len(fresh))
+            await stream.half_close()
+            note(stream.jobs)
+            late = stream.jobs[seen:]
+            if late:
+                await which.queue.Ack(queue_pb2.AckRequest(org=org, acks=acks(late)), timeout=PATIENCE_S)
+
+    async def by_wait(which: Client) -> None:
+        jobs = await which.dequeue(org, max_jobs=luck.randint(1, 3), wait_s=luck.choice([0.01, 0.05, 0.2]))
+        note(jobs)
+        if jobs:
+            await which.queue.Ack(queue_pb2.AckRequest(org=org, acks=acks(jobs)), timeout=PATIENCE_S)
+
+    async def consume(which: Client, act: Callable[[Client], Awaitable[None]]) -> None:
+        while not over.is_set():
+            await act(which)
+
+    async def produce(which: Client) -> None:
+        for number in range(count // 2):
+            job = new_job(attributes={"a": "b"}) if number % 3 == 0 else new_job()
+            sent_s[job.id] = time.monotonic()
+            await which.enqueue(org, job)
+            if luck.random() < 0.1:
+                await asyncio.sleep(luck.uniform(0, 0.02))
+
+    act = by_stream if how == "streams" else by_wait
+    async with asyncio.timeout(100):
+        consuming = [asyncio.create_task(consume(which, act)) for which in (near, far) for _ in range(4)]
+        try:
+            await asyncio.gather(produce(near), produce(far))
+            await until(lambda: len(took_s) >= count, "every job is delivered", within_s=20)
+        finally:
+            over.set()
+            for one in consuming:
+                one.cancel()
+            outcomes = await asyncio.gather(*consuming, return_exceptions=True)
+    assert [one for one in outcomes if isinstance(one, Exception)] == []
+    late = [one for one, when_s in sent_s.items() if took_s[one] - when_s > SWEEP_S * 0.8]
+    assert len(late) <= count // 500, f"{len(late)} of {count} jobs waited for a sweep"
+
+
+class _Waits:
+    """Who waits in a room, as the room sees it."""
+
+    def __init__(self, org: OrgId, *queues: str, credit: int = 1) -> None:
+        self.org = org
+        self.queues = [QueueName(queue) for queue in queues]
+        self.worker, self.window_us = "w", 1_000_000
+        self.credit = credit
+        self.idle = True
+        self.full = False
+        self.looking = False
+        self.woken = 0
+
+    def wake(self) -> None:
+        self.looking = True
+        self.woken += 1
+
+    def give(self, jobs: object) -> None:
+        raise AssertionError(f"nothing is handed over here: {jobs}")
+
+
+class _Nothing:
+    """A store and a doorbell that are never asked."""
+
+    names: Any = None
+
+    def ring(self, _: object) -> None: ...
+
+
+@pytest.fixture
+def room() -> Room:
+    nothing = _Nothing()
+    nothing.names = type("Names", (), {"known": lambda *_: []})()
+    return Room(cast("Store", nothing), cast("Doorbell", nothing))
+
+
+def stored(room: Room, jobs: NewJobs) -> None:
+    room.stored(jobs, (), None)
+
+
+def test_a_consumer_that_leaves_passes_on_what_it_was_woken_for(room: Room) -> None:
+    first, second = _Waits(OrgId("o"), "mail", "other"), _Waits(OrgId("o"), "mail")
+    room.enter(first)
+    room.enter(second)
+    stored(room, some_jobs(OrgId("o"), 1))
+    assert (first.woken, second.woken) == (1, 0)
+    room.leave(first)
+    assert second.woken == 1
+
+
+def test_a_consumer_that_leaves_and_was_not_woken_wakes_nobody(room: Room) -> None:
+    first, second = _Waits(OrgId("o"), "mail"), _Waits(OrgId("o"), "mail")
+    room.enter(first)
+    room.enter(second)
+    room.leave(first)
+    assert second.woken == 0
+
+
+def test_one_who_is_full_is_woken_and_not_counted_on(room: Room) -> None:
+    full, empty = _Waits(OrgId("o"), "mail", credit=1000), _Waits(OrgId("o"), "mail")
+    full.full = True
+    room.enter(full)
+    room.enter(empty)
+    stored(room, some_jobs(OrgId("o"), 1))
+    assert empty.woken == 1
+    handover = room.offer(some_jobs(OrgId("o"), 1))
+    assert handover is None or len(handover.takers) == 1
+
+
+def test_jobs_are_offered_to_those_with_credit_by_turns(room: Room) -> None:
+    waiters = [_Waits(OrgId("o"), "mail", credit=credit) for credit in (1, 100, 0, 2)]
+    for one in waiters:
+        room.enter(one)
+    handover = room.offer(some_jobs(OrgId("o"), 30))
+    assert handover is not None
+    # As many as each has room for, and the rest to whoever has more; nothing to who has none.
+    dealt = Counter(taker.number for taker in handover.takers.values())
+    assert sorted(dealt.values()) in ([1, 2, 27], [1, 2, 10])
+    assert waiters[2].credit == 0
+    assert all(one.credit >= 0 for one in waiters)
+    assert room.offer(some_jobs(OrgId("another"), 3)) is None
+
+
+def test_two_streams_have_nothing_in_common_but_their_room(room: Room) -> None:
+    same, other = _Waits(OrgId("o"), "mail"), _Waits(OrgId("p"), "mail")
+    room.enter(same)
+    room.enter(other)
+    stored(room, some_jobs(OrgId("o"), 5))
+    assert (same.woken, other.woken) == (1, 0)
