@@ -91,21 +91,18 @@ class Consumer:
                 self._starved = False
             await self._receiver.has_room()
             self._woken.clear()
-            if not await self.claim():
+            members = self._fleet.readers(self.org)
+            self._enter(members)
+            self._claiming = True
+            more = await self.claim(members)
+            self._claiming = False
+            if not more:
                 self.idle = True
                 await self._woken.wait()
                 self.idle = False
 
-    async def claim(self) -> bool:
-        """Takes what there is, as far as the credit goes. Answers whether there may be more."""
-        self._claiming = True
-        more = await self._claim()
-        self._claiming = False
-        return more
-
-    async def _claim(self) -> bool:
-        members = self._fleet.readers(self.org)
-        self._enter(members)
+    async def claim(self, members: Sequence[Member]) -> bool:
+        """Takes what is on these shards, as far as the credit goes. Answers whether there may be more."""
         for member in members:
             wanted = min(self.credit, _JOBS_MAX)
             if wanted <= 0:
@@ -117,9 +114,11 @@ class Consumer:
                 self.credit -= len(taken.jobs)
                 self.give(wire.claimed(member.store, taken.jobs))
             if len(taken.jobs) == wanted:
-                member.room.found_enough(self)
+                if self._entered:
+                    member.room.found_enough(self)
                 return True
-            member.room.found_less(self)
+            if self._entered:
+                member.room.found_less(self)
         return False
 
     def close(self) -> None:

@@ -115,7 +115,7 @@ class QueueService:
             credit=request.max_jobs or 1,
         )
         try:
-            await consumer.claim()
+            await consumer.claim(self._fleet.readers(consumer.org))
             if not received.jobs and request.HasField("wait"):
                 await self._wait(consumer, received, convert.micros(request.wait) / 1_000_000)
         except BaseException:

@@ -147,24 +147,30 @@ def _too_far(field: str, stamp: Timestamp, *, latest_s: float) -> Iterable[Viola
 def _malformed_times(message: Message, path: str) -> Iterator[Violation]:
     """Timestamps and durations that break their own types' rules: protovalidate takes 2,000,000,000 ns for 2 s, and
     looks at no timestamp that has no rule."""
-    for field in _leading_to_times(message.DESCRIPTOR):
-        if field.is_repeated:
-            for at, one in enumerate(getattr(message, field.name)):
-                yield from _malformed_times(one, f"{path}{field.name}[{at}].")
-        elif message.HasField(field.name):
-            match getattr(message, field.name):
+    for name, is_repeated in _names_of_times(message.DESCRIPTOR):
+        if is_repeated:
+            for at, one in enumerate(getattr(message, name)):
+                yield from _malformed_times(one, f"{path}{name}[{at}].")
+        elif message.HasField(name):
+            match getattr(message, name):
                 case Timestamp() as stamp:
                     if stamp.seconds not in _TIMESTAMP_S or not 0 <= stamp.nanos <= 999_999_999:
-                        yield Violation(path + field.name, "is not a valid timestamp")
+                        yield Violation(path + name, "is not a valid timestamp")
                 case Duration() as span:
                     if (
                         abs(span.seconds) > _DURATION_S_MAX
                         or abs(span.nanos) > 999_999_999
                         or span.seconds * span.nanos < 0
                     ):
-                        yield Violation(path + field.name, "is not a valid duration")
+                        yield Violation(path + name, "is not a valid duration")
                 case inner:
-                    yield from _malformed_times(inner, f"{path}{field.name}.")
+                    yield from _malformed_times(inner, f"{path}{name}.")
+
+
+@functools.cache
+def _names_of_times(descriptor: Descriptor) -> tuple[tuple[str, bool], ...]:
+    """Same, as names; and whether each is repeated. Descriptors make these anew each time that they are asked."""
+    return tuple((field.name, field.is_repeated) for field in _leading_to_times(descriptor))
 
 
 @functools.cache
