@@ -95,12 +95,13 @@ def read_order(arguments: list[str]) -> Order:
     parser.add_argument(
         "--peers", type=peers, default=tuple(PEERS), metavar="all|none|NAME,…", help="beside Windrow; all"
     )
-    _add_places(parser)
+    _add_places(parser, default=None)
     commands = parser.add_subparsers(dest="scenario", metavar="SCENARIO")
     for name, scenario in SCENARIOS.items():
         command = commands.add_parser(name, help=scenario.help, description=f"Measures {scenario.help}.")
         scenario.options(command)
-        _add_places(command)
+        # What was given before the scenario's name is not to be forgotten.
+        _add_places(command, default=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     kind = given.scenario or ("quick" if given.quick else "all")
@@ -123,10 +124,17 @@ def _several(plans: Any) -> tuple[Any, ...]:
     return plans if isinstance(plans, tuple) else (plans,)
 
 
-def _add_places(parser: argparse.ArgumentParser) -> None:
-    # SUPPRESS would be lost between the two parsers: None means "not given" in both.
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for bench.json, bench.md and plots")
-    parser.add_argument("--cache", type=Path, metavar="FOLDER", help="where peers are installed")
+def _add_places(parser: argparse.ArgumentParser, *, default: object) -> None:
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=default,
+        metavar="FOLDER",
+        help="for bench.json, bench.md and plots; bench/results/…",
+    )
+    parser.add_argument(
+        "--cache", type=Path, default=default, metavar="FOLDER", help="where peers are installed; in the user's cache"
+    )
 
 
 if __name__ == "__main__":

@@ -17,6 +17,11 @@ _JOBS_MAX = 1000
 class Receiver(Protocol):
     """Where a consumer's jobs go."""
 
+    @property
+    def takes_once(self) -> bool:
+        """What comes first is all that it takes."""
+        ...
+
     def receive(self, jobs: Given) -> None:
         """Takes jobs that are leased to it."""
         ...
@@ -63,6 +68,10 @@ class Consumer:
         self.credit += jobs
         if self._starved or (self.idle and any(member.room.has_backlog(self) for member in self._entered)):
             self.wake()
+
+    @property
+    def takes_once(self) -> bool:
+        return self._receiver.takes_once
 
     @property
     def full(self) -> bool:

@@ -203,6 +203,10 @@ class _Received:
         self.jobs.append(jobs)
         self.first.set()
 
+    @property
+    def takes_once(self) -> bool:
+        return True
+
     def is_full(self) -> bool:
         """Never: there is room for as many as there is credit for."""
         return False

@@ -166,9 +166,7 @@ class Stream:
         if request.nacks:
             acts.append(self._leases.nack(self._org, request.nacks))
         if request.extends:
-            acts.append(
-                self._leases.extend(self._org, request.extends, window_us=self._window_us, field="extends[{}]")
-            )
+            acts.append(self._leases.extend(self._org, request.extends, window_us=self._window_us, field="extends[{}]"))
         if request.releases:
             acts.append(self._leases.release(self._org, request.releases, field="releases[{}]"))
         if len(acts) == 1:
@@ -181,6 +179,10 @@ class Stream:
         self._jobs.append(jobs)
         self._jobs_bytes += sum(map(len, jobs.jobs))
         self._to_write.set()
+
+    @property
+    def takes_once(self) -> bool:
+        return False
 
     def is_full(self) -> bool:
         return self._jobs_bytes > _WAITING_BYTES_MAX

@@ -19,11 +19,12 @@ from typing import Protocol
 
 from router import wire
 from router.wire import Given
+from shard.claiming import CLAIM_BYTES_MAX
 from shard.doorbell import Doorbell
 from shard.enqueuing import Handed, Handover, Taker
 from shard.errors import ShardError
 from shard.store import Due, Store
-from shard.vocabulary import Lease, NewJobs, OrgId, QueueId, QueueName
+from shard.vocabulary import PRIORITY_DEFAULT, Lease, NewJobs, OrgId, QueueId, QueueName
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +57,11 @@ class Waiter(Protocol):
     credit: int
     # It has found nothing, and does nothing but wait.
     idle: bool
+
+    @property
+    def takes_once(self) -> bool:
+        """What it is handed first is all that it takes."""
+        ...
 
     @property
     def full(self) -> bool:
@@ -166,12 +172,19 @@ class Room:
                 continue
             ready = (waiter for waiter in awaited.waiters if waiter.idle and waiter.credit > 0 and not waiter.full)
             willing = list(itertools.islice(ready, len(there)))
+            if jobs.priorities:
+                there.sort(key=lambda at: jobs.priorities.get(at, PRIORITY_DEFAULT))
             for turn, waiter in enumerate(willing):
                 if not there:
                     break
                 # Dealt evenly, in one piece each; whoever got some is last the next time.
                 count = min(waiter.credit, -(-len(there) // (len(willing) - turn)))
                 share, there = there[:count], there[count:]
+                if waiter.takes_once:
+                    # Its answer is one message, which has room for so much.
+                    waiter.idle = False
+                    fitting = _first_bytes(jobs, share)
+                    share, there = share[:fitting], share[fitting:] + there
                 waiter.credit -= len(share)
                 awaited.waiters.move_to_end(waiter)
                 taker = Taker(_numbers.getrandbits(63), waiter.worker, waiter.window_us)
@@ -241,6 +254,8 @@ class Room:
 
     def _visible(self, numbers: set[QueueId]) -> None:
         """Jobs of these queues came back."""
+        if not numbers:
+            return
         self._doorbell.ring(numbers)
         self._probe_soon([key for number in numbers if (key := self._by_number.get(number)) is not None])
 
@@ -326,3 +341,13 @@ class Room:
         self._to_probe.update(keys)
         if self._to_probe:
             self._probing.set()
+
+
+def _first_bytes(jobs: NewJobs, positions: Sequence[int]) -> int:
+    """How many of these jobs fit into an answer, by the rule for claims: it ends with the job that fills it."""
+    room = CLAIM_BYTES_MAX
+    for count, at in enumerate(positions):
+        if room <= 0:
+            return count
+        room -= len(jobs.payloads[at])
+    return len(positions)

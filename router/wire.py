@@ -15,10 +15,7 @@ from router import convert
 from shard.enqueuing import Handed, Taker
 from shard.lease import token_prefix
 from shard.store import Store
-from shard.vocabulary import MAX_ATTEMPTS_DEFAULT, Claimed, JobId, Lease, Micros, NewJobs
-from windrow.v1 import job_pb2
-
-_PRIORITY_DEFAULT = 5
+from shard.vocabulary import MAX_ATTEMPTS_DEFAULT, PRIORITY_DEFAULT, Claimed, JobId, Lease, Micros, NewJobs
 
 
 def _varint(number: int) -> bytes:
@@ -99,7 +96,7 @@ def handed(store: Store, jobs: NewJobs, positions: Iterable[int], taker: Taker, 
                 kind=jobs.kinds[at],
                 payload=b"",
                 attributes=None,
-                priority=jobs.priorities.get(at, _PRIORITY_DEFAULT),
+                priority=jobs.priorities.get(at, PRIORITY_DEFAULT),
                 attempt=1,
                 max_attempts=told.max_attempts.get((jobs.org, queue)) or MAX_ATTEMPTS_DEFAULT,
                 enqueued_at=now,
@@ -119,11 +116,6 @@ def handed(store: Store, jobs: NewJobs, positions: Iterable[int], taker: Taker, 
 def stored(ids: Sequence[str]) -> bytes:
     """An EnqueueResponse for jobs that were all stored just now."""
     return (_RESULT + _RESULT.join(ids)).encode()
-
-
-def all_ok(count: int) -> bytes:
-    """The `answers` of an AckResponse, and of its like, that are all OK: a packed repeated field 1."""
-    return b"\x0a" + _length(count) + bytes((job_pb2.JOB_ANSWER_OK,)) * count
 
 
 def _job(prefix: bytes, job_id: str, payload: bytes, rest: bytes) -> bytes:

@@ -40,6 +40,8 @@ class Doorbell:
 
     def ring(self, queues: Collection[QueueId]) -> None:
         """Has the other routers told, soon. For work that has been committed."""
+        if not queues:
+            return
         self._due.update(queues)
         self._rung.set()
 

@@ -122,6 +122,8 @@ class Store:
 
     def release_soon(self, org: OrgId, leases: Sequence[Lease]) -> None:
         """Same, as well as it goes, for jobs that will not reach their consumer, and nobody to wait for it."""
+        if not leases:
+            return
         try:
             self._releases.submit(Releases(org, leases)).add_done_callback(_best_effort)
         except TooManyWaiting as error:

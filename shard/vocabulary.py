@@ -18,6 +18,7 @@ QueueId = NewType("QueueId", int)
 Micros = NewType("Micros", int)
 
 PRIORITIES = range(1, 10)
+PRIORITY_DEFAULT = 5
 MAX_ATTEMPTS_DEFAULT = 20
 
 

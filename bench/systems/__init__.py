@@ -11,10 +11,13 @@ WINDROW = "windrow"
 # What Windrow is held against in every round: the same statements without routers and gRPC.
 LIMIT = "limit"
 ECHO = "echo"
+# Windrow with a stream for each worker.
+STREAMS = "windrow-streams"
 
 OURS = MappingProxyType(
     {
         WINDROW: "bench.systems.windrow:Windrow",
+        STREAMS: "bench.systems.windrow:WindrowStreams",
         "windrow-pull": "bench.systems.windrow:WindrowPull",
         "windrow-unary": "bench.systems.windrow:WindrowUnary",
         "windrow-client": "bench.systems.windrow:WindrowClient",

@@ -24,6 +24,9 @@ _ORG_TRIES = 1000
 _CHANNELS_MAX = 4
 _WAIT = Duration(seconds=20)
 _ACKS_MAX = 1000
+_CREDIT_MAX = 10_000
+# Messages with acks of one stream: one is answered while the other is on its way.
+_UNANSWERED_MAX = 2
 
 
 class WindrowPull:
@@ -122,15 +125,26 @@ class WindrowPull:
 
 
 class Windrow(WindrowPull):
-    """By the stubs; each worker is one Consume stream."""
+    """By the stubs; a few Consume streams, which have room for as many jobs as all workers together."""
 
     title: ClassVar[str] = "Windrow"
+    # Of one client process.
+    streams_max: ClassVar[int] = 2
 
     async def work(self, *, batch: int, concurrency: int, taken: Taken, finished: Finished) -> None:
+        streams = max(min(concurrency, self.streams_max), len(self._orgs))
+        # Twice what is worked at a time: the next jobs are on their way meanwhile.
+        credit = min(_CREDIT_MAX, max(2 * batch * concurrency // streams, 2))
         async with asyncio.TaskGroup() as group:
-            for at in range(max(concurrency, len(self._orgs))):
+            for at in range(streams):
                 start = queue_pb2.ConsumeStart(org=self._orgs[at % len(self._orgs)], queues=[QUEUE], worker="bench")
-                group.create_task(consume(next(self._queues), start, batch, taken, finished))
+                group.create_task(consume(next(self._queues), start, credit, taken, finished))
+
+
+class WindrowStreams(Windrow):
+    """As many streams as workers."""
+
+    streams_max: ClassVar[int] = 1_000_000
 
 
 class WindrowUnary(WindrowPull):
@@ -186,16 +200,19 @@ class WindrowClient(WindrowPull):
 async def consume(
     stub: queue_pb2_grpc.QueueAsyncStub,
     start: queue_pb2.ConsumeStart,
-    batch: int,
+    credit: int,
     taken: Taken,
     finished: Finished,
 ) -> None:
-    """One stream, which acks each message's jobs with one message, until it is cancelled. It has room for two batches:
-    one on its way while the other is worked."""
+    """One stream with room for `credit` jobs, until it is cancelled.
+
+    Acks wait for those before them to be answered, and then go together: at once when little happens, many in a message
+    when much does. Windrow's own Worker does so too."""
     requests: asyncio.Queue[queue_pb2.ConsumeRequest] = asyncio.Queue()
-    requests.put_nowait(queue_pb2.ConsumeRequest(start=start, credit=2 * batch))
+    requests.put_nowait(queue_pb2.ConsumeRequest(start=start, credit=credit))
     unanswered: dict[int, int] = {}
     numbers = itertools.count(1)
+    done: list[bytes] = []
 
     async def sent() -> AsyncGenerator[queue_pb2.ConsumeRequest, None]:
         while True:
@@ -205,15 +222,17 @@ async def consume(
     try:
         async for response in call:
             told(response.jobs, taken)
-            for at in range(0, len(response.jobs), _ACKS_MAX):
-                acks = [queue_pb2.Ack(lease=job.lease) for job in response.jobs[at : at + _ACKS_MAX]]
-                number = next(numbers)
-                unanswered[number] = len(acks)
-                requests.put_nowait(queue_pb2.ConsumeRequest(credit=len(acks), acks=acks, number=number))
+            done += [job.lease for job in response.jobs]
             for settled in response.settled:
                 if settled.HasField("error") or any(answer != job_pb2.JOB_ANSWER_OK for answer in settled.answers):
                     raise Wrong(f"a stream did not finish every job that it had given: {settled}")
                 finished(unanswered.pop(settled.number))
+            while done and len(unanswered) < _UNANSWERED_MAX:
+                acks = [queue_pb2.Ack(lease=lease) for lease in done[:_ACKS_MAX]]
+                del done[:_ACKS_MAX]
+                number = next(numbers)
+                unanswered[number] = len(acks)
+                requests.put_nowait(queue_pb2.ConsumeRequest(credit=len(acks), acks=acks, number=number))
         raise Wrong("a stream ended by itself")
     finally:
         call.cancel()

@@ -222,8 +222,8 @@ class DequeueResponse(_message.Message):
 
     @_builtins.property
     def lease_deadline(self) -> _timestamp_pb2.Timestamp:
-        """By the shard's clock, for logs only. A consumer counts visibility_window from the moment it made the call, on its own
-        monotonic clock. Absent when there are no jobs.
+        """By the shard's clock, for logs only. A consumer counts visibility_window on its own monotonic clock: from the moment
+        it made the call, or had the answer where it told the call to wait. Absent when there are no jobs.
         """
 
     @_builtins.property

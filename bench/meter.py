@@ -1,0 +1,92 @@
+"""What a stretch of work cost: CPU time of each sort of process, and what the databases wrote."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import psycopg
+
+from bench import cpu
+
+# A Postgres process tells its counters at most once a second, and what is left of them when it has been idle for this
+# long.
+COUNTED_S = 11.0
+
+_COUNTS = """
+SELECT
+    d.xact_commit, d.xact_rollback,
+    coalesce(t.updated - t.hot, 0), coalesce(t.hot, 0), coalesce(t.deleted, 0)
+FROM pg_stat_database d
+CROSS JOIN (
+    SELECT sum(n_tup_upd)::bigint AS updated, sum(n_tup_hot_upd)::bigint AS hot, sum(n_tup_del)::bigint AS deleted
+    FROM pg_stat_all_tables
+    WHERE schemaname NOT IN ('pg_catalog', 'information_schema')
+) t
+WHERE d.datname = current_database()
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spent:
+    """CPU seconds of all processes of a sort together."""
+
+    client_s: float
+    router_s: float
+    postgres_s: float
+    # This process's.
+    own_s: float
+    machine_s: float
+
+    def __sub__(self, before: Spent) -> Spent:
+        return Spent(**{each.name: getattr(self, each.name) - getattr(before, each.name) for each in fields(self)})
+
+    @property
+    def others_s(self) -> float:
+        """What everything else on this machine took."""
+        return max(0.0, self.machine_s - self.client_s - self.router_s - self.postgres_s - self.own_s)
+
+
+def spent(*, clients: Sequence[int], routers: Sequence[int], postgres: Sequence[int | None]) -> Spent:
+    return Spent(
+        # A peer works in children of a client process.
+        client_s=sum(map(cpu.of_tree, clients)),
+        router_s=cpu.of_processes(routers),
+        postgres_s=sum(cpu.of_tree(pid) for pid in postgres if pid),
+        own_s=cpu.of_processes([os.getpid()]),
+        machine_s=cpu.of_machine(),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What databases wrote. WAL is the whole server's; the rest is counted in these databases alone."""
+
+    wal_bytes: int = 0
+    commits: int = 0
+    # Dead row versions that need vacuum: of updates that were not HOT, and of deletes.
+    dead_rows: int = 0
+    # Dead row versions of HOT updates, which a later look at the page can remove.
+    dead_rows_hot: int = 0
+
+    def __sub__(self, before: Written) -> Written:
+        return Written(**{each.name: getattr(self, each.name) - getattr(before, each.name) for each in fields(self)})
+
+
+def written(dsns: Mapping[str, Sequence[str]]) -> Written:
+    """Counted so far, in these databases of each server."""
+    wal_bytes = commits = dead = hot = 0
+    for databases in dsns.values():
+        for at, dsn in enumerate(databases):
+            with psycopg.connect(dsn, autocommit=True) as connection:
+                row = connection.execute(_COUNTS).fetchone()
+                assert row is not None
+                commits += row[0] + row[1]
+                dead += row[2] + row[4]
+                hot += row[3]
+                if not at:
+                    lsn = connection.execute("SELECT (pg_current_wal_insert_lsn() - '0/0')::bigint").fetchone()
+                    assert lsn is not None
+                    wal_bytes += lsn[0]
+    return Written(wal_bytes=wal_bytes, commits=commits, dead_rows=dead, dead_rows_hot=hot)

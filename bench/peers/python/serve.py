@@ -1,0 +1,146 @@
+"""The loop of a peer written in Python: frames in, frames out, until standard input ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from bench.peers import wire
+
+# What was taken is told at most so often: one frame for many jobs, and late by no more than that.
+_TELL_S = 0.002
+_END_S_MAX = 5.0
+
+
+class Report:
+    """What a consumer has done: gathered here, and told in batches."""
+
+    def __init__(self, send: Callable[[bytes], None]) -> None:
+        self._send = send
+        self._payloads: list[bytes] = []
+        self._times_ns: list[int] = []
+        self._finished = 0
+        self._planned: asyncio.TimerHandle | None = None
+
+    def taken(self, payload: str) -> None:
+        """A handler has this job now."""
+        self._times_ns.append(time.monotonic_ns())
+        self._payloads.append(payload.encode())
+        self._plan()
+
+    def finished(self, jobs: int) -> None:
+        """So many more jobs have finished in the database."""
+        self._finished += jobs
+        self._plan()
+
+    def tell(self) -> None:
+        self._planned = None
+        if self._payloads:
+            self._send(wire.taken(self._payloads, self._times_ns))
+            self._payloads, self._times_ns = [], []
+        if self._finished:
+            self._send(wire.frame(wire.Kind.FINISHED, wire.U32.pack(self._finished)))
+            self._finished = 0
+
+    def _plan(self) -> None:
+        if self._planned is None:
+            self._planned = asyncio.get_running_loop().call_later(_TELL_S, self.tell)
+
+
+class Peer(Protocol):
+    """One queue system, in its own words."""
+
+    async def open(self, dsn: str, connections: int) -> None:
+        """Connects, and makes the schema where it is missing. `connections` calls of enqueue() go on at a time."""
+        ...
+
+    async def prepare(self, run: str) -> None:
+        """Makes an empty queue; in another process it may be there already."""
+        ...
+
+    async def enqueue(self, payloads: list[str]) -> None:
+        """One call of the system; committed when it returns."""
+        ...
+
+    async def work(self, batch: int, concurrency: int, report: Report) -> None:
+        """Its own consumer, until rest() is called; then it finishes what it has begun."""
+        ...
+
+    def rest(self) -> None: ...
+
+    async def counts(self) -> dict[str, int | None]:
+        """Of the last run prepared: left, accepted, finished; None where nothing is kept that could tell."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+def serve(peer: Peer, *, loop: Callable[[], asyncio.AbstractEventLoop] | None = None) -> None:
+    # Ctrl-C reaches the whole terminal; the client hears it, and ends this process in order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(_serve(peer))
+
+
+async def _serve(peer: Peer) -> None:
+    # Frames alone go to the client: what a library prints goes where errors go.
+    out = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    loop = asyncio.get_running_loop()
+    frames = asyncio.StreamReader(limit=2**22)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(frames), sys.stdin)
+    transport, _ = await loop.connect_write_pipe(asyncio.Protocol, out)
+    report = Report(transport.write)
+    working: asyncio.Task[None] | None = None
+    tasks: set[asyncio.Task[None]] = set()
+
+    def answer(call: int, told: dict[str, object]) -> None:
+        transport.write(wire.frame(wire.Kind.ANSWER, json.dumps({"id": call, **told}).encode()))
+
+    async def act(call: int, action: Awaitable[Any]) -> None:
+        try:
+            answer(call, {"value": await action})
+        except Exception as error:  # noqa: BLE001 - told to the client
+            answer(call, {"error": f"{type(error).__name__}: {error}"})
+
+    async def rest() -> None:
+        if working is not None:
+            peer.rest()
+            await asyncio.wait({working})
+            report.tell()
+
+    def begin(call: int, action: Awaitable[Any]) -> asyncio.Task[None]:
+        task = asyncio.create_task(act(call, action))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        return task
+
+    with contextlib.suppress(asyncio.IncompleteReadError):
+        while True:
+            length, kind = wire.HEAD.unpack(await frames.readexactly(wire.HEAD.size))
+            body = await frames.readexactly(length)
+            if kind == wire.Kind.ENQUEUE:
+                payloads, _end = wire.unpack(body, 4)
+                begin(wire.U32.unpack_from(body)[0], peer.enqueue([payload.decode() for payload in payloads]))
+                continue
+            told = json.loads(body)
+            call, verb = told.pop("id"), told.pop("verb")
+            if verb == "work":
+                working = begin(call, peer.work(**told, report=report))
+            elif verb == "rest":
+                begin(call, rest())
+            else:
+                begin(call, getattr(peer, verb)(**told))
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_END_S_MAX):
+            await rest()
+            await peer.close()
+    # Threads and connections that a library left behind keep nobody waiting.
+    os._exit(0)

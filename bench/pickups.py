@@ -1,0 +1,67 @@
+"""How long jobs waited for a worker: read from what client processes recorded, and put together by time. Pure, but for
+reading the files."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.spread import percentile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pickup:
+    # When the job was due to be stored, by the machine's monotonic clock.
+    due_s: float
+    waited_ms: float
+
+
+def read(file: Path) -> list[Pickup]:
+    """In the order in which they were taken."""
+    numbers = array("q")
+    numbers.frombytes(file.read_bytes())
+    pairs = zip(numbers[::2], numbers[1::2], strict=True)
+    return [Pickup(due_s=(at_ns - waited_ns) / 1e9, waited_ms=waited_ns / 1e6) for at_ns, waited_ns in pairs]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waits:
+    """In ms. Jobs that were never taken waited for ever: infinity."""
+
+    jobs: int
+    p50: float
+    p99: float
+    worst: float
+
+    def told(self) -> dict[str, float | None]:
+        """As JSON takes it, which knows no infinity."""
+        numbers = {"p50_ms": self.p50, "p99_ms": self.p99, "worst_ms": self.worst}
+        return {"jobs": self.jobs, **{name: None if math.isinf(ms) else ms for name, ms in numbers.items()}}
+
+
+def waits(pickups: Iterable[Pickup], *, never: int = 0) -> Waits | None:
+    """None where there are none. `never`: how many more jobs were not taken at all."""
+    ordered = sorted(pickup.waited_ms for pickup in pickups) + [math.inf] * never
+    if not ordered:
+        return None
+    return Waits(jobs=len(ordered), p50=percentile(ordered, 0.5), p99=percentile(ordered, 0.99), worst=ordered[-1])
+
+
+def by_time(pickups: Iterable[Pickup], *, start_s: float, step_s: float, share: float) -> list[tuple[float, float]]:
+    """A percentile of each step's jobs, by when they were due: seconds since the start, and ms."""
+    steps: dict[int, list[float]] = defaultdict(list)
+    for pickup in pickups:
+        steps[int((pickup.due_s - start_s) // step_s)].append(pickup.waited_ms)
+    return [(step * step_s, percentile(sorted(found), share)) for step, found in sorted(steps.items())]
+
+
+def due_between(pickups: Sequence[Pickup], first_s: float, past_s: float) -> list[Pickup]:
+    return [pickup for pickup in pickups if first_s <= pickup.due_s < past_s]
+
+
+def ms_text(ms: float) -> str:
+    return "never" if math.isinf(ms) else f"{ms:,.2f}" if ms < 100 else f"{ms:,.0f}"

@@ -1,0 +1,43 @@
+"""Draws plots as PNG, with matplotlib, which only benchmarks need (the extra `bench`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from bench.report import Plot
+
+_SIZE_INCH = (9.0, 5.0)
+# So few are marked each.
+_POINTS_FEW = 20
+
+
+def draw(folder: Path, plots: Sequence[Plot], say: Callable[[str], None]) -> None:
+    """One file each. Where matplotlib is not installed, says so, and draws none."""
+    if not plots:
+        return
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        say("no plots: matplotlib is not installed; ./run installs it, or `pip install windrow-server[bench]`")
+        return
+    for plot in plots:
+        figure = Figure(figsize=_SIZE_INCH, layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        for label, points in plot.lines.items():
+            marker = "o" if len(points) < _POINTS_FEW else ""
+            axes.plot([x for x, _ in points], [y for _, y in points], label=label, marker=marker)
+        for label, at in plot.marks.items():
+            axes.axvline(at, color="grey", linestyle="--", linewidth=1)
+            across = axes.get_xaxis_transform()
+            axes.text(at, 0.99, f" {label}", transform=across, fontsize="small", va="top", rotation=90)
+        axes.set(title=plot.title, xlabel=plot.x, ylabel=plot.y)
+        if plot.x_log:
+            axes.set_xscale("log")
+        if plot.y_log:
+            axes.set_yscale("log")
+        axes.grid(visible=True, which="both", alpha=0.3)
+        axes.legend(fontsize="small")
+        figure.savefig(folder / f"{plot.name}.png", dpi=110)

@@ -1,0 +1,45 @@
+"""Server processes of the benchmark's own: each says `ready …` when it serves, and ends with its input."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncGenerator
+
+from bench.system import Wrong
+
+_END_S_MAX = 15.0
+
+
+@contextlib.asynccontextmanager
+async def serving(module: str, *arguments: str) -> AsyncGenerator[tuple[Process, str], None]:
+    """A process that runs this module for the scope, and what it said after `ready`. Raises Wrong."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", module, *arguments),
+        stdin=PIPE,
+        stdout=PIPE,
+        # Ctrl-C is for this process, which ends what it started in order.
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        word, _, rest = (await process.stdout.readline()).decode().strip().partition(" ")
+        if word != "ready":
+            raise Wrong(f"{module} did not start")
+        yield process, rest
+    finally:
+        await end(process)
+
+
+async def end(process: Process) -> None:
+    """Ends a process that ends with its input; kills it where it does not."""
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        async with asyncio.timeout(_END_S_MAX):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()

@@ -1,0 +1,91 @@
+"""What every scenario is given: where peers are installed, whom to tell, and which systems have failed."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.peers.install import CannotInstall, install
+from bench.report import Found
+from bench.stage import Stage, open_stage
+from bench.system import Wrong
+from bench.systems import PEERS, load
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    cache: Path
+    # Told what begins, and what was found.
+    say: Callable[[str], None]
+    # Peers that failed, and why: the others go on without them.
+    failed: dict[str, str] = field(default_factory=dict[str, str])
+    # Of Postgres, once one has run.
+    postgres: dict[str, object] = field(default_factory=dict[str, object])
+    _stages: list[Stage] = field(default_factory=list[Stage])
+
+    async def ready(self, systems: Sequence[str]) -> list[str]:
+        """Installs the peers among these systems; answers those that can be measured."""
+        for peer in systems:
+            if peer in PEERS and peer not in self.failed:
+                try:
+                    await asyncio.to_thread(install, self.cache, [peer], self.say)
+                except (CannotInstall, OSError) as error:
+                    self.fail(peer, error)
+        return [system for system in systems if system not in self.failed]
+
+    def fail(self, system: str, error: Exception) -> None:
+        """Leaves a peer out from here on. What is ours must not fail: raises the error. So does a second call."""
+        if system not in PEERS or system in self.failed:
+            raise error
+        self.failed[system] = f"{error}"
+        self.say(f"{load(system).title} is left out from here on: {error}")
+
+    async def attempt(self, system: str, act: Callable[[], Awaitable[None]]) -> None:
+        """Acts, unless the system has failed before."""
+        if system in self.failed:
+            return
+        try:
+            await act()
+        except Wrong as error:
+            self.fail(system, error)
+            # What it still does in the background would be at the others' cost.
+            for stage in self._stages:
+                await stage.drop(system)
+
+    async def rounds(self, systems: Iterable[str], runs: int, turn: Callable[[str, int], Awaitable[None]]) -> None:
+        """Every system takes its turn, `runs` times, counted from 1; who goes first changes with each round."""
+        order = list(systems)
+        for run in range(1, runs + 1):
+            for system in order if run % 2 else order[::-1]:
+                await self.attempt(system, functools.partial(turn, system, run))
+
+    @asynccontextmanager
+    async def stage(self, *, shards: int, routers: int) -> AsyncGenerator[Stage, None]:
+        self.say(f"starting {shards} shard(s) and {routers} router process(es)")
+        async with open_stage(shards=shards, routers=routers, cache=self.cache) as stage:
+            self.postgres.update(await stage.surroundings())
+            self._stages.append(stage)
+            try:
+                yield stage
+            finally:
+                self._stages.remove(stage)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """One of the things that can be measured. Plans are the scenario's own."""
+
+    help: str
+    options: Callable[[argparse.ArgumentParser], None]
+    plan: Callable[[argparse.Namespace], Any]
+    measure: Callable[[Any, Bench], Awaitable[Found]]
+    # As a part of `./run bench`, with these systems beside Windrow; and of `./run bench --quick`, None: not at all.
+    # One plan, or a tuple of several.
+    full: Callable[[tuple[str, ...]], Any]
+    quick: Callable[[], Any] | None

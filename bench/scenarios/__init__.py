@@ -1,0 +1,21 @@
+"""What can be measured: one file each, in the order in which `./run bench` measures them."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from bench.scenario import Scenario
+from bench.scenarios import cost, depth, idle, latency, load, throughput, tracing, unary
+
+SCENARIOS: MappingProxyType[str, Scenario] = MappingProxyType(
+    {
+        "throughput": throughput.SCENARIO,
+        "latency": latency.SCENARIO,
+        "unary": unary.SCENARIO,
+        "load": load.SCENARIO,
+        "depth": depth.SCENARIO,
+        "cost": cost.SCENARIO,
+        "idle": idle.SCENARIO,
+        "tracing": tracing.SCENARIO,
+    }
+)

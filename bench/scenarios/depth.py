@@ -1,0 +1,212 @@
+"""Whether a dequeue takes longer where much lies around it: a million finished jobs, a million scheduled for later, a
+million ready, one after the other in the same tables, beside an empty cluster."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import grpc
+import psycopg
+
+from bench.arguments import add_runs, number
+from bench.payloads import stamped
+from bench.report import Found, Table
+from bench.scenario import Bench, Scenario
+from bench.spread import percentile, ratio, spread
+from bench.stage import Stage
+from bench.system import Wrong
+from bench.systems.windrow import CALL_S_MAX, QUEUE
+from windrow.ids import uuid7
+from windrow.v1 import admin_pb2, admin_pb2_grpc, job_pb2, queue_pb2, queue_pb2_grpc
+
+_CONNECTIONS = 1
+_WARM = 100
+# The stages take turns after so many calls: what else the machine does then hits both.
+_STRIDE = 50
+
+# Each job as an enqueue, a claim and an ack would have left it. `count` jobs in one queue of one org.
+_LIVE = """
+INSERT INTO windrow.job (id, queue_id, kind, payload, priority, run_at, visible_at, enqueued_at)
+SELECT
+    {id}, %(queue_id)s, 'no-op', %(payload)s::bytea, 5, due, due, due - interval '1 minute'
+FROM generate_series(1, %(count)s) AS n
+CROSS JOIN LATERAL (SELECT now() + ({due}) AS due) d
+"""
+_FINISHED = """
+INSERT INTO windrow.finished (
+    id, queue_id, enqueued_at, run_at, finished_at, lease, leased_at, priority, attempt, state, kind, payload, worker
+)
+SELECT
+    {id}, %(queue_id)s, now(), now(), now(), n, now(), 5, 1, 'succeeded', 'no-op', %(payload)s::bytea, 'bench'
+FROM generate_series(1, %(count)s) AS n
+"""
+# A UUIDv7 of this moment.
+_ID = """(
+    lpad(to_hex((extract(epoch FROM clock_timestamp()) * 1000)::bigint), 12, '0') || '7'
+    || substr(md5(n::text || %(salt)s), 1, 3) || '8' || substr(md5(n::text || %(salt)s), 4, 15)
+)::uuid"""
+_FILLS: Mapping[str, str] = {
+    "finished": _FINISHED.format(id=_ID),
+    "scheduled": _LIVE.format(id=_ID, due="interval '1 day' + n * interval '1 millisecond'"),
+    "ready": _LIVE.format(id=_ID, due="(n - %(count)s - 60000) * interval '1 millisecond'"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    jobs: int = 1_000_000
+    # Jobs a call, and calls of a run.
+    batch: int = 10
+    calls: int = 1000
+    runs: int = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    # What the deep cluster holds by then.
+    depth: str
+    run: int
+    empty_ms: tuple[float, float]
+    deep_ms: tuple[float, float]
+
+
+async def measure(plan: Plan, bench: Bench) -> Found:
+    samples: list[Sample] = []
+    async with (
+        bench.stage(shards=1, routers=_CONNECTIONS) as empty,
+        bench.stage(shards=1, routers=_CONNECTIONS) as deep,
+    ):
+        probes = (_Probe(empty), _Probe(deep))
+        try:
+            for probe in probes:
+                await probe.prepare()
+            depth = "nothing"
+            for fill in (None, *_FILLS):
+                if fill is not None:
+                    depth = fill if depth == "nothing" else f"{depth} + {fill}"
+                    bench.say(f"filling {plan.jobs:,} {fill} jobs in")
+                    await asyncio.to_thread(probes[1].fill, fill, plan.jobs)
+                for probe in probes:
+                    await probe.dequeues(plan.batch, _WARM)
+                for run in range(1, plan.runs + 1):
+                    found: tuple[list[float], list[float]] = ([], [])
+                    while len(found[0]) < plan.calls:
+                        for probe, times_ms in zip(probes, found, strict=True):
+                            times_ms += await probe.dequeues(plan.batch, _STRIDE)
+                    both = [(percentile(one, 0.5), percentile(one, 0.99)) for one in map(sorted, found)]
+                    samples.append(sample := Sample(depth=depth, run=run, empty_ms=both[0], deep_ms=both[1]))
+                    bench.say(
+                        f"{depth}, run {run} of {plan.runs}: p99 {sample.deep_ms[1]:.2f} ms, "
+                        f"empty {sample.empty_ms[1]:.2f} ms"
+                    )
+        finally:
+            for probe in probes:
+                await probe.close()
+    return Found(
+        scenario="depth",
+        plan=asdict(plan),
+        samples=[asdict(sample) for sample in samples],
+        tables=[_table(plan, samples)],
+    )
+
+
+class _Probe:
+    """One caller of one cluster: enqueues, dequeues and acks, and times the dequeue alone."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._dsn = next(iter(stage.dsns.values()))
+        self._channel = grpc.aio.insecure_channel(stage.routers.address)
+        self._queue = queue_pb2_grpc.QueueStub(self._channel)
+        self._admin = admin_pb2_grpc.AdminStub(self._channel)
+        self._org = f"bench-{secrets.token_hex(6)}"
+
+    async def prepare(self) -> None:
+        request = admin_pb2.CreateQueueRequest(org=self._org, queue=QUEUE)
+        await self._admin.CreateQueue(request, timeout=CALL_S_MAX)
+
+    def fill(self, what: str, count: int) -> None:
+        """Puts jobs into the probed queue, past the router, and books them."""
+        with psycopg.connect(self._dsn) as connection:
+            row = connection.execute(
+                "SELECT queue_id FROM windrow.queue WHERE org = %s AND queue = %s", [self._org, QUEUE]
+            ).fetchone()
+            assert row is not None
+            parameters = {"queue_id": row[0], "count": count, "payload": stamped(1)[0], "salt": what}
+            # generate_series counts below 2^31, and an id's bits come from its number.
+            connection.execute(_FILLS[what].encode(), parameters)
+            connection.execute(
+                "INSERT INTO windrow.tally (org_id, accepted) SELECT (%s & 4294967295)::integer, %s", [row[0], count]
+            )
+        with psycopg.connect(self._dsn, autocommit=True) as connection:
+            connection.execute("VACUUM ANALYZE windrow.job")
+            connection.execute("ANALYZE windrow.finished")
+            connection.execute("VACUUM windrow.finished")
+
+    async def dequeues(self, batch: int, calls: int) -> list[float]:
+        """How many ms each of so many took."""
+        request = queue_pb2.DequeueRequest(org=self._org, queues=[QUEUE], max_jobs=batch, worker="bench")
+        times_ms: list[float] = []
+        for _ in range(calls):
+            jobs = [
+                job_pb2.NewJob(id=uuid7(), queue=QUEUE, kind="no-op", payload=payload) for payload in stamped(batch)
+            ]
+            await self._queue.Enqueue(queue_pb2.EnqueueRequest(org=self._org, jobs=jobs), timeout=CALL_S_MAX)
+            began_s = time.monotonic()
+            taken = (await self._queue.Dequeue(request, timeout=CALL_S_MAX)).jobs
+            times_ms.append((time.monotonic() - began_s) * 1000)
+            if len(taken) != batch:
+                raise Wrong(f"a Dequeue of {batch} gave {len(taken)} jobs, where at least {batch} were ready")
+            acks = [queue_pb2.Ack(lease=job.lease) for job in taken]
+            await self._queue.Ack(queue_pb2.AckRequest(org=self._org, acks=acks), timeout=CALL_S_MAX)
+        return times_ms
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+def _table(plan: Plan, samples: Sequence[Sample]) -> Table:
+    rows: list[tuple[str, ...]] = []
+    for depth in dict.fromkeys(sample.depth for sample in samples):
+        found = [sample for sample in samples if sample.depth == depth]
+        for at, name in enumerate(("p50", "p99")):
+            deep = {sample.run: sample.deep_ms[at] for sample in found}
+            empty = {sample.run: sample.empty_ms[at] for sample in found}
+            times = ratio(deep, empty)
+            assert times is not None
+            row = (
+                depth,
+                name,
+                spread(deep.values()).text(".2f"),
+                spread(empty.values()).text(".2f"),
+                times.text(".2f"),
+            )
+            rows.append(row)
+    return Table(
+        title=f"Dequeue of {plan.batch} beside {plan.jobs:,} jobs of each sort, ms",
+        head=("in the same queue", "", "there (min – max)", "empty cluster (min – max)", "there ÷ empty (min – max)"),
+        rows=rows,
+        note="One caller; medians over runs. The jobs are filled in by SQL, past the router, and stay from row to row.",
+    )
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    plan = Plan()
+    parser.add_argument("--jobs", type=number(10**8), default=plan.jobs, help="of each sort; 1000000")
+    parser.add_argument("--batch", type=number(1000), default=plan.batch, help="jobs a call; 10")
+    parser.add_argument("--calls", type=number(10**6), default=plan.calls, help="of a run; 1000")
+    add_runs(parser, plan.runs)
+
+
+SCENARIO = Scenario(
+    help="a dequeue's time beside millions of finished, scheduled and ready jobs, against an empty cluster",
+    options=_options,
+    plan=lambda given: Plan(jobs=given.jobs, batch=given.batch, calls=given.calls, runs=given.runs),
+    measure=measure,
+    full=lambda _: Plan(calls=500),
+    quick=None,
+)

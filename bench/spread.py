@@ -1,0 +1,45 @@
+"""Medians, spreads, ratios and percentiles. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """A median with the least and the greatest of `runs` values."""
+
+    median: float
+    low: float
+    high: float
+    runs: int
+
+    def text(self, form: str = ",.0f") -> str:
+        if self.runs == 1:
+            return f"{self.median:{form}}"
+        return f"{self.median:{form}} ({self.low:{form}} – {self.high:{form}})"
+
+
+def spread(values: Iterable[float]) -> Spread:
+    """Raises ValueError where there are none."""
+    found = list(values)
+    if not found:
+        raise ValueError("no values have no spread")
+    return Spread(median=statistics.median(found), low=min(found), high=max(found), runs=len(found))
+
+
+def ratio(above: Mapping[int, float], below: Mapping[int, float]) -> Spread | None:
+    """Of the rounds' own ratios, for values by round; None where no round has both."""
+    both = [above[run] / below[run] for run in above if below.get(run)]
+    return spread(both) if both else None
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """Of values in ascending order: the least that at least `share` (0 to 1) of them do not exceed (nearest rank)."""
+    if not ordered:
+        raise ValueError("no values have no percentile")
+    # Rounded, because 0.07 * 100 is 7.000000000000001.
+    rank = -int(-round(share * len(ordered), 6) // 1)
+    return ordered[max(0, rank - 1)]

@@ -1,0 +1,226 @@
+"""Everything that a scenario measures on: Postgres and routers, a database for each peer, and the client processes of
+each system, which wait for their turns. All of it ends with the scope."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import tempfile
+from asyncio.subprocess import Process
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urlsplit, urlunsplit
+
+import psycopg
+from psycopg import sql
+
+from bench import meter
+from bench.clients import Clients, open_clients
+from bench.environment import postgres
+from bench.processes import serving
+from bench.system import Site
+from bench.systems import PEERS
+from embedded import Cluster, open_clusters
+from router.supervisor import Supervisor
+
+_PAUSE_S = 0.2
+_DRAIN_S = 5.0
+# All systems stay connected while they take turns.
+_CONNECTIONS_MAX = "800"
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Servers:
+    """Processes that speak gRPC on one address."""
+
+    address: str
+    pids: Callable[[], Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    # One server for each shard, by its name.
+    postgres: Mapping[str, Cluster]
+    routers: Servers
+    cache: Path
+    # The cluster file that routers read.
+    _config: Path
+    _folder: Path
+    _stack: contextlib.AsyncExitStack
+    _databases: dict[str, str] = field(default_factory=dict[str, str])
+    _scopes: defaultdict[str, list[contextlib.AsyncExitStack]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def dsns(self) -> dict[str, str]:
+        return {name: server.dsn for name, server in self.postgres.items()}
+
+    async def surroundings(self) -> dict[str, object]:
+        return await asyncio.to_thread(postgres, next(iter(self.dsns.values())))
+
+    async def database(self, system: str) -> str:
+        """The DSN of the system's database: Windrow's is a shard's, each peer has one of its own on the same server."""
+        if system not in self._databases:
+            first = next(iter(self.postgres.values()))
+            self._databases[system] = (
+                await asyncio.to_thread(_create_database, first.dsn, first.superuser_dsn, system)
+                if system in PEERS
+                else first.dsn
+            )
+        return self._databases[system]
+
+    async def clients(self, system: str, *, addresses: Sequence[str], callers: int) -> Clients:
+        """Client processes for the rest of the scope, one for each address. `callers`: of each process."""
+        scope = contextlib.AsyncExitStack()
+        self._stack.push_async_callback(scope.aclose)
+        self._scopes[system].append(scope)
+        return await scope.enter_async_context(self.passing_clients(system, addresses=addresses, callers=callers))
+
+    async def drop(self, system: str) -> None:
+        """Ends the client processes of a system."""
+        for scope in self._scopes.pop(system, []):
+            await scope.aclose()
+
+    @contextlib.asynccontextmanager
+    async def passing_clients(
+        self, system: str, *, addresses: Sequence[str], callers: int
+    ) -> AsyncGenerator[Clients, None]:
+        """Same, for a scope of their own."""
+        dsn = await self.database(system)
+        sites = [
+            Site(address=address, dsns=self.dsns, dsn=dsn, cache=str(self.cache), callers=callers)
+            for address in addresses
+        ]
+        tally = self._folder / f"tally-{secrets.token_hex(4)}"
+        async with open_clients(system, sites, tally=tally) as clients:
+            yield clients
+
+    async def more_routers(self, processes: int, environ: Mapping[str, str] | None = None) -> Servers:
+        """Other routers of the same cluster on an address of their own, for the rest of the scope."""
+        return await self._stack.enter_async_context(_routers(self._config, processes, environ or {}))
+
+    async def echo(self, processes: int) -> Servers:
+        """Echo servers for the rest of the scope (bench/echo_server.py)."""
+        return await self._stack.enter_async_context(_echo(processes))
+
+    def file(self, name: str) -> Path:
+        """A place for a temporary file."""
+        return self._folder / name
+
+    def spent(self, clients: Sequence[Clients], servers: Servers) -> meter.Spent:
+        return meter.spent(
+            clients=[pid for each in clients for pid in each.pids],
+            routers=servers.pids(),
+            postgres=[server.pid for server in self.postgres.values()],
+        )
+
+    async def written(self, system: str) -> meter.Written:
+        database = await self.database(system)
+        servers = [[database]] if system in PEERS else [[dsn] for dsn in self.dsns.values()]
+        return await asyncio.to_thread(meter.written, {str(at): dsns for at, dsns in enumerate(servers)})
+
+    async def clear(self) -> None:
+        """Forgets the finished jobs of runs gone by, books included: a case must not pay for those before it."""
+        for dsn in self.dsns.values():
+            await asyncio.to_thread(_clear, dsn)
+
+
+@contextlib.asynccontextmanager
+async def open_stage(*, shards: int, routers: int, cache: Path) -> AsyncGenerator[Stage, None]:
+    async with contextlib.AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="windrow-bench-")))
+        names = [f"s{number}" for number in range(1, shards + 1)]
+        opened = open_clusters(names, ephemeral=True, settings={"max_connections": _CONNECTIONS_MAX})
+        clusters = await stack.enter_async_context(_in_thread(opened))
+        # Ours alone, because it holds passwords: so is the folder.
+        config = folder / "cluster.toml"
+        shown = "".join(f'\n[[shard]]\nname = "{name}"\ndsn = "{server.dsn}"\n' for name, server in clusters.items())
+        await asyncio.to_thread(config.write_text, f'[cluster]\nname = "bench"\n{shown}')
+        servers = await stack.enter_async_context(_routers(config, routers, {}))
+        yield Stage(postgres=clusters, routers=servers, cache=cache, _config=config, _folder=folder, _stack=stack)
+
+
+@contextlib.asynccontextmanager
+async def _in_thread(scope: contextlib.AbstractContextManager[_T]) -> AsyncGenerator[_T, None]:
+    """A scope that takes its time to enter and to leave, without stopping the event loop."""
+    entering = asyncio.create_task(asyncio.to_thread(scope.__enter__))
+    try:
+        # A thread cannot be cancelled: if we are, what it starts is awaited, and stopped.
+        yield await asyncio.shield(entering)
+    finally:
+        await asyncio.wait({entering})
+        if entering.exception() is None:
+            await asyncio.to_thread(scope.__exit__, None, None, None)
+
+
+async def fresh_run(clients: Clients, *, record: bool = False) -> str:
+    """Makes empty queues for a run, and lets what that stirred up settle."""
+    name = f"bench-{secrets.token_hex(6)}"
+    await clients.prepare(name, record=record)
+    await asyncio.sleep(_PAUSE_S)
+    return name
+
+
+def _create_database(dsn: str, superuser_dsn: str, system: str) -> str:
+    name = f"bench_{system.replace('-', '_')}"
+    parts = urlsplit(dsn)
+    with psycopg.connect(superuser_dsn, autocommit=True) as connection:
+        connection.execute(
+            sql.SQL("CREATE DATABASE {} OWNER {} TEMPLATE template0 ENCODING 'UTF8'").format(
+                sql.Identifier(name), sql.Identifier(parts.username or "")
+            )
+        )
+    return urlunsplit(parts._replace(path=f"/{name}"))
+
+
+def _clear(dsn: str) -> None:
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        row = connection.execute("SELECT NOT EXISTS (SELECT FROM windrow.job)").fetchone()
+        if row == (True,):
+            connection.execute("TRUNCATE windrow.finished, windrow.tally")
+
+
+@contextlib.asynccontextmanager
+async def _routers(config: Path, processes: int, environ: Mapping[str, str]) -> AsyncGenerator[Servers, None]:
+    supervisor = Supervisor(config, listen="127.0.0.1:0", processes=processes, drain_seconds=_DRAIN_S)
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    stop = asyncio.Event()
+    # The processes inherit the environment that is there when they start.
+    before = {name: os.environ.get(name) for name in environ}
+    os.environ.update(environ)
+    running = asyncio.create_task(supervisor.run(ready=ready.set_result, stop=stop))
+    try:
+        starts: set[asyncio.Future[str] | asyncio.Future[None]] = {running, ready}
+        await asyncio.wait(starts, return_when=asyncio.FIRST_COMPLETED)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        if running.done():
+            await running
+        yield Servers(address=await ready, pids=lambda: supervisor.pids)
+    finally:
+        stop.set()
+        await running
+
+
+@contextlib.asynccontextmanager
+async def _echo(count: int) -> AsyncGenerator[Servers, None]:
+    async with contextlib.AsyncExitStack() as stack:
+        # Holds the port while they come and go.
+        holder = stack.enter_context(socket.socket())
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{holder.getsockname()[1]}"
+        processes: list[Process] = []
+        for _ in range(count):
+            process, _said = await stack.enter_async_context(serving("bench.echo_server", "--listen", address))
+            processes.append(process)
+        yield Servers(address=address, pids=lambda: [process.pid for process in processes])

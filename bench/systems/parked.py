@@ -1,0 +1,24 @@
+"""Consumers that wait where nothing comes: many streams over many queues. Only to see what waiting costs."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import ClassVar
+
+from bench.system import Finished, Taken
+from bench.systems.windrow import Windrow, consume
+from windrow.v1 import queue_pb2
+
+_QUEUES = 500
+
+
+class Parked(Windrow):
+    title: ClassVar[str] = "Windrow, parked"
+
+    async def work(self, *, batch: int, concurrency: int, taken: Taken, finished: Finished) -> None:
+        orgs = itertools.cycle(self._orgs)
+        async with asyncio.TaskGroup() as group:
+            for at in range(concurrency):
+                start = queue_pb2.ConsumeStart(org=next(orgs), queues=[f"parked-{at % _QUEUES}"], worker="bench")
+                group.create_task(consume(next(self._queues), start, 2 * batch, taken, finished))
