@@ -18,6 +18,8 @@ from shard.vocabulary import MAX_ATTEMPTS_DEFAULT, Claimed, OrgId, QueueId, Queu
 
 # How many times a claim goes on behind jobs that were only taken to be set aside.
 _TURNS_MAX = 6
+# Sets of queues in one statement, which looks through all of their lanes for each.
+_GROUPS_MAX = 32
 # A claim ends with the job that fills this much payload. The largest payload (1 MiB) and the other fields of the
 # jobs added, its answer stays below 4 MiB, which is the most that gRPC clients take unless told otherwise.
 CLAIM_BYTES_MAX = 2 * 1024 * 1024
@@ -218,14 +220,18 @@ class _Columns:
 
 
 def _apart(takers: Sequence[_Taker]) -> tuple[list[_Taker], list[_Taker]]:
-    """Those that can go together, and those that share some of their queues, but not all, with one that goes: a row
-    that one statement has locked it would take twice."""
+    """Those that can go together, and the others: one too many, or with some of the queues, but not all, of one that
+    goes. A row that a statement has locked it would take twice."""
     now: list[_Taker] = []
     later: list[_Taker] = []
     owners: dict[tuple[OrgId, QueueName], tuple[QueueName, ...]] = {}
+    groups: set[tuple[OrgId, tuple[QueueName, ...]]] = set()
     for taker in takers:
-        org, queues = taker.ask.org, taker.ask.queues
-        if all(owners.get((org, queue), queues) == queues for queue in queues):
+        org, queues = group = taker.ask.org, taker.ask.queues
+        if len(groups) == _GROUPS_MAX and group not in groups:
+            later.append(taker)
+        elif all(owners.get((org, queue), queues) == queues for queue in queues):
+            groups.add(group)
             owners.update(((org, queue), queues) for queue in queues)
             now.append(taker)
         else:

@@ -18,6 +18,8 @@ from opentelemetry import trace
 # not.
 _WORTH_AN_ACT = 100
 _SLOW_S = 0.010
+# Of the event loop, at most, while each brings another call.
+_TURNS = 16
 
 Call = TypeVar("Call")
 Result = TypeVar("Result")
@@ -69,6 +71,7 @@ class Coalescer(Generic[Call, Result]):
         self._waiting: deque[_Waiting[Call, Result]] = deque()
         self._weight = 0
         self._beginning = False
+        self._turns_left = 0
         self._hurry: asyncio.TimerHandle | None = None
         self._patience: asyncio.TimerHandle | None = None
         # The acts under way; the event loop alone would forget them.
@@ -90,9 +93,18 @@ class Coalescer(Generic[Call, Result]):
             self._watch(loop)
         elif not self._beginning:
             self._beginning = True
-            # After all that this turn of the event loop has yet to do: calls that came together go together.
-            loop.call_soon(self._begin)
+            self._turns_left = _TURNS
+            loop.call_soon(self._begin_when_quiet, len(self._waiting))
         return result
+
+    def _begin_when_quiet(self, seen: int) -> None:
+        """Lets the event loop go on for as long as each of its turns brings another call, though not for ever: calls
+        that come together go together. An idle loop brings none."""
+        if self._turns_left and len(self._waiting) > seen and self._weight < self._weight_max:
+            self._turns_left -= 1
+            asyncio.get_running_loop().call_soon(self._begin_when_quiet, len(self._waiting))
+        else:
+            self._begin()
 
     def _give_up(self) -> None:
         """On calls that have waited too long."""

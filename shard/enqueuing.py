@@ -53,10 +53,13 @@ class Handover:
     takers: Mapping[int, Taker]
     done: Callable[[Handed], None]
     _told: bool = False
+    # How many jobs were handed over.
+    handed: int = 0
 
     def tell(self, handed: Handed) -> None:
         if not self._told:
             self._told = True
+            self.handed = len(handed.positions)
             self.done(handed)
 
 

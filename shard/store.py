@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import psycopg
+
 from shard import arrays, partitions, statements
 from shard.claiming import Ask, Claiming, Taken
 from shard.coalescing import Coalescer, TooManyWaiting
@@ -209,8 +211,11 @@ class Store:
                 statements.PROBE, {"queue_ids": arrays.numbers(part), "floors_us": arrays.numbers(floors)}
             )
             now, found, priorities, visible_at, paused = rows[0]
-            lanes = dict(zip(zip(found or (), priorities or (), strict=True), visible_at or (), strict=True))
-            resting = {queue for queue, is_paused in zip(found or (), paused or (), strict=True) if is_paused}
+            lanes: dict[tuple[QueueId, int], Micros] = {}
+            resting: set[QueueId] = set()
+            if found is not None:
+                lanes.update(zip(zip(found, priorities, strict=True), visible_at, strict=True))
+                resting.update(queue for queue, is_paused in zip(found, paused, strict=True) if is_paused)
             if from_zero:
                 self._floors.swept(part, Micros(now - GUARD_US), lanes)
             for (queue, _), when in lanes.items():
@@ -221,14 +226,26 @@ class Store:
 
 def _in_turn(
     act: Callable[[Sequence[_AnyCall]], Awaitable[list[list[Answer]]]],
-) -> Callable[[list[_AnyCall]], Awaitable[list[list[Answer]]]]:
+) -> Callable[[list[_AnyCall]], Awaitable[Sequence[list[Answer] | Exception]]]:
     """An act that is done together where that may be, and one call after another where not."""
 
-    async def do(calls: list[_AnyCall]) -> list[list[Answer]]:
-        rounds = apart(calls)
-        if len(rounds) == 1:
+    async def alone(call: _AnyCall) -> list[Answer] | Exception:
+        try:
+            return (await act([call]))[0]
+        except Exception as error:  # noqa: BLE001 - the caller's, not that of the calls beside it
+            return error
+
+    async def do(calls: list[_AnyCall]) -> Sequence[list[Answer] | Exception]:
+        if len(calls) == 1:
             return await act(calls)
-        answers = {id(call): answer for some in rounds for call, answer in zip(some, await act(some), strict=True)}
+        answers: dict[int, list[Answer] | Exception] = {}
+        for some in apart(calls):
+            try:
+                told: Sequence[list[Answer] | Exception] = await act(some)
+            except psycopg.Error:
+                # Whose it is shows when each goes alone.
+                told = [await alone(call) for call in some]
+            answers.update(zip(map(id, some), told, strict=True))
         return [answers[id(call)] for call in calls]
 
     return do
@@ -253,7 +270,8 @@ def _wish(ask: Ask) -> int:
 
 
 def _leases(call: Acks | Nacks | Extends | Releases) -> int:
-    return len(call.leases)
+    results = call.results if isinstance(call, Acks) else ()
+    return len(call.leases) + sum([len(result) for result in results if result]) // _BYTES_PER_WEIGHT
 
 
 def _ignore(_: set[QueueId]) -> None:

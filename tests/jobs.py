@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from typing import TypeVar
 
 from shard.lease import parse_token, token
 from shard.retry import Policy, to_json
 from shard.store import Store
 from shard.vocabulary import Claimed, JobId, Lease, NewJobs, OrgId, QueueName
 
+T = TypeVar("T")
 MINUTE_US = 60_000_000
 HOUR_US = 60 * MINUTE_US
 QUEUE = QueueName("mail")
@@ -62,6 +65,11 @@ def some_jobs(
 
 def ids_of(jobs: NewJobs) -> list[JobId]:
     return [JobId(name) for name in jobs.ids]
+
+
+async def at_once(*calls: Awaitable[T]) -> list[T]:
+    """Several calls in one turn of the event loop: those of one store and one sort go together."""
+    return await asyncio.gather(*calls)
 
 
 async def lease_jobs(

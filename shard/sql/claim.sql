@@ -53,8 +53,8 @@ WITH source AS MATERIALIZED (
     WHERE coalesce(sized.bytes_before, 0) < %(bytes_max)s
 ), chosen AS MATERIALIZED (
     SELECT
-        array_agg(fitting.ctid) AS ctids,
-        array_agg(width_bucket(fitting.place::integer, %(taker_firsts)s::integer[])) AS takers
+        array_agg(fitting.ctid ORDER BY fitting.ctid) AS ctids,
+        array_agg(width_bucket(fitting.place::integer, %(taker_firsts)s::integer[]) ORDER BY fitting.ctid) AS takers
     FROM fitting
 )
 UPDATE windrow.job AS j
@@ -67,7 +67,7 @@ SET
             SELECT
                 CASE
                     WHEN cardinality(%(leases)s::bigint[]) = 1 THEN 1
-                    ELSE chosen.takers[array_position(chosen.ctids, j.ctid)]
+                    ELSE chosen.takers[width_bucket(j.ctid, chosen.ctids)]
                 END AS taker
             FROM chosen
         ) t

@@ -306,7 +306,7 @@ class StoreMachine(RuleBasedStateMachine):
             wishes_ = data.draw(st.permutations([*batch, *again]))
             # Nobody is promised a job that is not due at once, or may be past its time.
             due = [at for at, wish in enumerate(wishes_) if not wish.delayed and not wish.expires]
-            promised = data.draw(st.lists(st.sampled_from(due), unique=True)) if due else []
+            promised = [pick(due, number) for number in data.draw(st.lists(numbers, max_size=4)) if due]
             number = next(self.handed)
             calls.append(Sent(wishes_, dict.fromkeys(promised, number), []))
         answers = self.do(
@@ -330,7 +330,12 @@ class StoreMachine(RuleBasedStateMachine):
     def enqueued(self, sent: Sent) -> dict[int, JobId] | None:
         """What the model does with a batch: which positions were known, and as what. None: this is not what its
         handover was told."""
-        wishes_ = sent.wishes
+        known, handed = self.stored(sent.wishes, sent.takers)
+        told = {at for each in sent.told for at in each.positions}
+        return known if told == handed else None
+
+    def stored(self, wishes_: Sequence[Wish], takers: dict[int, int]) -> tuple[dict[int, JobId], set[int]]:
+        """The positions that were known, and those that were leased to their takers."""
         first: dict[object, int] = {}
         twins = {at: first[w.id] for at, w in enumerate(wishes_) if first.setdefault(w.id, at) != at}
         for at, wish in enumerate(wishes_):
@@ -340,7 +345,7 @@ class StoreMachine(RuleBasedStateMachine):
         handed: set[int] = set()
         part = [at for at in range(len(wishes_)) if at not in twins]
         # The first try only hands anything over, and where there are twins not even that.
-        takers = {} if twins else sent.takers
+        takers = {} if twins else takers
         while part:
             # What holds a live key is not looked at further; else the key is the job's, and the job is stored if new.
             free = [at for at in part if wishes_[at].key is None or not self.key_lives(wishes_[at])]
@@ -370,10 +375,16 @@ class StoreMachine(RuleBasedStateMachine):
                     known[at] = self.memory.keys[wish.slot][0]
             part = [at for at in part if settled and at not in known]
             takers = {}
+        # Where the first of twins was known already, the next is looked at by itself: it may be known under its own
+        # id, or be the first to hold a key whose window is over.
+        again = [at for at, twin in twins.items() if twin in known and wishes_[at].id != wishes_[twin].id]
+        if again:
+            others, _ = self.stored([wishes_[at] for at in again], {})
+            known.update((again[at], known_as) for at, known_as in others.items())
         for at, twin in twins.items():
-            known[at] = known.get(twin, wishes_[twin].id)
-        told = {at for each in sent.told for at in each.positions}
-        return known if told == handed else None
+            if at not in again:
+                known[at] = known.get(twin, wishes_[twin].id)
+        return known, handed
 
     def key_lives(self, wish: Wish) -> bool:
         return wish.key is not None and self.memory.keys.get(wish.slot, ("", False))[1]
@@ -470,7 +481,8 @@ class StoreMachine(RuleBasedStateMachine):
             case "nack":
                 # Were a lease nacked in two ways at once, either would be right.
                 named = dict.fromkeys(each for _, _, held in calls for each in held)
-                self.nack(calls, {each: data.draw(hows) for each in named})
+                drawn = data.draw(st.lists(hows, min_size=4, max_size=4))
+                self.nack(calls, dict(zip(named, itertools.cycle(drawn))))
             case "extend":
                 self.extend(calls)
             case _:

@@ -1,0 +1,43 @@
+"""A shard's database that remembers what it was asked, and can be told to fail."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shard.database import Database
+from shard.errors import ShardUnavailable
+from shard.vocabulary import ShardName
+
+Run = tuple[bytes, Mapping[str, object]]
+
+
+class Recorder(Database):
+    """Remembers the statements, in the order in which they were begun, with the parameters of each."""
+
+    def __init__(self, name: ShardName, dsn: str, *, connections: int = 4) -> None:
+        super().__init__(name, dsn, connections=connections)
+        self.runs: list[Run] = []
+        self._failing: dict[bytes, int] = {}
+
+    async def run(self, statement: bytes, parameters: Mapping[str, object]) -> list[Any]:
+        self.runs.append((statement, dict(parameters)))
+        if statement in self._failing:
+            self._failing[statement] -= 1
+            if self._failing[statement] < 0:
+                raise ShardUnavailable(self.name, "the test says so")
+        return await super().run(statement, parameters)
+
+    def last(self, statement: bytes) -> Run:
+        return next(run for run in reversed(self.runs) if run[0] == statement)
+
+    def count(self, statement: bytes, *, since: int = 0) -> int:
+        """How often the statement was run; `since`: not counting as many runs before."""
+        return sum(run[0] == statement for run in self.runs[since:])
+
+    def fail(self, statement: bytes, *, after: int = 0) -> None:
+        """From now on, but for the next few, as though the shard had gone away before it was asked."""
+        self._failing[statement] = after
+
+    def fail_no_more(self) -> None:
+        self._failing.clear()
