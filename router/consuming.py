@@ -103,7 +103,8 @@ class Consumer:
             members = self._fleet.readers(self.org)
             self._enter(members)
             self._claiming = True
-            more = await self.claim(members)
+            # Where others wait in vain, so does it, and needs no look of its own.
+            more = not all(member.room.is_empty_for(self) for member in members) and await self.claim(members)
             self._claiming = False
             if not more:
                 self.idle = True

@@ -32,12 +32,12 @@ def _judged_by_method(_request: queue_pb2.EnqueueRequest) -> None:
 class QueueService:
     service_name = "windrow.v1.Queue"
 
-    def __init__(self, fleet: Fleet, gate: Gate, draining: asyncio.Event) -> None:
+    def __init__(self, fleet: Fleet, gate: Gate) -> None:
         self._fleet = fleet
         self._leases = Leases(fleet)
         self.gate = gate
-        # Set when this router is about to end: nobody waits for jobs any more.
-        self._draining = draining
+        self._draining = asyncio.Event()
+        self._waiting: set[_Received] = set()
 
     @unary(_judged_by_method)
     async def Enqueue(self, request: queue_pb2.EnqueueRequest) -> queue_pb2.EnqueueResponse | bytes:
@@ -115,9 +115,10 @@ class QueueService:
             credit=request.max_jobs or 1,
         )
         try:
-            await consumer.claim(self._fleet.readers(consumer.org))
-            if not received.jobs and request.HasField("wait"):
+            if request.HasField("wait"):
                 await self._wait(consumer, received, convert.micros(request.wait) / 1_000_000)
+            else:
+                await consumer.claim(self._fleet.readers(consumer.org))
         except BaseException:
             consumer.close()
             received.give_back(consumer.org)
@@ -130,18 +131,26 @@ class QueueService:
 
     async def _wait(self, consumer: Consumer, received: _Received, wait_s: float) -> None:
         """Until a first job has come, the time is over, or this router drains."""
+        over = asyncio.get_running_loop().call_later(wait_s, received.over.set)
         serving = asyncio.create_task(consumer.serve())
-        first = asyncio.create_task(received.first.wait())
-        draining = asyncio.create_task(self._draining.wait())
-        tasks = {serving, first, draining}
+        serving.add_done_callback(lambda _: received.over.set())
+        self._waiting.add(received)
         try:
-            done, _ = await asyncio.wait(tasks, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            if not self._draining.is_set():
+                await received.over.wait()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-        if serving in done:
+            self._waiting.discard(received)
+            over.cancel()
+            serving.cancel()
+            await asyncio.wait({serving})
+        if not serving.cancelled():
             serving.result()
+
+    def drain(self) -> None:
+        """Ends all waiting: this router is about to end."""
+        self._draining.set()
+        for received in self._waiting:
+            received.over.set()
 
     async def Consume(self, request_iterator: AsyncIterator[queue_pb2.ConsumeRequest], context: Context) -> None:
         try:
@@ -197,11 +206,12 @@ class _Received:
 
     def __init__(self) -> None:
         self.jobs: list[Given] = []
-        self.first = asyncio.Event()
+        # There is nothing more to wait for.
+        self.over = asyncio.Event()
 
     def receive(self, jobs: Given) -> None:
         self.jobs.append(jobs)
-        self.first.set()
+        self.over.set()
 
     @property
     def takes_once(self) -> bool:

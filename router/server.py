@@ -50,8 +50,7 @@ async def serve(cluster: Cluster, settings: RouterSettings, *, listen: str, read
         async with _open(Fleet(cluster, connections_per_shard=settings.connections_per_shard), stop) as fleet:
             if stop.is_set():
                 return
-            draining = asyncio.Event()
-            server, checks = _server(fleet, tracing, draining)
+            queue, checks, server = _server(fleet, tracing)
             try:
                 port = server.add_insecure_port(listen)
             except RuntimeError as error:
@@ -64,7 +63,7 @@ async def serve(cluster: Cluster, settings: RouterSettings, *, listen: str, read
             _log.info("draining: calls in flight have %g s", settings.drain_seconds)
             # Load balancers look away first; then no new calls are taken, and those in flight end.
             await checks.enter_graceful_shutdown()
-            draining.set()
+            queue.drain()
             await server.stop(settings.drain_seconds)
     finally:
         tracing.close()
@@ -90,7 +89,7 @@ async def _open(fleet: Fleet, stop: asyncio.Event) -> AsyncGenerator[Fleet, None
             keeper.result()
 
 
-def _server(fleet: Fleet, tracing: Tracing, draining: asyncio.Event) -> tuple[grpc.aio.Server, HealthService]:
+def _server(fleet: Fleet, tracing: Tracing) -> tuple[QueueService, HealthService, grpc.aio.Server]:
     server = grpc.aio.server(
         options=[
             # Several processes serve one port; the kernel deals the connections out.
@@ -105,13 +104,13 @@ def _server(fleet: Fleet, tracing: Tracing, draining: asyncio.Event) -> tuple[gr
         ],
     )
     gate = Gate(tracing)
-    queue = queue_pb2.DESCRIPTOR.services_by_name["Queue"]
-    server.add_generic_rpc_handlers((_handlers(QueueService(fleet, gate, draining), queue),))
+    queue = QueueService(fleet, gate)
+    server.add_generic_rpc_handlers((_handlers(queue, queue_pb2.DESCRIPTOR.services_by_name["Queue"]),))
     admin_pb2_grpc.add_AdminServicer_to_server(AdminService(fleet, gate), server)
     checks = HealthService()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    return server, checks
+    return queue, checks, server
 
 
 def _handlers(service: QueueService, descriptor: ServiceDescriptor) -> grpc.GenericRpcHandler:

@@ -146,6 +146,15 @@ class Room:
                 there.backlog = True
                 self._wake((waiter.org, queue), 1)
 
+    def is_empty_for(self, waiter: Waiter) -> bool:
+        """Whether somebody has looked into all of its queues, has found nothing, and still waits there."""
+        for queue in waiter.queues:
+            there = self._queues.get((waiter.org, queue))
+            if there is None or there.backlog or not next(iter(there.waiters)).idle:
+                return False
+        self._probe_soon([(waiter.org, queue) for queue in waiter.queues])
+        return True
+
     def has_backlog(self, waiter: Waiter) -> bool:
         return any(
             there.backlog for queue in waiter.queues if (there := self._queues.get((waiter.org, queue))) is not None
@@ -212,7 +221,10 @@ class Room:
 
     def stored(self, jobs: NewJobs, known: Collection[int], handover: Handover | None) -> None:
         """These jobs have committed, but for those at the positions `known`."""
-        takers = handover.takers if handover is not None else {}
+        # Takers who were not handed theirs may have looked before it was stored: it is told of as though not offered.
+        takers: Collection[int] = ()
+        if handover is not None and handover.handed == len(handover.takers):
+            takers = handover.takers
         if len(takers) == len(jobs):
             return
         left = Counter(jobs.queues)

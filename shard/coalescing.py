@@ -14,8 +14,8 @@ from typing import Generic, TypeVar
 
 from opentelemetry import trace
 
-# A few calls wait for the act under way to end, and are one act then; for so much weight, or after so long, they need
-# not.
+# A few calls wait for the act under way to end, and are one act then; so much weight need not, nor what has waited for
+# so long.
 _WORTH_AN_ACT = 100
 _SLOW_S = 0.010
 # Of the event loop, at most, while each brings another call.
@@ -39,11 +39,30 @@ class _Waiting(Generic[Call, Result]):
     since_s: float
 
 
+class Acts:
+    """The acts of several coalescers that take turns, as connections are shared by calls of every sort."""
+
+    def __init__(self) -> None:
+        self.under_way = 0
+        self._turns: deque[Callable[[], None]] = deque()
+
+    def join(self, begin: Callable[[], None]) -> None:
+        self._turns.append(begin)
+
+    def ended(self) -> None:
+        """One has ended: whoever waits may begin, the longest served first one last."""
+        self.under_way -= 1
+        for _ in range(len(self._turns)):
+            begin = self._turns.popleft()
+            self._turns.append(begin)
+            begin()
+
+
 class Coalescer(Generic[Call, Result]):
     """`act` does several calls together and answers each one's result or error, in their order; what it raises is
     every caller's error. At most `acts_max` are under way at a time, each of up to `weight_max` by `weigh` (or one call
-    that is heavier), and up to `waiting_max` wait, none for longer than `wait_s`: then `late` makes its error.
-    `abandoned` gets the results of calls that were cancelled when their act had begun, `dropped` the calls of which no
+    that is heavier), and few calls also wait for those `beside` them. Up to `waiting_max` wait, none for longer than
+    `wait_s`: then `late` makes its error. `abandoned` gets the results of calls that were cancelled when their act had begun, `dropped` the calls of which no
     act began."""
 
     def __init__(
@@ -53,6 +72,7 @@ class Coalescer(Generic[Call, Result]):
         weigh: Callable[[Call], int],
         late: Callable[[], Exception],
         acts_max: int,
+        beside: Acts | None = None,
         wait_s: float = 5.0,
         weight_max: int = 1000,
         waiting_max: int = 50_000,
@@ -76,6 +96,8 @@ class Coalescer(Generic[Call, Result]):
         self._patience: asyncio.TimerHandle | None = None
         # The acts under way; the event loop alone would forget them.
         self._acts: set[asyncio.Task[None]] = set()
+        self._beside = beside or Acts()
+        self._beside.join(self._begin)
 
     def submit(self, call: Call) -> asyncio.Future[Result]:
         """The call's result, some time. Cancelling it takes the call out; an act that has begun ends when all its
@@ -125,13 +147,14 @@ class Coalescer(Generic[Call, Result]):
         while self._waiting and self._may_begin(loop):
             batch = self._next()
             if batch:
+                self._beside.under_way += 1
                 self._acts.add(loop.create_task(self._do(batch)))
         if self._waiting:
             self._watch(loop)
 
     def _may_begin(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """A first act always; another beside it for much, or because the first one takes its time."""
-        if not self._acts:
+        """A first act always; another beside it for much, or because others take their time."""
+        if not self._beside.under_way:
             return True
         return len(self._acts) < self._acts_max and (
             self._weight >= _WORTH_AN_ACT or loop.time() - self._waiting[0].since_s >= _SLOW_S
@@ -200,7 +223,7 @@ class Coalescer(Generic[Call, Result]):
                 waiting.result.remove_done_callback(left)
                 waiting.result.cancel()
             self._acts.discard(task)
-            self._begin()
+            self._beside.ended()
 
     async def _traced(self, batch: list[_Waiting[Call, Result]]) -> Sequence[Result | Exception]:
         """The act's spans are the first recorded caller's; the others link to it."""

@@ -17,7 +17,7 @@ import psycopg
 
 from shard import arrays, partitions, statements
 from shard.claiming import Ask, Claiming, Taken
-from shard.coalescing import Coalescer, TooManyWaiting
+from shard.coalescing import Acts, Coalescer, TooManyWaiting
 from shard.database import Database
 from shard.enqueuing import NOTHING_HANDED, Call, Enqueuing, Handover, made_at_ms
 from shard.errors import ShardUnavailable
@@ -67,16 +67,17 @@ class Store:
         def late() -> ShardUnavailable:
             return ShardUnavailable(self.name, "calls before this one have had no answer yet")
 
+        beside = Acts()
         self._enqueues = Coalescer(
-            self._enqueuing.together, weigh=_weight, late=late, acts_max=_ACTS_MAX, dropped=_tell_nothing
+            self._enqueuing.together, weigh=_weight, late=late, acts_max=_ACTS_MAX, beside=beside, dropped=_tell_nothing
         )
         self._claims = Coalescer(
-            claiming.together, weigh=_wish, late=late, acts_max=_ACTS_MAX, abandoned=self._give_back
+            claiming.together, weigh=_wish, late=late, acts_max=_ACTS_MAX, beside=beside, abandoned=self._give_back
         )
-        self._acks = Coalescer(_in_turn(settling.ack), weigh=_leases, late=late, acts_max=_ACTS_MAX)
-        self._nacks = Coalescer(_in_turn(settling.nack), weigh=_leases, late=late, acts_max=_ACTS_MAX)
-        self._extends = Coalescer(_in_turn(settling.extend), weigh=_leases, late=late, acts_max=_ACTS_MAX)
-        self._releases = Coalescer(_in_turn(settling.release), weigh=_leases, late=late, acts_max=_ACTS_MAX)
+        self._acks = Coalescer(_in_turn(settling.ack), weigh=_leases, late=late, acts_max=_ACTS_MAX, beside=beside)
+        self._nacks = Coalescer(_in_turn(settling.nack), weigh=_leases, late=late, acts_max=_ACTS_MAX, beside=beside)
+        self._extends = Coalescer(_in_turn(settling.extend), weigh=_leases, late=late, acts_max=_ACTS_MAX, beside=beside)
+        self._releases = Coalescer(_in_turn(settling.release), weigh=_leases, late=late, acts_max=_ACTS_MAX, beside=beside)
 
     # ── Producers ────────────────────────────────────────────────────────────────────────────────────────────────────
 
