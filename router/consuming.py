@@ -92,6 +92,7 @@ class Consumer:
 
     async def serve(self) -> None:
         """Finds jobs for as long as it is let. Raises ShardUnavailable."""
+        came = True
         while True:
             while self.credit <= 0:
                 self._woken.clear()
@@ -103,9 +104,12 @@ class Consumer:
             members = self._fleet.readers(self.org)
             self._enter(members)
             self._claiming = True
-            # Where others wait in vain, so does it, and needs no look of its own.
-            more = not all(member.room.is_empty_for(self) for member in members) and await self.claim(members)
-            self._claiming = False
+            if came and all(member.room.is_empty_for(self) for member in members):
+                # Where others wait in vain, so will it, and needs no look of its own.
+                more = False
+            else:
+                more = await self.claim(members)
+            came = self._claiming = False
             if not more:
                 self.idle = True
                 await self._woken.wait()

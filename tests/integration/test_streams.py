@@ -269,9 +269,10 @@ async def test_a_large_backlog_comes_in_messages_that_any_client_takes(near: Cli
 async def test_jobs_are_handed_over_whole(near: Client, org: str) -> None:
     async with near.stream(org, credit=10, worker="me") as stream:
         await until(lambda: parked(near, org, [stream]), "it waits")
+        before = len(stream.jobs)
         job = new_job(payload="päyload\0".encode(), priority=2, kind="a/b")
         await near.enqueue(org, job)
-        got = (await stream.until_jobs(len(stream.jobs) + 1))[-1]
+        got = (await stream.until_jobs(before + 1))[-1]
         record = await near.job(org, job.id)
         assert (got.payload, got.priority, got.kind, got.queue) == (job.payload, 2, "a/b", QUEUE)
         assert (got.attempt, got.max_attempts, dict(got.attributes)) == (1, 20, {})

@@ -198,6 +198,19 @@ async def test_a_job_whose_lease_expires_comes_within_a_sweep(near: Client, prod
     assert (job.id, job.attempt) == (held.id, 2)
 
 
+async def test_a_new_job_beside_one_that_has_finished_comes_at_once(near: Client, org: str) -> None:
+    known = new_job()
+    await near.enqueue(org, known)
+    ack = queue_pb2.AckRequest(org=org, acks=acks(await near.dequeue(org)))
+    await near.queue.Ack(ack, timeout=PATIENCE_S)
+    async with near.stream(org, credit=100) as stream:
+        for turn in range(5):
+            # The insert is refused as a whole, and what is new goes again, without a hand-over.
+            fresh = new_job()
+            assert await near.enqueue(org, known, fresh) == [known.id, fresh.id]
+            assert (await stream.until_jobs(turn + 1, within_s=0.7))[-1].id == fresh.id
+
+
 async def test_a_redriven_job_and_a_resumed_queue_are_told_of(near: Client, producer: Client, org: str) -> None:
     await near.enqueue(org)
     (held,) = await near.dequeue(org)
@@ -221,7 +234,7 @@ async def test_a_cancelled_wait_gives_back_what_it_was_handed(near: Client, org:
     got: list[str] = []
     luck = random.Random("cancelled waits")
     for _ in range(80):
-        waiting = asyncio.create_task(near.dequeue(org, max_jobs=2, wait_s=10))
+        waiting = asyncio.create_task(near.dequeue(org, max_jobs=2, wait_s=10, window_s=2))
         await asyncio.sleep(luck.uniform(0, 0.006))
         enqueuing = asyncio.create_task(near.enqueue(org))
         await asyncio.sleep(luck.uniform(0, 0.006))
@@ -234,12 +247,13 @@ async def test_a_cancelled_wait_gives_back_what_it_was_handed(near: Client, org:
 
     async def take() -> bool:
         found.update((job.id, job.attempt) for job in await near.dequeue(org, max_jobs=1000))
-        return len(found) >= len(rest) - 8
+        return found.keys() >= rest
 
-    # An answer that had left the router when the cancel came is nobody's to give back: those wait for their window.
     await until(take, "what nobody got is to be had", within_s=5)
-    assert set(found) <= rest
-    assert set(found.values()) <= {1}
+    assert found.keys() <= set(ids)
+    # An answer that had left the router when the cancel came is nobody's to give back: its job waited for its window.
+    waited = [one for one in rest if found[one] > 1]
+    assert len(waited) < len(ids) / 4, f"{len(waited)} of {len(ids)} jobs waited for their window"
 
 
 @pytest.mark.parametrize("wait", [Duration(seconds=61), Duration(seconds=-1), Duration(nanos=-1)])
@@ -280,20 +294,22 @@ async def test_with_the_doorbell_cut_again_and_again_every_job_comes_within_a_sw
     near: Client, far: Client, dsns: dict[str, str], org: str
 ) -> None:
     over = asyncio.Event()
+    killed = 0
 
-    async def cut() -> int:
-        killed = 0
+    async def cut() -> None:
+        nonlocal killed
         async with await psycopg.AsyncConnection.connect(dsns["s1"], autocommit=True) as connection:
             while not over.is_set():
                 killed += len(await (await connection.execute(_KILL)).fetchall())
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(over.wait(), 0.05)
-        return killed
 
     cutting = asyncio.create_task(cut())
     try:
         async with near.stream(org, credit=1000) as stream:
             for turn in range(4):
+                # Whoever listens again is cut again.
+                await until(lambda: killed >= 2 * turn + 2, "the doorbells were cut")  # noqa: B023
                 ids = await far.enqueue(org, new_job(), new_job(attributes={"a": "b"}))
                 got = await stream.until_jobs(2 * turn + 2, within_s=SWEPT_S)
                 assert {job.id for job in got[-2:]} == set(ids)
@@ -302,8 +318,7 @@ async def test_with_the_doorbell_cut_again_and_again_every_job_comes_within_a_sw
             await stream.until_jobs(9, within_s=SOON_S)
     finally:
         over.set()
-        killed = await cutting
-    assert killed > 4, "the doorbell was not cut"
+        await cutting
 
 
 async def test_after_a_cut_the_doorbell_is_heard_again(
@@ -314,7 +329,7 @@ async def test_after_a_cut_the_doorbell_is_heard_again(
         await stream.until_jobs(1, within_s=SOON_S)
         await until(lambda: sql(dsns, "s1", _KILL), "the doorbell was cut")
         listening = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()" + (
-            " AND application_name = 'windrow doorbell' AND query LIKE 'LISTEN%'"
+            " AND application_name = 'windrow doorbell' AND query ~ '^LISTEN'"
         )
         await until(lambda: sql(dsns, "s1", listening) == [(2,)], "both routers listen again", within_s=5)
         for turn in range(3):
@@ -486,6 +501,7 @@ class _Waits:
         self.credit = credit
         self.idle = True
         self.full = False
+        self.takes_once = False
         self.looking = False
         self.woken = 0
 
@@ -551,11 +567,10 @@ def test_jobs_are_offered_to_those_with_credit_by_turns(room: Room) -> None:
         room.enter(one)
     handover = room.offer(some_jobs(OrgId("o"), 30))
     assert handover is not None
-    # As many as each has room for, and the rest to whoever has more; nothing to who has none.
+    # As many as each has room for, and no more than its even share; nothing to who has none.
     dealt = Counter(taker.number for taker in handover.takers.values())
-    assert sorted(dealt.values()) in ([1, 2, 27], [1, 2, 10])
-    assert waiters[2].credit == 0
-    assert all(one.credit >= 0 for one in waiters)
+    assert sorted(dealt.values()) == [1, 2, 15]
+    assert [one.credit for one in waiters] == [0, 85, 0, 0]
     assert room.offer(some_jobs(OrgId("another"), 3)) is None
 
 
