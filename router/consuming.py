@@ -36,7 +36,8 @@ class Receiver(Protocol):
 
 
 class Consumer:
-    """`credit` is how many more jobs it takes. `serve` finds them; `close` is the end: what comes later goes back."""
+    """`credit` is how many more jobs it takes. `serve` finds them, `serve_first` only until some have come; `close` is
+    the end: what comes later goes back."""
 
     def __init__(
         self,
@@ -62,6 +63,9 @@ class Consumer:
         self._woken = asyncio.Event()
         self._entered: list[Member] = []
         self._claiming = False
+        self._only_first = False
+        self._given = False
+        self._over = False
         self._closed = False
 
     def add_credit(self, jobs: int) -> None:
@@ -87,8 +91,11 @@ class Consumer:
     def give(self, jobs: Given) -> None:
         if self._closed:
             give_back(self.org, jobs)
-        else:
-            self._receiver.receive(jobs)
+            return
+        self._receiver.receive(jobs)
+        self._given = True
+        if self._only_first:
+            self.wake()
 
     async def serve(self) -> None:
         """Finds jobs for as long as it is let. Raises ShardUnavailable."""
@@ -100,22 +107,46 @@ class Consumer:
                 await self._woken.wait()
                 self._starved = False
             await self._receiver.has_room()
-            self._woken.clear()
-            members = self._fleet.readers(self.org)
-            self._enter(members)
-            self._claiming = True
-            if came and all(member.room.is_empty_for(self) for member in members):
-                # Where others wait in vain, so will it, and needs no look of its own.
-                more = False
-            else:
-                more = await self.claim(members)
-            came = self._claiming = False
-            if not more:
-                self.idle = True
-                await self._woken.wait()
-                self.idle = False
+            if not await self._look(came=came):
+                await self._rest()
+            came = False
 
-    async def claim(self, members: Sequence[Member]) -> bool:
+    async def serve_first(self) -> None:
+        """Finds a first job, or as many as come with it; gives up when told that it is `over`. Raises
+        ShardUnavailable."""
+        self._only_first = True
+        await self._look(came=True)
+        while not self._has_first():
+            await self._rest()
+            if not self._has_first():
+                await self._look(came=False)
+
+    def _has_first(self) -> bool:
+        return self._given or self._over
+
+    def over(self) -> None:
+        self._over = True
+        self.wake()
+
+    async def _look(self, *, came: bool) -> bool:
+        """Takes what there is. Answers whether there may be more."""
+        self._woken.clear()
+        members = self._fleet.readers(self.org)
+        self._enter(members)
+        if came and all(member.room.is_empty_for(self) for member in members):
+            # Where others wait in vain, so will it, and needs no look of its own.
+            return False
+        self._claiming = True
+        more = await self.claim(members, woken=not came)
+        self._claiming = False
+        return more
+
+    async def _rest(self) -> None:
+        self.idle = True
+        await self._woken.wait()
+        self.idle = False
+
+    async def claim(self, members: Sequence[Member], *, woken: bool = False) -> bool:
         """Takes what is on these shards, as far as the credit goes. Answers whether there may be more."""
         for member in members:
             wanted = min(self.credit, _JOBS_MAX)
@@ -132,7 +163,7 @@ class Consumer:
                     member.room.found_enough(self)
                 return True
             if self._entered:
-                member.room.found_less(self)
+                member.room.found_less(self, woken=woken)
         return False
 
     def close(self) -> None:

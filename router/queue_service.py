@@ -37,7 +37,7 @@ class QueueService:
         self._leases = Leases(fleet)
         self.gate = gate
         self._draining = asyncio.Event()
-        self._waiting: set[_Received] = set()
+        self._waiting: set[Consumer] = set()
 
     @unary(_judged_by_method)
     async def Enqueue(self, request: queue_pb2.EnqueueRequest) -> queue_pb2.EnqueueResponse | bytes:
@@ -116,7 +116,7 @@ class QueueService:
         )
         try:
             if request.HasField("wait"):
-                await self._wait(consumer, received, convert.micros(request.wait) / 1_000_000)
+                await self._first(consumer, convert.micros(request.wait) / 1_000_000)
             else:
                 await consumer.claim(self._fleet.readers(consumer.org))
         except BaseException:
@@ -129,28 +129,21 @@ class QueueService:
             rest.lease_deadline.CopyFrom(convert.timestamp(received.jobs[0].deadline))
         return b"".join([*chain.from_iterable(given.jobs for given in received.jobs), rest.SerializeToString()])
 
-    async def _wait(self, consumer: Consumer, received: _Received, wait_s: float) -> None:
+    async def _first(self, consumer: Consumer, wait_s: float) -> None:
         """Until a first job has come, the time is over, or this router drains."""
-        over = asyncio.get_running_loop().call_later(wait_s, received.over.set)
-        serving = asyncio.create_task(consumer.serve())
-        serving.add_done_callback(lambda _: received.over.set())
-        self._waiting.add(received)
+        over = asyncio.get_running_loop().call_later(0 if self._draining.is_set() else wait_s, consumer.over)
+        self._waiting.add(consumer)
         try:
-            if not self._draining.is_set():
-                await received.over.wait()
+            await consumer.serve_first()
         finally:
-            self._waiting.discard(received)
+            self._waiting.discard(consumer)
             over.cancel()
-            serving.cancel()
-            await asyncio.wait({serving})
-        if not serving.cancelled():
-            serving.result()
 
     def drain(self) -> None:
         """Ends all waiting: this router is about to end."""
         self._draining.set()
-        for received in self._waiting:
-            received.over.set()
+        for consumer in self._waiting:
+            consumer.over()
 
     async def Consume(self, request_iterator: AsyncIterator[queue_pb2.ConsumeRequest], context: Context) -> None:
         try:
@@ -206,12 +199,9 @@ class _Received:
 
     def __init__(self) -> None:
         self.jobs: list[Given] = []
-        # There is nothing more to wait for.
-        self.over = asyncio.Event()
 
     def receive(self, jobs: Given) -> None:
         self.jobs.append(jobs)
-        self.over.set()
 
     @property
     def takes_once(self) -> bool:

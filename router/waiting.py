@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Sequence
@@ -32,6 +33,8 @@ _log = logging.getLogger(__name__)
 SWEEP_S = 3.0
 # Between two probes.
 _PAUSE_S = 0.010
+# A probe that nothing in particular calls for is not made so soon after another.
+_OLD_S = 1.0
 
 _STRANGERS_MAX = 100_000
 
@@ -90,6 +93,7 @@ class _Queue:
     waiters: OrderedDict[Waiter, None] = field(default_factory=OrderedDict[Waiter, None])
     # There may be jobs that nobody had room for.
     backlog: bool = False
+    probed_s: float = -math.inf
     number: QueueId | None = None
     due: asyncio.TimerHandle | None = None
 
@@ -130,13 +134,17 @@ class Room:
                 # It may have been woken for a job that it now does not take.
                 self._wake(key, 1)
 
-    def found_less(self, waiter: Waiter) -> None:
-        """It looked, and took all there was: what falls due later, or has since it looked, a probe tells."""
+    def found_less(self, waiter: Waiter, *, woken: bool) -> None:
+        """It looked, and took all there was: what falls due later, a probe tells. `woken`: by something, which may be
+        just that."""
         for queue in waiter.queues:
             there = self._queues.get((waiter.org, queue))
             if there is not None:
                 there.backlog = False
-        self._probe_soon([(waiter.org, queue) for queue in waiter.queues])
+        if woken:
+            self._probe_soon([(waiter.org, queue) for queue in waiter.queues])
+        else:
+            self._probe_old(waiter)
 
     def found_enough(self, waiter: Waiter) -> None:
         """It took as many jobs as it could: there may be more."""
@@ -152,7 +160,7 @@ class Room:
             there = self._queues.get((waiter.org, queue))
             if there is None or there.backlog or not next(iter(there.waiters)).idle:
                 return False
-        self._probe_soon([(waiter.org, queue) for queue in waiter.queues])
+        self._probe_old(waiter)
         return True
 
     def has_backlog(self, waiter: Waiter) -> bool:
@@ -348,6 +356,15 @@ class Room:
     def _fell_due(self, key: _Key) -> None:
         # Whoever takes it, and finds no more, asks for the next time.
         self._wake(key, 1)
+
+    def _probe_old(self, waiter: Waiter) -> None:
+        """What falls due later is known of queues that were probed a moment ago: what changed since, was told."""
+        now_s = asyncio.get_running_loop().time()
+        for queue in waiter.queues:
+            there = self._queues.get((waiter.org, queue))
+            if there is not None and now_s - there.probed_s > _OLD_S:
+                there.probed_s = now_s
+                self._probe_soon([(waiter.org, queue)])
 
     def _probe_soon(self, keys: Iterable[_Key]) -> None:
         self._to_probe.update(keys)

@@ -18,8 +18,9 @@ from opentelemetry import trace
 # so long.
 _WORTH_AN_ACT = 100
 _SLOW_S = 0.010
-# Of the event loop, at most, while each brings another call.
-_TURNS = 16
+# A turn of the event loop that takes less has done nothing.
+_QUIET_S = 0.000_060
+_BUSY_S_MAX = 0.002
 
 Call = TypeVar("Call")
 Result = TypeVar("Result")
@@ -62,8 +63,8 @@ class Coalescer(Generic[Call, Result]):
     """`act` does several calls together and answers each one's result or error, in their order; what it raises is
     every caller's error. At most `acts_max` are under way at a time, each of up to `weight_max` by `weigh` (or one call
     that is heavier), and few calls also wait for those `beside` them. Up to `waiting_max` wait, none for longer than
-    `wait_s`: then `late` makes its error. `abandoned` gets the results of calls that were cancelled when their act had begun, `dropped` the calls of which no
-    act began."""
+    `wait_s`: then `late` makes its error. `abandoned` gets the results of calls that were cancelled when their act had
+    begun, `dropped` the calls of which no act began."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class Coalescer(Generic[Call, Result]):
         *,
         weigh: Callable[[Call], int],
         late: Callable[[], Exception],
-        acts_max: int,
+        acts_max: int = 2,
         beside: Acts | None = None,
         wait_s: float = 5.0,
         weight_max: int = 1000,
@@ -91,13 +92,12 @@ class Coalescer(Generic[Call, Result]):
         self._waiting: deque[_Waiting[Call, Result]] = deque()
         self._weight = 0
         self._beginning = False
-        self._turns_left = 0
         self._hurry: asyncio.TimerHandle | None = None
         self._patience: asyncio.TimerHandle | None = None
         # The acts under way; the event loop alone would forget them.
         self._acts: set[asyncio.Task[None]] = set()
         self._beside = beside or Acts()
-        self._beside.join(self._begin)
+        self._beside.join(self._begin_soon)
 
     def submit(self, call: Call) -> asyncio.Future[Result]:
         """The call's result, some time. Cancelling it takes the call out; an act that has begun ends when all its
@@ -113,20 +113,25 @@ class Coalescer(Generic[Call, Result]):
         self._weight += weight
         if not self._may_begin(loop):
             self._watch(loop)
-        elif not self._beginning:
-            self._beginning = True
-            self._turns_left = _TURNS
-            loop.call_soon(self._begin_when_quiet, len(self._waiting))
+        else:
+            self._begin_soon()
         return result
 
-    def _begin_when_quiet(self, seen: int) -> None:
-        """Lets the event loop go on for as long as each of its turns brings another call, though not for ever: calls
-        that come together go together. An idle loop brings none."""
-        if self._turns_left and len(self._waiting) > seen and self._weight < self._weight_max:
-            self._turns_left -= 1
-            asyncio.get_running_loop().call_soon(self._begin_when_quiet, len(self._waiting))
-        else:
+    def _begin_soon(self) -> None:
+        if self._waiting and not self._beginning:
+            self._beginning = True
+            loop = asyncio.get_running_loop()
+            loop.call_soon(self._begin_when_quiet, loop.time(), loop.time())
+
+    def _begin_when_quiet(self, since_s: float, turn_s: float) -> None:
+        """Lets a busy event loop first do what else it has to do, though not for long: most likely it is taking in more
+        calls, which then go together. An idle one has nothing to do."""
+        loop = asyncio.get_running_loop()
+        now_s = loop.time()
+        if now_s - turn_s < _QUIET_S or now_s - since_s > _BUSY_S_MAX or self._weight >= _WORTH_AN_ACT:
             self._begin()
+        else:
+            loop.call_soon(self._begin_when_quiet, since_s, now_s)
 
     def _give_up(self) -> None:
         """On calls that have waited too long."""

@@ -32,8 +32,6 @@ _log = logging.getLogger(__name__)
 # How many times an act is tried again after what stood in its way was mended. Each turn mends one thing for good.
 _TURNS_MAX = 6
 _PROBED_AT_ONCE = 500
-# Acts of one sort under way at a time.
-_ACTS_MAX = 2
 # Payload counts too: no statement is much larger than the largest request.
 _BYTES_PER_WEIGHT = 16 * 1024
 
@@ -69,15 +67,13 @@ class Store:
 
         beside = Acts()
         self._enqueues = Coalescer(
-            self._enqueuing.together, weigh=_weight, late=late, acts_max=_ACTS_MAX, beside=beside, dropped=_tell_nothing
+            self._enqueuing.together, weigh=_weight, late=late, beside=beside, dropped=_tell_nothing
         )
-        self._claims = Coalescer(
-            claiming.together, weigh=_wish, late=late, acts_max=_ACTS_MAX, beside=beside, abandoned=self._give_back
-        )
-        self._acks = Coalescer(_in_turn(settling.ack), weigh=_leases, late=late, acts_max=_ACTS_MAX, beside=beside)
-        self._nacks = Coalescer(_in_turn(settling.nack), weigh=_leases, late=late, acts_max=_ACTS_MAX, beside=beside)
-        self._extends = Coalescer(_in_turn(settling.extend), weigh=_leases, late=late, acts_max=_ACTS_MAX, beside=beside)
-        self._releases = Coalescer(_in_turn(settling.release), weigh=_leases, late=late, acts_max=_ACTS_MAX, beside=beside)
+        self._claims = Coalescer(claiming.together, weigh=_wish, late=late, beside=beside, abandoned=self._give_back)
+        self._acks = Coalescer(_in_turn(settling.ack), weigh=_leases, late=late, beside=beside)
+        self._nacks = Coalescer(_in_turn(settling.nack), weigh=_leases, late=late, beside=beside)
+        self._extends = Coalescer(_in_turn(settling.extend), weigh=_leases, late=late, beside=beside)
+        self._releases = Coalescer(_in_turn(settling.release), weigh=_leases, late=late, beside=beside)
 
     # ── Producers ────────────────────────────────────────────────────────────────────────────────────────────────────
 
