@@ -59,3 +59,12 @@ def test_every_program_of_the_clients_readme_runs(at: int, cluster: RunningClust
         program = program.replace("windrow.run(worker)", "worker.stop(); windrow.run(worker)")
     done = run([sys.executable, "-c", program], cluster)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("at", "says"), [(0, "the stream ended with OK"), (1, "a card to ada")])
+def test_every_program_of_the_page_about_streams_works_its_jobs(at: int, says: str, cluster: RunningCluster) -> None:
+    programs = blocks("docs/streams.md", "python")
+    assert len(programs) == 2
+    done = run([sys.executable, "-c", programs[at]], cluster)
+    assert done.returncode == 0, done.stderr
+    assert says in done.stdout
