@@ -45,7 +45,7 @@ class QueueService:
         if plain is not None:
             trace = current_trace()
             if trace is not None:
-                plain.traces = dict.fromkeys(range(len(plain)), trace)
+                plain.traces = dict.fromkeys(range(len(plain)), trace) | plain.traces
             try:
                 known = await self._store(plain, hand=True)
             except BadIds:

@@ -32,6 +32,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}", re.ASCII)
 _ORG = re.compile(r"[!-~]{1,128}", re.ASCII)
 _UUID7_CHARS = 36
 _UUID7S = re.compile(r"(?:[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}(?:,|\Z))+")
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)
+_TRACESTATE = re.compile(r"[ -~]{0,512}", re.ASCII)
 _TEN_YEARS_S = 3650 * 86400
 # The years 1 to 9999, and ±10,000 years: what the two types' own definitions allow.
 _TIMESTAMP_S = range(-62_135_596_800, 253_402_300_800)
@@ -88,8 +90,8 @@ def check_consume(request: queue_pb2.ConsumeRequest) -> None:
 
 
 def plain_jobs(request: queue_pb2.EnqueueRequest) -> NewJobs | None:
-    """The columns of a request whose jobs have id, queue, kind, payload and priority alone, and keep the rules; None
-    for any other."""
+    """The columns of a request whose jobs have id, queue, kind, payload, priority and trace alone, and keep the rules;
+    None for any other."""
     org, jobs = request.org, list(request.jobs)
     count = len(jobs)
     if not _ORG.fullmatch(org) or not 1 <= count <= _JOBS_MAX:
@@ -122,10 +124,19 @@ def plain_jobs(request: queue_pb2.EnqueueRequest) -> NewJobs | None:
             ]
         if any(priorities):
             in_jobs = [size + 2 if priority else size for size, priority in zip(in_jobs, priorities, strict=True)]
-        in_request = _FIELD[len(org)] + sum([_FIELD[size] for size in in_jobs]) + (2 if request.independent else 0)
+        beside_jobs = _FIELD[len(org)] + (2 if request.independent else 0)
+        traces: dict[int, str] = {}
+        if beside_jobs + sum([_FIELD[size] for size in in_jobs]) != request.ByteSize():
+            for at, job in enumerate(jobs):
+                if job.HasField("trace"):
+                    trace = job.trace
+                    if _TRACEPARENT.fullmatch(trace.traceparent) is None or not _TRACESTATE.fullmatch(trace.tracestate):
+                        return None
+                    in_jobs[at] += _FIELD[trace.ByteSize()]
+                    traces[at] = f"{trace.traceparent} {trace.tracestate}".rstrip()
+            if beside_jobs + sum([_FIELD[size] for size in in_jobs]) != request.ByteSize():
+                return None
     except IndexError:
-        return None
-    if in_request != request.ByteSize():
         return None
     columns = NewJobs(
         org=OrgId(org),
@@ -133,6 +144,7 @@ def plain_jobs(request: queue_pb2.EnqueueRequest) -> NewJobs | None:
         queues=cast("list[QueueName]", queues),
         kinds=kinds,
         payloads=payloads,
+        traces=traces,
     )
     if any(priorities):
         columns.priorities = {at: priority for at, priority in enumerate(priorities) if priority}

@@ -115,6 +115,7 @@ DELAYS = {
     "a little negative": Duration(nanos=-1),
     "above ten years": Duration(seconds=TEN_YEARS_S, nanos=1),
 }
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 WINDOWS = {
     **BROKEN_DURATIONS,
     "zero": Duration(),
@@ -583,8 +584,24 @@ _jobs = st.builds(
     attributes=st.sampled_from([{}, {}, {"a": "b"}, {"": ""}, {"a": "\0"}]),
     delay=st.sampled_from([None, None, *DELAYS.values()]),
 )
+_traces = st.sampled_from(
+    [
+        None,
+        None,
+        job_pb2.TraceContext(traceparent=TRACEPARENT),
+        job_pb2.TraceContext(traceparent=TRACEPARENT, tracestate="a=b,c=d"),
+        job_pb2.TraceContext(traceparent=TRACEPARENT, tracestate="é"),
+        job_pb2.TraceContext(traceparent=TRACEPARENT, tracestate="x" * 513),
+        job_pb2.TraceContext(traceparent=f"{TRACEPARENT}\n"),
+        job_pb2.TraceContext(tracestate="a=b"),
+    ]
+)
 _plain_jobs = st.builds(
-    job_pb2.NewJob, id=_ids, queue=st.sampled_from(["mail", "a/b"]), kind=st.sampled_from(["k", "a\n"])
+    job_pb2.NewJob,
+    id=_ids,
+    queue=st.sampled_from(["mail", "a/b"]),
+    kind=st.sampled_from(["k", "a\n"]),
+    trace=_traces,
 )
 _requests = st.builds(
     queue_pb2.EnqueueRequest,
@@ -606,9 +623,10 @@ def test_what_the_fast_path_accepts_the_rules_accept(request: queue_pb2.EnqueueR
 @given(
     st.lists(
         st.builds(
-            lambda payload, priority: new_job(id=job_id(), payload=payload, priority=priority),
+            lambda payload, priority, trace: new_job(id=job_id(), payload=payload, priority=priority, trace=trace),
             st.binary(max_size=9),
             st.integers(0, 9),
+            st.sampled_from([None, job_pb2.TraceContext(traceparent=TRACEPARENT, tracestate="a=b")]),
         ),
         min_size=1,
         max_size=5,
