@@ -85,6 +85,10 @@ class Fleet:
             for database in databases:
                 await database.close()
 
+    async def finish(self) -> None:
+        """Lets every shard do what it has been asked for: jobs that reached no consumer still go back."""
+        await asyncio.gather(*(member.store.finish() for member in self._members.values()))
+
     # ── Routing ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def shards(self) -> dict[ShardName, Member]:

@@ -30,6 +30,8 @@ _log = logging.getLogger(__name__)
 
 # 1,000 jobs of 16 KiB, or 15 of the largest.
 MESSAGE_BYTES_MAX = 16 * 1024 * 1024
+# After the last call has ended.
+_FINISH_S_MAX = 3.0
 SERVICES = (QueueService.service_name, AdminService.service_name)
 
 
@@ -65,6 +67,9 @@ async def serve(cluster: Cluster, settings: RouterSettings, *, listen: str, read
             await checks.enter_graceful_shutdown()
             queue.drain()
             await server.stop(settings.drain_seconds)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_FINISH_S_MAX):
+                    await fleet.finish()
     finally:
         tracing.close()
 

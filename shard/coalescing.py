@@ -133,6 +133,12 @@ class Coalescer(Generic[Call, Result]):
         else:
             loop.call_soon(self._begin_when_quiet, since_s, now_s)
 
+    async def finish(self) -> None:
+        """Returns once nothing waits and nothing is under way."""
+        while self._acts or self._waiting:
+            # What waits, and has not begun, begins within a few turns of the loop, or when an act ends.
+            await (asyncio.wait(self._acts) if self._acts else asyncio.sleep(0))
+
     def _give_up(self) -> None:
         """On calls that have waited too long."""
         loop = asyncio.get_running_loop()

@@ -179,6 +179,11 @@ class Store:
         )
         return list(map(JobRecord._make, rows))
 
+    async def finish(self) -> None:
+        """Returns once all that was asked of it has been done, what nobody waits for too."""
+        for coalescer in (self._enqueues, self._claims, self._acks, self._nacks, self._extends, self._releases):
+            await coalescer.finish()
+
     # ── Upkeep ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def fold_tally(self) -> None:

@@ -249,7 +249,7 @@ async def test_a_job_whose_hand_over_was_cut_at_the_commit_comes_to_somebody_soo
             # Longer than this test: what comes has been released, and did not wait for its window.
             queue.stream(ORG, credit=10_000, window_s=3600) as stream,
         ):
-            await until_handed_over(queue)
+            await stream.until_jobs(await until_handed_over(queue))
             for _ in range(trials // 3):
                 jobs = [new_job() for _ in range(luck.randint(1, 3))]
                 before = len(stream.jobs)
@@ -274,12 +274,16 @@ async def test_a_job_whose_hand_over_was_cut_at_the_commit_comes_to_somebody_soo
     assert sorted(late)[len(late) // 2] < 2
 
 
-async def until_handed_over(queue: Client) -> None:
-    """Until the only consumer waits, and gets jobs by hand-over."""
+async def until_handed_over(queue: Client) -> int:
+    """Until the only consumer waits, and gets jobs by hand-over. Answers how many it is to get."""
+    count = 0
 
     async def handed() -> bool:
+        nonlocal count
+        count += 1
         (one,) = await queue.enqueue(ORG, new_job())
         (job,) = await queue.get(ORG, one)
         return job.state == job_pb2.JOB_STATE_LEASED
 
     await until(handed, "a job is leased in its very insert")
+    return count
