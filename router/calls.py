@@ -52,6 +52,16 @@ class Gate:
         finally:
             self._streams -= 1
 
+    @contextlib.contextmanager
+    def waiting(self) -> Generator[None, None, None]:
+        """For a call that is inside and waits for jobs: meanwhile it counts as a stream. Raises RouterFull."""
+        with self.stream():
+            self._inside -= 1
+            try:
+                yield
+            finally:
+                self._inside += 1
+
     def __enter__(self) -> Tracing:
         """Raises RouterFull."""
         if self._inside >= self._calls_max:

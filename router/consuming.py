@@ -9,6 +9,7 @@ from typing import Protocol
 from router import wire
 from router.fleet import Fleet, Member
 from router.wire import Given
+from shard.claiming import CLAIM_BYTES_MAX
 from shard.vocabulary import OrgId, QueueName
 
 _JOBS_MAX = 1000
@@ -86,6 +87,8 @@ class Consumer:
         return self._claiming or self._woken.is_set()
 
     def wake(self) -> None:
+        # It is about to look, and takes nothing before it has.
+        self.idle = False
         self._woken.set()
 
     def give(self, jobs: Given) -> None:
@@ -158,7 +161,8 @@ class Consumer:
             if taken.jobs:
                 self.credit -= len(taken.jobs)
                 self.give(wire.claimed(member.store, taken.jobs))
-            if len(taken.jobs) == wanted:
+            # Also where an answer's room was filled: there may be more.
+            if len(taken.jobs) == wanted or sum([len(job.payload) for job in taken.jobs]) >= CLAIM_BYTES_MAX:
                 if self._entered:
                     member.room.found_enough(self)
                 return True

@@ -145,6 +145,9 @@ class Fleet:
         async with self._reading:
             if self._catalog is None or self._catalog.epoch <= than_epoch:
                 self._catalog = await catalog.read(self._catalog_database)
+                # Who waits may have to wait elsewhere.
+                for member in self._members.values():
+                    member.room.wake_all()
 
     # ── Upkeep ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

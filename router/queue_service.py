@@ -134,7 +134,8 @@ class QueueService:
         over = asyncio.get_running_loop().call_later(0 if self._draining.is_set() else wait_s, consumer.over)
         self._waiting.add(consumer)
         try:
-            await consumer.serve_first()
+            with self.gate.waiting():
+                await consumer.serve_first()
         finally:
             self._waiting.discard(consumer)
             over.cancel()

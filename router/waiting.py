@@ -134,6 +134,12 @@ class Room:
                 # It may have been woken for a job that it now does not take.
                 self._wake(key, 1)
 
+    def wake_all(self) -> None:
+        """Has everybody look, and look about."""
+        for there in self._queues.values():
+            for waiter in there.waiters:
+                waiter.wake()
+
     def found_less(self, waiter: Waiter, *, woken: bool) -> None:
         """It looked, and took all there was: what falls due later, a probe tells. `woken`: by something, which may be
         just that."""
@@ -223,7 +229,8 @@ class Room:
                     for at in share
                     if at not in leased
                 ]
-                self._store.release_soon(jobs.org, unsure)
+                if not handed.sure:
+                    self._store.release_soon(jobs.org, unsure)
             if got:
                 waiter.give(wire.handed(self._store, jobs, got, taker, handed))
 

@@ -121,9 +121,9 @@ class Claiming:
                 by_lease[job.lease].jobs.append(job)
         self._floors.claimed(zip([row[1] for row in rows], taken, strict=True))
         if sum(map(_size, taken)) >= room:
-            # The others' jobs left none for these.
+            # The others' jobs may have left no room for theirs.
             for taker in takers:
-                taker.again = not taker.jobs
+                taker.again = True
         for number, jobs in unfit.items():
             taker = by_lease[number]
             try:

@@ -61,6 +61,8 @@ class Doorbell:
                 await self._database.run(statements.RING, {"message": f"{self._me} {named}"})
             except (ShardUnavailable, psycopg.Error) as error:
                 _log.debug("could not ring: %s", error)
+            except Exception:  # noqa: BLE001 - a hint less must not end this router
+                _log.exception("could not ring")
             await asyncio.sleep(_PAUSE_S)
 
     async def _listen(self) -> None:
@@ -70,6 +72,7 @@ class Doorbell:
                     self._dsn,
                     autocommit=True,
                     application_name="windrow doorbell",
+                    client_encoding="utf8",
                     connect_timeout=5,
                     # As for the pool's connections: a silent network is a dead one after ten seconds.
                     keepalives_idle=5,
@@ -85,6 +88,8 @@ class Doorbell:
             except psycopg.Error as error:
                 # Shards that are away are spoken of by their pools.
                 _log.debug("does not hear the doorbell: %s", error)
+            except Exception:  # noqa: BLE001 - a hint less must not end this router
+                _log.exception("does not hear the doorbell")
             await asyncio.sleep(_RECONNECT_S)
 
     def _hear(self, message: str) -> None:

@@ -42,6 +42,8 @@ class Handed(NamedTuple):
     leased_at: Micros
     # As the queues say; None: the default.
     max_attempts: Mapping[tuple[OrgId, QueueName], int | None]
+    # None of the others was stored by this call, and so none is leased.
+    sure: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,7 +80,8 @@ class _Inserted(NamedTuple):
     max_attempts: dict[tuple[OrgId, QueueName], int | None]
 
 
-NOTHING_HANDED = Handed([], Micros(0), {})
+NOTHING_HANDED = Handed([], Micros(0), {}, sure=True)
+_NOTHING_KNOWN = Handed([], Micros(0), {})
 
 
 class Enqueuing:
@@ -114,7 +117,7 @@ class Enqueuing:
         finally:
             for call in calls:
                 if call.handover is not None:
-                    call.handover.tell(NOTHING_HANDED)
+                    call.handover.tell(_NOTHING_KNOWN)
 
     async def _insert_all(self, calls: Sequence[Call]) -> _Inserted | None:
         """All calls in one statement. None: that cannot be, and nothing was stored."""

@@ -32,6 +32,9 @@ _log = logging.getLogger(__name__)
 # How many times an act is tried again after what stood in its way was mended. Each turn mends one thing for good.
 _TURNS_MAX = 6
 _PROBED_AT_ONCE = 500
+_OWED_MAX = 10_000
+# Claims wait by the number of their callers, which is bounded elsewhere, not by what they wish for.
+_WISHES_MAX = 20_000_000
 # Payload counts too: no statement is much larger than the largest request.
 _BYTES_PER_WEIGHT = 16 * 1024
 
@@ -58,6 +61,8 @@ class Store:
         self._database = database
         self._floors = Floors()
         self._accepted_since_fold = False
+        # Releases that met an outage.
+        self._owed: list[Releases] = []
         self._enqueuing = Enqueuing(database, self.names, horizon_days=horizon_days)
         settling = Settling(database, lambda queues: self.visible(queues))
         claiming = Claiming(database, self.names, self._floors)
@@ -69,7 +74,9 @@ class Store:
         self._enqueues = Coalescer(
             self._enqueuing.together, weigh=_weight, late=late, beside=beside, dropped=_tell_nothing
         )
-        self._claims = Coalescer(claiming.together, weigh=_wish, late=late, beside=beside, abandoned=self._give_back)
+        self._claims = Coalescer(
+            claiming.together, weigh=_wish, waiting_max=_WISHES_MAX, late=late, beside=beside, abandoned=self._give_back
+        )
         self._acks = Coalescer(_in_turn(settling.ack), weigh=_leases, late=late, beside=beside)
         self._nacks = Coalescer(_in_turn(settling.nack), weigh=_leases, late=late, beside=beside)
         self._extends = Coalescer(_in_turn(settling.extend), weigh=_leases, late=late, beside=beside)
@@ -120,13 +127,27 @@ class Store:
         return await self._releases.submit(Releases(org, leases))
 
     def release_soon(self, org: OrgId, leases: Sequence[Lease]) -> None:
-        """Same, as well as it goes, for jobs that will not reach their consumer, and nobody to wait for it."""
+        """Same, for jobs that will not reach their consumer, with nobody to wait for it; again at every sweep while the
+        shard is away."""
         if not leases:
             return
+        calls = Releases(org, leases)
         try:
-            self._releases.submit(Releases(org, leases)).add_done_callback(_best_effort)
+            released = self._releases.submit(calls)
         except TooManyWaiting as error:
-            _log.warning("%d job(s) stay leased until their window ends: %s", len(leases), error)
+            self._owe(calls, error)
+        else:
+            released.add_done_callback(lambda done: self._released(calls, done))
+
+    def _released(self, call: Releases, released: asyncio.Future[list[Answer]]) -> None:
+        if not released.cancelled() and (error := released.exception()) is not None:
+            self._owe(call, error)
+
+    def _owe(self, call: Releases, error: BaseException) -> None:
+        if isinstance(error, ShardUnavailable | TooManyWaiting) and len(self._owed) < _OWED_MAX:
+            self._owed.append(call)
+        else:
+            _log.warning("%d job(s) stay leased until their window ends: %s", len(call.leases), error)
 
     def _give_back(self, ask: Ask, taken: Taken) -> None:
         """The caller has left."""
@@ -199,6 +220,9 @@ class Store:
     async def sweep(self, awaited: Iterable[QueueId] = ()) -> Due:
         """Same, for these and all queues in use, looking from the beginning of time (I7). Puts every floor where it
         belongs, and has the numbers of the queues proved."""
+        owed, self._owed = self._owed, []
+        for call in owed:
+            self.release_soon(*call)
         queues = list({*self._floors.to_sweep(), *awaited})
         await self.names.prove(queues)
         return await self._look(queues, from_zero=True)
@@ -251,11 +275,6 @@ def _in_turn(
         return [answers[id(call)] for call in calls]
 
     return do
-
-
-def _best_effort(released: asyncio.Future[list[Answer]]) -> None:
-    if not released.cancelled() and (error := released.exception()) is not None:
-        _log.warning("jobs that nobody waits for stay leased until their window ends: %s", error)
 
 
 def _tell_nothing(call: Call) -> None:

@@ -38,11 +38,18 @@ TRY_S = 10.0
 _PAUSE_FIRST_S = 0.05
 _PAUSE_MAX_S = 2.0
 
+# CANCELLED: by a router that shuts down. The caller's own cancellation is no status.
 RETRIED = frozenset(
-    {StatusCode.UNAVAILABLE, StatusCode.DEADLINE_EXCEEDED, StatusCode.ABORTED, StatusCode.RESOURCE_EXHAUSTED}
+    {
+        StatusCode.UNAVAILABLE,
+        StatusCode.DEADLINE_EXCEEDED,
+        StatusCode.ABORTED,
+        StatusCode.RESOURCE_EXHAUSTED,
+        StatusCode.CANCELLED,
+    }
 )
 # A dequeue that ran into its deadline may have leased jobs; trying again would lease more.
-RETRIED_DEQUEUE = frozenset({StatusCode.UNAVAILABLE})
+RETRIED_DEQUEUE = frozenset({StatusCode.UNAVAILABLE, StatusCode.CANCELLED})
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", _CHANNEL_BYTES_MAX),

@@ -144,6 +144,8 @@ class Line:
 
     async def _greet(self, call: _Call) -> None:
         await call.initial_metadata()
+        # A refused stream has that, too, and its end right behind.
+        await asyncio.sleep(_REFUSED_S_MAX)
         if not call.done():
             self._reach.answered()
 

@@ -17,6 +17,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from router.waiting import SWEEP_S, Room
 from shard.doorbell import Doorbell
+from shard.placement import slot_of
 from shard.store import Store
 from shard.vocabulary import NewJobs, OrgId, QueueName
 from tests.jobs import job_id, some_jobs
@@ -580,3 +581,21 @@ def test_two_streams_have_nothing_in_common_but_their_room(room: Room) -> None:
     room.enter(other)
     stored(room, some_jobs(OrgId("o"), 5))
     assert (same.woken, other.woken) == (1, 0)
+
+
+@pytest.mark.parametrize("how", ["stream", "dequeue"])
+async def test_who_waits_follows_an_org_whose_slot_moves(
+    near: Client, far: Client, dsns: dict[str, str], how: str
+) -> None:
+    org = await near.org_on("s1")
+    slot = int(slot_of(OrgId(org)))
+    async with near.stream(org, credit=9 if how == "stream" else 0) as stream, waiter(near, org, "idle") as waiting:
+        ((epoch,),) = sql(dsns, "s1", "UPDATE windrow.catalog SET epoch = epoch + 1 RETURNING epoch")
+        for shard, state in (("s1", "draining"), ("s2", "owned")):
+            moved = "INSERT INTO windrow.owned_slot VALUES ({0}, '{1}', {2}) ON CONFLICT (slot) DO UPDATE "
+            sql(dsns, shard, (moved + "SET state = '{1}', epoch = {2} RETURNING slot").format(slot, state, epoch))
+        placed = f"SET writes = '{{s2}}', reads = '{{s2}}', epoch = {epoch} WHERE slot = {slot} RETURNING slot"
+        sql(dsns, "s1", f"UPDATE windrow.placement {placed}")
+        ids = await far.enqueue(org, new_job(queue=QUEUE if how == "stream" else "idle"))
+        got = await (stream.until_jobs(1, within_s=2 * SWEPT_S) if how == "stream" else soon(waiting, 2 * SWEPT_S))
+        assert [job.id for job in got] == ids
