@@ -129,12 +129,12 @@ class Windrow(WindrowPull):
 
     title: ClassVar[str] = "Windrow"
     # Of one client process.
-    streams_max: ClassVar[int] = 2
+    streams_max: ClassVar[int] = 1
 
     async def work(self, *, batch: int, concurrency: int, taken: Taken, finished: Finished) -> None:
         streams = max(min(concurrency, self.streams_max), len(self._orgs))
-        # Twice what is worked at a time: the next jobs are on their way meanwhile.
-        credit = min(_CREDIT_MAX, max(2 * batch * concurrency // streams, 2))
+        # Several times what is worked at a time: as many jobs are on their way meanwhile, and acks on theirs.
+        credit = min(_CREDIT_MAX, max(10 * batch * concurrency // streams, 2))
         async with asyncio.TaskGroup() as group:
             for at in range(streams):
                 start = queue_pb2.ConsumeStart(org=self._orgs[at % len(self._orgs)], queues=[QUEUE], worker="bench")

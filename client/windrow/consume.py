@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 AWAY_FIRST_S, AWAY_MAX_S = 0.05, 2.0
 
 
+_REFUSED_S_MAX = 0.1
+
+
 class Line:
     """The consumer's side of Consume.
 
