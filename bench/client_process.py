@@ -26,6 +26,8 @@ _LOOK_S = 0.002
 # With nothing done by anyone for so long, jobs must be missing.
 STUCK_S = 30.0
 _SETTLE_S_MAX = 30.0
+# How long workers have to come up before the first job of a whole life goes in.
+_WORKERS_UP_S = 1.0
 
 
 class Client:
@@ -138,12 +140,15 @@ class Client:
         await self._until(lambda: self._tally.finished >= total, f"{total}")
         return self._finished_at_s
 
-    async def live(self, *, jobs: int, total: int, batch: int, callers: int, concurrency: int) -> float:
-        """Enqueues and drains at the same time."""
+    async def live(self, *, jobs: int, total: int, batch: int, callers: int, concurrency: int) -> tuple[float, float]:
+        """Enqueues while workers, which were there before, drain. Answers when the first job went in, and when the last
+        one was finished."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self.enqueue(jobs=jobs, batch=batch, callers=callers))
             draining = group.create_task(self.drain(total=total, batch=batch, concurrency=concurrency))
-        return draining.result()
+            await asyncio.sleep(_WORKERS_UP_S)
+            began_s = time.monotonic()
+            group.create_task(self.enqueue(jobs=jobs, batch=batch, callers=callers))
+        return began_s, draining.result()
 
     async def settle(self, *, total: int) -> float | None:
         """Waits until the database agrees that nothing is left. Answers when, or None if it did at once."""

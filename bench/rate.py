@@ -84,7 +84,7 @@ class Turn:
         return enqueue, drain
 
     async def lived(self, load: Load, jobs: int) -> Timed:
-        """Enqueues and drains at the same time. Raises Wrong."""
+        """Enqueues, with the workers up before, and drains at the same time. Raises Wrong."""
         await fresh_run(self.clients)
         callers, workers = self._shares(load.callers), self._shares(load.workers)
         share = self._dealt(jobs, callers)
@@ -140,7 +140,11 @@ class Turn:
         if figure is Figure.ENQUEUE:
             last_s = max(answer.ended_s for answer in answers)
         else:
-            last_s = max(answer.found for answer in answers)
+            if figure is Figure.LIFE:
+                first_s = min(answer.found[0] for answer in answers)
+                last_s = max(answer.found[1] for answer in answers)
+            else:
+                last_s = max(answer.found for answer in answers)
             settled = (await self.clients.one(0, "settle", total=jobs)).found
             # Finished in the database later than the consumers thought: that counts.
             last_s = max(last_s, settled or 0.0)

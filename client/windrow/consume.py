@@ -146,10 +146,11 @@ class Line:
                 await news.wait()
 
     async def _greet(self, call: _Call) -> None:
+        away_since = self._reach.away_since
         await call.initial_metadata()
         # A refused stream has that, too, and its end right behind.
         await asyncio.sleep(_REFUSED_S_MAX)
-        if not call.done():
+        if not call.done() and self._reach.away_since == away_since:
             self._reach.answered()
 
     async def _watch(self) -> None:

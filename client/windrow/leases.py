@@ -49,6 +49,11 @@ class Reach:
         self._worker = worker
         self._away_since: float | None = None
 
+    @property
+    def away_since(self) -> float | None:
+        """Of the outage that goes on, by the monotonic clock; None: there is none."""
+        return self._away_since
+
     def failed(self, error: WindrowError) -> None:
         if self._away_since is None:
             self._away_since = time.monotonic()

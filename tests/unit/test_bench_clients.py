@@ -94,9 +94,9 @@ async def test_jobs_are_enqueued_in_batches_with_a_smaller_one_at_the_end(client
 
 async def test_a_whole_life_ends_when_every_job_is_finished_and_the_database_agrees(client: Client) -> None:
     await client.prepare("run")
-    began_s = time.monotonic()
-    ended_s = await client.live(jobs=100, total=100, batch=7, callers=2, concurrency=1)
-    assert began_s <= ended_s <= time.monotonic()
+    called_s = time.monotonic()
+    began_s, ended_s = await client.live(jobs=100, total=100, batch=7, callers=2, concurrency=1)
+    assert called_s <= began_s <= ended_s <= time.monotonic()
     assert await client.settle(total=100) is None
     assert await client.counts() == (100, 100)
     await client.rest()
@@ -104,7 +104,7 @@ async def test_a_whole_life_ends_when_every_job_is_finished_and_the_database_agr
 
 async def test_jobs_that_finish_later_in_the_database_count_until_then(client: Client, fake: Fake) -> None:
     await client.prepare("run")
-    ended_s = await client.live(jobs=10, total=10, batch=5, callers=1, concurrency=1)
+    _, ended_s = await client.live(jobs=10, total=10, batch=5, callers=1, concurrency=1)
     fake.forgotten = 3
     settled_s = await client.settle(total=10)
     assert settled_s is not None
