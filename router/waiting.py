@@ -24,8 +24,9 @@ from shard.claiming import CLAIM_BYTES_MAX
 from shard.doorbell import Doorbell
 from shard.enqueuing import Handed, Handover, Taker
 from shard.errors import ShardError
+from shard.lease import lease_of
 from shard.store import Due, Store
-from shard.vocabulary import PRIORITY_DEFAULT, Lease, NewJobs, OrgId, QueueId, QueueName
+from shard.vocabulary import PRIORITY_DEFAULT, NewJobs, OrgId, QueueId, QueueName
 
 _log = logging.getLogger(__name__)
 
@@ -224,12 +225,8 @@ class Room:
             if len(got) < len(share):
                 waiter.credit += len(share) - len(got)
                 waiter.wake()
-                unsure = [
-                    Lease(job_hex=jobs.ids[at].replace("-", ""), number=taker.number)
-                    for at in share
-                    if at not in leased
-                ]
                 if not handed.sure:
+                    unsure = [lease_of(jobs.ids[at], taker.number) for at in share if at not in leased]
                     self._store.release_soon(jobs.org, unsure)
             if got:
                 waiter.give(wire.handed(self._store, jobs, got, taker, handed))

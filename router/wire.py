@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from router import convert
 from shard.enqueuing import Handed, Taker
-from shard.lease import token_prefix
+from shard.lease import lease_of, token_prefix
 from shard.store import Store
 from shard.vocabulary import MAX_ATTEMPTS_DEFAULT, PRIORITY_DEFAULT, Claimed, JobId, Lease, Micros, NewJobs
 
@@ -51,7 +51,7 @@ class Given(NamedTuple):
     jobs: list[bytes]
 
     def leases(self) -> list[Lease]:
-        return [Lease(job_hex=job_id.replace("-", ""), number=self.number) for job_id in self.ids]
+        return [lease_of(job_id, self.number) for job_id in self.ids]
 
     def split(self, count: int) -> tuple[Given, Given]:
         """The first so many, and the rest."""

@@ -7,13 +7,14 @@ is known, a row that Postgres refuses), each call is looked at alone, so that no
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import psycopg
 
 from shard import arrays, statements
+from shard.coalescing import caught
 from shard.database import Database
 from shard.errors import BadIds, IdsOutsideHorizon, IdsTaken, NotOwned, ShardUnavailable
 from shard.interning import Names
@@ -99,21 +100,21 @@ class Enqueuing:
         already, with the id each is known under; or why it was refused."""
         try:
             if len(calls) == 1:
-                return [await _caught(self._alone(calls[0]))]
+                return [await caught(self._alone(calls[0]))]
             inserted = await self._insert_all(calls)
             if inserted is None:
                 turns = asyncio.Semaphore(_ALONE_AT_ONCE)
 
                 async def alone(call: Call) -> dict[int, JobId] | Exception:
                     async with turns:
-                        return await _caught(self._alone(call))
+                        return await caught(self._alone(call))
 
                 return list(await asyncio.gather(*map(alone, calls)))
             if inserted.stored is None:
                 for call in calls:
                     _hand(call, inserted)
                 return [{} for _ in calls]
-            return [await _caught(self._enqueue(call, inserted)) for call in calls]
+            return [await caught(self._enqueue(call, inserted)) for call in calls]
         finally:
             for call in calls:
                 if call.handover is not None:
@@ -289,13 +290,6 @@ class _Refused(Exception):
 def made_at_ms(job_id: str) -> int:
     """The milliseconds since 1970 that a UUIDv7 begins with. As text, UUIDv7s sort by them."""
     return int(job_id[:8] + job_id[9:13], 16)
-
-
-async def _caught(result: Awaitable[dict[int, JobId]]) -> dict[int, JobId] | Exception:
-    try:
-        return await result
-    except Exception as error:  # noqa: BLE001 - the caller's, not that of the calls beside it
-        return error
 
 
 def _hand(call: Call, inserted: _Inserted) -> None:

@@ -36,6 +36,11 @@ def token(prefix: bytes, job: JobId) -> bytes:
     return prefix + bytes.fromhex(job.replace("-", ""))
 
 
+def lease_of(job: str, number: int) -> Lease:
+    """The lease of this number on a job, by the job's id."""
+    return Lease(job_hex=job.replace("-", ""), number=number)
+
+
 def parse_token(data: bytes) -> tuple[int, Lease]:
     """The shard's tag and the lease. Raises MalformedLease."""
     if len(data) != _LENGTH or data[0] != _VERSION:

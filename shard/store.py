@@ -17,12 +17,13 @@ import psycopg
 
 from shard import arrays, partitions, statements
 from shard.claiming import Ask, Claiming, Taken
-from shard.coalescing import Acts, Coalescer, TooManyWaiting
+from shard.coalescing import Acts, Coalescer, TooManyWaiting, caught
 from shard.database import Database
 from shard.enqueuing import NOTHING_HANDED, Call, Enqueuing, Handover, made_at_ms
 from shard.errors import ShardUnavailable
 from shard.floor import GUARD_US, Floors
 from shard.interning import Names
+from shard.lease import lease_of
 from shard.records import JobRecord
 from shard.settling import Acks, Extends, Nack, Nacks, Releases, Settling, apart
 from shard.vocabulary import Answer, JobId, Lease, Micros, NewJobs, OrgId, QueueId, QueueName, ShardName
@@ -63,7 +64,7 @@ class Store:
         self._accepted_since_fold = False
         # Releases that met an outage.
         self._owed: list[Releases] = []
-        self._enqueuing = Enqueuing(database, self.names, horizon_days=horizon_days)
+        enqueuing = Enqueuing(database, self.names, horizon_days=horizon_days)
         settling = Settling(database, lambda queues: self.visible(queues))
         claiming = Claiming(database, self.names, self._floors)
 
@@ -71,9 +72,7 @@ class Store:
             return ShardUnavailable(self.name, "calls before this one have had no answer yet")
 
         beside = Acts()
-        self._enqueues = Coalescer(
-            self._enqueuing.together, weigh=_weight, late=late, beside=beside, dropped=_tell_nothing
-        )
+        self._enqueues = Coalescer(enqueuing.together, weigh=_weight, late=late, beside=beside, dropped=_tell_nothing)
         self._claims = Coalescer(
             claiming.together, weigh=_wish, waiting_max=_WISHES_MAX, late=late, beside=beside, abandoned=self._give_back
         )
@@ -152,7 +151,7 @@ class Store:
     def _give_back(self, ask: Ask, taken: Taken) -> None:
         """The caller has left."""
         if taken.jobs:
-            self.release_soon(ask.org, [Lease(job_hex=job.id.replace("-", ""), number=job.lease) for job in taken.jobs])
+            self.release_soon(ask.org, [lease_of(job.id, job.lease) for job in taken.jobs])
 
     # ── Both ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -255,11 +254,8 @@ def _in_turn(
 ) -> Callable[[list[_AnyCall]], Awaitable[Sequence[list[Answer] | Exception]]]:
     """An act that is done together where that may be, and one call after another where not."""
 
-    async def alone(call: _AnyCall) -> list[Answer] | Exception:
-        try:
-            return (await act([call]))[0]
-        except Exception as error:  # noqa: BLE001 - the caller's, not that of the calls beside it
-            return error
+    async def alone(call: _AnyCall) -> list[Answer]:
+        return (await act([call]))[0]
 
     async def do(calls: list[_AnyCall]) -> Sequence[list[Answer] | Exception]:
         if len(calls) == 1:
@@ -270,7 +266,7 @@ def _in_turn(
                 told: Sequence[list[Answer] | Exception] = await act(some)
             except psycopg.Error:
                 # Whose it is shows when each goes alone.
-                told = [await alone(call) for call in some]
+                told = [await caught(alone(call)) for call in some]
             answers.update(zip(map(id, some), told, strict=True))
         return [answers[id(call)] for call in calls]
 
