@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 import psycopg
@@ -26,6 +25,7 @@ from bench.environment import postgres
 from bench.processes import serving
 from bench.system import Site
 from bench.systems import PEERS
+from cli.local import in_thread
 from embedded import Cluster, open_clusters
 from router.supervisor import Supervisor
 
@@ -33,7 +33,6 @@ _PAUSE_S = 0.2
 _DRAIN_S = 5.0
 # All systems stay connected while they take turns.
 _CONNECTIONS_MAX = "800"
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,26 +136,13 @@ async def open_stage(*, shards: int, routers: int, cache: Path) -> AsyncGenerato
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="windrow-bench-")))
         names = [f"s{number}" for number in range(1, shards + 1)]
         opened = open_clusters(names, ephemeral=True, settings={"max_connections": _CONNECTIONS_MAX})
-        clusters = await stack.enter_async_context(_in_thread(opened))
+        clusters = await stack.enter_async_context(in_thread(opened))
         # Ours alone, because it holds passwords: so is the folder.
         config = folder / "cluster.toml"
         shown = "".join(f'\n[[shard]]\nname = "{name}"\ndsn = "{server.dsn}"\n' for name, server in clusters.items())
         await asyncio.to_thread(config.write_text, f'[cluster]\nname = "bench"\n{shown}')
         servers = await stack.enter_async_context(_routers(config, routers, {}))
         yield Stage(postgres=clusters, routers=servers, cache=cache, _config=config, _folder=folder, _stack=stack)
-
-
-@contextlib.asynccontextmanager
-async def _in_thread(scope: contextlib.AbstractContextManager[_T]) -> AsyncGenerator[_T, None]:
-    """A scope that takes its time to enter and to leave, without stopping the event loop."""
-    entering = asyncio.create_task(asyncio.to_thread(scope.__enter__))
-    try:
-        # A thread cannot be cancelled: if we are, what it starts is awaited, and stopped.
-        yield await asyncio.shield(entering)
-    finally:
-        await asyncio.wait({entering})
-        if entering.exception() is None:
-            await asyncio.to_thread(scope.__exit__, None, None, None)
 
 
 async def fresh_run(clients: Clients, *, record: bool = False) -> str:

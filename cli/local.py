@@ -51,7 +51,7 @@ async def local_cluster(
     root = root or default_root()
     async with contextlib.AsyncExitStack() as stack:
         opened = open_clusters(names, root=None if ephemeral else root, ephemeral=ephemeral)
-        postgres = await stack.enter_async_context(_in_thread(opened))
+        postgres = await stack.enter_async_context(in_thread(opened))
         # Beside the first shard's data, and gone with it; ours alone, because it holds passwords.
         config = postgres[names[0]].folder / "cluster.toml"
         config.unlink(missing_ok=True)
@@ -77,7 +77,7 @@ async def local_cluster(
 
 
 @contextlib.asynccontextmanager
-async def _in_thread(scope: contextlib.AbstractContextManager[_T]) -> AsyncGenerator[_T, None]:
+async def in_thread(scope: contextlib.AbstractContextManager[_T]) -> AsyncGenerator[_T, None]:
     """A scope that takes its time to enter and to leave, without stopping the event loop."""
     entering = asyncio.create_task(asyncio.to_thread(scope.__enter__))
     try:

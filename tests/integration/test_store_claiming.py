@@ -29,14 +29,6 @@ FAR_FUTURE_US = 4_000_000_000_000_000
 HALF = b"x" * (CLAIM_BYTES_MAX // 2)
 
 
-@pytest.fixture
-async def recorder(module_dsn: str) -> AsyncGenerator[Recorder, None]:
-    opened = Recorder(SHARD, module_dsn)
-    await opened.open()
-    yield opened
-    await opened.close()
-
-
 def ask(
     store: Store,
     org: OrgId,

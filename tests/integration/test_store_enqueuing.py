@@ -27,14 +27,6 @@ DAY_MS = 24 * 3600 * 1000
 A, B = QueueName("a"), QueueName("b")
 
 
-@pytest.fixture
-async def recorder(module_dsn: str) -> AsyncGenerator[Recorder, None]:
-    opened = Recorder(SHARD, module_dsn)
-    await opened.open()
-    yield opened
-    await opened.close()
-
-
 async def where(database: Database, names: list[JobId]) -> dict[str, tuple[str, str]]:
     """Of which org, and in which queue, each of these jobs is: none is anywhere twice."""
     rows = await database.run(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import psycopg
@@ -20,20 +20,11 @@ from shard.placement import slot_of
 from shard.settling import Nack
 from shard.store import Store
 from shard.vocabulary import Answer, JobId, Lease, NewJobs, OrgId, Outcome, QueueName
-from tests.conftest import SHARD
 from tests.jobs import HOUR_US, MINUTE_US, QUEUE, at_once, ids_of, job_id, lease_jobs, some_jobs
 from tests.recorder import Recorder
 from tests.timemachine import end_leases, pass_time, until_blocked
 
 A, B = QueueName("a"), QueueName("b")
-
-
-@pytest.fixture
-async def recorder(module_dsn: str) -> AsyncGenerator[Recorder, None]:
-    opened = Recorder(SHARD, module_dsn)
-    await opened.open()
-    yield opened
-    await opened.close()
 
 
 @dataclass(kw_only=True)

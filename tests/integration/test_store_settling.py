@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import psycopg
@@ -16,7 +16,6 @@ from shard.retry import Fixed
 from shard.settling import Nack
 from shard.store import Store
 from shard.vocabulary import Answer, Lease, OrgId, Outcome
-from tests.conftest import SHARD
 from tests.jobs import HOUR_US, MINUTE_US, at_once, job_id, lease_jobs, some_jobs
 from tests.recorder import Recorder
 from tests.timemachine import end_leases, until_blocked
@@ -41,14 +40,6 @@ HOT = {
     "release": statements.RELEASE,
 }
 verbs = pytest.mark.parametrize("verb", VERBS)
-
-
-@pytest.fixture
-async def recorder(module_dsn: str) -> AsyncGenerator[Recorder, None]:
-    opened = Recorder(SHARD, module_dsn)
-    await opened.open()
-    yield opened
-    await opened.close()
 
 
 async def held_by(store: Store, org: OrgId, count: int = 3) -> list[Lease]:

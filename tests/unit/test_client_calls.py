@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -32,18 +31,6 @@ from windrow import (
 )
 from windrow.calls import RETRIED, Failure, pause_s
 from windrow.v1 import job_pb2, queue_pb2
-
-
-@pytest.fixture
-async def router() -> AsyncIterator[FakeRouter]:
-    async with fake_router() as running:
-        yield running
-
-
-@pytest.fixture
-async def client(router: FakeRouter) -> AsyncIterator[Client]:
-    async with Client(router.address, org="acme") as made:
-        yield made
 
 
 def failure(code: StatusCode, retry_after_s: float | None = None) -> Failure:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from tests.unit.client_fake import FakeRouter, fake_router, refuse
+from tests.unit.client_fake import FakeRouter, refuse
 from windrow import (
     Answer,
     Client,
@@ -28,18 +27,6 @@ from windrow import (
     Violation,
 )
 from windrow.v1 import job_pb2, queue_pb2
-
-
-@pytest.fixture
-async def router() -> AsyncIterator[FakeRouter]:
-    async with fake_router() as running:
-        yield running
-
-
-@pytest.fixture
-async def client(router: FakeRouter) -> AsyncIterator[Client]:
-    async with Client(router.address, org="acme") as made:
-        yield made
 
 
 class Gate:

@@ -7,30 +7,18 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from grpc import StatusCode
 
-from tests.unit.client_fake import WAIT_S, FakeRouter, FakeStream, Script, fake_router, refuse
+from tests.unit.client_fake import WAIT_S, FakeRouter, FakeStream, Script, refuse
 from windrow import Client, InvalidRequest, Job, Kill, PermissionDenied, Retry, Worker
 from windrow.v1 import job_pb2, queue_pb2
 
 OK, STALE = job_pb2.JOB_ANSWER_OK, job_pb2.JOB_ANSWER_STALE
-
-
-@pytest.fixture
-async def router() -> AsyncIterator[FakeRouter]:
-    async with fake_router() as running:
-        yield running
-
-
-@pytest.fixture
-async def client(router: FakeRouter) -> AsyncIterator[Client]:
-    async with Client(router.address, org="acme") as made:
-        yield made
 
 
 @asynccontextmanager

@@ -5,29 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from grpc import StatusCode
 
-from tests.unit.client_fake import WAIT_S, FakeRouter, FakeStream, fake_router, refuse
+from tests.unit.client_fake import WAIT_S, FakeRouter, FakeStream, refuse
 from windrow import Client, ClientClosed, InvalidRequest, Job, Worker
 from windrow.v1 import job_pb2, queue_pb2
 
 OK, STALE = job_pb2.JOB_ANSWER_OK, job_pb2.JOB_ANSWER_STALE
-
-
-@pytest.fixture
-async def router() -> AsyncIterator[FakeRouter]:
-    async with fake_router() as running:
-        yield running
-
-
-@pytest.fixture
-async def client(router: FakeRouter) -> AsyncIterator[Client]:
-    async with Client(router.address, org="acme") as made:
-        yield made
 
 
 class Running:

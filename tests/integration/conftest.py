@@ -1,0 +1,18 @@
+"""A shard that remembers what it was asked."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from tests.conftest import SHARD
+from tests.recorder import Recorder
+
+
+@pytest.fixture
+async def recorder(module_dsn: str) -> AsyncGenerator[Recorder, None]:
+    opened = Recorder(SHARD, module_dsn)
+    await opened.open()
+    yield opened
+    await opened.close()
