@@ -127,7 +127,8 @@ class Fleet:
             return await act(self._writer(org))
 
     def _writer(self, org: OrgId) -> Member:
-        return self._placed(random.choice(self._known().placement(org).writes))
+        writes = self._known().placement(org).writes
+        return self._placed(writes[0] if len(writes) == 1 else random.choice(writes))
 
     def _placed(self, name: ShardName) -> Member:
         """A shard that the catalog names. Another process may have a newer cluster file than this one."""

@@ -4,13 +4,14 @@ output."""
 from __future__ import annotations
 
 import argparse
-import asyncio
 import logging
 import os
 import signal
 import sys
 import threading
 from pathlib import Path
+
+import uvloop
 
 from router.server import CannotListen, serve
 from router.settings import router_settings
@@ -31,7 +32,7 @@ def main() -> int:
     try:
         cluster = read_cluster(arguments.config)
         settings = router_settings(cluster, source=str(arguments.config))
-        asyncio.run(serve(cluster, settings, listen=arguments.listen, ready=_say_ready))
+        uvloop.run(serve(cluster, settings, listen=arguments.listen, ready=_say_ready))
     except (ClusterFileError, CannotListen, ShardError) as error:
         print(f"windrow router: {error}", file=sys.stderr)
         return HOPELESS

@@ -237,10 +237,11 @@ class Room:
         takers: Collection[int] = ()
         if handover is not None and handover.handed == len(handover.takers):
             takers = handover.takers
-        if len(takers) == len(jobs):
+        if len(takers) == len(jobs) or len(known) == len(jobs):
             return
         left = Counter(jobs.queues)
-        left.subtract(jobs.queues[at] for at in {*takers, *known})
+        if takers or known:
+            left.subtract(jobs.queues[at] for at in {*takers, *known})
         ring: list[QueueName] = []
         later = bool(jobs.delay_us or jobs.run_at_us)
         for queue, count in left.items():

@@ -7,6 +7,7 @@ one statement and one commit serve them all. Knows nothing of what an act does.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -128,18 +129,18 @@ class Coalescer(Generic[Call, Result]):
     def _begin_soon(self) -> None:
         if self._waiting and not self._beginning:
             self._beginning = True
-            loop = asyncio.get_running_loop()
-            loop.call_soon(self._begin_when_quiet, loop.time(), loop.time())
+            now_s = time.perf_counter()
+            asyncio.get_running_loop().call_soon(self._begin_when_quiet, now_s, now_s)
 
     def _begin_when_quiet(self, since_s: float, turn_s: float) -> None:
         """Lets a busy event loop first do what else it has to do, though not for long: most likely it is taking in more
         calls, which then go together. An idle one has nothing to do."""
-        loop = asyncio.get_running_loop()
-        now_s = loop.time()
+        # Not by the loop's clock, which may stand still within a turn.
+        now_s = time.perf_counter()
         if now_s - turn_s < _QUIET_S or now_s - since_s > _BUSY_S_MAX or self._weight >= _WORTH_AN_ACT:
             self._begin()
         else:
-            loop.call_soon(self._begin_when_quiet, since_s, now_s)
+            asyncio.get_running_loop().call_soon(self._begin_when_quiet, since_s, now_s)
 
     async def finish(self) -> None:
         """Returns once nothing waits and nothing is under way."""

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import asyncpg  # type: ignore[import-not-found]
-import uvloop  # type: ignore[import-not-found]
+import uvloop
 from pgqueuer import PgQueuer  # type: ignore[import-not-found]
 from pgqueuer.db import AsyncpgDriver, AsyncpgPoolDriver  # type: ignore[import-not-found]
 from pgqueuer.queries import Queries  # type: ignore[import-not-found]
