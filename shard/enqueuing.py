@@ -17,7 +17,7 @@ from shard import arrays, statements
 from shard.coalescing import caught
 from shard.database import Database
 from shard.errors import BadIds, IdsOutsideHorizon, IdsTaken, NotOwned, ShardUnavailable
-from shard.interning import Names
+from shard.interning import Name, Names
 from shard.placement import slot_of
 from shard.vocabulary import SPARSE_COLUMNS, JobId, Micros, NewJobs, OrgId, QueueId, QueueName
 
@@ -193,17 +193,8 @@ class Enqueuing:
         when it stored none of them."""
         count = sum(len(call.jobs) for call in calls)
         for _ in range(_TURNS_MAX):
-            numbers = [await self._names.make(call.jobs.org, set(call.jobs.queues)) for call in calls]
-            names = {
-                (call.jobs.org, queue): number
-                for call, known in zip(calls, numbers, strict=True)
-                for queue, number in known.items()
-            }
-            lanes = {number: name for name, number in names.items()}
-            if len(lanes) < len(names):
-                # Two names, one number: one of them is remembered wrongly, and there is no telling which.
-                self._names.forget()
-                continue
+            numbers = await self._names.make({(jobs.org, queue) for jobs, _ in calls for queue in set(jobs.queues)})
+            lanes = {number: name for name, number in numbers.items()}
             columns = _merged(calls)
             oldest, newest = min(columns.ids), max(columns.ids)
             parameters = {
@@ -260,12 +251,12 @@ class Enqueuing:
 
     async def _find_known(self, jobs: NewJobs, positions: list[int]) -> dict[int, JobId]:
         part = jobs.only(positions)
-        numbers = await self._names.make(jobs.org, set(part.queues))
+        numbers = await self._names.make({(jobs.org, queue) for queue in set(part.queues)})
         rows = await self._database.run(
             statements.FIND_KNOWN,
             {
                 "ids": arrays.plain(part.ids),
-                "queue_ids": arrays.numbers([numbers[queue] for queue in part.queues]),
+                "queue_ids": _queue_ids([Call(part, None)], numbers),
                 "dedup_keys": arrays.sparse_texts(part.dedup_keys, len(part)),
                 "oldest_ms": made_at_ms(min(part.ids)),
             },
@@ -336,10 +327,12 @@ def _merged(calls: Sequence[Call]) -> NewJobs:
     return merged
 
 
-def _queue_ids(calls: Sequence[Call], numbers: Sequence[Mapping[QueueName, QueueId]]) -> str:
-    return arrays.numbers(
-        [known[queue] for call, known in zip(calls, numbers, strict=True) for queue in call.jobs.queues]
-    )
+def _queue_ids(calls: Sequence[Call], numbers: Mapping[Name, QueueId]) -> str:
+    column: list[QueueId] = []
+    for jobs, _ in calls:
+        own = {queue: numbers[jobs.org, queue] for queue in set(jobs.queues)}
+        column += [own[queue] for queue in jobs.queues]
+    return arrays.numbers(column)
 
 
 def _takers(calls: Sequence[Call], count: int) -> dict[str, object]:

@@ -58,7 +58,7 @@ async def test_calls_of_several_orgs_are_one_statement_and_each_job_is_its_orgs(
         jobs.priorities = {at % 3: 1 + at}
         jobs.payloads = [f"{at}-{n}".encode() for n in range(3)]
     # Their queues are made, and told apart from the enqueues.
-    await asyncio.gather(*(store.names.make(one, [A, B]) for one in (org, other_org)))
+    await store.names.make([(one, queue) for one in (org, other_org) for queue in (A, B)])
     before = len(recorder.runs)
     assert await asyncio.gather(*map(store.enqueue, calls)) == [{}] * 4
     assert [run[0] for run in recorder.runs[before:]] == [statements.ENQUEUE]
@@ -70,6 +70,22 @@ async def test_calls_of_several_orgs_are_one_statement_and_each_job_is_its_orgs(
     for entry in await books.check():
         if entry.org in (org, other_org):
             assert (entry.accepted, entry.ready, entry.balanced) == (6, 6, True)
+
+
+async def test_new_queues_of_many_orgs_cost_no_more_statements_than_one(recorder: Recorder, org: OrgId) -> None:
+    store = Store(recorder)
+    calls = [some_jobs(OrgId(f"{org}-{n}"), 2, queue=f"{org}-new-{n % 3}") for n in range(20)]
+    calls += [some_jobs(OrgId(f"{org}-0"), 1, queue=f"{org}-another-{n}") for n in range(20)]
+    assert await asyncio.gather(*map(store.enqueue, calls)) == [{}] * 40
+    assert [run[0] for run in recorder.runs] == [
+        statements.FIND_QUEUE_IDS,
+        statements.INTERN_NAMES,
+        statements.MAKE_QUEUES,
+        statements.FIND_QUEUE_IDS,
+        statements.ENQUEUE,
+    ]
+    for jobs in calls:
+        assert await where(recorder, ids_of(jobs)) == dict.fromkeys(jobs.ids, (jobs.org, jobs.queues[0]))
 
 
 async def test_what_comes_while_enqueues_are_under_way_goes_together(
@@ -260,7 +276,7 @@ async def test_two_queues_remembered_under_one_number_keep_each_its_own_jobs(
     database: Database, org: OrgId, queues: list[QueueName]
 ) -> None:
     store = Store(database)
-    await store.names.make(org, [A, B])
+    await store.names.make([(org, A), (org, B)])
     numbers = store.names._queue_ids
     numbers[org, B] = numbers[org, A]
     jobs = some_jobs(org, 2)
@@ -299,7 +315,7 @@ async def test_the_same_key_of_two_orgs_or_two_queues_is_two_keys(
 ) -> None:
     store = Store(recorder)
     calls = [some_jobs(one, 1, queue=queue, dedup_keys=["k"]) for one in (org, other_org) for queue in (A, B)]
-    await asyncio.gather(*(store.names.make(one, [A, B]) for one in (org, other_org)))
+    await store.names.make([(one, queue) for one in (org, other_org) for queue in (A, B)])
     before = len(recorder.runs)
     assert await asyncio.gather(*map(store.enqueue, calls)) == [{}] * 4
     assert recorder.count(statements.ENQUEUE, since=before) == 1

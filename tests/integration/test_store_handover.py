@@ -76,7 +76,7 @@ async def test_a_job_handed_over_is_leased_to_its_taker(recorder: Recorder, book
     jobs = some_jobs(org, 4)
     takers = {0: Taker(1, "one", MINUTE_US), 1: Taker(2, "two", HOUR_US), 3: Taker(1, "one", MINUTE_US)}
     handed, told = handover(takers)
-    await store.names.make(org, [QUEUE])
+    await store.names.make([(org, QUEUE)])
     before = len(recorder.runs)
     assert await store.enqueue(jobs, handed) == {}
     assert [run[0] for run in recorder.runs[before:]] == [statements.ENQUEUE]
@@ -170,7 +170,7 @@ async def test_a_job_handed_over_that_expires_is_ahead_of_every_floor(
         await store.enqueue(some_jobs(org, 2))
         await lease_jobs(store, org)
         if sweeps:
-            queue_id = (await store.names.find(org, [QUEUE]))[QUEUE]
+            queue_id = (await store.names.find([(org, QUEUE)]))[org, QUEUE]
             due = await store.sweep()
             assert due.first[queue_id] > due.now, "all that is there is leased"
     await pass_time(database, GUARD_US / 1_000_000 + 0.1)
@@ -191,7 +191,7 @@ async def test_a_probe_tells_when_the_lease_of_a_job_handed_over_ends(database: 
     jobs = some_jobs(org, 2)
     handed, told = handover({0: Taker(1, "w", HOUR_US), 1: Taker(2, "w", MINUTE_US)})
     await store.enqueue(jobs, handed)
-    queue_id = (await store.names.find(org, [QUEUE]))[QUEUE]
+    queue_id = (await store.names.find([(org, QUEUE)]))[org, QUEUE]
     due = await store.probe([queue_id])
     assert due.first == {queue_id: told.calls[0].leased_at + MINUTE_US}
     assert due.now >= told.calls[0].leased_at
@@ -204,8 +204,8 @@ async def test_a_paused_queue_hands_nothing_over_and_its_jobs_are_ready(
     database: Database, books: Books, org: OrgId, other_org: OrgId
 ) -> None:
     store = Store(database)
-    await store.names.make(org, [A, B])
-    await store.names.make(other_org, [A])
+    await store.names.make([(org, A), (org, B)])
+    await store.names.make([(other_org, A)])
     await books.alter_queue(org, A, paused=True)
     jobs, others = some_jobs(org, 4), some_jobs(other_org, 2, queue=A)
     jobs.queues = [A, B, A, B]
