@@ -30,14 +30,6 @@ class TooManyWaiting(Exception):
     """As much is waiting as may wait; try again later."""
 
 
-async def caught(result: Awaitable[Result]) -> Result | Exception:
-    """One call's result or error, as acts answer them: its own, not that of the calls beside it."""
-    try:
-        return await result
-    except Exception as error:  # noqa: BLE001 - raised where the call was made
-        return error
-
-
 @dataclass(slots=True)
 class _Waiting(Generic[Call, Result]):
     call: Call

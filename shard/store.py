@@ -13,15 +13,14 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-import psycopg
-
 from shard import arrays, partitions, statements
 from shard.claiming import Ask, Claiming, Taken
-from shard.coalescing import Acts, Coalescer, TooManyWaiting, caught
+from shard.coalescing import Acts, Coalescer, TooManyWaiting
 from shard.database import Database
 from shard.enqueuing import NOTHING_HANDED, Call, Enqueuing, Handover, made_at_ms
 from shard.errors import ShardUnavailable
 from shard.floor import GUARD_US, Floors
+from shard.halving import by_halves
 from shard.interning import Names
 from shard.lease import lease_of
 from shard.records import JobRecord
@@ -252,22 +251,14 @@ class Store:
 def _in_turn(
     act: Callable[[Sequence[_AnyCall]], Awaitable[list[list[Answer]]]],
 ) -> Callable[[list[_AnyCall]], Awaitable[Sequence[list[Answer] | Exception]]]:
-    """An act that is done together where that may be, and one call after another where not."""
-
-    async def alone(call: _AnyCall) -> list[Answer]:
-        return (await act([call]))[0]
+    """An act that is done together where that may be, and one part after another where not."""
 
     async def do(calls: list[_AnyCall]) -> Sequence[list[Answer] | Exception]:
         if len(calls) == 1:
             return await act(calls)
         answers: dict[int, list[Answer] | Exception] = {}
         for some in apart(calls):
-            try:
-                told: Sequence[list[Answer] | Exception] = await act(some)
-            except psycopg.Error:
-                # Whose it is shows when each goes alone.
-                told = [await caught(alone(call)) for call in some]
-            answers.update(zip(map(id, some), told, strict=True))
+            answers.update(zip(map(id, some), await by_halves(act, some), strict=True))
         return [answers[id(call)] for call in calls]
 
     return do
