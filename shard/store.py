@@ -71,14 +71,27 @@ class Store:
             return ShardUnavailable(self.name, "calls before this one have had no answer yet")
 
         beside = Acts()
-        self._enqueues = Coalescer(enqueuing.together, weigh=_weight, late=late, beside=beside, dropped=_tell_nothing)
-        self._claims = Coalescer(
-            claiming.together, weigh=_wish, waiting_max=_WISHES_MAX, late=late, beside=beside, abandoned=self._give_back
+        self._enqueues = Coalescer(
+            enqueuing.together,
+            weigh=_weight,
+            whose=lambda call: call.jobs.org,
+            late=late,
+            beside=beside,
+            dropped=_tell_nothing,
         )
-        self._acks = Coalescer(_in_turn(settling.ack), weigh=_leases, late=late, beside=beside)
-        self._nacks = Coalescer(_in_turn(settling.nack), weigh=_leases, late=late, beside=beside)
-        self._extends = Coalescer(_in_turn(settling.extend), weigh=_leases, late=late, beside=beside)
-        self._releases = Coalescer(_in_turn(settling.release), weigh=_leases, late=late, beside=beside)
+        self._claims = Coalescer(
+            claiming.together,
+            weigh=_wish,
+            whose=_org,
+            waiting_max=_WISHES_MAX,
+            late=late,
+            beside=beside,
+            abandoned=self._give_back,
+        )
+        self._acks = Coalescer(_in_turn(settling.ack), weigh=_leases, whose=_org, late=late, beside=beside)
+        self._nacks = Coalescer(_in_turn(settling.nack), weigh=_leases, whose=_org, late=late, beside=beside)
+        self._extends = Coalescer(_in_turn(settling.extend), weigh=_leases, whose=_org, late=late, beside=beside)
+        self._releases = Coalescer(_in_turn(settling.release), weigh=_leases, whose=_org, late=late, beside=beside)
 
     # ── Producers ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -271,6 +284,10 @@ def _tell_nothing(call: Call) -> None:
 
 def _weight(call: Call) -> int:
     return len(call.jobs) + sum(map(len, call.jobs.payloads)) // _BYTES_PER_WEIGHT
+
+
+def _org(call: Ask | Acks | Nacks | Extends | Releases) -> OrgId:
+    return call.org
 
 
 def _wish(ask: Ask) -> int:

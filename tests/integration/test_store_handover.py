@@ -17,6 +17,7 @@ from shard.enqueuing import Handed, Handover, Taker
 from shard.errors import IdsOutsideHorizon, IdsTaken, NotOwned, ShardUnavailable
 from shard.floor import GUARD_US
 from shard.placement import slot_of
+from shard.places import Places
 from shard.settling import Nack
 from shard.store import Store
 from shard.vocabulary import Answer, JobId, Lease, NewJobs, OrgId, Outcome, QueueName
@@ -370,7 +371,7 @@ async def test_a_handover_is_told_when_the_shard_is_away(
 async def test_a_handover_is_told_when_too_much_is_waiting(database: Database, module_dsn: str, org: OrgId) -> None:
     store = Store(database)
     await store.enqueue(some_jobs(org, 1))
-    store._enqueues._waiting_max = 1
+    store._enqueues._places = Places(1)
     async with await psycopg.AsyncConnection.connect(module_dsn) as rival:
         await rival.execute("LOCK TABLE windrow.job IN SHARE MODE")
         under_way: list[asyncio.Task[object]] = []
