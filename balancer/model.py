@@ -319,12 +319,13 @@ class _Model:
             return state.wrong
         if all(shard.state == "owned" for shard in state.shards):
             return "I6: both shards take jobs of the slot"
+        for job, count in enumerate(state.stored):
+            if count > 1:
+                return f"I3: {_job(job)} was stored twice"
         keyed = [count for count, key in zip(state.stored, self._scenario.keys, strict=True) if key is not None]
         if sum(keyed) > 1:
             return "I3: two jobs were stored under one dedup key"
         for job in self._jobs:
-            if state.stored[job] > 1:
-                return f"I3: {_job(job)} was stored twice"
             rows = [shard.rows[job] for shard in state.shards]
             if sum(row != "absent" and not isinstance(row, Leaving) for row in rows) > 1:
                 return f"I2: {_job(job)} is on both shards"
