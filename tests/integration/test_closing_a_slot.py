@@ -31,7 +31,7 @@ async def test_an_enqueue_that_waits_while_a_slot_is_closed_is_refused(
     if prepared:
         await store.enqueue(some_jobs(org))
     else:
-        await store.names.make(org, some_jobs(org).queues)
+        await store.names.make({(org, queue) for queue in some_jobs(org).queues})
     balancer = await psycopg.AsyncConnection.connect(fresh_dsn)
     async with balancer, asyncio.TaskGroup() as group:
         await balancer.execute(_CLOSE_ALONE)
