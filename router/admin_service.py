@@ -39,6 +39,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             queue,
             retry=convert.own_policy(config),
             max_attempts=convert.own_max_attempts(config),
+            epoch=self._fleet.epoch(org),
         )
         return admin_pb2.CreateQueueResponse(queue=convert.queue_info(org, record, member.store.name))
 
@@ -52,6 +53,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             retry=convert.own_policy(config),
             max_attempts=convert.own_max_attempts(config),
             reset=list(request.reset),
+            epoch=self._fleet.epoch(org),
         )
         return admin_pb2.AlterQueueResponse(queue=convert.queue_info(org, record, member.store.name))
 
@@ -77,7 +79,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     @unary()
     async def DeleteQueue(self, request: admin_pb2.DeleteQueueRequest) -> admin_pb2.DeleteQueueResponse:
         org = OrgId(request.org)
-        await self._home(org).books.delete_queue(org, QueueName(request.queue))
+        await self._home(org).books.delete_queue(org, QueueName(request.queue), epoch=self._fleet.epoch(org))
         return admin_pb2.DeleteQueueResponse()
 
     @unary()
@@ -162,7 +164,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     async def _set_paused(self, org: str, queue: str, *, paused: bool) -> admin_pb2.QueueInfo:
         member = self._home(OrgId(org))
-        record = await member.books.alter_queue(OrgId(org), QueueName(queue), paused=paused)
+        record = await member.books.alter_queue(
+            OrgId(org), QueueName(queue), paused=paused, epoch=self._fleet.epoch(OrgId(org))
+        )
         if not paused:
             member.room.brought(OrgId(org), QueueName(queue))
         return convert.queue_info(OrgId(org), record, member.store.name)

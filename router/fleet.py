@@ -118,17 +118,23 @@ class Fleet:
             random.shuffle(members)
         return members
 
-    async def write(self, org: OrgId, act: Callable[[Member], Awaitable[_T]]) -> _T:
-        """Does something on a shard that takes the org's jobs; again, after learning better, if that shard refuses."""
+    def epoch(self, org: OrgId) -> int:
+        """Of the org's placement, as this router knows it: shards refuse who knows an older one than they do (I6)."""
+        return self._known().placement(org).epoch
+
+    async def write(self, org: OrgId, act: Callable[[Member, int], Awaitable[_T]]) -> _T:
+        """Does something on a shard that takes the org's jobs, by the placement of the epoch that it is given; again,
+        after learning better, if that shard refuses."""
         try:
-            return await act(self._writer(org))
+            return await act(*self._writer(org))
         except NotOwned:
             await self._learn(self._known().epoch)
-            return await act(self._writer(org))
+            return await act(*self._writer(org))
 
-    def _writer(self, org: OrgId) -> Member:
-        writes = self._known().placement(org).writes
-        return self._placed(writes[0] if len(writes) == 1 else random.choice(writes))
+    def _writer(self, org: OrgId) -> tuple[Member, int]:
+        placement = self._known().placement(org)
+        writes = placement.writes
+        return self._placed(writes[0] if len(writes) == 1 else random.choice(writes)), placement.epoch
 
     def _placed(self, name: ShardName) -> Member:
         """A shard that the catalog names. Another process may have a newer cluster file than this one."""

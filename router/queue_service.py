@@ -93,9 +93,9 @@ class QueueService:
     async def _store(self, jobs: NewJobs, *, hand: bool) -> dict[int, JobId]:
         """Stores jobs, and has those know who wait for some; `hand`: has them leased to those at once."""
 
-        async def store(member: Member) -> dict[int, JobId]:
+        async def store(member: Member, epoch: int) -> dict[int, JobId]:
             handover = member.room.offer(jobs) if hand else None
-            known = await member.store.enqueue(jobs, handover)
+            known = await member.store.enqueue(jobs, handover, epoch=epoch)
             member.room.stored(jobs, known, handover)
             return known
 

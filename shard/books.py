@@ -14,8 +14,10 @@ from typing import Any, NamedTuple, assert_never, cast
 
 from shard import partitions, statements
 from shard.database import Database
+from shard.enqueuing import find_refused
 from shard.errors import BadPageToken, QueueExists, QueueNotEmpty, UnknownQueue
 from shard.interning import Names
+from shard.placement import FIRST_EPOCH
 from shard.records import JobRecord
 from shard.retry import Policy, to_json
 from shard.vocabulary import JobState, Micros, OrgId, QueueName, ShardName
@@ -86,13 +88,20 @@ class Books:
         self._names = Names(database)
 
     async def create_queue(
-        self, org: OrgId, queue: QueueName, *, retry: Policy | None, max_attempts: int | None
+        self,
+        org: OrgId,
+        queue: QueueName,
+        *,
+        retry: Policy | None,
+        max_attempts: int | None,
+        epoch: int = FIRST_EPOCH,
     ) -> QueueRecord:
-        """Raises QueueExists."""
+        """Raises QueueExists, NotOwned."""
         if await self._database.run(statements.GET_QUEUE, {"org": org, "queue": queue}):
+            await self._refuse_unowned(org, epoch)
             raise QueueExists(org, queue)
         await self._names.make([(org, queue)])
-        return await self.alter_queue(org, queue, retry=retry, max_attempts=max_attempts)
+        return await self.alter_queue(org, queue, retry=retry, max_attempts=max_attempts, epoch=epoch)
 
     async def alter_queue(
         self,
@@ -103,8 +112,12 @@ class Books:
         max_attempts: int | None = None,
         paused: bool | None = None,
         reset: Sequence[str] = (),
+        epoch: int = FIRST_EPOCH,
+        draining: bool = False,
     ) -> QueueRecord:
-        """Changes what is not None; puts back to the default what `reset` names. Raises UnknownQueue."""
+        """Changes what is not None; puts back to the default what `reset` names. `epoch`: of the placement by which
+        this shard is the org's writer; or, `draining`, the source of the move under way, where the change is made
+        second. Raises UnknownQueue, NotOwned."""
         rows = await self._database.run(
             statements.ALTER_QUEUE,
             {
@@ -114,11 +127,18 @@ class Books:
                 "max_attempts": max_attempts,
                 "paused": paused,
                 "reset": list(reset),
+                "epoch": epoch,
+                "draining": draining,
             },
         )
         if not rows:
+            await self._refuse_unowned(org, epoch)
             raise UnknownQueue(org, queue)
         return QueueRecord._make(rows[0])
+
+    async def _refuse_unowned(self, org: OrgId, epoch: int) -> None:
+        for error in (await find_refused(self._database, [(org, epoch)])).values():
+            raise error
 
     async def get_queue(self, org: OrgId, queue: QueueName) -> QueueRecord:
         """Raises UnknownQueue."""
@@ -134,10 +154,11 @@ class Books:
         queues = list(map(QueueRecord._make, rows[:page_size]))
         return queues, _pack(queues[-1].queue) if len(rows) > page_size else ""
 
-    async def delete_queue(self, org: OrgId, queue: QueueName) -> None:
-        """Raises UnknownQueue, QueueNotEmpty."""
+    async def delete_queue(self, org: OrgId, queue: QueueName, *, epoch: int = FIRST_EPOCH) -> None:
+        """Raises UnknownQueue, QueueNotEmpty, NotOwned."""
         await self.get_queue(org, queue)
-        if not await self._database.run(statements.DELETE_QUEUE, {"org": org, "queue": queue}):
+        if not await self._database.run(statements.DELETE_QUEUE, {"org": org, "queue": queue, "epoch": epoch}):
+            await self._refuse_unowned(org, epoch)
             raise QueueNotEmpty(org, queue)
 
     async def purge_queue(self, org: OrgId, queue: QueueName, *, limit: int, include_dead: bool) -> int:

@@ -14,7 +14,7 @@ import psycopg
 from shard import arrays, statements
 from shard.database import Database
 from shard.errors import Misconfigured
-from shard.placement import SLOTS, Placement, plan, slot_of
+from shard.placement import SLOTS, FormerOwner, Placement, plan, slot_of
 from shard.vocabulary import OrgId, ShardName, Slot
 
 # Whoever changes the catalog takes turns on this advisory lock; any number, the same in every release.
@@ -26,11 +26,15 @@ class Catalog:
     """One copy of the catalog, as of `epoch`."""
 
     epoch: int
+    # By number: those of the hash, then those of pinned orgs.
     slots: tuple[Placement, ...]
-    pins: Mapping[OrgId, Placement]
+    pins: Mapping[OrgId, Slot]
+
+    def slot(self, org: OrgId) -> Slot:
+        return self.pins.get(org) or slot_of(org)
 
     def placement(self, org: OrgId) -> Placement:
-        return self.pins.get(org) or self.slots[slot_of(org)]
+        return self.slots[self.slot(org)]
 
     def slots_written_by(self, shard: ShardName) -> list[Slot]:
         return [Slot(slot) for slot, placement in enumerate(self.slots) if shard in placement.writes]
@@ -65,18 +69,19 @@ async def read(database: Database) -> Catalog:
     """The catalog as it is now, from one snapshot."""
     rows = await database.run(statements.READ_CATALOG, {})
     slots: list[Placement] = []
-    pins: dict[OrgId, Placement] = {}
-    epoch = 0
-    for catalog_epoch, _, org, writes, reads, placed_at in rows:
-        placement = Placement(writes=tuple(writes), reads=tuple(reads), epoch=placed_at)
-        if org is None:
-            epoch = catalog_epoch
-            slots.append(placement)
-        else:
-            pins[org] = placement
-    if len(slots) != SLOTS:
-        raise Misconfigured(f"the catalog places {len(slots)} slots of {SLOTS}; restore it from a backup")
-    return Catalog(epoch=epoch, slots=tuple(slots), pins=pins)
+    pins: dict[OrgId, Slot] = {}
+    for _, slot, org, writes, reads, epoch, former, left_at in rows:
+        if slot != len(slots):
+            break
+        owners = tuple(
+            FormerOwner(shard=shard, left_at=left) for shard, left in zip(former or (), left_at or (), strict=True)
+        )
+        slots.append(Placement(writes=tuple(writes), reads=tuple(reads), epoch=epoch, former=owners))
+        if org is not None:
+            pins[org] = slot
+    if len(slots) < max(SLOTS, len(rows)):
+        raise Misconfigured(f"the catalog does not place slot {len(slots)}; restore it from a backup")
+    return Catalog(epoch=rows[0][0], slots=tuple(slots), pins=pins)
 
 
 async def is_founded(database: Database) -> bool:
@@ -103,8 +108,9 @@ async def read_epoch(database: Database) -> int:
 
 
 async def grant(database: Database, catalog: Catalog) -> int:
-    """Tells a shard which slots it owns; answers how many were news to it. What it knows of a later epoch stays."""
-    slots = catalog.slots_written_by(database.name)
+    """Tells a shard which slots it owns, of those at rest; answers how many were news to it. What it knows of a later
+    epoch stays. Slots that move are the balancer's."""
+    slots = [slot for slot in catalog.slots_written_by(database.name) if catalog.slots[slot].at_rest]
     rows = await database.run(
         statements.GRANT_SLOTS,
         {

@@ -15,11 +15,11 @@ import psycopg
 
 from shard import arrays, statements
 from shard.database import Database
-from shard.errors import BadIds, IdsOutsideHorizon, IdsTaken, NotOwned, ShardUnavailable
+from shard.errors import BadIds, IdsOutsideHorizon, NotOwned, ShardUnavailable
 from shard.halving import ROW_ERRORS, by_halves
 from shard.interning import Name, Names
 from shard.placement import slot_of
-from shard.vocabulary import SPARSE_COLUMNS, JobId, Micros, NewJobs, OrgId, QueueId, QueueName
+from shard.vocabulary import SPARSE_COLUMNS, JobId, Micros, NewJobs, OrgId, QueueId, QueueName, Slot
 
 # How many times an act is tried again after what stood in its way was mended. Each turn mends one thing for good.
 _TURNS_MAX = 6
@@ -68,12 +68,14 @@ class Handover:
 class Call(NamedTuple):
     jobs: NewJobs
     handover: Handover | None
+    # Of the placement by which the caller sends them here.
+    epoch: int
 
 
 class _Inserted(NamedTuple):
-    """What one run of the statement did. `stored` None: every job was stored; else the ids of those that were."""
+    """What one run of the statement did. `stored` None: every job was stored; else those that were."""
 
-    stored: set[str] | None
+    stored: set[tuple[OrgId, str]] | None
     now: Micros
     paused: set[Name]
     # Of each queue; None: the default.
@@ -96,20 +98,23 @@ class _Going:
 
     def part(self) -> Call:
         """What of it goes now."""
-        jobs, handover = self.call
+        jobs, handover, epoch = self.call
         if len(self.now) == len(jobs.ids):
             return self.call
         if handover is not None:
             takers = {new: handover.takers[old] for new, old in enumerate(self.now) if old in handover.takers}
             handover = Handover(takers=takers, done=handover.done)
-        return Call(jobs.only(self.now), handover)
+        return Call(jobs.only(self.now), handover, epoch)
 
     def went(self, inserted: _Inserted) -> None:
         """What went now was stored, but for what is known. Where it was to be leased, it is."""
-        jobs, handover = self.call
-        stored = self.now if inserted.stored is None else [at for at in self.now if jobs.ids[at] in inserted.stored]
+        jobs, handover, epoch = self.call
+        if inserted.stored is None:
+            stored = self.now
+        else:
+            stored = [at for at in self.now if (jobs.org, jobs.ids[at]) in inserted.stored]
         if handover is not None:
-            self.call = Call(jobs, None)
+            self.call = Call(jobs, None, epoch)
             leased = [
                 at for at in stored if at in handover.takers and (jobs.org, jobs.queues[at]) not in inserted.paused
             ]
@@ -183,7 +188,7 @@ class Enqueuing:
                 now[turn].refuse(error)
             return
         except _Settled:
-            # Whose it is, and what it is known as, is looked up.
+            # What it is known as is looked up.
             pass
         else:
             for one in now:
@@ -196,14 +201,16 @@ class Enqueuing:
         """Runs the enqueue statement once for all of these. Raises _Refused, _Settled when it stored none of them."""
         count = sum(len(call.jobs) for call in calls)
         for _ in range(_TURNS_MAX):
-            numbers = await self._names.make({(jobs.org, queue) for jobs, _ in calls for queue in set(jobs.queues)})
+            epochs = _least_epochs(calls)
+            numbers = await self._names.make(epochs)
             lanes = {number: name for name, number in numbers.items()}
-            columns = _merged(calls)
+            columns = _merged([call.jobs for call in calls])
             oldest, newest = min(columns.ids), max(columns.ids)
             parameters = {
                 "lane_ids": arrays.numbers(lanes),
                 "lane_orgs": arrays.texts([org for org, _ in lanes.values()]),
                 "lane_queues": arrays.names([queue for _, queue in lanes.values()]),
+                "lane_epochs": arrays.numbers([epochs[name] for name in lanes.values()]),
                 "oldest_ms": made_at_ms(oldest),
                 "newest_ms": made_at_ms(newest),
                 "horizon_us": self._horizon_us,
@@ -227,15 +234,15 @@ class Enqueuing:
             try:
                 rows = await self._database.run(statements.ENQUEUE, parameters)
             except psycopg.Error as error:
-                if error.sqlstate in {"WD001", "WD002"}:
+                if error.sqlstate == "WD001":
                     raise _Settled from error
                 raise
-            now, ids_fit, admitted, paused, max_attempts, stored, stored_ids, *_ = rows[0]
+            now, ids_fit, admitted, paused, max_attempts, stored, stored_ids, stored_in, _ = rows[0]
             if not ids_fit:
                 raise _Refused(self._outside_horizon(calls, now))
             if len(admitted or ()) == len(lanes):
                 return _Inserted(
-                    None if stored == count else set(stored_ids or ()),
+                    None if stored == count else _whose(stored_ids or (), stored_in or (), lanes),
                     now,
                     {lanes[number] for number, is_paused in zip(admitted, paused, strict=True) if is_paused},
                     {lanes[number]: most for number, most in zip(admitted, max_attempts, strict=True)},
@@ -251,50 +258,63 @@ class Enqueuing:
         oldest_ms = -(-(now - self._horizon_us) // 1000)
         newest_ms = (now + _HOUR_US) // 1000
         errors: dict[int, Exception] = {}
-        for turn, (jobs, _) in enumerate(calls):
+        for turn, (jobs, _, _) in enumerate(calls):
             bad = [at for at, job_id in enumerate(jobs.ids) if not oldest_ms <= made_at_ms(job_id) <= newest_ms]
             if bad:
                 errors[turn] = IdsOutsideHorizon(bad, now=Micros(now), horizon_days=self._horizon_days)
         return errors
 
     async def _unowned(self, calls: Sequence[Call]) -> dict[int, Exception]:
-        slots = [slot_of(jobs.org) for jobs, _ in calls]
-        rows = await self._database.run(statements.FIND_REFUSED_SLOTS, {"slots": arrays.numbers(set(slots))})
-        refused = {slot: (state, epoch) for slot, state, epoch in rows}
-        errors: dict[int, Exception] = {}
-        for turn, slot in enumerate(slots):
-            if slot in refused:
-                state, epoch = refused[slot]
-                errors[turn] = NotOwned(self._shard, calls[turn].jobs.org, slot, state=state, epoch=epoch)
-        return errors
+        refused = await find_refused(self._database, [(call.jobs.org, call.epoch) for call in calls])
+        return dict(refused)
 
     async def _look_up(self, going: Sequence[_Going]) -> None:
-        """What is left of these is known, or it is another org's, or it goes again."""
-        asked = [(turn, at) for turn, one in enumerate(going) for at in one.left]
-        calls = [Call(one.call.jobs.only(one.left), None) for one in going]
-        columns = _merged(calls)
-        numbers = await self._names.make({(jobs.org, queue) for jobs, _ in calls for queue in set(jobs.queues)})
-        rows: list[tuple[int, str, bool]] = await self._database.run(
+        """What is left of these is known, or it goes again."""
+        known = await self.known([one.call.jobs.only(one.left) for one in going])
+        for one, found in zip(going, known, strict=True):
+            one.known.update((one.left[at], known_as) for at, known_as in found.items())
+            one.left = [at for at in one.left if at not in one.known]
+
+    async def known(self, batches: Sequence[NewJobs]) -> list[dict[int, JobId]]:
+        """Of each batch the positions of jobs that this shard knows, with the id each is known under. Stores nothing,
+        and counts on no memory of names."""
+        columns = _merged(batches)
+        places = [(turn, at) for turn, jobs in enumerate(batches) for at in range(len(jobs))]
+        orgs = {org: turn for turn, org in enumerate(dict.fromkeys(jobs.org for jobs in batches), start=1)}
+        rows: list[tuple[int, str]] = await self._database.run(
             statements.FIND_KNOWN,
             {
                 "ids": arrays.plain(columns.ids),
-                "queue_ids": _queue_ids(calls, numbers),
+                "orgs": arrays.texts(list(orgs)),
+                # None: all are the first one's.
+                "turns": "{}" if len(orgs) == 1 else arrays.numbers([orgs[batches[turn].org] for turn, _ in places]),
+                "queues": arrays.sparse_texts({at: columns.queues[at] for at in columns.dedup_keys}, len(columns)),
                 "dedup_keys": arrays.sparse_texts(columns.dedup_keys, len(columns)),
                 "oldest_ms": made_at_ms(min(columns.ids)),
             },
         )
-        foreign: dict[int, list[int]] = {}
-        for place, known_as, ours in rows:
-            turn, at = asked[place - 1]
-            if ours:
-                going[turn].known[at] = JobId(known_as)
-            else:
-                foreign.setdefault(turn, []).append(at)
-        for turn, one in enumerate(going):
-            if turn in foreign:
-                one.refuse(IdsTaken(foreign[turn]))
-            else:
-                one.left = [at for at in one.left if at not in one.known]
+        known: list[dict[int, JobId]] = [{} for _ in batches]
+        for place, known_as in rows:
+            turn, at = places[place - 1]
+            known[turn][at] = JobId(known_as)
+        return known
+
+
+async def find_refused(database: Database, callers: Sequence[tuple[OrgId, int]]) -> dict[int, NotOwned]:
+    """Of those who come for these orgs by placements of these epochs: who is refused, by their places, and why."""
+    rows: list[tuple[int, Slot, str, int]] = await database.run(
+        statements.FIND_REFUSED_SLOTS,
+        {
+            "orgs": arrays.texts([org for org, _ in callers]),
+            "slots": arrays.numbers([slot_of(org) for org, _ in callers]),
+            "epochs": arrays.numbers([known for _, known in callers]),
+        },
+    )
+    refused: dict[int, NotOwned] = {}
+    for place, slot, state, epoch in rows:
+        org, known = callers[place - 1]
+        refused[place - 1] = NotOwned(database.name, org, slot, state=state, epoch=epoch, known=known)
+    return refused
 
 
 class _Refused(Exception):
@@ -306,7 +326,7 @@ class _Refused(Exception):
 
 
 class _Settled(Exception):
-    """A job has already finished or died, or is another org's: nothing was stored."""
+    """A job has already finished or died: nothing was stored."""
 
 
 def made_at_ms(job_id: str) -> int:
@@ -315,27 +335,26 @@ def made_at_ms(job_id: str) -> int:
 
 
 def _choose(going: Sequence[_Going]) -> Sequence[_Going]:
-    """Has each id go once, and each dedup key: where it is named first. Answers those of which something goes now. Of a
-    call that names an id of another org's call nothing does: no part of it may be stored if that id is taken."""
+    """Has each id of an org go once, and each dedup key: where it is named first. Answers those of which something goes
+    now."""
     if _differ([one.call.jobs for one in going]):
         for one in going:
             one.now = one.left
         return going
-    owners: dict[str, OrgId] = {}
+    ids: set[tuple[OrgId, str]] = set()
     keys: set[tuple[OrgId, QueueName, str]] = set()
     for one in going:
         jobs = one.call.jobs
         if len(set(jobs.ids)) < len(jobs):
             # One lease would be promised twice, and taken back once.
-            one.call = Call(jobs, None)
+            one.call = one.call._replace(handover=None)
         now: list[int] = []
-        if all(owners.get(jobs.ids[at], jobs.org) == jobs.org for at in one.left):
-            for at in one.left:
-                key = [(jobs.org, jobs.queues[at], jobs.dedup_keys[at])] if at in jobs.dedup_keys else []
-                if jobs.ids[at] not in owners and keys.isdisjoint(key):
-                    owners[jobs.ids[at]] = jobs.org
-                    keys.update(key)
-                    now.append(at)
+        for at in one.left:
+            key = [(jobs.org, jobs.queues[at], jobs.dedup_keys[at])] if at in jobs.dedup_keys else []
+            if (jobs.org, jobs.ids[at]) not in ids and keys.isdisjoint(key):
+                ids.add((jobs.org, jobs.ids[at]))
+                keys.update(key)
+                now.append(at)
         one.now = now
     return [one for one in going if one.now]
 
@@ -349,12 +368,26 @@ def _differ(batches: Sequence[NewJobs]) -> bool:
     return len(set(keys)) == len(keys)
 
 
-def _merged(calls: Sequence[Call]) -> NewJobs:
-    """The columns of all calls' jobs, one after another. The org is the first one's: only the lanes tell it."""
-    if len(calls) == 1:
-        return calls[0].jobs
-    merged = NewJobs(org=calls[0].jobs.org)
-    for jobs, _ in calls:
+def _least_epochs(calls: Sequence[Call]) -> dict[Name, int]:
+    """The queues of these calls, each by the oldest placement that brings jobs for it."""
+    epochs: dict[Name, int] = {}
+    for jobs, _, epoch in calls:
+        for queue in set(jobs.queues):
+            name = jobs.org, queue
+            epochs[name] = min(epoch, epochs.get(name, epoch))
+    return epochs
+
+
+def _whose(ids: Sequence[str], queue_ids: Sequence[QueueId], lanes: Mapping[QueueId, Name]) -> set[tuple[OrgId, str]]:
+    return {(lanes[number][0], job_id) for job_id, number in zip(ids, queue_ids, strict=True)}
+
+
+def _merged(batches: Sequence[NewJobs]) -> NewJobs:
+    """The columns of all jobs, one after another. The org is the first one's: only the lanes tell it."""
+    if len(batches) == 1:
+        return batches[0]
+    merged = NewJobs(org=batches[0].org)
+    for jobs in batches:
         before = len(merged)
         merged.ids += jobs.ids
         merged.queues += jobs.queues
@@ -369,7 +402,7 @@ def _merged(calls: Sequence[Call]) -> NewJobs:
 
 def _queue_ids(calls: Sequence[Call], numbers: Mapping[Name, QueueId]) -> str:
     column: list[QueueId] = []
-    for jobs, _ in calls:
+    for jobs, _, _ in calls:
         own = {queue: numbers[jobs.org, queue] for queue in set(jobs.queues)}
         column += [own[queue] for queue in jobs.queues]
     return arrays.numbers(column)
@@ -380,7 +413,7 @@ def _takers(calls: Sequence[Call], count: int) -> dict[str, object]:
     places: dict[Taker, int] = {}
     taken: dict[int, int] = {}
     before = 0
-    for jobs, handover in calls:
+    for jobs, handover, _ in calls:
         if handover is not None:
             for at, taker in handover.takers.items():
                 taken[before + at] = places.setdefault(taker, len(places) + 1)

@@ -2,10 +2,10 @@
 
 ShardError
 ├── ShardUnavailable      nothing may have happened: try again, later
-├── NotOwned              this shard does not take the org's jobs: learn the placement, then try the right shard (I6)
+├── NotOwned              this shard does not take the org's jobs, or knows of a later placement than the caller: learn
+│                         the placement, then begin again (I6)
 ├── BadIds                make new ids
-│   ├── IdsOutsideHorizon these are too old, or too far in the future
-│   └── IdsTaken          these are not free
+│   └── IdsOutsideHorizon these are too old, or too far in the future
 ├── UnknownQueue          name another, or create it
 ├── QueueExists           alter it instead
 ├── QueueNotEmpty         purge it first
@@ -32,9 +32,12 @@ class ShardUnavailable(ShardError):
 
 
 class NotOwned(ShardError):
-    def __init__(self, shard: ShardName, org: OrgId, slot: Slot, *, state: str, epoch: int) -> None:
+    """`epoch`: since which the slot is what it is there; `known`: that of the placement the caller goes by."""
+
+    def __init__(self, shard: ShardName, org: OrgId, slot: Slot, *, state: str, epoch: int, known: int) -> None:
+        late = f", and the caller knows the placement of epoch {known}" if state == "owned" else ""
         super().__init__(
-            f"shard {shard!r} does not take jobs of org {org!r}: slot {slot} is {state} there (epoch {epoch})"
+            f"shard {shard!r} does not take jobs of org {org!r}: slot {slot} is {state} there (epoch {epoch}){late}"
         )
         self.slot = slot
         self.epoch = epoch
@@ -44,12 +47,6 @@ class BadIds(ShardError):
     """The ids at these positions of the batch will not do; nothing was stored."""
 
     positions: list[int]
-
-
-class IdsTaken(BadIds):
-    def __init__(self, positions: list[int]) -> None:
-        super().__init__("is not free: make a new id")
-        self.positions = positions
 
 
 class IdsOutsideHorizon(BadIds):

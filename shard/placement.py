@@ -11,9 +11,15 @@ from dataclasses import dataclass
 
 import xxhash
 
-from shard.vocabulary import OrgId, ShardName, Slot
+from shard.vocabulary import Micros, OrgId, ShardName, Slot
 
 SLOTS = 16_384
+# Of a new cluster's placement. Who goes by it knows of no move.
+FIRST_EPOCH = 1
+
+_HOUR_US = 3_600_000_000
+_IDS_KNOWN_US = 2 * _HOUR_US
+_KEYS_KNOWN_US = 31 * 24 * _HOUR_US
 
 
 def slot_of(org: OrgId) -> Slot:
@@ -22,12 +28,32 @@ def slot_of(org: OrgId) -> Slot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FormerOwner:
+    """A shard that a slot has left: it may know ids and dedup keys of the slot's jobs, and hold finished ones."""
+
+    shard: ShardName
+    left_at: Micros
+
+    def may_know(self, made_at_ms: int, *, keyed: bool) -> bool:
+        """Whether a job whose id was made then, with a dedup key or without, may be one of which this shard has had the
+        first copy. It took no id that was more than an hour ahead, and no key for more than 30 days; the rest is room
+        for clocks to differ."""
+        return made_at_ms * 1000 <= self.left_at + (_KEYS_KNOWN_US if keyed else _IDS_KNOWN_US)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """One slot's (or pinned org's) shards. While it moves from A to B: writes (B,), reads (A, B)."""
+    """One slot's shards. At rest: writes (A,), reads (A,). While it moves from A to B: writes (A,), then (B,), and
+    reads (A, B), in the order in which jobs travel. `epoch`: of the latest move."""
 
     writes: tuple[ShardName, ...]
     reads: tuple[ShardName, ...]
     epoch: int
+    former: tuple[FormerOwner, ...] = ()
+
+    @property
+    def at_rest(self) -> bool:
+        return len(self.reads) == 1
 
 
 def shares(weights: Mapping[ShardName, float]) -> dict[ShardName, int]:

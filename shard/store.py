@@ -23,6 +23,7 @@ from shard.floor import GUARD_US, Floors
 from shard.halving import by_halves
 from shard.interning import Names
 from shard.lease import lease_of
+from shard.placement import FIRST_EPOCH
 from shard.records import JobRecord
 from shard.settling import Acks, Extends, Nack, Nacks, Releases, Settling, apart
 from shard.vocabulary import Answer, JobId, Lease, Micros, NewJobs, OrgId, QueueId, QueueName, ShardName
@@ -79,6 +80,7 @@ class Store:
             beside=beside,
             dropped=_tell_nothing,
         )
+        self._asks = Coalescer(enqueuing.known, weigh=len, whose=lambda jobs: jobs.org, late=late, beside=beside)
         self._claims = Coalescer(
             claiming.together,
             weigh=_wish,
@@ -95,15 +97,24 @@ class Store:
 
     # ── Producers ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def enqueue(self, jobs: NewJobs, handover: Handover | None = None) -> dict[int, JobId]:
+    async def enqueue(
+        self, jobs: NewJobs, handover: Handover | None = None, *, epoch: int = FIRST_EPOCH
+    ) -> dict[int, JobId]:
         """Stores the jobs, all or none, each once. Answers the positions of those that were known already, with the
-        id each is known under; all others are newly stored. Raises NotOwned, BadIds, ShardUnavailable,
+        id each is known under; all others are newly stored. `epoch`: of the placement by which this shard is their
+        writer, and by which its former owners have been asked (`known`). Raises NotOwned, BadIds, ShardUnavailable,
         TooManyWaiting."""
+        call = Call(jobs, handover, epoch)
         if not len(jobs):
-            _tell_nothing(Call(jobs, handover))
+            _tell_nothing(call)
             return {}
         self._accepted_since_fold = True
-        return await self._enqueues.submit(Call(jobs, handover))
+        return await self._enqueues.submit(call)
+
+    async def known(self, jobs: NewJobs) -> dict[int, JobId]:
+        """The positions of jobs that this shard knows, by id or dedup key, with the id each is known under; of a former
+        owner this is asked before an enqueue. Raises ShardUnavailable, TooManyWaiting."""
+        return await self._asks.submit(jobs) if len(jobs) else {}
 
     # ── Consumers ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -168,7 +179,7 @@ class Store:
     # ── Both ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def cancel(self, org: OrgId, ids: Sequence[JobId], *, reason: str) -> list[Answer]:
-        """Cancels jobs that have not finished; STALE for those that have."""
+        """Cancels jobs that have not finished; STALE for those that have, DEPARTING for those that are leaving."""
         answers: dict[JobId, Answer] = {}
         rest: Sequence[JobId] = list(dict.fromkeys(ids))
         for _ in range(_TURNS_MAX):
@@ -177,7 +188,7 @@ class Store:
                 statements.CANCEL,
                 {"ids": arrays.plain(rest), "org": org, "reason": reason or "cancelled"},
             )
-            answers.update((JobId(row[0]), Answer.OK) for row in rows)
+            answers.update((JobId(name), Answer.DEPARTING if departing else Answer.OK) for name, departing in rows)
             missed = [job_id for job_id in rest if job_id not in answers]
             states = {record.id: record.state for record in await self.get(org, missed, include_payload=False)}
             for job_id in missed:
@@ -213,7 +224,8 @@ class Store:
 
     async def finish(self) -> None:
         """Returns once all that was asked of it has been done, what nobody waits for too."""
-        for coalescer in (self._enqueues, self._claims, self._acks, self._nacks, self._extends, self._releases):
+        producers, consumers = (self._enqueues, self._asks), (self._claims, self._acks, self._nacks)
+        for coalescer in (*producers, *consumers, self._extends, self._releases):
             await coalescer.finish()
 
     # ── Upkeep ───────────────────────────────────────────────────────────────────────────────────────────────────────

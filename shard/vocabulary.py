@@ -49,6 +49,8 @@ class Answer(enum.Enum):
     OK = "ok"
     STALE = "stale"
     NOT_FOUND = "not_found"
+    # On its way to another shard: to be asked for there, and then here again. Told to routers alone.
+    DEPARTING = "departing"
 
 
 @dataclass(slots=True, kw_only=True)

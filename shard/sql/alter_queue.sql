@@ -1,4 +1,5 @@
--- Changes what is set, puts back what is reset, leaves the rest.
+-- Changes what is set, puts back what is reset, leaves the rest. Where the slot is owned, by a caller who knows how it came
+-- here; or where it drains, in the move that the caller knows.
 UPDATE windrow.queue AS q
 SET
     retry = CASE WHEN 'retry' = ANY (%(reset)s::text[]) THEN NULL ELSE coalesce(%(retry)s::jsonb, q.retry) END,
@@ -8,5 +9,11 @@ SET
     END,
     paused = coalesce(%(paused)s::boolean, q.paused),
     listed = true
+FROM windrow.owned_slot s
 WHERE q.org = %(org)s AND q.queue = %(queue)s
+    AND s.slot = q.slot
+    AND CASE
+        WHEN %(draining)s THEN s.state = 'draining' AND s.epoch = %(epoch)s
+        ELSE s.state = 'owned' AND s.epoch <= %(epoch)s
+    END
 RETURNING q.queue, q.retry::text, q.max_attempts, q.paused, q.created_at

@@ -1,4 +1,4 @@
--- Cancels jobs that have not finished, leased and dead ones too.
+-- Cancels jobs that have not finished, leased and dead ones too. Tells of those that depart, and so are not touched.
 WITH live AS (
     DELETE FROM windrow.job j
     WHERE j.id = ANY (%(ids)s::uuid[])
@@ -15,11 +15,18 @@ WITH live AS (
     RETURNING
         id, queue_id, enqueued_at, run_at, lease, leased_at, expires_at, priority, attempt, max_attempts, kind, payload,
         attributes, retry, dedup_key, trace, worker, history
+), cancelled AS (
+    INSERT INTO windrow.finished (
+        id, queue_id, enqueued_at, run_at, lease, leased_at, expires_at, priority, attempt, max_attempts, kind, payload,
+        attributes, retry, dedup_key, trace, worker, history, state, reason
+    )
+    SELECT ended.*, 'cancelled', %(reason)s
+    FROM (SELECT * FROM live UNION ALL SELECT * FROM aside) ended
+    RETURNING id
 )
-INSERT INTO windrow.finished (
-    id, queue_id, enqueued_at, run_at, lease, leased_at, expires_at, priority, attempt, max_attempts, kind, payload,
-    attributes, retry, dedup_key, trace, worker, history, state, reason
-)
-SELECT ended.*, 'cancelled', %(reason)s
-FROM (SELECT * FROM live UNION ALL SELECT * FROM aside) ended
-RETURNING id::text
+SELECT c.id::text, false AS departing FROM cancelled c
+UNION ALL
+SELECT d.id::text, true
+FROM windrow.departing d
+WHERE d.id = ANY (%(ids)s::uuid[])
+    AND d.queue_id & 4294967295 = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)

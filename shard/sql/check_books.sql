@@ -5,10 +5,21 @@ WITH live AS (
         count(*) FILTER (WHERE j.visible_at > now() AND j.lease IS NULL) AS scheduled,
         count(*) FILTER (WHERE j.visible_at <= now()) AS ready,
         count(*) FILTER (WHERE j.visible_at > now() AND j.lease IS NOT NULL) AS leased
-    FROM windrow.job j
+    FROM (
+        SELECT j.queue_id, j.visible_at, j.lease FROM windrow.job j
+        UNION ALL
+        -- Until it is forgotten here, a job that departs counts as what it was.
+        SELECT d.queue_id, d.run_at, NULL FROM windrow.departing d WHERE d.reason IS NULL
+    ) j
     GROUP BY 1
 ), aside AS (
-    SELECT d.queue_id & 4294967295 AS org_id, count(*) AS dead FROM windrow.dead d GROUP BY 1
+    SELECT d.queue_id & 4294967295 AS org_id, count(*) AS dead
+    FROM (
+        SELECT d.queue_id FROM windrow.dead d
+        UNION ALL
+        SELECT d.queue_id FROM windrow.departing d WHERE d.reason IS NOT NULL
+    ) d
+    GROUP BY 1
 ), done AS (
     SELECT
         f.queue_id & 4294967295 AS org_id,

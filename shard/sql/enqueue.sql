@@ -1,7 +1,7 @@
 -- Stores a batch of jobs, each once, in the queues that this shard may take jobs for.
 -- A job may come with a lease: a consumer waits for it, and has it without a claim.
--- One row: whether the ids' times fit, admitted (the queue ids that were accepted), how many jobs were stored, and which
--- if fewer than sent.
+-- One row: whether the ids' times fit, admitted (the queue ids that were accepted), how many jobs were stored, and which,
+-- in which queues, if fewer than sent.
 WITH clock AS MATERIALIZED (
     -- An id tells when it was made. Older than the dedup horizon, its first copy may have been archived and forgotten; far
     -- in the future, the copies finished before then would be overlooked.
@@ -10,13 +10,15 @@ WITH clock AS MATERIALIZED (
             AND to_timestamp(%(newest_ms)s / 1000.0) <= now() + interval '1 hour' AS ids_fit,
         least(to_timestamp(%(oldest_ms)s / 1000.0), now()) - interval '1 hour' AS since
 ), lane AS MATERIALIZED (
-    -- A remembered queue_id proves itself: it must still name this org's queue. A slot that moved away admits nothing (I6).
+    -- A remembered queue_id proves itself: it must still name this org's queue. A slot that moved away admits nothing, nor
+    -- does one that came by a move of which the caller does not know (I6): whom to ask for ids before, it cannot know.
     -- OFFSET 0 fences: by the numbers alone, never by a walk through all queues or slots.
     SELECT l.queue_id, q.paused, q.max_attempts
-    FROM unnest(%(lane_ids)s::bigint[], %(lane_orgs)s::text[], %(lane_queues)s::text[]) AS l (queue_id, org, queue)
+    FROM unnest(%(lane_ids)s::bigint[], %(lane_orgs)s::text[], %(lane_queues)s::text[], %(lane_epochs)s::bigint[])
+        AS l (queue_id, org, queue, epoch)
     CROSS JOIN LATERAL (SELECT q.org, q.queue, q.slot, q.paused, q.max_attempts FROM windrow.queue q WHERE q.queue_id = l.queue_id OFFSET 0) q
-    CROSS JOIN LATERAL (SELECT s.state FROM windrow.owned_slot s WHERE s.slot = q.slot OFFSET 0) s
-    WHERE q.org = l.org AND q.queue = l.queue AND s.state = 'owned'
+    CROSS JOIN LATERAL (SELECT s.state, s.epoch FROM windrow.owned_slot s WHERE s.slot = q.slot OFFSET 0) s
+    WHERE q.org = l.org AND q.queue = l.queue AND s.state = 'owned' AND s.epoch <= l.epoch
 ), incoming AS MATERIALIZED (
     -- unnest pads: a column that no job of the batch uses is sent as an empty array.
     SELECT
@@ -49,7 +51,7 @@ WITH clock AS MATERIALIZED (
     WHERE i.dedup_key IS NOT NULL
     ORDER BY i.queue_id, i.dedup_key
     ON CONFLICT (queue_id, key) DO UPDATE SET job_id = excluded.job_id, until = excluded.until WHERE d.until <= now()
-    RETURNING d.job_id
+    RETURNING d.queue_id, d.job_id
 ), stored AS (
     INSERT INTO windrow.job (
         id, queue_id, kind, payload, priority, attributes, run_at, visible_at, expires_at, max_attempts, retry,
@@ -61,9 +63,9 @@ WITH clock AS MATERIALIZED (
         i.max_attempts, i.retry, i.dedup_key, i.trace, (%(leases)s::bigint[])[i.taker],
         CASE WHEN i.taker IS NOT NULL THEN now() END, (%(workers)s::text[])[i.taker], (i.taker IS NOT NULL)::integer
     FROM incoming i
-    WHERE i.dedup_key IS NULL OR i.id IN (SELECT r.job_id FROM reserved r)
+    WHERE i.dedup_key IS NULL OR (i.queue_id, i.id) IN (SELECT r.queue_id, r.job_id FROM reserved r)
     ORDER BY i.id
-    ON CONFLICT (id) DO NOTHING
+    ON CONFLICT DO NOTHING
     RETURNING id, queue_id
 ), counted AS (
     INSERT INTO windrow.tally (org_id, accepted)
@@ -77,9 +79,6 @@ SELECT
     (SELECT array_agg(lane.max_attempts) FROM lane) AS max_attempts,
     count(*) AS stored,
     CASE WHEN count(*) < %(jobs)s THEN array_agg(s.id::text) END AS stored_ids,
-    windrow.refuse_settled(array_agg(s.id), (SELECT clock.since FROM clock)),
-    CASE
-        WHEN count(*) < %(jobs)s
-        THEN windrow.refuse_foreign(%(ids)s::uuid[], %(queue_ids)s::bigint[], (SELECT clock.since FROM clock))
-    END
+    CASE WHEN count(*) < %(jobs)s THEN array_agg(s.queue_id) END AS stored_in,
+    windrow.refuse_settled(array_agg(s.id), array_agg(s.queue_id), (SELECT clock.since FROM clock))
 FROM stored s

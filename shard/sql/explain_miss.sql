@@ -20,6 +20,10 @@ LEFT JOIN LATERAL (
     SELECT d.id, windrow.outcome_of(d.history, m.lease)
     FROM windrow.dead d
     WHERE d.id = m.id AND d.queue_id & 4294967295 = (SELECT windrow.org_ids(%(orgs)s::text[]))[coalesce(m.turn, 1)]
+    UNION ALL
+    SELECT d.id, windrow.outcome_of(d.history, m.lease)
+    FROM windrow.departing d
+    WHERE d.id = m.id AND d.queue_id & 4294967295 = (SELECT windrow.org_ids(%(orgs)s::text[]))[coalesce(m.turn, 1)]
     LIMIT 1
 ) found ON true
 ORDER BY m.place

@@ -1,20 +1,34 @@
--- For jobs that an enqueue did not store, by their turn: the id under which each is known, by its own id first, then by its
--- dedup key; and whether that is a job of the same org. Ids are one space for the whole shard, and an org may not learn
--- another's.
-SELECT n.turn, known.id::text AS known_as, known.queue_id & 4294967295 = n.queue_id & 4294967295 AS ours
-FROM unnest(%(ids)s::uuid[], %(queue_ids)s::bigint[], %(dedup_keys)s::text[])
-    WITH ORDINALITY AS n (id, queue_id, dedup_key, turn)
+-- For jobs that an enqueue did not store, or asks for before, by their places: the id under which each is known to this
+-- shard, by its own id first, then by its dedup key.
+SELECT n.place, known.id::text AS known_as
+FROM unnest(%(ids)s::uuid[], %(turns)s::smallint[], %(queues)s::text[], %(dedup_keys)s::text[])
+    WITH ORDINALITY AS n (id, turn, queue, dedup_key, place)
 CROSS JOIN LATERAL (
-    SELECT j.id, j.queue_id FROM windrow.job j WHERE j.id = n.id
+    SELECT j.id
+    FROM windrow.job j
+    WHERE j.id = n.id AND j.queue_id & 4294967295 = (SELECT windrow.org_ids(%(orgs)s::text[]))[coalesce(n.turn, 1)]
     UNION ALL
-    SELECT d.id, d.queue_id FROM windrow.dead d WHERE d.id = n.id
+    SELECT d.id
+    FROM windrow.dead d
+    WHERE d.id = n.id AND d.queue_id & 4294967295 = (SELECT windrow.org_ids(%(orgs)s::text[]))[coalesce(n.turn, 1)]
     UNION ALL
-    SELECT f.id, f.queue_id
+    SELECT d.id
+    FROM windrow.departing d
+    WHERE d.id = n.id AND d.queue_id & 4294967295 = (SELECT windrow.org_ids(%(orgs)s::text[]))[coalesce(n.turn, 1)]
+    UNION ALL
+    SELECT f.id
     FROM windrow.finished f
-    WHERE f.id = n.id AND f.finished_at >= least(to_timestamp(%(oldest_ms)s / 1000.0), now()) - interval '1 hour'
+    WHERE f.id = n.id AND f.queue_id & 4294967295 = (SELECT windrow.org_ids(%(orgs)s::text[]))[coalesce(n.turn, 1)]
+        AND f.finished_at >= least(to_timestamp(%(oldest_ms)s / 1000.0), now()) - interval '1 hour'
     UNION ALL
-    SELECT d.job_id, d.queue_id
-    FROM windrow.dedup d
-    WHERE d.queue_id = n.queue_id AND d.key = n.dedup_key AND d.until > now()
+    SELECT d.job_id
+    -- OFFSET 0 fence: by its name alone, never by a walk through all queues or keys.
+    FROM (
+        SELECT q.queue_id
+        FROM windrow.queue q
+        WHERE q.org = (%(orgs)s::text[])[coalesce(n.turn, 1)] AND q.queue = n.queue
+        OFFSET 0
+    ) q
+    JOIN windrow.dedup d ON d.queue_id = q.queue_id AND d.key = n.dedup_key AND d.until > now()
     LIMIT 1
 ) known

@@ -1,4 +1,4 @@
--- Jobs by id, wherever they are on this shard: live, dead or finished. OFFSET 0 fences: first the few jobs by their ids,
+-- Jobs by id, wherever they are on this shard: live, dead, finished, or about to leave it. OFFSET 0 fences: first the few jobs by their ids,
 -- then their queues; never all jobs of the org's queues.
 SELECT
     j.id::text, q.queue, j.kind,
@@ -21,6 +21,16 @@ SELECT
     coalesce(d.retry, q.retry)::text, d.dedup_key, NULL, d.worker, d.leased_at, d.finished_at, NULL, d.reason,
     d.history::text
 FROM (SELECT * FROM windrow.dead WHERE id = ANY (%(ids)s::uuid[]) OFFSET 0) d
+CROSS JOIN LATERAL (SELECT * FROM windrow.queue WHERE queue_id = d.queue_id OFFSET 0) q
+WHERE q.org = %(org)s
+UNION ALL
+SELECT
+    d.id::text, q.queue, d.kind,
+    CASE WHEN d.reason IS NOT NULL THEN 'dead' WHEN d.run_at <= now() THEN 'ready' ELSE 'scheduled' END,
+    CASE WHEN %(include_payload)s THEN d.payload END, d.attributes::text, d.priority, d.enqueued_at, d.run_at,
+    d.expires_at, d.attempt, coalesce(d.max_attempts, q.max_attempts), coalesce(d.retry, q.retry)::text, d.dedup_key,
+    NULL, d.worker, d.leased_at, d.finished_at, NULL, d.reason, d.history::text
+FROM (SELECT * FROM windrow.departing WHERE id = ANY (%(ids)s::uuid[]) OFFSET 0) d
 CROSS JOIN LATERAL (SELECT * FROM windrow.queue WHERE queue_id = d.queue_id OFFSET 0) q
 WHERE q.org = %(org)s
 UNION ALL

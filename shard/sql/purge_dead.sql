@@ -1,8 +1,8 @@
 -- Cancels up to `rows` of a queue's dead jobs.
 WITH ended AS (
     DELETE FROM windrow.dead d
-    WHERE d.id = ANY (ARRAY(
-        SELECT aside.id
+    WHERE d.ctid = ANY (ARRAY(
+        SELECT aside.ctid
         FROM windrow.dead aside
         JOIN windrow.queue q ON q.queue_id = aside.queue_id
         WHERE q.org = %(org)s AND q.queue = %(queue)s

@@ -1,8 +1,8 @@
 -- Brings a queue's dead jobs back, oldest death first: due now, with fresh attempts, their history kept.
 WITH chosen AS (
     DELETE FROM windrow.dead d
-    WHERE d.id = ANY (ARRAY(
-        SELECT aside.id
+    WHERE d.ctid = ANY (ARRAY(
+        SELECT aside.ctid
         FROM windrow.dead aside
         JOIN windrow.queue q ON q.queue_id = aside.queue_id
         WHERE q.org = %(org)s AND q.queue = %(queue)s AND (%(kind)s = '' OR aside.kind = %(kind)s)

@@ -314,7 +314,7 @@ def test_while_nobody_takes_a_slot_an_enqueue_is_told_to_come_again(running: Run
     assert error.code() == grpc.StatusCode.UNAVAILABLE
     assert info is not None
     assert 0 < info.retry_delay.ToNanoseconds() <= 1e9
-    running.sql("s2", "INSERT INTO windrow.owned_slot VALUES (%s, 'owned', 1000)", slot_of(OrgId(org)))
+    running.sql("s2", "INSERT INTO windrow.owned_slot VALUES (%s, 'owned', 1)", slot_of(OrgId(org)))
     enqueue(running.stubs, org)
 
 

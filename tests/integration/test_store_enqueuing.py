@@ -14,7 +14,7 @@ from shard import statements
 from shard.books import Books
 from shard.database import Database
 from shard.enqueuing import Handed, Handover, Taker
-from shard.errors import IdsOutsideHorizon, IdsTaken, NotOwned, ShardUnavailable
+from shard.errors import IdsOutsideHorizon, NotOwned, ShardUnavailable
 from shard.placement import slot_of
 from shard.store import Store
 from shard.vocabulary import Answer, JobId, NewJobs, OrgId, QueueName
@@ -185,25 +185,6 @@ async def test_a_call_that_will_not_do_fails_alone(database: Database, books: Bo
             assert entry.balanced
 
 
-@pytest.mark.parametrize("state", ["live", "finished", "dead"])
-async def test_an_id_of_another_orgs_job_fails_its_own_call_alone(
-    database: Database, org: OrgId, other_org: OrgId, state: str
-) -> None:
-    store = Store(database)
-    taken = some_jobs(other_org, 1, max_attempts=1)
-    await store.enqueue(taken)
-    if state != "live":
-        ((_, lease),) = await lease_jobs(store, other_org)
-        await (
-            store.ack(other_org, [lease]) if state == "finished" else store.cancel(other_org, ids_of(taken), reason="")
-        )
-    bad = some_jobs(org, ids=[job_id(), *ids_of(taken), job_id()], queue=A)
-    error = await assert_it_fails_alone(store, database, bad, IdsTaken)
-    assert isinstance(error, IdsTaken)
-    assert error.positions == [1]
-    assert await where(database, ids_of(bad)) == {taken.ids[0]: (other_org, QUEUE)}
-
-
 @pytest.mark.parametrize("state", ["draining", "foreign"])
 async def test_an_org_whose_slot_is_not_owned_is_refused_alone(
     fresh_database: Database, org: OrgId, state: str
@@ -252,14 +233,9 @@ async def finished(store: Store, org: OrgId) -> NewJobs:
     return jobs
 
 
-async def taken(store: Store, org: OrgId) -> NewJobs:
-    return some_jobs(org, ids=ids_of(await live(store, OrgId(f"{org}-owner"))))
-
-
 COSTS: dict[Callable[[Store, OrgId], Awaitable[NewJobs]], list[bytes]] = {
     live: [statements.ENQUEUE, statements.FIND_KNOWN],
     finished: [statements.ENQUEUE, statements.FIND_KNOWN, statements.ENQUEUE],
-    taken: [statements.ENQUEUE, statements.FIND_KNOWN, statements.ENQUEUE],
     too_old: [statements.ENQUEUE, statements.ENQUEUE],
     not_owned: [statements.ENQUEUE, statements.FIND_REFUSED_SLOTS, statements.ENQUEUE],
 }
@@ -316,18 +292,18 @@ async def test_a_row_that_postgres_refuses_costs_the_calls_beside_it_a_few_state
     assert recorder.count(statements.ENQUEUE, since=before) <= most
 
 
-async def test_two_refused_calls_are_told_each_its_own_reason(database: Database, org: OrgId, other_org: OrgId) -> None:
-    store = Store(database)
-    old, taken = some_jobs(org, 3), some_jobs(other_org, 2)
+async def test_two_refused_calls_are_told_each_its_own_reason(
+    fresh_database: Database, org: OrgId, other_org: OrgId
+) -> None:
+    store = Store(fresh_database)
+    old, gone, fine = some_jobs(org, 3), some_jobs(OrgId(f"{org}-gone"), 2), some_jobs(other_org, 1)
     outside_horizon(old)
-    theirs = some_jobs(org, 1)
-    await store.enqueue(theirs)
-    taken.ids[1] = theirs.ids[0]
-    fine = some_jobs(other_org, 1)
-    one, two, three = await asyncio.gather(*map(store.enqueue, (old, taken, fine)), return_exceptions=True)
+    change = b"UPDATE windrow.owned_slot SET state = 'draining' WHERE slot = %(slot)s"
+    await fresh_database.run(change, {"slot": slot_of(gone.org)})
+    one, two, three = await asyncio.gather(*map(store.enqueue, (old, gone, fine)), return_exceptions=True)
     assert isinstance(one, IdsOutsideHorizon)
-    assert isinstance(two, IdsTaken)
-    assert (one.positions, two.positions, three) == ([1], [1], {})
+    assert isinstance(two, NotOwned)
+    assert (one.positions, two.slot, three) == ([1], slot_of(gone.org), {})
 
 
 async def test_a_shard_that_is_away_is_everybodys_trouble(recorder: Recorder, org: OrgId, other_org: OrgId) -> None:
@@ -389,20 +365,15 @@ async def test_calls_with_the_same_id_store_it_once_and_all_but_one_are_told(dat
     assert len(await lease_jobs(store, org)) == 13
 
 
-async def test_calls_of_two_orgs_with_the_same_id_store_it_for_one_and_nothing_for_the_other(
+async def test_calls_of_two_orgs_with_the_same_id_store_it_once_for_each(
     database: Database, org: OrgId, other_org: OrgId
 ) -> None:
     store = Store(database)
     shared = job_id()
     calls = [some_jobs(one, ids=[job_id(), shared]) for one in (org, other_org, org, other_org)]
-    answers = await asyncio.gather(*map(store.enqueue, calls), return_exceptions=True)
-    assert [answers[0], answers[2]] == [{}, {1: shared}]
-    for refused in (answers[1], answers[3]):
-        assert isinstance(refused, IdsTaken)
-        assert refused.positions == [1]
-    assert await where(database, [JobId(name) for jobs in calls for name in jobs.ids]) == {
-        name: (org, QUEUE) for jobs in calls[::2] for name in jobs.ids
-    }
+    assert await asyncio.gather(*map(store.enqueue, calls)) == [{}, {}, {1: shared}, {1: shared}]
+    for one, mine in ((org, calls[::2]), (other_org, calls[1::2])):
+        assert {job.id for job, _ in await lease_jobs(store, one)} == {name for jobs in mine for name in jobs.ids}
 
 
 async def test_jobs_with_one_key_and_one_id_are_told_the_id_that_was_stored(database: Database, org: OrgId) -> None:

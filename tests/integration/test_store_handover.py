@@ -14,7 +14,7 @@ from shard.books import Books
 from shard.coalescing import TooManyWaiting
 from shard.database import Database
 from shard.enqueuing import Handed, Handover, Taker
-from shard.errors import IdsOutsideHorizon, IdsTaken, NotOwned, ShardUnavailable
+from shard.errors import IdsOutsideHorizon, NotOwned, ShardUnavailable
 from shard.floor import GUARD_US
 from shard.placement import slot_of
 from shard.places import Places
@@ -327,19 +327,6 @@ async def test_a_handover_is_told_when_its_call_will_not_do(
     assert isinstance(answer, error or dict)
     assert await told.in_the_end() == []
     await assert_nothing_was_handed(store, jobs)
-
-
-async def test_a_handover_is_told_when_an_id_is_another_orgs(database: Database, org: OrgId, other_org: OrgId) -> None:
-    store = Store(database)
-    theirs = some_jobs(other_org, 1)
-    await store.enqueue(theirs)
-    jobs = some_jobs(org, ids=[job_id(), *ids_of(theirs)])
-    handed, told = handover(to_all(jobs))
-    with pytest.raises(IdsTaken):
-        await store.enqueue(jobs, handed)
-    assert await told.in_the_end() == []
-    (record,) = await store.get(other_org, ids_of(theirs), include_payload=False)
-    assert record.state == "ready"
 
 
 async def test_a_handover_is_told_when_the_shard_does_not_own_the_slot(fresh_database: Database, org: OrgId) -> None:

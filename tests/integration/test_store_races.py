@@ -251,8 +251,8 @@ async def test_an_enqueue_whose_snapshot_is_older_than_the_end_of_its_job_looks_
     if not refuses:
         await database.run(
             b"""
-            CREATE OR REPLACE FUNCTION windrow.refuse_settled(ids uuid[], since timestamptz) RETURNS boolean
-            LANGUAGE plpgsql VOLATILE AS 'BEGIN RETURN false; END'
+            CREATE OR REPLACE FUNCTION windrow.refuse_settled(ids uuid[], queue_ids bigint[], since timestamptz)
+            RETURNS boolean LANGUAGE plpgsql VOLATILE AS 'BEGIN RETURN false; END'
             """,
             {},
         )

@@ -8,15 +8,17 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
+from shard import statements
 from shard.books import Books
 from shard.database import Database
-from shard.errors import IdsOutsideHorizon, IdsTaken, NotOwned, QueueNotEmpty, UnknownQueue
+from shard.errors import IdsOutsideHorizon, NotOwned, QueueNotEmpty, UnknownQueue
 from shard.placement import slot_of
 from shard.settling import Nack
 from shard.store import Store
-from shard.vocabulary import Answer, JobId, JobState, NewJobs, OrgId, QueueName
+from shard.vocabulary import Answer, JobId, JobState, Lease, NewJobs, OrgId, QueueName
 from tests.conftest import SHARD
 from tests.jobs import HOUR_US, MINUTE_US, QUEUE, ids_of, job_id, lease_jobs, some_jobs
+from tests.recorder import Recorder
 from tests.timemachine import end_dedup_windows, until_blocked
 
 DAY_MS = 24 * 3600 * 1000
@@ -269,57 +271,136 @@ async def test_one_org_cannot_touch_anothers_jobs(database: Database, org: OrgId
     assert await store.cancel(other_org, ids, reason="") == [Answer.NOT_FOUND]
 
 
-@pytest.mark.parametrize("live", [True, False], ids=["live", "finished"])
-async def test_an_id_of_another_orgs_job_fails_the_whole_batch(
-    database: Database, org: OrgId, other_org: OrgId, live: bool
-) -> None:
-    """Not "known": the other org's job is not this producer's (I1), and it learns no more than that the id is taken."""
+@pytest.mark.parametrize("state", ["live", "finished", "dead"])
+async def test_an_id_is_an_orgs_own(database: Database, org: OrgId, other_org: OrgId, state: str) -> None:
+    """As where one environment is a copy of another: neither org learns of the other's jobs, nor touches them."""
     store = Store(database)
-    taken = some_jobs(org, 1)
-    await store.enqueue(taken)
-    if not live:
-        ((_, lease),) = await lease_jobs(store, org)
-        await store.ack(org, [lease], [None])
-    ids = [job_id(), *ids_of(taken), job_id()]
-    with pytest.raises(IdsTaken) as caught:
-        await store.enqueue(some_jobs(other_org, ids=ids, dedup_keys=["a", "b", "c"]))
-    assert caught.value.positions == [1]
-    assert await store.get(other_org, ids, include_payload=False) == []
-    assert await store.enqueue(some_jobs(other_org, 1, dedup_keys=["b"])) == {}, "nor is the dedup key taken"
+    theirs = some_jobs(other_org, 1, dedup_keys=["k"])
+    await store.enqueue(theirs)
+    if state != "live":
+        ((_, lease),) = await lease_jobs(store, other_org)
+        await (store.ack(other_org, [lease]) if state == "finished" else store.nack(other_org, [killed(lease)]))
+    ours = some_jobs(org, ids=[job_id(), *ids_of(theirs)], dedup_keys=["a", "k"])
+    assert await store.known(ours) == {}
+    assert await store.enqueue(ours) == {}
+    assert await store.enqueue(ours) == await store.known(ours) == dict(enumerate(ours.ids))
+    assert await store.enqueue(theirs) == {0: theirs.ids[0]}
+    held = {job.id: lease for job, lease in await lease_jobs(store, org)}
+    assert held.keys() == set(ours.ids)
+    twin = held[ids_of(theirs)[0]]
+    assert await store.ack(other_org, [twin]) == [Answer.STALE], "a lease of the other org's job is none of its own"
+    assert await store.nack(org, [killed(lease) for lease in held.values()]) == [Answer.OK] * 2
+    assert await store.enqueue(ours) == dict(enumerate(ours.ids))
+    (record,) = await store.get(other_org, ids_of(theirs), include_payload=False)
+    assert record.state == {"live": "ready", "finished": "succeeded", "dead": "dead"}[state]
 
 
-async def taken_ids(store: Store, jobs: NewJobs) -> list[int]:
-    with pytest.raises(IdsTaken) as caught:
-        await store.enqueue(jobs)
-    return caught.value.positions
+def killed(lease: Lease) -> Nack:
+    return Nack(lease=lease, kill=True)
 
 
-async def test_an_id_of_another_orgs_job_that_ends_meanwhile_fails_the_whole_batch(
+async def test_what_is_redriven_or_purged_is_one_orgs_though_two_have_the_id(
+    database: Database, books: Books, org: OrgId, other_org: OrgId
+) -> None:
+    store = Store(database)
+    ids = [job_id(), job_id()]
+    for one in (org, other_org):
+        await store.enqueue(some_jobs(one, ids=ids))
+        await store.nack(one, [killed(lease) for _, lease in await lease_jobs(store, one)])
+    assert await books.redrive(org, QUEUE, kind="", died_after=None, died_before=None, limit=1) == 1
+    assert await books.purge_queue(org, QUEUE, limit=10, include_dead=True) == 2
+    states = {record.state for record in await store.get(other_org, ids, include_payload=False)}
+    assert states == {"dead"}
+
+
+async def test_calls_of_two_orgs_with_the_same_ids_and_keys_are_stored_in_one_statement(
+    recorder: Recorder, org: OrgId, other_org: OrgId
+) -> None:
+    store = Store(recorder)
+    await store.names.make([(org, QUEUE), (other_org, QUEUE)])
+    ids = [job_id(), job_id()]
+    before = len(recorder.runs)
+    calls = [some_jobs(one, ids=ids, dedup_keys=["k", "l"]) for one in (org, other_org)]
+    assert await asyncio.gather(*map(store.enqueue, calls)) == [{}, {}]
+    assert recorder.count(statements.ENQUEUE, since=before) == 1
+
+
+async def test_of_two_orgs_with_the_same_ids_each_is_told_of_its_own_jobs_and_keys_alone(
+    database: Database, org: OrgId, other_org: OrgId
+) -> None:
+    """One statement stores the one's job, and not the other's, whose key is held by an earlier one."""
+    store = Store(database)
+    holder = some_jobs(other_org, 1, dedup_keys=["k"])
+    await store.enqueue(holder)
+    ids = [job_id(), job_id()]
+    calls = [some_jobs(one, ids=ids, dedup_keys=["k"]) for one in (org, other_org)]
+    assert await asyncio.gather(*map(store.enqueue, calls)) == [{}, {0: holder.ids[0]}]
+    assert {job.id for job, _ in await lease_jobs(store, org)} == set(ids)
+    assert {job.id for job, _ in await lease_jobs(store, other_org)} == {holder.ids[0], ids[1]}
+
+
+async def test_another_orgs_job_that_ends_meanwhile_holds_up_no_enqueue_of_its_id(
     fresh_database: Database, fresh_dsn: str, org: OrgId, other_org: OrgId
 ) -> None:
-    """The enqueue finds the id taken, and waits at its next job until the other org's is in no hot table any more."""
+    """The enqueue waits at its second job, and takes its second look when the other org's twin of the first has
+    finished."""
     store = Store(fresh_database)
     await store.enqueue(some_jobs(org, 1))
     (queue_id,) = (await store.names.find([(org, QUEUE)])).values()
-    # Jobs are stored in the order of their ids: the taken one comes first.
-    taken, own = job_id(ahead_ms=-1000), job_id()
-    await store.enqueue(some_jobs(other_org, ids=[taken]))
+    # Jobs are stored in the order of their ids: the twin comes first.
+    twin, own = job_id(ahead_ms=-1000), job_id()
+    await store.enqueue(some_jobs(other_org, ids=[twin]))
     ((_, lease),) = await lease_jobs(store, other_org)
-    before = await everything(fresh_database)
     async with asyncio.TaskGroup() as group, await psycopg.AsyncConnection.connect(fresh_dsn) as rival:
         await rival.execute(
             "INSERT INTO windrow.job (id, queue_id, run_at, visible_at, priority, kind, payload) "
             "VALUES (%s, %s, now(), now(), 5, 'k', '')",
             (own, queue_id),
         )
-        batch = group.create_task(taken_ids(store, some_jobs(org, ids=[taken, own], dedup_keys=["k"])))
+        batch = group.create_task(store.enqueue(some_jobs(org, ids=[twin, own], dedup_keys=["k"])))
         await until_blocked(fresh_database)
         assert await store.ack(other_org, [lease], [None]) == [Answer.OK]
         await rival.rollback()
-    assert batch.result() == [0]
-    assert await everything(fresh_database) == before | {"jobs": before["jobs"] - 1}
-    assert await store.get(org, [taken, own], include_payload=False) == []
-    assert await store.enqueue(some_jobs(org, 1, dedup_keys=["k"])) == {}
+    assert batch.result() == {}
+
+
+# A placement that is older than what the shard knows (I6)
+
+
+async def test_an_enqueue_by_an_older_placement_than_the_slots_is_refused_and_stores_nothing(
+    fresh_database: Database, org: OrgId
+) -> None:
+    store = Store(fresh_database)
+    await store.names.make([(org, A), (org, B)])
+    await fresh_database.run(b"UPDATE windrow.owned_slot SET epoch = 7 WHERE slot = %(slot)s", {"slot": slot_of(org)})
+    before = await everything(fresh_database)
+    jobs = two_queues(org, [job_id() for _ in range(4)])
+    for epoch in (1, 6):
+        with pytest.raises(NotOwned) as caught:
+            await store.enqueue(jobs, epoch=epoch)
+        assert (caught.value.slot, caught.value.epoch) == (slot_of(org), 7)
+        assert f"owned there (epoch 7), and the caller knows the placement of epoch {epoch}" in str(caught.value)
+    assert await everything(fresh_database) == before
+    assert await store.enqueue(jobs, epoch=7) == {}
+    assert await store.enqueue(two_queues(org, [job_id() for _ in range(4)]), epoch=9) == {}
+
+
+async def test_of_calls_in_one_statement_those_by_an_older_placement_are_refused_alone(
+    fresh_recorder: Recorder, org: OrgId, other_org: OrgId
+) -> None:
+    store = Store(fresh_recorder)
+    await store.names.make([(one, QUEUE) for one in (org, other_org)])
+    await fresh_recorder.run(b"UPDATE windrow.owned_slot SET epoch = 7 WHERE slot = %(slot)s", {"slot": slot_of(org)})
+    before = len(fresh_recorder.runs)
+    old, new, beside = some_jobs(org, 2), some_jobs(org, 2), some_jobs(other_org, 2)
+    one, two, three = await asyncio.gather(
+        store.enqueue(new, epoch=8), store.enqueue(old, epoch=6), store.enqueue(beside), return_exceptions=True
+    )
+    assert isinstance(two, NotOwned)
+    assert (one, three) == ({}, {})
+    asked = [run[0] for run in fresh_recorder.runs[before:]]
+    assert asked == [statements.ENQUEUE, statements.FIND_REFUSED_SLOTS, statements.ENQUEUE]
+    assert {job.id for job, _ in await lease_jobs(store, org)} == set(new.ids)
 
 
 async def test_an_org_that_was_never_seen_finds_nothing(database: Database, org: OrgId, other_org: OrgId) -> None:

@@ -285,8 +285,8 @@ class NewJob(_message.Message):
     id: _builtins.str
     """UUIDv7 in canonical lower-case text, made by the client: sending the same id again stores nothing and answers
     `duplicate`, which is what makes retries safe. Empty: the router makes one, and a retry of the call may then store
-    the job twice unless it has a dedup_key. Refused are ids older than the shard's dedup horizon (7 days), more than
-    an hour in its future, or taken by another org.
+    the job twice unless it has a dedup_key. Refused are ids older than the shard's dedup horizon (7 days), or more
+    than an hour in its future. Ids are an org's own: another org may use the same one.
     """
     queue: _builtins.str
     """The queue; comes into being on first use. 1 to 128 of A–Z a–z 0–9 . _ : / -"""
