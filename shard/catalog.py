@@ -1,12 +1,13 @@
 """The catalog: which shards write and read each slot. The single authority; routers hold copies of it.
 
-Its tables are on every shard and used on one. Changing the placement of slots that hold jobs is the balancer's
-work; here a new cluster's slots are placed for the first time, and each shard is told which it owns.
+Its tables are on every shard and used on one. Here a new cluster's slots are placed for the first time, each shard is
+told which it owns, and the catalog's steps of a move are taken (docs/decisions/0017-moving-slots.md): each compares the
+epoch, and so changes nothing when it comes late or a second time. The steps on shards are in shard/moving.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import psycopg
@@ -38,6 +39,22 @@ class Catalog:
 
     def slots_written_by(self, shard: ShardName) -> list[Slot]:
         return [Slot(slot) for slot, placement in enumerate(self.slots) if shard in placement.writes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """Slots on their way from one shard to another, since one `begin`, which gave them their epoch."""
+
+    epoch: int
+    source: ShardName
+    target: ShardName
+    # Whether the target writes them by now.
+    switched: bool
+    # In ascending order.
+    slots: tuple[Slot, ...]
+
+    def __str__(self) -> str:
+        return f"the move of {len(self.slots)} slot(s) from {self.source!r} to {self.target!r} (epoch {self.epoch})"
 
 
 async def found(database: Database, *, cluster: str, weights: Mapping[ShardName, float]) -> Catalog:
@@ -109,7 +126,7 @@ async def read_epoch(database: Database) -> int:
 
 async def grant(database: Database, catalog: Catalog) -> int:
     """Tells a shard which slots it owns, of those at rest; answers how many were news to it. What it knows of a later
-    epoch stays. Slots that move are the balancer's."""
+    epoch stays. Slots that move change hands by shard/moving.py alone."""
     slots = [slot for slot in catalog.slots_written_by(database.name) if catalog.slots[slot].at_rest]
     rows = await database.run(
         statements.GRANT_SLOTS,
@@ -119,3 +136,47 @@ async def grant(database: Database, catalog: Catalog) -> int:
         },
     )
     return len(rows)
+
+
+async def moves(database: Database) -> list[Move]:
+    """All moves that have begun and not ended; first those whose slots nobody may be writing."""
+    return [
+        Move(epoch=epoch, source=source, target=target, switched=switched, slots=tuple(slots))
+        for epoch, source, target, switched, slots in await database.run(statements.READ_MOVES, {})
+    ]
+
+
+async def begin(database: Database, known: Catalog, slots: Iterable[Slot], *, target: ShardName) -> Move | None:
+    """Begins to move these slots, which are at rest on one shard by what the caller knows. What has changed since is
+    left out; None if nothing is left. Nobody but readers of the catalog notices yet."""
+    planned = sorted(slots)
+    (source,) = {known.slots[slot].reads for slot in planned}
+    rows = await database.run(
+        statements.BEGIN,
+        {
+            "slots": arrays.numbers(planned),
+            "epochs": arrays.numbers(known.slots[slot].epoch for slot in planned),
+            "source": source[0],
+            "target": target,
+        },
+    )
+    if not rows:
+        return None
+    return Move(
+        epoch=rows[0][1], source=source[0], target=target, switched=False, slots=tuple(sorted(slot for slot, _ in rows))
+    )
+
+
+async def switch(database: Database, move: Move) -> None:
+    """From now on the target writes the slots of the move."""
+    await database.run(statements.SWITCH, _of(move, move.slots))
+
+
+async def leave(database: Database, move: Move, slots: Iterable[Slot]) -> int:
+    """Puts slots of the move to rest on the target; answers how many were not yet. The source has no job of theirs
+    left."""
+    return len(await database.run(statements.LEAVE, _of(move, slots)))
+
+
+def _of(move: Move, slots: Iterable[Slot]) -> dict[str, object]:
+    return {"slots": arrays.numbers(slots), "epoch": move.epoch, "source": move.source, "target": move.target}

@@ -7,6 +7,8 @@ WITH made AS (
     JOIN windrow.org o ON o.org = n.org
     JOIN windrow.queue_name q ON q.queue = n.queue
     ORDER BY o.org, q.queue
+    -- While an org is put into another slot, its new queues wait: they are to have that slot too.
+    FOR SHARE OF o
     ON CONFLICT DO NOTHING
 )
 UPDATE windrow.queue q SET listed = true

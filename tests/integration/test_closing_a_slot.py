@@ -8,6 +8,7 @@ import asyncio
 import psycopg
 import pytest
 
+from shard import arrays, moving, statements
 from shard.database import Database
 from shard.errors import NotOwned
 from shard.placement import slot_of
@@ -16,9 +17,6 @@ from shard.vocabulary import OrgId
 from tests.conftest import SHARD
 from tests.jobs import HOUR_US, some_jobs
 from tests.timemachine import until_blocked
-
-_CLOSE_ALONE = "LOCK TABLE windrow.owned_slot IN ACCESS EXCLUSIVE MODE"
-_CLOSE = "UPDATE windrow.owned_slot SET state = 'draining', epoch = 2 WHERE slot = %s"
 
 
 @pytest.mark.parametrize("prepared", [True, False], ids=["on a connection that knows it", "on a new connection"])
@@ -34,10 +32,11 @@ async def test_an_enqueue_that_waits_while_a_slot_is_closed_is_refused(
         await store.names.make({(org, queue) for queue in some_jobs(org).queues})
     balancer = await psycopg.AsyncConnection.connect(fresh_dsn)
     async with balancer, asyncio.TaskGroup() as group:
-        await balancer.execute(_CLOSE_ALONE)
+        # As moving.close does it, with time to look on.
+        await balancer.execute(statements.LOCK_SLOTS, prepare=False)
         enqueue = group.create_task(_refused_since(store, org))
         await until_blocked(fresh_database)
-        await balancer.execute(_CLOSE, [slot_of(org)])
+        await balancer.execute(statements.CLOSE_SLOTS, {"slots": arrays.numbers([slot_of(org)]), "epoch": 2})
         await balancer.commit()
     assert enqueue.result() == 2
     await database.close()
@@ -48,9 +47,8 @@ async def test_a_slot_is_not_closed_while_an_enqueue_that_found_it_open_is_under
 ) -> None:
     store = Store(fresh_database)
     await store.enqueue(some_jobs(org))
-    rival = await psycopg.AsyncConnection.connect(fresh_dsn)
-    balancer = await psycopg.AsyncConnection.connect(fresh_dsn)
-    async with rival, balancer, asyncio.TaskGroup() as group:
+    slots = [slot_of(org)]
+    async with await psycopg.AsyncConnection.connect(fresh_dsn) as rival, asyncio.TaskGroup() as group:
         # Holds up the enqueue in the midst of its statement: it must wait to see whether the key is taken.
         await rival.execute(
             "INSERT INTO windrow.dedup SELECT q.queue_id, 'k', gen_random_uuid(), now() + interval '1 hour' "
@@ -59,12 +57,13 @@ async def test_a_slot_is_not_closed_while_an_enqueue_that_found_it_open_is_under
         )
         enqueue = group.create_task(store.enqueue(some_jobs(org, dedup_keys=["k"], dedup_window_us=HOUR_US)))
         await until_blocked(fresh_database)
-        await balancer.execute("SET LOCAL lock_timeout = '100ms'")
-        with pytest.raises(psycopg.errors.LockNotAvailable):
-            await balancer.execute(_CLOSE_ALONE)
-        await balancer.rollback()
+        assert not await moving.close(fresh_database, slots, epoch=2)
+        # Nor has it changed anything for the others.
+        assert await store.enqueue(some_jobs(org)) == {}
         await rival.rollback()
     assert enqueue.result() == {}
+    assert await moving.close(fresh_database, slots, epoch=2)
+    assert await _refused_since(store, org) == 2
 
 
 async def _refused_since(store: Store, org: OrgId) -> int:

@@ -19,14 +19,15 @@ from psycopg.adapt import Transformer
 from psycopg.postgres import types
 from psycopg.pq import Format
 
-from shard import arrays, statements
+from shard import arrays, moving, statements
 from shard.connection import Connection
 from shard.database import Database
 from shard.enqueuing import Handover, Taker
 from shard.floor import GUARD_US
-from shard.settling import _Named
+from shard.placement import slot_of
+from shard.settling import Nack, _Named
 from shard.store import Store
-from shard.vocabulary import PRIORITIES, Claimed, Lease, OrgId, QueueId, QueueName
+from shard.vocabulary import PRIORITIES, Claimed, Lease, OrgId, QueueId, QueueName, Slot
 from tests.conftest import SHARD
 from tests.jobs import HOUR_US, ids_of, job_id, lease_jobs, some_jobs
 from tests.recorder import Recorder, Run
@@ -235,6 +236,40 @@ async def record(recorder: Recorder, org: OrgId) -> dict[str, Run]:
         "get_jobs": get_jobs,
         "sweep": probe,
         "probe of all queues": await probe_all(recorder, store, org),
+        **await record_moving(recorder, store),
+    }
+
+
+async def record_moving(recorder: Recorder, store: Store) -> dict[str, Run]:
+    """A chunk leaves a slot and comes to another one, as if that were on another shard; a second one has departed, and
+    what is left, of which half is dead, may follow."""
+    org = OrgId("moving")
+    for queue in ("queue-1", "queue-2"):
+        await store.enqueue(some_jobs(org, 2 * BATCH, queue=queue))
+    dead = leases(await lease_jobs(store, org, queue="queue-2", max_jobs=BATCH))
+    await store.nack(org, [Nack(lease=lease, kill=True) for lease in dead])
+    away, here = slot_of(org), Slot(20_000)
+    assert await moving.close(recorder, [away], epoch=2)
+    await moving.open_slots(recorder, [here], epoch=2, queues=[])
+    assert await moving.depart(recorder, {away: 1}, epoch=2, rows_max=BATCH, bytes_max=10**6) == {away: BATCH}
+    departed = await moving.read_departing(recorder, [away], epoch=2)
+    await moving.take(recorder, [part._replace(slot=here) for part in departed], epoch=2)
+    assert await moving.forget(recorder, {away: 1}, epoch=2) == BATCH
+    await moving.depart(recorder, {away: 2}, epoch=2, rows_max=BATCH, bytes_max=10**6)
+    departed = await moving.read_departing(recorder, [away], epoch=2)
+    await moving.count_left(recorder, [away])
+    _, taking = recorder.last(statements.TAKE)
+    (part,) = departed
+    return {
+        "depart": (statements.DEPART, {**recorder.last(statements.DEPART)[1], "chunks": "{3}"}),
+        "depart of the dead": (
+            statements.DEPART,
+            {**recorder.last(statements.DEPART)[1], "chunks": "{3}", "rows": 3 * BATCH},
+        ),
+        "read_departing": recorder.last(statements.READ_DEPARTING),
+        "take": (statements.TAKE, {**taking, "chunks": "{2}", "jobs": [part.jobs]}),
+        "forget": (statements.FORGET, {**recorder.last(statements.FORGET)[1], "chunks": "{2}"}),
+        "count_left": recorder.last(statements.COUNT_LEFT),
     }
 
 
@@ -314,10 +349,17 @@ PAGES_A_JOB = {
     "cancel": 30,
     "explain_miss": 25,
     "get_jobs": 25,
+    "depart": 40,
+    "depart of the dead": 40,
+    "read_departing": 25,
+    "take": 40,
+    "forget": 25,
+    "count_left": 25,
     # Not jobs but lanes: nine of each queue.
     "sweep": 9,
     "probe of all queues": 9,
 }
+ROWS_OF = {"depart of the dead": 4 * BATCH, "count_left": 6 * BATCH}
 LANES = {"sweep": 3 * len(PRIORITIES), "probe of all queues": QUEUES * len(PRIORITIES)}
 
 
@@ -327,7 +369,7 @@ def assert_bounded(name: str, plan: Plan) -> None:
     ]
     for node in plan.nodes():
         assert node["Node Type"] != "Seq Scan", (name, node)
-    count = LANES.get(name, BATCH)
+    count = LANES.get(name, ROWS_OF.get(name, BATCH))
     # Once to find a row, once to act on it; not one row more, but for EXPLAIN's rounding of what one loop reads.
     assert plan.rows_read("job") <= (1 if name in LANES else 2) * count * 1.02, (name, plan.root)
     assert plan.buffers <= PAGES_A_JOB[name] * count, (name, plan.buffers, plan.root)

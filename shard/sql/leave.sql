@@ -1,0 +1,16 @@
+-- The target alone is read from now on, of these slots of a move. Asked when the source has no job of theirs left.
+WITH due AS MATERIALIZED (
+    SELECT p.slot
+    FROM windrow.placement p
+    WHERE p.slot = ANY (%(slots)s::smallint[]) AND p.epoch = %(epoch)s
+        AND p.writes = ARRAY[%(target)s::text] AND p.reads = ARRAY[%(source)s::text, %(target)s::text]
+    ORDER BY p.slot
+    FOR UPDATE
+), next AS (
+    UPDATE windrow.catalog c SET epoch = c.epoch + 1 WHERE EXISTS (SELECT FROM due) RETURNING c.epoch
+)
+UPDATE windrow.placement p
+SET reads = p.writes
+FROM due, next
+WHERE p.slot = due.slot
+RETURNING p.slot
