@@ -1,0 +1,565 @@
+"""Slots move between two databases: with every sort of job, while balancers die, and while work goes on (I1–I6)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from balancer.move import Progress
+from shard import arrays, catalog, moving, statements
+from shard.catalog import Move
+from shard.errors import Misconfigured, NotOwned, ShardUnavailable, UnknownQueue
+from shard.lease import parse_token, token
+from shard.placement import slot_of
+from shard.records import JobRecord
+from shard.retry import Fixed
+from shard.settling import Nack
+from shard.vocabulary import Answer, JobId, Lease, OrgId, Outcome, QueueName, ShardName
+from tests import timemachine
+from tests.jobs import HOUR_US, QUEUE, ids_of, lease_jobs, some_jobs
+from tests.pair import A, B, Died, Fate, Pair, mortal_mover, open_pair
+
+OTHER = QueueName("other")
+
+
+@pytest.fixture
+async def pair(fresh_dsn: str, empty_dsn: str) -> AsyncGenerator[Pair, None]:
+    async with open_pair(fresh_dsn, empty_dsn) as opened:
+        yield opened
+
+
+async def lease_one(pair: Pair, shard: ShardName, org: OrgId, queue: str) -> tuple[JobId, Lease]:
+    prefix, (job,) = await pair.store(shard).claim(
+        org, [QueueName(queue)], max_jobs=1, window_us=HOUR_US, worker="somebody"
+    )
+    return job.id, parse_token(token(prefix, job.id))[1]
+
+
+async def populate(pair: Pair, shard: ShardName, org: OrgId, *, epoch: int = 1) -> dict[str, JobId]:
+    """A job of each sort, by what it is; none under a lease."""
+    store = pair.store(shard)
+    made: dict[str, JobId] = {}
+
+    async def make(what: str, **options: Any) -> JobId:
+        jobs = some_jobs(org, 1, queue=what, **options)
+        jobs.payloads[0] = f'{what} "\\{{,}} \x00 ü'.encode()
+        jobs.attributes[0] = json.dumps({"what": what, "quotes": '\\"{},()', "": "ü\n"})
+        jobs.traces[0] = "00-trace"
+        assert await store.enqueue(jobs, epoch=epoch) == {}
+        made[what] = ids_of(jobs)[0]
+        return made[what]
+
+    await make("scheduled", delay_us=HOUR_US, priority=9)
+    await make("ready", dedup_keys=[f"key-{org}"], retry=Fixed(delay_us=5), max_attempts=7)
+    await make("failed", priority=1)
+    _, lease = await lease_one(pair, shard, org, "failed")
+    assert await store.nack(org, [Nack(lease=lease, error='it "failed" \\ {so}', delay_us=0)]) == [Answer.OK]
+    await make("given back")
+    _, lease = await lease_one(pair, shard, org, "given back")
+    assert await store.release(org, [lease]) == [Answer.OK]
+    await make("lost")
+    await lease_one(pair, shard, org, "lost")
+    assert await timemachine.end_leases(pair.databases[shard], org) == 1
+    await make("dead")
+    _, lease = await lease_one(pair, shard, org, "dead")
+    assert await store.nack(org, [Nack(lease=lease, error="no", kill=True)]) == [Answer.OK]
+    await make("done", dedup_keys=[f"done-{org}"])
+    _, lease = await lease_one(pair, shard, org, "done")
+    assert await store.ack(org, [lease], [b"result"]) == [Answer.OK]
+    await make("cancelled")
+    assert await store.cancel(org, [made["cancelled"]], reason="why") == [Answer.OK]
+    return made
+
+
+FINISHED = {"done", "cancelled"}
+
+
+def told(record: JobRecord) -> JobRecord:
+    """What everybody may know of a job, who notices that a lease has ended or not."""
+    unseen = record.state == "ready" and record.worker is not None
+    history = [(a.attempt, a.worker, a.leased_at, a.ended_at, a.outcome.value, a.error) for a in record.attempts()]
+    record = record._replace(history=json.dumps(history))
+    if unseen:
+        assert record.deadline is not None
+        record = record._replace(run_at=record.deadline, deadline=None, worker=None, leased_at=None)
+    return record
+
+
+async def assert_all_there(
+    pair: Pair, org: OrgId, before: dict[tuple[ShardName, JobId], JobRecord], at: ShardName, finished_at: ShardName
+) -> None:
+    """Every job as it was, on exactly one shard: live and dead ones where they went to."""
+    found = await pair.jobs(org, [job for _, job in before])
+    assert len(found) == len(before)
+    for (_, job), record in before.items():
+        home = finished_at if record.state in ("succeeded", "cancelled") else at
+        assert told(found[home, job]) == told(record)
+    await pair.balance()
+
+
+async def take_steps(pair: Pair, move: Move, count: int) -> None:
+    """Close, open, switch, jobs, …"""
+    mover = pair.mover(move)
+    for _ in range(count):
+        assert await mover.step()
+
+
+# Balancers that die
+
+
+@pytest.mark.parametrize("how", ["before", "rolled back", "unheard", "cancelled", "cut"])
+@pytest.mark.timeout(600)
+async def test_a_move_is_finished_by_another_balancer_wherever_the_first_one_died(
+    pair: Pair, org: OrgId, how: str
+) -> None:
+    """There and back, and one act further each time."""
+    home, away, epoch = A, B, 1
+    at = 0
+    while True:
+        at += 1
+        before = await pair.jobs(org, list((await populate(pair, home, org, epoch=epoch)).values()))
+        move = await pair.begin([org], target=away)
+        fate = Fate(at=at, how=how)
+        async with mortal_mover(pair, move, fate) as mover:
+            try:
+                await asyncio.create_task(mover.finish())
+            except (Died, ShardUnavailable, asyncio.CancelledError):
+                # Somebody looks at it before it goes on.
+                await pair.balance()
+        if fate.acts < at:
+            break
+        await pair.mover(move).finish()
+        assert await pair.placement(org) == ((away,), (away,))
+        await assert_all_there(pair, org, before, away, home)
+        # The next one has keys of the same names.
+        for shard in (A, B):
+            await pair.store(shard).cancel(org, [job for _, job in before], reason="")
+            await timemachine.end_dedup_windows(pair.databases[shard], org)
+        home, away, epoch = away, home, move.epoch
+    assert at > 30, fate.names
+
+
+async def test_the_books_balance_and_every_job_is_visible_once_at_most_after_every_act(pair: Pair, org: OrgId) -> None:
+    made = await populate(pair, A, org)
+    before = await pair.jobs(org, list(made.values()))
+    live = [job for what, job in made.items() if what not in FINISHED]
+    seen: list[str] = []
+
+    async def look(name: str) -> None:
+        seen.append(name)
+        await pair.balance()
+        found = await pair.jobs(org, list(made.values()))
+        assert all(sum((shard, job) in found for shard in (A, B)) <= 1 for job in made.values())
+        # Nobody is told that a job does not exist.
+        for job in live:
+            known = [await pair.store(shard).get(org, [job], include_payload=False) for shard in (A, B)]
+            assert any(known), (name, job)
+
+    move = await pair.begin([org], target=B)
+    async with mortal_mover(pair, move, Fate(at=0, how="", after=look)) as mover:
+        await mover.finish()
+    assert {"depart", "take", "forget", "switch", "leave", "transaction"} <= set(seen)
+    await assert_all_there(pair, org, before, B, A)
+
+
+async def test_balancers_that_work_at_the_same_time_do_no_harm(pair: Pair, org: OrgId) -> None:
+    before = {}
+    orgs = [OrgId(f"{org}-{n}") for n in range(6)]
+    for one in orgs:
+        before[one] = await pair.jobs(one, list((await populate(pair, A, one)).values()))
+    move = await pair.begin(orgs, target=B)
+    async with asyncio.TaskGroup() as group:
+        for _ in range(4):
+            group.create_task(pair.mover(move).finish())
+    for one in orgs:
+        await assert_all_there(pair, one, before[one], B, A)
+
+
+# Steps that come late
+
+
+async def test_a_step_that_comes_late_changes_nothing(pair: Pair, org: OrgId) -> None:
+    """Each step of the first move, taken again after the second, by somebody who froze in between."""
+    made = await populate(pair, A, org)
+    slots = [slot_of(org)]
+    planned = await pair.known()
+    first = await catalog.begin(pair.catalog, planned, slots, target=B)
+    assert first is not None
+    queues = await moving.read_queues(pair.databases[A], slots)
+    await pair.mover(first).finish()
+    second = await pair.move([org], target=A)
+    # A third is under way: the first one's source is a source again, with a chunk that nobody has taken.
+    third = await pair.begin([org], target=B)
+    await take_steps(pair, third, 3)
+    assert await moving.depart(pair.databases[A], {slots[0]: 1}, epoch=third.epoch, rows_max=2, bytes_max=1000) != {}
+    departed = await moving.read_departing(pair.databases[A], slots, epoch=third.epoch)
+
+    async def everything() -> object:
+        tables = (
+            b"SELECT * FROM windrow.placement p WHERE p.epoch > 1",
+            b"SELECT epoch FROM windrow.catalog",
+            b"SELECT slot, shard FROM windrow.former_owner ORDER BY shard",
+            b"SELECT * FROM windrow.owned_slot WHERE epoch > 1",
+            b"SELECT id::text, chunk FROM windrow.departing ORDER BY id",
+            b"SELECT id::text FROM windrow.job ORDER BY id",
+            b"SELECT id::text FROM windrow.dead ORDER BY id",
+            b"SELECT org, queue, paused, slot FROM windrow.queue ORDER BY org, queue",
+            b"SELECT org_id, sum(accepted)::bigint FROM windrow.tally GROUP BY 1",
+        )
+        return [[await database.run(table, {}) for table in tables] for database in pair.databases.values()]
+
+    await pair.books[A].alter_queue(org, QueueName("ready"), paused=True, epoch=third.epoch, draining=True)
+    before = await everything()
+    for late in (first, second):
+        source, target = pair.databases[late.source], pair.databases[late.target]
+        await moving.close(source, slots, epoch=late.epoch)
+        await moving.open_slots(target, slots, epoch=late.epoch, queues=queues)
+        await catalog.switch(pair.catalog, late)
+        for chunk in range(5):
+            assert not await moving.depart(source, {slots[0]: chunk}, epoch=late.epoch, rows_max=9, bytes_max=9999)
+            assert not await moving.take(target, [part._replace(chunk=chunk) for part in departed], epoch=late.epoch)
+            assert await moving.forget(source, {slots[0]: chunk}, epoch=late.epoch) == 0
+        assert await catalog.leave(pair.catalog, late, slots) == 0
+        for shard in (A, B):
+            await catalog.grant(pair.databases[shard], planned)
+    assert await catalog.begin(pair.catalog, planned, slots, target=B) is None
+    # And of the third itself, what has been done, and what has another number.
+    assert not await moving.depart(pair.databases[A], {slots[0]: 1}, epoch=third.epoch, rows_max=9, bytes_max=9999)
+    assert not await moving.depart(pair.databases[A], {slots[0]: 3}, epoch=third.epoch, rows_max=9, bytes_max=9999)
+    assert not await moving.take(pair.databases[B], [part._replace(chunk=2) for part in departed], epoch=third.epoch)
+    assert await moving.forget(pair.databases[A], {slots[0]: 2}, epoch=third.epoch) == 0
+    assert await everything() == before
+    await pair.mover(third).finish()
+    assert len(await pair.jobs(org, list(made.values()))) == len(made)
+    await pair.balance()
+
+
+# What a move waits for, and what it refuses
+
+
+async def test_a_move_waits_for_leases_and_moves_what_becomes_of_the_jobs(pair: Pair, org: OrgId) -> None:
+    store = pair.store(A)
+    fates = ["acked", "nacked", "killed", "released", "lost", "cancelled"]
+    held: dict[str, Lease] = {}
+    names: dict[str, JobId] = {}
+    for fate in fates:
+        await store.enqueue(some_jobs(org, 1, queue=fate))
+        names[fate], held[fate] = await lease_one(pair, A, org, fate)
+    waits = asyncio.Event()
+    counted: list[int] = []
+
+    def report(progress: Progress) -> None:
+        counted.append(progress.leased)
+        if progress.leased == len(fates):
+            waits.set()
+
+    move = await pair.begin([org], target=B)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(pair.mover(move, report).finish())
+        await waits.wait()
+        assert await pair.placement(org) == ((B,), (A, B))
+        assert await store.extend(org, [held["acked"]], window_us=2 * HOUR_US) == [Answer.OK]
+        assert await store.ack(org, [held["acked"]]) == [Answer.OK]
+        assert await store.nack(org, [Nack(lease=held["nacked"], delay_us=HOUR_US)]) == [Answer.OK]
+        assert await store.nack(org, [Nack(lease=held["killed"], kill=True)]) == [Answer.OK]
+        assert await store.release(org, [held["released"]]) == [Answer.OK]
+        assert await store.cancel(org, [names["cancelled"]], reason="") == [Answer.OK]
+        await timemachine.end_leases(pair.databases[A], org)
+    states = {
+        name: (shard, record.state) for (shard, name), record in (await pair.jobs(org, list(names.values()))).items()
+    }
+    assert states == {
+        names["acked"]: (A, "succeeded"),
+        names["cancelled"]: (A, "cancelled"),
+        names["nacked"]: (B, "scheduled"),
+        names["killed"]: (B, "dead"),
+        names["released"]: (B, "ready"),
+        names["lost"]: (B, "ready"),
+    }
+    # The history that travelled tells what became of a lease.
+    after = pair.store(B)
+    assert await after.ack(org, list(held.values())) == [
+        Answer.NOT_FOUND,
+        Answer.STALE,
+        Answer.STALE,
+        Answer.STALE,
+        Answer.STALE,
+        Answer.NOT_FOUND,
+    ]
+    assert await after.release(org, [held["released"]]) == [Answer.OK]
+    assert await after.nack(org, [Nack(lease=held["killed"])]) == [Answer.OK]
+    (record,) = await after.get(org, [names["lost"]], include_payload=False)
+    assert [(attempt.attempt, attempt.outcome) for attempt in record.attempts()] == [(1, Outcome.EXPIRED)]
+    ((job, _),) = await lease_jobs(after, org, queue="lost")
+    assert job.attempt == 2
+    await pair.balance()
+
+
+async def test_slots_that_are_empty_do_not_wait_for_the_others_leases(pair: Pair, org: OrgId, other_org: OrgId) -> None:
+    for one in (org, other_org):
+        await pair.store(A).enqueue(some_jobs(one, 2))
+    await lease_one(pair, A, org, QUEUE)
+    waits = asyncio.Event()
+
+    def report(progress: Progress) -> None:
+        if progress.leased and progress.move.slots == (slot_of(org),):
+            waits.set()
+
+    move = await pair.begin([org, other_org], target=B)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(pair.mover(move, report).finish())
+        await waits.wait()
+        assert await pair.placement(other_org) == ((B,), (B,))
+        assert await pair.placement(org) == ((B,), (A, B))
+        await timemachine.end_leases(pair.databases[A], org)
+
+
+async def test_nothing_moves_when_a_shard_knows_of_a_later_epoch_than_the_catalog(pair: Pair, org: OrgId) -> None:
+    """As where the catalog was restored from a backup."""
+    made = await populate(pair, A, org)
+    await pair.databases[B].run(
+        b"INSERT INTO windrow.owned_slot (slot, state, epoch) VALUES (%(slot)s, 'draining', 40)", {"slot": slot_of(org)}
+    )
+    move = await pair.begin([org], target=B)
+    with pytest.raises(Misconfigured, match=rf"shard 's2' knows of epoch 40 for slot {slot_of(org)}.*from a backup"):
+        await pair.mover(move).finish()
+    assert {shard for shard, _ in await pair.jobs(org, list(made.values()))} == {A}
+    assert await pair.store(A).enqueue(some_jobs(org, 1)) == {}, "the slot is still open"
+
+
+@pytest.mark.parametrize("restored", [A, B])
+async def test_nothing_moves_when_a_shard_has_forgotten_chunks(pair: Pair, org: OrgId, restored: ShardName) -> None:
+    await pair.store(A).enqueue(some_jobs(org, 9))
+    move = await pair.begin([org], target=B)
+    # begin is done; close, open, switch, one chunk.
+    await take_steps(pair, move, 3)
+    change = b"UPDATE windrow.owned_slot SET chunk = %(chunk)s WHERE slot = %(slot)s"
+    for shard in (A, B):
+        await pair.databases[shard].run(change, {"chunk": 3 if shard == restored else 7, "slot": slot_of(org)})
+    with pytest.raises(Misconfigured, match=f"shard '{restored}' is at chunk 3 of slot .* Was '{restored}' restored"):
+        await pair.mover(move).finish()
+    await pair.balance()
+
+
+async def test_a_target_that_does_not_know_a_queue_stores_nothing_and_nothing_is_lost(pair: Pair, org: OrgId) -> None:
+    jobs = some_jobs(org, 2)
+    await pair.store(A).enqueue(jobs)
+    move = await pair.begin([org], target=B)
+    await take_steps(pair, move, 3)
+    await pair.databases[B].run(b"DELETE FROM windrow.queue", {})
+    with pytest.raises(Misconfigured, match=r"shard 's2' refuses jobs that move there.*kept where they come from"):
+        await pair.mover(move).finish()
+    await pair.balance()
+    await moving.make_queues(pair.databases[B], await moving.read_queues(pair.databases[A], move.slots))
+    await pair.mover(move).finish()
+    assert {shard for shard, _ in await pair.jobs(org, ids_of(jobs))} == {B}
+
+
+async def test_a_shard_that_is_not_in_the_cluster_file_is_named(pair: Pair, org: OrgId) -> None:
+    move = await pair.begin([org], target=ShardName("s9"))
+    with pytest.raises(Misconfigured, match="shard 's9', which the cluster file does not name"):
+        await pair.mover(move).finish()
+
+
+# Producers
+
+
+async def test_a_job_or_key_that_is_sent_again_is_told_its_first_id_before_during_and_after_a_move(
+    pair: Pair, org: OrgId
+) -> None:
+    """As a router does: it asks those who owned the slot before, then stores what none of them knows."""
+    made = await populate(pair, A, org)
+    keyed = {made["ready"]: f"key-{org}", made["done"]: f"done-{org}"}
+    queues = {job: what for what, job in made.items()}
+    asked_while: set[str] = set()
+
+    async def send_again(name: str) -> None:
+        known = (await pair.known()).placement(org)
+        writer = known.writes[0]
+        others = [former.shard for former in known.former if former.shard != writer]
+        asked_while.add("after" if known.at_rest and writer == B else "before" if not others else "during")
+        for job, what in queues.items():
+            again = some_jobs(org, ids=[job], queue=what)
+            twin = some_jobs(org, 1, queue=what, dedup_keys=[keyed[job]] if job in keyed else [])
+            for jobs in (again, twin) if job in keyed else (again,):
+                found: dict[int, JobId] = {}
+                for other in others:
+                    found.update(await pair.store(other).known(jobs))
+                if not found:
+                    try:
+                        found = await pair.store(writer).enqueue(jobs, epoch=known.epoch)
+                    except NotOwned:
+                        # Between close and switch nobody takes jobs.
+                        ((_, state, epoch, _),) = (await pair.slots(move.slots))[A]
+                        assert (writer, state, epoch) == (A, "draining", known.epoch), name
+                        continue
+                assert found == {0: job}, (name, what)
+
+    await send_again("")
+    move = await pair.begin([org], target=B)
+    async with mortal_mover(pair, move, Fate(at=0, how="", after=send_again)) as mover:
+        await mover.finish()
+    await send_again("")
+    assert asked_while == {"before", "during", "after"}
+    await pair.balance()
+
+
+async def test_a_former_owner_is_asked_only_for_what_it_may_know(pair: Pair, org: OrgId) -> None:
+    await pair.store(A).enqueue(some_jobs(org, 1))
+    await pair.move([org], target=B)
+    known = (await pair.known()).placement(org)
+    (former,) = known.former
+    assert (former.shard, known.writes) == (A, (B,))
+    left_ms = former.left_at // 1000
+    hour_ms = HOUR_US // 1000
+    assert former.may_know(left_ms + 2 * hour_ms, keyed=False)
+    assert not former.may_know(left_ms + 2 * hour_ms + 1, keyed=False)
+    assert former.may_know(left_ms + 31 * 24 * hour_ms, keyed=True)
+    assert not former.may_know(left_ms + 31 * 24 * hour_ms + 1, keyed=True)
+
+
+async def test_a_router_that_does_not_know_of_the_move_is_refused_by_both(pair: Pair, org: OrgId) -> None:
+    await pair.store(A).enqueue(some_jobs(org, 1))
+    move = await pair.move([org], target=B)
+    for shard in (A, B):
+        with pytest.raises(NotOwned) as caught:
+            await pair.store(shard).enqueue(some_jobs(org, 1), epoch=move.epoch - 1)
+        assert caught.value.epoch == move.epoch
+    with pytest.raises(NotOwned):
+        await pair.store(A).enqueue(some_jobs(org, 1), epoch=move.epoch)
+    assert await pair.store(B).enqueue(some_jobs(org, 1), epoch=move.epoch) == {}
+
+
+# Configuration
+
+
+async def test_queues_move_with_their_configuration(pair: Pair, org: OrgId) -> None:
+    books = pair.books[A]
+    await books.create_queue(org, QUEUE, retry=Fixed(delay_us=7), max_attempts=3)
+    await books.create_queue(org, OTHER, retry=None, max_attempts=None)
+    await books.alter_queue(org, OTHER, paused=True)
+    await books.create_queue(org, QueueName("gone"), retry=None, max_attempts=5)
+    await books.delete_queue(org, QueueName("gone"))
+    before, _ = await books.list_queues(org, page_size=10, page_token="")
+    move = await pair.move([org], target=B)
+    after, _ = await pair.books[B].list_queues(org, page_size=10, page_token="")
+    assert after == before
+    assert [queue.paused for queue in after] == [False, True]
+    # And back, over what is there.
+    await pair.books[B].alter_queue(org, OTHER, paused=False, epoch=move.epoch)
+    await pair.books[B].alter_queue(org, QUEUE, reset=["retry"], epoch=move.epoch)
+    changed, _ = await pair.books[B].list_queues(org, page_size=10, page_token="")
+    await pair.move([org], target=A)
+    back, _ = await books.list_queues(org, page_size=10, page_token="")
+    assert back == changed != before
+
+
+async def test_a_configuration_is_changed_on_its_writer_alone_and_on_the_source_while_that_drains(
+    pair: Pair, org: OrgId
+) -> None:
+    a, b = pair.books[A], pair.books[B]
+    await pair.store(A).enqueue(some_jobs(org, 1))
+    await lease_one(pair, A, org, QUEUE)
+    move = await pair.begin([org], target=B)
+    assert (await a.alter_queue(org, QUEUE, paused=True, epoch=move.epoch)).paused, "its source takes jobs yet"
+    await take_steps(pair, move, 4)
+    assert (await b.get_queue(org, QUEUE)).paused
+    for books, epoch in ((a, move.epoch), (a, 1), (b, 1)):
+        for change in (
+            books.alter_queue(org, QUEUE, paused=False, epoch=epoch),
+            books.create_queue(org, QueueName(f"new-{epoch}-{books.name}"), retry=None, max_attempts=2, epoch=epoch),
+            books.delete_queue(org, QUEUE, epoch=epoch),
+        ):
+            with pytest.raises(NotOwned) as caught:
+                await change
+            assert caught.value.epoch == move.epoch
+    assert not (await b.alter_queue(org, QUEUE, paused=False, epoch=move.epoch)).paused
+    assert not (await a.alter_queue(org, QUEUE, paused=False, epoch=move.epoch, draining=True)).paused
+    with pytest.raises(UnknownQueue):
+        await b.alter_queue(org, QueueName("nowhere"), paused=True, epoch=move.epoch)
+    await timemachine.end_leases(pair.databases[A], org)
+    await pair.mover(move).finish()
+    back = await pair.move([org], target=A)
+    # A change for the first move comes late, to a shard that is no source any more.
+    with pytest.raises(NotOwned):
+        await a.alter_queue(org, QUEUE, paused=True, epoch=move.epoch, draining=True)
+    assert not (await a.get_queue(org, QUEUE)).paused
+    assert (await a.alter_queue(org, QUEUE, paused=True, epoch=back.epoch)).paused
+
+
+# Jobs that are departing
+
+
+async def test_a_departing_job_is_looked_up_but_not_touched(pair: Pair, org: OrgId) -> None:
+    made = await populate(pair, A, org)
+    before = await pair.jobs(org, list(made.values()))
+    move = await pair.begin([org], target=B)
+    await take_steps(pair, move, 3)
+    await moving.depart(pair.databases[A], {move.slots[0]: 1}, epoch=move.epoch, rows_max=99, bytes_max=10**6)
+    store = pair.store(A)
+    found = {record.id: record for record in await store.get(org, list(made.values()), include_payload=True)}
+    assert {name: told(record) for name, record in found.items()} == {
+        name: told(record) for (_, name), record in before.items()
+    }
+    for what, job in made.items():
+        assert await store.known(some_jobs(org, ids=[job], queue=what)) == {0: job}
+        if what not in FINISHED:
+            assert await store.cancel(org, [job], reason="") == [Answer.DEPARTING]
+            assert await lease_jobs(store, org, queue=what) == []
+    await pair.balance()
+    await pair.mover(move).finish()
+    await assert_all_there(pair, org, before, B, A)
+
+
+async def test_a_chunk_is_bounded_in_bytes(pair: Pair, org: OrgId) -> None:
+    jobs = some_jobs(org, 10)
+    jobs.payloads = [b"x" * 1000] * 10
+    await pair.store(A).enqueue(jobs)
+    await moving.close(pair.databases[A], [slot_of(org)], epoch=5)
+    for chunk, bytes_max, count in ((1, 2500, 3), (2, 1, 1), (3, 99_999, 6)):
+        slots = {slot_of(org): chunk}
+        departed = await moving.depart(pair.databases[A], slots, epoch=5, rows_max=99, bytes_max=bytes_max)
+        assert departed == {slot_of(org): count}
+
+
+# Orgs with a slot of their own
+
+
+async def test_a_pinned_org_moves_and_leaves_its_neighbours(pair: Pair, org: OrgId) -> None:
+    """Its slot is no hash's: every row that tells its slot goes by the source's."""
+    slot = 16_384
+    for database in pair.databases.values():
+        await moving.make_queues(
+            database,
+            [moving.QueueOfSlot(slot_of(org), org, QUEUE, False, None, None, True, None)],
+        )
+    jobs = some_jobs(org, 3)
+    await pair.store(A).enqueue(jobs)
+    await pair.catalog.run(
+        b"INSERT INTO windrow.placement (slot, writes, reads, epoch) VALUES (%(slot)s, '{s1}', '{s1}', 2)",
+        {"slot": slot},
+    )
+    await pair.catalog.run(
+        b"INSERT INTO windrow.pin (org, slot) VALUES (%(org)s, %(slot)s)", {"org": org, "slot": slot}
+    )
+    await pair.catalog.run(b"UPDATE windrow.catalog SET epoch = 2", {})
+    await pair.databases[A].run(
+        b"UPDATE windrow.org SET slot = %(slot)s WHERE org = %(org)s", {"org": org, "slot": slot}
+    )
+    await pair.databases[A].run(statements.ADOPT_QUEUES, {"orgs": arrays.texts([org])})
+    known = await pair.known()
+    assert known.slot(org) == slot
+    await catalog.grant(pair.databases[A], known)
+    assert await pair.store(A).enqueue(some_jobs(org, 1), epoch=2) == {}
+    move = await catalog.begin(pair.catalog, known, [known.slot(org)], target=B)
+    assert move is not None
+    await pair.mover(move).finish()
+    assert {shard for shard, _ in await pair.jobs(org, ids_of(jobs))} == {B}
+    assert await pair.store(B).enqueue(some_jobs(org, 1), epoch=move.epoch) == {}
+    with pytest.raises(NotOwned) as caught:
+        await pair.store(A).enqueue(some_jobs(org, 1), epoch=move.epoch)
+    assert caught.value.slot == slot

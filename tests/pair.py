@@ -1,0 +1,207 @@
+"""Two shards, of which the first has the catalog and at first every slot; and balancers that die."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from balancer.move import Mover, Pace, Progress
+from shard import catalog, schema
+from shard.books import Books
+from shard.catalog import Catalog, Move
+from shard.connection import Connection
+from shard.database import Database
+from shard.placement import slot_of
+from shard.store import Store
+from shard.vocabulary import JobId, OrgId, ShardName, Slot
+from tests.conftest import CLUSTER, SHARD
+
+A, B = SHARD, ShardName("s2")
+# Small chunks and no pauses: much happens, and soon.
+PACE = Pace(rows_max=4, look_s=0.01)
+
+
+@dataclass(kw_only=True)
+class Pair:
+    dsns: Mapping[ShardName, str]
+    databases: Mapping[ShardName, Database]
+    books: Mapping[ShardName, Books]
+
+    @property
+    def catalog(self) -> Database:
+        return self.databases[A]
+
+    def store(self, shard: ShardName) -> Store:
+        """As of a router that has just started."""
+        return Store(self.databases[shard])
+
+    def mover(self, move: Move, report: Callable[[Progress], None] = lambda _: None) -> Mover:
+        return Mover(self.catalog, self.databases, move.epoch, pace=PACE, report=report)
+
+    async def begin(self, orgs: Sequence[OrgId], *, target: ShardName) -> Move:
+        known = await catalog.read(self.catalog)
+        move = await catalog.begin(self.catalog, known, {slot_of(org) for org in orgs}, target=target)
+        assert move is not None
+        return move
+
+    async def move(self, orgs: Sequence[OrgId], *, target: ShardName) -> Move:
+        move = await self.begin(orgs, target=target)
+        await self.mover(move).finish()
+        return move
+
+    async def balance(self) -> None:
+        """The books of both shards (I5)."""
+        for books in self.books.values():
+            for entry in await books.check():
+                assert entry.balanced, entry
+
+    async def known(self) -> Catalog:
+        return await catalog.read(self.catalog)
+
+    async def placement(self, org: OrgId) -> tuple[tuple[ShardName, ...], tuple[ShardName, ...]]:
+        placement = (await self.known()).placement(org)
+        return placement.writes, placement.reads
+
+    async def slots(self, slots: Sequence[Slot]) -> dict[ShardName, list[tuple[object, ...]]]:
+        """What each shard knows of these slots."""
+        return {
+            name: await database.run(
+                b"SELECT slot, state, epoch, chunk FROM windrow.owned_slot WHERE slot = ANY (%(slots)s) ORDER BY slot",
+                {"slots": list(slots)},
+            )
+            for name, database in self.databases.items()
+        }
+
+    async def jobs(self, org: OrgId, ids: Sequence[JobId]) -> dict[tuple[ShardName, JobId], Any]:
+        """What each shard has of these jobs, but for what is departing."""
+        found: dict[tuple[ShardName, JobId], Any] = {}
+        for name, database in self.databases.items():
+            departing = {row[0] for row in await database.run(b"SELECT id::text FROM windrow.departing", {})}
+            for record in await self.store(name).get(org, ids, include_payload=True):
+                if record.id not in departing:
+                    found[name, record.id] = record
+        return found
+
+
+@contextlib.asynccontextmanager
+async def open_pair(first_dsn: str, second_dsn: str) -> AsyncGenerator[Pair, None]:
+    """The first is migrated and owns every slot, the second is empty."""
+    dsns = {A: first_dsn, B: second_dsn}
+    databases = {name: Database(name, dsn) for name, dsn in dsns.items()}
+    books = {name: Database(name, dsn, connections=1, for_books=True) for name, dsn in dsns.items()}
+    try:
+        for database in (*databases.values(), *books.values()):
+            await database.open()
+        await schema.migrate(databases[B], cluster=CLUSTER)
+        yield Pair(dsns=dsns, databases=databases, books={name: Books(database) for name, database in books.items()})
+    finally:
+        for database in (*databases.values(), *books.values()):
+            await database.close()
+
+
+class Died(Exception):
+    """A balancer, at the act that its fate names."""
+
+
+@dataclass(kw_only=True)
+class Fate:
+    """Counts what a balancer does to all databases, and ends it at one act. `how`: "before" the act; "rolled back",
+    after its statements and before their commit; "unheard", when it is committed, and nobody has been told;
+    "cancelled" on the way; "cut" off from its database, which it may survive."""
+
+    at: int
+    how: str
+    acts: int = 0
+    # What is done after each act.
+    after: Callable[[str], Awaitable[None]] | None = None
+    names: list[str] = field(default_factory=list[str])
+
+    def comes(self) -> bool:
+        self.acts += 1
+        return self.acts == self.at
+
+
+class Mortal(Database):
+    def __init__(self, name: ShardName, dsn: str, fate: Fate) -> None:
+        super().__init__(name, dsn, connections=1)
+        self._dsn = dsn
+        self._fate = fate
+
+    async def run(self, statement: bytes, parameters: Mapping[str, object]) -> list[Any]:
+        fate = self._fate
+        name = getattr(statement, "name", "statement")
+        fate.names.append(name)
+        if fate.comes():
+            match fate.how:
+                case "before":
+                    raise Died
+                case "rolled back":
+                    async with super().transaction() as connection:
+                        await connection.run(statement, parameters)
+                        raise Died
+                case "unheard":
+                    await super().run(statement, parameters)
+                    raise Died
+                case "cancelled":
+                    leave()
+                case _:
+                    await self._cut()
+        rows = await super().run(statement, parameters)
+        if fate.after is not None:
+            await fate.after(name)
+        return rows
+
+    @contextlib.asynccontextmanager
+    async def transaction(self) -> AsyncGenerator[Connection]:
+        fate = self._fate
+        comes = fate.comes()
+        fate.names.append("transaction")
+        if comes and fate.how == "before":
+            raise Died
+        async with super().transaction() as connection:
+            if comes and fate.how == "cut":
+                await self._cut()
+            yield connection
+            if comes and fate.how == "rolled back":
+                raise Died
+            if comes and fate.how == "cancelled":
+                leave()
+        if comes and fate.how == "unheard":
+            raise Died
+        if fate.after is not None:
+            await fate.after("transaction")
+
+    async def _cut(self) -> None:
+        other = Database(self.name, self._dsn, connections=1)
+        await other.open()
+        await other.run(
+            b"SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+            b"WHERE datname = current_database() AND backend_type = 'client backend' AND pid <> pg_backend_pid()",
+            {},
+        )
+        await other.close()
+
+
+def leave() -> None:
+    """The task is cancelled where it waits next."""
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+
+
+@contextlib.asynccontextmanager
+async def mortal_mover(pair: Pair, move: Move, fate: Fate) -> AsyncGenerator[Mover, None]:
+    """Of a balancer in a process of its own."""
+    catalog_database = Mortal(A, pair.dsns[A], fate)
+    shards = {name: Mortal(name, dsn, fate) for name, dsn in pair.dsns.items()}
+    databases = [catalog_database, *shards.values()]
+    try:
+        for database in databases:
+            await database.open()
+        yield Mover(catalog_database, shards, move.epoch, pace=PACE, report=lambda _: None)
+    finally:
+        for database in databases:
+            await database.close()

@@ -1,0 +1,196 @@
+"""Work goes on while slots move there and back, and balancers die: each job is stored once and acked once, whatever
+routers know of the placement (I1, I2, I3, I5, I6). What happens when is drawn from a seed, and from how the databases
+are scheduled.
+
+HYPOTHESIS_PROFILE=long searches for minutes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections import Counter
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+
+from shard import catalog
+from shard.catalog import Catalog
+from shard.errors import NotOwned, ShardUnavailable
+from shard.lease import parse_token, token
+from shard.placement import slot_of
+from shard.settling import Nack
+from shard.store import Store
+from shard.vocabulary import Answer, JobId, NewJobs, OrgId, QueueName, ShardName
+from tests.jobs import HOUR_US, job_id
+from tests.pair import A, B, Died, Fate, Pair, mortal_mover, open_pair
+
+ORGS, QUEUES, KEYS = 3, ("a", "b"), 8
+MOVES = max(4, settings().max_examples // 25)
+PATIENCE_S = 60.0
+
+
+@pytest.fixture
+async def pair(fresh_dsn: str, empty_dsn: str) -> AsyncGenerator[Pair, None]:
+    async with open_pair(fresh_dsn, empty_dsn) as opened:
+        yield opened
+
+
+@dataclass(kw_only=True)
+class Router:
+    """Does what a router does, by a catalog that may be old."""
+
+    pair: Pair
+    known: Catalog
+    stores: dict[ShardName, Store]
+    refused: int = 0
+
+    async def learn(self) -> None:
+        self.known = await self.pair.known()
+
+    async def enqueue(self, jobs: NewJobs) -> dict[int, JobId]:
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                placement = self.known.placement(jobs.org)
+                (writer,) = placement.writes
+                found: dict[int, JobId] = {}
+                for former in placement.former:
+                    if former.shard != writer:
+                        found.update(await self.stores[former.shard].known(jobs))
+                rest = [at for at in range(len(jobs)) if at not in found]
+                try:
+                    late = await self.stores[writer].enqueue(jobs.only(rest), epoch=placement.epoch)
+                except NotOwned:
+                    self.refused += 1
+                    await self.learn()
+                else:
+                    return found | {rest[at]: name for at, name in late.items()}
+
+
+@dataclass(kw_only=True)
+class Told:
+    """What producers and consumers were told."""
+
+    # Every job that an enqueue said it stored, and how often it was acked.
+    stored: Counter[tuple[OrgId, str]] = field(default_factory=Counter[tuple[OrgId, str]])
+    acked: Counter[tuple[OrgId, str]] = field(default_factory=Counter[tuple[OrgId, str]])
+    # The jobs that were ever told for one dedup key.
+    keyed: dict[tuple[OrgId, str, str], set[str]] = field(default_factory=dict[tuple[OrgId, str, str], set[str]])
+
+
+async def produce(router: Router, orgs: list[OrgId], told: Told, luck: random.Random, over: asyncio.Event) -> None:
+    """New jobs, and jobs and keys that were sent before: through this router or another, some after long."""
+    sent: list[NewJobs] = []
+    while not over.is_set():
+        if sent and luck.random() < 0.5:
+            jobs = luck.choice(sent)
+        else:
+            jobs = NewJobs(org=luck.choice(orgs))
+            for at in range(luck.randint(1, 4)):
+                jobs.ids.append(job_id())
+                jobs.queues.append(QueueName(luck.choice(QUEUES)))
+                jobs.kinds.append("k")
+                jobs.payloads.append(b"x")
+                if luck.random() < 0.4:
+                    jobs.dedup_keys[at] = f"key-{luck.randrange(KEYS)}"
+                    jobs.dedup_window_us[at] = 24 * HOUR_US
+            sent.append(jobs)
+        known = await router.enqueue(jobs)
+        for at, name in enumerate(jobs.ids):
+            if at not in known:
+                told.stored[jobs.org, name] += 1
+            if at in jobs.dedup_keys:
+                key = jobs.org, jobs.queues[at], jobs.dedup_keys[at]
+                told.keyed.setdefault(key, set()).add(known.get(at, JobId(name)))
+
+
+async def consume(router: Router, org: OrgId, told: Told, luck: random.Random) -> int:
+    """Claims on every shard that may have jobs, and ends each lease somehow; a few of them by letting go."""
+    claimed = 0
+    for shard in router.known.placement(org).reads:
+        store = router.stores[shard]
+        queues = [QueueName(queue) for queue in QUEUES]
+        prefix, jobs = await store.claim(org, queues, max_jobs=5, window_us=luck.choice((30_000, HOUR_US)), worker="w")
+        claimed += len(jobs)
+        for job in jobs:
+            _, lease = parse_token(token(prefix, job.id))
+            how = luck.random()
+            if how < 0.6 or job.attempt > 10:
+                if await store.ack(org, [lease]) == [Answer.OK]:
+                    told.acked[org, job.id] += 1
+            elif how < 0.75:
+                await store.nack(org, [Nack(lease=lease, delay_us=luck.choice((0, 50_000)))])
+            elif how < 0.85:
+                await store.release(org, [lease])
+            elif job.deadline - job.leased_at > 1_000_000:
+                await store.nack(org, [Nack(lease=lease, delay_us=0)])
+    return claimed
+
+
+async def move_about(pair: Pair, orgs: list[OrgId], luck: random.Random) -> None:
+    for turn in range(MOVES):
+        known = await pair.known()
+        target = (B, A)[turn % 2]
+        slots = {known.slot(org) for org in orgs if known.placement(org).reads != (target,)}
+        move = await catalog.begin(pair.catalog, known, slots, target=target)
+        assert move is not None
+        while any(each.epoch == move.epoch for each in await catalog.moves(pair.catalog)):
+            fate = Fate(at=luck.randint(1, 60), how=luck.choice(("before", "rolled back", "unheard", "cancelled")))
+            async with mortal_mover(pair, move, fate) as mortal, asyncio.timeout(PATIENCE_S):
+                others = [asyncio.create_task(pair.mover(move).step()) for _ in range(luck.randint(0, 1))]
+                with contextlib.suppress(Died, ShardUnavailable, asyncio.CancelledError):
+                    await asyncio.create_task(mortal.finish())
+                await asyncio.gather(*others)
+            await pair.balance()
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(max(2, settings().max_examples // 50)))
+async def test_each_job_is_stored_once_and_acked_once_while_slots_move(pair: Pair, org: OrgId, seed: int) -> None:
+    luck = random.Random(seed)
+    orgs = [OrgId(f"{org}-{n}") for n in range(ORGS)]
+    assert len(set(map(slot_of, orgs))) == ORGS
+    told = Told()
+    over = asyncio.Event()
+    stores = {shard: pair.store(shard) for shard in (A, B)}
+    routers = [Router(pair=pair, known=await pair.known(), stores=dict(stores)) for _ in range(3)]
+    # Two learn now and then, as routers do that look at the catalog; one learns only when it is refused.
+    *current, late = routers
+
+    async def keep_consuming() -> None:
+        while not over.is_set():
+            router = luck.choice(current)
+            await router.learn()
+            await consume(router, luck.choice(orgs), told, luck)
+
+    async with asyncio.TaskGroup() as group:
+        for router in routers:
+            group.create_task(produce(router, orgs, told, luck, over))
+        group.create_task(keep_consuming())
+        try:
+            await move_about(pair, orgs, luck)
+        finally:
+            over.set()
+    assert late.refused
+    # All that is left is done, also what a lease still holds.
+    left = {job for job in told.stored if not told.acked[job]}
+    async with asyncio.timeout(PATIENCE_S):
+        while left:
+            await current[0].learn()
+            for one in orgs:
+                await consume(current[0], one, told, luck)
+            for store in stores.values():
+                await store.sweep()
+            left = {job for job in told.stored if not told.acked[job]}
+    assert set(told.stored.values()) == {1}
+    assert told.acked == told.stored
+    assert all(len(names) == 1 for names in told.keyed.values()), told.keyed
+    accepted: Counter[str] = Counter()
+    for books in pair.books.values():
+        for entry in await books.check():
+            assert entry.balanced
+            accepted[entry.org] += entry.accepted
+    assert accepted == Counter(one for one, _ in told.stored)
+    print(f"{len(told.stored)} jobs, {sum(router.refused for router in routers)} enqueues refused")
