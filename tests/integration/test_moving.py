@@ -238,6 +238,27 @@ async def test_a_step_that_comes_late_changes_nothing(pair: Pair, org: OrgId) ->
     await pair.balance()
 
 
+async def test_what_comes_late_when_the_next_move_has_only_begun_changes_nothing(pair: Pair, org: OrgId) -> None:
+    slots = [slot_of(org)]
+    await pair.store(A).enqueue(some_jobs(org, 1))
+    planned = await pair.known()
+    first = await pair.move([org], target=B)
+    await pair.move([org], target=A)
+    assert await catalog.begin(pair.catalog, planned, slots, target=B) is None, "planned by what is no more"
+    third = await pair.begin([org], target=B)
+    begun = await pair.known()
+    await catalog.switch(pair.catalog, first)
+    assert await pair.known() == begun
+    # A router that starts tells the shards of slots at rest alone: told of this one, its source could not close it.
+    for shard in (A, B):
+        await catalog.grant(pair.databases[shard], begun)
+    assert all(epoch < third.epoch for rows in (await pair.slots(slots)).values() for _, _, epoch, _ in rows)
+    await pair.mover(third).finish()
+    assert await pair.placement(org) == ((B,), (B,))
+    with pytest.raises(NotOwned):
+        await pair.store(A).enqueue(some_jobs(org, 1), epoch=third.epoch)
+
+
 # What a move waits for, and what it refuses
 
 
