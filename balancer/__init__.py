@@ -1,1 +1,2 @@
-"""Moves slots between shards. So far a model of how, that can be explored (docs/decisions/0017-moving-slots.md)."""
+"""Moves slots between shards: the driver of a move, and a model of why it is safe that can be explored
+(docs/decisions/0017-moving-slots.md)."""
