@@ -291,11 +291,16 @@ def _print_jobs(jobs: Sequence[job_pb2.Job]) -> None:
             f"{job.attempt}/{job.max_attempts}",
             time_shown(job, "finished_at") or time_shown(job, "lease_deadline") or time_shown(job, "run_at"),
             job.kind,
-            ": ".join(filter(None, (job.reason, job.attempts[-1].error if job.attempts else ""))),
+            ": ".join(filter(None, map(_first_line, (job.reason, job.attempts[-1].error if job.attempts else "")))),
         )
         for job in jobs
     ]
     output.table(columns, rows)
+
+
+def _first_line(text: str) -> str:
+    """Of an error: what went wrong. `jobs get` shows the rest, too."""
+    return next(iter(text.strip().splitlines()), "")
 
 
 def _print_job(job: job_pb2.Job) -> None:
