@@ -7,6 +7,7 @@
     ├── NotFound              no such thing in this org
     ├── FailedPrecondition    the state it is in forbids this
     ├── PermissionDenied      ask whoever gives out access
+    ├── RouterTooOld          the router does not know this call: upgrade the routers first, then their clients
     ├── Unavailable           no router or shard answered; try again later, .retry_after s if set
     ├── ResourceExhausted     too much at once, or too large; try again later with less
     ├── DeadlineExceeded      the time ran out; whether the call took effect is not known: try again with the same ids
@@ -68,6 +69,10 @@ class PermissionDenied(WindrowError):
     """The caller is not known, or may not do this."""
 
 
+class RouterTooOld(WindrowError):
+    """The router does not know this call."""
+
+
 class Unavailable(WindrowError):
     """No router could be reached, or the router could not reach the org's shard."""
 
@@ -100,6 +105,7 @@ _BY_CODE: dict[int, type[WindrowError]] = {
     8: ResourceExhausted,
     9: FailedPrecondition,
     10: Unavailable,
+    12: RouterTooOld,
     14: Unavailable,
     16: PermissionDenied,
 }

@@ -165,8 +165,8 @@ class Worker:
         On the way out: takes no more jobs, releases those not started, lets handlers finish for `grace`, then cancels
         and releases them, and sends the last acks. A thread that goes on is left alone, and its lease to run out.
 
-        Raises a WindrowError that time cannot heal, such as PermissionDenied. Cancelled, it cancels its handlers and
-        releases their jobs.
+        Raises a WindrowError that time cannot heal, such as PermissionDenied or RouterTooOld. Cancelled, it cancels its
+        handlers and releases their jobs.
         """
         if self._loop is not None:
             raise InvalidRequest(f"worker {self.name} has run already; make a new one")

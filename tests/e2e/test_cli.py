@@ -620,6 +620,13 @@ def test_a_shard_that_does_not_answer_is_told_with_those_that_do(windrow: Windro
     assert (bad["shard"], bad["reachable"], bad["latency_ms"]) == ("s2", False, None)
 
 
+def test_a_router_that_is_older_than_the_command_is_named(windrow: Windrow, half_away: str) -> None:
+    done = windrow("stats", "acme", "--address", half_away)
+    assert done.code == 3
+    assert f"what answers at {half_away} does not know this call" in done.err
+    assert "upgrade the routers first" in done.err
+
+
 def test_a_check_tells_of_a_shard_that_did_not_answer(windrow: Windrow, half_away: str) -> None:
     done = windrow("check", "--address", half_away)
     assert done.code == 3

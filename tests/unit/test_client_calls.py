@@ -26,6 +26,7 @@ from windrow import (
     PermissionDenied,
     ResourceExhausted,
     RouterError,
+    RouterTooOld,
     Unavailable,
     Violation,
 )
@@ -170,7 +171,7 @@ async def test_a_dequeue_tried_again_waits_for_what_is_left(router: FakeRouter) 
         (StatusCode.UNAUTHENTICATED, PermissionDenied),
         (StatusCode.RESOURCE_EXHAUSTED, ResourceExhausted),
         (StatusCode.INTERNAL, RouterError),
-        (StatusCode.UNIMPLEMENTED, RouterError),
+        (StatusCode.UNIMPLEMENTED, RouterTooOld),
     ],
 )
 async def test_each_status_has_its_error(

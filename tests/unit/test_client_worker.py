@@ -12,10 +12,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from grpc import StatusCode
+from grpc import StatusCode, aio
 
 from tests.unit.client_fake import WAIT_S, FakeRouter, FakeStream, Script, refuse
-from windrow import Client, InvalidRequest, Job, Kill, PermissionDenied, Retry, Worker
+from windrow import Client, InvalidRequest, Job, Kill, PermissionDenied, Retry, RouterTooOld, Worker
 from windrow.v1 import job_pb2, queue_pb2
 
 OK, STALE = job_pb2.JOB_ANSWER_OK, job_pb2.JOB_ANSWER_STALE
@@ -589,6 +589,19 @@ async def test_an_error_that_time_cannot_heal_ends_the_worker(router: FakeRouter
     router.scripts["Consume"] = refusing(1, StatusCode.PERMISSION_DENIED, "no token")
     with pytest.raises(PermissionDenied, match="no token"):
         await Worker(client, "q").run()
+
+
+async def test_a_router_that_knows_no_streams_ends_the_worker_and_is_named() -> None:
+    """Waiting for it to learn them would be for ever."""
+    router = aio.server()
+    address = f"127.0.0.1:{router.add_insecure_port('127.0.0.1:0')}"
+    await router.start()
+    try:
+        async with Client(address, org="acme") as client, asyncio.timeout(WAIT_S):
+            with pytest.raises(RouterTooOld, match=f"Consume at {address}: .* upgrade the routers first"):
+                await Worker(client, "q").run()
+    finally:
+        await router.stop(None)
 
 
 async def test_no_more_is_asked_for_than_can_run_until_handlers_prove_quick(router: FakeRouter, client: Client) -> None:
