@@ -96,8 +96,8 @@ class Router:
             )
         if code is grpc.StatusCode.UNIMPLEMENTED:
             return CommandFailed(
-                f"what answers at {self._address} does not know this call: it is no router, or older than this command; "
-                "upgrade the routers first",
+                f"what answers at {self._address} does not know this call: it is no router, or older than this "
+                "command; upgrade the routers first",
                 ExitCode.UNAVAILABLE,
             )
         if details is not None and (retry_s := _retry_after_s(details)) is not None:

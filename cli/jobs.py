@@ -61,10 +61,11 @@ def get(
     missing: list[str] = []
     shown = 0
     with connect(address, timeout) as router:
-        for at in range(0, len(wanted), _BATCH):
-            request = queue_pb2.GetJobsRequest(org=org, ids=wanted[at : at + _BATCH], include_payload=payload)
+        while wanted:
+            request = queue_pb2.GetJobsRequest(org=org, ids=wanted[:_BATCH], include_payload=payload)
             response = router.call(router.queue.GetJobs, request)
             missing += response.not_found
+            wanted = [*response.left_out, *wanted[_BATCH:]]
             if as_json:
                 output.say_json(job_json(job, payloads=payload) for job in response.jobs)
                 continue

@@ -19,6 +19,7 @@ from router.tracing import current_trace
 from router.validation import enqueue_violations, plain_jobs
 from router.wire import Given
 from shard.errors import BadIds
+from shard.records import ANSWER_BYTES_MAX
 from shard.vocabulary import Answer, JobId, NewJobs, OrgId, QueueName
 from windrow.v1 import job_pb2, queue_pb2
 
@@ -175,13 +176,18 @@ class QueueService:
     async def GetJobs(self, request: queue_pb2.GetJobsRequest) -> queue_pb2.GetJobsResponse:
         org = OrgId(request.org)
         ids = [JobId(job_id) for job_id in dict.fromkeys(request.ids)]
-        found: dict[str, job_pb2.Job] = {}
+        # None: there is no room for it.
+        found: dict[str, job_pb2.Job | None] = {}
+        room = ANSWER_BYTES_MAX
         for member in self._fleet.readers(org):
-            for record in await member.store.get(org, ids, include_payload=request.include_payload):
-                found[record.id] = convert.job(record, member.store.name)
+            rest = [job_id for job_id in ids if job_id not in found]
+            for record in await member.store.get(org, rest, include_payload=request.include_payload, bytes_max=room):
+                job = found[record.id] = convert.job(record, member.store.name) if record.whole else None
+                room -= job.ByteSize() if job is not None else 0
         return queue_pb2.GetJobsResponse(
-            jobs=[found[job_id] for job_id in ids if job_id in found],
+            jobs=[job for job_id in ids if (job := found.get(job_id)) is not None],
             not_found=[job_id for job_id in ids if job_id not in found],
+            left_out=[job_id for job_id in ids if job_id in found and found[job_id] is None],
         )
 
     @unary()

@@ -352,6 +352,17 @@ def test_bytes_go_in_and_come_out_as_they_were(windrow: Windrow, tmp_path: Path)
     assert document["payload"] == "from standard input\n"
 
 
+def test_jobs_that_no_one_answer_has_room_for_come_in_their_order(windrow: Windrow, tmp_path: Path) -> None:
+    file = tmp_path / "payload"
+    file.write_bytes(b"x" * 1_048_576)
+    ids = [windrow("enqueue", "large", "q", "k", "--file", str(file)).lines[0] for _ in range(4)]
+    got = windrow("jobs", "get", "large", *ids[::-1], "--json")
+    assert [document["id"] for document in got.documents] == ids[::-1]
+    listed = windrow("jobs", "list", "large", "q", "--payload", "--json", "--limit", "3")
+    assert [len(document["payload"]) for document in listed.documents] == [1_048_576] * 3
+    assert "there are more that are ready: raise --limit" in listed.err
+
+
 def test_a_terminal_is_never_told_what_a_job_says(windrow: Windrow) -> None:
     evil = "\x1b]0;owned\x07[red]x"
     windrow("enqueue", "evil", "q", "k", evil, "--attribute", f"label={evil}")

@@ -220,6 +220,39 @@ def test_a_new_queue_takes_many_first_jobs_at_once(running: Running) -> None:
                 assert stored.result()[0].id
 
 
+def test_lookups_and_lists_of_the_largest_jobs_fit_into_what_grpc_clients_take(running: Running) -> None:
+    """4 MiB by default, as here."""
+    org = running.org_on("s1")
+    labels = {f"{at:0128}": "x" * 1024 for at in range(32)}
+    jobs = [new_job(payload=bytes(1 << 20), attributes=labels) for _ in range(6)]
+    enqueue(running.stubs, org, *jobs)
+    unknown, rest = job_id(), [job.id for job in jobs]
+    answered: list[str] = []
+    while rest:
+        request = queue_pb2.GetJobsRequest(org=org, ids=[unknown, *rest], include_payload=True)
+        answer = running.stubs.queue.GetJobs(request, timeout=PATIENCE_S)
+        assert answer.not_found == [unknown]
+        assert [*(job.id for job in answer.jobs), *answer.left_out] == rest
+        assert all(len(job.payload) == 1 << 20 for job in answer.jobs)
+        answered += [job.id for job in answer.jobs]
+        rest = list(answer.left_out)
+    assert answered == [job.id for job in jobs]
+    assert [job.id for job in found(running.stubs, org, *answered).jobs] == answered
+
+    listed: list[str] = []
+    token = ""
+    while token or not listed:
+        page = running.stubs.admin.ListJobs(
+            admin_pb2.ListJobsRequest(
+                org=org, queue=QUEUE, state=job_pb2.JOB_STATE_READY, page_token=token, include_payload=True
+            ),
+            timeout=PATIENCE_S,
+        )
+        listed += [job.id for job in page.jobs]
+        token = page.next_page_token
+    assert sorted(listed) == sorted(answered)
+
+
 @pytest.mark.parametrize("other_shard", ["s1", "s2"])
 def test_orgs_do_not_reach_each_other(running: Running, other_shard: str) -> None:
     mine, theirs = running.org_on("s1"), running.org_on(other_shard)

@@ -64,7 +64,7 @@ class QueueStub:
     Release: _grpc.UnaryUnaryMultiCallable[_queue_pb2.ReleaseRequest, _queue_pb2.ReleaseResponse]
     """Gives jobs back at once, without counting the attempt."""
     GetJobs: _grpc.UnaryUnaryMultiCallable[_queue_pb2.GetJobsRequest, _queue_pb2.GetJobsResponse]
-    """Looks jobs up by id, wherever they are."""
+    """Looks jobs up by id, wherever they are: as many as one answer has room for."""
     CancelJobs: _grpc.UnaryUnaryMultiCallable[_queue_pb2.CancelJobsRequest, _queue_pb2.CancelJobsResponse]
     """Cancels jobs that have not finished. A lease on one ends: its consumer is answered STALE."""
 
@@ -97,7 +97,7 @@ class QueueAsyncStub(QueueStub):
     Release: _aio.UnaryUnaryMultiCallable[_queue_pb2.ReleaseRequest, _queue_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Gives jobs back at once, without counting the attempt."""
     GetJobs: _aio.UnaryUnaryMultiCallable[_queue_pb2.GetJobsRequest, _queue_pb2.GetJobsResponse]  # type: ignore[assignment]
-    """Looks jobs up by id, wherever they are."""
+    """Looks jobs up by id, wherever they are: as many as one answer has room for."""
     CancelJobs: _aio.UnaryUnaryMultiCallable[_queue_pb2.CancelJobsRequest, _queue_pb2.CancelJobsResponse]  # type: ignore[assignment]
     """Cancels jobs that have not finished. A lease on one ends: its consumer is answered STALE."""
 
@@ -175,7 +175,7 @@ class QueueServicer(metaclass=_abc_1.ABCMeta):
         request: _queue_pb2.GetJobsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_queue_pb2.GetJobsResponse, _abc.Awaitable[_queue_pb2.GetJobsResponse]]:
-        """Looks jobs up by id, wherever they are."""
+        """Looks jobs up by id, wherever they are: as many as one answer has room for."""
 
     @_abc_1.abstractmethod
     def CancelJobs(
