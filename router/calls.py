@@ -16,6 +16,7 @@ from grpc_status import rpc_status
 from router.status import INTERNAL, RouterFull, status_of
 from router.tracing import Tracing
 from router.validation import check
+from shard.places import Places
 
 _log = logging.getLogger(__name__)
 _Service = TypeVar("_Service", bound="_Gated")
@@ -27,50 +28,46 @@ Context = grpc.aio.ServicerContext[Any, Any]
 DEADLINE_S_MAX = 75.0
 
 
-# A process that is asked more at once says so, instead of growing.
+# A process that is asked more at once says so, instead of growing. Of neither does an org get more than is left free.
 CALLS_MAX = 4_000
 STREAMS_MAX = 10_000
 
 
 class Gate:
-    """The way into one router process: counts the calls that are inside, and traces them."""
+    """The way into one router process: counts who is inside, by orgs, and traces calls."""
 
-    def __init__(self, tracing: Tracing, *, calls_max: int = CALLS_MAX) -> None:
-        self._tracing = tracing
-        self._calls_max = calls_max
-        self._inside = 0
-        self._streams = 0
+    def __init__(self, tracing: Tracing) -> None:
+        self.tracing = tracing
+        self._calls = Places(CALLS_MAX)
+        self._streams = Places(STREAMS_MAX)
 
     @contextlib.contextmanager
-    def stream(self) -> Generator[None, None, None]:
+    def stream(self, org: str) -> Generator[None, None, None]:
         """The way in for streams, which stay. Raises RouterFull."""
-        if self._streams >= STREAMS_MAX:
-            raise RouterFull(STREAMS_MAX)
-        self._streams += 1
+        if not self._streams.take(org):
+            raise RouterFull("streams and waiting calls", STREAMS_MAX)
         try:
             yield
         finally:
-            self._streams -= 1
+            self._streams.give_back(org)
 
     @contextlib.contextmanager
-    def waiting(self) -> Generator[None, None, None]:
+    def waiting(self, org: str) -> Generator[None, None, None]:
         """For a call that is inside and waits for jobs: meanwhile it counts as a stream. Raises RouterFull."""
-        with self.stream():
-            self._inside -= 1
+        with self.stream(org):
+            self.leave(org)
             try:
                 yield
             finally:
-                self._inside += 1
+                self._calls.hold(org)
 
-    def __enter__(self) -> Tracing:
+    def enter(self, org: str) -> None:
         """Raises RouterFull."""
-        if self._inside >= self._calls_max:
-            raise RouterFull(self._calls_max)
-        self._inside += 1
-        return self._tracing
+        if not self._calls.take(org):
+            raise RouterFull("calls", CALLS_MAX)
 
-    def __exit__(self, *_: object) -> None:
-        self._inside -= 1
+    def leave(self, org: str) -> None:
+        self._calls.give_back(org)
 
 
 class _Gated(Protocol):
@@ -95,11 +92,17 @@ def unary(
         @functools.wraps(method)
         async def call(service: _Service, request: _Request, context: Context) -> _Response:
             try:
-                with service.gate as tracing:
-                    if tracing.off:
+                gate = service.gate
+                # Those of no org are an operator's.
+                org = getattr(request, "org", "")
+                gate.enter(org)
+                try:
+                    if gate.tracing.off:
                         return await _within(context, rules, method, service, request)
-                    with tracing.span(service.service_name, method.__name__, context):
+                    with gate.tracing.span(service.service_name, method.__name__, context):
                         return await _within(context, rules, method, service, request)
+                finally:
+                    gate.leave(org)
             except Exception as error:
                 await refuse(context, error)
                 raise AssertionError("unreachable: an abort raises") from error

@@ -14,7 +14,7 @@ from router.consuming import Consumer, give_back
 from router.fleet import Fleet, Member
 from router.leases import Leases
 from router.status import INVALID_ARGUMENT, InvalidRequest, Violation
-from router.stream import Stream
+from router.stream import Stream, first_message
 from router.tracing import current_trace
 from router.validation import enqueue_violations, plain_jobs
 from router.wire import Given
@@ -135,7 +135,7 @@ class QueueService:
         over = asyncio.get_running_loop().call_later(0 if self._draining.is_set() else wait_s, consumer.over)
         self._waiting.add(consumer)
         try:
-            with self.gate.waiting():
+            with self.gate.waiting(consumer.org):
                 await consumer.serve_first()
         finally:
             self._waiting.discard(consumer)
@@ -149,8 +149,12 @@ class QueueService:
 
     async def Consume(self, request_iterator: AsyncIterator[queue_pb2.ConsumeRequest], context: Context) -> None:
         try:
-            with self.gate.stream():
-                await Stream(self._fleet, request_iterator, context).run(self._draining)
+            # Whose it is, its first message says.
+            with self.gate.stream(""):
+                first = await first_message(request_iterator, self._draining)
+            if first is not None:
+                with self.gate.stream(first.start.org):
+                    await Stream(self._fleet, request_iterator, context).run(first, self._draining)
         except Exception as error:  # noqa: BLE001 - told to the caller
             await refuse(context, error)
 

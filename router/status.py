@@ -47,10 +47,13 @@ class ShuttingDown(Exception):
 
 
 class RouterFull(Exception):
-    """This process has as many calls inside as it takes."""
+    """This process has as many calls inside as it takes, of the caller's org or of all."""
 
-    def __init__(self, calls_max: int) -> None:
-        super().__init__(f"this router process is busy with {calls_max:,} calls; try again, or start more processes")
+    def __init__(self, what: str, places_max: int) -> None:
+        super().__init__(
+            f"this router process takes {places_max:,} {what} at a time, and of one org no more than places are left; "
+            "try again, or start more processes"
+        )
 
 
 def status_of(error: BaseException) -> status_pb2.Status:

@@ -32,8 +32,30 @@ _SETTLING_MAX = 64
 _SETTLE_S_MAX = 8.0
 
 
+async def first_message(
+    requests: AsyncIterator[queue_pb2.ConsumeRequest], draining: asyncio.Event
+) -> queue_pb2.ConsumeRequest | None:
+    """None: there is none. Raises ShuttingDown."""
+
+    async def come() -> queue_pb2.ConsumeRequest | None:
+        return await anext(requests, None)
+
+    reading = asyncio.create_task(come())
+    drained = asyncio.create_task(draining.wait())
+    try:
+        await asyncio.wait({reading, drained}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (reading, drained):
+            task.cancel()
+        await asyncio.wait({reading, drained})
+    if reading.cancelled():
+        raise ShuttingDown
+    return reading.result()
+
+
 class Stream:
-    """`run` serves a stream until its consumer closes its side, the router drains, or it is cancelled."""
+    """`run` serves a stream from its first message until its consumer closes its side, the router drains, or it is
+    cancelled."""
 
     def __init__(self, fleet: Fleet, requests: AsyncIterator[queue_pb2.ConsumeRequest], context: Context) -> None:
         self._fleet = fleet
@@ -53,11 +75,8 @@ class Stream:
         self._fewer = asyncio.Event()
         self._ending = False
 
-    async def run(self, draining: asyncio.Event) -> None:
+    async def run(self, first: queue_pb2.ConsumeRequest, draining: asyncio.Event) -> None:
         """Raises InvalidRequest, ShardError, ShuttingDown."""
-        first = await self._first(draining)
-        if first is None:
-            return
         consumer = self._start(first)
         # An idle consumer, too, knows that it is served.
         await self._context.send_initial_metadata(())
@@ -87,24 +106,6 @@ class Stream:
             self._give_back()
         if draining.is_set():
             raise ShuttingDown
-
-    async def _first(self, draining: asyncio.Event) -> queue_pb2.ConsumeRequest | None:
-        """The first message. None: there is none. Raises ShuttingDown."""
-
-        async def come() -> queue_pb2.ConsumeRequest | None:
-            return await anext(self._requests, None)
-
-        reading = asyncio.create_task(come())
-        drained = asyncio.create_task(draining.wait())
-        try:
-            await asyncio.wait({reading, drained}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (reading, drained):
-                task.cancel()
-            await asyncio.wait({reading, drained})
-        if reading.cancelled():
-            raise ShuttingDown
-        return reading.result()
 
     def _start(self, first: queue_pb2.ConsumeRequest) -> Consumer:
         check(first)

@@ -327,18 +327,13 @@ class Room:
 
     async def _numbers(self, keys: Iterable[_Key]) -> list[QueueId]:
         """Those of the awaited queues that exist."""
-        by_org: dict[OrgId, list[QueueName]] = {}
-        for org, queue in keys:
-            if (org, queue) in self._queues:
-                by_org.setdefault(org, []).append(queue)
         numbers: list[QueueId] = []
-        for org, queues in by_org.items():
-            for queue, number in (await self._store.names.find(org, queues)).items():
-                there = self._queues.get((org, queue))
-                if there is not None:
-                    there.number = number
-                    self._by_number[number] = org, queue
-                    numbers.append(number)
+        for key, number in (await self._store.names.find([key for key in keys if key in self._queues])).items():
+            there = self._queues.get(key)
+            if there is not None:
+                there.number = number
+                self._by_number[number] = key
+                numbers.append(number)
         return numbers
 
     def _expect(self, due: Due) -> None:

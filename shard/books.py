@@ -91,7 +91,7 @@ class Books:
         """Raises QueueExists."""
         if await self._database.run(statements.GET_QUEUE, {"org": org, "queue": queue}):
             raise QueueExists(org, queue)
-        await self._names.make(org, [queue])
+        await self._names.make([(org, queue)])
         return await self.alter_queue(org, queue, retry=retry, max_attempts=max_attempts)
 
     async def alter_queue(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -99,8 +99,9 @@ class Claiming:
             groups.setdefault((taker.ask.org, taker.ask.queues), []).append(taker)
         columns = _Columns()
         asked: dict[QueueId, QueueName] = {}
-        numbers = await self._numbers(groups)
-        for ((org, _), sharers), found in zip(groups.items(), numbers, strict=True):
+        numbers = await self._names.find([(org, queue) for org, queues in groups for queue in queues])
+        for (org, queues), sharers in groups.items():
+            found = {queue: numbers[org, queue] for queue in queues if (org, queue) in numbers}
             if not found:
                 continue
             columns.add(org, found, sharers, self._floors)
@@ -134,17 +135,6 @@ class Claiming:
                     raise
             else:
                 taker.again = True
-
-    async def _numbers(self, groups: Collection[tuple[OrgId, tuple[QueueName, ...]]]) -> list[dict[QueueName, QueueId]]:
-        """Those of each group's queues that exist. No queue is in two groups."""
-        for _ in range(_TURNS_MAX):
-            found = [await self._names.find(org, queues) for org, queues in groups]
-            numbers = [number for known in found for number in known.values()]
-            if len(set(numbers)) == len(numbers):
-                return found
-            # Two names, one number: one of them is remembered wrongly, and there is no telling which.
-            self._names.forget()
-        raise ShardUnavailable(self._database.name, "its queues keep changing their numbers")
 
     async def _set_aside(self, org: OrgId, jobs: list[Claimed], lease: int) -> None:
         """What a claim found past its time is cancelled; what it found out of attempts is dead."""

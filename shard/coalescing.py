@@ -1,19 +1,22 @@
 """Calls that share acts (group commit): when an act may begin, it takes all that is waiting, and never waits for more.
 
 Idle, a call is an act of its own, at once; busy, the calls that came while acts were under way go together, so that
-one statement and one commit serve them all. Knows nothing of what an act does.
+one statement and one commit serve them all. If more is waiting than one act takes, it is dealt out: who has a thousand
+calls waiting holds up nobody who has one. Knows nothing of what an act does, nor who it is that calls.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from opentelemetry import trace
+
+from shard.places import Places
 
 # A few calls wait for the act under way to end, and are one act then; so much weight need not, nor what has waited for
 # so long.
@@ -28,15 +31,7 @@ Result = TypeVar("Result")
 
 
 class TooManyWaiting(Exception):
-    """As much is waiting as may wait; try again later."""
-
-
-async def caught(result: Awaitable[Result]) -> Result | Exception:
-    """One call's result or error, as acts answer them: its own, not that of the calls beside it."""
-    try:
-        return await result
-    except Exception as error:  # noqa: BLE001 - raised where the call was made
-        return error
+    """As much is waiting as may wait, of the caller or of all; try again later."""
 
 
 @dataclass(slots=True)
@@ -71,15 +66,16 @@ class Acts:
 class Coalescer(Generic[Call, Result]):
     """`act` does several calls together and answers each one's result or error, in their order; what it raises is
     every caller's error. At most `acts_max` are under way at a time, each of up to `weight_max` by `weigh` (or one call
-    that is heavier), and few calls also wait for those `beside` them. Up to `waiting_max` wait, none for longer than
-    `wait_s`: then `late` makes its error. `abandoned` gets the results of calls that were cancelled when their act had
-    begun, `dropped` the calls of which no act began."""
+    that is heavier), and few calls also wait for those `beside` them. Up to `waiting_max` wait, of one caller (`whose`)
+    no more than are left free, and none for longer than `wait_s`: then `late` makes its error. `abandoned` gets the
+    results of calls that were cancelled when their act had begun, `dropped` the calls of which no act began."""
 
     def __init__(
         self,
         act: Callable[[list[Call]], Awaitable[Sequence[Result | Exception]]],
         *,
         weigh: Callable[[Call], int],
+        whose: Callable[[Call], Hashable],
         late: Callable[[], Exception],
         acts_max: int = 2,
         beside: Acts | None = None,
@@ -91,15 +87,16 @@ class Coalescer(Generic[Call, Result]):
     ) -> None:
         self._act = act
         self._weigh = weigh
+        self._whose = whose
         self._late = late
         self._acts_max = acts_max
         self._wait_s = wait_s
         self._weight_max = weight_max
-        self._waiting_max = waiting_max
         self._abandoned = abandoned
         self._dropped = dropped
-        self._waiting: deque[_Waiting[Call, Result]] = deque()
-        self._weight = 0
+        # Each one's calls that wait, in their order; who was served last comes last.
+        self._lines: OrderedDict[Hashable, deque[_Waiting[Call, Result]]] = OrderedDict()
+        self._places = Places(waiting_max)
         self._beginning = False
         self._hurry: asyncio.TimerHandle | None = None
         self._patience: asyncio.TimerHandle | None = None
@@ -112,14 +109,20 @@ class Coalescer(Generic[Call, Result]):
         """The call's result, some time. Cancelling it takes the call out; an act that has begun ends when all its
         callers have left, unless somebody takes what is abandoned. Raises TooManyWaiting."""
         weight = self._weigh(call)
-        if self._weight + weight > self._waiting_max and self._waiting:
+        whose = self._whose(call)
+        if not self._places.take(whose, weight):
             self._drop(call)
-            raise TooManyWaiting(f"{len(self._waiting):,} calls are waiting for the shard")
+            raise TooManyWaiting(
+                f"the shard is behind: {self._places.places_max:,} jobs or leases may wait for it, and of one org no "
+                "more than places are left"
+            )
         loop = asyncio.get_running_loop()
         span = trace.get_current_span()
         result: asyncio.Future[Result] = loop.create_future()
-        self._waiting.append(_Waiting(call, weight, result, span if span.is_recording() else None, loop.time()))
-        self._weight += weight
+        line = self._lines.get(whose)
+        if line is None:
+            line = self._lines[whose] = deque()
+        line.append(_Waiting(call, weight, result, span if span.is_recording() else None, loop.time()))
         if not self._may_begin(loop):
             self._watch(loop)
         else:
@@ -127,7 +130,7 @@ class Coalescer(Generic[Call, Result]):
         return result
 
     def _begin_soon(self) -> None:
-        if self._waiting and not self._beginning:
+        if self._lines and not self._beginning:
             self._beginning = True
             now_s = time.perf_counter()
             asyncio.get_running_loop().call_soon(self._begin_when_quiet, now_s, now_s)
@@ -137,14 +140,14 @@ class Coalescer(Generic[Call, Result]):
         calls, which then go together. An idle one has nothing to do."""
         # Not by the loop's clock, which may stand still within a turn.
         now_s = time.perf_counter()
-        if now_s - turn_s < _QUIET_S or now_s - since_s > _BUSY_S_MAX or self._weight >= _WORTH_AN_ACT:
+        if now_s - turn_s < _QUIET_S or now_s - since_s > _BUSY_S_MAX or self._places.taken >= _WORTH_AN_ACT:
             self._begin()
         else:
             asyncio.get_running_loop().call_soon(self._begin_when_quiet, since_s, now_s)
 
     async def finish(self) -> None:
         """Returns once nothing waits and nothing is under way."""
-        while self._acts or self._waiting:
+        while self._acts or self._lines:
             # What waits, and has not begun, begins within a few turns of the loop, or when an act ends.
             await (asyncio.wait(self._acts) if self._acts else asyncio.sleep(0))
 
@@ -152,24 +155,24 @@ class Coalescer(Generic[Call, Result]):
         """On calls that have waited too long."""
         loop = asyncio.get_running_loop()
         self._patience = None
-        while self._waiting and self._waiting[0].since_s + self._wait_s <= loop.time():
-            waiting = self._waiting.popleft()
-            self._weight -= waiting.weight
-            if not waiting.result.done():
-                waiting.result.set_exception(self._late())
-            self._drop(waiting.call)
-        if self._waiting:
-            self._patience = loop.call_at(self._waiting[0].since_s + self._wait_s, self._give_up)
+        for whose, line in list(self._lines.items()):
+            while line and line[0].since_s + self._wait_s <= loop.time():
+                waiting = self._pop(whose, line)
+                if not waiting.result.done():
+                    waiting.result.set_exception(self._late())
+                self._drop(waiting.call)
+        if self._lines:
+            self._patience = loop.call_at(self._oldest_s() + self._wait_s, self._give_up)
 
     def _begin(self) -> None:
         self._beginning = False
         loop = asyncio.get_running_loop()
-        while self._waiting and self._may_begin(loop):
+        while self._lines and self._may_begin(loop):
             batch = self._next()
             if batch:
                 self._beside.under_way += 1
                 self._acts.add(loop.create_task(self._do(batch)))
-        if self._waiting:
+        if self._lines:
             self._watch(loop)
 
     def _may_begin(self, loop: asyncio.AbstractEventLoop) -> bool:
@@ -177,32 +180,53 @@ class Coalescer(Generic[Call, Result]):
         if not self._beside.under_way:
             return True
         return len(self._acts) < self._acts_max and (
-            self._weight >= _WORTH_AN_ACT or loop.time() - self._waiting[0].since_s >= _SLOW_S
+            self._places.taken >= _WORTH_AN_ACT or loop.time() - self._oldest_s() >= _SLOW_S
         )
+
+    def _oldest_s(self) -> float:
+        """Since when the first of those that wait has waited."""
+        return min([line[0].since_s for line in self._lines.values()])
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Sees to it that what waits does not wait for too long."""
         if self._hurry is None and len(self._acts) < self._acts_max:
-            self._hurry = loop.call_at(self._waiting[0].since_s + _SLOW_S, self._begin_another)
+            self._hurry = loop.call_at(self._oldest_s() + _SLOW_S, self._begin_another)
         if self._patience is None:
-            self._patience = loop.call_at(self._waiting[0].since_s + self._wait_s, self._give_up)
+            self._patience = loop.call_at(self._oldest_s() + self._wait_s, self._give_up)
 
     def _begin_another(self) -> None:
         self._hurry = None
         self._begin()
 
     def _next(self) -> list[_Waiting[Call, Result]]:
+        """Fills an act: everyone in turn has an even share of it, or one call that is heavier, and again while there is
+        room. Whose next call does not fit is the first in the next act."""
         batch: list[_Waiting[Call, Result]] = []
-        weight = 0
-        while self._waiting and (not batch or weight + self._waiting[0].weight <= self._weight_max):
-            waiting = self._waiting.popleft()
-            self._weight -= waiting.weight
-            if waiting.result.done():
-                self._drop(waiting.call)
-            else:
+        room = self._weight_max
+        share = room // len(self._lines)
+        while self._lines:
+            whose, line = next(iter(self._lines.items()))
+            if batch and line[0].weight > room:
+                break
+            self._lines.move_to_end(whose)
+            enough = room - share
+            while line and (not batch or line[0].weight <= room):
+                waiting = self._pop(whose, line)
+                if waiting.result.done():
+                    self._drop(waiting.call)
+                    continue
                 batch.append(waiting)
-                weight += waiting.weight
+                room -= waiting.weight
+                if room <= enough:
+                    break
         return batch
+
+    def _pop(self, whose: Hashable, line: deque[_Waiting[Call, Result]]) -> _Waiting[Call, Result]:
+        waiting = line.popleft()
+        if not line:
+            del self._lines[whose]
+        self._places.give_back(whose, waiting.weight)
+        return waiting
 
     def _drop(self, call: Call) -> None:
         if self._dropped is not None:

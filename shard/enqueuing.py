@@ -1,29 +1,28 @@
 """How jobs get into one shard: each once, whole calls or nothing, many calls in one statement.
 
-Calls go together as long as all is well. Where anything is not (a queue that this shard does not take, an id that
-is known, a row that Postgres refuses), each call is looked at alone, so that nobody's trouble is another's.
+Nobody's trouble is another's. A call that will not do (its ids are too old, its slot is not owned) is told so, and the
+others go again without it. What is known already is looked up, for all calls at once. If Postgres refuses a row, halves
+show whose it is (shard/halving.py).
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import psycopg
 
 from shard import arrays, statements
-from shard.coalescing import caught
 from shard.database import Database
 from shard.errors import BadIds, IdsOutsideHorizon, IdsTaken, NotOwned, ShardUnavailable
-from shard.interning import Names
+from shard.halving import ROW_ERRORS, by_halves
+from shard.interning import Name, Names
 from shard.placement import slot_of
 from shard.vocabulary import SPARSE_COLUMNS, JobId, Micros, NewJobs, OrgId, QueueId, QueueName
 
 # How many times an act is tried again after what stood in its way was mended. Each turn mends one thing for good.
 _TURNS_MAX = 6
-_ALONE_AT_ONCE = 4
 _HOUR_US = 3_600_000_000
 
 
@@ -76,9 +75,54 @@ class _Inserted(NamedTuple):
 
     stored: set[str] | None
     now: Micros
-    paused: set[tuple[OrgId, QueueName]]
+    paused: set[Name]
     # Of each queue; None: the default.
-    max_attempts: dict[tuple[OrgId, QueueName], int | None]
+    max_attempts: dict[Name, int | None]
+
+
+class _Going:
+    """A call on its way."""
+
+    __slots__ = ("call", "error", "known", "left", "now")
+
+    def __init__(self, call: Call) -> None:
+        # Without its handover, once that has been told.
+        self.call = call
+        # The positions of its jobs that are neither stored nor known yet, and of those of them that go now.
+        self.left: Sequence[int] = range(len(call.jobs.ids))
+        self.now: Sequence[int] = self.left
+        self.known: dict[int, JobId] = {}
+        self.error: Exception | None = None
+
+    def part(self) -> Call:
+        """What of it goes now."""
+        jobs, handover = self.call
+        if len(self.now) == len(jobs.ids):
+            return self.call
+        if handover is not None:
+            takers = {new: handover.takers[old] for new, old in enumerate(self.now) if old in handover.takers}
+            handover = Handover(takers=takers, done=handover.done)
+        return Call(jobs.only(self.now), handover)
+
+    def went(self, inserted: _Inserted) -> None:
+        """What went now was stored, but for what is known. Where it was to be leased, it is."""
+        jobs, handover = self.call
+        stored = self.now if inserted.stored is None else [at for at in self.now if jobs.ids[at] in inserted.stored]
+        if handover is not None:
+            self.call = Call(jobs, None)
+            leased = [
+                at for at in stored if at in handover.takers and (jobs.org, jobs.queues[at]) not in inserted.paused
+            ]
+            handover.tell(Handed(leased, inserted.now, inserted.max_attempts))
+        if stored is self.left:
+            self.left = ()
+        else:
+            done = set(stored)
+            self.left = [at for at in self.left if at not in done]
+
+    def refuse(self, error: Exception) -> None:
+        self.error = error
+        self.left = ()
 
 
 NOTHING_HANDED = Handed([], Micros(0), {}, sure=True)
@@ -95,115 +139,65 @@ class Enqueuing:
         self._horizon_us = round(horizon_days * 24 * _HOUR_US)
         self._horizon_days = horizon_days
 
-    async def together(self, calls: Sequence[Call]) -> list[dict[int, JobId] | Exception]:
+    async def together(self, calls: Sequence[Call]) -> Sequence[dict[int, JobId] | Exception]:
         """Stores the jobs of each call, all or none. Answers for each call the positions of those that were known
         already, with the id each is known under; or why it was refused."""
         try:
-            if len(calls) == 1:
-                return [await caught(self._alone(calls[0]))]
-            inserted = await self._insert_all(calls)
-            if inserted is None:
-                turns = asyncio.Semaphore(_ALONE_AT_ONCE)
-
-                async def alone(call: Call) -> dict[int, JobId] | Exception:
-                    async with turns:
-                        return await caught(self._alone(call))
-
-                return list(await asyncio.gather(*map(alone, calls)))
-            if inserted.stored is None:
-                for call in calls:
-                    _hand(call, inserted)
-                return [{} for _ in calls]
-            return [await caught(self._enqueue(call, inserted)) for call in calls]
+            return await by_halves(self._store, [_Going(call) for call in calls])
         finally:
             for call in calls:
                 if call.handover is not None:
                     call.handover.tell(_NOTHING_KNOWN)
 
-    async def _insert_all(self, calls: Sequence[Call]) -> _Inserted | None:
-        """All calls in one statement. None: that cannot be, and nothing was stored."""
-        if not _differ([call.jobs for call in calls]):
-            return None
-        try:
-            return await self._insert(calls)
-        except (NotOwned, BadIds, _Refused, psycopg.Error):
-            # Whose fault it is shows when each goes alone.
-            return None
-
-    async def _alone(self, call: Call) -> dict[int, JobId]:
-        jobs = call.jobs
-        if not len(jobs):
-            return {}
-        twins = _twins(jobs)
-        if not twins:
-            return await self._enqueue(call, None)
-        alone = [at for at in range(len(jobs)) if at not in twins]
-        try:
-            first_ones = await self._enqueue(Call(jobs.only(alone), None), None)
-        except BadIds as error:
-            error.positions = [alone[at] for at in error.positions]
-            raise
-        known = {alone[at]: known_as for at, known_as in first_ones.items()}
-        # A first one that was known already need not hold the key any more: then its twin is new.
-        again = [at for at, first in twins.items() if first in known and jobs.ids[at] != jobs.ids[first]]
-        if again:
-            others = await self._alone(Call(jobs.only(again), None))
-            known.update((again[at], known_as) for at, known_as in others.items())
-        for at, first in twins.items():
-            if at not in again:
-                known[at] = known.get(first, JobId(jobs.ids[first]))
-        return known
-
-    async def _enqueue(self, call: Call, inserted: _Inserted | None) -> dict[int, JobId]:
-        """One call, whose jobs differ from each other in id and dedup key. `inserted`: what was done of it already."""
-        known: dict[int, JobId] = {}
-        # The positions in the call of what is in `part`.
-        rest: list[int] = list(range(len(call.jobs)))
-        part = call.jobs
-        for turn in range(_TURNS_MAX):
-            if turn or inserted is None:
-                try:
-                    inserted = await self._insert([call if not turn else Call(part, None)])
-                except _Refused:
-                    inserted = _Inserted(set(), Micros(0), set(), {})
-            if not turn:
-                _hand(call, inserted)
-            if inserted.stored is None:
-                return known
-            missing = [at for at in range(len(part)) if part.ids[at] not in inserted.stored]
-            if not missing:
-                return known
+    async def _store(self, going: Sequence[_Going]) -> list[dict[int, JobId] | Exception]:
+        """Until every job is stored, known or refused. Raises what Postgres says of a row."""
+        rest = [one for one in going if one.left]
+        turns = 0
+        while rest and turns < _TURNS_MAX:
+            before = len(rest)
             try:
-                found = await self._find_known(part, missing)
-            except BadIds as error:
-                error.positions = [rest[at] for at in error.positions]
+                await self._go(rest)
+            except ROW_ERRORS:
                 raise
-            for at, known_as in found.items():
-                known[rest[at]] = known_as
-            # Stored now, or known before: what is left was in nobody's books when we looked, so it is tried again.
-            left = [at for at in missing if rest[at] not in known]
-            if not left:
-                return known
-            rest = [rest[at] for at in left]
-            part = part.only(left)
-        raise ShardUnavailable(self._shard, f"{len(rest)} job(s) of org {part.org!r} stayed in the balance; try again")
+            except Exception as error:  # noqa: BLE001 - the others are stored by now
+                for one in rest:
+                    if one.left:
+                        one.refuse(error)
+            rest = [one for one in rest if one.left]
+            # However many calls are refused one after another: those that are left have had no turn of their own.
+            turns += len(rest) == before
+        for one in rest:
+            why = f"{len(one.left)} job(s) of org {one.call.jobs.org!r} stayed in the balance; try again"
+            one.refuse(ShardUnavailable(self._shard, why))
+        return [one.known if one.error is None else one.error for one in going]
+
+    async def _go(self, going: Sequence[_Going]) -> None:
+        """Stores what it can of these by one statement, and looks up the rest by another."""
+        now = _choose(going)
+        try:
+            inserted = await self._insert([one.part() for one in now])
+        except _Refused as refused:
+            for turn, error in refused.errors.items():
+                if isinstance(error, BadIds):
+                    error.positions = [now[turn].now[at] for at in error.positions]
+                now[turn].refuse(error)
+            return
+        except _Settled:
+            # Whose it is, and what it is known as, is looked up.
+            pass
+        else:
+            for one in now:
+                one.went(inserted)
+        rest = [one for one in going if one.left]
+        if rest:
+            await self._look_up(rest)
 
     async def _insert(self, calls: Sequence[Call]) -> _Inserted:
-        """Runs the enqueue statement once for all jobs of these calls. Raises _Refused, NotOwned, IdsOutsideHorizon
-        when it stored none of them."""
+        """Runs the enqueue statement once for all of these. Raises _Refused, _Settled when it stored none of them."""
         count = sum(len(call.jobs) for call in calls)
         for _ in range(_TURNS_MAX):
-            numbers = [await self._names.make(call.jobs.org, set(call.jobs.queues)) for call in calls]
-            names = {
-                (call.jobs.org, queue): number
-                for call, known in zip(calls, numbers, strict=True)
-                for queue, number in known.items()
-            }
-            lanes = {number: name for name, number in names.items()}
-            if len(lanes) < len(names):
-                # Two names, one number: one of them is remembered wrongly, and there is no telling which.
-                self._names.forget()
-                continue
+            numbers = await self._names.make({(jobs.org, queue) for jobs, _ in calls for queue in set(jobs.queues)})
+            lanes = {number: name for name, number in numbers.items()}
             columns = _merged(calls)
             oldest, newest = min(columns.ids), max(columns.ids)
             parameters = {
@@ -234,11 +228,11 @@ class Enqueuing:
                 rows = await self._database.run(statements.ENQUEUE, parameters)
             except psycopg.Error as error:
                 if error.sqlstate in {"WD001", "WD002"}:
-                    raise _Refused from error
+                    raise _Settled from error
                 raise
             now, ids_fit, admitted, paused, max_attempts, stored, stored_ids, *_ = rows[0]
             if not ids_fit:
-                raise self._outside_horizon(columns, now)
+                raise _Refused(self._outside_horizon(calls, now))
             if len(admitted or ()) == len(lanes):
                 return _Inserted(
                     None if stored == count else set(stored_ids or ()),
@@ -247,44 +241,72 @@ class Enqueuing:
                     {lanes[number]: most for number, most in zip(admitted, max_attempts, strict=True)},
                 )
             # Nothing was stored.
-            await self._refuse_unowned({call.jobs.org for call in calls})
+            unowned = await self._unowned(calls)
+            if unowned:
+                raise _Refused(unowned)
             self._names.forget()
-        raise ShardUnavailable(self._shard, f"the queues of org {calls[0].jobs.org!r} keep changing their numbers")
+        raise ShardUnavailable(self._shard, "its queues keep changing their numbers")
 
-    async def _refuse_unowned(self, orgs: Collection[OrgId]) -> None:
-        slots = {slot_of(org): org for org in orgs}
-        for slot, state, epoch in await self._database.run(
-            statements.FIND_REFUSED_SLOTS, {"slots": arrays.numbers(slots)}
-        ):
-            raise NotOwned(self._shard, slots[slot], slot, state=state, epoch=epoch)
-
-    async def _find_known(self, jobs: NewJobs, positions: list[int]) -> dict[int, JobId]:
-        part = jobs.only(positions)
-        numbers = await self._names.make(jobs.org, set(part.queues))
-        rows = await self._database.run(
-            statements.FIND_KNOWN,
-            {
-                "ids": arrays.plain(part.ids),
-                "queue_ids": arrays.numbers([numbers[queue] for queue in part.queues]),
-                "dedup_keys": arrays.sparse_texts(part.dedup_keys, len(part)),
-                "oldest_ms": made_at_ms(min(part.ids)),
-            },
-        )
-        foreign = {job_id for job_id, _, ours in rows if not ours}
-        if foreign:
-            raise IdsTaken([at for at in positions if jobs.ids[at] in foreign])
-        known = {job_id: known_as for job_id, known_as, _ in rows}
-        return {at: JobId(known[jobs.ids[at]]) for at in positions if jobs.ids[at] in known}
-
-    def _outside_horizon(self, jobs: NewJobs, now: int) -> IdsOutsideHorizon:
+    def _outside_horizon(self, calls: Sequence[Call], now: int) -> dict[int, Exception]:
         oldest_ms = -(-(now - self._horizon_us) // 1000)
         newest_ms = (now + _HOUR_US) // 1000
-        positions = [at for at, job_id in enumerate(jobs.ids) if not oldest_ms <= made_at_ms(job_id) <= newest_ms]
-        return IdsOutsideHorizon(positions, now=Micros(now), horizon_days=self._horizon_days)
+        errors: dict[int, Exception] = {}
+        for turn, (jobs, _) in enumerate(calls):
+            bad = [at for at, job_id in enumerate(jobs.ids) if not oldest_ms <= made_at_ms(job_id) <= newest_ms]
+            if bad:
+                errors[turn] = IdsOutsideHorizon(bad, now=Micros(now), horizon_days=self._horizon_days)
+        return errors
+
+    async def _unowned(self, calls: Sequence[Call]) -> dict[int, Exception]:
+        slots = [slot_of(jobs.org) for jobs, _ in calls]
+        rows = await self._database.run(statements.FIND_REFUSED_SLOTS, {"slots": arrays.numbers(set(slots))})
+        refused = {slot: (state, epoch) for slot, state, epoch in rows}
+        errors: dict[int, Exception] = {}
+        for turn, slot in enumerate(slots):
+            if slot in refused:
+                state, epoch = refused[slot]
+                errors[turn] = NotOwned(self._shard, calls[turn].jobs.org, slot, state=state, epoch=epoch)
+        return errors
+
+    async def _look_up(self, going: Sequence[_Going]) -> None:
+        """What is left of these is known, or it is another org's, or it goes again."""
+        asked = [(turn, at) for turn, one in enumerate(going) for at in one.left]
+        calls = [Call(one.call.jobs.only(one.left), None) for one in going]
+        columns = _merged(calls)
+        numbers = await self._names.make({(jobs.org, queue) for jobs, _ in calls for queue in set(jobs.queues)})
+        rows: list[tuple[int, str, bool]] = await self._database.run(
+            statements.FIND_KNOWN,
+            {
+                "ids": arrays.plain(columns.ids),
+                "queue_ids": _queue_ids(calls, numbers),
+                "dedup_keys": arrays.sparse_texts(columns.dedup_keys, len(columns)),
+                "oldest_ms": made_at_ms(min(columns.ids)),
+            },
+        )
+        foreign: dict[int, list[int]] = {}
+        for place, known_as, ours in rows:
+            turn, at = asked[place - 1]
+            if ours:
+                going[turn].known[at] = JobId(known_as)
+            else:
+                foreign.setdefault(turn, []).append(at)
+        for turn, one in enumerate(going):
+            if turn in foreign:
+                one.refuse(IdsTaken(foreign[turn]))
+            else:
+                one.left = [at for at in one.left if at not in one.known]
 
 
 class _Refused(Exception):
-    """A job of the batch has already finished or died, or is another org's: nothing was stored."""
+    """Calls that will not do, by their places; nothing was stored."""
+
+    def __init__(self, errors: dict[int, Exception]) -> None:
+        super().__init__(errors)
+        self.errors = errors
+
+
+class _Settled(Exception):
+    """A job has already finished or died, or is another org's: nothing was stored."""
 
 
 def made_at_ms(job_id: str) -> int:
@@ -292,27 +314,36 @@ def made_at_ms(job_id: str) -> int:
     return int(job_id[:8] + job_id[9:13], 16)
 
 
-def _hand(call: Call, inserted: _Inserted) -> None:
-    """Tells a handover which of its jobs were stored just now, and so are leased."""
-    if call.handover is None or not call.handover.takers:
-        return
-    jobs, stored = call.jobs, inserted.stored
-    call.handover.tell(
-        Handed(
-            [
-                at
-                for at in call.handover.takers
-                if (stored is None or jobs.ids[at] in stored) and (jobs.org, jobs.queues[at]) not in inserted.paused
-            ],
-            inserted.now,
-            inserted.max_attempts,
-        )
-    )
+def _choose(going: Sequence[_Going]) -> Sequence[_Going]:
+    """Has each id go once, and each dedup key: where it is named first. Answers those of which something goes now. Of a
+    call that names an id of another org's call nothing does: no part of it may be stored if that id is taken."""
+    if _differ([one.call.jobs for one in going]):
+        for one in going:
+            one.now = one.left
+        return going
+    owners: dict[str, OrgId] = {}
+    keys: set[tuple[OrgId, QueueName, str]] = set()
+    for one in going:
+        jobs = one.call.jobs
+        if len(set(jobs.ids)) < len(jobs):
+            # One lease would be promised twice, and taken back once.
+            one.call = Call(jobs, None)
+        now: list[int] = []
+        if all(owners.get(jobs.ids[at], jobs.org) == jobs.org for at in one.left):
+            for at in one.left:
+                key = [(jobs.org, jobs.queues[at], jobs.dedup_keys[at])] if at in jobs.dedup_keys else []
+                if jobs.ids[at] not in owners and keys.isdisjoint(key):
+                    owners[jobs.ids[at]] = jobs.org
+                    keys.update(key)
+                    now.append(at)
+        one.now = now
+    return [one for one in going if one.now]
 
 
 def _differ(batches: Sequence[NewJobs]) -> bool:
     """Whether no two jobs of these have an id or a dedup key in common."""
-    if len({job_id for jobs in batches for job_id in jobs.ids}) < sum(map(len, batches)):
+    ids = [job_id for jobs in batches for job_id in jobs.ids]
+    if len(set(ids)) < len(ids):
         return False
     keys = [(jobs.org, jobs.queues[at], key) for jobs in batches for at, key in jobs.dedup_keys.items()]
     return len(set(keys)) == len(keys)
@@ -336,10 +367,12 @@ def _merged(calls: Sequence[Call]) -> NewJobs:
     return merged
 
 
-def _queue_ids(calls: Sequence[Call], numbers: Sequence[Mapping[QueueName, QueueId]]) -> str:
-    return arrays.numbers(
-        [known[queue] for call, known in zip(calls, numbers, strict=True) for queue in call.jobs.queues]
-    )
+def _queue_ids(calls: Sequence[Call], numbers: Mapping[Name, QueueId]) -> str:
+    column: list[QueueId] = []
+    for jobs, _ in calls:
+        own = {queue: numbers[jobs.org, queue] for queue in set(jobs.queues)}
+        column += [own[queue] for queue in jobs.queues]
+    return arrays.numbers(column)
 
 
 def _takers(calls: Sequence[Call], count: int) -> dict[str, object]:
@@ -358,22 +391,3 @@ def _takers(calls: Sequence[Call], count: int) -> dict[str, object]:
         "workers": arrays.texts([taker.worker for taker in places]),
         "windows_us": arrays.numbers([taker.window_us for taker in places]),
     }
-
-
-def _twins(jobs: NewJobs) -> dict[int, int]:
-    """Jobs with the id, or the queue and dedup key, of an earlier one of the batch: position → the first's."""
-    twins: dict[int, int] = {}
-    if len(set(jobs.ids)) < len(jobs):
-        first_of: dict[str, int] = {}
-        for at, job_id in enumerate(jobs.ids):
-            first = first_of.setdefault(job_id, at)
-            if first != at:
-                twins[at] = first
-    if len(jobs.dedup_keys) > 1:
-        first_key: dict[tuple[str, str], int] = {}
-        for at, key in sorted(jobs.dedup_keys.items()):
-            if at not in twins:
-                first = first_key.setdefault((jobs.queues[at], key), at)
-                if first != at:
-                    twins[at] = first
-    return twins

@@ -8,48 +8,70 @@ from collections.abc import Collection
 
 from shard import arrays, statements
 from shard.database import Database
+from shard.errors import ShardUnavailable
 from shard.placement import slot_of
 from shard.vocabulary import OrgId, QueueId, QueueName
 
 _NAMES_MAX = 200_000
+_ASKED_AT_ONCE = 1000
+# How many times the database is asked anew after two names were found under one number.
+_TURNS_MAX = 6
+
+# A queue's: its org's, and its own in that org.
+Name = tuple[OrgId, QueueName]
 
 
 class Names:
+    """All verbs that ask the database raise ShardUnavailable."""
+
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._queue_ids: dict[tuple[OrgId, QueueName], QueueId] = {}
+        self._queue_ids: dict[Name, QueueId] = {}
 
-    async def find(self, org: OrgId, queues: Collection[QueueName]) -> dict[QueueName, QueueId]:
-        """Those of the queues that exist."""
-        found = {queue: known for queue in queues if (known := self._queue_ids.get((org, queue))) is not None}
-        if len(found) < len(queues):
-            missing = [queue for queue in queues if queue not in found]
-            rows = await self._database.run(statements.FIND_QUEUE_IDS, {"org": org, "queues": missing})
-            for name, queue_id in rows:
-                found[name] = queue_id
+    async def find(self, queues: Collection[Name]) -> dict[Name, QueueId]:
+        """The numbers of those queues that exist, no two the same."""
+        for _ in range(_TURNS_MAX):
+            found = {queue: known for queue in queues if (known := self._queue_ids.get(queue)) is not None}
+            if len(found) < len(queues):
+                found.update(await self._ask([queue for queue in queues if queue not in found]))
+            if len(set(found.values())) == len(found):
+                return found
+            # Two names, one number: one of them is remembered wrongly, and there is no telling which.
+            self.forget()
+        raise ShardUnavailable(self._database.name, "its queues keep changing their numbers")
+
+    async def _ask(self, queues: list[Name]) -> dict[Name, QueueId]:
+        told: dict[Name, QueueId] = {}
+        for at in range(0, len(queues), _ASKED_AT_ONCE):
+            part = queues[at : at + _ASKED_AT_ONCE]
+            for org, queue, number in await self._database.run(statements.FIND_QUEUE_IDS, _columns(part)):
                 if len(self._queue_ids) >= _NAMES_MAX:
                     del self._queue_ids[next(iter(self._queue_ids))]
-                self._queue_ids[org, name] = queue_id
-        return found
+                told[org, queue] = self._queue_ids[org, queue] = number
+        return told
 
     def known(self, org: OrgId, queues: Collection[QueueName]) -> list[QueueId]:
         """Those that are remembered, without asking the database."""
         return [known for queue in queues if (known := self._queue_ids.get((org, queue))) is not None]
 
-    async def make(self, org: OrgId, queues: Collection[QueueName]) -> dict[QueueName, QueueId]:
+    async def make(self, queues: Collection[Name]) -> dict[Name, QueueId]:
         """All of the queues, bringing into being those that do not exist."""
-        found = await self.find(org, queues)
+        found = await self.find(queues)
         if len(found) < len(queues):
-            missing = {
-                "org": org,
-                "slot": slot_of(org),
-                "queues": [queue for queue in queues if queue not in found],
-            }
-            # Three statements, three transactions: each sees what rivals committed before it, and doing one twice
-            # is harmless.
-            await self._database.run(statements.INTERN_NAMES, missing)
-            await self._database.run(statements.MAKE_QUEUES, missing)
-            found = await self.find(org, queues)
+            missing = [queue for queue in queues if queue not in found]
+            for at in range(0, len(missing), _ASKED_AT_ONCE):
+                part = missing[at : at + _ASKED_AT_ONCE]
+                slots = {org: slot_of(org) for org, _ in part}
+                names = {
+                    "orgs": arrays.texts(list(slots)),
+                    "slots": arrays.numbers(slots.values()),
+                    "queues": arrays.names({queue for _, queue in part}),
+                }
+                # Three statements, three transactions: each sees what rivals committed before it, and doing one twice
+                # is harmless.
+                await self._database.run(statements.INTERN_NAMES, names)
+                await self._database.run(statements.MAKE_QUEUES, _columns(part))
+            found = await self.find(queues)
         return found
 
     async def prove(self, queue_ids: Collection[QueueId]) -> None:
@@ -57,8 +79,8 @@ class Names:
         go on finding nothing there."""
         used = set(queue_ids)
         believed = [(number, *name) for name, number in self._queue_ids.items() if number in used]
-        for at in range(0, len(believed), 1000):
-            numbers, orgs, queues = zip(*believed[at : at + 1000], strict=True)
+        for at in range(0, len(believed), _ASKED_AT_ONCE):
+            numbers, orgs, queues = zip(*believed[at : at + _ASKED_AT_ONCE], strict=True)
             parameters = {"queue_ids": arrays.numbers(numbers), "orgs": list(orgs), "queues": arrays.names(queues)}
             if await self._database.run(statements.FIND_WRONG_NAMES, parameters):
                 self.forget()
@@ -67,3 +89,10 @@ class Names:
     def forget(self) -> None:
         """After a number proved wrong."""
         self._queue_ids.clear()
+
+
+def _columns(queues: Collection[Name]) -> dict[str, object]:
+    return {
+        "orgs": arrays.texts([org for org, _ in queues]),
+        "queues": arrays.names(queue for _, queue in queues),
+    }

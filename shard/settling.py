@@ -160,13 +160,18 @@ class Settling:
 def apart(calls: Sequence[_AnyCall]) -> list[list[_AnyCall]]:
     """What may go together: a lease that calls of different orgs name is one org's at most, and what became of it is
     nobody else's to hear."""
-    owners: dict[Lease, OrgId] = {}
-    together: list[_AnyCall] = []
-    rest: list[_AnyCall] = []
-    for call in calls:
-        mine = all(owners.setdefault(lease, call.org) == call.org for lease in call.leases)
-        (together if mine else rest).append(call)
-    return [together] + [[call] for call in rest]
+    parts: list[list[_AnyCall]] = []
+    rest = list(calls)
+    while rest:
+        owners: dict[Lease, OrgId] = {}
+        together: list[_AnyCall] = []
+        later: list[_AnyCall] = []
+        for call in rest:
+            mine = all(owners.setdefault(lease, call.org) == call.org for lease in call.leases)
+            (together if mine else later).append(call)
+        parts.append(together)
+        rest = later
+    return parts
 
 
 class _Named(NamedTuple):

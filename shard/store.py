@@ -13,15 +13,14 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-import psycopg
-
 from shard import arrays, partitions, statements
 from shard.claiming import Ask, Claiming, Taken
-from shard.coalescing import Acts, Coalescer, TooManyWaiting, caught
+from shard.coalescing import Acts, Coalescer, TooManyWaiting
 from shard.database import Database
 from shard.enqueuing import NOTHING_HANDED, Call, Enqueuing, Handover, made_at_ms
 from shard.errors import ShardUnavailable
 from shard.floor import GUARD_US, Floors
+from shard.halving import by_halves
 from shard.interning import Names
 from shard.lease import lease_of
 from shard.records import ANSWER_BYTES_MAX, JobRecord
@@ -72,14 +71,27 @@ class Store:
             return ShardUnavailable(self.name, "calls before this one have had no answer yet")
 
         beside = Acts()
-        self._enqueues = Coalescer(enqueuing.together, weigh=_weight, late=late, beside=beside, dropped=_tell_nothing)
-        self._claims = Coalescer(
-            claiming.together, weigh=_wish, waiting_max=_WISHES_MAX, late=late, beside=beside, abandoned=self._give_back
+        self._enqueues = Coalescer(
+            enqueuing.together,
+            weigh=_weight,
+            whose=lambda call: call.jobs.org,
+            late=late,
+            beside=beside,
+            dropped=_tell_nothing,
         )
-        self._acks = Coalescer(_in_turn(settling.ack), weigh=_leases, late=late, beside=beside)
-        self._nacks = Coalescer(_in_turn(settling.nack), weigh=_leases, late=late, beside=beside)
-        self._extends = Coalescer(_in_turn(settling.extend), weigh=_leases, late=late, beside=beside)
-        self._releases = Coalescer(_in_turn(settling.release), weigh=_leases, late=late, beside=beside)
+        self._claims = Coalescer(
+            claiming.together,
+            weigh=_wish,
+            whose=_org,
+            waiting_max=_WISHES_MAX,
+            late=late,
+            beside=beside,
+            abandoned=self._give_back,
+        )
+        self._acks = Coalescer(_in_turn(settling.ack), weigh=_leases, whose=_org, late=late, beside=beside)
+        self._nacks = Coalescer(_in_turn(settling.nack), weigh=_leases, whose=_org, late=late, beside=beside)
+        self._extends = Coalescer(_in_turn(settling.extend), weigh=_leases, whose=_org, late=late, beside=beside)
+        self._releases = Coalescer(_in_turn(settling.release), weigh=_leases, whose=_org, late=late, beside=beside)
 
     # ── Producers ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -257,22 +269,14 @@ class Store:
 def _in_turn(
     act: Callable[[Sequence[_AnyCall]], Awaitable[list[list[Answer]]]],
 ) -> Callable[[list[_AnyCall]], Awaitable[Sequence[list[Answer] | Exception]]]:
-    """An act that is done together where that may be, and one call after another where not."""
-
-    async def alone(call: _AnyCall) -> list[Answer]:
-        return (await act([call]))[0]
+    """An act that is done together where that may be, and one part after another where not."""
 
     async def do(calls: list[_AnyCall]) -> Sequence[list[Answer] | Exception]:
         if len(calls) == 1:
             return await act(calls)
         answers: dict[int, list[Answer] | Exception] = {}
         for some in apart(calls):
-            try:
-                told: Sequence[list[Answer] | Exception] = await act(some)
-            except psycopg.Error:
-                # Whose it is shows when each goes alone.
-                told = [await caught(alone(call)) for call in some]
-            answers.update(zip(map(id, some), told, strict=True))
+            answers.update(zip(map(id, some), await by_halves(act, some), strict=True))
         return [answers[id(call)] for call in calls]
 
     return do
@@ -285,6 +289,10 @@ def _tell_nothing(call: Call) -> None:
 
 def _weight(call: Call) -> int:
     return len(call.jobs) + sum(map(len, call.jobs.payloads)) // _BYTES_PER_WEIGHT
+
+
+def _org(call: Ask | Acks | Nacks | Extends | Releases) -> OrgId:
+    return call.org
 
 
 def _wish(ask: Ask) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, NewType
 
@@ -77,7 +78,7 @@ class NewJobs:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def only(self, positions: list[int]) -> NewJobs:
+    def only(self, positions: Sequence[int]) -> NewJobs:
         """The jobs at these positions, as a batch of their own."""
         part = NewJobs(org=self.org)
         for name in ("ids", "queues", "kinds", "payloads"):

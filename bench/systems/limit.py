@@ -53,7 +53,7 @@ class Limit:
         self._orgs = [(org, self._stores[shard]) for shard, org in orgs.items()]
         self._turns = itertools.cycle(self._orgs)
         for org, store in self._orgs:
-            await store.names.make(org, [_QUEUE])
+            await store.names.make([(org, _QUEUE)])
 
     async def enqueue(self, payloads: Sequence[bytes]) -> None:
         org, store = next(self._turns)

@@ -1,7 +1,9 @@
--- For jobs that an enqueue did not store: the id under which each is known, by its own id first, then by its dedup key;
--- and whether that is a job of the same org. Ids are one space for the whole shard, and an org may not learn another's.
-SELECT n.id::text AS id, known.id::text AS known_as, known.queue_id & 4294967295 = n.queue_id & 4294967295 AS ours
-FROM unnest(%(ids)s::uuid[], %(queue_ids)s::bigint[], %(dedup_keys)s::text[]) AS n (id, queue_id, dedup_key)
+-- For jobs that an enqueue did not store, by their turn: the id under which each is known, by its own id first, then by its
+-- dedup key; and whether that is a job of the same org. Ids are one space for the whole shard, and an org may not learn
+-- another's.
+SELECT n.turn, known.id::text AS known_as, known.queue_id & 4294967295 = n.queue_id & 4294967295 AS ours
+FROM unnest(%(ids)s::uuid[], %(queue_ids)s::bigint[], %(dedup_keys)s::text[])
+    WITH ORDINALITY AS n (id, queue_id, dedup_key, turn)
 CROSS JOIN LATERAL (
     SELECT j.id, j.queue_id FROM windrow.job j WHERE j.id = n.id
     UNION ALL

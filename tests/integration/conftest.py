@@ -11,6 +11,15 @@ from tests.recorder import Recorder
 
 
 @pytest.fixture
+async def fresh_recorder(fresh_dsn: str) -> AsyncGenerator[Recorder, None]:
+    """Of a database of its own."""
+    opened = Recorder(SHARD, fresh_dsn)
+    await opened.open()
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
 async def recorder(module_dsn: str) -> AsyncGenerator[Recorder, None]:
     opened = Recorder(SHARD, module_dsn)
     await opened.open()

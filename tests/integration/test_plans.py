@@ -177,9 +177,9 @@ async def recorder(fresh_dsn: str, org: OrgId) -> AsyncGenerator[Recorder, None]
     await opened.open()
     # Nothing but the test decides what the planner knows.
     await opened.run(b"ALTER TABLE windrow.job SET (autovacuum_enabled = off)", {})
-    await Store(opened).names.make(org, [QueueName(f"queue-{n}") for n in range(QUEUES_OF_ORG)])
+    await Store(opened).names.make([(org, QueueName(f"queue-{n}")) for n in range(QUEUES_OF_ORG)])
     for other in others_of(org):
-        await Store(opened).names.make(other, [QueueName(f"queue-{n}") for n in range(QUEUES_OF_OTHERS)])
+        await Store(opened).names.make([(other, QueueName(f"queue-{n}")) for n in range(QUEUES_OF_OTHERS)])
     yield opened
     await opened.close()
 
@@ -278,7 +278,7 @@ async def probe_all(recorder: Recorder, store: Store, org: OrgId) -> Run:
     """From floors of all queues."""
     numbers: list[QueueId] = []
     for one, count in [(org, QUEUES_OF_ORG), *((other, QUEUES_OF_OTHERS) for other in others_of(org))]:
-        numbers += (await store.names.find(one, [QueueName(f"queue-{n}") for n in range(count)])).values()
+        numbers += (await store.names.find([(one, QueueName(f"queue-{n}")) for n in range(count)])).values()
     assert len(numbers) == QUEUES
     await store.probe(numbers)
     return recorder.last(statements.PROBE)

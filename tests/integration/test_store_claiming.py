@@ -159,6 +159,17 @@ async def test_takers_of_several_orgs_get_their_own_orgs_jobs_and_nothing_else(
     assert await store.ack(other_org, leases(taken[1])) == [Answer.NOT_FOUND] * 3
 
 
+async def test_takers_of_many_orgs_learn_their_queues_numbers_by_one_statement(recorder: Recorder, org: OrgId) -> None:
+    orgs = [OrgId(f"{org}-{n}") for n in range(10)]
+    stored = [some_jobs(one, 2, queue=queue) for one in orgs for queue in (A, B)]
+    await asyncio.gather(*map(Store(recorder).enqueue, stored))
+    before = len(recorder.runs)
+    store = Store(recorder)
+    taken = await asyncio.gather(*(ask(store, one, A, B, C) for one in orgs))
+    assert [len(some.jobs) for some in taken] == [4] * 10
+    assert recorder.count(statements.FIND_QUEUE_IDS, since=before) == 1
+
+
 async def test_a_wrong_memory_of_a_queue_gives_nothing_to_its_org_and_nothing_away_of_another(
     database: Database, org: OrgId, other_org: OrgId
 ) -> None:
@@ -395,7 +406,7 @@ async def test_a_claim_cancelled_while_it_is_done_gives_its_jobs_back_uncounted(
         await asyncio.wait(taken[:1])
     stays, others = await taken[1], await taken[2]
     assert (len(stays.jobs), len(others.jobs)) == (2, 4)
-    queue_ids = await store.names.find(org, [QUEUE])
+    queue_ids = await store.names.find([(org, QUEUE)])
     assert await asyncio.wait_for(told, 30) == set(queue_ids.values())
     again = await ask(store, org)
     assert sorted([*ids(again), *ids(stays)]) == sorted(stored[org].ids)

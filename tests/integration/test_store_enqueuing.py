@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 import psycopg
 import pytest
@@ -58,7 +58,7 @@ async def test_calls_of_several_orgs_are_one_statement_and_each_job_is_its_orgs(
         jobs.priorities = {at % 3: 1 + at}
         jobs.payloads = [f"{at}-{n}".encode() for n in range(3)]
     # Their queues are made, and told apart from the enqueues.
-    await asyncio.gather(*(store.names.make(one, [A, B]) for one in (org, other_org)))
+    await store.names.make([(one, queue) for one in (org, other_org) for queue in (A, B)])
     before = len(recorder.runs)
     assert await asyncio.gather(*map(store.enqueue, calls)) == [{}] * 4
     assert [run[0] for run in recorder.runs[before:]] == [statements.ENQUEUE]
@@ -70,6 +70,22 @@ async def test_calls_of_several_orgs_are_one_statement_and_each_job_is_its_orgs(
     for entry in await books.check():
         if entry.org in (org, other_org):
             assert (entry.accepted, entry.ready, entry.balanced) == (6, 6, True)
+
+
+async def test_new_queues_of_many_orgs_cost_no_more_statements_than_one(recorder: Recorder, org: OrgId) -> None:
+    store = Store(recorder)
+    calls = [some_jobs(OrgId(f"{org}-{n}"), 2, queue=f"{org}-new-{n % 3}") for n in range(20)]
+    calls += [some_jobs(OrgId(f"{org}-0"), 1, queue=f"{org}-another-{n}") for n in range(20)]
+    assert await asyncio.gather(*map(store.enqueue, calls)) == [{}] * 40
+    assert [run[0] for run in recorder.runs] == [
+        statements.FIND_QUEUE_IDS,
+        statements.INTERN_NAMES,
+        statements.MAKE_QUEUES,
+        statements.FIND_QUEUE_IDS,
+        statements.ENQUEUE,
+    ]
+    for jobs in calls:
+        assert await where(recorder, ids_of(jobs)) == dict.fromkeys(jobs.ids, (jobs.org, jobs.queues[0]))
 
 
 async def test_what_comes_while_enqueues_are_under_way_goes_together(
@@ -211,6 +227,95 @@ async def test_an_org_whose_slot_is_not_owned_is_refused_alone(
     assert await where(fresh_database, ids_of(bad)) == {}
 
 
+# What the bad calls of one org cost the others (I4)
+
+
+async def too_old(_store: Store, org: OrgId) -> NewJobs:
+    return some_jobs(org, ids=[job_id(ahead_ms=-8 * DAY_MS)])
+
+
+async def not_owned(store: Store, org: OrgId) -> NewJobs:
+    await store.names.make([(org, QUEUE)])
+    await store._database.run(b"DELETE FROM windrow.owned_slot WHERE slot = %(slot)s", {"slot": slot_of(org)})
+    return some_jobs(org, 1)
+
+
+async def live(store: Store, org: OrgId) -> NewJobs:
+    jobs = some_jobs(org, 1)
+    await store.enqueue(jobs)
+    return jobs
+
+
+async def finished(store: Store, org: OrgId) -> NewJobs:
+    jobs = await live(store, org)
+    assert await store.cancel(org, ids_of(jobs), reason="") == [Answer.OK]
+    return jobs
+
+
+async def taken(store: Store, org: OrgId) -> NewJobs:
+    return some_jobs(org, ids=ids_of(await live(store, OrgId(f"{org}-owner"))))
+
+
+COSTS: dict[Callable[[Store, OrgId], Awaitable[NewJobs]], list[bytes]] = {
+    live: [statements.ENQUEUE, statements.FIND_KNOWN],
+    finished: [statements.ENQUEUE, statements.FIND_KNOWN, statements.ENQUEUE],
+    taken: [statements.ENQUEUE, statements.FIND_KNOWN, statements.ENQUEUE],
+    too_old: [statements.ENQUEUE, statements.ENQUEUE],
+    not_owned: [statements.ENQUEUE, statements.FIND_REFUSED_SLOTS, statements.ENQUEUE],
+}
+
+
+async def among(store: Store, bad: Sequence[NewJobs], count: int) -> None:
+    """These calls and good ones of another org's, so many in all, in one act: the good ones are done."""
+    beside = OrgId(f"{bad[0].org}-beside")
+    await store.names.make([(beside, QUEUE)])
+    calls = [*bad, *(some_jobs(beside, 1) for _ in range(count - len(bad)))]
+    random.shuffle(calls)
+    answers = await asyncio.gather(*map(store.enqueue, calls), return_exceptions=True)
+    for jobs, answer in zip(calls, answers, strict=True):
+        assert (answer == {}) == (jobs.org == beside)
+
+
+@pytest.mark.parametrize("spoil", COSTS, ids=lambda spoil: spoil.__name__)
+async def test_calls_whose_fault_is_known_cost_those_beside_them_a_statement_or_two(
+    fresh_recorder: Recorder, org: OrgId, spoil: Callable[[Store, OrgId], Awaitable[NewJobs]]
+) -> None:
+    store = Store(fresh_recorder)
+    bad = [await spoil(store, org) for _ in range(10)]
+    # The statement that found out is among these; the queue is known by then, whatever it took.
+    await asyncio.gather(*map(store.enqueue, bad), return_exceptions=True)
+    before = len(fresh_recorder.runs)
+    await among(store, bad, 100)
+    asked = [run[0] for run in fresh_recorder.runs[before:]]
+    named = {statements.FIND_QUEUE_IDS, statements.INTERN_NAMES, statements.MAKE_QUEUES}
+    assert [statement for statement in asked if statement not in named] == COSTS[spoil]
+
+
+async def test_a_call_made_a_hundred_times_in_one_moment_is_one_statement_and_a_look(
+    recorder: Recorder, org: OrgId
+) -> None:
+    store = Store(recorder)
+    await store.names.make([(org, QUEUE)])
+    again = some_jobs(org, 2)
+    before = len(recorder.runs)
+    answers = await asyncio.gather(*(store.enqueue(again) for _ in range(100)))
+    assert answers == [{}] + [dict(enumerate(again.ids))] * 99
+    assert [run[0] for run in recorder.runs[before:]] == [statements.ENQUEUE, statements.FIND_KNOWN]
+
+
+@pytest.mark.parametrize(("bad", "most"), [(1, 15), (4, 45)])
+async def test_a_row_that_postgres_refuses_costs_the_calls_beside_it_a_few_statements(
+    recorder: Recorder, org: OrgId, bad: int, most: int
+) -> None:
+    store = Store(recorder)
+    calls = [some_jobs(org, 2) for _ in range(bad)]
+    for jobs in calls:
+        no_such_priority(jobs)
+    before = len(recorder.runs)
+    await among(store, calls, 100)
+    assert recorder.count(statements.ENQUEUE, since=before) <= most
+
+
 async def test_two_refused_calls_are_told_each_its_own_reason(database: Database, org: OrgId, other_org: OrgId) -> None:
     store = Store(database)
     old, taken = some_jobs(org, 3), some_jobs(other_org, 2)
@@ -260,7 +365,7 @@ async def test_two_queues_remembered_under_one_number_keep_each_its_own_jobs(
     database: Database, org: OrgId, queues: list[QueueName]
 ) -> None:
     store = Store(database)
-    await store.names.make(org, [A, B])
+    await store.names.make([(org, A), (org, B)])
     numbers = store.names._queue_ids
     numbers[org, B] = numbers[org, A]
     jobs = some_jobs(org, 2)
@@ -284,6 +389,29 @@ async def test_calls_with_the_same_id_store_it_once_and_all_but_one_are_told(dat
     assert len(await lease_jobs(store, org)) == 13
 
 
+async def test_calls_of_two_orgs_with_the_same_id_store_it_for_one_and_nothing_for_the_other(
+    database: Database, org: OrgId, other_org: OrgId
+) -> None:
+    store = Store(database)
+    shared = job_id()
+    calls = [some_jobs(one, ids=[job_id(), shared]) for one in (org, other_org, org, other_org)]
+    answers = await asyncio.gather(*map(store.enqueue, calls), return_exceptions=True)
+    assert [answers[0], answers[2]] == [{}, {1: shared}]
+    for refused in (answers[1], answers[3]):
+        assert isinstance(refused, IdsTaken)
+        assert refused.positions == [1]
+    assert await where(database, [JobId(name) for jobs in calls for name in jobs.ids]) == {
+        name: (org, QUEUE) for jobs in calls[::2] for name in jobs.ids
+    }
+
+
+async def test_jobs_with_one_key_and_one_id_are_told_the_id_that_was_stored(database: Database, org: OrgId) -> None:
+    one, two = job_id(), job_id()
+    jobs = some_jobs(org, ids=[one, two, two], dedup_keys=["k", "k", "k"])
+    assert await Store(database).enqueue(jobs) == {1: one, 2: one}
+    assert await where(database, [one, two]) == {one: (org, QUEUE)}
+
+
 async def test_calls_with_the_same_key_store_one_job_and_are_told_its_id(database: Database, org: OrgId) -> None:
     store = Store(database)
     calls = [some_jobs(org, 2, dedup_keys=["k"]) for _ in range(6)]
@@ -299,7 +427,7 @@ async def test_the_same_key_of_two_orgs_or_two_queues_is_two_keys(
 ) -> None:
     store = Store(recorder)
     calls = [some_jobs(one, 1, queue=queue, dedup_keys=["k"]) for one in (org, other_org) for queue in (A, B)]
-    await asyncio.gather(*(store.names.make(one, [A, B]) for one in (org, other_org)))
+    await store.names.make([(one, queue) for one in (org, other_org) for queue in (A, B)])
     before = len(recorder.runs)
     assert await asyncio.gather(*map(store.enqueue, calls)) == [{}] * 4
     assert recorder.count(statements.ENQUEUE, since=before) == 1

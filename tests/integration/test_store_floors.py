@@ -22,7 +22,7 @@ async def test_a_job_that_commits_below_the_floor_is_missed_by_a_claim_and_found
 ) -> None:
     store = Store(database)
     await store.enqueue(some_jobs(org, 1))
-    queue_id = (await store.names.find(org, [QUEUE]))[QUEUE]
+    queue_id = (await store.names.find([(org, QUEUE)]))[org, QUEUE]
     late = job_id()
     async with database.transaction() as connection:
         # Its now() is this moment, and its commit is more than the guard away.
@@ -38,7 +38,7 @@ async def test_a_job_that_commits_below_the_floor_is_missed_by_a_claim_and_found
 async def test_a_job_that_commits_within_the_guard_is_found_without_a_sweep(database: Database, org: OrgId) -> None:
     store = Store(database)
     await store.enqueue(some_jobs(org, 1))
-    queue_id = (await store.names.find(org, [QUEUE]))[QUEUE]
+    queue_id = (await store.names.find([(org, QUEUE)]))[org, QUEUE]
     late = job_id()
     async with database.transaction() as connection:
         await connection.execute(LATE, [late, queue_id])

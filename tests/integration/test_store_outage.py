@@ -78,7 +78,7 @@ async def test_while_the_server_is_away_every_call_is_told_so_in_time(
 ) -> None:
     store = Store(database)
     await store.enqueue(some_jobs(org, 1))
-    awaited = await store.names.find(org, [QUEUE])
+    awaited = await store.names.find([(org, QUEUE)])
     cluster.kill()
     began = time.monotonic()
     answers = await asyncio.gather(

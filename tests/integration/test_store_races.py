@@ -16,7 +16,7 @@ from shard import arrays, statements
 from shard.database import Database
 from shard.settling import Nack
 from shard.store import Store
-from shard.vocabulary import Answer, Claimed, JobId, Lease, OrgId
+from shard.vocabulary import Answer, Claimed, JobId, Lease, OrgId, QueueName
 from tests.conftest import SHARD
 from tests.jobs import HOUR_US, MINUTE_US, QUEUE, history_of, ids_of, job_id, lease_jobs, some_jobs
 from tests.timemachine import until_blocked
@@ -260,11 +260,11 @@ async def test_an_enqueue_whose_snapshot_is_older_than_the_end_of_its_job_looks_
     await store.enqueue(jobs)
     leases = leases_of(await lease_jobs(store, org))
     retried = some_jobs(org, ids=[job_id(), *ids_of(jobs)], dedup_keys=["held"])
-    ids = await store.names.make(org, [QUEUE])
+    ids = await store.names.make([(org, QUEUE)])
     async with asyncio.TaskGroup() as group, database.transaction() as connection:
         await connection.execute(
             "INSERT INTO windrow.dedup VALUES (%s, 'held', %s, now() - interval '1 s')",
-            [ids[QUEUE], job_id()],
+            [ids[org, QUEUE], job_id()],
         )
         enqueue = group.create_task(store.enqueue(retried))
         await until_blocked(database)
@@ -332,7 +332,7 @@ async def impatient(module_dsn: str) -> AsyncGenerator[Database, None]:
 @pytest.mark.parametrize("share", ["ids", "dedup keys", "both"])
 async def test_enqueues_that_overlap_in_any_order_never_deadlock(impatient: Database, org: OrgId, share: str) -> None:
     stores = [Store(impatient) for _ in range(6)]
-    await stores[0].names.make(org, [QUEUE])
+    await stores[0].names.make([(org, QUEUE)])
     for turn in range(15):
         ids = [job_id() for _ in range(40)]
         keys = [f"{turn}-{n}" for n in range(40)]
@@ -366,3 +366,14 @@ async def test_calls_on_the_same_leases_in_any_order_never_deadlock(impatient: D
         await asyncio.gather(*acks, *extends, *nacks, *releases, *cancels)
         await ack(stores[0], org, leases_of(await lease_jobs(stores[0], org)))
         await _cancel(stores[0], org, leases)
+
+
+async def test_routers_that_make_the_same_new_queues_in_any_order_never_deadlock(
+    impatient: Database, org: OrgId
+) -> None:
+    stores = [Store(impatient) for _ in range(6)]
+    for turn in range(15):
+        queues = [(OrgId(f"{org}-{turn}-{n % 5}"), QueueName(f"{org}-{turn}-{n}")) for n in range(20)]
+        made = await asyncio.gather(*(store.names.make(random.sample(queues, 20)) for store in stores))
+        assert made == [made[0]] * len(stores)
+        assert set(made[0]) == set(queues)

@@ -202,7 +202,7 @@ async def test_a_batch_of_which_one_queue_is_remembered_wrongly_is_stored_once_a
 ) -> None:
     store = Store(database)
     await store.enqueue(two_queues(org, [job_id(), job_id()]))
-    (foreign,) = (await store.names.make(other_org, [A])).values()
+    (foreign,) = (await store.names.make([(other_org, A)])).values()
     store.names._queue_ids[org, B] = foreign
     ids = [job_id() for _ in range(4)]
     jobs = two_queues(org, ids)
@@ -300,7 +300,7 @@ async def test_an_id_of_another_orgs_job_that_ends_meanwhile_fails_the_whole_bat
     """The enqueue finds the id taken, and waits at its next job until the other org's is in no hot table any more."""
     store = Store(fresh_database)
     await store.enqueue(some_jobs(org, 1))
-    (queue_id,) = (await store.names.find(org, [QUEUE])).values()
+    (queue_id,) = (await store.names.find([(org, QUEUE)])).values()
     # Jobs are stored in the order of their ids: the taken one comes first.
     taken, own = job_id(ahead_ms=-1000), job_id()
     await store.enqueue(some_jobs(other_org, ids=[taken]))

@@ -110,6 +110,34 @@ async def test_a_lease_that_two_orgs_name_is_its_owners_alone(
             await store.cancel(one, [name_of(lease) for lease in (*mine, *others, *theirs)], reason="")
 
 
+async def test_an_error_that_postgres_refuses_costs_the_nacks_beside_it_a_few_statements(
+    recorder: Recorder, org: OrgId, other_org: OrgId
+) -> None:
+    store = Store(recorder)
+    good, (bad,) = await held_by(store, org, 99), await held_by(store, other_org, 1)
+    before = len(recorder.runs)
+    answers = await asyncio.gather(
+        store.nack(other_org, [Nack(lease=bad, error="\0")]),
+        *(store.nack(org, [Nack(lease=lease, error="no", delay_us=HOUR_US)]) for lease in good),
+        return_exceptions=True,
+    )
+    assert isinstance(answers[0], psycopg.DataError)
+    assert answers[1:] == [[OK]] * 99
+    assert await states(store, org, good) == ["scheduled"] * 99
+    assert recorder.count(statements.RETRY, since=before) <= 15
+
+
+async def test_leases_that_many_calls_of_another_org_name_cost_their_owner_one_act(
+    recorder: Recorder, org: OrgId, other_org: OrgId
+) -> None:
+    store = Store(recorder)
+    held = await held_by(store, org, 50)
+    before = len(recorder.runs)
+    answers = await asyncio.gather(*(store.ack(one, [lease]) for lease in held for one in (org, other_org)))
+    assert answers == [[OK], [NOT_FOUND]] * 50
+    assert recorder.count(statements.ACK, since=before) == 2
+
+
 @verbs
 async def test_a_foreign_org_that_names_a_lease_alone_beside_other_calls_changes_nothing(
     recorder: Recorder, org: OrgId, other_org: OrgId, verb: str

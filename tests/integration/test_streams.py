@@ -18,10 +18,12 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc import code_pb2
 
 from embedded import BinariesNotFound, Clusters, open_clusters
-from router.calls import Context
+from router.calls import Context, Gate
 from router.fleet import Fleet
+from router.queue_service import QueueService
 from router.status import InvalidRequest
 from router.stream import Stream as RoutersStream
+from router.tracing import Tracing
 from shard.lease import token, token_prefix
 from shard.vocabulary import ShardName
 from tests.jobs import job_id
@@ -662,7 +664,6 @@ async def test_a_consumer_that_sends_and_does_not_read_is_not_heard_any_more() -
 
     async def endless() -> AsyncIterator[queue_pb2.ConsumeRequest]:
         nonlocal heard
-        yield queue_pb2.ConsumeRequest(start=start("org"), credit=1)
         while heard < 20_000:
             heard += 1
             # As a message arrives: not before the router has had its turn.
@@ -671,7 +672,8 @@ async def test_a_consumer_that_sends_and_does_not_read_is_not_heard_any_more() -
 
     blocked = Blocked(writing=asyncio.Event())
     stream = RoutersStream(cast("Fleet", _NoShards()), endless(), cast("Context", blocked))
-    serving = asyncio.create_task(stream.run(asyncio.Event()))
+    first = queue_pb2.ConsumeRequest(start=start("org"), credit=1)
+    serving = asyncio.create_task(stream.run(first, asyncio.Event()))
     try:
         await asyncio.wait_for(blocked.writing.wait(), PATIENCE_S)
         before = -1
@@ -686,12 +688,54 @@ async def test_a_consumer_that_sends_and_does_not_read_is_not_heard_any_more() -
 
 
 async def test_a_stream_is_refused_without_any_shard_too() -> None:
-    async def one_bad() -> AsyncIterator[queue_pb2.ConsumeRequest]:
-        yield queue_pb2.ConsumeRequest(credit=1)
-
-    stream = RoutersStream(cast("Fleet", _NoShards()), one_bad(), cast("Context", Blocked(writing=asyncio.Event())))
+    bad = queue_pb2.ConsumeRequest(credit=1)
+    context = cast("Context", Blocked(writing=asyncio.Event()))
+    stream = RoutersStream(cast("Fleet", _NoShards()), said(), context)
     with pytest.raises(InvalidRequest):
-        await stream.run(asyncio.Event())
+        await stream.run(bad, asyncio.Event())
+
+
+async def said(*requests: queue_pb2.ConsumeRequest) -> AsyncIterator[queue_pb2.ConsumeRequest]:
+    """What a consumer says that then is silent."""
+    for request in requests:
+        yield request
+    await asyncio.Event().wait()
+
+
+@dataclass(kw_only=True)
+class Counted(Blocked):
+    """A stream's context that tells whether it was let in."""
+
+    let_in: asyncio.Future[bool]
+    refusal: Any = None
+
+    async def send_initial_metadata(self, metadata: object) -> None:
+        del metadata
+        self.let_in.set_result(True)
+
+    async def abort_with_status(self, status: Any) -> None:
+        self.refusal = status
+        self.let_in.set_result(False)
+
+
+async def test_streams_of_one_org_leave_as_many_places_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.calls.STREAMS_MAX", 6)
+    service = QueueService(cast("Fleet", _NoShards()), Gate(Tracing()))
+    async with asyncio.TaskGroup() as group:
+        tasks: list[asyncio.Task[None]] = []
+        contexts: list[Counted] = []
+        for org in ("a", "a", "a", "a", "b", "b", "b", "c"):
+            context = Counted(writing=asyncio.Event(), let_in=asyncio.get_running_loop().create_future())
+            requests = said(queue_pb2.ConsumeRequest(start=start(org), credit=1))
+            tasks.append(group.create_task(service.Consume(requests, cast("Context", context))))
+            contexts.append(context)
+            await asyncio.wait_for(context.let_in, PATIENCE_S)
+        # Half of the places; as many as were left; and one is.
+        assert [context.let_in.result() for context in contexts] == [True, True, True, False, True, True, False, True]
+        assert contexts[3].refusal.code == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "takes 6 streams and waiting calls at a time, and of one org no more" in contexts[3].refusal.details
+        for task in tasks:
+            task.cancel()
 
 
 # ── A router that ends ───────────────────────────────────────────────────────────────────────────────────────────────

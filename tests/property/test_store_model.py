@@ -336,54 +336,47 @@ class StoreMachine(RuleBasedStateMachine):
 
     def stored(self, wishes_: Sequence[Wish], takers: dict[int, int]) -> tuple[dict[int, JobId], set[int]]:
         """The positions that were known, and those that were leased to their takers."""
-        first: dict[object, int] = {}
-        twins = {at: first[w.id] for at, w in enumerate(wishes_) if first.setdefault(w.id, at) != at}
-        for at, wish in enumerate(wishes_):
-            if at not in twins and wish.key is not None and first.setdefault(wish.slot, at) != at:
-                twins[at] = first[wish.slot]
         known: dict[int, JobId] = {}
         handed: set[int] = set()
-        part = [at for at in range(len(wishes_)) if at not in twins]
-        # The first try only hands anything over, and where there are twins not even that.
-        takers = {} if twins else takers
-        while part:
+        # Where a job is named twice nobody is promised anything.
+        takers = takers if len({wish.id for wish in wishes_}) == len(wishes_) else {}
+        left = list(range(len(wishes_)))
+        while left:
+            # Each id goes once, and each key.
+            now: list[int] = []
+            named: set[object] = set()
+            for at in left:
+                names = {wishes_[at].id, wishes_[at].slot} if wishes_[at].key is not None else {wishes_[at].id}
+                if named.isdisjoint(names):
+                    named |= names
+                    now.append(at)
             # What holds a live key is not looked at further; else the key is the job's, and the job is stored if new.
-            free = [at for at in part if wishes_[at].key is None or not self.key_lives(wishes_[at])]
+            free = [at for at in now if not self.key_lives(wishes_[at])]
             settled = any(wishes_[at].id in self.model and self.model[wishes_[at].id].state not in LIVE for at in free)
-            if not settled:
-                for at in free:
-                    wish = wishes_[at]
-                    self.queues.add((wish.org, wish.queue))
-                    if wish.key is not None:
-                        self.memory.keys[wish.slot] = (wish.id, True)
-                    if wish.id in self.model:
-                        known[at] = wish.id
-                        continue
-                    state = "scheduled" if wish.delayed else "ready"
-                    job = self.model[wish.id] = Job(wish=wish, state=state, since=self.step, expires=wish.expires)
-                    if at in takers and (wish.org, wish.queue) not in self.paused:
-                        handed.add(at)
-                        job.state, job.attempt, job.lease = "leased", 1, takers[at]
-                        self.given.append(Held(wish.id, takers[at]))
-            for at in part:
+            stored: set[int] = set()
+            for at in free if not settled else ():
                 wish = wishes_[at]
-                if at in free and not settled:
-                    continue
+                self.queues.add((wish.org, wish.queue))
+                if wish.key is not None:
+                    self.memory.keys[wish.slot] = (wish.id, True)
                 if wish.id in self.model:
+                    continue
+                stored.add(at)
+                state = "scheduled" if wish.delayed else "ready"
+                job = self.model[wish.id] = Job(wish=wish, state=state, since=self.step, expires=wish.expires)
+                if at in takers and (wish.org, wish.queue) not in self.paused:
+                    handed.add(at)
+                    job.state, job.attempt, job.lease = "leased", 1, takers[at]
+                    self.given.append(Held(wish.id, takers[at]))
+            for at in left:
+                wish = wishes_[at]
+                if at not in stored and wish.id in self.model:
                     known[at] = wish.id
-                elif self.key_lives(wish):
+                elif at not in stored and self.key_lives(wish):
                     known[at] = self.memory.keys[wish.slot][0]
-            part = [at for at in part if settled and at not in known]
-            takers = {}
-        # Where the first of twins was known already, the next is looked at by itself: it may be known under its own
-        # id, or be the first to hold a key whose window is over.
-        again = [at for at, twin in twins.items() if twin in known and wishes_[at].id != wishes_[twin].id]
-        if again:
-            others, _ = self.stored([wishes_[at] for at in again], {})
-            known.update((again[at], known_as) for at, known_as in others.items())
-        for at, twin in twins.items():
-            if at not in again:
-                known[at] = known.get(twin, wishes_[twin].id)
+            left = [at for at in left if at not in stored and at not in known]
+            if not settled:
+                takers = {}
         return known, handed
 
     def key_lives(self, wish: Wish) -> bool:

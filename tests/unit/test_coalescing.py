@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -74,6 +74,7 @@ class Acts:
         *,
         acts_max: int = 2,
         weigh: Callable[[int], int] = lambda _: 1,
+        whose: Callable[[int], Hashable] = lambda _: "everybody",
         wait_s: float = 1000.0,
         weight_max: int = 1000,
         waiting_max: int = 50_000,
@@ -82,6 +83,7 @@ class Acts:
         return Coalescer(
             self.act,
             weigh=weigh,
+            whose=whose,
             late=Late,
             acts_max=acts_max,
             wait_s=wait_s,
@@ -199,11 +201,11 @@ async def test_an_act_takes_no_more_than_its_weight_in_the_order_of_the_calls(ac
 
 
 async def test_a_call_too_many_is_told_so_at_once_and_costs_the_others_nothing(acts: Acts) -> None:
-    coalescer = acts.coalescer(acts_max=1, weigh=lambda call: call, waiting_max=10)
+    coalescer = acts.coalescer(acts_max=1, weigh=lambda call: call, waiting_max=20)
     first = coalescer.submit(3)
     await turns()
     waiting = [coalescer.submit(7), coalescer.submit(3)]
-    with pytest.raises(TooManyWaiting, match="2 calls are waiting for the shard"):
+    with pytest.raises(TooManyWaiting, match="20 jobs or leases may wait for it, and of one org no more than"):
         coalescer.submit(1)
     assert acts.dropped == [1]
     acts.end(0)
@@ -214,6 +216,84 @@ async def test_a_call_too_many_is_told_so_at_once_and_costs_the_others_nothing(a
     await turns()
     acts.end(2)
     assert await asyncio.gather(first, *waiting) == [-3, -7, -3, -99]
+
+
+async def test_one_caller_leaves_others_as_many_places_as_it_takes(acts: Acts) -> None:
+    coalescer = acts.coalescer(acts_max=1, whose=lambda call: call // 1000, waiting_max=20)
+    under_way = coalescer.submit(1)
+    await turns()
+    results: list[asyncio.Future[int]] = []
+    refused: list[int] = []
+    for call in (*range(1000, 1020), *range(2000, 2020), *range(3000, 3001)):
+        try:
+            results.append(coalescer.submit(call))
+        except TooManyWaiting:
+            refused.append(call)
+    assert [sum(call // 1000 == caller for call in refused) for caller in (1, 2, 3)] == [10, 15, 0]
+    acts.end(0)
+    await turns()
+    acts.end(1)
+    await asyncio.gather(under_way, *results)
+    # Whose calls are done has places again.
+    again = coalescer.submit(1000)
+    await turns()
+    acts.end(2)
+    assert await again == -1000
+
+
+# Whose turn it is
+
+
+async def test_one_call_waits_for_one_act_and_not_for_the_thousands_of_another_caller(acts: Acts) -> None:
+    coalescer = acts.coalescer(acts_max=1, whose=lambda call: call >= 5000, weight_max=10)
+    results = [coalescer.submit(call) for call in range(5000)]
+    await turns()
+    results.append(coalescer.submit(5000))
+    acts.end(0)
+    await turns()
+    assert acts.begun[1] == [*range(10, 15), 5000, *range(15, 19)]
+    for result in results:
+        result.cancel()
+    acts.end(1)
+
+
+async def test_an_act_is_dealt_out_evenly_by_weight_and_to_each_in_the_order_of_its_calls(acts: Acts) -> None:
+    coalescer = acts.coalescer(acts_max=1, weigh=lambda call: call % 10, whose=lambda call: call // 100, weight_max=12)
+    under_way = coalescer.submit(1)
+    await turns()
+    calls = (101, 111, 121, 131, 141, 151, 161, 203, 213, 223, 302)
+    results = [coalescer.submit(call) for call in calls]
+    for turn, expected in enumerate(
+        # Each of the three has four, or what it asks for; what is left goes on to who comes next.
+        ([1], [101, 111, 121, 131, 203, 213, 302], [141, 151, 161, 223])
+    ):
+        assert acts.begun[turn:] == [expected]
+        acts.end(turn)
+        await turns()
+    assert await asyncio.gather(under_way, *results) == [-1, *(-call for call in calls)]
+
+
+async def test_a_call_that_an_act_has_no_room_for_is_the_next_ones_first(acts: Acts) -> None:
+    coalescer = acts.coalescer(acts_max=1, weigh=lambda call: call % 10, whose=lambda call: call // 100, weight_max=9)
+    under_way = coalescer.submit(1)
+    await turns()
+    results = [coalescer.submit(call) for call in (101, 111, 209, 219, 301, 121)]
+    for turn, expected in enumerate(([1], [101, 111, 121], [209], [301], [219])):
+        assert acts.begun[turn:] == [expected]
+        acts.end(turn)
+        await turns()
+    await asyncio.gather(under_way, *results)
+
+
+async def test_callers_who_wait_too_long_are_told_so_whoever_else_is_served(acts: Acts) -> None:
+    coalescer = acts.coalescer(acts_max=1, whose=lambda call: call % 3, wait_s=0.01)
+    under_way = coalescer.submit(0)
+    await turns()
+    late = [coalescer.submit(call) for call in (1, 2, 3, 4)]
+    assert [type(answer) for answer in await asyncio.gather(*late, return_exceptions=True)] == [Late] * 4
+    assert sorted(acts.dropped) == [1, 2, 3, 4]
+    acts.end(0)
+    assert await under_way == 0
 
 
 async def test_a_call_that_waits_too_long_is_told_so_and_is_not_done(acts: Acts) -> None:
@@ -385,6 +465,13 @@ def test_no_call_is_lost_or_answered_twice(
         asyncio.run(_play(steps, acts_max, weight_max, waiting_max, gives_back))
 
 
+_CALLERS = 3
+
+
+def _caller(call: int) -> int:
+    return call * call % 7 % _CALLERS
+
+
 async def _play(
     steps: list[tuple[str, int]], acts_max: int, weight_max: int, waiting_max: int, gives_back: bool
 ) -> None:
@@ -393,6 +480,7 @@ async def _play(
     coalescer = acts.coalescer(
         acts_max=acts_max,
         weigh=weights.__getitem__,
+        whose=_caller,
         weight_max=weight_max,
         waiting_max=waiting_max,
         gives_back=gives_back,
@@ -445,8 +533,10 @@ async def _play(
     assert acts.under_way_max <= acts_max
     assert not (gives_back and acts.cancelled)
     begun = [call for calls in acts.begun for call in calls]
-    # In their order, each in one act or none.
-    assert begun == sorted(begun)
+    # Each caller's in their order, each in one act or none.
+    for caller in range(_CALLERS):
+        own = [call for call in begun if _caller(call) == caller]
+        assert own == sorted(own)
     assert set(Counter(begun).values()) <= {1}
     for calls in acts.begun:
         assert len(calls) == 1 or sum(weights[call] for call in calls) <= weight_max
