@@ -13,12 +13,12 @@ from router.calls import Context, Gate, refuse, unary
 from router.consuming import Consumer, give_back
 from router.fleet import Fleet, Member
 from router.leases import Leases
-from router.status import INVALID_ARGUMENT, InvalidRequest, Violation
+from router.status import INVALID_ARGUMENT, RESOURCE_EXHAUSTED, InvalidRequest, Violation
 from router.stream import Stream, first_message
 from router.tracing import current_trace
 from router.validation import enqueue_violations, plain_jobs
 from router.wire import Given
-from shard.errors import BadIds
+from shard.errors import BadIds, TooManyQueues
 from shard.records import ANSWER_BYTES_MAX
 from shard.vocabulary import Answer, JobId, NewJobs, OrgId, QueueName
 from windrow.v1 import job_pb2, queue_pb2
@@ -49,8 +49,8 @@ class QueueService:
                 plain.traces = dict.fromkeys(range(len(plain)), trace) | plain.traces
             try:
                 known = await self._store(plain, hand=True)
-            except BadIds:
-                # Nothing was stored. Which of the ids, and what to say of it, is found out the long way.
+            except (BadIds, TooManyQueues):
+                # Nothing was stored. Whose fault it is, and what to say of it, is found out the long way.
                 pass
             else:
                 if not known:
@@ -74,6 +74,11 @@ class QueueService:
                 late = _by_job(error.violations)
                 results.update((at, _error(violations)) for at, violations in late.items())
                 good = [at for at in good if at not in late]
+            except TooManyQueues as error:
+                told = queue_pb2.JobError(code=RESOURCE_EXHAUSTED, message=str(error))
+                unmade = {at for at in good if jobs[at].queue in error.queues}
+                results.update((at, queue_pb2.EnqueueResult(error=told)) for at in unmade)
+                good = [at for at in good if at not in unmade]
             else:
                 results.update(zip(good, stored, strict=True))
                 break

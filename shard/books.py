@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, assert_never, cast
 
 from shard import partitions, statements
 from shard.database import Database
-from shard.errors import BadPageToken, QueueExists, QueueNotEmpty, UnknownQueue
-from shard.interning import Names
+from shard.errors import BadPageToken, QueueExists, QueueNotEmpty, TooManyQueues, UnknownQueue
+from shard.interning import QUEUES_MAX, Names
 from shard.records import ANSWER_BYTES_MAX, JobRecord
 from shard.retry import Policy, to_json
 from shard.vocabulary import JobState, Micros, OrgId, QueueName, ShardName
@@ -88,10 +88,11 @@ class Books:
     async def create_queue(
         self, org: OrgId, queue: QueueName, *, retry: Policy | None, max_attempts: int | None
     ) -> QueueRecord:
-        """Raises QueueExists."""
+        """Raises QueueExists, TooManyQueues."""
         if await self._database.run(statements.GET_QUEUE, {"org": org, "queue": queue}):
             raise QueueExists(org, queue)
-        await self._names.make([(org, queue)])
+        if not await self._names.make([(org, queue)]):
+            raise TooManyQueues(self.name, org, [queue], queues_max=QUEUES_MAX)
         return await self.alter_queue(org, queue, retry=retry, max_attempts=max_attempts)
 
     async def alter_queue(

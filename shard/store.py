@@ -97,7 +97,7 @@ class Store:
 
     async def enqueue(self, jobs: NewJobs, handover: Handover | None = None) -> dict[int, JobId]:
         """Stores the jobs, all or none, each once. Answers the positions of those that were known already, with the
-        id each is known under; all others are newly stored. Raises NotOwned, BadIds, ShardUnavailable,
+        id each is known under; all others are newly stored. Raises NotOwned, BadIds, TooManyQueues, ShardUnavailable,
         TooManyWaiting."""
         if not len(jobs):
             _tell_nothing(Call(jobs, handover))

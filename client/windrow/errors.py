@@ -9,7 +9,7 @@
     ├── PermissionDenied      ask whoever gives out access
     ├── RouterTooOld          the router does not know this call: upgrade the routers first, then their clients
     ├── Unavailable           no router or shard answered; try again later, .retry_after s if set
-    ├── ResourceExhausted     too much at once, or too large; try again later with less
+    ├── ResourceExhausted     too much at once: try again after .retry_after s; where that is None, with less
     ├── DeadlineExceeded      the time ran out; whether the call took effect is not known: try again with the same ids
     ├── RouterError           the router failed in a way it has no name for: INTERNAL, UNKNOWN, ...
     └── ClientClosed          this client was closed, or belongs to another event loop or process
@@ -78,7 +78,7 @@ class Unavailable(WindrowError):
 
 
 class ResourceExhausted(WindrowError):
-    """The router is full, or the message was larger than it takes."""
+    """The router is full; or the message was larger than it takes, or the org would have too many queues."""
 
 
 class DeadlineExceeded(WindrowError):

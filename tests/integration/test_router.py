@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import os
@@ -23,10 +24,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from embedded import BinariesNotFound, Clusters, open_clusters
+from shard.database import Database
 from shard.placement import slot_of
-from shard.vocabulary import OrgId
+from shard.vocabulary import OrgId, ShardName
 from tests.jobs import job_id
 from tests.postgres import Server
+from tests.queues import fill_queues
 from tests.routers import (
     PATIENCE_S,
     Routers,
@@ -188,6 +191,36 @@ def test_an_enqueue_with_one_bad_job_stores_none(running: Running) -> None:
         error = refusal(lambda bad=bad: enqueue(running.stubs, org, good, bad))  # type: ignore[misc]
         assert (error.code(), violated_fields(error)) == (grpc.StatusCode.INVALID_ARGUMENT, [field])
     assert found(running.stubs, org, good.id).not_found == [good.id]
+
+
+def test_an_org_is_told_which_of_its_jobs_would_need_one_queue_too_many(running: Running) -> None:
+    org = running.org_on("s1")
+    enqueue(running.stubs, org)
+
+    async def fill() -> None:
+        database = Database(ShardName("s1"), running.dsns["s1"], connections=1)
+        await database.open()
+        await fill_queues(database, OrgId(org))
+        await database.close()
+
+    asyncio.run(fill())
+    more = new_job(queue="one-more")
+    for call in (
+        lambda: enqueue(running.stubs, org, new_job(), more),
+        lambda: running.stubs.admin.CreateQueue(admin_pb2.CreateQueueRequest(org=org, queue=more.queue)),
+    ):
+        error = refusal(call)
+        assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert f"org {org!r} has 10,000 queues on shard 's1'" in (error.details() or "")
+        # To try again would not help.
+        assert detail(error, error_details_pb2.RetryInfo) is None
+    first, second, third, fourth = enqueue(
+        running.stubs, org, more, new_job(), new_job(kind="no name"), new_job(), independent=True
+    )
+    assert (first.id, first.error.code) == ("", grpc.StatusCode.RESOURCE_EXHAUSTED.value[0])
+    assert "no room for 'one-more'" in first.error.message
+    assert (third.id, third.error.code) == ("", grpc.StatusCode.INVALID_ARGUMENT.value[0])
+    assert found(running.stubs, org, second.id, fourth.id).not_found == []
 
 
 def test_a_job_that_is_too_old_is_named_also_behind_twins(running: Running) -> None:
