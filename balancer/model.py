@@ -1,0 +1,671 @@
+"""The protocol that moves a slot, as a model small enough to visit every state that it can reach.
+
+docs/decisions/0017-moving-slots.md says what each step writes; here each is one function from a state to the next.
+`explore` walks through all interleavings, breadth first, so that a counter-example is a shortest one. `Rule` names what
+keeps a move safe: with any of them left out, something must be found to go wrong (tests/property/test_move_model.py).
+
+Modelled: one slot, two shards and the catalog; the slot moves there, back, and there again.
+
+- Producers send the same job, or another one with the same dedup key, again at any time, through routers that know any
+  placement there ever was. A call is taken apart where others can come between: the former owners are asked, the
+  statement's snapshot is taken, it commits.
+- Consumers claim wherever a job is visible. Acks, nacks, lost leases, burials, redrives and cancellations.
+- A balancer that keeps nothing in memory, and so may crash and start again between any two steps. Others that believe
+  they lead: each decides on a step, freezes, and takes it at any time later, or never.
+- Routers that start and grant slots by an old catalog; changes of a queue's configuration, and lookups by id, through
+  routers as stale as any.
+
+Not modelled: more than two jobs, one slot, two shards, three moves, two frozen balancers. Time: that an id is too new
+for a former owner to know, or a dedup window over, only makes asking needless. What goes wrong inside one database: a
+commit is durable, a statement is one step wherever the record does not say that it is two. Lease tokens beyond the
+shard that they name. Which job is claimed next. That a configuration is changed on the source too, while it is left.
+Orgs that get a slot of their own.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Literal, NamedTuple, NewType, assert_never
+
+
+class Rule(enum.Enum):
+    """What keeps a move safe."""
+
+    ENQUEUES_NEED_AN_OWNED_SLOT = "a shard stores jobs only of a slot that is its own"
+    ENQUEUES_COMPARE_EPOCHS = "a shard stores jobs only for a router that knows how the slot came to it"
+    FORMER_OWNERS_ARE_ASKED = "a router asks former owners for ids and dedup keys, before the writer stores anything"
+    ONE_PLACEMENT_A_CALL = "a call is stored under the placement by which former owners were asked"
+    LEAVING_JOBS_ARE_KNOWN = "who asks for an id is also told of jobs that are leaving"
+    CLOSING_WAITS = "a shard is closed while no enqueue is under way that found it open"
+    OPEN_AFTER_CLOSE = "the target is opened after the source was closed"
+    SWITCH_AFTER_OPEN = "the catalog names the target as the writer after it was opened"
+    LEAVING_JOBS_ARE_INVISIBLE = "a job that is leaving cannot be claimed"
+    LEASED_JOBS_STAY = "a job under a lease does not leave"
+    DEAD_JOBS_MOVE = "dead jobs move too"
+    COPY_BEFORE_DELETE = "a chunk is deleted on the source after it was stored on the target"
+    LEAVE_WHEN_EMPTY = "the source is read until no job of the slot is left there"
+    BOOKS_MOVE = "the tally moves with the jobs"
+    GRANTS_AT_REST = "a router tells shards what they own only of slots at rest"
+    CLOSED_STAYS_WRITTEN = "a shard never forgets that it closed a slot, and under which epoch"
+    BEGIN_IS_FENCED = "beginning a move compares the catalog's epoch"
+    CLOSE_IS_FENCED = "closing compares the source's epoch"
+    OPEN_IS_FENCED = "opening, and copying the configuration, compares the target's epoch"
+    SWITCH_IS_FENCED = "switching compares the catalog's epoch"
+    DEPARTING_COMPARES_EPOCHS = "a chunk departs only under the epoch of the move"
+    DEPARTING_COMPARES_CHUNKS = "a chunk departs only if its number is the next"
+    TAKING_COMPARES_EPOCHS = "a chunk is taken only under the epoch of the move"
+    TAKING_COMPARES_CHUNKS = "a chunk is taken only if its number is the next"
+    FORGETTING_IS_FENCED = "a chunk is deleted by the epoch and the number under which it departed"
+    LEAVE_IS_FENCED = "ending a move compares the catalog's epoch"
+    LOOKUPS_FOLLOW_THE_JOB = "a lookup asks the source before the target"
+    NOT_FOUND_IS_CURRENT = "a job is said not to exist only by who knows the placement as it is"
+
+
+EVERY_RULE = frozenset(Rule)
+
+# A shard, by its number.
+Place = NewType("Place", int)
+_PLACES = (Place(0), Place(1))
+_NAMES = ("A", "B")
+
+
+class Leaving(NamedTuple):
+    """A row of windrow.departing: in nobody's sight, copied to the target next, then deleted."""
+
+    epoch: int
+    chunk: int
+    dead: bool
+
+
+# Where a shard has a job. "ready" is scheduled too.
+Row = Literal["absent", "ready", "leased", "dead", "finished"] | Leaving
+_ABSENT: Row = "absent"
+_READY: Row = "ready"
+
+
+class Shard(NamedTuple):
+    """One database, as far as it knows the slot."""
+
+    # Its row of windrow.owned_slot; "unknown": there is none.
+    state: Literal["unknown", "owned", "draining"]
+    epoch: int
+    # The number of the last chunk that departed from here, or of the last that was taken here.
+    chunk: int
+    # Of each job.
+    rows: tuple[Row, ...]
+    # Of windrow.dedup. They stay when jobs leave.
+    keys: frozenset[str]
+    # The sum of windrow.tally.
+    accepted: int
+    # What stands for the configuration of the slot's queues.
+    paused: bool
+
+
+class Placement(NamedTuple):
+    """One version of the catalog's row."""
+
+    epoch: int
+    writer: Place
+    # In the order in which jobs travel: one at rest, the source and the target during a move.
+    reads: tuple[Place, ...]
+    former: frozenset[Place]
+
+    @property
+    def at_rest(self) -> bool:
+        return len(self.reads) == 1
+
+
+class Call(NamedTuple):
+    """A call, held up in its router or in Postgres, where others can come between."""
+
+    # "asked": the former owners do not know the job. "admitted": a snapshot found the slot owned, and will commit.
+    # "looking": the shards asked so far do not know the job.
+    stage: Literal["asked", "admitted", "looking"]
+    # None: a change of configuration.
+    job: int | None
+    place: Place
+    # By which the router knows the writer; nothing once it is admitted.
+    epoch: int = 0
+    # Of a lookup: who is to be asked yet, and how many placements there were when it began.
+    others: tuple[Place, ...] = ()
+    version: int = 0
+
+
+class Step(NamedTuple):
+    """What a balancer has decided to do next, with what it has read for it."""
+
+    do: Literal["begin", "close", "open", "switch", "depart", "take", "forget", "leave"]
+    epoch: int
+    source: Place
+    target: Place
+    chunk: int = 0
+    # Of a chunk: each job, and whether it is dead.
+    jobs: tuple[tuple[int, bool], ...] = ()
+    paused: bool = False
+
+    def __str__(self) -> str:
+        source, target, epoch = _NAMES[self.source], _NAMES[self.target], f"epoch {self.epoch}"
+        chunk = f"chunk {self.chunk} of {epoch}"
+        match self.do:
+            case "begin":
+                return f"begin: the catalog says that the slot goes from {source} to {target}, {epoch}"
+            case "close":
+                return f"close: {source} takes no more jobs, {epoch}"
+            case "open":
+                return f"open: {target} has the configuration and takes jobs, {epoch}"
+            case "switch":
+                return f"switch: the catalog says that {target} writes, {epoch}"
+            case "depart":
+                return f"depart: {_jobs(self.jobs)} leaves {source} as {chunk}"
+            case "take":
+                return f"take: {target} stores {_jobs(self.jobs)}, {chunk}"
+            case "forget":
+                return f"forget: {source} deletes {chunk}"
+            case "leave":
+                return f"leave: the catalog says that {target} alone is read, {epoch}"
+            case _:
+                assert_never(self.do)
+
+
+class State(NamedTuple):
+    # Every placement there ever was; the last is the catalog's.
+    history: tuple[Placement, ...]
+    shards: tuple[Shard, Shard]
+    # Sorted: routers are alike.
+    calls: tuple[Call, ...]
+    # What other balancers decided on before they froze.
+    frozen: tuple[Step, ...]
+    # How often each job was brought to life.
+    stored: tuple[int, ...]
+    # Where consumers hold leases on each job that have not ended.
+    held: tuple[frozenset[Place], ...]
+    # What the operator was last told of the configuration.
+    told_paused: bool
+    # What has been done that must never be; else empty.
+    wrong: str
+
+    @property
+    def placement(self) -> Placement:
+        return self.history[-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """Who takes part. Each is small, so that all of them are explored within seconds."""
+
+    name: str
+    # The dedup key of each job.
+    keys: tuple[str | None, ...] = (None,)
+    # Whether the jobs are there from the beginning, or are enqueued on the way.
+    jobs_exist: bool = False
+    # How many calls of routers may be held up at the same time.
+    calls: int = 0
+    moves: int = 2
+    # How many balancers may be frozen at the same time, beside the one that acts.
+    frozen: int = 1
+    configures: bool = False
+    looks_up: bool = False
+
+
+SCENARIOS = (
+    Scenario(name="a queue is paused", keys=(), calls=2, configures=True),
+    Scenario(name="a job is looked up", jobs_exist=True, calls=1, looks_up=True),
+    Scenario(name="a job moves there, back and there again", jobs_exist=True, moves=3, frozen=2),
+    Scenario(name="two jobs move in chunks", keys=(None, None), jobs_exist=True),
+    Scenario(name="two jobs are enqueued under one dedup key", keys=("k", "k"), calls=2),
+    Scenario(name="a job is enqueued again and again", calls=2, frozen=2),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explored:
+    scenario: Scenario
+    states: int
+    # What is wrong with the state at the end of the trace; None: nothing is wrong anywhere.
+    broken: str | None = None
+    trace: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.broken is None:
+            return f"{self.scenario.name}: {self.states:,} states, and nothing wrong in any"
+        steps = [f"{number:4}. {step}" for number, step in enumerate(self.trace, 1)]
+        return "\n".join([f"{self.scenario.name}:", *steps, f"   => {self.broken}"])
+
+
+def explore(scenario: Scenario, rules: frozenset[Rule] = EVERY_RULE) -> Explored:
+    """Visits every state that can be reached under these rules. Stops at the first that breaks an invariant; if none
+    does, looks for one from which the move or a job can never be finished."""
+    model = _Model(scenario, rules)
+    start = model.start()
+    # How each state was first reached, and all states that lead to it.
+    origins: dict[State, tuple[State, str] | None] = {start: None}
+    before: dict[State, list[State]] = {start: []}
+
+    def found(broken: str, at: State) -> Explored:
+        steps: list[str] = []
+        origin = origins[at]
+        while origin is not None:
+            steps.append(origin[1])
+            origin = origins[origin[0]]
+        return Explored(scenario=scenario, states=len(origins), broken=broken, trace=tuple(reversed(steps)))
+
+    waiting = deque([start])
+    while waiting:
+        state = waiting.popleft()
+        for what, after in model.steps(state):
+            if after not in origins:
+                origins[after] = (state, what)
+                before[after] = []
+                broken = model.broken(after)
+                if broken is not None:
+                    return found(broken, after)
+                waiting.append(after)
+            before[after].append(state)
+
+    can_end = {state for state in origins if model.is_over(state)}
+    waiting.extend(can_end)
+    while waiting:
+        news = [state for state in before[waiting.popleft()] if state not in can_end]
+        can_end.update(news)
+        waiting.extend(news)
+    for state in origins:
+        if state not in can_end:
+            return found("I1: from here the move, or a job, can never be finished", state)
+    return Explored(scenario=scenario, states=len(origins))
+
+
+class _Model:
+    def __init__(self, scenario: Scenario, rules: frozenset[Rule]) -> None:
+        self._scenario = scenario
+        self._rules = rules
+        self._jobs = range(len(scenario.keys))
+
+    def start(self) -> State:
+        jobs, exist = len(self._jobs), self._scenario.jobs_exist
+        new = Shard("unknown", 0, 0, (_ABSENT,) * jobs, frozenset(), 0, paused=False)
+        owner = new._replace(state="owned", epoch=1, rows=(_READY if exist else _ABSENT,) * jobs, accepted=jobs * exist)
+        return State(
+            history=(Placement(1, _PLACES[0], _PLACES[:1], frozenset()),),
+            shards=(owner, new),
+            calls=(),
+            frozen=(),
+            stored=(int(exist),) * jobs,
+            held=(frozenset(),) * jobs,
+            told_paused=False,
+            wrong="",
+        )
+
+    def steps(self, state: State) -> Iterator[tuple[str, State]]:
+        """Everything that can happen next."""
+        if len(state.calls) < self._scenario.calls:
+            if self._scenario.looks_up:
+                yield from self._begin_lookups(state)
+            else:
+                yield from self._begin_calls(state)
+        yield from self._go_on_with_calls(state)
+        yield from self._consume(state)
+        yield from self._grant(state)
+        yield from self._balance(state)
+
+    # ── What must hold ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def broken(self, state: State) -> str | None:
+        """The invariant that this state breaks."""
+        if state.wrong:
+            return state.wrong
+        if all(shard.state == "owned" for shard in state.shards):
+            return "I6: both shards take jobs of the slot"
+        for job, count in enumerate(state.stored):
+            if count > 1:
+                return f"I3: {_job(job)} was stored twice"
+        keyed = [count for count, key in zip(state.stored, self._scenario.keys, strict=True) if key is not None]
+        if sum(keyed) > 1:
+            return "I3: two jobs were stored under one dedup key"
+        for job in self._jobs:
+            rows = [shard.rows[job] for shard in state.shards]
+            if sum(row != "absent" and not isinstance(row, Leaving) for row in rows) > 1:
+                return f"I2: {_job(job)} is on both shards"
+            if len(state.held[job]) > 1:
+                return f"I2: there are two leases on {_job(job)}"
+            if state.stored[job] and all(row == "absent" for row in rows):
+                return f"I1: {_job(job)} is nowhere"
+            if any(rows[at] not in ("absent", "finished") for at in _PLACES if at not in state.placement.reads):
+                return f"I1: {_job(job)} is where nobody reads"
+        for name, shard in zip(_NAMES, state.shards, strict=True):
+            if shard.accepted != sum(row != "absent" for row in shard.rows):
+                return f"I5: the books of {name} do not balance"
+            if shard.state == "owned" and shard.paused != state.told_paused:
+                return f"I6: {name} has another configuration than the operator was told"
+        return None
+
+    def is_over(self, state: State) -> bool:
+        """Nothing is left to be done."""
+        rows = [row for shard in state.shards for row in shard.rows]
+        return state.placement.at_rest and not state.calls and all(row in ("absent", "finished") for row in rows)
+
+    # ── Routers ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _begin_calls(self, state: State) -> Iterator[tuple[str, State]]:
+        """By any placement there ever was: so old may be what a router knows."""
+        for (epoch, writer), former in {(known.epoch, known.writer): known.former for known in state.history}.items():
+            others = former - {writer} if Rule.FORMER_OWNERS_ARE_ASKED in self._rules else frozenset[Place]()
+            for job in self._jobs:
+                call = Call("asked", job, writer, epoch)
+                if not others:
+                    # A call that has not asked and been answered is as good as one not yet made.
+                    yield from self._admit(state, call, state.calls)
+                elif not any(self._knows(state.shards[at], job) for at in others):
+                    what = f"a router that knows epoch {epoch} asks the former owner, which does not know {_job(job)}"
+                    yield what, _with_call(state, state.calls, call)
+            if self._scenario.configures and not state.told_paused:
+                yield from self._admit(state, Call("asked", None, writer, epoch), state.calls)
+
+    def _go_on_with_calls(self, state: State) -> Iterator[tuple[str, State]]:
+        for at, call in enumerate(state.calls):
+            others = state.calls[:at] + state.calls[at + 1 :]
+            match call.stage:
+                case "asked":
+                    yield from self._admit(state, call, others)
+                    yield "a router gives up", state._replace(calls=others)
+                case "admitted":
+                    yield self._commit(state, call, others)
+                case "looking":
+                    yield from self._look(state, call, others)
+                case _:
+                    assert_never(call.stage)
+
+    def _admit(self, state: State, call: Call, others: tuple[Call, ...]) -> Iterator[tuple[str, State]]:
+        """What the shard refuses changes nothing; the router learns better and begins again."""
+        shard, name = state.shards[call.place], _NAMES[call.place]
+        epoch = call.epoch if Rule.ONE_PLACEMENT_A_CALL in self._rules else state.placement.epoch
+        if Rule.ENQUEUES_NEED_AN_OWNED_SLOT in self._rules and shard.state != "owned":
+            return
+        if Rule.ENQUEUES_COMPARE_EPOCHS in self._rules and epoch < shard.epoch:
+            return
+        what = "a change of configuration" if call.job is None else f"an enqueue of {_job(call.job)}"
+        admitted = call._replace(stage="admitted", epoch=0)
+        yield f"{name} admits {what}, by a router that knows epoch {epoch}", _with_call(state, others, admitted)
+
+    def _commit(self, state: State, call: Call, others: tuple[Call, ...]) -> tuple[str, State]:
+        """Unique indexes and the second look see what is there by now; the slot is not looked at again."""
+        shard, name = state.shards[call.place], _NAMES[call.place]
+        ended = state._replace(calls=others)
+        wrong = "" if shard.state == "owned" else f"I6: {name} writes what is not its own any more"
+        if call.job is None:
+            paused = _with_shard(ended, call.place, shard._replace(paused=True))
+            return f"{name} pauses the queue", paused._replace(told_paused=True, wrong=wrong)
+        key, row = self._scenario.keys[call.job], shard.rows[call.job]
+        if key in shard.keys or (row != "absent" and not isinstance(row, Leaving)):
+            return f"{name} knows {_job(call.job)} already", ended
+        if key is not None:
+            ended = _with_shard(ended, call.place, shard._replace(keys=shard.keys | {key}))
+        stored = _with_row(ended, call.place, call.job, "ready", tally=1)
+        return f"{name} stores {_job(call.job)}", _count_stored(stored, call.job)._replace(wrong=wrong)
+
+    def _begin_lookups(self, state: State) -> Iterator[tuple[str, State]]:
+        for version, known in enumerate(state.history, 1):
+            places = (*sorted(known.former.difference(known.reads)), *known.reads)
+            if Rule.LOOKUPS_FOLLOW_THE_JOB not in self._rules:
+                places = places[::-1]
+            for job in self._jobs:
+                call = Call("looking", job, places[0], others=places[1:], version=version)
+                yield from self._look(state, call, state.calls)
+
+    def _look(self, state: State, call: Call, others: tuple[Call, ...]) -> Iterator[tuple[str, State]]:
+        """GetJobs, CancelJobs, and what became of a lease."""
+        assert call.job is not None
+        name = _NAMES[call.place]
+        if self._has(state.shards[call.place], call.job):
+            yield f"{_job(call.job)} is found on {name}", state._replace(calls=others)
+            return
+        what = f"a lookup by version {call.version} of the catalog does not find {_job(call.job)} on {name}"
+        if call.others:
+            looking = call._replace(place=call.others[0], others=call.others[1:])
+            yield what, _with_call(state, others, looking)
+        elif call.version == len(state.history) or Rule.NOT_FOUND_IS_CURRENT not in self._rules:
+            yield what, state._replace(calls=others, wrong=f"I1: {_job(call.job)} is said not to exist")
+        else:
+            yield f"{what}, and begins again", state._replace(calls=others)
+
+    def _grant(self, state: State) -> Iterator[tuple[str, State]]:
+        """A router that starts tells shards what they own, by what it knows of the catalog."""
+        for known in state.history:
+            shard = state.shards[known.writer]
+            at_rest = known.at_rest or Rule.GRANTS_AT_REST not in self._rules
+            if at_rest and shard.epoch < known.epoch:
+                owned = shard._replace(state="owned", epoch=known.epoch)
+                what = f"a router that starts grants the slot to {_NAMES[known.writer]}, epoch {known.epoch}"
+                yield what, _with_shard(state, known.writer, owned)
+
+    def _has(self, shard: Shard, job: int) -> bool:
+        row = shard.rows[job]
+        return row != "absent" and (not isinstance(row, Leaving) or Rule.LEAVING_JOBS_ARE_KNOWN in self._rules)
+
+    def _knows(self, shard: Shard, job: int) -> bool:
+        """By its id, or by its dedup key."""
+        return self._has(shard, job) or self._scenario.keys[job] in shard.keys
+
+    # ── Consumers and operators ──────────────────────────────────────────────────────────────────────────────────────
+
+    def _consume(self, state: State) -> Iterator[tuple[str, State]]:
+        for job in self._jobs:
+            for at in _PLACES:
+                row = state.shards[at].rows[job]
+                what = f"{_job(job)} on {_NAMES[at]}"
+                hidden = isinstance(row, Leaving) and Rule.LEAVING_JOBS_ARE_INVISIBLE in self._rules
+                if row == "ready" or (isinstance(row, Leaving) and not hidden):
+                    leased = _with_held(state, job, state.held[job] | {at})
+                    yield f"a consumer claims {what}", _with_row(leased, at, job, "leased")
+                if row == "leased":
+                    ended = _with_held(state, job, state.held[job] - {at})
+                    yield f"the lease on {what} ends by a nack, or by itself", _with_row(ended, at, job, "ready")
+                    yield f"{what} is nacked for the last time", _with_row(ended, at, job, "dead")
+                    yield f"{what} is acked, or cancelled", _with_row(ended, at, job, "finished")
+                if row == "dead":
+                    yield f"{what} is redriven", _with_row(state, at, job, "ready")
+                if row in ("ready", "dead"):
+                    yield f"{what} is cancelled", _with_row(state, at, job, "finished")
+
+    # ── Balancers ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _balance(self, state: State) -> Iterator[tuple[str, State]]:
+        for step in self._decide(state):
+            yield str(step), self._perform(state, step)
+            if len(state.frozen) < self._scenario.frozen and step not in state.frozen:
+                frozen = state._replace(frozen=tuple(sorted((*state.frozen, step))))
+                yield f"another balancer decides to {step.do}, and freezes", frozen
+        for at, step in enumerate(state.frozen):
+            others = state._replace(frozen=state.frozen[:at] + state.frozen[at + 1 :])
+            yield f"a frozen balancer goes on: {step}", self._perform(others, step)
+
+    def _decide(self, state: State) -> Iterator[Step]:
+        """What is to be done next, by what the databases say and by nothing else."""
+        known = state.placement
+        if known.at_rest:
+            if known.epoch <= self._scenario.moves:
+                yield Step("begin", known.epoch + 1, known.writer, _PLACES[1 - known.writer])
+            return
+        source_at, target_at = known.reads
+        source, target = state.shards[source_at], state.shards[target_at]
+        closed = (source.state, source.epoch) == ("draining", known.epoch)
+        opened = (target.state, target.epoch) == ("owned", known.epoch)
+        switched = known.writer == target_at
+        nothing = Step("close", known.epoch, source_at, target_at)
+        if not closed:
+            yield nothing
+        if not opened and (closed or Rule.OPEN_AFTER_CLOSE not in self._rules):
+            yield nothing._replace(do="open", paused=source.paused)
+        if not switched and (opened or Rule.SWITCH_AFTER_OPEN not in self._rules):
+            yield nothing._replace(do="switch")
+        if closed and opened and switched:
+            yield from self._decide_on_chunks(source, target, nothing)
+
+    def _decide_on_chunks(self, source: Shard, target: Shard, nothing: Step) -> Iterator[Step]:
+        leaving = tuple((job, row.dead) for job, row in enumerate(source.rows) if isinstance(row, Leaving))
+        if leaving:
+            taken = target.chunk == source.chunk
+            if not taken:
+                yield nothing._replace(do="take", chunk=source.chunk, jobs=leaving)
+            if taken or Rule.COPY_BEFORE_DELETE not in self._rules:
+                yield nothing._replace(do="forget", chunk=source.chunk)
+        else:
+            # Any of them: a chunk is bounded, and what a consumer has locked is skipped.
+            ready = [(job, row == "dead") for job, row in enumerate(source.rows) if self._may_leave(row)]
+            for size in range(1, len(ready) + 1):
+                for jobs in combinations(ready, size):
+                    yield nothing._replace(do="depart", chunk=source.chunk + 1, jobs=jobs)
+        moved = ("absent", "finished") if Rule.DEAD_JOBS_MOVE in self._rules else ("absent", "finished", "dead")
+        if all(row in moved for row in source.rows) or Rule.LEAVE_WHEN_EMPTY not in self._rules:
+            yield nothing._replace(do="leave")
+
+    def _perform(self, state: State, step: Step) -> State:
+        """One transaction in one database. Changes nothing if the step has been taken before, or must wait."""
+        match step.do:
+            case "begin":
+                return self._begin(state, step)
+            case "close":
+                return self._close(state, step)
+            case "open":
+                return self._open(state, step)
+            case "switch":
+                return self._switch(state, step)
+            case "depart":
+                return self._depart(state, step)
+            case "take":
+                return self._take(state, step)
+            case "forget":
+                return self._forget(state, step)
+            case "leave":
+                return self._leave(state, step)
+            case _:
+                assert_never(step.do)
+
+    def _begin(self, state: State, step: Step) -> State:
+        known = state.placement
+        if Rule.BEGIN_IS_FENCED in self._rules and (known.epoch, known.at_rest) != (step.epoch - 1, True):
+            return state
+        reads = (step.source, step.target)
+        return _with_placement(state, Placement(step.epoch, step.source, reads, known.former))
+
+    def _close(self, state: State, step: Step) -> State:
+        shard = state.shards[step.source]
+        if Rule.CLOSE_IS_FENCED in self._rules and shard.epoch >= step.epoch:
+            return state
+        if Rule.CLOSING_WAITS in self._rules and any(
+            (call.stage, call.place) == ("admitted", step.source) for call in state.calls
+        ):
+            return state
+        return _with_shard(state, step.source, shard._replace(state="draining", epoch=step.epoch, chunk=0))
+
+    def _open(self, state: State, step: Step) -> State:
+        shard = state.shards[step.target]
+        if Rule.OPEN_IS_FENCED in self._rules and shard.epoch >= step.epoch:
+            return state
+        opened = shard._replace(state="owned", epoch=step.epoch, chunk=0, paused=step.paused)
+        return _with_shard(state, step.target, opened)
+
+    def _switch(self, state: State, step: Step) -> State:
+        known = state.placement
+        if Rule.SWITCH_IS_FENCED in self._rules and (known.epoch, known.writer) != (step.epoch, step.source):
+            return state
+        reads = (step.source, step.target)
+        return _with_placement(state, Placement(step.epoch, step.target, reads, known.former | {step.source}))
+
+    def _depart(self, state: State, step: Step) -> State:
+        shard = state.shards[step.source]
+        if Rule.DEPARTING_COMPARES_EPOCHS in self._rules and (shard.state, shard.epoch) != ("draining", step.epoch):
+            return state
+        if Rule.DEPARTING_COMPARES_CHUNKS in self._rules and shard.chunk != step.chunk - 1:
+            return state
+        # What has been claimed or finished since it was decided on stays.
+        there = [(job, dead) for job, dead in step.jobs if self._may_leave(shard.rows[job])]
+        there = [(job, dead) for job, dead in there if (shard.rows[job] == "dead") == dead]
+        if not there:
+            return state
+        for job, dead in there:
+            state = _with_row(state, step.source, job, Leaving(step.epoch, step.chunk, dead))
+        return _with_shard(state, step.source, state.shards[step.source]._replace(chunk=step.chunk))
+
+    def _take(self, state: State, step: Step) -> State:
+        shard = state.shards[step.target]
+        if Rule.TAKING_COMPARES_EPOCHS in self._rules and (shard.state, shard.epoch) != ("owned", step.epoch):
+            return state
+        if Rule.TAKING_COMPARES_CHUNKS in self._rules and shard.chunk != step.chunk - 1:
+            return state
+        if any(shard.rows[job] not in ("absent", "finished") for job, _ in step.jobs):
+            # A unique index refuses the chunk.
+            return state
+        for job, dead in step.jobs:
+            if shard.rows[job] == "finished":
+                # No index does.
+                state = _count_stored(state, job)
+            tally = 1 if Rule.BOOKS_MOVE in self._rules else 0
+            state = _with_row(state, step.target, job, "dead" if dead else "ready", tally=tally)
+        return _with_shard(state, step.target, state.shards[step.target]._replace(chunk=step.chunk))
+
+    def _forget(self, state: State, step: Step) -> State:
+        fenced = Rule.FORGETTING_IS_FENCED in self._rules
+        for job, row in enumerate(state.shards[step.source].rows):
+            if isinstance(row, Leaving) and ((row.epoch, row.chunk) == (step.epoch, step.chunk) or not fenced):
+                tally = -1 if Rule.BOOKS_MOVE in self._rules else 0
+                state = _with_row(state, step.source, job, "absent", tally=tally)
+        return state
+
+    def _leave(self, state: State, step: Step) -> State:
+        known = state.placement
+        if Rule.LEAVE_IS_FENCED in self._rules and (known.epoch, known.writer) != (step.epoch, step.target):
+            return state
+        if Rule.CLOSED_STAYS_WRITTEN not in self._rules:
+            forgotten = state.shards[step.source]._replace(state="unknown", epoch=0, chunk=0)
+            state = _with_shard(state, step.source, forgotten)
+        return _with_placement(state, Placement(step.epoch, step.target, (step.target,), known.former))
+
+    def _may_leave(self, row: Row) -> bool:
+        match row:
+            case "ready":
+                return True
+            case "leased":
+                return Rule.LEASED_JOBS_STAY not in self._rules
+            case "dead":
+                return Rule.DEAD_JOBS_MOVE in self._rules
+            case _:
+                return False
+
+
+def _with_placement(state: State, placement: Placement) -> State:
+    # A step that is taken a second time makes no news.
+    return state if placement == state.placement else state._replace(history=(*state.history, placement))
+
+
+def _with_shard(state: State, at: Place, shard: Shard) -> State:
+    return state._replace(shards=(shard, state.shards[1]) if at == 0 else (state.shards[0], shard))
+
+
+def _with_row(state: State, at: Place, job: int, row: Row, *, tally: int = 0) -> State:
+    shard = state.shards[at]
+    rows = (*shard.rows[:job], row, *shard.rows[job + 1 :])
+    return _with_shard(state, at, shard._replace(rows=rows, accepted=shard.accepted + tally))
+
+
+def _with_call(state: State, others: tuple[Call, ...], call: Call) -> State:
+    return state._replace(calls=tuple(sorted((*others, call), key=repr)))
+
+
+def _with_held(state: State, job: int, held: frozenset[Place]) -> State:
+    return state._replace(held=(*state.held[:job], held, *state.held[job + 1 :]))
+
+
+def _count_stored(state: State, job: int) -> State:
+    return state._replace(stored=(*state.stored[:job], state.stored[job] + 1, *state.stored[job + 1 :]))
+
+
+def _job(job: int) -> str:
+    return f"job {job + 1}"
+
+
+def _jobs(jobs: Iterable[tuple[int, bool]]) -> str:
+    return " and ".join(f"{_job(job)}{' (dead)' if dead else ''}" for job, dead in jobs)
