@@ -6,6 +6,7 @@ server as root, to serve one folder to two owners, and to run on Windows.
 
     <folder>/cluster.json     the port
     <folder>/passwords.json   mode 600, never logged
+    <folder>/primary.pass     a standby's: mode 600, its way to the primary; the server's account reads it
     <folder>/windrow.conf     settings, included by data/postgresql.conf
     <folder>/server.log       what the server prints; server.log.1 is the one before
     <folder>/owner.lock       locked by the process that started the server
@@ -82,6 +83,7 @@ class Cluster:
     `ephemeral` a fresh cluster, removed by stop() and after the death of this process, kill -9 included.
     `settings`  lines for postgresql.conf that override ours; applied by the next start of the server.
     `binaries`  a bin folder; default: see find_binaries(). Existing data asks for the version that made it.
+    `standby_of` a running cluster: the first start copies its data, and from then on follows it, until promote().
 
     Raises ValueError on a bad name or setting. Methods are safe to call from several threads.
     """
@@ -94,6 +96,7 @@ class Cluster:
         ephemeral: bool = False,
         settings: Mapping[str, str] | None = None,
         binaries: Path | None = None,
+        standby_of: "Cluster | None" = None,
     ) -> None:
         if not _NAME.fullmatch(name):
             raise ValueError(
@@ -103,6 +106,7 @@ class Cluster:
         self._ephemeral = ephemeral
         self._settings = check_overrides(settings or {})
         self._wanted_binaries = binaries
+        self._standby_of = standby_of
         self._account: Account | None = server_account()
         if ephemeral:
             place = temporary_root(self._account) if root is None else root
@@ -254,6 +258,13 @@ class Cluster:
             if self._watcher is not None:
                 self._watcher.guard(None)
 
+    def promote(self, timeout_s: float = 60) -> None:
+        """Make a standby a primary, and wait until it is one. The old primary must not run any more: nothing here
+        keeps two of them apart. Raises StartFailed."""
+        with psycopg.connect(self.superuser_dsn, autocommit=True, connect_timeout=_CONNECT_S) as connection:
+            if connection.execute("SELECT pg_promote(true, %s)", [max(1, round(timeout_s))]).fetchone() != (True,):
+                raise self._failed(f"the standby was not promoted within {timeout_s:g} s")
+
     def reset(self) -> None:
         """Delete all data of this cluster. Raises ClusterInUse while it runs or another process owns it."""
         with self._mutex:
@@ -323,10 +334,20 @@ class Cluster:
         new = self._folder / "data.new"
         if new.exists():
             shutil.rmtree(new)
+        new.mkdir(mode=0o700)
+        if self._account is not None:
+            os.chown(new, self._account.uid, self._account.gid)
+        if self._standby_of is None:
+            self._make_data(new, binaries, deadline, lock)
+        else:
+            self._copy_data(self._standby_of, new, binaries, deadline, lock)
+        new.rename(self._data)
+        sync_folder(self._folder)
+
+    def _make_data(self, new: Path, binaries: Binaries, deadline: float, lock: IO[str]) -> None:
         passwords = {role: secrets.token_urlsafe(24) for role in (SUPERUSER, ROLE)}
         write_file(self._passwords, json.dumps(passwords) + "\n", mode=0o600)
         password_file = self._folder / "initdb.password"
-        new.mkdir(mode=0o700)
         command: list[str | Path] = [
             binaries.program("initdb"),
             *("-D", new),
@@ -342,26 +363,8 @@ class Cluster:
             *(["--no-sync"] if self._ephemeral else []),
         ]
         try:
-            write_file(password_file, passwords[SUPERUSER] + "\n", mode=0o600)
-            if self._account is not None:
-                os.chown(new, self._account.uid, self._account.gid)
-                os.chown(password_file, self._account.uid, self._account.gid)
-            with self._open_log() as log:
-                # With the lock: were we killed now, the next start would wait for this initdb to end.
-                child = spawn(command, account=self._account, output=log, pass_fds=(lock.fileno(),))
-            if self._watcher is not None:
-                self._watcher.guard(child.pid)
-            with child:
-                try:
-                    child.wait(max(0.0, deadline - time.monotonic()))
-                except subprocess.TimeoutExpired:
-                    raise self._failed("initdb did not finish in time: give start() a longer timeout_s") from None
-                finally:
-                    # Also on Ctrl-C. Leaving the with block waits for it.
-                    if child.poll() is None:
-                        child.kill()
-            if child.returncode != 0:
-                raise self._failed(f"initdb ended with status {child.returncode}")
+            self._write_secret(password_file, passwords[SUPERUSER])
+            self._fill(command, deadline, lock)
         finally:
             password_file.unlink(missing_ok=True)
         # No link is followed: the folder is writable for the server's account, and we may be root.
@@ -370,8 +373,48 @@ class Cluster:
             conf.write("\ninclude '../windrow.conf'\n")
             conf.flush()
             os.fsync(descriptor)
-        new.rename(self._data)
-        sync_folder(self._folder)
+
+    def _copy_data(self, primary: "Cluster", new: Path, binaries: Binaries, deadline: float, lock: IO[str]) -> None:
+        passwords = primary._read_passwords()
+        write_file(self._passwords, json.dumps(passwords) + "\n", mode=0o600)
+        # It stays: the standby connects with it for as long as it follows.
+        password_file = self._folder / "primary.pass"
+        self._write_secret(password_file, f"*:*:*:{SUPERUSER}:{passwords[SUPERUSER]}")
+        command: list[str | Path] = [
+            binaries.program("pg_basebackup"),
+            *("-D", new),
+            *("-d", f"host={HOST} port={primary.port} user={SUPERUSER} passfile='{password_file}'"),
+            "--write-recovery-conf",
+            "--checkpoint=fast",
+            *(["--no-sync"] if self._ephemeral else []),
+        ]
+        self._fill(command, deadline, lock)
+
+    def _write_secret(self, path: Path, text: str) -> None:
+        """For the server's account to read, and nobody else."""
+        write_file(path, text + "\n", mode=0o600)
+        if self._account is not None:
+            os.chown(path, self._account.uid, self._account.gid)
+
+    def _fill(self, command: list[str | Path], deadline: float, lock: IO[str]) -> None:
+        """Run what fills the data folder. Raises StartFailed."""
+        name = Path(command[0]).name
+        with self._open_log() as log:
+            # With the lock: were we killed now, the next start would wait for this child to end.
+            child = spawn(command, account=self._account, output=log, pass_fds=(lock.fileno(),))
+        if self._watcher is not None:
+            self._watcher.guard(child.pid)
+        with child:
+            try:
+                child.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise self._failed(f"{name} did not finish in time: give start() a longer timeout_s") from None
+            finally:
+                # Also on Ctrl-C. Leaving the with block waits for it.
+                if child.poll() is None:
+                    child.kill()
+        if child.returncode != 0:
+            raise self._failed(f"{name} ended with status {child.returncode}")
 
     def _launch_on_a_free_port(self, binaries: Binaries, deadline: float, lock: IO[str]) -> None:
         remembered = self._read_port()
