@@ -231,8 +231,9 @@ async def everything(queue: queue_pb2_grpc.QueueAsyncStub, org: str, ids: set[st
     """The jobs with these ids; asserts that none is missing."""
     found: list[job_pb2.Job] = []
     rest = sorted(ids)
-    for at in range(0, len(rest), 1000):
-        answer = await queue.GetJobs(queue_pb2.GetJobsRequest(org=org, ids=rest[at : at + 1000]), timeout=PATIENCE_S)
+    while rest:
+        answer = await queue.GetJobs(queue_pb2.GetJobsRequest(org=org, ids=rest[:1000]), timeout=PATIENCE_S)
         assert list(answer.not_found) == []
         found += answer.jobs
+        rest = [*answer.left_out, *rest[1000:]]
     return found
