@@ -61,10 +61,11 @@ def get(
     missing: list[str] = []
     shown = 0
     with connect(address, timeout) as router:
-        for at in range(0, len(wanted), _BATCH):
-            request = queue_pb2.GetJobsRequest(org=org, ids=wanted[at : at + _BATCH], include_payload=payload)
+        while wanted:
+            request = queue_pb2.GetJobsRequest(org=org, ids=wanted[:_BATCH], include_payload=payload)
             response = router.call(router.queue.GetJobs, request)
             missing += response.not_found
+            wanted = [*response.left_out, *wanted[_BATCH:]]
             if as_json:
                 output.say_json(job_json(job, payloads=payload) for job in response.jobs)
                 continue
@@ -291,11 +292,16 @@ def _print_jobs(jobs: Sequence[job_pb2.Job]) -> None:
             f"{job.attempt}/{job.max_attempts}",
             time_shown(job, "finished_at") or time_shown(job, "lease_deadline") or time_shown(job, "run_at"),
             job.kind,
-            ": ".join(filter(None, (job.reason, job.attempts[-1].error if job.attempts else ""))),
+            ": ".join(filter(None, map(_first_line, (job.reason, job.attempts[-1].error if job.attempts else "")))),
         )
         for job in jobs
     ]
     output.table(columns, rows)
+
+
+def _first_line(text: str) -> str:
+    """Of an error: what went wrong. `jobs get` shows the rest, too."""
+    return next(iter(text.strip().splitlines()), "")
 
 
 def _print_job(job: job_pb2.Job) -> None:

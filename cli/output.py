@@ -54,7 +54,7 @@ class Column:
     right: bool = False
     # Its words are states and outcomes, and have colours.
     coloured: bool = False
-    # Moves to a line of its own below the row where the table is too wide for the terminal.
+    # Moves below the row where the table is too wide for the terminal, or where some of it has several lines.
     detail: bool = False
 
 
@@ -109,12 +109,15 @@ def table_lines(columns: Sequence[Column], rows: Sequence[Sequence[str]], *, ind
     from rich.cells import cell_len
     from rich.text import Text
 
-    cells = [[visible(cell) for cell in row] for row in rows]
+    cells = [
+        [visible(cell, keep_lines=column.detail) for cell, column in zip(row, columns, strict=True)] for row in rows
+    ]
     widths = [max([cell_len(column.title), *(cell_len(row[at]) for row in cells)]) for at, column in enumerate(columns)]
     # A detail that no row has says nothing.
     across = [at for at, column in enumerate(columns) if not column.detail or any(row[at] for row in cells)]
     below: list[int] = []
-    if indent + sum(widths[at] + len(_GAP) for at in across) - len(_GAP) > _stdout().width:
+    several_lines = any("\n" in cell for row in cells for cell in row)
+    if several_lines or indent + sum(widths[at] + len(_GAP) for at in across) - len(_GAP) > _stdout().width:
         below = [at for at in across if columns[at].detail]
         across = [at for at in across if not columns[at].detail]
 
@@ -132,7 +135,8 @@ def table_lines(columns: Sequence[Column], rows: Sequence[Sequence[str]], *, ind
     lines = [line([column.title for column in columns], "bold")]
     for row in cells:
         lines.append(line(row, None))
-        lines += [Text(" " * indent + _GAP + row[at], "dim") for at in below if row[at]]
+        parts = [part for at in below for part in row[at].splitlines()]
+        lines += [Text((" " * indent + _GAP + part).rstrip(), "dim") for part in parts]
     return lines
 
 

@@ -13,12 +13,13 @@ from router.calls import Context, Gate, refuse, unary
 from router.consuming import Consumer, give_back
 from router.fleet import Fleet, Member
 from router.leases import Leases
-from router.status import INVALID_ARGUMENT, InvalidRequest, Violation
+from router.status import INVALID_ARGUMENT, RESOURCE_EXHAUSTED, InvalidRequest, Violation
 from router.stream import Stream, first_message
 from router.tracing import current_trace
 from router.validation import enqueue_violations, plain_jobs
 from router.wire import Given
-from shard.errors import BadIds
+from shard.errors import BadIds, TooManyQueues
+from shard.records import ANSWER_BYTES_MAX
 from shard.vocabulary import Answer, JobId, NewJobs, OrgId, QueueName
 from windrow.v1 import job_pb2, queue_pb2
 
@@ -48,8 +49,8 @@ class QueueService:
                 plain.traces = dict.fromkeys(range(len(plain)), trace) | plain.traces
             try:
                 known = await self._store(plain, hand=True)
-            except BadIds:
-                # Nothing was stored. Which of the ids, and what to say of it, is found out the long way.
+            except (BadIds, TooManyQueues):
+                # Nothing was stored. Whose fault it is, and what to say of it, is found out the long way.
                 pass
             else:
                 if not known:
@@ -73,6 +74,11 @@ class QueueService:
                 late = _by_job(error.violations)
                 results.update((at, _error(violations)) for at, violations in late.items())
                 good = [at for at in good if at not in late]
+            except TooManyQueues as error:
+                told = queue_pb2.JobError(code=RESOURCE_EXHAUSTED, message=str(error))
+                unmade = {at for at in good if jobs[at].queue in error.queues}
+                results.update((at, queue_pb2.EnqueueResult(error=told)) for at in unmade)
+                good = [at for at in good if at not in unmade]
             else:
                 results.update(zip(good, stored, strict=True))
                 break
@@ -179,13 +185,18 @@ class QueueService:
     async def GetJobs(self, request: queue_pb2.GetJobsRequest) -> queue_pb2.GetJobsResponse:
         org = OrgId(request.org)
         ids = [JobId(job_id) for job_id in dict.fromkeys(request.ids)]
-        found: dict[str, job_pb2.Job] = {}
+        # None: there is no room for it.
+        found: dict[str, job_pb2.Job | None] = {}
+        room = ANSWER_BYTES_MAX
         for member in self._fleet.readers(org):
-            for record in await member.store.get(org, ids, include_payload=request.include_payload):
-                found[record.id] = convert.job(record, member.store.name)
+            rest = [job_id for job_id in ids if job_id not in found]
+            for record in await member.store.get(org, rest, include_payload=request.include_payload, bytes_max=room):
+                job = found[record.id] = convert.job(record, member.store.name) if record.whole else None
+                room -= job.ByteSize() if job is not None else 0
         return queue_pb2.GetJobsResponse(
-            jobs=[found[job_id] for job_id in ids if job_id in found],
+            jobs=[job for job_id in ids if (job := found.get(job_id)) is not None],
             not_found=[job_id for job_id in ids if job_id not in found],
+            left_out=[job_id for job_id in ids if job_id in found and found[job_id] is None],
         )
 
     @unary()

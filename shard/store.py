@@ -23,7 +23,7 @@ from shard.floor import GUARD_US, Floors
 from shard.halving import by_halves
 from shard.interning import Names
 from shard.lease import lease_of
-from shard.records import JobRecord
+from shard.records import ANSWER_BYTES_MAX, JobRecord
 from shard.settling import Acks, Extends, Nack, Nacks, Releases, Settling, apart
 from shard.vocabulary import Answer, JobId, Lease, Micros, NewJobs, OrgId, QueueId, QueueName, ShardName
 
@@ -97,7 +97,7 @@ class Store:
 
     async def enqueue(self, jobs: NewJobs, handover: Handover | None = None) -> dict[int, JobId]:
         """Stores the jobs, all or none, each once. Answers the positions of those that were known already, with the
-        id each is known under; all others are newly stored. Raises NotOwned, BadIds, ShardUnavailable,
+        id each is known under; all others are newly stored. Raises NotOwned, BadIds, TooManyQueues, ShardUnavailable,
         TooManyWaiting."""
         if not len(jobs):
             _tell_nothing(Call(jobs, handover))
@@ -179,7 +179,8 @@ class Store:
             )
             answers.update((JobId(row[0]), Answer.OK) for row in rows)
             missed = [job_id for job_id in rest if job_id not in answers]
-            states = {record.id: record.state for record in await self.get(org, missed, include_payload=False)}
+            there = await self.get(org, missed, include_payload=False, bytes_max=0)
+            states = {record.id: record.state for record in there}
             for job_id in missed:
                 match states.get(job_id):
                     case None:
@@ -196,8 +197,11 @@ class Store:
                 return [answers[job_id] for job_id in ids]
         raise ShardUnavailable(self.name, f"{len(rest)} job(s) of org {org!r} would not stand still; try again")
 
-    async def get(self, org: OrgId, ids: Sequence[JobId], *, include_payload: bool) -> list[JobRecord]:
-        """The jobs with these ids, in no particular order, wherever they are on this shard."""
+    async def get(
+        self, org: OrgId, ids: Sequence[JobId], *, include_payload: bool, bytes_max: int = ANSWER_BYTES_MAX
+    ) -> list[JobRecord]:
+        """The jobs with these ids, in their order, wherever they are on this shard; not whole behind the one that fills
+        `bytes_max`."""
         if not ids:
             return []
         rows = await self._database.run(
@@ -206,6 +210,7 @@ class Store:
                 "org": org,
                 "ids": arrays.plain(ids),
                 "include_payload": include_payload,
+                "bytes_max": bytes_max,
                 "oldest_ms": made_at_ms(min(ids)),
             },
         )

@@ -346,11 +346,14 @@ class Client:
         listed = list(ids)
         found: dict[str, JobRecord] = {}
         for at in range(0, len(listed), JOBS_MAX):
-            request = queue_pb2.GetJobsRequest(
-                org=self.org, ids=listed[at : at + JOBS_MAX], include_payload=include_payload
-            )
-            response = await self.calls.call(lambda stub: stub.GetJobs, request)
-            found.update((job.id, read_record(job)) for job in response.jobs)
+            rest = listed[at : at + JOBS_MAX]
+            while rest:
+                request = queue_pb2.GetJobsRequest(org=self.org, ids=rest, include_payload=include_payload)
+                response = await self.calls.call(lambda stub: stub.GetJobs, request)
+                found.update((job.id, read_record(job)) for job in response.jobs)
+                if len(response.left_out) >= len(rest):
+                    raise RouterError(f"GetJobs at {self.calls.address} had no room for even one of {len(rest)} jobs")
+                rest = list(response.left_out)
         return found
 
     async def cancel_jobs(self, ids: Iterable[str], *, reason: str = "") -> list[Answer]:

@@ -504,7 +504,11 @@ class ListJobsResponse(_message.Message):
     next_page_token: _builtins.str
     """Empty on the last page."""
     @_builtins.property
-    def jobs(self) -> _containers.RepeatedCompositeFieldContainer[_job_pb2.Job]: ...
+    def jobs(self) -> _containers.RepeatedCompositeFieldContainer[_job_pb2.Job]:
+        """Fewer than page_size, although there are more, where they fill 2 MiB: the answer stays below 4 MiB, which gRPC clients
+        take by default.
+        """
+
     def __init__(
         self,
         *,

@@ -289,7 +289,7 @@ class NewJob(_message.Message):
     an hour in its future, or taken by another org.
     """
     queue: _builtins.str
-    """The queue; comes into being on first use. 1 to 128 of A–Z a–z 0–9 . _ : / -"""
+    """The queue; comes into being on first use, up to 10,000 of an org on a shard. 1 to 128 of A–Z a–z 0–9 . _ : / -"""
     kind: _builtins.str
     """What the job asks for; workers dispatch on it. Same characters as queue."""
     payload: _builtins.bytes
