@@ -100,6 +100,11 @@ class Consumer:
         if self._only_first:
             self.wake()
 
+    def take_back(self, jobs: Given) -> None:
+        """They did not reach it: others may have them, and it has room for as many."""
+        give_back(self.org, jobs)
+        self.add_credit(len(jobs.ids))
+
     async def serve(self) -> None:
         """Finds jobs for as long as it is let. Raises ShardUnavailable."""
         came = True

@@ -159,7 +159,7 @@ class QueueService:
                 first = await first_message(request_iterator, self._draining)
             if first is not None:
                 with self.gate.stream(first.start.org):
-                    await Stream(self._fleet, request_iterator, context).run(first, self._draining)
+                    await Stream(self._fleet, first, request_iterator, context).run(self._draining)
         except Exception as error:  # noqa: BLE001 - told to the caller
             await refuse(context, error)
 
