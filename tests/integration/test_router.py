@@ -26,7 +26,7 @@ from embedded import BinariesNotFound, Clusters, open_clusters
 from shard.placement import slot_of
 from shard.vocabulary import OrgId
 from tests.jobs import job_id
-from tests.postgres import Server
+from tests.postgres import Server, frozen
 from tests.routers import (
     PATIENCE_S,
     Routers,
@@ -364,20 +364,6 @@ def test_a_stopped_shard_is_unavailable_at_once_and_hurts_no_other(breakable: Ru
     until(lambda: succeeds(lambda: enqueue(both, far)), "the shard is used again", within_s=3)
     assert list(both.queue.Ack(ack, timeout=PATIENCE_S).answers) == [OK]
     until(lambda: succeeds(lambda: both.books("s2")), "its books are open again", within_s=3)
-
-
-@contextlib.contextmanager
-def frozen(postmaster: int) -> Generator[None, None, None]:
-    """A server that is there and does nothing: what a stuck disk looks like."""
-    parts = [psutil.Process(postmaster), *psutil.Process(postmaster).children(recursive=True)]
-    for part in parts:
-        part.suspend()
-    try:
-        yield
-    finally:
-        for part in parts:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                part.resume()
 
 
 def test_calls_to_a_frozen_shard_end_by_their_deadline(breakable: Running, servers: Clusters) -> None:
