@@ -28,7 +28,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from psycopg import ProgrammingError
 from psycopg.conninfo import conninfo_to_dict
@@ -44,34 +44,34 @@ class ClusterFileError(ValueError):
 
 
 class ShardState(enum.Enum):
-    """What a shard does, as its operator wants it. Looking at it (GetJobs, ListJobs, counts) is possible unless it is
-    off."""
+    """What a shard does, as its operator wants it. It can be looked at in every state but `off`."""
 
-    # Everything.
-    ACTIVE = "active"
-    # Everything, but its share of the slots is 0: the balancer moves them away.
-    DRAINING = "draining"
-    # Takes jobs and gives none.
-    ENQUEUE_ONLY = "enqueue_only"
-    # Gives jobs and takes none.
-    DEQUEUE_ONLY = "dequeue_only"
-    # Nothing that changes anything.
-    READ_ONLY = "read_only"
-    # Nothing: it is not contacted.
-    OFF = "off"
+    # Whether it takes enqueues, gives jobs, and takes changes of what it has: acks and the like, and those of queues.
+    ACTIVE = "active", True, True, True
+    # Its share of the slots is 0: the balancer moves them away.
+    DRAINING = "draining", True, True, True
+    ENQUEUE_ONLY = "enqueue_only", True, False, True
+    DEQUEUE_ONLY = "dequeue_only", False, True, True
+    READ_ONLY = "read_only", False, False, False
+    # It is not contacted.
+    OFF = "off", False, False, False
+
+    takes_enqueues: bool
+    gives_jobs: bool
+    takes_changes: bool
+
+    def __new__(cls, word: str, takes_enqueues: bool, gives_jobs: bool, takes_changes: bool) -> Self:
+        state = object.__new__(cls)
+        state._value_ = word
+        state.takes_enqueues = takes_enqueues
+        state.gives_jobs = gives_jobs
+        state.takes_changes = takes_changes
+        return state
 
     @property
-    def takes_enqueues(self) -> bool:
-        return self in {ShardState.ACTIVE, ShardState.DRAINING, ShardState.ENQUEUE_ONLY}
-
-    @property
-    def gives_jobs(self) -> bool:
-        return self in {ShardState.ACTIVE, ShardState.DRAINING, ShardState.DEQUEUE_ONLY}
-
-    @property
-    def takes_changes(self) -> bool:
-        """Of jobs that it has (acks and the like), and of queues."""
-        return self not in {ShardState.READ_ONLY, ShardState.OFF}
+    def word(self) -> str:
+        """As the file has it."""
+        return str(self._value_)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,14 +111,18 @@ class Cluster:
 
 def read_cluster(path: Path) -> Cluster:
     """The cluster that a file describes. Raises ClusterFileError."""
+    return parse_cluster(read_text(path), source=str(path))
+
+
+def read_text(path: Path) -> str:
+    """The file as it is. Raises ClusterFileError."""
     try:
-        # As it is, for its digest: no line end is changed.
-        text = path.read_bytes().decode()
+        # No line end is changed, for the digest's sake.
+        return path.read_bytes().decode()
     except OSError as error:
         raise ClusterFileError(f"{path}: {error.strerror}; name another with --config or WINDROW_CONFIG") from error
     except UnicodeDecodeError as error:
         raise ClusterFileError(f"{path}: not TOML: not UTF-8 at byte {error.start}") from error
-    return parse_cluster(text, source=str(path))
 
 
 def digest_of(text: str) -> str:
@@ -154,25 +158,6 @@ def parse_cluster(text: str, *, source: str, environ: Mapping[str, str] = os.env
         digest=digest_of(text),
         dsn_files=tuple(Path(str(table["dsn_file"])) for table in named if "dsn_file" in table),
     )
-
-
-def refuse_change(before: Cluster, after: Cluster) -> None:
-    """Raises ClusterFileError for what a running process cannot go over to, whatever the shards hold."""
-    if after.name != before.name:
-        raise ClusterFileError(
-            f"{after.source}: [cluster] name is {after.name!r}, and routers run that know it as {before.name!r}: "
-            "it cannot be changed; put it back"
-        )
-    if before.catalog_shard is not None and after.catalog_shard is not None:
-        # Where its database is reached may change: it proves itself as that shard's.
-        moved = after.catalog_shard != before.catalog_shard
-    else:
-        moved = after.catalog_dsn != before.catalog_dsn
-    if moved:
-        raise ClusterFileError(
-            f"{after.source}: the catalog is somewhere else ([catalog], or without it the first [[shard]]), which "
-            "needs a restart of every router; put it back, or start them again"
-        )
 
 
 def known_keys(table: Mapping[str, Any], known: set[str], *, where: str) -> None:
@@ -220,12 +205,12 @@ def _shard(value: object, at: int, source: str, environ: Mapping[str, str]) -> S
 
 
 def _state(value: object, where: str) -> ShardState:
-    states = [state.value for state in ShardState]
-    if value not in states:
+    states = {state.word: state for state in ShardState}
+    if not isinstance(value, str) or value not in states:
         near = difflib.get_close_matches(str(value), states, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"it is one of {', '.join(states)}"
         raise ClusterFileError(f"{where}: unknown state {value!r}; {hint}")
-    return ShardState(value)
+    return states[value]
 
 
 def _labels(value: object, where: str) -> Mapping[str, str]:
