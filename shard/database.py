@@ -364,7 +364,7 @@ class Database:
             self._watch = loop.call_later(OVERDUE_S / 2, self._look_for_overdue)
 
     async def _ask(self) -> None:
-        """Returns once the server has answered."""
+        """Returns once the server has answered. Raises TimeoutError, and what psycopg raises where it is refused."""
         if self._kept and self._breaker.trouble is None:
             async with self._connection() as kept:
                 await kept.run(b"SELECT 1", {})
@@ -375,8 +375,11 @@ class Database:
             # The very server that is in doubt, and none that the DSN names before it.
             server = busy.info
             dsn = make_conninfo(dsn, host=server.host, hostaddr=server.hostaddr or None, port=server.port)
-        async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as new:
-            await new.execute("SELECT 1")
+        try:
+            async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as new:
+                await new.execute("SELECT 1")
+        except psycopg.errors.ConnectionTimeout as error:
+            raise TimeoutError from error
 
     def _went_away(self) -> None:
         now_s = asyncio.get_running_loop().time()

@@ -683,23 +683,29 @@ class GetJobsResponse(_message.Message):
 
     JOBS_FIELD_NUMBER: _builtins.int
     NOT_FOUND_FIELD_NUMBER: _builtins.int
+    UNAVAILABLE_SHARDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def jobs(self) -> _containers.RepeatedCompositeFieldContainer[_job_pb2.Job]:
         """Those found, in the request's order."""
 
     @_builtins.property
     def not_found(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Ids that this org has no job for."""
+        """Ids that this org has no job for. Empty while a shard of the org does not answer: what is not found may be there."""
+
+    @_builtins.property
+    def unavailable_shards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Those of the org's shards that did not answer. With a single shard, or none that answers, the call is UNAVAILABLE."""
 
     def __init__(
         self,
         *,
         jobs: _abc.Iterable[_job_pb2.Job] | None = ...,
         not_found: _abc.Iterable[_builtins.str] | None = ...,
+        unavailable_shards: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs", "not_found", b"not_found"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs", "not_found", b"not_found", "unavailable_shards", b"unavailable_shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
