@@ -103,6 +103,7 @@ class _Connection(Connection):
     """Tries until it is connected and ready for statements, and says each time that it is not. The pool's own pauses
     would double up to minutes."""
 
+    dsn = ""
     kept_until_s = 0.0
 
     @classmethod
@@ -128,6 +129,7 @@ class _Connection(Connection):
                     await connection.close()
                     raise
                 if conninfo == dsn():
+                    connection.dsn = conninfo
                     return connection
                 # Meanwhile the database has gone over to another server.
                 await connection.close()
@@ -217,8 +219,6 @@ class Database:
     async def reconnect(self, dsn: str) -> None:
         """Goes over to another DSN. Statements under way end where they are."""
         self._dsn = dsn
-        for connection in list(self._alive):
-            connection.kept_until_s = 0.0
         await self._renew()
 
     async def run(self, statement: bytes, parameters: Mapping[str, object]) -> list[Any]:
@@ -307,7 +307,8 @@ class Database:
             except BaseException:
                 self._pass_on(None)
                 raise
-            connection.kept_until_s = asyncio.get_running_loop().time() + _KEPT_S_MAX
+            if connection.dsn == self._dsn:
+                connection.kept_until_s = asyncio.get_running_loop().time() + _KEPT_S_MAX
         return connection
 
     def _pass_on(self, connection: _Connection | None) -> None:
@@ -393,8 +394,10 @@ class Database:
 
     async def _renew(self) -> None:
         """Has the connections that nobody uses made anew, and the others when they are given back."""
-        await self._return_kept()
         await self._pool.drain()
+        for connection in list(self._alive):
+            connection.kept_until_s = 0.0
+        await self._return_kept()
 
     async def _check_pool(self) -> None:
         """Drops what is broken of the connections that nobody uses. In a task of its own, which nobody's cancellation

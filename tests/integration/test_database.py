@@ -279,6 +279,33 @@ async def test_another_dsn_holds_for_the_next_statement_and_lets_the_running_one
     await database.close()
 
 
+async def test_under_load_nothing_fails_and_nothing_stays_at_the_old_dsn(
+    module_dsn: str, fresh_dsn: str, watcher: Watcher
+) -> None:
+    database = Database(SHARD, module_dsn, connections=4)
+    await database.open()
+    over = asyncio.Event()
+
+    async def load() -> int:
+        done = 0
+        while not over.is_set():
+            await database.run(b"SELECT pg_sleep(0.001)::text", {})
+            done += 1
+        return done
+
+    loads = [asyncio.create_task(load()) for _ in range(16)]
+    for dsn in [fresh_dsn, module_dsn] * 5 + [fresh_dsn]:
+        await asyncio.sleep(0.03)
+        await database.reconnect(dsn)
+    async with asyncio.timeout(30):
+        while await watcher.states():
+            pass
+    over.set()
+    assert all(done > 1 for done in await asyncio.gather(*loads))
+    assert len(database._kept) + database._unclaimed == 4
+    await database.close()
+
+
 async def test_a_database_that_could_not_be_reached_goes_over_to_where_it_can(postgres: Server, fresh_dsn: str) -> None:
     database = Database(SHARD, postgres.dsn("nowhere"), connections=2)
     await database.open()

@@ -149,6 +149,23 @@ async def test_a_silence_in_the_midst_of_a_transaction_ends_it(cluster: Cluster,
         await act()
 
 
+async def test_a_transaction_that_is_cancelled_in_a_silence_stays_cancelled(
+    cluster: Cluster, database: Database
+) -> None:
+    async def act() -> None:
+        async with database.transaction() as connection:
+            await connection.execute("SELECT 1")
+
+    with frozen(pid_of(cluster)):
+        acting = [asyncio.create_task(act()) for _ in range(4)]
+        # They have begun, and nobody has found out yet.
+        await asyncio.sleep(0.1)
+        for task in acting:
+            task.cancel()
+        await asyncio.wait(acting, timeout=30)
+        assert all(task.cancelled() for task in acting), "whoever ends a loop by it has ended it"
+
+
 async def test_a_statement_that_takes_long_is_let_be_and_so_are_the_others(
     database: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
