@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from cli.exits import ExitCode
+from cli.exits import CommandFailed, ExitCode
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -40,6 +40,11 @@ _STYLES = {
     "paused": "yellow",
     "up": "green",
     "unreachable": "bold red",
+    "draining": "yellow",
+    "enqueue_only": "yellow",
+    "dequeue_only": "yellow",
+    "read_only": "yellow",
+    "off": "dim",
     "stale": "yellow",
     "not found": "red",
     "failed": "bold red",
@@ -78,6 +83,13 @@ def note(text: str) -> None:
     """A remark on standard error."""
     with contextlib.suppress(BrokenPipeError):
         print(visible(text, keep_lines=True), file=sys.stderr, flush=True)
+
+
+def refuse_away(shards: Iterable[str]) -> None:
+    """Raises CommandFailed if there are any: what was said is not all there is."""
+    names = ", ".join(sorted(shards))
+    if names:
+        raise CommandFailed(f"that is not all: of the org's shards these did not answer: {names}", ExitCode.UNAVAILABLE)
 
 
 def visible(text: str, *, keep_lines: bool = False) -> str:

@@ -11,8 +11,10 @@ from itertools import chain
 from router import convert, wire
 from router.calls import Context, Gate, refuse, unary
 from router.consuming import Consumer, give_back
-from router.fleet import Fleet, Member
+from router.fleet import Fleet
 from router.leases import Leases
+from router.member import Member
+from router.scatter import ask_readers
 from router.status import INVALID_ARGUMENT, RESOURCE_EXHAUSTED, InvalidRequest, Violation
 from router.stream import Stream, first_message
 from router.tracing import current_trace
@@ -124,7 +126,7 @@ class QueueService:
             if request.HasField("wait"):
                 await self._first(consumer, convert.micros(request.wait) / 1_000_000)
             else:
-                await consumer.claim(self._fleet.readers(consumer.org))
+                await consumer.claim(self._fleet.givers(consumer.org))
         except BaseException:
             consumer.close()
             received.give_back(consumer.org)
@@ -185,18 +187,26 @@ class QueueService:
     async def GetJobs(self, request: queue_pb2.GetJobsRequest) -> queue_pb2.GetJobsResponse:
         org = OrgId(request.org)
         ids = [JobId(job_id) for job_id in dict.fromkeys(request.ids)]
+        asked = await ask_readers(
+            self._fleet,
+            org,
+            lambda member: member.store.get(
+                org, ids, include_payload=request.include_payload, bytes_max=ANSWER_BYTES_MAX
+            ),
+        )
         # None: there is no room for it.
         found: dict[str, job_pb2.Job | None] = {}
         room = ANSWER_BYTES_MAX
-        for member in self._fleet.readers(org):
-            rest = [job_id for job_id in ids if job_id not in found]
-            for record in await member.store.get(org, rest, include_payload=request.include_payload, bytes_max=room):
-                job = found[record.id] = convert.job(record, member.store.name) if record.whole else None
+        for shard, records in asked.answers:
+            for record in records:
+                job = found[record.id] = convert.job(record, shard) if record.whole and room > 0 else None
                 room -= job.ByteSize() if job is not None else 0
         return queue_pb2.GetJobsResponse(
             jobs=[job for job_id in ids if (job := found.get(job_id)) is not None],
-            not_found=[job_id for job_id in ids if job_id not in found],
+            # Of those that may be where nobody answers, nothing can be said.
+            not_found=[job_id for job_id in ids if job_id not in found] if not asked.unavailable else (),
             left_out=[job_id for job_id in ids if job_id in found and found[job_id] is None],
+            unavailable_shards=asked.unavailable,
         )
 
     @unary()
@@ -204,7 +214,7 @@ class QueueService:
         org = OrgId(request.org)
         ids = [JobId(job_id) for job_id in request.ids]
         answers = [Answer.NOT_FOUND] * len(ids)
-        for member in self._fleet.readers(org):
+        for member in self._fleet.changers(org):
             there = await member.store.cancel(org, ids, reason=request.reason)
             answers = [new if new is not Answer.NOT_FOUND else old for old, new in zip(answers, there, strict=True)]
         return queue_pb2.CancelJobsResponse(answers=[convert.ANSWERS[answer] for answer in answers])

@@ -196,15 +196,23 @@ class Connection(AsyncConnection[tuple[Any, ...]]):
         """Ends the statement that nobody waits for any more, so that the connection is of use to others."""
         if self.pgconn.transaction_status != TransactionStatus.ACTIVE:
             return
-        self._answered = self._loop.create_future()
+        self._answered = answered = self._loop.create_future()
+        cancelling = asyncio.create_task(self.cancel_safe())
         try:
             async with asyncio.timeout(_ABANDONED_S_MAX):
-                await self.cancel_safe()
-                await self._answered
+                await asyncio.wait({cancelling, answered}, return_when=asyncio.FIRST_COMPLETED)
+                # One that broke meanwhile has nothing left to cancel; else what is on its way must not meet the next.
+                if self._lost is None:
+                    await cancelling
+                    await answered
         except BaseException as error:
             await self.close()
             if not isinstance(error, psycopg.Error | TimeoutError):
                 raise
+        finally:
+            # Whatever becomes of it, nobody is interested any more.
+            cancelling.add_done_callback(lambda done: done.cancelled() or done.exception())
+            cancelling.cancel()
 
     def _stop_listening(self) -> None:
         if self._heard >= 0:

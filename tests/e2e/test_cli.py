@@ -29,6 +29,7 @@ import psutil
 import psycopg
 import pytest
 import typer
+from google.protobuf.message import Message
 from grpc_status import rpc_status
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,6 +41,7 @@ from router.settings import LISTEN_DEFAULT
 from router.status import status_of
 from shard.errors import ShardUnavailable
 from shard.vocabulary import ShardName
+from windrow.ids import uuid7
 from windrow.v1 import admin_pb2, job_pb2, queue_pb2
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -226,10 +228,11 @@ class Names:
 
 
 def steady(text: str) -> str:
-    """What is left of an output when times, durations and versions, different at every run, are taken out."""
+    """What is left of an output when times, durations, versions and digests, different at every run, are taken out."""
     text = re.sub(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(\.\d+)?Z", "TIME", text)
     text = re.sub(r"\b\d+(\.\d+)?(us|ms|s)\b(?!\.\.)", "SPAN", text)
     text = re.sub(r'("\w+_age_s": )[\d.]+', r"\1SPAN", text)
+    text = re.sub(r"(cluster file )[0-9a-f]{12}\b", r"\1DIGEST", text)
     text = re.sub(r"\b1\d\.\d+ +\d+\b", "VERSIONS", text)
     return re.sub(r" +", " ", text)
 
@@ -583,9 +586,27 @@ def test_a_lost_job_is_told_by_the_check(windrow: Windrow, running: Running) -> 
 
 def list_half(_request: admin_pb2.ListShardsRequest, _context: grpc.ServicerContext) -> admin_pb2.ListShardsResponse:
     there = admin_pb2.ShardInfo(name="s1", slots=8192, reachable=True, postgres_version="18.6", schema_version=1)
+    there.state, there.weight = admin_pb2.SHARD_STATE_ACTIVE, 2
+    there.labels["region"] = "eu"
     there.latency.FromMilliseconds(3)
-    away = admin_pb2.ShardInfo(name="s2", slots=8192, error="no answer within 2 s")
-    return admin_pb2.ListShardsResponse(shards=[there, away])
+    away = admin_pb2.ShardInfo(name="s2", slots=8000, leaving_slots=192, error="no answer within 2 s")
+    away.state = admin_pb2.SHARD_STATE_DRAINING
+    off = admin_pb2.ShardInfo(name="s3", state=admin_pb2.SHARD_STATE_OFF, error="shard 's3' is unavailable: it is off")
+    file = admin_pb2.ClusterFile(digest="0123456789ab", needs_restart=["[router] listen"])
+    file.refusal.why, file.refusal.digest = "cluster.toml: every shard is gone", "ba9876543210"
+    return admin_pb2.ListShardsResponse(shards=[there, away, off], cluster_file=file)
+
+
+def count_half(request: admin_pb2.GetStatsRequest, _context: grpc.ServicerContext) -> admin_pb2.GetStatsResponse:
+    return admin_pb2.GetStatsResponse(queues=[admin_pb2.QueueStats(queue="q", ready=3)], unavailable_shards=["s2"])
+
+
+def list_jobs_half(request: admin_pb2.ListJobsRequest, _context: grpc.ServicerContext) -> admin_pb2.ListJobsResponse:
+    return admin_pb2.ListJobsResponse(unavailable_shards=["s2"])
+
+
+def get_jobs_half(request: queue_pb2.GetJobsRequest, _context: grpc.ServicerContext) -> queue_pb2.GetJobsResponse:
+    return queue_pb2.GetJobsResponse(unavailable_shards=["s2"])
 
 
 def check_half(
@@ -601,20 +622,29 @@ def check_half(
 @pytest.fixture
 def half_away() -> Iterator[str]:
     """The address of a router of which one shard does not answer."""
-    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-        "ListShards": grpc.unary_unary_rpc_method_handler(
-            list_half,
-            request_deserializer=admin_pb2.ListShardsRequest.FromString,
-            response_serializer=admin_pb2.ListShardsResponse.SerializeToString,
-        ),
+
+    def serialize(answer: Message) -> bytes:
+        return answer.SerializeToString()
+
+    def unary(answer: Callable[[Any, grpc.ServicerContext], Message], request: type[Message]) -> Any:
+        return grpc.unary_unary_rpc_method_handler(
+            answer, request_deserializer=request.FromString, response_serializer=serialize
+        )
+
+    admin = {
+        "ListShards": unary(list_half, admin_pb2.ListShardsRequest),
+        "GetStats": unary(count_half, admin_pb2.GetStatsRequest),
+        "ListJobs": unary(list_jobs_half, admin_pb2.ListJobsRequest),
         "CheckShard": grpc.unary_stream_rpc_method_handler(
             check_half,
             request_deserializer=admin_pb2.CheckShardRequest.FromString,
             response_serializer=admin_pb2.CheckShardResponse.SerializeToString,
         ),
     }
+    queue = {"GetJobs": unary(get_jobs_half, queue_pb2.GetJobsRequest)}
     server = grpc.server(ThreadPoolExecutor(max_workers=2))
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("windrow.v1.Admin", handlers)])
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("windrow.v1.Admin", admin)])
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("windrow.v1.Queue", queue)])
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     yield f"127.0.0.1:{port}"
@@ -624,11 +654,34 @@ def half_away() -> Iterator[str]:
 def test_a_shard_that_does_not_answer_is_told_with_those_that_do(windrow: Windrow, half_away: str) -> None:
     done = windrow("shards", "--address", half_away)
     assert done.code == 1
-    assert re.search(r"^s1 .* up .* 3\.0ms .* 18\.6 ", done.out, flags=re.MULTILINE)
-    assert re.search(r"^s2 .* unreachable .* no answer within 2 s$", done.out, flags=re.MULTILINE)
-    good, bad = windrow("shards", "--address", half_away, "--json").documents
+    assert re.search(r"^s1 +8,192 +2 +active +up +3\.0ms +18\.6 +1 +region=eu$", done.out, flags=re.MULTILINE)
+    assert re.search(
+        r"^s2 +8,000 \+ 192 leaving +0 +draining +unreachable +no answer within", done.out, flags=re.MULTILINE
+    )
+    assert re.search(r"^s3 +0 +0 +off +off ", done.out, flags=re.MULTILINE)
+    assert "cluster file 0123456789ab, in force since " in done.out
+    assert "[router] listen is another one in the file: it takes a restart" in done.err
+    assert "is refused, that one stays in force: cluster.toml: every shard is gone" in done.err
+    good, bad, off = windrow("shards", "--address", half_away, "--json").documents
     assert (good["shard"], good["reachable"], good["latency_ms"], good["error"]) == ("s1", True, 3.0, None)
+    assert (good["state"], good["weight"], good["labels"]) == ("active", 2.0, {"region": "eu"})
     assert (bad["shard"], bad["reachable"], bad["latency_ms"]) == ("s2", False, None)
+    assert (bad["state"], bad["slots"], bad["leaving_slots"], off["state"]) == ("draining", 8000, 192, "off")
+    assert good["cluster_file"] == {
+        "digest": "0123456789ab",
+        "in_force_since": None,
+        "needs_restart": ["[router] listen"],
+        "refusal": "cluster.toml: every shard is gone",
+        "refused_digest": "ba9876543210",
+    }
+
+
+def test_answers_without_a_shard_that_is_away_are_told_not_to_be_all(windrow: Windrow, half_away: str) -> None:
+    for arguments in (["stats", "acme"], ["jobs", "list", "acme", "q"], ["jobs", "get", "acme", str(uuid7())]):
+        done = windrow(*arguments, "--address", half_away)
+        assert done.code == 3
+        assert "that is not all: of the org's shards these did not answer: s2" in done.err
+    assert windrow("stats", "acme", "--address", half_away, "--json").documents[0]["unavailable_shards"] == ["s2"]
 
 
 def test_a_router_that_is_older_than_the_command_is_named(windrow: Windrow, half_away: str) -> None:
@@ -644,7 +697,7 @@ def test_a_check_tells_of_a_shard_that_did_not_answer(windrow: Windrow, half_awa
     assert re.search(r"^s1 +1 +7 +7 +balance$", done.out, flags=re.MULTILINE)
     assert re.search(r"^s2 +\? +\? +\? +no answer$", done.out, flags=re.MULTILINE)
     assert "shard 's2' is unavailable: connection refused; try again in 1 s" in done.err
-    good, bad = windrow("check", "--address", half_away, "--json").documents
+    good, bad, _ = windrow("check", "--address", half_away, "--json").documents
     assert (good["balanced"], good["accepted"], good["found"]) == (True, 7, 7)
     assert (bad["answered"], bad["balanced"]) == (False, None)
     assert windrow("check", "--address", half_away, "--shard", "s1").code == 0

@@ -28,7 +28,7 @@ from shard.database import Database
 from shard.placement import slot_of
 from shard.vocabulary import OrgId, ShardName
 from tests.jobs import job_id
-from tests.postgres import Server
+from tests.postgres import Server, frozen
 from tests.queues import fill_queues
 from tests.routers import (
     PATIENCE_S,
@@ -427,23 +427,9 @@ def test_a_stopped_shard_is_unavailable_at_once_and_hurts_no_other(breakable: Ru
     finally:
         servers["s2"].start()
     # However long it was away: a second later it is found.
-    until(lambda: succeeds(lambda: enqueue(both, far)), "the shard is used again", within_s=3)
+    until(lambda: succeeds(lambda: enqueue(both, far)), "the shard is used again", within_s=2)
     assert list(both.queue.Ack(ack, timeout=PATIENCE_S).answers) == [OK]
     until(lambda: succeeds(lambda: both.books("s2")), "its books are open again", within_s=3)
-
-
-@contextlib.contextmanager
-def frozen(postmaster: int) -> Generator[None, None, None]:
-    """A server that is there and does nothing: what a stuck disk looks like."""
-    parts = [psutil.Process(postmaster), *psutil.Process(postmaster).children(recursive=True)]
-    for part in parts:
-        part.suspend()
-    try:
-        yield
-    finally:
-        for part in parts:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                part.resume()
 
 
 def test_calls_to_a_frozen_shard_end_by_their_deadline(breakable: Running, servers: Clusters) -> None:
@@ -467,10 +453,31 @@ def test_calls_to_a_frozen_shard_end_by_their_deadline(breakable: Running, serve
                 assert took_s < 2.0
         # A caller with all the time in the world does not need it.
         began_s = time.monotonic()
-        assert_unavailable(refusal(lambda: enqueue(both, far)))
-        assert time.monotonic() - began_s < 12
-    until(lambda: succeeds(lambda: enqueue(both, far)), "the thawed shard is used again")
+        error = refusal(lambda: enqueue(both, far))
+        assert_unavailable(error)
+        assert error.details() == "shard 's2' is unavailable: it does not answer"
+        assert time.monotonic() - began_s < 3
+    until(lambda: succeeds(lambda: enqueue(both, far)), "the thawed shard is used again", within_s=2)
     both.books("s1", "s2")
+
+
+def test_an_org_on_several_shards_is_served_by_those_that_are_there(breakable: Running, servers: Clusters) -> None:
+    org, both = breakable.org_on("s1"), breakable.stubs
+    (before,) = enqueue(both, org)
+    move_slot(breakable, org, to="s2")
+    (after,) = enqueue(both, org)
+    servers["s2"].kill()
+    try:
+        answer = found(both, org, before.id, after.id)
+        assert [job.id for job in answer.jobs] == [before.id]
+        assert (list(answer.not_found), list(answer.unavailable_shards)) == ([], ["s2"])
+        stats = both.admin.GetStats(admin_pb2.GetStatsRequest(org=org, queue=QUEUE), timeout=PATIENCE_S)
+        assert (stats.queues[0].ready, list(stats.unavailable_shards)) == (1, ["s2"])
+        assert [job.id for job in dequeue(both, org)] == [before.id]
+    finally:
+        servers["s2"].start()
+    until(lambda: succeeds(lambda: enqueue(both, org)), "the other is used again", within_s=2)
+    assert found(both, org, after.id).jobs[0].shard == "s2"
 
 
 def test_two_hundred_cancelled_calls_cost_no_connection(running: Running) -> None:

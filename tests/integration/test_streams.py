@@ -656,7 +656,7 @@ class _NoShards:
     def by_tag(self, tag: int) -> None:
         del tag
 
-    def readers(self, org: str) -> list[object]:
+    def givers(self, org: str) -> list[object]:
         del org
         return []
 

@@ -272,6 +272,19 @@ async def test_a_router_that_answers_no_job_of_all_that_are_there_is_not_asked_f
         await client.get_jobs([uuid7(), uuid7()])
 
 
+async def test_jobs_that_may_be_on_a_shard_that_is_away_are_not_taken_for_unknown(
+    router: FakeRouter, client: Client
+) -> None:
+    async def half(request: Any, context: Any) -> Any:
+        there = [job_pb2.Job(id=job_id) for job_id in request.ids if job_id.endswith("1")]
+        return queue_pb2.GetJobsResponse(jobs=there, unavailable_shards=["s2"])
+
+    router.scripts["GetJobs"] = half
+    assert list(await client.get_jobs(["id-1"])) == ["id-1"]
+    with pytest.raises(Unavailable, match="did not answer: s2"):
+        await client.get_jobs(["id-1", "id-2"])
+
+
 async def test_one_job_has_one_answer_and_many_jobs_have_many(router: FakeRouter, client: Client) -> None:
     async def stale(request: Any, context: Any) -> Any:
         return queue_pb2.AckResponse(answers=[job_pb2.JOB_ANSWER_STALE for _ in request.acks])

@@ -4,9 +4,10 @@ isort:skip_file
 The service that producers and consumers call.
 
 Errors, for every call: INVALID_ARGUMENT with google.rpc.BadRequest (one violation per field, by path such as
-`jobs[3].queue`), nothing stored; UNAVAILABLE with google.rpc.RetryInfo while a shard cannot be reached or is moving
-the org; RESOURCE_EXHAUSTED with RetryInfo when the router is full; DEADLINE_EXCEEDED when the caller's time ran out.
-RESOURCE_EXHAUSTED without RetryInfo says that an org would have too many queues: trying again does not help.
+`jobs[3].queue`), nothing stored; UNAVAILABLE with google.rpc.RetryInfo while a shard cannot be reached, is moving the
+org, or is in a state that forbids the call; RESOURCE_EXHAUSTED with RetryInfo when the router is full;
+DEADLINE_EXCEEDED when the caller's time ran out. RESOURCE_EXHAUSTED without RetryInfo says that an org would have too
+many queues: trying again does not help.
 Every call may be retried: Enqueue by job ids or dedup keys, the others because their tokens and ids name one outcome.
 (A retried Dequeue may leave jobs leased that nobody got; they come back when the visibility window ends.)
 """
