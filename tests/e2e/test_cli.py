@@ -685,7 +685,7 @@ def test_answers_without_a_shard_that_is_away_are_told_not_to_be_all(windrow: Wi
 
 
 def test_a_router_that_is_older_than_the_command_is_named(windrow: Windrow, half_away: str) -> None:
-    done = windrow("stats", "acme", "--address", half_away)
+    done = windrow("queues", "list", "acme", "--address", half_away)
     assert done.code == 3
     assert f"what answers at {half_away} does not know this call" in done.err
     assert "upgrade the routers first" in done.err
