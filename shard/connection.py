@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
+import select
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
@@ -165,7 +166,14 @@ class Connection(AsyncConnection[tuple[Any, ...]]):
         pgconn, results = self.pgconn, self._results
         try:
             pgconn.consume_input()
-            while not pgconn.is_busy():
+            while True:
+                if pgconn.is_busy():
+                    if not _has_more(self._heard):
+                        return
+                    # uvloop tells of a reset connection once, and then listens no more: also where the server's last
+                    # words were still to be read, and what comes after them.
+                    pgconn.consume_input()
+                    continue
                 result = pgconn.get_result()
                 if result is None:
                     break
@@ -173,8 +181,6 @@ class Connection(AsyncConnection[tuple[Any, ...]]):
                 if result.status in _COPYING:
                     # This result would come again and again. The connection is of no more use.
                     break
-            else:
-                return
         except psycopg.Error as error:
             # Also between two statements: whoever sends the next one finds out.
             self._lost = error
@@ -211,3 +217,10 @@ class Connection(AsyncConnection[tuple[Any, ...]]):
             self._loop.remove_reader(self._heard)
             self._loop.remove_writer(self._heard)
             self._heard = -1
+
+
+def _has_more(socket: int) -> bool:
+    """Whether there is something to read: bytes, an error, or the end."""
+    poll = select.poll()
+    poll.register(socket, select.POLLIN)
+    return bool(poll.poll(0))

@@ -9,6 +9,7 @@ from typing import Any
 
 import psycopg
 import pytest
+import uvloop
 
 import shard.connection
 import shard.database
@@ -222,6 +223,30 @@ async def test_a_statement_whose_connection_is_cut_is_tried_again(single: Databa
         (second,) = await watcher.until_waiting_for("advisory")
     assert first != second
     assert await call == [("", second)]
+
+
+def test_the_first_statement_of_a_connection_that_has_been_cut_is_tried_again_on_the_routers_event_loop(
+    module_dsn: str,
+) -> None:
+    """There a reset connection is told of once, with the server's last words still to be read."""
+
+    async def run() -> None:
+        async with await psycopg.AsyncConnection.connect(module_dsn, autocommit=True) as connection:
+            watcher = Watcher(connection)
+            database = Database(SHARD, module_dsn, connections=1)
+            await database.open()
+            try:
+                async with asyncio.timeout(30):
+                    # Connected and set up; it has run nothing for us yet.
+                    await database._pool.wait()
+                    (pid,) = await watcher.states()
+                    await watcher.terminate(pid)
+                    ((other,),) = await database.run(PID, {})
+                assert other != pid
+            finally:
+                await database.close()
+
+    uvloop.run(run())
 
 
 async def test_connections_cut_while_nobody_used_them_are_not_noticed(database: Database, watcher: Watcher) -> None:
