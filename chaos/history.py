@@ -18,7 +18,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from types import TracebackType
+from typing import IO, Any, NamedTuple, Self
 
 from shard.lease import parse_token
 
@@ -140,6 +141,14 @@ class Recorder:
     def __init__(self, folder: Path, client: str) -> None:
         self._file: IO[str] = (folder / f"{client}{_SUFFIX}").open("a", buffering=1)
         self._numbers = itertools.count(1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
 
     def begin(self, verb: Verb, org: str, asked: object) -> int:
         """To be called before the call is made. Answers the call's number."""

@@ -54,10 +54,12 @@ def _worker(
 
 
 async def _work(site: Site, orders: Orders) -> None:
-    recorder = site.recorder()
-    async with windrow.Client(site.address, org=site.orgs[0], channels=2, create_spans=False) as client:
-        workers = [_worker(client.for_org(org), site, orders, recorder, site.luck(org)) for org in site.orgs[:_ORGS]]
-        async with asyncio.TaskGroup() as group:
+    made = windrow.Client(site.address, org=site.orgs[0], channels=2, create_spans=False)
+    with site.recorder() as recorder:
+        async with made as client, asyncio.TaskGroup() as group:
+            workers = [
+                _worker(client.for_org(org), site, orders, recorder, site.luck(org)) for org in site.orgs[:_ORGS]
+            ]
             for worker in workers:
                 group.create_task(worker.run())
             await orders.over.wait()

@@ -73,7 +73,8 @@ class Polling:
 async def _work(site: Site, orders: Orders) -> None:
     async with AsyncExitStack() as stack:
         channels = [await stack.enter_async_context(calls.connect(site.address)) for _ in range(_CHANNELS)]
-        polling = Polling(site, orders, calls.Calls(channels, site.recorder()))
+        recorder = stack.enter_context(site.recorder())
+        polling = Polling(site, orders, calls.Calls(channels, recorder))
         async with asyncio.TaskGroup() as group:
             for caller in range(_CALLERS):
                 group.create_task(polling.call_on(site.luck(str(caller))))

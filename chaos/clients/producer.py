@@ -15,9 +15,9 @@ from chaos.clients.site import Orders, Site, main
 from chaos.history import Answer, Outcome, Recorder, Verb, payload_of
 
 QUEUE = "load"
-# Jobs of one process: callers at a time, and what each waits between two calls.
-_CALLERS = 4
-_PAUSE_S = 0.4
+# The load is open: calls come at this pace, whatever became of those before, up to so many.
+_EVERY_S = 0.15
+_CALLS_MAX = 200
 _TRIES_MAX = 20
 _TIMEOUT_S, _TRY_S = 6.0, 2.0
 _DELAY_S_MAX = 4.0
@@ -28,11 +28,11 @@ _BIG_BYTES = 20_000
 
 
 class Producer:
-    def __init__(self, site: Site, orders: Orders) -> None:
+    def __init__(self, site: Site, orders: Orders, recorder: Recorder) -> None:
         self._site = site
         self._orders = orders
         self._orgs = list(site.orgs)
-        self._recorder: Recorder = site.recorder()
+        self._recorder = recorder
         self._client = windrow.Client(
             site.address, org=self._orgs[0], timeout=_TIMEOUT_S, try_timeout=_TRY_S, channels=3, create_spans=False
         )
@@ -40,16 +40,22 @@ class Producer:
 
     async def run(self) -> None:
         async with self._client, asyncio.TaskGroup() as group:
-            for caller in range(_CALLERS):
-                group.create_task(self._call_on(self._site.luck(str(caller))))
+            group.create_task(self._call_on(group))
             group.create_task(self._probe())
 
-    async def _call_on(self, luck: random.Random) -> None:
+    async def _call_on(self, group: asyncio.TaskGroup) -> None:
+        luck = self._site.luck()
+        turns = asyncio.Semaphore(_CALLS_MAX)
         while not (self._orders.calm.is_set() or self._orders.over.is_set()):
-            await self._once(luck)
-            await self._orders.pause(luck.expovariate(1 / _PAUSE_S))
+            # Each call has a luck of its own: the order in which they end changes nothing.
+            group.create_task(self._once(turns, random.Random(luck.random())))
+            await self._orders.pause(luck.expovariate(1 / _EVERY_S))
 
-    async def _once(self, luck: random.Random) -> None:
+    async def _once(self, turns: asyncio.Semaphore, luck: random.Random) -> None:
+        async with turns:
+            await self._call(luck)
+
+    async def _call(self, luck: random.Random) -> None:
         org = pick_org(luck, self._orgs)
         dice = luck.random()
         if dice < 0.45:
@@ -161,7 +167,8 @@ def _code(error: windrow.WindrowError) -> str:
 
 
 async def _work(site: Site, orders: Orders) -> None:
-    await Producer(site, orders).run()
+    with site.recorder() as recorder:
+        await Producer(site, orders, recorder).run()
 
 
 if __name__ == "__main__":

@@ -249,8 +249,8 @@ def grpc_code(number: int) -> str:
 
 
 async def _work(site: Site, orders: Orders) -> None:
-    recorder = site.recorder()
     async with AsyncExitStack() as stack:
+        recorder = stack.enter_context(site.recorder())
         channels = [await stack.enter_async_context(calls.connect(site.address)) for _ in range(_CHANNELS)]
         stubs = [queue_pb2_grpc.QueueStub(channel) for channel in channels]
         consumers = [

@@ -18,19 +18,24 @@ class KillRouter(Fault):
     name = "kill-router"
     weight = 2.0
     seconds = (0.0, 0.0)
+    _pid: int | None = None
 
     @classmethod
     def targets(cls, cast: Cast) -> Sequence[str]:
         return routers(cast)
 
     async def inject(self) -> None:
-        if (pid := router_pid(self.stage, self.target)) is not None:
-            os.kill(pid, signal.SIGKILL)
+        self._pid = router_pid(self.stage, self.target)
+        if self._pid is not None:
+            os.kill(self._pid, signal.SIGKILL)
 
     async def heal(self) -> None:
         # Its supervisor starts another one, if nothing else hinders it.
-        wanted = self.stage.cast.routers
-        await until(lambda: len(self.stage.routers.pids) == wanted, "every router runs", within_s=_BACK_S_MAX)
+        await until(self._is_back, "another router runs in its place", within_s=_BACK_S_MAX)
+
+    def _is_back(self) -> bool:
+        pids = self.stage.routers.pids
+        return self._pid not in pids and len(pids) == self.stage.cast.routers
 
 
 class FreezeRouter(Fault):
