@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
+import random
 from collections.abc import Sequence
 
 import psycopg
 
 from chaos.faults.fault import Fault, shards
 from chaos.shards import Node, until
-from chaos.stage import Cast
+from chaos.stage import Cast, Stage
+from embedded import EmbeddedError
 
 _UP_S_MAX = 60.0
 _SYNCHRONOUS_S_MAX = 5.0
@@ -69,51 +72,60 @@ class KillBackend(_ShardFault):
         await until(lambda: _answers(self.primary), f"{self.target} has recovered", within_s=_UP_S_MAX)
 
 
-class TerminateBackends(_ShardFault):
-    """pg_terminate_backend, again and again: of some, wherever they are in a transaction."""
+class _AgainAndAgain(_ShardFault):
+    """Done every moment until it is healed."""
+
+    _doing: asyncio.Task[None] | None = None
+
+    async def inject(self) -> None:
+        self._doing = asyncio.create_task(self._go_on())
+
+    async def heal(self) -> None:
+        if self._doing is not None:
+            self._doing.cancel()
+            await asyncio.gather(self._doing, return_exceptions=True)
+
+    async def _go_on(self) -> None:
+        while True:
+            # The server may be away, for other reasons.
+            with contextlib.suppress(psycopg.Error, EmbeddedError):
+                await asyncio.to_thread(self.do)
+            await asyncio.sleep(self.luck.uniform(0.05, 0.5))
+
+    @abc.abstractmethod
+    def do(self) -> None:
+        """Once. Runs in a thread."""
+
+
+class TerminateBackends(_AgainAndAgain):
+    """pg_terminate_backend of some, wherever they are in a transaction."""
 
     name = "terminate-backends"
     seconds = (0.0, 4.0)
-    _ending: asyncio.Task[None] | None = None
 
-    async def inject(self) -> None:
-        self._ending = asyncio.create_task(self._end_again_and_again())
-
-    async def heal(self) -> None:
-        if self._ending is not None:
-            self._ending.cancel()
-            await asyncio.gather(self._ending, return_exceptions=True)
-
-    async def _end_again_and_again(self) -> None:
-        while True:
-            some = f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {_ROUTERS} AND random() < 0.5"
-            with contextlib.suppress(psycopg.Error):
-                await asyncio.to_thread(self.primary.ask, some)
-            await asyncio.sleep(self.luck.uniform(0.05, 0.5))
+    def do(self) -> None:
+        self.primary.ask(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {_ROUTERS} AND random() < 0.5")
 
 
-class ExhaustConnections(_ShardFault):
-    """Every connection that the server has to give is taken, and those of the routers are ended."""
+class ExhaustConnections(_AgainAndAgain):
+    """Those of the routers are ended, and every connection that the server then has to give is taken."""
 
     name = "exhaust-connections"
-    _taken: list[psycopg.Connection[tuple[object, ...]]]
 
-    async def inject(self) -> None:
-        self._taken = []
-        await asyncio.to_thread(self._take)
-        with contextlib.suppress(psycopg.Error):
-            end = f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {_ROUTERS}"
-            await asyncio.to_thread(self.primary.ask, end)
-        await asyncio.to_thread(self._take)
+    def __init__(self, stage: Stage, target: str, luck: random.Random) -> None:
+        super().__init__(stage, target, luck)
+        self._taken: list[psycopg.Connection[tuple[object, ...]]] = []
+
+    def do(self) -> None:
+        self.primary.ask(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {_ROUTERS}")
+        # Refused, there is none left.
+        while True:
+            self._taken.append(psycopg.connect(self.primary.cluster.dsn, connect_timeout=5))
 
     async def heal(self) -> None:
+        await super().heal()
         for connection in self._taken:
             connection.close()
-
-    def _take(self) -> None:
-        with contextlib.suppress(psycopg.OperationalError):
-            while True:
-                self._taken.append(psycopg.connect(self.primary.cluster.dsn, connect_timeout=5))
 
 
 class FailOver(_ShardFault):
