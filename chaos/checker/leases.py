@@ -3,8 +3,8 @@
 What a client sees of a lease is less than its life: it was made before the job arrived, and ended at a moment that only
 the shard knows. Two things are certain all the same.
 
-- A settle or an extend that was answered OK found the lease live: it was live from the job's arrival to the beginning
-  of that call, at least (of its first try, where it was said again: a repeated ack is OK because the first did it).
+- A settle or an extend that was answered OK found the lease live: it was live until the beginning of that call, at
+  least (of its first try, where it was said again: a repeated ack is OK because the first did it).
 - A lease that a Dequeue gave lasts for its window, counted from the beginning of the call, which is earlier than the
   lease; for longer if it was extended; for less only if its holder ends it, or somebody cancels the job. A stream's
   lease is not counted on so: a router gives back what it believes not to have been sent.
@@ -84,17 +84,16 @@ def _overlaps(
 
 
 def _live_until_s(delivery: Delivery, settles: Sequence[Settle], cancelled_s: float, *, slack_s: float) -> float:
-    """Until when the lease was live for certain."""
-    until_s = delivery.received_s
+    """Until when the lease was live for certain; long ago, if nothing is."""
     extends = [one for one in settles if one.call.verb is Verb.EXTEND and one.answer is Answer.OK]
     ends = [one for one in settles if one.call.verb is not Verb.EXTEND]
-    until_s = max([until_s, *(one.call.began_s for one in extends)])
+    # Nothing is certain of the moment when it arrived: the consumer may have stood still meanwhile.
+    until_s = max((one.call.began_s for one in extends), default=float("-inf"))
     for verb in {one.call.verb for one in ends if one.answer is Answer.OK}:
         until_s = max(until_s, min(one.call.began_s for one in ends if one.call.verb is verb))
     if delivery.call.verb is Verb.DEQUEUE:
-        deadline_s = max(
-            delivery.call.began_s + delivery.window_s, *(one.call.began_s + one.span_s for one in extends), 0.0
-        )
+        windows = [(delivery.call.began_s, delivery.window_s), *((one.call.began_s, one.span_s) for one in extends)]
+        deadline_s = max(began_s + window_s for began_s, window_s in windows)
         ended_s = min([cancelled_s, *(one.call.began_s for one in ends)])
         until_s = max(until_s, min(deadline_s, ended_s) - slack_s)
     return until_s

@@ -212,6 +212,24 @@ def test_a_stream_whose_job_was_given_back_by_its_router_passes() -> None:
     assert found(given) == []
 
 
+@pytest.mark.parametrize("of", [Verb.DEQUEUE, Verb.CONSUME])
+def test_a_consumer_that_stood_still_and_got_its_job_after_another_passes(of: Verb) -> None:
+    late = delivery("j1", 11.0, lease=1, of=of)
+    given = evidence(
+        enqueues=[enqueue("j1", 10.0)],
+        deliveries=[
+            replace(late, received_s=20.0),
+            delivery("j1", 15.0, lease=2, attempt=2, client="w2"),
+        ],
+        settles=[
+            settle(Verb.ACK, "j1", 21.0, lease=1, answer=Answer.STALE),
+            settle(Verb.ACK, "j1", 16.0, lease=2),
+        ],
+        rows=[succeeded("j1", lease=2, history=[past(1, "expired", 10_000, 900_000)])],
+    )
+    assert found(given) == []
+
+
 def test_a_cancelled_job_may_have_been_leased_again_before_its_end() -> None:
     given = evidence(
         enqueues=[enqueue("j1", 10.0)],
