@@ -27,6 +27,7 @@ from chaos.crew import ClientFailed
 from chaos.disk import small_disk
 from chaos.faults import FAULTS
 from chaos.run import Order, Told, run
+from cli.standard_error import standard_error_to
 from embedded import EmbeddedError
 from router.server import CannotListen
 from router.supervisor import RouterFailed
@@ -47,7 +48,7 @@ def main() -> int:
         say(f"seed {order.seed}, {order.seconds:g} s of faults, written to {order.out}")
         try:
             order.out.mkdir(parents=True)
-            with (order.out / "routers.log").open("ab") as log, _standard_error_to(log.fileno()):
+            with (order.out / "routers.log").open("ab") as log, standard_error_to(log.fileno()):
                 told = asyncio.run(_stoppable(run(order, disk=disk, say=say)))
         except (KeyboardInterrupt, asyncio.CancelledError):
             say("stopped")
@@ -112,20 +113,6 @@ def _screen() -> Generator[IO[str], None, None]:
     """Standard error as it was when we began."""
     with os.fdopen(os.dup(2), "w") as screen:
         yield screen
-
-
-@contextlib.contextmanager
-def _standard_error_to(descriptor: int) -> Generator[None, None, None]:
-    """What routers log goes to a file: a thousand broken connections are not for the screen."""
-    sys.stderr.flush()
-    kept = os.dup(2)
-    os.dup2(descriptor, 2)
-    try:
-        yield
-    finally:
-        sys.stderr.flush()
-        os.dup2(kept, 2)
-        os.close(kept)
 
 
 if __name__ == "__main__":

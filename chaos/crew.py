@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
+from bench.processes import end
 from chaos.clients.site import Site
 
 _READY_S_MAX = 60.0
@@ -110,7 +111,7 @@ class Crew:
                 process = self._members[name].process
                 self._members[name].process = None
                 if process is not None:
-                    group.create_task(_end(process))
+                    group.create_task(end(process, seconds_max=_END_S_MAX))
 
     async def end_all(self) -> None:
         await self.end(self._members)
@@ -120,17 +121,6 @@ class Crew:
         assert process.stdin is not None
         with contextlib.suppress(ConnectionError):
             process.stdin.write("".join(f"{line}\n" for line in lines).encode())
-
-
-async def _end(process: Process) -> None:
-    assert process.stdin is not None
-    process.stdin.close()
-    try:
-        async with asyncio.timeout(_END_S_MAX):
-            await process.wait()
-    except TimeoutError:
-        process.kill()
-        await process.wait()
 
 
 @contextlib.asynccontextmanager

@@ -79,34 +79,30 @@ class _FreezeClient(Fault):
         self.stage.crew.send(self.target, signal.SIGCONT)
 
 
-class KillWorker(_KillClient):
+class _OfWorkers(Fault):
+    @classmethod
+    def targets(cls, cast: Cast) -> Sequence[str]:
+        return cast.worker_names
+
+
+class _OfProducers(Fault):
+    @classmethod
+    def targets(cls, cast: Cast) -> Sequence[str]:
+        return cast.producer_names
+
+
+class KillWorker(_OfWorkers, _KillClient):
     name = "kill-worker"
     weight = 2.0
 
-    @classmethod
-    def targets(cls, cast: Cast) -> Sequence[str]:
-        return cast.worker_names
 
-
-class FreezeWorker(_FreezeClient):
+class FreezeWorker(_OfWorkers, _FreezeClient):
     name = "freeze-worker"
 
-    @classmethod
-    def targets(cls, cast: Cast) -> Sequence[str]:
-        return cast.worker_names
 
-
-class KillProducer(_KillClient):
+class KillProducer(_OfProducers, _KillClient):
     name = "kill-producer"
 
-    @classmethod
-    def targets(cls, cast: Cast) -> Sequence[str]:
-        return cast.producer_names
 
-
-class FreezeProducer(_FreezeClient):
+class FreezeProducer(_OfProducers, _FreezeClient):
     name = "freeze-producer"
-
-    @classmethod
-    def targets(cls, cast: Cast) -> Sequence[str]:
-        return cast.producer_names
