@@ -33,12 +33,12 @@ async def serving(module: str, *arguments: str) -> AsyncGenerator[tuple[Process,
         await end(process)
 
 
-async def end(process: Process) -> None:
+async def end(process: Process, *, seconds_max: float = _END_S_MAX) -> None:
     """Ends a process that ends with its input; kills it where it does not."""
     assert process.stdin is not None
     process.stdin.close()
     try:
-        async with asyncio.timeout(_END_S_MAX):
+        async with asyncio.timeout(seconds_max):
             await process.wait()
     except TimeoutError:
         process.kill()

@@ -53,11 +53,14 @@ class Router:
             response_deserializer=health_pb2.HealthCheckResponse.FromString,
         )
 
-    def call(self, method: grpc.UnaryUnaryMultiCallable[_Request, _Response], request: _Request) -> _Response:
+    def call(
+        self, method: grpc.UnaryUnaryMultiCallable[_Request, _Response], request: _Request, *, wait_s: float = 0.0
+    ) -> _Response:
+        """`wait_s`: how long the router was asked to wait, on top of what a call may take."""
         try:
-            return method(request, timeout=self._timeout_s)
+            return method(request, timeout=self._timeout_s + wait_s)
         except grpc.RpcError as error:
-            raise self._failed(error) from error
+            raise self._failed(error, wait_s) from error
 
     def stream(
         self, method: grpc.UnaryStreamMultiCallable[_Request, _Response], request: _Request
@@ -72,7 +75,7 @@ class Router:
         answer = self.call(self._check_health, health_pb2.HealthCheckRequest())
         return answer.status == health_pb2.HealthCheckResponse.SERVING
 
-    def _failed(self, error: grpc.RpcError) -> CommandFailed:
+    def _failed(self, error: grpc.RpcError, wait_s: float = 0.0) -> CommandFailed:
         # What a call raises is both.
         call = cast("grpc.Call", error)
         code, message = call.code(), call.details() or ""
@@ -86,13 +89,15 @@ class Router:
             )
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return CommandFailed(
-                f"no answer from {self._address} within {self._timeout_s:g} s: try again, or allow more with --timeout",
+                f"no answer from {self._address} within {self._timeout_s + wait_s:g} s: "
+                "try again, or allow more with --timeout",
                 ExitCode.UNAVAILABLE,
                 particulars=[message] if details is not None else [],
             )
         if code is grpc.StatusCode.UNIMPLEMENTED:
             return CommandFailed(
-                f"what answers at {self._address} does not know this call: it is no router, or of another release",
+                f"what answers at {self._address} does not know this call: it is no router, or older than this "
+                "command; upgrade the routers first",
                 ExitCode.UNAVAILABLE,
             )
         if details is not None and (retry_s := _retry_after_s(details)) is not None:

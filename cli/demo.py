@@ -17,7 +17,7 @@ import tempfile
 import time
 from asyncio.subprocess import PIPE, Process
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -31,6 +31,7 @@ from rich.table import Table
 
 import windrow
 from cli.local import LocalCluster, local_cluster
+from cli.standard_error import standard_error_to
 from embedded import EmbeddedError, open_clusters
 from examples.pushes import tables
 from examples.pushes.producer import produce
@@ -119,7 +120,7 @@ def run_demo(*, events: int | None = None, faults: bool = False, seconds: float 
     # It has no name yet, so that nothing is left of it, however this process ends.
     with tempfile.TemporaryFile() as log:
         try:
-            with _standard_error_to(log.fileno()):
+            with standard_error_to(log.fileno()):
                 passed = asyncio.run(_demo(console, events=events, seconds=seconds if faults else 0.0))
         except KeyboardInterrupt:
             console.print("stopped")
@@ -537,17 +538,3 @@ def _keep(log: IO[bytes], console: Console) -> None:
     for line in content.decode(errors="replace").splitlines()[-_LOG_LINES:]:
         console.print(line, markup=False, soft_wrap=True)
     console.print(f"what the processes wrote: {file.name}")
-
-
-@contextlib.contextmanager
-def _standard_error_to(descriptor: int) -> Generator[None, None, None]:
-    """What this process and its children log goes to a file: a hundred broken connections are not for the screen."""
-    sys.stderr.flush()
-    kept = os.dup(2)
-    os.dup2(descriptor, 2)
-    try:
-        yield
-    finally:
-        sys.stderr.flush()
-        os.dup2(kept, 2)
-        os.close(kept)

@@ -59,12 +59,15 @@ def get(
 
     wanted = values.job_ids(values.words(ids, sys.stdin))
     missing: list[str] = []
+    away: set[str] = set()
     shown = 0
     with connect(address, timeout) as router:
-        for at in range(0, len(wanted), _BATCH):
-            request = queue_pb2.GetJobsRequest(org=org, ids=wanted[at : at + _BATCH], include_payload=payload)
+        while wanted:
+            request = queue_pb2.GetJobsRequest(org=org, ids=wanted[:_BATCH], include_payload=payload)
             response = router.call(router.queue.GetJobs, request)
             missing += response.not_found
+            away.update(response.unavailable_shards)
+            wanted = [*response.left_out, *wanted[_BATCH:]]
             if as_json:
                 output.say_json(job_json(job, payloads=payload) for job in response.jobs)
                 continue
@@ -73,6 +76,7 @@ def get(
                     output.say("")
                 _print_job(job)
                 shown += 1
+    output.refuse_away(away)
     if missing:
         raise CommandFailed(f"org {org!r} has no job {', '.join(missing)}", ExitCode.NOT_FOUND)
 
@@ -103,9 +107,10 @@ def list_jobs(
 
     found: list[job_pb2.Job] = []
     more: list[str] = []
+    away: set[str] = set()
     with connect(address, timeout) as router:
         for state in states or _UNFINISHED:
-            for page, is_cut in _pages(router, org, queue, state, kind=kind, limit=limit, payload=payload):
+            for page, is_cut in _pages(router, org, queue, state, kind=kind, limit=limit, payload=payload, away=away):
                 if as_json:
                     output.say_json(job_json(job, payloads=payload) for job in page)
                 else:
@@ -118,12 +123,14 @@ def list_jobs(
         output.note(f"no such jobs in queue {queue!r} of org {org!r}")
     if more:
         output.note(f"there are more that are {', '.join(more)}: raise --limit")
+    output.refuse_away(away)
 
 
 def _pages(
-    router: Router, org: str, queue: str, state: State, *, kind: str, limit: int, payload: bool
+    router: Router, org: str, queue: str, state: State, *, kind: str, limit: int, payload: bool, away: set[str]
 ) -> Iterator[tuple[Sequence[job_pb2.Job], bool]]:
-    """The jobs in one state, page by page, and with each whether the limit has cut off more."""
+    """The jobs in one state, page by page, and with each whether the limit has cut off more. Shards that did not answer
+    are added to `away`."""
     from cli.messages import STATES
     from windrow.v1 import admin_pb2
 
@@ -141,6 +148,7 @@ def _pages(
         response = router.call(router.admin.ListJobs, request)
         left -= len(response.jobs)
         token = response.next_page_token
+        away.update(response.unavailable_shards)
         yield response.jobs, bool(token) and not left
         if not token:
             return
@@ -291,11 +299,16 @@ def _print_jobs(jobs: Sequence[job_pb2.Job]) -> None:
             f"{job.attempt}/{job.max_attempts}",
             time_shown(job, "finished_at") or time_shown(job, "lease_deadline") or time_shown(job, "run_at"),
             job.kind,
-            ": ".join(filter(None, (job.reason, job.attempts[-1].error if job.attempts else ""))),
+            ": ".join(filter(None, map(_first_line, (job.reason, job.attempts[-1].error if job.attempts else "")))),
         )
         for job in jobs
     ]
     output.table(columns, rows)
+
+
+def _first_line(text: str) -> str:
+    """Of an error: what went wrong. `jobs get` shows the rest, too."""
+    return next(iter(text.strip().splitlines()), "")
 
 
 def _print_job(job: job_pb2.Job) -> None:

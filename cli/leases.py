@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated
@@ -15,9 +16,12 @@ from cli.exits import ExitCode
 
 if TYPE_CHECKING:
     from cli.calls import Router
-    from windrow.v1 import job_pb2
+    from windrow.v1 import job_pb2, queue_pb2
 
 _BATCH = 1000
+# The longest that one call may wait (queue.proto), and what is left of a wait that is not worth another call.
+_WAIT_S_MAX = 60.0
+_WORTH_WAITING_S = 0.1
 
 Window = Annotated[
     timedelta,
@@ -30,6 +34,7 @@ Window = Annotated[
     ),
 ]
 _WINDOW_DEFAULT = timedelta(seconds=30)
+_NO_WAIT = timedelta()
 
 
 def dequeue(
@@ -37,6 +42,16 @@ def dequeue(
     queues: Annotated[list[str], typer.Argument(metavar="QUEUE", help="One queue or several.", show_default=False)],
     max_jobs: Annotated[int, typer.Option("--max", metavar="N", min=1, max=1000, help="At most so many.")] = 1,
     window: Window = _WINDOW_DEFAULT,
+    wait: Annotated[
+        timedelta,
+        typer.Option(
+            "--wait",
+            parser=values.duration,
+            metavar="DURATION",
+            show_default=False,
+            help="If nothing is due, wait so long for a first job.",
+        ),
+    ] = _NO_WAIT,
     worker: Annotated[
         str | None,
         typer.Option("--worker", metavar="NAME", show_default="this host's", help="Who takes them, for the history."),
@@ -54,7 +69,7 @@ def dequeue(
     """Take jobs that are due, each under a lease.
 
     Without --ack they stay leased for the window: end that with `windrow ack`, `nack` or `release`, naming the printed
-    lease. Exit code 1: nothing is due.
+    lease. Exit code 1: nothing is due, nor falls due within --wait.
     """
     from cli.calls import connect
     from cli.messages import bytes_json, duration, time_json, time_shown
@@ -68,7 +83,7 @@ def dequeue(
         worker=f"windrow@{socket.gethostname()}"[:128] if worker is None else worker,
     )
     with connect(address, timeout) as router:
-        response = router.call(router.queue.Dequeue, request)
+        response = _first(router, request, wait)
         if as_json:
             output.say_json(
                 {
@@ -91,7 +106,10 @@ def dequeue(
             for at, job in enumerate(response.jobs):
                 _print_leased(job, first=at == 0)
         if not response.jobs:
-            output.note(f"nothing is due in {', '.join(queues)}")
+            names = ", ".join(queues)
+            output.note(
+                f"nothing fell due in {names} within {values.exact(wait)}" if wait else f"nothing is due in {names}"
+            )
             raise typer.Exit(ExitCode.NO)
         if ack:
             acks = [queue_pb2.Ack(lease=job.lease) for job in response.jobs]
@@ -101,6 +119,24 @@ def dequeue(
         elif not as_json:
             until = time_shown(response, "lease_deadline")
             output.note(f"leased until {until}: end that with windrow ack, nack or release")
+
+
+def _first(router: Router, request: queue_pb2.DequeueRequest, wait: timedelta) -> queue_pb2.DequeueResponse:
+    """What is due; if nothing is, what is due first, or nothing when the time is over."""
+    from cli.messages import duration
+
+    until_s = time.monotonic() + wait.total_seconds()
+    left_s = wait.total_seconds()
+    while True:
+        wait_s = min(left_s, _WAIT_S_MAX)
+        if wait_s:
+            request.wait.CopyFrom(duration(timedelta(seconds=wait_s)))
+        response = router.call(router.queue.Dequeue, request, wait_s=wait_s)
+        left_s = until_s - time.monotonic()
+        if response.jobs or left_s < _WORTH_WAITING_S:
+            return response
+        # A router that shuts down answers early: another one waits for the rest.
+        time.sleep(_WORTH_WAITING_S / 2)
 
 
 def ack(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from cli.exits import ExitCode
+from cli.exits import CommandFailed, ExitCode
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -40,6 +40,11 @@ _STYLES = {
     "paused": "yellow",
     "up": "green",
     "unreachable": "bold red",
+    "draining": "yellow",
+    "enqueue_only": "yellow",
+    "dequeue_only": "yellow",
+    "read_only": "yellow",
+    "off": "dim",
     "stale": "yellow",
     "not found": "red",
     "failed": "bold red",
@@ -54,7 +59,7 @@ class Column:
     right: bool = False
     # Its words are states and outcomes, and have colours.
     coloured: bool = False
-    # Moves to a line of its own below the row where the table is too wide for the terminal.
+    # Moves below the row where the table is too wide for the terminal, or where some of it has several lines.
     detail: bool = False
 
 
@@ -78,6 +83,13 @@ def note(text: str) -> None:
     """A remark on standard error."""
     with contextlib.suppress(BrokenPipeError):
         print(visible(text, keep_lines=True), file=sys.stderr, flush=True)
+
+
+def refuse_away(shards: Iterable[str]) -> None:
+    """Raises CommandFailed if there are any: what was said is not all there is."""
+    names = ", ".join(sorted(shards))
+    if names:
+        raise CommandFailed(f"that is not all: of the org's shards these did not answer: {names}", ExitCode.UNAVAILABLE)
 
 
 def visible(text: str, *, keep_lines: bool = False) -> str:
@@ -109,12 +121,15 @@ def table_lines(columns: Sequence[Column], rows: Sequence[Sequence[str]], *, ind
     from rich.cells import cell_len
     from rich.text import Text
 
-    cells = [[visible(cell) for cell in row] for row in rows]
+    cells = [
+        [visible(cell, keep_lines=column.detail) for cell, column in zip(row, columns, strict=True)] for row in rows
+    ]
     widths = [max([cell_len(column.title), *(cell_len(row[at]) for row in cells)]) for at, column in enumerate(columns)]
     # A detail that no row has says nothing.
     across = [at for at, column in enumerate(columns) if not column.detail or any(row[at] for row in cells)]
     below: list[int] = []
-    if indent + sum(widths[at] + len(_GAP) for at in across) - len(_GAP) > _stdout().width:
+    several_lines = any("\n" in cell for row in cells for cell in row)
+    if several_lines or indent + sum(widths[at] + len(_GAP) for at in across) - len(_GAP) > _stdout().width:
         below = [at for at in across if columns[at].detail]
         across = [at for at in across if not columns[at].detail]
 
@@ -132,7 +147,8 @@ def table_lines(columns: Sequence[Column], rows: Sequence[Sequence[str]], *, ind
     lines = [line([column.title for column in columns], "bold")]
     for row in cells:
         lines.append(line(row, None))
-        lines += [Text(" " * indent + _GAP + row[at], "dim") for at in below if row[at]]
+        parts = [part for at in below for part in row[at].splitlines()]
+        lines += [Text((" " * indent + _GAP + part).rstrip(), "dim") for part in parts]
     return lines
 
 

@@ -50,7 +50,8 @@ def router(
 def migrate(config: options.Config, as_json: options.Json = False) -> None:
     """Bring every shard's schema up to this release.
 
-    The catalog's too. Safe to repeat, and while routers run. Exit code 1: one could not be migrated; the others are.
+    The catalog's too; shards that are off are left alone. Safe to repeat, and while routers run. Exit code 1: one could
+    not be migrated; the others are.
     """
     from shard.cluster import ClusterFileError
 
@@ -59,7 +60,7 @@ def migrate(config: options.Config, as_json: options.Json = False) -> None:
     except ClusterFileError as error:
         raise CommandFailed(str(error), ExitCode.USAGE) from error
     # They warn of what is told below, in its place.
-    for noisy in ("shard.database", "psycopg.pool"):
+    for noisy in ("shard.breaker", "psycopg.pool"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     with output.working(f"migrating {len(cluster.shards)} shards"):
         outcomes = asyncio.run(_migrate_all(cluster))
@@ -105,9 +106,12 @@ class _Outcome:
 
 
 async def _migrate_all(cluster: Cluster) -> list[_Outcome]:
-    """Every shard, and then the catalog where it is a database of its own."""
-    places: list[tuple[str, str, str | None]] = [(entry.name, entry.dsn, cluster.name) for entry in cluster.shards]
-    if cluster.catalog_dsn not in {entry.dsn for entry in cluster.shards}:
+    """Every shard that is not off, and then the catalog where it is not in one of these."""
+    from shard.cluster import ShardState
+
+    entries = [entry for entry in cluster.shards if entry.state is not ShardState.OFF]
+    places: list[tuple[str, str, str | None]] = [(entry.name, entry.dsn, cluster.name) for entry in entries]
+    if cluster.catalog_dsn not in {entry.dsn for entry in entries}:
         places.append((_CATALOG, cluster.catalog_dsn, None))
     return list(await asyncio.gather(*(_migrate(*place) for place in places)))
 

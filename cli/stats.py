@@ -51,42 +51,45 @@ def stats(
     request = admin_pb2.GetStatsRequest(org=org, queue=queue or "", include_finished=finished)
     with connect(address, timeout) as router:
 
-        def look() -> Sequence[admin_pb2.QueueStats]:
-            return router.call(router.admin.GetStats, request).queues
+        def look() -> admin_pb2.GetStatsResponse:
+            return router.call(router.admin.GetStats, request)
 
         if watch and not as_json and sys.stdout.isatty():
             _watch(org, look, interval, finished=finished)
         while True:
-            queues = look()
+            seen = look()
             if as_json:
-                output.say_json([_json(org, queues, finished=finished)])
-            elif queues:
-                output.table(_columns(finished=finished), _rows(queues, finished=finished))
+                output.say_json([_json(org, seen, finished=finished)])
+            elif seen.queues:
+                output.table(_columns(finished=finished), _rows(seen.queues, finished=finished))
             else:
                 output.note(f"org {org!r} has no queues; the first job of one makes it")
             if not watch:
+                output.refuse_away(seen.unavailable_shards)
                 return
             time.sleep(interval.total_seconds())
 
 
 def _watch(
-    org: str, look: Callable[[], Sequence[admin_pb2.QueueStats]], interval: timedelta, *, finished: bool
+    org: str, look: Callable[[], admin_pb2.GetStatsResponse], interval: timedelta, *, finished: bool
 ) -> NoReturn:
     """Shows the counts on a terminal, in one place, until interrupted; a router that is away is waited for."""
     from rich.console import Console, Group
     from rich.live import Live
     from rich.text import Text
 
-    lines = output.table_lines(_columns(finished=finished), _rows(look(), finished=finished))
+    seen, trouble = look(), ""
     with Live(console=Console(highlight=False), auto_refresh=False) as live:
-        trouble = ""
         while True:
+            lines = output.table_lines(_columns(finished=finished), _rows(seen.queues, finished=finished))
+            if seen.unavailable_shards and not trouble:
+                trouble = f"not counted, for they did not answer: {', '.join(seen.unavailable_shards)}"
             head = Text(f"{org}, every {values.exact(interval)}, {datetime.now(UTC):%H:%M:%SZ}", "dim")
             live.update(Group(head, *lines, Text(trouble, "red")), refresh=True)
             time.sleep(interval.total_seconds())
             trouble = ""
             try:
-                lines = output.table_lines(_columns(finished=finished), _rows(look(), finished=finished))
+                seen = look()
             except CommandFailed as error:
                 if error.code is not ExitCode.UNAVAILABLE:
                     raise
@@ -122,7 +125,7 @@ def _rows(queues: Sequence[admin_pb2.QueueStats], *, finished: bool) -> list[lis
     return rows
 
 
-def _json(org: str, queues: Sequence[admin_pb2.QueueStats], *, finished: bool) -> dict[str, object]:
+def _json(org: str, seen: admin_pb2.GetStatsResponse, *, finished: bool) -> dict[str, object]:
     from cli.messages import time_json
 
     counts = (*_LIVE, *_FINISHED) if finished else _LIVE
@@ -138,6 +141,7 @@ def _json(org: str, queues: Sequence[admin_pb2.QueueStats], *, finished: bool) -
                 "next_due": time_json(queue, "next_due"),
                 "paused": queue.paused,
             }
-            for queue in queues
+            for queue in seen.queues
         ],
+        "unavailable_shards": list(seen.unavailable_shards),
     }

@@ -6,6 +6,7 @@ server as root, to serve one folder to two owners, and to run on Windows.
 
     <folder>/cluster.json     the port
     <folder>/passwords.json   mode 600, never logged
+    <folder>/primary.pass     a standby's: mode 600, its way to the primary; the server's account reads it
     <folder>/windrow.conf     settings, included by data/postgresql.conf
     <folder>/server.log       what the server prints; server.log.1 is the one before
     <folder>/owner.lock       locked by the process that started the server
@@ -17,59 +18,38 @@ with its owner instead.
 """
 
 import contextlib
-import errno
-import fcntl
-import json
 import os
-import random
 import re
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Literal, Self, assert_never
 
 import psycopg
-from psycopg import sql
 
+from embedded.access import CONNECT_S, DATABASE, ROLE, SUPERUSER, Passwords, complete
 from embedded.account import Account, run, server_account, spawn
 from embedded.binaries import Binaries, find_binaries
-from embedded.errors import (
-    ClusterInUse,
-    EmbeddedError,
-    NotCreated,
-    PortTaken,
-    StartFailed,
-    StopTimedOut,
-)
+from embedded.data import NewData
+from embedded.errors import ClusterInUse, EmbeddedError, NotCreated, StartFailed, StopTimedOut
 from embedded.folders import default_root, make_folder, sync_folder, temporary_root, write_file
+from embedded.locks import lock_after_orphans, lock_for_owner
+from embedded.log import ServerLog
+from embedded.ports import RememberedPort, is_taken
 from embedded.postmaster import Postmaster, names_folder, read_postmaster
 from embedded.settings import check_overrides, render
+from embedded.waiting import POLL_S, holds_by
 from embedded.watcher import Watcher
 
-ROLE = "windrow"
-DATABASE = "windrow"
-SUPERUSER = "postgres"
-HOST = "127.0.0.1"
-
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")
-# Below those that systems give to outgoing connections: one could take ours while we are stopped.
-_PORTS = range(20_000, 32_000)
-_PORT_TRIES = 100
 _LAUNCHES_MAX = 5  # How often a port that was free may turn out taken, before we give up.
-_POLL_S = 0.01
 _KILL_S_MAX = 10.0
-_CONNECT_S = 2  # libpq's own minimum; on loopback it answers at once or is not there.
-_COMPLETE_MS_MAX = 30_000  # For each statement that makes role and database.
-_LOG_LINES = 15
-_LOG_TAIL_BYTES = 16 * 1024
-_LOG_BYTES_MAX = 16 * 1024 * 1024
 
 StopMode = Literal["fast", "immediate"]
 
@@ -82,6 +62,7 @@ class Cluster:
     `ephemeral` a fresh cluster, removed by stop() and after the death of this process, kill -9 included.
     `settings`  lines for postgresql.conf that override ours; applied by the next start of the server.
     `binaries`  a bin folder; default: see find_binaries(). Existing data asks for the version that made it.
+    `standby_of` a running cluster: the first start copies its data, and from then on follows it, until promote().
 
     Raises ValueError on a bad name or setting. Methods are safe to call from several threads.
     """
@@ -94,6 +75,7 @@ class Cluster:
         ephemeral: bool = False,
         settings: Mapping[str, str] | None = None,
         binaries: Path | None = None,
+        standby_of: "Cluster | None" = None,
     ) -> None:
         if not _NAME.fullmatch(name):
             raise ValueError(
@@ -103,6 +85,7 @@ class Cluster:
         self._ephemeral = ephemeral
         self._settings = check_overrides(settings or {})
         self._wanted_binaries = binaries
+        self._standby_of = standby_of
         self._account: Account | None = server_account()
         if ephemeral:
             place = temporary_root(self._account) if root is None else root
@@ -116,6 +99,9 @@ class Cluster:
         # Resolved: a live server is recognized by the path that it was started with.
         self._folder = folder.resolve()
         self._data = self._folder / "data"
+        self._port = RememberedPort(name, self._folder)
+        self._passwords = Passwords(name, self._folder)
+        self._log = ServerLog(name, self._folder)
         self._process: subprocess.Popen[bytes] | None = None
         self._owner: IO[str] | None = None
         self._watcher: Watcher | None = None
@@ -157,7 +143,7 @@ class Cluster:
     @property
     def port(self) -> int:
         """The loopback port. Raises NotCreated before the first start."""
-        port = self._read_port()
+        port = self._port.read()
         if port is None:
             raise NotCreated(f"cluster {self._name!r} has no data in {self._folder}: start it first")
         return port
@@ -165,12 +151,12 @@ class Cluster:
     @property
     def dsn(self) -> str:
         """For Windrow: a role without superuser rights, owner of its database. Holds the password."""
-        return self._dsn(ROLE, DATABASE)
+        return self._passwords.dsn(ROLE, DATABASE, port=self.port)
 
     @property
     def superuser_dsn(self) -> str:
         """For administration and fault tests. Holds the password."""
-        return self._dsn(SUPERUSER, "postgres")
+        return self._passwords.dsn(SUPERUSER, "postgres", port=self.port)
 
     def start(self, timeout_s: float = 60) -> None:
         """Start the server, or adopt the one that a killed owner left, and wait until it answers.
@@ -219,10 +205,10 @@ class Cluster:
                     self._signal(signal.SIGQUIT)
                 case _:
                     assert_never(mode)
-            if not _holds_by(deadline, lambda: not self.alive):
+            if not holds_by(deadline, lambda: not self.alive):
                 raise StopTimedOut(
                     f"cluster {self._name!r} (pid {self.pid}) runs {timeout_s:g} s after a {mode} stop; "
-                    f'see {self._log}, and try stop(mode="immediate") or kill()'
+                    f'see {self._log.path}, and try stop(mode="immediate") or kill()'
                 )
             # Nothing is left of a killed server either, once this lock is free.
             if self._folder.is_dir():
@@ -246,13 +232,20 @@ class Cluster:
             if self._folder.is_dir():
                 self._own()
             self._signal(signal.SIGKILL)
-            if not _holds_by(deadline, lambda: not self.alive):
+            if not holds_by(deadline, lambda: not self.alive):
                 raise StopTimedOut(
                     f"cluster {self._name!r} (pid {self.pid}) is there {_KILL_S_MAX:g} s after SIGKILL: "
                     "the kernel holds it, most likely for its disk; see its state with `ps`"
                 )
             if self._watcher is not None:
                 self._watcher.guard(None)
+
+    def promote(self, timeout_s: float = 60) -> None:
+        """Make a standby a primary, and wait until it is one. The old primary must not run any more: nothing here
+        keeps two of them apart. Raises StartFailed."""
+        with psycopg.connect(self.superuser_dsn, autocommit=True, connect_timeout=CONNECT_S) as connection:
+            if connection.execute("SELECT pg_promote(true, %s)", [max(1, round(timeout_s))]).fetchone() != (True,):
+                raise self._log.failed(f"the standby was not promoted within {timeout_s:g} s")
 
     def reset(self) -> None:
         """Delete all data of this cluster. Raises ClusterInUse while it runs or another process owns it."""
@@ -286,7 +279,7 @@ class Cluster:
         found = read_postmaster(self._data)
         if found is None or found.status != "stopping":
             return found
-        if not _holds_by(deadline, lambda: not names_folder(found.pid, self._data)):
+        if not holds_by(deadline, lambda: not names_folder(found.pid, self._data)):
             raise StartFailed(
                 f"cluster {self._name!r}: the old server (pid {found.pid}) was told to stop and has not: "
                 'end its connections, or call stop(mode="immediate")'
@@ -295,8 +288,8 @@ class Cluster:
 
     def _remember_port(self, running: Postmaster) -> None:
         # Its owner may have been killed before it wrote the port down.
-        if running.port is not None and running.port != self._read_port():
-            self._write_port(running.port)
+        if running.port is not None and running.port != self._port.read():
+            self._port.write(running.port)
 
     def _start_new(self, deadline: float) -> None:
         lock = self._await_orphans(deadline, StartFailed)
@@ -307,7 +300,7 @@ class Cluster:
                 self._initialize(binaries, deadline, lock)
             # No process of this cluster lives: whatever the file names is someone else who got the id.
             (self._data / "postmaster.pid").unlink(missing_ok=True)
-            self._rotate_log()
+            self._log.rotate()
             self._launch_on_a_free_port(binaries, deadline, lock)
         finally:
             lock.close()
@@ -320,80 +313,64 @@ class Cluster:
 
     def _initialize(self, binaries: Binaries, deadline: float, lock: IO[str]) -> None:
         """Make the data folder under another name first: what is called `data` is whole."""
-        new = self._folder / "data.new"
-        if new.exists():
-            shutil.rmtree(new)
-        passwords = {role: secrets.token_urlsafe(24) for role in (SUPERUSER, ROLE)}
-        write_file(self._passwords, json.dumps(passwords) + "\n", mode=0o600)
-        password_file = self._folder / "initdb.password"
-        new.mkdir(mode=0o700)
-        command: list[str | Path] = [
-            binaries.program("initdb"),
-            *("-D", new),
-            f"--username={SUPERUSER}",
-            f"--pwfile={password_file}",
-            "--auth=scram-sha-256",
-            "--data-checksums",
-            "--encoding=UTF8",
-            "--locale-provider=libc",
-            "--locale=C",
-            "--no-instructions",
-            # What a power failure would cost is thrown away anyway.
-            *(["--no-sync"] if self._ephemeral else []),
-        ]
-        try:
-            write_file(password_file, passwords[SUPERUSER] + "\n", mode=0o600)
-            if self._account is not None:
-                os.chown(new, self._account.uid, self._account.gid)
-                os.chown(password_file, self._account.uid, self._account.gid)
-            with self._open_log() as log:
-                # With the lock: were we killed now, the next start would wait for this initdb to end.
-                child = spawn(command, account=self._account, output=log, pass_fds=(lock.fileno(),))
-            if self._watcher is not None:
-                self._watcher.guard(child.pid)
-            with child:
-                try:
-                    child.wait(max(0.0, deadline - time.monotonic()))
-                except subprocess.TimeoutExpired:
-                    raise self._failed("initdb did not finish in time: give start() a longer timeout_s") from None
-                finally:
-                    # Also on Ctrl-C. Leaving the with block waits for it.
-                    if child.poll() is None:
-                        child.kill()
-            if child.returncode != 0:
-                raise self._failed(f"initdb ended with status {child.returncode}")
-        finally:
-            password_file.unlink(missing_ok=True)
-        # No link is followed: the folder is writable for the server's account, and we may be root.
-        descriptor = os.open(new / "postgresql.conf", os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
-        with open(descriptor, "w", encoding="utf-8") as conf:
-            conf.write("\ninclude '../windrow.conf'\n")
-            conf.flush()
-            os.fsync(descriptor)
-        new.rename(self._data)
+        new = NewData(
+            folder=self._folder / "data.new",
+            binaries=binaries,
+            account=self._account,
+            durable=not self._ephemeral,
+            run=lambda command: self._fill(command, deadline, lock),
+        )
+        primary = self._standby_of
+        if primary is None:
+            new.make(password=self._passwords.draw()[SUPERUSER])
+        else:
+            passwords = primary._passwords.read()
+            self._passwords.keep(passwords)
+            new.copy(port=primary.port, password=passwords[SUPERUSER])
+        new.folder.rename(self._data)
         sync_folder(self._folder)
 
+    def _fill(self, command: list[str | Path], deadline: float, lock: IO[str]) -> None:
+        """Run what fills the data folder. Raises StartFailed."""
+        name = Path(command[0]).name
+        with self._log.open() as log:
+            # With the lock: were we killed now, the next start would wait for this child to end.
+            child = spawn(command, account=self._account, output=log, pass_fds=(lock.fileno(),))
+        if self._watcher is not None:
+            self._watcher.guard(child.pid)
+        with child:
+            try:
+                child.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise self._log.failed(f"{name} did not finish in time: give start() a longer timeout_s") from None
+            finally:
+                # Also on Ctrl-C. Leaving the with block waits for it.
+                if child.poll() is None:
+                    child.kill()
+        if child.returncode != 0:
+            raise self._log.failed(f"{name} ended with status {child.returncode}")
+
     def _launch_on_a_free_port(self, binaries: Binaries, deadline: float, lock: IO[str]) -> None:
-        remembered = self._read_port()
+        remembered = self._port.read()
         # A DSN that was handed out must stay true; nobody keeps one of an ephemeral cluster for long.
         fixed = remembered is not None and not self._ephemeral
         port = remembered
         for attempt in range(_LAUNCHES_MAX):
-            if port is None or (_is_taken(port) and not fixed):
-                port = self._pick_port()
-            if _is_taken(port):
-                raise self._port_taken(port)
-            self._write_port(port)
+            if port is None or (is_taken(port) and not fixed):
+                port = self._port.pick()
+            if is_taken(port):
+                raise self._port.taken(port)
+            self._port.write(port)
             self._write_conf(binaries, port)
             self._launch(binaries, lock)
             try:
                 self._await_answer(deadline)
             except StartFailed as error:
                 # Someone may have been faster than the server, between our look and its own.
-                if self.alive or not _is_taken(port):
+                if self.alive or not is_taken(port):
                     raise
                 if fixed:
-                    raise self._port_taken(port) from error
+                    raise self._port.taken(port) from error
                 if attempt + 1 == _LAUNCHES_MAX:
                     raise
                 continue
@@ -421,7 +398,7 @@ class Cluster:
         write_file(conf, text, mode=0o600 if self._account is None else 0o644)
 
     def _launch(self, binaries: Binaries, lock: IO[str]) -> None:
-        with self._open_log() as log:
+        with self._log.open() as log:
             try:
                 self._process = spawn(
                     [binaries.program("postgres"), "-D", self._data],
@@ -430,7 +407,7 @@ class Cluster:
                     pass_fds=(lock.fileno(),),
                 )
             except (OSError, subprocess.SubprocessError) as error:
-                raise self._failed(f"{binaries.program('postgres')} cannot be executed: {error}") from error
+                raise self._log.failed(f"{binaries.program('postgres')} cannot be executed: {error}") from error
         if self._watcher is not None:
             self._watcher.guard(self._process.pid)
 
@@ -441,46 +418,23 @@ class Cluster:
             process = self._process
             found = read_postmaster(self._data)
             if process is not None and process.poll() is not None:
-                raise self._failed(f"the server ended with status {process.returncode}")
+                raise self._log.failed(f"the server ended with status {process.returncode}")
             if process is None and found is None:
-                raise self._failed("the server that was found running has ended: start again")
+                raise self._log.failed("the server that was found running has ended: start again")
             if found is not None and found.status in ("ready", "standby"):
                 try:
-                    self._complete()
+                    complete(self.superuser_dsn, password=self._passwords.read()[ROLE])
                     return
                 except psycopg.OperationalError as error:
                     refusal = str(error)
             if time.monotonic() >= deadline:
-                raise self._failed(
+                raise self._log.failed(
                     "the server does not answer in time; if it is still recovering, give start() a longer "
                     f"timeout_s. Its last word: {refusal}"
                 )
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
 
-    def _complete(self) -> None:
-        """Make role and database where they are missing: an owner may have been killed before it did."""
-        with psycopg.connect(self.superuser_dsn, autocommit=True, connect_timeout=_CONNECT_S) as connection:
-            if connection.execute("SHOW in_hot_standby").fetchone() == ("on",):
-                return
-            connection.execute(sql.SQL("SET statement_timeout = {}").format(sql.Literal(_COMPLETE_MS_MAX)))
-            role = connection.execute("SELECT FROM pg_roles WHERE rolname = %s", [ROLE]).fetchone()
-            if role is None:
-                # Hashed here, so that no log ever holds the password itself.
-                verifier = connection.pgconn.encrypt_password(
-                    self._read_passwords()[ROLE].encode(), ROLE.encode(), b"scram-sha-256"
-                )
-                connection.execute(
-                    sql.SQL("CREATE ROLE {} LOGIN PASSWORD {}").format(
-                        sql.Identifier(ROLE), sql.Literal(verifier.decode())
-                    )
-                )
-            database = connection.execute("SELECT FROM pg_database WHERE datname = %s", [DATABASE]).fetchone()
-            if database is None:
-                connection.execute(
-                    sql.SQL("CREATE DATABASE {} OWNER {}").format(sql.Identifier(DATABASE), sql.Identifier(ROLE))
-                )
-
-    # Locks and the process
+    # The folder and the process
 
     def _own(self) -> None:
         """Take the owner's lock, and make the folder if need be."""
@@ -493,20 +447,7 @@ class Cluster:
             self._folder.chmod(0o700 if self._account is None else 0o755)
             self._watcher = Watcher(self._folder)
         make_folder(self._folder, account=self._account)
-        path = self._folder / "owner.lock"
-        lock = _open_lock(path)
-        if not _lock(lock) or not _is_still_at(lock, path):
-            holder = lock.read().strip() or "unknown"
-            lock.close()
-            raise ClusterInUse(
-                f"cluster {self._name!r} in {self._folder} is in use by process {holder}: "
-                "connect with its DSN, or stop it there"
-            )
-        lock.truncate(0)
-        lock.seek(0)
-        lock.write(f"{os.getpid()}\n")
-        lock.flush()
-        self._owner = lock
+        self._owner = lock_for_owner(self._name, self._folder)
 
     def _disown(self) -> None:
         if self._owner is not None:
@@ -514,20 +455,7 @@ class Cluster:
             self._owner = None
 
     def _await_orphans(self, deadline: float, failure: type[EmbeddedError]) -> IO[str]:
-        """Wait until no process of an earlier server lives; returns their lock, for the next one to inherit.
-
-        They end by themselves soon after their postmaster. The lock is held through a descriptor that every
-        child inherits, so it tells of all of them, and process ids, which are reused, play no part.
-        """
-        path = self._folder / "server.lock"
-        lock = _open_lock(path)
-        if not _holds_by(deadline, lambda: _lock(lock)):
-            lock.close()
-            raise failure(
-                f"cluster {self._name!r}: processes of an earlier server still hold {path}: "
-                f"find them with `fuser {path}` and end them"
-            )
-        return lock
+        return lock_after_orphans(self._name, self._folder, deadline, failure)
 
     def _signal(self, number: signal.Signals) -> None:
         process = self._process
@@ -556,145 +484,3 @@ class Cluster:
         if self._watcher is not None:
             self._watcher.dismiss()
             self._watcher = None
-
-    # Files
-
-    @property
-    def _passwords(self) -> Path:
-        return self._folder / "passwords.json"
-
-    @property
-    def _log(self) -> Path:
-        return self._folder / "server.log"
-
-    def _dsn(self, role: str, database: str) -> str:
-        # Passwords are drawn from signs that need no escaping in a URL.
-        return f"postgresql://{role}:{self._read_passwords()[role]}@{HOST}:{self.port}/{database}"
-
-    def _read_passwords(self) -> dict[str, str]:
-        match _read_json(self._passwords):
-            case {"postgres": str(superuser), "windrow": str(role)}:
-                return {SUPERUSER: superuser, ROLE: role}
-            case None:
-                raise NotCreated(
-                    f"cluster {self._name!r} has no {self._passwords}: start it first; if it has data, "
-                    "restore that file from a backup, or reset() the cluster"
-                )
-            case _:
-                raise EmbeddedError(
-                    f"{self._passwords} does not hold the two passwords: restore it from a backup, or "
-                    "reset() the cluster"
-                )
-
-    def _read_port(self) -> int | None:
-        path = self._folder / "cluster.json"
-        match _read_json(path):
-            case {"port": int(port)} if 0 < port < 65_536:
-                return port
-            case None:
-                return None
-            case _:
-                raise EmbeddedError(f'{path} holds no valid port: write {{"port": <number>}} or delete it')
-
-    def _write_port(self, port: int) -> None:
-        write_file(self._folder / "cluster.json", json.dumps({"port": port}) + "\n", mode=0o644)
-
-    def _pick_port(self) -> int:
-        # A stopped neighbour's port is free to bind, and still not ours to take.
-        kept: set[int] = set()
-        for path in self._folder.parent.glob("*/cluster.json"):
-            # A temporary folder may hold strangers' files, unreadable or unlike ours.
-            with contextlib.suppress(OSError):
-                match _read_json(path):
-                    case {"port": int(neighbour)}:
-                        kept.add(neighbour)
-                    case _:
-                        pass
-        for port in random.sample(_PORTS, _PORT_TRIES):
-            if port not in kept and not _is_taken(port):
-                return port
-        raise StartFailed(
-            f"cluster {self._name!r} found no free port on {HOST}: {_PORT_TRIES} between {_PORTS.start} and "
-            f"{_PORTS.stop - 1} were tried; stop some of their listeners"
-        )
-
-    def _port_taken(self, port: int) -> PortTaken:
-        return PortTaken(
-            f"port {port} of cluster {self._name!r} is taken by another program on {HOST}: stop that program "
-            f"(`ss -ltnp 'sport = :{port}'` names it), or delete {self._folder / 'cluster.json'} to have a "
-            "new port chosen, which changes the DSN"
-        )
-
-    def _open_log(self) -> IO[bytes]:
-        descriptor = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        return open(descriptor, "ab")
-
-    def _rotate_log(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            if self._log.stat().st_size > _LOG_BYTES_MAX:
-                self._log.replace(self._log.with_name("server.log.1"))
-
-    def _failed(self, what: str) -> StartFailed:
-        try:
-            with open(self._log, "rb") as log:
-                log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
-                lines = log.read().decode(errors="replace").splitlines()[-_LOG_LINES:]
-        except FileNotFoundError:
-            lines = []
-        tail = "".join(f"\n  {line}" for line in lines) or "\n  (empty)"
-        return StartFailed(f"cluster {self._name!r}: {what}. The end of {self._log}:{tail}")
-
-
-def _holds_by(deadline: float, condition: Callable[[], bool]) -> bool:
-    """Whether the condition came true before the deadline; it is asked at least once."""
-    while not condition():
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(_POLL_S)
-    return True
-
-
-def _read_json(path: Path) -> object:
-    """What the file holds; None when there is no file, and its text when it is not JSON."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    try:
-        stored: object = json.loads(text)
-    except ValueError:
-        return text
-    return stored
-
-
-def _open_lock(path: Path) -> IO[str]:
-    return open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+", encoding="utf-8")
-
-
-def _lock(file: IO[str]) -> bool:
-    # flock, not lockf: it belongs to the open file, and so passes to a child with the descriptor.
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _is_still_at(file: IO[str], path: Path) -> bool:
-    """Whether the locked file is still the one at `path`: a reset may have deleted it meanwhile."""
-    with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    return False
-
-
-def _is_taken(port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # As the server does: connections that linger from its last run are no obstacle.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                return True
-            raise
-    return False

@@ -1,9 +1,10 @@
-"""Where data lives on this machine, and how files and folders are made there.
+"""Where data lives on this machine, and how files and folders are made and read there.
 
 Refuses to change the mode or the owner of a folder that was there before.
 """
 
 import contextlib
+import json
 import os
 import tempfile
 import threading
@@ -58,6 +59,19 @@ def make_folder(path: Path, *, account: Account | None) -> None:
         f"the server runs as account {account.name!r}, which cannot enter {shut}: choose a root outside "
         f"it (default: {default_root()}), or let others traverse it with `chmod o+x {shut}`"
     )
+
+
+def read_json(path: Path) -> object:
+    """What the file holds; None when there is no file, and its text when it is not JSON."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    try:
+        stored: object = json.loads(text)
+    except ValueError:
+        return text
+    return stored
 
 
 def write_file(path: Path, text: str, *, mode: int) -> None:

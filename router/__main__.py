@@ -17,8 +17,8 @@ from shard.cluster import ClusterFileError, read_cluster
 
 
 def run(config: Path, *, listen: str | None, processes: int | None) -> None:
-    """Runs the router processes that a cluster file describes until SIGTERM or SIGINT; `listen` and `processes` stand
-    before the file's. Raises ClusterFileError, CannotListen, RouterFailed."""
+    """Runs the router processes that a cluster file describes until SIGTERM or SIGINT; SIGHUP has them look at the file
+    at once. `listen` and `processes` stand before the file's. Raises ClusterFileError, CannotListen, RouterFailed."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings = router_settings(read_cluster(config), source=str(config))
     if listen is not None:
@@ -37,6 +37,7 @@ async def _until_signalled(supervisor: Supervisor) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    loop.add_signal_handler(signal.SIGHUP, supervisor.reload)
     await supervisor.run(ready=lambda address: print(f"listening on {address}", flush=True), stop=stop)
 
 

@@ -11,8 +11,13 @@ from collections.abc import AsyncGenerator
 
 from router import convert
 from router.calls import DEADLINE_S_MAX, Context, Gate, refuse, seconds_left, unary
-from router.fleet import Fleet, Member
+from router.fleet import Fleet
+from router.member import Member
+from router.reloading import Reloading
+from router.scatter import ask_readers, list_readers, summed
 from router.validation import check
+from shard.books import Page
+from shard.catalog import Holding
 from shard.errors import ShardError
 from shard.vocabulary import OrgId, QueueName, ShardName
 from windrow.v1 import admin_pb2, admin_pb2_grpc
@@ -26,14 +31,15 @@ _PROBE_S = 2.0
 class AdminService(admin_pb2_grpc.AdminServicer):
     service_name = "windrow.v1.Admin"
 
-    def __init__(self, fleet: Fleet, gate: Gate) -> None:
+    def __init__(self, fleet: Fleet, reloading: Reloading, gate: Gate) -> None:
         self._fleet = fleet
+        self._reloading = reloading
         self.gate = gate
 
     @unary()
     async def CreateQueue(self, request: admin_pb2.CreateQueueRequest) -> admin_pb2.CreateQueueResponse:
         org, queue, config = OrgId(request.org), QueueName(request.queue), request.config
-        member = self._home(org)
+        member = self._home_to_change(org)
         record = await member.books.create_queue(
             org,
             queue,
@@ -46,7 +52,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     @unary()
     async def AlterQueue(self, request: admin_pb2.AlterQueueRequest) -> admin_pb2.AlterQueueResponse:
         org, queue, config = OrgId(request.org), QueueName(request.queue), request.config
-        member = self._home(org)
+        member = self._home_to_change(org)
         record = await member.books.alter_queue(
             org,
             queue,
@@ -79,7 +85,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     @unary()
     async def DeleteQueue(self, request: admin_pb2.DeleteQueueRequest) -> admin_pb2.DeleteQueueResponse:
         org = OrgId(request.org)
-        await self._home(org).books.delete_queue(org, QueueName(request.queue), epoch=self._fleet.epoch(org))
+        await self._home_to_change(org).books.delete_queue(org, QueueName(request.queue), epoch=self._fleet.epoch(org))
         return admin_pb2.DeleteQueueResponse()
 
     @unary()
@@ -93,7 +99,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     @unary()
     async def PurgeQueue(self, request: admin_pb2.PurgeQueueRequest) -> admin_pb2.PurgeQueueResponse:
         org, limit = OrgId(request.org), request.limit or _LIMIT_DEFAULT
-        cancelled = await self._home(org).books.purge_queue(
+        cancelled = await self._home_to_change(org).books.purge_queue(
             org, QueueName(request.queue), limit=limit, include_dead=request.include_dead
         )
         return admin_pb2.PurgeQueueResponse(cancelled=cancelled, more=cancelled >= limit)
@@ -101,25 +107,29 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     @unary()
     async def ListJobs(self, request: admin_pb2.ListJobsRequest) -> admin_pb2.ListJobsResponse:
         org = OrgId(request.org)
-        member = self._home(org)
-        page = await member.books.list_jobs(
-            org,
-            QueueName(request.queue),
-            convert.STATES_BY_NUMBER[request.state],
-            kind=request.kind,
-            page_size=request.page_size or _PAGE_DEFAULT,
-            page_token=request.page_token,
-            include_payload=request.include_payload,
-        )
+
+        async def page(member: Member, token: str) -> Page:
+            return await member.books.list_jobs(
+                org,
+                QueueName(request.queue),
+                convert.STATES_BY_NUMBER[request.state],
+                kind=request.kind,
+                page_size=request.page_size or _PAGE_DEFAULT,
+                page_token=token,
+                include_payload=request.include_payload,
+            )
+
+        listed = await list_readers(self._fleet, org, request.page_token, page)
         return admin_pb2.ListJobsResponse(
-            jobs=[convert.job(record, member.store.name) for record in page.jobs],
-            next_page_token=page.next_token,
+            jobs=[convert.job(record, listed.shard) for record in listed.page.jobs],
+            next_page_token=listed.next_token,
+            unavailable_shards=listed.unavailable,
         )
 
     @unary()
     async def RedriveJobs(self, request: admin_pb2.RedriveJobsRequest) -> admin_pb2.RedriveJobsResponse:
         org, limit = OrgId(request.org), request.limit or _LIMIT_DEFAULT
-        member = self._home(org)
+        member = self._home_to_change(org)
         redriven = await member.books.redrive(
             org,
             QueueName(request.queue),
@@ -136,13 +146,26 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def GetStats(self, request: admin_pb2.GetStatsRequest) -> admin_pb2.GetStatsResponse:
         org = OrgId(request.org)
         queue = QueueName(request.queue) if request.queue else None
-        counts = await self._home(org).books.stats(org, queue, include_finished=request.include_finished)
-        return admin_pb2.GetStatsResponse(queues=[convert.queue_stats(one) for one in counts])
+        asked = await ask_readers(
+            self._fleet, org, lambda member: member.books.stats(org, queue, include_finished=request.include_finished)
+        )
+        return admin_pb2.GetStatsResponse(
+            queues=[convert.queue_stats(one) for one in summed([counts for _, counts in asked.answers])],
+            unavailable_shards=asked.unavailable,
+        )
 
     @unary()
     async def ListShards(self, request: admin_pb2.ListShardsRequest) -> admin_pb2.ListShardsResponse:
-        shards = await asyncio.gather(*(self._probe(name, member) for name, member in self._fleet.shards().items()))
-        return admin_pb2.ListShardsResponse(shards=shards)
+        members, holdings = self._fleet.shards(), self._fleet.holdings()
+        shards = await asyncio.gather(
+            *(self._probe(member, holdings.get(name, Holding())) for name, member in members.items())
+        )
+        unnamed = [
+            _info(name, holding, error="the cluster file of this router does not name it")
+            for name, holding in holdings.items()
+            if name not in members
+        ]
+        return admin_pb2.ListShardsResponse(shards=[*shards, *unnamed], cluster_file=self._cluster_file())
 
     async def CheckShard(
         self, request: admin_pb2.CheckShardRequest, context: Context
@@ -162,8 +185,11 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         """The shard that keeps the org's queue configurations."""
         return self._fleet.readers(org)[0]
 
+    def _home_to_change(self, org: OrgId) -> Member:
+        return self._fleet.changers(org)[0]
+
     async def _set_paused(self, org: str, queue: str, *, paused: bool) -> admin_pb2.QueueInfo:
-        member = self._home(OrgId(org))
+        member = self._home_to_change(OrgId(org))
         record = await member.books.alter_queue(
             OrgId(org), QueueName(queue), paused=paused, epoch=self._fleet.epoch(OrgId(org))
         )
@@ -171,14 +197,16 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             member.room.brought(OrgId(org), QueueName(queue))
         return convert.queue_info(OrgId(org), record, member.store.name)
 
-    async def _probe(self, name: ShardName, member: Member) -> admin_pb2.ShardInfo:
+    async def _probe(self, member: Member, holding: Holding) -> admin_pb2.ShardInfo:
         """One shard's state; its troubles are told, never raised."""
-        info = admin_pb2.ShardInfo(name=name, slots=self._fleet.slots_of(name))
+        entry = member.entry
+        info = _info(entry.name, holding, error=member.trouble)
+        info.state, info.weight = convert.SHARD_STATES[entry.state], entry.weight
+        info.labels.update(entry.labels)
         try:
             began = time.perf_counter()
             async with asyncio.timeout(_PROBE_S):
-                member = self._fleet.member(name)
-                info.postgres_version, info.schema_version = await member.books.versions()
+                info.postgres_version, info.schema_version = await member.to_look_at().books.versions()
             info.latency.CopyFrom(convert.duration(round((time.perf_counter() - began) * 1e6)))
             info.reachable = True
         except TimeoutError:
@@ -186,3 +214,18 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         except ShardError as error:
             info.error = str(error)
         return info
+
+    def _cluster_file(self) -> admin_pb2.ClusterFile:
+        told = self._reloading
+        file = admin_pb2.ClusterFile(digest=told.cluster.digest, needs_restart=told.needs_restart)
+        file.in_force_since.FromDatetime(told.since)
+        if told.refusal is not None:
+            file.refusal.why, file.refusal.digest = told.refusal.why, told.refusal.digest
+            file.refusal.at.FromDatetime(told.refusal.at)
+        return file
+
+
+def _info(name: ShardName, holding: Holding, *, error: str) -> admin_pb2.ShardInfo:
+    return admin_pb2.ShardInfo(
+        name=name, slots=holding.slots, leaving_slots=holding.leaving, pinned_orgs=holding.pins, error=error
+    )

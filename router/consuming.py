@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from router import wire
-from router.fleet import Fleet, Member
+from router.fleet import Fleet
+from router.member import Member
 from router.wire import Given
 from shard.claiming import CLAIM_BYTES_MAX
+from shard.errors import ShardUnavailable
 from shard.vocabulary import OrgId, QueueName
 
 _JOBS_MAX = 1000
@@ -100,6 +102,11 @@ class Consumer:
         if self._only_first:
             self.wake()
 
+    def take_back(self, jobs: Given) -> None:
+        """They did not reach it: others may have them, and it has room for as many."""
+        give_back(self.org, jobs)
+        self.add_credit(len(jobs.ids))
+
     async def serve(self) -> None:
         """Finds jobs for as long as it is let. Raises ShardUnavailable."""
         came = True
@@ -134,7 +141,7 @@ class Consumer:
     async def _look(self, *, came: bool) -> bool:
         """Takes what there is. Answers whether there may be more."""
         self._woken.clear()
-        members = self._fleet.readers(self.org)
+        members = self._fleet.givers(self.org)
         self._enter(members)
         if came and all(member.room.is_empty_for(self) for member in members):
             # Where others wait in vain, so will it, and needs no look of its own.
@@ -150,14 +157,25 @@ class Consumer:
         self.idle = False
 
     async def claim(self, members: Sequence[Member], *, woken: bool = False) -> bool:
-        """Takes what is on these shards, as far as the credit goes. Answers whether there may be more."""
+        """Takes what is on these shards, as far as the credit goes. Answers whether there may be more. Raises
+        ShardUnavailable if it is so of all."""
+        away = 0
         for member in members:
+            if not member.room.gives:
+                continue
             wanted = min(self.credit, _JOBS_MAX)
             if wanted <= 0:
                 return True
-            taken = await member.store.claim(
-                self.org, self.queues, max_jobs=wanted, window_us=self.window_us, worker=self.worker
-            )
+            try:
+                taken = await member.store.claim(
+                    self.org, self.queues, max_jobs=wanted, window_us=self.window_us, worker=self.worker
+                )
+            except ShardUnavailable:
+                # What is on the others is worth having; its sweep tells when it is back.
+                away += 1
+                if away == len(members):
+                    raise
+                continue
             if taken.jobs:
                 self.credit -= len(taken.jobs)
                 self.give(wire.claimed(member.store, taken.jobs))

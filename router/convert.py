@@ -12,6 +12,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from router.status import InvalidRequest, Violation
 from shard import retry
 from shard.books import OrgBooks, QueueCounts, QueueRecord
+from shard.cluster import ShardState
 from shard.lease import MalformedLease, parse_token
 from shard.records import JobRecord
 from shard.vocabulary import (
@@ -52,6 +53,14 @@ _OUTCOMES = {
     Outcome.NACKED: job_pb2.ATTEMPT_OUTCOME_NACKED,
     Outcome.EXPIRED: job_pb2.ATTEMPT_OUTCOME_EXPIRED,
     Outcome.RELEASED: job_pb2.ATTEMPT_OUTCOME_RELEASED,
+}
+SHARD_STATES = {
+    ShardState.ACTIVE: admin_pb2.SHARD_STATE_ACTIVE,
+    ShardState.DRAINING: admin_pb2.SHARD_STATE_DRAINING,
+    ShardState.ENQUEUE_ONLY: admin_pb2.SHARD_STATE_ENQUEUE_ONLY,
+    ShardState.DEQUEUE_ONLY: admin_pb2.SHARD_STATE_DEQUEUE_ONLY,
+    ShardState.READ_ONLY: admin_pb2.SHARD_STATE_READ_ONLY,
+    ShardState.OFF: admin_pb2.SHARD_STATE_OFF,
 }
 
 

@@ -7,7 +7,8 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 
 from router import convert
-from router.fleet import Fleet, Member
+from router.fleet import Fleet
+from router.member import Member
 from shard.settling import Nack
 from shard.vocabulary import Answer, Lease, OrgId
 from windrow.v1 import job_pb2, queue_pb2

@@ -15,10 +15,11 @@ import uvloop
 
 from router.server import CannotListen, serve
 from router.settings import router_settings
-from shard.cluster import ClusterFileError, read_cluster
+from shard.cluster import ClusterFileError
 from shard.errors import ShardError
+from shard.following import FollowedFile
 
-# Its supervisor does not start it again after this: no second try can help.
+# Said to its supervisor: no second try can help, unless somebody mends what it has said.
 HOPELESS = 78
 
 
@@ -30,9 +31,10 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     threading.Thread(target=_end_with_supervisor, daemon=True).start()
     try:
-        cluster = read_cluster(arguments.config)
+        file = FollowedFile(arguments.config)
+        cluster = file.read()
         settings = router_settings(cluster, source=str(arguments.config))
-        uvloop.run(serve(cluster, settings, listen=arguments.listen, ready=_say_ready))
+        uvloop.run(serve(file, cluster, settings, listen=arguments.listen, ready=_say_ready))
     except (ClusterFileError, CannotListen, ShardError) as error:
         print(f"windrow router: {error}", file=sys.stderr)
         return HOPELESS

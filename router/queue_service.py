@@ -11,14 +11,17 @@ from itertools import chain
 from router import convert, wire
 from router.calls import Context, Gate, refuse, unary
 from router.consuming import Consumer, give_back
-from router.fleet import Fleet, Member
+from router.fleet import Fleet
 from router.leases import Leases
-from router.status import INVALID_ARGUMENT, InvalidRequest, Violation
+from router.member import Member
+from router.scatter import ask_readers
+from router.status import INVALID_ARGUMENT, RESOURCE_EXHAUSTED, InvalidRequest, Violation
 from router.stream import Stream, first_message
 from router.tracing import current_trace
 from router.validation import enqueue_violations, plain_jobs
 from router.wire import Given
-from shard.errors import BadIds
+from shard.errors import BadIds, TooManyQueues
+from shard.records import ANSWER_BYTES_MAX
 from shard.vocabulary import Answer, JobId, NewJobs, OrgId, QueueName
 from windrow.v1 import job_pb2, queue_pb2
 
@@ -48,8 +51,8 @@ class QueueService:
                 plain.traces = dict.fromkeys(range(len(plain)), trace) | plain.traces
             try:
                 known = await self._store(plain, hand=True)
-            except BadIds:
-                # Nothing was stored. Which of the ids, and what to say of it, is found out the long way.
+            except (BadIds, TooManyQueues):
+                # Nothing was stored. Whose fault it is, and what to say of it, is found out the long way.
                 pass
             else:
                 if not known:
@@ -73,6 +76,11 @@ class QueueService:
                 late = _by_job(error.violations)
                 results.update((at, _error(violations)) for at, violations in late.items())
                 good = [at for at in good if at not in late]
+            except TooManyQueues as error:
+                told = queue_pb2.JobError(code=RESOURCE_EXHAUSTED, message=str(error))
+                unmade = {at for at in good if jobs[at].queue in error.queues}
+                results.update((at, queue_pb2.EnqueueResult(error=told)) for at in unmade)
+                good = [at for at in good if at not in unmade]
             else:
                 results.update(zip(good, stored, strict=True))
                 break
@@ -118,7 +126,7 @@ class QueueService:
             if request.HasField("wait"):
                 await self._first(consumer, convert.micros(request.wait) / 1_000_000)
             else:
-                await consumer.claim(self._fleet.readers(consumer.org))
+                await consumer.claim(self._fleet.givers(consumer.org))
         except BaseException:
             consumer.close()
             received.give_back(consumer.org)
@@ -153,7 +161,7 @@ class QueueService:
                 first = await first_message(request_iterator, self._draining)
             if first is not None:
                 with self.gate.stream(first.start.org):
-                    await Stream(self._fleet, request_iterator, context).run(first, self._draining)
+                    await Stream(self._fleet, first, request_iterator, context).run(self._draining)
         except Exception as error:  # noqa: BLE001 - told to the caller
             await refuse(context, error)
 
@@ -179,13 +187,26 @@ class QueueService:
     async def GetJobs(self, request: queue_pb2.GetJobsRequest) -> queue_pb2.GetJobsResponse:
         org = OrgId(request.org)
         ids = [JobId(job_id) for job_id in dict.fromkeys(request.ids)]
-        found: dict[str, job_pb2.Job] = {}
-        for member in self._fleet.readers(org):
-            for record in await member.store.get(org, ids, include_payload=request.include_payload):
-                found[record.id] = convert.job(record, member.store.name)
+        asked = await ask_readers(
+            self._fleet,
+            org,
+            lambda member: member.store.get(
+                org, ids, include_payload=request.include_payload, bytes_max=ANSWER_BYTES_MAX
+            ),
+        )
+        # None: there is no room for it.
+        found: dict[str, job_pb2.Job | None] = {}
+        room = ANSWER_BYTES_MAX
+        for shard, records in asked.answers:
+            for record in records:
+                job = found[record.id] = convert.job(record, shard) if record.whole and room > 0 else None
+                room -= job.ByteSize() if job is not None else 0
         return queue_pb2.GetJobsResponse(
-            jobs=[found[job_id] for job_id in ids if job_id in found],
-            not_found=[job_id for job_id in ids if job_id not in found],
+            jobs=[job for job_id in ids if (job := found.get(job_id)) is not None],
+            # Of those that may be where nobody answers, nothing can be said.
+            not_found=[job_id for job_id in ids if job_id not in found] if not asked.unavailable else (),
+            left_out=[job_id for job_id in ids if job_id in found and found[job_id] is None],
+            unavailable_shards=asked.unavailable,
         )
 
     @unary()
@@ -193,7 +214,7 @@ class QueueService:
         org = OrgId(request.org)
         ids = [JobId(job_id) for job_id in request.ids]
         answers = [Answer.NOT_FOUND] * len(ids)
-        for member in self._fleet.readers(org):
+        for member in self._fleet.changers(org):
             there = await member.store.cancel(org, ids, reason=request.reason)
             answers = [new if new is not Answer.NOT_FOUND else old for old, new in zip(answers, there, strict=True)]
         return queue_pb2.CancelJobsResponse(answers=[convert.ANSWERS[answer] for answer in answers])

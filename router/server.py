@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
 import grpc
@@ -21,17 +21,17 @@ from router.calls import Gate
 from router.fleet import Fleet
 from router.health_service import HealthService
 from router.queue_service import QueueService
+from router.reloading import Reloading
 from router.settings import RouterSettings
 from router.tracing import Tracing
 from shard.cluster import Cluster
+from shard.following import FollowedFile
 from windrow.v1 import admin_pb2_grpc, queue_pb2
 
 _log = logging.getLogger(__name__)
 
 # 1,000 jobs of 16 KiB, or 15 of the largest.
 MESSAGE_BYTES_MAX = 16 * 1024 * 1024
-# After the last call has ended.
-_FINISH_S_MAX = 3.0
 SERVICES = (QueueService.service_name, AdminService.service_name)
 
 
@@ -39,20 +39,25 @@ class CannotListen(Exception):
     """The address is taken, or not this machine's; the message says which address."""
 
 
-async def serve(cluster: Cluster, settings: RouterSettings, *, listen: str, ready: Callable[[int], None]) -> None:
+async def serve(
+    file: FollowedFile, cluster: Cluster, settings: RouterSettings, *, listen: str, ready: Callable[[int], None]
+) -> None:
     """Serves on `listen` until SIGTERM or SIGINT, then lets calls in flight end. Calls `ready` with the port once
-    it takes calls. Raises CannotListen, shard.errors.Misconfigured."""
+    it takes calls. `cluster` and `settings` are what the file said; its changes are taken up when they are noticed, at
+    once on SIGHUP. Raises CannotListen, shard.errors.Misconfigured."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    loop.add_signal_handler(signal.SIGHUP, file.hurry)
     tracing = Tracing()
     tracing.start()
     try:
         async with _open(Fleet(cluster, connections_per_shard=settings.connections_per_shard), stop) as fleet:
             if stop.is_set():
                 return
-            queue, checks, server = _server(fleet, tracing)
+            reloading = Reloading(file, cluster, settings, fleet)
+            queue, checks, server = _server(fleet, reloading, tracing)
             try:
                 port = server.add_insecure_port(listen)
             except RuntimeError as error:
@@ -61,15 +66,14 @@ async def serve(cluster: Cluster, settings: RouterSettings, *, listen: str, read
             for service in (health.OVERALL_HEALTH, *SERVICES):
                 await checks.set(service, health_pb2.HealthCheckResponse.SERVING)
             ready(port)
-            await stop.wait()
+            async with _beside(reloading.run()):
+                await stop.wait()
             _log.info("draining: calls in flight have %g s", settings.drain_seconds)
             # Load balancers look away first; then no new calls are taken, and those in flight end.
             await checks.enter_graceful_shutdown()
             queue.drain()
             await server.stop(settings.drain_seconds)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_FINISH_S_MAX):
-                    await fleet.finish()
+            await fleet.finish()
     finally:
         tracing.close()
 
@@ -94,7 +98,20 @@ async def _open(fleet: Fleet, stop: asyncio.Event) -> AsyncGenerator[Fleet, None
             keeper.result()
 
 
-def _server(fleet: Fleet, tracing: Tracing) -> tuple[QueueService, HealthService, grpc.aio.Server]:
+@contextlib.asynccontextmanager
+async def _beside(work: Coroutine[Any, Any, None]) -> AsyncGenerator[None, None]:
+    """Runs something until the end of the scope."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+def _server(
+    fleet: Fleet, reloading: Reloading, tracing: Tracing
+) -> tuple[QueueService, HealthService, grpc.aio.Server]:
     server = grpc.aio.server(
         options=[
             # Several processes serve one port; the kernel deals the connections out.
@@ -111,7 +128,7 @@ def _server(fleet: Fleet, tracing: Tracing) -> tuple[QueueService, HealthService
     gate = Gate(tracing)
     queue = QueueService(fleet, gate)
     server.add_generic_rpc_handlers((_handlers(queue, queue_pb2.DESCRIPTOR.services_by_name["Queue"]),))
-    admin_pb2_grpc.add_AdminServicer_to_server(AdminService(fleet, gate), server)
+    admin_pb2_grpc.add_AdminServicer_to_server(AdminService(fleet, reloading, gate), server)
     checks = HealthService()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)

@@ -22,6 +22,7 @@ _VIOLATIONS_BYTES_MAX = 4000
 _MESSAGE_CHARS_MAX = 500
 INTERNAL: int = code_pb2.INTERNAL
 INVALID_ARGUMENT: int = code_pb2.INVALID_ARGUMENT
+RESOURCE_EXHAUSTED: int = code_pb2.RESOURCE_EXHAUSTED
 
 
 class Violation(NamedTuple):
@@ -85,6 +86,8 @@ def status_of(error: BaseException) -> status_pb2.Status:
             return _status(code_pb2.ALREADY_EXISTS, str(error), "QUEUE_EXISTS")
         case errors.QueueNotEmpty():
             return _status(code_pb2.FAILED_PRECONDITION, str(error), "QUEUE_NOT_EMPTY")
+        case errors.TooManyQueues():
+            return _status(RESOURCE_EXHAUSTED, str(error), "TOO_MANY_QUEUES")
         case errors.UnknownShard():
             return _status(code_pb2.NOT_FOUND, str(error), "UNKNOWN_SHARD")
         case errors.BadPageToken():

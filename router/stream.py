@@ -54,19 +54,38 @@ async def first_message(
 
 
 class Stream:
-    """`run` serves a stream from its first message until its consumer closes its side, the router drains, or it is
-    cancelled."""
+    """`run` serves a stream until its consumer closes its side, the router drains, or it is cancelled. Raises
+    InvalidRequest if its first message does not start one."""
 
-    def __init__(self, fleet: Fleet, requests: AsyncIterator[queue_pb2.ConsumeRequest], context: Context) -> None:
-        self._fleet = fleet
+    def __init__(
+        self,
+        fleet: Fleet,
+        first: queue_pb2.ConsumeRequest,
+        requests: AsyncIterator[queue_pb2.ConsumeRequest],
+        context: Context,
+    ) -> None:
+        check(first)
+        if not first.HasField("start"):
+            raise InvalidRequest([Violation("start", "is missing: the first message says what the stream consumes")])
         self._leases = Leases(fleet)
+        self._first = first
         self._requests = requests
         self._context = context
-        self._org = OrgId("")
-        self._window_us = 0
-        # To be written.
-        self._jobs: deque[Given] = deque()
+        self._org, self._window_us = OrgId(first.start.org), convert.window_us(first.start)
+        self._consumer = Consumer(
+            fleet,
+            self,
+            org=self._org,
+            queues=[QueueName(queue) for queue in first.start.queues],
+            worker=first.start.worker,
+            window_us=self._window_us,
+        )
+        # To be written, and since when: by the event loop's clock, which is only compared with itself.
+        self._jobs: deque[tuple[float, Given]] = deque()
         self._jobs_bytes = 0
+        self._late: asyncio.TimerHandle | None = None
+        # Jobs were taken back because the consumer did not read, and it has not read all since.
+        self._behind = False
         self._settled: list[queue_pb2.Settled] = []
         self._to_write = asyncio.Event()
         self._room = asyncio.Event()
@@ -75,15 +94,14 @@ class Stream:
         self._fewer = asyncio.Event()
         self._ending = False
 
-    async def run(self, first: queue_pb2.ConsumeRequest, draining: asyncio.Event) -> None:
+    async def run(self, draining: asyncio.Event) -> None:
         """Raises InvalidRequest, ShardError, ShuttingDown."""
-        consumer = self._start(first)
         # An idle consumer, too, knows that it is served.
         await self._context.send_initial_metadata(())
         try:
             async with asyncio.TaskGroup() as group:
-                serving = group.create_task(consumer.serve())
-                reading = group.create_task(self._read(first, consumer, group))
+                serving = group.create_task(self._consumer.serve())
+                reading = group.create_task(self._read(group))
                 drained = group.create_task(draining.wait())
 
                 def finish(_: object) -> None:
@@ -92,7 +110,7 @@ class Stream:
                         self._ending = True
                         for task in (serving, reading, drained):
                             task.cancel()
-                        consumer.close()
+                        self._consumer.close()
                         self._give_back()
                         self._to_write.set()
 
@@ -102,30 +120,15 @@ class Stream:
         except BaseExceptionGroup as troubles:
             raise troubles.exceptions[0] from None
         finally:
-            consumer.close()
+            self._consumer.close()
             self._give_back()
         if draining.is_set():
             raise ShuttingDown
 
-    def _start(self, first: queue_pb2.ConsumeRequest) -> Consumer:
-        check(first)
-        if not first.HasField("start"):
-            raise InvalidRequest([Violation("start", "is missing: the first message says what the stream consumes")])
-        start = first.start
-        self._org, self._window_us = OrgId(start.org), convert.window_us(start)
-        return Consumer(
-            self._fleet,
-            self,
-            org=self._org,
-            queues=[QueueName(queue) for queue in start.queues],
-            worker=start.worker,
-            window_us=self._window_us,
-        )
-
     # ── What comes in ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _read(self, first: queue_pb2.ConsumeRequest, consumer: Consumer, group: asyncio.TaskGroup) -> None:
-        self._take(first, consumer, group)
+    async def _read(self, group: asyncio.TaskGroup) -> None:
+        self._take(self._first, group)
         async for request in self._requests:
             if request.HasField("start"):
                 raise InvalidRequest([Violation("start", "is set again; a stream is started by its first message")])
@@ -133,13 +136,13 @@ class Stream:
             while self._settling + len(self._settled) >= _SETTLING_MAX:
                 self._fewer.clear()
                 await self._fewer.wait()
-            self._take(request, consumer, group)
+            self._take(request, group)
 
-    def _take(self, request: queue_pb2.ConsumeRequest, consumer: Consumer, group: asyncio.TaskGroup) -> None:
+    def _take(self, request: queue_pb2.ConsumeRequest, group: asyncio.TaskGroup) -> None:
         if request.credit:
-            if consumer.credit + request.credit > CREDIT_MAX:
+            if self._consumer.credit + request.credit > CREDIT_MAX:
                 raise InvalidRequest([Violation("credit", f"more than {CREDIT_MAX:,} jobs would be outstanding")])
-            consumer.add_credit(request.credit)
+            self._consumer.add_credit(request.credit)
         if request.acks or request.nacks or request.extends or request.releases:
             self._settling += 1
             group.create_task(self._settle(request))
@@ -177,16 +180,34 @@ class Stream:
     # ── What goes out ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def receive(self, jobs: Given) -> None:
-        self._jobs.append(jobs)
+        loop = asyncio.get_running_loop()
+        self._jobs.append((loop.time(), jobs))
         self._jobs_bytes += sum(map(len, jobs.jobs))
         self._to_write.set()
+        if self._late is None:
+            self._late = loop.call_later(self._patience_s, self._take_back)
+
+    @property
+    def _patience_s(self) -> float:
+        """How long a job waits to be written: who has it then has half of its window left."""
+        return self._window_us / 2_000_000
+
+    def _take_back(self) -> None:
+        """Jobs that have waited for too long are others'."""
+        loop = asyncio.get_running_loop()
+        while self._jobs and self._jobs[0][0] + self._patience_s <= loop.time():
+            _, jobs = self._jobs.popleft()
+            self._jobs_bytes -= sum(map(len, jobs.jobs))
+            self._behind = True
+            self._consumer.take_back(jobs)
+        self._late = loop.call_at(self._jobs[0][0] + self._patience_s, self._take_back) if self._jobs else None
 
     @property
     def takes_once(self) -> bool:
         return False
 
     def is_full(self) -> bool:
-        return self._jobs_bytes > _WAITING_BYTES_MAX
+        return self._behind or self._jobs_bytes > _WAITING_BYTES_MAX
 
     async def has_room(self) -> None:
         while self.is_full():
@@ -202,7 +223,7 @@ class Stream:
                     await self._context.write(
                         b"".join(
                             [
-                                *chain.from_iterable(given.jobs for given in jobs),
+                                *chain.from_iterable(given.jobs for _, given in jobs),
                                 queue_pb2.ConsumeResponse(settled=settled).SerializeToString() if settled else b"",
                             ]
                         )
@@ -213,29 +234,33 @@ class Stream:
                     raise
                 self._room.set()
                 self._fewer.set()
+            self._behind = False
+            self._room.set()
             if self._ending and not self._settling:
                 return
             self._to_write.clear()
             await self._to_write.wait()
 
-    def _next_jobs(self) -> list[Given]:
+    def _next_jobs(self) -> list[tuple[float, Given]]:
         """As many as one message holds."""
-        jobs: list[Given] = []
+        jobs: list[tuple[float, Given]] = []
         room = _MESSAGE_BYTES_MAX
         while self._jobs and room > 0:
-            given = self._jobs.popleft()
+            since_s, given = self._jobs.popleft()
             count = 0
             while count < len(given.jobs) and room > 0:
                 room -= len(given.jobs[count])
                 count += 1
             if count < len(given.jobs):
                 given, rest = given.split(count)
-                self._jobs.appendleft(rest)
-            jobs.append(given)
+                self._jobs.appendleft((since_s, rest))
+            jobs.append((since_s, given))
         self._jobs_bytes -= _MESSAGE_BYTES_MAX - room
         return jobs
 
     def _give_back(self) -> None:
         """Jobs that were not sent."""
+        if self._late is not None:
+            self._late.cancel()
         while self._jobs:
-            give_back(self._org, self._jobs.popleft())
+            give_back(self._org, self._jobs.popleft()[1])

@@ -37,11 +37,17 @@ class Supervisor:
         self._processes = processes
         self._drain_s = drain_seconds
         self._running: set[Process] = set()
+        # Those that take calls.
+        self._serving: set[Process] = set()
         self._stopping = asyncio.Event()
 
     @property
     def pids(self) -> list[int]:
         return [process.pid for process in self._running if process.returncode is None]
+
+    def reload(self) -> None:
+        """Has every process look at the cluster file now. One that has yet to say that it serves has just read it."""
+        _signal(list(self._serving), signal.SIGHUP)
 
     async def run(self, *, ready: Callable[[str], None], stop: asyncio.Event) -> None:
         """Runs until `stop` is set. Calls `ready` with the address once every process takes calls. Raises
@@ -84,12 +90,16 @@ class Supervisor:
                 assert process.stdout is not None
                 if (await process.stdout.readline()).startswith(b"ready"):
                     up.set()
+                    self._serving.add(process)
                 code = await process.wait()
             finally:
                 self._running.discard(process)
+                self._serving.discard(process)
             if self._stopping.is_set():
                 return
-            if code == HOPELESS:
+            # Once it has served, there is something to come back to: the cluster file may have been broken since, and
+            # the other processes go on with what it said before.
+            if code == HOPELESS and not up.is_set():
                 raise RouterFailed(f"a router process gave up (exit code {code})")
             _log.warning("router process %d ended with %d; starting another", process.pid, code)
             if time.monotonic() - began_s < _LIVED_S:

@@ -101,6 +101,8 @@ class _Queue:
 
 class Room:
     def __init__(self, store: Store, doorbell: Doorbell) -> None:
+        # Whether the shard gives jobs at all. Who waits stays meanwhile, and takes none.
+        self.gives = True
         self._store = store
         self._doorbell = doorbell
         self._queues: dict[_Key, _Queue] = {}
@@ -180,7 +182,7 @@ class Room:
     def offer(self, jobs: NewJobs) -> Handover | None:
         """Takers for jobs that are due at once and bring nothing that a claim would have to look at. None: nobody
         waits. What they are promised counts against their credit until the handover is done."""
-        if not self._queues:
+        if not self._queues or not self.gives:
             return None
         positions: dict[QueueName, list[int]] = {}
         if len(set(jobs.queues)) == 1:

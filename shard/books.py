@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, assert_never, cast
 from shard import partitions, statements
 from shard.database import Database
 from shard.enqueuing import find_refused
-from shard.errors import BadPageToken, QueueExists, QueueNotEmpty, UnknownQueue
-from shard.interning import Names
+from shard.errors import BadPageToken, QueueExists, QueueNotEmpty, TooManyQueues, UnknownQueue
+from shard.interning import QUEUES_MAX, Names
 from shard.placement import FIRST_EPOCH
-from shard.records import JobRecord
+from shard.records import ANSWER_BYTES_MAX, JobRecord
 from shard.retry import Policy, to_json
 from shard.vocabulary import JobState, Micros, OrgId, QueueName, ShardName
 
@@ -96,11 +96,12 @@ class Books:
         max_attempts: int | None,
         epoch: int = FIRST_EPOCH,
     ) -> QueueRecord:
-        """Raises QueueExists, NotOwned."""
+        """Raises QueueExists, TooManyQueues, NotOwned."""
         if await self._database.run(statements.GET_QUEUE, {"org": org, "queue": queue}):
             await self._refuse_unowned(org, epoch)
             raise QueueExists(org, queue)
-        await self._names.make([(org, queue)])
+        if not await self._names.make([(org, queue)]):
+            raise TooManyQueues(self.name, org, [queue], queues_max=QUEUES_MAX)
         return await self.alter_queue(org, queue, retry=retry, max_attempts=max_attempts, epoch=epoch)
 
     async def alter_queue(
@@ -210,7 +211,8 @@ class Books:
         page_token: str,
         include_payload: bool,
     ) -> Page:
-        """One page of jobs in one state. Raises UnknownQueue, BadPageToken."""
+        """One page of jobs in one state; it ends early with the job that fills ANSWER_BYTES_MAX. Raises UnknownQueue,
+        BadPageToken."""
         await self.get_queue(org, queue)
         parameters: dict[str, object] = {
             "org": org,
@@ -219,23 +221,25 @@ class Books:
             "kind": kind,
             "include_payload": include_payload,
             "rows": page_size + 1,
+            "bytes_max": ANSWER_BYTES_MAX,
         }
         match state:
             case JobState.SCHEDULED | JobState.READY | JobState.LEASED:
                 after = _unpack(page_token, _is_priority, _is_micros, _is_uuid) if page_token else [0, 0, _FIRST_UUID]
                 parameters.update(zip(("after_priority", "after_us", "after_id"), after, strict=True))
                 rows = await self._database.run(statements.LIST_LIVE, parameters)
-                jobs = [JobRecord._make(row[:-1]) for row in rows[:page_size]]
-                place: tuple[object, ...] = (jobs[-1].priority, rows[len(jobs) - 1][-1], jobs[-1].id) if jobs else ()
+                jobs = [JobRecord(*row[:-2]) for row in rows[:page_size]]
+                place: tuple[object, ...] = (jobs[-1].priority, rows[len(jobs) - 1][-2], jobs[-1].id) if jobs else ()
             case JobState.DEAD | JobState.SUCCEEDED | JobState.CANCELLED:
                 (parameters["before_id"],) = _unpack(page_token, _is_uuid) if page_token else (_LAST_UUID,)
                 statement = statements.LIST_DEAD if state is JobState.DEAD else statements.LIST_FINISHED
                 rows = await self._database.run(statement, parameters)
-                jobs = list(map(JobRecord._make, rows[:page_size]))
+                jobs = [JobRecord(*row[:-1]) for row in rows[:page_size]]
                 place = (jobs[-1].id,) if jobs else ()
             case _:
                 assert_never(state)
-        return Page(jobs=jobs, next_token=_pack(*place) if len(rows) > page_size else "")
+        found = rows[0][-1] if rows else 0
+        return Page(jobs=jobs, next_token=_pack(*place) if found > len(jobs) else "")
 
     async def stats(self, org: OrgId, queue: QueueName | None, *, include_finished: bool) -> list[QueueCounts]:
         """Counts by state, by queue. Raises UnknownQueue where one was named."""

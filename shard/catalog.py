@@ -7,8 +7,10 @@ epoch, and so changes nothing when it comes late or a second time. The steps on 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import psycopg
 
@@ -20,6 +22,21 @@ from shard.vocabulary import OrgId, ShardName, Slot
 
 # Whoever changes the catalog takes turns on this advisory lock; any number, the same in every release.
 _LOCK = 0x77696E64_63617461
+
+
+class Holding(NamedTuple):
+    """What of the catalog one shard holds."""
+
+    # That write there.
+    slots: int = 0
+    # That only read there: their new jobs go elsewhere by now.
+    leaving: int = 0
+    # Pinned orgs, either way.
+    pins: int = 0
+
+    def __str__(self) -> str:
+        pins = f" and {self.pins:,} pinned orgs" if self.pins else ""
+        return f"{self.slots + self.leaving:,} slots{pins}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +53,17 @@ class Catalog:
 
     def placement(self, org: OrgId) -> Placement:
         return self.slots[self.slot(org)]
+
+    def holdings(self) -> dict[ShardName, Holding]:
+        """Of every shard that holds something."""
+        hashed, pinned = self.slots[:SLOTS], self.slots[SLOTS:]
+        slots = Counter(shard for placement in hashed for shard in placement.writes)
+        leaving = Counter(shard for one in hashed for shard in one.reads if shard not in one.writes)
+        pins = Counter(shard for one in pinned for shard in {*one.writes, *one.reads})
+        return {
+            shard: Holding(slots=slots[shard], leaving=leaving[shard], pins=pins[shard])
+            for shard in sorted({*slots, *leaving, *pins})
+        }
 
     def slots_written_by(self, shard: ShardName) -> list[Slot]:
         return [Slot(slot) for slot, placement in enumerate(self.slots) if shard in placement.writes]
@@ -65,6 +93,11 @@ async def found(database: Database, *, cluster: str, weights: Mapping[ShardName,
         cursor = await connection.execute(statements.READ_CATALOG_CLUSTER)
         row = await cursor.fetchone()
         if row is None:
+            if not any(weights.values()):
+                raise Misconfigured(
+                    "no shard of the cluster file can be dealt the slots of a new cluster: give one that is active a "
+                    "weight above 0"
+                )
             await connection.execute(statements.FOUND_CATALOG, {"cluster": cluster})
             await connection.execute(statements.PLACE_SLOTS, {"shards": plan([None] * SLOTS, weights)})
         elif row[0] != cluster:
@@ -73,7 +106,7 @@ async def found(database: Database, *, cluster: str, weights: Mapping[ShardName,
                 "correct the cluster file"
             )
     catalog = await read(database)
-    placed = {shard for placement in catalog.slots for shard in (*placement.writes, *placement.reads)}
+    placed = {shard for shard, holding in catalog.holdings().items() if holding.slots or holding.leaving}
     missing = sorted(placed - set(weights))
     if missing:
         raise Misconfigured(

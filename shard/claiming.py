@@ -12,6 +12,7 @@ from shard import arrays, partitions, statements
 from shard.database import Database
 from shard.errors import ShardUnavailable
 from shard.floor import Floors
+from shard.halving import by_halves
 from shard.interning import Names
 from shard.lease import token_prefix
 from shard.vocabulary import MAX_ATTEMPTS_DEFAULT, Claimed, OrgId, QueueId, QueueName
@@ -50,6 +51,7 @@ class _Taker:
     jobs: list[Claimed] = field(default_factory=list[Claimed])
     # Of those it took last, some were only set aside, or there was no room for a first one: others may wait.
     again: bool = True
+    error: Exception | None = None
 
     @property
     def wants(self) -> int:
@@ -67,32 +69,38 @@ class Claiming:
         self._floors = floors
 
     async def together(self, asks: Sequence[Ask]) -> list[Taken | Exception]:
-        """Leases jobs to each taker. ShardUnavailable for those who have none when the shard goes away."""
+        """Leases jobs to each taker. Whatever goes wrong then, what is leased is handed out: nobody else could give it
+        out before its window ends. Who has none is told what went wrong."""
         takers = [_Taker(ask=ask) for ask in asks]
-        failed: ShardUnavailable | None = None
+        away: ShardUnavailable | None = None
         # Each turn for want of room serves one taker at least.
         for _ in range(_TURNS_MAX + len(takers)):
             rest = [taker for taker in takers if taker.again and taker.wants > 0 and taker.room > 0]
-            if not rest or failed is not None:
+            if not rest or away is not None:
                 break
-            while rest and failed is None:
+            while rest and away is None:
                 now, rest = _apart(rest)
-                try:
-                    await self._claim(now)
-                except ShardUnavailable as error:
-                    # What is leased by now is handed out: nobody else could give it out before its window ends.
-                    failed = error
+                for taker, error in zip(now, await by_halves(self._claim, now), strict=True):
+                    taker.error = error
+                    if isinstance(error, ShardUnavailable):
+                        away = error
+        taken: list[Taken | Exception] = []
         for taker in takers:
-            taker.jobs.sort(key=_order)
-        return [
-            Taken(token_prefix(self._database.name, taker.number), taker.jobs)
-            if taker.jobs or failed is None
-            else failed
-            for taker in takers
-        ]
+            error = taker.error or away
+            if taker.jobs or error is None:
+                taker.jobs.sort(key=_order)
+                taken.append(Taken(token_prefix(self._database.name, taker.number), taker.jobs))
+            else:
+                taken.append(error)
+        return taken
 
-    async def _claim(self, takers: Sequence[_Taker]) -> None:
-        """Once, for takers whose queues are the same or have nothing in common."""
+    async def _claim(self, takers: Sequence[_Taker]) -> list[Exception | None]:
+        """Once, for takers whose queues are the same or have nothing in common. Answers what went wrong for each of
+        them after it was leased what fits; raises what went wrong before anything was leased.
+
+        With one exception: where a connection is lost before the answer has come, the statement is run again on another
+        one, and jobs that the first run may have leased are nobody's. Nobody here knows which they are, and leases have
+        no index. They come back when their window ends; there are no more of them in a run than were asked for."""
         groups: dict[tuple[OrgId, tuple[QueueName, ...]], list[_Taker]] = {}
         for taker in takers:
             taker.again = False
@@ -107,7 +115,7 @@ class Claiming:
             columns.add(org, found, sharers, self._floors)
             asked.update((number, queue) for queue, number in found.items())
         if not asked:
-            return
+            return [None] * len(takers)
         room = min(taker.room for taker in takers)
         rows = await self._database.run(statements.CLAIM, {**columns.parameters(), "bytes_max": room})
         by_lease = {taker.number: taker for taker in takers}
@@ -125,16 +133,17 @@ class Claiming:
             # The others' jobs may have left no room for theirs.
             for taker in takers:
                 taker.again = True
+        errors: dict[int, Exception] = {}
         for number, jobs in unfit.items():
             taker = by_lease[number]
             try:
                 await self._set_aside(taker.ask.org, jobs, number)
-            except ShardUnavailable:
-                # What fits is leased by now, and nobody else can give it out. The rest is tried again after its window.
-                if len(unfit) == 1 and len(takers) == 1 and not taker.jobs:
-                    raise
+            except Exception as error:  # noqa: BLE001 - the others have nothing to do with it
+                # These are tried again after their window; given back now, they would be claimed and fail at once.
+                errors[number] = error
             else:
                 taker.again = True
+        return [errors.get(taker.number) for taker in takers]
 
     async def _set_aside(self, org: OrgId, jobs: list[Claimed], lease: int) -> None:
         """What a claim found past its time is cancelled; what it found out of attempts is dead."""

@@ -7,6 +7,8 @@
     name = "s1"
     dsn = "postgresql://windrow@db1/windrow"      # or dsn_env = "S1_DSN", or dsn_file = "/run/secrets/s1"
     weight = 1                                    # share of the slots; default 1
+    state = "active"                              # what it does; default active
+    labels = { region = "eu" }                    # what operators and tools know it by; default none
 
     [catalog]                                     # optional; default: the first shard's database
     dsn = "..."
@@ -19,12 +21,14 @@ deploy/cluster.example.toml explains every key.
 from __future__ import annotations
 
 import difflib
+import enum
+import hashlib
 import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from psycopg import ProgrammingError
 from psycopg.conninfo import conninfo_to_dict
@@ -32,9 +36,42 @@ from psycopg.conninfo import conninfo_to_dict
 from shard.lease import shard_tag
 from shard.vocabulary import ShardName
 
+_LABELS_MAX = 16
+
 
 class ClusterFileError(ValueError):
     """The cluster file cannot be used; the message says where, what and what to do. Nothing was changed."""
+
+
+class ShardState(enum.Enum):
+    """What a shard does, as its operator wants it. It can be looked at in every state but `off`."""
+
+    # Whether it takes enqueues, gives jobs, and takes changes of what it has: acks and the like, and those of queues.
+    ACTIVE = "active", True, True, True
+    # Its share of the slots is 0: the balancer moves them away.
+    DRAINING = "draining", True, True, True
+    ENQUEUE_ONLY = "enqueue_only", True, False, True
+    DEQUEUE_ONLY = "dequeue_only", False, True, True
+    READ_ONLY = "read_only", False, False, False
+    # It is not contacted.
+    OFF = "off", False, False, False
+
+    takes_enqueues: bool
+    gives_jobs: bool
+    takes_changes: bool
+
+    def __new__(cls, word: str, takes_enqueues: bool, gives_jobs: bool, takes_changes: bool) -> Self:
+        state = object.__new__(cls)
+        state._value_ = word
+        state.takes_enqueues = takes_enqueues
+        state.gives_jobs = gives_jobs
+        state.takes_changes = takes_changes
+        return state
+
+    @property
+    def word(self) -> str:
+        """As the file has it."""
+        return str(self._value_)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +80,13 @@ class ShardEntry:
     # Holds a password: never shown.
     dsn: str = field(repr=False)
     weight: float = 1.0
+    state: ShardState = ShardState.ACTIVE
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def share(self) -> float:
+        """What it weighs where slots are placed."""
+        return 0.0 if self.state is ShardState.DRAINING else self.weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +94,16 @@ class Cluster:
     name: str
     shards: tuple[ShardEntry, ...]
     catalog_dsn: str = field(repr=False)
+    # The shard whose database holds the catalog; None: the file names a database for it.
+    catalog_shard: ShardName | None = None
     # The file's other tables, for those who own them.
     tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+    # What messages about the file begin with.
+    source: str = "cluster file"
+    # Which text it was: what `sha256sum` says begins with this.
+    digest: str = ""
+    # What `dsn_file` names.
+    dsn_files: tuple[Path, ...] = ()
 
     def shard(self, name: str) -> ShardEntry | None:
         return next((entry for entry in self.shards if entry.name == name), None)
@@ -59,11 +111,22 @@ class Cluster:
 
 def read_cluster(path: Path) -> Cluster:
     """The cluster that a file describes. Raises ClusterFileError."""
+    return parse_cluster(read_text(path), source=str(path))
+
+
+def read_text(path: Path) -> str:
+    """The file as it is. Raises ClusterFileError."""
     try:
-        text = path.read_text()
+        # No line end is changed, for the digest's sake.
+        return path.read_bytes().decode()
     except OSError as error:
         raise ClusterFileError(f"{path}: {error.strerror}; name another with --config or WINDROW_CONFIG") from error
-    return parse_cluster(text, source=str(path))
+    except UnicodeDecodeError as error:
+        raise ClusterFileError(f"{path}: not TOML: not UTF-8 at byte {error.start}") from error
+
+
+def digest_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def parse_cluster(text: str, *, source: str, environ: Mapping[str, str] = os.environ) -> Cluster:
@@ -80,13 +143,20 @@ def parse_cluster(text: str, *, source: str, environ: Mapping[str, str] = os.env
         raise ClusterFileError(f"{source}: no [[shard]]: a cluster needs one or more")
     shards = tuple(_shard(entry, at, source, environ) for at, entry in enumerate(cast("list[object]", entries), 1))
     _refuse_twins(shards, source)
+    if all(entry.share == 0 for entry in shards):
+        raise ClusterFileError(f"{source}: every shard has weight 0 or is draining; at least one must take slots")
     catalog = _table(document, "catalog", source)
     known_keys(catalog, {"dsn", "dsn_env", "dsn_file"}, where=f"{source}: [catalog]")
+    named = [catalog, *cast("list[dict[str, object]]", entries)]
     return Cluster(
         name=_text(cluster.get("name", "windrow"), f"{source}: [cluster] name"),
         shards=shards,
         catalog_dsn=_dsn(catalog, f"{source}: [catalog]", environ) if catalog else shards[0].dsn,
+        catalog_shard=None if catalog else shards[0].name,
         tables={"router": _table(document, "router", source)},
+        source=source,
+        digest=digest_of(text),
+        dsn_files=tuple(Path(str(table["dsn_file"])) for table in named if "dsn_file" in table),
     )
 
 
@@ -117,14 +187,39 @@ def _shard(value: object, at: int, source: str, environ: Mapping[str, str]) -> S
     if not isinstance(value, dict):
         raise ClusterFileError(f"{where}: must be a table")
     entry = cast("dict[str, Any]", value)
-    known_keys(entry, {"name", "dsn", "dsn_env", "dsn_file", "weight"}, where=where)
+    known_keys(entry, {"name", "dsn", "dsn_env", "dsn_file", "weight", "state", "labels"}, where=where)
     if "name" not in entry:
         raise ClusterFileError(f"{where}: has no name")
     name = ShardName(_text(entry["name"], f"{where}: name"))
+    where = f"{where} ({name})"
     weight: object = entry.get("weight", 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= 1_000_000:
-        raise ClusterFileError(f"{where} ({name}): weight must be a number from 0 to 1000000, not {weight!r}")
-    return ShardEntry(name=name, dsn=_dsn(entry, f"{where} ({name})", environ), weight=float(weight))
+        raise ClusterFileError(f"{where}: weight must be a number from 0 to 1000000, not {weight!r}")
+    return ShardEntry(
+        name=name,
+        dsn=_dsn(entry, where, environ),
+        weight=float(weight),
+        state=_state(entry.get("state", "active"), where),
+        labels=_labels(entry.get("labels", {}), where),
+    )
+
+
+def _state(value: object, where: str) -> ShardState:
+    states = {state.word: state for state in ShardState}
+    if not isinstance(value, str) or value not in states:
+        near = difflib.get_close_matches(str(value), states, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it is one of {', '.join(states)}"
+        raise ClusterFileError(f"{where}: unknown state {value!r}; {hint}")
+    return states[value]
+
+
+def _labels(value: object, where: str) -> Mapping[str, str]:
+    if not isinstance(value, dict):
+        raise ClusterFileError(f'{where}: labels must be a table, such as {{ region = "eu" }}, not {value!r}')
+    labels = cast("dict[str, object]", value)
+    if len(labels) > _LABELS_MAX:
+        raise ClusterFileError(f"{where}: {len(labels)} labels; a shard has {_LABELS_MAX} at most")
+    return {_text(key, f"{where}: label"): _text(text, f"{where}: label {key}") for key, text in labels.items()}
 
 
 def _dsn(table: Mapping[str, Any], where: str, environ: Mapping[str, str]) -> str:
@@ -141,9 +236,14 @@ def _dsn(table: Mapping[str, Any], where: str, environ: Mapping[str, str]) -> st
                 raise ClusterFileError(f"{where}: the environment variable {value} (dsn_env) is not set")
         case "dsn_file":
             try:
-                dsn = Path(value).read_text().strip()
+                dsn = Path(value).read_bytes().decode().strip()
             except OSError as error:
                 raise ClusterFileError(f"{where}: dsn_file {value}: {error.strerror}") from error
+            except UnicodeDecodeError:
+                # Which shows what it could not decode.
+                raise ClusterFileError(f"{where}: dsn_file {value}: is not UTF-8") from None
+            if not dsn:
+                raise ClusterFileError(f"{where}: dsn_file {value}: is empty")
         case _:
             dsn = value
     try:
@@ -161,5 +261,3 @@ def _refuse_twins(shards: tuple[ShardEntry, ...], source: str) -> None:
         if twin is not entry.name:
             why = "appears twice" if twin == entry.name else f"collides with {twin!r} in lease tokens; rename one"
             raise ClusterFileError(f"{source}: shard name {entry.name!r} {why}")
-    if all(entry.weight == 0 for entry in shards):
-        raise ClusterFileError(f"{source}: every shard has weight 0; at least one must take slots")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
+import select
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
@@ -165,7 +166,14 @@ class Connection(AsyncConnection[tuple[Any, ...]]):
         pgconn, results = self.pgconn, self._results
         try:
             pgconn.consume_input()
-            while not pgconn.is_busy():
+            while True:
+                if pgconn.is_busy():
+                    if not _has_more(self._heard):
+                        return
+                    # uvloop tells of a reset connection once, and then listens no more: also where the server's last
+                    # words were still to be read, and what comes after them.
+                    pgconn.consume_input()
+                    continue
                 result = pgconn.get_result()
                 if result is None:
                     break
@@ -173,8 +181,6 @@ class Connection(AsyncConnection[tuple[Any, ...]]):
                 if result.status in _COPYING:
                     # This result would come again and again. The connection is of no more use.
                     break
-            else:
-                return
         except psycopg.Error as error:
             # Also between two statements: whoever sends the next one finds out.
             self._lost = error
@@ -196,18 +202,33 @@ class Connection(AsyncConnection[tuple[Any, ...]]):
         """Ends the statement that nobody waits for any more, so that the connection is of use to others."""
         if self.pgconn.transaction_status != TransactionStatus.ACTIVE:
             return
-        self._answered = self._loop.create_future()
+        self._answered = answered = self._loop.create_future()
+        cancelling = asyncio.create_task(self.cancel_safe())
         try:
             async with asyncio.timeout(_ABANDONED_S_MAX):
-                await self.cancel_safe()
-                await self._answered
+                await asyncio.wait({cancelling, answered}, return_when=asyncio.FIRST_COMPLETED)
+                # One that broke meanwhile has nothing left to cancel; else what is on its way must not meet the next.
+                if self._lost is None:
+                    await cancelling
+                    await answered
         except BaseException as error:
             await self.close()
             if not isinstance(error, psycopg.Error | TimeoutError):
                 raise
+        finally:
+            # Whatever becomes of it, nobody is interested any more.
+            cancelling.add_done_callback(lambda done: done.cancelled() or done.exception())
+            cancelling.cancel()
 
     def _stop_listening(self) -> None:
         if self._heard >= 0:
             self._loop.remove_reader(self._heard)
             self._loop.remove_writer(self._heard)
             self._heard = -1
+
+
+def _has_more(socket: int) -> bool:
+    """Whether there is something to read: bytes, an error, or the end."""
+    poll = select.poll()
+    poll.register(socket, select.POLLIN)
+    return bool(poll.poll(0))

@@ -2,15 +2,16 @@
 
 Every statement runs in a transaction of its own (autocommit), so that a statement is an act: done or not done. A
 broken connection is tried again here, a few times, because every statement of the queue may be repeated: it names
-the ids or the lease it is about.
+the ids or the lease it is about. A server that does not answer is left alone until it does (shard/breaker.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
+import os
 import random
+import socket
 import struct
 import weakref
 from collections import deque
@@ -22,17 +23,18 @@ import psycopg
 from opentelemetry import trace
 from psycopg.abc import Buffer
 from psycopg.adapt import Dumper, Loader
+from psycopg.conninfo import make_conninfo
 from psycopg.postgres import types
 from psycopg.pq import Format, TransactionStatus
 from psycopg.types.numeric import Int8BinaryDumper
 from psycopg_pool import AsyncConnectionPool, PoolClosed, PoolTimeout
 
 from shard.arrays import Blobs, Texts
+from shard.breaker import OVERDUE_S, Breaker, first_line
 from shard.connection import Connection
 from shard.errors import ShardUnavailable
 from shard.vocabulary import ShardName
 
-_log = logging.getLogger(__name__)
 _TRACER = trace.get_tracer("windrow.shard")
 _EPOCH_2000_US = 946_684_800_000_000
 _unpack_int8 = struct.Struct("!q").unpack
@@ -86,18 +88,22 @@ class _TextsDumper(_BlobsDumper):
     oid = types["text"].array_oid
 
 
-# Between two tries to connect: an outage is over for us this soon after it is over, however long it was.
-_RECONNECT_S = 1.0
+# Between two tries to connect, where connecting fails and the server is there for the connections that stand.
+_RECONNECT_S = 0.5
 _CONNECT_S_MAX = 5
+# The least that libpq knows. A probe that takes longer has others beside it.
+_PROBE_CONNECT_S_MAX = 2
 # Then the pool has a connection back for a moment, to put a new one in the place of an old one.
 _KEPT_S_MAX = 60.0
 _WAITING_MAX = 1000
+_CLOSED = "this router has closed its connections to it"
 
 
 class _Connection(Connection):
     """Tries until it is connected and ready for statements, and says each time that it is not. The pool's own pauses
     would double up to minutes."""
 
+    dsn = ""
     kept_until_s = 0.0
 
     @classmethod
@@ -105,13 +111,16 @@ class _Connection(Connection):
         cls,
         conninfo: str = "",
         *,
+        dsn: Callable[[], str],
         configure: Callable[[Self], Awaitable[None]],
         failed: Callable[[Exception], None],
+        breaker: Breaker,
         closing: asyncio.Event,
         **kwargs: Any,
     ) -> Self:
-        while True:
+        while not closing.is_set():
             try:
+                conninfo = dsn()
                 connection = await super().connect(conninfo, **kwargs)
                 try:
                     async with asyncio.timeout(_CONNECT_S_MAX):
@@ -119,20 +128,26 @@ class _Connection(Connection):
                 except BaseException:
                     await connection.close()
                     raise
-                return connection
+                if conninfo == dsn():
+                    connection.dsn = conninfo
+                    return connection
+                # Meanwhile the database has gone over to another server.
+                await connection.close()
             except (psycopg.Error, TimeoutError) as error:
                 failed(error)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(closing.wait(), _RECONNECT_S * random.uniform(0.5, 1.0))
-                if closing.is_set():
-                    raise
+                if breaker.trouble is None:
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(closing.wait(), _RECONNECT_S * random.uniform(0.5, 1.0))
+                await breaker.until_closed()
+        raise psycopg.OperationalError("closed before it was connected")
 
 
 class Database:
     """A pool of connections to one shard.
 
-    `run` and `transaction` raise ShardUnavailable when the server cannot be reached or has no connection free within
-    `wait_s`, at once while it is known to be away; other database errors pass as psycopg made them.
+    `run` and `transaction` raise ShardUnavailable when the server cannot be reached, does not answer, or has no
+    connection free within `wait_s`; at once while it is known to be away. Other database errors pass as psycopg made
+    them.
     """
 
     def __init__(
@@ -142,9 +157,14 @@ class Database:
         self._wait_s = wait_s
         self._tries = connections + 2
         self._settings: LiteralString = _BOOKS_SETTINGS if for_books else _QUEUE_SETTINGS
+        self._dsn = dsn
+        self._breaker = Breaker(name, ask=self._ask, opened=self._went_away)
         # Why the latest try to connect failed; None once one has succeeded since.
-        self._away: str | None = None
+        self._refused: str | None = None
         self._alive: weakref.WeakSet[_Connection] = weakref.WeakSet()
+        # Those that somebody uses, and since when; the longest first.
+        self._busy: dict[_Connection, float] = {}
+        self._watch: asyncio.TimerHandle | None = None
         self._waiting: set[asyncio.Timeout] = set()
         # Connections stay here between two statements: taking one from the pool and giving it back costs more than a
         # statement does. `_unclaimed` is how many more the pool has for us, or will have.
@@ -154,9 +174,9 @@ class Database:
         # while one of the two is left.
         self._line: deque[asyncio.Future[_Connection | None]] = deque()
         self._checking: asyncio.Task[None] | None = None
+        self._renewing: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
         self._pool: AsyncConnectionPool[_Connection] = AsyncConnectionPool(
-            dsn,
             connection_class=_Connection,
             min_size=1 if for_books else connections,
             max_size=connections,
@@ -164,8 +184,10 @@ class Database:
             timeout=wait_s,
             name=f"{name}/{'books' if for_books else 'queue'}",
             kwargs={
+                "dsn": lambda: self._dsn,
                 "configure": self._configure,
                 "failed": self._connect_failed,
+                "breaker": self._breaker,
                 "closing": self._closing,
                 "autocommit": True,
                 "application_name": "windrow",
@@ -188,8 +210,16 @@ class Database:
 
     async def close(self) -> None:
         self._closing.set()
+        if self._watch is not None:
+            self._watch.cancel()
+        await self._breaker.end()
         await self._pool.close(timeout=2.0)
         await self._return_kept()
+
+    async def reconnect(self, dsn: str) -> None:
+        """Goes over to another DSN. Statements under way end where they are."""
+        self._dsn = dsn
+        await self._renew()
 
     async def run(self, statement: bytes, parameters: Mapping[str, object]) -> list[Any]:
         """Runs one statement in its own transaction and fetches its rows (none for a statement that returns none)."""
@@ -204,8 +234,8 @@ class Database:
                 if not tries_left:
                     raise
             except (psycopg.OperationalError, psycopg.errors.ReadOnlySqlTransaction) as error:
-                if not tries_left or not _connection_lost(error):
-                    raise self._unavailable(error) from error
+                if not tries_left or not _connection_lost(error) or self._breaker.trouble is not None:
+                    raise self._unavailable(first_line(error)) from error
                 # The server went away under this connection, and so most likely under the pooled ones.
                 await self._check_pool()
         raise AssertionError("unreachable")
@@ -217,11 +247,15 @@ class Database:
             async with self._connection() as connection, connection.transaction():
                 yield connection
         except (psycopg.OperationalError, psycopg.errors.ReadOnlySqlTransaction) as error:
-            raise self._unavailable(error) from error
+            raise self._unavailable(first_line(error)) from error
 
     @contextlib.asynccontextmanager
     async def _connection(self) -> AsyncGenerator[_Connection]:
         connection = await self._take()
+        loop = asyncio.get_running_loop()
+        self._busy[connection] = loop.time()
+        if self._watch is None:
+            self._watch = loop.call_later(OVERDUE_S, self._look_for_overdue)
         try:
             yield connection
         except psycopg.errors.ReadOnlySqlTransaction:
@@ -229,13 +263,14 @@ class Database:
             await connection.close()
             raise
         finally:
+            del self._busy[connection]
             await self._give_back(connection)
 
     async def _take(self) -> _Connection:
         if self._closing.is_set():
-            raise ShardUnavailable(self.name, "this router is shutting down")
-        if self._is_away():
-            raise ShardUnavailable(self.name, self._away or "")
+            raise ShardUnavailable(self.name, _CLOSED)
+        if self._breaker.trouble is not None:
+            raise ShardUnavailable(self.name, self._breaker.trouble)
         if self._kept:
             return self._kept.pop()
         if len(self._waiting) >= _WAITING_MAX:
@@ -248,10 +283,9 @@ class Database:
                 finally:
                     self._waiting.discard(patience)
         except (PoolTimeout, TimeoutError) as error:
-            why = self._away if self._is_away() else f"no connection within {self._wait_s:g} s"
-            raise ShardUnavailable(self.name, why or "it went away") from error
+            raise self._unavailable(f"no connection within {self._wait_s:g} s") from error
         except PoolClosed as error:
-            raise ShardUnavailable(self.name, "this router is shutting down") from error
+            raise ShardUnavailable(self.name, _CLOSED) from error
 
     async def _wait_in_line(self) -> _Connection:
         connection = None
@@ -273,7 +307,8 @@ class Database:
             except BaseException:
                 self._pass_on(None)
                 raise
-            connection.kept_until_s = asyncio.get_running_loop().time() + _KEPT_S_MAX
+            if connection.dsn == self._dsn:
+                connection.kept_until_s = asyncio.get_running_loop().time() + _KEPT_S_MAX
         return connection
 
     def _pass_on(self, connection: _Connection | None) -> None:
@@ -294,10 +329,11 @@ class Database:
             and not self._closing.is_set()
             and asyncio.get_running_loop().time() < connection.kept_until_s
         ):
+            self._breaker.answers += 1
             self._pass_on(connection)
             return
         if connection.closed:
-            self._give_up_waiting()
+            self._look_whether_cut_off()
         # Also when the caller was cancelled: the pool looks at the connection's state and mends or drops it.
         await asyncio.shield(self._return(connection))
 
@@ -311,27 +347,63 @@ class Database:
         while self._kept:
             await self._return(self._kept.pop())
 
-    def _is_away(self) -> bool:
-        """No connection is left, and the latest try to make one has failed: nobody need wait to know."""
-        return self._away is not None and all(connection.closed for connection in self._alive)
-
     def _connect_failed(self, error: Exception) -> None:
-        if self._away is None:
-            _log.warning("shard %r cannot be reached: %s", self.name, _first_line(error))
-        self._away = _first_line(error)
-        self._give_up_waiting()
+        self._refused = first_line(error)
+        self._look_whether_cut_off()
 
-    def _give_up_waiting(self) -> None:
-        if self._is_away():
-            now = asyncio.get_running_loop().time()
-            for patience in self._waiting:
-                if not patience.expired():
-                    patience.reschedule(now)
-            self._waiting.clear()
+    def _look_whether_cut_off(self) -> None:
+        """No connection is left, and the latest try to make one has failed: nobody need wait to know."""
+        if self._refused is not None and all(connection.closed for connection in self._alive):
+            self._breaker.open(self._refused)
+
+    def _look_for_overdue(self) -> None:
+        self._watch = None
+        if self._busy:
+            loop = asyncio.get_running_loop()
+            if loop.time() - next(iter(self._busy.values())) >= OVERDUE_S:
+                self._breaker.doubt()
+            self._watch = loop.call_later(OVERDUE_S / 2, self._look_for_overdue)
+
+    async def _ask(self) -> None:
+        """Returns once the server has answered. Raises TimeoutError, and what psycopg raises where it is refused."""
+        if self._kept and self._breaker.trouble is None:
+            async with self._connection() as kept:
+                await kept.run(b"SELECT 1", {})
+            return
+        dsn = make_conninfo(self._dsn, connect_timeout=_PROBE_CONNECT_S_MAX, application_name="windrow probe")
+        busy = next((connection for connection in self._busy if not connection.closed), None)
+        if busy is not None and self._breaker.trouble is None:
+            # The very server that is in doubt, and none that the DSN names before it.
+            server = busy.info
+            dsn = make_conninfo(dsn, host=server.host, hostaddr=server.hostaddr or None, port=server.port)
+        try:
+            async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as new:
+                await new.execute("SELECT 1")
+        except psycopg.errors.ConnectionTimeout as error:
+            raise TimeoutError from error
+
+    def _went_away(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        for patience in self._waiting:
+            if not patience.expired():
+                patience.reschedule(now_s)
+        self._waiting.clear()
+        for connection in list(self._alive):
+            hang_up(connection)
+        self._renewing = asyncio.create_task(self._renew())
+
+    async def _renew(self) -> None:
+        """Has the connections that nobody uses made anew, and the others when they are given back."""
+        await self._pool.drain()
+        for connection in list(self._alive):
+            connection.kept_until_s = 0.0
+        await self._return_kept()
 
     async def _check_pool(self) -> None:
         """Drops what is broken of the connections that nobody uses. In a task of its own, which nobody's cancellation
         reaches: the pool would lose the connection that it is looking at, and the cancellation with it."""
+        # Also the check may meet with silence.
+        self._breaker.doubt()
         if self._checking is None or self._checking.done():
             self._checking = asyncio.create_task(self._check())
         await asyncio.shield(self._checking)
@@ -339,6 +411,7 @@ class Database:
     async def _check(self) -> None:
         await self._return_kept()
         await self._pool.check()
+        self._look_whether_cut_off()
 
     async def _configure(self, connection: _Connection) -> None:
         await connection.execute(self._settings)
@@ -348,9 +421,7 @@ class Database:
         connection.adapters.register_dumper(Blobs, _BlobsDumper)
         connection.adapters.register_dumper(Texts, _TextsDumper)
         self._alive.add(connection)
-        if self._away is not None:
-            _log.info("shard %r is reached again", self.name)
-        self._away = None
+        self._refused = None
 
     def _span(self, statement: bytes) -> AbstractContextManager[trace.Span]:
         name = getattr(statement, "name", "statement")
@@ -365,12 +436,15 @@ class Database:
             },
         )
 
-    def _unavailable(self, error: psycopg.Error) -> ShardUnavailable:
-        return ShardUnavailable(self.name, _first_line(error))
+    def _unavailable(self, why: str) -> ShardUnavailable:
+        """What the breaker knows goes before what one connection has met with."""
+        return ShardUnavailable(self.name, self._breaker.trouble or why)
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def hang_up(connection: psycopg.AsyncConnection[Any]) -> None:
+    """Ends a connection from outside: whoever waits on it finds it closed, as though the server had done it."""
+    with contextlib.suppress(psycopg.Error, OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.shutdown(socket.SHUT_RDWR)
 
 
 def _connection_lost(error: psycopg.Error) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 import psycopg
 
 from shard import statements
-from shard.database import Database
+from shard.database import Database, hang_up
 from shard.errors import ShardUnavailable
 from shard.vocabulary import QueueId
 
@@ -35,6 +35,7 @@ class Doorbell:
         self._dsn = dsn
         self._heard = heard
         self._me = secrets.token_hex(8)
+        self._listening: psycopg.AsyncConnection | None = None
         self._due: set[QueueId] = set()
         self._rung = asyncio.Event()
 
@@ -44,6 +45,12 @@ class Doorbell:
             return
         self._due.update(queues)
         self._rung.set()
+
+    def reconnect(self, dsn: str) -> None:
+        """From now on hears by another DSN."""
+        self._dsn = dsn
+        if self._listening is not None:
+            hang_up(self._listening)
 
     async def run(self) -> None:
         """Rings and listens until cancelled."""
@@ -80,6 +87,7 @@ class Doorbell:
                     keepalives_count=3,
                 )
                 async with connection:
+                    self._listening = connection
                     await connection.execute("LISTEN windrow_work")
                     # Whatever was rung before is not heard any more.
                     self._heard(None)
@@ -90,6 +98,7 @@ class Doorbell:
                 _log.debug("does not hear the doorbell: %s", error)
             except Exception:  # noqa: BLE001 - a hint less must not end this router
                 _log.exception("does not hear the doorbell")
+            self._listening = None
             await asyncio.sleep(_RECONNECT_S)
 
     def _hear(self, message: str) -> None:

@@ -7,7 +7,7 @@ show whose it is (shard/halving.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,9 +15,9 @@ import psycopg
 
 from shard import arrays, statements
 from shard.database import Database
-from shard.errors import BadIds, IdsOutsideHorizon, NotOwned, ShardUnavailable
+from shard.errors import BadIds, IdsOutsideHorizon, NotOwned, ShardUnavailable, TooManyQueues
 from shard.halving import ROW_ERRORS, by_halves
-from shard.interning import Name, Names
+from shard.interning import QUEUES_MAX, Name, Names
 from shard.placement import slot_of
 from shard.vocabulary import SPARSE_COLUMNS, JobId, Micros, NewJobs, OrgId, QueueId, QueueName, Slot
 
@@ -203,6 +203,8 @@ class Enqueuing:
         for _ in range(_TURNS_MAX):
             epochs = _least_epochs(calls)
             numbers = await self._names.make(epochs)
+            if len(numbers) < len(epochs):
+                raise _Refused(self._too_many_queues(calls, numbers))
             lanes = {number: name for name, number in numbers.items()}
             columns = _merged([call.jobs for call in calls])
             oldest, newest = min(columns.ids), max(columns.ids)
@@ -253,6 +255,14 @@ class Enqueuing:
                 raise _Refused(unowned)
             self._names.forget()
         raise ShardUnavailable(self._shard, "its queues keep changing their numbers")
+
+    def _too_many_queues(self, calls: Sequence[Call], made: Collection[Name]) -> dict[int, Exception]:
+        errors: dict[int, Exception] = {}
+        for turn, (jobs, _, _) in enumerate(calls):
+            unmade = {queue for queue in jobs.queues if (jobs.org, queue) not in made}
+            if unmade:
+                errors[turn] = TooManyQueues(self._shard, jobs.org, unmade, queues_max=QUEUES_MAX)
+        return errors
 
     def _outside_horizon(self, calls: Sequence[Call], now: int) -> dict[int, Exception]:
         oldest_ms = -(-(now - self._horizon_us) // 1000)

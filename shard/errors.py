@@ -9,12 +9,15 @@ ShardError
 ├── UnknownQueue          name another, or create it
 ├── QueueExists           alter it instead
 ├── QueueNotEmpty         purge it first
+├── TooManyQueues         use queues that the org has
 ├── UnknownShard          name one that ListShards lists
 ├── BadPageToken          begin at the first page
 └── Misconfigured         an operator must look: wrong database, schema too new, catalog of another cluster
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 from shard.vocabulary import Micros, OrgId, QueueName, ShardName, Slot
 
@@ -71,6 +74,18 @@ class QueueExists(ShardError):
 class QueueNotEmpty(ShardError):
     def __init__(self, org: OrgId, queue: QueueName) -> None:
         super().__init__(f"queue {queue!r} of org {org!r} still holds live or dead jobs; purge it first")
+
+
+class TooManyQueues(ShardError):
+    """These queues would be too many; nothing was stored."""
+
+    def __init__(self, shard: ShardName, org: OrgId, queues: Collection[QueueName], *, queues_max: int) -> None:
+        more = f" and {len(queues) - 1} more" if len(queues) > 1 else ""
+        super().__init__(
+            f"org {org!r} has {queues_max:,} queues on shard {shard!r}, the most that an org may have, and so no room "
+            f"for {min(queues)!r}{more}: use those it has, and tell jobs apart by kind and attributes"
+        )
+        self.queues = queues
 
 
 class UnknownShard(ShardError):

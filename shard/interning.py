@@ -12,6 +12,8 @@ from shard.errors import ShardUnavailable
 from shard.placement import slot_of
 from shard.vocabulary import OrgId, QueueId, QueueName
 
+# Of one org on one shard. A queue's row is never deleted, and a program that makes up names would make more for ever.
+QUEUES_MAX = 10_000
 _NAMES_MAX = 200_000
 _ASKED_AT_ONCE = 1000
 # How many times the database is asked anew after two names were found under one number.
@@ -55,24 +57,37 @@ class Names:
         return [known for queue in queues if (known := self._queue_ids.get((org, queue))) is not None]
 
     async def make(self, queues: Collection[Name]) -> dict[Name, QueueId]:
-        """All of the queues, bringing into being those that do not exist."""
+        """All of the queues, bringing into being those that do not exist; but for those whose org has too many."""
         found = await self.find(queues)
         if len(found) < len(queues):
             missing = [queue for queue in queues if queue not in found]
             for at in range(0, len(missing), _ASKED_AT_ONCE):
-                part = missing[at : at + _ASKED_AT_ONCE]
+                part = await self._with_room(missing[at : at + _ASKED_AT_ONCE])
+                if not part:
+                    continue
                 slots = {org: slot_of(org) for org, _ in part}
                 names = {
                     "orgs": arrays.texts(list(slots)),
                     "slots": arrays.numbers(slots.values()),
                     "queues": arrays.names({queue for _, queue in part}),
                 }
-                # Three statements, three transactions: each sees what rivals committed before it, and doing one twice
-                # is harmless.
+                # Each in a transaction of its own sees what rivals committed before it, and doing it twice is harmless.
                 await self._database.run(statements.INTERN_NAMES, names)
                 await self._database.run(statements.MAKE_QUEUES, _columns(part))
             found = await self.find(queues)
         return found
+
+    async def _with_room(self, queues: list[Name]) -> list[Name]:
+        """Those that their orgs may have. Rivals that look at the same moment may make a few more."""
+        orgs = {org for org, _ in queues}
+        parameters = {"orgs": arrays.texts(list(orgs)), "queues_max": QUEUES_MAX}
+        room = {org: QUEUES_MAX - there for org, there in await self._database.run(statements.COUNT_QUEUES, parameters)}
+        fitting: list[Name] = []
+        for org, queue in queues:
+            if room[org]:
+                room[org] -= 1
+                fitting.append((org, queue))
+        return fitting
 
     async def prove(self, queue_ids: Collection[QueueId]) -> None:
         """Forgets everything if one of these numbers is remembered for a queue that it does not name: claims would

@@ -8,6 +8,10 @@ from typing import NamedTuple
 
 from shard.vocabulary import JobId, Micros, Outcome, QueueName
 
+# An answer ends with the job that fills so much. With the largest job added (payload 1 MiB, result 64 KiB, attributes
+# 36 KiB, 50 errors of 8 KiB) it stays below 4 MiB, which is the most that gRPC clients take unless told otherwise.
+ANSWER_BYTES_MAX = 2 * 1024 * 1024
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
@@ -45,6 +49,8 @@ class JobRecord(NamedTuple):
     result: bytes | None
     reason: str | None
     history: str | None
+    # An answer that was full has no room for payload, attributes, result, reason and history.
+    whole: bool = True
 
     def attempts(self) -> list[Attempt]:
         """Ended attempts, oldest first. The latest may stand in the row alone: an ack writes no history, and an

@@ -25,6 +25,7 @@ def _load(name: str) -> Statement:
 ENQUEUE = _load("enqueue")
 FIND_KNOWN = _load("find_known")
 FIND_REFUSED_SLOTS = _load("find_refused_slots")
+COUNT_QUEUES = _load("count_queues")
 INTERN_NAMES = _load("intern_names")
 MAKE_QUEUES = _load("make_queues")
 FIND_QUEUE_IDS = _load("find_queue_ids")

@@ -24,7 +24,7 @@ from shard.halving import by_halves
 from shard.interning import Names
 from shard.lease import lease_of
 from shard.placement import FIRST_EPOCH
-from shard.records import JobRecord
+from shard.records import ANSWER_BYTES_MAX, JobRecord
 from shard.settling import Acks, Extends, Nack, Nacks, Releases, Settling, apart
 from shard.vocabulary import Answer, JobId, Lease, Micros, NewJobs, OrgId, QueueId, QueueName, ShardName
 
@@ -102,8 +102,8 @@ class Store:
     ) -> dict[int, JobId]:
         """Stores the jobs, all or none, each once. Answers the positions of those that were known already, with the
         id each is known under; all others are newly stored. `epoch`: of the placement by which this shard is their
-        writer, and by which its former owners have been asked (`known`). Raises NotOwned, BadIds, ShardUnavailable,
-        TooManyWaiting."""
+        writer, and by which its former owners have been asked (`known`). Raises NotOwned, BadIds, TooManyQueues,
+        ShardUnavailable, TooManyWaiting."""
         call = Call(jobs, handover, epoch)
         if not len(jobs):
             _tell_nothing(call)
@@ -190,7 +190,8 @@ class Store:
             )
             answers.update((JobId(name), Answer.DEPARTING if departing else Answer.OK) for name, departing in rows)
             missed = [job_id for job_id in rest if job_id not in answers]
-            states = {record.id: record.state for record in await self.get(org, missed, include_payload=False)}
+            there = await self.get(org, missed, include_payload=False, bytes_max=0)
+            states = {record.id: record.state for record in there}
             for job_id in missed:
                 match states.get(job_id):
                     case None:
@@ -207,8 +208,11 @@ class Store:
                 return [answers[job_id] for job_id in ids]
         raise ShardUnavailable(self.name, f"{len(rest)} job(s) of org {org!r} would not stand still; try again")
 
-    async def get(self, org: OrgId, ids: Sequence[JobId], *, include_payload: bool) -> list[JobRecord]:
-        """The jobs with these ids, in no particular order, wherever they are on this shard."""
+    async def get(
+        self, org: OrgId, ids: Sequence[JobId], *, include_payload: bool, bytes_max: int = ANSWER_BYTES_MAX
+    ) -> list[JobRecord]:
+        """The jobs with these ids, in their order, wherever they are on this shard; not whole behind the one that fills
+        `bytes_max`."""
         if not ids:
             return []
         rows = await self._database.run(
@@ -217,6 +221,7 @@ class Store:
                 "org": org,
                 "ids": arrays.plain(ids),
                 "include_payload": include_payload,
+                "bytes_max": bytes_max,
                 "oldest_ms": made_at_ms(min(ids)),
             },
         )

@@ -12,6 +12,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import LiteralString
 
+import psutil
 import psycopg
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
@@ -91,3 +92,20 @@ def _in_docker() -> Generator[Server, None, None]:
             superuser_dsn=dsn,
             owner_dsn=make_conninfo(dsn, user="windrow", password="windrow", dbname="postgres"),
         )
+
+
+@contextlib.contextmanager
+def frozen(postmaster: int) -> Generator[None, None, None]:
+    """A server that is there and does nothing: what a stuck disk looks like. What connects meanwhile is thawed too."""
+    main = psutil.Process(postmaster)
+    # The postmaster first: then there are no new ones.
+    main.suspend()
+    parts = [main, *main.children(recursive=True)]
+    for part in parts[1:]:
+        part.suspend()
+    try:
+        yield
+    finally:
+        for part in reversed(parts):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                part.resume()

@@ -18,14 +18,15 @@ class Recorder(Database):
     def __init__(self, name: ShardName, dsn: str, *, connections: int = 4) -> None:
         super().__init__(name, dsn, connections=connections)
         self.runs: list[Run] = []
-        self._failing: dict[bytes, int] = {}
+        self._failing: dict[bytes, tuple[int, Exception]] = {}
 
     async def run(self, statement: bytes, parameters: Mapping[str, object]) -> list[Any]:
         self.runs.append((statement, dict(parameters)))
         if statement in self._failing:
-            self._failing[statement] -= 1
-            if self._failing[statement] < 0:
-                raise ShardUnavailable(self.name, "the test says so")
+            after, error = self._failing[statement]
+            if after == 0:
+                raise error
+            self._failing[statement] = after - 1, error
         return await super().run(statement, parameters)
 
     def last(self, statement: bytes) -> Run:
@@ -35,9 +36,9 @@ class Recorder(Database):
         """How often the statement was run; `since`: not counting as many runs before."""
         return sum(run[0] == statement for run in self.runs[since:])
 
-    def fail(self, statement: bytes, *, after: int = 0) -> None:
-        """From now on, but for the next few, as though the shard had gone away before it was asked."""
-        self._failing[statement] = after
+    def fail(self, statement: bytes, *, after: int = 0, error: Exception | None = None) -> None:
+        """From now on, but for the next few, as though the shard had gone away before it was asked, or with this."""
+        self._failing[statement] = after, error or ShardUnavailable(self.name, "the test says so")
 
     def fail_no_more(self) -> None:
         self._failing.clear()

@@ -198,7 +198,7 @@ class Client:
 
     async def get(self, org: str, *ids: str) -> list[job_pb2.Job]:
         answer = await self.queue.GetJobs(queue_pb2.GetJobsRequest(org=org, ids=ids), timeout=PATIENCE_S)
-        assert list(answer.not_found) == []
+        assert [*answer.not_found, *answer.left_out] == []
         return list(answer.jobs)
 
     async def make_queue(self, org: str, *queues: str) -> str:

@@ -51,6 +51,8 @@ RETRIED = frozenset(
 # A dequeue that ran into its deadline may have leased jobs; trying again would lease more.
 RETRIED_DEQUEUE = frozenset({StatusCode.UNAVAILABLE, StatusCode.CANCELLED})
 
+_TOO_OLD = "it is no router, or older than this client: upgrade the routers first, then their clients"
+
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", _CHANNEL_BYTES_MAX),
     # An answer is as large as what was asked for. One refused here would leave its jobs leased by nobody.
@@ -259,9 +261,10 @@ class Calls:
 
     def _error(self, verb: str, failure: Failure, *, tries: int, spent_s: float) -> WindrowError:
         effort = f"{tries} tries in {spent_s:.1f} s" if tries > 1 else f"after {spent_s:.1f} s"
+        why = failure.message + (f"; {_TOO_OLD}" if failure.code is StatusCode.UNIMPLEMENTED else "")
         error = from_code(
             failure.code.value[0],
-            f"{verb} at {self.address}: {failure.message} [{failure.code.name}, {effort}]",
+            f"{verb} at {self.address}: {why} [{failure.code.name}, {effort}]",
             failure.violations,
         )
         error.retry_after = failure.retry_after_s

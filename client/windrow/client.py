@@ -20,6 +20,7 @@ from windrow.errors import (
     InvalidRequest,
     RouterError,
     Span,
+    Unavailable,
     Violation,
     WindrowError,
     alone,
@@ -342,15 +343,22 @@ class Client:
         return await _each(jobs, send)
 
     async def get_jobs(self, ids: Iterable[str], *, include_payload: bool = False) -> dict[str, JobRecord]:
-        """Looks jobs up by id, wherever they are; those that this org does not have are left out."""
+        """Looks jobs up by id, wherever they are; those that this org does not have are left out. Raises Unavailable
+        also if some are on a shard that does not answer, or may be."""
         listed = list(ids)
         found: dict[str, JobRecord] = {}
         for at in range(0, len(listed), JOBS_MAX):
-            request = queue_pb2.GetJobsRequest(
-                org=self.org, ids=listed[at : at + JOBS_MAX], include_payload=include_payload
-            )
-            response = await self.calls.call(lambda stub: stub.GetJobs, request)
-            found.update((job.id, read_record(job)) for job in response.jobs)
+            rest = listed[at : at + JOBS_MAX]
+            while rest:
+                request = queue_pb2.GetJobsRequest(org=self.org, ids=rest, include_payload=include_payload)
+                response = await self.calls.call(lambda stub: stub.GetJobs, request)
+                found.update((job.id, read_record(job)) for job in response.jobs)
+                if response.unavailable_shards and not {*found, *response.left_out}.issuperset(rest):
+                    away = ", ".join(response.unavailable_shards)
+                    raise Unavailable(f"not every job was found, and of the org's shards these did not answer: {away}")
+                if len(response.left_out) >= len(rest):
+                    raise RouterError(f"GetJobs at {self.calls.address} had no room for even one of {len(rest)} jobs")
+                rest = list(response.left_out)
         return found
 
     async def cancel_jobs(self, ids: Iterable[str], *, reason: str = "") -> list[Answer]:

@@ -7,8 +7,9 @@
     ├── NotFound              no such thing in this org
     ├── FailedPrecondition    the state it is in forbids this
     ├── PermissionDenied      ask whoever gives out access
+    ├── RouterTooOld          the router does not know this call: upgrade the routers first, then their clients
     ├── Unavailable           no router or shard answered; try again later, .retry_after s if set
-    ├── ResourceExhausted     too much at once, or too large; try again later with less
+    ├── ResourceExhausted     too much at once: try again after .retry_after s; where that is None, with less
     ├── DeadlineExceeded      the time ran out; whether the call took effect is not known: try again with the same ids
     ├── RouterError           the router failed in a way it has no name for: INTERNAL, UNKNOWN, ...
     └── ClientClosed          this client was closed, or belongs to another event loop or process
@@ -68,12 +69,16 @@ class PermissionDenied(WindrowError):
     """The caller is not known, or may not do this."""
 
 
+class RouterTooOld(WindrowError):
+    """The router does not know this call."""
+
+
 class Unavailable(WindrowError):
     """No router could be reached, or the router could not reach the org's shard."""
 
 
 class ResourceExhausted(WindrowError):
-    """The router is full, or the message was larger than it takes."""
+    """The router is full; or the message was larger than it takes, or the org would have too many queues."""
 
 
 class DeadlineExceeded(WindrowError):
@@ -100,6 +105,7 @@ _BY_CODE: dict[int, type[WindrowError]] = {
     8: ResourceExhausted,
     9: FailedPrecondition,
     10: Unavailable,
+    12: RouterTooOld,
     14: Unavailable,
     16: PermissionDenied,
 }

@@ -41,10 +41,10 @@ def encode_result(value: Payload) -> bytes:
     return result
 
 
-def error_text(text: str) -> str:
-    """The last 8 KiB of an error's text, in the form a Nack takes: no NUL, no half characters."""
+def error_text(text: str, *, bytes_max: int = ERROR_BYTES_MAX) -> str:
+    """The end of an error's text, in the form a Nack takes: no NUL, no half characters."""
     data = text.replace("\0", "�").encode(errors="replace")
-    return data[-ERROR_BYTES_MAX:].decode(errors="ignore")
+    return data[-bytes_max:].decode(errors="ignore")
 
 
 def seconds(span: Span) -> float:

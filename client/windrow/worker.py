@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from types import TracebackType
 from typing import NamedTuple, TypeVar, cast
 
 from opentelemetry import trace
@@ -30,7 +31,7 @@ from windrow.consume import Line, only_cause
 from windrow.errors import InvalidRequest, Kill, Retry, Span
 from windrow.jobs import Job, read_leased
 from windrow.leases import Held, Leases, Reach
-from windrow.payloads import Payload, duration, encode_result, seconds
+from windrow.payloads import ERROR_BYTES_MAX, Payload, duration, encode_result, error_text, seconds
 from windrow.settle import Backoff, Done, Failed, Fate, Settlements
 from windrow.signals import stopped_by_signals
 from windrow.tracing import fail
@@ -52,6 +53,8 @@ _AGAIN_FIRST_S, _AGAIN_MAX_S = 0.05, 2.0
 # A deploy under way heals within minutes; by then a job with 20 attempts has used ten of them.
 _NO_HANDLER_FIRST_S, _NO_HANDLER_MAX_S = 5.0, 600.0
 _FLUSH_S, _FLUSH_HURRIED_S = 5.0, 1.0
+# Of an error's first line: lists show it.
+_WHAT_CHARS_MAX = 200
 
 
 class _Registered(NamedTuple):
@@ -79,9 +82,12 @@ class Worker:
     coroutine handler whose lease has ended; a `def` handler cannot be cancelled and asks job.lost.is_set().
 
     A handler returns the job's result (see Payload; None: no result; at most 64 KiB), which acks the job. It raises to
-    nack it: Retry(after=...) and Kill("why") say how; any other exception leaves it to the retry policy, with the last
-    8 KiB of the traceback as the error. A kind without a handler is nacked with a delay of 5 s, doubling up to 10
-    minutes: a worker of an older release may be the one that got the job.
+    nack it: Retry(after=...) and Kill("why") say how; any other exception leaves it to the retry policy, and is kept as
+    the error: one line that tells it, then the end of its traceback, 8 KiB in all. A kind without a handler is nacked
+    with a delay of 5 s, doubling up to 10 minutes: a worker of an older release may be the one that got the job.
+
+    What fails is logged to `windrow.worker`, with job, kind and attempt: as WARNING (a Retry as INFO), and as ERROR
+    where it was the last attempt or a Kill; with the traceback of what a handler did not raise on purpose.
     """
 
     def __init__(
@@ -159,8 +165,8 @@ class Worker:
         On the way out: takes no more jobs, releases those not started, lets handlers finish for `grace`, then cancels
         and releases them, and sends the last acks. A thread that goes on is left alone, and its lease to run out.
 
-        Raises a WindrowError that time cannot heal, such as PermissionDenied. Cancelled, it cancels its handlers and
-        releases their jobs.
+        Raises a WindrowError that time cannot heal, such as PermissionDenied or RouterTooOld. Cancelled, it cancels its
+        handlers and releases their jobs.
         """
         if self._loop is not None:
             raise InvalidRequest(f"worker {self.name} has run already; make a new one")
@@ -288,8 +294,9 @@ class Worker:
         handler = self._handlers.get(job.kind)
         if handler is None:
             delay_s = min(_NO_HANDLER_MAX_S, _NO_HANDLER_FIRST_S * 2 ** min(job.attempt - 1, 10))
-            log.warning("%s: no handler for kind %r; job %s again in %.0f s", self.name, job.kind, job.id, delay_s)
-            return Failed(error=f"no handler for kind {job.kind!r} in worker {self.name}", delay_s=delay_s)
+            return self._failed(
+                job, Failed(error=f"no handler for kind {job.kind!r} in worker {self.name}", delay_s=delay_s)
+            )
         tracing = self.client.tracing
         if not tracing.follows(job):
             return await self._outcome(handler, held, trace.INVALID_SPAN)
@@ -306,21 +313,42 @@ class Worker:
             return _DONE if result is None else Done(result=encode_result(result))
         except Retry as again:
             after_s = None if again.after is None else seconds(again.after)
-            return Failed(error=str(again) or "the handler asked for a retry", delay_s=after_s)
+            return self._failed(
+                job, Failed(error=str(again) or "the handler asked for a retry", delay_s=after_s), again
+            )
         except Kill as end:
             fail(span, end)
-            return Failed(error=str(end) or "killed by the handler", kill=True)
+            return self._failed(job, Failed(error=str(end) or "killed by the handler", kill=True), end)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
             # Of something inside the handler, not of the handler.
             fail(span, error)
-            return Failed(error=_last_lines(error))
+            return self._failed(job, Failed(error=_described(error)), error)
         except Exception as error:  # noqa: BLE001 - whatever a handler raises becomes its job's error
             fail(span, error)
-            log.info("%s: job %s (%s), attempt %d failed: %r", self.name, job.id, job.kind, job.attempt, error)
-            return Failed(error=_last_lines(error))
+            return self._failed(job, Failed(error=_described(error)), error)
+
+    def _failed(self, job: Job, failed: Failed, error: BaseException | None = None) -> Failed:
+        """The same, after it is logged."""
+        # What a handler asks for is no surprise: nobody need be told where in its code it stands.
+        asked = isinstance(error, Retry | Kill)
+        level = logging.INFO if asked else logging.WARNING
+        last = failed.kill or job.attempt >= job.max_attempts
+        log.log(
+            logging.ERROR if last else level,
+            "%s: job %s (%s), attempt %d of %d failed%s: %s",
+            self.name,
+            job.id,
+            job.kind,
+            job.attempt,
+            job.max_attempts,
+            ", its last" if last else "",
+            failed.error.partition("\n")[0],
+            exc_info=None if error is None or asked else (type(error), error, _frames(error)),
+        )
+        return failed
 
     async def _in_thread(self, function: Callable[[Job], Payload], held: Held) -> Payload:
         context = contextvars.copy_context()
@@ -382,10 +410,21 @@ def _is_async(handler: Handler) -> bool:
     return inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(type(handler).__call__)
 
 
-def _last_lines(error: BaseException) -> str:
-    """The traceback without this module's own frames; settle.py keeps its last 8 KiB."""
-    frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == __file__ and frames.tb_next is not None:
-        frames = frames.tb_next
-    lines = traceback.TracebackException(type(error), error, frames).format()
-    return "".join(itertools.islice(lines, 10_000)).rstrip()
+def _described(error: BaseException) -> str:
+    """What was raised, in one line, and below it the end of the traceback: 8 KiB in all."""
+    described = traceback.TracebackException(type(error), error, _frames(error))
+    told = "".join(described.format_exception_only()).splitlines()
+    # Of a SyntaxError the place comes first.
+    what = error_text(next((line for line in told if line[:1].strip()), type(error).__name__)[:_WHAT_CHARS_MAX])
+    where = "".join(itertools.islice(described.format(), 10_000)).rstrip()
+    return f"{what}\n{error_text(where, bytes_max=ERROR_BYTES_MAX - len(what.encode()) - 1)}"
+
+
+def _frames(error: BaseException) -> TracebackType | None:
+    """The traceback from the handler on: what led there is this module's, and a thread's."""
+    handler = frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        if frame.tb_frame.f_code.co_filename == __file__:
+            handler = frame.tb_next
+        frame = frame.tb_next
+    return handler

@@ -32,3 +32,6 @@ CROSS JOIN LATERAL (
     JOIN windrow.dedup d ON d.queue_id = q.queue_id AND d.key = n.dedup_key AND d.until > now()
     LIMIT 1
 ) known
+-- A commit that was interrupted while it waited for its standby is seen by all, and a failover may still lose it. What is
+-- said because of it must wait as it did: so does a transaction that has written something.
+WHERE (SELECT pg_logical_emit_message(true, 'windrow', '')) IS NOT NULL

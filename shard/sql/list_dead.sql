@@ -1,11 +1,27 @@
--- One page of a queue's dead jobs, newest id first.
+-- One page of a queue's dead jobs, newest id first. It ends with the job that fills bytes_max; `found` is how many there
+-- would be without. A job's other columns have less than 1 KiB.
 SELECT
-    d.id::text, q.queue, d.kind, 'dead', CASE WHEN %(include_payload)s THEN d.payload END, d.attributes::text, d.priority,
-    d.enqueued_at, d.run_at, d.expires_at, d.attempt, coalesce(d.max_attempts, q.max_attempts),
-    coalesce(d.retry, q.retry)::text, d.dedup_key, NULL::timestamptz, d.worker, d.leased_at, d.finished_at, NULL::bytea,
-    d.reason, d.history::text
-FROM windrow.queue q
-JOIN windrow.dead d ON d.queue_id = q.queue_id
-WHERE q.org = %(org)s AND q.queue = %(queue)s AND (%(kind)s = '' OR d.kind = %(kind)s) AND d.id < %(before_id)s::uuid
-ORDER BY d.id DESC
-LIMIT %(rows)s
+    p.id::text, p.queue, p.kind, 'dead', CASE WHEN %(include_payload)s THEN p.payload END, p.attributes::text, p.priority,
+    p.enqueued_at, p.run_at, p.expires_at, p.attempt, coalesce(p.max_attempts, p.queue_max_attempts),
+    coalesce(p.retry, p.queue_retry)::text, p.dedup_key, NULL::timestamptz, p.worker, p.leased_at, p.finished_at, NULL::bytea,
+    p.reason, p.history::text, p.found
+FROM (
+    SELECT
+        l.*, count(*) OVER () AS found,
+        sum(
+            CASE WHEN %(include_payload)s THEN octet_length(l.payload) ELSE 0 END
+            + coalesce(octet_length(l.attributes::text), 0) + coalesce(octet_length(l.history::text), 0)
+            + octet_length(l.reason) + 1024
+        ) OVER (ORDER BY l.id DESC ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS bytes_before
+    FROM (
+        SELECT d.*, q.queue, q.max_attempts AS queue_max_attempts, q.retry AS queue_retry
+        FROM windrow.queue q
+        JOIN windrow.dead d ON d.queue_id = q.queue_id
+        WHERE q.org = %(org)s AND q.queue = %(queue)s AND (%(kind)s = '' OR d.kind = %(kind)s)
+            AND d.id < %(before_id)s::uuid
+        ORDER BY d.id DESC
+        LIMIT %(rows)s
+    ) l
+) p
+WHERE coalesce(p.bytes_before, 0) < %(bytes_max)s
+ORDER BY p.id DESC

@@ -69,16 +69,19 @@ def test_a_stopped_run_leaves_no_process_behind() -> None:
         start_new_session=True,
     )
     assert running.stderr is not None
-    with running.stderr:
-        for line in running.stderr:
-            if "warm-up" in line:
-                break
-        family = _descendants(running.pid)
-        # Postgres is no child, or one with children of its own; two clients of two systems; two routers.
-        assert len(family) >= 2 + 4
-        os.killpg(running.pid, signal.SIGINT)
-        running.stderr.read()
-    assert running.wait(timeout=60) == 130
+    for line in running.stderr:
+        if "warm-up" in line:
+            break
+    family = _descendants(running.pid)
+    # Postgres is no child, or one with children of its own; two clients of two systems; two routers.
+    assert len(family) >= 2 + 4
+    os.killpg(running.pid, signal.SIGINT)
+    try:
+        _, told = running.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        os.killpg(running.pid, signal.SIGKILL)
+        raise
+    assert running.returncode == 130, told
     assert not [pid for pid in family if Path(f"/proc/{pid}").exists()]
 
 

@@ -15,10 +15,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import tomllib
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
@@ -28,6 +29,7 @@ import psutil
 import psycopg
 import pytest
 import typer
+from google.protobuf.message import Message
 from grpc_status import rpc_status
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,7 +41,8 @@ from router.settings import LISTEN_DEFAULT
 from router.status import status_of
 from shard.errors import ShardUnavailable
 from shard.vocabulary import ShardName
-from windrow.v1 import admin_pb2
+from windrow.ids import uuid7
+from windrow.v1 import admin_pb2, job_pb2, queue_pb2
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WAIT_S = 60.0
@@ -225,10 +228,11 @@ class Names:
 
 
 def steady(text: str) -> str:
-    """What is left of an output when times, durations and versions, different at every run, are taken out."""
+    """What is left of an output when times, durations, versions and digests, different at every run, are taken out."""
     text = re.sub(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(\.\d+)?Z", "TIME", text)
     text = re.sub(r"\b\d+(\.\d+)?(us|ms|s)\b(?!\.\.)", "SPAN", text)
     text = re.sub(r'("\w+_age_s": )[\d.]+', r"\1SPAN", text)
+    text = re.sub(r"(cluster file )[0-9a-f]{12}\b", r"\1DIGEST", text)
     text = re.sub(r"\b1\d\.\d+ +\d+\b", "VERSIONS", text)
     return re.sub(r" +", " ", text)
 
@@ -351,6 +355,17 @@ def test_bytes_go_in_and_come_out_as_they_were(windrow: Windrow, tmp_path: Path)
     assert document["payload"] == "from standard input\n"
 
 
+def test_jobs_that_no_one_answer_has_room_for_come_in_their_order(windrow: Windrow, tmp_path: Path) -> None:
+    file = tmp_path / "payload"
+    file.write_bytes(b"x" * 1_048_576)
+    ids = [windrow("enqueue", "large", "q", "k", "--file", str(file)).lines[0] for _ in range(4)]
+    got = windrow("jobs", "get", "large", *ids[::-1], "--json")
+    assert [document["id"] for document in got.documents] == ids[::-1]
+    listed = windrow("jobs", "list", "large", "q", "--payload", "--json", "--limit", "3")
+    assert [len(document["payload"]) for document in listed.documents] == [1_048_576] * 3
+    assert "there are more that are ready: raise --limit" in listed.err
+
+
 def test_a_terminal_is_never_told_what_a_job_says(windrow: Windrow) -> None:
     evil = "\x1b]0;owned\x07[red]x"
     windrow("enqueue", "evil", "q", "k", evil, "--attribute", f"label={evil}")
@@ -360,6 +375,22 @@ def test_a_terminal_is_never_told_what_a_job_says(windrow: Windrow) -> None:
     assert "\x1b" not in shown
     assert r"\x1b]0;owned\x07[red]x" in shown
     assert "\x1b" not in windrow("jobs", "list", "evil", "q").out
+
+
+def test_a_list_shows_the_first_line_of_an_error_and_one_job_all_of_them(windrow: Windrow) -> None:
+    (lease,) = leased(windrow, "trace")
+    error = 'ValueError: no such user\n\nTraceback (most recent call last):\n  File "app.py", line 7\n'
+    windrow("nack", "trace", lease, "--error", error, "--kill")
+    listed = windrow("jobs", "list", "trace", "mail")
+    assert listed.lines[1].endswith("ValueError: no such user")
+    assert len(listed.lines) == 2
+    (job,) = windrow("jobs", "list", "trace", "mail", "--state", "dead", "--json").documents
+    assert job["attempts"][0]["error"] == error
+    shown = windrow("jobs", "get", "trace", str(job["id"])).lines
+    at = shown.index("    ValueError: no such user")
+    assert shown[at:] == [
+        *("    ValueError: no such user", "", "    Traceback (most recent call last):", '      File "app.py", line 7')
+    ]
 
 
 def test_the_keys_of_a_job_are_the_documented_ones(windrow: Windrow) -> None:
@@ -405,6 +436,77 @@ def test_a_dequeue_may_ack_what_it_has_printed(windrow: Windrow) -> None:
     assert job["state"] == "succeeded"
     nothing = windrow("dequeue", "at-once", "q")
     assert (nothing.code, nothing.out) == (1, "")
+
+
+@dataclass(slots=True)
+class Waited:
+    """A router whose Dequeue answers what a test says, and what it was asked."""
+
+    address: str = ""
+    # How long to wait, and how long the caller gave for the call; seconds.
+    asked: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+    answers: list[queue_pb2.DequeueResponse] = field(default_factory=list[queue_pb2.DequeueResponse])
+    called: threading.Event = field(default_factory=threading.Event)
+    # The call under way has been ended by its caller.
+    left: threading.Event = field(default_factory=threading.Event)
+
+    def dequeue(self, request: queue_pb2.DequeueRequest, context: grpc.ServicerContext) -> queue_pb2.DequeueResponse:
+        self.asked.append((request.wait.ToTimedelta().total_seconds(), context.time_remaining()))
+        context.add_callback(self.left.set)
+        self.called.set()
+        if self.answers:
+            return self.answers.pop(0)
+        assert self.left.wait(WAIT_S)
+        return queue_pb2.DequeueResponse()
+
+
+@pytest.fixture
+def waited() -> Iterator[Waited]:
+    router = Waited()
+    handler = grpc.unary_unary_rpc_method_handler(
+        router.dequeue,
+        request_deserializer=queue_pb2.DequeueRequest.FromString,
+        response_serializer=queue_pb2.DequeueResponse.SerializeToString,
+    )
+    server = grpc.server(ThreadPoolExecutor(max_workers=2))
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("windrow.v1.Queue", {"Dequeue": handler})])
+    router.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    yield router
+    server.stop(None).wait(WAIT_S)
+
+
+def test_a_wait_that_is_interrupted_ends_at_once_and_takes_nothing(waited: Waited) -> None:
+    with subprocess.Popen(
+        ["windrow", "dequeue", "acme", "mail", "--wait", "10m"],
+        env=environ(WINDROW_ADDRESS=waited.address),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        assert waited.called.wait(WAIT_S)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(WAIT_S) == 130
+    # The router is told, and so gives back what it has just leased.
+    assert waited.left.wait(WAIT_S)
+
+
+def test_a_wait_goes_on_where_a_router_that_shuts_down_answers_early(windrow: Windrow, waited: Waited) -> None:
+    job = job_pb2.LeasedJob(id="019a9f5e-7c1d-7a41-8f0e-3f2b6d1c9a55", lease=b"lease", queue="mail", kind="greet")
+    waited.answers = [queue_pb2.DequeueResponse(), queue_pb2.DequeueResponse(jobs=[job])]
+    done = windrow("dequeue", "acme", "mail", "--wait", "90s", "--timeout", "5s", "--json", "--address", waited.address)
+    assert [document["id"] for document in done.documents] == [job.id]
+    first, second = waited.asked
+    # One call waits for at most a minute, and is given the time of a call on top.
+    assert first[0] == second[0] == 60
+    assert 60 < first[1] <= 65
+
+
+def test_a_job_that_falls_due_ends_the_wait_for_it(windrow: Windrow) -> None:
+    (job_id,) = windrow("enqueue", "awaited", "q", "k", "--delay", "300ms").lines
+    assert windrow("dequeue", "awaited", "q").code == 1
+    (taken,) = windrow("dequeue", "awaited", "q", "--wait", "30s", "--ack", "--json").documents
+    assert taken["id"] == job_id
 
 
 def test_dead_jobs_come_back_and_waiting_ones_are_cancelled(windrow: Windrow) -> None:
@@ -484,9 +586,27 @@ def test_a_lost_job_is_told_by_the_check(windrow: Windrow, running: Running) -> 
 
 def list_half(_request: admin_pb2.ListShardsRequest, _context: grpc.ServicerContext) -> admin_pb2.ListShardsResponse:
     there = admin_pb2.ShardInfo(name="s1", slots=8192, reachable=True, postgres_version="18.6", schema_version=1)
+    there.state, there.weight = admin_pb2.SHARD_STATE_ACTIVE, 2
+    there.labels["region"] = "eu"
     there.latency.FromMilliseconds(3)
-    away = admin_pb2.ShardInfo(name="s2", slots=8192, error="no answer within 2 s")
-    return admin_pb2.ListShardsResponse(shards=[there, away])
+    away = admin_pb2.ShardInfo(name="s2", slots=8000, leaving_slots=192, error="no answer within 2 s")
+    away.state = admin_pb2.SHARD_STATE_DRAINING
+    off = admin_pb2.ShardInfo(name="s3", state=admin_pb2.SHARD_STATE_OFF, error="shard 's3' is unavailable: it is off")
+    file = admin_pb2.ClusterFile(digest="0123456789ab", needs_restart=["[router] listen"])
+    file.refusal.why, file.refusal.digest = "cluster.toml: every shard is gone", "ba9876543210"
+    return admin_pb2.ListShardsResponse(shards=[there, away, off], cluster_file=file)
+
+
+def count_half(request: admin_pb2.GetStatsRequest, _context: grpc.ServicerContext) -> admin_pb2.GetStatsResponse:
+    return admin_pb2.GetStatsResponse(queues=[admin_pb2.QueueStats(queue="q", ready=3)], unavailable_shards=["s2"])
+
+
+def list_jobs_half(request: admin_pb2.ListJobsRequest, _context: grpc.ServicerContext) -> admin_pb2.ListJobsResponse:
+    return admin_pb2.ListJobsResponse(unavailable_shards=["s2"])
+
+
+def get_jobs_half(request: queue_pb2.GetJobsRequest, _context: grpc.ServicerContext) -> queue_pb2.GetJobsResponse:
+    return queue_pb2.GetJobsResponse(unavailable_shards=["s2"])
 
 
 def check_half(
@@ -502,20 +622,29 @@ def check_half(
 @pytest.fixture
 def half_away() -> Iterator[str]:
     """The address of a router of which one shard does not answer."""
-    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-        "ListShards": grpc.unary_unary_rpc_method_handler(
-            list_half,
-            request_deserializer=admin_pb2.ListShardsRequest.FromString,
-            response_serializer=admin_pb2.ListShardsResponse.SerializeToString,
-        ),
+
+    def serialize(answer: Message) -> bytes:
+        return answer.SerializeToString()
+
+    def unary(answer: Callable[[Any, grpc.ServicerContext], Message], request: type[Message]) -> Any:
+        return grpc.unary_unary_rpc_method_handler(
+            answer, request_deserializer=request.FromString, response_serializer=serialize
+        )
+
+    admin = {
+        "ListShards": unary(list_half, admin_pb2.ListShardsRequest),
+        "GetStats": unary(count_half, admin_pb2.GetStatsRequest),
+        "ListJobs": unary(list_jobs_half, admin_pb2.ListJobsRequest),
         "CheckShard": grpc.unary_stream_rpc_method_handler(
             check_half,
             request_deserializer=admin_pb2.CheckShardRequest.FromString,
             response_serializer=admin_pb2.CheckShardResponse.SerializeToString,
         ),
     }
+    queue = {"GetJobs": unary(get_jobs_half, queue_pb2.GetJobsRequest)}
     server = grpc.server(ThreadPoolExecutor(max_workers=2))
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("windrow.v1.Admin", handlers)])
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("windrow.v1.Admin", admin)])
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("windrow.v1.Queue", queue)])
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     yield f"127.0.0.1:{port}"
@@ -525,11 +654,41 @@ def half_away() -> Iterator[str]:
 def test_a_shard_that_does_not_answer_is_told_with_those_that_do(windrow: Windrow, half_away: str) -> None:
     done = windrow("shards", "--address", half_away)
     assert done.code == 1
-    assert re.search(r"^s1 .* up .* 3\.0ms .* 18\.6 ", done.out, flags=re.MULTILINE)
-    assert re.search(r"^s2 .* unreachable .* no answer within 2 s$", done.out, flags=re.MULTILINE)
-    good, bad = windrow("shards", "--address", half_away, "--json").documents
+    assert re.search(r"^s1 +8,192 +2 +active +up +3\.0ms +18\.6 +1 +region=eu$", done.out, flags=re.MULTILINE)
+    assert re.search(
+        r"^s2 +8,000 \+ 192 leaving +0 +draining +unreachable +no answer within", done.out, flags=re.MULTILINE
+    )
+    assert re.search(r"^s3 +0 +0 +off +off ", done.out, flags=re.MULTILINE)
+    assert "cluster file 0123456789ab, in force since " in done.out
+    assert "[router] listen is another one in the file: it takes a restart" in done.err
+    assert "is refused, that one stays in force: cluster.toml: every shard is gone" in done.err
+    good, bad, off = windrow("shards", "--address", half_away, "--json").documents
     assert (good["shard"], good["reachable"], good["latency_ms"], good["error"]) == ("s1", True, 3.0, None)
+    assert (good["state"], good["weight"], good["labels"]) == ("active", 2.0, {"region": "eu"})
     assert (bad["shard"], bad["reachable"], bad["latency_ms"]) == ("s2", False, None)
+    assert (bad["state"], bad["slots"], bad["leaving_slots"], off["state"]) == ("draining", 8000, 192, "off")
+    assert good["cluster_file"] == {
+        "digest": "0123456789ab",
+        "in_force_since": None,
+        "needs_restart": ["[router] listen"],
+        "refusal": "cluster.toml: every shard is gone",
+        "refused_digest": "ba9876543210",
+    }
+
+
+def test_answers_without_a_shard_that_is_away_are_told_not_to_be_all(windrow: Windrow, half_away: str) -> None:
+    for arguments in (["stats", "acme"], ["jobs", "list", "acme", "q"], ["jobs", "get", "acme", str(uuid7())]):
+        done = windrow(*arguments, "--address", half_away)
+        assert done.code == 3
+        assert "that is not all: of the org's shards these did not answer: s2" in done.err
+    assert windrow("stats", "acme", "--address", half_away, "--json").documents[0]["unavailable_shards"] == ["s2"]
+
+
+def test_a_router_that_is_older_than_the_command_is_named(windrow: Windrow, half_away: str) -> None:
+    done = windrow("queues", "list", "acme", "--address", half_away)
+    assert done.code == 3
+    assert f"what answers at {half_away} does not know this call" in done.err
+    assert "upgrade the routers first" in done.err
 
 
 def test_a_check_tells_of_a_shard_that_did_not_answer(windrow: Windrow, half_away: str) -> None:
@@ -538,7 +697,7 @@ def test_a_check_tells_of_a_shard_that_did_not_answer(windrow: Windrow, half_awa
     assert re.search(r"^s1 +1 +7 +7 +balance$", done.out, flags=re.MULTILINE)
     assert re.search(r"^s2 +\? +\? +\? +no answer$", done.out, flags=re.MULTILINE)
     assert "shard 's2' is unavailable: connection refused; try again in 1 s" in done.err
-    good, bad = windrow("check", "--address", half_away, "--json").documents
+    good, bad, _ = windrow("check", "--address", half_away, "--json").documents
     assert (good["balanced"], good["accepted"], good["found"]) == (True, 7, 7)
     assert (bad["answered"], bad["balanced"]) == (False, None)
     assert windrow("check", "--address", half_away, "--shard", "s1").code == 0

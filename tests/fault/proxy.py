@@ -1,4 +1,5 @@
-"""A TCP proxy that cuts connections where it hurts: around one statement's commit, or at a random byte.
+"""A TCP proxy that cuts connections where it hurts: around one statement's commit, or at a random byte. It can also be
+slow, silent, or closed.
 
 It stands between a router and Postgres, or between a client and a router, in the event loop of the test.
 """
@@ -64,12 +65,18 @@ class Proxy:
     def __init__(self, answered: Callable[[bytes], bool]) -> None:
         self.port = 0
         self.cuts_done = 0
+        # How long every piece of data is kept, either way.
+        self.delay_s = 0.0
+        # New connections are cut at once.
+        self.closed = False
         self._answered = answered
         self._cut: Cut | None = None
         self._links: set[_Link] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._fuses: Callable[[], int] | None = None
         self._one_more = asyncio.Event()
+        self._flowing = asyncio.Event()
+        self._flowing.set()
 
     def cut_at(self, pattern: bytes, moment: Moment, *, nth: int = 1) -> Cut:
         """Cuts one connection: the one on which the pattern is sent for the nth time from now."""
@@ -88,6 +95,18 @@ class Proxy:
             self._one_more.clear()
             await self._one_more.wait()
 
+    def cut_all(self) -> None:
+        """Cuts every connection that there is now."""
+        for link in self._links:
+            link.cut()
+
+    def hold(self) -> None:
+        """Nothing passes any more, and nobody is told, until `let_go`."""
+        self._flowing.clear()
+
+    def let_go(self) -> None:
+        self._flowing.set()
+
     def cut_no_more(self) -> None:
         self._cut = self._fuses = None
         for link in self._links:
@@ -99,6 +118,8 @@ class Proxy:
         self._tasks.add(task)
         try:
             try:
+                if self.closed:
+                    raise ConnectionRefusedError
                 server = await asyncio.open_connection(host, port)
             except OSError:
                 writer.transport.abort()
@@ -115,6 +136,7 @@ class Proxy:
 
     async def end(self) -> None:
         """Cuts what is left, and waits for it to end."""
+        self.let_go()
         for link in self._links:
             link.cut()
         if self._tasks:
@@ -162,6 +184,9 @@ class Proxy:
 
     async def _pass_on(self, link: _Link, writer: asyncio.StreamWriter, data: bytes) -> bool:
         """Sends the bytes on, or as many as the fuse allows. Answers whether the connection still stands."""
+        await self._flowing.wait()
+        if self.delay_s:
+            await asyncio.sleep(self.delay_s)
         burnt = link.fuse is not None and len(data) >= link.fuse
         if link.fuse is not None:
             data = data[: link.fuse]

@@ -9,6 +9,7 @@ from typing import Any
 
 import psycopg
 import pytest
+import uvloop
 
 import shard.connection
 import shard.database
@@ -16,6 +17,7 @@ from shard import arrays
 from shard.database import Database
 from shard.errors import ShardUnavailable
 from tests.conftest import SHARD
+from tests.postgres import Server
 
 MIB = 1024 * 1024
 SLEEP = b"SELECT pg_sleep(600)"
@@ -224,6 +226,30 @@ async def test_a_statement_whose_connection_is_cut_is_tried_again(single: Databa
     assert await call == [("", second)]
 
 
+def test_the_first_statement_of_a_connection_that_has_been_cut_is_tried_again_on_the_routers_event_loop(
+    module_dsn: str,
+) -> None:
+    """There a reset connection is told of once, with the server's last words still to be read."""
+
+    async def run() -> None:
+        async with await psycopg.AsyncConnection.connect(module_dsn, autocommit=True) as connection:
+            watcher = Watcher(connection)
+            database = Database(SHARD, module_dsn, connections=1)
+            await database.open()
+            try:
+                async with asyncio.timeout(30):
+                    # Connected and set up; it has run nothing for us yet.
+                    await database._pool.wait()
+                    (pid,) = await watcher.states()
+                    await watcher.terminate(pid)
+                    ((other,),) = await database.run(PID, {})
+                assert other != pid
+            finally:
+                await database.close()
+
+    uvloop.run(run())
+
+
 async def test_connections_cut_while_nobody_used_them_are_not_noticed(database: Database, watcher: Watcher) -> None:
     await asyncio.gather(*(database.run(b"SELECT pg_sleep(0.01)", {}) for _ in range(8)))
     for pid in await watcher.states():
@@ -251,6 +277,69 @@ async def test_the_pool_has_its_connections_back_now_and_then(
     answers = await asyncio.gather(*(database.run(b"SELECT %(n)s", {"n": n}) for n in range(100)))
     assert answers == [[(n,)] for n in range(100)]
     await asyncio.wait_for(database._pool.wait(), 30)
+
+
+# ── Another DSN ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_another_dsn_holds_for_the_next_statement_and_lets_the_running_ones_end(
+    postgres: Server, fresh_dsn: str, module_dsn: str, watcher: Watcher
+) -> None:
+    where = b"SELECT current_database()::text"
+    database = Database(SHARD, module_dsn, connections=2)
+    await database.open()
+    ((before,),) = await database.run(where, {})
+    async with watcher.holding(4):
+        running = asyncio.create_task(
+            database.run(b"SELECT pg_advisory_xact_lock(4)::text, current_database()::text", {})
+        )
+        await watcher.until_waiting_for("advisory")
+        await database.reconnect(fresh_dsn)
+        ((after,),) = await database.run(where, {})
+        assert after != before
+    assert await running == [("", before)]
+    # Every connection is one to the new place by now.
+    answers = await asyncio.gather(*(database.run(where, {}) for _ in range(8)))
+    assert {row for rows in answers for (row,) in rows} == {after}
+    await database.close()
+
+
+async def test_under_load_nothing_fails_and_nothing_stays_at_the_old_dsn(
+    module_dsn: str, fresh_dsn: str, watcher: Watcher
+) -> None:
+    database = Database(SHARD, module_dsn, connections=4)
+    await database.open()
+    over = asyncio.Event()
+
+    async def load() -> int:
+        done = 0
+        while not over.is_set():
+            await database.run(b"SELECT pg_sleep(0.001)::text", {})
+            done += 1
+        return done
+
+    loads = [asyncio.create_task(load()) for _ in range(16)]
+    for dsn in [fresh_dsn, module_dsn] * 5 + [fresh_dsn]:
+        await asyncio.sleep(0.03)
+        await database.reconnect(dsn)
+    async with asyncio.timeout(30):
+        while await watcher.states():
+            pass
+    over.set()
+    assert all(done > 1 for done in await asyncio.gather(*loads))
+    assert len(database._kept) + database._unclaimed == 4
+    await database.close()
+
+
+async def test_a_database_that_could_not_be_reached_goes_over_to_where_it_can(postgres: Server, fresh_dsn: str) -> None:
+    database = Database(SHARD, postgres.dsn("nowhere"), connections=2)
+    await database.open()
+    with pytest.raises(ShardUnavailable, match="does not exist"):
+        await database.run(b"SELECT 1", {})
+    await database.reconnect(fresh_dsn)
+    await asyncio.wait_for(database._breaker.until_closed(), 10)
+    assert await database.run(b"SELECT 1", {}) == [(1,)]
+    await database.close()
 
 
 # ── Callers that are cancelled ───────────────────────────────────────────────────────────────────────────────────────
@@ -344,7 +433,7 @@ async def test_after_closing_callers_are_told_so_and_no_connection_is_left(modul
         running = asyncio.create_task(closing.run(WAIT, {"lock": 3}))
         pids.update(await watcher.until_waiting_for("advisory"))
         await closing.close()
-        with pytest.raises(ShardUnavailable, match="shutting down"):
+        with pytest.raises(ShardUnavailable, match="has closed its connections"):
             await closing.run(b"SELECT 1", {})
     assert len(await running) == 1, "what runs may end"
     async with asyncio.timeout(30):

@@ -7,10 +7,12 @@ import select
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator, Iterator, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -68,6 +70,14 @@ def ask(dsn: str, query: str) -> list[tuple[object, ...]]:
     with psycopg.connect(dsn, autocommit=True, connect_timeout=10) as connection:
         cursor = connection.execute(query.encode())
         return cursor.fetchall() if cursor.description else []
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Waits for what a server does by and by."""
+    deadline = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @contextmanager
@@ -314,6 +324,21 @@ def test_an_ephemeral_cluster_moves_to_another_port_when_its_own_is_taken() -> N
             cluster.start()
         assert cluster.port != port
         assert ask(cluster.dsn, "SELECT 1") == [(1,)]
+
+
+def test_a_standby_follows_its_primary_and_takes_over_when_promoted() -> None:
+    with Cluster("left", ephemeral=True) as primary, Cluster("right", ephemeral=True, standby_of=primary) as standby:
+        ask(primary.superuser_dsn, "ALTER SYSTEM SET synchronous_standby_names = '*'")
+        ask(primary.superuser_dsn, "SELECT pg_reload_conf()")
+        until(lambda: ask(primary.superuser_dsn, "SELECT sync_state FROM pg_stat_replication") == [("sync",)])
+        # Commits wait for the standby from here on: it has what was committed.
+        ask(primary.dsn, "CREATE TABLE kept AS SELECT 1 AS n")
+        assert ask(standby.dsn, "SELECT pg_is_in_recovery()") == [(True,)]
+        primary.kill()
+        standby.promote()
+        assert ask(standby.dsn, "SELECT n FROM kept") == [(1,)]
+        assert ask(standby.dsn, "SELECT pg_is_in_recovery()") == [(False,)]
+        assert stat.S_IMODE((standby.folder / "primary.pass").stat().st_mode) == 0o600
 
 
 def test_settings_override_the_defaults() -> None:

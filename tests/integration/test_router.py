@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import os
@@ -23,10 +24,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from embedded import BinariesNotFound, Clusters, open_clusters
+from shard.database import Database
 from shard.placement import slot_of
-from shard.vocabulary import OrgId
+from shard.vocabulary import OrgId, ShardName
 from tests.jobs import job_id
-from tests.postgres import Server
+from tests.postgres import Server, frozen
+from tests.queues import fill_queues
 from tests.routers import (
     PATIENCE_S,
     Routers,
@@ -190,6 +193,36 @@ def test_an_enqueue_with_one_bad_job_stores_none(running: Running) -> None:
     assert found(running.stubs, org, good.id).not_found == [good.id]
 
 
+def test_an_org_is_told_which_of_its_jobs_would_need_one_queue_too_many(running: Running) -> None:
+    org = running.org_on("s1")
+    enqueue(running.stubs, org)
+
+    async def fill() -> None:
+        database = Database(ShardName("s1"), running.dsns["s1"], connections=1)
+        await database.open()
+        await fill_queues(database, OrgId(org))
+        await database.close()
+
+    asyncio.run(fill())
+    more = new_job(queue="one-more")
+    for call in (
+        lambda: enqueue(running.stubs, org, new_job(), more),
+        lambda: running.stubs.admin.CreateQueue(admin_pb2.CreateQueueRequest(org=org, queue=more.queue)),
+    ):
+        error = refusal(call)
+        assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert f"org {org!r} has 10,000 queues on shard 's1'" in (error.details() or "")
+        # To try again would not help.
+        assert detail(error, error_details_pb2.RetryInfo) is None
+    first, second, third, fourth = enqueue(
+        running.stubs, org, more, new_job(), new_job(kind="no name"), new_job(), independent=True
+    )
+    assert (first.id, first.error.code) == ("", grpc.StatusCode.RESOURCE_EXHAUSTED.value[0])
+    assert "no room for 'one-more'" in first.error.message
+    assert (third.id, third.error.code) == ("", grpc.StatusCode.INVALID_ARGUMENT.value[0])
+    assert found(running.stubs, org, second.id, fourth.id).not_found == []
+
+
 def test_a_job_that_is_too_old_is_named_also_behind_twins(running: Running) -> None:
     org, twin, old = running.org_on("s1"), new_job(), new_job(id=job_id(ahead_ms=-30 * 86_400_000))
     error = refusal(lambda: enqueue(running.stubs, org, twin, twin, old))
@@ -218,6 +251,39 @@ def test_a_new_queue_takes_many_first_jobs_at_once(running: Running) -> None:
             org = f"org-{next(_numbers)}"
             for stored in [threads.submit(enqueue, running.stubs, org) for _ in range(16)]:
                 assert stored.result()[0].id
+
+
+def test_lookups_and_lists_of_the_largest_jobs_fit_into_what_grpc_clients_take(running: Running) -> None:
+    """4 MiB by default, as here."""
+    org = running.org_on("s1")
+    labels = {f"{at:0128}": "x" * 1024 for at in range(32)}
+    jobs = [new_job(payload=bytes(1 << 20), attributes=labels) for _ in range(6)]
+    enqueue(running.stubs, org, *jobs)
+    unknown, rest = job_id(), [job.id for job in jobs]
+    answered: list[str] = []
+    while rest:
+        request = queue_pb2.GetJobsRequest(org=org, ids=[unknown, *rest], include_payload=True)
+        answer = running.stubs.queue.GetJobs(request, timeout=PATIENCE_S)
+        assert answer.not_found == [unknown]
+        assert [*(job.id for job in answer.jobs), *answer.left_out] == rest
+        assert all(len(job.payload) == 1 << 20 for job in answer.jobs)
+        answered += [job.id for job in answer.jobs]
+        rest = list(answer.left_out)
+    assert answered == [job.id for job in jobs]
+    assert [job.id for job in found(running.stubs, org, *answered).jobs] == answered
+
+    listed: list[str] = []
+    token = ""
+    while token or not listed:
+        page = running.stubs.admin.ListJobs(
+            admin_pb2.ListJobsRequest(
+                org=org, queue=QUEUE, state=job_pb2.JOB_STATE_READY, page_token=token, include_payload=True
+            ),
+            timeout=PATIENCE_S,
+        )
+        listed += [job.id for job in page.jobs]
+        token = page.next_page_token
+    assert sorted(listed) == sorted(answered)
 
 
 @pytest.mark.parametrize("other_shard", ["s1", "s2"])
@@ -361,23 +427,9 @@ def test_a_stopped_shard_is_unavailable_at_once_and_hurts_no_other(breakable: Ru
     finally:
         servers["s2"].start()
     # However long it was away: a second later it is found.
-    until(lambda: succeeds(lambda: enqueue(both, far)), "the shard is used again", within_s=3)
+    until(lambda: succeeds(lambda: enqueue(both, far)), "the shard is used again", within_s=2)
     assert list(both.queue.Ack(ack, timeout=PATIENCE_S).answers) == [OK]
     until(lambda: succeeds(lambda: both.books("s2")), "its books are open again", within_s=3)
-
-
-@contextlib.contextmanager
-def frozen(postmaster: int) -> Generator[None, None, None]:
-    """A server that is there and does nothing: what a stuck disk looks like."""
-    parts = [psutil.Process(postmaster), *psutil.Process(postmaster).children(recursive=True)]
-    for part in parts:
-        part.suspend()
-    try:
-        yield
-    finally:
-        for part in parts:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                part.resume()
 
 
 def test_calls_to_a_frozen_shard_end_by_their_deadline(breakable: Running, servers: Clusters) -> None:
@@ -401,10 +453,31 @@ def test_calls_to_a_frozen_shard_end_by_their_deadline(breakable: Running, serve
                 assert took_s < 2.0
         # A caller with all the time in the world does not need it.
         began_s = time.monotonic()
-        assert_unavailable(refusal(lambda: enqueue(both, far)))
-        assert time.monotonic() - began_s < 12
-    until(lambda: succeeds(lambda: enqueue(both, far)), "the thawed shard is used again")
+        error = refusal(lambda: enqueue(both, far))
+        assert_unavailable(error)
+        assert error.details() == "shard 's2' is unavailable: it does not answer"
+        assert time.monotonic() - began_s < 3
+    until(lambda: succeeds(lambda: enqueue(both, far)), "the thawed shard is used again", within_s=2)
     both.books("s1", "s2")
+
+
+def test_an_org_on_several_shards_is_served_by_those_that_are_there(breakable: Running, servers: Clusters) -> None:
+    org, both = breakable.org_on("s1"), breakable.stubs
+    (before,) = enqueue(both, org)
+    move_slot(breakable, org, to="s2")
+    (after,) = enqueue(both, org)
+    servers["s2"].kill()
+    try:
+        answer = found(both, org, before.id, after.id)
+        assert [job.id for job in answer.jobs] == [before.id]
+        assert (list(answer.not_found), list(answer.unavailable_shards)) == ([], ["s2"])
+        stats = both.admin.GetStats(admin_pb2.GetStatsRequest(org=org, queue=QUEUE), timeout=PATIENCE_S)
+        assert (stats.queues[0].ready, list(stats.unavailable_shards)) == (1, ["s2"])
+        assert [job.id for job in dequeue(both, org)] == [before.id]
+    finally:
+        servers["s2"].start()
+    until(lambda: succeeds(lambda: enqueue(both, org)), "the other is used again", within_s=2)
+    assert found(both, org, after.id).jobs[0].shard == "s2"
 
 
 def test_two_hundred_cancelled_calls_cost_no_connection(running: Running) -> None:

@@ -311,8 +311,45 @@ async def test_when_setting_aside_fails_for_one_taker_all_have_what_fits(
     assert sorted(ids(two)) == sorted(fit[other_org].ids)
 
 
-async def test_what_is_leased_is_handed_out_though_the_shard_goes_away_before_a_second_turn(
+async def test_when_setting_aside_fails_in_an_unforeseen_way_all_have_what_fits_and_who_has_none_is_told(
     recorder: Recorder, org: OrgId, other_org: OrgId
+) -> None:
+    store = Store(recorder)
+    third = OrgId(f"{org}-third")
+    for one in (org, third):
+        await store.enqueue(some_jobs(one, 1, max_attempts=1))
+        await lease_jobs(store, one)
+        await end_leases(recorder, one)
+    fit = {one: some_jobs(one, 2) for one in (org, other_org)}
+    await asyncio.gather(*map(store.enqueue, fit.values()))
+    recorder.fail(statements.BURY, error=psycopg.InternalError("out of order"))
+    failing = ask(store, third)
+    first, second = await asyncio.gather(ask(store, org), ask(store, other_org))
+    assert sorted(ids(first)) == sorted(fit[org].ids)
+    assert sorted(ids(second)) == sorted(fit[other_org].ids)
+    with pytest.raises(psycopg.InternalError):
+        await failing
+
+
+async def test_a_taker_whom_postgres_refuses_costs_those_beside_it_nothing(
+    recorder: Recorder, org: OrgId, other_org: OrgId
+) -> None:
+    store = Store(recorder)
+    stored = {one: some_jobs(one, 20) for one in (org, other_org)}
+    await asyncio.gather(*map(store.enqueue, stored.values()))
+    before = len(recorder.runs)
+    good = [ask(store, one, max_jobs=2) for one in (org, other_org) for _ in range(10)]
+    bad = ask(store, org, max_jobs=2, worker="\0")
+    with pytest.raises(psycopg.DataError):
+        await bad
+    got = Counter(name for some in await asyncio.gather(*good) for name in ids(some))
+    assert got == Counter(name for jobs in stored.values() for name in jobs.ids)
+    assert recorder.count(statements.CLAIM, since=before) <= 11
+
+
+@pytest.mark.parametrize("error", [None, psycopg.InternalError("out of order")], ids=["away", "unforeseen"])
+async def test_what_is_leased_is_handed_out_though_the_shard_fails_before_a_second_turn(
+    recorder: Recorder, org: OrgId, other_org: OrgId, error: Exception | None
 ) -> None:
     """They are leased by then: nobody else could give them out before their window ends."""
     store = Store(recorder)
@@ -322,7 +359,7 @@ async def test_what_is_leased_is_handed_out_though_the_shard_goes_away_before_a_
     await reach_expiry(recorder, org)
     fit = {one: some_jobs(one, 2) for one in (org, other_org)}
     await asyncio.gather(*map(store.enqueue, fit.values()))
-    recorder.fail(statements.CLAIM, after=1)
+    recorder.fail(statements.CLAIM, after=1, error=error)
     one, two = await asyncio.gather(ask(store, org), ask(store, other_org))
     assert sorted(ids(one)) == sorted(fit[org].ids)
     assert sorted(ids(two)) == sorted(fit[other_org].ids)

@@ -20,6 +20,7 @@ from shard.store import Store
 from shard.vocabulary import Answer, JobId, NewJobs, OrgId, QueueName
 from tests.conftest import SHARD
 from tests.jobs import HOUR_US, QUEUE, at_once, ids_of, job_id, lease_jobs, some_jobs
+from tests.queues import fill_queues
 from tests.recorder import Recorder
 from tests.timemachine import end_dedup_windows, until_blocked
 
@@ -79,6 +80,7 @@ async def test_new_queues_of_many_orgs_cost_no_more_statements_than_one(recorder
     assert await asyncio.gather(*map(store.enqueue, calls)) == [{}] * 40
     assert [run[0] for run in recorder.runs] == [
         statements.FIND_QUEUE_IDS,
+        statements.COUNT_QUEUES,
         statements.INTERN_NAMES,
         statements.MAKE_QUEUES,
         statements.FIND_QUEUE_IDS,
@@ -233,11 +235,18 @@ async def finished(store: Store, org: OrgId) -> NewJobs:
     return jobs
 
 
+async def too_many_queues(store: Store, org: OrgId) -> NewJobs:
+    await store.names.make([(org, QUEUE)])
+    await fill_queues(store._database, org)
+    return some_jobs(org, 1, queue="one-more")
+
+
 COSTS: dict[Callable[[Store, OrgId], Awaitable[NewJobs]], list[bytes]] = {
     live: [statements.ENQUEUE, statements.FIND_KNOWN],
     finished: [statements.ENQUEUE, statements.FIND_KNOWN, statements.ENQUEUE],
     too_old: [statements.ENQUEUE, statements.ENQUEUE],
     not_owned: [statements.ENQUEUE, statements.FIND_REFUSED_SLOTS, statements.ENQUEUE],
+    too_many_queues: [statements.ENQUEUE],
 }
 
 
@@ -263,7 +272,7 @@ async def test_calls_whose_fault_is_known_cost_those_beside_them_a_statement_or_
     before = len(fresh_recorder.runs)
     await among(store, bad, 100)
     asked = [run[0] for run in fresh_recorder.runs[before:]]
-    named = {statements.FIND_QUEUE_IDS, statements.INTERN_NAMES, statements.MAKE_QUEUES}
+    named = {statements.FIND_QUEUE_IDS, statements.COUNT_QUEUES, statements.INTERN_NAMES, statements.MAKE_QUEUES}
     assert [statement for statement in asked if statement not in named] == COSTS[spoil]
 
 

@@ -19,6 +19,7 @@ from shard.store import Store
 from shard.vocabulary import Answer, OrgId
 from tests.conftest import CLUSTER, SHARD
 from tests.jobs import HOUR_US, QUEUE, lease_jobs, some_jobs
+from tests.postgres import frozen
 
 WAIT_S = 3.0
 # What a machine under load may add to a wait.
@@ -107,6 +108,86 @@ async def test_a_server_that_is_not_there_yet_keeps_nobody_waiting(cluster: Clus
         await early.run(b"SELECT 1", {})
     assert time.monotonic() - began < WAIT_S + SLACK_S
     await early.close()
+
+
+# ── A server that says nothing ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def pid_of(cluster: Cluster) -> int:
+    pid = cluster.pid
+    assert pid is not None
+    return pid
+
+
+async def test_silence_is_noticed_within_seconds_and_its_end_within_one(
+    cluster: Cluster, database: Database, org: OrgId
+) -> None:
+    store = Store(database)
+    await store.enqueue(some_jobs(org, 1))
+    with frozen(pid_of(cluster)):
+        for within_s in (2.0, 0.1, 0.1):
+            began = time.monotonic()
+            calls = [store.enqueue(some_jobs(org, 1)) for _ in range(50)]
+            answers = await asyncio.gather(*calls, lease_jobs(store, org), return_exceptions=True)
+            assert time.monotonic() - began < within_s + SLACK_S / 3
+            for answer in answers:
+                assert isinstance(answer, ShardUnavailable)
+                assert str(answer) == "shard 's1' is unavailable: it does not answer"
+    began = time.monotonic()
+    await database._breaker.until_closed()
+    assert await store.enqueue(some_jobs(org, 1, queue="after")) == {}
+    assert time.monotonic() - began < 1.0 + SLACK_S / 3
+
+
+async def test_a_silence_in_the_midst_of_a_transaction_ends_it(cluster: Cluster, database: Database) -> None:
+    async def act() -> None:
+        async with database.transaction() as connection:
+            with frozen(pid_of(cluster)):
+                await connection.execute("SELECT 1")
+
+    with pytest.raises(ShardUnavailable, match="it does not answer"):
+        await act()
+
+
+async def test_a_transaction_that_is_cancelled_in_a_silence_stays_cancelled(
+    cluster: Cluster, database: Database
+) -> None:
+    async def act() -> None:
+        async with database.transaction() as connection:
+            await connection.execute("SELECT 1")
+
+    with frozen(pid_of(cluster)):
+        acting = [asyncio.create_task(act()) for _ in range(4)]
+        # They have begun, and nobody has found out yet.
+        await asyncio.sleep(0.1)
+        for task in acting:
+            task.cancel()
+        await asyncio.wait(acting, timeout=30)
+        assert all(task.cancelled() for task in acting), "whoever ends a loop by it has ended it"
+
+
+async def test_a_statement_that_takes_long_is_let_be_and_so_are_the_others(
+    database: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    # All of the connections are busy for so long that the server is asked on another one.
+    assert await asyncio.gather(*(database.run(b"SELECT pg_sleep(3)::text", {}) for _ in range(4))) == [[("",)]] * 4
+    assert "cannot be reached" not in caplog.text
+    assert database._breaker._asked_s > 0, "the server was asked"
+
+
+async def test_callers_who_gave_up_on_a_silent_server_hold_up_nobody_after_it(
+    cluster: Cluster, database: Database
+) -> None:
+    with frozen(pid_of(cluster)):
+        calls = [asyncio.create_task(database.run(b"SELECT 1", {})) for _ in range(4)]
+        await asyncio.sleep(0.1)
+        for call in calls:
+            call.cancel()
+        with pytest.raises(ShardUnavailable):
+            await database.run(b"SELECT 1", {})
+    await database._breaker.until_closed()
+    assert await asyncio.gather(*(database.run(b"SELECT 1", {}) for _ in range(8))) == [[(1,)]] * 8
+    await asyncio.gather(*calls, return_exceptions=True)
 
 
 async def test_more_callers_than_connections_wait_their_turn(database: Database) -> None:

@@ -11,13 +11,15 @@ from psycopg.conninfo import make_conninfo
 from shard import statements
 from shard.books import Books
 from shard.database import Database
-from shard.errors import IdsOutsideHorizon, NotOwned, QueueNotEmpty, UnknownQueue
+from shard.errors import IdsOutsideHorizon, NotOwned, QueueNotEmpty, TooManyQueues, UnknownQueue
+from shard.interning import QUEUES_MAX
 from shard.placement import slot_of
 from shard.settling import Nack
 from shard.store import Store
 from shard.vocabulary import Answer, JobId, JobState, Lease, NewJobs, OrgId, QueueName
 from tests.conftest import SHARD
 from tests.jobs import HOUR_US, MINUTE_US, QUEUE, ids_of, job_id, lease_jobs, some_jobs
+from tests.queues import fill_queues
 from tests.recorder import Recorder
 from tests.timemachine import end_dedup_windows, until_blocked
 
@@ -421,6 +423,55 @@ async def test_a_lease_and_the_lease_before_it_are_answered_apart_in_one_call(da
     ((_, live),) = await lease_jobs(store, org)
     assert await store.extend(org, [old, live], window_us=HOUR_US) == [Answer.STALE, Answer.OK]
     assert await store.ack(org, [live, old, live], [None] * 3) == [Answer.OK, Answer.STALE, Answer.OK]
+
+
+# As many queues as an org may have
+
+
+async def test_an_org_with_as_many_queues_as_it_may_have_gets_no_more_and_no_name_is_kept(
+    recorder: Recorder, books: Books, org: OrgId
+) -> None:
+    store, new = Store(recorder), [QueueName(f"{org}-{at}") for at in range(3)]
+    await store.enqueue(two_queues(org, [job_id(), job_id()]))
+    await fill_queues(recorder, org, QUEUES_MAX - 1)
+    await store.enqueue(some_jobs(org, 1, queue=new[0]))
+    before = await everything(recorder)
+    jobs = two_queues(org, [job_id() for _ in range(4)])
+    jobs.queues = [A, new[2], new[1], new[0]]
+    with pytest.raises(
+        TooManyQueues, match=f"org '{org}' has 10,000 queues .*, and so no room for '{new[1]}' and 1 more"
+    ):
+        await store.enqueue(jobs)
+    with pytest.raises(TooManyQueues):
+        await books.create_queue(org, new[1], retry=None, max_attempts=None)
+    assert await everything(recorder) == before
+    assert (
+        await recorder.run(
+            b"SELECT FROM windrow.queue_name WHERE queue = ANY (%(queues)s::text[])", {"queues": new[1:]}
+        )
+        == []
+    )
+    # What there is goes on, a queue that was deleted too; and nobody counts where none is to be made.
+    runs = len(recorder.runs)
+    await store.enqueue(two_queues(org, [job_id(), job_id()]))
+    await Store(recorder).enqueue(some_jobs(org, 1, queue="full-1"))
+    assert recorder.count(statements.COUNT_QUEUES, since=runs) == 0
+    await books.delete_queue(org, QueueName("full-2"))
+    assert (await books.create_queue(org, QueueName("full-2"), retry=None, max_attempts=None)).queue == "full-2"
+
+
+async def test_of_several_calls_those_of_an_org_that_may_have_no_more_queues_are_refused_alone(
+    database: Database, org: OrgId, other_org: OrgId
+) -> None:
+    store = Store(database)
+    await store.enqueue(some_jobs(org, 1, queue=A))
+    await fill_queues(database, org, QUEUES_MAX - 1)
+    calls = [some_jobs(org, 1, queue=A), some_jobs(other_org, 1, queue=B)]
+    rivals = [some_jobs(org, 1, queue=f"{org}-{at}") for at in range(5)]
+    answers = await asyncio.gather(*map(store.enqueue, [*calls, *rivals]), return_exceptions=True)
+    assert answers[:2] == [{}, {}]
+    # One of them has taken the last place.
+    assert sorted(map(type, answers[2:]), key=str) == sorted([dict, *[TooManyQueues] * 4], key=str)
 
 
 # A queue that was deleted

@@ -24,8 +24,10 @@ from router.queue_service import QueueService
 from router.status import InvalidRequest
 from router.stream import Stream as RoutersStream
 from router.tracing import Tracing
-from shard.lease import token, token_prefix
-from shard.vocabulary import ShardName
+from router.wire import Given
+from shard.lease import lease_of, token, token_prefix
+from shard.store import Store
+from shard.vocabulary import Lease, Micros, ShardName
 from tests.jobs import job_id
 from tests.postgres import Server
 from tests.routers import PATIENCE_S, Routers, ending, running_routers, write_cluster
@@ -654,7 +656,7 @@ class _NoShards:
     def by_tag(self, tag: int) -> None:
         del tag
 
-    def readers(self, org: str) -> list[object]:
+    def givers(self, org: str) -> list[object]:
         del org
         return []
 
@@ -671,9 +673,9 @@ async def test_a_consumer_that_sends_and_does_not_read_is_not_heard_any_more() -
             yield queue_pb2.ConsumeRequest(number=heard, releases=[TOKEN])
 
     blocked = Blocked(writing=asyncio.Event())
-    stream = RoutersStream(cast("Fleet", _NoShards()), endless(), cast("Context", blocked))
     first = queue_pb2.ConsumeRequest(start=start("org"), credit=1)
-    serving = asyncio.create_task(stream.run(first, asyncio.Event()))
+    stream = RoutersStream(cast("Fleet", _NoShards()), first, endless(), cast("Context", blocked))
+    serving = asyncio.create_task(stream.run(asyncio.Event()))
     try:
         await asyncio.wait_for(blocked.writing.wait(), PATIENCE_S)
         before = -1
@@ -687,12 +689,83 @@ async def test_a_consumer_that_sends_and_does_not_read_is_not_heard_any_more() -
         await asyncio.wait({serving})
 
 
+@dataclass(kw_only=True)
+class Slow(Blocked):
+    """A stream's context that takes one message at a time, when it is told to read."""
+
+    reads: asyncio.Semaphore
+
+    async def write(self, message: bytes) -> None:
+        del message
+        self.writing.set()
+        await self.reads.acquire()
+        self.writing.clear()
+
+
+@dataclass
+class _Released:
+    """A store that jobs go back to."""
+
+    released: asyncio.Queue[list[Lease]]
+
+    def release_soon(self, org: str, leases: list[Lease]) -> None:
+        assert org == "org"
+        self.released.put_nowait(leases)
+
+
+def some_given(store: _Released, *ids: str) -> Given:
+    return Given(cast("Store", store), 7, Micros(0), ids, [b"job"] * len(ids))
+
+
+async def test_jobs_that_wait_half_their_window_for_a_consumer_that_does_not_read_go_back() -> None:
+    store = _Released(asyncio.Queue())
+    context = Slow(writing=asyncio.Event(), reads=asyncio.Semaphore(0))
+    first = queue_pb2.ConsumeRequest(start=start("org", window_s=0.2), credit=10)
+    stream = RoutersStream(cast("Fleet", _NoShards()), first, said(), cast("Context", context))
+    serving = asyncio.create_task(stream.run(asyncio.Event()))
+    consumer = stream._consumer
+    try:
+        await asyncio.sleep(0)
+        sent, late, later = job_id(), [job_id(), job_id()], job_id()
+        stream.receive(some_given(store, sent))
+        await asyncio.wait_for(context.writing.wait(), PATIENCE_S)
+        consumer.credit = 0
+        began_s = asyncio.get_running_loop().time()
+        stream.receive(some_given(store, *late))
+        # Not the one that is on its way: it may have arrived.
+        gone = await asyncio.wait_for(store.released.get(), PATIENCE_S)
+        assert gone == [lease_of(name, 7) for name in late]
+        assert asyncio.get_running_loop().time() - began_s >= 0.1 * 0.99
+        # It has room for as many others, and gets none before it has read.
+        assert (consumer.credit, stream.is_full()) == (2, True)
+        context.reads.release()
+        await asyncio.wait_for(stream.has_room(), PATIENCE_S)
+        stream.receive(some_given(store, later))
+        await asyncio.wait_for(context.writing.wait(), PATIENCE_S)
+    finally:
+        serving.cancel()
+        await asyncio.wait({serving})
+    # The stream ended while this one was on its way: most likely it has not arrived.
+    assert store.released.get_nowait() == [lease_of(later, 7)]
+    assert store.released.empty()
+
+
+async def test_what_a_slow_consumer_does_not_read_is_anothers_before_its_window_is_over(near: Client, org: str) -> None:
+    async with near.stream(org, credit=10_000, reads=False, window_s=3) as slow:
+        await until(lambda: handed(near, org), "jobs are handed to the consumer that does not read")
+        for _ in range(7):
+            await near.enqueue(org, *(new_job(payload=b"x" * 16_000) for _ in range(100)))
+        async with near.stream(org, credit=10_000, worker="reader") as reader:
+            # The others are on their way to the first one, or were for as long as this one had to wait.
+            await reader.until_jobs(200)
+            assert {job.attempt for job in reader.jobs[:200]} == {1}
+        assert slow.jobs == []
+
+
 async def test_a_stream_is_refused_without_any_shard_too() -> None:
-    bad = queue_pb2.ConsumeRequest(credit=1)
     context = cast("Context", Blocked(writing=asyncio.Event()))
-    stream = RoutersStream(cast("Fleet", _NoShards()), said(), context)
     with pytest.raises(InvalidRequest):
-        await stream.run(bad, asyncio.Event())
+        RoutersStream(cast("Fleet", _NoShards()), queue_pb2.ConsumeRequest(credit=1), said(), context)
 
 
 async def said(*requests: queue_pb2.ConsumeRequest) -> AsyncIterator[queue_pb2.ConsumeRequest]:

@@ -16,12 +16,14 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from router.waiting import SWEEP_S, Room
+from shard import statements
 from shard.doorbell import Doorbell
 from shard.placement import slot_of
 from shard.store import Store
 from shard.vocabulary import NewJobs, OrgId, QueueName
 from tests.jobs import job_id, some_jobs
 from tests.postgres import Server
+from tests.recorder import Recorder
 from tests.routers import PATIENCE_S, Routers, running_routers, write_cluster
 from tests.streams import QUEUE, Client, acks, client, new_job, sql, until, window
 from windrow.v1 import admin_pb2, job_pb2, queue_pb2
@@ -573,6 +575,19 @@ def test_jobs_are_offered_to_those_with_credit_by_turns(room: Room) -> None:
     assert sorted(dealt.values()) == [1, 2, 15]
     assert [one.credit for one in waiters] == [0, 85, 0, 0]
     assert room.offer(some_jobs(OrgId("another"), 3)) is None
+
+
+async def test_a_sweep_learns_the_queues_of_all_orgs_by_one_statement(recorder: Recorder, org: str) -> None:
+    orgs = [OrgId(f"{org}-{number}") for number in range(20)]
+    await asyncio.gather(*(Store(recorder).enqueue(some_jobs(one, 1)) for one in orgs))
+    room = Room(Store(recorder), cast("Doorbell", _Nothing()))
+    waiting = [_Waits(one, QUEUE, "never-made") for one in orgs]
+    for one in waiting:
+        room.enter(one)
+    before = len(recorder.runs)
+    await room.sweep()
+    assert recorder.count(statements.FIND_QUEUE_IDS, since=before) == 1
+    assert [one.woken for one in waiting] == [1] * 20
 
 
 def test_two_streams_have_nothing_in_common_but_their_room(room: Room) -> None:

@@ -135,9 +135,8 @@ class FakeRouter(QueueServicer):
 
     def give(self, kind: str = "work", payload: bytes = b"", **fields: Any) -> job_pb2.LeasedJob:
         id_ = uuid7()
-        job = job_pb2.LeasedJob(
-            id=id_, lease=id_.encode(), queue="q", kind=kind, payload=payload, attempt=1, max_attempts=20, **fields
-        )
+        fields = {"attempt": 1, "max_attempts": 20, **fields}
+        job = job_pb2.LeasedJob(id=id_, lease=id_.encode(), queue="q", kind=kind, payload=payload, **fields)
         self.jobs.append(job)
         self.wake()
         return job

@@ -26,8 +26,10 @@ from windrow import (
     PermissionDenied,
     ResourceExhausted,
     RouterError,
+    RouterTooOld,
     Unavailable,
     Violation,
+    uuid7,
 )
 from windrow.calls import RETRIED, Failure, pause_s
 from windrow.v1 import job_pb2, queue_pb2
@@ -170,7 +172,7 @@ async def test_a_dequeue_tried_again_waits_for_what_is_left(router: FakeRouter) 
         (StatusCode.UNAUTHENTICATED, PermissionDenied),
         (StatusCode.RESOURCE_EXHAUSTED, ResourceExhausted),
         (StatusCode.INTERNAL, RouterError),
-        (StatusCode.UNIMPLEMENTED, RouterError),
+        (StatusCode.UNIMPLEMENTED, RouterTooOld),
     ],
 )
 async def test_each_status_has_its_error(
@@ -246,6 +248,41 @@ async def test_nothing_to_do_asks_nobody(router: FakeRouter, client: Client) -> 
     assert await client.ack([]) == []
     assert await client.get_jobs([]) == {}
     assert not router.requests
+
+
+async def test_jobs_that_an_answer_has_no_room_for_are_asked_for_again(router: FakeRouter, client: Client) -> None:
+    async def two_at_a_time(request: Any, context: Any) -> Any:
+        known, *ids = request.ids
+        return queue_pb2.GetJobsResponse(jobs=[job_pb2.Job(id=known)], not_found=ids[:1], left_out=ids[1:])
+
+    router.scripts["GetJobs"] = two_at_a_time
+    ids = [uuid7() for _ in range(5)]
+    assert list(await client.get_jobs(ids)) == [ids[0], ids[2], ids[4]]
+    assert [list(request.ids) for request in router.of("GetJobs")] == [ids, ids[2:], ids[4:]]
+
+
+async def test_a_router_that_answers_no_job_of_all_that_are_there_is_not_asked_for_ever(
+    router: FakeRouter, client: Client
+) -> None:
+    async def none(request: Any, context: Any) -> Any:
+        return queue_pb2.GetJobsResponse(left_out=request.ids)
+
+    router.scripts["GetJobs"] = none
+    with pytest.raises(RouterError, match="had no room for even one of 2 jobs"):
+        await client.get_jobs([uuid7(), uuid7()])
+
+
+async def test_jobs_that_may_be_on_a_shard_that_is_away_are_not_taken_for_unknown(
+    router: FakeRouter, client: Client
+) -> None:
+    async def half(request: Any, context: Any) -> Any:
+        there = [job_pb2.Job(id=job_id) for job_id in request.ids if job_id.endswith("1")]
+        return queue_pb2.GetJobsResponse(jobs=there, unavailable_shards=["s2"])
+
+    router.scripts["GetJobs"] = half
+    assert list(await client.get_jobs(["id-1"])) == ["id-1"]
+    with pytest.raises(Unavailable, match="did not answer: s2"):
+        await client.get_jobs(["id-1", "id-2"])
 
 
 async def test_one_job_has_one_answer_and_many_jobs_have_many(router: FakeRouter, client: Client) -> None:

@@ -12,10 +12,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from grpc import StatusCode
+from grpc import StatusCode, aio
 
 from tests.unit.client_fake import WAIT_S, FakeRouter, FakeStream, Script, refuse
-from windrow import Client, InvalidRequest, Job, Kill, PermissionDenied, Retry, Worker
+from windrow import Client, InvalidRequest, Job, Kill, PermissionDenied, Retry, RouterTooOld, Worker
 from windrow.v1 import job_pb2, queue_pb2
 
 OK, STALE = job_pb2.JOB_ANSWER_OK, job_pb2.JOB_ANSWER_STALE
@@ -122,6 +122,80 @@ async def test_what_a_handler_raises_decides_the_nack(router: FakeRouter, client
     assert "worker.py" not in told["cancelled"].error.split("test_client_worker.py")[0]
     assert "no handler for kind 'unknown'" in told["unknown"].error
     assert told["unknown"].delay.seconds == 5
+
+
+async def test_a_failed_job_is_logged_once_as_loudly_as_it_matters(
+    router: FakeRouter, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "windrow.worker")
+    worker = Worker(client, "q", name="w1")
+
+    @worker.handler("broken", "broken for good")
+    async def broken(job: Job) -> None:
+        raise ValueError("no such user\nas ada")
+
+    @worker.handler("broken thread")
+    def broken_thread(job: Job) -> None:
+        raise ValueError("no such user\nas ada")
+
+    @worker.handler("later", "later, in vain")
+    async def later(job: Job) -> None:
+        raise Retry("busy", after=90)
+
+    @worker.handler("never")
+    async def never(job: Job) -> None:
+        raise Kill("no such user")
+
+    expected = {
+        "broken": (logging.WARNING, 1, "failed: ValueError: no such user", True),
+        "broken thread": (logging.WARNING, 2, "failed: ValueError: no such user", True),
+        "broken for good": (logging.ERROR, 3, "failed, its last: ValueError: no such user", True),
+        "later": (logging.INFO, 2, "failed: busy", False),
+        "later, in vain": (logging.ERROR, 3, "failed, its last: busy", False),
+        "never": (logging.ERROR, 1, "failed, its last: no such user", False),
+        "unknown": (logging.WARNING, 1, "failed: no handler for kind 'unknown' in worker w1", False),
+        "unknown for good": (
+            logging.ERROR,
+            3,
+            "failed, its last: no handler for kind 'unknown for good' in worker w1",
+            False,
+        ),
+    }
+    jobs = {kind: router.give(kind, attempt=attempt, max_attempts=3) for kind, (_, attempt, _, _) in expected.items()}
+    async with running(worker):
+        await router.until(lambda: len(router.settled("Nack")) == len(jobs))
+    for kind, (level, attempt, words, traced) in expected.items():
+        (record,) = [record for record in caplog.records if jobs[kind].id in record.getMessage()]
+        assert record.levelno == level
+        assert record.getMessage() == f"w1: job {jobs[kind].id} ({kind}), attempt {attempt} of 3 {words}"
+        # Where there is a traceback, it begins in the handler.
+        text = logging.Formatter().format(record)
+        assert text.count("Traceback") == traced
+        assert text.count("File ") == text.count(__file__) == traced
+
+
+async def test_an_error_begins_with_what_was_raised_and_ends_with_the_end_of_its_traceback(
+    router: FakeRouter, client: Client
+) -> None:
+    worker = Worker(client, "q")
+
+    @worker.handler("long")
+    async def long(job: Job) -> None:
+        raise ValueError("é" * 20_000 + " the end")
+
+    @worker.handler("unwritten")
+    async def unwritten(job: Job) -> None:
+        compile("a b", "<rules>", "exec")
+
+    jobs = [router.give("long"), router.give("unwritten")]
+    async with running(worker):
+        await router.until(lambda: len(router.settled("Nack")) == len(jobs))
+    errors = {nack.lease: nack.error for nack in router.nacks()}
+    first, last = errors[jobs[0].lease].splitlines()
+    assert first == "ValueError: " + "é" * 188
+    assert last.endswith("é the end")
+    assert 8191 <= len(errors[jobs[0].lease].encode()) <= 8192
+    assert errors[jobs[1].lease].startswith("SyntaxError: invalid syntax\nTraceback")
 
 
 async def test_a_plain_function_that_raises_stop_iteration_fails_and_the_worker_goes_on(
@@ -515,6 +589,19 @@ async def test_an_error_that_time_cannot_heal_ends_the_worker(router: FakeRouter
     router.scripts["Consume"] = refusing(1, StatusCode.PERMISSION_DENIED, "no token")
     with pytest.raises(PermissionDenied, match="no token"):
         await Worker(client, "q").run()
+
+
+async def test_a_router_that_knows_no_streams_ends_the_worker_and_is_named() -> None:
+    """Waiting for it to learn them would be for ever."""
+    router = aio.server()
+    address = f"127.0.0.1:{router.add_insecure_port('127.0.0.1:0')}"
+    await router.start()
+    try:
+        async with Client(address, org="acme") as client, asyncio.timeout(WAIT_S):
+            with pytest.raises(RouterTooOld, match=f"Consume at {address}: .* upgrade the routers first"):
+                await Worker(client, "q").run()
+    finally:
+        await router.stop(None)
 
 
 async def test_no_more_is_asked_for_than_can_run_until_handlers_prove_quick(router: FakeRouter, client: Client) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
 
-from shard.cluster import Cluster, ClusterFileError, parse_cluster, read_cluster
+from shard.cluster import Cluster, ClusterFileError, ShardState, parse_cluster, read_cluster
 from shard.vocabulary import ShardName
 
 PASSWORD = "hunter2-very-secret"
@@ -23,7 +24,8 @@ def test_one_shard_with_a_dsn_is_a_cluster() -> None:
     assert cluster.name == "windrow"
     (shard,) = cluster.shards
     assert (shard.name, shard.dsn, shard.weight) == ("s1", DSN, 1.0)
-    assert cluster.catalog_dsn == DSN
+    assert (shard.state, shard.labels) == (ShardState.ACTIVE, {})
+    assert (cluster.catalog_dsn, cluster.catalog_shard) == (DSN, "s1")
     assert cluster.shard("s1") is shard
     assert cluster.shard("s2") is None
 
@@ -41,6 +43,8 @@ def test_every_key_is_read() -> None:
         name = "s2"
         dsn_env = "S2_DSN"
         weight = 0.5
+        state = "read_only"
+        labels = {{ region = "eu", disk = "slow" }}
         [catalog]
         dsn = "host=db9 dbname=catalog"
         [router]
@@ -53,14 +57,18 @@ def test_every_key_is_read() -> None:
         ("s1", DSN, 2.0),
         ("s2", "host=db2", 0.5),
     ]
-    assert cluster.catalog_dsn == "host=db9 dbname=catalog"
+    assert cluster.shards[1].state is ShardState.READ_ONLY
+    assert cluster.shards[1].labels == {"region": "eu", "disk": "slow"}
+    assert (cluster.catalog_dsn, cluster.catalog_shard) == ("host=db9 dbname=catalog", None)
     assert cluster.tables["router"] == {"listen": "0.0.0.0:7500"}
 
 
 def test_a_dsn_may_come_from_a_file_and_loses_its_last_line_break(tmp_path: Path) -> None:
     secret = tmp_path / "s1"
     secret.write_text(f"{DSN}\n")
-    assert parse(f'[[shard]]\nname = "s1"\ndsn_file = "{secret}"').shards[0].dsn == DSN
+    cluster = parse(f'[[shard]]\nname = "s1"\ndsn_file = "{secret}"')
+    assert cluster.shards[0].dsn == DSN
+    assert cluster.dsn_files == (secret,)
 
 
 def test_a_dsn_may_name_several_hosts() -> None:
@@ -68,10 +76,30 @@ def test_a_dsn_may_name_several_hosts() -> None:
     assert parse(f'[[shard]]\nname = "s1"\ndsn = "{dsn}"').shards[0].dsn == dsn
 
 
-def test_a_file_is_read_from_disk(tmp_path: Path) -> None:
+def test_a_file_is_read_from_disk_and_has_the_digest_that_sha256sum_begins_with(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
-    path.write_text(ONE)
-    assert [shard.name for shard in read_cluster(path).shards] == [ShardName("s1")]
+    written = ONE.replace("\n", "\r\n").encode()
+    path.write_bytes(written)
+    cluster = read_cluster(path)
+    assert [shard.name for shard in cluster.shards] == [ShardName("s1")]
+    assert cluster.digest == hashlib.sha256(written).hexdigest()[:12]
+
+
+@pytest.mark.parametrize(
+    ("state", "serves"),
+    [
+        # Enqueues, jobs, changes, and its share of the slots.
+        ("active", (True, True, True, 2.0)),
+        ("draining", (True, True, True, 0.0)),
+        ("enqueue_only", (True, False, True, 2.0)),
+        ("dequeue_only", (False, True, True, 2.0)),
+        ("read_only", (False, False, False, 2.0)),
+        ("off", (False, False, False, 2.0)),
+    ],
+)
+def test_a_state_says_what_a_shard_does(state: str, serves: tuple[bool, bool, bool, float]) -> None:
+    entry = parse(two_shards(f'weight = 2\nstate = "{state}"')).shards[1]
+    assert (entry.state.takes_enqueues, entry.state.gives_jobs, entry.state.takes_changes, entry.share) == serves
 
 
 def test_a_file_that_is_not_there_is_named_with_the_ways_to_name_another(tmp_path: Path) -> None:
@@ -83,6 +111,11 @@ def test_a_file_that_is_not_there_is_named_with_the_ways_to_name_another(tmp_pat
 
 def shard_with(line: str) -> str:
     return f'[[shard]]\nname = "s1"\ndsn = "{DSN}"\n{line}\n'
+
+
+def two_shards(line: str) -> str:
+    """The second one with this line."""
+    return f'{ONE}[[shard]]\nname = "s2"\ndsn = "host=db2"\n{line}\n'
 
 
 BAD = {
@@ -141,7 +174,45 @@ BAD = {
     ),
     "all weights zero": (
         shard_with("weight = 0"),
-        "cluster.toml: every shard has weight 0; at least one must take slots",
+        "cluster.toml: every shard has weight 0 or is draining; at least one must take slots",
+    ),
+    "nothing but draining": (
+        shard_with('state = "draining"'),
+        "cluster.toml: every shard has weight 0 or is draining; at least one must take slots",
+    ),
+    "state that is nearly one": (
+        two_shards('state = "enqueueonly"'),
+        "cluster.toml: [[shard]] number 2 (s2): unknown state 'enqueueonly'; did you mean 'enqueue_only'?",
+    ),
+    "state that is unlike any": (
+        shard_with("state = 7"),
+        "cluster.toml: [[shard]] number 1 (s1): unknown state 7; it is one of active, draining, enqueue_only, "
+        "dequeue_only, read_only, off",
+    ),
+    "state that is a list": (
+        shard_with('state = ["off"]'),
+        "cluster.toml: [[shard]] number 1 (s1): unknown state ['off']; did you mean 'off'?",
+    ),
+    "labels that are no table": (
+        shard_with('labels = "eu"'),
+        "cluster.toml: [[shard]] number 1 (s1): labels must be a table, such as { region = \"eu\" }, not 'eu'",
+    ),
+    "a label that is no text": (
+        two_shards("labels = { region = 1 }"),
+        "cluster.toml: [[shard]] number 2 (s2): label region: must be text of 1 to 63 printable characters, not 1",
+    ),
+    "a label without a name": (
+        shard_with('labels = { "" = "x" }'),
+        "cluster.toml: [[shard]] number 1 (s1): label: must be text of 1 to 63 printable characters, not ''",
+    ),
+    "a label that is long": (
+        shard_with(f'labels = {{ region = "{"x" * 64}" }}'),
+        "cluster.toml: [[shard]] number 1 (s1): label region: must be text of 1 to 63 printable characters, "
+        f"not '{'x' * 64}'",
+    ),
+    "too many labels": (
+        shard_with("labels = {" + ", ".join(f'l{at} = "x"' for at in range(17)) + "}"),
+        "cluster.toml: [[shard]] number 1 (s1): 17 labels; a shard has 16 at most",
     ),
     "no dsn": (
         '[[shard]]\nname = "s1"\n',
@@ -194,6 +265,23 @@ def test_no_message_shows_a_password(text: str) -> None:
         assert PASSWORD not in repr(error)
         # The message of what the parser said is not shown, and must not be chained either.
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+@pytest.mark.parametrize(("secret", "fault"), [(b" \n", "is empty"), (b"\xff" + DSN.encode(), "is not UTF-8")])
+def test_a_secret_that_is_being_written_is_no_dsn(tmp_path: Path, secret: bytes, fault: str) -> None:
+    path = tmp_path / "s1"
+    path.write_bytes(secret)
+    with pytest.raises(ClusterFileError) as caught:
+        parse(f'[[shard]]\nname = "s1"\ndsn_file = "{path}"')
+    assert str(caught.value) == f"cluster.toml: [[shard]] number 1 (s1): dsn_file {path}: {fault}"
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_bytes(ONE.encode() + b"\xff")
+    with pytest.raises(ClusterFileError) as caught:
+        read_cluster(path)
+    assert str(caught.value) == f"{path}: not TOML: not UTF-8 at byte {len(ONE)}"
 
 
 def test_a_dsn_whose_secret_came_from_elsewhere_is_not_shown_either(tmp_path: Path) -> None:

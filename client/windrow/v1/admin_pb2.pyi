@@ -11,6 +11,7 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from windrow.v1 import job_pb2 as _job_pb2
 import builtins as _builtins
 import sys
@@ -22,6 +23,46 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _ShardState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ShardStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ShardState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SHARD_STATE_UNSPECIFIED: _ShardState.ValueType  # 0
+    """The catalog names the shard, and the router's cluster file does not."""
+    SHARD_STATE_ACTIVE: _ShardState.ValueType  # 1
+    """Takes enqueues and gives jobs."""
+    SHARD_STATE_DRAINING: _ShardState.ValueType  # 2
+    """The same, but its share of the slots is 0."""
+    SHARD_STATE_ENQUEUE_ONLY: _ShardState.ValueType  # 3
+    """Takes enqueues; Dequeue and Consume find nothing there."""
+    SHARD_STATE_DEQUEUE_ONLY: _ShardState.ValueType  # 4
+    """Gives jobs, and takes no enqueues."""
+    SHARD_STATE_READ_ONLY: _ShardState.ValueType  # 5
+    """Nothing changes there: no enqueues, no jobs given, no acks."""
+    SHARD_STATE_OFF: _ShardState.ValueType  # 6
+    """Not contacted."""
+
+class ShardState(_ShardState, metaclass=_ShardStateEnumTypeWrapper):
+    """What a shard does, by the cluster file. It can be looked at in every state but OFF; what a state forbids is UNAVAILABLE."""
+
+SHARD_STATE_UNSPECIFIED: ShardState.ValueType  # 0
+"""The catalog names the shard, and the router's cluster file does not."""
+SHARD_STATE_ACTIVE: ShardState.ValueType  # 1
+"""Takes enqueues and gives jobs."""
+SHARD_STATE_DRAINING: ShardState.ValueType  # 2
+"""The same, but its share of the slots is 0."""
+SHARD_STATE_ENQUEUE_ONLY: ShardState.ValueType  # 3
+"""Takes enqueues; Dequeue and Consume find nothing there."""
+SHARD_STATE_DEQUEUE_ONLY: ShardState.ValueType  # 4
+"""Gives jobs, and takes no enqueues."""
+SHARD_STATE_READ_ONLY: ShardState.ValueType  # 5
+"""Nothing changes there: no enqueues, no jobs given, no acks."""
+SHARD_STATE_OFF: ShardState.ValueType  # 6
+"""Not contacted."""
+Global___ShardState: _TypeAlias = ShardState  # noqa: Y015
 
 @_typing.final
 class QueueConfig(_message.Message):
@@ -501,19 +542,30 @@ class ListJobsResponse(_message.Message):
 
     JOBS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    UNAVAILABLE_SHARDS_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     """Empty on the last page."""
     @_builtins.property
-    def jobs(self) -> _containers.RepeatedCompositeFieldContainer[_job_pb2.Job]: ...
+    def jobs(self) -> _containers.RepeatedCompositeFieldContainer[_job_pb2.Job]:
+        """Fewer than page_size, although there are more, where they fill 2 MiB: the answer stays below 4 MiB, which gRPC clients
+        take by default.
+        An org that is on several shards has its jobs listed shard by shard.
+        """
+
+    @_builtins.property
+    def unavailable_shards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Those of the org's shards that did not answer when it was their turn: their jobs are left out."""
+
     def __init__(
         self,
         *,
         jobs: _abc.Iterable[_job_pb2.Job] | None = ...,
         next_page_token: _builtins.str = ...,
+        unavailable_shards: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs", "next_page_token", b"next_page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs", "next_page_token", b"next_page_token", "unavailable_shards", b"unavailable_shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -667,16 +719,22 @@ class GetStatsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     QUEUES_FIELD_NUMBER: _builtins.int
+    UNAVAILABLE_SHARDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def queues(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueStats]: ...
+    @_builtins.property
+    def unavailable_shards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Those of the org's shards that did not answer: what they hold is not counted."""
+
     def __init__(
         self,
         *,
         queues: _abc.Iterable[Global___QueueStats] | None = ...,
+        unavailable_shards: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["queues", b"queues"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["queues", b"queues", "unavailable_shards", b"unavailable_shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -701,6 +759,26 @@ Global___ListShardsRequest: _TypeAlias = ListShardsRequest  # noqa: Y015
 class ShardInfo(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NAME_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     REACHABLE_FIELD_NUMBER: _builtins.int
@@ -708,19 +786,32 @@ class ShardInfo(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     POSTGRES_VERSION_FIELD_NUMBER: _builtins.int
     SCHEMA_VERSION_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
+    LEAVING_SLOTS_FIELD_NUMBER: _builtins.int
+    PINNED_ORGS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     slots: _builtins.int
     """Slots of the 16,384 that write here."""
     reachable: _builtins.bool
     error: _builtins.str
-    """Why it is not reachable."""
+    """Why it is not reachable; or, where it is, why it is not yet reached by the DSN that the cluster file has now."""
     postgres_version: _builtins.str
     """As the server says, such as "18.6"."""
     schema_version: _builtins.int
+    state: Global___ShardState.ValueType
+    weight: _builtins.float
+    leaving_slots: _builtins.int
+    """Slots that only read here: their new jobs go to another shard by now."""
+    pinned_orgs: _builtins.int
+    """Orgs that are pinned here, whatever their slot."""
     @_builtins.property
     def latency(self) -> _duration_pb2.Duration:
         """One round trip; absent when it is not reachable."""
 
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     def __init__(
         self,
         *,
@@ -731,30 +822,110 @@ class ShardInfo(_message.Message):
         error: _builtins.str = ...,
         postgres_version: _builtins.str = ...,
         schema_version: _builtins.int = ...,
+        state: Global___ShardState.ValueType = ...,
+        weight: _builtins.float = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        leaving_slots: _builtins.int = ...,
+        pinned_orgs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["latency", b"latency"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "latency", b"latency", "name", b"name", "postgres_version", b"postgres_version", "reachable", b"reachable", "schema_version", b"schema_version", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "labels", b"labels", "latency", b"latency", "leaving_slots", b"leaving_slots", "name", b"name", "pinned_orgs", b"pinned_orgs", "postgres_version", b"postgres_version", "reachable", b"reachable", "schema_version", b"schema_version", "slots", b"slots", "state", b"state", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ShardInfo: _TypeAlias = ShardInfo  # noqa: Y015
 
 @_typing.final
+class ClusterFile(_message.Message):
+    """Which cluster file one router process has in force. Each process follows the file for itself."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    IN_FORCE_SINCE_FIELD_NUMBER: _builtins.int
+    NEEDS_RESTART_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
+    digest: _builtins.str
+    """The first 12 digits that `sha256sum` says of it."""
+    @_builtins.property
+    def in_force_since(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def needs_restart(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Keys that it has otherwise than this process, which knows them from its start; such as "[router] processes"."""
+
+    @_builtins.property
+    def refusal(self) -> Global___ClusterFileRefusal:
+        """Absent: the file is in force as it is now."""
+
+    def __init__(
+        self,
+        *,
+        digest: _builtins.str = ...,
+        in_force_since: _timestamp_pb2.Timestamp | None = ...,
+        needs_restart: _abc.Iterable[_builtins.str] | None = ...,
+        refusal: Global___ClusterFileRefusal | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["in_force_since", b"in_force_since", "refusal", b"refusal"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "in_force_since", b"in_force_since", "needs_restart", b"needs_restart", "refusal", b"refusal"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClusterFile: _TypeAlias = ClusterFile  # noqa: Y015
+
+@_typing.final
+class ClusterFileRefusal(_message.Message):
+    """The cluster file as it is now cannot be taken up; the one before stays in force."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WHY_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    AT_FIELD_NUMBER: _builtins.int
+    why: _builtins.str
+    digest: _builtins.str
+    """Empty: it could not be read."""
+    @_builtins.property
+    def at(self) -> _timestamp_pb2.Timestamp:
+        """The latest try."""
+
+    def __init__(
+        self,
+        *,
+        why: _builtins.str = ...,
+        digest: _builtins.str = ...,
+        at: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["at", b"at"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "digest", b"digest", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClusterFileRefusal: _TypeAlias = ClusterFileRefusal  # noqa: Y015
+
+@_typing.final
 class ListShardsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SHARDS_FIELD_NUMBER: _builtins.int
+    CLUSTER_FILE_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardInfo]: ...
+    def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardInfo]:
+        """In the order of the cluster file; then those that only the catalog names."""
+
+    @_builtins.property
+    def cluster_file(self) -> Global___ClusterFile: ...
     def __init__(
         self,
         *,
         shards: _abc.Iterable[Global___ShardInfo] | None = ...,
+        cluster_file: Global___ClusterFile | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cluster_file", b"cluster_file"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["shards", b"shards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster_file", b"cluster_file", "shards", b"shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -289,7 +289,7 @@ class NewJob(_message.Message):
     than an hour in its future. Ids are an org's own: another org may use the same one.
     """
     queue: _builtins.str
-    """The queue; comes into being on first use. 1 to 128 of A–Z a–z 0–9 . _ : / -"""
+    """The queue; comes into being on first use, up to 10,000 of an org on a shard. 1 to 128 of A–Z a–z 0–9 . _ : / -"""
     kind: _builtins.str
     """What the job asks for; workers dispatch on it. Same characters as queue."""
     payload: _builtins.bytes

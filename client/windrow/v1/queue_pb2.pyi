@@ -4,8 +4,10 @@ isort:skip_file
 The service that producers and consumers call.
 
 Errors, for every call: INVALID_ARGUMENT with google.rpc.BadRequest (one violation per field, by path such as
-`jobs[3].queue`), nothing stored; UNAVAILABLE with google.rpc.RetryInfo while a shard cannot be reached or is moving
-the org; RESOURCE_EXHAUSTED with RetryInfo when the router is full; DEADLINE_EXCEEDED when the caller's time ran out.
+`jobs[3].queue`), nothing stored; UNAVAILABLE with google.rpc.RetryInfo while a shard cannot be reached, is moving the
+org, or is in a state that forbids the call; RESOURCE_EXHAUSTED with RetryInfo when the router is full;
+DEADLINE_EXCEEDED when the caller's time ran out. RESOURCE_EXHAUSTED without RetryInfo says that an org would have too
+many queues: trying again does not help.
 Every call may be retried: Enqueue by job ids or dedup keys, the others because their tokens and ids name one outcome.
 (A retried Dequeue may leave jobs leased that nobody got; they come back when the visibility window ends.)
 """
@@ -683,23 +685,37 @@ class GetJobsResponse(_message.Message):
 
     JOBS_FIELD_NUMBER: _builtins.int
     NOT_FOUND_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_FIELD_NUMBER: _builtins.int
+    UNAVAILABLE_SHARDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def jobs(self) -> _containers.RepeatedCompositeFieldContainer[_job_pb2.Job]:
-        """Those found, in the request's order."""
+        """Those found, in the request's order, up to the one with which they fill 2 MiB: the answer stays below 4 MiB, which gRPC
+        clients take by default.
+        """
 
     @_builtins.property
     def not_found(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Ids that this org has no job for."""
+        """Ids that this org has no job for. Empty while a shard of the org does not answer: what is not found may be there."""
+
+    @_builtins.property
+    def left_out(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of the jobs that there was no room for: ask again, for these. Not without at least one job in `jobs`."""
+
+    @_builtins.property
+    def unavailable_shards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Those of the org's shards that did not answer. With a single shard, or none that answers, the call is UNAVAILABLE."""
 
     def __init__(
         self,
         *,
         jobs: _abc.Iterable[_job_pb2.Job] | None = ...,
         not_found: _abc.Iterable[_builtins.str] | None = ...,
+        left_out: _abc.Iterable[_builtins.str] | None = ...,
+        unavailable_shards: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs", "not_found", b"not_found"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs", "left_out", b"left_out", "not_found", b"not_found", "unavailable_shards", b"unavailable_shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -143,7 +143,7 @@ class QueueServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetJobs(self, request, context):
-        """Looks jobs up by id, wherever they are.
+        """Looks jobs up by id, wherever they are: as many as one answer has room for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

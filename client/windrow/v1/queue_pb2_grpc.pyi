@@ -4,8 +4,10 @@ isort:skip_file
 The service that producers and consumers call.
 
 Errors, for every call: INVALID_ARGUMENT with google.rpc.BadRequest (one violation per field, by path such as
-`jobs[3].queue`), nothing stored; UNAVAILABLE with google.rpc.RetryInfo while a shard cannot be reached or is moving
-the org; RESOURCE_EXHAUSTED with RetryInfo when the router is full; DEADLINE_EXCEEDED when the caller's time ran out.
+`jobs[3].queue`), nothing stored; UNAVAILABLE with google.rpc.RetryInfo while a shard cannot be reached, is moving the
+org, or is in a state that forbids the call; RESOURCE_EXHAUSTED with RetryInfo when the router is full;
+DEADLINE_EXCEEDED when the caller's time ran out. RESOURCE_EXHAUSTED without RetryInfo says that an org would have too
+many queues: trying again does not help.
 Every call may be retried: Enqueue by job ids or dedup keys, the others because their tokens and ids name one outcome.
 (A retried Dequeue may leave jobs leased that nobody got; they come back when the visibility window ends.)
 """
@@ -64,7 +66,7 @@ class QueueStub:
     Release: _grpc.UnaryUnaryMultiCallable[_queue_pb2.ReleaseRequest, _queue_pb2.ReleaseResponse]
     """Gives jobs back at once, without counting the attempt."""
     GetJobs: _grpc.UnaryUnaryMultiCallable[_queue_pb2.GetJobsRequest, _queue_pb2.GetJobsResponse]
-    """Looks jobs up by id, wherever they are."""
+    """Looks jobs up by id, wherever they are: as many as one answer has room for."""
     CancelJobs: _grpc.UnaryUnaryMultiCallable[_queue_pb2.CancelJobsRequest, _queue_pb2.CancelJobsResponse]
     """Cancels jobs that have not finished. A lease on one ends: its consumer is answered STALE."""
 
@@ -97,7 +99,7 @@ class QueueAsyncStub(QueueStub):
     Release: _aio.UnaryUnaryMultiCallable[_queue_pb2.ReleaseRequest, _queue_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Gives jobs back at once, without counting the attempt."""
     GetJobs: _aio.UnaryUnaryMultiCallable[_queue_pb2.GetJobsRequest, _queue_pb2.GetJobsResponse]  # type: ignore[assignment]
-    """Looks jobs up by id, wherever they are."""
+    """Looks jobs up by id, wherever they are: as many as one answer has room for."""
     CancelJobs: _aio.UnaryUnaryMultiCallable[_queue_pb2.CancelJobsRequest, _queue_pb2.CancelJobsResponse]  # type: ignore[assignment]
     """Cancels jobs that have not finished. A lease on one ends: its consumer is answered STALE."""
 
@@ -175,7 +177,7 @@ class QueueServicer(metaclass=_abc_1.ABCMeta):
         request: _queue_pb2.GetJobsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_queue_pb2.GetJobsResponse, _abc.Awaitable[_queue_pb2.GetJobsResponse]]:
-        """Looks jobs up by id, wherever they are."""
+        """Looks jobs up by id, wherever they are: as many as one answer has room for."""
 
     @_abc_1.abstractmethod
     def CancelJobs(

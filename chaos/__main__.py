@@ -1,0 +1,119 @@
+"""`python -m chaos`: a run under faults. Exit code 0: every invariant held; 1: one did not; 2: it could not run."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine, Generator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any
+
+import grpc
+import psycopg
+from rich.console import Console
+
+from bench.arguments import positive
+from bench.environment import environment
+from chaos import report, timeline
+from chaos.checker import check
+from chaos.crew import ClientFailed
+from chaos.disk import small_disk
+from chaos.faults import FAULTS
+from chaos.run import Order, Told, run
+from cli.standard_error import standard_error_to
+from embedded import EmbeddedError
+from router.server import CannotListen
+from router.supervisor import RouterFailed
+
+_RESULTS = Path(__file__).resolve().parent / "results"
+_FAILURES = (EmbeddedError, CannotListen, RouterFailed, ClientFailed, psycopg.Error, grpc.RpcError, OSError)
+
+
+def main() -> int:
+    order = read_order(sys.argv[1:])
+    began_s = time.monotonic()
+    with _screen() as screen, small_disk(f"s{order.cast.shards}") as disk:
+        console = Console(file=screen, highlight=False)
+
+        def say(what: str) -> None:
+            console.print(f"{time.monotonic() - began_s:6.0f} s  {what}", markup=False, soft_wrap=True)
+
+        say(f"seed {order.seed}, {order.seconds:g} s of faults, written to {order.out}")
+        try:
+            order.out.mkdir(parents=True)
+            with (order.out / "routers.log").open("ab") as log, standard_error_to(log.fileno()):
+                told = asyncio.run(_stoppable(run(order, disk=disk, say=say)))
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            say("stopped")
+            return 130
+        except _FAILURES as error:
+            console.print(f"chaos: {error}", style="red", markup=False)
+            return 2
+        return _judge(order, told, say)
+
+
+def read_order(arguments: list[str]) -> Order:
+    parser = argparse.ArgumentParser(
+        prog="./run chaos",
+        description="Runs a cluster of its own under load while its parts are killed, frozen, cut off and filled up, "
+        "and checks the invariants by what clients saw and what the tables say.",
+    )
+    parser.add_argument("--minutes", type=positive, default=2.0, help="of faults; starting and draining come on top; 2")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="draws the faults and the clients' choices; a new one each time"
+    )
+    parser.add_argument("--out", type=Path, default=None, metavar="FOLDER", help="a new folder; chaos/results/…")
+    parser.add_argument(
+        "--only", type=_faults, default=tuple(FAULTS), metavar="FAULT,…", help=f"of {', '.join(FAULTS)}; all"
+    )
+    given = parser.parse_args(arguments)
+    seed = secrets.randbelow(1_000_000) if given.seed is None else given.seed
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    out: Path = given.out or _RESULTS / f"{stamp}-{seed}"
+    if out.exists():
+        parser.error(f"{out} is there already: name a new folder for --out")
+    return Order(seed=seed, seconds=60 * given.minutes, out=out.absolute(), faults=given.only)
+
+
+def _faults(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    for name in names:
+        if name not in FAULTS:
+            raise argparse.ArgumentTypeError(f"there is no fault {name!r}; there are: {', '.join(FAULTS)}")
+    return names
+
+
+async def _stoppable(running: Coroutine[Any, Any, Told]) -> Told:
+    """As Ctrl-C, SIGTERM lets every scope end what it has started."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await running
+
+
+def _judge(order: Order, told: Told, say: Callable[[str], None]) -> int:
+    violations = [*check(told.evidence), *told.unhealed]
+    surroundings = environment()
+    report.write(order.out, order, told, violations, surroundings)
+    timeline.draw(order.out, told, say)
+    print(report.markdown(order, told, violations, surroundings))
+    say(f"written to {order.out}; again: ./run chaos --minutes {order.seconds / 60:g} --seed {order.seed}")
+    return 1 if violations else 0
+
+
+@contextlib.contextmanager
+def _screen() -> Generator[IO[str], None, None]:
+    """Standard error as it was when we began."""
+    with os.fdopen(os.dup(2), "w") as screen:
+        yield screen
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""`python -m chaos.clients.producer`: enqueues one by one, several at once, in batches, with dedup keys, for later;
+says the same again after an error that leaves it open; now and then says again what was acknowledged, or cancels it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+
+import windrow
+from chaos.clients.fates import pick_org
+from chaos.clients.site import Orders, Site, main
+from chaos.history import Answer, Outcome, Recorder, Verb, payload_of
+
+QUEUE = "load"
+# The load is open: calls come at this pace, whatever became of those before, up to so many.
+_EVERY_S = 0.15
+_CALLS_MAX = 200
+_TRIES_MAX = 20
+_TIMEOUT_S, _TRY_S = 6.0, 2.0
+_DELAY_S_MAX = 4.0
+_KEYS = 40
+_KEY_WINDOW_S = 86_400.0
+_REMEMBERED = 200
+_BIG_BYTES = 20_000
+
+
+class Producer:
+    def __init__(self, site: Site, orders: Orders, recorder: Recorder) -> None:
+        self._site = site
+        self._orders = orders
+        self._orgs = list(site.orgs)
+        self._recorder = recorder
+        self._client = windrow.Client(
+            site.address, org=self._orgs[0], timeout=_TIMEOUT_S, try_timeout=_TRY_S, channels=3, create_spans=False
+        )
+        self._recent: deque[tuple[str, windrow.NewJob]] = deque(maxlen=_REMEMBERED)
+
+    async def run(self) -> None:
+        async with self._client, asyncio.TaskGroup() as group:
+            group.create_task(self._call_on(group))
+            group.create_task(self._probe())
+
+    async def _call_on(self, group: asyncio.TaskGroup) -> None:
+        luck = self._site.luck()
+        turns = asyncio.Semaphore(_CALLS_MAX)
+        while not (self._orders.calm.is_set() or self._orders.over.is_set()):
+            # Each call has a luck of its own: the order in which they end changes nothing.
+            group.create_task(self._once(turns, random.Random(luck.random())))
+            await self._orders.pause(luck.expovariate(1 / _EVERY_S))
+
+    async def _once(self, turns: asyncio.Semaphore, luck: random.Random) -> None:
+        async with turns:
+            await self._call(luck)
+
+    async def _call(self, luck: random.Random) -> None:
+        org = pick_org(luck, self._orgs)
+        dice = luck.random()
+        if dice < 0.45:
+            await self._until_stored(org, [_job(org, luck)], self._one)
+        elif dice < 0.65:
+            # At the same time: they share calls.
+            jobs = [_job(org, luck) for _ in range(luck.randint(2, 6))]
+            await asyncio.gather(*(self._until_stored(org, [job], self._one) for job in jobs))
+        elif dice < 0.8:
+            await self._until_stored(org, [_job(org, luck) for _ in range(luck.randint(2, 25))], self._together)
+        elif dice < 0.9:
+            await self._until_stored(org, [_job(org, luck) for _ in range(luck.randint(2, 25))], self._independent)
+        elif dice < 0.97 and self._recent:
+            # Said before, and acknowledged.
+            org, job = luck.choice(self._recent)
+            await self._until_stored(org, [job], self._together)
+        elif self._recent:
+            org, job = luck.choice(self._recent)
+            await self._cancel(org, job.id)
+
+    async def _probe(self) -> None:
+        """One job for every org, once told so: by then nothing hinders."""
+        over = asyncio.create_task(self._orders.over.wait())
+        probe = asyncio.create_task(self._orders.probe.wait())
+        await asyncio.wait({over, probe}, return_when=asyncio.FIRST_COMPLETED)
+        if probe.done():
+            mine = self._orgs[self._site.mine :: self._site.places]
+            for org in mine:
+                await self._until_stored(org, [_job(org, None)], self._one)
+        probe.cancel()
+        # A client that ends before it is told so has failed.
+        await over
+
+    async def _until_stored(self, org: str, jobs: Sequence[windrow.NewJob], send: _Send) -> None:
+        asked = [
+            {"job": job.id, "queue": job.queue, "key": job.dedup_key, "delay_s": float(job.delay or 0.0)}  # type: ignore[arg-type]
+            for job in jobs
+        ]
+        for _ in range(_TRIES_MAX):
+            number = self._recorder.begin(Verb.ENQUEUE, org, asked)
+            try:
+                stored = await send(org, jobs)
+            except windrow.WindrowError as error:
+                refused = isinstance(error, windrow.InvalidRequest)
+                self._recorder.end(number, Outcome.ERROR if refused else Outcome.UNKNOWN, code=_code(error))
+                if refused or self._orders.over.is_set():
+                    return
+                continue
+            answered = [None if one.error else {"job": one.id, "duplicate": one.duplicate} for one in stored]
+            failed = next((one.error for one in stored if one.error), None)
+            outcome = Outcome.OK if failed is None else Outcome.UNKNOWN
+            self._recorder.end(number, outcome, code=_code(failed) if failed else "", answered=answered)
+            if failed is None:
+                self._recent.extend((org, job) for job in jobs if not job.dedup_key)
+                return
+
+    async def _one(self, org: str, jobs: Sequence[windrow.NewJob]) -> Sequence[windrow.Enqueued]:
+        (job,) = jobs
+        options: windrow.JobOptions = {
+            "id": job.id,
+            "priority": job.priority,
+            "delay": job.delay,
+            "dedup_key": job.dedup_key,
+            "dedup_window": job.dedup_window,
+            "max_attempts": job.max_attempts,
+        }
+        return [await self._client.for_org(org).enqueue(job.queue, job.kind, job.payload, **options)]
+
+    async def _together(self, org: str, jobs: Sequence[windrow.NewJob]) -> Sequence[windrow.Enqueued]:
+        return await self._client.for_org(org).enqueue_many(jobs)
+
+    async def _independent(self, org: str, jobs: Sequence[windrow.NewJob]) -> Sequence[windrow.Enqueued]:
+        return await self._client.for_org(org).enqueue_many(jobs, independent=True)
+
+    async def _cancel(self, org: str, job: str) -> None:
+        number = self._recorder.begin(Verb.CANCEL, org, [job])
+        try:
+            answers = await self._client.for_org(org).cancel_jobs([job], reason="chaos")
+        except windrow.WindrowError as error:
+            self._recorder.end(number, Outcome.UNKNOWN, code=_code(error))
+        else:
+            self._recorder.end(number, Outcome.OK, answered=[Answer(answer.value) for answer in answers])
+
+
+_Send = Callable[[str, Sequence[windrow.NewJob]], Awaitable[Sequence[windrow.Enqueued]]]
+
+
+def _job(org: str, luck: random.Random | None) -> windrow.NewJob:
+    """By luck; without it a plain one that is due at once."""
+    name = windrow.uuid7()
+    if luck is None:
+        return windrow.NewJob(QUEUE, "work", payload_of(org, name, 0), id=name)
+    keyed = luck.random() < 0.15
+    return windrow.NewJob(
+        QUEUE,
+        "work",
+        payload_of(org, name, _BIG_BYTES if luck.random() < 0.02 else luck.randint(0, 500)),
+        id=name,
+        priority=luck.choice((0, 0, 0, 1, 9)),
+        delay=luck.uniform(0.1, _DELAY_S_MAX) if luck.random() < 0.15 else None,
+        dedup_key=f"key-{luck.randrange(_KEYS)}" if keyed else "",
+        dedup_window=_KEY_WINDOW_S if keyed else None,
+        max_attempts=3 if luck.random() < 0.1 else 0,
+    )
+
+
+def _code(error: windrow.WindrowError) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(error).__name__).upper()
+
+
+async def _work(site: Site, orders: Orders) -> None:
+    with site.recorder() as recorder:
+        await Producer(site, orders, recorder).run()
+
+
+if __name__ == "__main__":
+    main(_work)

@@ -1,0 +1,73 @@
+"""A disk so small that it can be filled: a tmpfs in a mount namespace of this process, so that it goes with it, however
+that ends. Needs root, and Linux."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+
+_BYTES = 768 * 1024 * 1024
+_CLONE_NEWNS = 0x20000
+_CHUNK_BYTES = 1 << 20
+_MOUNT_S_MAX = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmallDisk:
+    """`node` is the server whose data is on it."""
+
+    path: Path
+    node: str
+
+    def fill(self) -> int:
+        """Takes all the room that is left; answers how many bytes that was. May be repeated."""
+        taken = 0
+        with self._ballast.open("ab", buffering=0) as ballast, contextlib.suppress(OSError):
+            while True:
+                taken += ballast.write(b"\0" * _CHUNK_BYTES)
+        return taken
+
+    def empty(self) -> None:
+        self._ballast.unlink(missing_ok=True)
+
+    @property
+    def _ballast(self) -> Path:
+        return self.path / "ballast"
+
+
+@contextlib.contextmanager
+def small_disk(node: str) -> Generator[SmallDisk | None, None, None]:
+    """None where there can be none. Before the first thread is started: a mount namespace is a thread's, and its
+    children's."""
+    if os.geteuid() != 0 or not hasattr(os, "pidfd_open"):
+        yield None
+        return
+    # Not below a folder of root's own: the server runs as another account.
+    path = Path(tempfile.mkdtemp(prefix="windrow-chaos-disk-", dir="/tmp"))
+    try:
+        mounted = ctypes.CDLL(None).unshare(_CLONE_NEWNS) == 0 and _mount(path)
+        yield SmallDisk(path=path, node=node) if mounted else None
+        if mounted:
+            subprocess.run(["umount", "--lazy", path], check=False, timeout=_MOUNT_S_MAX)
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _mount(path: Path) -> bool:
+    commands = (
+        # What is mounted here is not to be seen elsewhere.
+        ["mount", "--make-rprivate", "/"],
+        ["mount", "-t", "tmpfs", "-o", f"size={_BYTES},mode=755", "tmpfs", str(path)],
+    )
+    for command in commands:
+        done = subprocess.run(command, capture_output=True, check=False, timeout=_MOUNT_S_MAX)
+        if done.returncode != 0:
+            return False
+    return True

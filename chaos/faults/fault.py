@@ -1,0 +1,61 @@
+"""What a fault is: something that is done to a target for a while, and undone."""
+
+from __future__ import annotations
+
+import abc
+import random
+from collections.abc import Sequence
+from typing import ClassVar
+
+from chaos.stage import Cast, Stage
+
+
+class Fault(abc.ABC):
+    """One occurrence of a fault. A kind of fault is a subclass, listed in chaos/faults/__init__.py.
+
+    `luck` is the occurrence's own: what it draws does not change what others draw.
+    """
+
+    name: ClassVar[str]
+    # How often it is drawn, beside the others.
+    weight: ClassVar[float] = 1.0
+    # How long it lasts.
+    seconds: ClassVar[tuple[float, float]] = (1.0, 6.0)
+
+    def __init__(self, stage: Stage, target: str, luck: random.Random) -> None:
+        self.stage = stage
+        self.target = target
+        self.luck = luck
+
+    @classmethod
+    @abc.abstractmethod
+    def targets(cls, cast: Cast) -> Sequence[str]:
+        """What it may strike, one at a time; none: there is nothing of the sort in this cast."""
+
+    @classmethod
+    def missing(cls, stage: Stage) -> str | None:
+        """What it needs and this machine, or this release, does not have."""
+        return None
+
+    @abc.abstractmethod
+    async def inject(self) -> None:
+        """Does it. Returns once it is done, not once it is over."""
+
+    @abc.abstractmethod
+    async def heal(self) -> None:
+        """Undoes it. Also called where `inject` failed half-way; what it struck is whole when it returns."""
+
+
+def shards(cast: Cast) -> list[str]:
+    return [f"s{number}" for number in range(1, cast.shards + 1)]
+
+
+def routers(cast: Cast) -> list[str]:
+    return [f"router-{number}" for number in range(1, cast.routers + 1)]
+
+
+def router_pid(stage: Stage, target: str) -> int | None:
+    """The process in this place now; None while one is being started again."""
+    pids = sorted(stage.routers.pids)
+    at = int(target.removeprefix("router-")) - 1
+    return pids[at] if at < len(pids) else None

@@ -1,0 +1,109 @@
+"""What the machine and its operator do: a full disk, clocks that jump, a wrong cluster file."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+from chaos.faults.fault import Fault, shards
+from chaos.stage import Cast, Stage, cluster_file
+
+_JUMP_S_MAX = 86_400.0
+
+
+class FillDisk(Fault):
+    """The last shard's disk. Its server may go on, refuse, or crash and not come up."""
+
+    name = "fill-disk"
+    seconds = (2.0, 8.0)
+    _filling: asyncio.Task[None] | None = None
+
+    @classmethod
+    def targets(cls, cast: Cast) -> Sequence[str]:
+        return shards(cast)[-1:]
+
+    @classmethod
+    def missing(cls, stage: Stage) -> str | None:
+        return None if stage.disk else "no disk can be made that is small enough: needs root, and the right to mount"
+
+    async def inject(self) -> None:
+        self._filling = asyncio.create_task(self._fill_again_and_again())
+
+    async def heal(self) -> None:
+        assert self.stage.disk is not None
+        if self._filling is not None:
+            self._filling.cancel()
+            await asyncio.gather(self._filling, return_exceptions=True)
+        await asyncio.to_thread(self.stage.disk.empty)
+        node = self.stage.shards[self.target].primary
+        # A server that has recovered by itself is let be.
+        await node.start()
+
+    async def _fill_again_and_again(self) -> None:
+        assert self.stage.disk is not None
+        while True:
+            # Room that the server makes is taken too.
+            await asyncio.to_thread(self.stage.disk.fill)
+            await asyncio.sleep(0.1)
+
+
+class JumpClock(Fault):
+    """The wall clock of every router is wrong, by up to a day, either way."""
+
+    name = "jump-clock"
+
+    @classmethod
+    def targets(cls, cast: Cast) -> Sequence[str]:
+        return ["clock"]
+
+    @classmethod
+    def missing(cls, stage: Stage) -> str | None:
+        return None if stage.clock else "libfaketime is not installed"
+
+    async def inject(self) -> None:
+        assert self.stage.clock is not None
+        self.stage.clock.jump(self.luck.uniform(-_JUMP_S_MAX, _JUMP_S_MAX))
+
+    async def heal(self) -> None:
+        assert self.stage.clock is not None
+        self.stage.clock.jump(0)
+
+
+class BreakClusterFile(Fault):
+    """The cluster file is edited wrongly, routers are told to read it, and then the same with the right one."""
+
+    name = "break-cluster-file"
+
+    @classmethod
+    def targets(cls, cast: Cast) -> Sequence[str]:
+        return ["cluster-file"]
+
+    @classmethod
+    def missing(cls, stage: Stage) -> str | None:
+        caught = all(_catches_hangup(pid) for pid in stage.routers.pids)
+        return None if caught else "routers of this release do not read their cluster file again"
+
+    async def inject(self) -> None:
+        self._tell(cluster_file(self.stage.shards).replace("[[shard]]", "[[shrad]]", 1))
+
+    async def heal(self) -> None:
+        self._tell(cluster_file(self.stage.shards))
+
+    def _tell(self, text: str) -> None:
+        self.stage.config.write_text(text)
+        for pid in self.stage.routers.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGHUP)
+
+
+def _catches_hangup(pid: int) -> bool:
+    """By the process's own word, not by trying: SIGHUP ends a process that does not care for it."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> signal.SIGHUP - 1 & 1)
+    return False

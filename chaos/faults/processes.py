@@ -1,0 +1,108 @@
+"""Processes killed, and processes that stand still: routers, workers, producers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Sequence
+
+from chaos.faults.fault import Fault, router_pid, routers
+from chaos.shards import until
+from chaos.stage import Cast
+
+_BACK_S_MAX = 60.0
+
+
+class KillRouter(Fault):
+    name = "kill-router"
+    weight = 2.0
+    seconds = (0.0, 0.0)
+    _pid: int | None = None
+
+    @classmethod
+    def targets(cls, cast: Cast) -> Sequence[str]:
+        return routers(cast)
+
+    async def inject(self) -> None:
+        self._pid = router_pid(self.stage, self.target)
+        if self._pid is not None:
+            os.kill(self._pid, signal.SIGKILL)
+
+    async def heal(self) -> None:
+        # Its supervisor starts another one, if nothing else hinders it.
+        await until(self._is_back, "another router runs in its place", within_s=_BACK_S_MAX)
+
+    def _is_back(self) -> bool:
+        pids = self.stage.routers.pids
+        return self._pid not in pids and len(pids) == self.stage.cast.routers
+
+
+class FreezeRouter(Fault):
+    name = "freeze-router"
+    seconds = (1.0, 8.0)
+    _pid: int | None = None
+
+    @classmethod
+    def targets(cls, cast: Cast) -> Sequence[str]:
+        return routers(cast)
+
+    async def inject(self) -> None:
+        self._pid = router_pid(self.stage, self.target)
+        self._send(signal.SIGSTOP)
+
+    async def heal(self) -> None:
+        self._send(signal.SIGCONT)
+
+    def _send(self, number: signal.Signals) -> None:
+        if self._pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, number)
+
+
+class _KillClient(Fault):
+    async def inject(self) -> None:
+        await self.stage.crew.kill(self.target)
+
+    async def heal(self) -> None:
+        await self.stage.crew.start(self.target)
+
+
+class _FreezeClient(Fault):
+    # Some for longer than the visibility window, so that it goes on with leases that have ended.
+    seconds = (1.0, 8.0)
+
+    async def inject(self) -> None:
+        self.stage.crew.send(self.target, signal.SIGSTOP)
+
+    async def heal(self) -> None:
+        self.stage.crew.send(self.target, signal.SIGCONT)
+
+
+class _OfWorkers(Fault):
+    @classmethod
+    def targets(cls, cast: Cast) -> Sequence[str]:
+        return cast.worker_names
+
+
+class _OfProducers(Fault):
+    @classmethod
+    def targets(cls, cast: Cast) -> Sequence[str]:
+        return cast.producer_names
+
+
+class KillWorker(_OfWorkers, _KillClient):
+    name = "kill-worker"
+    weight = 2.0
+
+
+class FreezeWorker(_OfWorkers, _FreezeClient):
+    name = "freeze-worker"
+
+
+class KillProducer(_OfProducers, _KillClient):
+    name = "kill-producer"
+
+
+class FreezeProducer(_OfProducers, _FreezeClient):
+    name = "freeze-producer"

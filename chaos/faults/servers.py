@@ -1,0 +1,184 @@
+"""Postgres servers killed, frozen, crashed by one backend, without connections, and failed over."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import contextlib
+import random
+from collections.abc import Sequence
+
+import psycopg
+
+from chaos.faults.fault import Fault, shards
+from chaos.shards import Node, until
+from chaos.stage import Cast, Stage
+from embedded import EmbeddedError
+
+_UP_S_MAX = 60.0
+_SYNCHRONOUS_S_MAX = 5.0
+_ROUTERS = "application_name = 'windrow'"
+
+
+class _ShardFault(Fault):
+    @classmethod
+    def targets(cls, cast: Cast) -> Sequence[str]:
+        return shards(cast)
+
+    @property
+    def primary(self) -> Node:
+        return self.stage.shards[self.target].primary
+
+
+class KillPostgres(_ShardFault):
+    name = "kill-postgres"
+
+    async def inject(self) -> None:
+        node = self.primary
+        if self.luck.random() < 0.5:
+            node.kill()
+        else:
+            # The postmaster alone: its backends end what they are about, each for itself.
+            await asyncio.to_thread(node.cluster.kill)
+
+    async def heal(self) -> None:
+        await self.primary.start()
+
+
+class FreezePostgres(_ShardFault):
+    name = "freeze-postgres"
+    seconds = (1.0, 8.0)
+
+    async def inject(self) -> None:
+        self.primary.freeze()
+
+    async def heal(self) -> None:
+        self.primary.thaw()
+
+
+class KillBackend(_ShardFault):
+    """kill -9 of one backend: the postmaster then ends all others, and recovers."""
+
+    name = "kill-backend"
+    seconds = (0.0, 0.0)
+
+    async def inject(self) -> None:
+        # A walsender that is killed is a crash too; psutil's order is of no meaning, so that of pids is taken.
+        backends = sorted(self.primary.processes()[1:], key=lambda process: process.pid)
+        if backends:
+            self.luck.choice(backends).kill()
+
+    async def heal(self) -> None:
+        await until(lambda: _answers(self.primary), f"{self.target} has recovered", within_s=_UP_S_MAX)
+
+
+class _AgainAndAgain(_ShardFault):
+    """Done every moment until it is healed."""
+
+    _doing: asyncio.Task[None] | None = None
+
+    async def inject(self) -> None:
+        self._doing = asyncio.create_task(self._go_on())
+
+    async def heal(self) -> None:
+        if self._doing is not None:
+            self._doing.cancel()
+            await asyncio.gather(self._doing, return_exceptions=True)
+
+    async def _go_on(self) -> None:
+        while True:
+            # The server may be away, for other reasons.
+            with contextlib.suppress(psycopg.Error, EmbeddedError):
+                await asyncio.to_thread(self.do)
+            await asyncio.sleep(self.luck.uniform(0.05, 0.5))
+
+    @abc.abstractmethod
+    def do(self) -> None:
+        """Once. Runs in a thread."""
+
+
+class TerminateBackends(_AgainAndAgain):
+    """pg_terminate_backend of some, wherever they are in a transaction."""
+
+    name = "terminate-backends"
+    seconds = (0.0, 4.0)
+
+    def do(self) -> None:
+        self.primary.ask(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {_ROUTERS} AND random() < 0.5")
+
+
+class ExhaustConnections(_AgainAndAgain):
+    """Those of the routers are ended, and every connection that the server then has to give is taken."""
+
+    name = "exhaust-connections"
+
+    def __init__(self, stage: Stage, target: str, luck: random.Random) -> None:
+        super().__init__(stage, target, luck)
+        self._taken: list[psycopg.Connection[tuple[object, ...]]] = []
+
+    def do(self) -> None:
+        self.primary.ask(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {_ROUTERS}")
+        # Refused, there is none left.
+        while True:
+            self._taken.append(psycopg.connect(self.primary.cluster.dsn, connect_timeout=5))
+
+    async def heal(self) -> None:
+        await super().heal()
+        for connection in self._taken:
+            connection.close()
+
+
+class FailOver(_ShardFault):
+    """kill -9 of a primary; its standby is promoted; what is left of the old one becomes the new standby."""
+
+    name = "fail-over"
+    weight = 1.5
+    seconds = (2.0, 8.0)
+    _promoted = False
+
+    @classmethod
+    def targets(cls, cast: Cast) -> Sequence[str]:
+        return shards(cast)[:1] if cast.replicated else []
+
+    async def inject(self) -> None:
+        shard = self.stage.shards[self.target]
+        # Only a standby that has what was acknowledged may be promoted: so do those who do this for a living.
+        await until(
+            lambda: shard.is_synchronous, f"{self.target} has a synchronous standby", within_s=_SYNCHRONOUS_S_MAX
+        )
+        node = self.primary
+        node.kill()
+        await until(lambda: not node.processes(), f"{node.name} has ended", within_s=_UP_S_MAX)
+        await shard.promote()
+        self._promoted = True
+
+    async def heal(self) -> None:
+        if self._promoted:
+            await self.stage.shards[self.target].rebuild()
+        else:
+            await self.primary.start()
+
+
+class FreezeStandby(_ShardFault):
+    """Commits of its primary wait."""
+
+    name = "freeze-standby"
+
+    @classmethod
+    def targets(cls, cast: Cast) -> Sequence[str]:
+        return shards(cast)[:1] if cast.replicated else []
+
+    async def inject(self) -> None:
+        if (node := self.stage.shards[self.target].standby) is not None:
+            node.freeze()
+
+    async def heal(self) -> None:
+        if (node := self.stage.shards[self.target].standby) is not None:
+            node.thaw()
+
+
+def _answers(node: Node) -> bool:
+    try:
+        return node.ask("SELECT 1") == [(1,)]
+    except psycopg.Error:
+        return False

@@ -1,0 +1,116 @@
+"""What a run found, as Markdown and as JSON. Pure, but for writing the files."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from bench.report import Table
+from chaos import figures
+from chaos.checker import EXAMINED, Violation
+from chaos.run import Order, Told
+
+_SHOWN_MAX = 20
+
+
+def verdict(violations: Sequence[Violation]) -> Mapping[str, list[str]]:
+    """By invariant: what violates it."""
+    return {name: [one.what for one in violations if one.invariant == name] for name in EXAMINED}
+
+
+def write(
+    folder: Path, order: Order, told: Told, violations: Sequence[Violation], environment: Mapping[str, object]
+) -> None:
+    """report.json and report.md."""
+    (folder / "report.md").write_text(markdown(order, told, violations, environment))
+    document = to_json(order, told, violations, environment)
+    (folder / "report.json").write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+
+
+def markdown(order: Order, told: Told, violations: Sequence[Violation], environment: Mapping[str, object]) -> str:
+    found = verdict(violations)
+    whole = "every invariant held" if not violations else f"{len(violations)} violations"
+    tables = [
+        Table(
+            title="Invariants",
+            head=("", "invariant", "verdict"),
+            rows=[
+                (name, EXAMINED[name], "held" if not whats else f"**{len(whats)} violations**")
+                for name, whats in found.items()
+            ],
+        ),
+        _faults(told),
+        Table(
+            title="Jobs", head=("", "count"), rows=[(what, f"{n:,}") for what, n in figures.jobs(told.evidence).items()]
+        ),
+        Table(
+            title="Calls that were refused or not answered",
+            head=("call", "code", "count"),
+            rows=[(verb, code, f"{n:,}") for (verb, code), n in sorted(figures.errors(told.evidence.history).items())],
+        ),
+        Table(
+            title="Longest unavailability",
+            head=("shard", "s"),
+            rows=[(shard, f"{seconds:.1f}") for shard, seconds in figures.unavailable_s(told).items()],
+            note="In which no enqueue of the shard's orgs was acknowledged, from the first fault until all was healed.",
+        ),
+    ]
+    text = [
+        f"# Chaos: {whole}\n",
+        f"Seed {order.seed}, {order.seconds:g} s of faults. {environment['date']}, commit {environment['commit']}: "
+        f"{environment['cores']} cores ({environment['cpu']}), Linux {environment['kernel']}, Python "
+        f"{environment['python']}; all on this machine.\n",
+        "![timeline](timeline.png)\n",
+        *(table.markdown() for table in tables),
+    ]
+    for name, whats in found.items():
+        if whats:
+            more = [f"- and {len(whats) - _SHOWN_MAX} more, in report.json"] if len(whats) > _SHOWN_MAX else []
+            text += [f"### Violations of {name}\n", *(f"- {what}" for what in whats[:_SHOWN_MAX]), *more, ""]
+    return "\n".join(text)
+
+
+def _faults(told: Told) -> Table:
+    counts = Counter(strike.fault for strike in told.strikes)
+    targets: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for strike in told.strikes:
+        targets[strike.fault][strike.target] += 1
+    rows = [
+        (fault, str(count), ", ".join(f"{target} × {n}" for target, n in sorted(targets[fault].items())))
+        for fault, count in sorted(counts.items())
+    ]
+    rows += [(fault, "—", f"{n} skipped: {why}") for (fault, why), n in sorted(told.skipped.items())]
+    troubled = sum(bool(strike.trouble) for strike in told.strikes)
+    note = f"{troubled} of them found their target in no state to be struck, as report.json says." if troubled else ""
+    return Table(title=f"Faults: {len(told.strikes)}", head=("fault", "count", "targets"), rows=rows, note=note)
+
+
+def to_json(
+    order: Order, told: Told, violations: Sequence[Violation], environment: Mapping[str, object]
+) -> dict[str, object]:
+    """All that is known. Times in seconds from the first fault."""
+    strikes = [
+        asdict(strike) | {"began_s": strike.began_s - told.began_s, "healed_s": strike.healed_s - told.began_s}
+        for strike in told.strikes
+    ]
+    return {
+        "seed": order.seed,
+        "seconds": order.seconds,
+        "cast": asdict(order.cast),
+        "environment": dict(environment),
+        "verdict": {name: {"held": not whats, "violations": whats} for name, whats in verdict(violations).items()},
+        "faults": strikes,
+        "skipped": [{"fault": fault, "why": why, "count": n} for (fault, why), n in sorted(told.skipped.items())],
+        "jobs": dict(figures.jobs(told.evidence)),
+        "errors": [
+            {"call": verb, "code": code, "count": n}
+            for (verb, code), n in sorted(figures.errors(told.evidence.history).items())
+        ],
+        "unavailable_s": dict(figures.unavailable_s(told)),
+        "late_s_max": told.evidence.late_s_max,
+        "healed_s": told.healed_s - told.began_s,
+        "ended_s": told.ended_s - told.began_s,
+    }

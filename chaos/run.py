@@ -1,0 +1,228 @@
+"""One run: load, faults by the schedule, everything healed, everything drained, and the evidence collected."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import psycopg
+
+from chaos import history, tables
+from chaos.checker.evidence import Evidence, Violation
+from chaos.disk import SmallDisk
+from chaos.faults import FAULTS, Fault
+from chaos.progress import Progress
+from chaos.schedule import Kind, Planned, plan
+from chaos.stage import Cast, Stage, open_stage
+from embedded import EmbeddedError
+from router.waiting import SWEEP_S
+
+_WARM_UP_S = 4.0
+_SAY_EVERY_S = 5.0
+_LOOK_S = 0.2
+# What a machine that does nothing else may take beside the sweep: reconnecting, and starting clients again.
+_SLACK_S = 7.0
+# How often the longest stall that we saw ourselves: everything else stalls too.
+_STALLS = 3.0
+_DRAIN_S_MAX = 300.0
+_STUCK_S_MAX = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What was asked for. `faults`: by their names."""
+
+    seed: int
+    seconds: float
+    out: Path
+    faults: Sequence[str] = tuple(FAULTS)
+    cast: Cast = field(default_factory=Cast)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strike:
+    """One fault, as it was. Times of the monotonic clock."""
+
+    fault: str
+    target: str
+    began_s: float
+    healed_s: float
+    # Why it was not what it was meant to be.
+    trouble: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What a run has to tell."""
+
+    evidence: Evidence
+    strikes: Sequence[Strike]
+    # Faults that were drawn and not done, with the reason.
+    skipped: Counter[tuple[str, str]]
+    # What did not become whole again.
+    unhealed: Sequence[Violation]
+    began_s: float
+    healed_s: float
+    ended_s: float
+
+
+async def run(order: Order, *, disk: SmallDisk | None, say: Callable[[str], None]) -> Told:
+    """Raises what Postgres, routers and clients raise when they cannot be started, and ClientFailed."""
+    with tempfile.TemporaryDirectory(prefix="windrow-chaos-") as scratch:
+        stage_scope = open_stage(
+            order.cast, seed=order.seed, folder=order.out, scratch=Path(scratch), disk=disk, say=say
+        )
+        async with stage_scope as stage, _telling(stage, order, say) as stalls:
+            await asyncio.sleep(_WARM_UP_S)
+            began_s = time.monotonic()
+            striker = _Striker(stage, order, began_s)
+            await striker.run()
+            healed_s = time.monotonic()
+            say("all is healed; draining")
+            stalls.clear()
+            stage.crew.tell_all("calm")
+            await _drained(stage)
+            # Leases from before have ended: they are as long as the window, and nobody extends one now.
+            calm_s = max(time.monotonic(), healed_s + 2 * order.cast.window_s)
+            await asyncio.sleep(calm_s - time.monotonic())
+            say("one job for every org")
+            stage.crew.tell_all("probe")
+            await _drained(stage)
+            await stage.crew.end(order.cast.producer_names)
+            await _drained(stage)
+            late_s_max = SWEEP_S + _SLACK_S + _STALLS * max(stalls, default=0.0)
+            await stage.crew.end(order.cast.worker_names)
+            ended_s = time.monotonic()
+            say("reading tables and histories")
+            rows = await asyncio.to_thread(tables.read_rows, stage.shards.values())
+            books = await asyncio.to_thread(tables.read_books, stage.address, stage.shards)
+        seen = await asyncio.to_thread(history.read, order.out / "histories")
+    return Told(
+        evidence=Evidence(history=seen, rows=rows, books=books, calm_s=calm_s, late_s_max=late_s_max),
+        strikes=striker.strikes,
+        skipped=striker.skipped,
+        unhealed=striker.unhealed,
+        began_s=began_s,
+        healed_s=healed_s,
+        ended_s=ended_s,
+    )
+
+
+def kinds(order: Order) -> list[Kind]:
+    """What may be drawn: the same on every machine, whatever it has."""
+    chosen = [FAULTS[name] for name in order.faults]
+    return [
+        Kind(name=kind.name, targets=kind.targets(order.cast), weight=kind.weight, seconds=kind.seconds)
+        for kind in chosen
+    ]
+
+
+class _Striker:
+    """Does what the schedule says."""
+
+    def __init__(self, stage: Stage, order: Order, began_s: float) -> None:
+        self._stage = stage
+        self._order = order
+        self._began_s = began_s
+        self._busy: set[str] = set()
+        self.strikes: list[Strike] = []
+        self.skipped: Counter[tuple[str, str]] = Counter()
+        self.unhealed: list[Violation] = []
+
+    async def run(self) -> None:
+        """Returns when all is over and healed."""
+        seconds = self._order.seconds
+        async with asyncio.TaskGroup() as group:
+            for planned in plan(kinds(self._order), seed=self._order.seed, seconds=seconds):
+                group.create_task(self._strike(planned))
+            await asyncio.sleep(seconds)
+
+    async def _strike(self, planned: Planned) -> None:
+        await asyncio.sleep(max(0.0, self._began_s + planned.start_s - time.monotonic()))
+        kind = FAULTS[planned.fault]
+        reason = kind.missing(self._stage)
+        if reason is None and planned.target in self._busy:
+            reason = "its target was not whole yet"
+        if reason is not None:
+            self.skipped[planned.fault, reason] += 1
+            return
+        luck = random.Random(f"{self._order.seed}/fault/{planned.number}")
+        self._busy.add(planned.target)
+        try:
+            await self._do(kind(self._stage, planned.target, luck), planned)
+        finally:
+            self._busy.discard(planned.target)
+
+    async def _do(self, fault: Fault, planned: Planned) -> None:
+        began_s = time.monotonic()
+        trouble = ""
+        try:
+            await fault.inject()
+            self._stage.say(f"{planned.fault} {planned.target}, for {planned.duration_s:.1f} s")
+            await asyncio.sleep(planned.duration_s)
+        except (psycopg.Error, psutil.Error, EmbeddedError, OSError) as error:
+            # TimeoutError is an OSError. Others are struck at the same time: not everything can be done to everybody.
+            trouble = f"{type(error).__name__}: {error}"
+        finally:
+            # Also when the run is stopped: nothing may be left frozen.
+            try:
+                await fault.heal()
+            except TimeoutError as error:
+                what = f"{planned.target} was not whole again after {planned.fault}: {error}"
+                self.unhealed.append(Violation(invariant="I7", what=what))
+        strike = Strike(
+            fault=planned.fault,
+            target=planned.target,
+            began_s=began_s,
+            healed_s=time.monotonic(),
+            trouble=trouble,
+        )
+        self.strikes.append(strike)
+
+
+async def _drained(stage: Stage) -> None:
+    """Until no job is live, or nothing moves any more: then the checker says so."""
+    left, moved_s = -1, time.monotonic()
+    deadline_s = moved_s + _DRAIN_S_MAX
+    while time.monotonic() < deadline_s and time.monotonic() - moved_s < _STUCK_S_MAX:
+        stage.crew.check()
+        now = await asyncio.to_thread(tables.live_jobs, stage.shards.values())
+        if now == 0:
+            return
+        if now != left:
+            left, moved_s = now, time.monotonic()
+        await asyncio.sleep(_LOOK_S)
+
+
+@contextlib.asynccontextmanager
+async def _telling(stage: Stage, order: Order, say: Callable[[str], None]) -> AsyncGenerator[list[float], None]:
+    """Says how it goes, all the while. Yields how long the machine has kept us waiting, each time it did."""
+    stalls: list[float] = []
+
+    async def watch() -> None:
+        while True:
+            began_s = time.monotonic()
+            await asyncio.sleep(_LOOK_S)
+            stalls.append(time.monotonic() - began_s - _LOOK_S)
+
+    async def tell() -> None:
+        progress = Progress(order.out / "histories")
+        while True:
+            await asyncio.sleep(_SAY_EVERY_S)
+            say(await asyncio.to_thread(progress.line))
+
+    tasks = [asyncio.create_task(watch()), asyncio.create_task(tell())]
+    try:
+        yield stalls
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,81 @@
+"""Which fault strikes what, and when: drawn by a seed, and by nothing else. Pure.
+
+Never so much at once that nothing works: of each sort of target one at least is whole, a target has one fault at a
+time, and a pause after it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Between the beginnings of two faults, on average.
+_EVERY_S = 2.5
+_AT_ONCE_MAX = 3
+_PAUSE_S = 2.0
+_DRAWS_MAX = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """A fault that may be drawn. `seconds`: the least and the most that it lasts."""
+
+    name: str
+    targets: Sequence[str]
+    weight: float
+    seconds: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """One fault to come, in seconds from when faults may begin. `number` seeds what it draws itself."""
+
+    number: int
+    fault: str
+    target: str
+    start_s: float
+    duration_s: float
+
+    @property
+    def end_s(self) -> float:
+        return self.start_s + self.duration_s
+
+
+def plan(kinds: Sequence[Kind], *, seed: int, seconds: float) -> list[Planned]:
+    """In the order of their starts. All are over by the end."""
+    luck = random.Random(f"{seed}/faults")
+    usable = [kind for kind in kinds if kind.targets]
+    # How many there are of each sort of target, over all faults.
+    sorts = Counter(_sort(target) for target in {target for kind in usable for target in kind.targets})
+    planned: list[Planned] = []
+    at_s = 0.0
+    while usable:
+        at_s += luck.expovariate(1 / _EVERY_S)
+        if at_s >= seconds:
+            break
+        for _ in range(_DRAWS_MAX):
+            # As many draws each time, whatever becomes of them.
+            (kind,) = luck.choices(usable, [kind.weight for kind in usable])
+            target, duration_s = luck.choice(kind.targets), luck.uniform(*kind.seconds)
+            one = Planned(number=len(planned) + 1, fault=kind.name, target=target, start_s=at_s, duration_s=duration_s)
+            if one.end_s <= seconds and _bearable(one, planned, sorts):
+                planned.append(one)
+                break
+    return planned
+
+
+def _bearable(one: Planned, planned: Sequence[Planned], sorts: Counter[str]) -> bool:
+    # A fault that lasts no time still takes some to heal.
+    active = [other for other in planned if other.end_s + _PAUSE_S > one.start_s]
+    if len(active) >= _AT_ONCE_MAX or any(other.target == one.target for other in active):
+        return False
+    sort = _sort(one.target)
+    struck = sum(_sort(other.target) == sort for other in active)
+    return struck + 1 < sorts[sort] or sorts[sort] == 1
+
+
+def _sort(target: str) -> str:
+    """worker-3-polling → worker, s2 → s."""
+    return target.partition("-")[0].rstrip("0123456789")

@@ -1,0 +1,76 @@
+"""As whom one connects to a cluster. Owns passwords.json (mode 600), and the role and the database of Windrow.
+
+Refuses to log a password, or to let anyone in without one.
+"""
+
+import json
+import secrets
+from pathlib import Path
+
+import psycopg
+from psycopg import sql
+
+from embedded.errors import EmbeddedError, NotCreated
+from embedded.folders import read_json, write_file
+from embedded.ports import HOST
+
+ROLE = "windrow"
+DATABASE = "windrow"
+SUPERUSER = "postgres"
+
+CONNECT_S = 2  # libpq's own minimum; on loopback it answers at once or is not there.
+_COMPLETE_MS_MAX = 30_000  # For each statement that makes role and database.
+
+
+class Passwords:
+    def __init__(self, cluster: str, folder: Path) -> None:
+        self._cluster = cluster
+        self._path = folder / "passwords.json"
+
+    def read(self) -> dict[str, str]:
+        """By role. Raises NotCreated, EmbeddedError."""
+        match read_json(self._path):
+            case {"postgres": str(superuser), "windrow": str(role)}:
+                return {SUPERUSER: superuser, ROLE: role}
+            case None:
+                raise NotCreated(
+                    f"cluster {self._cluster!r} has no {self._path}: start it first; if it has data, "
+                    "restore that file from a backup, or reset() the cluster"
+                )
+            case _:
+                raise EmbeddedError(
+                    f"{self._path} does not hold the two passwords: restore it from a backup, or reset() the cluster"
+                )
+
+    def draw(self) -> dict[str, str]:
+        """New ones, kept."""
+        # Of signs that need no escaping in a URL.
+        passwords = {role: secrets.token_urlsafe(24) for role in (SUPERUSER, ROLE)}
+        self.keep(passwords)
+        return passwords
+
+    def keep(self, passwords: dict[str, str]) -> None:
+        write_file(self._path, json.dumps(passwords) + "\n", mode=0o600)
+
+    def dsn(self, role: str, database: str, *, port: int) -> str:
+        return f"postgresql://{role}:{self.read()[role]}@{HOST}:{port}/{database}"
+
+
+def complete(superuser_dsn: str, *, password: str) -> None:
+    """Make role and database where they are missing: an owner may have been killed before it did."""
+    with psycopg.connect(superuser_dsn, autocommit=True, connect_timeout=CONNECT_S) as connection:
+        if connection.execute("SHOW in_hot_standby").fetchone() == ("on",):
+            return
+        connection.execute(sql.SQL("SET statement_timeout = {}").format(sql.Literal(_COMPLETE_MS_MAX)))
+        role = connection.execute("SELECT FROM pg_roles WHERE rolname = %s", [ROLE]).fetchone()
+        if role is None:
+            # Hashed here, so that no log ever holds the password itself.
+            verifier = connection.pgconn.encrypt_password(password.encode(), ROLE.encode(), b"scram-sha-256")
+            connection.execute(
+                sql.SQL("CREATE ROLE {} LOGIN PASSWORD {}").format(sql.Identifier(ROLE), sql.Literal(verifier.decode()))
+            )
+        database = connection.execute("SELECT FROM pg_database WHERE datname = %s", [DATABASE]).fetchone()
+        if database is None:
+            connection.execute(
+                sql.SQL("CREATE DATABASE {} OWNER {}").format(sql.Identifier(DATABASE), sql.Identifier(ROLE))
+            )

@@ -1,0 +1,84 @@
+"""How a data folder comes into being: made by initdb, or copied from a primary.
+
+Refuses to start a process itself: what fills the folder is run by the caller, under its lock, log and watcher.
+"""
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from embedded.access import SUPERUSER
+from embedded.account import Account
+from embedded.binaries import Binaries
+from embedded.folders import write_file
+from embedded.ports import HOST
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewData:
+    folder: Path
+    binaries: Binaries
+    account: Account | None
+    # Whether what a power failure would cost is worth waiting for.
+    durable: bool
+    run: Callable[[list[str | Path]], None]
+
+    def make(self, *, password: str) -> None:
+        """A server's first data; the password is its superuser's."""
+        self._empty()
+        password_file = self.folder.with_name("initdb.password")
+        command: list[str | Path] = [
+            self.binaries.program("initdb"),
+            *("-D", self.folder),
+            f"--username={SUPERUSER}",
+            f"--pwfile={password_file}",
+            "--auth=scram-sha-256",
+            "--data-checksums",
+            "--encoding=UTF8",
+            "--locale-provider=libc",
+            "--locale=C",
+            "--no-instructions",
+            *([] if self.durable else ["--no-sync"]),
+        ]
+        try:
+            self._write_secret(password_file, password)
+            self.run(command)
+        finally:
+            password_file.unlink(missing_ok=True)
+        # No link is followed: the folder is writable for the server's account, and we may be root.
+        descriptor = os.open(self.folder / "postgresql.conf", os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
+        with open(descriptor, "w", encoding="utf-8") as conf:
+            conf.write("\ninclude '../windrow.conf'\n")
+            conf.flush()
+            os.fsync(descriptor)
+
+    def copy(self, *, port: int, password: str) -> None:
+        """The data of the primary on `port`, which the server will follow; the password is its superuser's."""
+        self._empty()
+        # It stays: the standby connects with it for as long as it follows.
+        password_file = self.folder.with_name("primary.pass")
+        self._write_secret(password_file, f"*:*:*:{SUPERUSER}:{password}")
+        command: list[str | Path] = [
+            self.binaries.program("pg_basebackup"),
+            *("-D", self.folder),
+            *("-d", f"host={HOST} port={port} user={SUPERUSER} passfile='{password_file}'"),
+            "--write-recovery-conf",
+            "--checkpoint=fast",
+            *([] if self.durable else ["--no-sync"]),
+        ]
+        self.run(command)
+
+    def _empty(self) -> None:
+        if self.folder.exists():
+            shutil.rmtree(self.folder)
+        self.folder.mkdir(mode=0o700)
+        if self.account is not None:
+            os.chown(self.folder, self.account.uid, self.account.gid)
+
+    def _write_secret(self, path: Path, text: str) -> None:
+        """For the server's account to read, and nobody else."""
+        write_file(path, text + "\n", mode=0o600)
+        if self.account is not None:
+            os.chown(path, self.account.uid, self.account.gid)

@@ -1,0 +1,64 @@
+"""Who may touch a cluster's folder. Owns owner.lock and server.lock; the kernel frees them when their holders end."""
+
+import contextlib
+import fcntl
+import os
+from pathlib import Path
+from typing import IO
+
+from embedded.errors import ClusterInUse, EmbeddedError
+from embedded.waiting import holds_by
+
+
+def lock_for_owner(cluster: str, folder: Path) -> IO[str]:
+    """The owner's lock, held until it is closed. Raises ClusterInUse."""
+    path = folder / "owner.lock"
+    lock = _open(path)
+    if not _lock(lock) or not _is_still_at(lock, path):
+        holder = lock.read().strip() or "unknown"
+        lock.close()
+        raise ClusterInUse(
+            f"cluster {cluster!r} in {folder} is in use by process {holder}: connect with its DSN, or stop it there"
+        )
+    lock.truncate(0)
+    lock.seek(0)
+    lock.write(f"{os.getpid()}\n")
+    lock.flush()
+    return lock
+
+
+def lock_after_orphans(cluster: str, folder: Path, deadline: float, failure: type[EmbeddedError]) -> IO[str]:
+    """Wait until no process of an earlier server lives; returns their lock, for the next one to inherit.
+
+    They end by themselves soon after their postmaster. The lock is held through a descriptor that every
+    child inherits, so it tells of all of them, and process ids, which are reused, play no part.
+    """
+    path = folder / "server.lock"
+    lock = _open(path)
+    if not holds_by(deadline, lambda: _lock(lock)):
+        lock.close()
+        raise failure(
+            f"cluster {cluster!r}: processes of an earlier server still hold {path}: "
+            f"find them with `fuser {path}` and end them"
+        )
+    return lock
+
+
+def _open(path: Path) -> IO[str]:
+    return open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+", encoding="utf-8")
+
+
+def _lock(file: IO[str]) -> bool:
+    # flock, not lockf: it belongs to the open file, and so passes to a child with the descriptor.
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_still_at(file: IO[str], path: Path) -> bool:
+    """Whether the locked file is still the one at `path`: a reset may have deleted it meanwhile."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    return False

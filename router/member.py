@@ -1,0 +1,214 @@
+"""One shard as this router knows it: its store and its books, who waits for its jobs, and what keeps it up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Awaitable, Callable
+from typing import Self
+
+from router.waiting import SWEEP_S, Room
+from shard.books import Books
+from shard.cluster import ShardEntry, ShardState
+from shard.database import Database
+from shard.doorbell import Doorbell
+from shard.errors import Misconfigured, ShardError, ShardUnavailable
+from shard.store import Store
+from shard.vocabulary import ShardName
+
+_log = logging.getLogger(__name__)
+
+_FOLD_TALLY_S = 60.0
+_MAKE_PARTITIONS_S = 3600.0
+_RETRY_OPEN_S = 1.0
+_FINISH_S_MAX = 3.0
+
+
+class Member:
+    """A shard of the cluster file, from when the file names it until it no longer does. Not contacted before `start`.
+
+    `prove` makes a database fit for use, and raises a ShardError unless it is the shard that it is taken for: for one
+    that is in use already, no other will do, and none that is new. `proved` is called when the member can be used, or
+    is reached by another DSN.
+    """
+
+    def __init__(
+        self,
+        entry: ShardEntry,
+        *,
+        connections: int,
+        prove: Callable[[Database, bool], Awaitable[None]],
+        proved: Callable[[Member], Awaitable[None]],
+    ) -> None:
+        # As the cluster file in force has it.
+        self.entry = entry
+        # By which it is reached: the entry's, once that has proved to lead to this shard.
+        self.dsn = entry.dsn
+        self.up = asyncio.Event()
+        # What keeps it from being up, or from going over to another DSN; empty: nothing.
+        self.trouble = "its state is off" if entry.state is ShardState.OFF else "not contacted yet"
+        self._prove = prove
+        self._proved = proved
+        self._queue_database = Database(entry.name, entry.dsn, connections=connections)
+        self._books_database = Database(entry.name, entry.dsn, connections=2, for_books=True)
+        self.store = Store(self._queue_database)
+        self.books = Books(self._books_database)
+        self._doorbell = Doorbell(self._queue_database, entry.dsn, lambda queues: self.room.heard(queues))
+        self.room = Room(self.store, self._doorbell)
+        self.room.gives = entry.state.gives_jobs
+        self._keeping: asyncio.Task[None] | None = None
+        self._going_over: asyncio.Task[None] | None = None
+
+    @property
+    def name(self) -> ShardName:
+        return self.entry.name
+
+    # ── What may be asked of it ──────────────────────────────────────────────────────────────────────────────────────
+    # Each answers the member itself, or raises ShardUnavailable.
+
+    def to_look_at(self) -> Self:
+        if not self.up.is_set():
+            raise ShardUnavailable(self.name, self.trouble)
+        return self
+
+    def to_change(self) -> Self:
+        """Acks and the like, and what changes queues."""
+        if not self.entry.state.takes_changes:
+            raise self._forbidden("takes no changes")
+        return self.to_look_at()
+
+    def to_enqueue(self) -> Self:
+        if not self.entry.state.takes_enqueues:
+            raise self._forbidden("takes no enqueues")
+        return self.to_look_at()
+
+    def _forbidden(self, what: str) -> ShardUnavailable:
+        return ShardUnavailable(self.name, f"its state is {self.entry.state.word}, and it {what}")
+
+    # ── What the cluster file says of it ─────────────────────────────────────────────────────────────────────────────
+
+    def start(self, group: asyncio.TaskGroup) -> None:
+        """Contacts it, and keeps it up until it is dismissed or the group's end, unless it is off."""
+        if self.entry.state is not ShardState.OFF:
+            self._keeping = group.create_task(self._keep())
+
+    def goes_on_as(self, entry: ShardEntry) -> bool:
+        """Whether `update` will do. Else another member must take its place: where it is to be contacted from now on or
+        no longer, and where a DSN that has led nowhere is mended."""
+        same_contact = (self.entry.state is ShardState.OFF) == (entry.state is ShardState.OFF)
+        return same_contact and (self.up.is_set() or self.entry.dsn == entry.dsn)
+
+    def update(self, entry: ShardEntry, group: asyncio.TaskGroup) -> None:
+        """The file has changed; calls under way end as they began."""
+        if entry.dsn != self.entry.dsn:
+            if self._going_over is not None:
+                self._going_over.cancel()
+                self._going_over = None
+                self.trouble = ""
+            if entry.dsn != self.dsn:
+                self._going_over = group.create_task(self._go_over(entry.dsn))
+        self.entry = entry
+        self.room.gives = entry.state.gives_jobs
+
+    def dismiss(self, why: str) -> None:
+        """Calls under way may end; whoever comes is told why there are no more."""
+        self.up.clear()
+        self.trouble = why
+        for task in (self._keeping, self._going_over):
+            if task is not None:
+                task.cancel()
+        # They wait elsewhere from now on, or are told that they cannot.
+        self.room.wake_all()
+
+    # ── Upkeep ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _keep(self) -> None:
+        """Brings it up and keeps it so, until cancelled. Its troubles end here: they are its own orgs' alone."""
+        try:
+            await self._queue_database.open()
+            await self._books_database.open()
+            await self._until_proved(self._queue_database, in_use=False)
+            self.up.set()
+            await self._proved(self)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._doorbell.run())
+                group.create_task(self.room.run())
+                for interval_s, what, act in (
+                    (SWEEP_S, "sweep the lanes", self.room.sweep),
+                    (_FOLD_TALLY_S, "fold the tally", self.store.fold_tally),
+                    (_MAKE_PARTITIONS_S, "make partitions", self.books.make_partitions),
+                ):
+                    group.create_task(every(interval_s, f"{what} of shard {self.name!r}", self._where_allowed(act)))
+        finally:
+            await self.finish()
+            await self._queue_database.close()
+            await self._books_database.close()
+
+    async def finish(self) -> None:
+        """Lets it do what it has been asked for: jobs that reached no consumer still go back."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FINISH_S_MAX):
+                await self.store.finish()
+
+    def _where_allowed(self, act: Callable[[], Awaitable[object]]) -> Callable[[], Awaitable[None]]:
+        """Upkeep changes things too."""
+
+        async def allowed() -> None:
+            if self.entry.state.takes_changes:
+                await act()
+
+        return allowed
+
+    async def _go_over(self, dsn: str) -> None:
+        """To another DSN, once that has proved to lead to the same shard; until then the one before serves."""
+        newcomer = Database(self.name, dsn, connections=1)
+        try:
+            await newcomer.open()
+            await self._until_proved(newcomer, in_use=True)
+        finally:
+            await newcomer.close()
+        # From here on it is done to its end, whatever the file says next.
+        self._going_over = None
+        self.dsn = dsn
+        self._doorbell.reconnect(dsn)
+        await self._queue_database.reconnect(dsn)
+        await self._books_database.reconnect(dsn)
+        await self._proved(self)
+        _log.info("shard %r is reached by its new DSN", self.name)
+
+    async def _until_proved(self, database: Database, *, in_use: bool) -> None:
+        trouble = "its new DSN is not in force yet: " if in_use else ""
+        said = ""
+        while True:
+            try:
+                await self._prove(database, in_use)
+            except ShardError as error:
+                why = error.why if isinstance(error, ShardUnavailable) else str(error)
+                if why != said:
+                    said = why
+                    level = logging.ERROR if isinstance(error, Misconfigured) else logging.WARNING
+                    _log.log(level, "%s%s", trouble, error)
+            except Exception as error:  # noqa: BLE001 - one shard's trouble must not end the others
+                why = "an unexpected error; the router's log has the details"
+                if str(error) != said:
+                    said = str(error)
+                    _log.exception("could not bring up shard %r", self.name)
+            else:
+                self.trouble = ""
+                return
+            self.trouble = trouble + why
+            await asyncio.sleep(_RETRY_OPEN_S)
+
+
+async def every(interval_s: float, what: str, act: Callable[[], Awaitable[object]]) -> None:
+    """Does something again and again; a failure is logged, and the next turn tries again."""
+    while True:
+        await asyncio.sleep(interval_s * random.uniform(0.9, 1.1))
+        try:
+            await act()
+        except ShardError as error:
+            _log.warning("could not %s: %s", what, error)
+        except Exception:  # noqa: BLE001 - one shard's trouble must not end the upkeep of the others
+            _log.exception("could not %s", what)

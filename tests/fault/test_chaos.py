@@ -1,0 +1,41 @@
+"""A short run of the chaos suite, on a small cluster: its own parts work together, and the invariants hold."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from bench.environment import environment
+from chaos import report, timeline
+from chaos.checker import check
+from chaos.run import Order, run
+from chaos.stage import Cast
+from embedded import BinariesNotFound
+
+SMALL = Cast(
+    shards=2, replicated=False, routers=2, producers=1, workers=("streaming", "polling"), orgs=40, window_s=1.0
+)
+FAULTS = ("kill-router", "kill-worker", "kill-postgres", "cut-connections", "terminate-backends")
+
+
+@pytest.mark.timeout(240)
+async def test_a_short_run_under_faults_keeps_every_invariant(tmp_path: Path) -> None:
+    said: list[str] = []
+    order = Order(seed=4, seconds=10.0, out=tmp_path, faults=FAULTS, cast=SMALL)
+    try:
+        told = await run(order, disk=None, say=said.append)
+    except BinariesNotFound as error:
+        pytest.skip(str(error))
+    assert check(told.evidence) == []
+    assert list(told.unhealed) == []
+    assert len(told.strikes) >= 2, said
+    assert not [strike.trouble for strike in told.strikes if strike.trouble]
+    # It was a load, and every sort of client had its part in it.
+    assert len(told.evidence.rows) > 200
+    clients = {call.client.partition(".")[0] for call in told.evidence.history.calls}
+    assert clients == {"producer-1", "worker-1-streaming", "worker-2-polling"}
+    report.write(tmp_path, order, told, [], environment())
+    timeline.draw(tmp_path, told, said.append)
+    assert {"report.json", "report.md", "timeline.png", "clients.log", "histories"} <= set(os.listdir(tmp_path))

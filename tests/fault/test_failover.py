@@ -1,0 +1,97 @@
+"""A standby takes over, and has what was acknowledged: also where a commit was interrupted while it waited for it.
+
+Such a commit is seen by all on the primary, and may be missing on the standby. Whoever asks again must not be told OK
+before the standby has it (I1, I3).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable
+from typing import TypeVar
+
+import pytest
+
+from chaos.shards import Node, Shard, ask
+from embedded import BinariesNotFound
+from shard import catalog, schema
+from shard.database import Database
+from shard.store import Store
+from shard.vocabulary import Answer, OrgId
+from tests.conftest import CLUSTER, SHARD
+from tests.jobs import lease_jobs, some_jobs
+from tests.streams import until
+
+ORG = OrgId("failover")
+_T = TypeVar("_T")
+
+
+@pytest.fixture
+async def pair() -> AsyncGenerator[Shard, None]:
+    shard = Shard(SHARD, [Node("left", None), Node("right", None)])
+    try:
+        await shard.start()
+        yield shard
+    except BinariesNotFound as error:
+        pytest.skip(str(error))
+    finally:
+        for node in shard.nodes:
+            await node.close()
+
+
+@pytest.fixture
+async def store(pair: Shard) -> AsyncGenerator[Store, None]:
+    database = Database(SHARD, pair.direct_dsn, connections=2)
+    await database.open()
+    await schema.migrate(database, cluster=CLUSTER)
+    await catalog.grant(database, await catalog.found(database, cluster=CLUSTER, weights={SHARD: 1}))
+    yield Store(database)
+    await database.close()
+
+
+def waiting_commits(pair: Shard) -> int:
+    counted = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'SyncRep' AND application_name = 'windrow'"
+    return int(pair.primary.ask(counted)[0][0])
+
+
+async def until_it_waits_for_the_standby(pair: Shard, call: asyncio.Future[_T]) -> None:
+    await until(lambda: call.done() or waiting_commits(pair) == 1, "a commit waits for the standby")
+    assert not call.done(), "it was answered before the standby had it"
+
+
+async def interrupted(pair: Shard, call: Awaitable[object]) -> None:
+    """The call, given up by its caller while its commit waits."""
+    task = asyncio.ensure_future(call)
+    await until_it_waits_for_the_standby(pair, task)
+    task.cancel()
+    await until(lambda: waiting_commits(pair) == 0, "the server has heard of it")
+
+
+async def test_what_an_interrupted_commit_did_is_acknowledged_once_the_standby_has_it(
+    pair: Shard, store: Store
+) -> None:
+    leased = some_jobs(ORG)
+    await store.enqueue(leased)
+    ((_, lease),) = await lease_jobs(store, ORG)
+    standby = pair.standby
+    assert standby is not None
+    standby.kill()
+
+    jobs = some_jobs(ORG)
+    await interrupted(pair, store.enqueue(jobs))
+    enqueued = asyncio.create_task(store.enqueue(jobs))
+    await until_it_waits_for_the_standby(pair, enqueued)
+    await standby.start()
+    assert await enqueued == {0: jobs.ids[0]}
+
+    standby.kill()
+    await interrupted(pair, store.ack(ORG, [lease]))
+    acked = asyncio.create_task(store.ack(ORG, [lease]))
+    await until_it_waits_for_the_standby(pair, acked)
+    await standby.start()
+    assert await acked == [Answer.OK]
+
+    pair.primary.kill()
+    await pair.promote()
+    found = "SELECT id::text FROM windrow.job UNION ALL SELECT id::text FROM windrow.finished WHERE state = 'succeeded'"
+    assert {row[0] for row in ask(pair.direct_dsn, found)} == {*jobs.ids, *leased.ids}

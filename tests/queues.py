@@ -1,0 +1,29 @@
+"""An org that has as many queues as it may have, or nearly."""
+
+from __future__ import annotations
+
+from shard.database import Database
+from shard.interning import QUEUES_MAX
+from shard.vocabulary import OrgId
+
+_FILL = (
+    b"""
+    INSERT INTO windrow.queue_name (queue)
+    SELECT 'full-' || n FROM generate_series(1, %(count)s) n
+    ON CONFLICT DO NOTHING
+    """,
+    b"""
+    INSERT INTO windrow.queue (name_id, org_id, org, queue, slot)
+    SELECT n.name_id, o.org_id, o.org, n.queue, o.slot
+    FROM windrow.org o
+    JOIN windrow.queue_name n ON n.queue LIKE 'full-%%'
+    WHERE o.org = %(org)s AND NOT EXISTS (SELECT FROM windrow.queue q WHERE q.org = o.org AND q.queue = n.queue)
+    LIMIT %(count)s - (SELECT count(*) FROM windrow.queue WHERE org = %(org)s)
+    """,
+)
+
+
+async def fill_queues(database: Database, org: OrgId, count: int = QUEUES_MAX) -> None:
+    """An org of this shard that has a queue has so many then."""
+    for statement in _FILL:
+        await database.run(statement, {"org": org, "count": count})

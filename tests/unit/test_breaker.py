@@ -1,0 +1,148 @@
+"""The circuit breaker: what it takes for an answer, when it opens, and how it closes again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+
+import pytest
+
+import shard.breaker
+from shard.breaker import Breaker
+from tests.conftest import SHARD
+
+SILENCE_S = 0.2
+
+
+class Server:
+    """One that is asked: it answers, refuses or says nothing, as the test has it."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.asking = 0
+        self.asking_most = 0
+        self.refuses: str | None = None
+        self.opened: list[str | None] = []
+        self.open = asyncio.Event()
+        self._speaks = asyncio.Event()
+        self._changed = asyncio.Event()
+        self.breaker = Breaker(SHARD, ask=self._ask, opened=self._note)
+
+    def _note(self) -> None:
+        self.opened.append(self.breaker.trouble)
+        self.open.set()
+
+    def says_nothing(self) -> None:
+        self._speaks.clear()
+
+    def speaks(self) -> None:
+        self._speaks.set()
+
+    async def _ask(self) -> None:
+        self.asked += 1
+        self.asking += 1
+        self.asking_most = max(self.asking, self.asking_most)
+        self._changed.set()
+        try:
+            await self._speaks.wait()
+            if self.refuses is not None:
+                raise ConnectionRefusedError(self.refuses)
+        finally:
+            self.asking -= 1
+            self._changed.set()
+
+    async def until_asked(self, count: int) -> None:
+        async with asyncio.timeout(10):
+            while self.asked < count:
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def until_nobody_asks(self) -> None:
+        async with asyncio.timeout(10):
+            while self.asking:
+                self._changed.clear()
+                await self._changed.wait()
+
+
+@pytest.fixture
+async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Server, None]:
+    for name, value in {"_SILENCE_S": SILENCE_S, "_AGAIN_S": 0.0, "_PROBE_S": 0.01, "_PAUSE_S": 0.01}.items():
+        monkeypatch.setattr(shard.breaker, name, value)
+    made = Server()
+    yield made
+    await made.breaker.end()
+    assert made.asking == 0
+
+
+async def test_silence_opens_it_and_one_answer_closes_it(server: Server) -> None:
+    server.breaker.doubt()
+    await server.until_asked(1)
+    assert server.breaker.trouble is None, "a doubt is no proof"
+    await server.until_asked(2)
+    assert server.opened == ["it does not answer"]
+    server.speaks()
+    await asyncio.wait_for(server.breaker.until_closed(), 10)
+    assert server.breaker.trouble is None
+    # And again.
+    server.says_nothing()
+    server.open.clear()
+    server.breaker.doubt()
+    await asyncio.wait_for(server.open.wait(), 10)
+
+
+@pytest.mark.parametrize("refuses", [None, "too many connections"])
+async def test_whoever_answers_is_there_also_with_a_refusal(server: Server, refuses: str | None) -> None:
+    server.refuses = refuses
+    server.speaks()
+    server.breaker.doubt()
+    await server.until_asked(1)
+    await server.until_nobody_asks()
+    await asyncio.wait({server.breaker._asking})  # type: ignore[type-var]
+    assert server.breaker.trouble is None
+    assert server.opened == []
+
+
+async def test_a_statement_that_is_answered_meanwhile_settles_a_doubt(server: Server) -> None:
+    server.breaker.doubt()
+    await server.until_asked(1)
+    server.breaker.answers += 1
+    await server.until_nobody_asks()
+    assert server.breaker.trouble is None
+
+
+async def test_a_process_that_stood_still_hears_what_came_meanwhile(server: Server) -> None:
+    server.breaker.doubt()
+    await server.until_asked(1)
+    # The answer comes in the turn of the loop in which the time is over.
+    asyncio.get_running_loop().call_soon(server.speaks)
+    time.sleep(2 * SILENCE_S)  # noqa: ASYNC251 - this is the process that stands still
+    await server.until_nobody_asks()
+    assert server.opened == []
+
+
+async def test_while_it_is_open_the_latest_trouble_is_told_and_probes_are_few(server: Server) -> None:
+    server.breaker.open("connection refused")
+    assert server.opened == ["connection refused"]
+    await server.until_asked(4)
+    server.refuses = "the database system is starting up"
+    server.speaks()
+    await server.until_asked(8)
+    assert server.breaker.trouble == "the database system is starting up"
+    assert server.asking_most <= 4
+    assert server.opened == ["connection refused"], "it is open, and does not open again"
+    server.refuses = None
+    await asyncio.wait_for(server.breaker.until_closed(), 10)
+
+
+async def test_once_ended_it_asks_no_more_and_holds_nobody_up(server: Server) -> None:
+    server.breaker.open("connection refused")
+    await server.until_asked(1)
+    await server.breaker.end()
+    await asyncio.wait_for(server.breaker.until_closed(), 1)
+    asked = server.asked
+    server.breaker.doubt()
+    server.breaker.open("again")
+    await asyncio.sleep(0)
+    assert server.asked == asked
+    assert server.opened == ["connection refused"]

@@ -1,0 +1,568 @@
+"""The checker against histories made by hand: a clean one passes, and each violation is found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from chaos.checker import Evidence, check
+from chaos.checker.evidence import OrgBooks, Past, Row, State
+from chaos.history import Answer, Call, Cancel, Delivery, Enqueue, History, LeaseKey, Outcome, Settle, Verb
+
+ORG, OTHER, QUEUE, SHARD = "acme", "evil", "load", "s1"
+CALM_S, LATE_S_MAX = 100.0, 10.0
+WINDOW_S = 3.0
+
+
+def call(verb: Verb, began_s: float, ended_s: float | None = None, *, client: str = "c1", org: str = ORG) -> Call:
+    """Answered after a tenth of a second, if not said otherwise."""
+    return Call(
+        client=client,
+        verb=verb,
+        org=org,
+        began_s=began_s,
+        ended_s=began_s + 0.1 if ended_s is None else ended_s,
+        outcome=Outcome.OK,
+    )
+
+
+def enqueue(
+    job: str,
+    at_s: float,
+    *,
+    answered: str | None = "",
+    duplicate: bool = False,
+    key: str = "",
+    org: str = ORG,
+    delay_s: float = 0.0,
+) -> Enqueue:
+    """Acknowledged as itself, if not said otherwise."""
+    return Enqueue(
+        call=call(Verb.ENQUEUE, at_s, org=org),
+        job=job,
+        queue=QUEUE,
+        key=key,
+        delay_s=delay_s,
+        answered=job if answered == "" else answered,
+        duplicate=duplicate,
+    )
+
+
+def delivery(
+    job: str,
+    at_s: float,
+    *,
+    lease: int,
+    attempt: int = 1,
+    client: str = "w1",
+    org: str = ORG,
+    of: Verb = Verb.DEQUEUE,
+    payload_org: str = ORG,
+    payload_job: str = "",
+) -> Delivery:
+    return Delivery(
+        call=call(of, at_s - 0.1, at_s, client=client, org=org),
+        lease=LeaseKey(job, lease),
+        attempt=attempt,
+        received_s=at_s,
+        window_s=WINDOW_S,
+        payload_org=payload_org,
+        payload_job=payload_job or job,
+    )
+
+
+def settle(
+    verb: Verb, job: str, at_s: float, *, lease: int, answer: Answer | None = Answer.OK, span_s: float = 0.0
+) -> Settle:
+    return Settle(call=call(verb, at_s), lease=LeaseKey(job, lease), answer=answer, span_s=span_s)
+
+
+def past(lease: int, outcome: str, leased_at_us: int, ended_at_us: int) -> Past:
+    return Past(lease=lease, outcome=outcome, leased_at_us=leased_at_us, ended_at_us=ended_at_us)
+
+
+def succeeded(job: str, *, lease: int = 1, history: Sequence[Past] = (), **fields: str) -> Row:
+    row = Row(
+        job=job,
+        org=ORG,
+        queue=QUEUE,
+        shard=SHARD,
+        state=State.SUCCEEDED,
+        lease=lease,
+        leased_at_us=1_000_000,
+        past=history,
+    )
+    return replace(row, **fields)  # type: ignore[arg-type]
+
+
+def evidence(
+    *,
+    enqueues: Sequence[Enqueue] = (),
+    deliveries: Sequence[Delivery] = (),
+    settles: Sequence[Settle] = (),
+    cancels: Sequence[Cancel] = (),
+    rows: Sequence[Row] = (),
+    books: Sequence[OrgBooks] | None = None,
+    drift_s: float = 0.0,
+) -> Evidence:
+    """The books agree with the rows, if none are given."""
+    places = [(row.shard, row.org) for row in rows]
+    agreeing = [
+        OrgBooks(shard=shard, org=org, accepted=places.count((shard, org)), balanced=True)
+        for shard, org in sorted(set(places))
+    ]
+    return Evidence(
+        history=History(enqueues=enqueues, deliveries=deliveries, settles=settles, cancels=cancels, drift_s=drift_s),
+        rows=rows,
+        books=agreeing if books is None else books,
+        calm_s=CALM_S,
+        late_s_max=LATE_S_MAX,
+    )
+
+
+def found(given: Evidence) -> list[str]:
+    return [violation.invariant for violation in check(given)]
+
+
+def whole_life(job: str = "j1", at_s: float = 10.0) -> Evidence:
+    """One job, enqueued, delivered, acked and finished."""
+    return evidence(
+        enqueues=[enqueue(job, at_s)],
+        deliveries=[delivery(job, at_s + 1, lease=1)],
+        settles=[settle(Verb.ACK, job, at_s + 2, lease=1)],
+        rows=[succeeded(job)],
+    )
+
+
+def changed(given: Evidence, **history: object) -> Evidence:
+    return replace(given, history=replace(given.history, **history))  # type: ignore[arg-type]
+
+
+# ── Nothing is wrong ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_whole_life_passes() -> None:
+    assert found(whole_life()) == []
+
+
+def test_a_job_that_nobody_acknowledged_may_be_there_or_not() -> None:
+    open_ended = [enqueue("j1", 10.0, answered=None)]
+    assert found(evidence(enqueues=open_ended)) == []
+    assert found(changed(whole_life(), enqueues=open_ended)) == []
+
+
+def test_a_lease_that_expired_and_went_to_another_passes() -> None:
+    given = evidence(
+        enqueues=[enqueue("j1", 10.0)],
+        deliveries=[
+            delivery("j1", 11.0, lease=1),
+            delivery("j1", 15.0, lease=2, attempt=2, client="w2"),
+        ],
+        settles=[
+            settle(Verb.ACK, "j1", 16.0, lease=1, answer=Answer.STALE),
+            settle(Verb.ACK, "j1", 16.5, lease=2),
+        ],
+        rows=[succeeded("j1", lease=2, history=[past(1, "expired", 10_000, 900_000)])],
+    )
+    assert found(given) == []
+
+
+def test_an_ack_said_again_after_it_was_done_passes() -> None:
+    # The first try was done, and its answer lost; a router released nothing, and the second was answered as the first.
+    given = changed(
+        whole_life(),
+        settles=[
+            settle(Verb.ACK, "j1", 12.0, lease=1, answer=None),
+            settle(Verb.ACK, "j1", 20.0, lease=1),
+        ],
+    )
+    assert found(given) == []
+
+
+def test_a_nack_said_again_while_another_has_the_job_passes() -> None:
+    given = evidence(
+        enqueues=[enqueue("j1", 10.0)],
+        deliveries=[delivery("j1", 11.0, lease=1), delivery("j1", 13.0, lease=2, attempt=2, client="w2")],
+        settles=[
+            settle(Verb.NACK, "j1", 12.0, lease=1, answer=None),
+            settle(Verb.NACK, "j1", 13.5, lease=1),
+            settle(Verb.ACK, "j1", 14.0, lease=2),
+        ],
+        rows=[succeeded("j1", lease=2, history=[past(1, "nacked", 10_000, 900_000)])],
+    )
+    assert found(given) == []
+
+
+def test_a_stream_whose_job_was_given_back_by_its_router_passes() -> None:
+    # It arrived although the router believed it had not: the lease had ended, and its holder is told STALE.
+    given = evidence(
+        enqueues=[enqueue("j1", 10.0)],
+        deliveries=[
+            delivery("j1", 11.0, lease=1, of=Verb.CONSUME),
+            delivery("j1", 11.5, lease=2, client="w2"),
+        ],
+        settles=[
+            settle(Verb.ACK, "j1", 12.0, lease=1, answer=Answer.STALE),
+            settle(Verb.ACK, "j1", 12.0, lease=2),
+        ],
+        rows=[succeeded("j1", lease=2, history=[past(1, "released", 10_000, 900_000)])],
+    )
+    assert found(given) == []
+
+
+@pytest.mark.parametrize("of", [Verb.DEQUEUE, Verb.CONSUME])
+def test_a_consumer_that_stood_still_and_got_its_job_after_another_passes(of: Verb) -> None:
+    late = delivery("j1", 11.0, lease=1, of=of)
+    given = evidence(
+        enqueues=[enqueue("j1", 10.0)],
+        deliveries=[
+            replace(late, received_s=20.0),
+            delivery("j1", 15.0, lease=2, attempt=2, client="w2"),
+        ],
+        settles=[
+            settle(Verb.ACK, "j1", 21.0, lease=1, answer=Answer.STALE),
+            settle(Verb.ACK, "j1", 16.0, lease=2),
+        ],
+        rows=[succeeded("j1", lease=2, history=[past(1, "expired", 10_000, 900_000)])],
+    )
+    assert found(given) == []
+
+
+def test_a_cancelled_job_may_have_been_leased_again_before_its_end() -> None:
+    given = evidence(
+        enqueues=[enqueue("j1", 10.0)],
+        deliveries=[delivery("j1", 11.0, lease=1)],
+        settles=[settle(Verb.ACK, "j1", 12.5, lease=1, answer=Answer.STALE)],
+        cancels=[Cancel(call=call(Verb.CANCEL, 12.0), job="j1", answer=Answer.OK)],
+        rows=[replace(succeeded("j1"), state=State.CANCELLED, lease=None, leased_at_us=None)],
+    )
+    assert found(given) == []
+
+
+def test_a_wall_clock_that_jumped_excuses_a_lease_that_ended_early() -> None:
+    given = overlapping(later_at_s=13.0)
+    assert found(given) == ["I2"]
+    assert found(changed(given, drift_s=3600.0)) == []
+
+
+# ── I1: lost ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_acknowledged_job_that_is_nowhere_is_found() -> None:
+    assert found(evidence(enqueues=[enqueue("j1", 10.0)])) == ["I1"]
+
+
+def test_an_acknowledged_duplicate_that_is_nowhere_is_found() -> None:
+    assert found(evidence(enqueues=[enqueue("j1", 10.0, duplicate=True)])) == ["I1"]
+
+
+# ── I2: leases ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def overlapping(*, later_at_s: float) -> Evidence:
+    """A lease of a Dequeue, whose window is over at 13.9, and one of another consumer's."""
+    return evidence(
+        enqueues=[enqueue("j1", 10.0)],
+        deliveries=[
+            delivery("j1", 11.0, lease=1),
+            delivery("j1", later_at_s, lease=2, attempt=2, client="w2"),
+        ],
+        settles=[settle(Verb.ACK, "j1", 20.0, lease=2)],
+        rows=[succeeded("j1", lease=2, history=[past(1, "expired", 10_000, 900_000)])],
+    )
+
+
+def test_a_job_given_to_another_within_its_window_is_found() -> None:
+    assert found(overlapping(later_at_s=13.5)) == ["I2"]
+    assert found(overlapping(later_at_s=14.0)) == []
+
+
+def test_an_extended_lease_lasts_longer() -> None:
+    extended = changed(
+        overlapping(later_at_s=14.0),
+        settles=[
+            settle(Verb.EXTEND, "j1", 13.0, lease=1, span_s=WINDOW_S),
+            settle(Verb.ACK, "j1", 20.0, lease=2),
+        ],
+    )
+    assert found(extended) == ["I2"]
+
+
+def test_a_lease_that_was_released_ends_there() -> None:
+    released = changed(
+        overlapping(later_at_s=13.0),
+        settles=[
+            settle(Verb.RELEASE, "j1", 12.0, lease=1, answer=None),
+            settle(Verb.ACK, "j1", 20.0, lease=2),
+        ],
+    )
+    assert found(released) == []
+
+
+@pytest.mark.parametrize("verb", [Verb.EXTEND, Verb.NACK, Verb.RELEASE])
+def test_a_lease_that_is_used_after_another_has_the_job_is_found(verb: Verb) -> None:
+    outcome = {Verb.EXTEND: "expired", Verb.NACK: "nacked", Verb.RELEASE: "released"}[verb]
+    given = evidence(
+        enqueues=[enqueue("j1", 10.0)],
+        deliveries=[
+            delivery("j1", 11.0, lease=1, of=Verb.CONSUME),
+            delivery("j1", 15.0, lease=2, attempt=2, client="w2", of=Verb.CONSUME),
+        ],
+        settles=[
+            settle(verb, "j1", 16.0, lease=1),
+            settle(Verb.ACK, "j1", 20.0, lease=2),
+        ],
+        rows=[succeeded("j1", lease=2, history=[past(1, outcome, 10_000, 900_000)])],
+    )
+    assert found(given) == ["I2"]
+
+
+def test_two_acks_of_one_job_are_found() -> None:
+    given = evidence(
+        enqueues=[enqueue("j1", 10.0)],
+        deliveries=[
+            delivery("j1", 11.0, lease=1, of=Verb.CONSUME),
+            delivery("j1", 15.0, lease=2, attempt=2, client="w2", of=Verb.CONSUME),
+        ],
+        settles=[settle(Verb.ACK, "j1", 12.0, lease=1), settle(Verb.ACK, "j1", 16.0, lease=2)],
+        rows=[succeeded("j1", lease=2, history=[past(1, "expired", 10_000, 900_000)])],
+    )
+    # Also that the job came after its ack, and that the books know nothing of the first one.
+    assert found(given) == ["I2"] * 3
+
+
+@pytest.mark.parametrize("verb", [Verb.ACK, Verb.KILL])
+def test_a_job_that_comes_after_its_end_is_found(verb: Verb) -> None:
+    row = succeeded("j1")
+    if verb is Verb.KILL:
+        row = replace(row, state=State.DEAD, past=[past(1, "nacked", 1_000_000, 2_000_000)])
+    given = evidence(
+        enqueues=[enqueue("j1", 10.0)],
+        deliveries=[delivery("j1", 11.0, lease=1), delivery("j1", 30.0, lease=2, client="w2")],
+        settles=[settle(verb, "j1", 12.0, lease=1)],
+        rows=[row],
+    )
+    assert found(given) == ["I2"]
+
+
+def test_a_job_that_comes_after_it_was_cancelled_is_found() -> None:
+    given = evidence(
+        enqueues=[enqueue("j1", 10.0)],
+        deliveries=[delivery("j1", 30.0, lease=1)],
+        cancels=[Cancel(call=call(Verb.CANCEL, 12.0), job="j1", answer=Answer.OK)],
+        rows=[replace(succeeded("j1"), state=State.CANCELLED, lease=None, leased_at_us=None)],
+    )
+    assert found(given) == ["I2"]
+
+
+def test_a_cancelled_job_that_succeeded_is_found() -> None:
+    given = changed(
+        whole_life(), cancels=[Cancel(call=call(Verb.CANCEL, 11.5), job="j1", answer=Answer.OK)], deliveries=[]
+    )
+    assert found(given) == ["I2"]
+
+
+def test_one_lease_given_to_two_is_found() -> None:
+    given = whole_life()
+    twice = [*given.history.deliveries, delivery("j1", 11.1, lease=1, client="w2")]
+    assert found(changed(given, deliveries=twice)) == ["I2"]
+
+
+def test_an_ack_that_was_refused_and_finished_the_job_is_found() -> None:
+    given = changed(whole_life(), settles=[settle(Verb.ACK, "j1", 12.0, lease=1, answer=Answer.STALE)])
+    assert found(given) == ["I2"]
+
+
+def test_a_nack_that_was_refused_and_is_in_the_books_is_found() -> None:
+    given = whole_life()
+    nacked = evidence(
+        enqueues=given.history.enqueues,
+        settles=[
+            settle(Verb.NACK, "j1", 11.0, lease=7, answer=Answer.STALE),
+            settle(Verb.ACK, "j1", 12.0, lease=1),
+        ],
+        rows=[succeeded("j1", history=[past(7, "nacked", 10_000, 900_000)])],
+    )
+    assert found(nacked) == ["I2"]
+
+
+def test_a_success_that_nobody_asked_for_is_found() -> None:
+    assert found(changed(whole_life(), settles=[])) == ["I2"]
+
+
+@pytest.mark.parametrize("verb", [Verb.ACK, Verb.NACK, Verb.KILL, Verb.RELEASE])
+def test_what_was_answered_ok_and_is_not_in_the_books_is_found(verb: Verb) -> None:
+    given = evidence(
+        enqueues=[enqueue("j1", 10.0)],
+        settles=[settle(verb, "j1", 11.0, lease=7), settle(Verb.ACK, "j1", 12.0, lease=1, answer=None)],
+        rows=[succeeded("j1")],
+    )
+    assert found(given) == ["I2"]
+
+
+@pytest.mark.parametrize("last_leased_at_us", [1_400_000, 1_600_000])
+def test_leases_that_overlap_by_the_books_are_found(last_leased_at_us: int) -> None:
+    history = [past(7, "expired", 500_000, 1_000_000), past(8, "expired", 1_000_000, 1_500_000)]
+    row = replace(succeeded("j1", history=history), leased_at_us=last_leased_at_us)
+    given = replace(whole_life(), rows=[row])
+    assert found(given) == (["I2"] if last_leased_at_us < 1_500_000 else [])
+    row = replace(row, leased_at_us=2_000_000, past=[history[0], replace(history[1], leased_at_us=999_999)])
+    assert found(replace(given, rows=[row])) == ["I2"]
+
+
+# ── I3: twice ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_job_that_is_stored_twice_is_found() -> None:
+    given = whole_life()
+    twice = replace(given, rows=[*given.rows, replace(given.rows[0], shard="s2")])
+    assert found(replace(twice, books=[*given.books, replace(given.books[0], shard="s2")])) == ["I3"]
+
+
+def test_two_enqueues_that_were_each_told_new_are_found() -> None:
+    given = whole_life()
+    assert found(changed(given, enqueues=[enqueue("j1", 10.0), enqueue("j1", 10.5)])) == ["I3"]
+    assert found(changed(given, enqueues=[enqueue("j1", 10.0), enqueue("j1", 10.5, duplicate=True)])) == []
+
+
+def test_a_job_that_nobody_enqueued_is_found() -> None:
+    assert found(changed(whole_life(), enqueues=[])) == ["I3"]
+
+
+def test_an_enqueue_answered_with_another_job_is_found() -> None:
+    given = changed(whole_life(), enqueues=[enqueue("j1", 10.0), enqueue("j2", 10.0, answered="j1", duplicate=True)])
+    assert found(given) == ["I3"]
+    with_key = [enqueue("j1", 10.0, key="k"), enqueue("j2", 10.0, answered="j1", duplicate=True, key="k")]
+    assert found(changed(given, enqueues=with_key)) == []
+
+
+def test_two_jobs_of_one_dedup_key_are_found() -> None:
+    first, second = whole_life("j1"), whole_life("j2")
+    given = evidence(
+        enqueues=[enqueue("j1", 10.0, key="k"), enqueue("j2", 11.0, key="k")],
+        deliveries=[*first.history.deliveries, *second.history.deliveries],
+        settles=[*first.history.settles, *second.history.settles],
+        rows=[succeeded("j1", key="k"), succeeded("j2", key="k")],
+    )
+    assert found(given) == ["I3"]
+    # Nobody was told of the second, and there it is.
+    unheard = [enqueue("j1", 10.0, key="k"), enqueue("j2", 11.0, key="k", answered=None)]
+    assert found(changed(given, enqueues=unheard)) == ["I3"]
+
+
+# ── I4: others' jobs ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        delivery("j1", 11.0, lease=1, org=OTHER),
+        delivery("j1", 11.0, lease=1, payload_org=OTHER),
+        delivery("j1", 11.0, lease=1, payload_job="j2"),
+    ],
+)
+def test_a_job_or_a_payload_that_came_to_the_wrong_consumer_is_found(seen: Delivery) -> None:
+    assert found(changed(whole_life(), deliveries=[seen])) == ["I4"]
+
+
+def test_a_job_stored_as_another_orgs_is_found() -> None:
+    given = evidence(
+        enqueues=[enqueue("j1", 10.0)],
+        settles=[settle(Verb.ACK, "j1", 12.0, lease=1)],
+        rows=[succeeded("j1", org=OTHER)],
+    )
+    assert found(given) == ["I4"]
+
+
+# ── I5: books ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "books",
+    [
+        [],
+        [OrgBooks(shard=SHARD, org=ORG, accepted=1, balanced=False)],
+        [OrgBooks(shard=SHARD, org=ORG, accepted=2, balanced=True)],
+    ],
+)
+def test_books_that_do_not_agree_are_found(books: list[OrgBooks]) -> None:
+    assert found(replace(whole_life(), books=books)) == ["I5"]
+
+
+# ── I7: late ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_job_that_was_never_done_is_found() -> None:
+    given = evidence(
+        enqueues=[enqueue("j1", 10.0)],
+        rows=[replace(succeeded("j1"), state=State.LIVE, lease=None, leased_at_us=None)],
+    )
+    assert found(given) == ["I7"]
+    # It may have been stored a moment ago, for all that its producer knows.
+    assert found(changed(given, enqueues=[enqueue("j1", 10.0, answered=None)])) == []
+
+
+def came(at_s: float, *, delay_s: float = 0.0, others_at_s: Sequence[float] = ()) -> Evidence:
+    """A job enqueued when all is calm, and when it came; and when others of its org did."""
+    lives = [whole_life(f"other-{number}", at_s=other_s - 1) for number, other_s in enumerate(others_at_s)]
+    return evidence(
+        enqueues=[
+            enqueue("j1", CALM_S + 10, delay_s=delay_s),
+            *(one for life in lives for one in life.history.enqueues),
+        ],
+        deliveries=[delivery("j1", at_s, lease=1), *(one for life in lives for one in life.history.deliveries)],
+        settles=[
+            settle(Verb.ACK, "j1", at_s + 1, lease=1),
+            *(one for life in lives for one in life.history.settles),
+        ],
+        rows=[succeeded("j1"), *(row for life in lives for row in life.rows)],
+    )
+
+
+def test_a_job_that_came_late_is_found() -> None:
+    assert found(came(CALM_S + 20)) == []
+    assert found(came(CALM_S + 21)) == ["I7"]
+
+
+def test_a_job_that_was_behind_others_or_was_to_come_later_is_not_late() -> None:
+    assert found(came(CALM_S + 21, others_at_s=[CALM_S + 15])) == []
+    assert found(came(CALM_S + 21, delay_s=5.0)) == []
+
+
+def test_a_job_from_before_has_time_from_when_all_was_calm() -> None:
+    def given(at_s: float) -> Evidence:
+        life = whole_life()
+        return changed(
+            life,
+            deliveries=[delivery("j1", at_s, lease=1)],
+            settles=[settle(Verb.ACK, "j1", at_s + 1, lease=1)],
+        )
+
+    assert found(given(CALM_S + 9)) == []
+    assert found(given(CALM_S + 11)) == ["I7"]
+
+
+def again(at_s: float, said: Sequence[Settle]) -> Evidence:
+    """A job that first came at CALM_S + 1, what was said of it, and when it came again."""
+    nacked = [past(1, "nacked", 10_000, 900_000)] if any(one.call.verb is Verb.NACK for one in said) else []
+    return evidence(
+        enqueues=[enqueue("j1", CALM_S)],
+        deliveries=[
+            delivery("j1", CALM_S + 1, lease=1),
+            delivery("j1", at_s, lease=2, attempt=2, client="w2"),
+        ],
+        settles=[*said, settle(Verb.ACK, "j1", at_s + 1, lease=2)],
+        rows=[succeeded("j1", lease=2, history=nacked or [past(1, "expired", 10_000, 900_000)])],
+    )
+
+
+def test_a_job_that_comes_again_late_is_found() -> None:
+    # Its window is over at CALM_S + 4, at the latest.
+    assert found(again(CALM_S + 13, [])) == []
+    assert found(again(CALM_S + 15, [])) == ["I7"]
+    # A nack says when.
+    nack = settle(Verb.NACK, "j1", CALM_S + 2, lease=1, span_s=5.0)
+    assert found(again(CALM_S + 17, [nack])) == []
+    assert found(again(CALM_S + 18, [nack])) == ["I7"]

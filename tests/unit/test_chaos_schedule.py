@@ -1,0 +1,65 @@
+"""Faults are drawn by the seed alone, and never so many at once that nothing works."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+
+from chaos.faults import FAULTS
+from chaos.run import Order, kinds
+from chaos.schedule import Kind, Planned, plan
+
+KINDS = (
+    Kind(name="kill-router", targets=("router-1", "router-2"), weight=2.0, seconds=(0.0, 0.0)),
+    Kind(name="freeze-router", targets=("router-1", "router-2"), weight=1.0, seconds=(1.0, 8.0)),
+    Kind(name="kill-postgres", targets=("s1", "s2", "s3"), weight=1.0, seconds=(1.0, 6.0)),
+    Kind(name="jump-clock", targets=("clock",), weight=1.0, seconds=(1.0, 6.0)),
+    Kind(name="nowhere", targets=(), weight=9.0, seconds=(1.0, 6.0)),
+)
+SECONDS = 600.0
+
+
+def struck(planned: Sequence[Planned], at_s: float) -> list[str]:
+    return [one.target for one in planned if one.start_s <= at_s <= one.end_s]
+
+
+def test_a_seed_draws_the_same_faults_again_and_another_seed_others() -> None:
+    assert plan(KINDS, seed=1, seconds=SECONDS) == plan(KINDS, seed=1, seconds=SECONDS)
+    assert plan(KINDS, seed=1, seconds=SECONDS) != plan(KINDS, seed=2, seconds=SECONDS)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_something_is_always_whole_and_all_is_over_by_the_end(seed: int) -> None:
+    planned = plan(KINDS, seed=seed, seconds=SECONDS)
+    assert len(planned) > SECONDS / 20
+    assert {one.fault for one in planned} == {"kill-router", "freeze-router", "kill-postgres", "jump-clock"}
+    assert [one.start_s for one in planned] == sorted(one.start_s for one in planned)
+    assert all(0 <= one.start_s <= one.end_s <= SECONDS for one in planned)
+    # It only gets worse when a fault begins.
+    for one in planned:
+        targets = struck(planned, one.start_s)
+        assert len(targets) == len(set(targets)) <= 3
+        assert len({*targets} & {"router-1", "router-2"}) <= 1
+        assert len({*targets} & {"s1", "s2", "s3"}) <= 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_target_has_a_pause_after_a_fault(seed: int) -> None:
+    planned = plan(KINDS, seed=seed, seconds=SECONDS)
+    for _, of_target in itertools.groupby(sorted(planned, key=lambda one: one.target), lambda one: one.target):
+        for earlier, later in itertools.pairwise(of_target):
+            assert later.start_s >= earlier.end_s + 2.0
+
+
+def test_nothing_to_draw_is_no_fault() -> None:
+    assert plan([KINDS[-1]], seed=1, seconds=SECONDS) == []
+
+
+def test_every_fault_is_drawn_sooner_or_later_whatever_the_machine_has(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    order = Order(seed=1, seconds=SECONDS, out=tmp_path_factory.getbasetemp())
+    drawn = {one.fault for seed in range(5) for one in plan(kinds(order), seed=seed, seconds=SECONDS)}
+    assert drawn == set(FAULTS)
