@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from typing import Any
 
 import pytest
@@ -12,16 +12,18 @@ import pytest
 from balancer.move import Progress
 from shard import arrays, catalog, moving, statements
 from shard.catalog import Move
+from shard.doorbell import Doorbell
 from shard.errors import Misconfigured, NotOwned, ShardUnavailable, UnknownQueue
 from shard.lease import parse_token, token
 from shard.placement import slot_of
 from shard.records import JobRecord
 from shard.retry import Fixed
 from shard.settling import Nack
-from shard.vocabulary import Answer, JobId, Lease, OrgId, Outcome, QueueName, ShardName
+from shard.vocabulary import Answer, JobId, Lease, OrgId, Outcome, QueueId, QueueName, ShardName
 from tests import timemachine
 from tests.jobs import HOUR_US, QUEUE, ids_of, lease_jobs, some_jobs
 from tests.pair import A, B, Died, Fate, Pair, mortal_mover, open_pair
+from tests.routers import PATIENCE_S
 
 OTHER = QueueName("other")
 
@@ -319,6 +321,32 @@ async def test_a_move_waits_for_leases_and_moves_what_becomes_of_the_jobs(pair: 
     ((job, _),) = await lease_jobs(after, org, queue="lost")
     assert job.attempt == 2
     await pair.balance()
+
+
+async def test_jobs_that_come_late_and_are_older_than_all_others_are_told_of_and_found(pair: Pair, org: OrgId) -> None:
+    """A router's floors lie above them, and a claim begins at its floors."""
+    there, told = pair.store(B), asyncio.Queue[Collection[QueueId]]()
+    doorbell = Doorbell(pair.databases[B], pair.dsns[B], heard=lambda _: heard.set(), arrived=told.put_nowait)
+    heard = asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        listening = group.create_task(doorbell.run())
+        await asyncio.wait_for(heard.wait(), PATIENCE_S)
+        old = some_jobs(org, 2)
+        await pair.store(A).enqueue(old)
+        hour_ago = b"UPDATE windrow.job SET visible_at = visible_at - interval '1 h', run_at = run_at - interval '1 h'"
+        await pair.databases[A].run(hour_ago, {})
+        move = await pair.begin([org], target=B)
+        mover = pair.mover(move)
+        while not (await catalog.moves(pair.catalog))[0].switched:
+            await mover.step()
+        new = some_jobs(org, 1)
+        await there.enqueue(new, epoch=move.epoch)
+        assert [job.id for job, _ in await lease_jobs(there, org)] == new.ids
+        await mover.step()
+        assert await lease_jobs(there, org) == []
+        there.arrived(await asyncio.wait_for(told.get(), PATIENCE_S))
+        assert sorted(job.id for job, _ in await lease_jobs(there, org)) == sorted(old.ids)
+        listening.cancel()
 
 
 async def test_slots_that_are_empty_do_not_wait_for_the_others_leases(pair: Pair, org: OrgId, other_org: OrgId) -> None:

@@ -135,3 +135,25 @@ def test_the_number_of_queues_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     for number in range(10):
         use(floors, QueueId(number))
     assert floors.to_sweep() == [QueueId(7), QueueId(8), QueueId(9)]
+
+
+def test_what_arrives_from_another_shard_is_looked_for_from_the_beginning_of_time() -> None:
+    floors = Floors()
+    use(floors, A, B)
+    floors.claimed([taken(A, run_at=LONG_AGO), taken(B, run_at=LONG_AGO)], arrivals=floors.arrivals)
+    floors.arrived([A])
+    assert floors_of(floors, A, B)[A, 5] == 0
+    assert floors_of(floors, A, B)[B, 5] == LONG_AGO
+
+
+def test_a_look_that_began_before_an_arrival_raises_no_floor_of_its_queue() -> None:
+    floors = Floors()
+    use(floors, A, B)
+    before = floors.arrivals
+    floors.arrived([A])
+    floors.claimed([taken(A, run_at=LONG_AGO), taken(B, run_at=LONG_AGO)], arrivals=before)
+    assert (floors_of(floors, A)[A, 5], floors_of(floors, B)[B, 5]) == (0, LONG_AGO)
+    floors.swept([A, B], Micros(LONG_AGO + 9), {}, arrivals=before)
+    assert (floors_of(floors, A)[A, 5], floors_of(floors, B)[B, 5]) == (0, LONG_AGO + 9)
+    floors.claimed([taken(A, run_at=LONG_AGO)], arrivals=floors.arrivals)
+    assert floors_of(floors, A)[A, 5] == LONG_AGO

@@ -1,0 +1,435 @@
+"""What clients see while their org's slot moves from one shard to another: nothing. Routers are processes, which learn
+of moves by themselves; balancers act step by step (docs/decisions/0017-moving-slots.md)."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import psycopg
+import pytest
+from google.protobuf.duration_pb2 import Duration
+
+from tests.jobs import job_id
+from tests.moves import Moving, begin_move
+from tests.postgres import Server
+from tests.routers import PATIENCE_S, Routers, Stubs, running_routers, stubs, write_cluster
+from windrow.v1 import admin_pb2, job_pb2, queue_pb2
+
+QUEUE = "mail"
+OK, STALE, NOT_FOUND = job_pb2.JOB_ANSWER_OK, job_pb2.JOB_ANSWER_STALE, job_pb2.JOB_ANSWER_NOT_FOUND
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Two shards, and two sets of routers that hear of moves each for itself."""
+
+    dsns: Mapping[str, str]
+    routers: Routers
+    near: Stubs
+    far: Stubs
+
+    def org(self) -> str:
+        """A new org that lives on s1."""
+        for _ in range(1000):
+            org = f"org-m{next(_numbers)}"
+            made = self.near.admin.CreateQueue(admin_pb2.CreateQueueRequest(org=org, queue=QUEUE), timeout=PATIENCE_S)
+            if made.queue.shard == "s1":
+                return org
+        raise AssertionError("no org in a thousand lives on shard s1")
+
+    def begin(self, org: str, *, to: str = "s2") -> Moving:
+        return begin_move(self.dsns, org, to=to)
+
+    def sql(self, shard: str, statement: str, *parameters: object) -> None:
+        with psycopg.connect(self.dsns[shard], autocommit=True) as connection:
+            connection.execute(statement.encode(), parameters)
+
+
+@pytest.fixture(scope="module")
+def cluster(postgres: Server, tmp_path_factory: pytest.TempPathFactory) -> Generator[Cluster, None, None]:
+    dsns = {shard: postgres.create(f"calls_{shard}") for shard in ("s1", "s2")}
+    config = write_cluster(tmp_path_factory.mktemp("calls") / "cluster.toml", dsns)
+    with (
+        running_routers(config) as one,
+        running_routers(config) as other,
+        stubs(one.address) as near,
+        stubs(other.address) as far,
+    ):
+        yield Cluster(dsns=dsns, routers=one, near=near, far=far)
+    for shard in dsns:
+        postgres.drop(f"calls_{shard}")
+
+
+@pytest.fixture
+def thread() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as threads:
+        yield threads
+
+
+def new_job(**fields: object) -> job_pb2.NewJob:
+    whole: dict[str, object] = {"id": job_id(), "queue": QUEUE, "kind": "greet", **fields}
+    return job_pb2.NewJob(**whole)  # type: ignore[arg-type]
+
+
+def enqueue(both: Stubs, org: str, *jobs: job_pb2.NewJob) -> list[tuple[str, bool]]:
+    request = queue_pb2.EnqueueRequest(org=org, jobs=jobs or [new_job()])
+    return [(one.id, one.duplicate) for one in both.queue.Enqueue(request, timeout=PATIENCE_S).results]
+
+
+def dequeue(
+    both: Stubs, org: str, *, max_jobs: int = 100, wait_s: int = 0, window_s: int = 0
+) -> Sequence[job_pb2.LeasedJob]:
+    request = queue_pb2.DequeueRequest(org=org, queues=[QUEUE], max_jobs=max_jobs)
+    if wait_s:
+        request.wait.CopyFrom(Duration(seconds=wait_s))
+    if window_s:
+        request.visibility_window.CopyFrom(Duration(seconds=window_s))
+    return both.queue.Dequeue(request, timeout=PATIENCE_S).jobs
+
+
+def ack(both: Stubs, org: str, *leases: bytes) -> list[job_pb2.JobAnswer.ValueType]:
+    request = queue_pb2.AckRequest(org=org, acks=[queue_pb2.Ack(lease=lease) for lease in leases])
+    return list(both.queue.Ack(request, timeout=PATIENCE_S).answers)
+
+
+def cancel(both: Stubs, org: str, *ids: str) -> list[job_pb2.JobAnswer.ValueType]:
+    return list(both.queue.CancelJobs(queue_pb2.CancelJobsRequest(org=org, ids=ids), timeout=PATIENCE_S).answers)
+
+
+def states(both: Stubs, org: str, *ids: str) -> list[str]:
+    """Of each job its state and shard."""
+    answer = both.queue.GetJobs(queue_pb2.GetJobsRequest(org=org, ids=ids), timeout=PATIENCE_S)
+    assert not answer.unavailable_shards
+    there = {
+        job.id: f"{job_pb2.JobState.Name(job.state).removeprefix('JOB_STATE_')} {job.shard}" for job in answer.jobs
+    }
+    assert sorted([*there, *answer.not_found]) == sorted(ids)
+    return [there.get(one, "unknown") for one in ids]
+
+
+def until(condition: Callable[[], object], what: str, *, within_s: float = PATIENCE_S) -> None:
+    """Waits for a condition that has no signal of its own."""
+    deadline_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"not within {within_s:g} s: {what}"
+        time.sleep(0.02)
+
+
+def refused(call: Callable[[], object]) -> grpc.RpcError:
+    with pytest.raises(grpc.RpcError) as error:
+        call()
+    return error.value
+
+
+# ── Producers ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_enqueue_between_close_and_switch_waits_and_is_stored(cluster: Cluster, thread: ThreadPoolExecutor) -> None:
+    org, job = cluster.org(), new_job()
+    move = cluster.begin(org)
+    move.close()
+    stored: Future[list[tuple[str, bool]]] = thread.submit(enqueue, cluster.near, org, job)
+    move.open()
+    assert not stored.done()
+    move.switch()
+    assert stored.result(PATIENCE_S) == [(job.id, False)]
+    assert states(cluster.near, org, job.id) == ["READY s2"]
+    move.finish()
+
+
+def test_where_nobody_takes_jobs_for_long_a_producer_is_told_to_come_again(cluster: Cluster) -> None:
+    org = cluster.org()
+    move = cluster.begin(org)
+    move.close()
+    error = refused(lambda: enqueue(cluster.near, org))
+    assert error.code() == grpc.StatusCode.UNAVAILABLE
+    assert "is draining there" in (error.details() or "")
+    move.finish()
+    assert [duplicate for _, duplicate in enqueue(cluster.near, org)] == [False]
+
+
+def test_a_router_frozen_before_a_move_and_woken_after_it_stores_nothing_twice_and_refuses_nothing(
+    cluster: Cluster, thread: ThreadPoolExecutor
+) -> None:
+    org = cluster.org()
+    waiting, finished, keyed = new_job(), new_job(), new_job(dedup_key="k")
+    enqueue(cluster.near, org, finished)
+    (leased,) = dequeue(cluster.near, org)
+    assert ack(cluster.near, org, leased.lease) == [OK]
+    enqueue(cluster.near, org, waiting, keyed)
+    (pid,) = cluster.routers.pids
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        new, again = new_job(), new_job(dedup_key="k")
+        # They reach the router while it is frozen, and are all that it does first.
+        calls = [thread.submit(enqueue, cluster.near, org, job) for job in (new, waiting, finished, again)]
+        cluster.begin(org).finish()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    results = [call.result(PATIENCE_S) for call in calls]
+    assert results == [[(new.id, False)], [(waiting.id, True)], [(finished.id, True)], [(keyed.id, True)]]
+    assert states(cluster.near, org, new.id, waiting.id, finished.id, keyed.id) == [
+        "READY s2",
+        "READY s2",
+        "SUCCEEDED s1",
+        "READY s2",
+    ]
+    cluster.near.books("s1", "s2")
+
+
+@pytest.mark.parametrize("step", ["begin", "close", "open", "switch", "depart", "take", "finish"])
+def test_what_was_stored_before_is_known_at_every_step(cluster: Cluster, thread: ThreadPoolExecutor, step: str) -> None:
+    org = cluster.org()
+    scheduled = new_job(delay=Duration(seconds=3600))
+    ready, keyed, finished = new_job(), new_job(dedup_key="k"), new_job()
+    enqueue(cluster.near, org, finished)
+    (leased,) = dequeue(cluster.near, org)
+    ack(cluster.near, org, leased.lease)
+    enqueue(cluster.near, org, scheduled, ready, keyed)
+    move = cluster.begin(org)
+    go_on(move, until_=step)
+    for both in (cluster.near, cluster.far):
+        jobs = (finished, scheduled, ready, new_job(dedup_key="k"))
+        call = thread.submit(enqueue, both, org, *jobs)
+        looked = states(both, org, finished.id, scheduled.id, ready.id, keyed.id)
+        assert [state.split()[0] for state in looked] == ["SUCCEEDED", "SCHEDULED", "READY", "READY"]
+        if step in ("close", "open"):
+            move.switch()
+        assert call.result(PATIENCE_S) == [(job.id, True) for job in (finished, scheduled, ready, keyed)]
+    move.finish()
+    assert states(cluster.near, org, finished.id, scheduled.id, ready.id, keyed.id) == [
+        "SUCCEEDED s1",
+        "SCHEDULED s2",
+        "READY s2",
+        "READY s2",
+    ]
+    cluster.near.books("s1", "s2")
+
+
+def go_on(move: Moving, *, until_: str) -> None:
+    if until_ in ("depart", "take"):
+        move.switch()
+        move.depart()
+        if until_ == "take":
+            move.take()
+    elif until_ != "begin":
+        getattr(move, until_)()
+
+
+def test_an_org_that_moves_there_and_back_keeps_all_that_it_knew(cluster: Cluster) -> None:
+    org, first, second = cluster.org(), new_job(dedup_key="1"), new_job(dedup_key="2")
+    enqueue(cluster.near, org, first)
+    (leased,) = dequeue(cluster.near, org)
+    ack(cluster.near, org, leased.lease)
+    cluster.begin(org).finish()
+    enqueue(cluster.near, org, second)
+    (leased,) = dequeue(cluster.near, org)
+    ack(cluster.near, org, leased.lease)
+    cluster.begin(org, to="s1").finish()
+    again = [first, second, new_job(dedup_key="1"), new_job(dedup_key="2")]
+    for both in (cluster.near, cluster.far):
+        assert enqueue(both, org, *again) == [(job.id, True) for job in (first, second, first, second)]
+        assert states(both, org, first.id, second.id) == ["SUCCEEDED s1", "SUCCEEDED s2"]
+
+
+# ── Consumers ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_job_that_was_due_long_since_is_taken_soon_after_it_has_come(cluster: Cluster) -> None:
+    """Whoever waits on the target has seen later jobs there."""
+    org, old = cluster.org(), [new_job() for _ in range(3)]
+    enqueue(cluster.near, org, *old)
+    move = cluster.begin(org)
+    move.switch()
+    for both in (cluster.near, cluster.far):
+        enqueue(both, org)
+    leased = [job for both in (cluster.near, cluster.far) for job in dequeue(both, org)]
+    # What is not moved yet is served too; put back, it is as old as it was.
+    assert {job.id for job in leased} >= {job.id for job in old}
+    cluster.near.queue.Release(
+        queue_pb2.ReleaseRequest(org=org, leases=[job.lease for job in leased]), timeout=PATIENCE_S
+    )
+    move.finish()
+    taken = {job.id for job in dequeue(cluster.far, org)}
+    assert taken == {job.id for job in leased}
+
+
+def test_who_waits_gets_what_comes_by_a_move(cluster: Cluster, thread: ThreadPoolExecutor) -> None:
+    org, job = cluster.org(), new_job(delay=Duration(seconds=1))
+    move = cluster.begin(org)
+    waiting = thread.submit(dequeue, cluster.near, org, wait_s=20)
+    enqueue(cluster.far, org, job)
+    move.switch()
+    move.depart()
+    move.take()
+    assert [one.id for one in waiting.result(PATIENCE_S)] == [job.id]
+    move.finish()
+
+
+def test_leases_outlive_a_move_begun_and_end_where_they_began(cluster: Cluster) -> None:
+    org, jobs = cluster.org(), [new_job() for _ in range(4)]
+    enqueue(cluster.near, org, *jobs)
+    leased = {job.id: job.lease for job in dequeue(cluster.near, org)}
+    done, nacked, lost, kept = (leased[job.id] for job in jobs)
+    move = cluster.begin(org)
+    move.switch()
+    assert ack(cluster.far, org, done) == [OK]
+    nack = queue_pb2.Nack(lease=nacked, error="later", delay=Duration(seconds=3600))
+    request = queue_pb2.NackRequest(org=org, nacks=[nack])
+    assert list(cluster.far.queue.Nack(request, timeout=PATIENCE_S).answers) == [OK]
+    # As if its window had ended by itself.
+    cluster.sql("s1", "UPDATE windrow.job SET visible_at = now() - interval '1 s' WHERE id = %s::uuid", jobs[2].id)
+    extend = queue_pb2.ExtendRequest(org=org, leases=[kept], visibility_window=Duration(seconds=600))
+    assert list(cluster.near.queue.Extend(extend, timeout=PATIENCE_S).answers) == [OK]
+    move.depart()
+    move.take()
+    # The answers were lost, or come late: what they were is in the history that went along.
+    assert list(cluster.near.queue.Nack(request, timeout=PATIENCE_S).answers) == [OK]
+    assert ack(cluster.near, org, done, lost) == [OK, STALE]
+    assert ack(cluster.far, org, kept) == [OK]
+    move.finish()
+    assert list(cluster.far.queue.Nack(request, timeout=PATIENCE_S).answers) == [OK]
+    assert ack(cluster.near, org, done, lost, kept, nacked) == [OK, STALE, OK, STALE]
+    assert [job.id for job in dequeue(cluster.near, org)] == [jobs[2].id]
+    cluster.near.books("s1", "s2")
+
+
+# ── Operators ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_cancel_of_a_job_on_its_way_waits_for_it(cluster: Cluster, thread: ThreadPoolExecutor) -> None:
+    org, jobs = cluster.org(), [new_job(), new_job()]
+    enqueue(cluster.near, org, *jobs)
+    move = cluster.begin(org)
+    move.switch()
+    move.depart()
+    unknown = job_id()
+    cancelling = thread.submit(cancel, cluster.near, org, jobs[0].id, unknown, jobs[1].id)
+    until(lambda: cancelling.running(), "the cancel is under way")
+    move.take()
+    assert cancelling.result(PATIENCE_S) == [OK, NOT_FOUND, OK]
+    move.finish()
+    assert states(cluster.near, org, jobs[0].id, jobs[1].id) == ["CANCELLED s2", "CANCELLED s2"]
+    cluster.near.books("s1", "s2")
+
+
+def test_a_pause_during_a_move_holds_on_both_shards_and_so_does_its_end(cluster: Cluster) -> None:
+    org = cluster.org()
+    enqueue(cluster.near, org)
+    move = cluster.begin(org)
+    move.switch()
+    enqueue(cluster.near, org)
+    cluster.near.admin.PauseQueue(admin_pb2.PauseQueueRequest(org=org, queue=QUEUE), timeout=PATIENCE_S)
+    assert not dequeue(cluster.far, org)
+    answer = cluster.far.admin.GetQueue(admin_pb2.GetQueueRequest(org=org, queue=QUEUE), timeout=PATIENCE_S)
+    assert (answer.queue.paused, answer.queue.shard) == (True, "s2")
+    cluster.far.admin.ResumeQueue(admin_pb2.ResumeQueueRequest(org=org, queue=QUEUE), timeout=PATIENCE_S)
+    assert len(dequeue(cluster.near, org)) == 2
+    move.finish()
+
+
+def test_a_queue_is_not_deleted_while_its_jobs_are_on_their_way(cluster: Cluster) -> None:
+    org, job = cluster.org(), new_job()
+    enqueue(cluster.near, org, job)
+    move = cluster.begin(org)
+    move.switch()
+    request = admin_pb2.DeleteQueueRequest(org=org, queue=QUEUE)
+    for step in ("switch", "depart", "take", "finish"):
+        getattr(move, step)()
+        error = refused(lambda: cluster.near.admin.DeleteQueue(request, timeout=PATIENCE_S))
+        assert error.code() == grpc.StatusCode.FAILED_PRECONDITION
+    cancel(cluster.near, org, job.id)
+    cluster.near.admin.DeleteQueue(request, timeout=PATIENCE_S)
+
+
+def test_counts_lists_redrive_and_purge_reach_both_shards(cluster: Cluster) -> None:
+    org = cluster.org()
+
+    def kill(job: job_pb2.NewJob) -> None:
+        enqueue(cluster.near, org, job)
+        (leased,) = dequeue(cluster.near, org)
+        nack = queue_pb2.Nack(lease=leased.lease, error="no", kill=True)
+        cluster.near.queue.Nack(queue_pb2.NackRequest(org=org, nacks=[nack]), timeout=PATIENCE_S)
+
+    dead = [new_job(), new_job()]
+    kill(dead[0])
+    enqueue(cluster.near, org, new_job(delay=Duration(seconds=3600)))
+    move = cluster.begin(org)
+    move.switch()
+    kill(dead[1])
+    for both in (cluster.near, cluster.far):
+        (counts,) = both.admin.GetStats(admin_pb2.GetStatsRequest(org=org), timeout=PATIENCE_S).queues
+        assert (counts.dead, counts.scheduled) == (2, 1)
+        listed: list[str] = []
+        token = ""
+        while token or not listed:
+            page = both.admin.ListJobs(
+                admin_pb2.ListJobsRequest(org=org, queue=QUEUE, state=job_pb2.JOB_STATE_DEAD, page_token=token),
+                timeout=PATIENCE_S,
+            )
+            listed += [job.id for job in page.jobs]
+            token = page.next_page_token
+        assert sorted(listed) == sorted(job.id for job in dead)
+    redriven = cluster.near.admin.RedriveJobs(
+        admin_pb2.RedriveJobsRequest(org=org, queue=QUEUE), timeout=PATIENCE_S
+    ).redriven
+    assert redriven == 2
+    purged = cluster.near.admin.PurgeQueue(admin_pb2.PurgeQueueRequest(org=org, queue=QUEUE), timeout=PATIENCE_S)
+    assert purged.cancelled == 3
+    move.finish()
+    (counts,) = cluster.far.admin.GetStats(
+        admin_pb2.GetStatsRequest(org=org, include_finished=True), timeout=PATIENCE_S
+    ).queues
+    assert counts.cancelled == 3
+    cluster.near.books("s1", "s2")
+
+
+# ── Shards that are away ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_a_former_owner_may_know_is_refused_while_it_is_not_named_and_all_else_stored(
+    postgres: Server, tmp_path: Path
+) -> None:
+    dsns = {shard: postgres.create(f"former_{shard}") for shard in ("s1", "s2", "s3")}
+    org = "an-org"
+    with running_routers(write_cluster(tmp_path / "all.toml", dsns)) as routers, stubs(routers.address) as all_:
+        made = all_.admin.CreateQueue(admin_pb2.CreateQueueRequest(org=org, queue=QUEUE), timeout=PATIENCE_S)
+        if made.queue.shard != "s3":
+            begin_move(dsns, org, to="s3").finish()
+        job = new_job()
+        enqueue(all_, org, job)
+        begin_move(dsns, org, to="s1").finish()
+        # Long ago, by the shard's time.
+        with psycopg.connect(dsns["s1"], autocommit=True) as connection:
+            catalog_said = connection.execute(
+                "UPDATE windrow.former_owner SET left_at = left_at - interval '3 hours' "
+                "WHERE shard = 's3' RETURNING slot"
+            ).fetchall()
+            connection.execute("UPDATE windrow.catalog SET epoch = epoch + 1")
+            connection.execute(
+                "UPDATE windrow.placement SET changed = (SELECT epoch FROM windrow.catalog) WHERE slot = ANY (%s)",
+                [[slot for (slot,) in catalog_said]],
+            )
+        postgres.drop("former_s3")
+        # Newer than all that it can have taken: stored as soon as this router has heard how long ago that was.
+        until(lambda: ask(all_, org, new_job()), "a job that the former owner cannot know is stored")
+        assert not ask(all_, org, new_job(dedup_key="k"))
+    for shard in ("s1", "s2"):
+        postgres.drop(f"former_{shard}")
+
+
+def ask(both: Stubs, org: str, job: job_pb2.NewJob) -> bool:
+    try:
+        enqueue(both, org, job)
+    except grpc.RpcError:
+        return False
+    return True

@@ -1,0 +1,119 @@
+"""Moves of slots, step by step, for tests whose own code does not run in an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from balancer.move import Mover, Pace
+from shard import catalog, moving
+from shard.catalog import Move
+from shard.database import Database
+from shard.vocabulary import OrgId, ShardName, Slot
+
+T = TypeVar("T")
+_PACE = Pace(look_s=0.02)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moving:
+    """An org's slot on its way to `target`. Each method is what one balancer does, who then ends. The catalog is on
+    s1."""
+
+    dsns: Mapping[str, str]
+    slot: Slot
+    epoch: int
+    target: str
+
+    def close(self) -> None:
+        self._until(lambda move, states: states[0] == "draining")
+
+    def open(self) -> None:
+        self._until(lambda move, states: states[1] == "owned")
+
+    def switch(self) -> None:
+        self._until(lambda move, states: move.switched)
+
+    def depart(self) -> None:
+        """After `switch`: what may leave is on its way, and nowhere to be claimed."""
+
+        async def act(databases: Mapping[ShardName, Database]) -> None:
+            move, source = await self._move(databases)
+            states = await moving.read_slots(source, move.slots)
+            chunks = {slot: states[slot].chunk + 1 for slot in move.slots}
+            assert await moving.depart(source, chunks, epoch=self.epoch, rows_max=1000, bytes_max=1 << 20)
+
+        _run(self.dsns, act)
+
+    def take(self) -> None:
+        """After `depart`: both shards have it."""
+
+        async def act(databases: Mapping[ShardName, Database]) -> None:
+            move, source = await self._move(databases)
+            departed = await moving.read_departing(source, move.slots, epoch=self.epoch)
+            target = databases[move.target]
+            assert await moving.take(target, departed, epoch=self.epoch)
+            await moving.tell_arrivals(target, departed)
+
+        _run(self.dsns, act)
+
+    def finish(self) -> None:
+        async def act(databases: Mapping[ShardName, Database]) -> None:
+            await self._mover(databases).finish()
+
+        _run(self.dsns, act)
+
+    def _until(self, reached: Callable[[Move, tuple[str, str]], bool]) -> None:
+        async def act(databases: Mapping[ShardName, Database]) -> None:
+            mover = self._mover(databases)
+            while True:
+                move, source = await self._move(databases)
+                states = [
+                    there.state if (there := (await moving.read_slots(one, move.slots)).get(self.slot)) else ""
+                    for one in (source, databases[move.target])
+                ]
+                if reached(move, (states[0], states[1])):
+                    return
+                assert await mover.step()
+
+        _run(self.dsns, act)
+
+    def _mover(self, databases: Mapping[ShardName, Database]) -> Mover:
+        return Mover(databases[ShardName("s1")], databases, self.epoch, pace=_PACE, report=lambda _: None)
+
+    async def _move(self, databases: Mapping[ShardName, Database]) -> tuple[Move, Database]:
+        (move,) = [one for one in await catalog.moves(databases[ShardName("s1")]) if one.epoch == self.epoch]
+        return move, databases[move.source]
+
+
+def begin_move(dsns: Mapping[str, str], org: str, *, to: str) -> Moving:
+    async def act(databases: Mapping[ShardName, Database]) -> Moving:
+        known = await catalog.read(databases[ShardName("s1")])
+        slot = known.slot(OrgId(org))
+        move = await catalog.begin(databases[ShardName("s1")], known, [slot], target=ShardName(to))
+        assert move is not None
+        return Moving(dsns=dsns, slot=slot, epoch=move.epoch, target=to)
+
+    return _run(dsns, act)
+
+
+def _run(dsns: Mapping[str, str], act: Callable[[Mapping[ShardName, Database]], Awaitable[T]]) -> T:
+    async def run() -> T:
+        async with _databases(dsns) as databases:
+            return await act(databases)
+
+    return asyncio.run(run())
+
+
+@contextlib.asynccontextmanager
+async def _databases(dsns: Mapping[str, str]) -> AsyncGenerator[Mapping[ShardName, Database]]:
+    async with contextlib.AsyncExitStack() as stack:
+        databases: dict[ShardName, Database] = {}
+        for name, dsn in dsns.items():
+            databases[ShardName(name)] = database = Database(ShardName(name), dsn, connections=1)
+            await database.open()
+            stack.push_async_callback(database.close)
+        yield databases
