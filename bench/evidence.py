@@ -71,12 +71,15 @@ class Seen:
 
     calls: list[Call] = field(default_factory=list[Call])
     offered: set[JobKey] = field(default_factory=set[JobKey])
-    stored: set[JobKey] = field(default_factory=set[JobKey])
+    # When that was heard.
+    stored: dict[JobKey, float] = field(default_factory=dict[JobKey, float])
     # How often.
     taken: Counter[JobKey] = field(default_factory=Counter[JobKey])
     acked: Counter[JobKey] = field(default_factory=Counter[JobKey])
-    # In the order in which each process got them.
+    # In the order in which each process got them: since they were due to be stored, and since their enqueues were
+    # answered, where they were.
     pickups: list[Pickup] = field(default_factory=list[Pickup])
+    dequeues: list[Pickup] = field(default_factory=list[Pickup])
 
 
 class Recorder:
@@ -99,7 +102,7 @@ class Recorder:
         self._calls.write(_CALL.pack(verb, org, due_ns, ended_ns, code))
 
     def saw(self, sight: Sight, job: str, *, at_ns: int = 0, due_ns: int = 0) -> None:
-        """`due_ns`: of a job that was taken, when it was due to be stored."""
+        """`at_ns`: of one that was stored or taken, when; `due_ns`: when it was due to be stored."""
         self._jobs.write(_SIGHT.pack(sight, key_of(job), at_ns, due_ns))
 
 
@@ -117,20 +120,26 @@ def read(folder: Path) -> Seen:
     for path in sorted(folder.glob(f"*{_CALLS}")):
         for verb, org, due_ns, ended_ns, code in _records(_CALL, path):
             seen.calls.append(Call(Verb(verb), org, due_ns / 1e9, ended_ns / 1e9, code))
+    taken: list[tuple[JobKey, int]] = []
     for path in sorted(folder.glob(f"*{_JOBS}")):
         for sight, job, at_ns, due_ns in _records(_SIGHT, path):
             match sight:
                 case Sight.OFFERED:
                     seen.offered.add(job)
                 case Sight.STORED:
-                    seen.stored.add(job)
+                    seen.stored[job] = at_ns / 1e9
                 case Sight.TAKEN:
                     seen.taken[job] += 1
                     seen.pickups.append(Pickup(due_s=due_ns / 1e9, waited_ms=(at_ns - due_ns) / 1e6))
+                    taken.append((job, at_ns))
                 case Sight.ACKED:
                     seen.acked[job] += 1
                 case _:
                     raise ValueError(f"{path}: there is no sight {sight}")
+    for job, at_ns in taken:
+        if (stored_s := seen.stored.get(job)) is not None:
+            # A worker may have it before its producer hears of it.
+            seen.dequeues.append(Pickup(due_s=stored_s, waited_ms=max(0.0, at_ns / 1e6 - stored_s * 1e3)))
     return seen
 
 

@@ -83,7 +83,7 @@ class Caller:
         stub = next(self._stubs)
         response = await self._call(Verb.ENQUEUE, org, lambda: stub.Enqueue(request, timeout=_CALL_S_MAX), due_ns)
         if response is not None and [result.id for result in response.results] == [job.id]:
-            self._recorder.saw(Sight.STORED, job.id)
+            self._recorder.saw(Sight.STORED, job.id, at_ns=time.monotonic_ns())
 
     async def _work(self, org: int) -> None:
         name = self._site.orgs[org]

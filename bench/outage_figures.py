@@ -57,11 +57,11 @@ class Outcome:
 
     @property
     def ratio_p99(self) -> float:
-        return _ratio(self.before and self.before.p99, self.away and self.away.p99)
+        return self.away.p99 / self.before.p99 if self.before and self.away else math.nan
 
     @property
     def ratio_p50(self) -> float:
-        return _ratio(self.before and self.before.p50, self.away and self.away.p50)
+        return self.away.p50 / self.before.p50 if self.before and self.away else math.nan
 
     def told(self, start_s: float) -> dict[str, object]:
         """As JSON takes it, with times since the start."""
@@ -135,10 +135,6 @@ def _served_s(strike: Strike, mine: Iterable[Call], orgs: Iterable[int]) -> floa
         elif call.ended_s >= strike.back_s:
             served[call.org] = min(served[call.org], call.ended_s)
     return max(served.values(), default=math.nan) - strike.back_s
-
-
-def _ratio(below: float | None, above: float | None) -> float:
-    return above / below if below and above else math.nan
 
 
 def _finite(value: float) -> float | None:

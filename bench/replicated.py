@@ -20,7 +20,7 @@ _SYNCHRONOUS_S_MAX = 60.0
 _LOOK_S = 0.1
 _CONNECT_S_MAX = 10
 _IS_SYNCHRONOUS = (
-    "SELECT FROM pg_stat_replication WHERE sync_state = 'sync' AND flush_lsn >= pg_current_wal_flush_lsn()"
+    "SELECT 1 FROM pg_stat_replication WHERE sync_state = 'sync' AND flush_lsn >= pg_current_wal_flush_lsn()"
 )
 
 

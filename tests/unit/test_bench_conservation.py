@@ -32,7 +32,7 @@ DONE, WAITING, UNANSWERED = (key_of(uuid7()) for _ in range(3))
 
 def sound() -> tuple[Seen, Kept]:
     """One job done, one that waits, and one whose enqueue nobody answered, and which was stored."""
-    seen = Seen(offered={DONE, WAITING, UNANSWERED}, stored={DONE, WAITING}, taken=Counter([DONE]))
+    seen = Seen(offered={DONE, WAITING, UNANSWERED}, stored={DONE: 1.0, WAITING: 1.0}, taken=Counter([DONE]))
     return seen, Kept(left=Counter([WAITING, UNANSWERED]), succeeded=Counter([DONE]))
 
 
@@ -93,7 +93,7 @@ def test_what_is_written_down_is_read_again_from_all_processes(tmp_path: Path) -
     with Recorder(tmp_path, "producer") as recorder:
         recorder.saw(Sight.OFFERED, first)
         recorder.saw(Sight.OFFERED, second)
-        recorder.saw(Sight.STORED, first)
+        recorder.saw(Sight.STORED, first, at_ns=1_500_000_000)
         recorder.called(Verb.ENQUEUE, 7, due_ns=1_000_000_000, ended_ns=1_250_000_000, code=14)
     with Recorder(tmp_path, "worker") as recorder:
         recorder.saw(Sight.TAKEN, first, at_ns=3_000_000_000, due_ns=1_000_000_000)
@@ -101,10 +101,11 @@ def test_what_is_written_down_is_read_again_from_all_processes(tmp_path: Path) -
         recorder.saw(Sight.ACKED, first)
     seen = evidence.read(tmp_path)
     assert seen.offered == {key_of(first), key_of(second)}
-    assert seen.stored == {key_of(first)}
+    assert seen.stored == {key_of(first): 1.5}
     assert seen.taken == {key_of(first): 2}
     assert seen.acked == {key_of(first): 1}
     assert [pickup.waited_ms for pickup in seen.pickups] == [2000.0, 3000.0]
+    assert [dequeue.waited_ms for dequeue in seen.dequeues] == [1500.0, 2500.0]
     (call,) = seen.calls
     assert (call.verb, call.org, call.due_s, call.took_s, call.code) == (Verb.ENQUEUE, 7, 1.0, 0.25, 14)
     assert id_of(key_of(first)) == first == str(UUID(first))
