@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 import sys
+from asyncio.subprocess import Process
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ _END_S_MAX = 30.0
 
 
 @contextlib.asynccontextmanager
-async def balancing(config: Path) -> AsyncGenerator[None, None]:
+async def balancing(config: Path) -> AsyncGenerator[Process, None]:
     """It runs for this scope, and follows the cluster file. Raises Wrong if it has ended by itself."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "cli.main", "balancer", "--config", str(config)),
@@ -23,7 +24,7 @@ async def balancing(config: Path) -> AsyncGenerator[None, None]:
         start_new_session=True,
     )
     try:
-        yield
+        yield process
         if process.returncode is not None:
             raise Wrong(f"the balancer ended by itself, with exit code {process.returncode}; see above")
     finally:

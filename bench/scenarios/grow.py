@@ -24,7 +24,7 @@ from pathlib import Path
 import psycopg
 
 import windrow
-from bench import evidence, pickups, tables
+from bench import cpu, evidence, pickups, tables
 from bench.arguments import number, positive
 from bench.balancing import balancing
 from bench.conservation import DOUBLED, LOST, TAKEN_TWICE, UNFINISHED, UNTAKEN, Conservation, judge
@@ -94,6 +94,8 @@ class Course:
     fill_s: float = 0.0
     phases: list[Phase] = field(default_factory=list[Phase])
     looks: list[Look] = field(default_factory=list[Look])
+    # CPU of each sort of process in each phase, in cores.
+    cores: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
     # The shard of each slot: with two shards, with three, and after one was drained.
     owners: list[list[str]] = field(default_factory=list[list[str]])
 
@@ -110,8 +112,13 @@ async def measure(plan: Plan, bench: Bench) -> Found:
         bench.say(f"enqueuing {plan.jobs:,} jobs of {plan.orgs:,} orgs, for later")
         course.fill_s = await _fill(stage, plan, run, folder)
         bench.say(f"they are there, after {course.fill_s:.0f} s")
-        async with balancing(stage.config), _clients(stage, plan, run, folder) as (producer, workers, tally):
-            await _run(stage, plan, bench, course, tally)
+        async with (
+            balancing(stage.config) as balancer,
+            _clients(stage, plan, run, folder) as (producer, workers, tally),
+        ):
+            meter = _Meter(stage, clients=[producer.pid, *(worker.pid for worker in workers)], balancer=balancer.pid)
+            await _warmed(plan, tally)
+            await _run(stage, plan, bench, course, meter)
             await finish(producer)
             await _drained(stage)
             for worker in workers:
@@ -125,40 +132,57 @@ async def measure(plan: Plan, bench: Bench) -> Found:
     return _found(plan, run, course, seen, conserved)
 
 
-async def _run(stage: Stage, plan: Plan, bench: Bench, course: Course, tally: Tally) -> None:
+async def _run(stage: Stage, plan: Plan, bench: Bench, course: Course, meter: _Meter) -> None:
     """Two shards, three, and two again."""
     *_, last = stage.dsns
-    await _warmed(plan, tally)
     async with _looking(stage, last, course):
         course.owners.append(await asyncio.to_thread(_owners, stage))
         bench.say(f"before, for {plan.seconds:g} s")
-        async with _phase(course, "before"):
+        async with _phase(course, "before", meter):
             await asyncio.sleep(plan.seconds)
         bench.say(f"{last} is added to the cluster file")
-        async with _phase(course, "growing"):
+        async with _phase(course, "growing", meter):
             await stage.name_shards(stage.dsns)
             await _until_moved(course, SLOTS // _SHARDS, bench)
         course.owners.append(await asyncio.to_thread(_owners, stage))
         bench.say(f"moved in {course.phase('growing').seconds:.1f} s; after, for {plan.seconds / 2:g} s")
-        async with _phase(course, "after"):
+        async with _phase(course, "after", meter):
             await asyncio.sleep(plan.seconds / 2)
         bench.say(f"{last} is draining, by the cluster file")
-        async with _phase(course, "draining"):
+        async with _phase(course, "draining", meter):
             await stage.name_shards(stage.dsns, {last: "draining"})
             await _until_moved(course, 0, bench)
         course.owners.append(await asyncio.to_thread(_owners, stage))
         bench.say(f"drained in {course.phase('draining').seconds:.1f} s; in the end, for {plan.seconds / 4:g} s")
-        async with _phase(course, "in the end"):
+        async with _phase(course, "in the end", meter):
             await asyncio.sleep(plan.seconds / 4)
         # Also for the watched orgs, of which each is to be called again.
         await asyncio.sleep(_WARM_S)
 
 
 @asynccontextmanager
-async def _phase(course: Course, name: str) -> AsyncGenerator[None, None]:
-    began_s = time.monotonic()
+async def _phase(course: Course, name: str, meter: _Meter) -> AsyncGenerator[None, None]:
+    began_s, before = time.monotonic(), meter.seconds()
     yield
-    course.phases.append(Phase(name=name, began_s=began_s, ended_s=time.monotonic()))
+    phase = Phase(name=name, began_s=began_s, ended_s=time.monotonic())
+    course.phases.append(phase)
+    course.cores.append({sort: (after - before[sort]) / phase.seconds for sort, after in meter.seconds().items()})
+
+
+@dataclass(frozen=True, slots=True)
+class _Meter:
+    stage: Stage
+    clients: Sequence[int]
+    balancer: int
+
+    def seconds(self) -> dict[str, float]:
+        """CPU, of each sort of process."""
+        return {
+            "clients": cpu.of_processes(self.clients),
+            "routers": cpu.of_processes(self.stage.routers.pids()),
+            "Postgres": sum(cpu.of_tree(server.pid) for server in self.stage.postgres.values() if server.pid),
+            "balancer": cpu.of_processes([self.balancer]),
+        }
 
 
 # ── What goes on ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -416,7 +440,7 @@ def _found(plan: Plan, run: str, course: Course, seen: Seen, conserved: Conserva
         plan=asdict(plan),
         samples=[
             {"fill_s": course.fill_s, "moves": [{**asdict(one), "jobs_per_s": one.jobs_per_s} for one in moves]},
-            *(one.told(start_s) for one in found),
+            *(one.told(start_s) | {"cores": cores} for one, cores in zip(found, course.cores, strict=True)),
             {"looks": [{**asdict(look), "at_s": look.at_s - start_s} for look in course.looks]},
             {"conservation": conserved.told(), "demands": [one.told() for one in what_must_hold]},
         ],
@@ -429,7 +453,7 @@ def _found(plan: Plan, run: str, course: Course, seen: Seen, conserved: Conserva
                 "in a queue without workers, the others scheduled for later.",
             ),
             _moves_table(moves),
-            _phases_table(found),
+            _phases_table(found, course.cores),
         ],
         plots=[_plot(plan, course, seen, start_s)],
     )
@@ -455,13 +479,13 @@ def _moves_table(moves: Sequence[Moved]) -> Table:
     )
 
 
-def _phases_table(found: Sequence[PhaseFigures]) -> Table:
+def _phases_table(found: Sequence[PhaseFigures], cores: Sequence[Mapping[str, float]]) -> Table:
     return Table(
         title="What clients saw",
         head=(
             *("", "s", "jobs/s stored", "enqueue p50, p99, ms", "dequeue", "pickup", "longest pickup", "failed"),
             *("tries repeated inside the client", "no enqueue of a watched org, slot moves, s", "slot stays, s"),
-            *("longest enqueue, slot moves, s", "slot stays, s"),
+            *("longest enqueue, slot moves, s", "slot stays, s", f"cores: {', '.join(cores[0])}"),
         ),
         rows=[
             (
@@ -484,8 +508,9 @@ def _phases_table(found: Sequence[PhaseFigures]) -> Table:
                         one.longest_stayed_s,
                     )
                 ),
+                ", ".join(f"{share:.2f}" for share in busy.values()),
             )
-            for one in found
+            for one, busy in zip(found, cores, strict=True)
         ],
         note="Enqueue and pickup count from when a job was due to be stored, dequeue from when its enqueue was "
         "answered, until a worker had it. No enqueue: the longest time between two successful enqueues of one of the "
