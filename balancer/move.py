@@ -206,6 +206,8 @@ class Mover:
         departed = await moving.read_departing(source, slots, epoch=move.epoch)
         chunks = {part.slot: part.chunk for part in departed}
         taken = await moving.take(target, departed, epoch=move.epoch)
+        if taken:
+            await moving.tell_arrivals(target, [part for part in departed if part.slot in taken])
         others = [slot for slot in chunks if slot not in taken]
         if others:
             # Taken before, by us or by somebody else; or this move is over.

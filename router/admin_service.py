@@ -6,21 +6,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 
 from router import convert
 from router.calls import DEADLINE_S_MAX, Context, Gate, refuse, seconds_left, unary
 from router.fleet import Fleet
 from router.member import Member
 from router.reloading import Reloading
-from router.scatter import ask_readers, list_readers, summed
+from router.scatter import ask_readers, change_readers, list_readers, summed
 from router.validation import check
-from shard.books import Page
+from shard.books import Books, Page
 from shard.catalog import Holding
-from shard.errors import ShardError
+from shard.errors import NotOwned, QueueNotEmpty, ShardError, UnknownQueue
+from shard.placement import Placement
+from shard.retry import Policy
 from shard.vocabulary import OrgId, QueueName, ShardName
-from windrow.v1 import admin_pb2, admin_pb2_grpc
+from windrow.v1 import admin_pb2, admin_pb2_grpc, job_pb2
 
 _PAGE_DEFAULT = 100
 _LIMIT_DEFAULT = 1000
@@ -39,36 +43,37 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     @unary()
     async def CreateQueue(self, request: admin_pb2.CreateQueueRequest) -> admin_pb2.CreateQueueResponse:
         org, queue, config = OrgId(request.org), QueueName(request.queue), request.config
-        member = self._home_to_change(org)
-        record = await member.books.create_queue(
-            org,
-            queue,
-            retry=convert.own_policy(config),
-            max_attempts=convert.own_max_attempts(config),
-            epoch=self._fleet.epoch(org),
-        )
-        return admin_pb2.CreateQueueResponse(queue=convert.queue_info(org, record, member.store.name))
+
+        async def create(member: Member, placement: Placement) -> admin_pb2.QueueInfo:
+            record = await member.to_change().books.create_queue(
+                org,
+                queue,
+                retry=convert.own_policy(config),
+                max_attempts=convert.own_max_attempts(config),
+                epoch=placement.epoch,
+            )
+            return convert.queue_info(org, record, member.name)
+
+        return admin_pb2.CreateQueueResponse(queue=await self._fleet.write(org, create))
 
     @unary()
     async def AlterQueue(self, request: admin_pb2.AlterQueueRequest) -> admin_pb2.AlterQueueResponse:
-        org, queue, config = OrgId(request.org), QueueName(request.queue), request.config
-        member = self._home_to_change(org)
-        record = await member.books.alter_queue(
-            org,
-            queue,
+        config = request.config
+        info = await self._alter(
+            OrgId(request.org),
+            QueueName(request.queue),
             retry=convert.own_policy(config),
             max_attempts=convert.own_max_attempts(config),
             reset=list(request.reset),
-            epoch=self._fleet.epoch(org),
         )
-        return admin_pb2.AlterQueueResponse(queue=convert.queue_info(org, record, member.store.name))
+        return admin_pb2.AlterQueueResponse(queue=info)
 
     @unary()
     async def GetQueue(self, request: admin_pb2.GetQueueRequest) -> admin_pb2.GetQueueResponse:
         org = OrgId(request.org)
         member = self._home(org)
         record = await member.books.get_queue(org, QueueName(request.queue))
-        return admin_pb2.GetQueueResponse(queue=convert.queue_info(org, record, member.store.name))
+        return admin_pb2.GetQueueResponse(queue=convert.queue_info(org, record, member.name))
 
     @unary()
     async def ListQueues(self, request: admin_pb2.ListQueuesRequest) -> admin_pb2.ListQueuesResponse:
@@ -78,14 +83,22 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             org, page_size=request.page_size or _PAGE_DEFAULT, page_token=request.page_token
         )
         return admin_pb2.ListQueuesResponse(
-            queues=[convert.queue_info(org, record, member.store.name) for record in records],
+            queues=[convert.queue_info(org, record, member.name) for record in records],
             next_page_token=token,
         )
 
     @unary()
     async def DeleteQueue(self, request: admin_pb2.DeleteQueueRequest) -> admin_pb2.DeleteQueueResponse:
-        org = OrgId(request.org)
-        await self._home_to_change(org).books.delete_queue(org, QueueName(request.queue), epoch=self._fleet.epoch(org))
+        org, queue = OrgId(request.org), QueueName(request.queue)
+
+        async def delete(member: Member, placement: Placement) -> None:
+            for name in placement.sources:
+                # What leaves there after this look is found here.
+                if await self._fleet.placed(name).to_look_at().books.holds_jobs(org, queue):
+                    raise QueueNotEmpty(org, queue)
+            await member.to_change().books.delete_queue(org, queue, epoch=placement.epoch)
+
+        await self._fleet.write(org, delete)
         return admin_pb2.DeleteQueueResponse()
 
     @unary()
@@ -98,10 +111,12 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     @unary()
     async def PurgeQueue(self, request: admin_pb2.PurgeQueueRequest) -> admin_pb2.PurgeQueueResponse:
-        org, limit = OrgId(request.org), request.limit or _LIMIT_DEFAULT
-        cancelled = await self._home_to_change(org).books.purge_queue(
-            org, QueueName(request.queue), limit=limit, include_dead=request.include_dead
-        )
+        org, queue, limit = OrgId(request.org), QueueName(request.queue), request.limit or _LIMIT_DEFAULT
+
+        async def purge(member: Member, most: int) -> int:
+            return await member.books.purge_queue(org, queue, limit=most, include_dead=request.include_dead)
+
+        cancelled = await change_readers(self._fleet, org, limit, purge)
         return admin_pb2.PurgeQueueResponse(cancelled=cancelled, more=cancelled >= limit)
 
     @unary()
@@ -119,7 +134,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 include_payload=request.include_payload,
             )
 
-        listed = await list_readers(self._fleet, org, request.page_token, page)
+        finished = request.state in (job_pb2.JOB_STATE_SUCCEEDED, job_pb2.JOB_STATE_CANCELLED)
+        listed = await list_readers(self._fleet, org, request.page_token, page, finished=finished)
         return admin_pb2.ListJobsResponse(
             jobs=[convert.job(record, listed.shard) for record in listed.page.jobs],
             next_page_token=listed.next_token,
@@ -128,18 +144,22 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     @unary()
     async def RedriveJobs(self, request: admin_pb2.RedriveJobsRequest) -> admin_pb2.RedriveJobsResponse:
-        org, limit = OrgId(request.org), request.limit or _LIMIT_DEFAULT
-        member = self._home_to_change(org)
-        redriven = await member.books.redrive(
-            org,
-            QueueName(request.queue),
-            kind=request.kind,
-            died_after=convert.moment(request.died_after) if request.HasField("died_after") else None,
-            died_before=convert.moment(request.died_before) if request.HasField("died_before") else None,
-            limit=limit,
-        )
-        if redriven:
-            member.room.brought(org, QueueName(request.queue))
+        org, queue, limit = OrgId(request.org), QueueName(request.queue), request.limit or _LIMIT_DEFAULT
+
+        async def redrive(member: Member, most: int) -> int:
+            count = await member.books.redrive(
+                org,
+                queue,
+                kind=request.kind,
+                died_after=convert.moment(request.died_after) if request.HasField("died_after") else None,
+                died_before=convert.moment(request.died_before) if request.HasField("died_before") else None,
+                limit=most,
+            )
+            if count:
+                member.room.brought(org, queue)
+            return count
+
+        redriven = await change_readers(self._fleet, org, limit, redrive)
         return admin_pb2.RedriveJobsResponse(redriven=redriven, more=redriven >= limit)
 
     @unary()
@@ -147,7 +167,10 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         org = OrgId(request.org)
         queue = QueueName(request.queue) if request.queue else None
         asked = await ask_readers(
-            self._fleet, org, lambda member: member.books.stats(org, queue, include_finished=request.include_finished)
+            self._fleet,
+            org,
+            lambda member: member.books.stats(org, queue, include_finished=request.include_finished),
+            finished=request.include_finished,
         )
         return admin_pb2.GetStatsResponse(
             queues=[convert.queue_stats(one) for one in summed([counts for _, counts in asked.answers])],
@@ -183,19 +206,47 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     def _home(self, org: OrgId) -> Member:
         """The shard that keeps the org's queue configurations."""
-        return self._fleet.readers(org)[0]
-
-    def _home_to_change(self, org: OrgId) -> Member:
-        return self._fleet.changers(org)[0]
+        return self._fleet.writer(self._fleet.placement(org)).to_look_at()
 
     async def _set_paused(self, org: str, queue: str, *, paused: bool) -> admin_pb2.QueueInfo:
-        member = self._home_to_change(OrgId(org))
-        record = await member.books.alter_queue(
-            OrgId(org), QueueName(queue), paused=paused, epoch=self._fleet.epoch(OrgId(org))
-        )
-        if not paused:
-            member.room.brought(OrgId(org), QueueName(queue))
-        return convert.queue_info(OrgId(org), record, member.store.name)
+        return await self._alter(OrgId(org), QueueName(queue), paused=paused)
+
+    async def _alter(
+        self,
+        org: OrgId,
+        queue: QueueName,
+        *,
+        retry: Policy | None = None,
+        max_attempts: int | None = None,
+        paused: bool | None = None,
+        reset: Sequence[str] = (),
+    ) -> admin_pb2.QueueInfo:
+        """Changes a queue where the org's jobs go, then where the last of them are that went elsewhere before."""
+
+        async def alter(member: Member, placement: Placement) -> admin_pb2.QueueInfo:
+            changed = partial(
+                Books.alter_queue,
+                org=org,
+                queue=queue,
+                retry=retry,
+                max_attempts=max_attempts,
+                paused=paused,
+                reset=reset,
+                epoch=placement.epoch,
+            )
+            record = await changed(member.to_change().books)
+            for name in placement.sources:
+                source = self._fleet.placed(name).to_change()
+                # It may have no such queue, or be beyond this move by now.
+                with contextlib.suppress(NotOwned, UnknownQueue):
+                    await changed(source.books, draining=True)
+                    if paused is False:
+                        source.room.brought(org, queue)
+            if paused is False:
+                member.room.brought(org, queue)
+            return convert.queue_info(org, record, member.name)
+
+        return await self._fleet.write(org, alter)
 
     async def _probe(self, member: Member, holding: Holding) -> admin_pb2.ShardInfo:
         """One shard's state; its troubles are told, never raised."""

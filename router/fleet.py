@@ -1,8 +1,8 @@
-"""The shards as this router knows them: which there are, by the cluster file, and a copy of the catalog, which says
-where each org is. Both may change.
+"""The shards as this router knows them: which there are, by the cluster file, and where each org is, by a copy of the
+catalog. Both may change.
 
-What the copy says may be old. A shard that is asked wrongly refuses (I6); then the catalog is read again, and the call
-goes where it belongs. A shard that is away hurts only the orgs that live there.
+What the copy says may be old. A shard that is asked wrongly refuses (I6); then the call waits until this router knows
+better, and goes where it belongs. A shard that is away hurts only the orgs that live there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
-from router.member import Member, every
+from router.catalog_copy import CatalogCopy
+from router.member import Member
 from shard import catalog, schema
 from shard.catalog import Catalog, Holding
 from shard.cluster import Cluster, ClusterFileError, ShardEntry, ShardState
@@ -21,12 +22,14 @@ from shard.cluster_change import refuse_change
 from shard.database import Database
 from shard.errors import NotOwned, ShardError, ShardUnavailable, UnknownShard
 from shard.lease import shard_tag
+from shard.placement import Placement
 from shard.vocabulary import OrgId, ShardName
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-_CATALOG_S = 3.0
+# How long a call waits for its org to have a shard that takes its jobs: a slot that moves has none for a moment.
+_UNOWNED_S_MAX = 2.0
 _RETRY_S = 1.0
 _FIRST_TRY_S_MAX = 5.0
 
@@ -39,10 +42,7 @@ class Fleet:
         self._connections = connections_per_shard
         self._members: dict[ShardName, Member] = {}
         self._by_tag: dict[int, Member] = {}
-        self._catalog_dsn = cluster.catalog_dsn
-        self._catalog_database = Database(ShardName("catalog"), cluster.catalog_dsn, connections=1, for_books=True)
-        self._catalog: Catalog | None = None
-        self._reading = asyncio.Lock()
+        self._catalog = CatalogCopy(cluster.catalog_dsn, self._learned)
         # Owns the tasks of every member.
         self._group = asyncio.TaskGroup()
 
@@ -50,10 +50,10 @@ class Fleet:
         """Opens the fleet, says so by `opened`, and keeps every shard up until cancelled. Raises Misconfigured where an
         operator must look before anything can work."""
         try:
-            await self._catalog_database.open()
+            await self._catalog.database.open()
             await self._found_catalog()
             async with self._group as group:
-                group.create_task(every(_CATALOG_S, "look at the catalog", self._follow_catalog))
+                group.create_task(self._catalog.run())
                 self._take_up(self._cluster)
                 contacted = [one for one in self._members.values() if one.entry.state is not ShardState.OFF]
                 first_tries = [group.create_task(member.up.wait()) for member in contacted]
@@ -64,7 +64,7 @@ class Fleet:
                         wait.cancel()
                 opened.set()
         finally:
-            await self._catalog_database.close()
+            await self._catalog.database.close()
 
     async def finish(self) -> None:
         """Lets every shard do what it has been asked for."""
@@ -84,7 +84,7 @@ class Fleet:
     async def _refuse_to_forget(self, gone: Sequence[ShardName], source: str) -> None:
         """A shard that holds something cannot be left out. What it holds is asked of the catalog itself."""
         try:
-            await self._follow_catalog()
+            await self._catalog.look()
         except ShardError as error:
             raise ClusterFileError(
                 f"{source}: shard {gone[0]!r} is gone from it, and whether it still holds slots cannot be told: {error}"
@@ -122,7 +122,7 @@ class Fleet:
 
     def holdings(self) -> dict[ShardName, Holding]:
         """What each shard holds, also one that the cluster file does not name."""
-        return self._known().holdings()
+        return self._catalog.known.holdings()
 
     def member(self, name: str) -> Member:
         """Raises UnknownShard, and ShardUnavailable while it is not up."""
@@ -136,22 +136,25 @@ class Fleet:
         member = self._by_tag.get(tag)
         return None if member is None else member.to_change()
 
-    def reads(self, org: OrgId) -> Sequence[ShardName]:
-        """The shards that may hold jobs of the org, by name."""
-        return self._known().placement(org).reads
+    def placement(self, org: OrgId) -> Placement:
+        """Where the org is, as this router knows it. A call goes by one placement: whom it asks, where it writes, and
+        which epoch it names."""
+        return self._catalog.known.placement(org)
 
-    def readers(self, org: OrgId) -> list[Member]:
-        """All of these shards, to look at; the order is random where there are several."""
-        return _shuffled([self.placed(name).to_look_at() for name in self.reads(org)])
-
-    def changers(self, org: OrgId) -> list[Member]:
-        """The same, to change what they hold."""
-        return _shuffled([self.placed(name).to_change() for name in self.reads(org)])
+    async def is_current(self, org: OrgId, placement: Placement) -> bool:
+        """Whether the catalog says so still. Raises ShardUnavailable."""
+        return await self._catalog.is_current(org, placement)
 
     def givers(self, org: OrgId) -> list[Member]:
-        """Those of them that are up, to take jobs from. Raises ShardUnavailable if none is."""
-        members = [member for name in self.reads(org) if (member := self._members.get(name)) and member.up.is_set()]
-        return _shuffled(members) or self.readers(org)
+        """The shards that may hold jobs of the org and are up, to take jobs from; the order is random. Raises
+        ShardUnavailable if none is."""
+        names = self.placement(org).reads
+        members = [member for name in names if (member := self._members.get(name)) and member.up.is_set()]
+        if not members:
+            return [self.placed(names[-1]).to_look_at()]
+        if len(members) > 1:
+            random.shuffle(members)
+        return members
 
     def placed(self, name: ShardName) -> Member:
         """A shard that the catalog names. Another process may have a newer cluster file than this one."""
@@ -160,38 +163,34 @@ class Fleet:
             raise ShardUnavailable(name, "the cluster file of this router does not name it")
         return member
 
-    def epoch(self, org: OrgId) -> int:
-        """Of the org's placement, as this router knows it: shards refuse who knows an older one than they do (I6)."""
-        return self._known().placement(org).epoch
+    def writer(self, placement: Placement) -> Member:
+        """The shard that takes an org's jobs, and keeps its queues."""
+        return self.placed(placement.writes[0])
 
-    async def write(self, org: OrgId, act: Callable[[Member, int], Awaitable[_T]]) -> _T:
-        """Does something on a shard that takes the org's jobs, by the placement of the epoch that it is given; again,
-        after learning better, if that shard refuses."""
-        try:
-            return await act(*self._writer(org))
-        except NotOwned:
-            await self._learn(self._known().epoch)
-            return await act(*self._writer(org))
+    async def write(self, org: OrgId, act: Callable[[Member, Placement], Awaitable[_T]]) -> _T:
+        """Does something on the shard that takes the org's jobs; again, by what this router has learnt, if that shard
+        refuses. Raises ShardUnavailable, also where no shard takes them for long."""
+        give_up_s: float | None = None
+        while True:
+            placement = self.placement(org)
+            member = self.writer(placement)
+            try:
+                return await act(member, placement)
+            except NotOwned as error:
+                give_up_s = give_up_s or asyncio.get_running_loop().time() + _UNOWNED_S_MAX
+                try:
+                    async with asyncio.timeout_at(give_up_s):
+                        await self._catalog.until_changed(org, placement)
+                except TimeoutError:
+                    why = f"{error}; no other shard was found to take them within {_UNOWNED_S_MAX:g} s"
+                    raise ShardUnavailable(member.name, why) from error
 
-    def _writer(self, org: OrgId) -> tuple[Member, int]:
-        placement = self._known().placement(org)
-        writes = placement.writes
-        return self.placed(writes[0] if len(writes) == 1 else random.choice(writes)).to_enqueue(), placement.epoch
-
-    def _known(self) -> Catalog:
-        if self._catalog is None:
-            raise ShardUnavailable(ShardName("catalog"), "it has not been read yet")
-        return self._catalog
-
-    async def _learn(self, than_epoch: int) -> None:
-        """Reads the catalog again, once for all who ask at the same time."""
-        async with self._reading:
-            if self._catalog is None or self._catalog.epoch <= than_epoch:
-                self._catalog = await catalog.read(self._catalog_database)
-                self._wake_all()
+    def _learned(self, before: Catalog, after: Catalog) -> None:
+        """Who waits may have to wait elsewhere too."""
+        for member in self._members.values():
+            member.room.wake_those(lambda org: before.placement(org).reads != after.placement(org).reads)
 
     def _wake_all(self) -> None:
-        """Who waits may have to wait elsewhere."""
         for member in self._members.values():
             member.room.wake_all()
 
@@ -203,12 +202,14 @@ class Fleet:
         said = False
         while True:
             try:
-                await schema.migrate(self._catalog_database, cluster=None)
-                if not await catalog.is_founded(self._catalog_database):
+                await schema.migrate(self._catalog.database, cluster=None)
+                if not await catalog.is_founded(self._catalog.database):
                     for entry in entries:
                         if entry.state is not ShardState.OFF:
                             await _refuse_second_catalog(entry)
-                self._catalog = await catalog.found(self._catalog_database, cluster=self._cluster.name, weights=weights)
+                self._catalog.begin(
+                    await catalog.found(self._catalog.database, cluster=self._cluster.name, weights=weights)
+                )
                 return
             except ShardUnavailable as error:
                 if not said:
@@ -216,30 +217,17 @@ class Fleet:
                     said = True
                 await asyncio.sleep(_RETRY_S)
 
-    async def _follow_catalog(self) -> None:
-        """A refused enqueue teaches at once; a router that is only asked for jobs would never learn where they went."""
-        known = self._known().epoch
-        if await catalog.read_epoch(self._catalog_database) > known:
-            await self._learn(known)
-
     async def _prove(self, database: Database, in_use: bool) -> None:
         if in_use:
             await schema.recognize(database, cluster=self._cluster.name)
         await schema.migrate(database, cluster=self._cluster.name)
-        await catalog.grant(database, self._known())
+        await catalog.grant(database, self._catalog.known)
 
     async def _proved(self, member: Member) -> None:
         # Where the catalog is in this shard's database, it is reached as that has proved to be.
-        if self._cluster.catalog_shard == member.name and self._catalog_dsn != member.dsn:
-            self._catalog_dsn = member.dsn
-            await self._catalog_database.reconnect(member.dsn)
+        if self._cluster.catalog_shard == member.name:
+            await self._catalog.reconnect(member.dsn)
         self._wake_all()
-
-
-def _shuffled(members: list[Member]) -> list[Member]:
-    if len(members) > 1:
-        random.shuffle(members)
-    return members
 
 
 async def _refuse_second_catalog(entry: ShardEntry) -> None:

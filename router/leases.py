@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
+from uuid import UUID
 
 from router import convert
 from router.fleet import Fleet
+from router.lookups import decide
 from router.member import Member
 from shard.settling import Nack
-from shard.vocabulary import Answer, Lease, OrgId
+from shard.vocabulary import Answer, JobId, Lease, OrgId
 from windrow.v1 import job_pb2, queue_pb2
 
 Answers = list[job_pb2.JobAnswer.ValueType]
@@ -28,15 +30,15 @@ class Leases:
         leases = convert.leases([ack.lease for ack in acks], field="acks[{}].lease")
         results = [ack.result or None for ack in acks]
         if not any(results):
-            return await self._ask_holders(leases, lambda member, at: member.store.ack(org, _at(leases, at)))
+            return await self._ask_holders(org, leases, lambda member, at: member.store.ack(org, _at(leases, at)))
         return await self._ask_holders(
-            leases, lambda member, at: member.store.ack(org, _at(leases, at), [results[one] for one in at])
+            org, leases, lambda member, at: member.store.ack(org, _at(leases, at), [results[one] for one in at])
         )
 
     async def nack(self, org: OrgId, nacks: Sequence[queue_pb2.Nack]) -> Answers:
         leases = convert.leases([nack.lease for nack in nacks], field="nacks[{}].lease")
         return await self._ask_holders(
-            leases, lambda member, at: member.store.nack(org, [_nack(leases[one][1], nacks[one]) for one in at])
+            org, leases, lambda member, at: member.store.nack(org, [_nack(leases[one][1], nacks[one]) for one in at])
         )
 
     async def extend(
@@ -44,43 +46,64 @@ class Leases:
     ) -> Answers:
         leases = convert.leases(tokens, field=field)
         return await self._ask_holders(
-            leases, lambda member, at: member.store.extend(org, _at(leases, at), window_us=window_us)
+            org, leases, lambda member, at: member.store.extend(org, _at(leases, at), window_us=window_us)
         )
 
     async def release(self, org: OrgId, tokens: Sequence[bytes], *, field: str = "leases[{}]") -> Answers:
         leases = convert.leases(tokens, field=field)
-        return await self._ask_holders(leases, lambda member, at: member.store.release(org, _at(leases, at)))
+        return await self._ask_holders(org, leases, lambda member, at: member.store.release(org, _at(leases, at)))
 
     async def _ask_holders(
-        self, leases: _Tokens, act: Callable[[Member, Sequence[int]], Awaitable[list[Answer]]]
+        self, org: OrgId, leases: _Tokens, act: Callable[[Member, Sequence[int]], Awaitable[list[Answer]]]
     ) -> Answers:
-        """Asks every shard that the tokens name about its own. A shard that is not of this cluster has no such job."""
+        """Asks every shard that the tokens name about its own. A job of which that shard knows nothing may have gone to
+        another one since its lease ended; its history, which tells how that was, has gone with it."""
         tags = {tag for tag, _ in leases}
-        if len(tags) == 1:
-            member = self._fleet.by_tag(tags.pop())
-            if member is None:
-                return [job_pb2.JOB_ANSWER_NOT_FOUND] * len(leases)
-            told = await act(member, range(len(leases)))
-            if told.count(Answer.OK) == len(told):
-                return [job_pb2.JOB_ANSWER_OK] * len(told)
-            return [convert.ANSWERS[answer] for answer in told]
+        told = (
+            await self._ask_one(tags.pop(), range(len(leases)), act) if len(tags) == 1 else await self._ask(leases, act)
+        )
+        if told.count(Answer.OK) == len(told):
+            return [job_pb2.JOB_ANSWER_OK] * len(told)
+        lost = [at for at, answer in enumerate(told) if answer is Answer.NOT_FOUND]
+        if lost:
+            ids = [JobId(str(UUID(hex=leases[at][1].job_hex))) for at in lost]
+
+            async def ask(member: Member, positions: Sequence[int]) -> dict[int, Answer]:
+                answers = await act(member.to_change(), [lost[position] for position in positions])
+                return {
+                    position: answer
+                    for position, answer in zip(positions, answers, strict=True)
+                    if answer is not Answer.NOT_FOUND
+                }
+
+            for at, answer in zip(lost, await decide(self._fleet, org, ids, ask), strict=True):
+                told[at] = answer
+        return [convert.ANSWERS[answer] for answer in told]
+
+    async def _ask(
+        self, leases: _Tokens, act: Callable[[Member, Sequence[int]], Awaitable[list[Answer]]]
+    ) -> list[Answer]:
         positions: dict[int, list[int]] = defaultdict(list)
         for at, (tag, _) in enumerate(leases):
             positions[tag].append(at)
-        answers = [job_pb2.JOB_ANSWER_NOT_FOUND] * len(leases)
-
-        async def ask(tag: int, there: Sequence[int]) -> None:
-            member = self._fleet.by_tag(tag)
-            if member is not None:
-                for at, answer in zip(there, await act(member, there), strict=True):
-                    answers[at] = convert.ANSWERS[answer]
-
+        told = [Answer.NOT_FOUND] * len(leases)
         # All are asked to the end: which of them failed is told, and what the others did stays done.
-        outcomes = await asyncio.gather(*(ask(*one) for one in positions.items()), return_exceptions=True)
-        for outcome in outcomes:
+        outcomes = await asyncio.gather(
+            *(self._ask_one(tag, there, act) for tag, there in positions.items()), return_exceptions=True
+        )
+        for there, outcome in zip(positions.values(), outcomes, strict=True):
             if isinstance(outcome, BaseException):
                 raise outcome
-        return answers
+            for at, answer in zip(there, outcome, strict=True):
+                told[at] = answer
+        return told
+
+    async def _ask_one(
+        self, tag: int, there: Sequence[int], act: Callable[[Member, Sequence[int]], Awaitable[list[Answer]]]
+    ) -> list[Answer]:
+        """A shard that is not of this cluster has no such job."""
+        member = self._fleet.by_tag(tag)
+        return [Answer.NOT_FOUND] * len(there) if member is None else await act(member, there)
 
 
 def _at(leases: _Tokens, positions: Sequence[int]) -> list[Lease]:

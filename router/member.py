@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 from collections.abc import Awaitable, Callable
 from typing import Self
 
+from router.upkeep import every
 from router.waiting import SWEEP_S, Room
 from shard.books import Books
 from shard.cluster import ShardEntry, ShardState
@@ -55,7 +55,12 @@ class Member:
         self._books_database = Database(entry.name, entry.dsn, connections=2, for_books=True)
         self.store = Store(self._queue_database)
         self.books = Books(self._books_database)
-        self._doorbell = Doorbell(self._queue_database, entry.dsn, lambda queues: self.room.heard(queues))
+        self._doorbell = Doorbell(
+            self._queue_database,
+            entry.dsn,
+            heard=lambda queues: self.room.heard(queues),
+            arrived=lambda queues: self.room.arrived(queues),
+        )
         self.room = Room(self.store, self._doorbell)
         self.room.gives = entry.state.gives_jobs
         self._keeping: asyncio.Task[None] | None = None
@@ -200,15 +205,3 @@ class Member:
                 return
             self.trouble = trouble + why
             await asyncio.sleep(_RETRY_OPEN_S)
-
-
-async def every(interval_s: float, what: str, act: Callable[[], Awaitable[object]]) -> None:
-    """Does something again and again; a failure is logged, and the next turn tries again."""
-    while True:
-        await asyncio.sleep(interval_s * random.uniform(0.9, 1.1))
-        try:
-            await act()
-        except ShardError as error:
-            _log.warning("could not %s: %s", what, error)
-        except Exception:  # noqa: BLE001 - one shard's trouble must not end the upkeep of the others
-            _log.exception("could not %s", what)

@@ -13,16 +13,17 @@ from router.calls import Context, Gate, refuse, unary
 from router.consuming import Consumer, give_back
 from router.fleet import Fleet
 from router.leases import Leases
+from router.lookups import decide, find, known_before
 from router.member import Member
-from router.scatter import ask_readers
 from router.status import INVALID_ARGUMENT, RESOURCE_EXHAUSTED, InvalidRequest, Violation
 from router.stream import Stream, first_message
 from router.tracing import current_trace
 from router.validation import enqueue_violations, plain_jobs
 from router.wire import Given
 from shard.errors import BadIds, TooManyQueues
-from shard.records import ANSWER_BYTES_MAX
-from shard.vocabulary import Answer, JobId, NewJobs, OrgId, QueueName
+from shard.placement import Placement
+from shard.records import ANSWER_BYTES_MAX, JobRecord
+from shard.vocabulary import Answer, JobId, NewJobs, OrgId, QueueName, ShardName
 from windrow.v1 import job_pb2, queue_pb2
 
 _JOB_PATH = re.compile(r"jobs\[(\d+)\]")
@@ -101,13 +102,16 @@ class QueueService:
     async def _store(self, jobs: NewJobs, *, hand: bool) -> dict[int, JobId]:
         """Stores jobs, and has those know who wait for some; `hand`: has them leased to those at once."""
 
-        async def store(member: Member, epoch: int) -> dict[int, JobId]:
-            handover = member.room.offer(jobs) if hand else None
-            known = await member.store.enqueue(jobs, handover, epoch=epoch)
-            member.room.stored(jobs, known, handover)
-            return known
+        async def store(member: Member, placement: Placement) -> dict[int, JobId]:
+            before = await known_before(self._fleet, placement, jobs) if placement.former else {}
+            left = [at for at in range(len(jobs)) if at not in before] if before else []
+            new = jobs.only(left) if before else jobs
+            handover = member.room.offer(new) if hand else None
+            known = await member.store.enqueue(new, handover, epoch=placement.epoch)
+            member.room.stored(new, known, handover)
+            return before | {left[at]: known_as for at, known_as in known.items()} if before else known
 
-        return await self._fleet.write(jobs.org, store)
+        return await self._fleet.write(jobs.org, lambda member, placement: store(member.to_enqueue(), placement))
 
     @unary()
     async def Dequeue(self, request: queue_pb2.DequeueRequest) -> bytes:
@@ -187,36 +191,45 @@ class QueueService:
     async def GetJobs(self, request: queue_pb2.GetJobsRequest) -> queue_pb2.GetJobsResponse:
         org = OrgId(request.org)
         ids = [JobId(job_id) for job_id in dict.fromkeys(request.ids)]
-        asked = await ask_readers(
-            self._fleet,
-            org,
-            lambda member: member.store.get(
-                org, ids, include_payload=request.include_payload, bytes_max=ANSWER_BYTES_MAX
-            ),
-        )
-        # None: there is no room for it.
-        found: dict[str, job_pb2.Job | None] = {}
+        places = {job_id: at for at, job_id in enumerate(ids)}
+
+        async def get(member: Member, positions: Sequence[int]) -> dict[int, tuple[ShardName, JobRecord]]:
+            records = await member.store.get(
+                org,
+                [ids[at] for at in positions],
+                include_payload=request.include_payload,
+                bytes_max=ANSWER_BYTES_MAX,
+            )
+            return {places[record.id]: (member.name, record) for record in records}
+
+        found = await find(self._fleet, org, ids, get)
+        response = queue_pb2.GetJobsResponse(unavailable_shards=found.unavailable)
         room = ANSWER_BYTES_MAX
-        for shard, records in asked.answers:
-            for record in records:
-                job = found[record.id] = convert.job(record, shard) if record.whole and room > 0 else None
-                room -= job.ByteSize() if job is not None else 0
-        return queue_pb2.GetJobsResponse(
-            jobs=[job for job_id in ids if (job := found.get(job_id)) is not None],
-            # Of those that may be where nobody answers, nothing can be said.
-            not_found=[job_id for job_id in ids if job_id not in found] if not asked.unavailable else (),
-            left_out=[job_id for job_id in ids if job_id in found and found[job_id] is None],
-            unavailable_shards=asked.unavailable,
-        )
+        for at, job_id in enumerate(ids):
+            if at in found.answers:
+                shard, record = found.answers[at]
+                if record.whole and room > 0:
+                    job = convert.job(record, shard)
+                    room -= job.ByteSize()
+                    response.jobs.append(job)
+                else:
+                    response.left_out.append(job_id)
+            elif not found.unavailable:
+                # Of those that may be where nobody answers, nothing can be said.
+                response.not_found.append(job_id)
+        return response
 
     @unary()
     async def CancelJobs(self, request: queue_pb2.CancelJobsRequest) -> queue_pb2.CancelJobsResponse:
         org = OrgId(request.org)
         ids = [JobId(job_id) for job_id in request.ids]
-        answers = [Answer.NOT_FOUND] * len(ids)
-        for member in self._fleet.changers(org):
-            there = await member.store.cancel(org, ids, reason=request.reason)
-            answers = [new if new is not Answer.NOT_FOUND else old for old, new in zip(answers, there, strict=True)]
+
+        async def cancel(member: Member, positions: Sequence[int]) -> dict[int, Answer]:
+            there = [ids[at] for at in positions]
+            told = await member.to_change().store.cancel(org, there, reason=request.reason)
+            return {at: answer for at, answer in zip(positions, told, strict=True) if answer is not Answer.NOT_FOUND}
+
+        answers = await decide(self._fleet, org, ids, cancel)
         return queue_pb2.CancelJobsResponse(answers=[convert.ANSWERS[answer] for answer in answers])
 
 

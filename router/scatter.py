@@ -35,10 +35,12 @@ class PageOf(NamedTuple):
     unavailable: list[ShardName]
 
 
-async def ask_readers(fleet: Fleet, org: OrgId, ask: Callable[[Member], Awaitable[_T]]) -> Asked[_T]:
-    """Asks all of them at the same time. A queue is unknown where nobody who answers knows it. Raises ShardUnavailable,
-    UnknownQueue, and what else `ask` raises."""
-    names = fleet.reads(org)
+async def ask_readers(
+    fleet: Fleet, org: OrgId, ask: Callable[[Member], Awaitable[_T]], *, finished: bool = False
+) -> Asked[_T]:
+    """Asks all of them at the same time; where it is about `finished` jobs too, those too that have no others. A queue
+    is unknown where nobody who answers knows it. Raises ShardUnavailable, UnknownQueue, and what else `ask` raises."""
+    names = _names(fleet, org, finished=finished)
     if len(names) == 1:
         return Asked([(names[0], await ask(fleet.placed(names[0]).to_look_at()))], [])
 
@@ -64,13 +66,32 @@ async def ask_readers(fleet: Fleet, org: OrgId, ask: Callable[[Member], Awaitabl
     return asked
 
 
-async def list_readers(fleet: Fleet, org: OrgId, token: str, ask: Callable[[Member, str], Awaitable[Page]]) -> PageOf:
-    """The next page: shard by shard, by name, each in its own order. `ask` gets the shard's own token. Raises
-    ShardUnavailable, UnknownQueue, BadPageToken."""
+async def change_readers(fleet: Fleet, org: OrgId, most: int, change: Callable[[Member, int], Awaitable[int]]) -> int:
+    """Changes up to `most` jobs, shard by shard in the order in which jobs travel; `change` is told how many more it
+    may, and answers how many it has. Raises ShardUnavailable, after which some may have been changed; UnknownQueue."""
+    changed = 0
+    unknown: list[UnknownQueue] = []
+    names = fleet.placement(org).reads
+    for name in names:
+        if changed < most:
+            try:
+                changed += await change(fleet.placed(name).to_change(), most - changed)
+            except UnknownQueue as error:
+                unknown.append(error)
+    if len(unknown) == len(names):
+        raise unknown[0]
+    return changed
+
+
+async def list_readers(
+    fleet: Fleet, org: OrgId, token: str, ask: Callable[[Member, str], Awaitable[Page]], *, finished: bool = False
+) -> PageOf:
+    """The next page: shard by shard, by name, each in its own order. `ask` gets the shard's own token. `finished`: as
+    for `ask_readers`. Raises ShardUnavailable, UnknownQueue, BadPageToken."""
     inner, of, begun = token.partition(_OF)
     if token and not of:
         raise BadPageToken(token)
-    names = [name for name in sorted(fleet.reads(org)) if name >= begun]
+    names = [name for name in sorted(_names(fleet, org, finished=finished)) if name >= begun]
     unavailable: list[ShardName] = []
     refusal: ShardUnavailable | UnknownQueue | None = None
     last: tuple[ShardName, Page] | None = None
@@ -94,6 +115,11 @@ async def list_readers(fleet: Fleet, org: OrgId, token: str, ask: Callable[[Memb
         raise refusal
     shard, page = last or (ShardName(begun), Page(jobs=[], next_token=""))
     return PageOf(shard, page, "", unavailable)
+
+
+def _names(fleet: Fleet, org: OrgId, *, finished: bool) -> Sequence[ShardName]:
+    placement = fleet.placement(org)
+    return (*placement.former_only, *placement.reads) if finished else placement.reads
 
 
 def summed(counts: Sequence[Iterable[QueueCounts]]) -> list[QueueCounts]:

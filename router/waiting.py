@@ -14,7 +14,7 @@ import logging
 import math
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -139,9 +139,14 @@ class Room:
 
     def wake_all(self) -> None:
         """Has everybody look, and look about."""
-        for there in self._queues.values():
-            for waiter in there.waiters:
-                waiter.wake()
+        self.wake_those(lambda _: True)
+
+    def wake_those(self, whose: Callable[[OrgId], bool]) -> None:
+        """Has everybody of these orgs look, and look about."""
+        for (org, _), there in self._queues.items():
+            if whose(org):
+                for waiter in there.waiters:
+                    waiter.wake()
 
     def found_less(self, waiter: Waiter, *, woken: bool) -> None:
         """It looked, and took all there was: what falls due later, a probe tells. `woken`: by something, which may be
@@ -273,6 +278,13 @@ class Room:
                 self._strangers.add(number)
                 # It may be one that somebody waits for since before it was made.
                 self._probe_soon([key for key, queue in self._queues.items() if queue.number is None])
+
+    def arrived(self, numbers: Collection[QueueId]) -> None:
+        """Jobs of these queues came from another shard."""
+        self._store.arrived(numbers)
+        self.heard(numbers)
+        # What they have that is due later, nobody is woken for.
+        self._probe_soon([key for number in numbers if (key := self._by_number.get(number)) is not None])
 
     def brought(self, org: OrgId, queue: QueueName) -> None:
         """This queue may have work by other means than an enqueue: it was resumed, or jobs of it redriven."""

@@ -162,6 +162,11 @@ class Books:
             await self._refuse_unowned(org, epoch)
             raise QueueNotEmpty(org, queue)
 
+    async def holds_jobs(self, org: OrgId, queue: QueueName) -> bool:
+        """Whether jobs of the queue are here that have not finished, on their way to another shard too."""
+        rows = await self._database.run(statements.HOLDS_JOBS, {"org": org, "queue": queue})
+        return bool(rows and rows[0][0])
+
     async def purge_queue(self, org: OrgId, queue: QueueName, *, limit: int, include_dead: bool) -> int:
         """Cancels up to `limit` jobs that nobody holds; answers how many. Raises UnknownQueue."""
         await self.get_queue(org, queue)

@@ -22,6 +22,8 @@ from shard.vocabulary import OrgId, ShardName, Slot
 
 # Whoever changes the catalog takes turns on this advisory lock; any number, the same in every release.
 _LOCK = 0x77696E64_63617461
+# On which each change of the catalog is told.
+CHANNEL = "windrow_catalog"
 
 
 class Holding(NamedTuple):
@@ -139,21 +141,24 @@ def _refuse_unnamed(catalog: Catalog, shards: Iterable[ShardName]) -> None:
         )
 
 
-async def read(database: Database) -> Catalog:
-    """The catalog as it is now, from one snapshot."""
-    rows = await database.run(statements.READ_CATALOG, {})
-    slots: list[Placement] = []
-    pins: dict[OrgId, Slot] = {}
+async def read(database: Database, known: Catalog | None = None) -> Catalog:
+    """The catalog as it is now, from one snapshot; only what is newer than the copy that is `known` is sent. That very
+    copy, if nothing is."""
+    rows = await database.run(statements.READ_CATALOG, {"since": -1 if known is None else known.epoch})
+    if known is not None and rows[0][0] <= known.epoch:
+        return known
+    slots = list(known.slots) if known is not None else []
+    pins = dict(known.pins) if known is not None else {}
     for _, slot, org, writes, reads, epoch, former, left_at in rows:
-        if slot != len(slots):
+        if slot is None or slot > len(slots):
             break
         owners = tuple(
             FormerOwner(shard=shard, left_at=left) for shard, left in zip(former or (), left_at or (), strict=True)
         )
-        slots.append(Placement(writes=tuple(writes), reads=tuple(reads), epoch=epoch, former=owners))
+        slots[slot : slot + 1] = [Placement(writes=tuple(writes), reads=tuple(reads), epoch=epoch, former=owners)]
         if org is not None:
             pins[org] = slot
-    if len(slots) < max(SLOTS, len(rows)):
+    if len(slots) < SLOTS or (slot is not None and slot >= len(slots)):
         raise Misconfigured(f"the catalog does not place slot {len(slots)}; restore it from a backup")
     return Catalog(epoch=rows[0][0], slots=tuple(slots), pins=pins)
 
@@ -173,12 +178,6 @@ async def refuse_second(shard: Database) -> None:
             f"the catalog's database is empty, but shard {shard.name!r} has slots of a catalog elsewhere: name it by "
             "[catalog] dsn in the cluster file, or put the first [[shard]] back"
         )
-
-
-async def read_epoch(database: Database) -> int:
-    """The number of the latest change."""
-    rows = await database.run(statements.READ_CATALOG_EPOCH, {})
-    return int(rows[0][0])
 
 
 async def grant(database: Database, catalog: Catalog) -> int:

@@ -117,6 +117,7 @@ class Claiming:
         if not asked:
             return [None] * len(takers)
         room = min(taker.room for taker in takers)
+        arrivals = self._floors.arrivals
         rows = await self._database.run(statements.CLAIM, {**columns.parameters(), "bytes_max": room})
         by_lease = {taker.number: taker for taker in takers}
         unfit: dict[int, list[Claimed]] = {}
@@ -128,7 +129,7 @@ class Claiming:
                 unfit.setdefault(job.lease, []).append(job)
             else:
                 by_lease[job.lease].jobs.append(job)
-        self._floors.claimed(zip([row[1] for row in rows], taken, strict=True))
+        self._floors.claimed(zip([row[1] for row in rows], taken, strict=True), arrivals=arrivals)
         if sum(map(_size, taken)) >= room:
             # The others' jobs may have left no room for theirs.
             for taker in takers:

@@ -13,29 +13,38 @@ from collections.abc import Callable, Collection
 import psycopg
 
 from shard import statements
-from shard.database import Database, hang_up
+from shard.database import Database
 from shard.errors import ShardUnavailable
+from shard.listening import Listener
 from shard.vocabulary import QueueId
 
 _log = logging.getLogger(__name__)
 
 # At most one ring in so long; what came meanwhile goes with the next.
 _PAUSE_S = 0.010
-_RECONNECT_S = 1.0
 # A notification holds less than 8,000 bytes.
 _QUEUES_MAX = 390
 _ALL = "*"
+# Before the queues' numbers: jobs have come from another shard, and may have been due long since.
+_ARRIVED = "+"
 
 
 class Doorbell:
-    """`heard` is told the queues that another router rang for; None: any may have work."""
+    """`heard` is told the queues that another router rang for; None: any may have work. `arrived` is told the queues to
+    which jobs have come from another shard."""
 
-    def __init__(self, database: Database, dsn: str, heard: Callable[[Collection[QueueId] | None], None]) -> None:
+    def __init__(
+        self,
+        database: Database,
+        dsn: str,
+        heard: Callable[[Collection[QueueId] | None], None],
+        arrived: Callable[[Collection[QueueId]], None],
+    ) -> None:
         self._database = database
-        self._dsn = dsn
         self._heard = heard
+        self._arrived = arrived
+        self._listener = Listener(dsn, "windrow_work", self._hear, application_name="windrow doorbell")
         self._me = secrets.token_hex(8)
-        self._listening: psycopg.AsyncConnection | None = None
         self._due: set[QueueId] = set()
         self._rung = asyncio.Event()
 
@@ -48,15 +57,13 @@ class Doorbell:
 
     def reconnect(self, dsn: str) -> None:
         """From now on hears by another DSN."""
-        self._dsn = dsn
-        if self._listening is not None:
-            hang_up(self._listening)
+        self._listener.reconnect(dsn)
 
     async def run(self) -> None:
         """Rings and listens until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._ring())
-            group.create_task(self._listen())
+            group.create_task(self._listener.run())
 
     async def _ring(self) -> None:
         while True:
@@ -72,40 +79,21 @@ class Doorbell:
                 _log.exception("could not ring")
             await asyncio.sleep(_PAUSE_S)
 
-    async def _listen(self) -> None:
-        while True:
-            try:
-                connection = await psycopg.AsyncConnection.connect(
-                    self._dsn,
-                    autocommit=True,
-                    application_name="windrow doorbell",
-                    client_encoding="utf8",
-                    connect_timeout=5,
-                    # As for the pool's connections: a silent network is a dead one after ten seconds.
-                    keepalives_idle=5,
-                    keepalives_interval=2,
-                    keepalives_count=3,
-                )
-                async with connection:
-                    self._listening = connection
-                    await connection.execute("LISTEN windrow_work")
-                    # Whatever was rung before is not heard any more.
-                    self._heard(None)
-                    async for notification in connection.notifies():
-                        self._hear(notification.payload)
-            except psycopg.Error as error:
-                # Shards that are away are spoken of by their pools.
-                _log.debug("does not hear the doorbell: %s", error)
-            except Exception:  # noqa: BLE001 - a hint less must not end this router
-                _log.exception("does not hear the doorbell")
-            self._listening = None
-            await asyncio.sleep(_RECONNECT_S)
-
-    def _hear(self, message: str) -> None:
+    def _hear(self, message: str | None) -> None:
+        if message is None:
+            self._heard(None)
+            return
         who, _, named = message.partition(" ")
         if who == self._me:
             return
         try:
-            self._heard(None if named == _ALL else [QueueId(int(number)) for number in named.split(",")])
+            if named.startswith(_ARRIVED):
+                self._arrived(_numbers(named.removeprefix(_ARRIVED)))
+            else:
+                self._heard(None if named == _ALL else _numbers(named))
         except ValueError:
             _log.warning("somebody who is no router rang: %.100r", message)
+
+
+def _numbers(named: str) -> list[QueueId]:
+    return [QueueId(int(number)) for number in named.split(",")]

@@ -3,8 +3,8 @@
 A lane is one priority of one queue. At the front of its stretch of the ready index lie the dead versions of
 claimed jobs; while any transaction holds an old snapshot, nobody may remove them, and every claim would read them
 all again. So a claim begins at the lane's floor. The floor is a hint (I7): it may be too high only for what
-committed late, and the sweep, which looks from the beginning of time, lowers it again within seconds. Pure: no I/O,
-and no clock but the shard's own times.
+committed late, and the sweep, which looks from the beginning of time, lowers it again within seconds. Jobs that come
+from another shard may be older than any here. Pure: no I/O, and no clock but the shard's own times.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ class _Queue:
     # By priority − 1; 0 is the beginning of time.
     floors: list[Micros] = field(default_factory=lambda: [Micros(0)] * len(PRIORITIES))
     used_s: float = 0.0
+    # By the count of arrivals, when jobs last arrived here.
+    arrived: int = 0
 
 
 class Floors:
@@ -34,20 +36,32 @@ class Floors:
 
     def __init__(self) -> None:
         self._queues: dict[QueueId, _Queue] = {}
+        # How often jobs have arrived from elsewhere: a claim that began before says nothing of what came with them.
+        self.arrivals = 0
 
     def of(self, queue: QueueId) -> list[Micros]:
         """The queue's floors, by priority. It is in use from now on."""
         return self._held(queue, time.monotonic()).floors
 
-    def claimed(self, jobs: Iterable[tuple[QueueId, Claimed]]) -> None:
-        """After a claim: it took each lane's first jobs, so nothing unclaimed is left before the last of them."""
+    def claimed(self, jobs: Iterable[tuple[QueueId, Claimed]], *, arrivals: int) -> None:
+        """After a claim: it took each lane's first jobs, so nothing unclaimed is left before the last of them, unless
+        it has arrived since the claim began, when there had been so many `arrivals`."""
         for queue_id, job in jobs:
             queue = self._queues.get(queue_id)
-            if queue is not None:
+            if queue is not None and queue.arrived <= arrivals:
                 reached = Micros(min(job.run_at, job.leased_at - GUARD_US))
                 at = job.priority - 1
                 if reached > queue.floors[at]:
                     queue.floors[at] = reached
+
+    def arrived(self, queues: Iterable[QueueId]) -> None:
+        """Jobs have come from another shard, whatever their age."""
+        self.arrivals += 1
+        for queue_id in queues:
+            queue = self._queues.get(queue_id)
+            if queue is not None:
+                queue.arrived = self.arrivals
+                queue.floors = [Micros(0)] * len(PRIORITIES)
 
     def to_sweep(self) -> list[QueueId]:
         """The queues in use, after forgetting those that are not."""
@@ -56,12 +70,19 @@ class Floors:
             del self._queues[queue_id]
         return list(self._queues)
 
-    def swept(self, queues: Iterable[QueueId], guarded: Micros, first: Mapping[tuple[QueueId, int], Micros]) -> None:
+    def swept(
+        self,
+        queues: Iterable[QueueId],
+        guarded: Micros,
+        first: Mapping[tuple[QueueId, int], Micros],
+        *,
+        arrivals: int,
+    ) -> None:
         """What the sweep found: a lane's floor is the place of its first live row, but never less than a guard behind
-        now()."""
+        now(). `arrivals`: as for `claimed`."""
         for queue_id in queues:
             queue = self._queues.get(queue_id)
-            if queue is not None:
+            if queue is not None and queue.arrived <= arrivals:
                 queue.floors = [min(guarded, first.get((queue_id, priority), guarded)) for priority in PRIORITIES]
 
     def _held(self, queue_id: QueueId, now_s: float) -> _Queue:

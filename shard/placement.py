@@ -63,6 +63,16 @@ class Placement:
     def at_rest(self) -> bool:
         return len(self.reads) == 1
 
+    @property
+    def sources(self) -> tuple[ShardName, ...]:
+        """The shards from which jobs still come to the writer."""
+        return self.reads[: self.reads.index(self.writes[0])]
+
+    @property
+    def former_only(self) -> tuple[ShardName, ...]:
+        """The shards that have nothing of the slot but finished jobs, and what they remember."""
+        return tuple(one.shard for one in self.former if one.shard not in self.reads)
+
 
 def shares(weights: Mapping[ShardName, float], slots: int = SLOTS) -> dict[ShardName, int]:
     """How many of so many slots each shard should hold: proportional to weight, sums to `slots`, off by less than one

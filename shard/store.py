@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -245,6 +245,10 @@ class Store:
         """When these queues have work next, as far as the floors know."""
         return await self._look(list(queues), from_zero=False)
 
+    def arrived(self, queues: Collection[QueueId]) -> None:
+        """Jobs of these queues have come from another shard: they may be older than all that was claimed here."""
+        self._floors.arrived(queues)
+
     async def sweep(self, awaited: Iterable[QueueId] = ()) -> Due:
         """Same, for these and all queues in use, looking from the beginning of time (I7). Puts every floor where it
         belongs, and has the numbers of the queues proved."""
@@ -261,6 +265,7 @@ class Store:
         for at in range(0, len(queues), _PROBED_AT_ONCE):
             part = queues[at : at + _PROBED_AT_ONCE]
             floors: list[Micros] = [] if from_zero else [floor for queue in part for floor in self._floors.of(queue)]
+            arrivals = self._floors.arrivals
             rows = await self._database.run(
                 statements.PROBE, {"queue_ids": arrays.numbers(part), "floors_us": arrays.numbers(floors)}
             )
@@ -271,7 +276,7 @@ class Store:
                 lanes.update(zip(zip(found, priorities, strict=True), visible_at, strict=True))
                 resting.update(queue for queue, is_paused in zip(found, paused, strict=True) if is_paused)
             if from_zero:
-                self._floors.swept(part, Micros(now - GUARD_US), lanes)
+                self._floors.swept(part, Micros(now - GUARD_US), lanes, arrivals=arrivals)
             for (queue, _), when in lanes.items():
                 if queue not in resting:
                     first[queue] = min(when, first.get(queue, when))

@@ -82,7 +82,11 @@ $$;
 
 -- The catalog. `reads` lists shards in the order in which jobs travel; a slot with one is at rest.
 ALTER TABLE windrow.placement
-    DROP CONSTRAINT placement_slot_check, ADD CONSTRAINT placement_slot_check CHECK (slot >= 0);
+    DROP CONSTRAINT placement_slot_check, ADD CONSTRAINT placement_slot_check CHECK (slot >= 0),
+    -- The catalog's epoch since which the row, or what is kept of its slot elsewhere, is as it is: whoever has a copy asks
+    -- for what is newer.
+    ADD COLUMN changed bigint NOT NULL DEFAULT 1;
+CREATE INDEX placement_changed ON windrow.placement (changed);
 
 -- Who has been the writer of a slot: the shards that may know ids and dedup keys of its jobs, and hold finished ones.
 CREATE TABLE windrow.former_owner (

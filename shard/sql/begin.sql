@@ -8,9 +8,13 @@ WITH due AS MATERIALIZED (
     FOR UPDATE OF p
 ), next AS (
     UPDATE windrow.catalog c SET epoch = c.epoch + 1 WHERE EXISTS (SELECT FROM due) RETURNING c.epoch
+), changed AS (
+    UPDATE windrow.placement p
+    SET reads = ARRAY[%(source)s::text, %(target)s::text], epoch = next.epoch, changed = next.epoch
+    FROM due, next
+    WHERE p.slot = due.slot
+    RETURNING p.slot, p.epoch
 )
-UPDATE windrow.placement p
-SET reads = ARRAY[%(source)s::text, %(target)s::text], epoch = next.epoch
-FROM due, next
-WHERE p.slot = due.slot
-RETURNING p.slot, p.epoch
+SELECT changed.slot, changed.epoch FROM changed
+-- Heard by every copy of the catalog.
+CROSS JOIN (SELECT pg_notify('windrow_catalog', next.epoch::text) FROM next) told

@@ -1,9 +1,10 @@
--- The whole catalog, from one snapshot: every slot in order, with the org that is pinned to it and those who owned it
--- before.
+-- What of the catalog has changed since an epoch, from one snapshot: the slots in order, each with the org that is pinned to it
+-- and those who owned it before. One row without a slot: nothing.
 SELECT
-    (SELECT c.epoch FROM windrow.catalog c) AS catalog_epoch, p.slot,
-    (SELECT pin.org FROM windrow.pin WHERE pin.slot = p.slot) AS org, p.writes, p.reads, p.epoch,
+    c.epoch AS catalog_epoch, p.slot, (SELECT pin.org FROM windrow.pin WHERE pin.slot = p.slot) AS org, p.writes, p.reads,
+    p.epoch,
     (SELECT array_agg(f.shard ORDER BY f.shard) FROM windrow.former_owner f WHERE f.slot = p.slot) AS former,
     (SELECT array_agg(f.left_at ORDER BY f.shard) FROM windrow.former_owner f WHERE f.slot = p.slot) AS left_at
-FROM windrow.placement p
+FROM windrow.catalog c
+LEFT JOIN windrow.placement p ON p.changed > %(since)s
 ORDER BY p.slot

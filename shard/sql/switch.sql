@@ -12,9 +12,13 @@ WITH due AS MATERIALIZED (
     INSERT INTO windrow.former_owner (slot, shard, left_at)
     SELECT due.slot, %(source)s, now() FROM due
     ON CONFLICT (slot, shard) DO UPDATE SET left_at = excluded.left_at
+), changed AS (
+    UPDATE windrow.placement p
+    SET writes = ARRAY[%(target)s::text], changed = next.epoch
+    FROM due, next
+    WHERE p.slot = due.slot
+    RETURNING p.slot
 )
-UPDATE windrow.placement p
-SET writes = ARRAY[%(target)s::text]
-FROM due, next
-WHERE p.slot = due.slot
-RETURNING p.slot
+SELECT changed.slot FROM changed
+-- Heard by every copy of the catalog.
+CROSS JOIN (SELECT pg_notify('windrow_catalog', next.epoch::text) FROM next) told

@@ -126,9 +126,9 @@ def place(cluster: Live, orgs_slot: int | None, *, writes: str, reads: list[str]
     ((epoch,),) = cluster.sql("s1", "UPDATE windrow.catalog SET epoch = epoch + 1 RETURNING epoch")
     cluster.sql(
         "s1",
-        "UPDATE windrow.placement SET writes = ARRAY[%s], reads = %s::text[], epoch = %s "
+        "UPDATE windrow.placement SET writes = ARRAY[%s], reads = %s::text[], epoch = %s, changed = %s "
         "WHERE slot = coalesce(%s, slot)",
-        *(writes, reads, epoch, orgs_slot),
+        *(writes, reads, epoch, epoch, orgs_slot),
     )
     if writes in cluster.dsns:
         cluster.sql(

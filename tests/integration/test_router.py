@@ -337,8 +337,9 @@ def move_slot(running: Running, org: str, *, to: str, grant: bool = True) -> Non
     ((epoch,),) = running.sql("s1", "UPDATE windrow.catalog SET epoch = epoch + 1 RETURNING epoch")
     running.sql(
         "s1",
-        "UPDATE windrow.placement SET writes = ARRAY[%s], reads = ARRAY['s1', %s], epoch = %s WHERE slot = %s",
-        *(to, to, epoch, slot),
+        "UPDATE windrow.placement SET writes = ARRAY[%s], reads = ARRAY['s1', %s], epoch = %s, changed = %s "
+        "WHERE slot = %s",
+        *(to, to, epoch, epoch, slot),
     )
     if grant:
         running.sql(to, "INSERT INTO windrow.owned_slot (slot, state, epoch) VALUES (%s, 'owned', %s)", slot, epoch)

@@ -609,7 +609,7 @@ async def test_who_waits_follows_an_org_whose_slot_moves(
         for shard, state in (("s1", "draining"), ("s2", "owned")):
             moved = "INSERT INTO windrow.owned_slot VALUES ({0}, '{1}', {2}) ON CONFLICT (slot) DO UPDATE "
             sql(dsns, shard, (moved + "SET state = '{1}', epoch = {2} RETURNING slot").format(slot, state, epoch))
-        placed = f"SET writes = '{{s2}}', reads = '{{s2}}', epoch = {epoch} WHERE slot = {slot} RETURNING slot"
+        placed = f"SET writes = '{{s2}}', reads = '{{s2}}', epoch = {epoch}, changed = {epoch} WHERE slot = {slot} RETURNING slot"
         sql(dsns, "s1", f"UPDATE windrow.placement {placed}")
         ids = await far.enqueue(org, new_job(queue=QUEUE if how == "stream" else "idle"))
         got = await (stream.until_jobs(1, within_s=2 * SWEPT_S) if how == "stream" else soon(waiting, 2 * SWEPT_S))

@@ -61,7 +61,7 @@ def test_a_lane_begins_at_the_beginning_of_time() -> None:
 def test_a_claim_raises_the_floor_of_its_own_lane_only() -> None:
     floors = Floors()
     use(floors, A, B)
-    floors.claimed([taken(A, run_at=LONG_AGO, priority=3)])
+    floors.claimed([taken(A, run_at=LONG_AGO, priority=3)], arrivals=0)
     raised = {lane: at for lane, at in floors_of(floors, A, B).items() if at}
     assert raised == {(A, 3): LONG_AGO}
 
@@ -69,34 +69,36 @@ def test_a_claim_raises_the_floor_of_its_own_lane_only() -> None:
 def test_a_floor_is_the_last_claimed_jobs_time() -> None:
     floors = Floors()
     use(floors, A)
-    floors.claimed([taken(A, run_at=LONG_AGO), taken(A, run_at=LONG_AGO + 5), taken(A, run_at=LONG_AGO + 3)])
+    floors.claimed(
+        [taken(A, run_at=LONG_AGO), taken(A, run_at=LONG_AGO + 5), taken(A, run_at=LONG_AGO + 3)], arrivals=0
+    )
     assert floors_of(floors, A)[A, 5] == LONG_AGO + 5
 
 
 def test_a_floor_trails_the_shards_time_by_the_guard() -> None:
     floors = Floors()
     use(floors, A)
-    floors.claimed([taken(A, run_at=NOW - 1)])
+    floors.claimed([taken(A, run_at=NOW - 1)], arrivals=0)
     assert floors_of(floors, A)[A, 5] == NOW - GUARD_US
 
 
 def test_a_claim_never_lowers_a_floor_and_a_sweep_does() -> None:
     floors = Floors()
     use(floors, A)
-    floors.claimed([taken(A, run_at=LONG_AGO + 5)])
-    floors.claimed([taken(A, run_at=LONG_AGO)])
+    floors.claimed([taken(A, run_at=LONG_AGO + 5)], arrivals=0)
+    floors.claimed([taken(A, run_at=LONG_AGO)], arrivals=0)
     assert floors_of(floors, A)[A, 5] == LONG_AGO + 5
-    floors.swept([A], Micros(LONG_AGO + 9), {(A, 5): Micros(LONG_AGO - 7)})
+    floors.swept([A], Micros(LONG_AGO + 9), {(A, 5): Micros(LONG_AGO - 7)}, arrivals=0)
     assert floors_of(floors, A)[A, 5] == LONG_AGO - 7
 
 
 def test_a_sweep_puts_a_floor_at_the_lanes_first_row_and_never_nearer_to_now_than_the_guard() -> None:
     floors = Floors()
     use(floors, A, B)
-    floors.claimed([taken(B, run_at=LONG_AGO)])
+    floors.claimed([taken(B, run_at=LONG_AGO)], arrivals=0)
     guarded = Micros(NOW - GUARD_US)
     # Priority 2 has a row that is due, priority 3 one that is leased or scheduled; of the others nothing is known.
-    floors.swept([A], guarded, {(A, 2): Micros(LONG_AGO), (A, 3): Micros(NOW + 5), (B, 5): Micros(7)})
+    floors.swept([A], guarded, {(A, 2): Micros(LONG_AGO), (A, 3): Micros(NOW + 5), (B, 5): Micros(7)}, arrivals=0)
     found = floors_of(floors, A, B)
     assert found == {
         **{(A, p): guarded for p in PRIORITIES},
@@ -108,8 +110,8 @@ def test_a_sweep_puts_a_floor_at_the_lanes_first_row_and_never_nearer_to_now_tha
 
 def test_what_is_told_of_a_queue_that_nobody_uses_is_not_kept() -> None:
     floors = Floors()
-    floors.claimed([taken(A, run_at=LONG_AGO)])
-    floors.swept([A], Micros(LONG_AGO), {})
+    floors.claimed([taken(A, run_at=LONG_AGO)], arrivals=0)
+    floors.swept([A], Micros(LONG_AGO), {}, arrivals=0)
     assert floors.to_sweep() == []
     assert floors_of(floors, A)[A, 5] == 0
 
@@ -117,7 +119,7 @@ def test_what_is_told_of_a_queue_that_nobody_uses_is_not_kept() -> None:
 def test_a_queue_out_of_use_is_forgotten_after_a_minute(clock: list[float]) -> None:
     floors = Floors()
     use(floors, A, B)
-    floors.claimed([taken(A, run_at=LONG_AGO), taken(B, run_at=LONG_AGO)])
+    floors.claimed([taken(A, run_at=LONG_AGO), taken(B, run_at=LONG_AGO)], arrivals=0)
     clock[0] += 59
     use(floors, B)
     clock[0] += 2

@@ -1,0 +1,119 @@
+"""Where jobs are that are named by their ids, while slots move from shard to shard
+(docs/decisions/0017-moving-slots.md): who is asked, and in which order, so that none is missed, and none stored
+twice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from router.fleet import Fleet
+from router.member import Member
+from shard.enqueuing import made_at_ms
+from shard.errors import ShardUnavailable
+from shard.placement import Placement
+from shard.vocabulary import Answer, JobId, NewJobs, OrgId, ShardName
+
+_T = TypeVar("_T")
+# How long a job may be on its way from one shard to another, and between two looks.
+_DEPARTING_S_MAX = 5.0
+_DEPARTING_PAUSE_S = 0.020
+
+
+async def known_before(fleet: Fleet, placement: Placement, jobs: NewJobs) -> dict[int, JobId]:
+    """The positions of jobs that former owners know, with the id each is known under; asked before the writer is. What
+    they say stays true: they take no more. Raises ShardUnavailable if one of them does not answer."""
+    known: dict[int, JobId] = {}
+    for former in placement.former:
+        if former.shard in placement.writes:
+            continue
+        positions = [
+            at
+            for at, job_id in enumerate(jobs.ids)
+            if at not in known and former.may_know(made_at_ms(job_id), keyed=at in jobs.dedup_keys)
+        ]
+        if positions:
+            found = await fleet.placed(former.shard).to_look_at().store.known(jobs.only(positions))
+            known.update((positions[at], known_as) for at, known_as in found.items())
+    return known
+
+
+@dataclass(slots=True)
+class Found(Generic[_T]):
+    """By the position of each id that somebody knows: what the last shard that knows it said."""
+
+    answers: dict[int, _T] = field(default_factory=dict[int, _T])
+    # Those that did not answer: of ids that nobody else knows, nothing can be said.
+    unavailable: list[ShardName] = field(default_factory=list[ShardName])
+
+
+async def find(
+    fleet: Fleet,
+    org: OrgId,
+    ids: Sequence[JobId],
+    ask: Callable[[Member, Sequence[int]], Awaitable[Mapping[int, _T]]],
+    *,
+    at: Sequence[int] | None = None,
+) -> Found[_T]:
+    """Asks every shard that may know these jobs, in the order in which jobs travel; `ask` gets the positions of ids,
+    and answers for those that the shard knows. `at`: of these positions only. What nobody knows was looked for by the
+    placement that is in force. Raises ShardUnavailable if nobody answers, and what else `ask` raises."""
+    found = Found[_T]()
+    wanted: Sequence[int] = range(len(ids)) if at is None else at
+    while True:
+        placement = fleet.placement(org)
+        found.unavailable = []
+        refusal: ShardUnavailable | None = None
+        answered = False
+        for name, positions in _itinerary(placement, ids, wanted):
+            try:
+                found.answers.update(await ask(fleet.placed(name).to_look_at(), positions))
+                answered = True
+            except ShardUnavailable as error:
+                found.unavailable.append(name)
+                refusal = error
+        if refusal is not None and not answered:
+            raise refusal
+        wanted = [position for position in wanted if position not in found.answers]
+        if not wanted or found.unavailable or await fleet.is_current(org, placement):
+            return found
+
+
+async def decide(
+    fleet: Fleet,
+    org: OrgId,
+    ids: Sequence[JobId],
+    ask: Callable[[Member, Sequence[int]], Awaitable[Mapping[int, Answer]]],
+) -> list[Answer]:
+    """What became of jobs that a call is to change, wherever they are. A job on its way is waited for. Raises
+    ShardUnavailable, also where a shard that may have one of them does not answer."""
+    answers: dict[int, Answer] = {}
+    wanted: Sequence[int] = range(len(ids))
+    give_up_s = asyncio.get_running_loop().time() + _DEPARTING_S_MAX
+    while True:
+        found = await find(fleet, org, ids, ask, at=wanted)
+        answers.update(found.answers)
+        if found.unavailable and len(found.answers) < len(wanted):
+            raise ShardUnavailable(found.unavailable[0], "it may have jobs that no other shard has")
+        wanted = [at for at, answer in answers.items() if answer is Answer.DEPARTING]
+        if not wanted:
+            return [answers.get(at, Answer.NOT_FOUND) for at in range(len(ids))]
+        if asyncio.get_running_loop().time() >= give_up_s:
+            source = fleet.placement(org).reads[0]
+            raise ShardUnavailable(source, f"{len(wanted)} job(s) of org {org!r} are on their way from it; try again")
+        await asyncio.sleep(_DEPARTING_PAUSE_S)
+
+
+def _itinerary(
+    placement: Placement, ids: Sequence[JobId], wanted: Sequence[int]
+) -> list[tuple[ShardName, Sequence[int]]]:
+    """Whom to ask about which: former owners, then those that hold jobs now, the one that jobs come from first."""
+    stops: list[tuple[ShardName, Sequence[int]]] = []
+    for former in placement.former:
+        if former.shard not in placement.reads:
+            positions = [at for at in wanted if former.may_know(made_at_ms(ids[at]), keyed=False)]
+            if positions:
+                stops.append((former.shard, positions))
+    return [*stops, *((name, wanted) for name in placement.reads)]

@@ -1,0 +1,24 @@
+"""What is done again and again for as long as a router runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable
+
+from shard.errors import ShardError
+
+_log = logging.getLogger(__name__)
+
+
+async def every(interval_s: float, what: str, act: Callable[[], Awaitable[object]]) -> None:
+    """Does something again and again; a failure is logged, and the next turn tries again."""
+    while True:
+        await asyncio.sleep(interval_s * random.uniform(0.9, 1.1))
+        try:
+            await act()
+        except ShardError as error:
+            _log.warning("could not %s: %s", what, error)
+        except Exception:  # noqa: BLE001 - one shard's trouble must not end the upkeep of the others
+            _log.exception("could not %s", what)

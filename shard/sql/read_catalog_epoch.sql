@@ -1,2 +1,0 @@
--- The number of the catalog's latest change.
-SELECT c.epoch FROM windrow.catalog c
