@@ -31,7 +31,7 @@ _OPEN_MAX = 16
 # What changes hands at once. Producers of these slots wait for the queues to be copied: some 60 µs each.
 _SLOTS_MAX = 1024
 _QUEUES_MAX = 5000
-_SLOTS_LOOKED_AT = 16
+_SLOTS_FIRST = 16
 # Before a move that could not go on is tried again: doubled each time.
 _PAUSE_S = 1.0
 _PAUSE_S_MAX = 30.0
@@ -193,7 +193,7 @@ class Balancing:
         source = self._shards.databases[transfer.source]
         taken, queues = 0, 0
         while taken < min(len(transfer.slots), _SLOTS_MAX):
-            some = transfer.slots[taken : taken + _SLOTS_LOOKED_AT]
+            some = transfer.slots[taken : 2 * taken or _SLOTS_FIRST]
             queues += len(await moving.read_queues(source, some))
             if taken and queues > _QUEUES_MAX:
                 break
