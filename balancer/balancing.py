@@ -150,7 +150,7 @@ class Balancing:
     async def _learn(self) -> Catalog:
         if self._known is None:
             await schema.migrate(self._shards.catalog, cluster=None)
-        elif await catalog.read_epoch(self._shards.catalog) == self._known.epoch:
+        elif await catalog.read(self._shards.catalog, self._known) is self._known:
             return self._known
         self._known = await self._shards.read_catalog()
         self._planned = transfers(self._known, self._cluster)
