@@ -435,13 +435,18 @@ def _found(plan: Plan, run: str, course: Course, seen: Seen, conserved: Conserva
     found = [figures(seen, phase, moved=orgs, watched=watched(plan.orgs)) for phase in course.phases]
     what_must_hold = demands(found, moves, conserved)
     start_s = course.phases[0].began_s
+    plot = _plot(plan, course, seen, start_s)
     return Found(
         scenario="grow",
         plan=asdict(plan),
         samples=[
             {"fill_s": course.fill_s, "moves": [{**asdict(one), "jobs_per_s": one.jobs_per_s} for one in moves]},
             *(one.told(start_s) | {"cores": cores} for one, cores in zip(found, course.cores, strict=True)),
-            {"looks": [{**asdict(look), "at_s": look.at_s - start_s} for look in course.looks]},
+            {
+                "over_time": {
+                    f"{one.y}: {label}": line for one in (plot, *plot.below) for label, line in one.lines.items()
+                }
+            },
             {"conservation": conserved.told(), "demands": [one.told() for one in what_must_hold]},
         ],
         tables=[
@@ -455,7 +460,7 @@ def _found(plan: Plan, run: str, course: Course, seen: Seen, conserved: Conserva
             _moves_table(moves),
             _phases_table(found, course.cores),
         ],
-        plots=[_plot(plan, course, seen, start_s)],
+        plots=[plot],
     )
 
 
