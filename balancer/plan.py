@@ -44,7 +44,7 @@ def transfers(known: Catalog, cluster: Cluster) -> list[Transfer]:
     for slot, target in _astray(known, wanted(known, cluster)):
         ways.setdefault((known.slots[slot].reads[0], target), []).append(slot)
     found = [Transfer(source=source, target=target, slots=tuple(slots)) for (source, target), slots in ways.items()]
-    return sorted(found, key=lambda one: not is_draining(cluster, one.source))
+    return sorted(found, key=lambda one: (not is_draining(cluster, one.source), one.source, one.target))
 
 
 def slots_to_go(known: Catalog, cluster: Cluster) -> int:

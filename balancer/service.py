@@ -31,13 +31,13 @@ async def balance(file: FollowedFile, cluster: Cluster, *, stop: asyncio.Event) 
     """Makes the cluster as its file wants it, whenever this process leads, until `stop` is set; then what must not be
     left half done is finished. `cluster` is what the file said; a change is taken up when it is noticed."""
     while not stop.is_set():
-        balancer = _Balancer(cluster)
-        keeping = asyncio.create_task(balancer.keep())
+        ending = asyncio.Event()
+        keeping = asyncio.create_task(_Balancer(cluster, ending).keep())
         following = asyncio.create_task(_next(file, cluster))
         stopped = asyncio.create_task(stop.wait())
         try:
             await asyncio.wait({keeping, following, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            balancer.end()
+            ending.set()
             await keeping
             if following.done():
                 cluster = following.result()
@@ -47,33 +47,25 @@ async def balance(file: FollowedFile, cluster: Cluster, *, stop: asyncio.Event) 
             await asyncio.wait({keeping, following, stopped})
 
 
-async def balance_once(cluster: Cluster) -> Mapping[Move, str]:
-    """Makes the cluster as its file wants it, and returns when it is. Answers the moves that the file itself keeps from
-    going on, and why. Raises AnotherLeads, ShardUnavailable if the catalog cannot be reached, Misconfigured."""
+async def balance_once(cluster: Cluster, *, stop: asyncio.Event) -> Mapping[Move, str]:
+    """Makes the cluster as its file wants it, and returns when it is, or soon after `stop` is set. Answers the moves
+    that the file itself keeps from going on, and why. Raises AnotherLeads, ShardUnavailable if the catalog cannot be
+    reached, Misconfigured."""
     async with candidacy(cluster.catalog_dsn) as candidate:
         if not await candidate.lead():
             raise AnotherLeads(await candidate.leader() or "it has just ended")
-        balancer = _Balancer(cluster)
-        await balancer.lead(candidate, once=True)
-        return balancer.held
+        return await _Balancer(cluster, stop).lead(candidate, once=True)
 
 
 class _Balancer:
-    """By one cluster file."""
+    """By one cluster file, until it is told to end."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.held: Mapping[Move, str] = {}
+    def __init__(self, cluster: Cluster, ending: asyncio.Event) -> None:
         self._cluster = cluster
-        self._balancing: Balancing | None = None
-        self._ending = asyncio.Event()
-
-    def end(self) -> None:
-        self._ending.set()
-        if self._balancing is not None:
-            self._balancing.end()
+        self._ending = ending
 
     async def keep(self) -> None:
-        """Leads whenever no other does, until it is told to end."""
+        """Leads whenever no other does."""
         trouble = ""
         while not self._ending.is_set():
             try:
@@ -90,27 +82,28 @@ class _Balancer:
                 _log.exception("leads no more")
                 await self._rest()
 
-    async def lead(self, candidate: Candidate, *, once: bool) -> None:
-        """Until it is told to end, or, once, until nothing is left to do. Raises ShardUnavailable as soon as another
-        may lead: then nothing of it goes on."""
+    async def lead(self, candidate: Candidate, *, once: bool) -> Mapping[Move, str]:
+        """Once: until nothing is left to do. Answers what `balance_once` does. Raises ShardUnavailable as soon as
+        another may lead: then nothing of it goes on."""
         async with open_shards(self._cluster) as shards:
-            self._balancing = Balancing(self._cluster, shards, pace=pace_of(self._cluster), once=once)
-            if self._ending.is_set():
-                return
             _log.info("leads, by cluster file %s", self._cluster.digest)
-            balancing = asyncio.create_task(self._balancing.run())
+            balancing = Balancing(self._cluster, shards, pace=pace_of(self._cluster), once=once)
+            running = asyncio.create_task(balancing.run())
             holding = asyncio.create_task(candidate.hold())
+            told = asyncio.create_task(self._ending.wait())
             try:
-                await asyncio.wait({balancing, holding}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({running, holding, told}, return_when=asyncio.FIRST_COMPLETED)
+                balancing.end()
+                await asyncio.wait({running, holding}, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for task in (balancing, holding):
+                for task in (running, holding, told):
                     task.cancel()
-                await asyncio.wait({balancing, holding})
-            self.held = self._balancing.held
+                await asyncio.wait({running, holding, told})
             if not holding.cancelled():
                 holding.result()
-            if not balancing.cancelled():
-                balancing.result()
+            if not running.cancelled():
+                running.result()
+            return balancing.held
 
     async def _wait_for_turn(self, candidate: Candidate) -> bool:
         """False: it is told to end."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -44,3 +45,11 @@ def asked(work: Coroutine[Any, Any, _T]) -> _T:
         raise CommandFailed(str(error), ExitCode.UNAVAILABLE) from error
     except ShardError as error:
         raise CommandFailed(str(error), ExitCode.REFUSED) from error
+
+
+def stop_on_signals() -> asyncio.Event:
+    """What SIGTERM and Ctrl-C set from now on, instead of ending this process. Asked for in an event loop."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop

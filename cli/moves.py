@@ -4,6 +4,7 @@ the databases, as the balancer does."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -154,9 +155,9 @@ async def _count_jobs(shards: Shards, source: ShardName, slots: Sequence[Slot]) 
 def rebalance(config: options.Config, as_json: options.Json = False) -> None:
     """Move slots to where the cluster file wants them, now.
 
-    In this process; where a balancer leads already, that does it, and this shows how far it is. Ctrl-C ends it at any
-    time: what has begun goes on with the next, or with a balancer. Exit code 1: slots stay on their way, for the file
-    keeps them from moving.
+    In this process; where a balancer leads already, that does it, and this shows how far it is. Ctrl-C ends it at a
+    moment that harms nobody, and a balancer or another rebalance goes on. Exit code 1: slots stay on their way, for
+    the file keeps them from moving.
     """
     cluster = databases.read(config)
     began_s = time.monotonic()
@@ -181,38 +182,45 @@ async def _rebalance(cluster: Cluster) -> tuple[int, Mapping[Move, str]]:
     from balancer.plan import slots_to_go
     from balancer.shards import open_shards
 
+    stop = databases.stop_on_signals()
     async with open_shards(cluster) as shards:
         total = slots_to_go(await shards.read_catalog(), cluster)
         if not total:
             return 0, {}
         with output.counting_to(total, "slots") as show:
-            moving = asyncio.create_task(_move(cluster, shards))
+            moving = asyncio.create_task(_move(cluster, shards, stop))
             try:
                 while not moving.done():
                     await asyncio.wait({moving}, timeout=_LOOK_S)
-                    show(total - slots_to_go(await shards.read_catalog(), cluster))
+                    show(max(0, total - slots_to_go(await shards.read_catalog(), cluster)))
             finally:
                 moving.cancel()
                 await asyncio.wait({moving})
-            return total, moving.result()
+        if stop.is_set():
+            output.note("stopped; what has begun goes on with a balancer, or with another rebalance")
+            raise typer.Exit(ExitCode.INTERRUPTED)
+        return total, moving.result()
 
 
-async def _move(cluster: Cluster, shards: Shards) -> Mapping[Move, str]:
+async def _move(cluster: Cluster, shards: Shards, stop: asyncio.Event) -> Mapping[Move, str]:
     """Does it, or waits until whoever leads has done it."""
     from balancer.plan import slots_to_go
     from balancer.service import AnotherLeads, balance_once
 
     said = False
-    while True:
+    while not stop.is_set():
         try:
-            return await balance_once(cluster)
+            return await balance_once(cluster, stop=stop)
         except AnotherLeads as error:
             if not said:
                 said = True
                 output.note(f"a balancer leads already: {error}; this shows how far it is")
         if not slots_to_go(await shards.read_catalog(), cluster):
-            return {}
-        await asyncio.sleep(_LOOK_S)
+            break
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_S):
+                await stop.wait()
+    return {}
 
 
 # ── drain ────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +17,7 @@ from cli.exits import CommandFailed, ExitCode
 from cli.output import Column
 
 if TYPE_CHECKING:
+    from shard.catalog import Move
     from shard.cluster import Cluster
 
 _CATALOG = "catalog"
@@ -64,26 +66,27 @@ def balancer(
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     cluster = databases.read(config)
-    if once:
-        held = databases.asked(balance_once(cluster))
-        if held:
-            raise CommandFailed(
-                f"{output.counted(sum(len(move.slots) for move in held), 'slot')} cannot go on",
-                ExitCode.NO,
-                particulars=[f"{move}: {why}" for move, why in held.items()],
-            )
-        return
 
-    async def until_signalled() -> None:
+    async def until_stopped() -> None:
         file = FollowedFile(config)
-        stop = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
-        loop.add_signal_handler(signal.SIGHUP, file.hurry)
-        await balance(file, file.read(), stop=stop)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, file.hurry)
+        await balance(file, file.read(), stop=databases.stop_on_signals())
 
-    databases.asked(until_signalled())
+    async def until_done() -> Mapping[Move, str]:
+        stop = databases.stop_on_signals()
+        held = await balance_once(cluster, stop=stop)
+        if stop.is_set():
+            raise typer.Exit(ExitCode.INTERRUPTED)
+        return held
+
+    if not once:
+        databases.asked(until_stopped())
+    elif held := databases.asked(until_done()):
+        raise CommandFailed(
+            f"{output.counted(sum(len(move.slots) for move in held), 'slot')} cannot go on",
+            ExitCode.NO,
+            particulars=[f"{move}: {why}" for move, why in held.items()],
+        )
 
 
 def migrate(config: options.Config, as_json: options.Json = False) -> None:

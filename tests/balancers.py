@@ -26,7 +26,7 @@ from shard.placement import SLOTS, slot_of
 from shard.store import Store
 from shard.vocabulary import NewJobs, OrgId, ShardName, Slot
 from tests.conftest import CLUSTER, SHARD
-from tests.jobs import some_jobs
+from tests.jobs import ids_of, some_jobs
 from tests.postgres import Server
 from tests.routers import CHECKOUT, PATIENCE_S
 
@@ -103,7 +103,7 @@ class Field:
         known = await self.known()
         for org, jobs in stored.items():
             (shard,) = known.placement(org).reads
-            records = await Store(self.databases[shard]).get(org, jobs.ids, include_payload=False)
+            records = await Store(self.databases[shard]).get(org, ids_of(jobs), include_payload=False)
             assert len(records) == len(jobs)
         found = 0
         for name in {shard for placement in known.slots for shard in placement.reads}:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import signal
 import subprocess
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -17,7 +18,7 @@ from shard.placement import SLOTS
 from shard.store import Store
 from shard.vocabulary import ShardName
 from tests import timemachine
-from tests.balancers import Field, balanced, open_field
+from tests.balancers import Field, balanced, open_field, until
 from tests.conftest import CLUSTER
 from tests.e2e.test_cli import ROOT, WAIT_S, Done, environ
 from tests.jobs import lease_jobs
@@ -94,6 +95,20 @@ async def test_rebalance_shows_what_another_does_and_goes_on_where_that_ends(fie
     done = await end(process)
     assert (done.code, done.out[:18]) == (0, "1,024 slots moved ")
     assert await field.slots() == {"s1": LEFT, "s2": len(PART)}
+
+
+async def test_a_rebalance_that_is_interrupted_leaves_nothing_half_done(field: Field) -> None:
+    field.write(s1={})
+    await field.enqueue(20, jobs=5, among=PART)
+    field.write("[balancer]\njobs_per_second = 5\n", s1=BUT_A_PART, s2={})
+    process = await start(field, "shards", "rebalance")
+    await until(lambda: field.count_jobs("s2"), bool)
+    process.send_signal(signal.SIGINT)
+    done = await end(process)
+    assert (done.code, done.out) == (130, "")
+    assert "stopped; what has begun goes on with a balancer" in done.err
+    assert await field.databases[A].run(b"SELECT FROM windrow.departing", {}) == []
+    assert (await field.slots())["moving"]
 
 
 async def test_what_cannot_go_on_is_told_with_the_reason(field: Field) -> None:
