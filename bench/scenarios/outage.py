@@ -102,7 +102,8 @@ async def measure(plan: Plan, bench: Bench) -> Found:
                 f"One of {_SHARDS} shards is away, {plan.turns_per_s:,} × (enqueue, dequeue, ack) a second offered",
                 demands(outcomes, conserved),
                 "Medians over kills, but for what must be 0, which is over all. A call's time counts from when it was "
-                "due. Own orgs: those of the shard that was killed; the others': all others.",
+                "due. Own orgs: those of the shard that was killed; the others': all others. All share this machine: "
+                "what the killed shard does not do meanwhile, the others have.",
             ),
             _strikes_table(outcomes),
         ],
