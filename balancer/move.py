@@ -7,6 +7,7 @@ same. Others may do so too, at the same time or late, and stop anywhere. Plans n
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -52,6 +53,11 @@ class Progress:
     dead: int
     departing: int
 
+    @property
+    def waits(self) -> bool:
+        """For leases to end, and for nothing else."""
+        return self.leased > 0 and not (self.free or self.dead or self.departing)
+
 
 class Mover:
     """Of the move that has this epoch. `shards`: all that it may name. `report` hears of each step and chunk."""
@@ -70,15 +76,25 @@ class Mover:
         self._epoch = epoch
         self._pace = pace
         self._report = report
+        self._stopping = asyncio.Event()
+        # The source is closed, and nobody takes the slots' jobs until they are switched.
+        self._closed = False
         # For reports only.
         self._moved = 0
         self._left: Sequence[Left] = ()
 
-    async def finish(self) -> None:
-        """Returns once the move has ended, by whomever. Raises ShardUnavailable, after which it may be called again;
-        Misconfigured, where an operator must look."""
-        while await self.step():
-            pass
+    async def finish(self) -> bool:
+        """Returns once the move has ended, by whomever; False: it was stopped before. Raises ShardUnavailable, after
+        which it may be called again; Misconfigured, where an operator must look."""
+        while self._closed or not self._stopping.is_set():
+            if not await self.step():
+                return True
+        return False
+
+    def stop(self) -> None:
+        """Has `finish` return soon, at a moment that harms nobody however long the rest takes to come: no chunk is on
+        its way, and no slot is without a writer."""
+        self._stopping.set()
 
     async def step(self) -> bool:
         """Does what is due next; False if the move has ended. Raises what `finish` does."""
@@ -99,12 +115,14 @@ class Mover:
         todo = due(move, here, there)
         match todo:
             case "close":
-                await self._close(move, source, target)
+                self._closed = await self._close(move, source, target)
             case "open":
+                self._closed = True
                 queues = await moving.read_queues(source, move.slots)
                 await moving.open_slots(target, move.slots, epoch=move.epoch, queues=queues)
             case "switch":
                 await catalog.switch(self._catalog, move)
+                self._closed = False
             case "jobs":
                 await self._move_jobs(move, source, target, {slot: here[slot].chunk for slot in move.slots})
             case _:
@@ -118,13 +136,16 @@ class Mover:
             )
         return self._shards[name]
 
-    async def _close(self, move: Move, source: Database, target: Database) -> None:
-        """When the target has shown that it is there, and knows the queues: producers wait from here to the switch."""
+    async def _close(self, move: Move, source: Database, target: Database) -> bool:
+        """When the target has shown that it is there, and knows the queues: producers wait from here to the switch.
+        False: it was stopped."""
         await moving.make_queues(target, await moving.read_queues(source, move.slots))
         for _ in range(_CLOSE_TRIES_MAX):
+            if self._stopping.is_set():
+                return False
             if await moving.close(source, move.slots, epoch=move.epoch):
-                return
-            await asyncio.sleep(random.uniform(0, _CLOSE_PAUSE_S_MAX))
+                return True
+            await self._pause(random.uniform(0, _CLOSE_PAUSE_S_MAX))
         raise ShardUnavailable(
             source.name,
             f"{move} waits there for enqueues to end: {_CLOSE_TRIES_MAX} times one was under way for 0.1 s or more; "
@@ -145,13 +166,13 @@ class Mover:
         elif empty:
             await catalog.leave(self._catalog, move, sorted(empty))
         else:
-            await asyncio.sleep(self._pace.look_s)
+            await self._pause(self._pace.look_s)
 
     async def _carry(self, move: Move, source: Database, target: Database, chunks: dict[Slot, int]) -> None:
         """One chunk after another, through the slots in order. What it misses is found when all are counted again."""
         rest: list[Slot] = sorted(chunks)
         loop = asyncio.get_running_loop()
-        while rest:
+        while rest and not self._stopping.is_set():
             began = loop.time()
             some = rest[:_SLOTS_AT_ONCE]
             departed = await moving.depart(
@@ -171,7 +192,13 @@ class Mover:
             rest = [slot for slot in rest if slot >= last]
             took_s = loop.time() - began
             slow_s = took_s if took_s > self._pace.chunk_s_max else 0.0
-            await asyncio.sleep(max(slow_s, jobs / self._pace.jobs_per_s_max - took_s))
+            await self._pause(max(slow_s, jobs / self._pace.jobs_per_s_max - took_s))
+
+    async def _pause(self, seconds: float) -> None:
+        """Or until it is stopped."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
 
     async def _hand_over(self, move: Move, source: Database, target: Database, slots: Sequence[Slot]) -> int:
         """Stores on the target what has departed from these slots, then deletes it on the source: only what the target

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bench.report import Plot
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _SIZE_INCH = (9.0, 5.0)
 # So few are marked each.
@@ -23,21 +27,29 @@ def draw(folder: Path, plots: Sequence[Plot], say: Callable[[str], None]) -> Non
         say("no plots: matplotlib is not installed; ./run installs it, or `pip install windrow-server[bench]`")
         return
     for plot in plots:
-        figure = Figure(figsize=_SIZE_INCH, layout="constrained")
+        panels = (plot, *plot.below)
+        width, height = _SIZE_INCH
+        figure = Figure(figsize=(width, height * (1 + 0.6 * len(plot.below))), layout="constrained")
         FigureCanvasAgg(figure)
-        axes = figure.add_subplot()
-        for label, points in plot.lines.items():
-            marker = "o" if len(points) < _POINTS_FEW else ""
-            axes.plot([x for x, _ in points], [y for _, y in points], label=label, marker=marker)
-        for label, at in plot.marks.items():
-            axes.axvline(at, color="grey", linestyle="--", linewidth=1)
-            across = axes.get_xaxis_transform()
-            axes.text(at, 0.99, f" {label}", transform=across, fontsize="small", va="top", rotation=90)
-        axes.set(title=plot.title, xlabel=plot.x, ylabel=plot.y)
-        if plot.x_log:
-            axes.set_xscale("log")
-        if plot.y_log:
-            axes.set_yscale("log")
-        axes.grid(visible=True, which="both", alpha=0.3)
-        axes.legend(fontsize="small")
+        rows = figure.subplots(len(panels), 1, sharex=True, squeeze=False)
+        for panel, axes in zip(panels, rows[:, 0], strict=True):
+            _draw(panel, axes)
+        rows[-1, 0].set(xlabel=plot.x)
         figure.savefig(folder / f"{plot.name}.png", dpi=110)
+
+
+def _draw(plot: Plot, axes: Axes) -> None:
+    for label, points in plot.lines.items():
+        marker = "o" if len(points) < _POINTS_FEW else ""
+        axes.plot([x for x, _ in points], [y for _, y in points], label=label, marker=marker)
+    for label, at in plot.marks.items():
+        axes.axvline(at, color="grey", linestyle="--", linewidth=1)
+        across = axes.get_xaxis_transform()
+        axes.text(at, 0.99, f" {label}", transform=across, fontsize="small", va="top", rotation=90)
+    axes.set(title=plot.title, ylabel=plot.y)
+    if plot.x_log:
+        axes.set_xscale("log")
+    if plot.y_log:
+        axes.set_yscale("log")
+    axes.grid(visible=True, which="both", alpha=0.3)
+    axes.legend(fontsize="small")

@@ -8,9 +8,12 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncGenerator
 
+import psutil
+
 from bench.system import Wrong
 
 _END_S_MAX = 15.0
+_FINISH_S_MAX = 60.0
 
 
 @contextlib.asynccontextmanager
@@ -33,6 +36,14 @@ async def serving(module: str, *arguments: str) -> AsyncGenerator[tuple[Process,
         await end(process)
 
 
+async def finish(process: Process) -> None:
+    """Lets a process do to its end what it has begun. Raises Wrong unless all went well with it."""
+    if process.returncode is None:
+        await end(process, seconds_max=_FINISH_S_MAX)
+    if process.returncode != 0:
+        raise Wrong(f"process {process.pid} ended with exit code {process.returncode}; see above")
+
+
 async def end(process: Process, *, seconds_max: float = _END_S_MAX) -> None:
     """Ends a process that ends with its input; kills it where it does not."""
     assert process.stdin is not None
@@ -43,3 +54,12 @@ async def end(process: Process, *, seconds_max: float = _END_S_MAX) -> None:
     except TimeoutError:
         process.kill()
         await process.wait()
+
+
+def family(pid: int | None) -> list[psutil.Process]:
+    """A process, then all that it has started; empty if it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if pid is not None:
+            first = psutil.Process(pid)
+            return [first, *first.children(recursive=True)]
+    return []

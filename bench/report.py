@@ -35,6 +35,8 @@ class Plot:
     marks: Mapping[str, float] = field(default_factory=dict[str, float])
     x_log: bool = False
     y_log: bool = False
+    # Drawn beneath it, in the same picture, over the same x axis.
+    below: Sequence[Plot] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

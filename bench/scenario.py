@@ -65,10 +65,15 @@ class Bench:
             for system in order if run % 2 else order[::-1]:
                 await self.attempt(system, functools.partial(turn, system, run))
 
+    def broken(self, scenario: str, why: str) -> None:
+        """Something is not as it must be, whatever the figures are. The report says so, and the exit code."""
+        self.failed[f"scenario {scenario}"] = why
+
     @asynccontextmanager
-    async def stage(self, *, shards: int, routers: int) -> AsyncGenerator[Stage, None]:
+    async def stage(self, *, shards: int, routers: int, named: int | None = None) -> AsyncGenerator[Stage, None]:
+        """`named`: how many of the shards the cluster file names at first; by default all."""
         self.say(f"starting {shards} shard(s) and {routers} router process(es)")
-        async with open_stage(shards=shards, routers=routers, cache=self.cache) as stage:
+        async with open_stage(shards=shards, routers=routers, cache=self.cache, named=named) as stage:
             self.postgres.update(await stage.surroundings())
             self._stages.append(stage)
             try:

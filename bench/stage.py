@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import secrets
 import socket
@@ -32,7 +33,7 @@ from router.supervisor import Supervisor
 _PAUSE_S = 0.2
 _DRAIN_S = 5.0
 # All systems stay connected while they take turns.
-_CONNECTIONS_MAX = "800"
+SETTINGS: Mapping[str, str] = {"max_connections": "800"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,7 @@ class Stage:
     routers: Servers
     cache: Path
     # The cluster file that routers read.
-    _config: Path
+    config: Path
     _folder: Path
     _stack: contextlib.AsyncExitStack
     _databases: dict[str, str] = field(default_factory=dict[str, str])
@@ -102,11 +103,16 @@ class Stage:
 
     async def more_routers(self, processes: int, environ: Mapping[str, str] | None = None) -> Servers:
         """Other routers of the same cluster on an address of their own, for the rest of the scope."""
-        return await self._stack.enter_async_context(_routers(self._config, processes, environ or {}))
+        return await self._stack.enter_async_context(_routers(self.config, processes, environ or {}))
 
     async def echo(self, processes: int) -> Servers:
         """Echo servers for the rest of the scope (bench/echo_server.py)."""
         return await self._stack.enter_async_context(_echo(processes))
+
+    async def name_shards(self, dsns: Mapping[str, str], states: Mapping[str, str] | None = None) -> None:
+        """Rewrites the cluster file, as an operator does: it names these shards, `active` unless `states` says
+        otherwise. Whoever follows the file takes that up by itself."""
+        await asyncio.to_thread(_write, self.config, cluster_file(dsns, states or {}))
 
     def file(self, name: str) -> Path:
         """A place for a temporary file."""
@@ -131,18 +137,37 @@ class Stage:
 
 
 @contextlib.asynccontextmanager
-async def open_stage(*, shards: int, routers: int, cache: Path) -> AsyncGenerator[Stage, None]:
+async def open_stage(
+    *, shards: int, routers: int, cache: Path, named: int | None = None
+) -> AsyncGenerator[Stage, None]:
+    """`named`: how many of the shards the cluster file names at first; by default all."""
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="windrow-bench-")))
         names = [f"s{number}" for number in range(1, shards + 1)]
-        opened = open_clusters(names, ephemeral=True, settings={"max_connections": _CONNECTIONS_MAX})
+        opened = open_clusters(names, ephemeral=True, settings=SETTINGS)
         clusters = await stack.enter_async_context(in_thread(opened))
         # Ours alone, because it holds passwords: so is the folder.
         config = folder / "cluster.toml"
-        shown = "".join(f'\n[[shard]]\nname = "{name}"\ndsn = "{server.dsn}"\n' for name, server in clusters.items())
-        await asyncio.to_thread(config.write_text, f'[cluster]\nname = "bench"\n{shown}')
+        dsns = {name: clusters[name].dsn for name in names[:named]}
+        await asyncio.to_thread(_write, config, cluster_file(dsns, {}))
         servers = await stack.enter_async_context(_routers(config, routers, {}))
-        yield Stage(postgres=clusters, routers=servers, cache=cache, _config=config, _folder=folder, _stack=stack)
+        yield Stage(postgres=clusters, routers=servers, cache=cache, config=config, _folder=folder, _stack=stack)
+
+
+def cluster_file(dsns: Mapping[str, str], states: Mapping[str, str]) -> str:
+    """Its text. What JSON quotes is quoted for TOML too."""
+    shards = ""
+    for name, dsn in dsns.items():
+        keys = {"name": name, "dsn": dsn, "state": states.get(name, "active")}
+        shards += "\n[[shard]]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())
+    return f'[cluster]\nname = "bench"\n{shards}'
+
+
+def _write(file: Path, text: str) -> None:
+    """Whole, or not at all: others read it meanwhile."""
+    new = file.with_suffix(".new")
+    new.write_text(text)
+    new.replace(file)
 
 
 async def fresh_run(clients: Clients, *, record: bool = False) -> str:

@@ -18,6 +18,7 @@ import psutil
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
+from bench.processes import family
 from embedded import Cluster, EmbeddedError
 from tests.fault.proxy import Proxy, postgres_answered
 
@@ -61,11 +62,7 @@ class Node:
 
     def processes(self) -> list[psutil.Process]:
         """The postmaster first, then its children."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if (pid := self.cluster.pid) is not None:
-                postmaster = psutil.Process(pid)
-                return [postmaster, *postmaster.children(recursive=True)]
-        return []
+        return family(self.cluster.pid)
 
     def kill(self) -> None:
         """The whole server: no backend finishes what it was about to do."""

@@ -11,7 +11,8 @@ from enum import IntEnum
 
 class ExitCode(IntEnum):
     OK = 0
-    # The question was answered, and the answer is no: nothing to take, not healthy, out of balance, a stale lease.
+    # The question was answered, and the answer is no: nothing to take, not healthy, out of balance, a stale lease,
+    # slots that are to move.
     NO = 1
     USAGE = 2
     UNAVAILABLE = 3
@@ -26,7 +27,7 @@ class ExitCode(IntEnum):
 EPILOG = """\b
 Exit codes:
   0  done; the answer is yes
-  1  the answer is no: nothing to take, a stale lease, books that differ
+  1  the answer is no: nothing to take, a stale lease, books that differ, slots that are to move
   2  the command or a value in it is wrong; nothing was done
   3  a router or a shard cannot be reached
   4  no such job, queue or shard

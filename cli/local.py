@@ -1,5 +1,5 @@
-"""A whole cluster on this machine: Postgres for each shard, and router processes in front of them. What `windrow
-up`, the demo and the tests stand on."""
+"""A whole cluster on this machine: Postgres for each shard, router processes in front of them, and a balancer. What
+`windrow up`, the demo and the tests stand on."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from balancer.service import balance
 from embedded import Cluster, EmbeddedError, default_root, open_clusters
 from router.settings import LISTEN_DEFAULT
 from router.supervisor import Supervisor
+from shard.following import FollowedFile
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.25
@@ -44,8 +46,9 @@ async def local_cluster(
 ) -> AsyncGenerator[LocalCluster, None]:
     """Starts a cluster of `shards` Postgres servers and `processes` router processes; stops it at the end of the scope.
 
-    Data stays below `root` (default: embedded.default_root()) and the next start goes on with it; an ephemeral
-    cluster leaves nothing. Raises EmbeddedError, and what router.supervisor.Supervisor.run raises.
+    Data stays below `root` (default: embedded.default_root()) and the next start goes on with it, also with more
+    shards: these are filled. An ephemeral cluster leaves nothing. Raises EmbeddedError, and what
+    router.supervisor.Supervisor.run raises.
     """
     names = [f"s{number}" for number in range(1, shards + 1)]
     root = root or default_root()
@@ -67,13 +70,27 @@ async def local_cluster(
             await asyncio.wait(starts, return_when=asyncio.FIRST_COMPLETED)
             if running.done():
                 await running
-            yield LocalCluster(address=await ready, config=config, postgres=postgres, routers=routers)
+            async with _balanced(config):
+                yield LocalCluster(address=await ready, config=config, postgres=postgres, routers=routers)
         finally:
             for watcher in watching:
                 watcher.cancel()
             stop.set()
             await asyncio.gather(*watching, return_exceptions=True)
             await running
+
+
+@contextlib.asynccontextmanager
+async def _balanced(config: Path) -> AsyncGenerator[None, None]:
+    """A balancer runs within this scope."""
+    file = FollowedFile(config)
+    stop = asyncio.Event()
+    balancing = asyncio.create_task(balance(file, file.read(), stop=stop))
+    try:
+        yield
+    finally:
+        stop.set()
+        await balancing
 
 
 @contextlib.asynccontextmanager

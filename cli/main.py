@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from cli import cluster, enqueue, jobs, leases, output, queues, servers, stats, up
+from cli import cluster, enqueue, jobs, leases, moves, output, queues, servers, shards, stats, up
 from cli.exits import EPILOG, CommandFailed, ExitCode
 from cli.layout import App
 
@@ -20,6 +20,7 @@ _WORK = "Queue and work jobs"
 _OPERATE = "Look and mend"
 
 app = App(epilog=EPILOG)
+moves.add_to(shards.app)
 
 
 def _version(wanted: bool) -> None:
@@ -71,6 +72,7 @@ def windrow(
 
 app.command("up", rich_help_panel=_START)(up.up)
 app.command("router", rich_help_panel=_START)(servers.router)
+app.command("balancer", rich_help_panel=_START)(servers.balancer)
 app.command("migrate", rich_help_panel=_START)(servers.migrate)
 app.command("demo", rich_help_panel=_START)(demo)
 app.command("enqueue", rich_help_panel=_WORK)(enqueue.enqueue)
@@ -82,7 +84,7 @@ app.command("release", rich_help_panel=_WORK)(leases.release)
 app.add_typer(jobs.app, name="jobs", rich_help_panel=_OPERATE)
 app.add_typer(queues.app, name="queues", rich_help_panel=_OPERATE)
 app.command("stats", rich_help_panel=_OPERATE)(stats.stats)
-app.command("shards", rich_help_panel=_OPERATE)(cluster.shards)
+app.add_typer(shards.app, name="shards", rich_help_panel=_OPERATE)
 app.command("check", rich_help_panel=_OPERATE)(cluster.check)
 app.command("health", rich_help_panel=_OPERATE)(cluster.health)
 

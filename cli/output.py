@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -49,6 +49,8 @@ _STYLES = {
     "not found": "red",
     "failed": "bold red",
     "balance": "green",
+    "moving": "cyan",
+    "planned": "blue",
 }
 _GAP = "  "
 
@@ -209,6 +211,27 @@ def counting(what: str) -> Generator[Progress | None, None, None]:
         redirect_stdout=False,
     ) as progress:
         yield progress
+
+
+@contextlib.contextmanager
+def counting_to(total: int, what: str) -> Generator[Callable[[int], None], None, None]:
+    """A progress bar on standard error, for who is yielded to tell how many are done; nothing where that is no
+    terminal."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
+
+    columns: tuple[ProgressColumn, ...] = (
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TextColumn(what),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda done: progress.update(task, completed=done)
 
 
 def _print(lines: Iterable[Text]) -> None:

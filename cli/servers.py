@@ -1,20 +1,23 @@
-"""What runs beside the databases of a cluster file: `windrow router`, and `windrow migrate` before it."""
+"""What runs beside the databases of a cluster file: `windrow router` and `windrow balancer`, and `windrow migrate`
+before them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli import options, output
+from cli import databases, options, output
 from cli.exits import CommandFailed, ExitCode
 from cli.output import Column
 
 if TYPE_CHECKING:
+    from shard.catalog import Move
     from shard.cluster import Cluster
 
 _CATALOG = "catalog"
@@ -47,18 +50,52 @@ def router(
         raise CommandFailed(f"{error}; see its message above", ExitCode.UNAVAILABLE) from error
 
 
+def balancer(
+    config: options.Config,
+    once: Annotated[
+        bool, typer.Option("--once", help="End when the slots are as the file wants them; with 5 if another leads.")
+    ] = False,
+) -> None:
+    """Run the balancer: moves slots to where the cluster file wants them.
+
+    Of several, one leads and the others stand by. Until SIGTERM or Ctrl-C; then what must not be left half done is
+    finished. Exit code 1: with --once, slots stay on their way, for the file keeps them from moving.
+    """
+    from balancer.service import balance, balance_once
+    from shard.following import FollowedFile
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    cluster = databases.read(config)
+
+    async def until_stopped() -> None:
+        file = FollowedFile(config)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, file.hurry)
+        await balance(file, file.read(), stop=databases.stop_on_signals())
+
+    async def until_done() -> Mapping[Move, str]:
+        stop = databases.stop_on_signals()
+        held = await balance_once(cluster, stop=stop)
+        if stop.is_set():
+            raise typer.Exit(ExitCode.INTERRUPTED)
+        return held
+
+    if not once:
+        databases.asked(until_stopped())
+    elif held := databases.asked(until_done()):
+        raise CommandFailed(
+            f"{output.counted(sum(len(move.slots) for move in held), 'slot')} cannot go on",
+            ExitCode.NO,
+            particulars=[f"{move}: {why}" for move, why in held.items()],
+        )
+
+
 def migrate(config: options.Config, as_json: options.Json = False) -> None:
     """Bring every shard's schema up to this release.
 
     The catalog's too; shards that are off are left alone. Safe to repeat, and while routers run. Exit code 1: one could
     not be migrated; the others are.
     """
-    from shard.cluster import ClusterFileError
-
-    try:
-        cluster = _read(config)
-    except ClusterFileError as error:
-        raise CommandFailed(str(error), ExitCode.USAGE) from error
+    cluster = databases.read(config)
     # They warn of what is told below, in its place.
     for noisy in ("shard.breaker", "psycopg.pool"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
@@ -85,13 +122,6 @@ def migrate(config: options.Config, as_json: options.Json = False) -> None:
         output.note(failure)
     if failures:
         raise typer.Exit(ExitCode.NO)
-
-
-def _read(config: Path) -> Cluster:
-    """The cluster of a file. Raises ClusterFileError."""
-    from shard.cluster import read_cluster
-
-    return read_cluster(config)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import re
 import signal
@@ -54,8 +55,8 @@ def up(
 ) -> None:
     """Start a whole cluster on this machine; Ctrl-C stops it.
 
-    Postgres for each shard, and routers in front of them. The data stays, and the next start goes on with it. A second
-    Ctrl-C stops at once.
+    Postgres for each shard, routers in front of them, and a balancer. The data stays, and the next start goes on with
+    it; with more --shards, slots move to those that are added. A second Ctrl-C stops at once.
     """
     from embedded import ClusterInUse, EmbeddedError, default_root
     from router.server import CannotListen
@@ -122,7 +123,7 @@ def _shard_count(wanted: int | None, root: Path | None) -> int:
             ExitCode.REFUSED,
         )
     if there and wanted > len(there):
-        output.note("the added shards stay empty: orgs that have a shard stay there, and the others have one too")
+        output.note("slots move to the added shards now, and work goes on: see windrow shards")
     return wanted
 
 
@@ -145,6 +146,8 @@ class _Up:
         """Runs until signalled. Raises what local_cluster raises, and CancelledError when signalled while it starts."""
         from cli.local import local_cluster
 
+        # As the router processes do.
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         starting = asyncio.current_task()
         assert starting is not None
         loop = asyncio.get_running_loop()

@@ -8,7 +8,7 @@ epoch, and so changes nothing when it comes late or a second time. The steps on 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ import psycopg
 
 from shard import arrays, statements
 from shard.database import Database
-from shard.errors import Misconfigured
+from shard.errors import Misconfigured, ShardUnavailable
 from shard.placement import SLOTS, FormerOwner, Placement, plan, slot_of
 from shard.vocabulary import OrgId, ShardName, Slot
 
@@ -102,19 +102,43 @@ async def found(database: Database, *, cluster: str, weights: Mapping[ShardName,
                 )
             await connection.execute(statements.FOUND_CATALOG, {"cluster": cluster})
             await connection.execute(statements.PLACE_SLOTS, {"shards": plan([None] * SLOTS, weights)})
-        elif row[0] != cluster:
-            raise Misconfigured(
-                f"the catalog's DSN leads to the catalog of cluster {row[0]!r}, and this is {cluster!r}; "
-                "correct the cluster file"
-            )
+        else:
+            _refuse_other(row[0], cluster)
     catalog = await read(database)
+    _refuse_unnamed(catalog, weights)
+    return catalog
+
+
+async def find(database: Database, *, cluster: str, shards: Collection[ShardName]) -> Catalog:
+    """The cluster's catalog, of whatever others have made. Raises ShardUnavailable where there is none yet,
+    Misconfigured if it is another cluster's, or places slots on a shard that is not among `shards`."""
+    try:
+        rows = await database.run(statements.READ_CATALOG_CLUSTER, {})
+    except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
+        rows = []
+    if not rows:
+        raise ShardUnavailable(database.name, "there is no catalog yet; the first router makes it")
+    _refuse_other(rows[0][0], cluster)
+    catalog = await read(database)
+    _refuse_unnamed(catalog, shards)
+    return catalog
+
+
+def _refuse_other(found: str, cluster: str) -> None:
+    if found != cluster:
+        raise Misconfigured(
+            f"the catalog's DSN leads to the catalog of cluster {found!r}, and this is {cluster!r}; "
+            "correct the cluster file"
+        )
+
+
+def _refuse_unnamed(catalog: Catalog, shards: Iterable[ShardName]) -> None:
     placed = {shard for shard, holding in catalog.holdings().items() if holding.slots or holding.leaving}
-    missing = sorted(placed - set(weights))
+    missing = sorted(placed.difference(shards))
     if missing:
         raise Misconfigured(
             f"the catalog places slots on shard(s) {', '.join(missing)}, which the cluster file does not name"
         )
-    return catalog
 
 
 async def read(database: Database, known: Catalog | None = None) -> Catalog:

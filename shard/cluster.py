@@ -15,6 +15,8 @@
 
     [router]                                      # optional; see router/settings.py
 
+    [balancer]                                    # optional; see balancer/settings.py
+
 deploy/cluster.example.toml explains every key.
 """
 
@@ -135,7 +137,7 @@ def parse_cluster(text: str, *, source: str, environ: Mapping[str, str] = os.env
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ClusterFileError(f"{source}: not TOML: {error}") from error
-    known_keys(document, {"cluster", "shard", "catalog", "router"}, where=source)
+    known_keys(document, {"cluster", "shard", "catalog", "router", "balancer"}, where=source)
     cluster = _table(document, "cluster", source)
     known_keys(cluster, {"name"}, where=f"{source}: [cluster]")
     entries: object = document.get("shard")
@@ -153,7 +155,7 @@ def parse_cluster(text: str, *, source: str, environ: Mapping[str, str] = os.env
         shards=shards,
         catalog_dsn=_dsn(catalog, f"{source}: [catalog]", environ) if catalog else shards[0].dsn,
         catalog_shard=None if catalog else shards[0].name,
-        tables={"router": _table(document, "router", source)},
+        tables={name: _table(document, name, source) for name in ("router", "balancer")},
         source=source,
         digest=digest_of(text),
         dsn_files=tuple(Path(str(table["dsn_file"])) for table in named if "dsn_file" in table),

@@ -38,7 +38,15 @@ class FormerOwner:
         """Whether a job whose id was made then, with a dedup key or without, may be one of which this shard has had the
         first copy. It took no id that was more than an hour ahead, and no key for more than 30 days; the rest is room
         for clocks to differ."""
-        return made_at_ms * 1000 <= self.left_at + (_KEYS_KNOWN_US if keyed else _IDS_KNOWN_US)
+        return made_at_ms * 1000 <= (self.keys_known_until if keyed else self.ids_known_until)
+
+    @property
+    def ids_known_until(self) -> Micros:
+        return Micros(self.left_at + _IDS_KNOWN_US)
+
+    @property
+    def keys_known_until(self) -> Micros:
+        return Micros(self.left_at + _KEYS_KNOWN_US)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,23 +74,23 @@ class Placement:
         return tuple(one.shard for one in self.former if one.shard not in self.reads)
 
 
-def shares(weights: Mapping[ShardName, float]) -> dict[ShardName, int]:
-    """How many slots each shard should hold: proportional to weight, sums to SLOTS, off by less than one (the largest
-    remainder method of Hamilton; ties go to the name that sorts first). Weights are ≥ 0 and not all 0."""
+def shares(weights: Mapping[ShardName, float], slots: int = SLOTS) -> dict[ShardName, int]:
+    """How many of so many slots each shard should hold: proportional to weight, sums to `slots`, off by less than one
+    (the largest remainder method of Hamilton; ties go to the name that sorts first). Weights are ≥ 0 and not all 0."""
     total = sum(weights.values())
     if total <= 0 or min(weights.values()) < 0:
         raise ValueError(f"weights must be ≥ 0 and not all 0: {dict(weights)}")
-    exact = {shard: SLOTS * weight / total for shard, weight in weights.items()}
+    exact = {shard: slots * weight / total for shard, weight in weights.items()}
     share = {shard: int(value) for shard, value in exact.items()}
     by_remainder = sorted(exact, key=lambda shard: (share[shard] - exact[shard], shard))
-    for shard in by_remainder[: SLOTS - sum(share.values())]:
+    for shard in by_remainder[: slots - sum(share.values())]:
         share[shard] += 1
     return share
 
 
 def plan(owners: Sequence[ShardName | None], weights: Mapping[ShardName, float]) -> list[ShardName]:
-    """The owner of every slot, changing as few of `owners` (None: not placed yet) as the shares allow."""
-    room = shares(weights)
+    """The owner of each of these slots, changing as few of `owners` (None: not placed yet) as the shares allow."""
+    room = shares(weights, len(owners))
     planned: list[ShardName | None] = []
     for owner in owners:
         keeps = owner is not None and room.get(owner, 0) > 0

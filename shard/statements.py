@@ -79,6 +79,8 @@ READ_MOVES = _load("read_moves")
 BEGIN = _load("begin")
 SWITCH = _load("switch")
 LEAVE = _load("leave")
+LEAD = _load("lead")
+READ_LEADER = _load("read_leader")
 
 READ_SLOTS = _load("read_slots")
 READ_QUEUES = _load("read_queues")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from bench.scenario import Scenario
-from bench.scenarios import cost, depth, idle, latency, load, placement, throughput, tracing, unary
+from bench.scenarios import cost, depth, grow, idle, latency, load, outage, placement, throughput, tracing, unary
 
 SCENARIOS: MappingProxyType[str, Scenario] = MappingProxyType(
     {
@@ -17,6 +17,8 @@ SCENARIOS: MappingProxyType[str, Scenario] = MappingProxyType(
         "cost": cost.SCENARIO,
         "idle": idle.SCENARIO,
         "tracing": tracing.SCENARIO,
+        "grow": grow.SCENARIO,
+        "outage": outage.SCENARIO,
         "placement": placement.SCENARIO,
     }
 )

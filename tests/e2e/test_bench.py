@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 _ROOT = Path(__file__).parent.parent.parent
 
@@ -56,6 +57,47 @@ def test_small_calls_are_measured_beside_an_echo(tmp_path: Path) -> None:
     told = json.loads((tmp_path / "bench.json").read_text())
     systems = {sample["system"] for sample in told["scenarios"]["unary"]["samples"]}
     assert systems == {"windrow-unary", "echo", "windrow-client"}
+
+
+def test_an_outage_is_measured_and_loses_nothing(tmp_path: Path) -> None:
+    samples = _samples("outage", "--kills", "1", "--rate", "60", "--orgs", "6", "--seconds", "1", out=tmp_path)
+    assert [sample["sort"] for sample in samples[:-1]] == ["restart", "fail-over"]
+    assert all(sample["served_s"] > 0 for sample in samples[:-1])
+    _must_hold(samples[-1])
+    assert samples[-1]["conservation"]["jobs"] > 0
+    assert (tmp_path / "outage.png").exists()
+
+
+def test_a_cluster_that_grows_is_measured_and_loses_nothing(tmp_path: Path) -> None:
+    samples = _samples("grow", "--jobs", "3000", "--orgs", "100", "--rate", "100", "--seconds", "4", out=tmp_path)
+    first, *phases, over_time, last = samples
+    assert [move["slots"] for move in first["moves"]] == [5461, 5461]
+    assert 0 < first["moves"][0]["jobs"] == first["moves"][1]["jobs"] < 3000
+    assert [phase["name"] for phase in phases] == ["before", "growing", "after", "draining", "in the end"]
+    assert all(phase["failed"] == 0 and phase["pickup"]["jobs"] > 0 for phase in phases)
+    assert {slots for _, slots in over_time["over_time"]["slots: of the third shard"]} >= {0, 5461}
+    _must_hold(last)
+    assert last["conservation"]["jobs"] > 3000
+    assert (tmp_path / "grow.png").exists()
+
+
+def _samples(*command: str, out: Path) -> list[Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "bench", *command, "--out", str(out)],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=115,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: list[Any] = json.loads((out / "bench.json").read_text())["scenarios"][command[0]]["samples"]
+    return found
+
+
+def _must_hold(sample: Any) -> None:
+    """What must be 0, or a share of the slots. How long things take is another matter here."""
+    assert [one for one in sample["demands"] if not one["holds"] and not one["must_be"].startswith("≤")] == []
 
 
 def test_a_stopped_run_leaves_no_process_behind() -> None:

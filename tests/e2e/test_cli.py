@@ -233,6 +233,7 @@ def steady(text: str) -> str:
     text = re.sub(r"\b\d+(\.\d+)?(us|ms|s)\b(?!\.\.)", "SPAN", text)
     text = re.sub(r'("\w+_age_s": )[\d.]+', r"\1SPAN", text)
     text = re.sub(r"(cluster file )[0-9a-f]{12}\b", r"\1DIGEST", text)
+    text = re.sub(r"windrow balancer \S+ \d+ at \S+ \(process \d+", "BALANCER", text)
     text = re.sub(r"\b1\d\.\d+ +\d+\b", "VERSIONS", text)
     return re.sub(r" +", " ", text)
 
@@ -296,6 +297,29 @@ def test_up_says_what_to_paste_keeps_the_data_and_leaves_nothing_running(windrow
         _, alive = psutil.wait_procs(children, timeout=WAIT_S)
         assert not alive
     assert (folder / "data" / "s1").is_dir()
+
+
+@pytest.mark.timeout(300)
+def test_a_shard_that_is_added_to_the_data_is_filled(windrow: Windrow, folder: Path) -> None:
+    data = ("--data", str(folder / "data"), "--processes", "1", "--listen", "127.0.0.1:0", "--json")
+    orgs = [f"org-{number}" for number in range(12)]
+    with windrow_up(*data, "--shards", "1") as (_, output):
+        address = json.loads(output.readline())["address"]
+        for org in orgs:
+            assert windrow("enqueue", org, "mail", "greet", "--address", address).code == 0
+    with windrow_up(*data, "--shards", "2") as (_, output):
+        told = json.loads(output.readline())
+        address = told["address"]
+        assert windrow("shards", "rebalance", "--config", told["config"]).code == 0
+        listed = {one["shard"]: one for one in windrow("shards", "--json", "--address", address).documents}
+        assert {name: one["leaving_slots"] for name, one in listed.items()} == {"s1": 0, "s2": 0}
+        shards = set()
+        for org in orgs:
+            (job,) = windrow("jobs", "list", org, "mail", "--json", "--address", address).documents
+            shards.add(job["shard"])
+            assert windrow("dequeue", org, "mail", "--ack", "--address", address).code == 0
+        assert shards == {"s1", "s2"}
+        assert windrow("check", "--address", address).code == 0
 
 
 def test_a_port_that_is_taken_is_refused_before_anything_starts() -> None:

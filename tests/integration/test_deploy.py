@@ -32,6 +32,7 @@ from grpc_health.v1 import health_pb2
 from packaging.requirements import Requirement
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
+from balancer.settings import pace_of
 from embedded import BinariesNotFound, find_binaries
 from router.settings import RouterSettings, host_and_port, router_settings
 from shard import schema
@@ -226,6 +227,25 @@ def test_the_image_and_compose_start_a_router_that_works_and_ends_well(
             postgres.drop(database)
 
 
+def test_compose_starts_a_balancer_that_leads_and_ends_well(tmp_path: Path, postgres: Server) -> None:
+    databases = {shard: f"balancer_{shard}" for shard in SHARDS}
+    made = container("balancer", tmp_path, {shard: postgres.create(name) for shard, name in databases.items()})
+    try:
+        with subprocess.Popen(
+            made.resolved(made.command), cwd=made.root, env=made.environment, stderr=subprocess.PIPE, text=True
+        ) as process:
+            try:
+                assert process.stderr is not None
+                assert any("leads, by cluster file" in line for line in process.stderr)
+                process.send_signal(signal.Signals[the("STOPSIGNAL")])
+                assert process.wait(seconds(SERVICES["balancer"]["stop_grace_period"])) == 0
+            finally:
+                process.kill()
+    finally:
+        for database in databases.values():
+            postgres.drop(database)
+
+
 # compose.yaml
 
 
@@ -260,8 +280,8 @@ def test_a_container_can_do_little_more_than_its_work(name: str) -> None:
         assert "PASSWORD" not in variable or variable.endswith("_FILE"), "secrets come in files"
 
 
-def test_a_router_waits_for_healthy_shards() -> None:
-    for name in ROUTERS:
+def test_what_works_on_shards_waits_until_they_are_healthy() -> None:
+    for name in (*ROUTERS, "balancer"):
         assert SERVICES[name]["depends_on"] == {shard: {"condition": "service_healthy"} for shard in SHARDS}
     for name in SHARDS:
         assert "pg_isready" in SERVICES[name]["healthcheck"]["test"]
@@ -377,8 +397,14 @@ def known_keys_of(table: str) -> list[str]:
     """The keys that the code knows, as it names them to someone who writes another."""
     one = '[[shard]]\nname = "s"\ndsn = "host=nowhere"\n'
     text = f"{one}zzzz = 1" if table == "shard" else f"{one}[{table}]\nzzzz = 1"
+
+    def read() -> None:
+        cluster = parse_cluster(text, source="probe")
+        router_settings(cluster)
+        pace_of(cluster)
+
     with pytest.raises(ClusterFileError, match="known are") as caught:
-        router_settings(parse_cluster(text, source="probe"))
+        read()
     return str(caught.value).partition("known are ")[2].split(", ")
 
 
@@ -402,9 +428,10 @@ def test_the_example_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert cluster.catalog_dsn == "host=db dbname=windrow_catalog_dsn"
     # It says of each value that it is the default.
     assert router_settings(cluster) == RouterSettings()
+    assert pace_of(cluster).jobs_per_s_max == 5000
 
 
-@pytest.mark.parametrize("table", ["cluster", "shard", "catalog", "router"])
+@pytest.mark.parametrize("table", ["cluster", "shard", "catalog", "router", "balancer"])
 def test_the_example_explains_every_key(table: str) -> None:
     keys = known_keys_of(table)
     assert keys

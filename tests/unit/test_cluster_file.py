@@ -123,7 +123,7 @@ BAD = {
     "unknown table": (ONE + "[routr]\n", "cluster.toml: unknown key 'routr'; did you mean 'router'?"),
     "unlike any table": (
         ONE + "[zzz]\n",
-        "cluster.toml: unknown key 'zzz'; known are catalog, cluster, router, shard",
+        "cluster.toml: unknown key 'zzz'; known are balancer, catalog, cluster, router, shard",
     ),
     "unknown key of cluster": (
         '[cluster]\nnmae = "x"\n' + ONE,

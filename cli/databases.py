@@ -1,0 +1,55 @@
+"""How a command talks to the databases of a cluster file, and what it says when that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from cli.exits import CommandFailed, ExitCode
+
+if TYPE_CHECKING:
+    from shard.cluster import Cluster
+
+_T = TypeVar("_T")
+
+
+def read(config: Path) -> Cluster:
+    """The cluster of a file. Raises CommandFailed."""
+    from balancer.settings import pace_of
+    from shard.cluster import ClusterFileError, read_cluster
+
+    try:
+        cluster = read_cluster(config)
+        pace_of(cluster)
+    except ClusterFileError as error:
+        raise CommandFailed(str(error), ExitCode.USAGE) from error
+    return cluster
+
+
+def asked(work: Coroutine[Any, Any, _T]) -> _T:
+    """Runs it. Raises CommandFailed for what databases, or who leads, keep it from."""
+    from balancer.service import AnotherLeads
+    from shard.cluster import ClusterFileError
+    from shard.errors import ShardError, ShardUnavailable
+
+    try:
+        return asyncio.run(work)
+    except ClusterFileError as error:
+        raise CommandFailed(str(error), ExitCode.USAGE) from error
+    except AnotherLeads as error:
+        raise CommandFailed(f"another balancer leads: {error}", ExitCode.REFUSED) from error
+    except ShardUnavailable as error:
+        raise CommandFailed(str(error), ExitCode.UNAVAILABLE) from error
+    except ShardError as error:
+        raise CommandFailed(str(error), ExitCode.REFUSED) from error
+
+
+def stop_on_signals() -> asyncio.Event:
+    """What SIGTERM and Ctrl-C set from now on, instead of ending this process. Asked for in an event loop."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop

@@ -1,0 +1,143 @@
+"""`windrow shards`: the shards as a router sees them. Other modules add commands to the group; these talk to the
+databases of a cluster file."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from cli import options, output
+from cli.exits import ExitCode
+from cli.layout import App
+from cli.output import Column
+
+if TYPE_CHECKING:
+    from windrow.v1 import admin_pb2
+
+app = App()
+
+
+@app.callback(invoke_without_command=True, no_args_is_help=False)
+def list_shards(
+    context: typer.Context,
+    as_json: options.Json = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: options.Timeout = options.TIMEOUT_DEFAULT,
+) -> None:
+    """List the shards, and whether they answer.
+
+    And which cluster file the router has in force. Exit code 1: a shard that is not off does not answer, or the file as
+    it is now is refused.
+    """
+    if context.invoked_subcommand is not None:
+        _refuse_lost_options(context)
+        return
+    from cli.calls import connect
+    from windrow.v1 import admin_pb2
+
+    with connect(address, timeout) as router:
+        found = router.call(router.admin.ListShards, admin_pb2.ListShardsRequest())
+    file = found.cluster_file
+    if as_json:
+        output.say_json({**_shard_json(shard), "cluster_file": _file_json(file)} for shard in found.shards)
+    else:
+        columns = [
+            Column(title="shard"),
+            Column(title="slots", right=True),
+            Column(title="weight", right=True),
+            Column(title="state", coloured=True),
+            Column(title="health", coloured=True),
+            Column(title="latency", right=True),
+            Column(title="postgres"),
+            Column(title="schema", right=True),
+            Column(title="labels", detail=True),
+            Column(title="error", detail=True),
+        ]
+        output.table(columns, [_shard_row(shard) for shard in found.shards])
+        if file.digest:
+            output.say(
+                f"cluster file {file.digest}, in force since {output.time_text(file.in_force_since.ToDatetime())}"
+            )
+        for key in file.needs_restart:
+            output.note(f"{key} is another one in the file: it takes a restart of the routers")
+        if file.HasField("refusal"):
+            output.note(f"the cluster file as it is now is refused, that one stays in force: {file.refusal.why}")
+    if file.HasField("refusal") or any(_health(shard) == "unreachable" for shard in found.shards):
+        raise typer.Exit(ExitCode.NO)
+
+
+def _refuse_lost_options(context: typer.Context) -> None:
+    """What stands before the name of a command is said to the list, which is not shown then."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if source is not None and source.name == "COMMANDLINE":
+            raise typer.BadParameter(
+                f"it stands before {context.invoked_subcommand!r}, and is for the list of shards: put it behind",
+                param_hint=f"'{parameter.opts[0]}'",
+            )
+
+
+def _shard_row(shard: admin_pb2.ShardInfo) -> tuple[str, ...]:
+    slots = [f"{shard.slots:,}"]
+    if shard.leaving_slots:
+        slots.append(f"{shard.leaving_slots:,} leaving")
+    if shard.pinned_orgs:
+        slots.append(output.counted(shard.pinned_orgs, "pinned org"))
+    return (
+        shard.name,
+        " + ".join(slots),
+        f"{shard.weight:g}" if shard.state else "",
+        _state(shard) or "",
+        _health(shard),
+        f"{shard.latency.ToMicroseconds() / 1000:.1f}ms" if shard.reachable else "",
+        shard.postgres_version,
+        str(shard.schema_version or ""),
+        ", ".join(f"{name}={value}" for name, value in sorted(shard.labels.items())),
+        shard.error,
+    )
+
+
+def _shard_json(shard: admin_pb2.ShardInfo) -> dict[str, object]:
+    return {
+        "shard": shard.name,
+        "slots": shard.slots,
+        "leaving_slots": shard.leaving_slots,
+        "pinned_orgs": shard.pinned_orgs,
+        "weight": shard.weight,
+        "state": _state(shard),
+        "labels": dict(shard.labels),
+        "reachable": shard.reachable,
+        "latency_ms": shard.latency.ToMicroseconds() / 1000 if shard.reachable else None,
+        "postgres_version": shard.postgres_version or None,
+        "schema_version": shard.schema_version or None,
+        "error": shard.error or None,
+    }
+
+
+def _file_json(file: admin_pb2.ClusterFile) -> dict[str, object]:
+    from cli.messages import time_json
+
+    return {
+        "digest": file.digest,
+        "in_force_since": time_json(file, "in_force_since"),
+        "needs_restart": list(file.needs_restart),
+        "refusal": file.refusal.why or None,
+        "refused_digest": file.refusal.digest or None,
+    }
+
+
+def _state(shard: admin_pb2.ShardInfo) -> str | None:
+    """As the cluster file has it. None: that does not name it."""
+    from windrow.v1 import admin_pb2
+
+    word = admin_pb2.ShardState.Name(shard.state).removeprefix("SHARD_STATE_").lower()
+    return word if shard.state else None
+
+
+def _health(shard: admin_pb2.ShardInfo) -> str:
+    from windrow.v1 import admin_pb2
+
+    if shard.state == admin_pb2.SHARD_STATE_OFF:
+        return "off"
+    return "up" if shard.reachable else "unreachable"

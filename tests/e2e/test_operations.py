@@ -1,0 +1,81 @@
+"""docs/operations.md, done as it says to a router and a balancer on two shards; and that the README shows the same."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from embedded import open_clusters
+from tests.balancers import balancer_process
+from tests.e2e.test_cli import environ, steady, steps
+from tests.routers import running_routers
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN_S = 90.0
+BLOCK = re.compile(r"^```(sh|console)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+PAGE = (ROOT / "docs/operations.md").read_text()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    folder: Path
+    environ: dict[str, str]
+
+    def run(self, script: str) -> tuple[int, str]:
+        done = subprocess.run(
+            ["bash", "-euc", script],
+            env=self.environ,
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=RUN_S,
+        )
+        return done.returncode, done.stdout.strip("\n")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    config = tmp_path / "cluster.toml"
+    with open_clusters(["s1", "s2", "s3"], ephemeral=True) as shards:
+        more = {"S3_DSN": shards.dsns["s3"]}
+        two = "".join(f'[[shard]]\nname = "{name}"\ndsn = "{shards.dsns[name]}"\n\n' for name in ("s1", "s2"))
+        config.write_text(two)
+        os.environ.update(more)
+        try:
+            with running_routers(config, environ=more) as routers, balancer_process(config) as balancer:
+                yield Place(folder=tmp_path, environ=environ(WINDROW_ADDRESS=routers.address, **more))
+                assert "Traceback" not in balancer.log.read_text()
+        finally:
+            del os.environ["S3_DSN"]
+
+
+@pytest.mark.timeout(300)
+def test_what_the_page_says_can_be_done_as_it_says(place: Place) -> None:
+    blocks = BLOCK.findall(PAGE)
+    assert len(blocks) >= 8
+    for kind, text in blocks:
+        if kind == "sh":
+            code, out = place.run(text)
+            assert code == 0, f"{text}\n{out}"
+            continue
+        for step in steps(f"```console\n{text}```\n"):
+            code, out = place.run(step.command)
+            assert (code, steady(out)) == (step.code, steady(step.output)), f"$ {step.command}\n{out}"
+
+
+def test_the_readme_shows_no_other_commands_for_it() -> None:
+    readme = (ROOT / "README.md").read_text()
+    section = re.search(r"^## A cluster that grows\n(.*?)^## ", readme, re.DOTALL | re.MULTILINE)
+    assert section is not None
+    shown = re.findall(r"^\./run (windrow shards .*?)(?: +#.*)?$", section[1], re.MULTILINE)
+    assert len(shown) >= 3
+    for command in shown:
+        assert command in PAGE

@@ -1,0 +1,189 @@
+"""`windrow shards plan`, `rebalance` and `drain`, and `windrow balancer`, on databases of the tests' own: no router is
+needed for them."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import subprocess
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import pytest
+
+from shard import schema
+from shard.leading import candidacy
+from shard.placement import SLOTS
+from shard.store import Store
+from shard.vocabulary import ShardName
+from tests import timemachine
+from tests.balancers import Field, balanced, open_field, until
+from tests.conftest import CLUSTER
+from tests.e2e.test_cli import ROOT, WAIT_S, Done, environ
+from tests.jobs import lease_jobs
+from tests.postgres import Server
+
+A, B = ShardName("s1"), ShardName("s2")
+# What s2 gets of s1: one move.
+PART = range(SLOTS - 1024, SLOTS)
+BUT_A_PART = {"weight": 15}
+LEFT = SLOTS - len(PART)
+
+
+@pytest.fixture
+async def field(tmp_path: Path, fresh_dsn: str, postgres: Server) -> AsyncGenerator[Field, None]:
+    async with open_field(tmp_path, fresh_dsn, postgres, "s2") as opened:
+        yield opened
+
+
+async def start(field: Field, *arguments: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        "windrow",
+        *(*arguments, "--config", str(field.config)),
+        env=environ(),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+async def end(process: asyncio.subprocess.Process) -> Done:
+    async with asyncio.timeout(WAIT_S):
+        out, err = await process.communicate()
+    assert process.returncode is not None
+    assert b"Traceback" not in err
+    return Done(code=process.returncode, out=out.decode(), err=err.decode())
+
+
+async def windrow(field: Field, *arguments: str) -> Done:
+    return await end(await start(field, *arguments))
+
+
+async def test_a_plan_tells_what_is_to_move_and_rebalance_does_it(field: Field) -> None:
+    field.write(s1={})
+    await field.enqueue(20, jobs=2, among=PART)
+    await field.enqueue(5, jobs=3, among=range(1000))
+    field.write(s1=BUT_A_PART, s2={})
+    done = await windrow(field, "shards", "plan")
+    assert done.code == 1
+    assert re.search(r"^s1 +s2 +1,024 +40 +planned +by weight$", done.out, flags=re.MULTILINE)
+    done = await windrow(field, "shards", "rebalance")
+    assert (done.code, done.err) == (0, "")
+    assert re.fullmatch(r"1,024 slots moved in \d+\.\ds\n", done.out)
+    assert await field.slots() == {"s1": LEFT, "s2": len(PART)}
+    assert (await windrow(field, "shards", "plan")).code == 0
+    assert (await windrow(field, "shards", "rebalance", "--json")).documents == [
+        {"slots": 0, "seconds": pytest.approx(0, abs=WAIT_S), "held": []}
+    ]
+    field.write(s1={}, s2={"state": "draining"})
+    assert (await windrow(field, "shards", "plan", "--json")).documents == [
+        {"from": "s2", "to": "s1", "slots": 1024, "jobs": 40, "state": "planned", "why": "s2 is draining"}
+    ]
+
+
+async def test_rebalance_shows_what_another_does_and_goes_on_where_that_ends(field: Field) -> None:
+    field.write(s1=BUT_A_PART, s2={})
+    async with candidacy(field.dsns[A]) as other:
+        assert await other.lead()
+        process = await start(field, "shards", "rebalance")
+        assert process.stderr is not None
+        async with asyncio.timeout(WAIT_S):
+            told = (await process.stderr.readline()).decode()
+        assert told.startswith("a balancer leads already: windrow balancer ")
+        assert await field.slots() == {"s1": SLOTS}
+    done = await end(process)
+    assert (done.code, done.out[:18]) == (0, "1,024 slots moved ")
+    assert await field.slots() == {"s1": LEFT, "s2": len(PART)}
+
+
+async def test_a_rebalance_that_is_interrupted_leaves_nothing_half_done(field: Field) -> None:
+    field.write(s1={})
+    await field.enqueue(20, jobs=5, among=PART)
+    field.write("[balancer]\njobs_per_second = 5\n", s1=BUT_A_PART, s2={})
+    process = await start(field, "shards", "rebalance")
+    await until(lambda: field.count_jobs("s2"), bool)
+    process.send_signal(signal.SIGINT)
+    done = await end(process)
+    assert (done.code, done.out) == (130, "")
+    assert "stopped; what has begun goes on with a balancer" in done.err
+    assert await field.databases[A].run(b"SELECT FROM windrow.departing", {}) == []
+    assert (await field.slots())["moving"]
+
+
+async def test_what_cannot_go_on_is_told_with_the_reason(field: Field) -> None:
+    await schema.migrate(field.databases[B], cluster=CLUSTER)
+    field.write(s1={}, s2={})
+    await field.begin(A, B, range(10))
+    field.write(s1={}, s2={"state": "read_only"})
+    why = "the state of shard 's2' is read_only"
+    done = await windrow(field, "shards", "plan")
+    assert done.code == 1
+    assert re.search(rf"^s1 +s2 +10 +0 +moving +does not go on: {why}$", done.out, flags=re.MULTILINE)
+    done = await windrow(field, "shards", "rebalance")
+    assert done.code == 1
+    assert "not every slot is where the cluster file wants it\n  the move of 10 slot(s) from 's1' to 's2'" in done.err
+    assert done.err.strip().endswith(why)
+    done = await windrow(field, "balancer", "--once")
+    assert done.code == 1
+    assert "windrow: 10 slots cannot go on\n" in done.err
+
+
+async def test_a_drain_waits_until_nothing_is_left_and_tells_what_the_shard_is_needed_for(field: Field) -> None:
+    field.write(s1={}, s2={"state": "draining"})
+    done = await windrow(field, "shards", "drain", "s2")
+    assert (done.code, done.err) == (0, "")
+    assert done.out == "shard s2 holds no slots, and never did: it may be taken out of the cluster file\n"
+    field.write(s1=BUT_A_PART, s2={})
+    assert (await windrow(field, "balancer", "--once")).code == 0
+    stored = await field.enqueue(1, among=PART)
+    (org,) = stored
+    await lease_jobs(Store(field.databases[B]), org)
+    field.write(s1={}, s2={"state": "draining"})
+    process = await start(field, "shards", "drain", "s2", "--json")
+    assert process.stderr is not None
+    async with asyncio.timeout(WAIT_S):
+        told = (await process.stderr.readline()).decode()
+    assert told == "no balancer leads, so nothing moves: start `windrow balancer`, or `windrow shards rebalance`\n"
+    async with balanced(field):
+        await field.until(lambda slots: slots == {"s1": SLOTS - 1, "moving": 1})
+        assert process.returncode is None
+        await timemachine.end_leases(field.databases[B], org)
+        done = await end(process)
+    (document,) = done.documents
+    assert (done.code, document["shard"], document["slots"]) == (0, "s2", 0)
+    assert document["knows_ids_until"] < document["knows_dedup_keys_until"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("shards", "drain", "s9"), 4, "names no shard 's9'; it names s1, s2"),
+        (("shards", "drain", "s2"), 2, 'to have it drained, write into its [[shard]]\n  state = "draining"'),
+        (("shards", "--json", "plan"), 2, "it stands before 'plan', and is for the list of shards: put it behind"),
+    ],
+)
+async def test_what_is_wrong_is_said(field: Field, arguments: tuple[str, ...], code: int, words: str) -> None:
+    field.write(s1={}, s2={})
+    done = await windrow(field, *arguments)
+    assert (done.code, done.out) == (code, "")
+    assert words in done.err
+
+
+async def test_what_keeps_the_commands_from_the_catalog_is_said(field: Field) -> None:
+    field.write('[catalog]\ndsn = "host=127.0.0.1 port=1"\n', s1={}, s2={})
+    for command in (("shards", "plan"), ("shards", "rebalance"), ("balancer", "--once")):
+        done = await windrow(field, *command)
+        assert (done.code, done.out) == (3, "")
+        assert "windrow: shard 'catalog' is unavailable: " in done.err
+    field.dsns[A] = field.dsns[B]
+    field.write(s1={}, s2={})
+    done = await windrow(field, "shards", "plan")
+    assert (done.code, done.err) == (
+        3,
+        "windrow: shard 'catalog' is unavailable: there is no catalog yet; the first router makes it\n",
+    )
+    field.write("[balancer]\njobs_per_second = 0\n", s1={}, s2={})
+    done = await windrow(field, "balancer")
+    assert done.code == 2
+    assert "[balancer] jobs_per_second: must be a whole number from 1 to 1000000, not 0" in done.err
