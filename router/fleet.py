@@ -187,8 +187,15 @@ class Fleet:
 
     def _learned(self, before: Catalog, after: Catalog) -> None:
         """Who waits may have to wait elsewhere too."""
-        for member in self._members.values():
-            member.room.wake_those(lambda org: before.placement(org).reads != after.placement(org).reads)
+        moved = {
+            slot
+            for slot, (old, new) in enumerate(zip(before.slots, after.slots, strict=False))
+            if old is not new and old.reads != new.reads
+        }
+        rooms = [member.room for member in self._members.values()]
+        orgs = {org for room in rooms for org in room.orgs() if after.slot(org) in moved}
+        for room in rooms:
+            room.wake_those(orgs)
 
     def _wake_all(self) -> None:
         for member in self._members.values():

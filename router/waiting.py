@@ -14,7 +14,7 @@ import logging
 import math
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -137,14 +137,18 @@ class Room:
                 # It may have been woken for a job that it now does not take.
                 self._wake(key, 1)
 
+    def orgs(self) -> set[OrgId]:
+        """Of those who wait."""
+        return {org for org, _ in self._queues}
+
     def wake_all(self) -> None:
         """Has everybody look, and look about."""
-        self.wake_those(lambda _: True)
+        self.wake_those(self.orgs())
 
-    def wake_those(self, whose: Callable[[OrgId], bool]) -> None:
+    def wake_those(self, orgs: Collection[OrgId]) -> None:
         """Has everybody of these orgs look, and look about."""
         for (org, _), there in self._queues.items():
-            if whose(org):
+            if org in orgs:
                 for waiter in there.waiters:
                     waiter.wake()
 

@@ -150,17 +150,23 @@ async def read(database: Database, known: Catalog | None = None) -> Catalog:
     slots = list(known.slots) if known is not None else []
     pins = dict(known.pins) if known is not None else {}
     for _, slot, org, writes, reads, epoch, former, left_at in rows:
-        if slot is None or slot > len(slots):
+        if slot is None:
             break
+        if slot > len(slots):
+            raise _unplaced(len(slots))
         owners = tuple(
             FormerOwner(shard=shard, left_at=left) for shard, left in zip(former or (), left_at or (), strict=True)
         )
         slots[slot : slot + 1] = [Placement(writes=tuple(writes), reads=tuple(reads), epoch=epoch, former=owners)]
         if org is not None:
             pins[org] = slot
-    if len(slots) < SLOTS or (slot is not None and slot >= len(slots)):
-        raise Misconfigured(f"the catalog does not place slot {len(slots)}; restore it from a backup")
+    if len(slots) < SLOTS:
+        raise _unplaced(len(slots))
     return Catalog(epoch=rows[0][0], slots=tuple(slots), pins=pins)
+
+
+def _unplaced(slot: int) -> Misconfigured:
+    return Misconfigured(f"the catalog does not place slot {slot}; restore it from a backup")
 
 
 async def is_founded(database: Database) -> bool:
