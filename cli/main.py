@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from cli import cluster, enqueue, jobs, leases, output, queues, servers, stats, up
+from cli import cluster, enqueue, jobs, leases, output, queues, servers, shards, stats, up
 from cli.exits import EPILOG, CommandFailed, ExitCode
 from cli.layout import App
 
@@ -82,7 +82,7 @@ app.command("release", rich_help_panel=_WORK)(leases.release)
 app.add_typer(jobs.app, name="jobs", rich_help_panel=_OPERATE)
 app.add_typer(queues.app, name="queues", rich_help_panel=_OPERATE)
 app.command("stats", rich_help_panel=_OPERATE)(stats.stats)
-app.command("shards", rich_help_panel=_OPERATE)(cluster.shards)
+app.add_typer(shards.app, name="shards", rich_help_panel=_OPERATE)
 app.command("check", rich_help_panel=_OPERATE)(cluster.check)
 app.command("health", rich_help_panel=_OPERATE)(cluster.health)
 

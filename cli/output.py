@@ -49,6 +49,10 @@ _STYLES = {
     "not found": "red",
     "failed": "bold red",
     "balance": "green",
+    "there": "green",
+    "moving": "cyan",
+    "waiting": "yellow",
+    "stuck": "red",
 }
 _GAP = "  "
 

@@ -7,20 +7,23 @@ epoch, and so changes nothing when it comes late or a second time. The steps on 
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import psycopg
 
 from shard import arrays, statements
+from shard.connection import Connection
 from shard.database import Database
-from shard.errors import Misconfigured
+from shard.errors import Misconfigured, ShardUnavailable
 from shard.placement import SLOTS, FormerOwner, Placement, plan, slot_of
 from shard.vocabulary import OrgId, ShardName, Slot
 
-# Whoever changes the catalog takes turns on this advisory lock; any number, the same in every release.
+# Whoever changes the catalog otherwise than by a move takes turns on this advisory lock; any number, the same in every
+# release.
 _LOCK = 0x77696E64_63617461
 
 
@@ -85,11 +88,18 @@ class Move:
         return f"the move of {len(self.slots)} slot(s) from {self.source!r} to {self.target!r} (epoch {self.epoch})"
 
 
+@contextlib.asynccontextmanager
+async def turn(database: Database) -> AsyncGenerator[Connection]:
+    """A transaction in which one changes the catalog alone, but for moves: whoever founds it, or pins an org."""
+    async with database.transaction() as connection:
+        await connection.execute(statements.WAIT_TURN, {"lock": _LOCK})
+        yield connection
+
+
 async def found(database: Database, *, cluster: str, weights: Mapping[ShardName, float]) -> Catalog:
     """The cluster's catalog; placed by weight if the cluster is new. Raises Misconfigured if it is another
     cluster's, or if it places slots on a shard that is not among `weights`."""
-    async with database.transaction() as connection:
-        await connection.execute(statements.WAIT_TURN, {"lock": _LOCK})
+    async with turn(database) as connection:
         cursor = await connection.execute(statements.READ_CATALOG_CLUSTER)
         row = await cursor.fetchone()
         if row is None:
@@ -100,19 +110,43 @@ async def found(database: Database, *, cluster: str, weights: Mapping[ShardName,
                 )
             await connection.execute(statements.FOUND_CATALOG, {"cluster": cluster})
             await connection.execute(statements.PLACE_SLOTS, {"shards": plan([None] * SLOTS, weights)})
-        elif row[0] != cluster:
-            raise Misconfigured(
-                f"the catalog's DSN leads to the catalog of cluster {row[0]!r}, and this is {cluster!r}; "
-                "correct the cluster file"
-            )
+        else:
+            _refuse_other(row[0], cluster)
     catalog = await read(database)
+    _refuse_unnamed(catalog, weights)
+    return catalog
+
+
+async def find(database: Database, *, cluster: str, shards: Collection[ShardName]) -> Catalog:
+    """The cluster's catalog, of whatever others have made. Raises ShardUnavailable where there is none yet,
+    Misconfigured if it is another cluster's, or places slots on a shard that is not among `shards`."""
+    try:
+        rows = await database.run(statements.READ_CATALOG_CLUSTER, {})
+    except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
+        rows = []
+    if not rows:
+        raise ShardUnavailable(database.name, "there is no catalog yet; the first router makes it")
+    _refuse_other(rows[0][0], cluster)
+    catalog = await read(database)
+    _refuse_unnamed(catalog, shards)
+    return catalog
+
+
+def _refuse_other(found: str, cluster: str) -> None:
+    if found != cluster:
+        raise Misconfigured(
+            f"the catalog's DSN leads to the catalog of cluster {found!r}, and this is {cluster!r}; "
+            "correct the cluster file"
+        )
+
+
+def _refuse_unnamed(catalog: Catalog, shards: Iterable[ShardName]) -> None:
     placed = {shard for shard, holding in catalog.holdings().items() if holding.slots or holding.leaving}
-    missing = sorted(placed - set(weights))
+    missing = sorted(placed.difference(shards))
     if missing:
         raise Misconfigured(
             f"the catalog places slots on shard(s) {', '.join(missing)}, which the cluster file does not name"
         )
-    return catalog
 
 
 async def read(database: Database) -> Catalog:
