@@ -181,9 +181,9 @@ async def test_each_job_is_stored_once_and_acked_once_while_slots_move(pair: Pai
     assert late.refused
     # All that is left is done, also what a lease still holds.
     left = {job for job in told.stored if not told.acked[job]}
+    await current[0].learn()
     async with asyncio.timeout(PATIENCE_S):
         while left:
-            await current[0].learn()
             for one in orgs:
                 await consume(current[0], one, told, luck)
             for store in stores.values():
