@@ -422,7 +422,9 @@ async def test_an_org_is_settled_by_another_balancer_wherever_the_first_one_died
 ) -> None:
     """Up to the close, and one act further each time: what comes then is as in any move. One org moves, and one stays
     while the slot of its hash moves."""
-    for at in itertools.count(1):
+    at = 0
+    while True:
+        at += 1
         goes, stays = OrgId(f"{org}-{at}-goes"), OrgId(f"{org}-{at}-stays")
         old = await pair.known()
         jobs = {one: some_jobs(one, 3, dedup_keys=["k"]) for one in (goes, stays)}
