@@ -10,17 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from balancer.move import Mover, Pace, Progress
+from balancer.pins import plan as plan_pins
 from balancer.plan import Transfer, hindrance, transfers
 from balancer.shards import Shards
-from shard import catalog, moving, schema
+from shard import catalog, moving, pinning, schema
 from shard.catalog import Catalog, Move
 from shard.cluster import Cluster
 from shard.errors import Misconfigured, ShardError, ShardUnavailable
-from shard.vocabulary import ShardName, Slot
+from shard.vocabulary import OrgId, ShardName, Slot
 
 _log = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class _Memory:
 
     ways: set[tuple[ShardName, ShardName]] = field(default_factory=set[tuple[ShardName, ShardName]])
     held: set[int] = field(default_factory=set[int])
+    pins: dict[OrgId, str] = field(default_factory=dict[OrgId, str])
     trouble: str = ""
 
 
@@ -130,7 +132,7 @@ class Balancing:
         """Has everything done that can be done now. True: there is nothing, nor will there be by itself."""
         known = await self._learn()
         if not self._planned and all(placement.at_rest for placement in known.slots):
-            self._said = _Memory()
+            self._said = _Memory(pins=self._said.pins)
             self.held = {}
             return True
         begun = await catalog.moves(self._shards.catalog)
@@ -153,7 +155,9 @@ class Balancing:
         elif await catalog.read(self._shards.catalog, self._known) is self._known:
             return self._known
         self._known = await self._shards.read_catalog()
-        self._planned = transfers(self._known, self._cluster)
+        pins = await pinning.read(self._shards.catalog)
+        self._planned = transfers(self._known, self._cluster, pins)
+        self._speak_of_pins(plan_pins(self._known, pins, self._cluster.shards).complaints)
         return self._known
 
     # ── Moves ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -288,6 +292,12 @@ class Balancing:
             if move.epoch not in self._said.held:
                 _log.warning("%s does not go on: %s", move, why)
         self._said.held = {move.epoch for move in self.held}
+
+    def _speak_of_pins(self, complaints: Mapping[OrgId, str]) -> None:
+        for org, why in complaints.items():
+            if self._said.pins.get(org) != why:
+                _log.warning("%s", why)
+        self._said.pins = dict(complaints)
 
     def _complain(self, trouble: str) -> None:
         if trouble != self._said.trouble:

@@ -1,8 +1,8 @@
 """The protocol that moves a slot, as a model small enough to visit every state that it can reach.
 
 docs/decisions/0017-moving-slots.md says what each step writes; here each is one function from a state to the next.
-`explore` walks through all interleavings, breadth first, so that a counter-example is a shortest one. `Rule` names what
-keeps a move safe: with any of them left out, something must be found to go wrong (tests/property/test_move_model.py).
+`Rule` names what keeps a move safe: with any of them left out, something must be found to go wrong
+(tests/property/test_move_model.py).
 
 Modelled: one slot, two shards and the catalog; the slot moves there, back, and there again.
 
@@ -19,17 +19,18 @@ Not modelled: more than two jobs, one slot, two shards, three moves, two frozen 
 for a former owner to know, or a dedup window over, only makes asking needless. What goes wrong inside one database: a
 commit is durable, a statement is one step wherever the record does not say that it is two. Lease tokens beyond the
 shard that they name. Which job is claimed next. That a configuration is changed on the source too, while it is left.
-Orgs that get a slot of their own.
+Orgs that get a slot of their own: balancer/pin_model.py is about these.
 """
 
 from __future__ import annotations
 
 import enum
-from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal, NamedTuple, NewType, assert_never
+
+from balancer.exploring import Explored, visit
 
 
 class Rule(enum.Enum):
@@ -221,61 +222,9 @@ SCENARIOS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explored:
-    scenario: Scenario
-    states: int
-    # What is wrong with the state at the end of the trace; None: nothing is wrong anywhere.
-    broken: str | None = None
-    trace: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        if self.broken is None:
-            return f"{self.scenario.name}: {self.states:,} states, and nothing wrong in any"
-        steps = [f"{number:4}. {step}" for number, step in enumerate(self.trace, 1)]
-        return "\n".join([f"{self.scenario.name}:", *steps, f"   => {self.broken}"])
-
-
 def explore(scenario: Scenario, rules: frozenset[Rule] = EVERY_RULE) -> Explored:
-    """Visits every state that can be reached under these rules. Stops at the first that breaks an invariant; if none
-    does, looks for one from which the move or a job can never be finished."""
-    model = _Model(scenario, rules)
-    start = model.start()
-    # How each state was first reached, and all states that lead to it.
-    origins: dict[State, tuple[State, str] | None] = {start: None}
-    before: dict[State, list[State]] = {start: []}
-
-    def found(broken: str, at: State) -> Explored:
-        steps: list[str] = []
-        origin = origins[at]
-        while origin is not None:
-            steps.append(origin[1])
-            origin = origins[origin[0]]
-        return Explored(scenario=scenario, states=len(origins), broken=broken, trace=tuple(reversed(steps)))
-
-    waiting = deque([start])
-    while waiting:
-        state = waiting.popleft()
-        for what, after in model.steps(state):
-            if after not in origins:
-                origins[after] = (state, what)
-                before[after] = []
-                broken = model.broken(after)
-                if broken is not None:
-                    return found(broken, after)
-                waiting.append(after)
-            before[after].append(state)
-
-    can_end = {state for state in origins if model.is_over(state)}
-    waiting.extend(can_end)
-    while waiting:
-        news = [state for state in before[waiting.popleft()] if state not in can_end]
-        can_end.update(news)
-        waiting.extend(news)
-    for state in origins:
-        if state not in can_end:
-            return found("I1: from here the move, or a job, can never be finished", state)
-    return Explored(scenario=scenario, states=len(origins))
+    """Visits every state that can be reached under these rules."""
+    return visit(scenario.name, _Model(scenario, rules))
 
 
 class _Model:

@@ -10,20 +10,21 @@ import asyncio
 import contextlib
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, assert_never
 
-from shard import catalog, moving
+from shard import catalog, moving, pinning
 from shard.catalog import Move
 from shard.database import Database
 from shard.errors import Misconfigured, ShardUnavailable
 from shard.moving import Left, SlotState
 from shard.vocabulary import ShardName, Slot
 
-# How often closing is tried before it is given up, and the longest pause between two tries: enqueues go on meanwhile.
-_CLOSE_TRIES_MAX = 100
-_CLOSE_PAUSE_S_MAX = 0.5
+# How often a table is tried to be had alone before that is given up, and the longest pause between two tries: others go
+# on meanwhile.
+_LOCK_TRIES_MAX = 100
+_LOCK_PAUSE_S_MAX = 0.5
 # Of how many slots one statement looks for jobs.
 _SLOTS_AT_ONCE = 1000
 
@@ -137,19 +138,34 @@ class Mover:
         return self._shards[name]
 
     async def _close(self, move: Move, source: Database, target: Database) -> bool:
-        """When the target has shown that it is there, and knows the queues: producers wait from here to the switch.
-        False: it was stopped."""
+        """When the source knows which orgs have slots of their own, and the target has shown that it is there, and
+        knows the queues: producers wait from here to the switch. False: it was stopped."""
+        # None is pinned there while a slot of its hash moves, so that what is read now is all.
+        pins = await pinning.read_on(self._catalog, move.source)
+        if not await self._insist(
+            lambda: pinning.settle(source, pins), source, f"{move} waits there for queues", "queue"
+        ):
+            return False
         await moving.make_queues(target, await moving.read_queues(source, move.slots))
-        for _ in range(_CLOSE_TRIES_MAX):
+        return await self._insist(
+            lambda: moving.close(source, move.slots, epoch=move.epoch),
+            source,
+            f"{move} waits there for enqueues",
+            "owned_slot",
+        )
+
+    async def _insist(self, act: Callable[[], Awaitable[bool]], shard: Database, what: str, table: str) -> bool:
+        """Does what needs a table for itself, in a moment when nobody is in its way for long. False: it was stopped."""
+        for _ in range(_LOCK_TRIES_MAX):
             if self._stopping.is_set():
                 return False
-            if await moving.close(source, move.slots, epoch=move.epoch):
+            if await act():
                 return True
-            await self._pause(random.uniform(0, _CLOSE_PAUSE_S_MAX))
+            await self._pause(random.uniform(0, _LOCK_PAUSE_S_MAX))
         raise ShardUnavailable(
-            source.name,
-            f"{move} waits there for enqueues to end: {_CLOSE_TRIES_MAX} times one was under way for 0.1 s or more; "
-            "pg_locks and pg_stat_activity tell who holds a lock on windrow.owned_slot",
+            shard.name,
+            f"{what} to end: {_LOCK_TRIES_MAX} times one was under way for 0.1 s or more; "
+            f"pg_locks and pg_stat_activity tell who holds a lock on windrow.{table}",
         )
 
     async def _move_jobs(self, move: Move, source: Database, target: Database, chunks: dict[Slot, int]) -> None:

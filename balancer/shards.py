@@ -7,7 +7,8 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Collection, Mapping
 
-from shard import catalog, schema
+from balancer import plan
+from shard import catalog, pinning, schema
 from shard.catalog import Catalog
 from shard.cluster import Cluster
 from shard.database import Database
@@ -35,6 +36,10 @@ class Shards:
         """Raises ShardUnavailable, Misconfigured."""
         names = [entry.name for entry in self._cluster.shards]
         return await catalog.find(self.catalog, cluster=self._cluster.name, shards=names)
+
+    async def slots_to_go(self) -> int:
+        """How many slots are not yet at rest where they should be. Raises what `read_catalog` does."""
+        return plan.slots_to_go(await self.read_catalog(), self._cluster, await pinning.read(self.catalog))
 
     async def fit(self, name: ShardName, *, in_use: bool) -> bool:
         """Whether a shard answers and runs a schema that knows moves; a change of that is logged. `in_use`: it holds

@@ -67,10 +67,10 @@ def _plain(text: str) -> str:
 class App(typer.Typer):
     """A Typer whose help looks so."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, *, no_args_is_help: bool = True, **settings: Any) -> None:
         super().__init__(
             cls=Group,
-            no_args_is_help=True,
+            no_args_is_help=no_args_is_help,
             rich_markup_mode=None,
             pretty_exceptions_enable=False,
             context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},

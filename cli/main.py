@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from cli import cluster, enqueue, jobs, leases, moves, output, queues, servers, shards, stats, up
+from cli import cluster, enqueue, jobs, leases, moves, output, pins, queues, servers, shards, stats, up
 from cli.exits import EPILOG, CommandFailed, ExitCode
 from cli.layout import App
 
@@ -21,6 +21,7 @@ _OPERATE = "Look and mend"
 
 app = App(epilog=EPILOG)
 moves.add_to(shards.app)
+pins.add_to(shards.app)
 
 
 def _version(wanted: bool) -> None:

@@ -19,6 +19,7 @@ from cli.layout import App
 from cli.output import Column
 
 if TYPE_CHECKING:
+    from balancer.plan import Transfer
     from balancer.shards import Shards
     from shard.catalog import Catalog, Move
     from shard.cluster import Cluster
@@ -101,12 +102,13 @@ def plan(config: options.Config, as_json: options.Json = False) -> None:
 
 
 async def _plan(cluster: Cluster) -> list[_Way]:
-    from balancer.plan import hindrance, is_draining, transfers
+    from balancer.plan import hindrance, transfers
     from balancer.shards import open_shards
-    from shard import catalog
+    from shard import catalog, pinning
 
     async with open_shards(cluster) as shards:
         known = await shards.read_catalog()
+        pins = await pinning.read(shards.catalog)
         moves = await catalog.moves(shards.catalog)
         moving = [
             _Way(
@@ -126,10 +128,20 @@ async def _plan(cluster: Cluster) -> list[_Way]:
                 slots=len(transfer.slots),
                 jobs=await _count_jobs(shards, transfer.source, transfer.slots),
                 state="planned",
-                why=f"{transfer.source} is draining" if is_draining(cluster, transfer.source) else "by weight",
+                why=_why(transfer, cluster),
             )
-            for transfer in transfers(known, cluster)
+            for transfer in transfers(known, cluster, pins)
         ]
+
+
+def _why(transfer: Transfer, cluster: Cluster) -> str:
+    from balancer.plan import is_draining
+    from shard.placement import SLOTS
+
+    pinned = sum(slot >= SLOTS for slot in transfer.slots)
+    if pinned == len(transfer.slots):
+        return output.counted(pinned, "pinned org")
+    return f"{transfer.source} is draining" if is_draining(cluster, transfer.source) else "by weight"
 
 
 def _held(why: str | None) -> str:
@@ -179,12 +191,11 @@ def rebalance(config: options.Config, as_json: options.Json = False) -> None:
 
 async def _rebalance(cluster: Cluster) -> tuple[int, Mapping[Move, str]]:
     """How many slots there were to move, and the moves that cannot go on, with the reason of each."""
-    from balancer.plan import slots_to_go
     from balancer.shards import open_shards
 
     stop = databases.stop_on_signals()
     async with open_shards(cluster) as shards:
-        total = slots_to_go(await shards.read_catalog(), cluster)
+        total = await shards.slots_to_go()
         if not total:
             return 0, {}
         with output.counting_to(total, "slots") as show:
@@ -192,7 +203,7 @@ async def _rebalance(cluster: Cluster) -> tuple[int, Mapping[Move, str]]:
             try:
                 while not moving.done():
                     await asyncio.wait({moving}, timeout=_LOOK_S)
-                    show(max(0, total - slots_to_go(await shards.read_catalog(), cluster)))
+                    show(max(0, total - await shards.slots_to_go()))
             finally:
                 moving.cancel()
                 await asyncio.wait({moving})
@@ -204,7 +215,6 @@ async def _rebalance(cluster: Cluster) -> tuple[int, Mapping[Move, str]]:
 
 async def _move(cluster: Cluster, shards: Shards, stop: asyncio.Event) -> Mapping[Move, str]:
     """Does it, or waits until whoever leads has done it."""
-    from balancer.plan import slots_to_go
     from balancer.service import AnotherLeads, balance_once
 
     said = False
@@ -215,7 +225,7 @@ async def _move(cluster: Cluster, shards: Shards, stop: asyncio.Event) -> Mappin
             if not said:
                 said = True
                 output.note(f"a balancer leads already: {error}; this shows how far it is")
-        if not slots_to_go(await shards.read_catalog(), cluster):
+        if not await shards.slots_to_go():
             break
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LOOK_S):

@@ -51,6 +51,9 @@ _STYLES = {
     "balance": "green",
     "moving": "cyan",
     "planned": "blue",
+    "there": "green",
+    "waiting": "yellow",
+    "stuck": "red",
 }
 _GAP = "  "
 

@@ -7,20 +7,23 @@ epoch, and so changes nothing when it comes late or a second time. The steps on 
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import psycopg
 
 from shard import arrays, statements
+from shard.connection import Connection
 from shard.database import Database
 from shard.errors import Misconfigured, ShardUnavailable
 from shard.placement import SLOTS, FormerOwner, Placement, plan, slot_of
 from shard.vocabulary import OrgId, ShardName, Slot
 
-# Whoever changes the catalog takes turns on this advisory lock; any number, the same in every release.
+# Whoever changes the catalog otherwise than by a move takes turns on this advisory lock; any number, the same in every
+# release.
 _LOCK = 0x77696E64_63617461
 # On which each change of the catalog is told.
 CHANNEL = "windrow_catalog"
@@ -87,11 +90,18 @@ class Move:
         return f"the move of {len(self.slots)} slot(s) from {self.source!r} to {self.target!r} (epoch {self.epoch})"
 
 
+@contextlib.asynccontextmanager
+async def turn(database: Database) -> AsyncGenerator[Connection]:
+    """A transaction in which one changes the catalog alone, but for moves: whoever founds it, or pins an org."""
+    async with database.transaction() as connection:
+        await connection.execute(statements.WAIT_TURN, {"lock": _LOCK})
+        yield connection
+
+
 async def found(database: Database, *, cluster: str, weights: Mapping[ShardName, float]) -> Catalog:
     """The cluster's catalog; placed by weight if the cluster is new. Raises Misconfigured if it is another
     cluster's, or if it places slots on a shard that is not among `weights`."""
-    async with database.transaction() as connection:
-        await connection.execute(statements.WAIT_TURN, {"lock": _LOCK})
+    async with turn(database) as connection:
         cursor = await connection.execute(statements.READ_CATALOG_CLUSTER)
         row = await cursor.fetchone()
         if row is None:

@@ -1,4 +1,5 @@
-"""What can go wrong on a shard, by what the caller may do about it. router/status.py maps each to a gRPC status.
+"""What can go wrong on a shard, by what the caller may do about it. router/status.py maps those that routers
+meet to gRPC statuses.
 
 ShardError
 ├── ShardUnavailable      nothing may have happened: try again, later
@@ -11,13 +12,16 @@ ShardError
 ├── QueueNotEmpty         purge it first
 ├── TooManyQueues         use queues that the org has
 ├── UnknownShard          name one that ListShards lists
+├── SlotMoves             pin the org when its slot has come to rest
+├── NotPinned             nothing: the org lives where its hash slot does
+├── TooManyPins           pin no more orgs: slots of their own are used up
 ├── BadPageToken          begin at the first page
 └── Misconfigured         an operator must look: wrong database, schema too new, catalog of another cluster
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from shard.vocabulary import Micros, OrgId, QueueName, ShardName, Slot
 
@@ -91,6 +95,27 @@ class TooManyQueues(ShardError):
 class UnknownShard(ShardError):
     def __init__(self, shard: ShardName) -> None:
         super().__init__(f"the cluster has no shard {shard!r}")
+
+
+class SlotMoves(ShardError):
+    def __init__(self, org: OrgId, slot: Slot, reads: Sequence[ShardName]) -> None:
+        super().__init__(
+            f"org {org!r} is in slot {slot}, which moves from shard {reads[0]!r} to {reads[-1]!r}: an org is given a "
+            "slot of its own where its hash slot is at rest; try again when that has come to an end"
+        )
+
+
+class NotPinned(ShardError):
+    def __init__(self, org: OrgId) -> None:
+        super().__init__(f"org {org!r} is not pinned: it lives where the slot of its hash does")
+
+
+class TooManyPins(ShardError):
+    def __init__(self, org: OrgId, *, pins_max: int) -> None:
+        super().__init__(
+            f"org {org!r} cannot be pinned: {pins_max:,} orgs have a slot of their own, the most that there can be "
+            "(one that was pinned once keeps its slot)"
+        )
 
 
 class BadPageToken(ShardError):

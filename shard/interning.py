@@ -65,6 +65,8 @@ class Names:
                 part = await self._with_room(missing[at : at + _ASKED_AT_ONCE])
                 if not part:
                     continue
+                # Of an org that is not known here. A pinned one has a row with its own slot, which stays; or it is put
+                # there before anything moves (shard/pinning.py).
                 slots = {org: slot_of(org) for org, _ in part}
                 names = {
                     "orgs": arrays.texts(list(slots)),

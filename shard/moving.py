@@ -233,4 +233,5 @@ def _configuration(queues: Sequence[QueueOfSlot]) -> dict[str, object]:
         ),
         "listed": arrays.names(str(row.listed) for row in queues),
         "created_at_us": arrays.numbers(row.created_at or 0 for row in queues),
+        "of_slots": arrays.numbers(row.slot for row in queues),
     }

@@ -14,7 +14,6 @@ from shard.books import Books
 from shard.catalog import Catalog, Move
 from shard.connection import Connection
 from shard.database import Database
-from shard.placement import slot_of
 from shard.store import Store
 from shard.vocabulary import JobId, OrgId, ShardName, Slot
 from tests.conftest import CLUSTER, SHARD
@@ -43,7 +42,7 @@ class Pair:
 
     async def begin(self, orgs: Sequence[OrgId], *, target: ShardName) -> Move:
         known = await catalog.read(self.catalog)
-        move = await catalog.begin(self.catalog, known, {slot_of(org) for org in orgs}, target=target)
+        move = await catalog.begin(self.catalog, known, {known.slot(org) for org in orgs}, target=target)
         assert move is not None
         return move
 

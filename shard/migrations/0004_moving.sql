@@ -96,9 +96,17 @@ CREATE TABLE windrow.former_owner (
     PRIMARY KEY (slot, shard)
 );
 
--- Orgs that do not follow their hash: each has a slot of its own. No release could pin any so far.
+-- Orgs that do not follow their hash: each has a slot of its own, for ever. No release could pin any so far.
 DROP TABLE windrow.pin;
 CREATE TABLE windrow.pin (
     org text COLLATE "C" PRIMARY KEY,
-    slot smallint NOT NULL UNIQUE CHECK (slot >= 16384) REFERENCES windrow.placement
+    slot smallint NOT NULL UNIQUE CHECK (slot >= 16384) REFERENCES windrow.placement,
+    -- Of the catalog when the org got its slot: by it the shard where it lived then owns that.
+    epoch bigint NOT NULL,
+    -- Where the org is to live: on this shard, or on one that has this label. NULLs: where its hash slot does.
+    shard text COLLATE "C",
+    label text COLLATE "C",
+    value text COLLATE "C",
+    CONSTRAINT label_with_a_value CHECK ((label IS NULL) = (value IS NULL)),
+    CONSTRAINT one_wish CHECK (shard IS NULL OR label IS NULL)
 );

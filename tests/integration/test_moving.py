@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from balancer.move import Progress
-from shard import arrays, catalog, moving, statements
+from shard import catalog, moving
 from shard.catalog import Move
 from shard.doorbell import Doorbell
 from shard.errors import Misconfigured, NotOwned, ShardUnavailable, UnknownQueue
@@ -574,42 +574,3 @@ async def test_a_chunk_is_bounded_in_bytes(pair: Pair, org: OrgId) -> None:
         slots = {slot_of(org): chunk}
         departed = await moving.depart(pair.databases[A], slots, epoch=5, rows_max=99, bytes_max=bytes_max)
         assert departed == {slot_of(org): count}
-
-
-# Orgs with a slot of their own
-
-
-async def test_a_pinned_org_moves_and_leaves_its_neighbours(pair: Pair, org: OrgId) -> None:
-    """Its slot is no hash's: every row that tells its slot goes by the source's."""
-    slot = 16_384
-    for database in pair.databases.values():
-        await moving.make_queues(
-            database,
-            [moving.QueueOfSlot(slot_of(org), org, QUEUE, False, None, None, True, None)],
-        )
-    jobs = some_jobs(org, 3)
-    await pair.store(A).enqueue(jobs)
-    await pair.catalog.run(
-        b"INSERT INTO windrow.placement (slot, writes, reads, epoch) VALUES (%(slot)s, '{s1}', '{s1}', 2)",
-        {"slot": slot},
-    )
-    await pair.catalog.run(
-        b"INSERT INTO windrow.pin (org, slot) VALUES (%(org)s, %(slot)s)", {"org": org, "slot": slot}
-    )
-    await pair.catalog.run(b"UPDATE windrow.catalog SET epoch = 2", {})
-    await pair.databases[A].run(
-        b"UPDATE windrow.org SET slot = %(slot)s WHERE org = %(org)s", {"org": org, "slot": slot}
-    )
-    await pair.databases[A].run(statements.ADOPT_QUEUES, {"orgs": arrays.texts([org])})
-    known = await pair.known()
-    assert known.slot(org) == slot
-    await catalog.grant(pair.databases[A], known)
-    assert await pair.store(A).enqueue(some_jobs(org, 1), epoch=2) == {}
-    move = await catalog.begin(pair.catalog, known, [known.slot(org)], target=B)
-    assert move is not None
-    await pair.mover(move).finish()
-    assert {shard for shard, _ in await pair.jobs(org, ids_of(jobs))} == {B}
-    assert await pair.store(B).enqueue(some_jobs(org, 1), epoch=move.epoch) == {}
-    with pytest.raises(NotOwned) as caught:
-        await pair.store(A).enqueue(some_jobs(org, 1), epoch=move.epoch)
-    assert caught.value.slot == slot

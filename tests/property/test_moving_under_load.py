@@ -1,6 +1,6 @@
-"""Work goes on while slots move there and back, and balancers die: each job is stored once and acked once, whatever
-routers know of the placement (I1, I2, I3, I5, I6). What happens when is drawn from a seed, and from how the databases
-are scheduled.
+"""Work goes on while slots move there and back, orgs get slots of their own, and balancers die: each job is stored once
+and acked once, whatever routers know of the placement (I1, I2, I3, I5, I6). What happens when is drawn from a seed, and
+from how the databases are scheduled.
 
 HYPOTHESIS_PROFILE=long searches for minutes."""
 
@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import settings
 
-from shard import catalog
+from shard import catalog, pinning
 from shard.catalog import Catalog
 from shard.errors import NotOwned, ShardUnavailable
 from shard.lease import parse_token, token
+from shard.pinning import OnShard
 from shard.placement import slot_of
 from shard.settling import Nack
 from shard.store import Store
@@ -131,9 +132,13 @@ async def consume(router: Router, org: OrgId, told: Told, luck: random.Random) -
 
 async def move_about(pair: Pair, orgs: list[OrgId], luck: random.Random) -> None:
     for turn in range(MOVES):
-        known = await pair.known()
         target = (B, A)[turn % 2]
-        slots = {known.slot(org) for org in orgs if known.placement(org).reads != (target,)}
+        # All but the last, one after another: its own slot then moves beside that of its hash.
+        pinned = orgs[turn % len(orgs)]
+        if pinned is not orgs[-1]:
+            await pinning.pin(pair.catalog, pinned, OnShard(target))
+        known = await pair.known()
+        slots = {known.slot(org) for org in orgs}.union(map(slot_of, orgs))
         move = await catalog.begin(pair.catalog, known, slots, target=target)
         assert move is not None
         while any(each.epoch == move.epoch for each in await catalog.moves(pair.catalog)):
@@ -176,9 +181,9 @@ async def test_each_job_is_stored_once_and_acked_once_while_slots_move(pair: Pai
     assert late.refused
     # All that is left is done, also what a lease still holds.
     left = {job for job in told.stored if not told.acked[job]}
+    await current[0].learn()
     async with asyncio.timeout(PATIENCE_S):
         while left:
-            await current[0].learn()
             for one in orgs:
                 await consume(current[0], one, told, luck)
             for store in stores.values():

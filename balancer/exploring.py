@@ -1,0 +1,84 @@
+"""Walks through all interleavings of a model, breadth first, so that a counter-example is a shortest one."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+S = TypeVar("S", bound=Hashable)
+
+
+class Model(Protocol[S]):
+    """A protocol as states and what leads from one to the next."""
+
+    def start(self) -> S: ...
+
+    def steps(self, state: S) -> Iterator[tuple[str, S]]:
+        """Everything that can happen next, in words, and what it leads to."""
+        ...
+
+    def broken(self, state: S) -> str | None:
+        """The invariant that this state breaks."""
+        ...
+
+    def is_over(self, state: S) -> bool:
+        """Nothing is left to be done."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explored:
+    name: str
+    states: int
+    # What is wrong with the state at the end of the trace; None: nothing is wrong anywhere.
+    broken: str | None = None
+    trace: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.broken is None:
+            return f"{self.name}: {self.states:,} states, and nothing wrong in any"
+        steps = [f"{number:4}. {step}" for number, step in enumerate(self.trace, 1)]
+        return "\n".join([f"{self.name}:", *steps, f"   => {self.broken}"])
+
+
+def visit(name: str, model: Model[S]) -> Explored:
+    """Visits every state that can be reached. Stops at the first that breaks an invariant; if none does, looks for one
+    from which the end can never be reached."""
+    start = model.start()
+    # How each state was first reached, and all states that lead to it.
+    origins: dict[S, tuple[S, str] | None] = {start: None}
+    before: dict[S, list[S]] = {start: []}
+
+    def found(broken: str, at: S) -> Explored:
+        steps: list[str] = []
+        origin = origins[at]
+        while origin is not None:
+            steps.append(origin[1])
+            origin = origins[origin[0]]
+        return Explored(name=name, states=len(origins), broken=broken, trace=tuple(reversed(steps)))
+
+    waiting = deque([start])
+    while waiting:
+        state = waiting.popleft()
+        for what, after in model.steps(state):
+            if after not in origins:
+                origins[after] = (state, what)
+                before[after] = []
+                broken = model.broken(after)
+                if broken is not None:
+                    return found(broken, after)
+                waiting.append(after)
+            before[after].append(state)
+
+    can_end = {state for state in origins if model.is_over(state)}
+    waiting.extend(can_end)
+    while waiting:
+        news = [state for state in before[waiting.popleft()] if state not in can_end]
+        can_end.update(news)
+        waiting.extend(news)
+    for state in origins:
+        if state not in can_end:
+            return found("I1: from here the move, or a job, can never be finished", state)
+    return Explored(name=name, states=len(origins))
