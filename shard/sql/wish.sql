@@ -1,10 +1,19 @@
--- Where an org with a slot of its own is to live from now on. No row: it has none. The epoch tells balancers to look.
-WITH wished AS (
-    UPDATE windrow.pin SET shard = %(shard)s, label = %(label)s, value = %(value)s
+-- Where an org with a slot of its own is to live from now on. No row: it has none. If that is another place than before, the
+-- epoch tells balancers to look.
+WITH before AS MATERIALIZED (
+    SELECT
+        pin.slot,
+        (pin.shard, pin.label, pin.value) IS DISTINCT FROM (%(shard)s::text, %(label)s::text, %(value)s::text) AS differs
+    FROM windrow.pin
     WHERE pin.org = %(org)s
+    FOR UPDATE
+), wished AS (
+    UPDATE windrow.pin SET shard = %(shard)s, label = %(label)s, value = %(value)s
+    FROM before
+    WHERE pin.slot = before.slot
     RETURNING pin.org, pin.slot, pin.epoch, pin.shard, pin.label, pin.value
 ), next AS (
-    UPDATE windrow.catalog c SET epoch = c.epoch + 1 WHERE EXISTS (SELECT FROM wished) RETURNING c.epoch
+    UPDATE windrow.catalog c SET epoch = c.epoch + 1 WHERE EXISTS (SELECT FROM before WHERE before.differs) RETURNING c.epoch
 )
 SELECT wished.* FROM wished
-CROSS JOIN (SELECT pg_notify('windrow_catalog', next.epoch::text) FROM next) told
+LEFT JOIN (SELECT pg_notify('windrow_catalog', next.epoch::text) FROM next) told ON true
