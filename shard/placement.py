@@ -52,7 +52,8 @@ class FormerOwner:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """One slot's shards. At rest: writes (A,), reads (A,). While it moves from A to B: writes (A,), then (B,), and
-    reads (A, B), in the order in which jobs travel. `epoch`: of the latest move."""
+    reads (A, B), in the order in which jobs travel. `epoch`: of the latest move; before it, of the pin that made the
+    slot."""
 
     writes: tuple[ShardName, ...]
     reads: tuple[ShardName, ...]
