@@ -32,6 +32,7 @@ def add_to(shards: App) -> None:
     shards.command("plan")(plan)
     shards.command("rebalance")(rebalance)
     shards.command("drain")(drain)
+    shards.command("forget")(forget)
 
 
 # ── plan ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -282,8 +283,7 @@ async def _drain(cluster: Cluster, name: ShardName) -> Micros | None:
                     )
                 await asyncio.sleep(_LOOK_S)
                 known = await shards.read_catalog()
-    times = [owner.left_at for placement in known.slots for owner in placement.former if owner.shard == name]
-    return max(times, default=None)
+    return known.left_by(name)
 
 
 def _held_by(known: Catalog, name: ShardName) -> int:
@@ -314,8 +314,59 @@ shard {name} holds no slots any more. It stays in the cluster file
   until {output.time_text(_time(former.ids_known_until))}, so that enqueues that are sent again are recognised
   until {output.time_text(_time(former.keys_known_until))}, where its orgs use dedup keys
   for as long as its finished jobs are to be found
-and may then be taken out."""
+Then `windrow shards forget {name}`, and take it out."""
         )
+
+
+# ── forget ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def forget(
+    shard: Annotated[str, typer.Argument(metavar="SHARD", help="That holds no slots any more.", show_default=False)],
+    config: options.Config,
+    force: Annotated[bool, typer.Option("--force", help="Although it may still know what is sent again.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Ask a drained shard nothing any more, so that it may be taken out of the cluster file.
+
+    Its finished jobs are not found from then on. Jobs that were stored there and are sent again would be stored again:
+    refused (exit code 5) for 31 days after the last slot has left, unless --force is given.
+    """
+    slots = databases.asked(_forget(databases.read(config), shard, force=force))
+    if as_json:
+        output.say_json([{"shard": shard, "slots": slots}])
+    elif slots:
+        output.say(f"shard {shard} is asked for nothing any more: take it out of the cluster file")
+    else:
+        output.say(f"shard {shard} is asked for nothing: it may be taken out of the cluster file")
+
+
+async def _forget(cluster: Cluster, shard: str, *, force: bool) -> int:
+    from balancer.shards import open_shards
+    from shard import catalog
+    from shard.placement import FormerOwner
+    from shard.vocabulary import ShardName
+
+    name = ShardName(shard)
+    async with open_shards(cluster) as shards:
+        known = await shards.read_catalog()
+        left_at = known.left_by(name)
+        if cluster.shard(shard) is None and left_at is None:
+            names = ", ".join(one.name for one in cluster.shards)
+            raise CommandFailed(f"there is no shard {shard!r}; the cluster file names {names}", ExitCode.NOT_FOUND)
+        if held := _held_by(known, name):
+            raise CommandFailed(
+                f"shard {shard!r} still holds {output.counted(held, 'slot')}: drain it first", ExitCode.REFUSED
+            )
+        slots = await catalog.forget_owner(shards.catalog, name, force=force)
+        if left_at is not None and not slots:
+            until = output.time_text(_time(FormerOwner(shard=name, left_at=left_at).keys_known_until))
+            raise CommandFailed(
+                f"shard {shard!r} may know dedup keys until {until}: what has been stored there and is sent again "
+                "would be stored again; wait, or give --force",
+                ExitCode.REFUSED,
+            )
+        return slots
 
 
 def _time(micros: Micros) -> datetime:

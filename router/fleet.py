@@ -11,6 +11,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import TypeVar
 
 from router.catalog_copy import CatalogCopy
@@ -91,6 +92,11 @@ class Fleet:
             ) from error
         holdings = self.holdings()
         for name in gone:
+            if name not in holdings and self._catalog.known.left_by(name) is not None:
+                raise ClusterFileError(
+                    f"{source}: shard {name!r} is gone from it, and is still asked for jobs that are sent again and "
+                    f"for finished ones: put it back, or have that given up by `windrow shards forget {name}`"
+                )
             if name in holdings:
                 raise ClusterFileError(
                     f"{source}: shard {name!r} is gone from it, and still holds {holdings[name]}: put it back with "
@@ -100,19 +106,23 @@ class Fleet:
     def _take_up(self, cluster: Cluster) -> None:
         before, self._members = self._members, {}
         self._cluster = cluster
+        others: set[ShardName] = set()
         for entry in cluster.shards:
             member = before.get(entry.name)
             if member is not None and member.goes_on_as(entry):
                 del before[entry.name]
+                if member.entry.state is not entry.state:
+                    others.add(entry.name)
                 member.update(entry, self._group)
             else:
+                others.add(entry.name)
                 member = Member(entry, connections=self._connections, prove=self._prove, proved=self._proved)
                 member.start(self._group)
             self._members[entry.name] = member
         self._by_tag = {shard_tag(name): member for name, member in self._members.items()}
         for member in before.values():
             member.dismiss("the cluster file has changed")
-        self._wake_all()
+        self._wake_readers_of(others | before.keys())
 
     # ── Routing ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -197,9 +207,12 @@ class Fleet:
         for room in rooms:
             room.wake_those(orgs)
 
-    def _wake_all(self) -> None:
-        for member in self._members.values():
-            member.room.wake_all()
+    def _wake_readers_of(self, names: AbstractSet[ShardName]) -> None:
+        """Something is different about these shards. The others' consumers, who may be thousands, are left alone."""
+        rooms = [member.room for member in self._members.values()]
+        orgs = {org for room in rooms for org in room.orgs() if not names.isdisjoint(self.placement(org).reads)}
+        for room in rooms:
+            room.wake_those(orgs)
 
     # ── Upkeep ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -234,7 +247,7 @@ class Fleet:
         # Where the catalog is in this shard's database, it is reached as that has proved to be.
         if self._cluster.catalog_shard == member.name:
             await self._catalog.reconnect(member.dsn)
-        self._wake_all()
+        self._wake_readers_of({member.name})
 
 
 async def _refuse_second_catalog(entry: ShardEntry) -> None:

@@ -77,7 +77,13 @@ async def find(
         if refusal is not None and not answered:
             raise refusal
         wanted = [position for position in wanted if position not in found.answers]
-        if not wanted or found.unavailable or await fleet.is_current(org, placement):
+        if not wanted or found.unavailable:
+            return found
+        try:
+            if await fleet.is_current(org, placement):
+                return found
+        except ShardUnavailable as error:
+            found.unavailable.append(error.shard)
             return found
 
 

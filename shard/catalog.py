@@ -19,8 +19,8 @@ from shard import arrays, statements
 from shard.connection import Connection
 from shard.database import Database
 from shard.errors import Misconfigured, ShardUnavailable
-from shard.placement import SLOTS, FormerOwner, Placement, plan, slot_of
-from shard.vocabulary import OrgId, ShardName, Slot
+from shard.placement import KEYS_KNOWN_US, SLOTS, FormerOwner, Placement, plan, slot_of
+from shard.vocabulary import Micros, OrgId, ShardName, Slot
 
 # Whoever changes the catalog otherwise than by a move takes turns on this advisory lock; any number, the same in every
 # release.
@@ -69,6 +69,10 @@ class Catalog:
             shard: Holding(slots=slots[shard], leaving=leaving[shard], pins=pins[shard])
             for shard in sorted({*slots, *leaving, *pins})
         }
+
+    def left_by(self, shard: ShardName) -> Micros | None:
+        """When the last of those slots left this shard for which it may be asked still; None: there are none."""
+        return max((owner.left_at for one in self.slots for owner in one.former if owner.shard == shard), default=None)
 
     def slots_written_by(self, shard: ShardName) -> list[Slot]:
         return [Slot(slot) for slot, placement in enumerate(self.slots) if shard in placement.writes]
@@ -248,6 +252,14 @@ async def leave(database: Database, move: Move, slots: Iterable[Slot]) -> int:
     """Puts slots of the move to rest on the target; answers how many were not yet. The source has no job of theirs
     left."""
     return len(await database.run(statements.LEAVE, _of(move, slots)))
+
+
+async def forget_owner(database: Database, shard: ShardName, *, force: bool) -> int:
+    """From now on nobody asks a shard that holds no slots any more what it remembers: ids and dedup keys of jobs, and
+    finished ones. Answers of how many slots it was asked; 0, and nothing has changed, while it may know dedup keys,
+    unless by `force`."""
+    rows = await database.run(statements.FORGET_OWNER, {"shard": shard, "left_us": 0 if force else KEYS_KNOWN_US})
+    return int(rows[0][0])
 
 
 def _of(move: Move, slots: Iterable[Slot]) -> dict[str, object]:

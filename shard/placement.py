@@ -19,7 +19,7 @@ FIRST_EPOCH = 1
 
 _HOUR_US = 3_600_000_000
 _IDS_KNOWN_US = 2 * _HOUR_US
-_KEYS_KNOWN_US = 31 * 24 * _HOUR_US
+KEYS_KNOWN_US = 31 * 24 * _HOUR_US
 
 
 def slot_of(org: OrgId) -> Slot:
@@ -46,7 +46,7 @@ class FormerOwner:
 
     @property
     def keys_known_until(self) -> Micros:
-        return Micros(self.left_at + _KEYS_KNOWN_US)
+        return Micros(self.left_at + KEYS_KNOWN_US)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -155,10 +155,32 @@ async def test_a_drain_waits_until_nothing_is_left_and_tells_what_the_shard_is_n
     assert document["knows_ids_until"] < document["knows_dedup_keys_until"]
 
 
+async def test_a_drained_shard_is_forgotten_when_it_can_know_nothing_any_more_or_by_force(field: Field) -> None:
+    field.write(s1=BUT_A_PART, s2={})
+    assert (await windrow(field, "balancer", "--once")).code == 0
+    done = await windrow(field, "shards", "forget", "s2", "--force")
+    assert (done.code, done.out) == (5, "")
+    assert "shard 's2' still holds 1,024 slots: drain it first" in done.err
+    field.write(s1={}, s2={"state": "draining"})
+    assert (await windrow(field, "balancer", "--once")).code == 0
+    before = await field.known()
+    done = await windrow(field, "shards", "forget", "s2")
+    assert (done.code, done.out) == (5, "")
+    assert "shard 's2' may know dedup keys until " in done.err
+    assert (await field.known()).left_by(B) == before.left_by(B) is not None
+    done = await windrow(field, "shards", "forget", "s2", "--force", "--json")
+    assert (done.code, done.documents) == (0, [{"shard": "s2", "slots": 1024}])
+    assert (await field.known()).left_by(B) is None
+    assert (await field.known()).epoch == before.epoch + 1
+    done = await windrow(field, "shards", "forget", "s2")
+    assert (done.code, done.out) == (0, "shard s2 is asked for nothing: it may be taken out of the cluster file\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
         (("shards", "drain", "s9"), 4, "names no shard 's9'; it names s1, s2"),
+        (("shards", "forget", "s9"), 4, "there is no shard 's9'; the cluster file names s1, s2"),
         (("shards", "drain", "s2"), 2, 'to have it drained, write into its [[shard]]\n  state = "draining"'),
         (("shards", "--json", "plan"), 2, "it stands before 'plan', and is for the list of shards: put it behind"),
     ],
