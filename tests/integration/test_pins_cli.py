@@ -21,7 +21,6 @@ from shard.vocabulary import OrgId
 from tests.conftest import CLUSTER
 from tests.pair import A, B
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
 T = TypeVar("T")
 
 
@@ -155,19 +154,6 @@ def test_an_org_is_pinned_shown_and_unpinned(shell: Shell) -> None:
     assert (done.code, done.out) == (0, "org acme is not pinned any more: lives on s1, and stays there\n")
     assert shell.windrow("unpin", "acme").code == 4
     assert shell.windrow("pins").out.splitlines()[1] == "acme    its hash  s1        16,384  there"
-
-
-def test_what_the_page_for_operators_shows_is_what_is_said(shell: Shell) -> None:
-    section = PAGE.read_text().partition("## Pinning an org\n")[2]
-    shown = section.partition("```console\n")[2].partition("```")[0]
-    said = ""
-    for line in shown.splitlines():
-        if line.startswith("$ "):
-            command = line.removeprefix("$ windrow shards ").removesuffix(" --config cluster.toml")
-            done = shell.windrow(*command.split())
-            assert (done.code, done.err) == (0, "")
-            said += f"{line}\n{done.out}"
-    assert said == shown
 
 
 def test_an_org_for_which_nothing_will_do_any_more_is_told_of(shell: Shell) -> None:

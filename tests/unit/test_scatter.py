@@ -12,6 +12,7 @@ from router.member import Member
 from router.scatter import ask_readers, list_readers, summed
 from shard.books import Page, QueueCounts
 from shard.errors import BadPageToken, QueueExists, ShardUnavailable, UnknownQueue
+from shard.placement import Placement
 from shard.records import JobRecord
 from shard.vocabulary import Micros, OrgId, QueueName, ShardName
 
@@ -24,8 +25,9 @@ class Shards:
     def __init__(self, **says: object) -> None:
         self.says: Mapping[str, object] = says
 
-    def reads(self, _: OrgId) -> list[str]:
-        return list(self.says)
+    def placement(self, _: OrgId) -> Placement:
+        names = tuple(map(ShardName, self.says))
+        return Placement(writes=names[-1:], reads=names, epoch=1)
 
     def placed(self, name: str) -> _Shard:
         return _Shard(self.says[name])
