@@ -270,6 +270,11 @@ def what_is_wrong(
                     "Was the catalog restored from a backup? Find out which shard has the slot's jobs before anything "
                     "else moves"
                 )
+        if slot in source and source[slot].state == "draining" and source[slot].epoch < move.epoch:
+            return (
+                f"shard {move.source!r} has given slot {slot} away in epoch {source[slot].epoch}. Was the catalog "
+                "restored from a backup? Find out which shard has the slot's jobs before anything else moves"
+            )
         if _epoch(source, slot) == move.epoch == _epoch(target, slot):
             if _epoch(before, slot) == move.epoch and before[slot].chunk > target[slot].chunk + 1:
                 return _lost(move.target, slot, target[slot].chunk, move.source, before[slot].chunk)

@@ -113,3 +113,5 @@ class CatalogCopy:
                 await self.look()
             except ShardError as error:
                 _log.warning("could not look at the catalog: %s", error)
+            except Exception:  # noqa: BLE001 - what this router knows serves on
+                _log.exception("could not look at the catalog")

@@ -203,7 +203,9 @@ class Fleet:
             if old is not new and old.reads != new.reads
         }
         rooms = [member.room for member in self._members.values()]
-        orgs = {org for room in rooms for org in room.orgs() if after.slot(org) in moved}
+        waiting = {org for room in rooms for org in room.orgs()}
+        # An org that has got a slot of its own since may have moved with it.
+        orgs = {org for org in waiting if (slot := after.slot(org)) in moved or slot != before.slot(org)}
         for room in rooms:
             room.wake_those(orgs)
 

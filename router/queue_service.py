@@ -107,7 +107,12 @@ class QueueService:
             left = [at for at in range(len(jobs)) if at not in before] if before else []
             new = jobs.only(left) if before else jobs
             handover = member.room.offer(new) if hand else None
-            known = await member.store.enqueue(new, handover, epoch=placement.epoch)
+            try:
+                known = await member.store.enqueue(new, handover, epoch=placement.epoch)
+            except BadIds as error:
+                if before:
+                    error.positions = [left[at] for at in error.positions]
+                raise
             member.room.stored(new, known, handover)
             return before | {left[at]: known_as for at, known_as in known.items()} if before else known
 

@@ -8,6 +8,7 @@ epoch, and so changes nothing when it comes late or a second time. The steps on 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from shard.database import Database
 from shard.errors import Misconfigured, ShardUnavailable
 from shard.placement import KEYS_KNOWN_US, SLOTS, FormerOwner, Placement, plan, slot_of
 from shard.vocabulary import Micros, OrgId, ShardName, Slot
+
+_log = logging.getLogger(__name__)
 
 # Whoever changes the catalog otherwise than by a move takes turns on this advisory lock; any number, the same in every
 # release.
@@ -159,8 +162,14 @@ async def read(database: Database, known: Catalog | None = None) -> Catalog:
     """The catalog as it is now, from one snapshot; only what is newer than the copy that is `known` is sent. That very
     copy, if nothing is."""
     rows = await database.run(statements.READ_CATALOG, {"since": -1 if known is None else known.epoch})
-    if known is not None and rows[0][0] <= known.epoch:
+    if known is not None and rows[0][0] == known.epoch:
         return known
+    if known is not None and rows[0][0] < known.epoch:
+        _log.warning(
+            "the catalog is at epoch %d, and was at %d: it was restored from a backup; it is read anew",
+            *(rows[0][0], known.epoch),
+        )
+        return await read(database)
     slots = list(known.slots) if known is not None else []
     pins = dict(known.pins) if known is not None else {}
     for _, slot, org, writes, reads, epoch, former, left_at in rows:

@@ -42,6 +42,8 @@ _unpack_int8 = struct.Struct("!q").unpack
 _SETTINGS = """
 SELECT set_config(s.name, s.value, false) FROM (VALUES
     ('jit', 'off'), ('timezone', 'UTC'), ('lock_timeout', '10s'), ('idle_in_transaction_session_timeout', '15s'),
+    -- Jobs travel between shards as text.
+    ('datestyle', 'ISO, YMD'),
     -- What the statements count on, whatever the server's defaults are: a second look sees what was committed
     -- meanwhile, and a commit is durable.
     ('default_transaction_isolation', 'read committed'), ('default_transaction_read_only', 'off'),

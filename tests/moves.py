@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from balancer.move import Mover, Pace
-from shard import catalog, moving
+from shard import catalog, moving, pinning
 from shard.catalog import Move
 from shard.database import Database
+from shard.pinning import OnShard
 from shard.vocabulary import OrgId, ShardName, Slot
 
 T = TypeVar("T")
@@ -98,6 +99,15 @@ def begin_move(dsns: Mapping[str, str], org: str, *, to: str) -> Moving:
         return Moving(dsns=dsns, slot=slot, epoch=move.epoch, target=to)
 
     return _run(dsns, act)
+
+
+def pin(dsns: Mapping[str, str], org: str, *, to: str) -> None:
+    """Gives the org a slot of its own, which is not moved yet."""
+
+    async def act(databases: Mapping[ShardName, Database]) -> None:
+        await pinning.pin(databases[ShardName("s1")], OrgId(org), OnShard(ShardName(to)))
+
+    _run(dsns, act)
 
 
 def _run(dsns: Mapping[str, str], act: Callable[[Mapping[ShardName, Database]], Awaitable[T]]) -> T:

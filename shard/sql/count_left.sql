@@ -17,5 +17,7 @@ CROSS JOIN LATERAL (
     CROSS JOIN LATERAL (SELECT count(*) AS dead FROM windrow.dead d WHERE d.queue_id = q.queue_id) aside
 ) there
 CROSS JOIN LATERAL (SELECT count(*) AS departing FROM windrow.departing d WHERE d.slot = n.slot) away
-WHERE there.free > 0 OR there.leased > 0 OR there.dead > 0 OR away.departing > 0
+WHERE (there.free > 0 OR there.leased > 0 OR there.dead > 0 OR away.departing > 0)
+    -- What is done elsewhere because of this must not be lost here: it is on the standby first. See find_known.sql.
+    AND (SELECT pg_logical_emit_message(true, 'windrow', '')) IS NOT NULL
 ORDER BY n.slot

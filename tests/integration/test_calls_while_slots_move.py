@@ -18,9 +18,9 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from tests.jobs import job_id
-from tests.moves import Moving, begin_move
+from tests.moves import Moving, begin_move, pin
 from tests.postgres import Server
-from tests.routers import PATIENCE_S, Routers, Stubs, running_routers, stubs, write_cluster
+from tests.routers import PATIENCE_S, Routers, Stubs, running_routers, stubs, violated_fields, write_cluster
 from windrow.v1 import admin_pb2, job_pb2, queue_pb2
 
 QUEUE = "mail"
@@ -225,6 +225,25 @@ def go_on(move: Moving, *, until_: str) -> None:
         getattr(move, until_)()
 
 
+def test_of_a_batch_that_a_former_owner_knows_in_part_the_right_jobs_are_refused(cluster: Cluster) -> None:
+    org, known, good = cluster.org(), new_job(), new_job()
+    old = new_job(id=job_id(ahead_ms=-30 * 86_400_000))
+    enqueue(cluster.near, org, known)
+    (leased,) = dequeue(cluster.near, org)
+    ack(cluster.near, org, leased.lease)
+    cluster.begin(org).finish()
+    request = queue_pb2.EnqueueRequest(org=org, jobs=[known, good, old])
+    error = refused(lambda: cluster.near.queue.Enqueue(request, timeout=PATIENCE_S))
+    assert violated_fields(error) == ["jobs[2].id"]
+    request.independent = True
+    results = cluster.near.queue.Enqueue(request, timeout=PATIENCE_S).results
+    assert [(one.id, one.duplicate, bool(one.error.code)) for one in results] == [
+        (known.id, True, False),
+        (good.id, False, False),
+        ("", False, True),
+    ]
+
+
 def test_an_org_that_moves_there_and_back_keeps_all_that_it_knew(cluster: Cluster) -> None:
     org, first, second = cluster.org(), new_job(dedup_key="1"), new_job(dedup_key="2")
     enqueue(cluster.near, org, first)
@@ -273,6 +292,23 @@ def test_who_waits_gets_what_comes_by_a_move(cluster: Cluster, thread: ThreadPoo
     move.take()
     assert [one.id for one in waiting.result(PATIENCE_S)] == [job.id]
     move.finish()
+
+
+def test_who_waits_through_a_router_that_slept_while_the_org_was_pinned_and_moved_is_served_where_it_lives(
+    cluster: Cluster, thread: ThreadPoolExecutor
+) -> None:
+    org, job = cluster.org(), new_job()
+    (pid,) = cluster.routers.pids
+    waiting = thread.submit(dequeue, cluster.near, org, wait_s=25)
+    until(lambda: waiting.running(), "a consumer waits")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        pin(cluster.dsns, org, to="s2")
+        begin_move(cluster.dsns, org, to="s2").finish()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    enqueue(cluster.far, org, job)
+    assert [one.id for one in waiting.result(PATIENCE_S)] == [job.id]
 
 
 def test_leases_outlive_a_move_begun_and_end_where_they_began(cluster: Cluster) -> None:
@@ -338,6 +374,23 @@ def test_a_pause_during_a_move_holds_on_both_shards_and_so_does_its_end(cluster:
     move.finish()
 
 
+def test_a_queue_that_is_created_while_its_slot_has_no_writer_has_the_configuration_that_was_asked_for(
+    cluster: Cluster, thread: ThreadPoolExecutor
+) -> None:
+    org = cluster.org()
+    move = cluster.begin(org)
+    move.close()
+    config = admin_pb2.QueueConfig(max_attempts=3)
+    request = admin_pb2.CreateQueueRequest(org=org, queue="new", config=config)
+    creating = thread.submit(cluster.near.admin.CreateQueue, request, timeout=PATIENCE_S)
+    until(lambda: creating.running(), "a queue is being created")
+    move.open()
+    move.switch()
+    made = creating.result(PATIENCE_S).queue
+    assert (made.shard, made.config.max_attempts) == ("s2", 3)
+    move.finish()
+
+
 def test_a_queue_is_not_deleted_while_its_jobs_are_on_their_way(cluster: Cluster) -> None:
     org, job = cluster.org(), new_job()
     enqueue(cluster.near, org, job)
@@ -392,6 +445,24 @@ def test_counts_lists_redrive_and_purge_reach_both_shards(cluster: Cluster) -> N
     ).queues
     assert counts.cancelled == 3
     cluster.near.books("s1", "s2")
+
+
+# ── A catalog that cannot be read ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_router_serves_on_by_what_it_knows_when_it_is_told_of_a_change_that_it_cannot_read(cluster: Cluster) -> None:
+    org, job, pids = cluster.org(), new_job(), cluster.routers.pids
+    cluster.sql("s1", "ALTER TABLE windrow.former_owner RENAME TO hidden")
+    try:
+        cluster.sql("s1", "NOTIFY windrow_catalog, '7'")
+        until(lambda: "could not look at the catalog" in cluster.routers.log.read_text(), "the router has tried")
+        assert enqueue(cluster.near, org, job) == [(job.id, False)]
+        # Whether anybody else knows a job, nobody can tell.
+        answer = cluster.near.queue.GetJobs(queue_pb2.GetJobsRequest(org=org, ids=[job.id]), timeout=PATIENCE_S)
+        assert [one.id for one in answer.jobs] == [job.id]
+    finally:
+        cluster.sql("s1", "ALTER TABLE windrow.hidden RENAME TO former_owner")
+    assert cluster.routers.pids == pids
 
 
 # ── Shards that are away ─────────────────────────────────────────────────────────────────────────────────────────────

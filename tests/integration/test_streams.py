@@ -26,6 +26,7 @@ from router.stream import Stream as RoutersStream
 from router.tracing import Tracing
 from router.wire import Given
 from shard.lease import lease_of, token, token_prefix
+from shard.placement import Placement
 from shard.store import Store
 from shard.vocabulary import Lease, Micros, ShardName
 from tests.jobs import job_id
@@ -659,6 +660,14 @@ class _NoShards:
     def givers(self, org: str) -> list[object]:
         del org
         return []
+
+    def placement(self, org: str) -> Placement:
+        del org
+        return Placement(writes=(), reads=(), epoch=1)
+
+    async def is_current(self, org: str, placement: Placement) -> bool:
+        del org, placement
+        return True
 
 
 async def test_a_consumer_that_sends_and_does_not_read_is_not_heard_any_more() -> None:
