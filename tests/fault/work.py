@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,8 +36,8 @@ _HELD_S = 60.0
 
 @dataclass(kw_only=True)
 class Work:
-    """`clients` reach one set of routers each, `stubs` too, which never try again. `bystanders`: an org at rest on each
-    shard. `folder`: of the histories, of this work alone."""
+    """Of `org`, which moves, and of `bystanders`: an org at rest on each shard. `clients` reach one set of routers
+    each, and so do `stubs`, which never try again. `folder`: of this work's histories alone."""
 
     org: str
     bystanders: Mapping[str, str]
@@ -46,11 +46,12 @@ class Work:
     stubs: Sequence[queue_pb2_grpc.QueueAsyncStub]
     recorder: Recorder
     orders: Orders = field(default_factory=Orders)
-    # Jobs that are due long after all is over: they are there to be moved.
+    # Jobs that are due long after all is over: there is always something to be moved.
     scheduled: list[str] = field(default_factory=list[str])
     # Jobs that were not found after their enqueue was acknowledged, and lookups that failed.
     missing: set[str] = field(default_factory=set[str])
     lookups_failed: list[str] = field(default_factory=list[str])
+    _keys: Iterator[str] = field(default_factory=lambda: itertools.cycle(f"key-{number}" for number in range(KEYS)))
     _held: list[windrow.Job] = field(default_factory=list[windrow.Job])
     _stored: list[str] = field(default_factory=list[str])
     _producing: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
@@ -69,11 +70,8 @@ class Work:
     async def _round(self, first: windrow.Client, other: windrow.Client) -> None:
         """New jobs, and the same again, through the routers that may know less, or more; keys, with other jobs too."""
         jobs = [_new_job(self.org) for _ in range(3)]
-        await self._enqueue(first, [*jobs, self._keyed()])
-        await self._enqueue(other, [*jobs, self._keyed()])
-
-    def _keyed(self) -> windrow.NewJob:
-        return _new_job(self.org, key=f"key-{time.monotonic_ns() // 1000 % KEYS}")
+        for client in (first, other):
+            await self._enqueue(client, [*jobs, _new_job(self.org, key=next(self._keys))])
 
     async def _look(self) -> None:
         """For jobs that were acknowledged."""
@@ -180,6 +178,7 @@ class Work:
                 await self._enough.wait()
 
     def start(self, group: asyncio.TaskGroup) -> None:
+        """Goes on until `end`, in tasks of this group."""
         bystanders = [self._stand_by(org) for org in self.bystanders.values()]
         self._producing = [group.create_task(work) for work in (self._produce(), self._look(), *bystanders)]
         for consumer in self._consumers():
@@ -223,7 +222,7 @@ class Work:
                 history=self.seen(),
                 rows=[row for row in tables.read_rows(shards) if row.org in orgs],
                 books=[one for one in tables.read_books(address, [shard.name for shard in shards]) if one.org in orgs],
-                # How late jobs came is no matter here.
+                # How late jobs came does not matter here.
                 calm_s=time.monotonic(),
                 late_s_max=PATIENCE_S,
             )
