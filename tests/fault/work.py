@@ -27,8 +27,8 @@ from windrow.v1 import queue_pb2, queue_pb2_grpc
 
 # That of the streams, and one that only `hold_leases` reads.
 QUEUE, HELD = "load", "held"
-KEYS = 10
-LOOKED_FOR = 50
+_KEYS_MAX = 10
+_LOOKED_FOR_MAX = 50
 _PAUSE_S = 0.2
 _WINDOW_S = 1.0
 _HELD_S = 60.0
@@ -51,7 +51,9 @@ class Work:
     # Jobs that were not found after their enqueue was acknowledged, and lookups that failed.
     missing: set[str] = field(default_factory=set[str])
     lookups_failed: list[str] = field(default_factory=list[str])
-    _keys: Iterator[str] = field(default_factory=lambda: itertools.cycle(f"key-{number}" for number in range(KEYS)))
+    _keys: Iterator[str] = field(
+        default_factory=lambda: itertools.cycle(f"key-{number}" for number in range(_KEYS_MAX))
+    )
     _held: list[windrow.Job] = field(default_factory=list[windrow.Job])
     _stored: list[str] = field(default_factory=list[str])
     _producing: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
@@ -78,7 +80,7 @@ class Work:
         for client in itertools.cycle(self.clients):
             if self._enough.is_set():
                 return
-            ids = [*self.scheduled, *self._stored[-LOOKED_FOR:]]
+            ids = [*self.scheduled, *self._stored[-_LOOKED_FOR_MAX:]]
             try:
                 self.missing.update(set(ids) - set(await client.get_jobs(ids)))
             except windrow.WindrowError as error:
