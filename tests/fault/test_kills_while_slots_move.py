@@ -1,0 +1,280 @@
+"""kill -9 of a balancer, of a Postgres, of all routers, at each step of a move, under load: before the step is
+committed, and when it is and nobody has heard. Nothing acknowledged is lost, nothing is stored twice or runs twice at a
+time, the books balance (I1, I2, I3, I5), and who has nothing to do with what was killed notices nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import re
+import signal
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from chaos.history import Verb
+from chaos.shards import Shard, ask, open_shards
+from cli.local import in_thread
+from embedded import BinariesNotFound
+from shard import catalog, pinning
+from shard.catalog import Catalog
+from shard.database import Database
+from shard.errors import ShardUnavailable
+from shard.pinning import OnShard
+from shard.placement import slot_of
+from shard.vocabulary import OrgId, ShardName
+from tests.balancers import Process, balancer_process
+from tests.fault.steps import STEPS, make_gates, shut_gate
+from tests.fault.work import Work, working
+from tests.routers import Routers, ending, running_routers, write_cluster
+from tests.streams import until
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
+
+# The first has the catalog.
+S1, S2, S3 = SHARDS = ("s1", "s2", "s3")
+# Whom it may hit, and where the org goes meanwhile: the catalog's shard dies alone, as a source, and as a target.
+VICTIMS = {
+    "balancer": (S2, S3, S2),
+    "source": (S2, S3, S2),
+    "target": (S2, S3, S1),
+    "catalog": (S1, S2, S3),
+    "routers": (S2, S3, S2),
+}
+_numbers = itertools.count(1)
+
+
+@dataclass(kw_only=True)
+class Cluster:
+    """Three Postgres servers, two sets of routers, and a balancer, which alone reaches the servers by proxies."""
+
+    shards: Mapping[str, Shard]
+    routers: Sequence[Routers]
+    balancer: Process
+    # The balancer's.
+    config: Path
+    catalog: Database
+    known: Catalog
+    processes: contextlib.ExitStack
+
+    @property
+    def addresses(self) -> list[str]:
+        return [one.address for one in self.routers]
+
+    def org_on(self, shard: str) -> str:
+        """A new org whose jobs go to this shard."""
+        names = (f"org-{next(_numbers)}" for _ in itertools.count())
+        return next(name for name in names if self.known.slots[slot_of(OrgId(name))].writes == (shard,))
+
+    async def wish(self, org: str, shard: str) -> None:
+        """The org is to live there."""
+
+        async def wished() -> bool:
+            with contextlib.suppress(ShardUnavailable):
+                await pinning.pin(self.catalog, OrgId(org), OnShard(ShardName(shard)))
+                return True
+            return False
+
+        await until(wished, "the catalog is there")
+
+    def have_it_looked(self) -> None:
+        """By the balancer, now: whenever its file has changed it looks what is to be done."""
+        with self.config.open("a") as file:
+            file.write("# changed\n")
+        self.balancer.process.send_signal(signal.SIGHUP)
+
+    async def at_rest(self, org: str, shard: str) -> None:
+        read = f"SELECT p.reads FROM windrow.placement p JOIN windrow.pin USING (slot) WHERE pin.org = '{org}'"
+
+        async def rests() -> bool:
+            return await asyncio.to_thread(ask, self.shards[S1].direct_dsn, read) == [([shard],)]
+
+        await until(rests, f"{org} is at rest on {shard}")
+
+    @contextlib.asynccontextmanager
+    async def working(self, home: str, folder: Path) -> AsyncGenerator[Work, None]:
+        """Work of an org that lives on a shard, and has a slot of its own."""
+        org = self.org_on(home)
+        await self.wish(org, home)
+        bystanders = {shard: self.org_on(shard) for shard in SHARDS}
+        async with working(self.addresses, org=org, bystanders=bystanders, folder=folder) as work:
+            yield work
+
+    async def kill_balancer(self) -> None:
+        self.balancer.process.kill()
+        await asyncio.to_thread(self.balancer.process.wait)
+
+    async def start_balancer(self) -> None:
+        self.balancer = self.processes.enter_context(balancer_process(self.config))
+        await self.balancer.says("leads, by cluster file")
+
+    async def kill_postgres(self, shard: str) -> None:
+        # The whole server: no backend finishes what it was about to do.
+        node = self.shards[shard].primary
+        node.kill()
+        await until(lambda: not node.processes(), f"{shard} has ended")
+
+    async def kill_routers(self) -> None:
+        pids = [pid for one in self.routers for pid in one.pids]
+        with ending(pids):
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    folder = tmp_path_factory.mktemp("cluster")
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            shards = await stack.enter_async_context(open_shards(len(SHARDS), replicated=False, roots={}))
+        except BinariesNotFound as error:
+            pytest.skip(str(error))
+        config = write_cluster(folder / "routers.toml", {name: shard.direct_dsn for name, shard in shards.items()})
+        routers = [await stack.enter_async_context(in_thread(running_routers(config))) for _ in range(2)]
+        for shard in shards.values():
+            make_gates(shard)
+        config = write_cluster(folder / "balancer.toml", {name: shard.dsn for name, shard in shards.items()})
+        processes = stack.enter_context(contextlib.ExitStack())
+        balancer = processes.enter_context(balancer_process(config))
+        await balancer.says("leads, by cluster file")
+        database = Database(ShardName(S1), shards[S1].direct_dsn, connections=1)
+        await database.open()
+        stack.push_async_callback(database.close)
+        yield Cluster(
+            shards=shards,
+            routers=routers,
+            balancer=balancer,
+            config=config,
+            processes=processes,
+            catalog=database,
+            known=await catalog.read(database),
+        )
+
+
+@dataclass(kw_only=True)
+class Journey:
+    """The slot of an org is brought from one shard to another, and somebody is killed on the way."""
+
+    cluster: Cluster
+    work: Work
+    source: str
+    target: str
+
+    async def take(self, step: str, victim: str, *, is_committed: bool) -> None:
+        """With a kill at this step. `is_committed`: then it has been taken, and nobody has heard of that."""
+        at = self.cluster.shards[self.places[STEPS[step].place]]
+        await self.work.hold_leases()
+        async with shut_gate(at, step) as gate:
+            await self.cluster.wish(self.work.org, self.target)
+            self.cluster.have_it_looked()
+            if step == "leave":
+                # It waits for leases to end.
+                await self.work.ack_held()
+            await gate.reached()
+            if is_committed:
+                async with unheard(at):
+                    await gate.pass_through()
+                    await self.kill(victim)
+            else:
+                await self.kill(victim)
+                if victim == "balancer":
+                    # Else the server would do what it was told by one who is dead: as if that had not come any more.
+                    await gate.refuse()
+                elif self.places.get(victim) != at.name:
+                    await gate.open()
+        await self.revive(victim)
+        if step != "leave":
+            await self.work.ack_held()
+        await self.cluster.at_rest(self.work.org, self.target)
+
+    @property
+    def places(self) -> Mapping[str, str]:
+        return {"catalog": S1, "source": self.source, "target": self.target}
+
+    async def kill(self, victim: str) -> None:
+        if victim in self.places:
+            await self.cluster.kill_postgres(self.places[victim])
+        elif victim == "routers":
+            await self.cluster.kill_routers()
+        else:
+            await self.cluster.kill_balancer()
+
+    async def revive(self, victim: str) -> None:
+        if victim in self.places:
+            await self.cluster.shards[self.places[victim]].primary.start()
+        elif victim == "balancer":
+            await self.cluster.start_balancer()
+        # Routers come back by themselves.
+
+
+@contextlib.asynccontextmanager
+async def unheard(shard: Shard) -> AsyncGenerator[None, None]:
+    """What the shard answers within the block is lost to whoever asked by the proxy."""
+    proxy = shard.primary.proxy
+    proxy.hold()
+    try:
+        yield
+    finally:
+        proxy.cut_all()
+        proxy.let_go()
+
+
+def assert_all_is_well(cluster: Cluster, work: Work) -> None:
+    assert work.wrong(list(cluster.shards.values()), cluster.addresses[0]) == []
+    assert work.missing == set()
+    # A client tries again, and so hears of no kill at all.
+    assert work.failed([work.org]) == []
+    seen = work.seen()
+    assert min(len(seen.enqueues), len(seen.deliveries)) > 50, "this is no load"
+    for log in cluster.config.parent.glob("balancer-*.log"):
+        assert re.findall("Traceback|.* cannot go on.*|.* ERROR .*", log.read_text()) == []
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+@pytest.mark.parametrize("step", STEPS)
+async def test_a_kill_at_any_step_loses_nothing_and_doubles_nothing(
+    cluster: Cluster, tmp_path: Path, step: str, victim: str
+) -> None:
+    # Whose orgs may notice.
+    struck: set[str] = set(SHARDS if victim == "routers" else ())
+    async with cluster.working(VICTIMS[victim][0], tmp_path) as work:
+        for (source, target), is_committed in zip(itertools.pairwise(VICTIMS[victim]), (False, True), strict=True):
+            journey = Journey(cluster=cluster, work=work, source=source, target=target)
+            await journey.take(step, victim, is_committed=is_committed)
+            struck.update([journey.places[victim]] if victim in journey.places else [])
+        await work.drain(cluster.shards.values())
+    assert_all_is_well(cluster, work)
+    harmed = {work.bystanders[shard] for shard in struck}
+    refused = work.failed(work.bystanders.values())
+    assert [call for call in refused if call.org not in harmed or call.code != "UNAVAILABLE"] == []
+    if victim in ("balancer", "routers"):
+        assert work.lookups_failed == []
+
+
+async def test_who_works_through_a_router_that_sleeps_during_a_move_notices_nothing(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    asleep = cluster.routers[0].pids
+    async with cluster.working(S2, tmp_path) as work:
+        await work.hold_leases()
+        for pid in asleep:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            await cluster.wish(work.org, S3)
+            cluster.have_it_looked()
+            await work.ack_held()
+            await cluster.at_rest(work.org, S3)
+        finally:
+            for pid in asleep:
+                os.kill(pid, signal.SIGCONT)
+        await work.drain(cluster.shards.values())
+    assert_all_is_well(cluster, work)
+    assert work.failed(work.orgs) == []
+    assert work.lookups_failed == []
+    # Nor does a stream end.
+    assert [call for call in work.seen().calls if call.verb is Verb.CONSUME and call.code] == []

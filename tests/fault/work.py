@@ -1,0 +1,273 @@
+"""What goes on while slots move: producers and streams of an org that moves, and orgs at rest beside it. All of it is
+written down as chaos/history.py has it, for chaos/checker to judge."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+import windrow
+from chaos import history, tables
+from chaos.checker import Evidence, Violation, check
+from chaos.clients import calls
+from chaos.clients.site import Orders, Site
+from chaos.clients.streaming import Consumer
+from chaos.history import Answer, Call, History, Outcome, Recorder, Verb, leased, payload_of
+from chaos.shards import Shard, ask
+from tests.routers import PATIENCE_S
+from tests.streams import until
+from windrow.v1 import queue_pb2, queue_pb2_grpc
+
+# That of the streams, and one that only `hold_leases` reads.
+QUEUE, HELD = "load", "held"
+_KEYS_MAX = 10
+_LOOKED_FOR_MAX = 50
+_PAUSE_S = 0.2
+_WINDOW_S = 1.0
+_HELD_S = 60.0
+
+
+@dataclass(kw_only=True)
+class Work:
+    """Of `org`, which moves, and of `bystanders`: an org at rest on each shard. `clients` reach one set of routers
+    each, and so do `stubs`, which never try again. `folder`: of this work's histories alone."""
+
+    org: str
+    bystanders: Mapping[str, str]
+    folder: Path
+    clients: Sequence[windrow.Client]
+    stubs: Sequence[queue_pb2_grpc.QueueAsyncStub]
+    recorder: Recorder
+    orders: Orders = field(default_factory=Orders)
+    # Jobs that are due long after all is over: there is always something to be moved.
+    scheduled: list[str] = field(default_factory=list[str])
+    # Jobs that were not found after their enqueue was acknowledged, and lookups that failed.
+    missing: set[str] = field(default_factory=set[str])
+    lookups_failed: list[str] = field(default_factory=list[str])
+    _keys: Iterator[str] = field(
+        default_factory=lambda: itertools.cycle(f"key-{number}" for number in range(_KEYS_MAX))
+    )
+    _held: list[windrow.Job] = field(default_factory=list[windrow.Job])
+    _stored: list[str] = field(default_factory=list[str])
+    _producing: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
+    _enough: asyncio.Event = field(default_factory=asyncio.Event)
+
+    # ── The org that moves ───────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _produce(self) -> None:
+        """Round after round, whatever became of those before."""
+        ways = itertools.cycle([(first, other) for first in self.clients for other in self.clients])
+        async with asyncio.TaskGroup() as rounds:
+            while not self._enough.is_set():
+                rounds.create_task(self._round(*next(ways)))
+                await self._pause()
+
+    async def _round(self, first: windrow.Client, other: windrow.Client) -> None:
+        """New jobs, and the same again, through the routers that may know less, or more; keys, with other jobs too."""
+        jobs = [_new_job(self.org) for _ in range(3)]
+        for client in (first, other):
+            await self._enqueue(client, [*jobs, _new_job(self.org, key=next(self._keys))])
+
+    async def _look(self) -> None:
+        """For jobs that were acknowledged."""
+        for client in itertools.cycle(self.clients):
+            if self._enough.is_set():
+                return
+            ids = [*self.scheduled, *self._stored[-_LOOKED_FOR_MAX:]]
+            try:
+                self.missing.update(set(ids) - set(await client.get_jobs(ids)))
+            except windrow.WindrowError as error:
+                self.lookups_failed.append(str(error))
+            await self._pause()
+
+    async def hold_leases(self) -> None:
+        """Takes leases that last, until `ack_held`."""
+        await self._enqueue(self.clients[0], [_new_job(self.org, queue=HELD) for _ in range(2)])
+        number = self.recorder.begin(Verb.DEQUEUE, self.org, {"window_s": _HELD_S})
+        self._held = await self.clients[0].dequeue(HELD, max_jobs=2, visibility_window=_HELD_S)
+        got = [leased(lease=job.lease, attempt=job.attempt, payload=job.payload) for job in self._held]
+        self.recorder.got(number, got)
+        self.recorder.end(number, Outcome.OK)
+        assert len(got) == 2
+
+    async def ack_held(self) -> None:
+        """Through routers that did not give them; the leases are live."""
+        asked = {"leases": [job.lease.hex() for job in self._held], "span_s": 0.0}
+        number = self.recorder.begin(Verb.ACK, self.org, asked)
+        answers = [Answer(answer.value) for answer in await self.clients[1].ack(self._held)]
+        self.recorder.end(number, Outcome.OK, answered=answers)
+        assert answers == [Answer.OK] * 2
+        self._held = []
+
+    async def schedule(self, count: int) -> None:
+        jobs = [_new_job(self.org, delay_s=3600.0) for _ in range(count)]
+        await self._enqueue(self.clients[0], jobs)
+        self.scheduled += [str(job.id) for job in jobs]
+
+    async def _enqueue(self, client: windrow.Client, jobs: Sequence[windrow.NewJob]) -> None:
+        number = self.recorder.begin(Verb.ENQUEUE, self.org, [_asked(job) for job in jobs])
+        try:
+            stored = await client.enqueue_many(jobs)
+        except windrow.WindrowError as error:
+            self.recorder.end(number, Outcome.UNKNOWN, code=str(error))
+            return
+        answered = [{"job": one.id, "duplicate": one.duplicate} for one in stored]
+        self.recorder.end(number, Outcome.OK, answered=answered)
+        self._stored += [one.id for one in stored]
+
+    async def _cancel_scheduled(self) -> None:
+        number = self.recorder.begin(Verb.CANCEL, self.org, self.scheduled)
+        answers = [Answer(answer.value) for answer in await self.clients[0].cancel_jobs(self.scheduled)]
+        self.recorder.end(number, Outcome.OK, answered=answers)
+        assert set(answers) <= {Answer.OK}
+        self.scheduled = []
+
+    # ── Those at rest ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _stand_by(self, org: str) -> None:
+        """One call at a time, each tried once."""
+        for stub in itertools.cycle(self.stubs):
+            if self._enough.is_set():
+                return
+            job = _new_job(org)
+            number = self.recorder.begin(Verb.ENQUEUE, org, [_asked(job)])
+            request = queue_pb2.EnqueueRequest(org=org)
+            request.jobs.add(id=job.id, queue=job.queue, kind=job.kind, payload=payload_of(org, str(job.id), 0))
+            try:
+                response = await stub.Enqueue(request, timeout=PATIENCE_S)
+            except grpc.aio.AioRpcError as error:
+                outcome, code = calls.outcome_of(error)
+                self.recorder.end(number, outcome, code=code)
+            else:
+                answered = [{"job": one.id, "duplicate": one.duplicate} for one in response.results]
+                self.recorder.end(number, Outcome.OK, answered=answered)
+            await self._pause()
+
+    # ── All of them ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def orgs(self) -> list[str]:
+        return [self.org, *self.bystanders.values()]
+
+    def _consumers(self) -> list[Consumer]:
+        """The org that moves has a stream by each set of routers, those at rest have one."""
+        site = Site(
+            address="",
+            folder=str(self.folder),
+            name="streams",
+            generation=0,
+            seed=1,
+            orgs=self.orgs,
+            mine=0,
+            places=1,
+            window_s=_WINDOW_S,
+        )
+        moving = [Consumer(site, self.orders, stub, self.recorder, org=self.org) for stub in self.stubs]
+        turns = itertools.cycle(self.stubs)
+        resting = [Consumer(site, self.orders, next(turns), self.recorder, org=org) for org in self.bystanders.values()]
+        return [*moving, *resting]
+
+    async def _pause(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_PAUSE_S):
+                await self._enough.wait()
+
+    def start(self, group: asyncio.TaskGroup) -> None:
+        """Goes on until `end`, in tasks of this group."""
+        bystanders = [self._stand_by(org) for org in self.bystanders.values()]
+        self._producing = [group.create_task(work) for work in (self._produce(), self._look(), *bystanders)]
+        for consumer in self._consumers():
+            group.create_task(consumer.run())
+
+    async def drain(self, shards: Iterable[Shard]) -> None:
+        """Produces no more, and waits until all is done."""
+        self._enough.set()
+        await asyncio.wait(self._producing)
+        await self._cancel_scheduled()
+        orgs = ", ".join(f"'{org}'" for org in self.orgs)
+        counted = f"SELECT count(*) FROM windrow.job j JOIN windrow.queue q USING (queue_id) WHERE q.org IN ({orgs})"
+
+        async def nothing_left() -> bool:
+            counts = [await asyncio.to_thread(ask, shard.direct_dsn, counted) for shard in shards]
+            return not any(count for ((count,),) in counts)
+
+        await until(nothing_left, "every job is done")
+
+    def end(self) -> None:
+        self._enough.set()
+        self.orders.over.set()
+
+    def seen(self) -> History:
+        return history.read(self.folder)
+
+    def failed(self, orgs: Iterable[str]) -> list[Call]:
+        """Enqueues of these orgs that somebody was told had failed."""
+        among = set(orgs)
+        return [
+            call
+            for call in self.seen().calls
+            if call.verb is Verb.ENQUEUE and call.outcome is not Outcome.OK and call.org in among
+        ]
+
+    def wrong(self, shards: Sequence[Shard], address: str) -> list[Violation]:
+        """What is not as it must be, by what was seen and what the tables of all shards say."""
+        orgs = set(self.orgs)
+        return check(
+            Evidence(
+                history=self.seen(),
+                rows=[row for row in tables.read_rows(shards) if row.org in orgs],
+                books=[one for one in tables.read_books(address, [shard.name for shard in shards]) if one.org in orgs],
+                # How late jobs came does not matter here.
+                calm_s=time.monotonic(),
+                late_s_max=PATIENCE_S,
+            )
+        )
+
+
+@contextlib.asynccontextmanager
+async def working(
+    addresses: Sequence[str], *, org: str, bystanders: Mapping[str, str], folder: Path
+) -> AsyncGenerator[Work, None]:
+    """Work goes on within the block; drained first, it leaves nothing."""
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [windrow.Client(address, org=org, create_spans=False) for address in addresses]
+        channels = [calls.connect(address) for address in addresses]
+        work = Work(
+            org=org,
+            bystanders=bystanders,
+            folder=folder,
+            clients=[await stack.enter_async_context(client) for client in clients],
+            stubs=[queue_pb2_grpc.QueueStub(await stack.enter_async_context(channel)) for channel in channels],
+            recorder=stack.enter_context(Recorder(folder, "client")),
+        )
+        # Consumers ack what they get.
+        work.orders.calm.set()
+        await work.schedule(5)
+        async with asyncio.TaskGroup() as group:
+            work.start(group)
+            yield work
+            work.end()
+
+
+def _new_job(org: str, *, queue: str = QUEUE, key: str = "", delay_s: float = 0.0) -> windrow.NewJob:
+    name = windrow.uuid7()
+    return windrow.NewJob(
+        queue,
+        "work",
+        payload_of(org, name, 0),
+        id=name,
+        delay=delay_s or None,
+        dedup_key=key,
+        dedup_window=86_400.0 if key else None,
+    )
+
+
+def _asked(job: windrow.NewJob) -> dict[str, object]:
+    return {"job": job.id, "queue": job.queue, "key": job.dedup_key, "delay_s": float(job.delay or 0.0)}  # type: ignore[arg-type]
