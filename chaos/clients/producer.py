@@ -1,5 +1,6 @@
 """`python -m chaos.clients.producer`: enqueues one by one, several at once, in batches, with dedup keys, for later;
-says the same again after an error that leaves it open; now and then says again what was acknowledged, or cancels it."""
+says the same again after an error that leaves it open; now and then says again what was acknowledged, looks it up, or
+cancels it."""
 
 from __future__ import annotations
 
@@ -68,10 +69,13 @@ class Producer:
             await self._until_stored(org, [_job(org, luck) for _ in range(luck.randint(2, 25))], self._together)
         elif dice < 0.9:
             await self._until_stored(org, [_job(org, luck) for _ in range(luck.randint(2, 25))], self._independent)
-        elif dice < 0.97 and self._recent:
+        elif dice < 0.95 and self._recent:
             # Said before, and acknowledged.
             org, job = luck.choice(self._recent)
             await self._until_stored(org, [job], self._together)
+        elif dice < 0.97 and self._recent:
+            org, _ = luck.choice(self._recent)
+            await self._look_up(org, [job.id for of, job in self._recent if of == org])
         elif self._recent:
             org, job = luck.choice(self._recent)
             await self._cancel(org, job.id)
@@ -138,6 +142,15 @@ class Producer:
             self._recorder.end(number, Outcome.UNKNOWN, code=_code(error))
         else:
             self._recorder.end(number, Outcome.OK, answered=[Answer(answer.value) for answer in answers])
+
+    async def _look_up(self, org: str, jobs: Sequence[str]) -> None:
+        number = self._recorder.begin(Verb.LOOK_UP, org, jobs)
+        try:
+            found = await self._client.for_org(org).get_jobs(jobs)
+        except windrow.WindrowError as error:
+            self._recorder.end(number, Outcome.UNKNOWN, code=_code(error))
+        else:
+            self._recorder.end(number, Outcome.OK, answered=list(found))
 
 
 _Send = Callable[[str, Sequence[windrow.NewJob]], Awaitable[Sequence[windrow.Enqueued]]]

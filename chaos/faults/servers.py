@@ -17,7 +17,8 @@ from embedded import EmbeddedError
 
 _UP_S_MAX = 60.0
 _SYNCHRONOUS_S_MAX = 5.0
-_ROUTERS = "application_name = 'windrow'"
+# Balancers' and routers' alike.
+_OURS = "application_name LIKE 'windrow%'"
 
 
 class _ShardFault(Fault):
@@ -104,11 +105,11 @@ class TerminateBackends(_AgainAndAgain):
     seconds = (0.0, 4.0)
 
     def do(self) -> None:
-        self.primary.ask(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {_ROUTERS} AND random() < 0.5")
+        self.primary.ask(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {_OURS} AND random() < 0.5")
 
 
 class ExhaustConnections(_AgainAndAgain):
-    """Those of the routers are ended, and every connection that the server then has to give is taken."""
+    """Those of routers and balancers are ended, and every connection that the server then has to give is taken."""
 
     name = "exhaust-connections"
 
@@ -117,7 +118,7 @@ class ExhaustConnections(_AgainAndAgain):
         self._taken: list[psycopg.Connection[tuple[object, ...]]] = []
 
     def do(self) -> None:
-        self.primary.ask(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {_ROUTERS}")
+        self.primary.ask(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {_OURS}")
         # Refused, there is none left.
         while True:
             self._taken.append(psycopg.connect(self.primary.cluster.dsn, connect_timeout=5))
