@@ -138,6 +138,9 @@ def _at_rest(evidence: Evidence) -> Iterator[Violation]:
         if len(now.reads) > 1:
             wrong[f"are still on their way from {now.reads[0]} to {now.reads[-1]}"].append(slot)
             continue
+        if not _is_a_state(now):
+            # Told above.
+            continue
         (writer,) = now.writes
         for shard in shards:
             known = owned.get((shard, slot))
