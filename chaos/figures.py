@@ -83,6 +83,11 @@ def moves(evidence: Evidence) -> list[Moved]:
     return sorted(found.values(), key=lambda one: one.began_s)
 
 
+def chunks(evidence: Evidence) -> int:
+    """How many parts of slots' jobs have come to other shards."""
+    return sum(len(now.slots) for now in evidence.owned if now.state == "owned" and now.chunk)
+
+
 def holdings(evidence: Evidence) -> list[tuple[float, Mapping[str, int], int]]:
     """How many slots each shard wrote, and how many were on their way, from each change on."""
     known: dict[int, Placed] = {}

@@ -109,7 +109,8 @@ def _moves(told: Told) -> Table:
         title=f"Moves: {len(moves)} begun, {len(ended)} ended, {slots:,} slots moved",
         head=("way", "moves", "slots", "longest, s"),
         rows=rows,
-        note=f"{len(told.evidence.pins)} orgs got slots of their own.",
+        note=f"{figures.chunks(told.evidence):,} chunks of jobs went with them. Orgs with slots of their own: "
+        f"{len(told.evidence.pins)}.",
     )
 
 
@@ -146,6 +147,7 @@ def to_json(
             }
             for move in figures.moves(told.evidence)
         ],
+        "chunks": figures.chunks(told.evidence),
         "jobs": dict(figures.jobs(told.evidence)),
         "errors": [
             {"call": verb, "code": code, "count": n}

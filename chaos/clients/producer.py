@@ -21,7 +21,8 @@ _EVERY_S = 0.15
 _CALLS_MAX = 200
 _TRIES_MAX = 20
 _TIMEOUT_S, _TRY_S = 6.0, 2.0
-_DELAY_S_MAX = 4.0
+# Most that come later come soon. Some wait for so long that their slot moves meanwhile.
+_DELAY_S_MAX, _LONG_DELAY_S_MAX = 4.0, 20.0
 _KEYS = 40
 _KEY_WINDOW_S = 86_400.0
 _REMEMBERED = 200
@@ -168,11 +169,17 @@ def _job(org: str, luck: random.Random | None) -> windrow.NewJob:
         payload_of(org, name, _BIG_BYTES if luck.random() < 0.02 else luck.randint(0, 500)),
         id=name,
         priority=luck.choice((0, 0, 0, 1, 9)),
-        delay=luck.uniform(0.1, _DELAY_S_MAX) if luck.random() < 0.15 else None,
+        delay=_delay(luck),
         dedup_key=f"key-{luck.randrange(_KEYS)}" if keyed else "",
         dedup_window=_KEY_WINDOW_S if keyed else None,
         max_attempts=3 if luck.random() < 0.1 else 0,
     )
+
+
+def _delay(luck: random.Random) -> float | None:
+    if luck.random() >= 0.2:
+        return None
+    return luck.uniform(0.1, _DELAY_S_MAX if luck.random() < 0.7 else _LONG_DELAY_S_MAX)
 
 
 def _code(error: windrow.WindrowError) -> str:
