@@ -339,6 +339,14 @@ async def test_an_org_on_a_shard_that_may_not_be_changed_waits_and_holds_up_no_o
     assert "could not look" not in log.text
 
 
+async def test_a_shard_that_holds_nothing_but_a_pinned_org_is_missed_too(field: Field) -> None:
+    await balance_once(field.write(s1={}, s2={"weight": 0}))
+    await pinning.pin(field.catalog, OrgId("org-0"), OnShard(B))
+    await balance_once(field.cluster)
+    with pytest.raises(Misconfigured, match=r"places slots on shard\(s\) s2, which the cluster file does not name"):
+        await balance_once(field.write(s1={}))
+
+
 async def test_an_org_that_is_unpinned_waits_for_the_shard_of_its_hash(field: Field, log: Log) -> None:
     org = next(org for org in map(OrgId, map(str, range(10_000))) if slot_of(org) in PART)
     await balance_once(field.write(s1=BUT_A_PART, s2={}))
