@@ -22,7 +22,7 @@ _WEIGHTS = (0.0, 0.2, 0.5, 2.0, 5.0)
 _PINNED_ORGS = 8
 _PIN_S_MAX = 4.0
 _PIN_AGAIN_S = 0.2
-_MOVED_S_MAX = 12.0
+_MOVED_S_MAX = 20.0
 _LOOK_S = 0.1
 
 

@@ -120,8 +120,8 @@ def test_an_org_for_which_nothing_will_do_stays_where_it_is_and_the_reason_is_to
 def test_an_org_does_not_leave_a_shard_that_may_not_be_changed(wish: Wish | None) -> None:
     """Nothing may begin that cannot go on."""
     others = [entry(A), entry(C, disk="fast")]
+    catalog, pins = pinned({"x": wish}, {"x": at(B)})
     for state in ShardState:
-        catalog, pins = pinned({"x": wish}, {"x": at(B)})
         found = plan(catalog, pins, [entry(B, state), *others])
         if state.takes_changes:
             assert (found.owners[pins[0].slot], found.complaints) == (C if wish else A, {})
