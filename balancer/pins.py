@@ -38,13 +38,14 @@ def plan(catalog: Catalog, pins: Sequence[Pin], entries: Sequence[ShardEntry]) -
         if pin.slot >= len(catalog.slots):
             continue
         here = catalog.slots[pin.slot].reads[-1]
-        if pin.wish is None:
-            owners[pin.slot] = catalog.slots[slot_of(pin.org)].reads[-1]
-        elif here in by_name and _stays(by_name[here], pin.wish):
+        home = catalog.slots[slot_of(pin.org)].reads[-1]
+        if home == here if pin.wish is None else here in by_name and _stays(by_name[here], pin.wish):
             owners[pin.slot] = here
-        elif why := why_not(pin.wish, entries):
+        elif why := _why_rests(pin.wish, entries, here=here, home=home):
             owners[pin.slot] = here
             complaints[pin.org] = f"org {pin.org!r} stays on shard {here!r}: {why}"
+        elif pin.wish is None:
+            owners[pin.slot] = home
         else:
             homeless.append((pin, [entry for entry in entries if fits(entry, pin.wish) and takes_pins(entry)]))
     orgs = Counter(owners.values())
@@ -68,6 +69,20 @@ def why_not(wish: Wish, entries: Sequence[ShardEntry]) -> str | None:
     values = sorted({value for entry in entries if (value := entry.labels.get(wish.label)) is not None})
     known = f"there is {wish.label}={f', {wish.label}='.join(values)}" if values else f"none has a label {wish.label!r}"
     return f"the cluster file has no shard with the label {wish}; {known}"
+
+
+def _why_rests(wish: Wish | None, entries: Sequence[ShardEntry], *, here: ShardName, home: ShardName) -> str | None:
+    """Why an org cannot leave the shard where it is, for one that is wished for, or the home of its hash."""
+    if wish is not None and (why := why_not(wish, entries)):
+        return why
+    by_name = {entry.name: entry for entry in entries}
+    for name in (here,) if wish is not None else (here, home):
+        entry = by_name.get(name)
+        if entry is None:
+            return f"the cluster file does not name shard {name!r}"
+        if not entry.state.takes_changes or (name != here and not entry.state.takes_enqueues):
+            return f"the state of shard {name!r} is {entry.state.word}"
+    return None
 
 
 def fits(entry: ShardEntry, wish: Wish) -> bool:

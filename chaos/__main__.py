@@ -31,9 +31,10 @@ from cli.standard_error import standard_error_to
 from embedded import EmbeddedError
 from router.server import CannotListen
 from router.supervisor import RouterFailed
+from shard.errors import ShardError
 
 _RESULTS = Path(__file__).resolve().parent / "results"
-_FAILURES = (EmbeddedError, CannotListen, RouterFailed, ClientFailed, psycopg.Error, grpc.RpcError, OSError)
+_FAILURES = (EmbeddedError, CannotListen, RouterFailed, ClientFailed, ShardError, psycopg.Error, grpc.RpcError, OSError)
 
 
 def main() -> int:
@@ -63,7 +64,7 @@ def read_order(arguments: list[str]) -> Order:
     parser = argparse.ArgumentParser(
         prog="./run chaos",
         description="Runs a cluster of its own under load while its parts are killed, frozen, cut off and filled up, "
-        "and checks the invariants by what clients saw and what the tables say.",
+        "slots move and operators change their minds, and checks the invariants by what clients saw and tables say.",
     )
     parser.add_argument("--minutes", type=positive, default=2.0, help="of faults; starting and draining come on top; 2")
     parser.add_argument(

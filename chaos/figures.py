@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from chaos.checker.evidence import Evidence
+from chaos.checker.evidence import Evidence, Placed
 from chaos.history import Answer, Call, History, Outcome, Verb
 from chaos.run import Told
+from shard.placement import slot_of
+from shard.vocabulary import OrgId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,19 +48,110 @@ def errors(seen: History) -> Counter[tuple[str, str]]:
     return Counter((call.verb.value, call.code or "no end") for call in seen.calls if _failed(call))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """One move of slots, as the catalog had it."""
+
+    epoch: int
+    source: str
+    target: str
+    slots: int
+    began_s: float
+    # None: never.
+    switched_s: float | None = None
+    # When its last slot came to rest.
+    ended_s: float | None = None
+
+
+def moves(evidence: Evidence) -> list[Moved]:
+    """In the order in which they began."""
+    found: dict[int, Moved] = {}
+    left: dict[int, int] = {}
+    for now in evidence.placed:
+        move = found.get(now.epoch)
+        if len(now.reads) > 1 and move is None:
+            found[now.epoch] = Moved(
+                epoch=now.epoch, source=now.reads[0], target=now.reads[1], slots=len(now.slots), began_s=now.at_s
+            )
+            left[now.epoch] = len(now.slots)
+        elif len(now.reads) > 1 and move is not None:
+            found[now.epoch] = replace(move, switched_s=now.at_s)
+        elif move is not None:
+            left[now.epoch] -= len(now.slots)
+            if not left[now.epoch]:
+                found[now.epoch] = replace(move, ended_s=now.at_s)
+    return sorted(found.values(), key=lambda one: one.began_s)
+
+
+def chunks(evidence: Evidence) -> int:
+    """How many parts of slots' jobs have come to other shards."""
+    return sum(len(now.slots) for now in evidence.owned if now.state == "owned" and now.chunk)
+
+
+def holdings(evidence: Evidence) -> list[tuple[float, Mapping[str, int], int]]:
+    """How many slots each shard wrote, and how many were on their way, from each change on."""
+    known: dict[int, Placed] = {}
+    writes: Counter[str] = Counter()
+    moving = 0
+    course: list[tuple[float, Mapping[str, int], int]] = []
+    for now in evidence.placed:
+        for slot in now.slots:
+            before, known[slot] = known.get(slot), now
+            if before is not None:
+                writes[before.writes[0]] -= 1
+                moving -= len(before.reads) > 1
+            writes[now.writes[0]] += 1
+            moving += len(now.reads) > 1
+        course.append((now.at_s, dict(writes), moving))
+    return course
+
+
 def unavailable_s(told: Told) -> Mapping[str, float]:
-    """By shard: the longest time in which no enqueue was acknowledged, from the first fault until all was healed."""
-    shard_of = {row.org: row.shard for row in told.evidence.rows}
-    ends: defaultdict[str, list[float]] = defaultdict(list)
-    for call in told.evidence.history.calls:
-        if call.verb is not Verb.ENQUEUE or call.outcome is not Outcome.OK or call.ended_s is None:
-            continue
-        if call.org in shard_of and told.began_s < call.ended_s < told.healed_s:
-            ends[shard_of[call.org]].append(call.ended_s)
-    return {
-        shard: max(later - earlier for earlier, later in pairwise([told.began_s, *sorted(times), told.healed_s]))
-        for shard, times in sorted(ends.items())
-    }
+    """By shard: the longest time in which no enqueue was acknowledged although it had slots, from the first fault until
+    all was healed."""
+    events = sorted([*_had(told.evidence), *_acknowledged(told.evidence)], key=lambda event: event[0])
+    # Since when no enqueue was acknowledged by each shard that has slots.
+    since_s: dict[str, float] = {}
+    longest_s: dict[str, float] = {}
+
+    def until(shard: str, at_s: float) -> None:
+        began_s, ended_s = max(since_s.get(shard, at_s), told.began_s), min(at_s, told.healed_s)
+        longest_s[shard] = max(longest_s.get(shard, 0.0), ended_s - began_s)
+
+    for at_s, shard, has_slots in events:
+        until(shard, at_s)
+        since_s.pop(shard, None)
+        if has_slots:
+            since_s[shard] = at_s
+    for shard in list(since_s):
+        until(shard, told.healed_s)
+    return dict(sorted(longest_s.items()))
+
+
+def _had(evidence: Evidence) -> Iterator[tuple[float, str, bool]]:
+    """When each shard got slots after it had none, or lost its last one."""
+    had: set[str] = set()
+    for at_s, slots, _ in holdings(evidence):
+        has = {shard for shard, count in slots.items() if count}
+        yield from ((at_s, shard, shard in has) for shard in sorted(has ^ had))
+        had = has
+
+
+def _acknowledged(evidence: Evidence) -> Iterator[tuple[float, str, bool]]:
+    """When each shard acknowledged enqueues."""
+    by_slot: defaultdict[int, list[Placed]] = defaultdict(list)
+    for now in evidence.placed:
+        for slot in now.slots:
+            by_slot[slot].append(now)
+    for call in evidence.history.calls:
+        if call.verb is Verb.ENQUEUE and call.outcome is Outcome.OK and call.ended_s is not None:
+            by_hash = slot_of(OrgId(call.org))
+            for slot in (evidence.pins.get(call.org, by_hash), by_hash):
+                # A slot of its own the org may have got later.
+                at = bisect_right(by_slot[slot], call.ended_s, key=lambda now: now.at_s)
+                if at:
+                    yield call.ended_s, by_slot[slot][at - 1].writes[0], True
+                    break
 
 
 def seconds(told: Told) -> list[Second]:

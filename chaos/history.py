@@ -36,6 +36,7 @@ class Verb(enum.StrEnum):
     RELEASE = "release"
     EXTEND = "extend"
     CANCEL = "cancel"
+    LOOK_UP = "look_up"
 
 
 class Outcome(enum.StrEnum):
@@ -123,6 +124,16 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lookup:
+    """Of one job, by its id."""
+
+    call: Call
+    job: str
+    # Where the call was answered.
+    found: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class History:
     """What all clients saw together."""
 
@@ -131,6 +142,7 @@ class History:
     deliveries: Sequence[Delivery] = ()
     settles: Sequence[Settle] = ()
     cancels: Sequence[Cancel] = ()
+    lookups: Sequence[Lookup] = ()
     # By how much the wall clock and the monotonic clock have drifted apart and back.
     drift_s: float = 0.0
 
@@ -186,6 +198,7 @@ def read(folder: Path) -> History:
     deliveries: list[Delivery] = []
     settles: list[Settle] = []
     cancels: list[Cancel] = []
+    lookups: list[Lookup] = []
     drifts: list[float] = []
     for path in sorted(folder.glob(f"*{_SUFFIX}")):
         for told in _tales(path, drifts):
@@ -198,6 +211,8 @@ def read(folder: Path) -> History:
                     deliveries += _deliveries(call, told)
                 case Verb.CANCEL:
                     cancels += _cancels(call, told)
+                case Verb.LOOK_UP:
+                    lookups += [Lookup(call=call, job=job, found=job in told.answered) for job in told.begun["asked"]]
                 case _:
                     settles += _settles(call, told)
     return History(
@@ -206,6 +221,7 @@ def read(folder: Path) -> History:
         deliveries=deliveries,
         settles=settles,
         cancels=cancels,
+        lookups=lookups,
         drift_s=max(drifts) - min(drifts) if drifts else 0.0,
     )
 

@@ -43,6 +43,7 @@ def markdown(order: Order, told: Told, violations: Sequence[Violation], environm
             ],
         ),
         _faults(told),
+        _moves(told),
         Table(
             title="Jobs", head=("", "count"), rows=[(what, f"{n:,}") for what, n in figures.jobs(told.evidence).items()]
         ),
@@ -55,7 +56,7 @@ def markdown(order: Order, told: Told, violations: Sequence[Violation], environm
             title="Longest unavailability",
             head=("shard", "s"),
             rows=[(shard, f"{seconds:.1f}") for shard, seconds in figures.unavailable_s(told).items()],
-            note="In which no enqueue of the shard's orgs was acknowledged, from the first fault until all was healed.",
+            note="In which it had slots and acknowledged no enqueue, from the first fault until all was healed.",
         ),
     ]
     text = [
@@ -88,6 +89,31 @@ def _faults(told: Told) -> Table:
     return Table(title=f"Faults: {len(told.strikes)}", head=("fault", "count", "targets"), rows=rows, note=note)
 
 
+def _moves(told: Told) -> Table:
+    moves = figures.moves(told.evidence)
+    ended = [move for move in moves if move.ended_s is not None]
+    ways: defaultdict[tuple[str, str], list[figures.Moved]] = defaultdict(list)
+    for move in moves:
+        ways[move.source, move.target].append(move)
+    rows = [
+        (
+            f"{source} → {target}",
+            str(len(of_way)),
+            f"{sum(move.slots for move in of_way):,}",
+            f"{max(((move.ended_s or told.ended_s) - move.began_s for move in of_way), default=0.0):.1f}",
+        )
+        for (source, target), of_way in sorted(ways.items())
+    ]
+    slots = sum(move.slots for move in ended)
+    return Table(
+        title=f"Moves: {len(moves)} begun, {len(ended)} ended, {slots:,} slots moved",
+        head=("way", "moves", "slots", "longest, s"),
+        rows=rows,
+        note=f"{figures.chunks(told.evidence):,} chunks of jobs went with them. Orgs with slots of their own: "
+        f"{len(told.evidence.pins)}.",
+    )
+
+
 def to_json(
     order: Order, told: Told, violations: Sequence[Violation], environment: Mapping[str, object]
 ) -> dict[str, object]:
@@ -104,6 +130,24 @@ def to_json(
         "verdict": {name: {"held": not whats, "violations": whats} for name, whats in verdict(violations).items()},
         "faults": strikes,
         "skipped": [{"fault": fault, "why": why, "count": n} for (fault, why), n in sorted(told.skipped.items())],
+        "moves": [
+            {
+                "epoch": move.epoch,
+                "from": move.source,
+                "to": move.target,
+                "slots": move.slots,
+                **{
+                    what: None if at_s is None else at_s - told.began_s
+                    for what, at_s in (
+                        ("began_s", move.began_s),
+                        ("switched_s", move.switched_s),
+                        ("ended_s", move.ended_s),
+                    )
+                },
+            }
+            for move in figures.moves(told.evidence)
+        ],
+        "chunks": figures.chunks(told.evidence),
         "jobs": dict(figures.jobs(told.evidence)),
         "errors": [
             {"call": verb, "code": code, "count": n}

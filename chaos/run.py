@@ -1,4 +1,5 @@
-"""One run: load, faults by the schedule, everything healed, everything drained, and the evidence collected."""
+"""One run: load, faults and changes by the schedule, everything healed, at rest and drained, and the evidence
+collected."""
 
 from __future__ import annotations
 
@@ -8,22 +9,27 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import grpc
 import psutil
 import psycopg
 
-from chaos import history, tables
-from chaos.checker.evidence import Evidence, Violation
+from balancer.shards import open_shards
+from chaos import history, journal, tables
+from chaos.checker.evidence import Evidence, Files, InForce, Row, Violation
 from chaos.disk import SmallDisk
-from chaos.faults import FAULTS, Fault
+from chaos.faults import CHANGES, FAULTS, Fault
+from chaos.history import History
 from chaos.progress import Progress
 from chaos.schedule import Kind, Planned, plan
 from chaos.stage import Cast, Stage, open_stage
 from embedded import EmbeddedError
 from router.waiting import SWEEP_S
+from shard.cluster import read_cluster
+from shard.errors import ShardError
 
 _WARM_UP_S = 4.0
 _SAY_EVERY_S = 5.0
@@ -34,6 +40,12 @@ _SLACK_S = 7.0
 _STALLS = 3.0
 _DRAIN_S_MAX = 300.0
 _STUCK_S_MAX = 30.0
+# Of moves, once all is healed: several thousand slots have to go back, and one that could not go on pauses for half a
+# minute.
+_REST_S_MAX = 180.0
+_REST_LOOK_S = 1.0
+_ASK_EVERY_S = 0.7
+_ASK_S_MAX = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,15 +92,17 @@ async def run(order: Order, *, disk: SmallDisk | None, say: Callable[[str], None
         stage_scope = open_stage(
             order.cast, seed=order.seed, folder=order.out, scratch=Path(scratch), disk=disk, say=say
         )
-        async with stage_scope as stage, _telling(stage, order, say) as stalls:
+        async with stage_scope as stage, _telling(stage, order, say) as stalls, _asking(stage) as in_force:
             await asyncio.sleep(_WARM_UP_S)
             began_s = time.monotonic()
             striker = _Striker(stage, order, began_s)
             await striker.run()
             healed_s = time.monotonic()
-            say("all is healed; draining")
-            stalls.clear()
+            say("all is healed; waiting until no slot moves")
             stage.crew.tell_all("calm")
+            unrested = await _rested(stage)
+            say("draining")
+            stalls.clear()
             await _drained(stage)
             # Leases from before have ended: they are as long as the window, and nobody extends one now.
             calm_s = max(time.monotonic(), healed_s + 2 * order.cast.window_s)
@@ -102,18 +116,56 @@ async def run(order: Order, *, disk: SmallDisk | None, say: Callable[[str], None
             await stage.crew.end(order.cast.worker_names)
             ended_s = time.monotonic()
             say("reading tables and histories")
-            rows = await asyncio.to_thread(tables.read_rows, stage.shards.values())
-            books = await asyncio.to_thread(tables.read_books, stage.address, stage.shards)
-        seen = await asyncio.to_thread(history.read, order.out / "histories")
+            evidence = await asyncio.to_thread(
+                _read, stage, order, in_force=in_force, calm_s=calm_s, late_s_max=late_s_max
+            )
     return Told(
-        evidence=Evidence(history=seen, rows=rows, books=books, calm_s=calm_s, late_s_max=late_s_max),
+        evidence=evidence,
         strikes=striker.strikes,
         skipped=striker.skipped,
-        unhealed=striker.unhealed,
+        unhealed=[*striker.unhealed, *unrested],
         began_s=began_s,
         healed_s=healed_s,
         ended_s=ended_s,
     )
+
+
+def _read(stage: Stage, order: Order, *, in_force: Sequence[InForce], calm_s: float, late_s_max: float) -> Evidence:
+    shards, catalog = stage.shards.values(), next(iter(stage.shards.values()))
+    seen, rows = history.read(order.out / "histories"), tables.read_rows(shards)
+    return Evidence(
+        history=seen,
+        rows=rows,
+        books=tables.read_books(stage.address, stage.shards),
+        placed=journal.read_placed(catalog),
+        owned=journal.read_owned(shards),
+        pins=journal.read_pins(catalog),
+        found=tables.read_found(stage.address, _by_org(rows, seen)),
+        files=Files(in_force=in_force, unusable=frozenset(stage.file.unusable), last=stage.file.digest),
+        calm_s=calm_s,
+        late_s_max=late_s_max,
+    )
+
+
+def _by_org(rows: Iterable[Row], seen: History) -> dict[str, list[str]]:
+    """All jobs that there are, or that somebody was told of."""
+    jobs = {row.job: row.org for row in rows}
+    jobs |= {one.answered: one.call.org for one in seen.enqueues if one.answered is not None}
+    by_org: dict[str, list[str]] = {}
+    for job, org in jobs.items():
+        by_org.setdefault(org, []).append(job)
+    return by_org
+
+
+def planned(order: Order) -> list[Planned]:
+    """What is to be done, and when. Changes are drawn beside the faults: they harm nothing, and so as many as there are
+    may be under way."""
+    faults = [kind for kind in kinds(order) if kind.name not in CHANGES]
+    changes = [kind for kind in kinds(order) if kind.name in CHANGES]
+    return [
+        *plan(faults, seed=f"{order.seed}/faults", seconds=order.seconds),
+        *plan(changes, seed=f"{order.seed}/changes", seconds=order.seconds),
+    ]
 
 
 def kinds(order: Order) -> list[Kind]:
@@ -141,8 +193,8 @@ class _Striker:
         """Returns when all is over and healed."""
         seconds = self._order.seconds
         async with asyncio.TaskGroup() as group:
-            for planned in plan(kinds(self._order), seed=self._order.seed, seconds=seconds):
-                group.create_task(self._strike(planned))
+            for one in planned(self._order):
+                group.create_task(self._strike(one))
             await asyncio.sleep(seconds)
 
     async def _strike(self, planned: Planned) -> None:
@@ -154,7 +206,7 @@ class _Striker:
         if reason is not None:
             self.skipped[planned.fault, reason] += 1
             return
-        luck = random.Random(f"{self._order.seed}/fault/{planned.number}")
+        luck = random.Random(f"{self._order.seed}/{planned.fault}/{planned.number}")
         self._busy.add(planned.target)
         try:
             await self._do(kind(self._stage, planned.target, luck), planned)
@@ -168,7 +220,7 @@ class _Striker:
             await fault.inject()
             self._stage.say(f"{planned.fault} {planned.target}, for {planned.duration_s:.1f} s")
             await asyncio.sleep(planned.duration_s)
-        except (psycopg.Error, psutil.Error, EmbeddedError, OSError) as error:
+        except (psycopg.Error, psutil.Error, EmbeddedError, ShardError, OSError) as error:
             # TimeoutError is an OSError. Others are struck at the same time: not everything can be done to everybody.
             trouble = f"{type(error).__name__}: {error}"
         finally:
@@ -186,6 +238,26 @@ class _Striker:
             trouble=trouble,
         )
         self.strikes.append(strike)
+
+
+async def _rested(stage: Stage) -> list[Violation]:
+    """Until every slot is where the cluster file and the pins want it; else says so."""
+    deadline_s = time.monotonic() + _REST_S_MAX
+    left = "nobody could tell"
+    async with open_shards(await asyncio.to_thread(read_cluster, stage.file.path)) as shards:
+        while time.monotonic() < deadline_s:
+            stage.crew.check()
+            try:
+                slots = await shards.slots_to_go()
+                if not slots:
+                    return []
+                left = f"{slots} slots were not where they belong"
+            except ShardError as error:
+                left = str(error)
+            # It is the whole catalog that is read.
+            await asyncio.sleep(_REST_LOOK_S)
+    what = f"slots had not come to rest {_REST_S_MAX:g} s after all was healed: {left}"
+    return [Violation(invariant="I7", what=what)]
 
 
 async def _drained(stage: Stage) -> None:
@@ -226,3 +298,25 @@ async def _telling(stage: Stage, order: Order, say: Callable[[str], None]) -> As
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def _asking(stage: Stage) -> AsyncGenerator[list[InForce], None]:
+    """Asks one router after another by which cluster file it goes, all the while. Yields what they have said."""
+    said: list[InForce] = []
+
+    async def ask() -> None:
+        while True:
+            await asyncio.sleep(_ASK_EVERY_S)
+            # A router may be frozen, or away.
+            with contextlib.suppress(grpc.RpcError):
+                began_s = time.monotonic()
+                digest = await asyncio.to_thread(tables.read_digest, stage.address, seconds_max=_ASK_S_MAX)
+                said.append(InForce(at_s=began_s, digest=digest))
+
+    asking = asyncio.create_task(ask())
+    try:
+        yield said
+    finally:
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)

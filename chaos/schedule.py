@@ -43,9 +43,9 @@ class Planned:
         return self.start_s + self.duration_s
 
 
-def plan(kinds: Sequence[Kind], *, seed: int, seconds: float) -> list[Planned]:
+def plan(kinds: Sequence[Kind], *, seed: str, seconds: float) -> list[Planned]:
     """In the order of their starts. All are over by the end."""
-    luck = random.Random(f"{seed}/faults")
+    luck = random.Random(seed)
     usable = [kind for kind in kinds if kind.targets]
     # How many there are of each sort of target, over all faults.
     sorts = Counter(_sort(target) for target in {target for kind in usable for target in kind.targets})

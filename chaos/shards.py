@@ -1,4 +1,4 @@
-"""The shards of a run: Postgres servers behind proxies, of which one may have a standby. Owns both.
+"""The shards of a run: Postgres servers, of which one may have a standby, and the proxies before them. Owns both.
 
 Nothing here brings a server back by itself: whoever struck it heals it.
 """
@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,11 @@ _SETTINGS = {
 
 
 class Node:
-    """One Postgres server, and the proxy by which routers reach it."""
+    """One Postgres server."""
 
     def __init__(self, name: str, root: Path | None) -> None:
         self.name = name
         self._root = root
-        self.proxy = Proxy(postgres_answered)
         self.cluster = self._new(None)
 
     def _new(self, standby_of: Node | None) -> Cluster:
@@ -84,6 +84,38 @@ class Node:
         return ask(self.cluster.superuser_dsn, statement)
 
 
+class Entrance:
+    """A way to the servers of one shard, by proxies of its own: what the network does to those who come this way, it
+    does to nobody else."""
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self._nodes = nodes
+        self.proxies = [Proxy(postgres_answered) for _ in nodes]
+
+    @cached_property
+    def dsn(self) -> str:
+        """To whichever node takes writes. Asked for the first time when the first of them runs."""
+        login = conninfo_to_dict(self._nodes[0].cluster.dsn)
+        places: dict[str, str] = {
+            "host": ",".join("127.0.0.1" for _ in self._nodes),
+            "port": ",".join(str(proxy.port) for proxy in self.proxies),
+        }
+        if len(self._nodes) > 1:
+            places["target_session_attrs"] = "read-write"
+        user, password, database = login["user"], login["password"], login["dbname"]
+        # The proxy must be able to read along.
+        plain = {"sslmode": "disable", "gssencmode": "disable"}
+        return make_conninfo("", user=user, password=password, dbname=database, **places, **plain)
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncGenerator[None, None]:
+        """On free ports. Where a server listens by then is asked for each connection."""
+        async with contextlib.AsyncExitStack() as stack:
+            for node, proxy in zip(self._nodes, self.proxies, strict=True):
+                await stack.enter_async_context(_serving(node, proxy))
+            yield
+
+
 class Shard:
     """One shard: a primary, and perhaps a standby that takes over."""
 
@@ -91,6 +123,7 @@ class Shard:
         self.name = name
         self.nodes = nodes
         self.primary = nodes[0]
+        self.entrance = Entrance(nodes)
 
     @property
     def standby(self) -> Node | None:
@@ -98,18 +131,8 @@ class Shard:
 
     @property
     def dsn(self) -> str:
-        """For routers: by way of the proxies, to whichever node takes writes."""
-        login = conninfo_to_dict(self.primary.cluster.dsn)
-        places: dict[str, str] = {
-            "host": ",".join("127.0.0.1" for _ in self.nodes),
-            "port": ",".join(str(node.proxy.port) for node in self.nodes),
-        }
-        if len(self.nodes) > 1:
-            places["target_session_attrs"] = "read-write"
-        user, password, database = login["user"], login["password"], login["dbname"]
-        # The proxy must be able to read along.
-        plain = {"sslmode": "disable", "gssencmode": "disable"}
-        return make_conninfo("", user=user, password=password, dbname=database, **places, **plain)
+        """For routers and balancers: by way of the proxies."""
+        return self.entrance.dsn
 
     @property
     def direct_dsn(self) -> str:
@@ -186,15 +209,13 @@ async def open_shards(
             shards[name] = Shard(name, [Node(node, roots.get(node)) for node in names])
             for node in shards[name].nodes:
                 stack.push_async_callback(node.close)
-                await stack.enter_async_context(_serving(node))
+            await stack.enter_async_context(shards[name].entrance.open())
         await asyncio.gather(*(shard.start() for shard in shards.values()))
         yield shards
 
 
 @contextlib.asynccontextmanager
-async def _serving(node: Node) -> AsyncGenerator[None, None]:
-    """The node's proxy, on a free port. Where the server listens by then is asked for each connection."""
-
+async def _serving(node: Node, proxy: Proxy) -> AsyncGenerator[None, None]:
     async def serve(client: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             port = node.cluster.port
@@ -202,12 +223,12 @@ async def _serving(node: Node) -> AsyncGenerator[None, None]:
             # It is being made anew.
             writer.transport.abort()
         else:
-            await node.proxy.serve("127.0.0.1", port, client, writer)
+            await proxy.serve("127.0.0.1", port, client, writer)
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    node.proxy.port = server.sockets[0].getsockname()[1]
+    proxy.port = server.sockets[0].getsockname()[1]
     try:
         yield
     finally:
         server.close()
-        await node.proxy.end()
+        await proxy.end()

@@ -1,19 +1,24 @@
-"""All that a run stands on: shards behind proxies, supervised routers, clients. All of it ends with the scope."""
+"""All that a run stands on: shards behind proxies, supervised routers, balancers, clients. All of it ends with the
+scope."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
+import signal
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from chaos import journal
+from chaos.balancers import Balancers, open_balancers
 from chaos.clients.site import Site
+from chaos.clusterfile import ClusterFile, Entry
 from chaos.crew import Crew, Member, open_crew
 from chaos.disk import SmallDisk
 from chaos.faketime import FakeTime
-from chaos.shards import Shard, open_shards
+from chaos.shards import Entrance, Shard, open_shards
 from router.supervisor import Supervisor
 
 _DRAIN_S = 5.0
@@ -28,6 +33,8 @@ class Cast:
     # Whether the first shard has a synchronous standby.
     replicated: bool = True
     routers: int = 3
+    # One leads.
+    balancers: int = 2
     producers: int = 2
     # By the names of modules in chaos/clients.
     workers: Sequence[str] = ("streaming", "streaming", "polling", "polling", "handling")
@@ -37,6 +44,15 @@ class Cast:
     @property
     def producer_names(self) -> list[str]:
         return [f"producer-{number}" for number in range(1, self.producers + 1)]
+
+    @property
+    def balancer_names(self) -> list[str]:
+        return [f"balancer-{number}" for number in range(1, self.balancers + 1)]
+
+    @property
+    def org_names(self) -> list[str]:
+        """The busiest ones first."""
+        return [f"org-{number:03}" for number in range(self.orgs)]
 
     @property
     def worker_names(self) -> list[str]:
@@ -50,13 +66,16 @@ class Stage:
     cast: Cast
     address: str
     shards: Mapping[str, Shard]
+    # To the database of the first shard, where the catalog is too.
+    catalog: Entrance
     routers: Supervisor
+    balancers: Balancers
     crew: Crew
-    # The cluster file that the routers read.
-    config: Path
+    # That routers and balancers read.
+    file: ClusterFile
     # The disk of one node, small enough to be filled; None where none can be made.
     disk: SmallDisk | None
-    # The clock of the routers; None where it cannot be set.
+    # The clock of routers and balancers; None where it cannot be set.
     clock: FakeTime | None
     say: Callable[[str], None]
 
@@ -72,15 +91,27 @@ async def open_stage(
         roots = {} if disk is None else {disk.node: disk.path}
         say("starting Postgres")
         shards = await stack.enter_async_context(open_shards(cast.shards, replicated=cast.replicated, roots=roots))
-        config = scratch / "cluster.toml"
-        config.touch(mode=0o600)
-        config.write_text(cluster_file(shards))
-        say("starting routers")
+        first = next(iter(shards.values()))
+        catalog = Entrance(first.nodes)
+        await stack.enter_async_context(catalog.open())
+        file = ClusterFile(
+            path=scratch / "cluster.toml",
+            catalog_dsn=catalog.dsn,
+            entries=[Entry(name=name, dsn=shard.dsn) for name, shard in shards.items()],
+            rest=f"[router]\nconnections_per_shard = {_CONNECTIONS}\ndrain_seconds = {_DRAIN_S}\n",
+        )
+        file.save()
+        say("starting routers and balancers")
         clock = FakeTime.found(scratch)
-        routers = Supervisor(config, listen="127.0.0.1:0", processes=cast.routers, drain_seconds=_DRAIN_S)
+        routers = Supervisor(file.path, listen="127.0.0.1:0", processes=cast.routers, drain_seconds=_DRAIN_S)
         # Clients keep the right time: their stamps are evidence. Postgres does not inherit it (embedded/account.py).
         environ = dict(os.environ)
         address = await stack.enter_async_context(_running(routers, {} if clock is None else clock.environ))
+        await asyncio.to_thread(journal.install, first, shards.values())
+        balancers = await stack.enter_async_context(
+            open_balancers(cast.balancer_names, config=file.path, folder=folder)
+        )
+        file.hurry = lambda: _hurry(routers, balancers)
         say("starting clients")
         members = _members(cast, address=address, folder=histories, seed=seed)
         crew = await stack.enter_async_context(open_crew(members, environ, folder / "clients.log"))
@@ -88,24 +119,36 @@ async def open_stage(
             cast=cast,
             address=address,
             shards=shards,
+            catalog=catalog,
             routers=routers,
+            balancers=balancers,
             crew=crew,
-            config=config,
+            file=file,
             disk=disk,
             clock=clock,
             say=say,
         )
 
 
-def cluster_file(shards: Mapping[str, Shard]) -> str:
-    entries = "".join(f"\n[[shard]]\nname = '{name}'\ndsn = '''{shard.dsn}'''\n" for name, shard in shards.items())
-    router = f"\n[router]\nconnections_per_shard = {_CONNECTIONS}\ndrain_seconds = {_DRAIN_S}\n"
-    return f'[cluster]\nname = "chaos"\n{entries}{router}'
+def _hurry(routers: Supervisor, balancers: Balancers) -> None:
+    routers.reload()
+    for pid in balancers.pids:
+        # One that is just starting has yet to read the file.
+        if _catches_hangup(pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGHUP)
+
+
+def _catches_hangup(pid: int) -> bool:
+    """By the process's own word, not by trying: SIGHUP ends a process that does not care for it."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> signal.SIGHUP - 1 & 1)
+    return False
 
 
 def _members(cast: Cast, *, address: str, folder: Path, seed: int) -> list[Member]:
-    orgs = [f"org-{number:03}" for number in range(cast.orgs)]
-
     def member(sort: str, name: str, mine: int, places: int) -> Member:
         site = Site(
             address=address,
@@ -113,7 +156,7 @@ def _members(cast: Cast, *, address: str, folder: Path, seed: int) -> list[Membe
             name=name,
             generation=0,
             seed=seed,
-            orgs=orgs,
+            orgs=cast.org_names,
             mine=mine,
             places=places,
             window_s=cast.window_s,

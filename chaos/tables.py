@@ -1,29 +1,43 @@
-"""What the shards' tables say when all is over, read past routers; and the books, as `windrow check` reads them."""
+"""What the shards' tables say when all is over, read past routers; the books, as `windrow check` reads them; and what a
+router finds when it is asked for jobs."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import grpc
 
-from chaos.checker.evidence import OrgBooks, Past, Row, State
+from chaos.checker.evidence import Found, OrgBooks, Past, Row, State
 from chaos.shards import Shard, ask
-from windrow.v1 import admin_pb2, admin_pb2_grpc
+from windrow.v1 import admin_pb2, admin_pb2_grpc, job_pb2, queue_pb2, queue_pb2_grpc
 
 _CHECK_S_MAX = 60.0
+_JOBS_AT_ONCE = 1000
+_STATES = {
+    job_pb2.JOB_STATE_SCHEDULED: State.LIVE,
+    job_pb2.JOB_STATE_READY: State.LIVE,
+    job_pb2.JOB_STATE_LEASED: State.LIVE,
+    job_pb2.JOB_STATE_SUCCEEDED: State.SUCCEEDED,
+    job_pb2.JOB_STATE_DEAD: State.DEAD,
+    job_pb2.JOB_STATE_CANCELLED: State.CANCELLED,
+}
 _COLUMNS = (
     "j.id::text, q.org, q.queue, j.dedup_key, j.lease, (extract(epoch FROM j.leased_at) * 1000000)::bigint, j.history"
 )
 _ROWS = f"""
-SELECT {_COLUMNS}, 'live' FROM windrow.job j JOIN windrow.queue q USING (queue_id)
-UNION ALL SELECT {_COLUMNS}, 'dead' FROM windrow.dead j JOIN windrow.queue q USING (queue_id)
-UNION ALL SELECT {_COLUMNS}, j.state FROM windrow.finished j JOIN windrow.queue q USING (queue_id)
+SELECT {_COLUMNS}, 'live', false FROM windrow.job j JOIN windrow.queue q USING (queue_id)
+UNION ALL SELECT {_COLUMNS}, 'dead', false FROM windrow.dead j JOIN windrow.queue q USING (queue_id)
+UNION ALL SELECT {_COLUMNS}, j.state, false FROM windrow.finished j JOIN windrow.queue q USING (queue_id)
+UNION ALL SELECT {_COLUMNS}, CASE WHEN j.reason IS NULL THEN 'live' ELSE 'dead' END, true
+    FROM windrow.departing j JOIN windrow.queue q USING (queue_id)
 """
 
 
 def live_jobs(shards: Iterable[Shard]) -> int:
-    return sum(int(ask(shard.direct_dsn, "SELECT count(*) FROM windrow.job")[0][0]) for shard in shards)
+    """Those too that are on their way between two shards."""
+    count = "SELECT (SELECT count(*) FROM windrow.job) + (SELECT count(*) FROM windrow.departing WHERE reason IS NULL)"
+    return sum(int(ask(shard.direct_dsn, count)[0][0]) for shard in shards)
 
 
 def read_rows(shards: Iterable[Shard]) -> list[Row]:
@@ -31,7 +45,7 @@ def read_rows(shards: Iterable[Shard]) -> list[Row]:
 
 
 def _rows(shard: Shard) -> Iterator[Row]:
-    for job, org, queue, key, lease, leased_at_us, history, state in ask(shard.direct_dsn, _ROWS):
+    for job, org, queue, key, lease, leased_at_us, history, state, departing in ask(shard.direct_dsn, _ROWS):
         entries = json.loads(history) if isinstance(history, str) else history
         yield Row(
             job=job,
@@ -51,6 +65,7 @@ def _rows(shard: Shard) -> Iterator[Row]:
                 )
                 for entry in entries or ()
             ],
+            departing=departing,
         )
 
 
@@ -66,3 +81,42 @@ def read_books(address: str, shards: Iterable[str]) -> list[OrgBooks]:
             )
             for one in part.orgs
         ]
+
+
+def read_found(address: str, jobs: Mapping[str, Sequence[str]]) -> list[Found]:
+    """By org: what a router says of these jobs, and how many it counts. Raises grpc.RpcError."""
+    with grpc.insecure_channel(address) as channel:
+        queues, admin = queue_pb2_grpc.QueueStub(channel), admin_pb2_grpc.AdminStub(channel)
+        return [
+            Found(org=org, jobs=list(_look_up(queues, org, ids)), counted=_count(admin, org))
+            for org, ids in jobs.items()
+        ]
+
+
+def _look_up(queues: queue_pb2_grpc.QueueStub, org: str, ids: Sequence[str]) -> Iterator[tuple[str, State]]:
+    for at in range(0, len(ids), _JOBS_AT_ONCE):
+        rest = ids[at : at + _JOBS_AT_ONCE]
+        while rest:
+            request = queue_pb2.GetJobsRequest(org=org, ids=rest)
+            answer = queues.GetJobs(request, timeout=_CHECK_S_MAX, wait_for_ready=True)
+            yield from ((job.id, _STATES[job.state]) for job in answer.jobs)
+            rest = list(answer.left_out)
+
+
+def _count(admin: admin_pb2_grpc.AdminStub, org: str) -> Mapping[State, int]:
+    request = admin_pb2.GetStatsRequest(org=org, include_finished=True)
+    counted = dict.fromkeys(State, 0)
+    for one in admin.GetStats(request, timeout=_CHECK_S_MAX, wait_for_ready=True).queues:
+        counted[State.LIVE] += one.scheduled + one.ready + one.leased
+        counted[State.SUCCEEDED] += one.succeeded
+        counted[State.DEAD] += one.dead
+        counted[State.CANCELLED] += one.cancelled
+    return counted
+
+
+def read_digest(address: str, *, seconds_max: float) -> str:
+    """Of the cluster file by which some router goes: each time whichever the kernel picks. Raises grpc.RpcError."""
+    with grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+        admin = admin_pb2_grpc.AdminStub(channel)
+        shards = admin.ListShards(admin_pb2.ListShardsRequest(), timeout=seconds_max)
+        return str(shards.cluster_file.digest)

@@ -1,4 +1,5 @@
-"""Draws a run as one picture: throughput, errors, pickup latency, and below them a bar for every fault."""
+"""Draws a run as one picture: throughput, errors, pickup latency, where the slots were, and below them a bar for every
+fault and every change."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from pathlib import Path
 from chaos import figures
 from chaos.run import Told
 
-_SIZE_INCH = (12.0, 10.0)
+_SIZE_INCH = (12.0, 14.0)
 _COLOURS_MAX = 20
 
 
@@ -25,7 +26,7 @@ def draw(folder: Path, told: Told, say: Callable[[str], None]) -> None:
     times = list(range(len(seconds)))
     figure = Figure(figsize=_SIZE_INCH, layout="constrained")
     FigureCanvasAgg(figure)
-    rates, failures, latency, faults = figure.subplots(4, 1, sharex=True, height_ratios=(2, 1, 2, 3))
+    rates, failures, latency, slots, faults = figure.subplots(5, 1, sharex=True, height_ratios=(2, 1, 2, 2, 4))
 
     rates.plot(times, [second.acknowledged for second in seconds], label="enqueued")
     rates.plot(times, [second.delivered for second in seconds], label="delivered")
@@ -43,6 +44,16 @@ def draw(folder: Path, told: Told, say: Callable[[str], None]) -> None:
     latency.set(ylabel="pickup, s", yscale="log")
     latency.legend(fontsize="small", loc="upper right")
 
+    course = figures.holdings(told.evidence)
+    moments = [at_s - told.began_s for at_s, _, _ in course]
+    for shard in sorted({shard for _, held, _ in course for shard in held}):
+        slots.step(moments, [held.get(shard, 0) for _, held, _ in course], where="post", label=shard)
+    slots.step(moments, [moving for _, _, moving in course], where="post", label="on their way", color="black", ls=":")
+    for move in figures.moves(told.evidence):
+        slots.axvline(move.began_s - told.began_s, color="grey", linewidth=0.3)
+    slots.set(ylabel="slots", xlim=(0, len(seconds)))
+    slots.legend(fontsize="small", loc="upper right")
+
     targets = sorted({strike.target for strike in told.strikes}, reverse=True)
     names = sorted({strike.fault for strike in told.strikes})
     colours = mpl.colormaps["tab20"]
@@ -58,7 +69,7 @@ def draw(folder: Path, told: Told, say: Callable[[str], None]) -> None:
     faults.set(xlabel="s", yticks=range(len(targets)))
     if names:
         faults.legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1.0, 0.5))
-    for axes in (rates, failures, latency, faults):
+    for axes in (rates, failures, latency, slots, faults):
         axes.grid(visible=True, alpha=0.3)
     figure.savefig(folder / "timeline.png", dpi=110)
 

@@ -150,8 +150,7 @@ def _refuse_other(found: str, cluster: str) -> None:
 
 
 def _refuse_unnamed(catalog: Catalog, shards: Iterable[ShardName]) -> None:
-    placed = {shard for shard, holding in catalog.holdings().items() if holding.slots or holding.leaving}
-    missing = sorted(placed.difference(shards))
+    missing = sorted(catalog.holdings().keys() - set(shards))
     if missing:
         raise Misconfigured(
             f"the catalog places slots on shard(s) {', '.join(missing)}, which the cluster file does not name"

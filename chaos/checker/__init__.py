@@ -6,19 +6,21 @@ what is concluded from them, and why it is safe, stands beside each rule.
 
 from __future__ import annotations
 
-from chaos.checker import leases, orgs, progress, stored
+from chaos.checker import files, leases, orgs, ownership, progress, stored
 from chaos.checker.evidence import Evidence, Violation
 
 __all__ = ["EXAMINED", "Evidence", "Violation", "check"]
 
-# What a run looks at, by the names of docs/concepts.md.
+# What a run looks at, by the names of docs/concepts.md; and one thing more.
 EXAMINED = {
     "I1": "Nothing acknowledged is lost",
     "I2": "One lease at a time",
     "I3": "Enqueue is idempotent",
     "I4": "One org never sees another",
     "I5": "Conservation",
+    "I6": "Stale knowledge is refused, not obeyed",
     "I7": "Hints are never truth",
+    "file": "A cluster file that cannot be used is refused",
 }
 
 
@@ -28,5 +30,7 @@ def check(evidence: Evidence) -> list[Violation]:
         *stored.check(evidence),
         *leases.check(evidence),
         *orgs.check(evidence),
+        *ownership.check(evidence),
         *progress.check(evidence),
+        *files.check(evidence),
     ]

@@ -41,7 +41,8 @@ def check(evidence: Evidence) -> Iterator[Violation]:
     deliveries: defaultdict[str, list[Delivery]] = defaultdict(list)
     for delivery in history.deliveries:
         deliveries[delivery.lease.job].append(delivery)
-    rows = {row.job: row for row in evidence.rows}
+    # Of a job that departs and has arrived, what it was when it departed is not the last of it.
+    rows = {row.job: row for row in sorted(evidence.rows, key=lambda row: not row.departing)}
 
     for lease, times in Counter(delivery.lease for delivery in history.deliveries).items():
         if times > 1:

@@ -1,15 +1,18 @@
-"""I1: what was acknowledged is there. I3: it is there once, whoever asked how often."""
+"""I1: what was acknowledged is there, and a router finds it. I3: it is there once, whoever asked how often."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from chaos.checker.evidence import Evidence, Violation
+from chaos.checker.evidence import Evidence, Row, Violation
+from chaos.history import Answer, Call, Outcome
 
 
 def check(evidence: Evidence) -> Iterator[Violation]:
     yield from _lost(evidence)
+    yield from _overlooked(evidence)
+    yield from _found(evidence)
     yield from _doubled(evidence)
     yield from _keys(evidence)
 
@@ -23,9 +26,60 @@ def _lost(evidence: Evidence) -> Iterator[Violation]:
             yield Violation(invariant="I1", what=what)
 
 
+def _overlooked(evidence: Evidence) -> Iterator[Violation]:
+    """Calls that were told there is no such job, although it had been acknowledged, or been given out, before."""
+    history = evidence.history
+    known_s: dict[str, float] = {}
+    for job, at_s in (
+        *((one.answered, one.call.ended_s) for one in history.enqueues if one.answered is not None),
+        *((one.lease.job, one.received_s) for one in history.deliveries),
+    ):
+        if at_s is not None:
+            known_s[job] = min(at_s, known_s.get(job, at_s))
+    missed: list[tuple[Call, str]] = [
+        *((one.call, one.lease.job) for one in history.settles if one.answer is Answer.NOT_FOUND),
+        *((one.call, one.job) for one in history.cancels if one.answer is Answer.NOT_FOUND),
+        *((one.call, one.job) for one in history.lookups if one.call.outcome is Outcome.OK and not one.found),
+    ]
+    for call, job in missed:
+        if call.began_s > known_s.get(job, float("inf")):
+            yield Violation(
+                invariant="I1", what=f"a {call.verb} of job {job} of {call.org} was told there is no such job"
+            )
+
+
+def _found(evidence: Evidence) -> Iterator[Violation]:
+    """Every job once, and as the tables have it."""
+    if evidence.found is None:
+        return
+    rows: defaultdict[str, list[Row]] = defaultdict(list)
+    for row in evidence.rows:
+        rows[row.org].append(row)
+    for found in evidence.found:
+        times = Counter(job for job, _ in found.jobs)
+        said = dict(found.jobs)
+        mine = rows.pop(found.org, [])
+        for row in mine:
+            if times[row.job] != 1:
+                what = f"a router finds job {row.job} of {row.org}, on {row.shard}, {times[row.job]} times"
+                yield Violation(invariant="I1", what=what)
+            elif said[row.job] is not row.state:
+                what = f"a router says that job {row.job} is {said[row.job]}, and on {row.shard} it is {row.state}"
+                yield Violation(invariant="I1", what=what)
+        stored = Counter(row.state for row in mine)
+        for state in sorted({*stored, *found.counted}):
+            counted = found.counted.get(state, 0)
+            if stored[state] != counted:
+                what = f"a router counts {counted} {state} jobs of {found.org}, and the tables have {stored[state]}"
+                yield Violation(invariant="I5", what=what)
+    for org in rows:
+        yield Violation(invariant="I1", what=f"no router was asked for the jobs of {org}")
+
+
 def _doubled(evidence: Evidence) -> Iterator[Violation]:
     enqueues = evidence.history.enqueues
-    for job, copies in Counter(row.job for row in evidence.rows).items():
+    # One that departs may have arrived by now.
+    for job, copies in Counter(row.job for row in evidence.rows if not row.departing).items():
         if copies > 1:
             yield Violation(invariant="I3", what=f"job {job} is stored {copies} times")
     # One call at most is told that it was the one which stored the job.

@@ -1,5 +1,6 @@
 """`python -m chaos.clients.producer`: enqueues one by one, several at once, in batches, with dedup keys, for later;
-says the same again after an error that leaves it open; now and then says again what was acknowledged, or cancels it."""
+says the same again after an error that leaves it open; now and then says again what was acknowledged, looks it up, or
+cancels it."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ _EVERY_S = 0.15
 _CALLS_MAX = 200
 _TRIES_MAX = 20
 _TIMEOUT_S, _TRY_S = 6.0, 2.0
-_DELAY_S_MAX = 4.0
+# Most that come later come soon. Some wait for so long that their slot moves meanwhile.
+_DELAY_S_MAX, _LONG_DELAY_S_MAX = 4.0, 20.0
 _KEYS = 40
 _KEY_WINDOW_S = 86_400.0
 _REMEMBERED = 200
@@ -68,10 +70,13 @@ class Producer:
             await self._until_stored(org, [_job(org, luck) for _ in range(luck.randint(2, 25))], self._together)
         elif dice < 0.9:
             await self._until_stored(org, [_job(org, luck) for _ in range(luck.randint(2, 25))], self._independent)
-        elif dice < 0.97 and self._recent:
+        elif dice < 0.95 and self._recent:
             # Said before, and acknowledged.
             org, job = luck.choice(self._recent)
             await self._until_stored(org, [job], self._together)
+        elif dice < 0.97 and self._recent:
+            org, _ = luck.choice(self._recent)
+            await self._look_up(org, [job.id for of, job in self._recent if of == org])
         elif self._recent:
             org, job = luck.choice(self._recent)
             await self._cancel(org, job.id)
@@ -139,6 +144,15 @@ class Producer:
         else:
             self._recorder.end(number, Outcome.OK, answered=[Answer(answer.value) for answer in answers])
 
+    async def _look_up(self, org: str, jobs: Sequence[str]) -> None:
+        number = self._recorder.begin(Verb.LOOK_UP, org, jobs)
+        try:
+            found = await self._client.for_org(org).get_jobs(jobs)
+        except windrow.WindrowError as error:
+            self._recorder.end(number, Outcome.UNKNOWN, code=_code(error))
+        else:
+            self._recorder.end(number, Outcome.OK, answered=list(found))
+
 
 _Send = Callable[[str, Sequence[windrow.NewJob]], Awaitable[Sequence[windrow.Enqueued]]]
 
@@ -155,11 +169,17 @@ def _job(org: str, luck: random.Random | None) -> windrow.NewJob:
         payload_of(org, name, _BIG_BYTES if luck.random() < 0.02 else luck.randint(0, 500)),
         id=name,
         priority=luck.choice((0, 0, 0, 1, 9)),
-        delay=luck.uniform(0.1, _DELAY_S_MAX) if luck.random() < 0.15 else None,
+        delay=_delay(luck),
         dedup_key=f"key-{luck.randrange(_KEYS)}" if keyed else "",
         dedup_window=_KEY_WINDOW_S if keyed else None,
         max_attempts=3 if luck.random() < 0.1 else 0,
     )
+
+
+def _delay(luck: random.Random) -> float | None:
+    if luck.random() >= 0.2:
+        return None
+    return luck.uniform(0.1, _DELAY_S_MAX if luck.random() < 0.7 else _LONG_DELAY_S_MAX)
 
 
 def _code(error: windrow.WindrowError) -> str:

@@ -1,17 +1,21 @@
-"""The faults that a run may draw. A new one is a subclass of Fault, and a line here."""
+"""The faults that a run may draw, and the changes that it draws beside them. A new one is a subclass of Fault, and a
+line here."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from chaos.faults import machine, network, processes, servers
+from chaos.faults import machine, network, operators, processes, servers
 from chaos.faults.fault import Fault
 
-__all__ = ["FAULTS", "Fault"]
+__all__ = ["CHANGES", "FAULTS", "Fault"]
 
 _KINDS: tuple[type[Fault], ...] = (
     processes.KillRouter,
     processes.FreezeRouter,
+    operators.FreezeRouterInMove,
+    processes.KillBalancer,
+    processes.FreezeBalancer,
     processes.KillWorker,
     processes.FreezeWorker,
     processes.KillProducer,
@@ -27,8 +31,14 @@ _KINDS: tuple[type[Fault], ...] = (
     network.SlowNetwork,
     network.SilentNetwork,
     network.ClosedNetwork,
+    network.CutCatalog,
     machine.FillDisk,
     machine.JumpClock,
-    machine.BreakClusterFile,
+    operators.BreakClusterFile,
+    operators.DrainShard,
+    operators.ChangeWeight,
+    operators.PinOrg,
 )
 FAULTS: Mapping[str, type[Fault]] = {kind.name: kind for kind in _KINDS}
+# They harm nothing: as many as there are may be under way beside the faults.
+CHANGES = frozenset({operators.DrainShard.name, operators.ChangeWeight.name, operators.PinOrg.name})

@@ -11,7 +11,8 @@ from chaos.stage import Cast, Stage
 
 
 class Fault(abc.ABC):
-    """One occurrence of a fault. A kind of fault is a subclass, listed in chaos/faults/__init__.py.
+    """One occurrence of a fault, or of a change that operators make: that harms nothing, and is drawn beside the
+    faults. A kind of either is a subclass, listed in chaos/faults/__init__.py.
 
     `luck` is the occurrence's own: what it draws does not change what others draw.
     """
@@ -50,12 +51,18 @@ def shards(cast: Cast) -> list[str]:
     return [f"s{number}" for number in range(1, cast.shards + 1)]
 
 
+# The way to the catalog, which is beside that to the shard that has it.
+CATALOG = "catalog"
+
+
 def routers(cast: Cast) -> list[str]:
     return [f"router-{number}" for number in range(1, cast.routers + 1)]
 
 
-def router_pid(stage: Stage, target: str) -> int | None:
-    """The process in this place now; None while one is being started again."""
+def pid_of(stage: Stage, target: str) -> int | None:
+    """The process in this place now, of a router or a balancer; None while one is being started again."""
+    if target in stage.balancers.names:
+        return stage.balancers.pid(target)
     pids = sorted(stage.routers.pids)
     at = int(target.removeprefix("router-")) - 1
     return pids[at] if at < len(pids) else None

@@ -1,16 +1,12 @@
-"""What the machine and its operator do: a full disk, clocks that jump, a wrong cluster file."""
+"""What the machine does: a full disk, clocks that jump."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import signal
 from collections.abc import Sequence
-from pathlib import Path
 
 from chaos.faults.fault import Fault, shards
-from chaos.stage import Cast, Stage, cluster_file
+from chaos.stage import Cast, Stage
 
 _JUMP_S_MAX = 86_400.0
 
@@ -52,7 +48,7 @@ class FillDisk(Fault):
 
 
 class JumpClock(Fault):
-    """The wall clock of every router is wrong, by up to a day, either way."""
+    """The wall clock of every router and balancer is wrong, by up to a day, either way."""
 
     name = "jump-clock"
 
@@ -71,39 +67,3 @@ class JumpClock(Fault):
     async def heal(self) -> None:
         assert self.stage.clock is not None
         self.stage.clock.jump(0)
-
-
-class BreakClusterFile(Fault):
-    """The cluster file is edited wrongly, routers are told to read it, and then the same with the right one."""
-
-    name = "break-cluster-file"
-
-    @classmethod
-    def targets(cls, cast: Cast) -> Sequence[str]:
-        return ["cluster-file"]
-
-    @classmethod
-    def missing(cls, stage: Stage) -> str | None:
-        caught = all(_catches_hangup(pid) for pid in stage.routers.pids)
-        return None if caught else "routers of this release do not read their cluster file again"
-
-    async def inject(self) -> None:
-        self._tell(cluster_file(self.stage.shards).replace("[[shard]]", "[[shrad]]", 1))
-
-    async def heal(self) -> None:
-        self._tell(cluster_file(self.stage.shards))
-
-    def _tell(self, text: str) -> None:
-        self.stage.config.write_text(text)
-        for pid in self.stage.routers.pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGHUP)
-
-
-def _catches_hangup(pid: int) -> bool:
-    """By the process's own word, not by trying: SIGHUP ends a process that does not care for it."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> signal.SIGHUP - 1 & 1)
-    return False

@@ -1,11 +1,11 @@
-"""What the network does between routers and a shard: cut, slow, silent, closed."""
+"""What the network does between routers, balancers and a shard, or the catalog: cut, slow, silent, closed."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 
-from chaos.faults.fault import Fault, shards
+from chaos.faults.fault import CATALOG, Fault, shards
 from chaos.stage import Cast
 from tests.fault.proxy import Proxy
 
@@ -16,12 +16,13 @@ _DELAY_S = (0.02, 0.3)
 class _NetworkFault(Fault):
     @classmethod
     def targets(cls, cast: Cast) -> Sequence[str]:
-        return shards(cast)
+        return [*shards(cast), CATALOG]
 
     @property
     def proxies(self) -> Sequence[Proxy]:
         """Of all nodes: routers try each of them."""
-        return [node.proxy for node in self.stage.shards[self.target].nodes]
+        entrance = self.stage.catalog if self.target == CATALOG else self.stage.shards[self.target].entrance
+        return entrance.proxies
 
 
 class CutConnections(_NetworkFault):
@@ -80,3 +81,14 @@ class ClosedNetwork(_NetworkFault):
     async def heal(self) -> None:
         for proxy in self.proxies:
             proxy.closed = False
+
+
+class CutCatalog(ClosedNetwork):
+    """The same, of the catalog alone: nobody learns where slots are, and no move goes on."""
+
+    name = "cut-catalog"
+    seconds = (0.0, 8.0)
+
+    @classmethod
+    def targets(cls, cast: Cast) -> Sequence[str]:
+        return [CATALOG]

@@ -1,4 +1,4 @@
-"""Processes killed, and processes that stand still: routers, workers, producers."""
+"""Processes killed, and processes that stand still: routers, balancers, workers, producers."""
 
 from __future__ import annotations
 
@@ -7,48 +7,48 @@ import os
 import signal
 from collections.abc import Sequence
 
-from chaos.faults.fault import Fault, router_pid, routers
+from chaos.faults.fault import Fault, pid_of, routers
 from chaos.shards import until
 from chaos.stage import Cast
 
 _BACK_S_MAX = 60.0
 
 
-class KillRouter(Fault):
-    name = "kill-router"
-    weight = 2.0
-    seconds = (0.0, 0.0)
-    _pid: int | None = None
-
+class _OfRouters(Fault):
     @classmethod
     def targets(cls, cast: Cast) -> Sequence[str]:
         return routers(cast)
 
+
+class _OfBalancers(Fault):
+    @classmethod
+    def targets(cls, cast: Cast) -> Sequence[str]:
+        return cast.balancer_names
+
+
+class _KillServer(Fault):
+    seconds = (0.0, 0.0)
+    _pid: int | None = None
+
     async def inject(self) -> None:
-        self._pid = router_pid(self.stage, self.target)
+        self._pid = pid_of(self.stage, self.target)
         if self._pid is not None:
             os.kill(self._pid, signal.SIGKILL)
 
     async def heal(self) -> None:
-        # Its supervisor starts another one, if nothing else hinders it.
-        await until(self._is_back, "another router runs in its place", within_s=_BACK_S_MAX)
+        # Who keeps it running starts another one, if nothing else hinders it.
+        await until(self._is_back, f"another process runs in place of {self.target}", within_s=_BACK_S_MAX)
 
     def _is_back(self) -> bool:
-        pids = self.stage.routers.pids
-        return self._pid not in pids and len(pids) == self.stage.cast.routers
+        return pid_of(self.stage, self.target) not in {None, self._pid}
 
 
-class FreezeRouter(Fault):
-    name = "freeze-router"
+class FreezeServer(Fault):
     seconds = (1.0, 8.0)
     _pid: int | None = None
 
-    @classmethod
-    def targets(cls, cast: Cast) -> Sequence[str]:
-        return routers(cast)
-
     async def inject(self) -> None:
-        self._pid = router_pid(self.stage, self.target)
+        self._pid = pid_of(self.stage, self.target)
         self._send(signal.SIGSTOP)
 
     async def heal(self) -> None:
@@ -58,6 +58,32 @@ class FreezeRouter(Fault):
         if self._pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, number)
+
+
+class KillRouter(_OfRouters, _KillServer):
+    name = "kill-router"
+    weight = 2.0
+
+    def _is_back(self) -> bool:
+        pids = self.stage.routers.pids
+        return self._pid not in pids and len(pids) == self.stage.cast.routers
+
+
+class FreezeRouter(_OfRouters, FreezeServer):
+    name = "freeze-router"
+
+
+class KillBalancer(_OfBalancers, _KillServer):
+    name = "kill-balancer"
+    weight = 2.0
+
+
+class FreezeBalancer(_OfBalancers, FreezeServer):
+    """Some for so long that another leads when it goes on."""
+
+    name = "freeze-balancer"
+    weight = 1.5
+    seconds = (1.0, 20.0)
 
 
 class _KillClient(Fault):

@@ -17,7 +17,8 @@ from embedded import EmbeddedError
 
 _UP_S_MAX = 60.0
 _SYNCHRONOUS_S_MAX = 5.0
-_ROUTERS = "application_name = 'windrow'"
+# Balancers' and routers' alike.
+_OURS = "application_name LIKE 'windrow%'"
 
 
 class _ShardFault(Fault):
@@ -75,18 +76,20 @@ class KillBackend(_ShardFault):
 class _AgainAndAgain(_ShardFault):
     """Done every moment until it is healed."""
 
+    over = False
     _doing: asyncio.Task[None] | None = None
 
     async def inject(self) -> None:
         self._doing = asyncio.create_task(self._go_on())
 
     async def heal(self) -> None:
+        self.over = True
         if self._doing is not None:
-            self._doing.cancel()
-            await asyncio.gather(self._doing, return_exceptions=True)
+            # A thread cannot be cancelled: it would go on, beside what heals.
+            await self._doing
 
     async def _go_on(self) -> None:
-        while True:
+        while not self.over:
             # The server may be away, for other reasons.
             with contextlib.suppress(psycopg.Error, EmbeddedError):
                 await asyncio.to_thread(self.do)
@@ -94,7 +97,7 @@ class _AgainAndAgain(_ShardFault):
 
     @abc.abstractmethod
     def do(self) -> None:
-        """Once. Runs in a thread."""
+        """Once. Runs in a thread, and ends soon when it is `over`."""
 
 
 class TerminateBackends(_AgainAndAgain):
@@ -104,11 +107,11 @@ class TerminateBackends(_AgainAndAgain):
     seconds = (0.0, 4.0)
 
     def do(self) -> None:
-        self.primary.ask(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {_ROUTERS} AND random() < 0.5")
+        self.primary.ask(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {_OURS} AND random() < 0.5")
 
 
 class ExhaustConnections(_AgainAndAgain):
-    """Those of the routers are ended, and every connection that the server then has to give is taken."""
+    """Those of routers and balancers are ended, and every connection that the server then has to give is taken."""
 
     name = "exhaust-connections"
 
@@ -117,9 +120,9 @@ class ExhaustConnections(_AgainAndAgain):
         self._taken: list[psycopg.Connection[tuple[object, ...]]] = []
 
     def do(self) -> None:
-        self.primary.ask(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {_ROUTERS}")
+        self.primary.ask(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {_OURS}")
         # Refused, there is none left.
-        while True:
+        while not self.over:
             self._taken.append(psycopg.connect(self.primary.cluster.dsn, connect_timeout=5))
 
     async def heal(self) -> None:

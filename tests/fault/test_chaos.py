@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.environment import environment
-from chaos import report, timeline
+from chaos import figures, report, timeline
 from chaos.checker import check
 from chaos.run import Order, run
 from chaos.stage import Cast
@@ -17,13 +17,16 @@ from embedded import BinariesNotFound
 SMALL = Cast(
     shards=2, replicated=False, routers=2, producers=1, workers=("streaming", "polling"), orgs=40, window_s=1.0
 )
-FAULTS = ("kill-router", "kill-worker", "kill-postgres", "cut-connections", "terminate-backends")
+FAULTS = (
+    *("kill-router", "kill-worker", "kill-balancer", "kill-postgres", "cut-connections", "terminate-backends"),
+    *("drain-shard", "change-weight", "pin-org"),
+)
 
 
 @pytest.mark.timeout(240)
 async def test_a_short_run_under_faults_keeps_every_invariant(tmp_path: Path) -> None:
     said: list[str] = []
-    order = Order(seed=4, seconds=10.0, out=tmp_path, faults=FAULTS, cast=SMALL)
+    order = Order(seed=4, seconds=15.0, out=tmp_path, faults=FAULTS, cast=SMALL)
     try:
         told = await run(order, disk=None, say=said.append)
     except BinariesNotFound as error:
@@ -32,10 +35,15 @@ async def test_a_short_run_under_faults_keeps_every_invariant(tmp_path: Path) ->
     assert list(told.unhealed) == []
     assert len(told.strikes) >= 2, said
     assert not [strike.trouble for strike in told.strikes if strike.trouble]
+    moves = figures.moves(told.evidence)
+    assert moves
+    assert all(move.ended_s is not None for move in moves)
     # It was a load, and every sort of client had its part in it.
     assert len(told.evidence.rows) > 200
     clients = {call.client.partition(".")[0] for call in told.evidence.history.calls}
     assert clients == {"producer-1", "worker-1-streaming", "worker-2-polling"}
     report.write(tmp_path, order, told, [], environment())
     timeline.draw(tmp_path, told, said.append)
-    assert {"report.json", "report.md", "timeline.png", "clients.log", "histories"} <= set(os.listdir(tmp_path))
+    assert {"report.json", "report.md", "timeline.png", "clients.log", "balancer-1.log", "histories"} <= set(
+        os.listdir(tmp_path)
+    )

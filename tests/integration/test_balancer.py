@@ -17,14 +17,15 @@ from balancer.move import Mover, Pace
 from balancer.plan import transfers
 from balancer.service import AnotherLeads
 from balancer.service import balance_once as balance_until
-from shard import schema
+from shard import pinning, schema
 from shard.catalog import Move
 from shard.cluster import Cluster
 from shard.errors import Misconfigured, ShardUnavailable
 from shard.leading import candidacy
-from shard.placement import SLOTS
+from shard.pinning import OnShard
+from shard.placement import SLOTS, slot_of
 from shard.store import Store
-from shard.vocabulary import ShardName
+from shard.vocabulary import OrgId, ShardName
 from tests import timemachine
 from tests.balancers import Field, balanced, balancer_process, open_field, until
 from tests.conftest import CLUSTER
@@ -316,6 +317,50 @@ async def test_a_shard_in_use_is_never_taken_for_a_new_one(field: Field, log: Lo
     async with balanced(field):
         await says(log, "shard 's2' of cluster 'tests': its DSN leads to the database of no shard")
     assert await field.slots() == {"s1": LEFT, "s2": len(PART)}
+
+
+@pytest.mark.parametrize("state", ["read_only", "off"])
+async def test_an_org_on_a_shard_that_may_not_be_changed_waits_and_holds_up_no_other(
+    field: Field, log: Log, state: str
+) -> None:
+    org = OrgId("org-0")
+    await balance_once(field.write(s1={}, s2={"weight": 0}))
+    await pinning.pin(field.catalog, org, OnShard(B))
+    await balance_once(field.cluster)
+    await pinning.pin(field.catalog, org, OnShard(C))
+    field.write(s1=BUT_A_PART, s2={"weight": 0, "state": state}, s3={})
+    async with balanced(field):
+        await field.until(lambda slots: slots == {"s1": LEFT, "s3": len(PART)})
+        await says(log, f"org 'org-0' stays on shard 's2': the state of shard 's2' is {state}")
+        assert (await field.known()).placement(org).reads == (B,)
+        field.write(s1=BUT_A_PART, s2={"weight": 0}, s3={})
+        await until(field.known, lambda known: known.placement(org).reads == (C,))
+    assert "unexpected" not in log.text
+    assert "could not look" not in log.text
+
+
+async def test_a_shard_that_holds_nothing_but_a_pinned_org_is_missed_too(field: Field) -> None:
+    await balance_once(field.write(s1={}, s2={"weight": 0}))
+    await pinning.pin(field.catalog, OrgId("org-0"), OnShard(B))
+    await balance_once(field.cluster)
+    with pytest.raises(Misconfigured, match=r"places slots on shard\(s\) s2, which the cluster file does not name"):
+        await balance_once(field.write(s1={}))
+
+
+async def test_an_org_that_is_unpinned_waits_for_the_shard_of_its_hash(field: Field, log: Log) -> None:
+    await balance_once(field.write(s1={}))
+    await balance_once(field.write(s1=BUT_A_PART, s2={}))
+    known = await field.known()
+    org = next(org for org in map(OrgId, map(str, range(10_000))) if known.placement(org).reads == (B,))
+    await pinning.pin(field.catalog, org, OnShard(A))
+    await balance_once(field.cluster)
+    # Its hash slot is on s2 by now, and it is not.
+    assert (await field.known()).slots[slot_of(org)].reads == (B,)
+    await pinning.unpin(field.catalog, org)
+    field.write(s1={}, s2={"state": "dequeue_only"})
+    async with balanced(field):
+        await says(log, f"org {org!r} stays on shard 's1': the state of shard 's2' is dequeue_only")
+    assert "could not look" not in log.text
 
 
 async def test_a_shard_that_is_missing_in_the_file_stops_everything(field: Field, log: Log) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
 
 from chaos.checker import Evidence, check
-from chaos.checker.evidence import OrgBooks, Past, Row, State
-from chaos.history import Answer, Call, Cancel, Delivery, Enqueue, History, LeaseKey, Outcome, Settle, Verb
+from chaos.checker.evidence import Files, Found, InForce, OrgBooks, Owned, Past, Placed, Row, State
+from chaos.history import Answer, Call, Cancel, Delivery, Enqueue, History, LeaseKey, Lookup, Outcome, Settle, Verb
+from shard.placement import SLOTS, slot_of
+from shard.vocabulary import OrgId
 
 ORG, OTHER, QUEUE, SHARD = "acme", "evil", "load", "s1"
 CALM_S, LATE_S_MAX = 100.0, 10.0
@@ -566,3 +568,234 @@ def test_a_job_that_comes_again_late_is_found() -> None:
     nack = settle(Verb.NACK, "j1", CALM_S + 2, lease=1, span_s=5.0)
     assert found(again(CALM_S + 17, [nack])) == []
     assert found(again(CALM_S + 18, [nack])) == ["I7"]
+
+
+# ── I1: what calls are told, and what a router finds in the end ──────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("at_s", [9.0, 20.0])
+def test_a_call_that_is_told_there_is_no_such_job_is_found_if_it_was_known(at_s: float) -> None:
+    given, expected = whole_life(), [] if at_s < 10 else ["I1"]
+    looked = Lookup(call=call(Verb.LOOK_UP, at_s), job="j1", found=False)
+    cancelled = Cancel(call=call(Verb.CANCEL, at_s), job="j1", answer=Answer.NOT_FOUND)
+    extended = settle(Verb.EXTEND, "j1", at_s, lease=1, answer=Answer.NOT_FOUND)
+    assert found(changed(given, lookups=[looked])) == expected
+    assert found(changed(given, cancels=[cancelled])) == expected
+    assert found(changed(given, settles=[*given.history.settles, extended])) == expected
+    # What was not answered says nothing.
+    unanswered = replace(looked, call=replace(looked.call, outcome=Outcome.UNKNOWN))
+    assert found(changed(given, lookups=[unanswered, replace(looked, found=True)])) == []
+
+
+def by_router(*jobs: tuple[str, State], counted: int = 1) -> list[Found]:
+    return [Found(org=ORG, jobs=jobs, counted={State.SUCCEEDED: counted})]
+
+
+def test_what_a_router_finds_once_as_the_tables_have_it_passes() -> None:
+    assert found(replace(whole_life(), found=by_router(("j1", State.SUCCEEDED)))) == []
+
+
+@pytest.mark.parametrize(
+    "jobs", [[], [("j1", State.SUCCEEDED), ("j1", State.SUCCEEDED)], [("j1", State.LIVE)], [("j1", State.DEAD)]]
+)
+def test_a_job_that_a_router_does_not_find_once_as_it_is_is_found(jobs: Sequence[tuple[str, State]]) -> None:
+    assert found(replace(whole_life(), found=by_router(*jobs))) == ["I1"]
+
+
+@pytest.mark.parametrize("counted", [0, 2])
+def test_a_count_that_is_not_that_of_the_tables_is_found(counted: int) -> None:
+    assert found(replace(whole_life(), found=by_router(("j1", State.SUCCEEDED), counted=counted))) == ["I5"]
+
+
+def test_an_org_that_no_router_was_asked_about_is_found() -> None:
+    assert found(replace(whole_life(), found=[])) == ["I1"]
+
+
+# ── I6: slots that move ──────────────────────────────────────────────────────────────────────────────────────────────
+
+SLOT = slot_of(OrgId(ORG))
+
+
+def placed(writes: str, reads: str, epoch: int, *, slot: int = SLOT, at_s: float = 0.0) -> Placed:
+    return Placed(at_s=at_s, slots=[slot], writes=writes.split(), reads=reads.split(), epoch=epoch)
+
+
+def owned(shard: str, at_s: float, state: str, epoch: int, *, chunk: int = 0, slots: Sequence[int] = (SLOT,)) -> Owned:
+    return Owned(shard=shard, at_s=at_s, slots=slots, state=state, epoch=epoch, chunk=chunk)
+
+
+# From s1 to s2, and the job with it.
+PLACED = (
+    placed("s1", "s1", 1),
+    placed("s1", "s1 s2", 5),
+    placed("s2", "s1 s2", 5),
+    placed("s2", "s2", 5),
+)
+ON_S1 = (owned("s1", 0.0, "owned", 1), owned("s1", 20.0, "draining", 5), owned("s1", 22.0, "draining", 5, chunk=1))
+ON_S2 = (owned("s2", 21.0, "owned", 5), owned("s2", 23.0, "owned", 5, chunk=1))
+
+
+def moved(
+    *,
+    catalog: Sequence[Placed] = PLACED,
+    s1: Sequence[Owned] = ON_S1,
+    s2: Sequence[Owned] = ON_S2,
+    row: Row | None = None,
+    pins: Mapping[str, int] | None = None,
+) -> Evidence:
+    given = replace(whole_life(), rows=[row or succeeded("j1", shard="s2")])
+    books = [OrgBooks(shard=given.rows[0].shard, org=ORG, accepted=1, balanced=True)]
+    return replace(given, books=books, placed=catalog, owned=[*s1, *s2], pins=pins or {})
+
+
+def test_a_move_and_its_way_back_pass() -> None:
+    back = [
+        placed("s2", "s2 s1", 8),
+        placed("s1", "s2 s1", 8),
+        placed("s1", "s1", 8),
+    ]
+    given = moved(
+        catalog=[*PLACED, *back],
+        s1=[*ON_S1, owned("s1", 31.0, "owned", 8)],
+        s2=[*ON_S2, owned("s2", 30.0, "draining", 8)],
+    )
+    assert found(moved()) == []
+    assert found(given) == []
+
+
+@pytest.mark.parametrize(
+    "catalog",
+    [
+        # Two writers, none, one that is not read, three that are read.
+        [placed("s1 s2", "s1 s2", 1)],
+        [placed("", "s1", 1)],
+        [placed("s1", "s2", 1)],
+        [placed("s1", "s1 s2 s3", 1)],
+        # Switched without having begun; begun without an epoch of its own; to the source; by another epoch.
+        [PLACED[0], placed("s2", "s2", 5)],
+        [PLACED[0], placed("s1", "s1 s2", 1)],
+        [*PLACED[:2], placed("s1", "s1", 5)],
+        [*PLACED[:2], placed("s2", "s1 s2", 6)],
+        [*PLACED[:3], placed("s1", "s1", 5)],
+        [*PLACED[:3], placed("s1", "s1 s2", 5)],
+        [*PLACED[:2], placed("s3", "s1 s3", 5)],
+    ],
+)
+def test_what_is_no_step_of_a_move_is_found(catalog: Sequence[Placed]) -> None:
+    assert "I6" in found(moved(catalog=catalog, s1=(), s2=()))
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        # Opened again under the epoch that closed it, or under an older one; a chunk twice, and one left out.
+        [*ON_S1, owned("s1", 24.0, "owned", 5, chunk=2)],
+        [*ON_S1, owned("s1", 24.0, "owned", 1)],
+        [*ON_S1, ON_S1[-1]],
+        [*ON_S1, owned("s1", 24.0, "draining", 5, chunk=3)],
+    ],
+)
+def test_a_shard_that_forgets_what_it_knew_of_a_slot_is_found(known: Sequence[Owned]) -> None:
+    assert "I6" in found(moved(s1=known))
+
+
+def test_two_owners_at_one_time_are_found_unless_the_clock_jumped() -> None:
+    early = moved(s2=[owned("s2", 19.5, "owned", 5), *ON_S2[1:]])
+    assert found(early) == ["I6"]
+    assert found(changed(early, drift_s=1.0)) == []
+    # Once for all slots of a step.
+    slots = [SLOT, SLOT + 1, SLOT + 2]
+    several = [owned(shard, at_s, "owned", 1, slots=slots) for shard, at_s in (("s1", 0.0), ("s2", 1.0))]
+    assert found(moved(catalog=(), s1=several[:1], s2=several[1:])) == ["I6"]
+
+
+def test_an_owner_that_never_closed_is_found() -> None:
+    # At one time with the other, and in the end.
+    assert found(moved(s1=ON_S1[:1])) == ["I6", "I6"]
+
+
+def test_an_owner_that_does_not_know_that_it_is_one_is_found() -> None:
+    assert found(moved(s2=[])) == []  # Nothing is known of s2 at all.
+    assert found(moved(s2=[owned("s2", 21.0, "owned", 4)])) == ["I6"]
+    assert found(moved(s2=[*ON_S2, owned("s2", 30.0, "draining", 7)])) == ["I6"]
+
+
+def test_slots_that_are_still_on_their_way_in_the_end_are_found() -> None:
+    assert found(moved(catalog=PLACED[:3])) == ["I6"]
+
+
+@pytest.mark.parametrize("state", [State.DEAD, State.LIVE])
+def test_a_job_that_was_left_behind_is_found(state: State) -> None:
+    row = replace(succeeded("j1", shard="s1"), state=state)
+    assert "I6" in found(moved(row=row))
+    assert "I6" not in found(moved(row=replace(row, shard="s2")))
+
+
+def test_a_job_that_has_finished_before_its_slot_left_passes() -> None:
+    assert found(moved(row=succeeded("j1", shard="s1"))) == []
+    assert found(moved(row=succeeded("j1", shard="s3"))) == ["I6"]
+
+
+def departing(given: Evidence, *, shard: str) -> Evidence:
+    """The same job is set aside there too."""
+    row = replace(succeeded("j1", shard=shard), state=State.LIVE, departing=True, lease=None, leased_at_us=None)
+    books = [*given.books, OrgBooks(shard=shard, org=ORG, accepted=1, balanced=True)]
+    return replace(given, rows=[*given.rows, row], books=books)
+
+
+def test_a_job_that_still_departs_is_no_second_copy_and_must_not_be_left_when_its_slot_rests() -> None:
+    under_way = departing(moved(catalog=PLACED[:3]), shard="s1")
+    assert found(changed(under_way, enqueues=[enqueue("j1", 10.0, answered=None)])) == ["I6"]
+    left = departing(moved(), shard="s1")
+    assert found(changed(left, enqueues=[enqueue("j1", 10.0, answered=None)])) == ["I6"]
+    assert "departs" in check(left)[0].what or "departs" in check(left)[-1].what
+
+
+def test_a_pinned_org_is_looked_for_where_its_own_slot_is() -> None:
+    own = SLOTS + 3
+    pinned = [
+        PLACED[0],
+        placed("s1", "s1", 3, slot=own),
+        placed("s1", "s1 s2", 5, slot=own),
+        placed("s2", "s1 s2", 5, slot=own),
+        placed("s2", "s2", 5, slot=own),
+    ]
+    s1 = [ON_S1[0], owned("s1", 19.0, "owned", 3, slots=[own]), owned("s1", 20.0, "draining", 5, slots=[own])]
+    s2 = [owned("s2", 21.0, "owned", 5, slots=[own])]
+    dead = replace(succeeded("j1"), state=State.DEAD)
+
+    def given(shard: str, *, pins: Mapping[str, int]) -> list[str]:
+        return found(moved(catalog=pinned, s1=s1, s2=s2, row=replace(dead, shard=shard), pins=pins))
+
+    assert "I6" not in given("s2", pins={ORG: own})
+    assert "I6" in given("s1", pins={ORG: own})
+    assert "I6" in given("s2", pins={})
+    # It has finished where its hash slot was, or its own.
+    assert found(moved(catalog=pinned, s1=s1, s2=s2, row=succeeded("j1", shard="s1"), pins={ORG: own})) == []
+
+
+def test_a_shard_need_not_know_an_orgs_slot_that_has_never_moved() -> None:
+    own = SLOTS + 3
+    catalog = [PLACED[0], placed("s1", "s1", 3, slot=own)]
+    assert found(moved(catalog=catalog, s1=ON_S1[:1], s2=(), row=succeeded("j1"), pins={ORG: own})) == []
+    # Known wrongly is another thing.
+    wrong = owned("s1", 20.0, "draining", 3, slots=[own])
+    assert found(moved(catalog=catalog, s1=[ON_S1[0], wrong], s2=(), row=succeeded("j1"), pins={ORG: own})) == ["I6"]
+
+
+# ── Cluster files ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def gone_by(*digests: str, at_s: float) -> Evidence:
+    in_force = [InForce(at_s=at_s, digest=digest) for digest in digests]
+    return replace(whole_life(), files=Files(in_force=in_force, unusable=frozenset({"bad"}), last="last"))
+
+
+def test_a_cluster_file_that_was_to_be_refused_and_is_in_force_is_found() -> None:
+    assert found(gone_by("first", "last", at_s=20.0)) == []
+    assert found(gone_by("first", "bad", at_s=20.0)) == ["file"]
+
+
+def test_an_old_cluster_file_that_stays_in_force_is_found() -> None:
+    assert found(gone_by("last", at_s=CALM_S + 1)) == []
+    assert found(gone_by("first", at_s=CALM_S + 1)) == ["file"]

@@ -116,6 +116,31 @@ def test_an_org_for_which_nothing_will_do_stays_where_it_is_and_the_reason_is_to
     assert why in found.complaints[OrgId("x")]
 
 
+@pytest.mark.parametrize("wish", [OnShard(C), WithLabel("disk", "fast"), None])
+def test_an_org_does_not_leave_a_shard_that_may_not_be_changed(wish: Wish | None) -> None:
+    """Nothing may begin that cannot go on."""
+    others = [entry(A), entry(C, disk="fast")]
+    catalog, pins = pinned({"x": wish}, {"x": at(B)})
+    for state in ShardState:
+        found = plan(catalog, pins, [entry(B, state), *others])
+        if state.takes_changes:
+            assert (found.owners[pins[0].slot], found.complaints) == (C if wish else A, {})
+        else:
+            why = f"org 'x' stays on shard 'b': the state of shard 'b' is {state.word}"
+            assert (found.owners, found.complaints) == ({pins[0].slot: B}, {"x": why})
+    found = plan(catalog, pins, others)
+    assert found.owners == {pins[0].slot: B}
+    assert found.complaints == {"x": "org 'x' stays on shard 'b': the cluster file does not name shard 'b'"}
+
+
+def test_an_org_that_is_no_longer_pinned_waits_until_the_shard_of_its_hash_takes_jobs() -> None:
+    for state in ShardState:
+        catalog, pins = pinned({"x": None}, {"x": at(B)})
+        found = plan(catalog, pins, [entry(A, state), entry(B)])
+        assert found.owners == {pins[0].slot: A if state.takes_enqueues else B}
+        assert bool(found.complaints) != state.takes_enqueues
+
+
 def test_a_pin_that_is_newer_than_the_copy_of_the_catalog_waits() -> None:
     catalog, pins = pinned({"x": EU}, {"x": at(A)})
     newer = Pin(org=OrgId("y"), slot=Slot(SLOTS + 1), epoch=2, wish=EU)
@@ -158,8 +183,10 @@ def test_no_org_is_ever_sent_to_a_shard_that_it_was_not_wished_to_be_on(
             assert fits(by_name[there], pin.wish)
             assert takes_pins(by_name[there])
             assert pin.org not in found.complaints
+            assert by_name[here].state.takes_changes
         elif pin.org in found.complaints:
-            assert why_not(pin.wish, shards) is not None
+            fixed = here not in by_name or not by_name[here].state.takes_changes
+            assert fixed or why_not(pin.wish, shards) is not None
         else:
             assert fits(by_name[here], pin.wish)
     # Planned again from there, nothing moves.

@@ -1,0 +1,215 @@
+"""What operators do to a cluster that runs: shards drained and weighted anew, orgs pinned, wrong cluster files. And
+routers that stand still while a slot moves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+
+from chaos.faults.fault import CATALOG, Fault, routers, shards
+from chaos.faults.processes import FreezeServer
+from chaos.stage import Cast, Stage
+from shard import catalog, pinning
+from shard.database import Database
+from shard.errors import NotPinned, ShardUnavailable, SlotMoves
+from shard.pinning import OnShard
+from shard.vocabulary import OrgId, ShardName
+
+_WEIGHTS = (0.0, 0.2, 0.5, 2.0, 5.0)
+# The busiest ones: something of theirs is always leased, and something comes.
+_PINNED_ORGS = 8
+_PIN_S_MAX = 4.0
+_PIN_AGAIN_S = 0.2
+_MOVED_S_MAX = 20.0
+_LOOK_S = 0.1
+
+
+class _EntryChange(Fault):
+    """Of what the cluster file says of one shard. Of some changes nobody is told: they are noticed."""
+
+    @classmethod
+    def targets(cls, cast: Cast) -> Sequence[str]:
+        return [f"entry-{name}" for name in shards(cast)]
+
+    def change(self, *, state: str = "active", weight: float = 1.0) -> None:
+        entry = self.stage.file.entry(self.target.removeprefix("entry-"))
+        entry.state, entry.weight = state, weight
+        self.stage.file.save(hurry=self.luck.random() < 0.5)
+
+    async def heal(self) -> None:
+        self.change()
+
+
+class DrainShard(_EntryChange):
+    """Its slots go elsewhere; later they come back."""
+
+    name = "drain-shard"
+    seconds = (3.0, 25.0)
+
+    async def inject(self) -> None:
+        self.change(state="draining")
+
+
+class ChangeWeight(_EntryChange):
+    """Slots go there, or from there; later back."""
+
+    name = "change-weight"
+    weight = 2.0
+    seconds = (1.0, 15.0)
+
+    async def inject(self) -> None:
+        self.change(weight=self.luck.choice(_WEIGHTS))
+
+
+class PinOrg(Fault):
+    """Pinned to a shard, then to others, and at last to none, or left where it is."""
+
+    name = "pin-org"
+    weight = 3.0
+    seconds = (1.0, 15.0)
+    _pinning: asyncio.Task[None] | None = None
+
+    @classmethod
+    def targets(cls, cast: Cast) -> Sequence[str]:
+        return cast.org_names[:_PINNED_ORGS]
+
+    async def inject(self) -> None:
+        await pin(self.stage, self.target, self.luck.choice(list(self.stage.shards)))
+        self._pinning = asyncio.create_task(self._pin_about())
+
+    async def heal(self) -> None:
+        if self._pinning is None:
+            return
+        self._pinning.cancel()
+        await asyncio.wait({self._pinning})
+        if not self._pinning.cancelled():
+            self._pinning.result()
+        if self.luck.random() < 0.5:
+            # Nothing is the worse for it if it stays pinned.
+            with contextlib.suppress(ShardUnavailable):
+                await unpin(self.stage, self.target)
+
+    async def _pin_about(self) -> None:
+        while True:
+            await asyncio.sleep(self.luck.uniform(0.5, 6.0))
+            with contextlib.suppress(ShardUnavailable, SlotMoves):
+                await pin(self.stage, self.target, self.luck.choice(list(self.stage.shards)))
+
+
+class FreezeRouterInMove(FreezeServer):
+    """It stands still from before an org's slot begins to move until after it has come to where it goes."""
+
+    name = "freeze-router-in-move"
+    seconds = (0.0, 1.0)
+
+    @classmethod
+    def targets(cls, cast: Cast) -> Sequence[str]:
+        return routers(cast)
+
+    async def inject(self) -> None:
+        # The busiest orgs are those of which it may be in the midst of something. One that is being pinned about by
+        # others is as good as any.
+        org = self.luck.choice(self.stage.cast.org_names[:_PINNED_ORGS])
+        async with _catalog(self.stage) as database:
+            known = await catalog.read(database)
+        here = known.placement(OrgId(org)).reads[-1]
+        there = self.luck.choice([name for name in self.stage.shards if name != here])
+        await super().inject()
+        await pin(self.stage, org, there)
+        async with asyncio.timeout(_MOVED_S_MAX):
+            writer = await self._writer(org)
+            while writer != there:
+                await asyncio.sleep(_LOOK_S)
+                writer = await self._writer(org)
+
+    async def _writer(self, org: str) -> str | None:
+        """None: nobody can tell just now."""
+        with contextlib.suppress(ShardUnavailable):
+            async with _catalog(self.stage) as database:
+                return (await catalog.read(database)).placement(OrgId(org)).writes[0]
+        return None
+
+
+class BreakClusterFile(Fault):
+    """A cluster file that nobody may go by is put in place; then the right one, and all must go on as if nothing had
+    been."""
+
+    name = "break-cluster-file"
+
+    @classmethod
+    def targets(cls, cast: Cast) -> Sequence[str]:
+        return ["cluster-file"]
+
+    async def inject(self) -> None:
+        self.stage.file.spoil(await self._wrong_text())
+
+    async def heal(self) -> None:
+        self.stage.file.mend()
+
+    async def _wrong_text(self) -> str:
+        file = self.stage.file
+        match self.luck.randrange(7):
+            case 0:
+                return file.text.replace("[[shard]]", "[[shrad]]", 1)
+            case 1:
+                # As when a disk was full. The first half has no [router], and would do: this ends within a text.
+                return file.text[: file.text.rindex("dsn = ") + 12]
+            case 2:
+                return file.text.replace("state = 'active'", "state = 'activ'").replace("'draining'", "'drained'")
+            case 3:
+                return file.described([replace(entry, state="draining") for entry in file.entries])
+            case 4:
+                return file.described(file.entries, cluster="another")
+            case 5:
+                return file.described(file.entries, catalog_dsn=file.entries[-1].dsn)
+            case _:
+                missed = self.luck.choice(await self._that_hold_slots())
+                return file.described([entry for entry in file.entries if entry.name != missed])
+
+    async def _that_hold_slots(self) -> Sequence[str]:
+        """And will for as long as the file is wrong: nobody takes them away."""
+        async with _catalog(self.stage) as database:
+            holdings = (await catalog.read(database)).holdings()
+        return [
+            entry.name
+            for entry in self.stage.file.entries
+            if entry.state == "active"
+            and entry.weight
+            and entry.name in holdings
+            and holdings[ShardName(entry.name)].slots
+        ]
+
+
+async def pin(stage: Stage, org: str, shard: str) -> None:
+    """Once its hash slot rests, if that is soon. Raises SlotMoves, ShardUnavailable."""
+    give_up_s = asyncio.get_running_loop().time() + _PIN_S_MAX
+    while True:
+        try:
+            async with _catalog(stage) as database:
+                await pinning.pin(database, OrgId(org), OnShard(ShardName(shard)))
+                return
+        except (SlotMoves, ShardUnavailable):
+            if asyncio.get_running_loop().time() > give_up_s:
+                raise
+        await asyncio.sleep(_PIN_AGAIN_S)
+
+
+async def unpin(stage: Stage, org: str) -> None:
+    """Raises ShardUnavailable."""
+    async with _catalog(stage) as database:
+        # A try of which nobody heard may have done it.
+        with contextlib.suppress(NotPinned):
+            await pinning.unpin(database, OrgId(org))
+
+
+@contextlib.asynccontextmanager
+async def _catalog(stage: Stage) -> AsyncGenerator[Database, None]:
+    """By the way that routers and balancers take. Raises ShardUnavailable."""
+    database = Database(ShardName(CATALOG), stage.catalog.dsn, connections=1)
+    try:
+        await database.open()
+        yield database
+    finally:
+        await database.close()
