@@ -215,7 +215,7 @@ class Journey:
 @contextlib.asynccontextmanager
 async def unheard(shard: Shard) -> AsyncGenerator[None, None]:
     """What the shard answers within the block is lost to whoever asked by the proxy."""
-    proxy = shard.primary.proxy
+    (proxy,) = shard.entrance.proxies
     proxy.hold()
     try:
         yield
