@@ -229,8 +229,6 @@ def assert_all_is_well(cluster: Cluster, work: Work) -> None:
     assert work.missing == set()
     # A client tries again, and so hears of no kill at all.
     assert work.failed([work.org]) == []
-    seen = work.seen()
-    assert min(len(seen.enqueues), len(seen.deliveries)) > 50, "this is no load"
     for log in cluster.config.parent.glob("balancer-*.log"):
         assert re.findall("Traceback|.* cannot go on.*|.* ERROR .*", log.read_text()) == []
 

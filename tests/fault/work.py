@@ -27,6 +27,8 @@ from windrow.v1 import queue_pb2, queue_pb2_grpc
 
 # That of the streams, and one that only `hold_leases` reads.
 QUEUE, HELD = "load", "held"
+# Calls, and deliveries, of one test at least.
+_LOAD_MIN = 50
 _KEYS_MAX = 10
 _LOOKED_FOR_MAX = 50
 _PAUSE_S = 0.2
@@ -187,7 +189,8 @@ class Work:
             group.create_task(consumer.run())
 
     async def drain(self, shards: Iterable[Shard]) -> None:
-        """Produces no more, and waits until all is done."""
+        """Waits until there has been some load, produces no more, and waits until all is done."""
+        await until(self._has_worked, "there has been some load")
         self._enough.set()
         await asyncio.wait(self._producing)
         await self._cancel_scheduled()
@@ -206,6 +209,10 @@ class Work:
 
     def seen(self) -> History:
         return history.read(self.folder)
+
+    def _has_worked(self) -> bool:
+        seen = self.seen()
+        return min(len(seen.enqueues), len(seen.deliveries)) > _LOAD_MIN
 
     def failed(self, orgs: Iterable[str]) -> list[Call]:
         """Enqueues of these orgs that somebody was told had failed."""
