@@ -98,7 +98,10 @@ def read_order(arguments: list[str]) -> Order:
     _add_places(parser, default=None)
     commands = parser.add_subparsers(dest="scenario", metavar="SCENARIO")
     for name, scenario in SCENARIOS.items():
-        command = commands.add_parser(name, help=scenario.help, description=f"Measures {scenario.help}.")
+        # argparse takes % for a place to fill in, in help and not in descriptions.
+        command = commands.add_parser(
+            name, help=scenario.help.replace("%", "%%"), description=f"Measures {scenario.help}."
+        )
         scenario.options(command)
         # What was given before the scenario's name is not to be forgotten.
         _add_places(command, default=argparse.SUPPRESS)

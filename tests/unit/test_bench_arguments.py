@@ -73,3 +73,13 @@ def test_results_go_where_they_are_told_to(tmp_path: Path) -> None:
     assert read_order(["--out", str(tmp_path)]).out == tmp_path
     assert read_order(["--out", str(tmp_path), "idle"]).out == tmp_path
     assert read_order(["idle"]).out.name.endswith("-idle")
+
+
+@pytest.mark.parametrize("of", [[], *([name] for name in SCENARIOS)])
+def test_help_is_shown_as_it_is_written(of: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        read_order([*of, "--help"])
+    assert ended.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for name in of or SCENARIOS:
+        assert SCENARIOS[name].help in shown
