@@ -150,14 +150,17 @@ class Balancing:
         return not self._planned and len(self.held) == len(begun)
 
     async def _learn(self) -> Catalog:
+        known: Catalog | None = None
         if self._known is None:
             await schema.migrate(self._shards.catalog, cluster=None)
-        elif await catalog.read(self._shards.catalog, self._known) is self._known:
-            return self._known
-        self._known = await self._shards.read_catalog()
-        pins = await pinning.read(self._shards.catalog)
-        self._planned = transfers(self._known, self._cluster, pins)
-        self._speak_of_pins(plan_pins(self._known, pins, self._cluster.shards).complaints)
+        else:
+            known = await catalog.read(self._shards.catalog, self._known)
+            if known is self._known:
+                return known
+        self._known = await self._shards.read_catalog(known)
+        pinned = plan_pins(self._known, await pinning.read(self._shards.catalog), self._cluster.shards)
+        self._planned = transfers(self._known, self._cluster, pinned.owners)
+        self._speak_of_pins(pinned.complaints)
         return self._known
 
     # ── Moves ────────────────────────────────────────────────────────────────────────────────────────────────────────

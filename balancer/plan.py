@@ -7,13 +7,11 @@ and shards that come make slots move, and a state that is meant to pass moves no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from balancer.pins import plan as plan_pins
 from shard.catalog import Catalog, Move
 from shard.cluster import Cluster, ShardEntry, ShardState
-from shard.pinning import Pin
 from shard.placement import SLOTS, plan
 from shard.vocabulary import ShardName, Slot
 
@@ -28,32 +26,32 @@ class Transfer:
     slots: tuple[Slot, ...]
 
 
-def wanted(known: Catalog, cluster: Cluster, pins: Sequence[Pin]) -> list[ShardName]:
+def wanted(known: Catalog, cluster: Cluster, pinned: Mapping[Slot, ShardName]) -> list[ShardName]:
     """The shard that each slot should be on, by number; as few as possible elsewhere than now. A slot that moves
-    counts as arrived. Those of orgs are where their orgs are wished to be."""
+    counts as arrived. `pinned`: where those of orgs are to be (balancer/pins.py)."""
     owners = [placement.reads[-1] for placement in known.slots]
     weights = {entry.name: entry.share for entry in cluster.shards if _takes_part(entry)}
     if any(weights.values()):
         shared = [slot for slot in range(SLOTS) if owners[slot] in weights]
         for slot, owner in zip(shared, plan([owners[slot] for slot in shared], weights), strict=True):
             owners[slot] = owner
-    for slot, owner in plan_pins(known, pins, cluster.shards).owners.items():
+    for slot, owner in pinned.items():
         owners[slot] = owner
     return owners
 
 
-def transfers(known: Catalog, cluster: Cluster, pins: Sequence[Pin]) -> list[Transfer]:
+def transfers(known: Catalog, cluster: Cluster, pinned: Mapping[Slot, ShardName]) -> list[Transfer]:
     """What is to begin, all of it; from draining shards first."""
     ways: dict[tuple[ShardName, ShardName], list[Slot]] = {}
-    for slot, target in _astray(known, wanted(known, cluster, pins)):
+    for slot, target in _astray(known, wanted(known, cluster, pinned)):
         ways.setdefault((known.slots[slot].reads[0], target), []).append(slot)
     found = [Transfer(source=source, target=target, slots=tuple(slots)) for (source, target), slots in ways.items()]
     return sorted(found, key=lambda one: (not is_draining(cluster, one.source), one.source, one.target))
 
 
-def slots_to_go(known: Catalog, cluster: Cluster, pins: Sequence[Pin]) -> int:
+def slots_to_go(known: Catalog, cluster: Cluster, pinned: Mapping[Slot, ShardName]) -> int:
     """How many slots are not yet at rest where they should be."""
-    return sum(not placement.at_rest for placement in known.slots) + len(_astray(known, wanted(known, cluster, pins)))
+    return sum(not placement.at_rest for placement in known.slots) + len(_astray(known, wanted(known, cluster, pinned)))
 
 
 def hindrance(move: Move, cluster: Cluster) -> str | None:

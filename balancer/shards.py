@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Collection, Mapping
 
-from balancer import plan
+from balancer import pins, plan
 from shard import catalog, pinning, schema
 from shard.catalog import Catalog
 from shard.cluster import Cluster
@@ -32,14 +32,16 @@ class Shards:
         # Why shards cannot be used, of which that has been said.
         self._troubles: dict[ShardName, str] = {}
 
-    async def read_catalog(self) -> Catalog:
-        """Raises ShardUnavailable, Misconfigured."""
+    async def read_catalog(self, known: Catalog | None = None) -> Catalog:
+        """Sent is what is newer than `known`. Raises ShardUnavailable, Misconfigured."""
         names = [entry.name for entry in self._cluster.shards]
-        return await catalog.find(self.catalog, cluster=self._cluster.name, shards=names)
+        return await catalog.find(self.catalog, cluster=self._cluster.name, shards=names, known=known)
 
     async def slots_to_go(self) -> int:
         """How many slots are not yet at rest where they should be. Raises what `read_catalog` does."""
-        return plan.slots_to_go(await self.read_catalog(), self._cluster, await pinning.read(self.catalog))
+        known = await self.read_catalog()
+        pinned = pins.plan(known, await pinning.read(self.catalog), self._cluster.shards)
+        return plan.slots_to_go(known, self._cluster, pinned.owners)
 
     async def fit(self, name: ShardName, *, in_use: bool) -> bool:
         """Whether a shard answers and runs a schema that knows moves; a change of that is logged. `in_use`: it holds

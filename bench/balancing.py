@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import sys
 from asyncio.subprocess import Process
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
+from bench.processes import terminate
 from bench.system import Wrong
 
 _END_S_MAX = 30.0
@@ -28,11 +28,4 @@ async def balancing(config: Path) -> AsyncGenerator[Process, None]:
         if process.returncode is not None:
             raise Wrong(f"the balancer ended by itself, with exit code {process.returncode}; see above")
     finally:
-        if process.returncode is None:
-            process.send_signal(signal.SIGTERM)
-        try:
-            async with asyncio.timeout(_END_S_MAX):
-                await process.wait()
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+        await terminate(process, seconds_max=_END_S_MAX)

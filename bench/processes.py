@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncGenerator
@@ -48,6 +49,17 @@ async def end(process: Process, *, seconds_max: float = _END_S_MAX) -> None:
     """Ends a process that ends with its input; kills it where it does not."""
     assert process.stdin is not None
     process.stdin.close()
+    await _ended(process, seconds_max)
+
+
+async def terminate(process: Process, *, seconds_max: float) -> None:
+    """Ends a process that ends with SIGTERM; kills it where it does not."""
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGTERM)
+    await _ended(process, seconds_max)
+
+
+async def _ended(process: Process, seconds_max: float) -> None:
     try:
         async with asyncio.timeout(seconds_max):
             await process.wait()

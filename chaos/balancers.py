@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import sys
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import IO
+
+from bench.processes import terminate
 
 _AGAIN_S = 1.0
 _END_S_MAX = 20.0
@@ -43,7 +44,7 @@ class Balancers:
                     code = await process.wait()
                 finally:
                     if process.returncode is None:
-                        await _end(process)
+                        await terminate(process, seconds_max=_END_S_MAX)
                 log.write(f"ended with {code}; starting another\n".encode())
                 log.flush()
                 await asyncio.sleep(_AGAIN_S)
@@ -58,17 +59,6 @@ class Balancers:
             # Ctrl-C is for us; we end them in order.
             start_new_session=True,
         )
-
-
-async def _end(process: Process) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        process.send_signal(signal.SIGTERM)
-    try:
-        async with asyncio.timeout(_END_S_MAX):
-            await process.wait()
-    except TimeoutError:
-        process.kill()
-        await process.wait()
 
 
 @contextlib.asynccontextmanager

@@ -103,13 +103,14 @@ def plan(config: options.Config, as_json: options.Json = False) -> None:
 
 
 async def _plan(cluster: Cluster) -> list[_Way]:
+    from balancer.pins import plan as plan_pins
     from balancer.plan import hindrance, transfers
     from balancer.shards import open_shards
     from shard import catalog, pinning
 
     async with open_shards(cluster) as shards:
         known = await shards.read_catalog()
-        pins = await pinning.read(shards.catalog)
+        pinned = plan_pins(known, await pinning.read(shards.catalog), cluster.shards)
         moves = await catalog.moves(shards.catalog)
         moving = [
             _Way(
@@ -131,7 +132,7 @@ async def _plan(cluster: Cluster) -> list[_Way]:
                 state="planned",
                 why=_why(transfer, cluster),
             )
-            for transfer in transfers(known, cluster, pins)
+            for transfer in transfers(known, cluster, pinned.owners)
         ]
 
 

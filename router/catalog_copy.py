@@ -5,22 +5,20 @@ one that is too old (I6)."""
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 
-from router.upkeep import every
+from router.upkeep import attempt, every
 from shard import catalog
 from shard.catalog import Catalog
 from shard.coalescing import Coalescer
 from shard.database import Database
-from shard.errors import ShardError, ShardUnavailable
+from shard.errors import ShardUnavailable
 from shard.listening import Listener
 from shard.placement import Placement
 from shard.vocabulary import OrgId, ShardName
 
-_log = logging.getLogger(__name__)
-
 NAME = ShardName("catalog")
+_LOOKING = "look at the catalog"
 _LOOK_S = 3.0
 _LOOK_S_MAX = 5.0
 # Between two looks of who waits for a change. Most often it is told before.
@@ -64,7 +62,7 @@ class CatalogCopy:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._listener.run())
             group.create_task(self._look_when_told())
-            group.create_task(every(_LOOK_S, "look at the catalog", self.look))
+            group.create_task(every(_LOOK_S, _LOOKING, self.look))
 
     async def reconnect(self, dsn: str) -> None:
         """From now on the catalog is reached by another DSN."""
@@ -109,9 +107,4 @@ class CatalogCopy:
         while True:
             await self._told.wait()
             self._told.clear()
-            try:
-                await self.look()
-            except ShardError as error:
-                _log.warning("could not look at the catalog: %s", error)
-            except Exception:  # noqa: BLE001 - what this router knows serves on
-                _log.exception("could not look at the catalog")
+            await attempt(_LOOKING, self.look)

@@ -92,15 +92,15 @@ class Fleet:
             ) from error
         holdings = self.holdings()
         for name in gone:
-            if name not in holdings and self._catalog.known.left_by(name) is not None:
-                raise ClusterFileError(
-                    f"{source}: shard {name!r} is gone from it, and is still asked for jobs that are sent again and "
-                    f"for finished ones: put it back, or have that given up by `windrow shards forget {name}`"
-                )
             if name in holdings:
                 raise ClusterFileError(
                     f"{source}: shard {name!r} is gone from it, and still holds {holdings[name]}: put it back with "
                     'state = "draining", and wait until `windrow shards` shows 0 for it'
+                )
+            if self._catalog.known.left_by(name) is not None:
+                raise ClusterFileError(
+                    f"{source}: shard {name!r} is gone from it, and is still asked for jobs that are sent again and "
+                    f"for finished ones: put it back, or have that given up by `windrow shards forget {name}`"
                 )
 
     def _take_up(self, cluster: Cluster) -> None:
@@ -202,17 +202,17 @@ class Fleet:
             for slot, (old, new) in enumerate(zip(before.slots, after.slots, strict=False))
             if old is not new and old.reads != new.reads
         }
-        rooms = [member.room for member in self._members.values()]
-        waiting = {org for room in rooms for org in room.orgs()}
         # An org that has got a slot of its own since may have moved with it.
-        orgs = {org for org in waiting if (slot := after.slot(org)) in moved or slot != before.slot(org)}
-        for room in rooms:
-            room.wake_those(orgs)
+        self._wake(lambda org: (slot := after.slot(org)) in moved or slot != before.slot(org))
 
     def _wake_readers_of(self, names: AbstractSet[ShardName]) -> None:
         """Something is different about these shards. The others' consumers, who may be thousands, are left alone."""
+        self._wake(lambda org: not names.isdisjoint(self.placement(org).reads))
+
+    def _wake(self, whose: Callable[[OrgId], bool]) -> None:
+        """Has those who wait look about, on all shards; each org is asked about once."""
         rooms = [member.room for member in self._members.values()]
-        orgs = {org for room in rooms for org in room.orgs() if not names.isdisjoint(self.placement(org).reads)}
+        orgs = set(filter(whose, {org for room in rooms for org in room.orgs()}))
         for room in rooms:
             room.wake_those(orgs)
 

@@ -67,16 +67,10 @@ class Leases:
         lost = [at for at, answer in enumerate(told) if answer is Answer.NOT_FOUND]
         if lost:
             ids = [JobId(str(UUID(hex=leases[at][1].job_hex))) for at in lost]
-
-            async def ask(member: Member, positions: Sequence[int]) -> dict[int, Answer]:
-                answers = await act(member.to_change(), [lost[position] for position in positions])
-                return {
-                    position: answer
-                    for position, answer in zip(positions, answers, strict=True)
-                    if answer is not Answer.NOT_FOUND
-                }
-
-            for at, answer in zip(lost, await decide(self._fleet, org, ids, ask), strict=True):
+            found = await decide(
+                self._fleet, org, ids, lambda member, there: act(member, [lost[position] for position in there])
+            )
+            for at, answer in zip(lost, found, strict=True):
                 told[at] = answer
         return [convert.ANSWERS[answer] for answer in told]
 

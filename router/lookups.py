@@ -91,10 +91,15 @@ async def decide(
     fleet: Fleet,
     org: OrgId,
     ids: Sequence[JobId],
-    ask: Callable[[Member, Sequence[int]], Awaitable[Mapping[int, Answer]]],
+    act: Callable[[Member, Sequence[int]], Awaitable[Sequence[Answer]]],
 ) -> list[Answer]:
-    """What became of jobs that a call is to change, wherever they are. A job on its way is waited for. Raises
-    ShardUnavailable, also where a shard that may have one of them does not answer."""
+    """Changes jobs wherever they are; answers what became of each. `act` gets the positions of ids. A job on its way is
+    waited for. Raises ShardUnavailable, also where a shard that may have one of them does not answer."""
+
+    async def ask(member: Member, positions: Sequence[int]) -> dict[int, Answer]:
+        told = await act(member.to_change(), positions)
+        return {at: answer for at, answer in zip(positions, told, strict=True) if answer is not Answer.NOT_FOUND}
+
     answers: dict[int, Answer] = {}
     wanted: Sequence[int] = range(len(ids))
     give_up_s = asyncio.get_running_loop().time() + _DEPARTING_S_MAX
@@ -117,9 +122,8 @@ def _itinerary(
 ) -> list[tuple[ShardName, Sequence[int]]]:
     """Whom to ask about which: former owners, then those that hold jobs now, the one that jobs come from first."""
     stops: list[tuple[ShardName, Sequence[int]]] = []
-    for former in placement.former:
-        if former.shard not in placement.reads:
-            positions = [at for at in wanted if former.may_know(made_at_ms(ids[at]), keyed=False)]
-            if positions:
-                stops.append((former.shard, positions))
+    for former in placement.former_only:
+        positions = [at for at in wanted if former.may_know(made_at_ms(ids[at]), keyed=False)]
+        if positions:
+            stops.append((former.shard, positions))
     return [*stops, *((name, wanted) for name in placement.reads)]

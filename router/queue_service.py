@@ -103,6 +103,7 @@ class QueueService:
         """Stores jobs, and has those know who wait for some; `hand`: has them leased to those at once."""
 
         async def store(member: Member, placement: Placement) -> dict[int, JobId]:
+            member.to_enqueue()
             before = await known_before(self._fleet, placement, jobs) if placement.former else {}
             left = [at for at in range(len(jobs)) if at not in before] if before else []
             new = jobs.only(left) if before else jobs
@@ -116,7 +117,7 @@ class QueueService:
             member.room.stored(new, known, handover)
             return before | {left[at]: known_as for at, known_as in known.items()} if before else known
 
-        return await self._fleet.write(jobs.org, lambda member, placement: store(member.to_enqueue(), placement))
+        return await self._fleet.write(jobs.org, store)
 
     @unary()
     async def Dequeue(self, request: queue_pb2.DequeueRequest) -> bytes:
@@ -229,10 +230,8 @@ class QueueService:
         org = OrgId(request.org)
         ids = [JobId(job_id) for job_id in request.ids]
 
-        async def cancel(member: Member, positions: Sequence[int]) -> dict[int, Answer]:
-            there = [ids[at] for at in positions]
-            told = await member.to_change().store.cancel(org, there, reason=request.reason)
-            return {at: answer for at, answer in zip(positions, told, strict=True) if answer is not Answer.NOT_FOUND}
+        async def cancel(member: Member, positions: Sequence[int]) -> list[Answer]:
+            return await member.store.cancel(org, [ids[at] for at in positions], reason=request.reason)
 
         answers = await decide(self._fleet, org, ids, cancel)
         return queue_pb2.CancelJobsResponse(answers=[convert.ANSWERS[answer] for answer in answers])

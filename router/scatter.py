@@ -119,7 +119,7 @@ async def list_readers(
 
 def _names(fleet: Fleet, org: OrgId, *, finished: bool) -> Sequence[ShardName]:
     placement = fleet.placement(org)
-    return (*placement.former_only, *placement.reads) if finished else placement.reads
+    return (*(one.shard for one in placement.former_only), *placement.reads) if finished else placement.reads
 
 
 def summed(counts: Sequence[Iterable[QueueCounts]]) -> list[QueueCounts]:

@@ -16,9 +16,14 @@ async def every(interval_s: float, what: str, act: Callable[[], Awaitable[object
     """Does something again and again; a failure is logged, and the next turn tries again."""
     while True:
         await asyncio.sleep(interval_s * random.uniform(0.9, 1.1))
-        try:
-            await act()
-        except ShardError as error:
-            _log.warning("could not %s: %s", what, error)
-        except Exception:  # noqa: BLE001 - one shard's trouble must not end the upkeep of the others
-            _log.exception("could not %s", what)
+        await attempt(what, act)
+
+
+async def attempt(what: str, act: Callable[[], Awaitable[object]]) -> None:
+    """Does something that will be done again; a failure is logged."""
+    try:
+        await act()
+    except ShardError as error:
+        _log.warning("could not %s: %s", what, error)
+    except Exception:  # noqa: BLE001 - one trouble must not end all other upkeep
+        _log.exception("could not %s", what)

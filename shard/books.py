@@ -97,11 +97,11 @@ class Books:
         epoch: int = FIRST_EPOCH,
     ) -> QueueRecord:
         """Raises QueueExists, TooManyQueues, NotOwned."""
-        if await self._database.run(statements.GET_QUEUE, {"org": org, "queue": queue}):
-            await self._refuse_unowned(org, epoch)
-            raise QueueExists(org, queue)
-        # Before it is made: where the slot goes, it is made again, and would be there already.
+        there = await self._database.run(statements.GET_QUEUE, {"org": org, "queue": queue})
+        # Before it is made, too: where the slot goes, it is made again, and would be there already.
         await self._refuse_unowned(org, epoch)
+        if there:
+            raise QueueExists(org, queue)
         if not await self._names.make([(org, queue)]):
             raise TooManyQueues(self.name, org, [queue], queues_max=QUEUES_MAX)
         return await self.alter_queue(org, queue, retry=retry, max_attempts=max_attempts, epoch=epoch)

@@ -126,9 +126,11 @@ async def found(database: Database, *, cluster: str, weights: Mapping[ShardName,
     return catalog
 
 
-async def find(database: Database, *, cluster: str, shards: Collection[ShardName]) -> Catalog:
-    """The cluster's catalog, of whatever others have made. Raises ShardUnavailable where there is none yet,
-    Misconfigured if it is another cluster's, or places slots on a shard that is not among `shards`."""
+async def find(
+    database: Database, *, cluster: str, shards: Collection[ShardName], known: Catalog | None = None
+) -> Catalog:
+    """The cluster's catalog, of whatever others have made; `known`: as for `read`. Raises ShardUnavailable where there
+    is none yet, Misconfigured if it is another cluster's, or places slots on a shard that is not among `shards`."""
     try:
         rows = await database.run(statements.READ_CATALOG_CLUSTER, {})
     except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
@@ -136,7 +138,7 @@ async def find(database: Database, *, cluster: str, shards: Collection[ShardName
     if not rows:
         raise ShardUnavailable(database.name, "there is no catalog yet; the first router makes it")
     _refuse_other(rows[0][0], cluster)
-    catalog = await read(database)
+    catalog = await read(database, known)
     _refuse_unnamed(catalog, shards)
     return catalog
 

@@ -70,9 +70,9 @@ class Placement:
         return self.reads[: self.reads.index(self.writes[0])]
 
     @property
-    def former_only(self) -> tuple[ShardName, ...]:
-        """The shards that have nothing of the slot but finished jobs, and what they remember."""
-        return tuple(one.shard for one in self.former if one.shard not in self.reads)
+    def former_only(self) -> tuple[FormerOwner, ...]:
+        """Those that have nothing of the slot any more but finished jobs, and what they remember."""
+        return tuple(one for one in self.former if one.shard not in self.reads)
 
 
 def shares(weights: Mapping[ShardName, float], slots: int = SLOTS) -> dict[ShardName, int]:

@@ -7,7 +7,8 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Generator, Mapping, Sequence
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, cast
@@ -148,6 +149,14 @@ def ending(pids: Sequence[int]) -> Generator[None, None, None]:
             poll = select.poll()
             poll.register(handle, select.POLLIN)
             assert poll.poll(PATIENCE_S * 1000), f"process {pid} still runs"
+
+
+def until(condition: Callable[[], object], what: str, *, within_s: float = PATIENCE_S) -> None:
+    """Waits for a condition that has no signal of its own."""
+    deadline_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"not within {within_s:g} s: {what}"
+        time.sleep(0.02)
 
 
 def detail(error: grpc.RpcError, kind: type[_Detail]) -> _Detail | None:

@@ -197,7 +197,7 @@ async def test_a_leader_that_loses_its_session_stops_at_once(field: Field, log: 
         await until(lambda: field.count_jobs("s2"), bool)
         async with candidacy(field.dsns[A]) as other:
             rows = await field.catalog.run(
-                b"SELECT pg_terminate_backend(l.pid) FROM pg_locks l WHERE l.locktype = 'advisory' AND l.granted", {}
+                b"SELECT pg_terminate_backend(pid, 10000) FROM pg_locks WHERE locktype = 'advisory' AND granted", {}
             )
             assert rows == [(True,)]
             assert await other.lead()
@@ -277,7 +277,7 @@ async def test_the_moves_of_a_shard_that_goes_away_pause_alone(field: Field, log
         cluster = field.write(s1={"weight": 14}, s2={}, s3={"dsn": through(field.dsns[C], proxy)})
         stored = await field.enqueue(40, jobs=2, among=range(14 * 1024, SLOTS))
         await schema.migrate(field.databases[C], cluster=CLUSTER)
-        slots = next(one.slots for one in transfers(await field.known(), cluster, []) if one.target == C)
+        slots = next(one.slots for one in transfers(await field.known(), cluster, {}) if one.target == C)
         move = await field.begin(A, C, slots)
         mover = Mover(field.catalog, field.databases, move.epoch, pace=Pace(), report=lambda _: None)
         for _ in range(3):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from google.protobuf.duration_pb2 import Duration
 from tests.jobs import job_id
 from tests.moves import Moving, begin_move, pin
 from tests.postgres import Server
-from tests.routers import PATIENCE_S, Routers, Stubs, running_routers, stubs, violated_fields, write_cluster
+from tests.routers import PATIENCE_S, Routers, Stubs, running_routers, stubs, until, violated_fields, write_cluster
 from windrow.v1 import admin_pb2, job_pb2, queue_pb2
 
 QUEUE = "mail"
@@ -114,14 +113,6 @@ def states(both: Stubs, org: str, *ids: str) -> list[str]:
     }
     assert sorted([*there, *answer.not_found]) == sorted(ids)
     return [there.get(one, "unknown") for one in ids]
-
-
-def until(condition: Callable[[], object], what: str, *, within_s: float = PATIENCE_S) -> None:
-    """Waits for a condition that has no signal of its own."""
-    deadline_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"not within {within_s:g} s: {what}"
-        time.sleep(0.02)
 
 
 def refused(call: Callable[[], object]) -> grpc.RpcError:

@@ -33,10 +33,9 @@ from tests.integration.test_router import (
     new_job,
     refusal,
     succeeds,
-    until,
 )
 from tests.postgres import Server
-from tests.routers import PATIENCE_S, Routers, ending, running_routers, stubs
+from tests.routers import PATIENCE_S, Routers, ending, running_routers, stubs, until
 from windrow.v1 import admin_pb2, job_pb2, queue_pb2
 
 Shards = Mapping[str, Mapping[str, object]]

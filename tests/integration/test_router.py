@@ -40,6 +40,7 @@ from tests.routers import (
     running_routers,
     spawned_routers,
     stubs,
+    until,
     violated_fields,
     write_cluster,
 )
@@ -127,14 +128,6 @@ def refusal(call: Callable[[], object]) -> grpc.RpcError:
     with pytest.raises(grpc.RpcError) as refused:
         call()
     return refused.value
-
-
-def until(condition: Callable[[], object], what: str, *, within_s: float = PATIENCE_S) -> None:
-    """Waits for a condition that has no signal of its own."""
-    deadline_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"not within {within_s:g} s: {what}"
-        time.sleep(0.02)
 
 
 def succeeds(call: Callable[[], object]) -> bool:
