@@ -32,6 +32,9 @@ _log = logging.getLogger(__name__)
 
 # How late a job may be seen that every hint has missed.
 SWEEP_S = 3.0
+# Of jobs that are due later than this, a sweep will tell in time, and most likely again and again: thousands of timers
+# would be set for nothing.
+_SOON_S = 3 * SWEEP_S
 # Between two probes.
 _PAUSE_S = 0.010
 # A probe that nothing in particular calls for is not made so soon after another.
@@ -365,11 +368,12 @@ class Room:
             if there.due is not None:
                 there.due.cancel()
                 there.due = None
-            if when <= due.now:
+            # Two times of the shard's clock make a span, which is all that is counted here.
+            left_s = (when - due.now) / 1_000_000
+            if left_s <= 0:
                 self._wake(key, 1)
-            else:
-                # Two times of the shard's clock make a span, which is all that is counted here.
-                there.due = loop.call_later((when - due.now) / 1_000_000, self._fell_due, key)
+            elif left_s < _SOON_S:
+                there.due = loop.call_later(left_s, self._fell_due, key)
 
     def _fell_due(self, key: _Key) -> None:
         # Whoever takes it, and finds no more, asks for the next time.

@@ -33,6 +33,7 @@ FIND_WRONG_NAMES = _load("find_wrong_names")
 
 CLAIM = _load("claim")
 PROBE = _load("probe")
+SWEEP = _load("sweep")
 RING = _load("ring")
 ACK = _load("ack")
 EXTEND = _load("extend")

@@ -264,11 +264,13 @@ class Store:
         now = Micros(0)
         for at in range(0, len(queues), _PROBED_AT_ONCE):
             part = queues[at : at + _PROBED_AT_ONCE]
-            floors: list[Micros] = [] if from_zero else [floor for queue in part for floor in self._floors.of(queue)]
             arrivals = self._floors.arrivals
-            rows = await self._database.run(
-                statements.PROBE, {"queue_ids": arrays.numbers(part), "floors_us": arrays.numbers(floors)}
-            )
+            asked = {"queue_ids": arrays.numbers(part)}
+            if from_zero:
+                rows = await self._database.run(statements.SWEEP, asked)
+            else:
+                floors = [floor for queue in part for floor in self._floors.of(queue)]
+                rows = await self._database.run(statements.PROBE, {**asked, "floors_us": arrays.numbers(floors)})
             now, found, priorities, visible_at, paused = rows[0]
             lanes: dict[tuple[QueueId, int], Micros] = {}
             resting: set[QueueId] = set()

@@ -1,6 +1,5 @@
 -- For each lane of these queues from its floor on: when its first live row is or becomes visible, where there is one.
--- One row. Takes no locks. Of paused queues too, of which a claim would give nothing: their floors are kept. Asked with
--- floors at the beginning of time, it finds what committed late (I7).
+-- One row. Takes no locks. Of paused queues too, of which a claim would give nothing: their floors are kept.
 SELECT now() AS now, array_agg(first.queue_id) AS queue_ids, array_agg(first.priority) AS priorities,
     array_agg(first.visible_at) AS visible_at, array_agg(first.paused) AS paused
 FROM (
@@ -14,7 +13,7 @@ FROM (
         FROM windrow.job j
         WHERE j.queue_id = q.queue_id AND j.priority = p.priority
             AND j.visible_at >= timestamptz 'epoch'
-                + coalesce((%(floors_us)s::bigint[])[(q.turn - 1) * 9 + p.priority], 0) * interval '1 us'
+                + (%(floors_us)s::bigint[])[(q.turn - 1) * 9 + p.priority] * interval '1 us'
         ORDER BY j.visible_at
         LIMIT 1
     ) j

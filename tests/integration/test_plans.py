@@ -209,7 +209,7 @@ async def record(recorder: Recorder, org: OrgId) -> dict[str, Run]:
     await store.get(org, ids_of(jobs), include_payload=True)
     find_known, get_jobs = recorder.last(statements.FIND_KNOWN), recorder.last(statements.GET_JOBS)
     await store.sweep()
-    probe = recorder.last(statements.PROBE)
+    sweep = recorder.last(statements.SWEEP)
     handed = some_jobs(org, BATCH, queue="queue-7")
     await store.enqueue(handed, Handover(takers=dict.fromkeys(range(BATCH), Taker(1, "w", HOUR_US)), done=ignore))
     enqueue_handed = recorder.last(statements.ENQUEUE)
@@ -234,7 +234,7 @@ async def record(recorder: Recorder, org: OrgId) -> dict[str, Run]:
             {**of_several.parameters(), "oldest_ms": int(held[0].job_hex[:12], 16)},
         ),
         "get_jobs": get_jobs,
-        "sweep": probe,
+        "sweep": sweep,
         "probe of all queues": await probe_all(recorder, store, org),
         **await record_moving(recorder, store),
     }
