@@ -31,14 +31,15 @@ _SLOTS_AT_ONCE = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """What a move may ask of two shards. Defaults: as fast as they allow, in steps that hold up nobody for long."""
+    """What a move may ask of two shards. Defaults: half of one connection's time, in steps that hold up nobody for
+    long."""
 
     # What a chunk may hold. Its jobs are invisible from depart to take.
-    rows_max: int = 2_000
+    rows_max: int = 1_000
     bytes_max: int = 4 * 1024 * 1024
     jobs_per_s_max: float = math.inf
-    # A chunk that takes longer is followed by a rest of as long: the shards are busy.
-    chunk_s_max: float = 0.5
+    # Each chunk is followed by a rest so many times as long as it took: the busier the shards are, the longer.
+    rest: float = 1.0
     # Between two looks at jobs that cannot leave yet.
     look_s: float = 1.0
 
@@ -207,8 +208,7 @@ class Mover:
             chunks[last] += 1
             rest = [slot for slot in rest if slot >= last]
             took_s = loop.time() - began
-            slow_s = took_s if took_s > self._pace.chunk_s_max else 0.0
-            await self._pause(max(slow_s, jobs / self._pace.jobs_per_s_max - took_s))
+            await self._pause(max(took_s * self._pace.rest, jobs / self._pace.jobs_per_s_max - took_s))
 
     async def _pause(self, seconds: float) -> None:
         """Or until it is stopped."""

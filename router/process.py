@@ -4,6 +4,7 @@ output."""
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import signal
@@ -22,6 +23,10 @@ from shard.following import FollowedFile
 # Said to its supervisor: no second try can help, unless somebody mends what it has said.
 HOPELESS = 78
 
+# As gc.set_threshold takes them. By Python's own defaults a router that holds 5,000 streams spends a fifth of its time
+# looking through them, up to 0.26 s at once, and finds hardly anything: little of what a call makes is in cycles.
+_COLLECT_AFTER = 10_000, 50, 50
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m router.process")
@@ -29,6 +34,8 @@ def main() -> int:
     parser.add_argument("--listen", required=True)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    gc.freeze()
+    gc.set_threshold(*_COLLECT_AFTER)
     threading.Thread(target=_end_with_supervisor, daemon=True).start()
     try:
         file = FollowedFile(arguments.config)
