@@ -31,7 +31,7 @@ _SLOTS_AT_ONCE = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """What a move may ask of two shards. Defaults: half of one connection's time, in steps that hold up nobody for
+    """What a move may ask of two shards. Defaults: a quarter of one connection's time, in steps that hold up nobody for
     long."""
 
     # What a chunk may hold. Its jobs are invisible from depart to take.
@@ -39,7 +39,7 @@ class Pace:
     bytes_max: int = 4 * 1024 * 1024
     jobs_per_s_max: float = math.inf
     # Each chunk is followed by a rest so many times as long as it took: the busier the shards are, the longer.
-    rest: float = 1.0
+    rest: float = 3.0
     # Between two looks at jobs that cannot leave yet.
     look_s: float = 1.0
 

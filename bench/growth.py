@@ -23,8 +23,8 @@ from bench.tally import Tally
 from windrow import calls, leases
 from windrow.errors import WindrowError
 
-# As routers do, for the same reason: thousands of streams are all alive, and looking through them for garbage would stop
-# what measures for a second at a time.
+# As in router/process.py: thousands of streams are all alive, and looking through them for garbage would stop what
+# measures for a second at a time.
 _COLLECT_AFTER = 10_000, 50, 50
 # Connections of one process. The kernel deals them out to the router processes.
 CHANNELS = 4

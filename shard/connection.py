@@ -81,6 +81,10 @@ class Connection(AsyncConnection[tuple[Any, ...]]):
         self._answered: asyncio.Future[None] | None = None
         self._results: list[PGresult] = []
         self._lost: psycopg.Error | None = None
+        # A commit was reported as done that the synchronous standby may not have: somebody has cancelled the wait for
+        # it. It is set here, and taken back by whoever lends the connection.
+        self.unreplicated = False
+        self.add_notice_handler(self._hear_notice)
 
     async def run(self, statement: bytes, parameters: Mapping[str, object]) -> list[tuple[Any, ...]]:
         """Runs one statement; answers its rows. Raises what a cursor of psycopg's would.
@@ -187,6 +191,11 @@ class Connection(AsyncConnection[tuple[Any, ...]]):
             self._stop_listening()
         if self._answered is not None and not self._answered.done():
             self._answered.set_result(None)
+
+    def _hear_notice(self, said: psycopg.errors.Diagnostic) -> None:
+        # Its text is in the server's language, and it has no code of its own.
+        if said.source_function == "SyncRepWaitForLSN":
+            self.unreplicated = True
 
     def _send(self) -> None:
         """Goes on with a statement that did not fit into the socket's buffer."""

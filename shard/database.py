@@ -258,8 +258,12 @@ class Database:
         self._busy[connection] = loop.time()
         if self._watch is None:
             self._watch = loop.call_later(OVERDUE_S, self._look_for_overdue)
+        connection.unreplicated = False
         try:
             yield connection
+            if connection.unreplicated:
+                # What is asked again waits for the standby again (I1).
+                raise psycopg.OperationalError("somebody has cancelled the wait for the synchronous standby")
         except psycopg.errors.ReadOnlySqlTransaction:
             # A standby by now: another connection may find the primary, this one never will.
             await connection.close()

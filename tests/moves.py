@@ -16,7 +16,7 @@ from shard.pinning import OnShard
 from shard.vocabulary import OrgId, ShardName, Slot
 
 T = TypeVar("T")
-_PACE = Pace(look_s=0.02)
+_PACE = Pace(rest=0.0, look_s=0.02)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

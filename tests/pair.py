@@ -20,7 +20,7 @@ from tests.conftest import CLUSTER, SHARD
 
 A, B = SHARD, ShardName("s2")
 # Small chunks and no pauses: much happens, and soon.
-PACE = Pace(rows_max=4, look_s=0.01)
+PACE = Pace(rows_max=4, rest=0.0, look_s=0.01)
 
 
 @dataclass(kw_only=True)

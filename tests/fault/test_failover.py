@@ -67,6 +67,29 @@ async def interrupted(pair: Shard, call: Awaitable[object]) -> None:
     await until(lambda: waiting_commits(pair) == 0, "the server has heard of it")
 
 
+async def test_a_commit_that_somebody_else_interrupts_is_not_acknowledged_before_the_standby_has_it(
+    pair: Shard, store: Store
+) -> None:
+    await store.enqueue(some_jobs(ORG))
+    standby = pair.standby
+    assert standby is not None
+    standby.kill()
+
+    jobs = some_jobs(ORG)
+    enqueued = asyncio.create_task(store.enqueue(jobs))
+    await until_it_waits_for_the_standby(pair, enqueued)
+    waiting = "FROM pg_stat_activity WHERE wait_event = 'SyncRep' AND application_name = 'windrow'"
+    ((pid, since),) = pair.primary.ask(f"SELECT pid, query_start::text {waiting}")
+    pair.primary.ask(f"SELECT pg_cancel_backend({pid})")
+    await until(
+        lambda: enqueued.done() or pair.primary.ask(f"SELECT count(*) {waiting} AND query_start > '{since}'") == [(1,)],
+        "it is asked again, and waits again",
+    )
+    assert not enqueued.done(), "it was answered before the standby had it"
+    await standby.start()
+    assert await enqueued == {0: jobs.ids[0]}
+
+
 async def test_what_an_interrupted_commit_did_is_acknowledged_once_the_standby_has_it(
     pair: Shard, store: Store
 ) -> None:
