@@ -3,7 +3,7 @@
 A lane is one priority of one queue. At the front of its stretch of the ready index lie the dead versions of
 claimed jobs; while any transaction holds an old snapshot, nobody may remove them, and every claim would read them
 all again. So a claim begins at the lane's floor. The floor is a hint (I7): it may be too high only for what
-committed late, and the sweep, which looks from the beginning of time, lowers it again within seconds. Jobs that come
+committed late, and the sweep, which looks below it, lowers it again within seconds. Jobs that come
 from another shard may be older than any here. Pure: no I/O, and no clock but the shard's own times.
 """
 
@@ -17,6 +17,9 @@ from shard.vocabulary import PRIORITIES, Claimed, Micros, QueueId
 
 # How long an enqueue may take from its now() to its commit before only the sweep finds its jobs.
 GUARD_US = 1_000_000
+# How long it may take, and be found by every sweep. What commits later than that is found by those from the beginning of
+# time.
+_LATE_US = 10_000_000
 # A queue that nobody has dequeued from for this long is forgotten, and begins at zero when somebody does again.
 _FORGET_AFTER_S = 60.0
 _QUEUES_MAX = 100_000
@@ -42,6 +45,12 @@ class Floors:
     def of(self, queue: QueueId) -> list[Micros]:
         """The queue's floors, by priority. It is in use from now on."""
         return self._held(queue, time.monotonic()).floors
+
+    def late(self, queue: QueueId) -> list[Micros]:
+        """From where to look for what has committed late. That is no use of the queue."""
+        held = self._queues.get(queue)
+        floors = [Micros(0)] * len(PRIORITIES) if held is None else held.floors
+        return [Micros(max(0, floor - _LATE_US)) for floor in floors]
 
     def claimed(self, jobs: Iterable[tuple[QueueId, Claimed]], *, arrivals: int) -> None:
         """After a claim: it took each lane's first jobs, so nothing unclaimed is left before the last of them, unless

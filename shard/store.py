@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -33,6 +34,9 @@ _log = logging.getLogger(__name__)
 # How many times an act is tried again after what stood in its way was mended. Each turn mends one thing for good.
 _TURNS_MAX = 6
 _PROBED_AT_ONCE = 500
+# A sweep from the beginning of time that takes longer is followed by so many times as long without one.
+_SWEEP_S_MAX = 0.1
+_REST = 50.0
 _OWED_MAX = 10_000
 # Claims wait by the number of their callers, which is bounded elsewhere, not by what they wish for.
 _WISHES_MAX = 20_000_000
@@ -61,6 +65,8 @@ class Store:
         self.visible: Callable[[set[QueueId]], None] = _ignore
         self._database = database
         self._floors = Floors()
+        # Before that, by time.monotonic, no sweep looks from the beginning of time.
+        self._all_again_s = 0.0
         self._accepted_since_fold = False
         # Releases that met an outage.
         self._owed: list[Releases] = []
@@ -243,33 +249,50 @@ class Store:
 
     async def probe(self, queues: Iterable[QueueId]) -> Due:
         """When these queues have work next, as far as the floors know."""
-        return await self._look(list(queues), from_zero=False)
+        return await self._look(list(queues), self._floors.of)
 
     def arrived(self, queues: Collection[QueueId]) -> None:
         """Jobs of these queues have come from another shard: they may be older than all that was claimed here."""
         self._floors.arrived(queues)
 
     async def sweep(self, awaited: Iterable[QueueId] = ()) -> Due:
-        """Same, for these and all queues in use, looking from the beginning of time (I7). Puts every floor where it
-        belongs, and has the numbers of the queues proved."""
+        """Same, for these and all queues in use, whatever the floors are (I7). Puts every floor where it belongs, and has
+        the numbers of the queues proved.
+
+        Looks from the beginning of time, unless it has just taken long to do so: then there are dead versions of jobs
+        that a snapshot holds, and it looks for what may have committed late."""
         owed, self._owed = self._owed, []
         for call in owed:
             self.release_soon(*call)
         queues = list({*self._floors.to_sweep(), *awaited})
         await self.names.prove(queues)
-        return await self._look(queues, from_zero=True)
+        began_s = time.monotonic()
+        if began_s < self._all_again_s:
+            return await self._look(queues, self._floors.late, is_sweep=True)
+        due = await self._look(queues, is_sweep=True)
+        ended_s = time.monotonic()
+        if ended_s - began_s > _SWEEP_S_MAX:
+            self._all_again_s = ended_s + _REST * (ended_s - began_s)
+        return due
 
-    async def _look(self, queues: list[QueueId], *, from_zero: bool) -> Due:
+    async def _look(
+        self,
+        queues: list[QueueId],
+        floors_of: Callable[[QueueId], Sequence[Micros]] | None = None,
+        *,
+        is_sweep: bool = False,
+    ) -> Due:
+        """From the beginning of time, or from these floors."""
         first: dict[QueueId, Micros] = {}
         now = Micros(0)
         for at in range(0, len(queues), _PROBED_AT_ONCE):
             part = queues[at : at + _PROBED_AT_ONCE]
             arrivals = self._floors.arrivals
             asked = {"queue_ids": arrays.numbers(part)}
-            if from_zero:
+            if floors_of is None:
                 rows = await self._database.run(statements.SWEEP, asked)
             else:
-                floors = [floor for queue in part for floor in self._floors.of(queue)]
+                floors = [floor for queue in part for floor in floors_of(queue)]
                 rows = await self._database.run(statements.PROBE, {**asked, "floors_us": arrays.numbers(floors)})
             now, found, priorities, visible_at, paused = rows[0]
             lanes: dict[tuple[QueueId, int], Micros] = {}
@@ -277,7 +300,7 @@ class Store:
             if found is not None:
                 lanes.update(zip(zip(found, priorities, strict=True), visible_at, strict=True))
                 resting.update(queue for queue, is_paused in zip(found, paused, strict=True) if is_paused)
-            if from_zero:
+            if is_sweep:
                 self._floors.swept(part, Micros(now - GUARD_US), lanes, arrivals=arrivals)
             for (queue, _), when in lanes.items():
                 if queue not in resting:

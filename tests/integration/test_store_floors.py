@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from shard import statements
 from shard.database import Database
 from shard.floor import GUARD_US
 from shard.store import Store
 from shard.vocabulary import OrgId, QueueName
+from tests.conftest import SHARD
 from tests.jobs import QUEUE, job_id, lease_jobs, some_jobs
+from tests.recorder import Recorder
 from tests.timemachine import end_leases, make_due, pass_time
 
 LATE = """
@@ -33,6 +38,39 @@ async def test_a_job_that_commits_below_the_floor_is_missed_by_a_claim_and_found
     assert await lease_jobs(store, org) == []
     assert (await store.sweep()).first
     assert [job.id for job, _ in await lease_jobs(store, org)] == [late]
+
+
+async def test_after_a_sweep_that_took_long_the_next_one_passes_by_what_was_claimed_and_finds_what_commits_late(
+    fresh_dsn: str, org: OrgId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shard.store._SWEEP_S_MAX", 0.0)
+    monkeypatch.setattr("shard.store._REST", 1e9)
+    recorder = Recorder(SHARD, fresh_dsn, connections=2)
+    await recorder.open()
+    store = Store(recorder)
+    await store.enqueue(some_jobs(org, 3))
+    assert len(await lease_jobs(store, org)) == 3
+    await store.sweep()
+    queue_id = (await store.names.find([(org, QUEUE)]))[org, QUEUE]
+    late = job_id()
+    async with recorder.transaction() as connection:
+        await connection.execute(LATE, [late, queue_id])
+        await pass_time(recorder, 5)
+        await store.enqueue(some_jobs(org, 3))
+        assert len(await lease_jobs(store, org)) == 3
+    assert await lease_jobs(store, org) == []
+    before = len(recorder.runs)
+    assert (await store.sweep()).first
+    assert recorder.count(statements.SWEEP, since=before) == 0
+    _, asked = recorder.last(statements.PROBE)
+    assert min(as_numbers(asked["floors_us"])) > 0
+    assert [job.id for job, _ in await lease_jobs(store, org)] == [late]
+    await recorder.close()
+
+
+def as_numbers(numbers: object) -> list[int]:
+    assert isinstance(numbers, str)
+    return [int(number) for number in numbers.strip("{}").split(",")]
 
 
 async def test_a_job_that_commits_within_the_guard_is_found_without_a_sweep(database: Database, org: OrgId) -> None:
