@@ -10,15 +10,15 @@ from shard.cluster import ClusterFileError
 from tests.unit.test_cluster_file import ONE, parse
 
 
-def test_without_a_table_jobs_move_as_fast_as_the_shards_allow() -> None:
+def test_without_a_table_a_move_has_its_own_pace() -> None:
     assert pace_of(parse(ONE)) == Pace()
     assert pace_of(parse(ONE + "[balancer]\n")) == Pace()
 
 
-@pytest.mark.parametrize(("rate", "rows"), [(50, 50), (50_000, 2000)])
+@pytest.mark.parametrize(("rate", "rows"), [(50, 50), (50_000, 1000)])
 def test_a_limit_is_kept_in_steps_of_a_second_at_most(rate: int, rows: int) -> None:
     pace = pace_of(parse(f"{ONE}[balancer]\njobs_per_second = {rate}\n"))
-    assert (pace.jobs_per_s_max, pace.rows_max) == (rate, rows)
+    assert (pace.jobs_per_s_max, pace.rows_max, pace.rest) == (rate, rows, 0.0)
 
 
 @pytest.mark.parametrize("value", ["0", "1.5", "true", '"many"', "1000001"])
