@@ -188,6 +188,7 @@ class Mover:
     async def _carry(self, move: Move, source: Database, target: Database, chunks: dict[Slot, int]) -> None:
         """One chunk after another, through the slots in order. What it misses is found when all are counted again."""
         rest: list[Slot] = sorted(chunks)
+        before = self._moved
         loop = asyncio.get_running_loop()
         while rest and not self._stopping.is_set():
             began = loop.time()
@@ -209,6 +210,9 @@ class Mover:
             rest = [slot for slot in rest if slot >= last]
             took_s = loop.time() - began
             await self._pause(max(took_s * self._pace.rest, jobs / self._pace.jobs_per_s_max - took_s))
+        if self._moved == before:
+            # Somebody has all of them locked.
+            await self._pause(self._pace.look_s)
 
     async def _pause(self, seconds: float) -> None:
         """Or until it is stopped."""
