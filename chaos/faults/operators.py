@@ -82,8 +82,10 @@ class PinOrg(Fault):
     async def heal(self) -> None:
         if self._pinning is None:
             return
-        self._pinning.cancel()
-        await asyncio.wait({self._pinning})
+        while not self._pinning.done():
+            # More than once: Python 3.11 forgets a cancellation that meets the end of a wait_for, as in psycopg's pool.
+            self._pinning.cancel()
+            await asyncio.wait({self._pinning}, timeout=1.0)
         if not self._pinning.cancelled():
             self._pinning.result()
         if self.luck.random() < 0.5:
