@@ -157,11 +157,13 @@ class Balancing:
             known = await catalog.read(self._shards.catalog, self._known)
             if known is self._known:
                 return known
-        self._known = await self._shards.read_catalog(known)
-        pinned = plan_pins(self._known, await pinning.read(self._shards.catalog), self._cluster.shards)
-        self._planned = transfers(self._known, self._cluster, pinned.owners)
+        known = await self._shards.read_catalog(known)
+        pinned = plan_pins(known, await pinning.read(self._shards.catalog), self._cluster.shards)
+        self._planned = transfers(known, self._cluster, pinned.owners)
+        # Last: what has failed before is done again.
+        self._known = known
         self._speak_of_pins(pinned.complaints)
-        return self._known
+        return known
 
     # ── Moves ────────────────────────────────────────────────────────────────────────────────────────────────────────
 

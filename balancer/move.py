@@ -40,6 +40,7 @@ class Pace:
     jobs_per_s_max: float = math.inf
     # Each chunk is followed by a rest so many times as long as it took: the busier the shards are, the longer.
     rest: float = 3.0
+    rest_s_max: float = 5.0
     # Between two looks at jobs that cannot leave yet.
     look_s: float = 1.0
 
@@ -209,7 +210,8 @@ class Mover:
             chunks[last] += 1
             rest = [slot for slot in rest if slot >= last]
             took_s = loop.time() - began
-            await self._pause(max(took_s * self._pace.rest, jobs / self._pace.jobs_per_s_max - took_s))
+            rest_s = min(took_s * self._pace.rest, self._pace.rest_s_max)
+            await self._pause(max(rest_s, jobs / self._pace.jobs_per_s_max - took_s))
         if self._moved == before:
             # Somebody has all of them locked.
             await self._pause(self._pace.look_s)

@@ -25,7 +25,7 @@ from windrow.errors import WindrowError
 
 # As in router/process.py: thousands of streams are all alive, and looking through them for garbage would stop what
 # measures for a second at a time.
-_COLLECT_AFTER = 10_000, 50, 50
+_COLLECT_AFTER = 10_000, 10, 10
 # Connections of one process. The kernel deals them out to the router processes.
 CHANNELS = 4
 _UNKNOWN: int = grpc.StatusCode.UNKNOWN.value[0]

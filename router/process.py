@@ -25,7 +25,7 @@ HOPELESS = 78
 
 # As gc.set_threshold takes them. By Python's own defaults a router that holds 5,000 streams spends a fifth of its time
 # looking through them, up to 0.26 s at once, and finds hardly anything: little of what a call makes is in cycles.
-_COLLECT_AFTER = 10_000, 50, 50
+_COLLECT_AFTER = 10_000, 10, 10
 
 
 def main() -> int:

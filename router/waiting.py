@@ -32,8 +32,8 @@ _log = logging.getLogger(__name__)
 
 # How late a job may be seen that every hint has missed.
 SWEEP_S = 3.0
-# Of jobs that are due later than this, a sweep will tell in time, and most likely again and again: thousands of timers
-# would be set for nothing.
+# For jobs that are due later than this a sweep sets no timers: another one tells in time, and probes have set theirs.
+# Thousands would be set anew each time, for nothing.
 _SOON_S = 3 * SWEEP_S
 # Between two probes.
 _PAUSE_S = 0.010
@@ -344,7 +344,7 @@ class Room:
     async def sweep(self) -> None:
         """Finds what every hint has missed, and puts the store's floors where they belong."""
         await self._numbers(list(self._queues))
-        self._expect(await self._store.sweep(self._by_number))
+        self._expect(await self._store.sweep(self._by_number), within_s=_SOON_S)
 
     async def _numbers(self, keys: Iterable[_Key]) -> list[QueueId]:
         """Those of the awaited queues that exist."""
@@ -357,22 +357,24 @@ class Room:
                 numbers.append(number)
         return numbers
 
-    def _expect(self, due: Due) -> None:
-        """Wakes who has work now, and will wake who has some later."""
+    def _expect(self, due: Due, *, within_s: float = math.inf) -> None:
+        """Wakes who has work now, and will wake who has some within `within_s`; of the rest others tell."""
         loop = asyncio.get_running_loop()
         for number, when in due.first.items():
             key = self._by_number.get(number)
             there = self._queues.get(key) if key is not None else None
             if key is None or there is None:
                 continue
+            # Two times of the shard's clock make a span, which is all that is counted here.
+            left_s = (when - due.now) / 1_000_000
+            if left_s > within_s:
+                continue
             if there.due is not None:
                 there.due.cancel()
                 there.due = None
-            # Two times of the shard's clock make a span, which is all that is counted here.
-            left_s = (when - due.now) / 1_000_000
             if left_s <= 0:
                 self._wake(key, 1)
-            elif left_s < _SOON_S:
+            else:
                 there.due = loop.call_later(left_s, self._fell_due, key)
 
     def _fell_due(self, key: _Key) -> None:

@@ -120,11 +120,13 @@ class Claiming:
         arrivals = self._floors.arrivals
         rows = await self._database.run(statements.CLAIM, {**columns.parameters(), "bytes_max": room})
         by_lease = {taker.number: taker for taker in takers}
+        taken = [Claimed(row[0], asked[row[1]], *row[2:]) for row in rows]
+        # A window may be over before the turns are: what it held has come again, even under the same number (I2).
+        anew = {(by_lease[job.lease].ask.org, job.id) for job in taken}
+        for taker in takers:
+            taker.jobs = [job for job in taker.jobs if (taker.ask.org, job.id) not in anew]
         unfit: dict[int, list[Claimed]] = {}
-        taken: list[Claimed] = []
-        for row in rows:
-            job = Claimed(row[0], asked[row[1]], *row[2:])
-            taken.append(job)
+        for job in taken:
             if job.expired or job.attempt > (job.max_attempts or MAX_ATTEMPTS_DEFAULT):
                 unfit.setdefault(job.lease, []).append(job)
             else:

@@ -29,6 +29,7 @@ from psycopg.pq import Format, TransactionStatus
 from psycopg.types.numeric import Int8BinaryDumper
 from psycopg_pool import AsyncConnectionPool, PoolClosed, PoolTimeout
 
+from shard import statements
 from shard.arrays import Blobs, Texts
 from shard.breaker import OVERDUE_S, Breaker, first_line
 from shard.connection import Connection
@@ -44,6 +45,8 @@ SELECT set_config(s.name, s.value, false) FROM (VALUES
     ('jit', 'off'), ('timezone', 'UTC'), ('lock_timeout', '10s'), ('idle_in_transaction_session_timeout', '15s'),
     -- Jobs travel between shards as text.
     ('datestyle', 'ISO, YMD'),
+    -- That a commit did not wait for the standby is a warning.
+    ('client_min_messages', 'warning'),
     -- What the statements count on, whatever the server's defaults are: a second look sees what was committed
     -- meanwhile, and a commit is durable.
     ('default_transaction_isolation', 'read committed'), ('default_transaction_read_only', 'off'),
@@ -261,9 +264,10 @@ class Database:
         connection.unreplicated = False
         try:
             yield connection
-            if connection.unreplicated:
-                # What is asked again waits for the standby again (I1).
-                raise psycopg.OperationalError("somebody has cancelled the wait for the synchronous standby")
+            while connection.unreplicated:
+                # Somebody has cancelled the wait for the synchronous standby. Nothing is answered before (I1).
+                connection.unreplicated = False
+                await connection.run(statements.WAIT_FOR_STANDBY, {})
         except psycopg.errors.ReadOnlySqlTransaction:
             # A standby by now: another connection may find the primary, this one never will.
             await connection.close()

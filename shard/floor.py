@@ -17,8 +17,7 @@ from shard.vocabulary import PRIORITIES, Claimed, Micros, QueueId
 
 # How long an enqueue may take from its now() to its commit before only the sweep finds its jobs.
 GUARD_US = 1_000_000
-# How long it may take, and be found by every sweep. What commits later than that is found by those from the beginning of
-# time.
+# How long it may take, and be found by every sweep. What commits later is found by those from the beginning of time.
 _LATE_US = 10_000_000
 # A queue that nobody has dequeued from for this long is forgotten, and begins at zero when somebody does again.
 _FORGET_AFTER_S = 60.0

@@ -45,6 +45,7 @@ EXPIRE_UNRUN = _load("expire_unrun")
 EXPLAIN_MISS = _load("explain_miss")
 CANCEL = _load("cancel")
 GET_JOBS = _load("get_jobs")
+WAIT_FOR_STANDBY = _load("wait_for_standby")
 
 GET_QUEUE = _load("get_queue")
 LIST_QUEUES = _load("list_queues")

@@ -296,6 +296,19 @@ async def test_jobs_past_their_time_are_set_aside_in_their_own_orgs_and_the_rest
         assert (entry.leased, entry.dead, entry.cancelled, entry.balanced) == (5, 3, 4, True)
 
 
+async def test_a_job_whose_window_ends_between_two_turns_is_given_once(recorder: Recorder, org: OrgId) -> None:
+    store = Store(recorder)
+    expired = some_jobs(org, 1)
+    expired.expires_at_us = {0: FAR_FUTURE_US}
+    await store.enqueue(expired)
+    await reach_expiry(recorder, org)
+    await store.enqueue(some_jobs(org, 1))
+    before = len(recorder.runs)
+    taken = await store.claim(org, [QUEUE], max_jobs=3, window_us=1, worker="w")
+    assert recorder.count(statements.CLAIM, since=before) == 2
+    assert [job.attempt for job in taken.jobs] == [2]
+
+
 async def test_when_setting_aside_fails_for_one_taker_all_have_what_fits(
     recorder: Recorder, org: OrgId, other_org: OrgId
 ) -> None:
