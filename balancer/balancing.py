@@ -150,14 +150,11 @@ class Balancing:
         return not self._planned and len(self.held) == len(begun)
 
     async def _learn(self) -> Catalog:
-        known: Catalog | None = None
         if self._known is None:
             await schema.migrate(self._shards.catalog, cluster=None)
-        else:
-            known = await catalog.read(self._shards.catalog, self._known)
-            if known is self._known:
-                return known
-        known = await self._shards.read_catalog(known)
+        known = await self._shards.read_catalog(self._known)
+        if known is self._known:
+            return known
         pinned = plan_pins(known, await pinning.read(self._shards.catalog), self._cluster.shards)
         self._planned = transfers(known, self._cluster, pinned.owners)
         # Last: what has failed before is done again.

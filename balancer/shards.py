@@ -33,7 +33,7 @@ class Shards:
         self._troubles: dict[ShardName, str] = {}
 
     async def read_catalog(self, known: Catalog | None = None) -> Catalog:
-        """Sent is what is newer than `known`. Raises ShardUnavailable, Misconfigured."""
+        """Sent is what is newer than `known`; that very one, if nothing is. Raises ShardUnavailable, Misconfigured."""
         names = [entry.name for entry in self._cluster.shards]
         return await catalog.find(self.catalog, cluster=self._cluster.name, shards=names, known=known)
 

@@ -139,7 +139,8 @@ async def find(
         raise ShardUnavailable(database.name, "there is no catalog yet; the first router makes it")
     _refuse_other(rows[0][0], cluster)
     catalog = await read(database, known)
-    _refuse_unnamed(catalog, shards)
+    if catalog is not known:
+        _refuse_unnamed(catalog, shards)
     return catalog
 
 

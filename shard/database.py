@@ -265,7 +265,8 @@ class Database:
         try:
             yield connection
             while connection.unreplicated:
-                # Somebody has cancelled the wait for the synchronous standby. Nothing is answered before (I1).
+                # Somebody has cancelled the wait for the synchronous standby. Nothing is answered before that has what
+                # was committed (I1).
                 connection.unreplicated = False
                 await connection.run(statements.WAIT_FOR_STANDBY, {})
         except psycopg.errors.ReadOnlySqlTransaction:

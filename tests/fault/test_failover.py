@@ -23,6 +23,7 @@ from tests.jobs import ids_of, lease_jobs, some_jobs
 from tests.streams import until
 
 ORG = OrgId("failover")
+WAITING = "FROM pg_stat_activity WHERE wait_event = 'SyncRep' AND application_name = 'windrow'"
 _T = TypeVar("_T")
 
 
@@ -50,8 +51,7 @@ async def store(pair: Shard) -> AsyncGenerator[Store, None]:
 
 
 def waiting_commits(pair: Shard) -> int:
-    counted = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'SyncRep' AND application_name = 'windrow'"
-    return int(pair.primary.ask(counted)[0][0])
+    return int(pair.primary.ask(f"SELECT count(*) {WAITING}")[0][0])
 
 
 async def until_it_waits_for_the_standby(pair: Shard, call: asyncio.Future[_T]) -> None:
@@ -78,11 +78,10 @@ async def test_a_commit_that_somebody_else_interrupts_is_not_acknowledged_before
     jobs = some_jobs(ORG)
     enqueued = asyncio.create_task(store.enqueue(jobs))
     await until_it_waits_for_the_standby(pair, enqueued)
-    waiting = "FROM pg_stat_activity WHERE wait_event = 'SyncRep' AND application_name = 'windrow'"
-    ((pid, since),) = pair.primary.ask(f"SELECT pid, query_start::text {waiting}")
+    ((pid, since),) = pair.primary.ask(f"SELECT pid, query_start::text {WAITING}")
     pair.primary.ask(f"SELECT pg_cancel_backend({pid})")
     await until(
-        lambda: enqueued.done() or pair.primary.ask(f"SELECT count(*) {waiting} AND query_start > '{since}'") == [(1,)],
+        lambda: enqueued.done() or pair.primary.ask(f"SELECT count(*) {WAITING} AND query_start > '{since}'") == [(1,)],
         "it waits again",
     )
     assert not enqueued.done(), "it was answered before the standby had it"
