@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, LiteralString, Self
 
 import psycopg
@@ -35,6 +36,7 @@ from shard.arrays import Blobs, Texts
 from shard.breaker import OVERDUE_S, Breaker, first_line
 from shard.connection import Connection
 from shard.errors import ShardUnavailable
+from shard.servers import first_of
 from shard.vocabulary import ShardName
 
 _TRACER = trace.get_tracer("windrow.shard")
@@ -96,8 +98,9 @@ class _TextsDumper(_BlobsDumper):
 
 # Between two tries to connect, where connecting fails and the server is there for the connections that stand.
 _RECONNECT_S = 0.5
+# For each server.
 _CONNECT_S_MAX = 5
-# The least that libpq knows. A probe that takes longer has others beside it.
+# For each server, and the least that libpq knows. A probe that takes longer has others beside it.
 _PROBE_CONNECT_S_MAX = 2
 # Then the pool has a connection back for a moment, to put a new one in the place of an old one.
 _KEPT_S_MAX = 60.0
@@ -124,10 +127,11 @@ class _Connection(Connection):
         closing: asyncio.Event,
         **kwargs: Any,
     ) -> Self:
+        connect = partial(super().connect, **kwargs)
         while not closing.is_set():
             try:
                 conninfo = dsn()
-                connection = await super().connect(conninfo, **kwargs)
+                connection = await first_of(conninfo, connect)
                 try:
                     async with asyncio.timeout(_CONNECT_S_MAX):
                         await configure(connection)
@@ -393,7 +397,7 @@ class Database:
             server = busy.info
             dsn = make_conninfo(dsn, host=server.host, hostaddr=server.hostaddr or None, port=server.port)
         try:
-            async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as new:
+            async with await first_of(dsn, partial(psycopg.AsyncConnection.connect, autocommit=True)) as new:
                 await new.execute("SELECT 1")
         except psycopg.errors.ConnectionTimeout as error:
             raise TimeoutError from error

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Iterator
 
 import psycopg
 import pytest
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from embedded import Cluster
 from shard import catalog, schema
@@ -18,8 +19,10 @@ from shard.errors import ShardUnavailable
 from shard.store import Store
 from shard.vocabulary import Answer, OrgId
 from tests.conftest import CLUSTER, SHARD
+from tests.fault.proxy import open_proxy, postgres_answered, through
 from tests.jobs import HOUR_US, QUEUE, lease_jobs, some_jobs
 from tests.postgres import frozen
+from tests.streams import until
 
 WAIT_S = 3.0
 # What a machine under load may add to a wait.
@@ -164,6 +167,56 @@ async def test_a_transaction_that_is_cancelled_in_a_silence_stays_cancelled(
             task.cancel()
         await asyncio.wait(acting, timeout=30)
         assert all(task.cancelled() for task in acting), "whoever ends a loop by it has ended it"
+
+
+@contextlib.asynccontextmanager
+async def silent_servers(count: int) -> AsyncGenerator[tuple[list[int], list[float]], None]:
+    """The ports of servers that take every connection and never answer, and when they took each."""
+    taken: list[float] = []
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        taken.append(time.monotonic())
+        try:
+            while await reader.read(1000):
+                pass
+        finally:
+            writer.close()
+
+    async with contextlib.AsyncExitStack() as stack:
+        servers = [await asyncio.start_server(take, "127.0.0.1", 0) for _ in range(count)]
+        for server in servers:
+            stack.callback(server.close)
+        yield [server.sockets[0].getsockname()[1] for server in servers], taken
+
+
+async def test_the_last_of_four_silent_servers_is_found_soon_after_it_speaks_again(cluster: Cluster) -> None:
+    named = conninfo_to_dict(cluster.dsn)
+    async with (
+        silent_servers(3) as (ports, taken),
+        open_proxy(str(named["host"]), int(named["port"] or 5432), postgres_answered) as proxy,
+    ):
+        hosts = ",".join(["127.0.0.1"] * 4)
+        dsn = make_conninfo(through(cluster.dsn, proxy), host=hosts, port=",".join(map(str, [*ports, proxy.port])))
+        database = Database(SHARD, dsn, connections=2, wait_s=WAIT_S)
+        await database.open()
+        try:
+            assert await database.run(b"SELECT 1", {}) == [(1,)]
+            proxy.hold()
+            proxy.cut_all()
+            with pytest.raises(ShardUnavailable):
+                await database.run(b"SELECT 1", {})
+            assert database._breaker.trouble is not None
+            # So many that the first probes have been given up.
+            began, before = time.monotonic(), len(taken)
+            await until(lambda: len(taken) >= before + 3 * 6, "it is asked again and again")
+            assert time.monotonic() - began > 2, "and not all the time"
+
+            proxy.let_go()
+            async with asyncio.timeout(10):
+                await database._breaker.until_closed()
+                assert await database.run(b"SELECT 1", {}) == [(1,)]
+        finally:
+            await database.close()
 
 
 async def test_a_statement_that_takes_long_is_let_be_and_so_are_the_others(
