@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 
 from router import convert
-from router.calls import DEADLINE_S_MAX, Context, Gate, refuse, seconds_left, unary
+from router.calls import DEADLINE_S_MAX, Context, Gate, refusal, seconds_left, unary
 from router.fleet import Fleet
 from router.member import Member
 from router.reloading import Reloading
@@ -201,8 +201,11 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 yield admin_pb2.CheckShardResponse(
                     orgs=[convert.org_books(one) for one in books[at : at + _BOOKS_A_MESSAGE]]
                 )
-        except Exception as error:  # noqa: BLE001 - every error becomes a status; refuse logs the unexpected
-            await refuse(context, error)
+            return
+        except Exception as error:  # noqa: BLE001 - every error becomes a status; told logs the unexpected
+            refused = refusal(context, error)
+        del request, context
+        await refused
 
     def _home(self, org: OrgId) -> Member:
         """The shard that keeps the org's queue configurations."""

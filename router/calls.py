@@ -7,10 +7,11 @@ import contextlib
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Generator
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import grpc
 from google.protobuf.message import Message
+from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 
 from router.status import INTERNAL, RouterFull, status_of
@@ -105,9 +106,10 @@ def unary(
                         return await _within(context, rules, method, service, request)
                 finally:
                     gate.leave(org)
-            except Exception as error:
-                await refuse(context, error)
-                raise AssertionError("unreachable: an abort raises") from error
+            except Exception as error:  # noqa: BLE001 - every error becomes a status; told logs the unexpected
+                refused = refusal(context, error)
+            del request, context
+            return await refused
 
         return call
 
@@ -129,12 +131,28 @@ async def _within(
         return await method(service, request)
 
 
-async def refuse(context: Context, error: Exception) -> None:
-    """Ends a call with the status of an error."""
+def refusal(context: Context, error: Exception) -> Awaitable[NoReturn]:
+    """Awaited, ends a call with the status of an error.
+
+    gRPC keeps the exception that this raises with the call, and the exception keeps the frames that it goes through. So
+    whoever awaits this has handled the error, and deleted its names for the call and its requests: else they would be
+    a cycle, and stay until the garbage collector looks for it, which is seldom.
+    """
+    return context.abort_with_status(rpc_status.to_status(told(error)))  # pyright: ignore[reportUnknownMemberType]
+
+
+def told(error: Exception) -> Status:
+    """The status that tells the caller of this error; nothing that the error has come through is held by it any more,
+    which would often be the error itself, and the request."""
     status = status_of(error)
     if status.code == INTERNAL:
         _log.error("a call failed unexpectedly", exc_info=error)
-    await context.abort_with_status(rpc_status.to_status(status))  # pyright: ignore[reportUnknownMemberType]
+    passed: BaseException | None = error
+    while passed is not None:
+        before = passed.__context__
+        passed.__traceback__ = passed.__context__ = None
+        passed = before
+    return status
 
 
 def seconds_left(context: Context, *, at_most: float = DEADLINE_S_MAX) -> float:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from itertools import chain
+from typing import cast
 
 from router import convert, wire
-from router.calls import Context, Gate, refuse, unary
+from router.calls import Context, Gate, refusal, unary
 from router.consuming import Consumer, give_back
 from router.fleet import Fleet
 from router.leases import Leases
@@ -166,14 +168,23 @@ class QueueService:
 
     async def Consume(self, request_iterator: AsyncIterator[queue_pb2.ConsumeRequest], context: Context) -> None:
         try:
+            await self._consume(request_iterator, context)
+            return
+        except Exception as error:  # noqa: BLE001 - told to the caller
+            refused = refusal(context, error)
+        del request_iterator, context
+        await refused
+
+    async def _consume(self, request_iterator: AsyncIterator[queue_pb2.ConsumeRequest], context: Context) -> None:
+        # Its messages come from a generator, which keeps the last one until it is closed.
+        generator = cast("AsyncGenerator[queue_pb2.ConsumeRequest]", aiter(request_iterator))
+        async with contextlib.aclosing(generator) as requests:
             # Whose it is, its first message says.
             with self.gate.stream(""):
-                first = await first_message(request_iterator, self._draining)
+                first = await first_message(requests, self._draining)
             if first is not None:
                 with self.gate.stream(first.start.org):
-                    await Stream(self._fleet, first, request_iterator, context).run(self._draining)
-        except Exception as error:  # noqa: BLE001 - told to the caller
-            await refuse(context, error)
+                    await Stream(self._fleet, first, requests, context).run(self._draining)
 
     @unary()
     async def Ack(self, request: queue_pb2.AckRequest) -> queue_pb2.AckResponse:

@@ -9,11 +9,11 @@ from itertools import chain
 from typing import Any
 
 from router import convert
-from router.calls import Context
+from router.calls import Context, told
 from router.consuming import Consumer, give_back
 from router.fleet import Fleet
 from router.leases import Answers, Leases
-from router.status import InvalidRequest, ShuttingDown, Violation, status_of
+from router.status import InvalidRequest, ShuttingDown, Violation
 from router.validation import check, check_consume
 from router.wire import Given
 from shard.coalescing import TooManyWaiting
@@ -119,9 +119,14 @@ class Stream:
                 group.create_task(self._write())
         except BaseExceptionGroup as troubles:
             raise troubles.exceptions[0] from None
+        except asyncio.CancelledError as cancelled:
+            # It comes through the group, whose frame keeps it, and is kept by it.
+            raise cancelled.with_traceback(None) from None
         finally:
             self._consumer.close()
             self._give_back()
+            # Each holds the other: nobody else should have to find that out.
+            del self._consumer
         if draining.is_set():
             raise ShuttingDown
 
@@ -155,7 +160,7 @@ class Stream:
             if answers.count(job_pb2.JOB_ANSWER_OK) < len(answers):
                 settled.answers.extend(answers)
         except (ShardError, TooManyWaiting, TimeoutError) as error:
-            status = status_of(error)
+            status = told(error)
             settled.error.code, settled.error.message = status.code, status.message
         finally:
             self._settling -= 1

@@ -162,7 +162,9 @@ class Books:
         await self.get_queue(org, queue)
         if not await self._database.run(statements.DELETE_QUEUE, {"org": org, "queue": queue, "epoch": epoch}):
             await self._refuse_unowned(org, epoch)
-            raise QueueNotEmpty(org, queue)
+            # Gone by now, it was deleted at the same time, or by this very statement, whose first answer was lost.
+            if await self._database.run(statements.GET_QUEUE, {"org": org, "queue": queue}):
+                raise QueueNotEmpty(org, queue)
 
     async def holds_jobs(self, org: OrgId, queue: QueueName) -> bool:
         """Whether jobs of the queue are here that have not finished, on their way to another shard too."""
@@ -170,7 +172,8 @@ class Books:
         return bool(rows and rows[0][0])
 
     async def purge_queue(self, org: OrgId, queue: QueueName, *, limit: int, include_dead: bool) -> int:
-        """Cancels up to `limit` jobs that nobody holds; answers how many. Raises UnknownQueue."""
+        """Cancels up to `limit` jobs that nobody holds; answers how many. Raises UnknownQueue; also after a
+        ShardUnavailable some may have been cancelled."""
         await self.get_queue(org, queue)
         parameters: dict[str, object] = {"org": org, "queue": queue, "rows": limit}
         cancelled = len(await partitions.finish(self._database, statements.PURGE_LIVE, parameters))
@@ -192,7 +195,8 @@ class Books:
         died_before: Micros | None,
         limit: int,
     ) -> int:
-        """Brings up to `limit` dead jobs back; answers how many. Raises UnknownQueue."""
+        """Brings up to `limit` dead jobs back; answers how many. Raises UnknownQueue; also after a ShardUnavailable
+        some may have been brought back."""
         await self.get_queue(org, queue)
         rows = await self._database.run(
             statements.REDRIVE,

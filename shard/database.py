@@ -1,8 +1,9 @@
 """One shard's Postgres: a bounded pool of prepared connections, and what its errors mean.
 
 Every statement runs in a transaction of its own (autocommit), so that a statement is an act: done or not done. A
-broken connection is tried again here, a few times, because every statement of the queue may be repeated: it names
-the ids or the lease it is about. A server that does not answer is left alone until it does (shard/breaker.py).
+broken connection is tried again here, a few times, because nearly every statement of the queue may be repeated: it
+names the ids or the lease it is about. Of the others whoever asks is told that they may have been done. A server that
+does not answer is left alone until it does (shard/breaker.py).
 """
 
 from __future__ import annotations
@@ -239,6 +240,10 @@ class Database:
                 if not tries_left:
                     raise
             except (psycopg.OperationalError, psycopg.errors.ReadOnlySqlTransaction) as error:
+                if not getattr(statement, "repeatable", True) and _in_doubt(error):
+                    raise ShardUnavailable(
+                        self.name, f"{first_line(error)}; what was asked may have been done"
+                    ) from error
                 if not tries_left or not _connection_lost(error) or self._breaker.trouble is not None:
                     raise self._unavailable(first_line(error)) from error
                 # The server went away under this connection, and so most likely under the pooled ones.
@@ -460,5 +465,10 @@ def hang_up(connection: psycopg.AsyncConnection[Any]) -> None:
 
 def _connection_lost(error: psycopg.Error) -> bool:
     """Whether trying again on another connection can help: the server went away, restarted, or is a standby by now."""
+    return _in_doubt(error) or error.sqlstate == "25006"
+
+
+def _in_doubt(error: psycopg.Error) -> bool:
+    """Whether the server went away without saying what became of the statement."""
     state = error.sqlstate
-    return state is None or state.startswith("08") or state in {"57P01", "57P02", "57P03", "25006"}
+    return state is None or state.startswith("08") or state in {"57P01", "57P02", "57P03"}

@@ -12,13 +12,17 @@ class Statement(bytes):
     """SQL as psycopg takes it, and the verb that traces know it by."""
 
     name: str
+    # Whether it may be run again where nobody knows if it was done. Most may: they name the ids or the lease they are
+    # about.
+    repeatable: bool
 
 
-def _load(name: str) -> Statement:
+def _load(name: str, *, repeatable: bool = True) -> Statement:
     # Without comments: psycopg remembers how it has read a statement only up to 4,096 bytes.
     lines = (_SQL / f"{name}.sql").read_bytes().splitlines()
     statement = Statement(b"\n".join(bare for line in lines if not (bare := line.strip()).startswith(b"--")))
     statement.name = name
+    statement.repeatable = repeatable
     return statement
 
 
@@ -52,12 +56,12 @@ LIST_QUEUES = _load("list_queues")
 ALTER_QUEUE = _load("alter_queue")
 DELETE_QUEUE = _load("delete_queue")
 HOLDS_JOBS = _load("holds_jobs")
-PURGE_LIVE = _load("purge_live")
-PURGE_DEAD = _load("purge_dead")
+PURGE_LIVE = _load("purge_live", repeatable=False)
+PURGE_DEAD = _load("purge_dead", repeatable=False)
 LIST_LIVE = _load("list_live")
 LIST_DEAD = _load("list_dead")
 LIST_FINISHED = _load("list_finished")
-REDRIVE = _load("redrive")
+REDRIVE = _load("redrive", repeatable=False)
 STATS = _load("stats")
 CHECK_BOOKS = _load("check_books")
 FOLD_TALLY = _load("fold_tally")

@@ -22,7 +22,7 @@ from psycopg.conninfo import conninfo_to_dict
 from shard.books import Books, OrgBooks
 from shard.database import Database
 from shard.enqueuing import Handed, Handover, Taker
-from shard.errors import ShardUnavailable
+from shard.errors import ShardUnavailable, UnknownQueue
 from shard.settling import Nack
 from shard.store import Store
 from shard.vocabulary import Answer, JobId, Lease, OrgId, Outcome
@@ -214,6 +214,58 @@ async def test_a_cancel_cut_after_its_commit_is_ok_again(
         assert await store.cancel(ORG, ids, reason="") == [Answer.OK] * 2
     books = await books_of(fresh_database)
     assert books.cancelled == books.accepted == trials // 4 * 2
+
+
+@pytest.fixture
+async def books(fresh_dsn: str, proxy: Proxy) -> AsyncGenerator[Books, None]:
+    """The shard's books as its router sees them: through the proxy."""
+    database = Database(SHARD, through(fresh_dsn, proxy), connections=1, for_books=True)
+    await database.open()
+    yield Books(database)
+    await database.close()
+
+
+@pytest.mark.parametrize(("moment", "done"), [(Moment.UNSENT, 0), (Moment.ANSWERED, 3)], ids=["unsent", "answered"])
+async def test_of_a_redrive_and_a_purge_that_are_cut_the_caller_is_told_and_they_are_done_once_at_most(
+    books: Books, proxy: Proxy, fresh_database: Database, moment: Moment, done: int
+) -> None:
+    store = Store(fresh_database)
+    await store.enqueue(some_jobs(ORG, 5))
+    dead = [Nack(lease=lease, error="no", kill=True) for _, lease in await lease_jobs(store, ORG)]
+    await store.nack(ORG, dead)
+
+    async def redrive(limit: int) -> int:
+        return await books.redrive(ORG, QUEUE, kind="", died_after=None, died_before=None, limit=limit)
+
+    async def counts() -> tuple[int, int, int]:
+        (one,) = await Books(fresh_database).stats(ORG, QUEUE, include_finished=True)
+        return one.dead, one.ready, one.cancelled
+
+    # The first statement that names the queue looks whether it is there.
+    proxy.cut_at(QUEUE.encode(), moment, nth=2)
+    with pytest.raises(ShardUnavailable, match="what was asked may have been done"):
+        await redrive(3)
+    assert await counts() == (5 - done, done, 0)
+    assert await redrive(5) == 5 - done
+
+    proxy.cut_at(QUEUE.encode(), moment, nth=2)
+    with pytest.raises(ShardUnavailable, match="what was asked may have been done"):
+        await books.purge_queue(ORG, QUEUE, limit=3, include_dead=True)
+    assert await counts() == (0, 5 - done, done)
+    assert await books.purge_queue(ORG, QUEUE, limit=5, include_dead=True) == 5 - done
+    assert proxy.cuts_done == 2
+
+
+async def test_a_deletion_of_a_queue_that_is_cut_around_its_commit_is_answered_as_done(
+    books: Books, proxy: Proxy
+) -> None:
+    for moment in Moment:
+        await books.create_queue(ORG, QUEUE, retry=None, max_attempts=None)
+        cut = proxy.cut_at(QUEUE.encode(), moment, nth=2)
+        await books.delete_queue(ORG, QUEUE)
+        assert cut.done
+        with pytest.raises(UnknownQueue):
+            await books.delete_queue(ORG, QUEUE)
 
 
 async def test_callers_cancelled_while_connections_break_cost_no_connection(fresh_dsn: str) -> None:

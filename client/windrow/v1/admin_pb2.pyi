@@ -3,6 +3,9 @@
 isort:skip_file
 The service that operators, the CLI and the console call. Errors as in queue.proto; also NOT_FOUND for an unknown
 queue, ALREADY_EXISTS, and FAILED_PRECONDITION where a state forbids the call.
+
+After UNAVAILABLE and DEADLINE_EXCEEDED a change may have been made, or a part of it: call again. What was done the first
+time is then not counted, and CreateQueue and DeleteQueue answer ALREADY_EXISTS and NOT_FOUND.
 """
 
 from collections import abc as _abc

@@ -155,7 +155,8 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PurgeQueue(self, request, context):
-        """Cancels a queue's waiting jobs (leased ones finish), at most `limit` a call: call again while `more` is set.
+        """Cancels a queue's waiting jobs (leased ones finish), at most `limit` a call: call again while `more` is set. Done
+        once at most: where an answer is lost on the way, the call is UNAVAILABLE, and not repeated.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -169,7 +170,9 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RedriveJobs(self, request, context):
-        """Brings dead jobs back to READY, with fresh attempts, oldest death first, at most `limit` a call.
+        """Brings dead jobs back to READY, with fresh attempts, oldest death first, at most `limit` a call. Done
+        once at most, as PurgeQueue is. Called again, it also brings back what has died again meanwhile, unless `died_before`
+        says otherwise.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

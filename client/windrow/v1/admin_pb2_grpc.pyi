@@ -3,6 +3,9 @@
 isort:skip_file
 The service that operators, the CLI and the console call. Errors as in queue.proto; also NOT_FOUND for an unknown
 queue, ALREADY_EXISTS, and FAILED_PRECONDITION where a state forbids the call.
+
+After UNAVAILABLE and DEADLINE_EXCEEDED a change may have been made, or a part of it: call again. What was done the first
+time is then not counted, and CreateQueue and DeleteQueue answer ALREADY_EXISTS and NOT_FOUND.
 """
 
 from collections import abc as _abc
@@ -50,11 +53,16 @@ class AdminStub:
     """Stops Dequeue from the queue; enqueues, acks and leases go on."""
     ResumeQueue: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ResumeQueueRequest, _admin_pb2.ResumeQueueResponse]
     PurgeQueue: _grpc.UnaryUnaryMultiCallable[_admin_pb2.PurgeQueueRequest, _admin_pb2.PurgeQueueResponse]
-    """Cancels a queue's waiting jobs (leased ones finish), at most `limit` a call: call again while `more` is set."""
+    """Cancels a queue's waiting jobs (leased ones finish), at most `limit` a call: call again while `more` is set. Done
+    once at most: where an answer is lost on the way, the call is UNAVAILABLE, and not repeated.
+    """
     ListJobs: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListJobsRequest, _admin_pb2.ListJobsResponse]
     """Looks at the jobs of a queue in one state without taking them, a page at a time."""
     RedriveJobs: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RedriveJobsRequest, _admin_pb2.RedriveJobsResponse]
-    """Brings dead jobs back to READY, with fresh attempts, oldest death first, at most `limit` a call."""
+    """Brings dead jobs back to READY, with fresh attempts, oldest death first, at most `limit` a call. Done
+    once at most, as PurgeQueue is. Called again, it also brings back what has died again meanwhile, unless `died_before`
+    says otherwise.
+    """
     GetStats: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetStatsRequest, _admin_pb2.GetStatsResponse]
     """Counts by state, for one queue or all of an org. Exact; costs an index scan of the live jobs."""
     ListShards: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListShardsRequest, _admin_pb2.ListShardsResponse]
@@ -82,11 +90,16 @@ class AdminAsyncStub(AdminStub):
     """Stops Dequeue from the queue; enqueues, acks and leases go on."""
     ResumeQueue: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResumeQueueRequest, _admin_pb2.ResumeQueueResponse]  # type: ignore[assignment]
     PurgeQueue: _aio.UnaryUnaryMultiCallable[_admin_pb2.PurgeQueueRequest, _admin_pb2.PurgeQueueResponse]  # type: ignore[assignment]
-    """Cancels a queue's waiting jobs (leased ones finish), at most `limit` a call: call again while `more` is set."""
+    """Cancels a queue's waiting jobs (leased ones finish), at most `limit` a call: call again while `more` is set. Done
+    once at most: where an answer is lost on the way, the call is UNAVAILABLE, and not repeated.
+    """
     ListJobs: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListJobsRequest, _admin_pb2.ListJobsResponse]  # type: ignore[assignment]
     """Looks at the jobs of a queue in one state without taking them, a page at a time."""
     RedriveJobs: _aio.UnaryUnaryMultiCallable[_admin_pb2.RedriveJobsRequest, _admin_pb2.RedriveJobsResponse]  # type: ignore[assignment]
-    """Brings dead jobs back to READY, with fresh attempts, oldest death first, at most `limit` a call."""
+    """Brings dead jobs back to READY, with fresh attempts, oldest death first, at most `limit` a call. Done
+    once at most, as PurgeQueue is. Called again, it also brings back what has died again meanwhile, unless `died_before`
+    says otherwise.
+    """
     GetStats: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetStatsRequest, _admin_pb2.GetStatsResponse]  # type: ignore[assignment]
     """Counts by state, for one queue or all of an org. Exact; costs an index scan of the live jobs."""
     ListShards: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListShardsRequest, _admin_pb2.ListShardsResponse]  # type: ignore[assignment]
@@ -159,7 +172,9 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.PurgeQueueRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.PurgeQueueResponse, _abc.Awaitable[_admin_pb2.PurgeQueueResponse]]:
-        """Cancels a queue's waiting jobs (leased ones finish), at most `limit` a call: call again while `more` is set."""
+        """Cancels a queue's waiting jobs (leased ones finish), at most `limit` a call: call again while `more` is set. Done
+        once at most: where an answer is lost on the way, the call is UNAVAILABLE, and not repeated.
+        """
 
     @_abc_1.abstractmethod
     def ListJobs(
@@ -175,7 +190,10 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.RedriveJobsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.RedriveJobsResponse, _abc.Awaitable[_admin_pb2.RedriveJobsResponse]]:
-        """Brings dead jobs back to READY, with fresh attempts, oldest death first, at most `limit` a call."""
+        """Brings dead jobs back to READY, with fresh attempts, oldest death first, at most `limit` a call. Done
+        once at most, as PurgeQueue is. Called again, it also brings back what has died again meanwhile, unless `died_before`
+        says otherwise.
+        """
 
     @_abc_1.abstractmethod
     def GetStats(
