@@ -273,10 +273,11 @@ def test_every_command_is_documented() -> None:
 def test_up_says_what_to_paste_keeps_the_data_and_leaves_nothing_running(windrow: Windrow, folder: Path) -> None:
     data = ("--data", str(folder / "data"), "--shards", "1", "--processes", "1", "--listen", "127.0.0.1:0")
     with windrow_up(*data) as (process, output):
-        said = [output.readline().strip() for _ in range(10)]
+        said = [output.readline().strip() for _ in range(11)]
         address = re.fullmatch(r"Windrow is up at (127\.0\.0\.1:\d+): 1 shard, 1 router process\.", said[0])
         assert address is not None
         assert str(folder / "data") in said[1]
+        assert said[2] == f"Cluster file: {folder / 'data' / 's1' / 'cluster.toml'}"
         pasted = [line for line in said if line.startswith("./run windrow ")]
         assert [line.split()[2] for line in pasted] == ["enqueue", "dequeue", "stats"]
         done = [windrow(*shlex.split(line)[2:]) for line in pasted]
@@ -307,19 +308,27 @@ def test_a_shard_that_is_added_to_the_data_is_filled(windrow: Windrow, folder: P
         address = json.loads(output.readline())["address"]
         for org in orgs:
             assert windrow("enqueue", org, "mail", "greet", "--address", address).code == 0
+    config = folder / "data" / "s1" / "cluster.toml"
+    # What an operator added, and another port.
+    by_hand = '\n[[shard]]\nname = "s2"\ndsn = "host=127.0.0.1 port=1"\nstate = "off"\nweight = 0\n'
+    config.write_text(config.read_text() + by_hand)
+    (folder / "data" / "s1" / "cluster.json").unlink()
     with windrow_up(*data, "--shards", "2") as (_, output):
         told = json.loads(output.readline())
+        assert told["config"] == str(config)
+        assert by_hand in config.read_text()
         address = told["address"]
         assert windrow("shards", "rebalance", "--config", told["config"]).code == 0
         listed = {one["shard"]: one for one in windrow("shards", "--json", "--address", address).documents}
-        assert {name: one["leaving_slots"] for name, one in listed.items()} == {"s1": 0, "s2": 0}
+        assert {name: one["leaving_slots"] for name, one in listed.items()} == {"s1": 0, "s2": 0, "s3": 0}
         shards = set()
         for org in orgs:
             (job,) = windrow("jobs", "list", org, "mail", "--json", "--address", address).documents
             shards.add(job["shard"])
             assert windrow("dequeue", org, "mail", "--ack", "--address", address).code == 0
-        assert shards == {"s1", "s2"}
-        assert windrow("check", "--address", address).code == 0
+        assert shards == {"s1", "s3"}
+        for shard in shards:
+            assert windrow("check", "--shard", shard, "--address", address).code == 0
 
 
 def test_a_port_that_is_taken_is_refused_before_anything_starts() -> None:
