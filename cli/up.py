@@ -100,9 +100,8 @@ def up(
     except EmbeddedError as error:
         raise CommandFailed(str(error), ExitCode.UNAVAILABLE) from error
     except OSError as error:
-        place = f"{error.filename}: " if error.filename else ""
         raise CommandFailed(
-            f"no data can be kept in {root or 'the temporary folder'}: {place}{error.strerror}; name another folder with --data",
+            f"no data can be kept in {error.filename or root}: {error.strerror}; name another folder with --data",
             ExitCode.REFUSED,
         ) from error
     if cluster.hurried:

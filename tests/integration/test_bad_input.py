@@ -182,6 +182,14 @@ RETRIES: dict[str, tuple[str, dict[str, Any]]] = {
         for field in ("initial_delay", "max_delay")
         for why, bad in DELAYS.items()
     },
+    "max_delay below initial_delay": (
+        ".exponential.max_delay",
+        {"exponential": {"initial_delay": Duration(seconds=2), "max_delay": Duration(seconds=1)}},
+    ),
+    "initial_delay above the max_delay that is not given": (
+        ".exponential.max_delay",
+        {"exponential": {"initial_delay": Duration(seconds=3601)}},
+    ),
     **{
         f"multiplier {bad}": (".exponential.multiplier", {"exponential": {"multiplier": bad}})
         for bad in (0.5, -1.0, 100.5, math.inf, math.nan)
