@@ -13,7 +13,7 @@ from shard.catalog import Catalog
 from shard.cluster import Cluster
 from shard.database import Database
 from shard.errors import ShardError
-from shard.vocabulary import ShardName
+from shard.vocabulary import CATALOG, ShardName
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ async def open_shards(cluster: Cluster) -> AsyncGenerator[Shards, None]:
         for entry in cluster.shards
         if entry.state.takes_changes
     }
-    catalog_database = Database(ShardName("catalog"), cluster.catalog_dsn, connections=_CONNECTIONS, for_books=True)
+    catalog_database = Database(CATALOG, cluster.catalog_dsn, connections=_CONNECTIONS, for_books=True)
     every: Collection[Database] = (catalog_database, *databases.values())
     try:
         for database in every:

@@ -18,6 +18,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2
 
 from cli.exits import CommandFailed, ExitCode
+from windrow.address import fault_of
 from windrow.v1.admin_pb2_grpc import AdminStub
 from windrow.v1.queue_pb2_grpc import QueueStub
 
@@ -25,6 +26,19 @@ _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
 _LOOPBACK = re.compile(r"localhost|127\.[0-9.]+|\[::1\]")
 _DETAILS = "grpc-status-details-bin"
+# Messages within a request, and the fields that are not options of the same name.
+_WITHIN = ("jobs", "acks", "nacks", "config")
+_TYPED = {
+    "org": "ORG",
+    "queue": "QUEUE",
+    "queues": "QUEUE",
+    "kind": "KIND",
+    "payload": "PAYLOAD",
+    "ids": "ID",
+    "visibility_window": "--window",
+    "max_jobs": "--max",
+    "attributes": "--attribute",
+}
 _CODES = {
     grpc.StatusCode.INVALID_ARGUMENT: ExitCode.USAGE,
     grpc.StatusCode.OUT_OF_RANGE: ExitCode.USAGE,
@@ -113,9 +127,9 @@ class Router:
 @contextlib.contextmanager
 def connect(address: str, timeout: timedelta) -> Generator[Router, None, None]:
     """A connection, made by the first call and closed at the end of the scope."""
-    host, colon, port = address.rpartition(":")
-    if "/" not in address and (not host or not colon or not port.isdigit()):
-        raise CommandFailed(f"{address!r} is no address: write HOST:PORT, such as 127.0.0.1:7419", ExitCode.USAGE)
+    if fault := fault_of(address):
+        raise CommandFailed(fault, ExitCode.USAGE)
+    host, _, _ = address.rpartition(":")
     options = [
         ("grpc.max_receive_message_length", -1),
         # A proxy that the environment names leads out of this machine.
@@ -137,11 +151,22 @@ def _details(error: grpc.Call) -> status_pb2.Status | None:
 def _violations(details: status_pb2.Status | None) -> list[str]:
     bad = error_details_pb2.BadRequest()
     return [
-        f"{violation.field}: {violation.description}"
+        f"{_as_typed(violation.field)}: {violation.description}"
         for detail in (details.details if details is not None else ())
         if detail.Unpack(bad)
         for violation in bad.field_violations
     ]
+
+
+def _as_typed(field: str) -> str:
+    """The argument or option that a field was given by: --retry for jobs[0].retry.exponential.max_delay."""
+    parts = [part.partition("[") for part in field.split(".")]
+    name, _, index = next((part for part in parts if part[0] not in _WITHIN), parts[-1])
+    if name in ("lease", "leases"):
+        # They are no text, and so not in what is said of them.
+        _, _, index = parts[0]
+        return f"LEASE number {int(index.rstrip(']')) + 1}"
+    return _TYPED.get(name) or f"--{name.replace('_', '-')}"
 
 
 def _retry_after_s(details: status_pb2.Status) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 from collections.abc import Coroutine
 from pathlib import Path
@@ -12,6 +13,7 @@ from cli.exits import CommandFailed, ExitCode
 
 if TYPE_CHECKING:
     from shard.cluster import Cluster
+    from shard.errors import ShardUnavailable
 
 _T = TypeVar("_T")
 
@@ -35,6 +37,7 @@ def asked(work: Coroutine[Any, Any, _T]) -> _T:
     from shard.cluster import ClusterFileError
     from shard.errors import ShardError, ShardUnavailable
 
+    quiet()
     try:
         return asyncio.run(work)
     except ClusterFileError as error:
@@ -42,9 +45,23 @@ def asked(work: Coroutine[Any, Any, _T]) -> _T:
     except AnotherLeads as error:
         raise CommandFailed(f"another balancer leads: {error}", ExitCode.REFUSED) from error
     except ShardUnavailable as error:
-        raise CommandFailed(str(error), ExitCode.UNAVAILABLE) from error
+        raise unavailable(error) from error
     except ShardError as error:
         raise CommandFailed(str(error), ExitCode.REFUSED) from error
+
+
+def unavailable(error: ShardUnavailable) -> CommandFailed:
+    """Says where the catalog is, which the cluster file need not name."""
+    from shard.vocabulary import CATALOG
+
+    where = ["it is in the database of the file's first [[shard]], or of its [catalog]"]
+    return CommandFailed(str(error), ExitCode.UNAVAILABLE, particulars=where if error.shard == CATALOG else [])
+
+
+def quiet() -> None:
+    """A command that keeps no log says once what a database refuses: in the end, and not at each try."""
+    if not logging.getLogger().handlers:
+        logging.getLogger("shard.breaker").setLevel(logging.ERROR)
 
 
 def stop_on_signals() -> asyncio.Event:

@@ -40,7 +40,7 @@ from router.server import CannotListen
 from router.supervisor import RouterFailed
 from windrow.v1 import admin_pb2, admin_pb2_grpc
 
-SHARDS = 2
+SHARDS = ("s1", "s2")
 ROUTERS = 2
 WORKERS = 2
 
@@ -144,12 +144,12 @@ async def _demo(console: Console, *, events: int | None, seconds: float) -> bool
         raise DemoFailed("there are no events to enqueue")
     orgs = sorted({push.org for push in run.pushes})
     console.print(
-        f"Starting {SHARDS} shards, {ROUTERS} router processes, {WORKERS} workers, "
+        f"Starting {len(SHARDS)} shards, {ROUTERS} router processes, {WORKERS} workers, "
         "and a Postgres for the application's totals"
     )
     async with (
         _application() as database,
-        local_cluster(shards=SHARDS, processes=ROUTERS, listen="127.0.0.1:0", ephemeral=True) as cluster,
+        local_cluster(root=None, shards=SHARDS, processes=ROUTERS, listen="127.0.0.1:0") as cluster,
         grpc.aio.insecure_channel(cluster.address, options=[("grpc.max_reconnect_backoff_ms", 500)]) as channel,
     ):
         console.print(f"Enqueueing {len(run.pushes):,} pushes of {len(orgs)} orgs through {cluster.address}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -121,6 +121,16 @@ def enqueue(
         raise typer.BadParameter("give the payload or --file, not both", param_hint="'PAYLOAD' / '--file'")
     if lines and payload not in (None, "-"):
         raise typer.BadParameter("with --lines the payloads come from --file or standard input", param_hint="'PAYLOAD'")
+    if dedup_window is not None and not dedup_key:
+        raise typer.BadParameter(
+            "it says how long --dedup-key is remembered, and none is given", param_hint="'--dedup-window'"
+        )
+    # A job that is sent again may have expired meanwhile: the router knows it.
+    if expires_at is not None and job_id is None and expires_at <= datetime.now(UTC):
+        raise typer.BadParameter(
+            f"{expires_at.isoformat(timespec='seconds')} has passed: the job would never run",
+            param_hint="'--expires-at'",
+        )
     labels = values.attributes(attribute or ())
 
     from cli.calls import connect

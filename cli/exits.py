@@ -26,12 +26,14 @@ class ExitCode(IntEnum):
 
 EPILOG = """\b
 Exit codes:
-  0  done; the answer is yes
-  1  the answer is no: nothing to take, a stale lease, books that differ, slots that are to move
-  2  the command or a value in it is wrong; nothing was done
-  3  a router or a shard cannot be reached
-  4  no such job, queue or shard
-  5  refused: what is there now forbids it
+    0  done; the answer is yes
+    1  the answer is no: nothing to take, a stale lease, books that differ, slots that are to move
+    2  the command or a value in it is wrong; nothing was done
+    3  a router or a shard cannot be reached
+    4  no such job, queue or shard
+    5  refused: what is there now forbids it
+  130  ended by Ctrl-C
+  141  whoever read the output has gone
 """
 
 

@@ -34,7 +34,14 @@ class Group(TyperGroup):
 
 
 class Command(TyperCommand):
-    """Writes ORG for an argument, where typer would write {ORG} <str>."""
+    """Writes ORG for an argument, where typer would write {ORG} <str>, and names the value that is wrong."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            error.message = _in_words(error)
+            raise
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [re.sub(r"^\{(.*)\}", r"\1", piece) for piece in super().collect_usage_pieces(ctx)]
@@ -55,6 +62,25 @@ class Command(TyperCommand):
             if records:
                 with formatter.section(heading):
                     formatter.write_dl(records)
+
+
+def _in_words(error: typer.BadParameter) -> str:
+    """Typer leaves numbers and choices to pydantic, whose words are for programmers, and lack the value."""
+    if not isinstance(error.__cause__, ValueError) or not hasattr(error.__cause__, "errors"):
+        return error.message
+    (found, *_) = error.__cause__.errors()
+    value, bounds = found["input"], found.get("ctx", {})
+    match found["type"]:
+        case "int_parsing" | "int_from_float":
+            return f"{value!r} is not a whole number"
+        case "float_parsing":
+            return f"{value!r} is not a number"
+        case "greater_than_equal":
+            return f"{value} is too small: it must be at least {bounds['ge']:g}"
+        case "less_than_equal":
+            return f"{value} is too large: it must be at most {bounds['le']:g}"
+        case _:
+            return error.message.removeprefix("Value error, ")
 
 
 def _plain(text: str) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli import options, output, values
-from cli.exits import ExitCode
+from cli.exits import CommandFailed, ExitCode
 
 if TYPE_CHECKING:
     from cli.calls import Router
@@ -107,9 +107,8 @@ def dequeue(
                 _print_leased(job, first=at == 0)
         if not response.jobs:
             names = ", ".join(queues)
-            output.note(
-                f"nothing fell due in {names} within {values.exact(wait)}" if wait else f"nothing is due in {names}"
-            )
+            said = f"nothing fell due in {names} within {values.exact(wait)}" if wait else f"nothing is due in {names}"
+            output.note(": ".join([said, *_why(router, org, queues)]))
             raise typer.Exit(ExitCode.NO)
         if ack:
             acks = [queue_pb2.Ack(lease=job.lease) for job in response.jobs]
@@ -119,6 +118,24 @@ def dequeue(
         elif not as_json:
             until = time_shown(response, "lease_deadline")
             output.note(f"leased until {until}: end that with windrow ack, nack or release")
+
+
+def _why(router: Router, org: str, queues: Sequence[str]) -> list[str]:
+    """What keeps these queues from giving jobs, in one sentence; none if that is nothing, or cannot be told."""
+    from windrow.v1 import admin_pb2
+
+    reasons: list[str] = []
+    for queue in queues:
+        try:
+            found = router.call(router.admin.GetQueue, admin_pb2.GetQueueRequest(org=org, queue=queue)).queue
+        except CommandFailed as error:
+            if error.code is not ExitCode.NOT_FOUND:
+                return []
+            reasons.append(str(error))
+        else:
+            if found.paused:
+                reasons.append(f"queue {queue!r} is paused, until windrow queues resume {org} {queue}")
+    return ["; ".join(reasons)] if reasons else []
 
 
 def _first(router: Router, request: queue_pb2.DequeueRequest, wait: timedelta) -> queue_pb2.DequeueResponse:

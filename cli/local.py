@@ -6,20 +6,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from balancer.service import balance
-from embedded import Cluster, EmbeddedError, default_root, open_clusters
-from router.settings import LISTEN_DEFAULT
+from cli import local_file
+from embedded import Cluster, EmbeddedError, open_clusters
+from router.settings import LISTEN_DEFAULT, router_settings
 from router.supervisor import Supervisor
+from shard.cluster import read_cluster
 from shard.following import FollowedFile
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.25
-_DRAIN_S = 10.0
 _T = TypeVar("_T")
 
 
@@ -31,6 +32,8 @@ class LocalCluster:
     address: str
     # The cluster file that the routers read.
     config: Path
+    # What it names; those that have their Postgres here.
+    shards: Sequence[str]
     postgres: Mapping[str, Cluster]
     routers: Supervisor
 
@@ -38,29 +41,27 @@ class LocalCluster:
 @contextlib.asynccontextmanager
 async def local_cluster(
     *,
-    shards: int = 2,
+    root: Path | None,
+    shards: Sequence[str],
     processes: int = 2,
     listen: str = LISTEN_DEFAULT,
-    root: Path | None = None,
-    ephemeral: bool = False,
 ) -> AsyncGenerator[LocalCluster, None]:
-    """Starts a cluster of `shards` Postgres servers and `processes` router processes; stops it at the end of the scope.
+    """Starts a cluster of Postgres servers for these `shards` and `processes` router processes; stops it at the end of
+    the scope.
 
-    Data stays below `root` (default: embedded.default_root()) and the next start goes on with it, also with more
-    shards: these are filled. An ephemeral cluster leaves nothing. Raises EmbeddedError, and what
+    Data stays below `root`, and the next start goes on with it; local_file.servers says with which shards. None: an
+    ephemeral cluster, which leaves nothing. Raises EmbeddedError, ClusterFileError, and what
     router.supervisor.Supervisor.run raises.
     """
-    names = [f"s{number}" for number in range(1, shards + 1)]
-    root = root or default_root()
     async with contextlib.AsyncExitStack() as stack:
-        opened = open_clusters(names, root=None if ephemeral else root, ephemeral=ephemeral)
+        opened = open_clusters(shards, root=root, ephemeral=root is None)
         postgres = await stack.enter_async_context(in_thread(opened))
-        # Beside the first shard's data, and gone with it; ours alone, because it holds passwords.
-        config = postgres[names[0]].folder / "cluster.toml"
-        config.unlink(missing_ok=True)
-        config.touch(mode=0o600)
-        config.write_text(_cluster_file(postgres))
-        routers = Supervisor(config, listen=listen, processes=processes, drain_seconds=_DRAIN_S)
+        home = postgres[local_file.FIRST].folder if root is None else root / local_file.FIRST
+        config = home / local_file.FILE
+        local_file.keep(config, {name: server.dsn for name, server in postgres.items()})
+        cluster = read_cluster(config)
+        drain_s = router_settings(cluster, source=str(config)).drain_seconds
+        routers = Supervisor(config, listen=listen, processes=processes, drain_seconds=drain_s)
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         stop = asyncio.Event()
         running = asyncio.create_task(routers.run(ready=ready.set_result, stop=stop))
@@ -71,7 +72,13 @@ async def local_cluster(
             if running.done():
                 await running
             async with _balanced(config):
-                yield LocalCluster(address=await ready, config=config, postgres=postgres, routers=routers)
+                yield LocalCluster(
+                    address=await ready,
+                    config=config,
+                    shards=[entry.name for entry in cluster.shards],
+                    postgres=postgres,
+                    routers=routers,
+                )
         finally:
             for watcher in watching:
                 watcher.cancel()
@@ -104,11 +111,6 @@ async def in_thread(scope: contextlib.AbstractContextManager[_T]) -> AsyncGenera
         await asyncio.wait({entering})
         if entering.exception() is None:
             await asyncio.to_thread(scope.__exit__, None, None, None)
-
-
-def _cluster_file(postgres: Mapping[str, Cluster]) -> str:
-    shards = "".join(f'\n[[shard]]\nname = "{name}"\ndsn = "{cluster.dsn}"\n' for name, cluster in postgres.items())
-    return f'[cluster]\nname = "local"\n{shards}\n[router]\ndrain_seconds = {_DRAIN_S}\n'
 
 
 async def _keep(cluster: Cluster) -> None:

@@ -48,7 +48,9 @@ Retry: TypeAlias = Annotated[
 ]
 MaxAttempts: TypeAlias = Annotated[
     int | None,
-    typer.Option("--max-attempts", metavar="N", show_default=False, help="Leases before a job is dead."),
+    typer.Option(
+        "--max-attempts", metavar="N", min=1, max=1000, show_default=False, help="Leases before a job is dead."
+    ),
 ]
 Config: TypeAlias = Annotated[
     Path,

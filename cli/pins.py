@@ -6,7 +6,6 @@ They change what is wished for, in the catalog that the cluster file names. A ba
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli import options, output
+from cli import databases, options, output
 from cli.exits import CommandFailed, ExitCode
 from cli.layout import App
 from cli.output import Column
@@ -195,18 +194,16 @@ async def _catalog(cluster: Cluster) -> AsyncGenerator[Database]:
     from shard import catalog
     from shard.database import Database
     from shard.errors import NotPinned, ShardError, ShardUnavailable
-    from shard.vocabulary import ShardName
+    from shard.vocabulary import CATALOG
 
-    # They warn of what is told below, in its place.
-    for noisy in ("shard.breaker", "psycopg.pool"):
-        logging.getLogger(noisy).setLevel(logging.ERROR)
-    database = Database(ShardName("catalog"), cluster.catalog_dsn, connections=1, for_books=True)
+    databases.quiet()
+    database = Database(CATALOG, cluster.catalog_dsn, connections=1, for_books=True)
     try:
         await database.open()
         await catalog.find(database, cluster=cluster.name, shards=[entry.name for entry in cluster.shards])
         yield database
     except ShardUnavailable as error:
-        raise CommandFailed(str(error), ExitCode.UNAVAILABLE) from error
+        raise databases.unavailable(error) from error
     except NotPinned as error:
         raise CommandFailed(str(error), ExitCode.NOT_FOUND) from error
     except ShardError as error:

@@ -96,9 +96,7 @@ def migrate(config: options.Config, as_json: options.Json = False) -> None:
     not be migrated; the others are.
     """
     cluster = databases.read(config)
-    # They warn of what is told below, in its place.
-    for noisy in ("shard.breaker", "psycopg.pool"):
-        logging.getLogger(noisy).setLevel(logging.ERROR)
+    databases.quiet()
     with output.working(f"migrating {len(cluster.shards)} shards"):
         outcomes = asyncio.run(_migrate_all(cluster))
     if as_json:

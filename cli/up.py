@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 import signal
 import socket
 from dataclasses import dataclass, field
@@ -21,8 +20,6 @@ from cli.exits import CommandFailed, ExitCode
 if TYPE_CHECKING:
     from cli.local import LocalCluster
 
-_SHARDS_DEFAULT = 2
-
 
 def up(
     shards: Annotated[
@@ -33,7 +30,7 @@ def up(
             min=1,
             max=16,
             show_default="2, or as many as the data has",
-            help="Postgres servers to start.",
+            help="Postgres servers to start. More than the data has are added, and filled.",
         ),
     ] = None,
     processes: Annotated[
@@ -45,7 +42,11 @@ def up(
     data: Annotated[
         Path | None,
         typer.Option(
-            "--data", metavar="DIR", show_default="a folder of your own", help="Where the data is, and stays."
+            "--data",
+            metavar="DIR",
+            file_okay=False,
+            show_default="a folder of your own",
+            help="Where the data is, and stays.",
         ),
     ] = None,
     ephemeral: Annotated[
@@ -55,9 +56,10 @@ def up(
 ) -> None:
     """Start a whole cluster on this machine; Ctrl-C stops it.
 
-    Postgres for each shard, routers in front of them, and a balancer. The data stays, and the next start goes on with
-    it; with more --shards, slots move to those that are added. A second Ctrl-C stops at once.
+    Postgres for each shard, routers in front of them, and a balancer. The data stays, with the cluster file that you
+    may edit, and the next start goes on with both. A second Ctrl-C stops at once.
     """
+    from cli import local_file
     from embedded import ClusterInUse, EmbeddedError, default_root
     from router.server import CannotListen
     from router.settings import host_and_port
@@ -77,7 +79,8 @@ def up(
             ExitCode.REFUSED,
         )
     root = None if ephemeral else default_root() if data is None else data.absolute()
-    cluster = _Up(shards=_shard_count(shards, root), processes=processes, listen=listen, root=root, as_json=as_json)
+    names = local_file.servers(root, shards)
+    cluster = _Up(shards=names, processes=processes, listen=listen, root=root, as_json=as_json)
     try:
         asyncio.run(cluster.run())
     except asyncio.CancelledError:
@@ -86,6 +89,8 @@ def up(
         raise CommandFailed(f"{error} with --listen", ExitCode.REFUSED) from error
     except RouterFailed as error:
         raise CommandFailed(f"{error}; its own message is above", ExitCode.UNAVAILABLE) from error
+    except ClusterFileError as error:
+        raise CommandFailed(str(error), ExitCode.USAGE) from error
     except ClusterInUse as error:
         raise CommandFailed(
             f"another cluster runs on the data in {root}: use that one, stop it, or name another folder with --data",
@@ -95,7 +100,10 @@ def up(
     except EmbeddedError as error:
         raise CommandFailed(str(error), ExitCode.UNAVAILABLE) from error
     except OSError as error:
-        raise CommandFailed(f"{error.filename or root}: {error.strerror}", ExitCode.REFUSED) from error
+        raise CommandFailed(
+            f"no data can be kept in {error.filename or root}: {error.strerror}; name another folder with --data",
+            ExitCode.REFUSED,
+        ) from error
     if cluster.hurried:
         raise typer.Exit(ExitCode.INTERRUPTED)
 
@@ -109,29 +117,12 @@ def _is_answered(host: str, port: int) -> bool:
         return False
 
 
-def _shard_count(wanted: int | None, root: Path | None) -> int:
-    """How many shards to start: those that the data has, unless it has none yet."""
-    from embedded import cluster_names
-
-    there = {name for name in cluster_names(root) if re.fullmatch(r"s\d+", name)} if root is not None else set[str]()
-    if wanted is None:
-        return len(there) or _SHARDS_DEFAULT
-    if wanted < len(there):
-        raise CommandFailed(
-            f"the data in {root} is of {len(there)} shards, and {wanted} would not hold it: leave --shards away, "
-            "or name another folder with --data",
-            ExitCode.REFUSED,
-        )
-    if there and wanted > len(there):
-        output.note("slots move to the added shards now, and work goes on: see windrow shards")
-    return wanted
-
-
 @dataclass(slots=True, kw_only=True)
 class _Up:
     """One run of a local cluster, and what the signals do to it."""
 
-    shards: int
+    # Those that have their Postgres here.
+    shards: list[str]
     processes: int
     listen: str
     # None: the data goes with the cluster.
@@ -154,7 +145,7 @@ class _Up:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._signalled, starting)
         async with contextlib.AsyncExitStack() as stack:
-            servers, routers = output.counted(self.shards, "Postgres server"), self._routers()
+            servers, routers = output.counted(len(self.shards), "Postgres server"), self._routers()
             with output.working(f"starting {servers} and {routers}"):
                 self._cluster = await stack.enter_async_context(
                     local_cluster(
@@ -162,7 +153,6 @@ class _Up:
                         processes=self.processes,
                         listen=self.listen,
                         root=self.root,
-                        ephemeral=self.root is None,
                     )
                 )
             self._announce(self._cluster)
@@ -208,8 +198,9 @@ class _Up:
         kept = "none is kept" if self.root is None else f"in {self.root}; it stays"
         output.say(
             f"""\
-Windrow is up at {cluster.address}: {output.counted(self.shards, "shard")}, {self._routers()}.
+Windrow is up at {cluster.address}: {output.counted(len(cluster.shards), "shard")}, {self._routers()}.
 Data: {kept}.
+Cluster file: {cluster.config}
 
 Try it in another terminal{place}:
 

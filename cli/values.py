@@ -136,17 +136,23 @@ def retry(value: str | Retry) -> Retry:
         return value
     delays, *factors = value.split(",")
     first, dots, last = delays.partition("..")
-    if not dots and not factors:
-        return Retry(first=duration(first))
     found = [_FACTOR.fullmatch(factor) for factor in factors]
     by_sign = {match[1]: float(match[2]) for match in found if match is not None}
-    if not dots or None in found or len(by_sign) < len(found):
+    try:
+        spans = [duration(first), duration(last)] if dots else [duration(first)]
+    except typer.BadParameter:
+        spans = []
+    if not spans or (factors and not dots) or None in found or len(by_sign) < len(found):
         raise typer.BadParameter(
             f"{value!r} is not a retry policy: write a delay, such as 10s, or a range, such as 1s..1h or 1s..1h,x3,~0.2"
         )
+    if spans[-1] < spans[0]:
+        raise typer.BadParameter(f"{value!r} ends with a shorter delay than it begins with: write {last}..{first}")
+    if not dots:
+        return Retry(first=spans[0])
     return Retry(
-        first=duration(first),
-        last=duration(last),
+        first=spans[0],
+        last=spans[1],
         multiplier=by_sign.get("x", 2.0),
         jitter=by_sign.get("~", 0.1),
     )

@@ -71,6 +71,9 @@ class Gate:
         self._calls.give_back(org)
 
 
+_UNRECORDED = contextlib.nullcontext()
+
+
 class _Gated(Protocol):
     @property
     def gate(self) -> Gate: ...
@@ -98,9 +101,8 @@ def unary(
                 org = getattr(request, "org", "")
                 gate.enter(org)
                 try:
-                    if gate.tracing.off:
-                        return await _within(context, rules, method, service, request)
-                    with gate.tracing.span(service.service_name, method.__name__, context):
+                    span = gate.tracing.begin(service.service_name, method.__name__, context)
+                    with span or _UNRECORDED:
                         return await _within(context, rules, method, service, request)
                 finally:
                     gate.leave(org)

@@ -15,9 +15,8 @@ from shard.database import Database
 from shard.errors import ShardUnavailable
 from shard.listening import Listener
 from shard.placement import Placement
-from shard.vocabulary import OrgId, ShardName
+from shard.vocabulary import CATALOG, OrgId
 
-NAME = ShardName("catalog")
 _LOOKING = "look at the catalog"
 _LOOK_S = 3.0
 _LOOK_S_MAX = 5.0
@@ -29,7 +28,7 @@ class CatalogCopy:
     """`learned` is told the copy before and the one from now on. `database` is the catalog's."""
 
     def __init__(self, dsn: str, learned: Callable[[Catalog, Catalog], None]) -> None:
-        self.database = Database(NAME, dsn, connections=1, for_books=True)
+        self.database = Database(CATALOG, dsn, connections=1, for_books=True)
         self._dsn = dsn
         self._learned = learned
         self._known: Catalog | None = None
@@ -41,7 +40,7 @@ class CatalogCopy:
             self._look,
             weigh=lambda _: 1,
             whose=lambda _: None,
-            late=lambda: ShardUnavailable(NAME, f"no answer within {_LOOK_S_MAX:g} s"),
+            late=lambda: ShardUnavailable(CATALOG, f"no answer within {_LOOK_S_MAX:g} s"),
             acts_max=1,
             wait_s=_LOOK_S_MAX,
         )
@@ -54,7 +53,7 @@ class CatalogCopy:
     def known(self) -> Catalog:
         """Raises ShardUnavailable before there is a first one."""
         if self._known is None:
-            raise ShardUnavailable(NAME, "it has not been read yet")
+            raise ShardUnavailable(CATALOG, "it has not been read yet")
         return self._known
 
     async def run(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import signal
 import socket
@@ -145,8 +146,8 @@ def _reserved(listen: str) -> Generator[str, None, None]:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         holder.bind(place)
     except OSError as error:
-        raise CannotListen(
-            f"cannot listen on {listen}: {error.strerror}; stop what uses it, or choose another address"
-        ) from error
+        taken = error.errno == errno.EADDRINUSE
+        remedy = "stop what uses it, or choose another" if taken else "choose an address of this machine"
+        raise CannotListen(f"cannot listen on {listen}: {error.strerror}; {remedy}") from error
     with holder:
         yield f"{host}:{holder.getsockname()[1]}"

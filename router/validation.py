@@ -21,9 +21,11 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from protovalidate import FieldPathElementPb as FieldPathElement
 
+from router.convert import policy
 from router.status import InvalidRequest, Violation
+from shard.retry import Exponential
 from shard.vocabulary import NewJobs, OrgId, QueueName
-from windrow.v1 import queue_pb2
+from windrow.v1 import admin_pb2, job_pb2, queue_pb2
 
 _JOBS_MAX = 1000
 _CREDIT_MAX = 10_000
@@ -39,6 +41,17 @@ _TEN_YEARS_S = 3650 * 86400
 _TIMESTAMP_S = range(-62_135_596_800, 253_402_300_800)
 _DURATION_S_MAX = 315_576_000_000
 _KEY_CHARS_MAX = 64
+_SHOWN_CHARS_MAX = 128
+# What the patterns of the contract mean, by what they have in them.
+_PATTERNS = {
+    "[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}": "must be 1 to 128 of A–Z a–z 0–9 . _ : / -, the first a letter or digit",
+    "-7[0-9a-f]{3}-": "must be a UUID of version 7 in lower case, such as 019a9f5e-7c1d-7a41-8f0e-3f2b6d1c9a55",
+    "[0-9a-f]{2}-[0-9a-f]{32}": "must be a W3C traceparent",
+    "[\\x20-\\x7e]": "must have printable ASCII characters only",
+    "\\x1f": "must not have control characters",
+    "\\x00": "must not have NUL characters",
+}
+_RANGE = re.compile(r"^must be greater than or equal to (\S+) and less than or equal to (\S+)$")
 # By the length of a text, of bytes or of a message: how many bytes the field that holds it takes, tag included. An
 # empty one is left out. Longer ones are for the rules.
 _FIELD = [0, *(1 + 1 + n for n in range(1, 1 << 7)), *(1 + 2 + n for n in range(1 << 7, 1 << 14))]
@@ -55,11 +68,13 @@ def check(request: Message) -> None:
 def violations_of(request: Message) -> list[Violation]:
     """Every violation of the contract's rules, by field path."""
     violations = [
-        Violation(_path(found.proto.field.elements if found.proto.field else ()), found.proto.message)
+        Violation(_path(found.proto.field.elements if found.proto.field else ()), _in_words(found))
         for found in protovalidate.collect_violations(request)
     ]
     told = {violation.field for violation in violations}
     violations += [malformed for malformed in _malformed_times(request, "") if malformed.field not in told]
+    told = {violation.field for violation in violations}
+    violations += _caps_below_the_first_delay(request, told)
     return violations
 
 
@@ -156,6 +171,30 @@ def _too_far(field: str, stamp: Timestamp, *, latest_s: float) -> Iterable[Viola
         yield Violation(field, "must be at most 3,650 days ahead" if field.endswith("run_at") else "is too far ahead")
 
 
+def _caps_below_the_first_delay(request: Message, told: set[str]) -> Iterator[Violation]:
+    """Retry policies of which no delay would be as they say. Not a rule in the .proto: CEL raises where a duration is
+    out of range, and the rules of the fields have `told` of that."""
+    policies: Iterable[tuple[str, job_pb2.RetryPolicy]] = ()
+    match request:
+        case queue_pb2.EnqueueRequest():
+            policies = (
+                (f"jobs[{at}].retry", job.retry) for at, job in enumerate(request.jobs) if job.HasField("retry")
+            )
+        case admin_pb2.CreateQueueRequest() | admin_pb2.AlterQueueRequest():
+            policies = (("config.retry", request.config.retry),)
+        case _:
+            pass
+    for path, message in policies:
+        first, cap = f"{path}.exponential.initial_delay", f"{path}.exponential.max_delay"
+        match policy(message):
+            case Exponential(initial_us=first_us, max_us=cap_us) if cap_us < first_us and not {first, cap} & told:
+                yield Violation(
+                    cap, f"must not be below initial_delay, and {cap_us / 1e6:g} s is below {first_us / 1e6:g} s"
+                )
+            case _:
+                pass
+
+
 def _malformed_times(message: Message, path: str) -> Iterator[Violation]:
     """Timestamps and durations that break their own types' rules: protovalidate takes 2,000,000,000 ns for 2 s, and
     looks at no timestamp that has no rule."""
@@ -197,6 +236,26 @@ def _leading_to_times(descriptor: Descriptor) -> tuple[FieldDescriptor, ...]:
             or _leading_to_times(field.message_type)
         )
     )
+
+
+def _in_words(found: protovalidate.Violation) -> str:
+    """What is wrong, without regular expressions, and with the value where it is short."""
+    message = found.proto.message
+    value: object = found.field_value
+    if found.proto.rule_id == "string.pattern":
+        message = next((words for part, words in _PATTERNS.items() if part in str(found.rule_value)), message)
+    message = _RANGE.sub(r"must be \1 to \2", message)
+    match value:
+        case "":
+            return "must not be empty"
+        case str() if len(value) <= _SHOWN_CHARS_MAX:
+            return f"{message}, not {value!r}"
+        case int() | float():
+            return f"{message}, not {value}"
+        case Duration():
+            return f"{message}, not {value.seconds + value.nanos / 1e9:.15g}s"
+        case _:
+            return message
 
 
 def _path(elements: Iterable[FieldPathElement]) -> str:

@@ -227,7 +227,9 @@ def _labels(value: object, where: str) -> Mapping[str, str]:
 def _dsn(table: Mapping[str, Any], where: str, environ: Mapping[str, str]) -> str:
     sources = [key for key in ("dsn", "dsn_env", "dsn_file") if key in table]
     if len(sources) != 1:
-        raise ClusterFileError(f"{where}: needs exactly one of dsn, dsn_env and dsn_file, and has {sources or 'none'}")
+        raise ClusterFileError(
+            f"{where}: needs exactly one of dsn, dsn_env and dsn_file, and has {' and '.join(sources) or 'none'}"
+        )
     key, value = sources[0], table[sources[0]]
     if not isinstance(value, str):
         raise ClusterFileError(f"{where}: {key} must be text")

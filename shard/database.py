@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import random
 import socket
@@ -108,6 +109,15 @@ _WAITING_MAX = 1000
 _CLOSED = "this router has closed its connections to it"
 
 
+class _ClosedMeanwhile(psycopg.OperationalError):
+    """The pool is closed before this connection could be made: nothing to warn of, which the pool would do."""
+
+
+logging.getLogger("psycopg.pool").addFilter(
+    lambda record: not any(isinstance(part, _ClosedMeanwhile) for part in record.args or ())
+)
+
+
 class _Connection(Connection):
     """Tries until it is connected and ready for statements, and says each time that it is not. The pool's own pauses
     would double up to minutes."""
@@ -149,7 +159,7 @@ class _Connection(Connection):
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(closing.wait(), _RECONNECT_S * random.uniform(0.5, 1.0))
                 await breaker.until_closed()
-        raise psycopg.OperationalError("closed before it was connected")
+        raise _ClosedMeanwhile
 
 
 class Database:

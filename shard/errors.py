@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from shard.vocabulary import Micros, OrgId, QueueName, ShardName, Slot
+from shard.vocabulary import CATALOG, Micros, OrgId, QueueName, ShardName, Slot
 
 
 class ShardError(Exception):
@@ -32,7 +32,8 @@ class ShardError(Exception):
 
 class ShardUnavailable(ShardError):
     def __init__(self, shard: ShardName, why: str, *, retry_after_s: float = 1.0) -> None:
-        super().__init__(f"shard {shard!r} is unavailable: {why}")
+        what = "the catalog" if shard == CATALOG else f"shard {shard!r}"
+        super().__init__(f"{what} is unavailable: {why}")
         self.shard = shard
         self.why = why
         self.retry_after_s = retry_after_s

@@ -19,13 +19,12 @@ from shard import statements
 from shard.breaker import first_line
 from shard.database import hang_up
 from shard.errors import ShardUnavailable
-from shard.vocabulary import ShardName
+from shard.vocabulary import CATALOG
 
 # Any number, the same in every release.
 _LOCK = 0x77696E64_62616C61
 _ASK_S = 1.0
 _SILENCE_S_MAX = 5.0
-_CATALOG = ShardName("catalog")
 
 # The server too is to find out soon that a leader has vanished without a word: nobody else leads until then.
 _SETTINGS = """
@@ -103,4 +102,4 @@ def _losses() -> Generator[None, None, None]:
     try:
         yield
     except (psycopg.Error, TimeoutError) as error:
-        raise ShardUnavailable(_CATALOG, first_line(error)) from error
+        raise ShardUnavailable(CATALOG, first_line(error)) from error

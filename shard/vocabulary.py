@@ -18,6 +18,8 @@ QueueId = NewType("QueueId", int)
 # Microseconds since 1970-01-01 UTC, by the clock of a shard's Postgres.
 Micros = NewType("Micros", int)
 
+# By this name what keeps the placement is spoken of as if it were a shard.
+CATALOG = ShardName("catalog")
 PRIORITIES = range(1, 10)
 PRIORITY_DEFAULT = 5
 MAX_ATTEMPTS_DEFAULT = 20

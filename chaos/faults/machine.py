@@ -17,6 +17,7 @@ class FillDisk(Fault):
     name = "fill-disk"
     seconds = (2.0, 8.0)
     _filling: asyncio.Task[None] | None = None
+    _enough = False
 
     @classmethod
     def targets(cls, cast: Cast) -> Sequence[str]:
@@ -32,8 +33,9 @@ class FillDisk(Fault):
     async def heal(self) -> None:
         assert self.stage.disk is not None
         if self._filling is not None:
-            self._filling.cancel()
-            await asyncio.gather(self._filling, return_exceptions=True)
+            # Not cancelled: a thread would go on, and might fill the disk once more when it has been emptied.
+            self._enough = True
+            await self._filling
         await asyncio.to_thread(self.stage.disk.empty)
         node = self.stage.shards[self.target].primary
         # A server that has recovered by itself is let be.
@@ -41,7 +43,7 @@ class FillDisk(Fault):
 
     async def _fill_again_and_again(self) -> None:
         assert self.stage.disk is not None
-        while True:
+        while not self._enough:
             # Room that the server makes is taken too.
             await asyncio.to_thread(self.stage.disk.fill)
             await asyncio.sleep(0.1)

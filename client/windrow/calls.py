@@ -23,6 +23,7 @@ from google.rpc.status_pb2 import Status
 from grpc import StatusCode, aio
 
 from windrow import tracing
+from windrow.address import fault_of
 from windrow.errors import ClientClosed, InvalidRequest, Violation, WindrowError, from_code
 from windrow.v1.queue_pb2_grpc import QueueStub
 
@@ -142,8 +143,8 @@ class Calls:
         timeout_s: float = 30.0,
         try_s: float = TRY_S,
     ) -> None:
-        if not address:
-            raise InvalidRequest("the address is empty: write HOST:PORT")
+        if fault := fault_of(address):
+            raise InvalidRequest(fault)
         if not 1 <= channels <= CHANNELS_MAX:
             raise InvalidRequest(f"channels must be 1 to {CHANNELS_MAX}, not {channels}")
         if not (timeout_s > 0 and try_s > 0):

@@ -88,8 +88,8 @@ class Client:
             address,
             channels=channels,
             credentials=credentials,
-            timeout_s=seconds(timeout),
-            try_s=seconds(try_timeout),
+            timeout_s=_seconds("timeout", timeout),
+            try_s=_seconds("try_timeout", try_timeout),
         )
         self.tracing = Tracing(provider=tracer_provider, address=address, create_spans=create_spans)
         self._owns_calls = True
@@ -225,7 +225,7 @@ class Client:
             visibility_window=_span("visibility_window", visibility_window),
             worker=worker,
         )
-        wait_s = seconds(wait)
+        wait_s = _seconds("wait", wait)
         if not 0 <= wait_s <= WAIT_S_MAX:
             raise _invalid("wait", ValueError(f"must be 0 s to {WAIT_S_MAX:g} s, not {wait_s} s"))
 
@@ -445,6 +445,13 @@ def _span(name: str, span: Span) -> Duration:
     try:
         return duration(span)
     except (TypeError, ValueError) as error:
+        raise _invalid(name, error) from error
+
+
+def _seconds(name: str, span: Span) -> float:
+    try:
+        return seconds(span)
+    except TypeError as error:
         raise _invalid(name, error) from error
 
 

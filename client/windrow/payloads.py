@@ -48,24 +48,35 @@ def error_text(text: str, *, bytes_max: int = ERROR_BYTES_MAX) -> str:
 
 
 def seconds(span: Span) -> float:
-    return span.total_seconds() if isinstance(span, timedelta) else float(span)
+    """Raises TypeError."""
+    if isinstance(span, timedelta):
+        return span.total_seconds()
+    if not isinstance(span, int | float):
+        raise TypeError(_no_span(span))
+    return float(span)
 
 
 def duration(span: Span) -> Duration:
-    """Raises ValueError for what is no length of time, such as NaN."""
+    """Raises TypeError, and ValueError for what is no length of time, such as NaN."""
     message = Duration()
     if isinstance(span, timedelta):
         message.FromTimedelta(span)
     else:
         try:
-            message.FromNanoseconds(round(span * 1e9))
+            message.FromNanoseconds(round(seconds(span) * 1e9))
         except (OverflowError, ValueError) as error:
-            raise ValueError(f"{span!r} is not a number of seconds") from error
+            raise ValueError(_no_span(span)) from error
     return message
 
 
+def _no_span(span: object) -> str:
+    return f"{span!r} is neither a number of seconds nor a timedelta"
+
+
 def timestamp(time: datetime) -> Timestamp:
-    """Raises ValueError for a time without a zone: which moment it means is anyone's guess."""
+    """Raises TypeError, and ValueError for a time without a zone: which moment it means is anyone's guess."""
+    if not isinstance(time, datetime):
+        raise TypeError(f"{time!r} is not a datetime; write one with its time zone, such as datetime.now(UTC)")
     if time.tzinfo is None:
         raise ValueError(f"{time!r} has no time zone; write datetime.now(UTC) or .astimezone()")
     message = Timestamp()

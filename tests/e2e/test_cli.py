@@ -31,7 +31,7 @@ import pytest
 import typer
 from google.protobuf.message import Message
 from grpc_status import rpc_status
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cli import values
@@ -234,7 +234,7 @@ def steady(text: str) -> str:
     text = re.sub(r'("\w+_age_s": )[\d.]+', r"\1SPAN", text)
     text = re.sub(r"(cluster file )[0-9a-f]{12}\b", r"\1DIGEST", text)
     text = re.sub(r"windrow balancer \S+ \d+ at \S+ \(process \d+", "BALANCER", text)
-    text = re.sub(r"\b1\d\.\d+ +\d+\b", "VERSIONS", text)
+    text = re.sub(r"\b1\d\.\d+ +(\d+|…)", "VERSIONS", text)
     return re.sub(r" +", " ", text)
 
 
@@ -273,10 +273,11 @@ def test_every_command_is_documented() -> None:
 def test_up_says_what_to_paste_keeps_the_data_and_leaves_nothing_running(windrow: Windrow, folder: Path) -> None:
     data = ("--data", str(folder / "data"), "--shards", "1", "--processes", "1", "--listen", "127.0.0.1:0")
     with windrow_up(*data) as (process, output):
-        said = [output.readline().strip() for _ in range(10)]
+        said = [output.readline().strip() for _ in range(11)]
         address = re.fullmatch(r"Windrow is up at (127\.0\.0\.1:\d+): 1 shard, 1 router process\.", said[0])
         assert address is not None
         assert str(folder / "data") in said[1]
+        assert said[2] == f"Cluster file: {folder / 'data' / 's1' / 'cluster.toml'}"
         pasted = [line for line in said if line.startswith("./run windrow ")]
         assert [line.split()[2] for line in pasted] == ["enqueue", "dequeue", "stats"]
         done = [windrow(*shlex.split(line)[2:]) for line in pasted]
@@ -307,19 +308,27 @@ def test_a_shard_that_is_added_to_the_data_is_filled(windrow: Windrow, folder: P
         address = json.loads(output.readline())["address"]
         for org in orgs:
             assert windrow("enqueue", org, "mail", "greet", "--address", address).code == 0
+    config = folder / "data" / "s1" / "cluster.toml"
+    # What an operator added, and another port.
+    by_hand = '\n[[shard]]\nname = "s2"\ndsn = "host=127.0.0.1 port=1"\nstate = "off"\nweight = 0\n'
+    config.write_text(config.read_text() + by_hand)
+    (folder / "data" / "s1" / "cluster.json").unlink()
     with windrow_up(*data, "--shards", "2") as (_, output):
         told = json.loads(output.readline())
+        assert told["config"] == str(config)
+        assert by_hand in config.read_text()
         address = told["address"]
         assert windrow("shards", "rebalance", "--config", told["config"]).code == 0
         listed = {one["shard"]: one for one in windrow("shards", "--json", "--address", address).documents}
-        assert {name: one["leaving_slots"] for name, one in listed.items()} == {"s1": 0, "s2": 0}
+        assert {name: one["leaving_slots"] for name, one in listed.items()} == {"s1": 0, "s2": 0, "s3": 0}
         shards = set()
         for org in orgs:
             (job,) = windrow("jobs", "list", org, "mail", "--json", "--address", address).documents
             shards.add(job["shard"])
             assert windrow("dequeue", org, "mail", "--ack", "--address", address).code == 0
-        assert shards == {"s1", "s2"}
-        assert windrow("check", "--address", address).code == 0
+        assert shards == {"s1", "s3"}
+        for shard in shards:
+            assert windrow("check", "--shard", shard, "--address", address).code == 0
 
 
 def test_a_port_that_is_taken_is_refused_before_anything_starts() -> None:
@@ -766,26 +775,43 @@ def test_where_no_router_is_every_command_says_so(windrow: Windrow) -> None:
         (["enqueue", "a", "q", "k", "--attribute", "label"], 2, "'label' is not KEY=VALUE"),
         (["enqueue", "a", "q", "k", "--file", "/nope"], 2, "'/nope': No such file"),
         (["enqueue", "a", "q", "k", "--lines", "--dedup-key", "x"], 2, "all lines would be one job"),
-        (["enqueue", "a", "q", "k", "--retry", "1h..1s..2s"], 2, "'1s..2s' is not a duration"),
+        (["enqueue", "a", "q", "k", "--retry", "1h..1s..2s"], 2, "'1h..1s..2s' is not a retry policy"),
+        (["enqueue", "a", "q", "k", "--retry", "foo"], 2, "'foo' is not a retry policy"),
+        (["enqueue", "a", "q", "k", "--retry", "1h..1s"], 2, "'1h..1s' ends with a shorter delay"),
+        (["enqueue", "a", "q", "k", "--retry", "1s..1h,x900"], 2, "--retry: must be 1 to 100, not 900.0"),
+        (["enqueue", "a", "q", "k", "--expires-at", "2020-01-01T00:00:00Z"], 2, "has passed: the job would never run"),
+        (
+            ["enqueue", "a", "q", "k", "--dedup-window", "1d"],
+            2,
+            "how long --dedup-key is remembered",
+        ),
+        (["enqueue", "a", "q", "k", "--max-attempts", "0"], 2, "0 is too small: it must be at least 1"),
+        (["enqueue", "a", "q", "k", "--priority", "high"], 2, "'high' is not a whole number"),
         (["enqueue", "a", "q", "k", "--retry", "1s..1h,2"], 2, "is not a retry policy"),
         (["enqueue", "a", "q", "k", "--id", "7"], 2, "'7' is not a job id"),
-        (["enqueue", "a", "two words", "k"], 2, "jobs[0].queue: "),
-        (["enqueue", "a", "q", "k", "--max-attempts", "1001", "--delay", "9999d"], 2, "jobs[0].delay: "),
+        (["enqueue", "a", "two words", "k"], 2, "QUEUE: must be 1 to 128 of"),
+        (["enqueue", "a", "two words", "k"], 2, ", not 'two words'"),
+        (["enqueue", "a", "q", "k", "--delay", "9999d"], 2, "--delay: must be 0s to 315360000s, not 863913600s"),
+        (["enqueue", "a", "q", "k", "--max-attempts", "1001"], 2, "1001 is too large: it must be at most 1000"),
+        (["dequeue", "a", "q", "--window", "1ms"], 2, "--window: must be 0.1s to 43200s, not 0.001s"),
         (["ack", "a", "not/a lease!"], 2, "'not/a lease!' is not a lease"),
-        (["ack", "a", "AAAA"], 2, "acks[0].lease: "),
+        (["ack", "a", "AAAA"], 2, "LEASE number 1: "),
         (["jobs", "get", "a", "123"], 2, "'123' is not a job id"),
-        (["jobs", "list", "a", "q", "--state", "done"], 2, "done"),
+        (["jobs", "list", "a", "q", "--state", "done"], 2, ": 'done' is not one of 'scheduled', 'ready'"),
         (["jobs", "list", "a", "nope"], 4, "org 'a' has no queue 'nope'"),
         (["jobs", "get", "a", "019a9f5e-7c1d-7a41-8f0e-3f2b6d1c9a55"], 4, "has no job 019a9f5e"),
         (["queues", "show", "a", "nope"], 4, "org 'a' has no queue 'nope'"),
         (["queues", "alter", "a", "nope"], 2, "name what to change"),
         (["stats", "a", "nope"], 4, "org 'a' has no queue 'nope'"),
         (["stats", "a", "--address", "nowhere"], 2, "'nowhere' is no address"),
+        (["stats", "a", "--address", "http://127.0.0.1:7419"], 2, "write HOST:PORT, such as 127.0.0.1:7419"),
         (["check", "--shard", "s9"], 4, "the cluster has no shard 's9'"),
         (["migrate", "--config", "/nope.toml"], 2, "/nope.toml: No such file"),
         (["router", "--config", "/nope.toml"], 2, "/nope.toml: No such file"),
         (["up", "--listen", "7419"], 2, "must be HOST:PORT"),
         (["up", "--ephemeral", "--data", "/x"], 2, "keeps no data"),
+        (["up", "--data", "/etc/passwd"], 2, "'/etc/passwd' is a file"),
+        (["up", "--shards", "99"], 2, "99 is too large: it must be at most 16"),
         (["stat"], 2, "Did you mean 'stats'"),
     ],
 )
@@ -793,6 +819,35 @@ def test_what_is_wrong_is_said_with_the_value(windrow: Windrow, arguments: list[
     done = windrow(*arguments)
     assert (done.code, done.out) == (code, "")
     assert words in done.err
+
+
+def test_a_dequeue_says_what_keeps_a_queue_from_giving_jobs(windrow: Windrow) -> None:
+    windrow("enqueue", "resting", "mail", "k")
+    assert windrow("queues", "pause", "resting", "mail").code == 0
+    done = windrow("dequeue", "resting", "mail", "mial")
+    assert (done.code, done.err) == (
+        1,
+        "nothing is due in mail, mial: queue 'mail' is paused, until windrow queues resume resting mail; "
+        "org 'resting' has no queue 'mial'\n",
+    )
+    windrow("queues", "resume", "resting", "mail")
+    assert windrow("dequeue", "resting", "mail", "--ack").code == 0
+    assert windrow("dequeue", "resting", "mail").err == "nothing is due in mail\n"
+
+
+def test_an_expiry_that_has_passed_is_no_fault_of_a_job_that_is_sent_again(windrow: Windrow) -> None:
+    job = ("enqueue", "again", "q", "k", "--id", str(uuid7()), "--expires-at", "2020-01-01T00:00:00Z")
+    assert windrow(*job).code == 0
+    assert "was there already" in windrow(*job).err
+
+
+def test_an_address_that_routers_cannot_have_is_told_from_one_that_is_taken(windrow: Windrow, running: Running) -> None:
+    router = ("router", "--config", str(running.config), "--listen")
+    done = windrow(*router, "192.0.2.1:7419")
+    assert (done.code, done.out) == (5, "")
+    assert "cannot listen on 192.0.2.1:7419: " in done.err
+    assert done.err.endswith("; choose an address of this machine\n")
+    assert "stop what uses it" in windrow(*router, running.address).err
 
 
 def test_a_queue_that_is_there_or_in_use_is_refused(windrow: Windrow) -> None:
@@ -846,6 +901,7 @@ def test_a_duration_that_is_shown_can_be_typed_again(span: timedelta) -> None:
     )
 )
 def test_a_retry_policy_that_is_shown_can_be_typed_again(policy: values.Retry) -> None:
+    assume(policy.last is None or policy.first <= policy.last)
     again = values.retry(values.retry_text(policy))
     assert again == policy or (policy.last is None and again.first == policy.first)
 

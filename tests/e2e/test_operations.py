@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psycopg
 import pytest
+from psycopg.conninfo import conninfo_to_dict
 
-from embedded import open_clusters
+from embedded import find_binaries, open_clusters
 from tests.balancers import balancer_process
 from tests.e2e.test_cli import environ, steady, steps
 from tests.routers import running_routers
@@ -46,25 +48,27 @@ class Place:
 def place(tmp_path: Path) -> Iterator[Place]:
     config = tmp_path / "cluster.toml"
     with open_clusters(["s1", "s2", "s3"], ephemeral=True) as shards:
-        more = {"S3_DSN": shards.dsns["s3"]}
         two = "".join(f'[[shard]]\nname = "{name}"\ndsn = "{shards.dsns[name]}"\n\n' for name in ("s1", "s2"))
         config.write_text(two)
-        os.environ.update(more)
-        try:
-            with running_routers(config, environ=more) as routers, balancer_process(config) as balancer:
-                yield Place(folder=tmp_path, environ=environ(WINDROW_ADDRESS=routers.address, **more))
-                assert "Traceback" not in balancer.log.read_text()
-        finally:
-            del os.environ["S3_DSN"]
+        with psycopg.connect(shards["s3"].superuser_dsn, autocommit=True) as db3:
+            # The page makes them.
+            db3.execute("DROP DATABASE windrow")
+            db3.execute("DROP ROLE windrow")
+        programs = f"{find_binaries().folder}{os.pathsep}{environ()['PATH']}"
+        with running_routers(config) as routers, balancer_process(config) as balancer:
+            reader = environ(WINDROW_ADDRESS=routers.address, DB3=shards["s3"].superuser_dsn, PATH=programs)
+            yield Place(folder=tmp_path, environ=reader)
+            assert "Traceback" not in balancer.log.read_text()
 
 
 @pytest.mark.timeout(300)
 def test_what_the_page_says_can_be_done_as_it_says(place: Place) -> None:
     blocks = BLOCK.findall(PAGE.partition("\n## Failover\n")[0])
-    assert len(blocks) >= 8
+    assert len(blocks) >= 9
+    db3 = conninfo_to_dict(place.environ["DB3"])
     for kind, text in blocks:
         if kind == "sh":
-            code, out = place.run(text)
+            code, out = place.run(text.replace("@db3/", f"@{db3['host']}:{db3['port']}/"))
             assert code == 0, f"{text}\n{out}"
             continue
         for step in steps(f"```console\n{text}```\n"):

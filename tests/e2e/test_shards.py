@@ -197,13 +197,16 @@ async def test_what_keeps_the_commands_from_the_catalog_is_said(field: Field) ->
     for command in (("shards", "plan"), ("shards", "rebalance"), ("balancer", "--once")):
         done = await windrow(field, *command)
         assert (done.code, done.out) == (3, "")
-        assert "windrow: shard 'catalog' is unavailable: " in done.err
+        first, where = done.err.splitlines()
+        assert first.startswith("windrow: the catalog is unavailable: connection failed: ")
+        assert where == "  it is in the database of the file's first [[shard]], or of its [catalog]"
     field.dsns[A] = field.dsns[B]
     field.write(s1={}, s2={})
     done = await windrow(field, "shards", "plan")
     assert (done.code, done.err) == (
         3,
-        "windrow: shard 'catalog' is unavailable: there is no catalog yet; the first router makes it\n",
+        "windrow: the catalog is unavailable: there is no catalog yet; the first router makes it\n"
+        "  it is in the database of the file's first [[shard]], or of its [catalog]\n",
     )
     field.write("[balancer]\njobs_per_second = 0\n", s1={}, s2={})
     done = await windrow(field, "balancer")

@@ -45,7 +45,7 @@ _numbers = itertools.count(1)
 async def cluster() -> AsyncIterator[LocalCluster]:
     """Two shards and two router processes, which come back by themselves."""
     try:
-        async with local_cluster(shards=2, processes=2, listen="127.0.0.1:0", ephemeral=True) as running:
+        async with local_cluster(root=None, shards=["s1", "s2"], processes=2, listen="127.0.0.1:0") as running:
             yield running
     except BinariesNotFound as error:
         pytest.skip(str(error))

@@ -182,6 +182,14 @@ RETRIES: dict[str, tuple[str, dict[str, Any]]] = {
         for field in ("initial_delay", "max_delay")
         for why, bad in DELAYS.items()
     },
+    "max_delay below initial_delay": (
+        ".exponential.max_delay",
+        {"exponential": {"initial_delay": Duration(seconds=2), "max_delay": Duration(seconds=1)}},
+    ),
+    "initial_delay above the max_delay that is not given": (
+        ".exponential.max_delay",
+        {"exponential": {"initial_delay": Duration(seconds=3601)}},
+    ),
     **{
         f"multiplier {bad}": (".exponential.multiplier", {"exponential": {"multiplier": bad}})
         for bad in (0.5, -1.0, 100.5, math.inf, math.nan)
@@ -440,6 +448,7 @@ def test_a_bad_field_is_named_by_its_path_and_nothing_is_stored(cluster: Stubs, 
     before = books_of(cluster)
     error = refusal(lambda: send(cluster, bad.rpc, bad.request))
     assert (error.code(), violated_fields(error)) == (grpc.StatusCode.INVALID_ARGUMENT, [bad.field])
+    assert "regex" not in (error.details() or "")
     assert books_of(cluster) == before
 
 

@@ -187,7 +187,7 @@ def test_the_catalog_must_be_there_and_this_clusters(shell: Shell, empty_dsn: st
             "leads to the catalog of cluster 'tests', and this is 'another'",
         ),
         (cluster_file(empty_dsn), 3, "there is no catalog yet"),
-        (cluster_file("postgresql://nobody@127.0.0.1:1/none"), 3, "shard 'catalog' is unavailable"),
+        (cluster_file("postgresql://nobody@127.0.0.1:1/none"), 3, "the catalog is unavailable"),
         ("[[shard]]", 2, "has no name"),
     ):
         shell.write(text)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -140,6 +141,8 @@ async def test_a_dequeue_that_waits_has_that_much_longer(router: FakeRouter) -> 
         assert await client.dequeue("emails", wait=0.6) == []
         assert await client.dequeue("emails") == []
         assert not router.of("Dequeue")[1].HasField("wait")
+        with pytest.raises(InvalidRequest, match="wait: '1m' is neither a number of seconds nor a timedelta"):
+            await client.dequeue("emails", wait=cast("Any", "1m"))
         with pytest.raises(InvalidRequest, match="wait: must be 0 s to 60 s"):
             await client.dequeue("emails", wait=61)
         with pytest.raises(InvalidRequest, match="wait"):
@@ -393,6 +396,30 @@ def test_arguments_that_make_no_sense_are_refused_at_once(monkeypatch: pytest.Mo
         Client(org="acme", channels=0)
     with pytest.raises(InvalidRequest, match="timeouts"):
         Client(org="acme", timeout=0)
+    with pytest.raises(InvalidRequest, match="timeout: '5s' is neither a number of seconds nor a timedelta"):
+        Client(org="acme", timeout=cast("Any", "5s"))
     assert Client(org="acme").calls.address == "127.0.0.1:7419"
     monkeypatch.setenv("WINDROW_ADDRESS", "router:1")
     assert Client(org="acme").calls.address == "router:1"
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("router", "router:", ":7419", "router:http", "router:0", "router:65536", "7419", "two words:7419"),
+        *("http://127.0.0.1:7419", "https://router:7419", "grpc://router:7419", "::1:7419", "router:7419/"),
+    ],
+)
+def test_an_address_that_leads_nowhere_is_refused_at_once(address: str) -> None:
+    with pytest.raises(
+        InvalidRequest, match=f"^{re.escape(repr(address))} .*: write HOST:PORT, such as 127.0.0.1:7419$"
+    ):
+        Client(address, org="acme")
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["router:7419", "127.0.0.1:7419", "[::1]:7419", "[fe80::1%eth0]:1", "dns:///router:7419", "unix:/run/windrow.sock"],
+)
+def test_an_address_that_grpc_takes_is_taken(address: str) -> None:
+    assert Client(address, org="acme").calls.address == address

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -71,6 +71,8 @@ def test_a_payload_without_a_form_is_refused_by_its_path(value: Any) -> None:
         ({"run_at": datetime(2030, 1, 1)}, "run_at"),  # noqa: DTZ001
         ({"delay": math.nan}, "delay"),
         ({"delay": math.inf}, "delay"),
+        ({"run_at": "2030-01-01"}, "run_at"),
+        ({"retry": FixedRetry(delay=cast("Any", "5s"))}, "retry"),
         ({"priority": "high"}, "priority"),
         ({"max_attempts": 1 << 40}, "max_attempts"),
         ({"attributes": {"a": 1}}, "attributes"),
@@ -82,6 +84,13 @@ def test_what_has_no_form_on_the_wire_is_refused_by_its_path(options: dict[str, 
     with pytest.raises(InvalidJob) as caught:
         enqueue_request("acme", [NewJob("q", "k", **options)])
     assert caught.value.violations[0].field == f"jobs[0].{path}"
+
+
+@pytest.mark.parametrize("name", ["delay", "dedup_window"])
+def test_a_span_that_is_none_is_named_with_what_to_write(name: str) -> None:
+    options: dict[str, Any] = {name: "5s"}
+    with pytest.raises(InvalidJob, match=rf"^jobs\[0\]\.{name}: '5s' is neither a number of seconds nor a timedelta$"):
+        enqueue_request("acme", [NewJob("q", "k", **options)])
 
 
 def test_a_job_is_told_one_time_to_run_at() -> None:

@@ -221,7 +221,7 @@ BAD = {
     "two dsns": (
         shard_with('dsn_env = "X"'),
         "cluster.toml: [[shard]] number 1 (s1): needs exactly one of dsn, dsn_env and dsn_file, "
-        "and has ['dsn', 'dsn_env']",
+        "and has dsn and dsn_env",
     ),
     "dsn that is no text": (
         '[[shard]]\nname = "s1"\ndsn = 5\n',

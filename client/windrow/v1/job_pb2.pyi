@@ -170,7 +170,7 @@ class ExponentialRetry(_message.Message):
 
     @_builtins.property
     def max_delay(self) -> _duration_pb2.Duration:
-        """Cap, before jitter. 0 s to 3,650 days; absent: 1 h."""
+        """Cap, before jitter. Not below initial_delay, at most 3,650 days; absent: 1 h."""
 
     def __init__(
         self,
