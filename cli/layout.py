@@ -66,9 +66,10 @@ class Command(TyperCommand):
 
 def _in_words(error: typer.BadParameter) -> str:
     """Typer leaves numbers and choices to pydantic, whose words are for programmers, and lack the value."""
-    if not isinstance(error.__cause__, ValueError) or not hasattr(error.__cause__, "errors"):
+    cause: Any = error.__cause__
+    if not hasattr(cause, "errors"):
         return error.message
-    (found, *_) = error.__cause__.errors()
+    found: dict[str, Any] = cause.errors()[0]
     value, bounds = found["input"], found.get("ctx", {})
     match found["type"]:
         case "int_parsing" | "int_from_float":

@@ -49,11 +49,11 @@ def error_text(text: str, *, bytes_max: int = ERROR_BYTES_MAX) -> str:
 
 def seconds(span: Span) -> float:
     """Raises TypeError."""
-    if isinstance(span, timedelta):
-        return span.total_seconds()
-    if not isinstance(span, int | float):
-        raise TypeError(_no_span(span))
-    return float(span)
+    try:
+        # Not float(), which takes "5".
+        return span.total_seconds() if isinstance(span, timedelta) else span * 1.0
+    except TypeError as error:
+        raise TypeError(_no_span(span)) from error
 
 
 def duration(span: Span) -> Duration:
@@ -75,9 +75,11 @@ def _no_span(span: object) -> str:
 
 def timestamp(time: datetime) -> Timestamp:
     """Raises TypeError, and ValueError for a time without a zone: which moment it means is anyone's guess."""
-    if not isinstance(time, datetime):
-        raise TypeError(f"{time!r} is not a datetime; write one with its time zone, such as datetime.now(UTC)")
-    if time.tzinfo is None:
+    try:
+        zone = time.tzinfo
+    except AttributeError as error:
+        raise TypeError(f"{time!r} is no datetime; write one with a time zone, such as datetime.now(UTC)") from error
+    if zone is None:
         raise ValueError(f"{time!r} has no time zone; write datetime.now(UTC) or .astimezone()")
     message = Timestamp()
     message.FromDatetime(time)
