@@ -59,9 +59,8 @@ def up(
     it; with more --shards, slots move to those that are added. A second Ctrl-C stops at once.
     """
     from embedded import ClusterInUse, EmbeddedError, default_root
-    from router.server import CannotListen
+    from router.errors import CannotListen, RouterFailed
     from router.settings import host_and_port
-    from router.supervisor import RouterFailed
     from shard.cluster import ClusterFileError
 
     if ephemeral and data is not None:
