@@ -17,8 +17,9 @@ from types import FrameType
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 CACHE = Path(sys.prefix, "cache")
-# Tests wait more than they compute. Those of a file stay together, and share its clusters; the longest come first.
-SIDE_BY_SIDE = ("-n", str((os.cpu_count() or 1) + 1), "--dist", "loadfile", "--no-loadscope-reorder")
+# Tests wait more than they compute. Those of a file stay together, and share its clusters; files come as they are
+# sorted, where those that take longest are not the last.
+SIDE_BY_SIDE = ("-n", str(max(2, os.cpu_count() or 1)), "--dist", "loadfile", "--no-loadscope-reorder")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
