@@ -79,5 +79,5 @@ def _astray(known: Catalog, owners: Sequence[ShardName]) -> list[tuple[Slot, Sha
     return [
         (Slot(slot), owner)
         for slot, (placement, owner) in enumerate(zip(known.slots, owners, strict=True))
-        if placement.at_rest and placement.reads[0] != owner
+        if placement.reads[0] != owner and placement.at_rest
     ]

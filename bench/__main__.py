@@ -25,8 +25,7 @@ from bench.scenarios import SCENARIOS
 from bench.system import Wrong
 from bench.systems import PEERS
 from embedded import EmbeddedError
-from router.server import CannotListen
-from router.supervisor import RouterFailed
+from router.errors import CannotListen, RouterFailed
 
 _RESULTS = Path(__file__).resolve().parent / "results"
 

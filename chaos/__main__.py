@@ -29,8 +29,7 @@ from chaos.faults import FAULTS
 from chaos.run import Order, Told, run
 from cli.standard_error import standard_error_to
 from embedded import EmbeddedError
-from router.server import CannotListen
-from router.supervisor import RouterFailed
+from router.errors import CannotListen, RouterFailed
 from shard.errors import ShardError
 
 _RESULTS = Path(__file__).resolve().parent / "results"

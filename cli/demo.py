@@ -36,8 +36,7 @@ from embedded import EmbeddedError, open_clusters
 from examples.pushes import tables
 from examples.pushes.producer import produce
 from examples.pushes.totals import Difference, Push, Sums, differences, read_pushes, total
-from router.server import CannotListen
-from router.supervisor import RouterFailed
+from router.errors import CannotListen, RouterFailed
 from windrow.v1 import admin_pb2, admin_pb2_grpc
 
 SHARDS = ("s1", "s2")

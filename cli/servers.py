@@ -36,8 +36,7 @@ def router(
     Until SIGTERM or Ctrl-C; then calls in flight may end.
     """
     from router.__main__ import run
-    from router.server import CannotListen
-    from router.supervisor import RouterFailed
+    from router.errors import CannotListen, RouterFailed
     from shard.cluster import ClusterFileError
 
     try:

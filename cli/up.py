@@ -61,9 +61,8 @@ def up(
     """
     from cli import local_file
     from embedded import ClusterInUse, EmbeddedError, default_root
-    from router.server import CannotListen
+    from router.errors import CannotListen, RouterFailed
     from router.settings import host_and_port
-    from router.supervisor import RouterFailed
     from shard.cluster import ClusterFileError
 
     if ephemeral and data is not None:

@@ -10,9 +10,9 @@ import signal
 import sys
 from pathlib import Path
 
-from router.server import CannotListen
+from router.errors import CannotListen, RouterFailed
 from router.settings import host_and_port, router_settings
-from router.supervisor import RouterFailed, Supervisor
+from router.supervisor import Supervisor
 from shard.cluster import ClusterFileError, read_cluster
 
 

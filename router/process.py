@@ -14,14 +14,12 @@ from pathlib import Path
 
 import uvloop
 
-from router.server import CannotListen, serve
+from router.errors import HOPELESS, CannotListen
+from router.server import serve
 from router.settings import router_settings
 from shard.cluster import ClusterFileError
 from shard.errors import ShardError
 from shard.following import FollowedFile
-
-# Said to its supervisor: no second try can help, unless somebody mends what it has said.
-HOPELESS = 78
 
 # As gc.set_threshold takes them. By Python's own defaults a router that holds 5,000 streams spends a fifth of its time
 # looking through them, up to 0.26 s at once, and finds hardly anything: little of what a call makes is in cycles.

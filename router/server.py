@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection
 
 from router.admin_service import AdminService
 from router.calls import Gate
+from router.errors import CannotListen
 from router.fleet import Fleet
 from router.health_service import HealthService
 from router.queue_service import QueueService
@@ -33,10 +34,6 @@ _log = logging.getLogger(__name__)
 # 1,000 jobs of 16 KiB, or 15 of the largest.
 MESSAGE_BYTES_MAX = 16 * 1024 * 1024
 SERVICES = (QueueService.service_name, AdminService.service_name)
-
-
-class CannotListen(Exception):
-    """The address is taken, or not this machine's; the message says which address."""
 
 
 async def serve(

@@ -14,8 +14,7 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Generator
 from pathlib import Path
 
-from router.process import HOPELESS
-from router.server import CannotListen
+from router.errors import HOPELESS, CannotListen, RouterFailed
 from router.settings import host_and_port
 
 _log = logging.getLogger(__name__)
@@ -23,10 +22,6 @@ _log = logging.getLogger(__name__)
 # A process that lived this long starts again at once; one that did not, after a pause.
 _LIVED_S = 5.0
 _PAUSE_S = 1.0
-
-
-class RouterFailed(Exception):
-    """A router process said that no second try can help; its own message is on standard error."""
 
 
 class Supervisor:

@@ -8,24 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
+from typing import TYPE_CHECKING
 
 import grpc
 from opentelemetry import trace
-from opentelemetry.context import Context
-from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
-from opentelemetry.sdk.trace.sampling import Decision
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-from opentelemetry.util.types import AttributeValue
 
-_CLOSE_S_MAX = 3.0
+if TYPE_CHECKING:
+    from router.spans import Spans
+
 _PROPAGATOR = TraceContextTextMapPropagator()
-_CARRIED = frozenset(_PROPAGATOR.fields)
-_NOTHING = Context()
 
 
 def wanted() -> bool:
@@ -37,66 +29,27 @@ def wanted() -> bool:
     )
 
 
-class _TraceIds(RandomIdGenerator):
-    """Gives a span the id that its trace was judged by."""
-
-    trace_id = 0
-
-    def draw(self) -> int:
-        return super().generate_trace_id()
-
-    def generate_trace_id(self) -> int:
-        return self.trace_id
-
-
 class Tracing:
-    """The router's server spans. Made once; `close` sends what is left."""
+    """The router's server spans, if any are wanted."""
 
     def __init__(self) -> None:
-        self._ids = _TraceIds()
-        self._provider: TracerProvider | None = None
-        self._tracer: trace.Tracer | None = None
+        self._spans: Spans | None = None
 
     def start(self) -> None:
-        if not wanted():
-            return
-        service = {"service.name": os.environ.get("OTEL_SERVICE_NAME", "windrow-router")}
-        self._provider = TracerProvider(resource=Resource.create(service), id_generator=self._ids)
-        self._sampler = self._provider.sampler
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-        trace.set_tracer_provider(self._provider)
-        self._tracer = trace.get_tracer("windrow.router")
+        if wanted():
+            from router.spans import Spans
+
+            self._spans = Spans()
 
     def close(self) -> None:
-        if self._provider is not None:
-            # Beside us: with the collector away it would try for longer than a drain may take.
-            closing = threading.Thread(target=self._provider.shutdown, daemon=True)
-            closing.start()
-            closing.join(_CLOSE_S_MAX)
+        if self._spans is not None:
+            self._spans.close()
 
     def begin(
         self, service: str, method: str, context: grpc.aio.ServicerContext[object, object]
     ) -> contextlib.AbstractContextManager[object] | None:
-        """A SERVER span to be entered around one call, under the caller's span if the call's metadata names one; None
-        if the call is not to be recorded, which costs a tenth of a span that is made and not recorded."""
-        if self._tracer is None:
-            return None
-        around = _NOTHING
-        self._ids.trace_id = 0
-        carrier = {key: value for key, value in context.invocation_metadata() or () if key in _CARRIED}
-        if carrier:
-            around = _PROPAGATOR.extract(carrier)
-            # Of a caller that names none, or writes it wrongly, it is 0.
-            self._ids.trace_id = trace.get_current_span(around).get_span_context().trace_id
-        if not self._ids.trace_id:
-            self._ids.trace_id = self._ids.draw()
-        name = f"{service}/{method}"
-        told: dict[str, AttributeValue] = {"rpc.system.name": "grpc", "rpc.method": name}
-        # Asked here first, and again by the tracer for the few that are recorded: of the same trace it says the same.
-        asked = self._sampler.should_sample(around, self._ids.trace_id, name, trace.SpanKind.SERVER, told)
-        if asked.decision is Decision.DROP:
-            return None
-        return self._tracer.start_as_current_span(name, context=around, kind=trace.SpanKind.SERVER, attributes=told)
+        """A span to be entered around one call; None if the call is not to be recorded."""
+        return None if self._spans is None else self._spans.begin(service, method, context)
 
 
 def current_trace() -> str | None:

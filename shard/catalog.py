@@ -174,15 +174,23 @@ async def read(database: Database, known: Catalog | None = None) -> Catalog:
         return await read(database)
     slots = list(known.slots) if known is not None else []
     pins = dict(known.pins) if known is not None else {}
+    # Thousands of slots are placed alike: they share one placement.
+    placements: dict[object, Placement] = {}
     for _, slot, org, writes, reads, epoch, former, left_at in rows:
         if slot is None:
             break
         if slot > len(slots):
             raise _unplaced(len(slots))
-        owners = tuple(
-            FormerOwner(shard=shard, left_at=left) for shard, left in zip(former or (), left_at or (), strict=True)
-        )
-        slots[slot : slot + 1] = [Placement(writes=tuple(writes), reads=tuple(reads), epoch=epoch, former=owners)]
+        alike = (*writes, None, *reads, None, epoch, *(former or ()), *(left_at or ()))
+        if (placement := placements.get(alike)) is None:
+            owners = zip(former or (), left_at or (), strict=True)
+            placement = placements[alike] = Placement(
+                writes=tuple(writes),
+                reads=tuple(reads),
+                epoch=epoch,
+                former=tuple(FormerOwner(shard=shard, left_at=left) for shard, left in owners),
+            )
+        slots[slot : slot + 1] = [placement]
         if org is not None:
             pins[org] = slot
     if len(slots) < SLOTS:

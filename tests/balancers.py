@@ -41,6 +41,7 @@ class Field:
     config: Path
     dsns: dict[ShardName, str]
     databases: dict[ShardName, Database] = field(default_factory=dict[ShardName, Database])
+    _known: Catalog | None = None
 
     def write(self, more: str = "", **shards: Mapping[str, object]) -> Cluster:
         """Puts a file in place that names these shards, each with what is said of it. DSNs stand by themselves."""
@@ -63,7 +64,8 @@ class Field:
         return self.databases[SHARD]
 
     async def known(self) -> Catalog:
-        return await catalog.read(self.catalog)
+        self._known = await catalog.read(self.catalog, self._known)
+        return self._known
 
     async def slots(self) -> Counter[str]:
         """How many slots each shard has at rest; those on their way under "moving"."""

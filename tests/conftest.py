@@ -36,6 +36,14 @@ settings.register_profile("long", settings.get_profile("default"), max_examples=
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    # It goes to another process where tests run side by side, which half a character in a log would not survive.
+    report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
+    return report
+
+
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Server]:
     with open_server() as server:

@@ -28,6 +28,7 @@ class Pair:
     dsns: Mapping[ShardName, str]
     databases: Mapping[ShardName, Database]
     books: Mapping[ShardName, Books]
+    _known: Catalog | None = None
 
     @property
     def catalog(self) -> Database:
@@ -41,7 +42,7 @@ class Pair:
         return Mover(self.catalog, self.databases, move.epoch, pace=PACE, report=report)
 
     async def begin(self, orgs: Sequence[OrgId], *, target: ShardName) -> Move:
-        known = await catalog.read(self.catalog)
+        known = await self.known()
         move = await catalog.begin(self.catalog, known, {known.slot(org) for org in orgs}, target=target)
         assert move is not None
         return move
@@ -58,7 +59,8 @@ class Pair:
                 assert entry.balanced, entry
 
     async def known(self) -> Catalog:
-        return await catalog.read(self.catalog)
+        self._known = await catalog.read(self.catalog, self._known)
+        return self._known
 
     async def placement(self, org: OrgId) -> tuple[tuple[ShardName, ...], tuple[ShardName, ...]]:
         placement = (await self.known()).placement(org)

@@ -72,7 +72,9 @@ def _wants_docker() -> bool:
 
 @contextlib.contextmanager
 def _on_this_machine() -> Generator[Server, None, None]:
-    with open_clusters(["tests"], ephemeral=True) as clusters:
+    # No test of this server's cuts the power; and a database is dropped after almost every test, which would wait for
+    # the disk.
+    with open_clusters(["tests"], ephemeral=True, settings={"fsync": "off"}) as clusters:
         cluster = clusters["tests"]
         yield Server(superuser_dsn=cluster.superuser_dsn, owner_dsn=cluster.dsn)
 

@@ -870,12 +870,20 @@ def test_a_line_that_is_too_long_is_named_and_those_before_it_are_stored(windrow
 # ── Light, and well written ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_help_imports_nothing_heavy() -> None:
-    code = "import sys, cli.main; print([m for m in ('grpc', 'rich', 'psycopg', 'embedded') if m in sys.modules])"
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("cli.main", {"grpc", "rich", "psycopg", "embedded"}),
+        ("router.__main__", {"grpc", "protovalidate"}),
+        ("router.process", {"opentelemetry.sdk"}),
+    ],
+)
+def test_what_starts_often_imports_nothing_heavy_that_it_may_not_need(module: str, heavy: set[str]) -> None:
+    code = f"import sys, {module}; print({heavy!r} & sys.modules.keys())"
     done = subprocess.run(
         [sys.executable, "-c", code], env=environ(), capture_output=True, text=True, check=True, timeout=WAIT_S
     )
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.strip() == "set()"
 
 
 def test_the_command_and_the_router_agree_on_the_default_address() -> None:

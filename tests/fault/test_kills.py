@@ -37,7 +37,7 @@ SHARDS = ("s1", "s2")
 ORGS_A_SHARD = 2
 # 20 jobs for each org every 0.1 s: 800 a second, where nothing hinders.
 BATCH, PAUSE_S = 20, 0.1
-BEFORE_S, AFTER_S = 2.0, 4.0
+AFTER_S = 2.0
 _numbers = itertools.count(1)
 
 
@@ -94,10 +94,18 @@ class Load:
                 else:
                     return
 
+    @property
+    def logs(self) -> list[Path]:
+        return sorted(self.folder.glob("consumer-*.log"))
+
+    def is_worked(self) -> bool:
+        """Whether every consumer has got jobs."""
+        return [log.stat().st_size > 0 for log in self.logs] == [True] * len(self.consumers)
+
     def said(self) -> list[dict[str, object]]:
         """What the consumers wrote down. The last line of a killed one may be torn."""
         lines: list[dict[str, object]] = []
-        for log in sorted(self.folder.glob("consumer-*.log")):
+        for log in self.logs:
             whole, _, _ = log.read_text().rpartition("\n")
             lines += [json.loads(line) for line in whole.splitlines()]
         return lines
@@ -196,7 +204,7 @@ async def test_a_kill_loses_nothing_and_doubles_nothing(
             async with asyncio.TaskGroup() as group:
                 for org in orgs:
                     group.create_task(load.produce(queue, org, over))
-                await asyncio.sleep(BEFORE_S)
+                await until(load.is_worked, "every consumer has got jobs")
                 await kill(load)
                 await asyncio.sleep(AFTER_S)
                 over.set()

@@ -49,7 +49,7 @@ class Router:
     refused: int = 0
 
     async def learn(self) -> None:
-        self.known = await self.pair.known()
+        self.known = await catalog.read(self.pair.catalog, self.known)
 
     async def enqueue(self, jobs: NewJobs) -> dict[int, JobId]:
         async with asyncio.timeout(PATIENCE_S):

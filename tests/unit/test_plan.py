@@ -23,7 +23,8 @@ few = settings(max_examples=25)
 
 
 def at_rest(owners: Sequence[ShardName], pins: Mapping[OrgId, Slot] | None = None) -> Catalog:
-    slots = tuple(Placement(writes=(owner,), reads=(owner,), epoch=1) for owner in owners)
+    places = {owner: Placement(writes=(owner,), reads=(owner,), epoch=1) for owner in set(owners)}
+    slots = tuple(places[owner] for owner in owners)
     return Catalog(epoch=1, slots=slots, pins=pins or {})
 
 
