@@ -150,7 +150,7 @@ class Balancing:
         return not self._planned and len(self.held) == len(begun)
 
     async def _learn(self) -> Catalog:
-        if self._known is None:
+        if self._known is None and await catalog.is_founded(self._shards.catalog, cluster=self._cluster.name):
             await schema.migrate(self._shards.catalog, cluster=None)
         known = await self._shards.read_catalog(self._known)
         if known is self._known:
@@ -191,7 +191,8 @@ class Balancing:
             # Something has changed since we looked.
             self._woken.set()
             return False
-        self._carry(group, move)
+        # The shards are asked again: only from now on no other database can take the place of the target's.
+        await self._go_on(group, move)
         return True
 
     async def _at_once(self, transfer: Transfer) -> Sequence[Slot]:
@@ -257,9 +258,7 @@ class Balancing:
 
     async def _fit(self, *names: ShardName) -> bool:
         """Whether these shards can be used. Each is asked, so that the trouble of each is told."""
-        assert self._known is not None
-        holdings = self._known.holdings()
-        return all(await asyncio.gather(*(self._shards.fit(name, in_use=name in holdings) for name in names)))
+        return all(await asyncio.gather(*map(self._shards.fit, names)))
 
     # ── What is said ─────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -51,7 +51,7 @@ async def balance_once(cluster: Cluster, *, stop: asyncio.Event) -> Mapping[Move
     """Makes the cluster as its file wants it, and returns when it is, or soon after `stop` is set. Answers the moves
     that the file itself keeps from going on, and why. Raises AnotherLeads, ShardUnavailable if the catalog cannot be
     reached, Misconfigured."""
-    async with candidacy(cluster.catalog_dsn) as candidate:
+    async with candidacy(cluster.catalog_dsn, cluster.digest) as candidate:
         if not await candidate.lead():
             raise AnotherLeads(await candidate.leader() or "it has just ended")
         return await _Balancer(cluster, stop).lead(candidate, once=True)
@@ -69,7 +69,7 @@ class _Balancer:
         trouble = ""
         while not self._ending.is_set():
             try:
-                async with candidacy(self._cluster.catalog_dsn) as candidate:
+                async with candidacy(self._cluster.catalog_dsn, self._cluster.digest) as candidate:
                     trouble = ""
                     if await self._wait_for_turn(candidate):
                         await self.lead(candidate, once=False)

@@ -3,16 +3,17 @@ Whether one can be used now is found out when it is to be."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Collection, Mapping
 
 from balancer import pins, plan
-from shard import catalog, pinning, schema
+from shard import catalog, identity, pinning
 from shard.catalog import Catalog
 from shard.cluster import Cluster
 from shard.database import Database
-from shard.errors import ShardError
+from shard.errors import Misconfigured, ShardError
 from shard.vocabulary import CATALOG, ShardName
 
 _log = logging.getLogger(__name__)
@@ -43,11 +44,33 @@ class Shards:
         pinned = pins.plan(known, await pinning.read(self.catalog), self._cluster.shards)
         return plan.slots_to_go(known, self._cluster, pinned.owners)
 
-    async def fit(self, name: ShardName, *, in_use: bool) -> bool:
-        """Whether a shard answers and runs a schema that knows moves; a change of that is logged. `in_use`: it holds
-        slots, so that no new database will do."""
+    async def troubles(self) -> dict[ShardName, ShardError]:
+        """What is wrong with the databases, each asked now and none changed; of which ShardUnavailable may pass by
+        itself."""
+        found: dict[ShardName, ShardError] = {}
+        shard_at: dict[object, ShardName] = {}
+        for name, place in zip(self.databases, await asyncio.gather(*map(self._examine, self.databases)), strict=True):
+            if isinstance(place, ShardError):
+                found[name] = place
+            elif (twin := shard_at.setdefault(place, name)) != name:
+                found[name] = Misconfigured(
+                    f"shard {name!r}: its DSN leads to the database of shard {twin!r} too "
+                    f"({self.databases[name].address}); give each a database of its own"
+                )
+        return found
+
+    async def _examine(self, name: ShardName) -> object:
+        """Where the database is; or a ShardError, which says why it will not do."""
         try:
-            await self._prove(name, in_use=in_use)
+            await identity.examine(self.databases[name], self.catalog, cluster=self._cluster.name)
+            return await identity.place(self.databases[name])
+        except ShardError as error:
+            return error
+
+    async def fit(self, name: ShardName) -> bool:
+        """Whether a shard answers and runs a schema that knows moves; a change of that is logged."""
+        try:
+            await self._prove(name)
         except ShardError as error:
             if self._troubles.get(name) != str(error):
                 self._troubles[name] = str(error)
@@ -57,12 +80,10 @@ class Shards:
             _log.info("shard %r answers: its moves go on", name)
         return True
 
-    async def _prove(self, name: ShardName, *, in_use: bool) -> None:
-        database = self.databases[name]
-        if in_use or name in self._proved:
-            await schema.recognize(database, cluster=self._cluster.name)
-        if name not in self._proved:
-            await schema.migrate(database, cluster=self._cluster.name)
+    async def _prove(self, name: ShardName) -> None:
+        database, cluster = self.databases[name], self._cluster.name
+        if name not in self._proved or not await identity.examine(database, self.catalog, cluster=cluster):
+            await identity.admit(database, self.catalog, cluster=cluster)
             self._proved.add(name)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated
@@ -23,9 +23,12 @@ if TYPE_CHECKING:
     from balancer.shards import Shards
     from shard.catalog import Catalog, Move
     from shard.cluster import Cluster
+    from shard.errors import ShardError
     from shard.vocabulary import Micros, ShardName, Slot
 
 _LOOK_S = 1.0
+# A balancer notices a new cluster file sooner.
+_FOLLOWED_WITHIN_S = 3.0
 
 
 def add_to(shards: App) -> None:
@@ -55,12 +58,12 @@ class _Way:
 def plan(config: options.Config, as_json: options.Json = False) -> None:
     """Show which slots are to move, and why.
 
-    By the cluster file, whether or not a balancer runs. Counts the jobs of these slots. Exit code 1: something is to
-    move, or on its way.
+    By the cluster file, whether or not a balancer runs. Counts the jobs of these slots, and looks at the databases.
+    Exit code 1: something is to move, or on its way. 5: a shard's database will not do.
     """
     cluster = databases.read(config)
     with output.working("looking what is to move"):
-        ways = databases.asked(_plan(cluster))
+        ways, troubles = databases.asked(_plan(cluster))
     if as_json:
         output.say_json(
             {
@@ -98,11 +101,28 @@ def plan(config: options.Config, as_json: options.Json = False) -> None:
         )
     else:
         output.say("nothing is to move: every slot is where the cluster file wants it")
+    _refuse_misfits(troubles)
     if ways:
         raise typer.Exit(ExitCode.NO)
 
 
-async def _plan(cluster: Cluster) -> list[_Way]:
+def _refuse_misfits(troubles: Collection[ShardError]) -> None:
+    """What does not answer now may do so when it is to."""
+    from shard.errors import ShardUnavailable
+
+    away = [str(trouble) for trouble in troubles if isinstance(trouble, ShardUnavailable)]
+    misfits = [str(trouble) for trouble in troubles if not isinstance(trouble, ShardUnavailable)]
+    for trouble in away:
+        output.note(trouble)
+    if misfits:
+        raise CommandFailed(
+            f"{output.counted(len(misfits), 'shard')} cannot be used by this cluster file",
+            ExitCode.REFUSED,
+            particulars=misfits,
+        )
+
+
+async def _plan(cluster: Cluster) -> tuple[list[_Way], Collection[ShardError]]:
     from balancer.pins import plan as plan_pins
     from balancer.plan import hindrance, transfers
     from balancer.shards import open_shards
@@ -123,7 +143,7 @@ async def _plan(cluster: Cluster) -> list[_Way]:
             )
             for move in moves
         ]
-        return moving + [
+        planned = [
             _Way(
                 source=transfer.source,
                 target=transfer.target,
@@ -134,6 +154,7 @@ async def _plan(cluster: Cluster) -> list[_Way]:
             )
             for transfer in transfers(known, cluster, pinned.owners)
         ]
+        return moving + planned, (await shards.troubles()).values()
 
 
 def _why(transfer: Transfer, cluster: Cluster) -> str:
@@ -220,6 +241,7 @@ async def _move(cluster: Cluster, shards: Shards, stop: asyncio.Event) -> Mappin
     from balancer.service import AnotherLeads, balance_once
 
     said = False
+    hindrances = _Hindrances(cluster, shards)
     while not stop.is_set():
         try:
             return await balance_once(cluster, stop=stop)
@@ -227,12 +249,45 @@ async def _move(cluster: Cluster, shards: Shards, stop: asyncio.Event) -> Mappin
             if not said:
                 said = True
                 output.note(f"a balancer leads already: {error}; this shows how far it is")
+            await hindrances.tell(str(error))
         if not await shards.slots_to_go():
             break
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LOOK_S):
                 await stop.wait()
     return {}
+
+
+class _Hindrances:
+    """What keeps a balancer elsewhere from moving slots, as far as it can be seen from here; each is said once."""
+
+    def __init__(self, cluster: Cluster, shards: Shards) -> None:
+        self._cluster = cluster
+        self._shards = shards
+        self._since_s = time.monotonic()
+        self._said: set[str] = set()
+
+    async def tell(self, leader: str) -> None:
+        from balancer.plan import hindrance
+        from shard import catalog
+
+        for name, trouble in (await self._shards.troubles()).items():
+            self._say(f"nothing moves from or to shard {name!r}: {trouble}")
+        for move in await catalog.moves(self._shards.catalog):
+            if why := hindrance(move, self._cluster):
+                self._say(f"{move} does not go on: {why}")
+        if self._cluster.digest in leader:
+            self._since_s = time.monotonic()
+        elif time.monotonic() - self._since_s > _FOLLOWED_WITHIN_S:
+            self._say(
+                f"the balancer that leads does not go by this cluster file ({self._cluster.digest}): it has another, "
+                "or refuses this one, as its log says then"
+            )
+
+    def _say(self, what: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            output.note(what)
 
 
 # ── drain ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -275,9 +330,12 @@ async def _drain(cluster: Cluster, name: ShardName) -> Micros | None:
         total = _held_by(known, name)
         with output.counting_to(total, "slots") as show:
             said = False
+            hindrances = _Hindrances(cluster, shards)
             while left := _held_by(known, name):
                 show(total - left)
-                if not said and await onlooker.leader() is None:
+                if leader := await onlooker.leader():
+                    await hindrances.tell(leader)
+                elif not said:
                     said = True
                     output.note(
                         "no balancer leads, so nothing moves: start `windrow balancer`, or `windrow shards rebalance`"

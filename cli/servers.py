@@ -18,9 +18,8 @@ from cli.output import Column
 
 if TYPE_CHECKING:
     from shard.catalog import Move
-    from shard.cluster import Cluster
-
-_CATALOG = "catalog"
+    from shard.cluster import Cluster, ShardEntry
+    from shard.database import Database
 
 
 def router(
@@ -95,9 +94,8 @@ def migrate(config: options.Config, as_json: options.Json = False) -> None:
     not be migrated; the others are.
     """
     cluster = databases.read(config)
-    databases.quiet()
     with output.working(f"migrating {len(cluster.shards)} shards"):
-        outcomes = asyncio.run(_migrate_all(cluster))
+        outcomes = databases.asked(_migrate_all(cluster))
     if as_json:
         output.say_json(
             {"database": outcome.database, "migrated": outcome.run, "error": outcome.error} for outcome in outcomes
@@ -133,28 +131,44 @@ class _Outcome:
 
 
 async def _migrate_all(cluster: Cluster) -> list[_Outcome]:
-    """Every shard that is not off, and then the catalog where it is not in one of these."""
+    """Every shard that is not off, and the catalog where it is not in one of these. Once there is a catalog, it comes
+    first: it says which databases will do. Raises what keeps it from that."""
+    from shard import catalog, schema
     from shard.cluster import ShardState
+    from shard.database import Database
+    from shard.vocabulary import CATALOG
 
     entries = [entry for entry in cluster.shards if entry.state is not ShardState.OFF]
-    places: list[tuple[str, str, str | None]] = [(entry.name, entry.dsn, cluster.name) for entry in entries]
-    if cluster.catalog_dsn not in {entry.dsn for entry in entries}:
-        places.append((_CATALOG, cluster.catalog_dsn, None))
-    return list(await asyncio.gather(*(_migrate(*place) for place in places)))
-
-
-async def _migrate(name: str, dsn: str, cluster: str | None) -> _Outcome:
-    from shard import schema
-    from shard.database import Database
-    from shard.errors import ShardError
-    from shard.vocabulary import ShardName
-
-    database = Database(ShardName(name), dsn, connections=1)
+    database = Database(CATALOG, cluster.catalog_dsn, connections=1, for_books=True)
     try:
         await database.open()
-        done = await schema.migrate(database, cluster=cluster)
-    except ShardError as error:
-        return _Outcome(database=name, run=[], error=str(error))
+        there = database if await catalog.is_founded(database, cluster=cluster.name) else None
+        run = await schema.migrate(database, cluster=None) if there else []
+        outcomes = list(await asyncio.gather(*(_migrate(entry, cluster.name, there) for entry in entries)))
+        if there is None and not any(outcome.error for outcome in outcomes):
+            run = await schema.migrate(database, cluster=None)
     finally:
         await database.close()
-    return _Outcome(database=name, run=[f"{one.number:04} {one.name}" for one in done])
+    named = [f"{one.number:04} {one.name}" for one in run]
+    for outcome, entry in zip(outcomes, entries, strict=True):
+        if entry.dsn == cluster.catalog_dsn:
+            outcome.run[:0] = named
+            return outcomes
+    return [*outcomes, _Outcome(database=CATALOG, run=named)]
+
+
+async def _migrate(entry: ShardEntry, cluster: str, catalog: Database | None) -> _Outcome:
+    from shard import identity, schema
+    from shard.database import Database
+    from shard.errors import ShardError
+
+    database = Database(entry.name, entry.dsn, connections=1)
+    try:
+        await database.open()
+        await identity.examine(database, catalog, cluster=cluster)
+        done = await schema.migrate(database, cluster=cluster)
+    except ShardError as error:
+        return _Outcome(database=entry.name, run=[], error=str(error))
+    finally:
+        await database.close()
+    return _Outcome(database=entry.name, run=[f"{one.number:04} {one.name}" for one in done])

@@ -16,12 +16,13 @@ from typing import TypeVar
 
 from router.catalog_copy import CatalogCopy
 from router.member import Member
-from shard import catalog, schema
+from shard import catalog, identity, schema
 from shard.catalog import Catalog, Holding
-from shard.cluster import Cluster, ClusterFileError, ShardEntry, ShardState
+from shard.cluster import Cluster, ClusterFileError, ShardState
 from shard.cluster_change import refuse_change
 from shard.database import Database
-from shard.errors import NotOwned, ShardError, ShardUnavailable, UnknownShard
+from shard.errors import Misconfigured, NotOwned, ShardError, ShardUnavailable, UnknownShard
+from shard.identity import Identity
 from shard.lease import shard_tag
 from shard.placement import Placement
 from shard.vocabulary import OrgId, ShardName
@@ -43,6 +44,8 @@ class Fleet:
         self._connections = connections_per_shard
         self._members: dict[ShardName, Member] = {}
         self._by_tag: dict[int, Member] = {}
+        # What the databases have proved to be.
+        self._identities: dict[ShardName, Identity | None] = {}
         self._catalog = CatalogCopy(cluster.catalog_dsn, self._learned)
         # Owns the tasks of every member.
         self._group = asyncio.TaskGroup()
@@ -219,19 +222,15 @@ class Fleet:
     # ── Upkeep ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _found_catalog(self) -> None:
-        entries = self._cluster.shards
+        database, entries = self._catalog.database, self._cluster.shards
         weights = {entry.name: entry.share if entry.state.takes_enqueues else 0.0 for entry in entries}
         said = False
         while True:
             try:
-                await schema.migrate(self._catalog.database, cluster=None)
-                if not await catalog.is_founded(self._catalog.database):
-                    for entry in entries:
-                        if entry.state is not ShardState.OFF:
-                            await _refuse_second_catalog(entry)
-                self._catalog.begin(
-                    await catalog.found(self._catalog.database, cluster=self._cluster.name, weights=weights)
-                )
+                if not await catalog.is_founded(database, cluster=self._cluster.name):
+                    await self._refuse_second_catalog()
+                await schema.migrate(database, cluster=None)
+                self._catalog.begin(await catalog.found(database, cluster=self._cluster.name, weights=weights))
                 return
             except ShardUnavailable as error:
                 if not said:
@@ -239,10 +238,36 @@ class Fleet:
                     said = True
                 await asyncio.sleep(_RETRY_S)
 
-    async def _prove(self, database: Database, in_use: bool) -> None:
-        if in_use:
-            await schema.recognize(database, cluster=self._cluster.name)
-        await schema.migrate(database, cluster=self._cluster.name)
+    async def _refuse_second_catalog(self) -> None:
+        """Raises Misconfigured if a shard has slots of a catalog elsewhere, or its database will not do at all."""
+        for entry in self._cluster.shards:
+            if entry.state is ShardState.OFF:
+                continue
+            shard = Database(entry.name, entry.dsn, connections=1)
+            try:
+                await shard.open()
+                await identity.examine(shard, None, cluster=self._cluster.name)
+            except Misconfigured:
+                # Unless these slots are of the catalog that another router has just founded.
+                if not await catalog.is_founded(self._catalog.database, cluster=self._cluster.name):
+                    raise
+            finally:
+                await shard.close()
+
+    async def _prove(self, database: Database) -> None:
+        name, cluster = database.name, self._cluster
+        found = await identity.read(database)
+        if found is not None and found == self._identities.get(name):
+            # On another server by now: that needs no catalog, which may be on its way with this very database.
+            await schema.migrate(database, cluster=cluster.name)
+            database.identity = found
+        else:
+            if name == cluster.catalog_shard and not await catalog.is_founded(database, cluster=cluster.name):
+                raise Misconfigured(
+                    f"shard {name!r}: its DSN leads to a database without a catalog ({database.address}), and this "
+                    "shard has the catalog; correct the dsn"
+                )
+            self._identities[name] = await identity.admit(database, self._catalog.database, cluster=cluster.name)
         await catalog.grant(database, self._catalog.known)
 
     async def _proved(self, member: Member) -> None:
@@ -250,12 +275,3 @@ class Fleet:
         if self._cluster.catalog_shard == member.name:
             await self._catalog.reconnect(member.dsn)
         self._wake_readers_of({member.name})
-
-
-async def _refuse_second_catalog(entry: ShardEntry) -> None:
-    database = Database(entry.name, entry.dsn, connections=1)
-    try:
-        await database.open()
-        await catalog.refuse_second(database)
-    finally:
-        await database.close()

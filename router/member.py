@@ -29,9 +29,8 @@ _FINISH_S_MAX = 3.0
 class Member:
     """A shard of the cluster file, from when the file names it until it no longer does. Not contacted before `start`.
 
-    `prove` makes a database fit for use, and raises a ShardError unless it is the shard that it is taken for: for one
-    that is in use already, no other will do, and none that is new. `proved` is called when the member can be used, or
-    is reached by another DSN.
+    `prove` makes a database fit for use, and raises a ShardError unless it is the shard that it is taken for. `proved`
+    is called when the member can be used, or is reached by another DSN.
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class Member:
         entry: ShardEntry,
         *,
         connections: int,
-        prove: Callable[[Database, bool], Awaitable[None]],
+        prove: Callable[[Database], Awaitable[None]],
         proved: Callable[[Member], Awaitable[None]],
     ) -> None:
         # As the cluster file in force has it.
@@ -134,7 +133,8 @@ class Member:
         try:
             await self._queue_database.open()
             await self._books_database.open()
-            await self._until_proved(self._queue_database, in_use=False)
+            await self._until_proved(self._queue_database, "")
+            self._books_database.identity = self._queue_database.identity
             self.up.set()
             await self._proved(self)
             async with asyncio.TaskGroup() as group:
@@ -171,26 +171,28 @@ class Member:
         newcomer = Database(self.name, dsn, connections=1)
         try:
             await newcomer.open()
-            await self._until_proved(newcomer, in_use=True)
+            await self._until_proved(newcomer, "its new DSN is not in force yet: ")
         finally:
             await newcomer.close()
         # From here on it is done to its end, whatever the file says next.
         self._going_over = None
         self.dsn = dsn
         self._doorbell.reconnect(dsn)
-        await self._queue_database.reconnect(dsn)
-        await self._books_database.reconnect(dsn)
+        for database in (self._queue_database, self._books_database):
+            database.identity = newcomer.identity
+            await database.reconnect(dsn)
         await self._proved(self)
         _log.info("shard %r is reached by its new DSN", self.name)
 
-    async def _until_proved(self, database: Database, *, in_use: bool) -> None:
-        trouble = "its new DSN is not in force yet: " if in_use else ""
+    async def _until_proved(self, database: Database, trouble: str) -> None:
+        """`trouble`: what is told of it begins with this."""
         said = ""
         while True:
             try:
-                await self._prove(database, in_use)
+                await self._prove(database)
             except ShardError as error:
-                why = error.why if isinstance(error, ShardUnavailable) else str(error)
+                # What is wrong with the catalog, is said of the catalog.
+                why = error.why if isinstance(error, ShardUnavailable) and error.shard == self.name else str(error)
                 if why != said:
                     said = why
                     level = logging.ERROR if isinstance(error, Misconfigured) else logging.WARNING

@@ -131,13 +131,8 @@ async def find(
 ) -> Catalog:
     """The cluster's catalog, of whatever others have made; `known`: as for `read`. Raises ShardUnavailable where there
     is none yet, Misconfigured if it is another cluster's, or places slots on a shard that is not among `shards`."""
-    try:
-        rows = await database.run(statements.READ_CATALOG_CLUSTER, {})
-    except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
-        rows = []
-    if not rows:
+    if not await is_founded(database, cluster=cluster):
         raise ShardUnavailable(database.name, "there is no catalog yet; the first router makes it")
-    _refuse_other(rows[0][0], cluster)
     catalog = await read(database, known)
     if catalog is not known:
         _refuse_unnamed(catalog, shards)
@@ -202,21 +197,15 @@ def _unplaced(slot: int) -> Misconfigured:
     return Misconfigured(f"the catalog does not place slot {slot}; restore it from a backup")
 
 
-async def is_founded(database: Database) -> bool:
-    return bool(await database.run(statements.READ_CATALOG_CLUSTER, {}))
-
-
-async def refuse_second(shard: Database) -> None:
-    """Before a catalog is founded: raises Misconfigured if a catalog elsewhere has given this shard slots."""
+async def is_founded(database: Database, *, cluster: str) -> bool:
+    """Whether a catalog is here. Raises Misconfigured if it is another cluster's."""
     try:
-        rows = await shard.run(statements.COUNT_OWNED_SLOTS, {})
+        rows = await database.run(statements.READ_CATALOG_CLUSTER, {})
     except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
-        return
-    if rows[0][0]:
-        raise Misconfigured(
-            f"the catalog's database is empty, but shard {shard.name!r} has slots of a catalog elsewhere: name it by "
-            "[catalog] dsn in the cluster file, or put the first [[shard]] back"
-        )
+        return False
+    if rows:
+        _refuse_other(rows[0][0], cluster)
+    return bool(rows)
 
 
 async def grant(database: Database, catalog: Catalog) -> int:

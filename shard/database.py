@@ -174,6 +174,10 @@ class Database:
         self, name: ShardName, dsn: str, *, connections: int = 4, wait_s: float = 5.0, for_books: bool = False
     ) -> None:
         self.name = name
+        # What it has proved to be (shard/identity.py); from then on a connection to another is none. None: any will do.
+        self.identity: tuple[Any, ...] | None = None
+        # The server and the database that were connected to last, without secrets.
+        self.address = ""
         self._wait_s = wait_s
         self._tries = connections + 2
         self._settings: LiteralString = _BOOKS_SETTINGS if for_books else _QUEUE_SETTINGS
@@ -409,6 +413,7 @@ class Database:
         try:
             async with await first_of(dsn, partial(psycopg.AsyncConnection.connect, autocommit=True)) as new:
                 await new.execute("SELECT 1")
+                await self._recognize(new)
         except psycopg.errors.ConnectionTimeout as error:
             raise TimeoutError from error
 
@@ -450,8 +455,26 @@ class Database:
         connection.adapters.register_dumper(int, Int8BinaryDumper)
         connection.adapters.register_dumper(Blobs, _BlobsDumper)
         connection.adapters.register_dumper(Texts, _TextsDumper)
+        info = connection.info
+        self.address = f"database {info.dbname!r} at {info.host}:{info.port}"
+        await self._recognize(connection)
         self._alive.add(connection)
         self._refused = None
+
+    async def _recognize(self, connection: psycopg.AsyncConnection[Any]) -> None:
+        """Refuses another database than the one that it was: under the same DSN there may be one by now."""
+        if self.identity is None:
+            return
+        try:
+            cursor = await connection.execute(statements.READ_IDENTITY)
+            found = await cursor.fetchone()
+        except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
+            found = None
+        if found != self.identity:
+            raise psycopg.OperationalError(
+                f"its DSN leads to another database by now ({self.address}) than it did; restore this shard's backup "
+                '(docs/operations.md, "A database that is refused")'
+            )
 
     def _span(self, statement: bytes) -> AbstractContextManager[trace.Span]:
         name = getattr(statement, "name", "statement")

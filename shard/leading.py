@@ -74,14 +74,15 @@ class Candidate:
 
 
 @contextlib.asynccontextmanager
-async def candidacy(dsn: str) -> AsyncGenerator[Candidate, None]:
-    """A session in the catalog's database; whoever leads by it, does so until the block ends at the latest. Raises
-    ShardUnavailable."""
+async def candidacy(dsn: str, digest: str = "") -> AsyncGenerator[Candidate, None]:
+    """A session in the catalog's database; whoever leads by it, does so until the block ends at the latest. `digest`:
+    of the cluster file, for others to see. Raises ShardUnavailable."""
     with _losses():
         connection = await psycopg.AsyncConnection.connect(
             dsn,
             autocommit=True,
-            application_name=f"windrow balancer {socket.gethostname()[:32]} {os.getpid()}",
+            # Of which Postgres keeps 63 bytes.
+            application_name=f"windrow balancer {socket.gethostname()[:20]} {os.getpid()}{digest and f' by {digest}'}",
             client_encoding="utf8",
             connect_timeout=5,
             # As for the shards' connections: a silent network is a dead one after ten seconds.

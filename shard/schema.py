@@ -51,7 +51,7 @@ async def migrate(database: Database, *, cluster: str | None) -> list[Migration]
     makes it this cluster's shard, with partitions. Answers what was run; safe to call from many processes at once.
     Raises Misconfigured, ShardUnavailable."""
     done: list[Migration] = []
-    await _refuse_encoding(database)
+    await refuse_encoding(database)
     try:
         while (migration := await _next(database)) is not None:
             done.append(migration)
@@ -66,16 +66,7 @@ async def migrate(database: Database, *, cluster: str | None) -> list[Migration]
     return done
 
 
-async def recognize(database: Database, *, cluster: str) -> None:
-    """Raises Misconfigured unless this is that shard's database already; a new one will not do."""
-    try:
-        rows = await database.run(statements.READ_IDENTITY, {})
-    except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
-        rows = []
-    _refuse_other(database, cluster, rows[0] if rows else None)
-
-
-async def _refuse_encoding(database: Database) -> None:
+async def refuse_encoding(database: Database) -> None:
     rows = await database.run(statements.READ_ENCODING, {})
     encoding = rows[0][0]
     if encoding != "UTF8":
@@ -144,13 +135,10 @@ async def _identify(database: Database, cluster: str) -> None:
     async with database.transaction() as connection:
         await connection.execute(statements.CLAIM_IDENTITY, {"cluster": cluster, "shard": database.name})
         cursor = await connection.execute(statements.READ_IDENTITY)
-        _refuse_other(database, cluster, await cursor.fetchone())
-
-
-def _refuse_other(database: Database, cluster: str, row: tuple[Any, ...] | None) -> None:
-    if row != (cluster, database.name):
-        found = f"shard {row[1]!r} of cluster {row[0]!r}" if row else "no shard"
-        raise Misconfigured(
-            f"shard {database.name!r} of cluster {cluster!r}: its DSN leads to the database of {found}; "
-            "correct the dsn or the names in the cluster file"
-        )
+        row = await cursor.fetchone()
+        if row is None or row[:2] != (cluster, database.name):
+            found = f"shard {row[1]!r} of cluster {row[0]!r}" if row else "no shard"
+            raise Misconfigured(
+                f"shard {database.name!r} of cluster {cluster!r}: its DSN leads to the database of {found}; "
+                "correct the dsn or the names in the cluster file"
+            )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from balancer.service import balance
-from shard import catalog
+from shard import catalog, identity
 from shard.books import Books
 from shard.catalog import Catalog, Move
 from shard.cluster import Cluster, read_cluster
@@ -74,6 +74,10 @@ class Field:
     async def until(self, holds: Callable[[Counter[str]], object]) -> Counter[str]:
         """Waits until the slots lie so."""
         return await until(self.slots, holds)
+
+    async def admit(self, shard: ShardName) -> None:
+        """As who contacts it first does."""
+        await identity.admit(self.databases[shard], self.catalog, cluster=CLUSTER)
 
     async def begin(self, source: ShardName, target: ShardName, slots: Iterable[int]) -> Move:
         move = await catalog.begin(self.catalog, await self.known(), map(Slot, slots), target=target)

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Generator, Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from shard import catalog, schema
+from shard import catalog, identity, schema
 from shard.books import Books
 from shard.database import Database
 from shard.store import Store
@@ -58,8 +58,10 @@ def template(postgres: Server) -> str:
     async def migrate() -> None:
         database = Database(SHARD, dsn, connections=1)
         await database.open()
-        await schema.migrate(database, cluster=CLUSTER)
-        await catalog.grant(database, await catalog.found(database, cluster=CLUSTER, weights={SHARD: 1}))
+        await schema.migrate(database, cluster=None)
+        known = await catalog.found(database, cluster=CLUSTER, weights={SHARD: 1})
+        await identity.admit(database, database, cluster=CLUSTER)
+        await catalog.grant(database, known)
         await database.close()
 
     asyncio.run(migrate())

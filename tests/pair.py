@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from balancer.move import Mover, Pace, Progress
-from shard import catalog, schema
+from shard import catalog, identity
 from shard.books import Books
 from shard.catalog import Catalog, Move
 from shard.connection import Connection
@@ -96,7 +96,7 @@ async def open_pair(first_dsn: str, second_dsn: str) -> AsyncGenerator[Pair, Non
     try:
         for database in (*databases.values(), *books.values()):
             await database.open()
-        await schema.migrate(databases[B], cluster=CLUSTER)
+        await identity.admit(databases[B], databases[A], cluster=CLUSTER)
         yield Pair(dsns=dsns, databases=databases, books={name: Books(database) for name, database in books.items()})
     finally:
         for database in (*databases.values(), *books.values()):

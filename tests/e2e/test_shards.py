@@ -10,16 +10,15 @@ import subprocess
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
+import psycopg
 import pytest
 
-from shard import schema
 from shard.leading import candidacy
 from shard.placement import SLOTS
 from shard.store import Store
 from shard.vocabulary import ShardName
 from tests import timemachine
 from tests.balancers import Field, balanced, open_field, until
-from tests.conftest import CLUSTER
 from tests.e2e.test_cli import ROOT, WAIT_S, Done, environ
 from tests.jobs import lease_jobs
 from tests.postgres import Server
@@ -90,7 +89,10 @@ async def test_rebalance_shows_what_another_does_and_goes_on_where_that_ends(fie
         assert process.stderr is not None
         async with asyncio.timeout(WAIT_S):
             told = (await process.stderr.readline()).decode()
+            hindrance = (await process.stderr.readline()).decode()
         assert told.startswith("a balancer leads already: windrow balancer ")
+        # It has told nobody of any.
+        assert hindrance.startswith("the balancer that leads does not go by this cluster file ")
         assert await field.slots() == {"s1": SLOTS}
     done = await end(process)
     assert (done.code, done.out[:18]) == (0, "1,024 slots moved ")
@@ -112,7 +114,7 @@ async def test_a_rebalance_that_is_interrupted_leaves_nothing_half_done(field: F
 
 
 async def test_what_cannot_go_on_is_told_with_the_reason(field: Field) -> None:
-    await schema.migrate(field.databases[B], cluster=CLUSTER)
+    await field.admit(B)
     field.write(s1={}, s2={})
     await field.begin(A, B, range(10))
     field.write(s1={}, s2={"state": "read_only"})
@@ -127,6 +129,54 @@ async def test_what_cannot_go_on_is_told_with_the_reason(field: Field) -> None:
     done = await windrow(field, "balancer", "--once")
     assert done.code == 1
     assert "windrow: 10 slots cannot go on\n" in done.err
+
+
+async def test_a_plan_tells_which_databases_will_not_do(field: Field, postgres: Server, empty_dsn: str) -> None:
+    encoded = "encoded_for_a_plan"
+    with psycopg.connect(postgres.superuser_dsn, autocommit=True) as admin:
+        admin.execute(f"CREATE DATABASE {encoded} TEMPLATE template0 ENCODING 'LATIN1' LOCALE 'C'".encode())
+    others = {"s3": postgres.superuser_dsn_of(encoded), "s4": empty_dsn, "s5": empty_dsn, "s6": field.dsns[A]}
+    field.dsns |= {ShardName(name): dsn for name, dsn in others.items()}
+    field.dsns[ShardName("s7")] = postgres.dsn("no_such_database")
+    try:
+        field.write(s1={}, s2={}, s3={}, s4={}, s5={}, s6={}, s7={})
+        done = await windrow(field, "shards", "plan")
+    finally:
+        postgres.drop(encoded)
+    assert done.code == 5
+    assert re.search(r"^s1 +s2 +2,341 +0 +planned +by weight$", done.out, flags=re.MULTILINE)
+    noted, refused = done.err.split("windrow: 3 shards cannot be used by this cluster file\n")
+    assert noted.startswith("shard 's7' is unavailable: ")
+    assert noted.count("\n") == 1
+    told = [line.partition(" (")[0].strip() for line in refused.splitlines()]
+    assert told == [
+        "shard 's3': its database's encoding is LATIN1, and Windrow needs UTF8; make it with: createdb -T template0 -E "
+        "UTF8 NAME",
+        "shard 's5': its DSN leads to the database of shard 's4' too",
+        "shard 's6' of cluster 'tests': its DSN leads to the database of shard 's1' of cluster 'tests'",
+    ]
+
+
+async def test_who_waits_for_a_shard_whose_database_is_refused_is_told(field: Field, empty_dsn: str) -> None:
+    field.write(s1=BUT_A_PART, s2={})
+    assert (await windrow(field, "balancer", "--once")).code == 0
+    field.dsns[B] = empty_dsn
+    field.write(s1={}, s2={"state": "draining"})
+    why = "shard 's2' of cluster 'tests': its DSN leads to the database of no shard "
+    async with balanced(field):
+        process = await start(field, "shards", "drain", "s2")
+        assert process.stderr is not None
+        async with asyncio.timeout(WAIT_S):
+            told = (await process.stderr.readline()).decode()
+        process.kill()
+        await process.wait()
+    assert told.startswith(f"nothing moves from or to shard 's2': {why}")
+    assert "holds 1,024 slots" in told
+    done = await windrow(field, "migrate", "--json")
+    assert (done.code, [one["migrated"] for one in done.documents]) == (1, [[], []])
+    assert done.documents[1]["error"].startswith(why)
+    with psycopg.connect(empty_dsn) as connection:
+        assert connection.execute("SELECT to_regnamespace('windrow')").fetchall() == [(None,)], "it was only looked at"
 
 
 async def test_a_drain_waits_until_nothing_is_left_and_tells_what_the_shard_is_needed_for(field: Field) -> None:

@@ -10,6 +10,7 @@ import signal
 from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 
+import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
@@ -28,7 +29,6 @@ from shard.store import Store
 from shard.vocabulary import OrgId, ShardName
 from tests import timemachine
 from tests.balancers import Field, balanced, balancer_process, open_field, until
-from tests.conftest import CLUSTER
 from tests.fault.proxy import Proxy, open_proxy, postgres_answered, through
 from tests.jobs import HOUR_US, lease_jobs
 from tests.postgres import Server
@@ -115,7 +115,7 @@ async def test_a_shard_that_is_added_while_it_runs_is_filled(field: Field, log: 
 
 async def test_what_somebody_else_changes_in_the_catalog_is_noticed(field: Field, log: Log) -> None:
     field.write(s1={}, s2={"weight": 0})
-    await schema.migrate(field.databases[B], cluster=CLUSTER)
+    await field.admit(B)
     async with balanced(field):
         await says(log, "leads, by cluster file")
         move = await field.begin(A, B, range(100))
@@ -127,7 +127,7 @@ async def test_what_somebody_else_changes_in_the_catalog_is_noticed(field: Field
 async def test_a_move_that_another_balancer_left_is_taken_to_its_end(field: Field, steps: int) -> None:
     cluster = field.write(s1={}, s2={"weight": 0})
     stored = await field.enqueue(20, jobs=5, among=PART)
-    await schema.migrate(field.databases[B], cluster=CLUSTER)
+    await field.admit(B)
     move = await field.begin(A, B, PART)
     mover = Mover(field.catalog, field.databases, move.epoch, pace=Pace(rows_max=7), report=lambda _: None)
     for _ in range(steps):
@@ -164,7 +164,7 @@ async def test_once_is_refused_where_another_leads(field: Field) -> None:
     async with candidacy(field.dsns[A]) as other:
         assert await other.lead()
         with pytest.raises(
-            AnotherLeads, match=r"windrow balancer \S+ \d+ at 127\.0\.0\.1 \(process \d+ of the catalog"
+            AnotherLeads, match=r"windrow balancer \S+ \d+ by [0-9a-f]{12} at 127\.0\.0\.1 \(process \d+ of the catalog"
         ):
             await balance_once(cluster)
     assert await field.slots() == {"s1": SLOTS}
@@ -276,7 +276,7 @@ async def test_the_moves_of_a_shard_that_goes_away_pause_alone(field: Field, log
     async with proxied(field, C) as proxy:
         cluster = field.write(s1={"weight": 14}, s2={}, s3={"dsn": through(field.dsns[C], proxy)})
         stored = await field.enqueue(40, jobs=2, among=range(14 * 1024, SLOTS))
-        await schema.migrate(field.databases[C], cluster=CLUSTER)
+        await field.admit(C)
         slots = next(one.slots for one in transfers(await field.known(), cluster, {}) if one.target == C)
         move = await field.begin(A, C, slots)
         mover = Mover(field.catalog, field.databases, move.epoch, pace=Pace(), report=lambda _: None)
@@ -292,7 +292,7 @@ async def test_the_moves_of_a_shard_that_goes_away_pause_alone(field: Field, log
 
 async def test_a_shard_that_may_not_be_changed_is_left_alone_until_it_may(field: Field, log: Log) -> None:
     field.write(s1={}, s2={})
-    await schema.migrate(field.databases[B], cluster=CLUSTER)
+    await field.admit(B)
     move = await field.begin(A, B, range(100))
     cluster = field.write(s1={}, s2={"state": "read_only"})
     assert await balance_once(cluster) == {move: "the state of shard 's2' is read_only"}
@@ -376,7 +376,7 @@ async def test_a_shard_that_is_missing_in_the_file_stops_everything(field: Field
 
 async def test_a_move_between_shards_of_which_one_was_restored_stops_those_shards(field: Field, log: Log) -> None:
     field.write(s1={}, s2={}, s3={})
-    await schema.migrate(field.databases[B], cluster=CLUSTER)
+    await field.admit(B)
     move = await field.begin(A, B, range(10))
     await field.databases[B].run(
         b"INSERT INTO windrow.owned_slot (slot, state, epoch) VALUES (1, 'owned', %(epoch)s)", {"epoch": move.epoch + 9}
@@ -394,3 +394,6 @@ async def test_it_waits_for_the_first_router_to_make_the_catalog(field: Field, l
     field.write(s1={}, s2={})
     with pytest.raises(ShardUnavailable, match="there is no catalog yet; the first router makes it"):
         await balance_once(field.cluster)
+    async with await psycopg.AsyncConnection.connect(empty_dsn) as connection:
+        cursor = await connection.execute("SELECT to_regnamespace('windrow')")
+        assert await cursor.fetchall() == [(None,)], "it was only looked at"

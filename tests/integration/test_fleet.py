@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import re
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
+from pathlib import Path
 
+import psycopg
 import pytest
+from psycopg.conninfo import conninfo_to_dict
 
 from embedded import Cluster as Server
 from router.fleet import Fleet
 from router.member import Member
+from shard import catalog
 from shard.cluster import Cluster, parse_cluster
-from shard.errors import ShardUnavailable
+from shard.database import Database
+from shard.errors import Misconfigured, ShardUnavailable
 from shard.vocabulary import OrgId, ShardName
 from tests.jobs import lease_jobs, some_jobs
+from tests.postgres import Server as Postgres
 from tests.postgres import frozen
 
+OPERATIONS = Path(__file__).resolve().parents[2] / "docs/operations.md"
 PATIENCE_S = 30.0
+_numbers = itertools.count(1)
 S1, S2 = ShardName("s1"), ShardName("s2")
 
 
@@ -30,9 +40,13 @@ def server() -> Iterator[Server]:
 
 def cluster_of(server: Server, empty_dsn: str, second: str | None) -> Cluster:
     """s1 on the server of every test, s2 on this module's own; None: there is no s2."""
-    text = f"[[shard]]\nname = 's1'\ndsn = '''{empty_dsn}'''\n"
+    return two(empty_dsn, server.dsn, second)
+
+
+def two(first_dsn: str, second_dsn: str, second: str | None = "") -> Cluster:
+    text = f"[[shard]]\nname = 's1'\ndsn = '''{first_dsn}'''\n"
     if second is not None:
-        text += f"[[shard]]\nname = 's2'\ndsn = '''{server.dsn}'''\n{second}\n"
+        text += f"[[shard]]\nname = 's2'\ndsn = '''{second_dsn}'''\n{second}\n"
     return parse_cluster(text, source="test")
 
 
@@ -109,11 +123,7 @@ async def test_a_dsn_that_changes_while_it_is_being_proved_is_gone_over_to(
     text_of = {"wrong": fresh_dsn, "right": f"{server.dsn}?application_name=other"}
 
     def with_dsn(which: str) -> Cluster:
-        return parse_cluster(
-            f"[[shard]]\nname = 's1'\ndsn = '''{empty_dsn}'''\n"
-            f"[[shard]]\nname = 's2'\ndsn = '''{text_of[which]}'''\nweight = 0\n",
-            source="test",
-        )
+        return two(empty_dsn, text_of[which], "weight = 0")
 
     async with opened(both) as fleet:
         member = await up(fleet)
@@ -126,3 +136,125 @@ async def test_a_dsn_that_changes_while_it_is_being_proved_is_gone_over_to(
         await fleet.change(with_dsn("wrong"))
         await fleet.change(with_dsn("right"))
         assert (fleet.member(S2), member.trouble, member.dsn) == (member, "", text_of["right"])
+
+
+# ── A database that is not the shard's ───────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def dsns(postgres: Postgres) -> Iterator[list[str]]:
+    """Three empty databases."""
+    names = [f"fleet_{next(_numbers)}" for _ in range(3)]
+    yield [postgres.create(name) for name in names]
+    for name in names:
+        postgres.drop(name)
+
+
+def is_empty(dsn: str) -> bool:
+    with psycopg.connect(dsn) as connection:
+        return connection.execute("SELECT to_regnamespace('windrow') IS NULL").fetchone() == (True,)
+
+
+def org_on(fleet: Fleet, shard: ShardName) -> OrgId:
+    orgs = (OrgId(f"org-{number}") for number in itertools.count())
+    return next(org for org in orgs if fleet.placement(org).writes == (shard,))
+
+
+async def store(fleet: Fleet, org: OrgId) -> None:
+    placement = fleet.placement(org)
+    assert await fleet.writer(placement).to_enqueue().store.enqueue(some_jobs(org, 1), epoch=placement.epoch) == {}
+
+
+async def until_refused(fleet: Fleet, org: OrgId, why: str) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            try:
+                await store(fleet, org)
+            except ShardUnavailable as error:
+                if re.search(why, str(error)):
+                    return
+            await asyncio.sleep(0.05)
+
+
+async def test_no_other_database_is_taken_for_a_shard_that_holds_slots(postgres: Postgres, dsns: list[str]) -> None:
+    first, second, *_ = dsns
+    name, copy = str(conninfo_to_dict(second)["dbname"]), f"fleet_{next(_numbers)}"
+    async with opened(two(first, second)) as fleet:
+        await up(fleet)
+        near, org = org_on(fleet, S1), org_on(fleet, S2)
+        await store(fleet, org)
+    kept = postgres.create(copy, template=name)
+    try:
+        async with opened(two(first, second)) as fleet:
+            await up(fleet)
+            # Its volume is lost.
+            postgres.drop(name)
+            postgres.create(name)
+            with pytest.raises(ShardUnavailable):
+                await store(fleet, org)
+            await until_refused(fleet, org, "its DSN leads to another database by now")
+            await store(fleet, near)
+        async with opened(two(first, second)) as fleet:
+            await until_refused(fleet, org, "its DSN leads to the database of no shard .* holds 8,192 slots")
+            await store(fleet, near)
+            assert is_empty(second), "it was only looked at"
+            # A backup is found.
+            await fleet.change(two(first, kept))
+            member = await up(fleet)
+            assert [one.accepted for one in await member.books.check()] == [1]
+            # Or none is, and its operator gives up what was there.
+            await fleet.change(two(first, second))
+            await until(lambda: "holds 8,192 slots" in member.trouble)
+            await store(fleet, org)
+            (statement,) = re.findall(r"^```sql\n(.*?)^```$", OPERATIONS.read_text(), re.DOTALL | re.MULTILINE)
+            with psycopg.connect(first) as connection:
+                assert connection.execute(statement).rowcount == 1
+            await until(lambda: member.dsn == second)
+            await store(fleet, org)
+            assert [one.accepted for one in await member.books.check()] == [1]
+        async with opened(two(first, kept)) as fleet:
+            await until_refused(fleet, org, "the database of another shard of these very names")
+    finally:
+        postgres.drop(copy)
+
+
+async def test_no_cluster_is_founded_beside_a_shard_of_another(dsns: list[str]) -> None:
+    first, second, empty = dsns
+    async with opened(two(first, second)) as fleet:
+        await up(fleet)
+    ready = asyncio.Event()
+    with pytest.raises(Misconfigured, match=r"the catalog's database is empty, but shard 's2' has slots"):
+        await Fleet(two(empty, second), connections_per_shard=1).run(ready)
+    assert is_empty(empty)
+    # One that is off is not asked before, and refused when it is.
+    async with opened(two(empty, second, 'state = "off"')) as fleet:
+        await fleet.change(two(empty, second))
+        await until(lambda: "another shard of these very names" in fleet.shards()[S2].trouble)
+
+
+async def test_a_shard_whose_database_lost_the_catalog_is_refused(dsns: list[str]) -> None:
+    first, second, empty = dsns
+    async with opened(two(first, second)) as fleet:
+        await up(fleet)
+        await fleet.change(two(empty, second))
+        await until(lambda: "a database without a catalog" in fleet.shards()[S1].trouble)
+        await store(fleet, org_on(fleet, S1))
+    assert is_empty(empty)
+
+
+async def test_routers_that_found_a_cluster_at_once_all_come_up(
+    dsns: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, *_ = dsns
+    async with opened(two(first, second)) as fleet:
+        await up(fleet)
+        looks, is_founded = itertools.count(), catalog.is_founded
+
+        async def founded_later(database: Database, *, cluster: str) -> bool:
+            """As for one that looked just before another founded it, and at the shards after that."""
+            return next(looks) > 0 and await is_founded(database, cluster=cluster)
+
+        monkeypatch.setattr(catalog, "is_founded", founded_later)
+        async with opened(two(first, second)) as late:
+            await up(late)
+    assert next(looks) > 1

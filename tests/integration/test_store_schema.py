@@ -1,25 +1,31 @@
-"""A shard makes its own schema, once, whoever comes first; and refuses a database that is not its own."""
+"""A shard makes its own schema, once, whoever comes first; and refuses a database that is not its own, which
+it only looks at."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import itertools
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import psycopg
 import pytest
-from psycopg.conninfo import make_conninfo
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from shard import schema
+from shard import catalog, identity, schema
 from shard.books import Books
 from shard.database import Database
 from shard.errors import Misconfigured
 from shard.partitions import make_ahead
+from shard.placement import SLOTS
 from shard.store import Store
-from shard.vocabulary import OrgId, ShardName
+from shard.vocabulary import OrgId, ShardName, Slot
 from tests.conftest import CLUSTER, SHARD
 from tests.jobs import some_jobs
 from tests.postgres import Server
+
+S2 = ShardName("s2")
+_numbers = itertools.count(1)
 
 
 @asynccontextmanager
@@ -156,3 +162,149 @@ async def test_a_database_of_another_encoding_is_refused_and_left_empty(postgres
             assert await database.run(b"SELECT to_regnamespace('windrow') IS NULL", {}) == [(True,)]
     finally:
         postgres.drop(name)
+
+
+# ── Which database is a shard's ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def database_of(postgres: Server) -> Iterator[Callable[..., str]]:
+    """Makes empty databases, or copies of others; answers their DSNs."""
+    made: list[str] = []
+
+    def make(like: str | None = None) -> str:
+        made.append(f"identity_{next(_numbers)}")
+        template = "template1" if like is None else str(conninfo_to_dict(like)["dbname"])
+        return postgres.create(made[-1], template=template)
+
+    yield make
+    for name in made:
+        postgres.drop(name)
+
+
+async def is_empty(dsn: str) -> bool:
+    async with await psycopg.AsyncConnection.connect(dsn) as connection:
+        cursor = await connection.execute("SELECT to_regnamespace('windrow') IS NULL")
+        return await cursor.fetchone() == (True,)
+
+
+async def admit(dsn: str, at: Database) -> identity.Identity | None:
+    """As shard s2 of the cluster that has its catalog there."""
+    async with opened(dsn, name=S2) as database:
+        return await identity.admit(database, at, cluster=CLUSTER)
+
+
+async def give_slots(at: Database, slots: int) -> None:
+    known = await catalog.read(at)
+    move = await catalog.begin(at, known, map(Slot, range(slots)), target=S2)
+    assert move is not None
+    await catalog.switch(at, move)
+    await catalog.leave(at, move, move.slots)
+
+
+async def take_slots_away(at: Database) -> None:
+    known = await catalog.read(at)
+    move = await catalog.begin(at, known, known.slots_written_by(S2), target=SHARD)
+    assert move is not None
+    await catalog.switch(at, move)
+    await catalog.leave(at, move, move.slots)
+
+
+async def test_an_empty_database_is_made_a_shards_only_while_nothing_is_lost_with_the_one_before(
+    fresh_database: Database, database_of: Callable[..., str]
+) -> None:
+    first, second, third = database_of(), database_of(), database_of()
+    await admit(first, fresh_database)
+    # It held nothing: a typing error may be mended.
+    assert await admit(second, fresh_database)
+    await give_slots(fresh_database, 1200)
+    with pytest.raises(Misconfigured) as caught:
+        await admit(third, fresh_database)
+    where = conninfo_to_dict(third)
+    assert str(caught.value) == (
+        "shard 's2' of cluster 'tests': its DSN leads to the database of no shard (database "
+        f"'{where['dbname']}' at {where['host']}:{where['port']}); the catalog says that it holds 1,200 slots; correct "
+        "the dsn or the names in the cluster file, or restore this shard's backup (docs/operations.md, "
+        '"A database that is refused")'
+    )
+    assert str(where["password"]) not in str(caught.value)
+    with pytest.raises(Misconfigured, match=r"database of another shard of these very names .* holds 1,200 slots"):
+        await admit(first, fresh_database)
+    await take_slots_away(fresh_database)
+    with pytest.raises(Misconfigured, match="may be asked about 1,200 slots that have left it"):
+        await admit(third, fresh_database)
+    assert await admit(second, fresh_database)
+    assert await catalog.forget_owner(fresh_database, S2, force=True) == 1200
+    assert await is_empty(third)
+    assert await admit(third, fresh_database)
+
+
+async def test_a_copy_of_a_shards_database_will_do(fresh_database: Database, database_of: Callable[..., str]) -> None:
+    before = await admit(original := database_of(), fresh_database)
+    await give_slots(fresh_database, 1)
+    assert await admit(database_of(original), fresh_database) == before
+
+
+async def test_a_shard_of_another_cluster_of_the_same_name_is_refused(
+    fresh_database: Database, database_of: Callable[..., str]
+) -> None:
+    theirs = database_of()
+    async with opened(theirs, name=S2) as other:
+        await schema.migrate(other, cluster=None)
+        known = await catalog.found(other, cluster=CLUSTER, weights={S2: 1})
+        await identity.admit(other, other, cluster=CLUSTER)
+        assert await catalog.grant(other, known) == SLOTS
+
+    async def is_refused() -> None:
+        with pytest.raises(Misconfigured, match="database of another shard of these very names"):
+            await admit(theirs, fresh_database)
+
+    await is_refused()
+    await admit(database_of(), fresh_database)
+    await is_refused()
+    await give_slots(fresh_database, 1)
+    await is_refused()
+
+
+async def test_who_stops_before_the_catalog_knows_of_a_shard_is_followed_by_one_who_goes_on(
+    fresh_database: Database, database_of: Callable[..., str]
+) -> None:
+    await give_slots(fresh_database, 1)
+    dsn = database_of()
+    async with opened(dsn, name=S2) as database:
+        await schema.migrate(database, cluster=CLUSTER)
+    assert await admit(dsn, fresh_database)
+    with pytest.raises(Misconfigured, match="no shard"):
+        await admit(database_of(), fresh_database)
+
+
+async def test_of_two_databases_that_are_made_a_shards_at_once_one_is_refused(
+    fresh_database: Database, database_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await give_slots(fresh_database, 1)
+    both, migrate, made = asyncio.Barrier(2), schema.migrate, [database_of(), database_of()]
+
+    async def migrate_together(database: Database, *, cluster: str | None) -> list[schema.Migration]:
+        await both.wait()
+        return await migrate(database, cluster=cluster)
+
+    monkeypatch.setattr(schema, "migrate", migrate_together)
+    done = await asyncio.gather(*(admit(dsn, fresh_database) for dsn in made), return_exceptions=True)
+    monkeypatch.undo()
+    assert sorted(isinstance(one, Misconfigured) for one in done) == [False, True]
+    right = made[isinstance(done[0], Misconfigured)]
+    assert await admit(right, fresh_database) in done
+
+
+async def test_a_database_of_a_release_that_gave_no_ids_is_known_by_its_names(
+    fresh_database: Database, database_of: Callable[..., str]
+) -> None:
+    await admit(dsn := database_of(), fresh_database)
+    await give_slots(fresh_database, 1)
+    await fresh_database.run(b"UPDATE windrow.shard SET id = NULL", {})
+    async with opened(dsn, name=S2) as database:
+        await database.run(b"ALTER TABLE windrow.identity DROP COLUMN id", {})
+        assert await identity.examine(database, fresh_database, cluster=CLUSTER)
+    async with opened(database_of(), name=S2) as database:
+        with pytest.raises(Misconfigured, match="no shard"):
+            await identity.examine(database, fresh_database, cluster=CLUSTER)
