@@ -110,19 +110,20 @@ def test_a_stopped_run_leaves_no_process_behind() -> None:
         text=True,
         start_new_session=True,
     )
-    assert running.stderr is not None
-    for line in running.stderr:
-        if "warm-up" in line:
-            break
-    family = _descendants(running.pid)
-    # Postgres is no child, or one with children of its own; two clients of two systems; two routers.
-    assert len(family) >= 2 + 4
-    os.killpg(running.pid, signal.SIGINT)
     try:
+        assert running.stderr is not None
+        for line in running.stderr:
+            if "warm-up" in line:
+                break
+        family = _descendants(running.pid)
+        # Postgres is no child, or one with children of its own; two clients of two systems; two routers.
+        assert len(family) >= 2 + 4
+        os.killpg(running.pid, signal.SIGINT)
         _, told = running.communicate(timeout=60)
-    except subprocess.TimeoutExpired:
-        os.killpg(running.pid, signal.SIGKILL)
-        raise
+    finally:
+        # Also where the test is interrupted: it would go on for minutes.
+        if running.poll() is None:
+            os.killpg(running.pid, signal.SIGKILL)
     assert running.returncode == 130, told
     assert not [pid for pid in family if Path(f"/proc/{pid}").exists()]
 
