@@ -96,16 +96,7 @@ def unary(
         @functools.wraps(method)
         async def call(service: _Service, request: _Request, context: Context) -> _Response:
             try:
-                gate = service.gate
-                # Those of no org are an operator's.
-                org = getattr(request, "org", "")
-                gate.enter(org)
-                try:
-                    span = gate.tracing.begin(service.service_name, method.__name__, context)
-                    with span or _UNRECORDED:
-                        return await _within(context, rules, method, service, request)
-                finally:
-                    gate.leave(org)
+                return await _inside(context, rules, method, service, request)
             except Exception as error:  # noqa: BLE001 - every error becomes a status; told logs the unexpected
                 refused = refusal(context, error)
             del request, context
@@ -114,6 +105,25 @@ def unary(
         return call
 
     return make
+
+
+async def _inside(
+    context: Context,
+    rules: Callable[[Any], None],
+    method: Callable[[_Service, _Request], Awaitable[_Response]],
+    service: _Service,
+    request: _Request,
+) -> _Response:
+    gate = service.gate
+    # Those of no org are an operator's.
+    org = getattr(request, "org", "")
+    gate.enter(org)
+    try:
+        span = gate.tracing.begin(service.service_name, method.__name__, context)
+        with span or _UNRECORDED:
+            return await _within(context, rules, method, service, request)
+    finally:
+        gate.leave(org)
 
 
 async def _within(

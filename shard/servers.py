@@ -7,7 +7,7 @@ would be tried when whoever asks has long given up.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import psycopg
@@ -50,12 +50,13 @@ async def first_of(dsn: str, connect: Callable[[str], Coroutine[Any, Any, _Conne
                 return chosen.result()
         return begun[-1].result()
     finally:
-        await _abandon([task for task in begun if task is not chosen])
+        # Waiting for them to end, a cancelled caller would lose the one that was chosen.
+        for task in begun:
+            if task is not chosen:
+                task.cancel()
+                task.add_done_callback(_hang_up)
 
 
-async def _abandon(trying: Sequence[asyncio.Task[_Connection]]) -> None:
-    for task in trying:
-        task.cancel()
-    for outcome in await asyncio.gather(*trying, return_exceptions=True):
-        if not isinstance(outcome, BaseException):
-            await outcome.close()
+def _hang_up(done: asyncio.Task[_Connection]) -> None:
+    if not done.cancelled() and done.exception() is None:
+        done.result().pgconn.finish()

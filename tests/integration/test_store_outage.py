@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Iterator
+from typing import cast
 
 import psycopg
 import pytest
@@ -174,16 +175,14 @@ async def silent_servers(count: int) -> AsyncGenerator[tuple[list[int], list[flo
     """The ports of servers that take every connection and never answer, and when they took each."""
     taken: list[float] = []
 
-    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        taken.append(time.monotonic())
-        try:
-            while await reader.read(1000):
-                pass
-        finally:
-            writer.close()
+    class Silent(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            taken.append(time.monotonic())
+            stack.callback(cast("asyncio.Transport", transport).abort)
 
+    loop = asyncio.get_running_loop()
     async with contextlib.AsyncExitStack() as stack:
-        servers = [await asyncio.start_server(take, "127.0.0.1", 0) for _ in range(count)]
+        servers = [await loop.create_server(Silent, "127.0.0.1", 0) for _ in range(count)]
         for server in servers:
             stack.callback(server.close)
         yield [server.sockets[0].getsockname()[1] for server in servers], taken
