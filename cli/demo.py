@@ -17,7 +17,7 @@ import tempfile
 import time
 from asyncio.subprocess import PIPE, Process
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -303,19 +303,27 @@ def _entries(books: admin_pb2.OrgBooks) -> str:
 # ── Faults ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def _kill_workers(run: Run, workers: Workers) -> None:
+async def _again(every_s: float, moved: Callable[[], int]) -> AsyncGenerator[None]:
+    """Each time that a fault is due. On a busy machine processes may take longer to start: killing those that have not
+    come back yet would only show that a cluster that is not there does nothing, so something has `moved` in between."""
+    before = moved()
     while True:
-        await asyncio.sleep(WORKER_KILLED_EVERY_S)
+        await asyncio.sleep(every_s)
+        if moved() != before:
+            yield
+            before = moved()
+
+
+async def _kill_workers(run: Run, workers: Workers) -> None:
+    async for _ in _again(WORKER_KILLED_EVERY_S, lambda: run.done):
         if workers.kill():
             run.faults["worker"] += 1
 
 
 async def _kill_routers(run: Run, cluster: LocalCluster) -> None:
-    """Each time the one that has run longest: on a busy machine one that has just started may not serve yet, and
-    killing those would only show that a cluster without routers does nothing."""
+    """Each time the one that has run longest: one that has just started may not serve yet."""
     by_age: list[int] = []
-    while True:
-        await asyncio.sleep(ROUTER_KILLED_EVERY_S)
+    async for _ in _again(ROUTER_KILLED_EVERY_S, lambda: run.acknowledged_jobs + run.done):
         alive = cluster.routers.pids
         by_age = [pid for pid in by_age if pid in alive] + [pid for pid in alive if pid not in by_age]
         if by_age:
