@@ -536,7 +536,7 @@ def test_a_wait_goes_on_where_a_router_that_shuts_down_answers_early(windrow: Wi
 
 
 def test_a_job_that_falls_due_ends_the_wait_for_it(windrow: Windrow) -> None:
-    (job_id,) = windrow("enqueue", "awaited", "q", "k", "--delay", "300ms").lines
+    (job_id,) = windrow("enqueue", "awaited", "q", "k", "--delay", "3s").lines
     assert windrow("dequeue", "awaited", "q").code == 1
     (taken,) = windrow("dequeue", "awaited", "q", "--wait", "30s", "--ack", "--json").documents
     assert taken["id"] == job_id

@@ -133,8 +133,9 @@ async def test_a_handover_cut_around_its_commit_is_told_once_and_a_release_makes
             # The answer was lost on the way; told that nothing was leased, the consumer's router makes it so.
             assert await store.release(ORG, leases) == [Answer.OK] * 2
             lost += jobs.ids
-    assert bool(leased) == (moment is Moment.UNSENT)
-    assert bool(lost) == (moment is Moment.ANSWERED) or moment not in (Moment.UNSENT, Moment.ANSWERED)
+    # What is cut when it has just been sent may have come or not.
+    if moment is not Moment.SENT:
+        assert (bool(leased), bool(lost)) == (moment is Moment.UNSENT, moment is Moment.ANSWERED)
     stored = await copies(fresh_database)
     assert set(stored.values()) == {1}
     books = await books_of(fresh_database)

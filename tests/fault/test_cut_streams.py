@@ -64,13 +64,16 @@ class Load:
     # By job: the leases whose ack was answered OK.
     acked: dict[str, set[bytes]] = field(default_factory=dict[str, set[bytes]])
     streams: int = 0
+    producing: int = 0
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def finished(self) -> bool:
-        return self.over.is_set() and len(self.acked) == len(self.stored)
+        # Jobs of an enqueue that is not answered yet may be acked already.
+        return self.over.is_set() and not self.producing and len(self.acked) == len(self.stored)
 
     async def produce(self, to: Client) -> None:
+        self.producing += 1
         while not self.over.is_set():
             # Most are handed over; those with attributes are claimed.
             size = self.luck.choice([0, 200, 4000])
@@ -84,6 +87,7 @@ class Load:
             # What is not taken yet does not grow without end.
             await until(lambda: len(self.stored) - len(self.acked) < 2000 or self.over.is_set(), "jobs are taken")
             await asyncio.sleep(self.luck.uniform(0, 0.01))
+        self.producing -= 1
 
     @staticmethod
     async def _answered(to: Client, request: queue_pb2.EnqueueRequest) -> bool:

@@ -161,7 +161,7 @@ async def test_jobs_under_leases_hold_up_nobody_else(field: Field, log: Log) -> 
 
 async def test_once_is_refused_where_another_leads(field: Field) -> None:
     cluster = field.write(s1={}, s2={})
-    async with candidacy(field.dsns[A]) as other:
+    async with candidacy(field.dsns[A], cluster.digest) as other:
         assert await other.lead()
         with pytest.raises(
             AnotherLeads, match=r"windrow balancer \S+ \d+ by [0-9a-f]{12} at 127\.0\.0\.1 \(process \d+ of the catalog"
