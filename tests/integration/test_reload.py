@@ -122,13 +122,15 @@ def cluster(databases: dict[str, str], tmp_path: Path) -> Generator[Live, None, 
 
 def place(cluster: Live, orgs_slot: int | None, *, writes: str, reads: list[str]) -> None:
     """What a balancer does to the catalog, for one slot, or (None) for all."""
-    ((epoch,),) = cluster.sql("s1", "UPDATE windrow.catalog SET epoch = epoch + 1 RETURNING epoch")
-    cluster.sql(
+    # In one transaction: what changes after its epoch was read, nobody would look for.
+    changed = cluster.sql(
         "s1",
-        "UPDATE windrow.placement SET writes = ARRAY[%s], reads = %s::text[], epoch = %s, changed = %s "
-        "WHERE slot = coalesce(%s, slot)",
-        *(writes, reads, epoch, epoch, orgs_slot),
+        "WITH counted AS (UPDATE windrow.catalog SET epoch = epoch + 1 RETURNING epoch) "
+        "UPDATE windrow.placement p SET writes = ARRAY[%s], reads = %s::text[], epoch = c.epoch, changed = c.epoch "
+        "FROM counted c WHERE p.slot = coalesce(%s, p.slot) RETURNING c.epoch",
+        *(writes, reads, orgs_slot),
     )
+    epoch = changed[0][0]
     if writes in cluster.dsns:
         cluster.sql(
             writes,

@@ -212,7 +212,7 @@ async def assert_back(near: Client, org: str, ids: Sequence[str], *streams: Stre
         return found.keys() >= rest
 
     await until(take, "what was not sent is to be had", within_s=5)
-    assert set(found.values()) == {1}
+    assert set(found.values()) <= {1}
     assert len(found.keys() - rest) <= unsure
 
 
@@ -555,7 +555,7 @@ async def test_jobs_that_were_not_sent_are_anothers_at_once_and_uncounted(near: 
                 return len(found) >= 40
 
             await until(take, "what was not sent is to be had", within_s=5)
-            assert set(found.values()) == {1}
+            assert set(found.values()) <= {1}
     assert (await near.balanced(SHARDS))[org].accepted == 100
 
 
