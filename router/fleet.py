@@ -267,7 +267,10 @@ class Fleet:
                     f"shard {name!r}: its DSN leads to a database without a catalog ({database.address}), and this "
                     "shard has the catalog; correct the dsn"
                 )
-            self._identities[name] = await identity.admit(database, self._catalog.database, cluster=cluster.name)
+            admitted = await identity.admit(database, self._catalog.database, cluster=cluster.name)
+            # A new one does not know which slots have left the shard since this router has looked.
+            await self._catalog.look()
+            self._identities[name] = admitted
         await catalog.grant(database, self._catalog.known)
 
     async def _proved(self, member: Member) -> None:

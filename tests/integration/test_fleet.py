@@ -21,6 +21,7 @@ from shard import catalog
 from shard.cluster import Cluster, parse_cluster
 from shard.database import Database
 from shard.errors import Misconfigured, ShardUnavailable
+from shard.placement import slot_of
 from shard.vocabulary import OrgId, ShardName
 from tests.jobs import lease_jobs, some_jobs
 from tests.postgres import Server as Postgres
@@ -216,6 +217,29 @@ async def test_no_other_database_is_taken_for_a_shard_that_holds_slots(postgres:
             await until_refused(fleet, org, "the database of another shard of these very names")
     finally:
         postgres.drop(copy)
+
+
+async def test_a_new_database_is_given_no_slot_that_has_left_the_shard(
+    dsns: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, empty = dsns
+    monkeypatch.setattr("router.catalog_copy._LOOK_S", 3600)
+    async with opened(two(first, second)) as fleet:
+        await up(fleet)
+        slot = slot_of(org_on(fleet, S2))
+    async with opened(two(first, empty)) as fleet:
+        await until(lambda: "holds 8,192 slots" in fleet.shards()[S2].trouble)
+        with psycopg.connect(first) as connection:
+            connection.execute("UPDATE windrow.catalog SET epoch = 2")
+            connection.execute(
+                "UPDATE windrow.placement SET writes = '{s1}', reads = '{s1}', epoch = 2, changed = 2 WHERE slot = %s",
+                [slot],
+            )
+            connection.execute("DELETE FROM windrow.shard WHERE shard = 's2'")
+        await up(fleet)
+        with psycopg.connect(empty) as connection:
+            owned = {number for (number,) in connection.execute("SELECT slot FROM windrow.owned_slot")}
+        assert (len(owned), slot in owned) == (8191, False)
 
 
 async def test_no_cluster_is_founded_beside_a_shard_of_another(dsns: list[str]) -> None:
