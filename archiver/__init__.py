@@ -1,2 +1,2 @@
-"""Not in this release: finished jobs stay in the finished table (docs/concepts.md). The name is kept for what will move
-them to cold tables, on a schedule."""
+"""Keeps hot tables small for ever: days of finished jobs that are over turn cold, cold days that have been kept for
+their time go, and so do dedup keys, jobs past their expires_at and old dead jobs. On a schedule."""

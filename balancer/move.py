@@ -205,6 +205,9 @@ class Mover:
                 rest = rest[len(some) :]
                 continue
             jobs = await self._hand_over(move, source, target, sorted(departed))
+            if jobs < sum(departed.values()):
+                # The target has lost chunks, or somebody else works here: that is to be looked at first.
+                return
             # The last one may have more.
             last = max(departed)
             chunks[last] += 1
@@ -228,13 +231,14 @@ class Mover:
         departed = await moving.read_departing(source, slots, epoch=move.epoch)
         chunks = {part.slot: part.chunk for part in departed}
         taken = await moving.take(target, departed, epoch=move.epoch)
-        if taken:
-            await moving.tell_arrivals(target, [part for part in departed if part.slot in taken])
         others = [slot for slot in chunks if slot not in taken]
         if others:
             # Taken before, by us or by somebody else; or this move is over.
             states = await moving.read_slots(target, others)
             taken.update(slot for slot in others if _has(states.get(slot), move.epoch, chunks[slot]))
+        if taken:
+            # Whoever has taken it may have died before he told of it.
+            await moving.tell_arrivals(target, [part for part in departed if part.slot in taken])
         jobs = await moving.forget(source, {slot: chunks[slot] for slot in chunks if slot in taken}, epoch=move.epoch)
         self._moved += jobs
         self._tell(move)

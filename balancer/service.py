@@ -12,10 +12,9 @@ from balancer.balancing import Balancing
 from balancer.settings import pace_of
 from balancer.shards import open_shards
 from shard.catalog import Move
-from shard.cluster import Cluster, ClusterFileError
-from shard.cluster_change import described, refuse_change
+from shard.cluster import Cluster
 from shard.errors import ShardUnavailable
-from shard.following import FollowedFile
+from shard.following import FollowedFile, next_usable
 from shard.leading import Candidate, candidacy
 
 _log = logging.getLogger(__name__)
@@ -33,7 +32,7 @@ async def balance(file: FollowedFile, cluster: Cluster, *, stop: asyncio.Event) 
     while not stop.is_set():
         ending = asyncio.Event()
         keeping = asyncio.create_task(_Balancer(cluster, ending).keep())
-        following = asyncio.create_task(_next(file, cluster))
+        following = asyncio.create_task(next_usable(file, cluster, judge=pace_of))
         stopped = asyncio.create_task(stop.wait())
         try:
             await asyncio.wait({keeping, following, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -121,24 +120,3 @@ class _Balancer:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_TRY_S):
                 await self._ending.wait()
-
-
-async def _next(file: FollowedFile, before: Cluster) -> Cluster:
-    """The next cluster file that can be used. One that cannot is refused once, and the one before stays in force."""
-    refused: str | None = None
-    while True:
-        await file.changed(within_s=None if refused is None else _TRY_S)
-        try:
-            cluster = await asyncio.to_thread(file.read)
-            pace_of(cluster)
-            refuse_change(before, cluster)
-        except ClusterFileError as error:
-            if file.digest != refused:
-                refused = file.digest
-                _log.error("the cluster file is refused, %s stays in force: %s", before.digest, error)
-            continue
-        refused = None
-        if cluster != before:
-            said = described(before, cluster)
-            _log.info("cluster file %s is in force: %s", cluster.digest, "; ".join(said) or "nothing in it is new")
-            return cluster

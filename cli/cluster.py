@@ -16,7 +16,8 @@ from cli.output import Column
 if TYPE_CHECKING:
     from windrow.v1 import admin_pb2
 
-_STATES = ("scheduled", "ready", "leased", "succeeded", "dead", "cancelled")
+# Where a job that was accepted can be.
+_STATES = ("scheduled", "ready", "leased", "succeeded", "dead", "cancelled", "archived", "expired")
 
 
 def health(

@@ -20,12 +20,14 @@ _T = TypeVar("_T")
 
 def read(config: Path) -> Cluster:
     """The cluster of a file. Raises CommandFailed."""
+    from archiver.settings import settings_of
     from balancer.settings import pace_of
     from shard.cluster import ClusterFileError, read_cluster
 
     try:
         cluster = read_cluster(config)
         pace_of(cluster)
+        settings_of(cluster)
     except ClusterFileError as error:
         raise CommandFailed(str(error), ExitCode.USAGE) from error
     return cluster

@@ -1,5 +1,5 @@
-"""A whole cluster on this machine: Postgres for each shard, router processes in front of them, and a balancer. What
-`windrow up`, the demo and the tests stand on."""
+"""A whole cluster on this machine: Postgres for each shard, router processes in front of them, a balancer and an
+archiver. What `windrow up`, the demo and the tests stand on."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from archiver.service import archive
 from balancer.service import balance
 from cli import local_file
 from embedded import Cluster, EmbeddedError, open_clusters
@@ -71,7 +72,7 @@ async def local_cluster(
             await asyncio.wait(starts, return_when=asyncio.FIRST_COMPLETED)
             if running.done():
                 await running
-            async with _balanced(config):
+            async with _kept(config):
                 yield LocalCluster(
                     address=await ready,
                     config=config,
@@ -88,16 +89,18 @@ async def local_cluster(
 
 
 @contextlib.asynccontextmanager
-async def _balanced(config: Path) -> AsyncGenerator[None, None]:
-    """A balancer runs within this scope."""
-    file = FollowedFile(config)
+async def _kept(config: Path) -> AsyncGenerator[None, None]:
+    """A balancer and an archiver run within this scope."""
     stop = asyncio.Event()
-    balancing = asyncio.create_task(balance(file, file.read(), stop=stop))
+    running: list[asyncio.Task[None]] = []
+    for serve in (balance, archive):
+        file = FollowedFile(config)
+        running.append(asyncio.create_task(serve(file, file.read(), stop=stop)))
     try:
         yield
     finally:
         stop.set()
-        await balancing
+        await asyncio.gather(*running)
 
 
 @contextlib.asynccontextmanager

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from cli import cluster, enqueue, jobs, leases, moves, output, pins, queues, servers, shards, stats, up
+from cli import cluster, doctor, enqueue, jobs, leases, moves, output, pins, queues, servers, shards, stats, up
 from cli.exits import EPILOG, CommandFailed, ExitCode
 from cli.layout import App
 
@@ -74,6 +74,7 @@ def windrow(
 app.command("up", rich_help_panel=_START)(up.up)
 app.command("router", rich_help_panel=_START)(servers.router)
 app.command("balancer", rich_help_panel=_START)(servers.balancer)
+app.command("archiver", rich_help_panel=_START)(servers.archiver)
 app.command("migrate", rich_help_panel=_START)(servers.migrate)
 app.command("demo", rich_help_panel=_START)(demo)
 app.command("enqueue", rich_help_panel=_WORK)(enqueue.enqueue)
@@ -87,6 +88,7 @@ app.add_typer(queues.app, name="queues", rich_help_panel=_OPERATE)
 app.command("stats", rich_help_panel=_OPERATE)(stats.stats)
 app.add_typer(shards.app, name="shards", rich_help_panel=_OPERATE)
 app.command("check", rich_help_panel=_OPERATE)(cluster.check)
+app.command("doctor", rich_help_panel=_OPERATE)(doctor.doctor)
 app.command("health", rich_help_panel=_OPERATE)(cluster.health)
 
 

@@ -52,6 +52,16 @@ MaxAttempts: TypeAlias = Annotated[
         "--max-attempts", metavar="N", min=1, max=1000, show_default=False, help="Leases before a job is dead."
     ),
 ]
+Retention: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--retention",
+        parser=values.retention,
+        metavar="DURATION",
+        show_default=False,
+        help="How long finished jobs are kept: none, 1d, 7d, 30d, 90d, 365d or 7y.",
+    ),
+]
 Config: TypeAlias = Annotated[
     Path,
     typer.Option("--config", envvar="WINDROW_CONFIG", metavar="FILE", show_default=False, help="The cluster file."),

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -54,6 +55,9 @@ _STYLES = {
     "there": "green",
     "waiting": "yellow",
     "stuck": "red",
+    "notice": "bold blue",
+    "warning": "bold yellow",
+    "critical": "bold red",
 }
 _GAP = "  "
 
@@ -157,17 +161,24 @@ def table_lines(columns: Sequence[Column], rows: Sequence[Sequence[str]], *, ind
     return lines
 
 
-def facts(pairs: Iterable[tuple[str, str]], *, indent: int = 0) -> None:
-    """One thing's properties, name and value; values of several lines are set below one another."""
+def wrapped(text: str, *, indent: int) -> str:
+    """The text in lines that fit beside such an indent on the terminal; one line where nobody looks."""
+    return textwrap.fill(text, max(40, _stdout().width - indent), break_long_words=False, break_on_hyphens=False)
+
+
+def facts(pairs: Iterable[tuple[str, str]], *, indent: int = 0, width_min: int = 0) -> None:
+    """One thing's properties, name and value; values of several lines are set below one another. `width_min`: of the
+    names, where several things stand below one another."""
     from rich.text import Text
 
     shown = [(name, value) for name, value in pairs if value]
-    width = max((len(name) for name, _ in shown), default=0)
+    width = max([width_min, *(len(name) for name, _ in shown)])
     lines: list[Text] = []
     for name, value in shown:
         first, *more = visible(value, keep_lines=True).split("\n")
         style = _STYLES.get(value, "") if name == "state" else ""
-        lines.append(Text(" " * indent).append(name.ljust(width), "bold").append(_GAP).append(first, style))
+        name_style = _STYLES.get(name, "bold")
+        lines.append(Text(" " * indent).append(name.ljust(width), name_style).append(_GAP).append(first, style))
         lines += [Text(" " * (indent + width) + _GAP + rest, style) for rest in more]
     _print(lines)
 

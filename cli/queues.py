@@ -24,6 +24,7 @@ app = App(help="List, configure, pause and delete queues.")
 class Field(StrEnum):
     RETRY = "retry"
     MAX_ATTEMPTS = "max_attempts"
+    RETENTION_DAYS = "retention_days"
 
 
 @app.command("list")
@@ -53,6 +54,7 @@ def list_queues(
         Column(title="state", coloured=True),
         Column(title="retry"),
         Column(title="attempts", right=True),
+        Column(title="finished kept", right=True),
         Column(title="created"),
         Column(title="shard"),
     ]
@@ -64,6 +66,7 @@ def list_queues(
                 "paused" if queue.paused else "open",
                 values.retry_text(retry_policy(queue.config.retry)),
                 str(queue.config.max_attempts),
+                values.retention_text(queue.config.retention_days),
                 time_shown(queue, "created_at"),
                 queue.shard,
             )
@@ -108,6 +111,7 @@ def create(
     queue: options.Queue,
     retry: options.Retry = None,
     max_attempts: options.MaxAttempts = None,
+    retention: options.Retention = None,
     as_json: options.Json = False,
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
@@ -117,7 +121,7 @@ def create(
     from windrow.v1 import admin_pb2
 
     with connect(address, timeout) as router:
-        request = admin_pb2.CreateQueueRequest(org=org, queue=queue, config=_config(retry, max_attempts))
+        request = admin_pb2.CreateQueueRequest(org=org, queue=queue, config=_config(retry, max_attempts, retention))
         _print(router.call(router.admin.CreateQueue, request).queue, as_json=as_json)
 
 
@@ -127,13 +131,14 @@ def alter(
     queue: options.Queue,
     retry: options.Retry = None,
     max_attempts: options.MaxAttempts = None,
+    retention: options.Retention = None,
     reset: Annotated[
         list[Field] | None,
         typer.Option(
             "--reset",
             metavar="FIELD",
             show_default=False,
-            help="Back to the default: retry or max_attempts; may be repeated.",
+            help="Back to the default: retry, max_attempts or retention_days; may be repeated.",
         ),
     ] = None,
     as_json: options.Json = False,
@@ -141,14 +146,18 @@ def alter(
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
     """Change what is named, for jobs already queued too; the rest stays."""
-    if retry is None and max_attempts is None and not reset:
-        raise typer.BadParameter("name what to change", param_hint="'--retry' / '--max-attempts' / '--reset'")
+    if retry is None and max_attempts is None and retention is None and not reset:
+        raise typer.BadParameter(
+            "name what to change", param_hint="'--retry' / '--max-attempts' / '--retention' / '--reset'"
+        )
 
     from cli.calls import connect
     from windrow.v1 import admin_pb2
 
     with connect(address, timeout) as router:
-        request = admin_pb2.AlterQueueRequest(org=org, queue=queue, config=_config(retry, max_attempts), reset=reset)
+        request = admin_pb2.AlterQueueRequest(
+            org=org, queue=queue, config=_config(retry, max_attempts, retention), reset=reset
+        )
         _print(router.call(router.admin.AlterQueue, request).queue, as_json=as_json)
 
 
@@ -206,11 +215,15 @@ def delete(
         output.say(f"queue {queue} is deleted")
 
 
-def _config(retry: values.Retry | None, max_attempts: int | None) -> admin_pb2.QueueConfig:
+def _config(retry: values.Retry | None, max_attempts: int | None, retention: int | None) -> admin_pb2.QueueConfig:
     from cli.messages import retry_message
     from windrow.v1 import admin_pb2
 
-    return admin_pb2.QueueConfig(retry=None if retry is None else retry_message(retry), max_attempts=max_attempts)
+    return admin_pb2.QueueConfig(
+        retry=None if retry is None else retry_message(retry),
+        max_attempts=max_attempts,
+        retention_days=retention,
+    )
 
 
 def _print(queue: admin_pb2.QueueInfo, *, as_json: bool) -> None:
@@ -226,6 +239,7 @@ def _print(queue: admin_pb2.QueueInfo, *, as_json: bool) -> None:
             ("state", "paused" if queue.paused else "open"),
             ("retry", values.retry_text(retry_policy(queue.config.retry))),
             ("max attempts", str(queue.config.max_attempts)),
+            ("finished kept", values.retention_text(queue.config.retention_days)),
             ("created", time_shown(queue, "created_at")),
             ("shard", queue.shard),
         ]
@@ -241,6 +255,7 @@ def _json(queue: admin_pb2.QueueInfo) -> dict[str, object]:
         "paused": queue.paused,
         "retry": retry_json(queue.config.retry),
         "max_attempts": queue.config.max_attempts,
+        "retention_days": queue.config.retention_days,
         "created_at": time_json(queue, "created_at"),
         "shard": queue.shard,
     }

@@ -1,5 +1,5 @@
-"""What runs beside the databases of a cluster file: `windrow router` and `windrow balancer`, and `windrow migrate`
-before them."""
+"""What runs beside the databases of a cluster file: `windrow router`, `windrow balancer` and `windrow archiver`, and
+`windrow migrate` before them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from cli.exits import CommandFailed, ExitCode
 from cli.output import Column
 
 if TYPE_CHECKING:
+    from archiver.passing import Pass
+    from shard.archiving import Aged
     from shard.catalog import Move
     from shard.cluster import Cluster, ShardEntry
     from shard.database import Database
+    from shard.vocabulary import ShardName
 
 
 def router(
@@ -85,6 +88,95 @@ def balancer(
             ExitCode.NO,
             particulars=[f"{move}: {why}" for move, why in held.items()],
         )
+
+
+def archiver(
+    config: options.Config,
+    once: Annotated[bool, typer.Option("--once", help="One pass over every shard, now.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Run the archiver: finished jobs turn cold, and go when they have been kept for their time.
+
+    On the schedule of the cluster file's [archiver], until SIGTERM or Ctrl-C; --json is for --once. Exit codes, with
+    --once: 1 if something is left to the next pass, 3 if a shard cannot be reached, 5 if another archiver is at work.
+    """
+    from archiver.service import archive
+    from shard.following import FollowedFile
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    cluster = databases.read(config)
+    if once:
+        _archive_once(cluster, as_json=as_json)
+        return
+
+    async def until_stopped() -> None:
+        file = FollowedFile(config)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, file.hurry)
+        await archive(file, file.read(), stop=databases.stop_on_signals())
+
+    databases.asked(until_stopped())
+
+
+def _archive_once(cluster: Cluster, *, as_json: bool) -> None:
+    from archiver.passing import AnotherArchives, Pass
+    from archiver.service import archive_once
+    from shard.errors import ShardUnavailable
+
+    async def until_done() -> Mapping[ShardName, Pass | Exception]:
+        stop = databases.stop_on_signals()
+        outcomes = await archive_once(cluster, stop=stop)
+        if stop.is_set():
+            raise typer.Exit(ExitCode.INTERRUPTED)
+        return outcomes
+
+    with output.working(f"one pass over {output.counted(len(cluster.shards), 'shard')}"):
+        outcomes = databases.asked(until_done())
+    if as_json:
+        output.say_json(_pass_json(shard, outcome) for shard, outcome in outcomes.items())
+    else:
+        for outcome in outcomes.values():
+            (output.say if isinstance(outcome, Pass) else output.note)(str(outcome))
+
+    def code(outcome: Pass | Exception) -> ExitCode:
+        match outcome:
+            case Pass():
+                return ExitCode.NO if outcome.in_use or outcome.more else ExitCode.OK
+            case ShardUnavailable():
+                return ExitCode.UNAVAILABLE
+            case AnotherArchives():
+                return ExitCode.REFUSED
+            case _:
+                return ExitCode.NO
+
+    if worst := max(map(code, outcomes.values()), default=ExitCode.OK):
+        raise typer.Exit(worst)
+
+
+def _pass_json(shard: ShardName, outcome: Pass | Exception) -> dict[str, object]:
+    if isinstance(outcome, Exception):
+        return {"shard": shard, "error": str(outcome)}
+    return {
+        "shard": shard,
+        "turned_cold": [_aged_json(each) for each in outcome.turned_cold],
+        "dropped": [_aged_json(each) for each in outcome.dropped],
+        "dedup_keys": outcome.dedup_keys,
+        "jobs_expired": outcome.jobs_expired,
+        "dead_jobs_cancelled": outcome.dead_jobs_cancelled,
+        "in_use": outcome.in_use,
+        "more": outcome.more,
+        "locked_ms_max": round(outcome.locked_s_max * 1000, 3),
+        "seconds": round(outcome.seconds, 3),
+        "error": None,
+    }
+
+
+def _aged_json(aged: Aged) -> dict[str, object]:
+    return {
+        "partition": aged.partition,
+        "jobs": aged.jobs,
+        "bytes": aged.bytes,
+        "locked_ms": round(aged.locked_s * 1000, 3),
+    }
 
 
 def migrate(config: options.Config, as_json: options.Json = False) -> None:

@@ -18,6 +18,7 @@ _UNITS_US = {"us": 1, "ms": 1000, "s": 10**6, "m": 60 * 10**6, "h": 3600 * 10**6
 _PART = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s|m|h|d)")
 _DURATION = re.compile(rf"(?:{_PART.pattern})+")
 _ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
+_RETENTIONS = {"none": 0, "1d": 1, "7d": 7, "30d": 30, "90d": 90, "365d": 365, "7y": 2557}
 _FACTOR = re.compile(r"([x~])(\d+(?:\.\d+)?)")
 
 
@@ -45,6 +46,20 @@ def exact(value: timedelta) -> str:
         count, left_us = divmod(left_us, unit_us)
         text += f"{count}{unit}" if count else ""
     return text or "0s"
+
+
+def retention(value: str | int) -> int:
+    """For how many days finished jobs are kept."""
+    if isinstance(value, int):
+        return value
+    if value not in _RETENTIONS:
+        raise typer.BadParameter(f"{value!r} is not a retention: write {', '.join(_RETENTIONS)}")
+    return _RETENTIONS[value]
+
+
+def retention_text(days: int) -> str:
+    """As `retention` reads it."""
+    return next((text for text, known in _RETENTIONS.items() if known == days), f"{days}d")
 
 
 def rough(value: timedelta) -> str:

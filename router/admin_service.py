@@ -50,6 +50,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 queue,
                 retry=convert.own_policy(config),
                 max_attempts=convert.own_max_attempts(config),
+                retention=convert.own_retention(config),
                 epoch=placement.epoch,
             )
             return convert.queue_info(org, record, member.name)
@@ -64,6 +65,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             QueueName(request.queue),
             retry=convert.own_policy(config),
             max_attempts=convert.own_max_attempts(config),
+            retention=convert.own_retention(config),
             reset=list(request.reset),
         )
         return admin_pb2.AlterQueueResponse(queue=info)
@@ -116,7 +118,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         async def purge(member: Member, most: int) -> int:
             return await member.books.purge_queue(org, queue, limit=most, include_dead=request.include_dead)
 
-        cancelled = await change_readers(self._fleet, org, limit, purge)
+        cancelled = await change_readers(self._fleet, org, queue, limit, purge)
         return admin_pb2.PurgeQueueResponse(cancelled=cancelled, more=cancelled >= limit)
 
     @unary()
@@ -159,7 +161,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 member.room.brought(org, queue)
             return count
 
-        redriven = await change_readers(self._fleet, org, limit, redrive)
+        redriven = await change_readers(self._fleet, org, queue, limit, redrive)
         return admin_pb2.RedriveJobsResponse(redriven=redriven, more=redriven >= limit)
 
     @unary()
@@ -221,6 +223,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         *,
         retry: Policy | None = None,
         max_attempts: int | None = None,
+        retention: int | None = None,
         paused: bool | None = None,
         reset: Sequence[str] = (),
     ) -> admin_pb2.QueueInfo:
@@ -233,6 +236,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 queue=queue,
                 retry=retry,
                 max_attempts=max_attempts,
+                retention=retention,
                 paused=paused,
                 reset=reset,
                 epoch=placement.epoch,

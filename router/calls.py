@@ -32,6 +32,7 @@ DEADLINE_S_MAX = 75.0
 # A process that is asked more at once says so, instead of growing. Of neither does an org get more than is left free.
 CALLS_MAX = 4_000
 STREAMS_MAX = 10_000
+_UNRECORDED = contextlib.nullcontext()
 
 
 class Gate:
@@ -69,9 +70,6 @@ class Gate:
 
     def leave(self, org: str) -> None:
         self._calls.give_back(org)
-
-
-_UNRECORDED = contextlib.nullcontext()
 
 
 class _Gated(Protocol):
@@ -121,24 +119,14 @@ async def _inside(
     try:
         span = gate.tracing.begin(service.service_name, method.__name__, context)
         with span or _UNRECORDED:
-            return await _within(context, rules, method, service, request)
+            rules(request)
+            if seconds_left(context) < DEADLINE_S_MAX:
+                # At the caller's own deadline gRPC cancels us.
+                return await method(service, request)
+            async with asyncio.timeout(DEADLINE_S_MAX):
+                return await method(service, request)
     finally:
         gate.leave(org)
-
-
-async def _within(
-    context: Context,
-    rules: Callable[[Any], None],
-    method: Callable[[_Service, _Request], Awaitable[_Response]],
-    service: _Service,
-    request: _Request,
-) -> _Response:
-    rules(request)
-    if seconds_left(context) < DEADLINE_S_MAX:
-        # At the caller's own deadline gRPC cancels us.
-        return await method(service, request)
-    async with asyncio.timeout(DEADLINE_S_MAX):
-        return await method(service, request)
 
 
 def refusal(context: Context, error: Exception) -> Awaitable[NoReturn]:

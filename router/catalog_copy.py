@@ -35,6 +35,7 @@ class CatalogCopy:
         self._told = asyncio.Event()
         self._changed = asyncio.Event()
         self._listener = Listener(dsn, catalog.CHANNEL, self._hear, application_name="windrow catalog")
+        self.database.went_away = self._listener.hang_up
         # A look serves all who asked before it began.
         self._looks = Coalescer[None, Catalog](
             self._look,

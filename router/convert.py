@@ -17,6 +17,7 @@ from shard.lease import MalformedLease, parse_token
 from shard.records import JobRecord
 from shard.vocabulary import (
     MAX_ATTEMPTS_DEFAULT,
+    RETENTION_DEFAULT,
     Answer,
     Claimed,
     JobState,
@@ -158,6 +159,11 @@ def own_max_attempts(config: admin_pb2.QueueConfig) -> int | None:
     return config.max_attempts if config.HasField("max_attempts") else None
 
 
+def own_retention(config: admin_pb2.QueueConfig) -> int | None:
+    """Same, for how many days finished jobs are kept."""
+    return config.retention_days if config.HasField("retention_days") else None
+
+
 def policy_message(stored: retry.Policy) -> job_pb2.RetryPolicy:
     match stored:
         case retry.Fixed():
@@ -254,6 +260,7 @@ def job(record: JobRecord, shard: ShardName) -> job_pb2.Job:
 def queue_info(org: OrgId, record: QueueRecord, shard: ShardName) -> admin_pb2.QueueInfo:
     config = admin_pb2.QueueConfig(retry=policy_message(retry.from_json(record.retry)))
     config.max_attempts = record.max_attempts or MAX_ATTEMPTS_DEFAULT
+    config.retention_days = RETENTION_DEFAULT if record.retention is None else record.retention
     return admin_pb2.QueueInfo(
         org=org,
         queue=record.queue,
@@ -292,6 +299,8 @@ def org_books(books: OrgBooks) -> admin_pb2.OrgBooks:
         succeeded=books.succeeded,
         dead=books.dead,
         cancelled=books.cancelled,
+        archived=books.archived,
+        expired=books.expired,
         balanced=books.balanced,
     )
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from router.catalog_copy import CatalogCopy
 from router.member import Member
-from shard import catalog, identity, schema
+from shard import catalog, identity, pinning, schema
 from shard.catalog import Catalog, Holding
 from shard.cluster import Cluster, ClusterFileError, ShardState
 from shard.cluster_change import refuse_change
@@ -270,11 +270,15 @@ class Fleet:
             admitted = await identity.admit(database, self._catalog.database, cluster=cluster.name)
             # A new one does not know which slots have left the shard since this router has looked.
             await self._catalog.look()
+            # An empty one in the place of one that is lost has never heard of the orgs that are pinned to it.
+            if not await pinning.settle(database, await pinning.read_on(self._catalog.database, name)):
+                raise ShardUnavailable(name, "its queues are being changed")
             self._identities[name] = admitted
         await catalog.grant(database, self._catalog.known)
 
     async def _proved(self, member: Member) -> None:
         # Where the catalog is in this shard's database, it is reached as that has proved to be.
         if self._cluster.catalog_shard == member.name:
+            self._catalog.database.identity = self._identities[member.name]
             await self._catalog.reconnect(member.dsn)
         self._wake_readers_of({member.name})

@@ -18,8 +18,8 @@ from shard.vocabulary import Answer, JobId, NewJobs, OrgId, ShardName
 
 _T = TypeVar("_T")
 # How long a job may be on its way from one shard to another, and between two looks.
-_DEPARTING_S_MAX = 5.0
-_DEPARTING_PAUSE_S = 0.020
+DEPARTING_S_MAX = 5.0
+DEPARTING_PAUSE_S = 0.020
 
 
 async def known_before(fleet: Fleet, placement: Placement, jobs: NewJobs) -> dict[int, JobId]:
@@ -102,7 +102,7 @@ async def decide(
 
     answers: dict[int, Answer] = {}
     wanted: Sequence[int] = range(len(ids))
-    give_up_s = asyncio.get_running_loop().time() + _DEPARTING_S_MAX
+    give_up_s = asyncio.get_running_loop().time() + DEPARTING_S_MAX
     while True:
         found = await find(fleet, org, ids, ask, at=wanted)
         answers.update(found.answers)
@@ -114,7 +114,7 @@ async def decide(
         if asyncio.get_running_loop().time() >= give_up_s:
             source = fleet.placement(org).reads[0]
             raise ShardUnavailable(source, f"{len(wanted)} job(s) of org {org!r} are on their way from it; try again")
-        await asyncio.sleep(_DEPARTING_PAUSE_S)
+        await asyncio.sleep(DEPARTING_PAUSE_S)
 
 
 def _itinerary(

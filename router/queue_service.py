@@ -179,8 +179,8 @@ class QueueService:
         # Its messages come from a generator, which keeps the last one until it is closed.
         generator = cast("AsyncGenerator[queue_pb2.ConsumeRequest]", aiter(request_iterator))
         async with contextlib.aclosing(generator) as requests:
-            # Whose it is, its first message says.
-            with self.gate.stream(""):
+            # Whose it is, its first message says. Until then it is one of its connection's.
+            with self.gate.stream(context.peer()):
                 first = await first_message(requests, self._draining)
             if first is not None:
                 with self.gate.stream(first.start.org):

@@ -8,10 +8,11 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from router.fleet import Fleet
+from router.lookups import DEPARTING_PAUSE_S, DEPARTING_S_MAX
 from router.member import Member
 from shard.books import Page, QueueCounts
 from shard.errors import BadPageToken, ShardUnavailable, UnknownQueue
-from shard.vocabulary import OrgId, ShardName
+from shard.vocabulary import OrgId, QueueName, ShardName
 
 _T = TypeVar("_T")
 # Between what a shard says and its name; what it says is base64.
@@ -66,21 +67,39 @@ async def ask_readers(
     return asked
 
 
-async def change_readers(fleet: Fleet, org: OrgId, most: int, change: Callable[[Member, int], Awaitable[int]]) -> int:
-    """Changes up to `most` jobs, shard by shard in the order in which jobs travel; `change` is told how many more it
-    may, and answers how many it has. Raises ShardUnavailable, after which some may have been changed; UnknownQueue."""
+async def change_readers(
+    fleet: Fleet, org: OrgId, queue: QueueName, most: int, change: Callable[[Member, int], Awaitable[int]]
+) -> int:
+    """Changes up to `most` jobs of a queue, shard by shard in the order in which jobs travel, by the placement that is
+    in force; `change` is told how many more it may, and answers how many it has. Raises ShardUnavailable, after which
+    some may have been changed; UnknownQueue."""
     changed = 0
-    unknown: list[UnknownQueue] = []
-    names = fleet.placement(org).reads
-    for name in names:
-        if changed < most:
+    while True:
+        placement = fleet.placement(org)
+        unknown: list[UnknownQueue] = []
+        for name in placement.reads:
+            if changed >= most:
+                return changed
+            member = fleet.placed(name).to_change()
             try:
-                changed += await change(fleet.placed(name).to_change(), most - changed)
+                changed += await change(member, most - changed)
             except UnknownQueue as error:
                 unknown.append(error)
-    if len(unknown) == len(names):
-        raise unknown[0]
-    return changed
+            if name != placement.reads[-1]:
+                await _until_arrived(member, org, queue)
+        if changed >= most or await fleet.is_current(org, placement):
+            if len(unknown) == len(placement.reads):
+                raise unknown[0]
+            return changed
+
+
+async def _until_arrived(member: Member, org: OrgId, queue: QueueName) -> None:
+    """What was on its way from this shard is where it is to be. Raises ShardUnavailable if that takes long."""
+    give_up_s = asyncio.get_running_loop().time() + DEPARTING_S_MAX
+    while await member.books.departs(org, queue):
+        if asyncio.get_running_loop().time() >= give_up_s:
+            raise ShardUnavailable(member.name, f"jobs of org {org!r} are on their way from it; try again")
+        await asyncio.sleep(DEPARTING_PAUSE_S)
 
 
 async def list_readers(

@@ -17,7 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from router.admin_service import AdminService
-from router.calls import Gate
+from router.calls import CALLS_MAX, STREAMS_MAX, Gate
 from router.errors import CannotListen
 from router.fleet import Fleet
 from router.health_service import HealthService
@@ -115,6 +115,10 @@ def _server(
             ("grpc.so_reuseport", 1),
             ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
             ("grpc.max_send_message_length", -1),
+            # Who gets in, the gate says. By default gRPC refuses calls at random, whosever they are, when 1,000 have
+            # come at once, and tells them CANCELLED.
+            ("grpc.server.max_pending_requests", CALLS_MAX + STREAMS_MAX),
+            ("grpc.server.max_pending_requests_hard_limit", 2 * (CALLS_MAX + STREAMS_MAX)),
             # A client that vanished without a word is noticed, and its streams end.
             ("grpc.keepalive_time_ms", 30_000),
             ("grpc.keepalive_timeout_ms", 10_000),

@@ -23,6 +23,7 @@ _CLOSE_S_MAX = 3.0
 _PROPAGATOR = TraceContextTextMapPropagator()
 _CARRIED = frozenset(_PROPAGATOR.fields)
 _NOTHING = Context()
+_RANDOM = RandomIdGenerator()
 
 
 class Spans:
@@ -47,21 +48,20 @@ class Spans:
     ) -> contextlib.AbstractContextManager[object] | None:
         """A SERVER span to be entered around one call, under the caller's span if the call's metadata names one; None
         if the call is not to be recorded, which costs a quarter of a span that is made and records nothing."""
-        around = _NOTHING
-        self._ids.trace_id = 0
+        around, trace_id = _NOTHING, 0
         carrier = {key: value for key, value in context.invocation_metadata() or () if key in _CARRIED}
         if carrier:
             around = _PROPAGATOR.extract(carrier)
             # Of a caller that names none, or writes it wrongly, it is 0.
-            self._ids.trace_id = trace.get_current_span(around).get_span_context().trace_id
-        if not self._ids.trace_id:
-            self._ids.trace_id = self._ids.draw()
+            trace_id = trace.get_current_span(around).get_span_context().trace_id
+        trace_id = trace_id or _RANDOM.generate_trace_id()
         name = f"{service}/{method}"
         told: dict[str, AttributeValue] = {"rpc.system.name": "grpc", "rpc.method": name}
         # Asked here first, and again by the tracer for the few that are recorded: of the same trace it says the same.
-        asked = self._provider.sampler.should_sample(around, self._ids.trace_id, name, trace.SpanKind.SERVER, told)
+        asked = self._provider.sampler.should_sample(around, trace_id, name, trace.SpanKind.SERVER, told)
         if asked.decision is Decision.DROP:
             return None
+        self._ids.trace_id = trace_id
         return self._tracer.start_as_current_span(name, context=around, kind=trace.SpanKind.SERVER, attributes=told)
 
 
@@ -69,9 +69,6 @@ class _TraceIds(RandomIdGenerator):
     """Gives a span the id that its trace was judged by."""
 
     trace_id = 0
-
-    def draw(self) -> int:
-        return super().generate_trace_id()
 
     def generate_trace_id(self) -> int:
         return self.trace_id

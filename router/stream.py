@@ -28,6 +28,8 @@ _WAITING_BYTES_MAX = 8 * 1024 * 1024
 _MESSAGE_BYTES_MAX = 2 * 1024 * 1024
 # Messages of one stream that are being settled, or whose answers wait to be written; with more, no more are read.
 _SETTLING_MAX = 64
+# How long a stream may keep to itself whose it is.
+_START_S_MAX = 10.0
 # Before clients take the silence for a dead connection.
 _SETTLE_S_MAX = 8.0
 
@@ -35,7 +37,7 @@ _SETTLE_S_MAX = 8.0
 async def first_message(
     requests: AsyncIterator[queue_pb2.ConsumeRequest], draining: asyncio.Event
 ) -> queue_pb2.ConsumeRequest | None:
-    """None: there is none. Raises ShuttingDown."""
+    """None: there is none. Raises ShuttingDown, and InvalidRequest if it does not come."""
 
     async def come() -> queue_pb2.ConsumeRequest | None:
         return await anext(requests, None)
@@ -43,13 +45,15 @@ async def first_message(
     reading = asyncio.create_task(come())
     drained = asyncio.create_task(draining.wait())
     try:
-        await asyncio.wait({reading, drained}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({reading, drained}, timeout=_START_S_MAX, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for task in (reading, drained):
             task.cancel()
         await asyncio.wait({reading, drained})
     if reading.cancelled():
-        raise ShuttingDown
+        if draining.is_set():
+            raise ShuttingDown
+        raise InvalidRequest([Violation("start", f"did not come within {_START_S_MAX:g} s")])
     return reading.result()
 
 

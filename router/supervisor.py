@@ -74,13 +74,21 @@ class Supervisor:
         """Keeps one process running."""
         while not self._stopping.is_set():
             began_s = time.monotonic()
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "router.process", "--config", str(self._config), "--listen", address),
-                stdin=PIPE,
-                stdout=PIPE,
-                # Ctrl-C is for the supervisor, which ends its processes in order.
-                start_new_session=True,
-            )
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "router.process", "--config", str(self._config), "--listen", address),
+                    stdin=PIPE,
+                    stdout=PIPE,
+                    # Ctrl-C is for the supervisor, which ends its processes in order.
+                    start_new_session=True,
+                )
+            except OSError as error:
+                # No memory, too many processes: the others serve, and must not end for it.
+                if not up.is_set():
+                    raise RouterFailed(f"a router process cannot be started: {error.strerror}") from error
+                _log.warning("a router process cannot be started: %s; trying again", error.strerror)
+                await asyncio.sleep(_PAUSE_S)
+                continue
             self._running.add(process)
             try:
                 assert process.stdout is not None

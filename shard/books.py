@@ -35,6 +35,8 @@ class QueueRecord(NamedTuple):
     queue: QueueName
     retry: str | None
     max_attempts: int | None
+    # Days.
+    retention: int | None
     paused: bool
     created_at: Micros
 
@@ -65,11 +67,16 @@ class OrgBooks(NamedTuple):
     succeeded: int
     dead: int
     cancelled: int
+    # Cold: of whatever state.
+    archived: int
+    # Kept for their time, and gone.
+    expired: int
 
     @property
     def balanced(self) -> bool:
         """Invariant I5."""
-        return self.accepted == self.scheduled + self.ready + self.leased + self.succeeded + self.dead + self.cancelled
+        live, aside = self.scheduled + self.ready + self.leased, self.succeeded + self.dead + self.cancelled
+        return self.accepted == live + aside + self.archived + self.expired
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +101,7 @@ class Books:
         *,
         retry: Policy | None,
         max_attempts: int | None,
+        retention: int | None = None,
         epoch: int = FIRST_EPOCH,
     ) -> QueueRecord:
         """Raises QueueExists, TooManyQueues, NotOwned."""
@@ -104,7 +112,9 @@ class Books:
             raise QueueExists(org, queue)
         if not await self._names.make([(org, queue)]):
             raise TooManyQueues(self.name, org, [queue], queues_max=QUEUES_MAX)
-        return await self.alter_queue(org, queue, retry=retry, max_attempts=max_attempts, epoch=epoch)
+        return await self.alter_queue(
+            org, queue, retry=retry, max_attempts=max_attempts, retention=retention, epoch=epoch
+        )
 
     async def alter_queue(
         self,
@@ -113,6 +123,7 @@ class Books:
         *,
         retry: Policy | None = None,
         max_attempts: int | None = None,
+        retention: int | None = None,
         paused: bool | None = None,
         reset: Sequence[str] = (),
         epoch: int = FIRST_EPOCH,
@@ -128,6 +139,7 @@ class Books:
                 "queue": queue,
                 "retry": None if retry is None else to_json(retry),
                 "max_attempts": max_attempts,
+                "retention": retention,
                 "paused": paused,
                 "reset": list(reset),
                 "epoch": epoch,
@@ -137,6 +149,9 @@ class Books:
         if not rows:
             await self._refuse_unowned(org, epoch)
             raise UnknownQueue(org, queue)
+        if retention is not None:
+            # It may be the first queue that keeps its jobs for so long.
+            await partitions.make_ahead(self._database)
         return QueueRecord._make(rows[0])
 
     async def _refuse_unowned(self, org: OrgId, epoch: int) -> None:
@@ -170,6 +185,11 @@ class Books:
         """Whether jobs of the queue are here that have not finished, on their way to another shard too."""
         rows = await self._database.run(statements.HOLDS_JOBS, {"org": org, "queue": queue})
         return bool(rows and rows[0][0])
+
+    async def departs(self, org: OrgId, queue: QueueName) -> bool:
+        """Whether jobs of the queue are on their way to another shard."""
+        rows = await self._database.run(statements.DEPARTS, {"org": org, "queue": queue})
+        return bool(rows[0][0])
 
     async def purge_queue(self, org: OrgId, queue: QueueName, *, limit: int, include_dead: bool) -> int:
         """Cancels up to `limit` jobs that nobody holds; answers how many. Raises UnknownQueue; also after a

@@ -14,11 +14,9 @@ from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import psycopg
-
 from shard import arrays, statements
 from shard.connection import Connection
-from shard.database import Database
+from shard.database import NO_SCHEMA, Database
 from shard.errors import Misconfigured, ShardUnavailable
 from shard.placement import KEYS_KNOWN_US, SLOTS, FormerOwner, Placement, plan, slot_of
 from shard.vocabulary import Micros, OrgId, ShardName, Slot
@@ -201,7 +199,7 @@ async def is_founded(database: Database, *, cluster: str) -> bool:
     """Whether a catalog is here. Raises Misconfigured if it is another cluster's."""
     try:
         rows = await database.run(statements.READ_CATALOG_CLUSTER, {})
-    except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
+    except NO_SCHEMA:
         return False
     if rows:
         _refuse_other(rows[0][0], cluster)

@@ -17,6 +17,8 @@
 
     [balancer]                                    # optional; see balancer/settings.py
 
+    [archiver]                                    # optional; see archiver/settings.py
+
 deploy/cluster.example.toml explains every key.
 """
 
@@ -137,7 +139,7 @@ def parse_cluster(text: str, *, source: str, environ: Mapping[str, str] = os.env
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ClusterFileError(f"{source}: not TOML: {error}") from error
-    known_keys(document, {"cluster", "shard", "catalog", "router", "balancer"}, where=source)
+    known_keys(document, {"cluster", "shard", "catalog", "router", "balancer", "archiver"}, where=source)
     cluster = _table(document, "cluster", source)
     known_keys(cluster, {"name"}, where=f"{source}: [cluster]")
     entries: object = document.get("shard")
@@ -155,7 +157,7 @@ def parse_cluster(text: str, *, source: str, environ: Mapping[str, str] = os.env
         shards=shards,
         catalog_dsn=_dsn(catalog, f"{source}: [catalog]", environ) if catalog else shards[0].dsn,
         catalog_shard=None if catalog else shards[0].name,
-        tables={name: _table(document, name, source) for name in ("router", "balancer")},
+        tables={name: _table(document, name, source) for name in ("router", "balancer", "archiver")},
         source=source,
         digest=digest_of(text),
         dsn_files=tuple(Path(str(table["dsn_file"])) for table in named if "dsn_file" in table),
@@ -233,6 +235,9 @@ def _dsn(table: Mapping[str, Any], where: str, environ: Mapping[str, str]) -> st
     key, value = sources[0], table[sources[0]]
     if not isinstance(value, str):
         raise ClusterFileError(f"{where}: {key} must be text")
+    if key != "dsn" and ("://" in value or "password=" in value):
+        # Not shown: it holds a password.
+        raise ClusterFileError(f"{where}: {key} names what has the DSN, and this is a DSN itself: call it dsn")
     match key:
         case "dsn_env":
             dsn = environ.get(value, "")
@@ -251,10 +256,13 @@ def _dsn(table: Mapping[str, Any], where: str, environ: Mapping[str, str]) -> st
         case _:
             dsn = value
     try:
-        conninfo_to_dict(dsn)
+        hosts = str(conninfo_to_dict(dsn).get("host", "")).split(",")
     except ProgrammingError:
         # The parser's own message quotes the DSN, password and all.
         raise ClusterFileError(f"{where}: {key} is not a libpq connection string or postgresql:// URI") from None
+    if any("@" in host[1:] for host in hosts):
+        # Else the end of the password is shown to whoever is told that this host is not to be found.
+        raise ClusterFileError(f"{where}: {key} has a host with an @ in it: in a URI, an @ of the password is %40")
     return dsn
 
 

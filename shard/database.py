@@ -106,6 +106,8 @@ _PROBE_CONNECT_S_MAX = 2
 # Then the pool has a connection back for a moment, to put a new one in the place of an old one.
 _KEPT_S_MAX = 60.0
 _WAITING_MAX = 1000
+# What a statement meets in a database that is nobody's shard yet.
+NO_SCHEMA = (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName)
 _CLOSED = "this router has closed its connections to it"
 
 
@@ -178,6 +180,8 @@ class Database:
         self.identity: tuple[Any, ...] | None = None
         # The server and the database that were connected to last, without secrets.
         self.address = ""
+        # Told when the server is away from now on: who has connections of his own may have them to that one.
+        self.went_away: Callable[[], None] = _ignore
         self._wait_s = wait_s
         self._tries = connections + 2
         self._settings: LiteralString = _BOOKS_SETTINGS if for_books else _QUEUE_SETTINGS
@@ -274,7 +278,11 @@ class Database:
         try:
             async with self._connection() as connection, connection.transaction():
                 yield connection
-        except (psycopg.OperationalError, psycopg.errors.ReadOnlySqlTransaction) as error:
+        except (
+            psycopg.OperationalError,
+            psycopg.errors.ReadOnlySqlTransaction,
+            psycopg.errors.IdleInTransactionSessionTimeout,
+        ) as error:
             raise self._unavailable(first_line(error)) from error
 
     @contextlib.asynccontextmanager
@@ -425,6 +433,7 @@ class Database:
         self._waiting.clear()
         for connection in list(self._alive):
             hang_up(connection)
+        self.went_away()
         self._renewing = asyncio.create_task(self._renew())
 
     async def _renew(self) -> None:
@@ -468,7 +477,7 @@ class Database:
         try:
             cursor = await connection.execute(statements.READ_IDENTITY)
             found = await cursor.fetchone()
-        except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
+        except NO_SCHEMA:
             found = None
         if found != self.identity:
             raise psycopg.OperationalError(
@@ -498,6 +507,10 @@ def hang_up(connection: psycopg.AsyncConnection[Any]) -> None:
     """Ends a connection from outside: whoever waits on it finds it closed, as though the server had done it."""
     with contextlib.suppress(psycopg.Error, OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.shutdown(socket.SHUT_RDWR)
+
+
+def _ignore() -> None:
+    """Nobody has."""
 
 
 def _connection_lost(error: psycopg.Error) -> bool:

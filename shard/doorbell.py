@@ -44,6 +44,7 @@ class Doorbell:
         self._heard = heard
         self._arrived = arrived
         self._listener = Listener(dsn, "windrow_work", self._hear, application_name="windrow doorbell")
+        database.went_away = self._listener.hang_up
         self._me = secrets.token_hex(8)
         self._due: set[QueueId] = set()
         self._rung = asyncio.Event()

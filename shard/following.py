@@ -1,14 +1,21 @@
-"""A cluster file on disk, looked at again and again. Judges nothing: whoever reads it may refuse what it says."""
+"""A cluster file on disk, looked at again and again. Whoever follows it judges what it says."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+from collections.abc import Callable
 from pathlib import Path
 
-from shard.cluster import Cluster, digest_of, parse_cluster, read_text
+from shard.cluster import Cluster, ClusterFileError, digest_of, parse_cluster, read_text
+from shard.cluster_change import described, refuse_change
+
+_log = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
+# What a file that was refused counts on may come to be: a secret, an environment.
+_AGAIN_S = 1.0
 
 # Of each file: when it was written, how large it is, and which one it is. None: it is not there.
 _Marks = tuple[tuple[int, int, int] | None, ...]
@@ -65,6 +72,28 @@ class FollowedFile:
 
     def _look(self) -> _Marks:
         return tuple(map(_mark, self._files))
+
+
+async def next_usable(file: FollowedFile, before: Cluster, *, judge: Callable[[Cluster], object]) -> Cluster:
+    """The next cluster file that can be used, other than `before`. One that cannot, or for which `judge` raises
+    ClusterFileError, is refused once in the log, and the one before stays in force."""
+    refused: str | None = None
+    while True:
+        await file.changed(within_s=None if refused is None else _AGAIN_S)
+        try:
+            cluster = await asyncio.to_thread(file.read)
+            judge(cluster)
+            refuse_change(before, cluster)
+        except ClusterFileError as error:
+            if file.digest != refused:
+                refused = file.digest
+                _log.error("the cluster file is refused, %s stays in force: %s", before.digest, error)
+            continue
+        refused = None
+        if cluster != before:
+            said = described(before, cluster)
+            _log.info("cluster file %s is in force: %s", cluster.digest, "; ".join(said) or "nothing in it is new")
+            return cluster
 
 
 def _mark(path: Path) -> tuple[int, int, int] | None:

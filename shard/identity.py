@@ -8,11 +8,9 @@ from typing import NamedTuple
 import psycopg
 
 from shard import schema, statements
-from shard.database import Database
+from shard.database import NO_SCHEMA, Database
 from shard.errors import Misconfigured
 from shard.vocabulary import Micros, ShardName
-
-_NO_TABLE = (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName)
 
 
 class Identity(NamedTuple):
@@ -48,7 +46,7 @@ async def read(database: Database) -> Identity | None:
     """None: it is no shard yet."""
     try:
         rows = await database.run(statements.READ_IDENTITY, {})
-    except _NO_TABLE:
+    except NO_SCHEMA:
         return None
     return Identity._make(rows[0]) if rows else None
 

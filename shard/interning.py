@@ -75,7 +75,7 @@ class Names:
                 }
                 # Each in a transaction of its own sees what rivals committed before it, and doing it twice is harmless.
                 await self._database.run(statements.INTERN_NAMES, names)
-                await self._database.run(statements.MAKE_QUEUES, _columns(part))
+                await self._database.run(statements.MAKE_QUEUES, {**_columns(part), "relisted": True})
             found = await self.find(queues)
         return found
 

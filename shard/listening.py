@@ -31,6 +31,10 @@ class Listener:
     def reconnect(self, dsn: str) -> None:
         """From now on hears by another DSN."""
         self._dsn = dsn
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        """Connects anew: the server that is listened to may say nothing any more."""
         if self._connection is not None:
             hang_up(self._connection)
 

@@ -43,6 +43,7 @@ class QueueOfSlot(NamedTuple):
     paused: bool | None
     retry: str | None
     max_attempts: int | None
+    retention: int | None
     listed: bool | None
     created_at: Micros | None
 
@@ -83,7 +84,7 @@ async def read_queues(database: Database, slots: Sequence[Slot]) -> list[QueueOf
 
 async def make_queues(database: Database, queues: Sequence[QueueOfSlot]) -> None:
     """Brings into being, with the default configuration, what of these queues does not exist here. Changes nothing that
-    does, and so may be done at any time."""
+    does, not even a deleted queue, and so may be done at any time."""
     for some in _parts(queues):
         orgs = {row.org: row.slot for row in some}
         named = [row for row in some if row.queue is not None]
@@ -95,7 +96,7 @@ async def make_queues(database: Database, queues: Sequence[QueueOfSlot]) -> None
                 "queues": arrays.names({row.queue for row in named if row.queue is not None}),
             },
         )
-        await database.run(statements.MAKE_QUEUES, _names(named))
+        await database.run(statements.MAKE_QUEUES, {**_names(named), "relisted": False})
 
 
 async def close(database: Database, slots: Sequence[Slot], *, epoch: int) -> bool:
@@ -230,6 +231,9 @@ def _configuration(queues: Sequence[QueueOfSlot]) -> dict[str, object]:
         "retries": arrays.sparse_texts({at: row.retry for at, row in enumerate(queues) if row.retry}, count),
         "max_attempts": arrays.sparse_numbers(
             {at: row.max_attempts for at, row in enumerate(queues) if row.max_attempts}, count
+        ),
+        "retentions": arrays.sparse_numbers(
+            {at: row.retention for at, row in enumerate(queues) if row.retention is not None}, count
         ),
         "listed": arrays.names(str(row.listed) for row in queues),
         "created_at_us": arrays.numbers(row.created_at or 0 for row in queues),

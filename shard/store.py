@@ -12,7 +12,8 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from shard import arrays, partitions, statements
 from shard.claiming import Ask, Claiming, Taken
@@ -43,7 +44,18 @@ _WISHES_MAX = 20_000_000
 # Payload counts too: no statement is much larger than the largest request.
 _BYTES_PER_WEIGHT = 16 * 1024
 
+# What is not done together has a share of the acts all the same: else one org's would take all connections (I4).
+_ALONE_WEIGHT_MAX = 100
+
 _AnyCall = TypeVar("_AnyCall", Acks, Nacks, Extends, Releases)
+
+
+class _Alone(NamedTuple):
+    """A call that takes its turn, and shares no statement with others."""
+
+    org: OrgId
+    jobs: int
+    act: Callable[[], Awaitable[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +112,14 @@ class Store:
         self._nacks = Coalescer(_in_turn(settling.nack), weigh=_leases, whose=_org, late=late, beside=beside)
         self._extends = Coalescer(_in_turn(settling.extend), weigh=_leases, whose=_org, late=late, beside=beside)
         self._releases = Coalescer(_in_turn(settling.release), weigh=_leases, whose=_org, late=late, beside=beside)
+        self._alone = Coalescer[_Alone, Any](
+            _one_by_one,
+            weigh=lambda call: call.jobs,
+            whose=_org,
+            late=late,
+            beside=beside,
+            weight_max=_ALONE_WEIGHT_MAX,
+        )
 
     # ── Producers ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -186,6 +206,12 @@ class Store:
 
     async def cancel(self, org: OrgId, ids: Sequence[JobId], *, reason: str) -> list[Answer]:
         """Cancels jobs that have not finished; STALE for those that have, DEPARTING for those that are leaving."""
+        answers_of: list[Answer] = await self._alone.submit(
+            _Alone(org, len(ids), partial(self._cancel, org, ids, reason=reason))
+        )
+        return answers_of
+
+    async def _cancel(self, org: OrgId, ids: Sequence[JobId], *, reason: str) -> list[Answer]:
         answers: dict[JobId, Answer] = {}
         was_done = False
         rest: Sequence[JobId] = list(dict.fromkeys(ids))
@@ -197,7 +223,7 @@ class Store:
             )
             answers.update((JobId(name), Answer.DEPARTING if departing else Answer.OK) for name, departing in rows)
             missed = [job_id for job_id in rest if job_id not in answers]
-            there = await self.get(org, missed, include_payload=False, bytes_max=0)
+            there = await self._get(org, missed, include_payload=False, bytes_max=0)
             states = {record.id: record.state for record in there}
             for job_id in missed:
                 match states.get(job_id):
@@ -223,6 +249,11 @@ class Store:
     ) -> list[JobRecord]:
         """The jobs with these ids, in their order, wherever they are on this shard; not whole behind the one that fills
         `bytes_max`."""
+        call = partial(self._get, org, ids, include_payload=include_payload, bytes_max=bytes_max)
+        found: list[JobRecord] = await self._alone.submit(_Alone(org, len(ids), call))
+        return found
+
+    async def _get(self, org: OrgId, ids: Sequence[JobId], *, include_payload: bool, bytes_max: int) -> list[JobRecord]:
         if not ids:
             return []
         rows = await self._database.run(
@@ -240,7 +271,7 @@ class Store:
     async def finish(self) -> None:
         """Returns once all that was asked of it has been done, what nobody waits for too."""
         producers, consumers = (self._enqueues, self._asks), (self._claims, self._acks, self._nacks)
-        for coalescer in (*producers, *consumers, self._extends, self._releases):
+        for coalescer in (*producers, *consumers, self._extends, self._releases, self._alone):
             await coalescer.finish()
 
     # ── Upkeep ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -330,6 +361,16 @@ def _in_turn(
     return do
 
 
+async def _one_by_one(calls: list[_Alone]) -> list[Any]:
+    answers: list[Any] = []
+    for call in calls:
+        try:
+            answers.append(await call.act())
+        except Exception as error:  # noqa: BLE001 - it is the caller's to handle
+            answers.append(error)
+    return answers
+
+
 def _tell_nothing(call: Call) -> None:
     if call.handover is not None:
         call.handover.tell(NOTHING_HANDED)
@@ -339,7 +380,7 @@ def _weight(call: Call) -> int:
     return len(call.jobs) + sum(map(len, call.jobs.payloads)) // _BYTES_PER_WEIGHT
 
 
-def _org(call: Ask | Acks | Nacks | Extends | Releases) -> OrgId:
+def _org(call: _Alone | Ask | Acks | Nacks | Extends | Releases) -> OrgId:
     return call.org
 
 

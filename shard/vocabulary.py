@@ -23,6 +23,8 @@ CATALOG = ShardName("catalog")
 PRIORITIES = range(1, 10)
 PRIORITY_DEFAULT = 5
 MAX_ATTEMPTS_DEFAULT = 20
+# Days; shard/sql says it too, wherever jobs finish.
+RETENTION_DEFAULT = 30
 
 
 class JobState(enum.Enum):

@@ -74,7 +74,8 @@ def _wants_docker() -> bool:
 def _on_this_machine() -> Generator[Server, None, None]:
     # No test of this server's cuts the power; and a database is dropped after almost every test, which would wait for
     # the disk.
-    with open_clusters(["tests"], ephemeral=True, settings={"fsync": "off"}) as clusters:
+    settings = {"fsync": "off", "max_prepared_transactions": "4"}
+    with open_clusters(["tests"], ephemeral=True, settings=settings) as clusters:
         cluster = clusters["tests"]
         yield Server(superuser_dsn=cluster.superuser_dsn, owner_dsn=cluster.dsn)
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import asyncio
 
+from shard import partitions
 from shard.database import Database
-from shard.vocabulary import OrgId
+from shard.vocabulary import JobId, OrgId
 
 _PATIENCE_S = 30.0
+# For a test that looks on for a while from within a transaction that has a table for itself.
+NO_HURRY = "SET LOCAL idle_in_transaction_session_timeout = 0"
 
 
 async def end_leases(database: Database, org: OrgId) -> int:
@@ -56,6 +59,51 @@ async def reach_expiry(database: Database, org: OrgId) -> None:
         """,
         {"org": org},
     )
+
+
+async def make_day(database: Database, *, retention: int, before: str, days: int) -> None:
+    """A partition for finished jobs of a UTC day, so many days before another (YYYY-MM-DD, or now)."""
+    rows = await database.run(
+        b"""
+        SELECT 'finished_' || %(retention)s || '_' || to_char(d.day, 'YYYYMMDD'), d.day::text, (d.day + 1)::text
+        FROM (SELECT (%(before)s::timestamptz AT TIME ZONE 'UTC')::date - %(days)s::integer AS day) d
+        """,
+        {"retention": retention, "before": before, "days": days},
+    )
+    ((name, first, past),) = rows
+    if await database.run(b"SELECT to_regclass('windrow.' || %(name)s) IS NULL", {"name": name}) == [(True,)]:
+        async with database.transaction() as connection:
+            await partitions.make(connection, name, retention, first, past)
+
+
+async def age_finished(database: Database, org: OrgId, *, days: int) -> list[JobId]:
+    """Finished jobs that are not cold were made, and have finished, so many days earlier. Answers their ids, which tell
+    when they were made and so are others now, in the order of the ids that they had."""
+    rows = await database.run(
+        b"""
+        SELECT DISTINCT f.retention, (f.finished_at AT TIME ZONE 'UTC')::date::text FROM windrow.finished f
+        """,
+        {},
+    )
+    for retention, day in rows:
+        await make_day(database, retention=retention, before=day, days=days)
+    rows = await database.run(
+        b"""
+        UPDATE windrow.finished f
+        SET finished_at = f.finished_at - a.age, enqueued_at = f.enqueued_at - a.age, run_at = f.run_at - a.age,
+            id = (lpad(to_hex(('x' || left(a.hex, 12))::bit(48)::bigint - a.ms), 12, '0') || substr(a.hex, 13))::uuid
+        FROM (
+            SELECT f.id, replace(f.id::text, '-', '') AS hex, %(days)s * interval '1 day' AS age,
+                %(days)s::bigint * 86400000 AS ms
+            FROM windrow.finished f JOIN windrow.queue q ON q.queue_id = f.queue_id
+            WHERE q.org = %(org)s
+        ) a
+        WHERE a.id = f.id
+        RETURNING f.id::text
+        """,
+        {"days": days, "org": org},
+    )
+    return sorted(JobId(name) for (name,) in rows)
 
 
 async def pass_time(database: Database, seconds: float) -> None:

@@ -7,6 +7,10 @@ SET
         WHEN 'max_attempts' = ANY (%(reset)s::text[]) THEN NULL
         ELSE coalesce(%(max_attempts)s::smallint, q.max_attempts)
     END,
+    retention = CASE
+        WHEN 'retention_days' = ANY (%(reset)s::text[]) THEN NULL
+        ELSE coalesce(%(retention)s::smallint, q.retention)
+    END,
     paused = coalesce(%(paused)s::boolean, q.paused),
     listed = true
 FROM windrow.owned_slot s
@@ -16,4 +20,4 @@ WHERE q.org = %(org)s AND q.queue = %(queue)s
         WHEN %(draining)s THEN s.state = 'draining' AND s.epoch = %(epoch)s
         ELSE s.state = 'owned' AND s.epoch <= %(epoch)s
     END
-RETURNING q.queue, q.retry::text, q.max_attempts, q.paused, q.created_at
+RETURNING q.queue, q.retry::text, q.max_attempts, q.retention, q.paused, q.created_at

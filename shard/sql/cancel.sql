@@ -18,9 +18,10 @@ WITH live AS (
 ), cancelled AS (
     INSERT INTO windrow.finished (
         id, queue_id, enqueued_at, run_at, lease, leased_at, expires_at, priority, attempt, max_attempts, kind, payload,
-        attributes, retry, dedup_key, trace, worker, history, state, reason
+        attributes, retry, dedup_key, trace, worker, history, state, reason, retention
     )
-    SELECT ended.*, 'cancelled', %(reason)s
+    SELECT ended.*, 'cancelled', %(reason)s,
+        coalesce((SELECT q.retention FROM windrow.queue q WHERE q.queue_id = ended.queue_id AND q.retention IS NOT NULL), 30)
     FROM (SELECT * FROM live UNION ALL SELECT * FROM aside) ended
     RETURNING id
 )

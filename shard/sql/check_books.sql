@@ -27,6 +27,10 @@ WITH live AS (
         count(*) FILTER (WHERE f.state = 'cancelled') AS cancelled
     FROM windrow.finished f
     GROUP BY 1
+), away AS (
+    SELECT a.org_id::bigint AS org_id, sum(a.jobs)::bigint AS archived FROM windrow.archived a GROUP BY 1
+), past AS (
+    SELECT e.org_id::bigint AS org_id, e.jobs AS expired FROM windrow.expired e
 ), granted AS (
     SELECT t.org_id::bigint AS org_id, sum(t.accepted)::bigint AS accepted FROM windrow.tally t GROUP BY 1
 )
@@ -35,10 +39,13 @@ SELECT
     coalesce(o.org, 'unknown org ' || org_id) AS org,
     coalesce(granted.accepted, 0) AS accepted,
     coalesce(live.scheduled, 0) AS scheduled, coalesce(live.ready, 0) AS ready, coalesce(live.leased, 0) AS leased,
-    coalesce(done.succeeded, 0) AS succeeded, coalesce(aside.dead, 0) AS dead, coalesce(done.cancelled, 0) AS cancelled
+    coalesce(done.succeeded, 0) AS succeeded, coalesce(aside.dead, 0) AS dead, coalesce(done.cancelled, 0) AS cancelled,
+    coalesce(away.archived, 0) AS archived, coalesce(past.expired, 0) AS expired
 FROM granted
 FULL JOIN live USING (org_id)
 FULL JOIN aside USING (org_id)
 FULL JOIN done USING (org_id)
+FULL JOIN away USING (org_id)
+FULL JOIN past USING (org_id)
 LEFT JOIN windrow.org o USING (org_id)
 ORDER BY 1

@@ -1,6 +1,6 @@
 -- Unlists an empty queue of an owned slot and forgets its configuration. The row stays: finished jobs are found by it.
 UPDATE windrow.queue AS q
-SET listed = false, retry = NULL, max_attempts = NULL, paused = false
+SET listed = false, retry = NULL, max_attempts = NULL, retention = NULL, paused = false
 FROM windrow.owned_slot s
 WHERE q.org = %(org)s AND q.queue = %(queue)s AND q.listed
     AND s.slot = q.slot AND s.state = 'owned' AND s.epoch <= %(epoch)s

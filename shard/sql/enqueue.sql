@@ -4,11 +4,12 @@
 -- in which queues, if fewer than sent.
 WITH clock AS MATERIALIZED (
     -- An id tells when it was made. Older than the dedup horizon, its first copy may have been archived and forgotten; far
-    -- in the future, the copies finished before then would be overlooked.
+    -- in the future, the copies finished before then would be overlooked. The second hour is room for clocks to differ: a job may
+    -- finish by another one than it was accepted by.
     SELECT
         to_timestamp(%(oldest_ms)s / 1000.0) >= now() - %(horizon_us)s * interval '1 us'
             AND to_timestamp(%(newest_ms)s / 1000.0) <= now() + interval '1 hour' AS ids_fit,
-        least(to_timestamp(%(oldest_ms)s / 1000.0), now()) - interval '1 hour' AS since
+        least(to_timestamp(%(oldest_ms)s / 1000.0), now()) - interval '2 hours' AS since
 ), lane AS MATERIALIZED (
     -- A remembered queue_id proves itself: it must still name this org's queue. A slot that moved away admits nothing, nor
     -- does one that came by a move of which the caller does not know (I6): whom to ask for ids before, it cannot know.

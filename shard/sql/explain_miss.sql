@@ -1,5 +1,11 @@
 -- For leases that an ack, nack, extend or release did not find: what became of the job. `ended_as` is how the very lease
 -- ended, so that a call repeated after a lost answer is told OK again.
+WITH cold AS MATERIALIZED (
+    SELECT c.*
+    FROM windrow.find_cold(
+        %(ids)s::uuid[], least(to_timestamp(%(oldest_ms)s / 1000.0), now()) - interval '2 hours'
+    ) c
+)
 SELECT found.ended_as, found.id IS NOT NULL AS known
 FROM unnest(%(ids)s::uuid[], %(leases)s::bigint[], %(turns)s::smallint[]) WITH ORDINALITY AS m (id, lease, turn, place)
 LEFT JOIN LATERAL (
@@ -11,7 +17,7 @@ LEFT JOIN LATERAL (
         END AS ended_as
     FROM windrow.finished f
     WHERE f.id = m.id AND f.queue_id & 4294967295 = (SELECT windrow.org_ids(%(orgs)s::text[]))[coalesce(m.turn, 1)]
-        AND f.finished_at >= least(to_timestamp(%(oldest_ms)s / 1000.0), now()) - interval '1 hour'
+        AND f.finished_at >= least(to_timestamp(%(oldest_ms)s / 1000.0), now()) - interval '2 hours'
     UNION ALL
     SELECT j.id, windrow.outcome_of(j.history, m.lease)
     FROM windrow.job j
@@ -24,6 +30,15 @@ LEFT JOIN LATERAL (
     SELECT d.id, windrow.outcome_of(d.history, m.lease)
     FROM windrow.departing d
     WHERE d.id = m.id AND d.queue_id & 4294967295 = (SELECT windrow.org_ids(%(orgs)s::text[]))[coalesce(m.turn, 1)]
+    UNION ALL
+    SELECT
+        c.id,
+        CASE
+            WHEN c.lease = m.lease AND c.state = 'succeeded' THEN 'acked'
+            ELSE windrow.outcome_of(c.history, m.lease)
+        END
+    FROM cold c
+    WHERE c.id = m.id AND c.queue_id & 4294967295 = (SELECT windrow.org_ids(%(orgs)s::text[]))[coalesce(m.turn, 1)]
     LIMIT 1
 ) found ON true
 -- What was done before may not be on the standby yet: see find_known.sql.

@@ -1,5 +1,11 @@
 -- For jobs that an enqueue did not store, or asks for before, by their places: the id under which each is known to this
 -- shard, by its own id first, then by its dedup key.
+WITH cold AS MATERIALIZED (
+    SELECT c.id, c.org_id
+    FROM windrow.known_cold(
+        %(ids)s::uuid[], least(to_timestamp(%(oldest_ms)s / 1000.0), now()) - interval '2 hours'
+    ) c
+)
 SELECT n.place, known.id::text AS known_as
 FROM unnest(%(ids)s::uuid[], %(turns)s::smallint[], %(queues)s::text[], %(dedup_keys)s::text[])
     WITH ORDINALITY AS n (id, turn, queue, dedup_key, place)
@@ -19,7 +25,11 @@ CROSS JOIN LATERAL (
     SELECT f.id
     FROM windrow.finished f
     WHERE f.id = n.id AND f.queue_id & 4294967295 = (SELECT windrow.org_ids(%(orgs)s::text[]))[coalesce(n.turn, 1)]
-        AND f.finished_at >= least(to_timestamp(%(oldest_ms)s / 1000.0), now()) - interval '1 hour'
+        AND f.finished_at >= least(to_timestamp(%(oldest_ms)s / 1000.0), now()) - interval '2 hours'
+    UNION ALL
+    SELECT c.id
+    FROM cold c
+    WHERE c.id = n.id AND c.org_id = (SELECT windrow.org_ids(%(orgs)s::text[]))[coalesce(n.turn, 1)]
     UNION ALL
     SELECT d.job_id
     -- OFFSET 0 fence: by its name alone, never by a walk through all queues or keys.

@@ -1,5 +1,5 @@
--- Jobs by id, wherever they are on this shard: live, dead, finished, or about to leave it. In the order of the ids. Those
--- behind the one that fills bytes_max come without what may be large, and are not whole; a job's other columns have less
+-- Jobs by id, wherever they are on this shard: live, dead, finished, cold, or about to leave it. In the order of the ids.
+-- Those behind the one that fills bytes_max come without what may be large, and are not whole; a job's other columns have less
 -- than 1 KiB.
 SELECT
     k.id::text, k.queue, k.kind, k.state, CASE WHEN k.whole AND %(include_payload)s THEN k.payload END AS payload,
@@ -56,7 +56,15 @@ FROM (
             f.history
         FROM windrow.finished f
         WHERE f.id = ANY (%(ids)s::uuid[])
-            AND f.finished_at >= least(to_timestamp(%(oldest_ms)s / 1000.0), now()) - interval '1 hour'
+            AND f.finished_at >= least(to_timestamp(%(oldest_ms)s / 1000.0), now()) - interval '2 hours'
+        UNION ALL
+        SELECT
+            c.id, c.queue_id, c.kind, c.state, c.payload, c.attributes, c.priority, c.enqueued_at, c.run_at, c.expires_at,
+            c.attempt, c.max_attempts, c.retry, c.dedup_key, NULL, c.worker, c.leased_at, c.finished_at, c.result, c.reason,
+            c.history
+        FROM windrow.find_cold(
+            %(ids)s::uuid[], least(to_timestamp(%(oldest_ms)s / 1000.0), now()) - interval '2 hours'
+        ) c
         -- OFFSET 0 fences: first the few jobs by their ids, then their queues; never all jobs of the org's queues.
         OFFSET 0
     ) f

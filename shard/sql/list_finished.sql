@@ -16,7 +16,11 @@ FROM (
     FROM (
         SELECT f.*, q.queue, q.max_attempts AS queue_max_attempts, q.retry AS queue_retry
         FROM windrow.queue q
-        JOIN windrow.finished f ON f.queue_id = q.queue_id
+        JOIN LATERAL (
+            SELECT * FROM windrow.finished
+            UNION ALL
+            SELECT * FROM windrow.cold WHERE queue_id & 4294967295 = q.org_id
+        ) f ON f.queue_id = q.queue_id
         WHERE q.org = %(org)s AND q.queue = %(queue)s AND (%(kind)s = '' OR f.kind = %(kind)s) AND f.state = %(state)s
             AND f.id < %(before_id)s::uuid
         ORDER BY f.id DESC

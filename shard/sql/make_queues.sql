@@ -1,5 +1,5 @@
--- Brings queues into being, with the default configuration; a deleted one is listed again. Any unique index may be the one
--- in which rivals meet, and DO UPDATE heeds but one of them: so DO NOTHING, and an update of its own.
+-- Brings queues into being, with the default configuration; a deleted one is listed again where somebody wants to use it. Any
+-- unique index may be the one in which rivals meet, and DO UPDATE heeds but one of them: so DO NOTHING, and an update of its own.
 WITH made AS (
     INSERT INTO windrow.queue (name_id, org_id, org, queue, slot)
     SELECT q.name_id, o.org_id, o.org, q.queue, o.slot
@@ -13,4 +13,4 @@ WITH made AS (
 )
 UPDATE windrow.queue q SET listed = true
 FROM unnest(%(orgs)s::text[], %(queues)s::text[]) AS n (org, queue)
-WHERE q.org = n.org AND q.queue = n.queue AND NOT q.listed
+WHERE q.org = n.org AND q.queue = n.queue AND NOT q.listed AND %(relisted)s

@@ -20,7 +20,11 @@ LEFT JOIN LATERAL (
     SELECT
         count(*) FILTER (WHERE f.state = 'succeeded') AS succeeded,
         count(*) FILTER (WHERE f.state = 'cancelled') AS cancelled
-    FROM windrow.finished f
+    FROM (
+        SELECT h.state, h.queue_id FROM windrow.finished h
+        UNION ALL
+        SELECT c.state, c.queue_id FROM windrow.cold c WHERE c.queue_id & 4294967295 = q.org_id
+    ) f
     WHERE %(include_finished)s AND f.queue_id = q.queue_id
 ) done ON true
 WHERE q.org = %(org)s AND (%(queue)s = '' OR q.queue = %(queue)s)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from psycopg.conninfo import conninfo_to_dict
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from embedded import find_binaries, open_clusters
 from tests.balancers import balancer_process
@@ -56,7 +56,12 @@ def place(tmp_path: Path) -> Iterator[Place]:
             db3.execute("DROP ROLE windrow")
         programs = f"{find_binaries().folder}{os.pathsep}{environ()['PATH']}"
         with running_routers(config) as routers, balancer_process(config) as balancer:
-            reader = environ(WINDROW_ADDRESS=routers.address, DB3=shards["s3"].superuser_dsn, PATH=programs)
+            reader = environ(
+                WINDROW_ADDRESS=routers.address,
+                DB3=shards["s3"].superuser_dsn,
+                S1=make_conninfo(shards["s1"].superuser_dsn, dbname="windrow"),
+                PATH=programs,
+            )
             yield Place(folder=tmp_path, environ=reader)
             assert "Traceback" not in balancer.log.read_text()
 

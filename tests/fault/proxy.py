@@ -13,7 +13,7 @@ import random
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
-from psycopg.conninfo import make_conninfo
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 _CHUNK_BYTES = 1 << 16
 
@@ -234,6 +234,12 @@ async def open_proxy(host: str, port: int, answered: Callable[[bytes], bool]) ->
     finally:
         server.close()
         await proxy.end()
+
+
+def open_proxy_before(dsn: str) -> contextlib.AbstractAsyncContextManager[Proxy]:
+    """In front of a database; `through` leads to it."""
+    server = conninfo_to_dict(dsn)
+    return open_proxy(str(server["host"]), int(server["port"] or 5432), postgres_answered)
 
 
 def through(dsn: str, proxy: Proxy) -> str:

@@ -17,7 +17,6 @@ import grpc
 import psycopg
 import pytest
 from google.protobuf.duration_pb2 import Duration
-from psycopg.conninfo import conninfo_to_dict
 
 from shard.books import Books, OrgBooks
 from shard.database import Database
@@ -27,7 +26,7 @@ from shard.settling import Nack
 from shard.store import Store
 from shard.vocabulary import Answer, JobId, Lease, OrgId, Outcome
 from tests.conftest import CLUSTER, SHARD
-from tests.fault.proxy import Moment, Proxy, grpc_answered, open_proxy, postgres_answered, through
+from tests.fault.proxy import Moment, Proxy, grpc_answered, open_proxy, open_proxy_before, through
 from tests.jobs import HOUR_US, QUEUE, job_id, lease_jobs, some_jobs
 from tests.routers import PATIENCE_S, Routers, running_routers, write_cluster
 from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
@@ -41,8 +40,7 @@ TRIES_MAX = 50
 @pytest.fixture
 async def proxy(fresh_dsn: str) -> AsyncGenerator[Proxy, None]:
     """In front of this test's own shard."""
-    server = conninfo_to_dict(fresh_dsn)
-    async with open_proxy(str(server["host"]), int(server["port"] or 5432), postgres_answered) as opened:
+    async with open_proxy_before(fresh_dsn) as opened:
         yield opened
 
 

@@ -19,14 +19,13 @@ from pathlib import Path
 
 import grpc
 import pytest
-from psycopg.conninfo import conninfo_to_dict
 
 from shard.books import Books
 from shard.database import Database
 from shard.store import Store
 from shard.vocabulary import JobId, OrgId
 from tests.conftest import CLUSTER, SHARD
-from tests.fault.proxy import Moment, Proxy, grpc_answered, open_proxy, postgres_answered, through
+from tests.fault.proxy import Moment, Proxy, grpc_answered, open_proxy, open_proxy_before, through
 from tests.routers import Routers, ending, running_routers, write_cluster
 from tests.streams import OK, Client, acks, client, new_job, until
 from windrow.v1 import job_pb2, queue_pb2
@@ -176,13 +175,11 @@ async def test_streams_cut_at_random_lose_and_double_nothing(
     fresh_dsn: str, fresh_database: Database, tmp_path: Path, trials: int, place: str
 ) -> None:
     load = Load(luck=random.Random(f"streams {place}"))
-    server = conninfo_to_dict(fresh_dsn)
     async with contextlib.AsyncExitStack() as stack:
         dsn = fresh_dsn
         proxy: Proxy | None = None
         if place == "shard":
-            host, port = str(server["host"]), int(server["port"] or 5432)
-            proxy = await stack.enter_async_context(open_proxy(host, port, postgres_answered))
+            proxy = await stack.enter_async_context(open_proxy_before(fresh_dsn))
             dsn = through(fresh_dsn, proxy)
         config = write_cluster(tmp_path / "cluster.toml", {SHARD: dsn}, name=CLUSTER)
         routers = await stack.enter_async_context(routers_beside(config))
@@ -243,9 +240,8 @@ async def test_a_job_whose_hand_over_was_cut_at_the_commit_comes_to_somebody_soo
     fresh_dsn: str, fresh_database: Database, tmp_path: Path, trials: int, moment: Moment
 ) -> None:
     luck = random.Random(f"handover {moment}")
-    server = conninfo_to_dict(fresh_dsn)
     late: list[float] = []
-    async with open_proxy(str(server["host"]), int(server["port"] or 5432), postgres_answered) as proxy:
+    async with open_proxy_before(fresh_dsn) as proxy:
         config = write_cluster(tmp_path / "cluster.toml", {SHARD: through(fresh_dsn, proxy)}, name=CLUSTER)
         async with (
             routers_beside(config) as routers,

@@ -14,8 +14,9 @@ import pytest
 
 from chaos.shards import Node, Shard, ask
 from embedded import BinariesNotFound
-from shard import catalog, schema
+from shard import catalog, pinning, schema
 from shard.database import Database
+from shard.pinning import OnShard
 from shard.store import Store
 from shard.vocabulary import Answer, OrgId
 from tests.conftest import CLUSTER, SHARD
@@ -41,13 +42,18 @@ async def pair() -> AsyncGenerator[Shard, None]:
 
 
 @pytest.fixture
-async def store(pair: Shard) -> AsyncGenerator[Store, None]:
+async def database(pair: Shard) -> AsyncGenerator[Database, None]:
     database = Database(SHARD, pair.direct_dsn, connections=2)
     await database.open()
     await schema.migrate(database, cluster=CLUSTER)
     await catalog.grant(database, await catalog.found(database, cluster=CLUSTER, weights={SHARD: 1}))
-    yield Store(database)
+    yield database
     await database.close()
+
+
+@pytest.fixture
+def store(database: Database) -> Store:
+    return Store(database)
 
 
 def waiting_commits(pair: Shard) -> int:
@@ -90,7 +96,7 @@ async def test_a_commit_that_somebody_else_interrupts_is_not_acknowledged_before
 
 
 async def test_what_an_interrupted_commit_did_is_acknowledged_once_the_standby_has_it(
-    pair: Shard, store: Store
+    pair: Shard, database: Database, store: Store
 ) -> None:
     leased = some_jobs(ORG)
     await store.enqueue(leased)
@@ -114,6 +120,14 @@ async def test_what_an_interrupted_commit_did_is_acknowledged_once_the_standby_h
     await until_it_waits_for_the_standby(pair, again)
     await standby.start()
     assert await again == [Answer.OK]
+
+    # What shards are told because of a pin: a standby that has no pin would have that number given to another org.
+    standby.kill()
+    await interrupted(pair, pinning.pin(database, ORG, OnShard(SHARD)))
+    read = asyncio.create_task(pinning.read_on(database, SHARD))
+    await until_it_waits_for_the_standby(pair, read)
+    await standby.start()
+    assert [pin.org for pin in await read] == [ORG]
 
     standby.kill()
     await interrupted(pair, store.ack(ORG, [lease]))

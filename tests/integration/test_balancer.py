@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from psycopg.conninfo import conninfo_to_dict
 
 from balancer.move import Mover, Pace
 from balancer.plan import transfers
@@ -29,7 +28,7 @@ from shard.store import Store
 from shard.vocabulary import OrgId, ShardName
 from tests import timemachine
 from tests.balancers import Field, balanced, balancer_process, open_field, until
-from tests.fault.proxy import Proxy, open_proxy, postgres_answered, through
+from tests.fault.proxy import Proxy, open_proxy_before, through
 from tests.jobs import HOUR_US, lease_jobs
 from tests.postgres import Server
 from tests.routers import PATIENCE_S
@@ -254,8 +253,7 @@ async def test_a_balancer_that_is_told_to_end_leaves_nothing_half_done(field: Fi
 
 
 def proxied(field: Field, shard: ShardName) -> contextlib.AbstractAsyncContextManager[Proxy]:
-    server = conninfo_to_dict(field.dsns[shard])
-    return open_proxy(str(server["host"]), int(server["port"] or 5432), postgres_answered)
+    return open_proxy_before(field.dsns[shard])
 
 
 async def test_a_shard_that_is_away_gets_nothing_and_holds_up_nobody(field: Field, log: Log) -> None:

@@ -441,6 +441,23 @@ def test_counts_lists_redrive_and_purge_reach_both_shards(cluster: Cluster) -> N
 # ── A catalog that cannot be read ────────────────────────────────────────────────────────────────────────────────────
 
 
+def purge(router: Stubs, org: str) -> int:
+    return router.admin.PurgeQueue(admin_pb2.PurgeQueueRequest(org=org, queue=QUEUE), timeout=PATIENCE_S).cancelled
+
+
+def test_a_purge_waits_for_jobs_on_their_way(cluster: Cluster, thread: ThreadPoolExecutor) -> None:
+    org, jobs = cluster.org(), [new_job(), new_job()]
+    enqueue(cluster.near, org, *jobs)
+    move = cluster.begin(org)
+    move.switch()
+    move.depart()
+    purging = thread.submit(purge, cluster.near, org)
+    until(lambda: purging.running(), "the purge is under way")
+    move.finish()
+    assert purging.result(PATIENCE_S) == 2
+    cluster.near.books("s1", "s2")
+
+
 def test_a_router_serves_on_by_what_it_knows_when_it_is_told_of_a_change_that_it_cannot_read(cluster: Cluster) -> None:
     org, job, pids = cluster.org(), new_job(), cluster.routers.pids
     cluster.sql("s1", "ALTER TABLE windrow.former_owner RENAME TO hidden")

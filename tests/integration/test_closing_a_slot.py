@@ -10,13 +10,13 @@ import pytest
 
 from shard import arrays, moving, statements
 from shard.database import Database
-from shard.errors import NotOwned
+from shard.errors import NotOwned, ShardUnavailable
 from shard.placement import slot_of
 from shard.store import Store
 from shard.vocabulary import OrgId
 from tests.conftest import SHARD
 from tests.jobs import HOUR_US, some_jobs
-from tests.timemachine import until_blocked
+from tests.timemachine import NO_HURRY, until_blocked
 
 
 @pytest.mark.parametrize("prepared", [True, False], ids=["on a connection that knows it", "on a new connection"])
@@ -34,6 +34,7 @@ async def test_an_enqueue_that_waits_while_a_slot_is_closed_is_refused(
     async with balancer, asyncio.TaskGroup() as group:
         # As moving.close does it, with time to look on.
         await balancer.execute(statements.LOCK_SLOTS, prepare=False)
+        await balancer.execute(NO_HURRY)
         enqueue = group.create_task(_refused_since(store, org))
         await until_blocked(fresh_database)
         await balancer.execute(statements.CLOSE_SLOTS, {"slots": arrays.numbers([slot_of(org)]), "epoch": 2})
@@ -64,6 +65,29 @@ async def test_a_slot_is_not_closed_while_an_enqueue_that_found_it_open_is_under
     assert enqueue.result() == {}
     assert await moving.close(fresh_database, slots, epoch=2)
     assert await _refused_since(store, org) == 2
+
+
+async def test_who_freezes_while_he_closes_a_slot_does_not_hold_up_enqueues_for_long(
+    fresh_database: Database, fresh_dsn: str, org: OrgId
+) -> None:
+    store = Store(fresh_database)
+    await store.enqueue(some_jobs(org))
+    frozen = Database(SHARD, fresh_dsn, connections=1)
+    await frozen.open()
+
+    async def close_and_freeze() -> None:
+        async with frozen.transaction() as balancer:
+            await balancer.execute(statements.LOCK_SLOTS, prepare=False)
+            # An enqueue that waits for ten seconds is refused.
+            assert await store.enqueue(some_jobs(org)) == {}
+            await balancer.run(statements.CLOSE_SLOTS, {"slots": arrays.numbers([slot_of(org)]), "epoch": 2})
+
+    try:
+        with pytest.raises(ShardUnavailable):
+            await close_and_freeze()
+        assert await moving.close(frozen, [slot_of(org)], epoch=2)
+    finally:
+        await frozen.close()
 
 
 async def _refused_since(store: Store, org: OrgId) -> int:

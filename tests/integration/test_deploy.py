@@ -32,6 +32,7 @@ from grpc_health.v1 import health_pb2
 from packaging.requirements import Requirement
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
+from archiver.settings import settings_of as archiver_settings_of
 from balancer.settings import pace_of
 from embedded import BinariesNotFound, find_binaries
 from router.settings import RouterSettings, host_and_port, router_settings
@@ -281,7 +282,7 @@ def test_a_container_can_do_little_more_than_its_work(name: str) -> None:
 
 
 def test_what_works_on_shards_waits_until_they_are_healthy() -> None:
-    for name in (*ROUTERS, "balancer"):
+    for name in (*ROUTERS, "balancer", "archiver"):
         assert SERVICES[name]["depends_on"] == {shard: {"condition": "service_healthy"} for shard in SHARDS}
     for name in SHARDS:
         assert "pg_isready" in SERVICES[name]["healthcheck"]["test"]
@@ -393,15 +394,18 @@ def router_settings_of(path: Path) -> RouterSettings:
     return router_settings(parse_cluster(text, source=str(path)))
 
 
+ONE_SHARD = '[[shard]]\nname = "s"\ndsn = "host=nowhere"\n'
+
+
 def known_keys_of(table: str) -> list[str]:
     """The keys that the code knows, as it names them to someone who writes another."""
-    one = '[[shard]]\nname = "s"\ndsn = "host=nowhere"\n'
-    text = f"{one}zzzz = 1" if table == "shard" else f"{one}[{table}]\nzzzz = 1"
+    text = f"{ONE_SHARD}zzzz = 1" if table == "shard" else f"{ONE_SHARD}[{table}]\nzzzz = 1"
 
     def read() -> None:
         cluster = parse_cluster(text, source="probe")
         router_settings(cluster)
         pace_of(cluster)
+        archiver_settings_of(cluster)
 
     with pytest.raises(ClusterFileError, match="known are") as caught:
         read()
@@ -429,9 +433,10 @@ def test_the_example_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     # It says of each value that it is the default.
     assert router_settings(cluster) == RouterSettings()
     assert pace_of(cluster).jobs_per_s_max == 5000
+    assert archiver_settings_of(cluster) == archiver_settings_of(parse_cluster(ONE_SHARD, source="defaults"))
 
 
-@pytest.mark.parametrize("table", ["cluster", "shard", "catalog", "router", "balancer"])
+@pytest.mark.parametrize("table", ["cluster", "shard", "catalog", "router", "balancer", "archiver"])
 def test_the_example_explains_every_key(table: str) -> None:
     keys = known_keys_of(table)
     assert keys

@@ -21,7 +21,7 @@ from shard import catalog
 from shard.cluster import Cluster, parse_cluster
 from shard.database import Database
 from shard.errors import Misconfigured, ShardUnavailable
-from shard.placement import slot_of
+from shard.placement import SLOTS, slot_of
 from shard.vocabulary import OrgId, ShardName
 from tests.jobs import lease_jobs, some_jobs
 from tests.postgres import Server as Postgres
@@ -83,7 +83,7 @@ async def test_of_a_shard_that_has_gone_no_task_is_left(server: Server, empty_ds
         for _ in range(3):
             await fleet.change(both)
             member = await up(fleet)
-            assert asyncio.all_tasks() > before
+            assert asyncio.all_tasks() - before
             call = member.store.get(OrgId("o"), [], include_payload=False)
             await fleet.change(alone)
             assert S2 not in fleet.shards()
@@ -219,14 +219,39 @@ async def test_no_other_database_is_taken_for_a_shard_that_holds_slots(postgres:
         postgres.drop(copy)
 
 
-async def test_a_new_database_is_given_no_slot_that_has_left_the_shard(
+@pytest.mark.parametrize("whose", ["nobody's", "another cluster's"])
+async def test_no_other_catalog_is_taken_for_the_one_that_was_there(
+    postgres: Postgres, dsns: list[str], whose: str
+) -> None:
+    first, second, third = dsns
+    name, another = (str(conninfo_to_dict(dsn)["dbname"]) for dsn in (first, third))
+    if whose != "nobody's":
+        # Its shards have the same names, and s2 has nothing there.
+        async with opened(two(third, second, 'state = "off"')):
+            pass
+    async with opened(two(first, second)) as fleet:
+        await up(fleet)
+        near, org = org_on(fleet, S1), org_on(fleet, S2)
+        postgres.drop(name)
+        postgres.create(name, template=another)
+        await until_refused(fleet, near, "its DSN leads to another database by now")
+        with pytest.raises(
+            ShardUnavailable, match="the catalog is unavailable: its DSN leads to another database by now"
+        ):
+            await fleet.is_current(org, fleet.placement(org))
+        # The other shard is there, and has what it had.
+        assert fleet.placement(org).writes == (S2,)
+        await store(fleet, org)
+
+
+async def test_a_new_database_is_given_no_slot_that_has_left_the_shard_and_told_of_orgs_that_are_pinned_to_it(
     dsns: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, empty = dsns
     monkeypatch.setattr("router.catalog_copy._LOOK_S", 3600)
     async with opened(two(first, second)) as fleet:
         await up(fleet)
-        slot = slot_of(org_on(fleet, S2))
+        slot, pinned = slot_of(org_on(fleet, S2)), org_on(fleet, S1)
     async with opened(two(first, empty)) as fleet:
         await until(lambda: "holds 8,192 slots" in fleet.shards()[S2].trouble)
         with psycopg.connect(first) as connection:
@@ -235,11 +260,19 @@ async def test_a_new_database_is_given_no_slot_that_has_left_the_shard(
                 "UPDATE windrow.placement SET writes = '{s1}', reads = '{s1}', epoch = 2, changed = 2 WHERE slot = %s",
                 [slot],
             )
+            connection.execute(
+                "INSERT INTO windrow.placement (slot, writes, reads, epoch, changed) VALUES (%s, '{s2}', '{s2}', 2, 2)",
+                [SLOTS],
+            )
+            connection.execute(
+                "INSERT INTO windrow.pin (org, slot, epoch, shard) VALUES (%s, %s, 2, 's2')", [pinned, SLOTS]
+            )
             connection.execute("DELETE FROM windrow.shard WHERE shard = 's2'")
         await up(fleet)
         with psycopg.connect(empty) as connection:
             owned = {number for (number,) in connection.execute("SELECT slot FROM windrow.owned_slot")}
-        assert (len(owned), slot in owned) == (8191, False)
+        assert (len(owned), slot in owned, SLOTS in owned) == (8192, False, True)
+        await store(fleet, pinned)
 
 
 async def test_no_cluster_is_founded_beside_a_shard_of_another(dsns: list[str]) -> None:

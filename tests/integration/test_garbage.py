@@ -11,7 +11,6 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.message import Message
-from psycopg.conninfo import conninfo_to_dict
 
 from router.calls import Gate
 from router.fleet import Fleet
@@ -22,7 +21,7 @@ from router.tracing import Tracing
 from shard.arrays import Blobs
 from shard.cluster import parse_cluster
 from shard.vocabulary import NewJobs
-from tests.fault.proxy import Proxy, open_proxy, postgres_answered, through
+from tests.fault.proxy import Proxy, open_proxy_before, through
 from tests.jobs import job_id
 from tests.routers import PATIENCE_S
 from tests.streams import until
@@ -33,8 +32,7 @@ MADE_LONG_AGO = "01000000-0000-7000-8000-000000000000"
 
 @pytest.fixture
 async def proxy(empty_dsn: str) -> AsyncGenerator[Proxy, None]:
-    server = conninfo_to_dict(empty_dsn)
-    async with open_proxy(str(server["host"]), int(server["port"] or 5432), postgres_answered) as opened:
+    async with open_proxy_before(empty_dsn) as opened:
         yield opened
 
 

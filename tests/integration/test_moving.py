@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Collection, Mapping
 from typing import Any
 
+import psycopg
 import pytest
 
 from balancer.move import Progress
-from shard import catalog, moving
+from shard import catalog, moving, statements
 from shard.catalog import Move
+from shard.connection import Connection
 from shard.doorbell import Doorbell
 from shard.errors import Misconfigured, NotOwned, ShardUnavailable, UnknownQueue
 from shard.lease import parse_token, token
@@ -262,6 +264,49 @@ async def test_what_comes_late_when_the_next_move_has_only_begun_changes_nothing
         await pair.store(A).enqueue(some_jobs(org, 1), epoch=third.epoch)
 
 
+async def test_who_opens_a_slot_late_does_not_bring_back_a_queue_that_was_deleted_since(pair: Pair, org: OrgId) -> None:
+    await pair.books[A].create_queue(org, QUEUE, retry=None, max_attempts=3)
+    move = await pair.begin([org], target=B)
+    queues = await moving.read_queues(pair.databases[A], move.slots)
+    await pair.mover(move).finish()
+    await pair.books[B].delete_queue(org, QUEUE, epoch=move.epoch)
+    await moving.open_slots(pair.databases[B], move.slots, epoch=move.epoch, queues=queues)
+    assert await pair.books[B].list_queues(org, page_size=10, page_token="") == ([], "")
+
+
+async def test_jobs_of_which_nobody_was_told_that_they_departed_are_the_first_to_arrive(
+    pair: Pair, org: OrgId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source goes away when it has set them aside, and before it has said so."""
+    first, second = sorted((OrgId(f"{org}-{n}") for n in range(2)), key=slot_of)
+    jobs = {one: some_jobs(one, 9) for one in (first, second)}
+    for one in jobs.values():
+        await pair.store(A).enqueue(one)
+    move = await pair.begin([first, second], target=B)
+    await take_steps(pair, move, 3)
+    run, departed = Connection.run, list[object]()
+
+    async def run_and_go_away(
+        connection: Connection, statement: bytes, parameters: Mapping[str, object]
+    ) -> list[tuple[Any, ...]]:
+        rows = await run(connection, statement, parameters)
+        if statement == statements.DEPART and not departed:
+            departed.extend(rows)
+            await connection.close()
+            raise psycopg.OperationalError("gone")
+        return rows
+
+    monkeypatch.setattr(Connection, "run", run_and_go_away)
+    mover = pair.mover(move)
+    with pytest.raises(ShardUnavailable, match="may have been done"):
+        await mover.finish()
+    assert departed == [(slot_of(first), 4)]
+    await mover.step()
+    assert {at for at, _ in await pair.jobs(first, ids_of(jobs[first]))} == {A, B}
+    assert await pair.databases[A].run(b"SELECT FROM windrow.departing", {}) == []
+    assert {at for at, _ in await pair.jobs(second, ids_of(jobs[second]))} == {A}
+
+
 # What a move waits for, and what it refuses
 
 
@@ -349,6 +394,20 @@ async def test_jobs_that_come_late_and_are_older_than_all_others_are_told_of_and
         listening.cancel()
 
 
+async def test_jobs_are_told_of_by_who_finds_that_they_were_taken(pair: Pair, org: OrgId) -> None:
+    await pair.store(A).enqueue(some_jobs(org, 2))
+    move = await pair.begin([org], target=B)
+    await take_steps(pair, move, 3)
+    assert await moving.depart(pair.databases[A], {move.slots[0]: 1}, epoch=move.epoch, rows_max=9, bytes_max=10**6)
+    departed = await moving.read_departing(pair.databases[A], move.slots, epoch=move.epoch)
+    # Whoever does this dies then.
+    assert await moving.take(pair.databases[B], departed, epoch=move.epoch) == set(move.slots)
+    fate = Fate(at=0, how="")
+    async with mortal_mover(pair, move, fate) as mover:
+        await mover.finish()
+    assert fate.names.index("ring_arrivals") < fate.names.index("forget")
+
+
 async def test_slots_that_are_empty_do_not_wait_for_the_others_leases(pair: Pair, org: OrgId, other_org: OrgId) -> None:
     for one in (org, other_org):
         await pair.store(A).enqueue(some_jobs(one, 2))
@@ -393,6 +452,20 @@ async def test_nothing_moves_when_a_shard_has_forgotten_chunks(pair: Pair, org: 
     with pytest.raises(Misconfigured, match=f"shard '{restored}' is at chunk 3 of slot .* Was '{restored}' restored"):
         await pair.mover(move).finish()
     await pair.balance()
+
+
+async def test_no_more_jobs_depart_once_the_target_has_forgotten_chunks(pair: Pair, org: OrgId) -> None:
+    await pair.store(A).enqueue(some_jobs(org, 20))
+    move = await pair.begin([org], target=B)
+
+    async def restore(name: str) -> None:
+        if name == "take":
+            await pair.databases[B].run(b"UPDATE windrow.owned_slot SET chunk = 0 WHERE epoch > 1", {})
+
+    async with mortal_mover(pair, move, Fate(at=0, how="", after=restore)) as mover:
+        with pytest.raises(Misconfigured, match="Was 's2' restored"):
+            await mover.finish()
+    assert await pair.databases[A].run(b"SELECT count(*) FROM windrow.departing", {}) == [(4,)]
 
 
 async def test_a_target_that_does_not_know_a_queue_stores_nothing_and_nothing_is_lost(pair: Pair, org: OrgId) -> None:
@@ -470,6 +543,22 @@ async def test_a_former_owner_is_asked_only_for_what_it_may_know(pair: Pair, org
     assert not former.may_know(left_ms + 2 * hour_ms + 1, keyed=False)
     assert former.may_know(left_ms + 31 * 24 * hour_ms, keyed=True)
     assert not former.may_know(left_ms + 31 * 24 * hour_ms + 1, keyed=True)
+
+
+async def test_a_job_whose_id_was_ahead_is_known_where_it_finished_by_a_clock_that_is_behind(
+    pair: Pair, org: OrgId
+) -> None:
+    jobs = some_jobs(org, 1)
+    await pair.store(A).enqueue(jobs)
+    move = await pair.move([org], target=B)
+    store = pair.store(B)
+    ((_, lease),) = await lease_jobs(store, org)
+    assert await store.ack(org, [lease]) == [Answer.OK]
+    # An hour ago the first shard took it, as its id was an hour ahead; the second one's clock is ten minutes behind.
+    await pair.databases[B].run(b"UPDATE windrow.finished SET finished_at = finished_at - interval '70 min'", {})
+    assert await store.enqueue(jobs, epoch=move.epoch) == {0: jobs.ids[0]}
+    assert await store.ack(org, [lease]) == [Answer.OK]
+    assert len(await store.get(org, ids_of(jobs), include_payload=False)) == 1
 
 
 async def test_a_router_that_does_not_know_of_the_move_is_refused_by_both(pair: Pair, org: OrgId) -> None:

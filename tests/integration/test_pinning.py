@@ -20,7 +20,7 @@ from shard.placement import SLOTS, slot_of
 from shard.vocabulary import JobId, NewJobs, OrgId, QueueName, ShardName
 from tests.jobs import QUEUE, ids_of, lease_jobs, some_jobs
 from tests.pair import A, B, Died, Fate, Mortal, Pair, mortal_mover, open_pair
-from tests.timemachine import until_blocked
+from tests.timemachine import NO_HURRY, until_blocked
 
 EU = WithLabel("region", "eu")
 
@@ -361,7 +361,7 @@ async def test_a_queue_that_is_being_made_meanwhile_is_waited_for(pair: Pair, or
     names = {"orgs": arrays.texts([org]), "queues": arrays.names(["new"])}
     await pair.databases[A].run(statements.INTERN_NAMES, {**names, "slots": arrays.numbers([slot_of(org)])})
     async with pair.databases[A].transaction() as router:
-        await router.run(statements.MAKE_QUEUES, names)
+        await router.run(statements.MAKE_QUEUES, {**names, "relisted": True})
         assert not await pinning.settle(pair.databases[A], [pin])
         assert await slots_there(pair, A, org) == (slot_of(org), {slot_of(org)})
         assert await pair.slots([pin.slot]) == {A: [], B: []}
@@ -377,6 +377,7 @@ async def test_enqueues_go_on_meanwhile_and_what_would_make_or_change_a_queue_wa
     database = pair.databases[A]
     async with database.transaction() as balancer:
         await balancer.execute(statements.LOCK_QUEUES, prepare=False)
+        await balancer.execute(NO_HURRY)
         await balancer.run(
             statements.GRANT_SLOTS, {"slots": arrays.numbers([pin.slot]), "epochs": arrays.numbers([pin.epoch])}
         )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from embedded import BinariesNotFound, Clusters, open_clusters
+from router.supervisor import Supervisor
 from shard.database import Database
 from shard.placement import slot_of
 from shard.vocabulary import OrgId, ShardName
@@ -474,6 +477,20 @@ def test_an_org_on_several_shards_is_served_by_those_that_are_there(breakable: R
     assert found(both, org, after.id).jobs[0].shard == "s2"
 
 
+def test_many_calls_at_once_are_the_gates_to_judge_and_not_grpcs(running: Running) -> None:
+    org, both = running.org_on("s1"), running.stubs
+    request = queue_pb2.DequeueRequest(org=org, queues=[QUEUE])
+    calls = [both.queue.Dequeue.future(request, timeout=PATIENCE_S) for _ in range(2500)]
+    told = Counter((call.exception(PATIENCE_S) and call.code(), detail_reason(call)) for call in calls)
+    assert told.keys() <= {(None, ""), (grpc.StatusCode.RESOURCE_EXHAUSTED, "ROUTER_FULL")}
+
+
+def detail_reason(call: Any) -> str:
+    error = call.exception()
+    info = detail(error, error_details_pb2.ErrorInfo) if error is not None else None
+    return "" if info is None else info.reason
+
+
 def test_two_hundred_cancelled_calls_cost_no_connection(running: Running) -> None:
     org, both = running.org_on("s1"), running.stubs
     jobs = [new_job() for _ in range(200)]
@@ -635,6 +652,34 @@ def test_a_killed_process_is_replaced_and_the_others_serve(running: Running) -> 
             lambda: [one for one in psutil.Process(new).net_connections("tcp") if one.status == psutil.CONN_LISTEN],
             "the new process listens",
         )
+
+
+async def test_a_process_that_cannot_be_started_again_is_tried_again_and_the_other_serves(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listening, stop = asyncio.get_running_loop().create_future(), asyncio.Event()
+    supervisor = Supervisor(running.routers.config, listen="127.0.0.1:0", processes=2, drain_seconds=5)
+    supervising = asyncio.create_task(supervisor.run(ready=listening.set_result, stop=stop))
+    try:
+        await asyncio.wait_for(listening, PATIENCE_S)
+        before = set(supervisor.pids)
+        start, refusals = asyncio.create_subprocess_exec, itertools.count()
+
+        async def refuse_once(*command: Any, **options: Any) -> Any:
+            if next(refusals) == 0:
+                raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+            return await start(*command, **options)
+
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse_once)
+        os.kill(min(before), signal.SIGKILL)
+        async with asyncio.timeout(PATIENCE_S):
+            while len(set(supervisor.pids) - before) < 1:
+                assert not supervising.done()
+                await asyncio.sleep(0.02)
+        assert max(before) in supervisor.pids
+    finally:
+        stop.set()
+        await supervising
 
 
 def test_processes_end_with_their_supervisor(running: Running) -> None:

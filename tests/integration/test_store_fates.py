@@ -238,7 +238,7 @@ async def test_the_partition_of_the_day_is_made_when_it_is_missing(
     await store.enqueue(some_jobs(org, 1))
     ((job, lease),) = await lease_jobs(store, org)
     rows = await fresh_database.run(
-        b"SELECT inhrelid::regclass::text FROM pg_inherits WHERE inhparent = 'windrow.finished'::regclass", {}
+        b"SELECT inhrelid::regclass::text FROM pg_inherits WHERE inhparent = 'windrow.finished_30'::regclass", {}
     )
     assert len(rows) == 5
     for (name,) in rows:

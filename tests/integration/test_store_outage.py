@@ -10,7 +10,7 @@ from typing import cast
 
 import psycopg
 import pytest
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.conninfo import make_conninfo
 
 from embedded import Cluster
 from shard import catalog, schema
@@ -20,7 +20,7 @@ from shard.errors import ShardUnavailable
 from shard.store import Store
 from shard.vocabulary import Answer, OrgId
 from tests.conftest import CLUSTER, SHARD
-from tests.fault.proxy import open_proxy, postgres_answered, through
+from tests.fault.proxy import open_proxy_before, through
 from tests.jobs import HOUR_US, QUEUE, lease_jobs, some_jobs
 from tests.postgres import frozen
 from tests.streams import until
@@ -189,11 +189,7 @@ async def silent_servers(count: int) -> AsyncGenerator[tuple[list[int], list[flo
 
 
 async def test_the_last_of_four_silent_servers_is_found_soon_after_it_speaks_again(cluster: Cluster) -> None:
-    named = conninfo_to_dict(cluster.dsn)
-    async with (
-        silent_servers(3) as (ports, taken),
-        open_proxy(str(named["host"]), int(named["port"] or 5432), postgres_answered) as proxy,
-    ):
+    async with silent_servers(3) as (ports, taken), open_proxy_before(cluster.dsn) as proxy:
         hosts = ",".join(["127.0.0.1"] * 4)
         dsn = make_conninfo(through(cluster.dsn, proxy), host=hosts, port=",".join(map(str, [*ports, proxy.port])))
         database = Database(SHARD, dsn, connections=2, wait_s=WAIT_S)

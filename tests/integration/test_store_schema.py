@@ -47,7 +47,7 @@ async def test_of_many_that_migrate_at_once_each_migration_is_run_by_one(empty_d
         assert (await Books(databases[0]).versions())[1] == run[-1]
         # Yesterday, today and three days ahead, each once.
         rows = await databases[0].run(
-            b"SELECT count(*) FROM pg_inherits WHERE inhparent = 'windrow.finished'::regclass", {}
+            b"SELECT count(*) FROM pg_inherits WHERE inhparent = 'windrow.finished_30'::regclass", {}
         )
         assert rows == [(5,)]
 
@@ -142,7 +142,7 @@ async def test_a_role_that_cannot_make_the_days_partition_is_told_what_to_do(str
     await let_in(empty_dsn)
     with psycopg.connect(empty_dsn) as connection:
         rows = connection.execute(
-            "SELECT max(inhrelid::regclass::text) FROM pg_inherits WHERE inhparent = 'windrow.finished'::regclass"
+            "SELECT max(inhrelid::regclass::text) FROM pg_inherits WHERE inhparent = 'windrow.finished_30'::regclass"
         ).fetchall()
         connection.execute(f"DROP TABLE {rows[0][0]}".encode())
     async with opened(stranger_dsn) as database:

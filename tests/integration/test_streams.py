@@ -555,7 +555,7 @@ async def test_jobs_that_were_not_sent_are_anothers_at_once_and_uncounted(near: 
                 return len(found) >= 40
 
             await until(take, "what was not sent is to be had", within_s=5)
-            assert set(found.values()) <= {1}
+            assert set(found.values()) == {1}
     assert (await near.balanced(SHARDS))[org].accepted == 100
 
 
@@ -789,7 +789,11 @@ class Counted(Blocked):
     """A stream's context that tells whether it was let in."""
 
     let_in: asyncio.Future[bool]
+    connection: str = "one"
     refusal: Any = None
+
+    def peer(self) -> str:
+        return self.connection
 
     async def send_initial_metadata(self, metadata: object) -> None:
         del metadata
@@ -818,6 +822,32 @@ async def test_streams_of_one_org_leave_as_many_places_to_others(monkeypatch: py
         assert "takes 6 streams and waiting calls at a time, and of one org no more" in contexts[3].refusal.details
         for task in tasks:
             task.cancel()
+
+
+async def test_streams_that_do_not_say_whose_they_are_keep_no_other_connection_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("router.calls.STREAMS_MAX", 6)
+    monkeypatch.setattr("router.stream._START_S_MAX", 0.2)
+    service = QueueService(cast("Fleet", _NoShards()), Gate(Tracing()))
+
+    def begin(connection: str, *says: queue_pb2.ConsumeRequest) -> Counted:
+        let_in = asyncio.get_running_loop().create_future()
+        context = Counted(writing=asyncio.Event(), connection=connection, let_in=let_in)
+        tasks.append(group.create_task(service.Consume(said(*says), cast("Context", context))))
+        return context
+
+    tasks: list[asyncio.Task[None]] = []
+    async with asyncio.TaskGroup() as group:
+        silent = [begin("one") for _ in range(6)]
+        other = begin("other", queue_pb2.ConsumeRequest(start=start("org"), credit=1))
+        assert await asyncio.wait_for(other.let_in, PATIENCE_S)
+        # Half of the places were theirs, and not for long.
+        assert [await asyncio.wait_for(one.let_in, PATIENCE_S) for one in silent] == [False] * 6
+        invalid, full = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert [one.refusal.code for one in silent] == [invalid] * 3 + [full] * 3
+        assert silent[0].refusal.details == "start: did not come within 0.2 s"
+        tasks[-1].cancel()
 
 
 # ── A router that ends ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -7,20 +7,25 @@ import contextlib
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Generator
 from typing import Any, cast
 
 import grpc
 import psycopg
 import pytest
 from google.protobuf.duration_pb2 import Duration
+from psycopg.conninfo import make_conninfo
 
 from router.waiting import SWEEP_S, Room
 from shard import statements
+from shard.database import Database
 from shard.doorbell import Doorbell
+from shard.errors import ShardUnavailable
 from shard.placement import slot_of
 from shard.store import Store
-from shard.vocabulary import NewJobs, OrgId, QueueName
+from shard.vocabulary import NewJobs, OrgId, QueueId, QueueName
+from tests.conftest import SHARD
+from tests.fault.proxy import open_proxy_before, through
 from tests.jobs import job_id, some_jobs
 from tests.postgres import Server
 from tests.recorder import Recorder
@@ -338,6 +343,31 @@ async def test_after_a_cut_the_doorbell_is_heard_again(
         for turn in range(3):
             await far.enqueue(org)
             await stream.until_jobs(2 + turn, within_s=SOON_S)
+
+
+async def test_the_doorbell_goes_over_with_its_shard_when_a_server_says_nothing_any_more(module_dsn: str) -> None:
+    heard: asyncio.Queue[Collection[QueueId] | None] = asyncio.Queue()
+    async with (
+        open_proxy_before(module_dsn) as old,
+        open_proxy_before(module_dsn) as new,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        dsn = make_conninfo(through(module_dsn, old), host="127.0.0.1,127.0.0.1", port=f"{old.port},{new.port}")
+        database, other = Database(SHARD, dsn, connections=1), Database(SHARD, module_dsn, connections=1)
+        for one in (database, other):
+            await one.open()
+            stack.push_async_callback(one.close)
+        bell = Doorbell(database, dsn, heard=heard.put_nowait, arrived=heard.put_nowait)
+        ringing = asyncio.create_task(bell.run())
+        stack.callback(ringing.cancel)
+        assert await asyncio.wait_for(heard.get(), PATIENCE_S) is None
+        assert await database.run(b"SELECT 1", {}) == [(1,)]
+        old.hold()
+        with pytest.raises(ShardUnavailable):
+            await database.run(b"SELECT 1", {})
+        assert await asyncio.wait_for(heard.get(), PATIENCE_S) is None, "what was said meanwhile may have been missed"
+        await other.run(statements.RING, {"message": "another 7"})
+        assert await asyncio.wait_for(heard.get(), SOON_S) == [7]
 
 
 async def test_a_ring_that_no_router_made_harms_nobody(

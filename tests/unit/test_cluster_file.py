@@ -123,7 +123,7 @@ BAD = {
     "unknown table": (ONE + "[routr]\n", "cluster.toml: unknown key 'routr'; did you mean 'router'?"),
     "unlike any table": (
         ONE + "[zzz]\n",
-        "cluster.toml: unknown key 'zzz'; known are balancer, catalog, cluster, router, shard",
+        "cluster.toml: unknown key 'zzz'; known are archiver, balancer, catalog, cluster, router, shard",
     ),
     "unknown key of cluster": (
         '[cluster]\nnmae = "x"\n' + ONE,
@@ -234,6 +234,18 @@ BAD = {
     "file that is not there": (
         '[[shard]]\nname = "s1"\ndsn_file = "/nowhere/s1"\n',
         "cluster.toml: [[shard]] number 1 (s1): dsn_file /nowhere/s1: No such file or directory",
+    ),
+    "variable that is the dsn": (
+        f'[[shard]]\nname = "s1"\ndsn_env = "{DSN}"\n',
+        "cluster.toml: [[shard]] number 1 (s1): dsn_env names what has the DSN, and this is a DSN itself: call it dsn",
+    ),
+    "file that is the dsn": (
+        f'[[shard]]\nname = "s1"\ndsn_file = "host=db1 password={PASSWORD}"\n',
+        "cluster.toml: [[shard]] number 1 (s1): dsn_file names what has the DSN, and this is a DSN itself: call it dsn",
+    ),
+    "password with an @": (
+        f'[[shard]]\nname = "s1"\ndsn = "postgresql://u:x@{PASSWORD}@db1,db2/x"\n',
+        "cluster.toml: [[shard]] number 1 (s1): dsn has a host with an @ in it: in a URI, an @ of the password is %40",
     ),
     "dsn that libpq cannot read": (
         f'[[shard]]\nname = "s1"\ndsn = "postgresql://u:{PASSWORD}@db1:notaport:5/x?bad"\n',

@@ -62,6 +62,10 @@ class Acts:
     def under_way(self) -> int:
         return len(self.begun) - len(self.ended) - len(self.cancelled)
 
+    def open(self) -> list[int]:
+        """Those that neither have ended nor, from this moment on, are cancelled."""
+        return [act for act, end in enumerate(self._ends) if not end.done()]
+
     def end(self, act: int, answers: Sequence[int | Exception] | Exception | None = None) -> None:
         """Answers each call with its negative, unless something else is said."""
         if isinstance(answers, Exception):
@@ -487,12 +491,10 @@ async def _play(
     )
     results: dict[int, asyncio.Future[int]] = {}
     refused: set[int] = set()
-    ended: set[int] = set()
     # What each call is to hear.
     told: dict[int, int | type[Exception]] = {}
 
     def end(act: int, how: str) -> None:
-        ended.add(act)
         calls = acts.begun[act]
         if how == "fail":
             told.update(dict.fromkeys(calls, Refused))
@@ -503,9 +505,6 @@ async def _play(
                 (call, Refused if isinstance(a, Exception) else a) for call, a in zip(calls, answers, strict=True)
             )
             acts.end(act, answers)
-
-    def open_acts() -> list[int]:
-        return [at for at, calls in enumerate(acts.begun) if at not in ended and calls not in acts.cancelled]
 
     for step, number in steps:
         match step:
@@ -520,13 +519,13 @@ async def _play(
                 list(results.values())[number % len(results)].cancel()
             case "turn":
                 await asyncio.sleep(0)
-            case "end" | "end partly" | "fail" if open_acts():
-                end(open_acts()[number % len(open_acts())], step)
+            case "end" | "end partly" | "fail" if acts.open():
+                end(acts.open()[number % len(acts.open())], step)
             case _:
                 pass
     for _ in range(len(weights) + 1):
         await turns(6)
-        for act in open_acts():
+        for act in acts.open():
             end(act, "end")
     await turns(6)
     assert acts.under_way == 0

@@ -9,7 +9,7 @@ import pytest
 
 from router.fleet import Fleet
 from router.member import Member
-from router.scatter import ask_readers, list_readers, summed
+from router.scatter import ask_readers, change_readers, list_readers, summed
 from shard.books import Page, QueueCounts
 from shard.errors import BadPageToken, QueueExists, ShardUnavailable, UnknownQueue
 from shard.placement import Placement
@@ -38,6 +38,9 @@ class _Shard:
         self._says = says
 
     def to_look_at(self) -> _Shard:
+        return self
+
+    def to_change(self) -> _Shard:
         return self
 
     async def say(self, *_: object) -> object:
@@ -149,3 +152,20 @@ def test_counts_are_summed_by_queue_and_times_are_the_extreme_ones() -> None:
         counts("b", ready=3, succeeded=4, oldest_ready_age_us=9, next_due=60),
         counts("c"),
     ]
+
+
+async def test_what_was_changed_by_a_placement_that_is_in_force_no_more_is_changed_again_by_the_new_one() -> None:
+    class Moving(Shards):
+        """The org has moved from a to b, and nobody has told."""
+
+        async def is_current(self, _: OrgId, placement: Placement) -> bool:
+            self.says = {"b": 2}
+            return placement.reads == ("b",)
+
+    async def change(member: Member, most: int) -> int:
+        return min(most, cast("int", await say(member)))
+
+    moving = cast("Fleet", Moving(a=0))
+    assert await change_readers(moving, ORG, QUEUE, 9, change) == 2
+    # As many as it may: nobody need be asked.
+    assert await change_readers(fleet(a=5), ORG, QUEUE, 5, change) == 5

@@ -75,8 +75,13 @@ class QueueConfig(_message.Message):
 
     RETRY_FIELD_NUMBER: _builtins.int
     MAX_ATTEMPTS_FIELD_NUMBER: _builtins.int
+    RETENTION_DAYS_FIELD_NUMBER: _builtins.int
     max_attempts: _builtins.int
     """For jobs that bring none. 1 to 1,000; absent: 20."""
+    retention_days: _builtins.int
+    """For how many days its finished jobs are kept: 0, 1, 7, 30, 90, 365 or 2557 (seven years); absent: 30. Of jobs that finish
+    from then on.
+    """
     @_builtins.property
     def retry(self) -> _job_pb2.RetryPolicy:
         """For jobs that bring none. Absent: exponential from 1 s to 1 h."""
@@ -86,14 +91,20 @@ class QueueConfig(_message.Message):
         *,
         retry: _job_pb2.RetryPolicy | None = ...,
         max_attempts: _builtins.int | None = ...,
+        retention_days: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_attempts", b"_max_attempts", "max_attempts", b"max_attempts", "retry", b"retry"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_attempts", b"_max_attempts", "_retention_days", b"_retention_days", "max_attempts", b"max_attempts", "retention_days", b"retention_days", "retry", b"retry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_attempts", b"_max_attempts", "max_attempts", b"max_attempts", "retry", b"retry"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_attempts", b"_max_attempts", "_retention_days", b"_retention_days", "max_attempts", b"max_attempts", "retention_days", b"retention_days", "retry", b"retry"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_attempts: _TypeAlias = _typing.Literal["max_attempts"]  # noqa: Y015
     _WhichOneofArgType__max_attempts: _TypeAlias = _typing.Literal["_max_attempts", b"_max_attempts"]  # noqa: Y015
+    _WhichOneofReturnType__retention_days: _TypeAlias = _typing.Literal["retention_days"]  # noqa: Y015
+    _WhichOneofArgType__retention_days: _TypeAlias = _typing.Literal["_retention_days", b"_retention_days"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_attempts) -> _WhichOneofReturnType__max_attempts | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__retention_days) -> _WhichOneofReturnType__retention_days | None: ...
 
 Global___QueueConfig: _TypeAlias = QueueConfig  # noqa: Y015
 
@@ -193,7 +204,7 @@ class AlterQueueRequest(_message.Message):
     def config(self) -> Global___QueueConfig: ...
     @_builtins.property
     def reset(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Fields of config to put back to their default: "retry", "max_attempts"."""
+        """Fields of config to put back to their default: "retry", "max_attempts", "retention_days"."""
 
     def __init__(
         self,
@@ -968,6 +979,8 @@ class OrgBooks(_message.Message):
     DEAD_FIELD_NUMBER: _builtins.int
     CANCELLED_FIELD_NUMBER: _builtins.int
     BALANCED_FIELD_NUMBER: _builtins.int
+    ARCHIVED_FIELD_NUMBER: _builtins.int
+    EXPIRED_FIELD_NUMBER: _builtins.int
     org: _builtins.str
     accepted: _builtins.int
     scheduled: _builtins.int
@@ -978,6 +991,10 @@ class OrgBooks(_message.Message):
     cancelled: _builtins.int
     balanced: _builtins.bool
     """accepted equals the sum of the others."""
+    archived: _builtins.int
+    """Finished jobs that have turned cold. They are not among succeeded and cancelled here."""
+    expired: _builtins.int
+    """Finished jobs that were kept for their time, and are gone."""
     def __init__(
         self,
         *,
@@ -990,10 +1007,12 @@ class OrgBooks(_message.Message):
         dead: _builtins.int = ...,
         cancelled: _builtins.int = ...,
         balanced: _builtins.bool = ...,
+        archived: _builtins.int = ...,
+        expired: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "balanced", b"balanced", "cancelled", b"cancelled", "dead", b"dead", "leased", b"leased", "org", b"org", "ready", b"ready", "scheduled", b"scheduled", "succeeded", b"succeeded"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "archived", b"archived", "balanced", b"balanced", "cancelled", b"cancelled", "dead", b"dead", "expired", b"expired", "leased", b"leased", "org", b"org", "ready", b"ready", "scheduled", b"scheduled", "succeeded", b"succeeded"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

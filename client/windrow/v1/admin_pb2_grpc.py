@@ -193,7 +193,8 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CheckShard(self, request, context):
-        """The books of one shard, each org at one moment: accepted = scheduled + ready + leased + succeeded + dead + cancelled.
+        """The books of one shard, each org at one moment: accepted = scheduled + ready + leased + succeeded + dead + cancelled +
+        archived + expired.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

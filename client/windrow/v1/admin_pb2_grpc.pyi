@@ -68,7 +68,9 @@ class AdminStub:
     ListShards: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListShardsRequest, _admin_pb2.ListShardsResponse]
     """Every shard of the cluster, and whether it answers."""
     CheckShard: _grpc.UnaryStreamMultiCallable[_admin_pb2.CheckShardRequest, _admin_pb2.CheckShardResponse]
-    """The books of one shard, each org at one moment: accepted = scheduled + ready + leased + succeeded + dead + cancelled."""
+    """The books of one shard, each org at one moment: accepted = scheduled + ready + leased + succeeded + dead + cancelled +
+    archived + expired.
+    """
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -105,7 +107,9 @@ class AdminAsyncStub(AdminStub):
     ListShards: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListShardsRequest, _admin_pb2.ListShardsResponse]  # type: ignore[assignment]
     """Every shard of the cluster, and whether it answers."""
     CheckShard: _aio.UnaryStreamMultiCallable[_admin_pb2.CheckShardRequest, _admin_pb2.CheckShardResponse]  # type: ignore[assignment]
-    """The books of one shard, each org at one moment: accepted = scheduled + ready + leased + succeeded + dead + cancelled."""
+    """The books of one shard, each org at one moment: accepted = scheduled + ready + leased + succeeded + dead + cancelled +
+    archived + expired.
+    """
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     """Configure queues, look into them, mend them, and watch the shards."""
@@ -217,6 +221,8 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.CheckShardRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_admin_pb2.CheckShardResponse], _abc.AsyncIterator[_admin_pb2.CheckShardResponse]]:
-        """The books of one shard, each org at one moment: accepted = scheduled + ready + leased + succeeded + dead + cancelled."""
+        """The books of one shard, each org at one moment: accepted = scheduled + ready + leased + succeeded + dead + cancelled +
+        archived + expired.
+        """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,134 @@
+"""One pass over one shard: everything there that is due, in steps that are each done or not done. What a pass leaves,
+the next one finds."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from archiver.settings import Settings
+from shard import archiving
+from shard.archiving import Aged, InUse
+from shard.cluster import ShardEntry
+from shard.database import Database
+from shard.health import size_text
+from shard.leading import ARCHIVER, candidacy
+from shard.vocabulary import ShardName
+
+# Of small steps: a backlog is left to the passes that follow. Days are not counted: each takes its time, and is rare.
+_PASS_S_MAX = 60.0
+
+
+class AnotherArchives(Exception):
+    """The message says who."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Pass:
+    """What one pass did."""
+
+    shard: ShardName
+    # Days without jobs are not told: they go, and that is all.
+    turned_cold: list[Aged] = field(default_factory=list[Aged])
+    dropped: list[Aged] = field(default_factory=list[Aged])
+    dedup_keys: int = 0
+    jobs_expired: int = 0
+    dead_jobs_cancelled: int = 0
+    # Days that others would not let go of: they are tried again.
+    in_use: list[str] = field(default_factory=list[str])
+    # There is more to do than was done.
+    more: bool = False
+    seconds: float = 0.0
+    # For how long enqueues and acks may have waited, at most.
+    locked_s_max: float = 0.0
+
+    @property
+    def did_something(self) -> bool:
+        return bool(
+            self.turned_cold or self.dropped or self.dedup_keys or self.jobs_expired or self.dead_jobs_cancelled
+        )
+
+    def __str__(self) -> str:
+        did = [
+            _what(self.turned_cold, "turned cold"),
+            _what(self.dropped, "dropped"),
+            f"{self.dedup_keys:,} dedup key(s) forgotten" if self.dedup_keys else "",
+            f"{self.jobs_expired:,} job(s) past their expires_at cancelled" if self.jobs_expired else "",
+            f"{self.dead_jobs_cancelled:,} old dead job(s) cancelled" if self.dead_jobs_cancelled else "",
+            f"{len(self.in_use)} day(s) in use" if self.in_use else "",
+            "more is left" if self.more else "",
+        ]
+        said = "; ".join(part for part in did if part) or "nothing was due"
+        locked = f", locked for {self.locked_s_max * 1000:.1f} ms at most" if self.turned_cold or self.dropped else ""
+        return f"shard {self.shard!r}: {said} ({self.seconds:.2f} s{locked})"
+
+
+async def pass_over(
+    entry: ShardEntry, database: Database, settings: Settings, *, digest: str, stop: asyncio.Event
+) -> Pass:
+    """Does what is due, as far as it can be done now, or until soon after `stop` is set. Raises AnotherArchives,
+    ShardUnavailable."""
+    async with candidacy(entry.dsn, digest, office=ARCHIVER, shard=entry.name) as candidate:
+        if not await candidate.lead():
+            who = await candidate.leader() or "it has just ended"
+            raise AnotherArchives(f"shard {entry.name!r}: another archiver is at work: {who}")
+        began_s = time.monotonic()
+        done = Pass(shard=entry.name)
+        await _days(done, database, stop)
+        done.dedup_keys = await _all(done, partial(archiving.expire_dedup, database), stop)
+        done.jobs_expired = await _all(done, partial(archiving.expire_waiting, database), stop)
+        done.dead_jobs_cancelled = await _all(
+            done, partial(archiving.retire_dead, database, days=settings.dead_days), stop
+        )
+        done.more = done.more or stop.is_set()
+        done.seconds = time.monotonic() - began_s
+        return done
+
+
+async def _days(done: Pass, database: Database, stop: asyncio.Event) -> None:
+    for over in await archiving.days_over(database):
+        if not stop.is_set():
+            await _tried(done, done.turned_cold, archiving.turn_cold(database, over))
+    for past in await archiving.days_past(database):
+        if not stop.is_set():
+            await _tried(done, done.dropped, archiving.drop(database, past))
+    if not stop.is_set():
+        try:
+            await archiving.drop_past_ids(database)
+        except InUse as error:
+            done.in_use.append(str(error))
+
+
+async def _tried(done: Pass, aged: list[Aged], step: Awaitable[Aged]) -> None:
+    try:
+        one = await step
+    except InUse as error:
+        done.in_use.append(str(error))
+    else:
+        done.locked_s_max = max(done.locked_s_max, one.locked_s)
+        if one.jobs:
+            aged.append(one)
+
+
+async def _all(done: Pass, step: Callable[[], Awaitable[int]], stop: asyncio.Event) -> int:
+    """Takes a step again and again, until it finds nothing more to do, or for as long as a pass may."""
+    count, give_up_s = 0, time.monotonic() + _PASS_S_MAX
+    while not stop.is_set():
+        some = await step()
+        count += some
+        if not some:
+            break
+        if time.monotonic() > give_up_s:
+            done.more = True
+            break
+    return count
+
+
+def _what(aged: Sequence[Aged], how: str) -> str:
+    if not aged:
+        return ""
+    jobs, size = sum(each.jobs for each in aged), sum(each.bytes for each in aged)
+    return f"{len(aged)} day(s) {how}: {jobs:,} job(s), {size_text(size)}"

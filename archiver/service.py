@@ -1,0 +1,91 @@
+"""The archiver as a process: passes over all shards, each at the times that the schedule names. What a pass does is
+archiver/passing.py's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Mapping
+from datetime import UTC, datetime
+
+from archiver.passing import AnotherArchives, Pass, pass_over
+from archiver.settings import settings_of
+from shard import identity
+from shard.cluster import Cluster, ShardEntry
+from shard.database import Database
+from shard.errors import ShardError
+from shard.following import FollowedFile, next_usable
+from shard.vocabulary import CATALOG, ShardName
+
+_log = logging.getLogger(__name__)
+
+
+async def archive(file: FollowedFile, cluster: Cluster, *, stop: asyncio.Event) -> None:
+    """Passes, until `stop` is set. `cluster` is what the file said; a change is taken up when it is noticed, unless it
+    cannot be used: then the one before stays in force."""
+    # Our clock decides when to look. What is due then, the shard's does (I8).
+    last = datetime.now(UTC)
+    following, stopped = (
+        asyncio.create_task(next_usable(file, cluster, judge=settings_of)),
+        asyncio.create_task(stop.wait()),
+    )
+    try:
+        while not stop.is_set():
+            wait_s = (settings_of(cluster).schedule.after(last) - datetime.now(UTC)).total_seconds()
+            await asyncio.wait({following, stopped}, timeout=max(0.0, wait_s), return_when=asyncio.FIRST_COMPLETED)
+            if following.done():
+                cluster = following.result()
+                following = asyncio.create_task(next_usable(file, cluster, judge=settings_of))
+            elif not stop.is_set():
+                last = datetime.now(UTC)
+                for shard, outcome in (await archive_once(cluster, stop=stop)).items():
+                    _tell(shard, outcome)
+    finally:
+        for task in (following, stopped):
+            task.cancel()
+        await asyncio.wait({following, stopped})
+
+
+def _tell(shard: ShardName, outcome: Pass | Exception) -> None:
+    if isinstance(outcome, Pass):
+        _log.log(logging.INFO if outcome.did_something else logging.DEBUG, "%s", outcome)
+        for why in outcome.in_use:
+            _log.warning("shard %r: %s; it is tried again", shard, why)
+    elif isinstance(outcome, AnotherArchives):
+        _log.info("%s", outcome)
+    else:
+        _log.warning("shard %r has had no whole pass: %s", shard, outcome)
+
+
+async def archive_once(cluster: Cluster, *, stop: asyncio.Event) -> Mapping[ShardName, Pass | Exception]:
+    """One pass over each shard that may be changed, all at the same time; answers what came of each: AnotherArchives,
+    ShardError, or what was not expected. Raises ClusterFileError."""
+    settings = settings_of(cluster)
+    entries = [entry for entry in cluster.shards if entry.state.takes_changes]
+
+    async def one(entry: ShardEntry, catalog: Database) -> Pass | Exception:
+        try:
+            async with _opened(entry.name, entry.dsn) as database:
+                # It has partitions for the days ahead then, too.
+                await identity.admit(database, catalog, cluster=cluster.name)
+                return await pass_over(entry, database, settings, digest=cluster.digest, stop=stop)
+        except (AnotherArchives, ShardError) as error:
+            return error
+        except Exception as error:  # noqa: BLE001 - one shard's trouble must not end the others' passes
+            _log.exception("shard %r has met with an unexpected error", entry.name)
+            return error
+
+    async with _opened(CATALOG, cluster.catalog_dsn) as catalog:
+        outcomes = await asyncio.gather(*(one(entry, catalog) for entry in entries))
+    return {entry.name: outcome for entry, outcome in zip(entries, outcomes, strict=True)}
+
+
+@contextlib.asynccontextmanager
+async def _opened(name: ShardName, dsn: str) -> AsyncGenerator[Database]:
+    database = Database(name, dsn, connections=1, for_books=True)
+    await database.open()
+    try:
+        yield database
+    finally:
+        await database.close()

@@ -1,0 +1,42 @@
+"""The [archiver] table of the cluster file. Pure.
+
+[archiver]
+schedule = "10m"        # or a cron expression: "15 3 * * *"
+time_zone = "UTC"       # of the cron expression
+dead_days = 90          # dead jobs are cancelled then
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from zoneinfo import ZoneInfo, available_timezones
+
+from archiver.schedule import Schedule
+from shard.cluster import Cluster, ClusterFileError, known_keys
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    schedule: Schedule
+    dead_days: int
+
+
+def settings_of(cluster: Cluster) -> Settings:
+    """As the table says, or by default. Raises ClusterFileError."""
+    table = cluster.tables.get("archiver", {})
+    where = f"{cluster.source}: [archiver]"
+    known_keys(table, {"schedule", "time_zone", "dead_days"}, where=where)
+    zone: object = table.get("time_zone", "UTC")
+    if not isinstance(zone, str) or zone not in available_timezones():
+        raise ClusterFileError(f'{where} time_zone: no time zone is called {zone!r}; one is "Europe/Berlin"')
+    text: object = table.get("schedule", "10m")
+    if not isinstance(text, str):
+        raise ClusterFileError(f'{where} schedule: must be a text such as "10m", not {text!r}')
+    try:
+        schedule = Schedule.parse(text, zone=ZoneInfo(zone))
+    except ValueError as error:
+        raise ClusterFileError(f"{where} schedule: {error}") from error
+    dead_days: object = table.get("dead_days", 90)
+    if isinstance(dead_days, bool) or not isinstance(dead_days, int) or not 1 <= dead_days <= 36_500:
+        raise ClusterFileError(f"{where} dead_days: must be a whole number from 1 to 36500, not {dead_days!r}")
+    return Settings(schedule=schedule, dead_days=dead_days)

@@ -1,0 +1,337 @@
+"""`windrow doctor`: what hurts the shards' Postgres as queues, and what to paste against it. It reads the cluster file
+and talks to the databases."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli import databases, options, output, values
+from cli.exits import CommandFailed, ExitCode
+from cli.output import Column
+
+if TYPE_CHECKING:
+    from shard.cluster import Cluster
+    from shard.health import Finding
+    from shard.vitals import Facts, Holder, Table
+    from shard.vocabulary import ShardName
+
+# What grows with jobs, in the order in which it is shown; the other tables are summed up.
+_TABLES = ("job", "dead", "finished", "cold", "dedup", "tally")
+# An estimate says nothing of what is small.
+_ESTIMATED_MIN = 1024**2
+_HOLDERS_SHOWN = 10
+_STATEMENT_S = 1.0
+_WIDTH = len("critical")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Look:
+    """What there is to say of one database."""
+
+    # A shard's name, or "catalog".
+    database: str
+    facts: Facts | None = None
+    findings: Sequence[Finding] = ()
+    # Why it did not answer; empty if it did.
+    trouble: str = ""
+
+
+def doctor(
+    config: options.Config,
+    shard: Annotated[
+        str | None,
+        typer.Option("--shard", metavar="NAME", show_default="every one", help="Look at this shard only."),
+    ] = None,
+    held_for: Annotated[
+        timedelta,
+        typer.Option(
+            "--held-for",
+            parser=values.duration,
+            metavar="DURATION",
+            show_default="1m",
+            help="Warn of snapshots that are held so long.",
+        ),
+    ] = timedelta(minutes=1),
+    as_json: options.Json = False,
+) -> None:
+    """Say what hurts the shards' Postgres, and what to paste against it.
+
+    Sizes, dead rows, who holds old snapshots, settings that hurt a queue. Changes nothing, and may run under load.
+    Exit code 1: there are warnings, or worse; 3: a shard did not answer.
+    """
+    cluster = databases.read(config)
+    dsns = _dsns(cluster, shard)
+    with output.working("examining " + ", ".join(dsns)):
+        looks = databases.asked(_look_at_all(dsns, held_for))
+    if as_json:
+        output.say_json(_look_json(look) for look in looks)
+    else:
+        for at, look in enumerate(looks):
+            if at:
+                output.say("")
+            _print_look(look, held_for)
+    for look in looks:
+        if look.trouble:
+            output.note(look.trouble)
+    if any(_hurts(look) for look in looks):
+        raise typer.Exit(ExitCode.NO)
+    if any(look.trouble for look in looks):
+        raise typer.Exit(ExitCode.UNAVAILABLE)
+
+
+def _dsns(cluster: Cluster, shard: str | None) -> dict[ShardName, str]:
+    """Of the shards that may be contacted, and of the catalog where that is a database of its own. Raises
+    CommandFailed."""
+    from shard.cluster import ShardState
+    from shard.vocabulary import CATALOG
+
+    dsns = {entry.name: entry.dsn for entry in cluster.shards}
+    if cluster.catalog_dsn not in dsns.values():
+        dsns[CATALOG] = cluster.catalog_dsn
+    off = [entry.name for entry in cluster.shards if entry.state is ShardState.OFF]
+    if shard is None:
+        return {name: dsn for name, dsn in dsns.items() if name not in off}
+    for name, dsn in dsns.items():
+        if name == shard and name in off:
+            raise CommandFailed(f"shard {shard!r} is off in {cluster.source}: it is not contacted", ExitCode.REFUSED)
+        if name == shard:
+            return {name: dsn}
+    raise CommandFailed(f"{cluster.source} names no shard {shard!r}; it names {', '.join(dsns)}", ExitCode.NOT_FOUND)
+
+
+async def _look_at_all(dsns: dict[ShardName, str], held_for: timedelta) -> list[_Look]:
+    return list(await asyncio.gather(*(_look_at(name, dsn, held_for) for name, dsn in dsns.items())))
+
+
+async def _look_at(name: ShardName, dsn: str, held_for: timedelta) -> _Look:
+    from shard import vitals
+    from shard.errors import ShardUnavailable
+    from shard.health import judge
+
+    try:
+        facts = await vitals.read(name, dsn)
+    except ShardUnavailable as error:
+        return _Look(database=name, trouble=str(error))
+    return _Look(database=name, facts=facts, findings=judge(facts, held_s=held_for.total_seconds()))
+
+
+def _hurts(look: _Look) -> bool:
+    from shard.health import Severity, worst
+
+    return worst(look.findings) >= Severity.WARNING
+
+
+# ── On a terminal ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _print_look(look: _Look, held_for: timedelta) -> None:
+    if look.facts is None:
+        output.heading(f"{look.database}: no answer")
+        return
+    from shard.health import size_text, span_text
+
+    server = look.facts.server
+    output.heading(f"{look.database}: {_verdict(look.findings)}")
+    output.say(
+        f"postgres {server.version}, up {span_text(server.up_s)}; database {server.database}, "
+        f"{size_text(server.bytes)}; {server.connections:,} of {server.connections_max:,} connections"
+    )
+    output.say("")
+    _print_tables(look.facts)
+    _print_holders(look.facts.holders, held_for)
+    for finding in look.findings:
+        output.say("")
+        indent = _WIDTH + 2
+        output.facts(
+            [
+                (finding.severity.word, output.wrapped(finding.what, indent=indent)),
+                ("why", output.wrapped(finding.why, indent=indent)),
+                ("fix", finding.fix),
+            ],
+            width_min=_WIDTH,
+        )
+
+
+def _verdict(findings: Sequence[Finding]) -> str:
+    from shard.health import Severity
+
+    counts = [
+        f"{count:,} {severity.word}" if severity is Severity.CRITICAL else output.counted(count, severity.word)
+        for severity in reversed(Severity)
+        if (count := sum(finding.severity is severity for finding in findings))
+    ]
+    return ", ".join(counts) or "ok"
+
+
+def _print_tables(facts: Facts) -> None:
+    from shard.health import size_text
+
+    rows: list[tuple[str, ...]] = []
+    others: list[Table] = []
+    for family, tables in _families(facts.tables):
+        if family not in _TABLES:
+            others += tables
+        elif tables[0].partitioned:
+            partitions = tables[1:]
+            rows.append(_table_row(f"{family} ({output.counted(len(partitions), 'partition')})", partitions))
+        elif family == "job":
+            hot = tables[0]
+            rows.append(_table_row(family, tables, unused=_estimate(hot.unused_bytes)))
+            for index in facts.indexes:
+                if index.table == family:
+                    unused = _estimate(index.unused_bytes(hot.versions))
+                    rows.append((f"  {index.name}", "", "", "", size_text(index.bytes), unused, "", ""))
+        else:
+            rows.append(_table_row(family, tables))
+    if others:
+        rows.append(_table_row(output.counted(len(others), "other"), others))
+    titles = ("rows", "dead rows", "table", "indexes", "unused", "vacuumed", "analyzed")
+    output.table([Column(title="table"), *(Column(title=title, right=True) for title in titles)], rows)
+
+
+def _table_row(name: str, tables: Sequence[Table], *, unused: str = "") -> tuple[str, ...]:
+    from shard.health import size_text
+
+    return (
+        name,
+        f"{sum(table.rows for table in tables):,}",
+        f"{sum(table.dead_rows for table in tables):,}",
+        size_text(sum(table.bytes for table in tables)),
+        size_text(sum(table.index_bytes for table in tables)),
+        unused,
+        _ago(table.vacuumed_s for table in tables),
+        _ago(table.analyzed_s for table in tables),
+    )
+
+
+def _estimate(unused: int | None) -> str:
+    from shard.health import size_text
+
+    return "" if unused is None or unused < _ESTIMATED_MIN else f"~{size_text(unused)}"
+
+
+def _ago(spans: Iterable[float | None]) -> str:
+    """The latest of them."""
+    from shard.health import span_text
+
+    known = [span for span in spans if span is not None]
+    return f"{span_text(min(known))} ago" if known else "never"
+
+
+def _families(tables: Iterable[Table]) -> list[tuple[str, list[Table]]]:
+    """Tables with their partitions, the partitioned table first; in the order in which they are shown."""
+    families: dict[str, list[Table]] = {}
+    for table in sorted(tables, key=lambda table: not table.partitioned):
+        families.setdefault(table.family, []).append(table)
+
+    shown = [family for family in _TABLES if family in families]
+    return [(family, families[family]) for family in [*shown, *sorted(families.keys() - shown)]]
+
+
+def _print_holders(holders: Sequence[Holder], held_for: timedelta) -> None:
+    """But for those that come and go with every statement."""
+    from shard.health import TRANSACTIONS_NOTICED, size_text, span_text
+
+    def stays(holder: Holder) -> bool:
+        if holder.is_slot or not held_for:
+            return True
+        if holder.held_s is None:
+            return (holder.transactions or 0) >= TRANSACTIONS_NOTICED
+        return holder.held_s >= _STATEMENT_S
+
+    shown = [holder for holder in holders if stays(holder)][:_HOLDERS_SHOWN]
+    if not shown:
+        return
+    output.say("")
+    titles = ("holds", "who", "state", "for", "last query", "transactions")
+    columns = [Column(title=title, right=title in titles[3:]) for title in titles]
+    output.table(
+        [*columns, Column(title="query", detail=True)],
+        [
+            (
+                f"{holder.kind} {holder.name}",
+                " ".join(part for part in (holder.application, holder.role, holder.client) if part),
+                (holder.state or "")
+                + ("" if holder.wal_bytes is None else f", keeps {size_text(holder.wal_bytes)} of WAL"),
+                "" if holder.held_s is None else span_text(holder.held_s),
+                "" if holder.query_s is None else f"{span_text(holder.query_s)} ago",
+                "" if holder.transactions is None else f"{holder.transactions:,}",
+                " ".join((holder.query or "").split()) + _waits(holder),
+            )
+            for holder in shown
+        ],
+    )
+
+
+def _waits(holder: Holder) -> str:
+    """That it waits for its client is said by its state."""
+    return f"\nwaits for {holder.waits_for}" if holder.waits_for and holder.state == "active" else ""
+
+
+# ── For scripts ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _look_json(look: _Look) -> dict[str, object]:
+    from shard.health import worst
+
+    document: dict[str, object] = {
+        "shard": look.database,
+        "answered": look.facts is not None,
+        "verdict": worst(look.findings).word if look.facts else None,
+        "error": look.trouble or None,
+        "findings": [
+            {
+                "severity": finding.severity.word,
+                "about": finding.about,
+                "finding": finding.what,
+                "why": finding.why,
+                "fix": finding.fix or None,
+            }
+            for finding in look.findings
+        ],
+    }
+    if look.facts is not None:
+        facts, server = look.facts, look.facts.server
+        versions = sum(table.versions for table in facts.tables if table.name == "job")
+        document |= {
+            "postgres_version": server.version,
+            "database": server.database,
+            "role": server.role,
+            "bytes": server.bytes,
+            "up_s": server.up_s,
+            "connections": server.connections,
+            "connections_max": server.connections_max,
+            "tables": [_table_json(table) for table in facts.tables if not table.partitioned],
+            "indexes": [
+                {
+                    "index": index.name,
+                    "table": index.table,
+                    "bytes": index.bytes,
+                    "unused_bytes_estimate": index.unused_bytes(versions) if index.table == "job" else None,
+                    "valid": index.valid,
+                }
+                for index in facts.indexes
+            ],
+            "holders": [holder._asdict() for holder in facts.holders],
+        }
+    return document
+
+
+def _table_json(table: Table) -> dict[str, object]:
+    return {
+        "table": table.name,
+        "partition_of": table.family if table.family != table.name else None,
+        "rows": table.rows,
+        "dead_rows": table.dead_rows,
+        "bytes": table.bytes,
+        "index_bytes": table.index_bytes,
+        "unused_bytes_estimate": table.unused_bytes,
+        "vacuumed_age_s": table.vacuumed_s,
+        "analyzed_age_s": table.analyzed_s,
+    }

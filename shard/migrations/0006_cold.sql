@@ -1,0 +1,132 @@
+-- Finished jobs lie by how long they are kept, and days that are over lie apart, in cold tables
+-- (docs/decisions/0024-whole-days-turn-cold.md).
+
+-- For how many days finished jobs are kept. NULL: 30. Those of 0 are gone when their day has turned cold.
+ALTER TABLE windrow.queue
+    ADD COLUMN retention smallint CHECK (retention IN (0, 1, 7, 30, 90, 365, 2557));
+-- Few queues say anything, and every ack asks.
+CREATE INDEX queue_retention ON windrow.queue (queue_id) WHERE retention IS NOT NULL;
+
+-- What finished so far is kept for 30 days. Releases before this one go on without the column.
+ALTER TABLE windrow.finished ADD COLUMN retention smallint NOT NULL DEFAULT 30;
+ALTER TABLE windrow.finished RENAME TO finished_30;
+ALTER INDEX windrow.finished_id RENAME TO finished_30_id;
+
+-- Hot: the days that acks write to, by retention and UTC day. Cold: the days before.
+CREATE TABLE windrow.finished (LIKE windrow.finished_30 INCLUDING DEFAULTS INCLUDING CONSTRAINTS) PARTITION BY LIST (retention);
+CREATE INDEX finished_id ON windrow.finished (id);
+CREATE TABLE windrow.cold (LIKE windrow.finished_30 INCLUDING CONSTRAINTS) PARTITION BY LIST (retention);
+CREATE INDEX cold_id ON windrow.cold (id);
+CREATE INDEX cold_org ON windrow.cold ((queue_id & 4294967295), id);
+
+DO $$
+DECLARE
+    days smallint;
+    day record;
+BEGIN
+    FOR day IN
+        SELECT c.relname
+        FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid
+        WHERE i.inhparent = 'windrow.finished_30'::regclass
+    LOOP
+        EXECUTE format('ALTER TABLE windrow.%I RENAME TO %I', day.relname, 'finished_30_' || right(day.relname, 8));
+    END LOOP;
+    ALTER TABLE windrow.finished ATTACH PARTITION windrow.finished_30 FOR VALUES IN (30);
+    FOREACH days IN ARRAY ARRAY[0, 1, 7, 30, 90, 365, 2557] LOOP
+        IF days <> 30 THEN
+            EXECUTE format(
+                'CREATE TABLE windrow.finished_%s PARTITION OF windrow.finished FOR VALUES IN (%s) PARTITION BY RANGE (finished_at)',
+                days, days
+            );
+        END IF;
+        EXECUTE format(
+            'CREATE TABLE windrow.cold_%s PARTITION OF windrow.cold FOR VALUES IN (%s) PARTITION BY RANGE (finished_at)',
+            days, days
+        );
+    END LOOP;
+END
+$$;
+
+-- All that is cold finished before `until`.
+CREATE TABLE windrow.archive (
+    only_row boolean PRIMARY KEY DEFAULT true CHECK (only_row),
+    until timestamptz NOT NULL
+);
+INSERT INTO windrow.archive (until) VALUES ('-infinity');
+
+-- The books of cold days, written when a day turns cold: what a day holds need not be counted to be dropped.
+CREATE TABLE windrow.archived (
+    retention smallint NOT NULL,
+    day date NOT NULL,
+    org_id integer NOT NULL,
+    jobs bigint NOT NULL,
+    PRIMARY KEY (retention, day, org_id)
+);
+-- How many jobs of each org were kept for their time, and are gone.
+CREATE TABLE windrow.expired (
+    org_id integer PRIMARY KEY,
+    jobs bigint NOT NULL
+);
+-- The ids of days that are gone sooner than an enqueue may be repeated (I3).
+CREATE TABLE windrow.past_id (
+    day date NOT NULL,
+    id uuid NOT NULL,
+    org_id integer NOT NULL
+) PARTITION BY LIST (day);
+CREATE INDEX past_id_id ON windrow.past_id (id);
+
+-- Jobs by id among the cold ones, of whatever org; none where ids are younger than all that is cold. EXECUTE plans anew, and
+-- so neither plans for nor locks the days before `since`.
+CREATE FUNCTION windrow.find_cold(ids uuid[], since timestamptz) RETURNS SETOF windrow.cold
+LANGUAGE plpgsql STABLE AS $$
+BEGIN
+    IF since < (SELECT a.until FROM windrow.archive a) THEN
+        RETURN QUERY EXECUTE 'SELECT c.* FROM windrow.cold c WHERE c.id = ANY ($1) AND c.finished_at >= $2'
+            USING ids, since;
+    END IF;
+END
+$$;
+
+-- Same, only whose they are; also for those that are gone.
+CREATE FUNCTION windrow.known_cold(ids uuid[], since timestamptz) RETURNS TABLE (id uuid, org_id bigint)
+LANGUAGE plpgsql STABLE AS $$
+BEGIN
+    IF since < (SELECT a.until FROM windrow.archive a) THEN
+        RETURN QUERY EXECUTE
+            'SELECT c.id, c.queue_id & 4294967295 FROM windrow.cold c WHERE c.id = ANY ($1) AND c.finished_at >= $2'
+            USING ids, since;
+        RETURN QUERY SELECT p.id, p.org_id::bigint FROM windrow.past_id p WHERE p.id = ANY (ids);
+    END IF;
+END
+$$;
+
+-- The second look of an enqueue looks there too; in one statement, and so at one moment: no job slips through on its way.
+CREATE OR REPLACE FUNCTION windrow.refuse_settled(ids uuid[], queue_ids bigint[], since timestamptz) RETURNS boolean
+LANGUAGE plpgsql VOLATILE AS $$
+BEGIN
+    -- By the ids alone; whose they are is asked of what is found, which is next to nothing.
+    IF EXISTS (
+        SELECT
+        FROM (
+            SELECT f.id, f.queue_id & 4294967295 AS org_id
+            FROM windrow.finished f
+            WHERE f.id = ANY (ids) AND f.finished_at >= since
+            UNION ALL
+            SELECT d.id, d.queue_id & 4294967295 FROM windrow.dead d WHERE d.id = ANY (ids)
+            UNION ALL
+            SELECT c.id, c.org_id FROM windrow.known_cold(ids, since) c
+        ) known
+        WHERE known.org_id = ANY (ARRAY(
+            SELECT n.queue_id & 4294967295 FROM unnest(ids, queue_ids) AS n (id, queue_id) WHERE n.id = known.id
+        ))
+    )
+    THEN
+        RAISE EXCEPTION 'a job of this batch has already finished or died' USING ERRCODE = 'WD001';
+    END IF;
+    RETURN false;
+END
+$$;
+
+-- What is past its time is found by these.
+CREATE INDEX dedup_until ON windrow.dedup (until);
+CREATE INDEX job_expires ON windrow.job (expires_at) WHERE expires_at IS NOT NULL;

@@ -1,0 +1,7 @@
+-- Whether jobs of a queue are on their way from here to another shard.
+SELECT EXISTS (
+    SELECT
+    FROM windrow.queue q
+    JOIN windrow.departing d ON d.slot = q.slot AND d.queue_id = q.queue_id
+    WHERE q.org = %(org)s AND q.queue = %(queue)s
+)

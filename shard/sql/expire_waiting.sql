@@ -1,0 +1,30 @@
+-- Cancels jobs past their expires_at that nobody holds, up to `rows`: those that no claim comes across.
+WITH ended AS (
+    DELETE FROM windrow.job j
+    WHERE j.ctid = ANY (ARRAY(
+        SELECT late.ctid
+        FROM windrow.job late
+        WHERE late.expires_at <= now() AND (late.lease IS NULL OR late.visible_at <= now())
+        ORDER BY late.expires_at
+        LIMIT %(rows)s
+        FOR UPDATE SKIP LOCKED
+    ))
+    RETURNING j.*
+), moved AS (
+    INSERT INTO windrow.finished (
+        id, queue_id, enqueued_at, run_at, expires_at, priority, attempt, max_attempts, kind, payload, attributes, retry,
+        dedup_key, trace, history, state, reason, retention
+    )
+    SELECT
+        e.id, e.queue_id, e.enqueued_at, e.run_at, e.expires_at, e.priority, e.attempt, e.max_attempts, e.kind, e.payload,
+        e.attributes, e.retry, e.dedup_key, e.trace,
+        CASE
+            WHEN e.lease IS NULL THEN e.history
+            ELSE windrow.remember(e.history, e.attempt, e.worker, e.leased_at, e.visible_at, 'expired', e.lease, NULL)
+        END,
+        'cancelled', 'past its expires_at',
+        coalesce((SELECT q.retention FROM windrow.queue q WHERE q.queue_id = e.queue_id AND q.retention IS NOT NULL), 30)
+    FROM ended e
+    RETURNING 1
+)
+SELECT count(*) FROM moved

@@ -1,0 +1,11 @@
+-- A cold day is gone: from the books of cold days, into those of what is gone. Answers how many jobs it had.
+WITH gone AS (
+    DELETE FROM windrow.archived a
+    WHERE a.retention = %(retention)s AND a.day = %(day)s::date
+    RETURNING a.org_id, a.jobs
+), struck AS (
+    INSERT INTO windrow.expired AS e (org_id, jobs)
+    SELECT gone.org_id, gone.jobs FROM gone
+    ON CONFLICT (org_id) DO UPDATE SET jobs = e.jobs + excluded.jobs
+)
+SELECT coalesce(sum(gone.jobs), 0)::bigint FROM gone

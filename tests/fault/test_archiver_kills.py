@@ -1,0 +1,139 @@
+"""kill -9 of the archiver at random moments, while jobs finish: none is lost, none is there twice, the books balance,
+and the next pass goes on (I1, I5). WINDROW_TRIALS=4000 for 200 kills."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from shard import statements
+from shard.books import Books
+from shard.database import Database
+from shard.leading import ARCHIVER
+from shard.store import Store
+from shard.vocabulary import OrgId, ShardName
+from tests.balancers import Field, open_field, until
+from tests.jobs import lease_jobs, some_jobs
+from tests.postgres import Server
+from tests.routers import CHECKOUT
+from tests.timemachine import make_day
+
+pytestmark = pytest.mark.timeout(1800)
+
+A = ShardName("s1")
+DAYS, JOBS = range(2, 50, 3), 100
+# Of a pass over so many days on a free machine.
+PASS_S = 1.0
+
+_FINISHED = b"""
+WITH made AS (
+    INSERT INTO windrow.finished (
+        id, queue_id, enqueued_at, run_at, finished_at, lease, leased_at, priority, attempt, state, kind, payload,
+        worker, retention
+    )
+    SELECT
+        gen_random_uuid(),
+        q.queue_id, f.at, f.at, f.at, 1, f.at, 5, 1, 'succeeded', 'greet', 'x', 'w', 30
+    FROM windrow.queue q
+    CROSS JOIN LATERAL (SELECT now() - %(days)s * interval '1 day' AS at) f
+    CROSS JOIN generate_series(1, %(jobs)s)
+    WHERE q.org = %(org)s
+)
+INSERT INTO windrow.tally (org_id, accepted)
+SELECT q.org_id, %(jobs)s FROM windrow.queue q WHERE q.org = %(org)s
+"""
+_THERE = b"""
+SELECT count(*), count(DISTINCT id) FROM (SELECT id FROM windrow.finished UNION ALL SELECT id FROM windrow.cold) f
+"""
+
+
+@pytest.fixture
+async def field(tmp_path: Path, fresh_dsn: str, postgres: Server) -> AsyncGenerator[Field, None]:
+    async with open_field(tmp_path, fresh_dsn, postgres) as opened:
+        opened.write(s1={})
+        yield opened
+
+
+@dataclass(slots=True, kw_only=True)
+class Load:
+    """Jobs of one org that finish, today and in days gone by."""
+
+    field: Field
+    org: OrgId
+    accepted: int = 0
+
+    @property
+    def database(self) -> Database:
+        return self.field.databases[A]
+
+    async def finish_some(self) -> None:
+        store = Store(self.database)
+        await store.enqueue(some_jobs(self.org, JOBS))
+        await store.ack(self.org, [lease for _, lease in await lease_jobs(store, self.org)])
+        self.accepted += JOBS
+
+    async def add_days(self) -> None:
+        for days in DAYS:
+            await make_day(self.database, retention=30, before="now", days=days)
+            await self.database.run(_FINISHED, {"days": days, "jobs": JOBS, "org": self.org})
+            self.accepted += JOBS
+
+    async def check(self) -> None:
+        (books,) = [found for found in await Books(self.database).check() if found.org == self.org]
+        assert (books.accepted, books.balanced) == (self.accepted, True)
+        assert await self.database.run(_THERE, {}) == [(self.accepted - books.expired,) * 2]
+
+
+async def test_an_archiver_that_is_killed_at_any_moment_leaves_every_job_where_it_was_or_where_it_was_to_be(
+    field: Field, org: OrgId, trials: int
+) -> None:
+    load = Load(field=field, org=org)
+    await load.finish_some()
+    for _ in range(max(3, trials // 20)):
+        await load.add_days()
+        archiver = await start(field.config)
+        await until(lambda: leading(load.database), bool)
+        finishing = asyncio.create_task(load.finish_some())
+        try:
+            await asyncio.wait_for(archiver.wait(), random.uniform(0, PASS_S))
+        except TimeoutError:
+            archiver.kill()
+            await archiver.wait()
+        await finishing
+        # What its session was about has come to an end.
+        await until(lambda: busy(load.database), lambda sessions: not sessions)
+        await load.check()
+    archiver = await start(field.config)
+    assert await archiver.wait() == 0
+    await load.check()
+    assert await load.database.run(b"SELECT count(DISTINCT day) FROM windrow.archived", {}) == [
+        (len([days for days in DAYS if days <= 30]),)
+    ]
+
+
+async def start(config: Path) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "cli.main", "archiver", "--once", "--config", str(config)), cwd=CHECKOUT
+    )
+
+
+async def leading(database: Database) -> int:
+    return len(await database.run(statements.READ_LEADER, {"lock": ARCHIVER.lock}))
+
+
+async def busy(database: Database) -> int:
+    """How many other sessions are in the middle of something."""
+    rows = await database.run(
+        b"""
+        SELECT count(*) FROM pg_stat_activity
+        WHERE datname = current_database() AND state <> 'idle' AND pid <> pg_backend_pid()
+        """,
+        {},
+    )
+    return int(rows[0][0])

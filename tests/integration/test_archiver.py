@@ -1,0 +1,121 @@
+"""The archiver as operators run it: passes over the shards of a cluster file."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from archiver import service
+from archiver.passing import AnotherArchives, Pass
+from shard.books import Books
+from shard.errors import ShardUnavailable
+from shard.following import FollowedFile
+from shard.leading import ARCHIVER, candidacy
+from shard.store import Store
+from shard.vocabulary import OrgId, ShardName
+from tests.balancers import Field, open_field, until
+from tests.jobs import lease_jobs, some_jobs
+from tests.postgres import Server
+from tests.timemachine import age_finished
+
+A, B = ShardName("s1"), ShardName("s2")
+
+
+@pytest.fixture
+async def field(tmp_path: Path, fresh_dsn: str, postgres: Server) -> AsyncGenerator[Field, None]:
+    async with open_field(tmp_path, fresh_dsn, postgres, B) as opened:
+        yield opened
+
+
+async def finished_before(field: Field, org: OrgId, *, days: int) -> None:
+    store = Store(field.databases[A])
+    await store.enqueue(some_jobs(org, 2))
+    await store.ack(org, [lease for _, lease in await lease_jobs(store, org)])
+    await age_finished(field.databases[A], org, days=days)
+
+
+async def once(field: Field) -> dict[ShardName, Pass | Exception]:
+    return dict(await service.archive_once(field.cluster, stop=asyncio.Event()))
+
+
+async def test_a_pass_turns_days_cold_drops_what_was_kept_for_its_time_and_says_so(field: Field, org: OrgId) -> None:
+    field.write(s1={}, s2={})
+    await finished_before(field, org, days=40)
+    outcomes = await once(field)
+    assert set(outcomes) == {A, B}
+    done = outcomes[A]
+    assert isinstance(done, Pass)
+    assert [aged.jobs for aged in done.turned_cold] == [2]
+    assert [aged.jobs for aged in done.dropped] == [2]
+    assert "1 day(s) dropped: 2 job(s)" in str(done)
+    again = (await once(field))[A]
+    assert isinstance(again, Pass)
+    assert (again.turned_cold, again.dropped, again.in_use, again.more) == ([], [], [], False)
+    assert "nothing was due" in str(again)
+
+
+async def test_of_two_archivers_one_works_and_the_other_says_who_does(field: Field) -> None:
+    field.write(s1={}, s2={})
+    async with candidacy(field.dsns[A], "cafe", office=ARCHIVER, shard=A) as other:
+        assert await other.lead()
+        outcomes = await once(field)
+        refused = outcomes[A]
+        assert isinstance(refused, AnotherArchives)
+        assert str(refused).startswith("shard 's1': another archiver is at work: windrow archiver ")
+        assert "cafe at 127.0.0.1 (process " in str(refused)
+        assert isinstance(outcomes[B], Pass)
+    assert isinstance((await once(field))[A], Pass)
+
+
+async def test_a_shard_that_is_away_keeps_no_other_from_its_pass(field: Field) -> None:
+    field.write(s1={}, s2={"dsn": "host=127.0.0.1 port=1 connect_timeout=1"})
+    outcomes = await once(field)
+    assert isinstance(outcomes[A], Pass)
+    assert isinstance(outcomes[B], ShardUnavailable)
+
+
+async def test_a_day_in_use_is_named_and_the_next_pass_takes_it(
+    field: Field, org: OrgId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shard.archiving._PAUSE_S", 0.001)
+    field.write(s1={})
+    await finished_before(field, org, days=3)
+    async with await psycopg.AsyncConnection.connect(field.dsns[A], application_name="a report") as reader:
+        await reader.execute("SELECT count(*) FROM windrow.finished")
+        done = (await once(field))[A]
+        assert isinstance(done, Pass)
+        assert "(a report)" in done.in_use[0]
+        assert "day(s) in use" in str(done)
+    done = (await once(field))[A]
+    assert isinstance(done, Pass)
+    assert [aged.jobs for aged in done.turned_cold] == [2]
+
+
+async def test_it_passes_on_schedule_by_the_file_as_it_is_and_keeps_the_one_before_a_bad_one(
+    field: Field, org: OrgId, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    cluster = field.write("[archiver]\nschedule = '1d'\n", s1={})
+    stop = asyncio.Event()
+    running = asyncio.create_task(service.archive(FollowedFile(field.config), cluster, stop=stop))
+
+    async def said() -> str:
+        return caplog.text
+
+    try:
+        field.write("[archiver]\nschedule = '1s'\n", s1={})
+        await until(said, lambda text: "shard 's1': nothing was due" in text)
+        field.config.write_text(field.config.read_text().replace("'1s'", "'soon'"))
+        await until(said, lambda text: "the cluster file is refused" in text and "'soon' is neither" in text)
+        await finished_before(field, org, days=3)
+        await until(said, lambda text: "turned cold: 2 job(s)" in text)
+    finally:
+        stop.set()
+        await running
+    (books,) = [found for found in await Books(field.databases[A]).check() if found.org == org]
+    assert (books.archived, books.balanced) == (2, True)

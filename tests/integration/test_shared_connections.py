@@ -1,0 +1,74 @@
+"""Lookups and counts take connections too: one org's leave others theirs (I4)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any
+
+import psycopg
+import pytest
+
+from shard.books import Books
+from shard.database import Database
+from shard.store import Store
+from shard.vocabulary import OrgId
+from tests.conftest import SHARD
+from tests.jobs import QUEUE, ids_of, job_id, lease_jobs, some_jobs
+from tests.timemachine import until_blocked
+
+
+@contextlib.asynccontextmanager
+async def under_way(
+    dsn: str, watcher: Database, calls: int, call: Callable[[], Coroutine[Any, Any, object]], *, at_once: int
+) -> AsyncGenerator[None]:
+    """So many calls that take long, some at the same time: here for a lock, elsewhere for what they look through."""
+    async with await psycopg.AsyncConnection.connect(dsn) as holder:
+        await holder.execute("LOCK TABLE windrow.dead IN ACCESS EXCLUSIVE MODE")
+        tasks = [asyncio.create_task(call()) for _ in range(calls)]
+        await until_blocked(watcher, at_once)
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.fixture
+async def watcher(fresh_dsn: str) -> AsyncGenerator[Database]:
+    database = Database(SHARD, fresh_dsn, connections=1)
+    await database.open()
+    yield database
+    await database.close()
+
+
+@pytest.mark.parametrize("calls", [10, 1200])
+async def test_lookups_that_take_long_hold_up_no_other_orgs_jobs(
+    fresh_database: Database, watcher: Database, fresh_dsn: str, org: OrgId, other_org: OrgId, calls: int
+) -> None:
+    store, jobs = Store(fresh_database), some_jobs(other_org, 1)
+    await store.enqueue(jobs)
+
+    def look() -> Coroutine[Any, Any, object]:
+        return store.get(org, [job_id()], include_payload=False)
+
+    async with under_way(fresh_dsn, watcher, calls, look, at_once=1 if calls < 100 else 2):
+        assert [job.id for job, _ in await lease_jobs(store, other_org)] == ids_of(jobs)
+
+
+@pytest.mark.xfail(strict=True, reason="the books have two connections, first come, first served")
+async def test_counts_that_take_long_hold_up_no_other_orgs_queues(
+    fresh_database: Database, watcher: Database, fresh_dsn: str, org: OrgId, other_org: OrgId
+) -> None:
+    for one in (org, other_org):
+        await Store(fresh_database).enqueue(some_jobs(one, 1))
+    database = Database(SHARD, fresh_dsn, connections=2, for_books=True)
+    await database.open()
+    books = Books(database)
+    try:
+        async with under_way(fresh_dsn, watcher, 2, lambda: books.stats(org, None, include_finished=False), at_once=2):
+            assert (await books.get_queue(other_org, QUEUE)).queue == QUEUE
+    finally:
+        await database.close()
