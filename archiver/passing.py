@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from archiver.settings import Settings
-from shard import archiving
+from shard import archiving, erasing
 from shard.archiving import Aged, InUse
 from shard.cluster import ShardEntry
 from shard.database import Database
@@ -37,6 +37,10 @@ class Pass:
     dedup_keys: int = 0
     jobs_expired: int = 0
     dead_jobs_cancelled: int = 0
+    # That were set aside for a legal hold, which has ended.
+    released_jobs_dropped: int = 0
+    # Orgs whose erasure somebody had begun, and came to its end.
+    erased: int = 0
     # Days that others would not let go of: they are tried again.
     in_use: list[str] = field(default_factory=list[str])
     # There is more to do than was done.
@@ -48,7 +52,13 @@ class Pass:
     @property
     def did_something(self) -> bool:
         return bool(
-            self.turned_cold or self.dropped or self.dedup_keys or self.jobs_expired or self.dead_jobs_cancelled
+            self.turned_cold
+            or self.dropped
+            or self.dedup_keys
+            or self.jobs_expired
+            or self.dead_jobs_cancelled
+            or self.released_jobs_dropped
+            or self.erased
         )
 
     def __str__(self) -> str:
@@ -58,6 +68,9 @@ class Pass:
             f"{self.dedup_keys:,} dedup key(s) forgotten" if self.dedup_keys else "",
             f"{self.jobs_expired:,} job(s) past their expires_at cancelled" if self.jobs_expired else "",
             f"{self.dead_jobs_cancelled:,} old dead job(s) cancelled" if self.dead_jobs_cancelled else "",
+            f"{self.released_jobs_dropped:,} job(s) dropped that a legal hold had kept"
+            if self.released_jobs_dropped
+            else "",
             f"{len(self.in_use)} day(s) in use" if self.in_use else "",
             "more is left" if self.more else "",
         ]
@@ -83,6 +96,10 @@ async def pass_over(
         done.dead_jobs_cancelled = await _all(
             done, partial(archiving.retire_dead, database, days=settings.dead_days), stop
         )
+        done.released_jobs_dropped = await _all(done, partial(archiving.expire_released, database), stop)
+        for erasure in await erasing.unfinished(database):
+            await _all(done, partial(erasing.go_on, database, erasure), stop)
+            done.erased += not done.more
         done.more = done.more or stop.is_set()
         done.seconds = time.monotonic() - began_s
         return done

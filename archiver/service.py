@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 
 from archiver.passing import AnotherArchives, Pass, pass_over
 from archiver.settings import settings_of
-from shard import identity
+from shard import identity, policies
 from shard.cluster import Cluster, ShardEntry
 from shard.database import Database
 from shard.errors import ShardError
@@ -66,9 +66,10 @@ async def archive_once(cluster: Cluster, *, stop: asyncio.Event) -> Mapping[Shar
 
     async def one(entry: ShardEntry, catalog: Database) -> Pass | Exception:
         try:
-            async with _opened(entry.name, entry.dsn) as database:
+            async with opened(entry.name, entry.dsn) as database:
                 # It has partitions for the days ahead then, too.
                 await identity.admit(database, catalog, cluster=cluster.name)
+                await policies.copy(catalog, database)
                 return await pass_over(entry, database, settings, digest=cluster.digest, stop=stop)
         except (AnotherArchives, ShardError) as error:
             return error
@@ -76,13 +77,14 @@ async def archive_once(cluster: Cluster, *, stop: asyncio.Event) -> Mapping[Shar
             _log.exception("shard %r has met with an unexpected error", entry.name)
             return error
 
-    async with _opened(CATALOG, cluster.catalog_dsn) as catalog:
+    async with opened(CATALOG, cluster.catalog_dsn) as catalog:
         outcomes = await asyncio.gather(*(one(entry, catalog) for entry in entries))
     return {entry.name: outcome for entry, outcome in zip(entries, outcomes, strict=True)}
 
 
 @contextlib.asynccontextmanager
-async def _opened(name: ShardName, dsn: str) -> AsyncGenerator[Database]:
+async def opened(name: ShardName, dsn: str) -> AsyncGenerator[Database]:
+    """One database, for one who counts and looks through it."""
     database = Database(name, dsn, connections=1, for_books=True)
     await database.open()
     try:

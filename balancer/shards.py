@@ -9,7 +9,7 @@ import logging
 from collections.abc import AsyncGenerator, Collection, Mapping
 
 from balancer import pins, plan
-from shard import catalog, identity, pinning
+from shard import catalog, identity, pinning, policies
 from shard.catalog import Catalog
 from shard.cluster import Cluster
 from shard.database import Database
@@ -84,6 +84,8 @@ class Shards:
         database, cluster = self.databases[name], self._cluster.name
         if name not in self._proved or not await identity.examine(database, self.catalog, cluster=cluster):
             await identity.admit(database, self.catalog, cluster=cluster)
+            # Before it is given slots, of whose orgs it is to finish jobs as they were told.
+            await policies.copy(self.catalog, database)
             self._proved.add(name)
 
 

@@ -35,9 +35,10 @@ def read(config: Path) -> Cluster:
 
 def asked(work: Coroutine[Any, Any, _T]) -> _T:
     """Runs it. Raises CommandFailed for what databases, or who leads, keep it from."""
+    from archiver.passing import AnotherArchives
     from balancer.service import AnotherLeads
     from shard.cluster import ClusterFileError
-    from shard.errors import ShardError, ShardUnavailable
+    from shard.errors import NotHeld, ShardError, ShardUnavailable
 
     quiet()
     try:
@@ -48,7 +49,9 @@ def asked(work: Coroutine[Any, Any, _T]) -> _T:
         raise CommandFailed(f"another balancer leads: {error}", ExitCode.REFUSED) from error
     except ShardUnavailable as error:
         raise unavailable(error) from error
-    except ShardError as error:
+    except NotHeld as error:
+        raise CommandFailed(str(error), ExitCode.NOT_FOUND) from error
+    except (AnotherArchives, ShardError) as error:
         raise CommandFailed(str(error), ExitCode.REFUSED) from error
 
 

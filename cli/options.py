@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
 from cli import values
+from cli.exits import CommandFailed, ExitCode
+
+if TYPE_CHECKING:
+    from shard.vocabulary import OrgId
 
 # The router's own default (router/settings.py), which would take a fifth of a second to import.
 ADDRESS_DEFAULT = "127.0.0.1:7419"
@@ -70,3 +74,18 @@ Listen: TypeAlias = Annotated[
     str | None,
     typer.Option("--listen", metavar="HOST:PORT", show_default=False, help="Where the routers take calls."),
 ]
+
+
+def org_id(text: str) -> OrgId:
+    """By the rules that the contract has for one."""
+    from router.validation import violations_of
+    from shard.vocabulary import OrgId
+    from windrow.v1 import admin_pb2
+
+    try:
+        violations = violations_of(admin_pb2.ListQueuesRequest(org=text))
+    except UnicodeEncodeError:
+        raise CommandFailed(f"org {text!r}: is not UTF-8", ExitCode.USAGE) from None
+    for violation in violations:
+        raise CommandFailed(f"org {text!r}: {violation.description}", ExitCode.USAGE)
+    return OrgId(text)

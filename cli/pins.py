@@ -60,7 +60,7 @@ def pin(
     from shard import pinning
 
     wish = _wish(to, label)
-    cluster, name = _cluster(config), _org(org)
+    cluster, name = _cluster(config), options.org_id(org)
     _refuse_vain(wish, cluster)
 
     async def change() -> _Shown:
@@ -78,7 +78,7 @@ def unpin(org: options.Org, config: options.Config, as_json: options.Json = Fals
     """
     from shard import pinning
 
-    cluster, name = _cluster(config), _org(org)
+    cluster, name = _cluster(config), options.org_id(org)
 
     async def change() -> _Shown:
         async with _catalog(cluster) as database:
@@ -153,21 +153,6 @@ def _wish(to: str | None, label: str | None) -> Wish:
     if not (name and equals and value):
         raise CommandFailed(f"--label {label!r}: write it as LABEL=VALUE, such as region=eu", ExitCode.USAGE)
     return WithLabel(name, value)
-
-
-def _org(text: str) -> OrgId:
-    """By the rules that the contract has for one."""
-    from router.validation import violations_of
-    from shard.vocabulary import OrgId
-    from windrow.v1 import admin_pb2
-
-    try:
-        violations = violations_of(admin_pb2.ListQueuesRequest(org=text))
-    except UnicodeEncodeError:
-        raise CommandFailed(f"org {text!r}: is not UTF-8", ExitCode.USAGE) from None
-    for violation in violations:
-        raise CommandFailed(f"org {text!r}: {violation.description}", ExitCode.USAGE)
-    return OrgId(text)
 
 
 def _cluster(config: Path) -> Cluster:

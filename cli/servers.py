@@ -162,6 +162,8 @@ def _pass_json(shard: ShardName, outcome: Pass | Exception) -> dict[str, object]
         "dedup_keys": outcome.dedup_keys,
         "jobs_expired": outcome.jobs_expired,
         "dead_jobs_cancelled": outcome.dead_jobs_cancelled,
+        "released_jobs_dropped": outcome.released_jobs_dropped,
+        "erased": outcome.erased,
         "in_use": outcome.in_use,
         "more": outcome.more,
         "locked_ms_max": round(outcome.locked_s_max * 1000, 3),

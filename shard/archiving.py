@@ -17,7 +17,7 @@ from typing import LiteralString, NamedTuple
 import psycopg
 from psycopg import sql
 
-from shard import statements
+from shard import policies, statements
 from shard.connection import Connection
 from shard.database import Database
 from shard.partitions import bounds, finish, table, within
@@ -101,16 +101,23 @@ async def turn_cold(database: Database, day: Day) -> Aged:
 
 
 async def drop(database: Database, day: Day) -> Aged:
-    """Drops a cold day. Ids by which enqueues may be repeated stay known (I3). Raises InUse, ShardUnavailable."""
-    async with _transaction(database) as connection:
-        if day.repeatable:
-            await _keep_ids(connection, day)
-        size = await _size(connection, day.name)
-        since_s = await _exclude(connection, day.name, f"cold_{day.retention}")
-        await _execute(connection, "DROP TABLE {}", day.name)
-        cursor = await connection.execute(statements.STRIKE_ARCHIVED, {"retention": day.retention, "day": day.first})
-        (jobs,) = (await cursor.fetchall())[0]
-    return Aged(partition=day.name, jobs=jobs, bytes=size, locked_s=time.monotonic() - since_s)
+    """Drops a cold day, but for the jobs of orgs under legal hold: those are set aside. Ids by which enqueues may be
+    repeated stay known (I3). Raises InUse, ShardUnavailable."""
+    while True:
+        async with _transaction(database) as connection:
+            # Their rows move, for as long as that takes, before anybody is kept waiting.
+            await connection.run(statements.SET_ASIDE_HELD, _of(day))
+        async with _transaction(database, dropping=True) as connection:
+            if await connection.run(statements.FIND_HELD, _of(day)):
+                # Held since.
+                continue
+            if day.repeatable:
+                await _keep_ids(connection, day)
+            size = await _size(connection, day.name)
+            since_s = await _exclude(connection, day.name, f"cold_{day.retention}")
+            await _execute(connection, "DROP TABLE {}", day.name)
+            ((jobs,),) = await connection.run(statements.STRIKE_ARCHIVED, _of(day))
+        return Aged(partition=day.name, jobs=jobs, bytes=size, locked_s=time.monotonic() - since_s)
 
 
 async def drop_past_ids(database: Database) -> None:
@@ -134,6 +141,18 @@ async def expire_waiting(database: Database) -> int:
 async def retire_dead(database: Database, *, days: int) -> int:
     """Cancels some jobs that have been dead for so long. Answers how many."""
     return await _some(database, statements.RETIRE_DEAD, days=days)
+
+
+async def expire_released(database: Database) -> int:
+    """Drops some jobs that were set aside for a legal hold, of orgs that have been released. Answers how many."""
+    async with _transaction(database, dropping=True) as connection:
+        ((jobs,),) = await connection.run(statements.EXPIRE_RELEASED, {"rows": _ROWS})
+        await connection.run(statements.FORGET_EMPTY_DAYS, {})
+    return int(jobs)
+
+
+def _of(day: Day) -> dict[str, object]:
+    return {"retention": day.retention, "day": day.first, "past": day.past}
 
 
 async def _some(database: Database, statement: statements.Statement, **parameters: object) -> int:
@@ -212,8 +231,11 @@ async def _keep_ids(connection: Connection, day: Day) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _transaction(database: Database) -> AsyncGenerator[Connection]:
+async def _transaction(database: Database, *, dropping: bool = False) -> AsyncGenerator[Connection]:
+    """`dropping`: no org is put under legal hold meanwhile."""
     async with database.transaction() as connection:
+        if dropping:
+            await policies.wait_for_holds(connection)
         await connection.execute(
             # To count and to index a large day takes its time.
             "SELECT set_config('statement_timeout', '1h', true), set_config('lock_timeout', %s, true)",

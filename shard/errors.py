@@ -15,6 +15,9 @@ ShardError
 ├── SlotMoves             pin the org when its slot has come to rest
 ├── NotPinned             nothing: the org lives where its hash slot does
 ├── TooManyPins           pin no more orgs: slots of their own are used up
+├── OrgMoves              erase the org when its jobs are not on their way to another shard
+├── LegallyHeld           release the org from its legal hold first, if it is to be
+├── NotHeld               nothing: the org is under no legal hold
 ├── BadPageToken          begin at the first page
 └── Misconfigured         an operator must look: wrong database, schema too new, catalog of another cluster
 """
@@ -117,6 +120,22 @@ class TooManyPins(ShardError):
             f"org {org!r} cannot be pinned: {pins_max:,} orgs have a slot of their own, the most that there can be "
             "(one that was pinned once keeps its slot)"
         )
+
+
+class OrgMoves(ShardError):
+    def __init__(self, org: OrgId, shards: Sequence[ShardName]) -> None:
+        way = " to ".join(map(repr, shards))
+        super().__init__(f"jobs of org {org!r} are on their way from shard {way}; nothing was done: try again soon")
+
+
+class LegallyHeld(ShardError):
+    def __init__(self, org: OrgId, reason: str | None) -> None:
+        super().__init__(f"org {org!r} is under legal hold: {reason}")
+
+
+class NotHeld(ShardError):
+    def __init__(self, org: OrgId) -> None:
+        super().__init__(f"org {org!r} is under no legal hold")
 
 
 class BadPageToken(ShardError):

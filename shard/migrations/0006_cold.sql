@@ -1,11 +1,38 @@
 -- Finished jobs lie by how long they are kept, and days that are over lie apart, in cold tables
 -- (docs/decisions/0024-whole-days-turn-cold.md).
 
--- For how many days finished jobs are kept. NULL: 30. Those of 0 are gone when their day has turned cold.
+-- For how many days finished jobs are kept: as their queue says, or else their org. NULL: 30. Those of 0 are gone when their
+-- day has turned cold. An org's word is copied into its queues, so that an ack asks one row; and few say anything.
+ALTER TABLE windrow.org
+    ADD COLUMN retention smallint CHECK (retention IN (0, 1, 7, 30, 90, 365, 2557)),
+    -- Nothing of its history is dropped (legal hold).
+    ADD COLUMN held boolean NOT NULL DEFAULT false;
+CREATE INDEX org_policy ON windrow.org (org) WHERE retention IS NOT NULL OR held;
 ALTER TABLE windrow.queue
-    ADD COLUMN retention smallint CHECK (retention IN (0, 1, 7, 30, 90, 365, 2557));
--- Few queues say anything, and every ack asks.
-CREATE INDEX queue_retention ON windrow.queue (queue_id) WHERE retention IS NOT NULL;
+    ADD COLUMN retention smallint CHECK (retention IN (0, 1, 7, 30, 90, 365, 2557)),
+    ADD COLUMN org_retention smallint,
+    ADD COLUMN kept smallint GENERATED ALWAYS AS (coalesce(retention, org_retention)) STORED;
+CREATE INDEX queue_kept ON windrow.queue (queue_id) INCLUDE (kept) WHERE kept IS NOT NULL;
+
+-- What each org is told is the catalog's to say, and copied to every shard (shard/policies.py). Versions grow with each change,
+-- also after the catalog has been restored from a backup.
+CREATE TABLE windrow.policy (
+    org text COLLATE "C" PRIMARY KEY,
+    retention smallint CHECK (retention IN (0, 1, 7, 30, 90, 365, 2557)),
+    -- Legal hold; its reason is the operator's.
+    held_since timestamptz,
+    held_for text,
+    CONSTRAINT says_something CHECK (retention IS NOT NULL OR held_since IS NOT NULL),
+    CONSTRAINT held_for_a_reason CHECK ((held_since IS NULL) = (held_for IS NULL))
+);
+CREATE TABLE windrow.policies (
+    only_row boolean PRIMARY KEY DEFAULT true CHECK (only_row),
+    -- The version of the latest change, on the catalog.
+    changed bigint NOT NULL,
+    -- That this shard has a copy of.
+    copied bigint NOT NULL
+);
+INSERT INTO windrow.policies (changed, copied) VALUES (0, 0);
 
 -- What finished so far is kept for 30 days. Releases before this one go on without the column.
 ALTER TABLE windrow.finished ADD COLUMN retention smallint NOT NULL DEFAULT 30;
@@ -47,6 +74,9 @@ BEGIN
 END
 $$;
 
+-- What has been kept for its time, of orgs that were held then. As a retention it is -1.
+CREATE TABLE windrow.cold_held PARTITION OF windrow.cold FOR VALUES IN (-1);
+
 -- All that is cold finished before `until`.
 CREATE TABLE windrow.archive (
     only_row boolean PRIMARY KEY DEFAULT true CHECK (only_row),
@@ -74,6 +104,25 @@ CREATE TABLE windrow.past_id (
     org_id integer NOT NULL
 ) PARTITION BY LIST (day);
 CREATE INDEX past_id_id ON windrow.past_id (id);
+
+-- Orgs of which everything is erased (shard/erasing.py), and how much that was; never who they were. While one is being
+-- erased it goes by chr(127) and the id, and is in slot -1.
+CREATE TABLE windrow.erasure (
+    id uuid PRIMARY KEY,
+    -- NULL: nothing is left.
+    org_id integer UNIQUE REFERENCES windrow.org,
+    begun_at timestamptz NOT NULL DEFAULT now(),
+    ended_at timestamptz,
+    live bigint NOT NULL DEFAULT 0,
+    dead bigint NOT NULL DEFAULT 0,
+    finished bigint NOT NULL DEFAULT 0,
+    cold bigint NOT NULL DEFAULT 0,
+    dedup_keys bigint NOT NULL DEFAULT 0,
+    past_ids bigint NOT NULL DEFAULT 0,
+    CONSTRAINT ended_when_nothing_is_left CHECK ((ended_at IS NULL) = (org_id IS NOT NULL))
+);
+ALTER TABLE windrow.org
+    DROP CONSTRAINT org_slot_check, ADD CONSTRAINT org_slot_check CHECK (slot >= -1);
 
 -- Jobs by id among the cold ones, of whatever org; none where ids are younger than all that is cold. EXECUTE plans anew, and
 -- so neither plans for nor locks the days before `since`.

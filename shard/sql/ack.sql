@@ -23,7 +23,7 @@ WITH ended AS (
         e.id, e.queue_id, e.enqueued_at, e.run_at, e.lease, e.leased_at, e.expires_at, e.priority, e.attempt,
         e.max_attempts, 'succeeded', e.kind, e.payload, e.attributes, e.retry, e.dedup_key, e.trace, e.worker, e.history,
         e.result,
-        coalesce((SELECT q.retention FROM windrow.queue q WHERE q.queue_id = e.queue_id AND q.retention IS NOT NULL), 30)
+        coalesce((SELECT q.kept FROM windrow.queue q WHERE q.queue_id = e.queue_id AND q.kept IS NOT NULL), 30)
     FROM ended e
     RETURNING id, lease
 )

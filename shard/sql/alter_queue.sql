@@ -20,4 +20,4 @@ WHERE q.org = %(org)s AND q.queue = %(queue)s
         WHEN %(draining)s THEN s.state = 'draining' AND s.epoch = %(epoch)s
         ELSE s.state = 'owned' AND s.epoch <= %(epoch)s
     END
-RETURNING q.queue, q.retry::text, q.max_attempts, q.retention, q.paused, q.created_at
+RETURNING q.queue, q.retry::text, q.max_attempts, q.kept, q.paused, q.created_at

@@ -21,7 +21,7 @@ WITH live AS (
         attributes, retry, dedup_key, trace, worker, history, state, reason, retention
     )
     SELECT ended.*, 'cancelled', %(reason)s,
-        coalesce((SELECT q.retention FROM windrow.queue q WHERE q.queue_id = ended.queue_id AND q.retention IS NOT NULL), 30)
+        coalesce((SELECT q.kept FROM windrow.queue q WHERE q.queue_id = ended.queue_id AND q.kept IS NOT NULL), 30)
     FROM (SELECT * FROM live UNION ALL SELECT * FROM aside) ended
     RETURNING id
 )

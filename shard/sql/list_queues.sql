@@ -1,5 +1,5 @@
 -- One page of an org's queues, by name.
-SELECT q.queue, q.retry::text, q.max_attempts, q.retention, q.paused, q.created_at
+SELECT q.queue, q.retry::text, q.max_attempts, q.kept, q.paused, q.created_at
 FROM windrow.queue q
 WHERE q.org = %(org)s AND q.queue > %(after)s
     AND (

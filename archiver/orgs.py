@@ -1,0 +1,172 @@
+"""What is done with one org's history on all shards of a cluster at once: a policy is spread, applied to the past, or
+all of it is erased."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from archiver.passing import AnotherArchives
+from archiver.service import opened
+from shard import catalog as catalogs
+from shard import erasing, identity, keeping, policies
+from shard.cluster import Cluster
+from shard.database import Database
+from shard.erasing import Erasure
+from shard.errors import OrgMoves, ShardError, ShardUnavailable
+from shard.leading import ARCHIVER, candidacy
+from shard.policies import Policy
+from shard.vocabulary import CATALOG, OrgId, ShardName
+
+# For a pass, which ends within a minute or two, to let others at the shard.
+_OFFICE_S_MAX = 300.0
+_OFFICE_PAUSE_S = 0.5
+_BEGIN_TRIES = 20
+_BEGIN_PAUSE_S = 0.25
+
+
+async def change(
+    cluster: Cluster, decide: Callable[[Database], Awaitable[Policy]]
+) -> tuple[Policy, Mapping[ShardName, ShardError]]:
+    """Has an org be told otherwise: `decide` changes the catalog. Answers what the org is told now, and on which shards
+    that is not known yet, and why: there it will be before an archiver does anything. Raises ShardError where nothing
+    was changed."""
+    async with opened(CATALOG, cluster.catalog_dsn) as catalog:
+        await catalogs.find(catalog, cluster=cluster.name, shards=[entry.name for entry in cluster.shards])
+        policy = await decide(catalog)
+
+        async def copy(name: ShardName, dsn: str) -> ShardError | None:
+            try:
+                async with opened(name, dsn) as shard:
+                    await policies.copy(catalog, shard)
+            except ShardError as error:
+                return error
+            return None
+
+        entries = [entry for entry in cluster.shards if entry.state.takes_changes]
+        errors = await asyncio.gather(*(copy(entry.name, entry.dsn) for entry in entries))
+    return policy, {entry.name: error for entry, error in zip(entries, errors, strict=True) if error is not None}
+
+
+async def read(cluster: Cluster) -> list[Policy]:
+    """What all orgs are told that are told anything, by org."""
+    async with opened(CATALOG, cluster.catalog_dsn) as catalog:
+        await catalogs.find(catalog, cluster=cluster.name, shards=[entry.name for entry in cluster.shards])
+        return await policies.read(catalog)
+
+
+async def apply_to_past(cluster: Cluster, org: OrgId, *, say: Callable[[str], None]) -> int:
+    """Has all that the org has finished be kept as its queues say now. Answers for how many jobs that was a change.
+    `say` hears of each shard. Raises AnotherArchives, ShardError; done again, it goes on."""
+    jobs = 0
+    async with _every(cluster) as (catalog, shards):
+        placement = (await catalogs.read(catalog)).placement(org)
+        kept = await keeping.read(shards[placement.writes[-1]], org)
+        for name, database in shards.items():
+            async with _alone(cluster, name):
+                some = await keeping.apply(database, org, kept)
+            say(f"shard {name}: {some:,} job(s) are kept for another time now")
+            jobs += some
+    return jobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """What was erased of an org."""
+
+    org: OrgId
+    # Of this erasure, and of earlier ones that had not come to their end.
+    shards: Mapping[ShardName, list[Erasure]]
+
+
+async def erase(cluster: Cluster, org: OrgId, *, say: Callable[[str], None]) -> Receipt:
+    """Erases all that the cluster's databases have of an org. `say` hears how it goes. Raises LegallyHeld, OrgMoves,
+    AnotherArchives, ShardError; done again, it goes on."""
+    erasure = str(uuid.uuid4())
+    async with _every(cluster) as (catalog, shards):
+        # Whatever is told of the org is told no more, and so the shards' copies are made of a catalog without it.
+        await policies.forget(catalog, org)
+        await _begin(catalog, shards, org, erasure)
+        say(f"org {org} is no more; what it had is being erased ({erasure})")
+        receipts: dict[ShardName, list[Erasure]] = {}
+        for name, database in shards.items():
+            async with _alone(cluster, name):
+                found = await erasing.unfinished(database)
+                for one in found:
+                    while await erasing.go_on(database, one):
+                        pass
+            receipts[name] = await erasing.read(database, [*{erasure, *(one.id for one in found)}])
+            say(f"shard {name}: nothing is left")
+    return Receipt(org=org, shards=receipts)
+
+
+async def _begin(catalog: Database, shards: Mapping[ShardName, Database], org: OrgId, erasure: str) -> None:
+    """Until the org is nowhere, or comes again and again: that is its producers' doing, and another org. In the order
+    in which jobs travel: from a shard where it is no more, none depart."""
+    for tries_left in reversed(range(_BEGIN_TRIES)):
+        reads = (await catalogs.read(catalog)).placement(org).reads
+        try:
+            if not await _begin_on_all(shards, reads, org, erasure):
+                return
+        except OrgMoves:
+            if not tries_left:
+                raise
+            await asyncio.sleep(_BEGIN_PAUSE_S)
+
+
+async def _begin_on_all(
+    shards: Mapping[ShardName, Database], reads: Sequence[ShardName], org: OrgId, erasure: str
+) -> bool:
+    """Whether it was somewhere."""
+    if len(reads) > 1:
+        raise OrgMoves(org, reads)
+    order = (*reads, *(name for name in shards if name not in reads))
+    return any([await _begin_on(shards[name], org, erasure) for name in order])
+
+
+async def _begin_on(database: Database, org: OrgId, erasure: str) -> bool:
+    for tries_left in reversed(range(_BEGIN_TRIES)):
+        try:
+            return await erasing.begin(database, org, erasure=erasure)
+        except ShardUnavailable:
+            # An enqueue under way, most likely.
+            if not tries_left:
+                raise
+            await asyncio.sleep(_BEGIN_PAUSE_S)
+    raise AssertionError
+
+
+@contextlib.asynccontextmanager
+async def _every(cluster: Cluster) -> AsyncGenerator[tuple[Database, dict[ShardName, Database]]]:
+    """The catalog and all shards, each proved to be what the file says. Raises ShardError if one will not do: an org's
+    history may lie on any."""
+    async with AsyncExitStack() as stack:
+        catalog = await stack.enter_async_context(opened(CATALOG, cluster.catalog_dsn))
+        await catalogs.find(catalog, cluster=cluster.name, shards=[entry.name for entry in cluster.shards])
+        shards: dict[ShardName, Database] = {}
+        for entry in cluster.shards:
+            if not entry.state.takes_changes:
+                raise ShardUnavailable(entry.name, f"the cluster file says that it is {entry.state}")
+            database = await stack.enter_async_context(opened(entry.name, entry.dsn))
+            await identity.admit(database, catalog, cluster=cluster.name)
+            await policies.copy(catalog, database)
+            shards[entry.name] = database
+        yield catalog, shards
+
+
+@contextlib.asynccontextmanager
+async def _alone(cluster: Cluster, name: ShardName) -> AsyncGenerator[None]:
+    """Without an archiver that passes over the shard meanwhile. Raises AnotherArchives if one does not end."""
+    entry = next(entry for entry in cluster.shards if entry.name == name)
+    async with candidacy(entry.dsn, cluster.digest, office=ARCHIVER, shard=name) as candidate:
+        give_up_s = asyncio.get_running_loop().time() + _OFFICE_S_MAX
+        while not await candidate.lead():
+            if asyncio.get_running_loop().time() > give_up_s:
+                who = await candidate.leader() or "it has just ended"
+                raise AnotherArchives(f"shard {name!r}: an archiver is at work: {who}")
+            await asyncio.sleep(_OFFICE_PAUSE_S)
+        yield

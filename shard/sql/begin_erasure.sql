@@ -1,0 +1,12 @@
+-- The org is no more: its rows have a name that no org can have, and a slot that no slot has. Whoever remembers their numbers
+-- is refused, as one who remembers them wrongly; the next job makes another org. After lock_slots. No row: there is no such org.
+WITH gone AS (
+    UPDATE windrow.org o
+    SET org = chr(127) || %(id)s, slot = -1, retention = NULL, held = false
+    WHERE o.org = %(org)s AND NOT o.held
+    RETURNING o.org_id, o.org
+), queues AS (
+    UPDATE windrow.queue q SET org = gone.org, slot = -1, listed = false FROM gone WHERE q.org = %(org)s
+)
+INSERT INTO windrow.erasure (id, org_id) SELECT %(id)s::uuid, gone.org_id FROM gone
+RETURNING org_id

@@ -1,0 +1,2 @@
+-- Tells an org nothing any more.
+DELETE FROM windrow.policy p WHERE p.org = %(org)s

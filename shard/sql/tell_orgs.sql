@@ -1,0 +1,19 @@
+-- Tells orgs of this shard what the catalog tells them, and nothing those of whom it says nothing. Answers to whom that is new.
+WITH told AS MATERIALIZED (
+    SELECT o.org_id, t.retention, t.held
+    FROM (
+        SELECT n.org, n.retention, n.held
+        FROM unnest(%(orgs)s::text[], %(retentions)s::smallint[], %(held)s::boolean[]) AS n (org, retention, held)
+        UNION ALL
+        SELECT b.org, NULL, false
+        FROM windrow.org b
+        WHERE (b.retention IS NOT NULL OR b.held) AND NOT b.org = ANY (%(orgs)s::text[])
+    ) t
+    JOIN windrow.org o ON o.org = t.org
+    WHERE (o.retention, o.held) IS DISTINCT FROM (t.retention, t.held)
+    -- As makers of queues do, so that nobody waits in a ring.
+    ORDER BY o.org
+    FOR NO KEY UPDATE OF o
+)
+UPDATE windrow.org o SET retention = told.retention, held = told.held FROM told WHERE o.org_id = told.org_id
+RETURNING o.org

@@ -1,0 +1,399 @@
+"""One org's history, on all shards that have some: kept for other times than by default, under legal hold, erased."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from archiver import orgs, service
+from archiver.passing import Pass
+from shard import erasing, policies
+from shard.books import Books
+from shard.database import Database
+from shard.errors import LegallyHeld, NotHeld, OrgMoves, ShardUnavailable
+from shard.placement import slot_of
+from shard.settling import Nack
+from shard.store import Store
+from shard.vocabulary import Answer, JobId, Lease, OrgId, ShardName
+from tests.balancers import Field, open_field
+from tests.jobs import QUEUE, ids_of, lease_jobs, some_jobs
+from tests.postgres import Server
+from tests.timemachine import age_finished, until_blocked
+
+A, B = ShardName("s1"), ShardName("s2")
+
+
+@pytest.fixture
+async def field(tmp_path: Path, fresh_dsn: str, postgres: Server) -> AsyncGenerator[Field, None]:
+    async with open_field(tmp_path, fresh_dsn, postgres, B) as opened:
+        opened.write(s1={}, s2={})
+        await opened.admit(B)
+        yield opened
+
+
+async def finish_some(database: Database, org: OrgId, count: int = 2, queue: str = QUEUE) -> list[Lease]:
+    store = Store(database)
+    await store.enqueue(some_jobs(org, count, queue=queue))
+    leases = [lease for _, lease in await lease_jobs(store, org, queue=queue)]
+    assert await store.ack(org, leases) == [Answer.OK] * count
+    return leases
+
+
+async def pass_once(field: Field, shard: ShardName = A) -> Pass:
+    outcome = (await service.archive_once(field.cluster, stop=asyncio.Event()))[shard]
+    assert isinstance(outcome, Pass), outcome
+    return outcome
+
+
+async def keep(field: Field, org: OrgId, days: int | None) -> None:
+    assert await orgs.change(field.cluster, lambda catalog: policies.keep(catalog, org, days=days)) == (
+        policies.Policy(org, days),
+        {},
+    )
+
+
+async def hold(field: Field, org: OrgId) -> None:
+    _, behind = await orgs.change(field.cluster, lambda catalog: policies.hold(catalog, org, reason="case 7"))
+    assert behind == {}
+
+
+async def release(field: Field, org: OrgId) -> None:
+    _, behind = await orgs.change(field.cluster, lambda catalog: policies.release(catalog, org))
+    assert behind == {}
+
+
+async def retentions(database: Database, org: OrgId) -> list[tuple[str, int]]:
+    """Of all that the org has finished: the first part of its table's name, and the retention."""
+    return await database.run(
+        b"""
+        SELECT split_part(c.relname, '_', 1), f.retention
+        FROM (SELECT tableoid, * FROM windrow.finished UNION ALL SELECT tableoid, * FROM windrow.cold) f
+        JOIN windrow.queue q ON q.queue_id = f.queue_id
+        JOIN pg_class c ON c.oid = f.tableoid
+        WHERE q.org = %(org)s
+        ORDER BY 1, 2
+        """,
+        {"org": org},
+    )
+
+
+async def assert_balanced(*databases: Database) -> None:
+    for database in databases:
+        for entry in await Books(database).check():
+            assert entry.balanced, entry
+
+
+# ── How long it is kept ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_an_orgs_word_holds_for_its_queues_that_say_nothing_on_every_shard_and_for_queues_to_come(
+    field: Field, org: OrgId, other_org: OrgId
+) -> None:
+    await finish_some(field.databases[A], org)
+    await field.catalog.run(b"UPDATE windrow.queue SET retention = 7 WHERE org = %(org)s", {"org": org})
+    await keep(field, org, 365)
+    await finish_some(field.databases[A], org)
+    await finish_some(field.databases[A], org, queue="another")
+    await finish_some(field.databases[A], other_org)
+    assert await retentions(field.databases[A], org) == [("finished", days) for days in (7, 7, 30, 30, 365, 365)]
+    assert await retentions(field.databases[A], other_org) == [("finished", 30)] * 2
+    # It is known where the org has nothing yet.
+    ((known,),) = await field.databases[B].run(b"SELECT retention FROM windrow.org WHERE org = %(org)s", {"org": org})
+    assert known == 365
+    await keep(field, org, None)
+    await finish_some(field.databases[A], org, queue="another")
+    assert (await retentions(field.databases[A], org)).count(("finished", 30)) == 4
+    assert await orgs.read(field.cluster) == []
+
+
+async def test_a_queue_that_is_made_while_its_org_is_told_otherwise_is_told_too(field: Field, org: OrgId) -> None:
+    await finish_some(field.databases[A], org)
+    async with await psycopg.AsyncConnection.connect(field.dsns[A]) as other:
+        await other.execute("UPDATE windrow.org SET retention = 90 WHERE org = %s", [org])
+        making = asyncio.create_task(finish_some(field.databases[A], org, queue="another"))
+        await until_blocked(field.databases[A])
+        await other.commit()
+        await making
+    assert (await retentions(field.databases[A], org)).count(("finished", 90)) == 2
+
+
+async def test_a_shard_that_was_away_is_told_before_an_archiver_works_there(field: Field, org: OrgId) -> None:
+    field.write(s1={}, s2={"dsn": "host=127.0.0.1 port=1 connect_timeout=1"})
+    _, behind = await orgs.change(field.cluster, lambda catalog: policies.hold(catalog, org, reason="case 7"))
+    assert list(behind) == [B]
+    assert isinstance(behind[B], ShardUnavailable)
+    field.write(s1={}, s2={})
+    await pass_once(field, B)
+    assert await field.databases[B].run(b"SELECT FROM windrow.org WHERE org = %(org)s AND held", {"org": org})
+
+
+async def test_an_older_copy_never_overwrites_a_newer_one(field: Field, org: OrgId, other_org: OrgId) -> None:
+    await hold(field, org)
+    # One of a time before, which knows nothing of it.
+    await field.databases[B].run(b"UPDATE windrow.policies SET changed = 1", {})
+    await policies.copy(field.databases[B], field.databases[A])
+    assert await field.databases[A].run(b"SELECT FROM windrow.org WHERE org = %(org)s AND held", {"org": org})
+    # A catalog that was restored from a backup has newer ones all the same, once something is said.
+    await field.catalog.run(b"UPDATE windrow.policies SET changed = 1", {})
+    await field.catalog.run(b"DELETE FROM windrow.policy", {})
+    await keep(field, other_org, 7)
+    assert await field.catalog.run(b"SELECT FROM windrow.org WHERE held", {}) == []
+
+
+async def test_what_has_finished_is_kept_as_its_queues_say_now_by_command_hot_or_cold(
+    field: Field, org: OrgId, other_org: OrgId
+) -> None:
+    database = field.databases[A]
+    for name in (org, other_org):
+        await finish_some(database, name, 3)
+        await finish_some(database, name, 1, queue="another")
+        ids = await age_finished(database, name, days=5)
+        assert len(ids) == 4
+    await pass_once(field)
+    await finish_some(database, org, 2)
+    await database.run(
+        b"UPDATE windrow.queue SET retention = 7 WHERE org = %(org)s AND queue = 'another'", {"org": org}
+    )
+    await keep(field, org, 2557)
+    assert await orgs.apply_to_past(field.cluster, org, say=print) == 6
+    expected = [("cold", 7), *[("cold", 2557)] * 3, *[("finished", 2557)] * 2]
+    assert await retentions(database, org) == expected
+    assert await retentions(database, other_org) == [("cold", 30)] * 4
+    await assert_balanced(database)
+    assert await orgs.apply_to_past(field.cluster, org, say=print) == 0
+    # What should have gone by now goes with the next pass.
+    await keep(field, org, 1)
+    await orgs.apply_to_past(field.cluster, org, say=print)
+    assert [aged.jobs for aged in (await pass_once(field)).dropped] == [3]
+    await assert_balanced(database)
+
+
+# ── Legal hold ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_nothing_of_an_org_under_legal_hold_is_dropped_and_what_others_had_beside_it_goes(
+    field: Field, org: OrgId, other_org: OrgId
+) -> None:
+    database = field.databases[A]
+    ids: dict[OrgId, list[JobId]] = {}
+    for name in (org, other_org):
+        await finish_some(database, name)
+        ids[name] = await age_finished(database, name, days=40)
+    await hold(field, org)
+    assert [aged.jobs for aged in (await pass_once(field)).dropped] == [2]
+    store = Store(database)
+    assert len(await store.get(org, ids[org], include_payload=True)) == 2
+    assert await store.get(other_org, ids[other_org], include_payload=True) == []
+    await assert_balanced(database)
+    assert (await pass_once(field)).released_jobs_dropped == 0
+    await release(field, org)
+    assert (await pass_once(field)).released_jobs_dropped == 2
+    assert await store.get(org, ids[org], include_payload=True) == []
+    await assert_balanced(database)
+    assert await database.run(b"SELECT FROM windrow.archived", {}) == []
+
+
+async def test_a_hold_that_is_put_at_the_last_moment_before_a_day_is_dropped_holds(
+    field: Field, org: OrgId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    field.write(s1={})
+    database = field.databases[A]
+    await finish_some(database, org)
+    ids = await age_finished(database, org, days=40)
+    real = policies.wait_for_holds
+    held = asyncio.Event()
+
+    async def wait(connection: object) -> None:
+        # What there was to be set aside has been by now, and that was nothing.
+        if not held.is_set():
+            held.set()
+            await hold(field, org)
+        await real(connection)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(policies, "wait_for_holds", wait)
+    done = await pass_once(field)
+    assert [aged.jobs for aged in done.dropped] == []
+    assert len(await Store(database).get(org, ids, include_payload=False)) == 2
+    await assert_balanced(database)
+
+
+async def test_a_hold_is_put_once_told_of_and_ended_once(field: Field, org: OrgId) -> None:
+    await hold(field, org)
+    with pytest.raises(LegallyHeld, match="case 7"):
+        await hold(field, org)
+    (told,) = await orgs.read(field.cluster)
+    assert (told.org, told.held_for) == (org, "case 7")
+    # It stays when something else is said.
+    await orgs.change(field.cluster, lambda catalog: policies.keep(catalog, org, days=7))
+    (again,) = await orgs.read(field.cluster)
+    assert again == told._replace(retention=7)
+    await release(field, org)
+    with pytest.raises(NotHeld):
+        await release(field, org)
+
+
+# ── Erasure ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def fill(field: Field, org: OrgId) -> list[JobId]:
+    """Jobs in every place of both shards: it lived on the other one before. Answers the ids of those on the first."""
+    await field.databases[B].run(
+        b"INSERT INTO windrow.owned_slot (slot, state, epoch) VALUES (%(slot)s, 'owned', 1)", {"slot": slot_of(org)}
+    )
+    ids: list[JobId] = []
+    for database in (field.databases[B], field.databases[A]):
+        store = Store(database)
+        brief, dying, leased, waiting = (
+            some_jobs(org, 1, queue="brief"),
+            some_jobs(org, 1),
+            some_jobs(org, 1),
+            some_jobs(org, 2, dedup_keys=["one", "two"]),
+        )
+        await store.enqueue(brief)
+        await database.run(
+            b"UPDATE windrow.queue SET retention = 1 WHERE org = %(org)s AND queue = 'brief'", {"org": org}
+        )
+        await store.ack(org, [lease for _, lease in await lease_jobs(store, org, queue="brief")])
+        await finish_some(database, org, 1)
+        ids = await age_finished(database, org, days=5)
+        await finish_some(database, org, 1)
+        await store.enqueue(dying)
+        ((_, lease),) = await lease_jobs(store, org)
+        await store.nack(org, [Nack(lease=lease, kill=True)])
+        await store.enqueue(leased)
+        await lease_jobs(store, org)
+        await store.enqueue(waiting)
+        ids += [*ids_of(dying), *ids_of(leased), *ids_of(waiting)]
+    # What is cold turns cold, and what is brief is dropped but for its ids.
+    await service.archive_once(field.cluster, stop=asyncio.Event())
+    return ids
+
+
+async def traces_of(database: Database, words: list[str]) -> list[str]:
+    """The tables of which some row has one of these words in it, and how many rows."""
+    names = await database.run(
+        b"SELECT oid::regclass::text FROM pg_class WHERE relnamespace = 'windrow'::regnamespace AND relkind = 'r'", {}
+    )
+    found: list[str] = []
+    for (name,) in names:
+        ((count,),) = await database.run(
+            f"SELECT count(*) FROM {name} t WHERE t::text LIKE ANY (%(words)s::text[])".encode(),
+            {"words": "{" + ",".join(f'"%{word}%"' for word in words) + "}"},
+        )
+        if count:
+            found.append(f"{name}: {count}")
+    return found
+
+
+async def whole(database: Database, org: OrgId) -> str:
+    """All that a shard has of an org's jobs and keys, in one order."""
+    ((rows,),) = await database.run(
+        b"""
+        SELECT coalesce(jsonb_agg(r.row ORDER BY r.row), '[]')::text
+        FROM windrow.queue q
+        CROSS JOIN LATERAL (
+            SELECT to_jsonb(j) AS row FROM windrow.job j WHERE j.queue_id = q.queue_id
+            UNION ALL SELECT to_jsonb(d) FROM windrow.dead d WHERE d.queue_id = q.queue_id
+            UNION ALL SELECT to_jsonb(f) FROM windrow.finished f WHERE f.queue_id = q.queue_id
+            UNION ALL SELECT to_jsonb(c) FROM windrow.cold c WHERE c.queue_id = q.queue_id
+            UNION ALL SELECT to_jsonb(k) FROM windrow.dedup k WHERE k.queue_id = q.queue_id
+        ) r
+        WHERE q.org = %(org)s
+        """,
+        {"org": org},
+    )
+    return str(rows)
+
+
+async def test_of_an_org_that_is_erased_nothing_is_left_anywhere_and_others_have_what_they_had(
+    field: Field, org: OrgId, other_org: OrgId
+) -> None:
+    gone, kept = OrgId(f"{org}-erased"), other_org
+    ids = await fill(field, gone)
+    await fill(field, kept)
+    databases = [field.databases[A], field.databases[B]]
+    before = [await whole(database, kept) for database in databases]
+    assert all(json.loads(rows) for rows in before)
+    words = [gone, *ids]
+    # Live, dead, cold, past ids, dedup, org, queue.
+    assert len(await traces_of(databases[0], words)) == 7
+    await keep(field, gone, 7)
+
+    receipt = await orgs.erase(field.cluster, gone, say=print)
+
+    for database in databases:
+        assert await traces_of(database, [*words, "\x7f"]) == []
+    assert [await whole(database, kept) for database in databases] == before
+    await assert_balanced(*databases)
+    for erasures in receipt.shards.values():
+        (one,) = erasures
+        assert one.ended_at is not None
+        assert (one.live, one.dead, one.finished, one.cold, one.dedup_keys, one.past_ids) == (3, 1, 1, 1, 2, 1)
+    assert await orgs.read(field.cluster) == []
+    # Done again there is nothing to do.
+    assert (await orgs.erase(field.cluster, gone, say=print)).shards == {A: [], B: []}
+
+
+async def test_an_erasure_that_was_cut_short_is_ended_by_the_next_pass_and_the_books_balance_all_the_while(
+    field: Field, org: OrgId
+) -> None:
+    await fill(field, org)
+    database = field.databases[A]
+    erasure = "0198c0de-0000-7000-8000-000000000001"
+    assert await erasing.begin(database, org, erasure=erasure)
+    assert not await erasing.begin(database, org, erasure=erasure)
+    (one,) = await erasing.unfinished(database)
+    for _ in range(3):
+        assert await erasing.go_on(database, one)
+        await assert_balanced(database)
+    assert (await pass_once(field)).erased == 1
+    (ended,) = await erasing.read(database, [erasure])
+    assert ended.ended_at is not None
+    assert (ended.live, ended.dead, ended.finished) == (3, 1, 1)
+    assert await traces_of(database, [org, "\x7f"]) == []
+
+
+async def test_who_holds_a_lease_of_an_erased_org_has_lost_it_and_its_next_job_is_another_orgs(
+    field: Field, org: OrgId
+) -> None:
+    store = Store(field.databases[A])
+    await store.enqueue(some_jobs(org, 2))
+    ((_, lease), *_) = await lease_jobs(store, org)
+    await orgs.erase(field.cluster, org, say=print)
+    assert await store.ack(org, [lease]) != [Answer.OK]
+    # The store remembers the queue's number still.
+    fresh = some_jobs(org, 1)
+    assert await store.enqueue(fresh) == {}
+    assert [claimed.id for claimed, _ in await lease_jobs(store, org)] == ids_of(fresh)
+    await assert_balanced(field.databases[A])
+
+
+async def test_an_org_under_legal_hold_or_on_its_way_is_not_erased(
+    field: Field, org: OrgId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(orgs, "_BEGIN_PAUSE_S", 0.001)
+    store = Store(field.databases[A])
+    await store.enqueue(some_jobs(org, 1))
+    await hold(field, org)
+    with pytest.raises(LegallyHeld):
+        await orgs.erase(field.cluster, org, say=print)
+    with pytest.raises(LegallyHeld):
+        await erasing.begin(field.databases[A], org, erasure="0198c0de-0000-7000-8000-000000000002")
+    await release(field, org)
+    await field.begin(A, B, [slot_of(org)])
+    with pytest.raises(OrgMoves, match="from shard 's1' to 's2'"):
+        await orgs.erase(field.cluster, org, say=print)
+    assert await field.count_jobs(A) == 1
+
+
+async def test_it_is_refused_while_a_shard_cannot_be_reached_and_nothing_is_erased(field: Field, org: OrgId) -> None:
+    await Store(field.databases[A]).enqueue(some_jobs(org, 1))
+    field.write(s1={}, s2={"dsn": "host=127.0.0.1 port=1 connect_timeout=1"})
+    with pytest.raises(ShardUnavailable, match="s2"):
+        await orgs.erase(field.cluster, org, say=print)
+    assert await field.count_jobs(A) == 1
