@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 import time
+import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Generator
 from typing import Any, cast
@@ -17,13 +18,13 @@ from google.protobuf.duration_pb2 import Duration
 from psycopg.conninfo import make_conninfo
 
 from router.waiting import SWEEP_S, Room
-from shard import statements
+from shard import erasing, statements
 from shard.database import Database
 from shard.doorbell import Doorbell
 from shard.errors import ShardUnavailable
 from shard.placement import slot_of
 from shard.store import Store
-from shard.vocabulary import NewJobs, OrgId, QueueId, QueueName
+from shard.vocabulary import NewJobs, OrgId, QueueId, QueueName, ShardName
 from tests.conftest import SHARD
 from tests.fault.proxy import open_proxy_before, through
 from tests.jobs import job_id, some_jobs
@@ -164,6 +165,24 @@ async def test_a_wait_for_a_queue_that_was_deleted_and_made_again_ends_with_its_
         assert [job.id for job in await soon(waiting, 2 * SWEPT_S)] == ids
 
 
+async def test_a_wait_for_an_org_that_was_erased_ends_with_the_first_job_that_it_has_again(
+    near: Client, producer: Client, dsns: dict[str, str], org: str
+) -> None:
+    await producer.enqueue(org)
+    await near.dequeue(org)
+    async with waiter(near, org) as waiting:
+        erased = []
+        for shard, dsn in dsns.items():
+            database = Database(ShardName(shard), dsn, connections=1)
+            await database.open()
+            erased.append(await erasing.begin(database, OrgId(org), erasure=str(uuid.uuid4())))
+            await database.close()
+        assert any(erased)
+        ids = await producer.enqueue(org)
+        # As of a queue that was deleted.
+        assert [job.id for job in await soon(waiting, 2 * SWEPT_S)] == ids
+
+
 async def test_a_delayed_job_comes_when_it_is_due(near: Client, producer: Client, org: str) -> None:
     for delay_s in (0.05, 0.4):
         async with waiter(near, org) as waiting:
@@ -237,7 +256,36 @@ async def test_a_redriven_job_and_a_resumed_queue_are_told_of(near: Client, prod
         assert [job.id for job in await soon(waiting)] == ids
 
 
-async def test_a_cancelled_wait_gives_back_what_it_was_handed(near: Client, org: str) -> None:
+async def test_a_wait_that_is_cancelled_while_it_is_handed_a_job_gives_it_back(
+    near: Client, dsns: dict[str, str], org: str
+) -> None:
+    # The waiter is known by then, and so is the queue.
+    await near.enqueue(org)
+    await near.dequeue(org)
+    async with contextlib.AsyncExitStack() as stack:
+        for dsn in dsns.values():
+            locker = await stack.enter_async_context(await psycopg.AsyncConnection.connect(dsn))
+            await locker.execute("LOCK TABLE windrow.tally IN ACCESS EXCLUSIVE MODE")
+        waiting = asyncio.create_task(near.dequeue(org, wait_s=50, window_s=3600))
+        enqueuing = asyncio.create_task(near.enqueue(org))
+        await until(lambda: waits_for_tally(dsns), "the job is being stored", within_s=PATIENCE_S)
+        waiting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await waiting
+        # On the same connection, and so heard after the cancel.
+        await near.admin.ListShards(admin_pb2.ListShardsRequest(), timeout=PATIENCE_S)
+    ids = await enqueuing
+    async with waiter(near, org) as again:
+        (job,) = await soon(again, PATIENCE_S)
+    assert ([job.id], job.attempt) == (ids, 1)
+
+
+async def waits_for_tally(dsns: dict[str, str]) -> bool:
+    look = "SELECT pid FROM pg_locks WHERE NOT granted AND relation = 'windrow.tally'::regclass"
+    return any(sql(dsns, shard, look) for shard in dsns)
+
+
+async def test_of_waits_that_are_cancelled_no_job_is_lost(near: Client, org: str) -> None:
     ids: list[str] = []
     got: list[str] = []
     luck = random.Random("cancelled waits")
@@ -251,17 +299,15 @@ async def test_a_cancelled_wait_gives_back_what_it_was_handed(near: Client, org:
         with contextlib.suppress(asyncio.CancelledError):
             got += [job.id for job in await waiting]
     rest = set(ids) - set(got)
-    found: dict[str, int] = {}
+    found: set[str] = set()
 
     async def take() -> bool:
-        found.update((job.id, job.attempt) for job in await near.dequeue(org, max_jobs=1000))
-        return found.keys() >= rest
+        found.update(job.id for job in await near.dequeue(org, max_jobs=1000))
+        return found >= rest
 
-    await until(take, "what nobody got is to be had", within_s=5)
-    assert found.keys() <= set(ids)
-    # An answer that had left the router when the cancel came is nobody's to give back: its job waited for its window.
-    waited = [one for one in rest if found[one] > 1]
-    assert len(waited) < len(ids) / 4, f"{len(waited)} of {len(ids)} jobs waited for their window"
+    # An answer that had left the router when the cancel came is nobody's to give back: its job waits for its window.
+    await until(take, "what nobody got is to be had", within_s=PATIENCE_S)
+    assert found <= set(ids)
 
 
 @pytest.mark.parametrize("wait", [Duration(seconds=61), Duration(seconds=-1), Duration(nanos=-1)])
@@ -393,10 +439,20 @@ def commits(dsns: dict[str, str], shard: str) -> int:
 
 
 async def statements_a_second(dsns: dict[str, str], *, seconds: float = 4.0) -> float:
-    """Of s1, all routers together. Postgres counts up to a second late."""
+    """Of s1, all routers together. A server process that works tells what it did up to a second late."""
     before, began_s = commits(dsns, "s1"), time.monotonic()
     await asyncio.sleep(seconds)
     return (commits(dsns, "s1") - before) / (time.monotonic() - began_s)
+
+
+async def until_statements_a_second(dsns: dict[str, str], *, below: float) -> None:
+    """One that has come to rest tells it up to ten seconds late: what is found at first may be of before."""
+    rates: list[float] = []
+    for _ in range(8):
+        rates.append(await statements_a_second(dsns, seconds=2))
+        if rates[-1] < below:
+            return
+    raise AssertionError(f"{rates} statements a second, and not below {below}")
 
 
 @pytest.mark.parametrize("exist", [True, False], ids=["queues that exist", "queues that nobody has made"])
@@ -410,10 +466,7 @@ async def test_two_hundred_consumers_who_wait_cost_next_to_nothing(
         streams = [
             await stack.enter_async_context(near.stream(org, queue, credit=10)) for queue in queues for _ in range(2)
         ]
-        # What they ask when they come is over, and counted.
-        await asyncio.sleep(1.5)
-        rate = await statements_a_second(dsns)
-        assert rate < 60
+        await until_statements_a_second(dsns, below=60)
         await near.enqueue(org, *(new_job(queue=queue) for queue in queues))
         await until(
             lambda: sum(len(stream.jobs) for stream in streams) == 100, "every queue is served", within_s=SOON_S
@@ -426,8 +479,7 @@ async def test_a_consumer_of_a_paused_queue_with_a_backlog_costs_next_to_nothing
     await near.enqueue(org, *(new_job() for _ in range(10)))
     await near.admin.PauseQueue(admin_pb2.PauseQueueRequest(org=org, queue=QUEUE))
     async with near.stream(org, credit=10) as stream:
-        await asyncio.sleep(1.5)
-        assert await statements_a_second(dsns, seconds=2) < 30
+        await until_statements_a_second(dsns, below=30)
         assert stream.jobs == []
 
 
