@@ -5,7 +5,20 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from bench.scenario import Scenario
-from bench.scenarios import cost, depth, grow, idle, latency, load, outage, placement, throughput, tracing, unary
+from bench.scenarios import (
+    archive,
+    cost,
+    depth,
+    grow,
+    idle,
+    latency,
+    load,
+    outage,
+    placement,
+    throughput,
+    tracing,
+    unary,
+)
 
 SCENARIOS: MappingProxyType[str, Scenario] = MappingProxyType(
     {
@@ -14,6 +27,7 @@ SCENARIOS: MappingProxyType[str, Scenario] = MappingProxyType(
         "unary": unary.SCENARIO,
         "load": load.SCENARIO,
         "depth": depth.SCENARIO,
+        "archive": archive.SCENARIO,
         "cost": cost.SCENARIO,
         "idle": idle.SCENARIO,
         "tracing": tracing.SCENARIO,

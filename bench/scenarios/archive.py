@@ -1,0 +1,408 @@
+"""Whether a shard that has finished ten million jobs answers like an empty one; and what it takes to turn a day cold,
+and to drop it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import grpc
+import psycopg
+
+from archiver.passing import Pass
+from archiver.service import archive_once
+from bench import demands
+from bench.arguments import add_runs, number
+from bench.demands import at_most
+from bench.history import fill_day
+from bench.payloads import stamped
+from bench.report import Found, Plot, Table
+from bench.scenario import Bench, Scenario
+from bench.spread import percentile, ratio, spread
+from bench.stage import Stage
+from bench.system import Wrong
+from bench.systems.windrow import CALL_S_MAX, QUEUE
+from shard import archiving
+from shard.archiving import Day
+from shard.cluster import read_cluster
+from shard.database import Database
+from shard.vocabulary import ShardName
+from windrow.ids import uuid7
+from windrow.v1 import admin_pb2, admin_pb2_grpc, job_pb2, queue_pb2, queue_pb2_grpc
+
+# The two clusters take turns after so many calls: what else the machine does then hits both.
+_STRIDE = 50
+_API_BATCH = 100
+# Kept for longer than they are old, so that nothing goes before its time.
+_DAYS_AGO, _RETENTION = 40, 90
+# What claims and acks touch: the live jobs, the books, names, and the days that are not over.
+_HOT = """
+SELECT sum(pg_total_relation_size(c.oid))::bigint
+FROM pg_class c
+WHERE c.relnamespace = 'windrow'::regnamespace AND c.relkind = 'r'
+    AND (c.relname IN ('job', 'dead', 'dedup', 'tally', 'queue', 'org', 'queue_name', 'owned_slot')
+        OR c.relname ~ '^finished_')
+"""
+_DISK = "SELECT pg_database_size(current_database())"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    # Finished jobs that the shard has, one depth after the other.
+    depths: tuple[int, ...] = (0, 1_000_000, 10_000_000)
+    # Of the deepest, those that go through the API.
+    api: int = 100_000
+    batch: int = 10
+    calls: int = 1000
+    runs: int = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    depth: int
+    run: int
+    # p50 and p99.
+    claim_ms: tuple[float, float]
+    ack_ms: tuple[float, float]
+    empty_claim_ms: tuple[float, float]
+    empty_ack_ms: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    depth: int
+    hot_bytes: int
+    empty_hot_bytes: int
+    whole_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """A day of so many jobs: what turning it cold took, and dropping it."""
+
+    jobs: int
+    bytes: int
+    pass_s: float
+    locked_ms: float
+    wal_bytes: int
+    drop_s: float
+    drop_locked_ms: float
+    disk_back: float
+
+
+async def measure(plan: Plan, bench: Bench) -> Found:
+    samples: list[Sample] = []
+    sizes: list[Size] = []
+    turns: list[Turn] = []
+    async with bench.stage(shards=1, routers=1) as empty, bench.stage(shards=1, routers=1) as deep:
+        probes = (_Probe(empty), _Probe(deep))
+        try:
+            for probe in probes:
+                await probe.prepare()
+            for depth in plan.depths:
+                cold: tuple[Day, Pass, int] | None = None
+                api = plan.api if depth == max(plan.depths) else 0
+                if depth:
+                    cold = await _history(deep, probes[1], depth - api, bench)
+                # The same through both: what they leave in the days that are not over is not what is compared.
+                for probe in probes:
+                    await probe.work(api)
+                    await asyncio.to_thread(probe.settle)
+                for run in range(1, plan.runs + 1):
+                    samples.append(sample := await _sample(plan, depth, run, probes))
+                    bench.say(
+                        f"{depth:,} finished, run {run} of {plan.runs}: claim p99 {sample.claim_ms[1]:.2f} ms "
+                        f"(empty {sample.empty_claim_ms[1]:.2f}), ack p99 {sample.ack_ms[1]:.2f} ms "
+                        f"(empty {sample.empty_ack_ms[1]:.2f})"
+                    )
+                hot = [await asyncio.to_thread(probe.number, _HOT) for probe in probes]
+                whole = await asyncio.to_thread(probes[1].number, _DISK)
+                sizes.append(Size(depth=depth, hot_bytes=hot[1], empty_hot_bytes=hot[0], whole_bytes=whole))
+                if cold is not None:
+                    turns.append(await _drop(deep, probes[1], cold))
+        finally:
+            for probe in probes:
+                await probe.close()
+    return Found(
+        scenario="archive",
+        plan=asdict(plan),
+        samples=[*map(asdict, samples), *map(asdict, sizes), *map(asdict, turns)],
+        tables=[
+            demands.table("A shard that has finished many jobs", _demands(plan, samples, sizes, turns)),
+            _times(plan, samples),
+            _sizes(sizes),
+            _turns(turns),
+        ],
+        plots=[_plot(samples, sizes)],
+    )
+
+
+async def _history(stage: Stage, probe: _Probe, count: int, bench: Bench) -> tuple[Day, Pass, int]:
+    """A day of so many finished jobs, which one pass of the archiver turns cold. Answers the day, the pass, and the
+    WAL bytes that it wrote."""
+    bench.say(f"{count:,} finished jobs of one day")
+    dsn = next(iter(stage.dsns.values()))
+    day = await asyncio.to_thread(
+        fill_day, dsn, org=probe.org, queue=QUEUE, days_ago=_DAYS_AGO, retention=_RETENTION, count=count
+    )
+    await asyncio.to_thread(probe.settle)
+    before = await asyncio.to_thread(probe.number, "SELECT pg_current_wal_insert_lsn() - '0/0'")
+    ((_, done),) = (await archive_once(read_cluster(stage.config), stop=asyncio.Event())).items()
+    if not isinstance(done, Pass) or [aged.jobs for aged in done.turned_cold] != [count]:
+        raise Wrong(f"the archiver's pass was to turn one day of {count:,} jobs cold: {done}")
+    bench.say(str(done))
+    after = await asyncio.to_thread(probe.number, "SELECT pg_current_wal_insert_lsn() - '0/0'")
+    return day, done, after - before
+
+
+async def _drop(stage: Stage, probe: _Probe, cold: tuple[Day, Pass, int]) -> Turn:
+    day, done, wal = cold
+    (aged,) = done.turned_cold
+    database = Database(ShardName("s1"), next(iter(stage.dsns.values())), connections=1, for_books=True)
+    await database.open()
+    try:
+        before = await asyncio.to_thread(probe.number, _DISK)
+        began_s = time.monotonic()
+        dropped = await archiving.drop(database, day)
+        drop_s = time.monotonic() - began_s
+        after = await asyncio.to_thread(probe.number, _DISK)
+    finally:
+        await database.close()
+    return Turn(
+        jobs=aged.jobs,
+        bytes=aged.bytes,
+        pass_s=done.seconds,
+        locked_ms=aged.locked_s * 1000,
+        wal_bytes=wal,
+        drop_s=drop_s,
+        drop_locked_ms=dropped.locked_s * 1000,
+        disk_back=(before - after) / dropped.bytes,
+    )
+
+
+async def _sample(plan: Plan, depth: int, run: int, probes: Sequence[_Probe]) -> Sample:
+    found: list[tuple[list[float], list[float]]] = [([], []), ([], [])]
+    while len(found[0][0]) < plan.calls:
+        for probe, (claims, acks) in zip(probes, found, strict=True):
+            for claim_ms, ack_ms in await probe.cycles(plan.batch, _STRIDE):
+                claims.append(claim_ms)
+                acks.append(ack_ms)
+    empty, there = found
+    return Sample(
+        depth=depth,
+        run=run,
+        claim_ms=_middle_and_tail(there[0]),
+        ack_ms=_middle_and_tail(there[1]),
+        empty_claim_ms=_middle_and_tail(empty[0]),
+        empty_ack_ms=_middle_and_tail(empty[1]),
+    )
+
+
+def _middle_and_tail(times_ms: list[float]) -> tuple[float, float]:
+    ordered = sorted(times_ms)
+    return percentile(ordered, 0.5), percentile(ordered, 0.99)
+
+
+class _Probe:
+    """One caller of one cluster: enqueues, dequeues and acks."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._dsn = next(iter(stage.dsns.values()))
+        self._channel = grpc.aio.insecure_channel(stage.routers.address)
+        self._queue = queue_pb2_grpc.QueueStub(self._channel)
+        self._admin = admin_pb2_grpc.AdminStub(self._channel)
+        self.org = f"bench-{secrets.token_hex(6)}"
+
+    async def prepare(self) -> None:
+        await self._admin.CreateQueue(admin_pb2.CreateQueueRequest(org=self.org, queue=QUEUE), timeout=CALL_S_MAX)
+
+    async def work(self, jobs: int) -> None:
+        """Has so many jobs live their whole lives."""
+        await self.cycles(_API_BATCH, jobs // _API_BATCH)
+
+    async def cycles(self, batch: int, calls: int) -> list[tuple[float, float]]:
+        """How many ms each of so many claims and acks took."""
+        request = queue_pb2.DequeueRequest(org=self.org, queues=[QUEUE], max_jobs=batch, worker="bench")
+        times_ms: list[tuple[float, float]] = []
+        for _ in range(calls):
+            jobs = [
+                job_pb2.NewJob(id=uuid7(), queue=QUEUE, kind="no-op", payload=payload) for payload in stamped(batch)
+            ]
+            await self._queue.Enqueue(queue_pb2.EnqueueRequest(org=self.org, jobs=jobs), timeout=CALL_S_MAX)
+            began_s = time.monotonic()
+            taken = (await self._queue.Dequeue(request, timeout=CALL_S_MAX)).jobs
+            claimed_s = time.monotonic()
+            if len(taken) != batch:
+                raise Wrong(f"a Dequeue of {batch} gave {len(taken)} jobs, where at least {batch} were ready")
+            acks = queue_pb2.AckRequest(org=self.org, acks=[queue_pb2.Ack(lease=job.lease) for job in taken])
+            began_ack_s = time.monotonic()
+            await self._queue.Ack(acks, timeout=CALL_S_MAX)
+            times_ms.append(((claimed_s - began_s) * 1000, (time.monotonic() - began_ack_s) * 1000))
+        return times_ms
+
+    def settle(self) -> None:
+        """Nothing that was done before is still to be cleaned up."""
+        with psycopg.connect(self._dsn, autocommit=True) as connection:
+            connection.execute("VACUUM ANALYZE windrow.job")
+            connection.execute("VACUUM windrow.tally")
+
+    def number(self, query: str) -> int:
+        with psycopg.connect(self._dsn, autocommit=True) as connection:
+            ((found,),) = connection.execute(query.encode()).fetchall()
+        return int(found)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+def _demands(
+    plan: Plan, samples: Sequence[Sample], sizes: Sequence[Size], turns: Sequence[Turn]
+) -> list[demands.Demand]:
+    deepest = max(plan.depths)
+    last = [sample for sample in samples if sample.depth == deepest]
+    (size,) = [one for one in sizes if one.depth == deepest]
+    turn = max(turns, key=lambda one: one.jobs)
+    return [
+        at_most(
+            f"hot tables and indexes with {deepest:,} finished jobs ÷ without",
+            size.hot_bytes / size.empty_hot_bytes,
+            1.1,
+        ),
+        at_most("claim p99 there ÷ empty", _ratio(last, "claim_ms"), 1.2),
+        at_most("ack p99 there ÷ empty", _ratio(last, "ack_ms"), 1.2),
+        at_most(f"drop of a day of {turn.jobs:,} jobs", turn.drop_s, 1, "s"),
+        at_most("disk that the drop has not given back", max(0.0, 1 - turn.disk_back) * 100, 1, "%"),
+        at_most("for which enqueues and acks may have waited, turning it cold", turn.locked_ms, 50, "ms"),
+    ]
+
+
+def _ratio(samples: Sequence[Sample], what: str, at: int = 1) -> float:
+    there = {sample.run: getattr(sample, what)[at] for sample in samples}
+    empty = {sample.run: getattr(sample, f"empty_{what}")[at] for sample in samples}
+    found = ratio(there, empty)
+    assert found is not None
+    return found.median
+
+
+def _times(plan: Plan, samples: Sequence[Sample]) -> Table:
+    rows: list[tuple[str, ...]] = []
+    for depth in plan.depths:
+        found = [sample for sample in samples if sample.depth == depth]
+        for verb, what in (("claim", "claim_ms"), ("ack", "ack_ms")):
+            for at, name in enumerate(("p50", "p99")):
+                there = spread([getattr(sample, what)[at] for sample in found])
+                empty = spread([getattr(sample, f"empty_{what}")[at] for sample in found])
+                rows.append(
+                    (f"{depth:,}", verb, name, there.text(".2f"), empty.text(".2f"), f"{_ratio(found, what, at):.2f}")
+                )
+    return Table(
+        title=f"Claims and acks of {plan.batch} jobs beside finished ones, ms",
+        head=("finished", "", "", "there (min – max)", "empty cluster (min – max)", "there ÷ empty"),
+        rows=rows,
+        note="One caller, through a router; medians over runs, and of the runs' own ratios. The history is filled in "
+        f"by SQL and turned cold by one pass of the archiver, but for {plan.api:,} jobs of the deepest, which both "
+        "clusters have had enqueued, leased and acked through the API.",
+    )
+
+
+def _sizes(sizes: Sequence[Size]) -> Table:
+    return Table(
+        title="Sizes, MiB",
+        head=("finished", "what claims and acks touch", "the same, empty cluster", "the whole database"),
+        rows=[
+            (
+                f"{one.depth:,}",
+                *(f"{size / 2**20:,.1f}" for size in (one.hot_bytes, one.empty_hot_bytes, one.whole_bytes)),
+            )
+            for one in sizes
+        ],
+        note="job, dead, dedup, tally, queue, org and finished jobs of days that are not over; with their indexes.",
+    )
+
+
+def _turns(turns: Sequence[Turn]) -> Table:
+    return Table(
+        title="A day turned cold, and dropped",
+        head=(
+            *("jobs", "MiB", "the pass, s", "jobs/s", "WAL bytes a job", "locked, ms"),
+            *("the drop, s", "locked, ms", "of its disk given back"),
+        ),
+        rows=[
+            (
+                *(f"{one.jobs:,}", f"{one.bytes / 2**20:,.0f}", f"{one.pass_s:.2f}", f"{one.jobs / one.pass_s:,.0f}"),
+                *(f"{one.wal_bytes / one.jobs:.1f}", f"{one.locked_ms:.1f}", f"{one.drop_s:.3f}"),
+                *(f"{one.drop_locked_ms:.1f}", f"{one.disk_back:.1%}"),
+            )
+            for one in turns
+        ],
+        note="WAL: of the whole pass, which makes an index by org for the day. Locked: when enqueues and acks may have "
+        "waited.",
+    )
+
+
+def _plot(samples: Sequence[Sample], sizes: Sequence[Size]) -> Plot:
+    def curve(what: str) -> list[tuple[float, float]]:
+        depths = dict.fromkeys(sample.depth for sample in samples)
+        return [
+            (max(depth, 1) / 1e6, spread(getattr(one, what)[1] for one in samples if one.depth == depth).median)
+            for depth in depths
+        ]
+
+    return Plot(
+        name="archive-depth",
+        title="Claims and acks beside finished jobs",
+        x="million finished jobs",
+        y="p99, ms",
+        lines={
+            "claim": curve("claim_ms"),
+            "ack": curve("ack_ms"),
+            "claim, empty cluster": curve("empty_claim_ms"),
+            "ack, empty cluster": curve("empty_ack_ms"),
+        },
+        below=[
+            Plot(
+                name="archive-size",
+                title="Sizes",
+                x="million finished jobs",
+                y="MiB",
+                lines={
+                    "hot tables and indexes": [(max(one.depth, 1) / 1e6, one.hot_bytes / 2**20) for one in sizes],
+                    "the whole database": [(max(one.depth, 1) / 1e6, one.whole_bytes / 2**20) for one in sizes],
+                },
+                y_log=True,
+            )
+        ],
+    )
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    plan = Plan()
+    parser.add_argument("--jobs", type=number(10**9), default=max(plan.depths), help="of the deepest; 10000000")
+    parser.add_argument("--api", type=number(10**8), default=plan.api, help="of them through the API; 100000")
+    parser.add_argument("--batch", type=number(1000), default=plan.batch, help="jobs a call; 10")
+    parser.add_argument("--calls", type=number(10**6), default=plan.calls, help="of a run; 1000")
+    add_runs(parser, plan.runs)
+
+
+def _plan(given: argparse.Namespace) -> Plan:
+    return Plan(
+        depths=(0, given.jobs // 10, given.jobs),
+        api=min(given.api, given.jobs // 2),
+        batch=given.batch,
+        calls=given.calls,
+        runs=given.runs,
+    )
+
+
+SCENARIO = Scenario(
+    help="claims and acks beside ten million finished jobs, and what it takes to turn a day cold and to drop it",
+    options=_options,
+    plan=_plan,
+    measure=measure,
+    full=lambda _: Plan(depths=(0, 1_000_000), calls=500),
+    quick=None,
+)
