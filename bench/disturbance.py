@@ -1,14 +1,21 @@
-"""What else goes on in a database while a queue works in it: a transaction left open, or readers. Both end with their
-scope."""
+"""What else goes on in a database while a queue works in it: a transaction left open, readers, or an archiver with much
+to do. All end with their scope."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
 
 import psycopg
 from psycopg import sql
+
+from archiver.passing import Pass
+from archiver.service import archive_once
+from bench.system import Wrong
+from shard.cluster import Cluster
 
 _READERS = 4
 # A reader keeps its snapshot for so long; they begin in turns, so that there is always an old one.
@@ -65,3 +72,48 @@ async def _read(dsn: str, *, begin_s: float) -> None:
                     await connection.execute(sql.SQL("SELECT count(*) FROM {}").format(table))
                 await asyncio.sleep(_SCAN_EVERY_S)
             await connection.commit()
+
+
+@dataclass(slots=True)
+class Archived:
+    """What an archiver did meanwhile."""
+
+    passes: list[Pass] = field(default_factory=list[Pass])
+    # Until there was nothing more to do, or the scope ended.
+    seconds: float = 0.0
+
+    @property
+    def turned_cold(self) -> int:
+        return sum(aged.jobs for done in self.passes for aged in done.turned_cold)
+
+    @property
+    def dropped(self) -> int:
+        return sum(aged.jobs for done in self.passes for aged in done.dropped)
+
+    @property
+    def locked_s_max(self) -> float:
+        return max((done.locked_s_max for done in self.passes), default=0.0)
+
+
+@contextlib.asynccontextmanager
+async def archiver(cluster: Cluster, found: Archived) -> AsyncGenerator[None, None]:
+    """Passes one after the other, until one finds nothing to do."""
+    stop = asyncio.Event()
+
+    async def passes() -> None:
+        began_s = time.monotonic()
+        while not stop.is_set():
+            ((_, done),) = (await archive_once(cluster, stop=stop)).items()
+            if not isinstance(done, Pass):
+                raise Wrong(f"no pass of the archiver: {done}")
+            found.passes.append(done)
+            found.seconds = time.monotonic() - began_s
+            if not done.did_something:
+                break
+
+    task = asyncio.create_task(passes())
+    try:
+        yield
+    finally:
+        stop.set()
+        await task

@@ -10,21 +10,27 @@ import argparse
 import asyncio
 import contextlib
 import math
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import assert_never
 
+import grpc
+
 from bench import pickups
 from bench.arguments import add_peers, number, positive
 from bench.clients import Clients
-from bench.disturbance import held_snapshot, readers
+from bench.disturbance import Archived, archiver, held_snapshot, readers
+from bench.history import fill_day
 from bench.pickups import Pickup, Waits, ms_text
 from bench.report import Found, Plot, Table
 from bench.scenario import Bench, Scenario
 from bench.stage import Stage, fresh_run
 from bench.systems import PEERS, WINDROW, load
+from shard.cluster import read_cluster
+from windrow.v1 import admin_pb2, admin_pb2_grpc
 
 _PRODUCER, _WORKER = 0, 1
 _WARM_S = 3.0
@@ -33,6 +39,8 @@ _LATE_S_MAX = 5.0
 _FINISH_S_MAX = 20.0
 _OVERLOAD = 1.5
 _STEP_S = 1.0
+_HISTORY = "history"
+_KEPT_DAYS = 30
 
 
 class Beside(StrEnum):
@@ -40,6 +48,7 @@ class Beside(StrEnum):
     SNAPSHOT = "held snapshot"
     READERS = "four readers"
     OVERLOAD = "1.5 × load"
+    ARCHIVER = "an archiver at full speed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +66,9 @@ class Plan:
     during_s: float = 60.0
     after_s: float = 30.0
     routers: int = 2
+    # What the archiver finds to do: days, half of which are to be dropped, and the jobs of each.
+    days: int = 60
+    day_jobs: int = 200_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +91,7 @@ class Sample:
     left: int
     # p99 by second.
     p99: list[tuple[float, float]]
+    archived: Archived | None
 
 
 async def measure(plan: Plan, bench: Bench) -> Found:
@@ -87,7 +100,7 @@ async def measure(plan: Plan, bench: Bench) -> Found:
     async with bench.stage(shards=1, routers=plan.routers) as stage:
         for beside in plan.beside:
             for system in systems:
-                if system in PEERS and beside not in plan.peers_beside:
+                if system in PEERS and (beside not in plan.peers_beside or beside is Beside.ARCHIVER):
                     continue
 
                 async def turn(system: str = system, beside: Beside = beside) -> None:
@@ -105,13 +118,16 @@ async def measure(plan: Plan, bench: Bench) -> Found:
         scenario="load",
         plan={**asdict(plan), "beside": list(map(str, plan.beside)), "peers_beside": list(map(str, plan.peers_beside))},
         samples=[_told(sample) for sample in samples],
-        tables=[_table(plan, samples)],
+        tables=[_table(plan, samples), *(_archived(plan, one.archived) for one in samples if one.archived)],
         plots=[_plot(plan, beside, samples) for beside in plan.beside],
     )
 
 
 async def _sample(stage: Stage, clients: Clients, plan: Plan, system: str, beside: Beside) -> Sample:
     await fresh_run(clients, record=True)
+    archived = Archived() if beside is Beside.ARCHIVER else None
+    if archived is not None:
+        await _fill(stage, plan)
     await clients.one(_WORKER, "work", batch=plan.fetch, concurrency=plan.workers)
     await _offer(clients, plan, plan.jobs_per_s, _WARM_S)
     dsns = [await stage.database(system)] if system in PEERS else list(stage.dsns.values())
@@ -123,7 +139,7 @@ async def _sample(stage: Stage, clients: Clients, plan: Plan, system: str, besid
         phases.append(Phase(name=name, began_s=began_s, ended_s=time.monotonic(), stored=stored))
 
     await phase("before", plan.jobs_per_s, plan.before_s)
-    async with _beside(beside, dsns):
+    async with _beside(beside, dsns) if archived is None else archiver(read_cluster(stage.config), archived):
         share = _OVERLOAD if beside is Beside.OVERLOAD else 1.0
         await phase("during", plan.jobs_per_s * share, plan.during_s)
     await phase("after", plan.jobs_per_s, plan.after_s)
@@ -148,7 +164,32 @@ async def _sample(stage: Stage, clients: Clients, plan: Plan, system: str, besid
             step_s=_STEP_S,
             share=0.99,
         ),
+        archived=archived,
     )
+
+
+async def _fill(stage: Stage, plan: Plan) -> None:
+    """An org of its own gets its history."""
+    ((_, dsn),) = stage.dsns.items()
+    channel = grpc.aio.insecure_channel(stage.routers.address)
+    try:
+        org = f"history-{secrets.token_hex(6)}"
+        await admin_pb2_grpc.AdminStub(channel).CreateQueue(
+            admin_pb2.CreateQueueRequest(org=org, queue=_HISTORY), timeout=_LATE_S_MAX
+        )
+        for at in range(plan.days):
+            days_ago = _KEPT_DAYS + 2 + at - plan.days // 2
+            await asyncio.to_thread(
+                fill_day,
+                dsn,
+                org=org,
+                queue=_HISTORY,
+                days_ago=days_ago,
+                retention=_KEPT_DAYS,
+                count=plan.day_jobs,
+            )
+    finally:
+        await channel.close()
 
 
 def _beside(beside: Beside, dsns: Sequence[str]) -> contextlib.AbstractAsyncContextManager[None]:
@@ -157,7 +198,7 @@ def _beside(beside: Beside, dsns: Sequence[str]) -> contextlib.AbstractAsyncCont
             return held_snapshot(dsns)
         case Beside.READERS:
             return readers(dsns)
-        case Beside.NOTHING | Beside.OVERLOAD:
+        case Beside.NOTHING | Beside.OVERLOAD | Beside.ARCHIVER:
             return contextlib.nullcontext()
         case _:
             assert_never(beside)
@@ -206,6 +247,25 @@ def _table(plan: Plan, samples: Sequence[Sample]) -> Table:
     )
 
 
+def _archived(plan: Plan, archived: Archived) -> Table:
+    jobs = archived.turned_cold + archived.dropped
+    return Table(
+        title="What the archiver did meanwhile",
+        head=("jobs turned cold", "jobs dropped", "s", "of the time beside", "jobs/s", "longest lock, ms"),
+        rows=[
+            (
+                f"{archived.turned_cold:,}",
+                f"{archived.dropped:,}",
+                f"{archived.seconds:.1f}",
+                f"{min(1.0, archived.seconds / plan.during_s):.0%}",
+                f"{jobs / archived.seconds:,.0f}",
+                f"{archived.locked_s_max * 1000:.1f}",
+            )
+        ],
+        note=f"Of {plan.days} days of {plan.day_jobs:,} jobs; lock: for which enqueues and acks may have waited.",
+    )
+
+
 def _plot(plan: Plan, beside: Beside, samples: Sequence[Sample]) -> Plot:
     return Plot(
         name=f"load-{beside.name.lower()}",
@@ -245,6 +305,13 @@ def _told(sample: Sample) -> dict[str, object]:
         ],
         "last_quarter_during": sample.last.told() if sample.last else None,
         "left": sample.left,
+        "archived": sample.archived
+        and {
+            "turned_cold": sample.archived.turned_cold,
+            "dropped": sample.archived.dropped,
+            "seconds": sample.archived.seconds,
+            "locked_s_max": sample.archived.locked_s_max,
+        },
         "p99_ms_by_second": sample.p99,
     }
 
@@ -268,6 +335,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--before-seconds", type=positive, default=plan.before_s, help="undisturbed; 60")
     parser.add_argument("--hold-minutes", type=positive, default=plan.during_s / 60, help="disturbed; 1")
     parser.add_argument("--after-seconds", type=positive, default=plan.after_s, help="undisturbed again; 30")
+    parser.add_argument("--days", type=number(80), default=plan.days, help="that an archiver finds to do; 60")
+    parser.add_argument("--day-jobs", type=number(10**8), default=plan.day_jobs, help="of each; 200000")
     parser.add_argument("--routers", type=number(64), default=plan.routers, help="router processes; 2")
     add_peers(parser)
 
@@ -294,6 +363,8 @@ def _plan(given: argparse.Namespace) -> Plan:
         during_s=given.hold_minutes * 60,
         after_s=given.after_seconds,
         routers=given.routers,
+        days=given.days,
+        day_jobs=given.day_jobs,
     )
 
 
@@ -302,6 +373,6 @@ SCENARIO = Scenario(
     options=_options,
     plan=_plan,
     measure=measure,
-    full=lambda peers: Plan(systems=(WINDROW, *peers), before_s=15.0, during_s=30.0, after_s=5.0),
+    full=lambda peers: Plan(systems=(WINDROW, *peers), before_s=15.0, during_s=30.0, after_s=5.0, day_jobs=50_000),
     quick=lambda: Plan(beside=(Beside.SNAPSHOT,), before_s=8.0, during_s=10.0, after_s=4.0),
 )
