@@ -9,8 +9,10 @@ import logging
 from collections.abc import AsyncGenerator, Mapping
 from datetime import UTC, datetime
 
+from archiver import telling
 from archiver.passing import AnotherArchives, Pass, pass_over
 from archiver.settings import settings_of
+from archiver.telling import Listener
 from shard import identity, policies
 from shard.cluster import Cluster, ShardEntry
 from shard.database import Database
@@ -21,9 +23,9 @@ from shard.vocabulary import CATALOG, ShardName
 _log = logging.getLogger(__name__)
 
 
-async def archive(file: FollowedFile, cluster: Cluster, *, stop: asyncio.Event) -> None:
+async def archive(file: FollowedFile, cluster: Cluster, *, stop: asyncio.Event, heard: Listener = telling.log) -> None:
     """Passes, until `stop` is set. `cluster` is what the file said; a change is taken up when it is noticed, unless it
-    cannot be used: then the one before stays in force."""
+    cannot be used: then the one before stays in force. `heard` hears of each pass."""
     # Our clock decides when to look. What is due then, the shard's does (I8).
     last = datetime.now(UTC)
     following, stopped = (
@@ -40,22 +42,11 @@ async def archive(file: FollowedFile, cluster: Cluster, *, stop: asyncio.Event) 
             elif not stop.is_set():
                 last = datetime.now(UTC)
                 for shard, outcome in (await archive_once(cluster, stop=stop)).items():
-                    _tell(shard, outcome)
+                    heard(shard, outcome)
     finally:
         for task in (following, stopped):
             task.cancel()
         await asyncio.wait({following, stopped})
-
-
-def _tell(shard: ShardName, outcome: Pass | Exception) -> None:
-    if isinstance(outcome, Pass):
-        _log.log(logging.INFO if outcome.did_something else logging.DEBUG, "%s", outcome)
-        for why in outcome.in_use:
-            _log.warning("shard %r: %s; it is tried again", shard, why)
-    elif isinstance(outcome, AnotherArchives):
-        _log.info("%s", outcome)
-    else:
-        _log.warning("shard %r has had no whole pass: %s", shard, outcome)
 
 
 async def archive_once(cluster: Cluster, *, stop: asyncio.Event) -> Mapping[ShardName, Pass | Exception]:

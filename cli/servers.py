@@ -100,6 +100,7 @@ def archiver(
     On the schedule of the cluster file's [archiver], until SIGTERM or Ctrl-C; --json is for --once. Exit codes, with
     --once: 1 if something is left to the next pass, 3 if a shard cannot be reached, 5 if another archiver is at work.
     """
+    from archiver import telling
     from archiver.service import archive
     from shard.following import FollowedFile
 
@@ -112,12 +113,19 @@ def archiver(
     async def until_stopped() -> None:
         file = FollowedFile(config)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, file.hurry)
-        await archive(file, file.read(), stop=databases.stop_on_signals())
+        with telling.metrics() as record:
+
+            def hear(shard: ShardName, outcome: Pass | Exception) -> None:
+                telling.log(shard, outcome)
+                record(shard, outcome)
+
+            await archive(file, file.read(), stop=databases.stop_on_signals(), heard=hear)
 
     databases.asked(until_stopped())
 
 
 def _archive_once(cluster: Cluster, *, as_json: bool) -> None:
+    from archiver import telling
     from archiver.passing import AnotherArchives, Pass
     from archiver.service import archive_once
     from shard.errors import ShardUnavailable
@@ -131,6 +139,9 @@ def _archive_once(cluster: Cluster, *, as_json: bool) -> None:
 
     with output.working(f"one pass over {output.counted(len(cluster.shards), 'shard')}"):
         outcomes = databases.asked(until_done())
+    with telling.metrics() as record:
+        for shard, outcome in outcomes.items():
+            record(shard, outcome)
     if as_json:
         output.say_json(_pass_json(shard, outcome) for shard, outcome in outcomes.items())
     else:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+import os
+import sys
+from collections.abc import AsyncGenerator, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import psycopg
 import pytest
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
+from opentelemetry.proto.common.v1 import common_pb2
 
 from archiver import service
 from archiver.passing import AnotherArchives, Pass
@@ -21,6 +27,7 @@ from shard.vocabulary import OrgId, ShardName
 from tests.balancers import Field, open_field, until
 from tests.jobs import lease_jobs, some_jobs
 from tests.postgres import Server
+from tests.routers import CHECKOUT
 from tests.timemachine import age_finished
 
 A, B = ShardName("s1"), ShardName("s2")
@@ -119,3 +126,45 @@ async def test_it_passes_on_schedule_by_the_file_as_it_is_and_keeps_the_one_befo
         await running
     (books,) = [found for found in await Books(field.databases[A]).check() if found.org == org]
     assert (books.archived, books.balanced) == (2, True)
+
+
+class Sink(metrics_service_pb2_grpc.MetricsServiceServicer):
+    """Takes metrics, as a collector does."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[tuple[str, str], float] = {}
+
+    def Export(  # noqa: N802 - as the service calls it
+        self, request: metrics_service_pb2.ExportMetricsServiceRequest, context: grpc.ServicerContext
+    ) -> metrics_service_pb2.ExportMetricsServiceResponse:
+        del context
+        for metric in request.resource_metrics[0].scope_metrics[0].metrics:
+            for counted in metric.sum.data_points:
+                self.note(metric.name, counted.attributes, counted.as_int)
+            for measured in metric.histogram.data_points:
+                self.note(metric.name, measured.attributes, measured.count)
+        return metrics_service_pb2.ExportMetricsServiceResponse()
+
+    def note(self, name: str, attributes: Iterable[common_pb2.KeyValue], number: float) -> None:
+        told = {one.key: one.value.string_value for one in attributes}
+        self.numbers[name, f"{told['shard']} {told.get('what') or told.get('outcome') or ''}".rstrip()] = number
+
+
+async def test_what_a_pass_did_is_told_as_metrics_where_the_environment_wants_them(field: Field, org: OrgId) -> None:
+    field.write(s1={}, s2={"dsn": "host=127.0.0.1 port=1 connect_timeout=1"})
+    await finished_before(field, org, days=3)
+    sink, server = Sink(), grpc.server(ThreadPoolExecutor(1))
+    metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(sink, server)  # type: ignore[no-untyped-call]
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        command = (sys.executable, "-m", "cli.main", "archiver", "--once", "--config", str(field.config))
+        environ = os.environ | {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{port}"}
+        done = await asyncio.create_subprocess_exec(*command, env=environ, cwd=CHECKOUT)
+        assert await done.wait() == 3
+    finally:
+        server.stop(None).wait()
+    assert sink.numbers["windrow.archiver.jobs", "s1 turned cold"] == 2
+    assert sink.numbers["windrow.archiver.bytes", "s1 turned cold"] > 0
+    assert sink.numbers["windrow.archiver.pass.duration", "s1 done"] == 1
+    assert sink.numbers["windrow.archiver.pass.duration", "s2 ShardUnavailable"] == 1

@@ -1,0 +1,61 @@
+"""What passes did, as metrics of OpenTelemetry's SDK, sent on by OTLP. Imported only where they are wanted."""
+
+from __future__ import annotations
+
+import os
+
+from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+from opentelemetry.sdk.resources import Resource
+
+from archiver.passing import Pass
+from shard.vocabulary import ShardName
+
+_CLOSE_MS_MAX = 3000
+
+
+class Metrics:
+    """Sent every minute, or as OTEL_METRIC_EXPORT_INTERVAL says, and when closed."""
+
+    def __init__(self) -> None:
+        service = {"service.name": os.environ.get("OTEL_SERVICE_NAME", "windrow-archiver")}
+        self._provider = MeterProvider(
+            [PeriodicExportingMetricReader(OTLPMetricExporter())], resource=Resource.create(service)
+        )
+        meter = self._provider.get_meter("windrow.archiver")
+        self._pass_s = meter.create_histogram(
+            "windrow.archiver.pass.duration", unit="s", description="Passes, by shard and how they ended."
+        )
+        self._locked_s = meter.create_histogram(
+            "windrow.archiver.lock.duration",
+            unit="s",
+            description="The longest of each pass for which enqueues and acks may have waited.",
+        )
+        self._jobs = meter.create_counter(
+            "windrow.archiver.jobs", unit="{job}", description="Jobs, by shard and what was done with them."
+        )
+        self._bytes = meter.create_counter(
+            "windrow.archiver.bytes", unit="By", description="Of the days that turned cold, and of those dropped."
+        )
+
+    def record(self, shard: ShardName, outcome: Pass | Exception) -> None:
+        if not isinstance(outcome, Pass):
+            self._pass_s.record(0.0, {"shard": shard, "outcome": type(outcome).__name__})
+            return
+        left = outcome.in_use or outcome.more
+        self._pass_s.record(outcome.seconds, {"shard": shard, "outcome": "something left" if left else "done"})
+        self._locked_s.record(outcome.locked_s_max, {"shard": shard})
+        for what, aged in (("turned cold", outcome.turned_cold), ("dropped", outcome.dropped)):
+            self._jobs.add(sum(one.jobs for one in aged), {"shard": shard, "what": what})
+            self._bytes.add(sum(one.bytes for one in aged), {"shard": shard, "what": what})
+        for what, jobs in (
+            ("expired", outcome.jobs_expired),
+            ("dead too long", outcome.dead_jobs_cancelled),
+            ("released and dropped", outcome.released_jobs_dropped),
+        ):
+            self._jobs.add(jobs, {"shard": shard, "what": what})
+
+    def close(self) -> None:
+        """Sends what is left."""
+        self._provider.shutdown(timeout_millis=_CLOSE_MS_MAX)
