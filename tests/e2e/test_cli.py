@@ -233,6 +233,7 @@ def steady(text: str) -> str:
     text = re.sub(r"\b\d+(\.\d+)? ?(us|ms|s)\b(?!\.\.)", "SPAN", text)
     text = re.sub(r'("\w+_age_s": )[\d.]+', r"\1SPAN", text)
     text = re.sub(r"(cluster file )[0-9a-f]{12}\b", r"\1DIGEST", text)
+    text = re.sub(r"(being erased )\([0-9a-f-]{36}\)", r"\1ERASURE", text)
     text = re.sub(r"windrow balancer \S+ \d+ by \S+ at \S+ \(process \d+", "BALANCER", text)
     text = re.sub(r"\b1\d\.\d+ +(\d+|…)", "VERSIONS", text)
     # What `windrow doctor` counts.
