@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from shard.settling import Nack
 from shard.store import Store
 from shard.vocabulary import Answer, JobId, Lease, OrgId, ShardName
 from tests.balancers import Field, open_field
-from tests.jobs import QUEUE, ids_of, lease_jobs, some_jobs
+from tests.jobs import HOUR_US, QUEUE, ids_of, lease_jobs, some_jobs
 from tests.postgres import Server
 from tests.timemachine import age_finished, until_blocked
 
@@ -240,8 +242,9 @@ async def test_a_hold_is_put_once_told_of_and_ended_once(field: Field, org: OrgI
 # ── Erasure ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def fill(field: Field, org: OrgId) -> list[JobId]:
-    """Jobs in every place of both shards: it lived on the other one before. Answers the ids of those on the first."""
+async def fill(field: Field, org: OrgId, *, many: int = 1) -> list[JobId]:
+    """Jobs in every place of both shards: it lived on the other one before. Answers the ids of those on the first, but
+    for many: they finish, or wait."""
     await field.databases[B].run(
         b"INSERT INTO windrow.owned_slot (slot, state, epoch) VALUES (%(slot)s, 'owned', 1)", {"slot": slot_of(org)}
     )
@@ -261,7 +264,9 @@ async def fill(field: Field, org: OrgId) -> list[JobId]:
         await store.ack(org, [lease for _, lease in await lease_jobs(store, org, queue="brief")])
         await finish_some(database, org, 1)
         ids = await age_finished(database, org, days=5)
-        await finish_some(database, org, 1)
+        for at in range(0, many, 1000):
+            await finish_some(database, org, min(1000, many - at))
+            await store.enqueue(some_jobs(org, min(1000, many - at), delay_us=HOUR_US))
         await store.enqueue(dying)
         ((_, lease),) = await lease_jobs(store, org)
         await store.nack(org, [Nack(lease=lease, kill=True)])
@@ -272,6 +277,31 @@ async def fill(field: Field, org: OrgId) -> list[JobId]:
     # What is cold turns cold, and what is brief is dropped but for its ids.
     await service.archive_once(field.cluster, stop=asyncio.Event())
     return ids
+
+
+async def number_of(database: Database, org: OrgId) -> int:
+    ((number,),) = await database.run(b"SELECT org_id FROM windrow.org WHERE org = %(org)s", {"org": org})
+    return int(number)
+
+
+async def numbered(database: Database, number: int) -> list[str]:
+    """The tables of which some row has the org's number, by itself or in its queue's."""
+    columns = await database.run(
+        b"""
+        SELECT c.oid::regclass::text, a.attname
+        FROM pg_class c JOIN pg_attribute a ON a.attrelid = c.oid AND a.attname IN ('org_id', 'queue_id')
+        WHERE c.relnamespace = 'windrow'::regnamespace AND c.relkind = 'r'
+        """,
+        {},
+    )
+    assert len(columns) > 10
+    return [
+        table
+        for table, column in columns
+        if await database.run(
+            f"SELECT FROM {table} WHERE {column}::bigint & 4294967295 = %(number)s LIMIT 1".encode(), {"number": number}
+        )
+    ]
 
 
 async def traces_of(database: Database, words: list[str]) -> list[str]:
@@ -314,26 +344,39 @@ async def test_of_an_org_that_is_erased_nothing_is_left_anywhere_and_others_have
     field: Field, org: OrgId, other_org: OrgId
 ) -> None:
     gone, kept = OrgId(f"{org}-erased"), other_org
-    ids = await fill(field, gone)
+    # In each of four places.
+    each = int(os.environ.get("WINDROW_JOBS", "8")) // 4
+    ids = await fill(field, gone, many=each)
     await fill(field, kept)
     databases = [field.databases[A], field.databases[B]]
     before = [await whole(database, kept) for database in databases]
     assert all(json.loads(rows) for rows in before)
-    words = [gone, *ids]
+    words, numbers = [gone, *ids], [await number_of(database, gone) for database in databases]
     # Live, dead, cold, past ids, dedup, org, queue.
     assert len(await traces_of(databases[0], words)) == 7
+    assert len(await numbered(databases[0], numbers[0])) > 7
     await keep(field, gone, 7)
 
+    began_s = time.monotonic()
     receipt = await orgs.erase(field.cluster, gone, say=print)
+    print(f"erased in {time.monotonic() - began_s:.1f} s")
 
-    for database in databases:
+    for database, number in zip(databases, numbers, strict=True):
         assert await traces_of(database, [*words, "\x7f"]) == []
+        assert await numbered(database, number) == []
     assert [await whole(database, kept) for database in databases] == before
     await assert_balanced(*databases)
     for erasures in receipt.shards.values():
         (one,) = erasures
         assert one.ended_at is not None
-        assert (one.live, one.dead, one.finished, one.cold, one.dedup_keys, one.past_ids) == (3, 1, 1, 1, 2, 1)
+        assert (one.live, one.dead, one.finished, one.cold, one.dedup_keys, one.past_ids) == (
+            3 + each,
+            1,
+            each,
+            1,
+            2,
+            1,
+        )
     assert await orgs.read(field.cluster) == []
     # Done again there is nothing to do.
     assert (await orgs.erase(field.cluster, gone, say=print)).shards == {A: [], B: []}
@@ -354,7 +397,7 @@ async def test_an_erasure_that_was_cut_short_is_ended_by_the_next_pass_and_the_b
     assert (await pass_once(field)).erased == 1
     (ended,) = await erasing.read(database, [erasure])
     assert ended.ended_at is not None
-    assert (ended.live, ended.dead, ended.finished) == (3, 1, 1)
+    assert (ended.live, ended.dead, ended.finished) == (4, 1, 1)
     assert await traces_of(database, [org, "\x7f"]) == []
 
 
