@@ -5,18 +5,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
+from archiver.errors import ExportFailed, NotInstalled
 from archiver.settings import Settings
 from shard import archiving, erasing
-from shard.archiving import Aged, InUse
+from shard.archiving import Aged, Day, InUse, NotExported
 from shard.cluster import ShardEntry
 from shard.database import Database
 from shard.health import size_text
-from shard.leading import ARCHIVER, candidacy
-from shard.vocabulary import ShardName
+from shard.leading import ARCHIVER, Candidate, candidacy
+from shard.vocabulary import OrgId, ShardName
+
+if TYPE_CHECKING:
+    from archiver.exporting import Exported
 
 # Of small steps: a backlog is left to the passes that follow. Days are not counted: each takes its time, and is rare.
 _PASS_S_MAX = 60.0
@@ -33,6 +38,8 @@ class Pass:
     shard: ShardName
     # Days without jobs are not told: they go, and that is all.
     turned_cold: list[Aged] = field(default_factory=list[Aged])
+    # Those that an earlier pass had written are not told again.
+    exported: list[Exported] = field(default_factory=list["Exported"])
     dropped: list[Aged] = field(default_factory=list[Aged])
     dedup_keys: int = 0
     jobs_expired: int = 0
@@ -43,6 +50,8 @@ class Pass:
     erased: int = 0
     # Days that others would not let go of: they are tried again.
     in_use: list[str] = field(default_factory=list[str])
+    # Days that could not be exported, and why: they stay.
+    not_exported: list[str] = field(default_factory=list[str])
     # There is more to do than was done.
     more: bool = False
     seconds: float = 0.0
@@ -53,6 +62,7 @@ class Pass:
     def did_something(self) -> bool:
         return bool(
             self.turned_cold
+            or self.exported
             or self.dropped
             or self.dedup_keys
             or self.jobs_expired
@@ -64,6 +74,7 @@ class Pass:
     def __str__(self) -> str:
         did = [
             _what(self.turned_cold, "turned cold"),
+            _what(self.exported, "exported"),
             _what(self.dropped, "dropped"),
             f"{self.dedup_keys:,} dedup key(s) forgotten" if self.dedup_keys else "",
             f"{self.jobs_expired:,} job(s) past their expires_at cancelled" if self.jobs_expired else "",
@@ -72,6 +83,7 @@ class Pass:
             if self.released_jobs_dropped
             else "",
             f"{len(self.in_use)} day(s) in use" if self.in_use else "",
+            f"{len(self.not_exported)} day(s) not exported" if self.not_exported else "",
             "more is left" if self.more else "",
         ]
         said = "; ".join(part for part in did if part) or "nothing was due"
@@ -90,7 +102,7 @@ async def pass_over(
             raise AnotherArchives(f"shard {entry.name!r}: another archiver is at work: {who}")
         began_s = time.monotonic()
         done = Pass(shard=entry.name)
-        await _days(done, database, stop)
+        await _days(done, database, settings, candidate, stop)
         done.dedup_keys = await _all(done, partial(archiving.expire_dedup, database), stop)
         done.jobs_expired = await _all(done, partial(archiving.expire_waiting, database), stop)
         done.dead_jobs_cancelled = await _all(
@@ -105,18 +117,56 @@ async def pass_over(
         return done
 
 
-async def _days(done: Pass, database: Database, stop: asyncio.Event) -> None:
+async def _days(done: Pass, database: Database, settings: Settings, candidate: Candidate, stop: asyncio.Event) -> None:
     for over in await archiving.days_over(database):
         if not stop.is_set():
             await _tried(done, done.turned_cold, archiving.turn_cold(database, over))
     for past in await archiving.days_past(database):
         if not stop.is_set():
-            await _tried(done, done.dropped, archiving.drop(database, past))
+            await _drop(done, database, past, settings, candidate, stop)
     if not stop.is_set():
         try:
             await archiving.drop_past_ids(database)
         except InUse as error:
             done.in_use.append(str(error))
+
+
+async def _drop(
+    done: Pass, database: Database, day: Day, settings: Settings, candidate: Candidate, stop: asyncio.Event
+) -> None:
+    exported: Mapping[OrgId, int] | None = None
+    try:
+        # Of retention 0 nothing is to be kept, and so nothing elsewhere.
+        if settings.export is not None and day.retention:
+            exported = await _export(done, database, day, settings, candidate, stop)
+            if exported is None:
+                return
+        await _tried(done, done.dropped, archiving.drop(database, day, exported=exported))
+    except (ExportFailed, NotExported) as error:
+        done.not_exported.append(f"{day.name} stays: {error}")
+
+
+async def _export(
+    done: Pass, database: Database, day: Day, settings: Settings, candidate: Candidate, stop: asyncio.Event
+) -> Mapping[OrgId, int] | None:
+    """How many jobs each org has in the export; None: it was told to stop. Raises ExportFailed."""
+    try:
+        # Large, and needed by few.
+        from archiver import exporting
+    except ModuleNotFoundError as error:
+        raise NotInstalled(error.name) from error
+    assert settings.export is not None
+    files = await exporting.open_files(settings.export)
+    try:
+        one = await exporting.export_day(files, database, day, cluster=settings.cluster, stop=stop)
+    except exporting.Stopped:
+        return None
+    if one.written and one.jobs:
+        done.exported.append(one)
+    # That took its time. Another archiver, were there one by now, might be about to write the day anew.
+    await candidate.lead()
+    await exporting.still_there(files, one, day, database.name)
+    return one.rows_by_org
 
 
 async def _tried(done: Pass, aged: list[Aged], step: Awaitable[Aged]) -> None:
@@ -144,7 +194,7 @@ async def _all(done: Pass, step: Callable[[], Awaitable[int]], stop: asyncio.Eve
     return count
 
 
-def _what(aged: Sequence[Aged], how: str) -> str:
+def _what(aged: Sequence[Aged | Exported], how: str) -> str:
     if not aged:
         return ""
     jobs, size = sum(each.jobs for each in aged), sum(each.bytes for each in aged)

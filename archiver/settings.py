@@ -4,6 +4,7 @@
 schedule = "10m"        # or a cron expression: "15 3 * * *"
 time_zone = "UTC"       # of the cron expression
 dead_days = 90          # dead jobs are cancelled then
+export = "/var/lib/windrow/export"      # cold days are written there before they are dropped; or s3://bucket/prefix
 """
 
 from __future__ import annotations
@@ -11,21 +12,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from zoneinfo import ZoneInfo, available_timezones
 
+from archiver.place import Place
 from archiver.schedule import Schedule
 from shard.cluster import Cluster, ClusterFileError, known_keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
+    # The cluster's name.
+    cluster: str
     schedule: Schedule
     dead_days: int
+    # None: cold days are dropped, and that is all.
+    export: Place | None
 
 
 def settings_of(cluster: Cluster) -> Settings:
     """As the table says, or by default. Raises ClusterFileError."""
     table = cluster.tables.get("archiver", {})
     where = f"{cluster.source}: [archiver]"
-    known_keys(table, {"schedule", "time_zone", "dead_days"}, where=where)
+    known_keys(table, {"schedule", "time_zone", "dead_days", "export"}, where=where)
     zone: object = table.get("time_zone", "UTC")
     if not isinstance(zone, str) or zone not in available_timezones():
         raise ClusterFileError(f'{where} time_zone: no time zone is called {zone!r}; one is "Europe/Berlin"')
@@ -39,4 +45,20 @@ def settings_of(cluster: Cluster) -> Settings:
     dead_days: object = table.get("dead_days", 90)
     if isinstance(dead_days, bool) or not isinstance(dead_days, int) or not 1 <= dead_days <= 36_500:
         raise ClusterFileError(f"{where} dead_days: must be a whole number from 1 to 36500, not {dead_days!r}")
-    return Settings(schedule=schedule, dead_days=dead_days)
+    return Settings(
+        cluster=cluster.name,
+        schedule=schedule,
+        dead_days=dead_days,
+        export=_export(table.get("export"), f"{where} export"),
+    )
+
+
+def _export(value: object, where: str) -> Place | None:
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise ClusterFileError(f'{where}: must be a text such as "/var/lib/windrow/export", not {value!r}')
+    try:
+        return Place.parse(value)
+    except ValueError as error:
+        raise ClusterFileError(f"{where}: {error}") from error

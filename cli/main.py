@@ -11,7 +11,23 @@ from typing import Annotated
 
 import typer
 
-from cli import cluster, doctor, enqueue, jobs, leases, moves, orgs, output, pins, queues, servers, shards, stats, up
+from cli import (
+    archive,
+    cluster,
+    doctor,
+    enqueue,
+    jobs,
+    leases,
+    moves,
+    orgs,
+    output,
+    pins,
+    queues,
+    servers,
+    shards,
+    stats,
+    up,
+)
 from cli.exits import EPILOG, CommandFailed, ExitCode
 from cli.layout import App
 
@@ -86,6 +102,7 @@ app.command("release", rich_help_panel=_WORK)(leases.release)
 app.add_typer(jobs.app, name="jobs", rich_help_panel=_OPERATE)
 app.add_typer(queues.app, name="queues", rich_help_panel=_OPERATE)
 app.add_typer(orgs.app, name="orgs", rich_help_panel=_OPERATE)
+app.add_typer(archive.app, name="archive", rich_help_panel=_OPERATE)
 app.command("stats", rich_help_panel=_OPERATE)(stats.stats)
 app.add_typer(shards.app, name="shards", rich_help_panel=_OPERATE)
 app.command("check", rich_help_panel=_OPERATE)(cluster.check)

@@ -97,8 +97,9 @@ def archiver(
 ) -> None:
     """Run the archiver: finished jobs turn cold, and go when they have been kept for their time.
 
-    On the schedule of the cluster file's [archiver], until SIGTERM or Ctrl-C; --json is for --once. Exit codes, with
-    --once: 1 if something is left to the next pass, 3 if a shard cannot be reached, 5 if another archiver is at work.
+    Where [archiver] export says so, they are exported before they go. On the schedule of the cluster file's [archiver],
+    until SIGTERM or Ctrl-C; --json is for --once. Exit codes, with --once: 1 if something is left to the next pass, 3
+    if a shard cannot be reached, 5 if another archiver is at work.
     """
     from archiver import telling
     from archiver.service import archive
@@ -147,11 +148,16 @@ def _archive_once(cluster: Cluster, *, as_json: bool) -> None:
     else:
         for outcome in outcomes.values():
             (output.say if isinstance(outcome, Pass) else output.note)(str(outcome))
+    for outcome in outcomes.values():
+        if isinstance(outcome, Pass):
+            for why in outcome.not_exported:
+                output.note(f"shard {outcome.shard!r}: {why}")
 
     def code(outcome: Pass | Exception) -> ExitCode:
         match outcome:
             case Pass():
-                return ExitCode.NO if outcome.in_use or outcome.more else ExitCode.OK
+                left = outcome.in_use or outcome.not_exported or outcome.more
+                return ExitCode.NO if left else ExitCode.OK
             case ShardUnavailable():
                 return ExitCode.UNAVAILABLE
             case AnotherArchives():
@@ -169,6 +175,17 @@ def _pass_json(shard: ShardName, outcome: Pass | Exception) -> dict[str, object]
     return {
         "shard": shard,
         "turned_cold": [_aged_json(each) for each in outcome.turned_cold],
+        "exported": [
+            {
+                "partition": each.partition,
+                "file": each.file,
+                "jobs": each.jobs,
+                "bytes": each.bytes,
+                "seconds": round(each.seconds, 3),
+            }
+            for each in outcome.exported
+        ],
+        "not_exported": outcome.not_exported,
         "dropped": [_aged_json(each) for each in outcome.dropped],
         "dedup_keys": outcome.dedup_keys,
         "jobs_expired": outcome.jobs_expired,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import LiteralString, NamedTuple
 
@@ -21,6 +21,7 @@ from shard import policies, statements
 from shard.connection import Connection
 from shard.database import Database
 from shard.partitions import bounds, finish, table, within
+from shard.vocabulary import OrgId
 
 # Who comes after one that waits for an exclusive lock waits too.
 _LOCK_WAIT = "50ms"
@@ -42,6 +43,10 @@ class Aged:
 
 class InUse(Exception):
     """Somebody reads or writes the partition all the time; the message says which, and who."""
+
+
+class NotExported(Exception):
+    """A cold day has jobs that its export does not have; the message says of whom."""
 
 
 class Day(NamedTuple):
@@ -100,9 +105,10 @@ async def turn_cold(database: Database, day: Day) -> Aged:
     return Aged(partition=day.name, jobs=jobs, bytes=size, locked_s=time.monotonic() - since_s)
 
 
-async def drop(database: Database, day: Day) -> Aged:
+async def drop(database: Database, day: Day, *, exported: Mapping[OrgId, int] | None = None) -> Aged:
     """Drops a cold day, but for the jobs of orgs under legal hold: those are set aside. Ids by which enqueues may be
-    repeated stay known (I3). Raises InUse, ShardUnavailable."""
+    repeated stay known (I3). `exported`: how many jobs each org has in the export that goes before; None: there is none
+    to go by. Raises InUse, NotExported, ShardUnavailable."""
     while True:
         async with _transaction(database) as connection:
             # Their rows move, for as long as that takes, before anybody is kept waiting.
@@ -115,6 +121,8 @@ async def drop(database: Database, day: Day) -> Aged:
                 await _keep_ids(connection, day)
             size = await _size(connection, day.name)
             since_s = await _exclude(connection, day.name, f"cold_{day.retention}")
+            if exported is not None:
+                await _compare(connection, day, exported)
             await _execute(connection, "DROP TABLE {}", day.name)
             ((jobs,),) = await connection.run(statements.STRIKE_ARCHIVED, _of(day))
         return Aged(partition=day.name, jobs=jobs, bytes=size, locked_s=time.monotonic() - since_s)
@@ -211,6 +219,14 @@ async def _reattach(connection: Connection, day: Day) -> None:
             table(f"cold_{day.retention}"), table(day.cold_name), bounds(day.first, day.past)
         )
     )
+
+
+async def _compare(connection: Connection, day: Day, exported: Mapping[OrgId, int]) -> None:
+    """By the books, which are changed with the rows: nobody waits for a count. An org that has fewer than were exported
+    loses nothing. Raises NotExported."""
+    for org, jobs in await connection.run(statements.READ_ARCHIVED, _of(day)):
+        if jobs > exported.get(org, 0):
+            raise NotExported(f"{day.name} has {jobs:,} job(s) of org {org!r}, and its export {exported.get(org, 0):,}")
 
 
 async def _keep_ids(connection: Connection, day: Day) -> None:

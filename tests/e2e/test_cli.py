@@ -880,7 +880,7 @@ def test_a_line_that_is_too_long_is_named_and_those_before_it_are_stored(windrow
 @pytest.mark.parametrize(
     ("module", "heavy"),
     [
-        ("cli.main", {"grpc", "rich", "psycopg", "embedded"}),
+        ("cli.main", {"grpc", "rich", "psycopg", "embedded", "pyarrow", "obstore"}),
         ("router.__main__", {"grpc", "protovalidate"}),
         ("router.process", {"opentelemetry.sdk"}),
     ],

@@ -1,0 +1,625 @@
+"""Cold days are exported before they are dropped: to a directory or a bucket; they are read back, and never dropped
+without.
+
+WINDROW_EXPORT_ROWS=1000000 makes the day of the largest test so large; -s shows its figures."""
+
+# ruff: noqa: ASYNC240 - the files are small, and nobody waits
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import resource
+import secrets
+import socket
+import time
+from collections.abc import AsyncGenerator, Generator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pytest
+
+from archiver import exporting, parquet, service
+from archiver.errors import Damaged, ExportFailed, FilesFailed
+from archiver.files import Files
+from archiver.looking import Wanted, find
+from archiver.passing import Pass
+from archiver.place import Place
+from shard import archiving, cold, partitions
+from shard.archiving import Day, NotExported
+from shard.books import Books
+from shard.database import Database
+from shard.store import Store
+from shard.vocabulary import JobId, OrgId, ShardName
+from tests.balancers import Field, open_field
+from tests.conftest import CLUSTER, SHARD
+from tests.jobs import lease_jobs, some_jobs
+from tests.postgres import Server
+from tests.timemachine import age_finished, make_day
+
+A, B = ShardName("s1"), ShardName("s2")
+STOP = asyncio.Event()
+ROWS = int(os.environ.get("WINDROW_EXPORT_ROWS", "20000"))
+
+
+@pytest.fixture
+async def field(tmp_path: Path, fresh_dsn: str, postgres: Server) -> AsyncGenerator[Field, None]:
+    async with open_field(tmp_path, fresh_dsn, postgres, B) as opened:
+        yield opened
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path / "export"
+
+
+@pytest.fixture
+def files(place: Path) -> Files:
+    return Files(Place.parse(str(place)), make=True)
+
+
+@pytest.fixture
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="module")
+def s3_server() -> Generator[str, None, None]:
+    """In this process. It takes seconds to import: not while connections are made that give up after five."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def bucket(s3_server: str, credentials: None, monkeypatch: pytest.MonkeyPatch) -> str:
+    import boto3
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)
+    name = f"cold-{secrets.token_hex(4)}"
+    boto3.client("s3", endpoint_url=s3_server).create_bucket(Bucket=name)
+    return f"s3://{name}/windrow/export"
+
+
+async def finish(database: Database, org: OrgId, count: int, *, queue: str = "mail") -> None:
+    store = Store(database)
+    await store.enqueue(some_jobs(org, count, queue=queue))
+    await store.ack(
+        org,
+        [lease for _, lease in await lease_jobs(store, org, queue=queue, max_jobs=count)],
+    )
+
+
+async def cold_day(database: Database, *orgs: OrgId, jobs: int = 2, days: int = 40) -> Day:
+    """Jobs of these orgs that finished so many days ago, on a day that has turned cold."""
+    for org in orgs:
+        await finish(database, org, jobs)
+        await age_finished(database, org, days=days)
+    for over in await archiving.days_over(database):
+        await archiving.turn_cold(database, over)
+    (day,) = await archiving.days_past(database)
+    return day
+
+
+async def once(field: Field) -> Pass:
+    outcome = dict(await service.archive_once(field.cluster, stop=asyncio.Event()))[A]
+    assert isinstance(outcome, Pass), outcome
+    return outcome
+
+
+async def export(files: Files, database: Database, day: Day, *, cluster: str = CLUSTER) -> exporting.Exported:
+    return await exporting.export_day(files, database, day, cluster=cluster, stop=STOP)
+
+
+def manifests(place: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(place.rglob("manifest.json"))]
+
+
+def data_files(place: Path) -> list[Path]:
+    return sorted(place.rglob("*.parquet*"))
+
+
+def spoil(path: Path) -> None:
+    """One bit, in the middle."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+async def tables(database: Database) -> list[str]:
+    rows = await database.run(b"SELECT relname FROM pg_class WHERE relkind = 'r' AND relname ~ '^cold_30_'", {})
+    return [name for (name,) in rows]
+
+
+# ── A pass exports what it drops ─────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_day_is_exported_and_read_back_before_it_is_dropped(field: Field, org: OrgId, place: Path) -> None:
+    field.write(f"[archiver]\nexport = '{place}'\n", s1={}, s2={})
+    await finish(field.databases[A], org, 3)
+    ids = await age_finished(field.databases[A], org, days=40)
+    records = await Store(field.databases[A]).get(org, ids, include_payload=True)
+    done = await once(field)
+    assert [aged.jobs for aged in done.dropped] == [3]
+    assert (len(done.exported), done.not_exported) == (1, [])
+    assert "1 day(s) exported: 3 job(s)" in str(done)
+    (manifest,) = manifests(place)
+    (file,) = data_files(place)
+    assert file.parent.relative_to(place).as_posix() == f"shard=s1/retention=30/day={manifest['day']}"
+    assert manifest["rows_by_org"] == {org: 3}
+    assert (manifest["min_id"], manifest["max_id"]) == (ids[0], ids[-1])
+    assert (manifest["bytes"], manifest["sha256"]) == (
+        file.stat().st_size,
+        hashlib.sha256(file.read_bytes()).hexdigest(),
+    )
+    found = list(find(Files(Place.parse(str(place))), Wanted(org=org, payloads=True)))
+    assert [job["id"] for job in found] == ids[::-1]
+    for job, record in zip(found, records[::-1], strict=True):
+        assert (job["queue"], job["kind"], job["state"], job["payload"]) == (
+            record.queue,
+            record.kind,
+            record.state,
+            record.payload,
+        )
+        assert job["finished_at"].timestamp() * 1e6 == pytest.approx(record.finished_at)
+    (books,) = [entry for entry in await Books(field.databases[A]).check() if entry.org == org]
+    assert (books.expired, books.balanced) == (3, True)
+
+
+async def test_what_is_not_to_be_kept_is_not_exported(field: Field, org: OrgId, place: Path) -> None:
+    field.write(f"[archiver]\nexport = '{place}'\n", s1={}, s2={})
+    database = field.databases[A]
+    await Store(database).enqueue(some_jobs(org, 1))
+    await database.run(b"UPDATE windrow.queue SET retention = 0 WHERE org = %(org)s", {"org": org})
+    await partitions.make_ahead(database)
+    await finish(database, org, 1)
+    await age_finished(database, org, days=3)
+    done = await once(field)
+    assert (len(done.dropped), done.exported, data_files(place)) == (1, [], [])
+
+
+async def test_a_damaged_file_blocks_the_drop_and_is_named_and_the_next_pass_goes_on(
+    field: Field, org: OrgId, place: Path, files: Files
+) -> None:
+    field.write(f"[archiver]\nexport = '{place}'\n", s1={}, s2={})
+    day = await cold_day(field.databases[A], org)
+    await export(files, field.databases[A], day)
+    (file,) = data_files(place)
+    spoil(file)
+    done = await once(field)
+    assert done.dropped == []
+    (why,) = done.not_exported
+    assert why.startswith(f"{day.name} stays: {file} is damaged: its SHA-256 is ")
+    assert await tables(field.databases[A]) == [day.name]
+    done = await once(field)
+    assert ([aged.partition for aged in done.dropped], done.not_exported) == ([day.name], [])
+    assert [one.trouble for one in exporting.check_all(files)] == [""]
+
+
+@pytest.mark.parametrize("how", ["missing", "shorter", "no Parquet"])
+async def test_a_file_that_is_not_as_its_manifest_says_blocks_the_drop(
+    fresh_database: Database, org: OrgId, place: Path, files: Files, how: str
+) -> None:
+    day = await cold_day(fresh_database, org)
+    await export(files, fresh_database, day)
+    (file,) = data_files(place)
+    match how:
+        case "missing":
+            file.unlink()
+        case "shorter":
+            file.write_bytes(file.read_bytes()[:-1])
+        case _:
+            file.write_bytes(b"x" * file.stat().st_size)
+    with pytest.raises(Damaged, match=str(file)):
+        await export(files, fresh_database, day)
+
+
+async def test_a_place_that_is_away_leaves_the_day_and_stops_no_other_work(
+    field: Field, org: OrgId, other_org: OrgId, credentials: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        monkeypatch.setattr("archiver.files._RETRIES", 0)
+        field.write("[archiver]\nexport = 's3://cold/windrow'\n", s1={}, s2={})
+        day = await cold_day(field.databases[A], org)
+        await Store(field.databases[A]).enqueue(some_jobs(other_org, 1, dedup_keys=["a"]))
+        await field.databases[A].run(b"UPDATE windrow.dedup SET until = now()", {})
+        outcomes = dict(await service.archive_once(field.cluster, stop=asyncio.Event()))
+    done = outcomes[A]
+    assert isinstance(done, Pass)
+    assert done.not_exported[0].startswith(f"{day.name} stays: s3://cold/windrow/shard=s1/")
+    assert (done.dropped, done.dedup_keys) == ([], 1)
+    assert isinstance(outcomes[B], Pass)
+    assert await tables(field.databases[A]) == [day.name]
+
+
+async def test_a_directory_that_cannot_be_written_to_leaves_the_day(field: Field, org: OrgId, place: Path) -> None:
+    place.write_text("a file")
+    field.write(f"[archiver]\nexport = '{place}'\n", s1={}, s2={})
+    day = await cold_day(field.databases[A], org)
+    done = await once(field)
+    assert done.not_exported[0].startswith(f"{day.name} stays: {place}")
+    assert await tables(field.databases[A]) == [day.name]
+
+
+# ── Exactly what is in the table ─────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_every_column_of_a_cold_job_is_exported(fresh_database: Database) -> None:
+    rows = await fresh_database.run(
+        b"""
+        SELECT a.attname FROM pg_attribute a
+        WHERE a.attrelid = 'windrow.cold'::regclass AND a.attnum > 0 AND NOT a.attisdropped
+        """,
+        {},
+    )
+    # Folders say the retention, and org and queue stand there by their names.
+    assert {name for (name,) in rows} - {"queue_id", "retention"} == set(parquet.SCHEMA.names) - {"org", "queue"}
+
+
+async def test_orgs_and_ids_come_in_their_order_however_many_pages_it_takes(
+    fresh_database: Database, monkeypatch: pytest.MonkeyPatch, files: Files
+) -> None:
+    monkeypatch.setattr(cold, "_ROWS", 4)
+    orgs = [OrgId(name) for name in ("zebra", "Äther", "acme", "Zebra")]
+    for org, count in zip(orgs, (9, 1, 3, 2), strict=True):
+        await finish(fresh_database, org, count)
+        await age_finished(fresh_database, org, days=40)
+    day = await cold_day(fresh_database)
+    exported = await export(files, fresh_database, day)
+    assert exported.rows_by_org == {"Zebra": 2, "acme": 3, "zebra": 9, "Äther": 1}
+    (one,) = exporting.check_all(files)
+    assert one.manifest is not None
+    with parquet.Reader(files, one.manifest.path) as reader:
+        keys = [(job.org, job.id) for batch in reader.batches() for job in parquet.jobs_of(batch)]
+    assert (len(keys), keys) == (15, sorted(keys))
+
+
+async def test_a_page_ends_before_it_fills_the_memory(
+    fresh_database: Database, org: OrgId, monkeypatch: pytest.MonkeyPatch, files: Files
+) -> None:
+    monkeypatch.setattr(cold, "_BYTES", 3 * 1024)
+    day = await cold_day(fresh_database, org, jobs=10)
+    orgs = await cold.count(fresh_database, day)
+    assert [len(page) async for page in cold.pages(fresh_database, day, orgs)] == [3, 3, 3, 1]
+    assert (await export(files, fresh_database, day)).jobs == 10
+
+
+async def test_a_row_that_is_not_what_the_table_has_is_found(
+    fresh_database: Database, org: OrgId, files: Files, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever writes the file gets it wrong, and its checksum is of what he wrote."""
+    day = await cold_day(fresh_database, org, jobs=3)
+
+    async def lossy(*arguments: Any) -> AsyncGenerator[Any]:
+        async for batch in table(*arguments):
+            yield batch if files.list() and any(files.list()) else batch.slice(1)
+
+    table = exporting._table
+    monkeypatch.setattr(exporting, "_table", lossy)
+    with pytest.raises(Damaged, match="has another row than the day"):
+        await export(files, fresh_database, day)
+    assert (data_files(place), manifests(place)) == ([], [])
+
+
+async def test_a_day_that_changes_after_it_was_exported_is_not_dropped_and_the_export_keeps_all(
+    fresh_database: Database, org: OrgId, other_org: OrgId, files: Files
+) -> None:
+    day = await cold_day(fresh_database, org)
+    exported = await export(files, fresh_database, day)
+    # The clock had gone back.
+    await finish(fresh_database, other_org, 1)
+    await age_finished(fresh_database, other_org, days=40)
+    for over in await archiving.days_over(fresh_database):
+        await archiving.turn_cold(fresh_database, over)
+    with pytest.raises(NotExported, match=f"has 1 job.s. of org '{other_org}', and its export 0"):
+        await archiving.drop(fresh_database, day, exported=exported.rows_by_org)
+    exported = await export(files, fresh_database, day)
+    assert exported.rows_by_org == {org: 2, other_org: 1}
+    await archiving.drop(fresh_database, day, exported=exported.rows_by_org)
+    # And once more, when the day has been dropped.
+    await finish(fresh_database, org, 1)
+    await age_finished(fresh_database, org, days=40)
+    day = await cold_day(fresh_database)
+    exported = await export(files, fresh_database, day)
+    assert exported.rows_by_org == {org: 3, other_org: 1}
+    assert [one.trouble for one in exporting.check_all(files)] == [""]
+
+
+async def test_what_another_cluster_has_exported_there_is_left_alone(
+    fresh_database: Database, org: OrgId, files: Files
+) -> None:
+    day = await cold_day(fresh_database, org)
+    await export(files, fresh_database, day, cluster="another")
+    with pytest.raises(Damaged, match="has been exported by cluster 'another', and this is 'tests'"):
+        await export(files, fresh_database, day)
+
+
+async def test_a_release_that_knows_a_later_format_is_not_misread(
+    fresh_database: Database, org: OrgId, files: Files
+) -> None:
+    day = await cold_day(fresh_database, org)
+    await export(files, fresh_database, day)
+    (one,) = exporting.check_all(files)
+    assert one.manifest is not None
+    parquet.write_manifest(files, replace(one.manifest, format=2, windrow="9.9"))
+    with pytest.raises(Damaged, match=r"was written by a later release, 9\.9"):
+        await export(files, fresh_database, day)
+
+
+# ── Cut short ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("step", ["the manifest", "the drop"])
+async def test_a_pass_that_ends_between_its_steps_is_taken_up_by_the_next(
+    field: Field, org: OrgId, place: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    field.write(f"[archiver]\nexport = '{place}'\n", s1={}, s2={})
+    day = await cold_day(field.databases[A], org)
+
+    def killed(*_: object) -> None:
+        raise RuntimeError("the end")
+
+    with monkeypatch.context() as patch:
+        if step == "the manifest":
+            patch.setattr(parquet, "write_manifest", killed)
+        else:
+            patch.setattr(exporting, "still_there", killed)
+        outcome = dict(await service.archive_once(field.cluster, stop=asyncio.Event()))[A]
+        assert isinstance(outcome, RuntimeError)
+    assert len(data_files(place)) == 1
+    assert await tables(field.databases[A]) == [day.name]
+    done = await once(field)
+    assert (done.not_exported, len(done.dropped)) == ([], 1)
+    assert len(data_files(place)) == 1
+    assert [one.trouble for one in exporting.check_all(Files(Place.parse(str(place))))] == [""]
+
+
+async def test_what_a_killed_process_had_begun_to_write_is_no_file_and_goes(
+    fresh_database: Database, org: OrgId, files: Files, place: Path
+) -> None:
+    day = await cold_day(fresh_database, org)
+    sink = files.writing(f"{parquet.folder_of(SHARD, 30, day.first)}/jobs-cafecafe.parquet")
+    sink.write(b"x" * 20_000_000)
+    assert [path.name for path in data_files(place)] == ["jobs-cafecafe.parquet#1"]
+    assert list(exporting.check_all(files)) == []
+    await export(files, fresh_database, day)
+    assert [path.name.endswith(".parquet") for path in data_files(place)] == [True]
+
+
+async def test_who_is_told_to_stop_leaves_no_file(field: Field, org: OrgId, place: Path, files: Files) -> None:
+    day = await cold_day(field.databases[A], org)
+    stop = asyncio.Event()
+    stop.set()
+    with pytest.raises(exporting.Stopped):
+        await exporting.export_day(files, field.databases[A], day, cluster=CLUSTER, stop=stop)
+    assert (data_files(place), manifests(place)) == ([], [])
+
+
+# ── Erasing, looking up, checking ────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_an_erased_org_is_in_no_file_and_the_others_are_as_before(
+    fresh_database: Database, org: OrgId, other_org: OrgId, files: Files, place: Path
+) -> None:
+    day = await cold_day(fresh_database, org, other_org, jobs=3)
+    await export(files, fresh_database, day)
+    (before,) = data_files(place)
+    kept = list(find(files, Wanted(org=other_org, payloads=True)))
+    erased = await exporting.erase_org(files, SHARD, org)
+    assert erased == [(str(before), 3)]
+    assert list(find(files, Wanted(org=other_org, payloads=True))) == kept
+    (after,) = data_files(place)
+    assert org.encode() not in after.read_bytes()
+    (manifest,) = manifests(place)
+    assert (manifest["rows_by_org"], manifest["file"]) == ({other_org: 3}, after.name)
+    assert [one.trouble for one in exporting.check_all(files)] == [""]
+    assert await exporting.erase_org(files, SHARD, org) == []
+    assert await exporting.erase_org(files, SHARD, other_org) == [(str(after), 3)]
+    assert [path for path in place.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize("last", [False, True])
+async def test_an_erasure_that_was_cut_short_is_ended_by_the_next(
+    fresh_database: Database,
+    org: OrgId,
+    other_org: OrgId,
+    files: Files,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    last: bool,
+) -> None:
+    """After the manifest has been changed, and before the file has gone."""
+    day = await cold_day(fresh_database, org, *([] if last else [other_org]))
+    await export(files, fresh_database, day)
+    (before,) = data_files(place)
+    delete = files.delete
+
+    def cut_short(path: str) -> None:
+        if path.endswith(".parquet"):
+            raise FilesFailed("away")
+        delete(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "delete", cut_short)
+        with pytest.raises(FilesFailed):
+            await exporting.erase_org(files, SHARD, org)
+    assert before in data_files(place)
+    await exporting.erase_org(files, SHARD, org)
+    assert before not in data_files(place)
+    assert not any(org.encode() in path.read_bytes() for path in place.rglob("*") if path.is_file())
+
+
+async def test_a_damaged_file_is_named_by_who_is_to_erase_from_it(
+    fresh_database: Database, org: OrgId, files: Files, place: Path
+) -> None:
+    day = await cold_day(fresh_database, org)
+    await export(files, fresh_database, day)
+    (file,) = data_files(place)
+    spoil(file)
+    with pytest.raises(Damaged, match=rf"org '{org}' may still have jobs in what is damaged: {file}"):
+        await exporting.erase_org(files, SHARD, org)
+
+
+async def test_jobs_are_found_by_what_is_asked_for_and_other_orgs_files_are_not_read(
+    fresh_database: Database, org: OrgId, other_org: OrgId, files: Files, place: Path
+) -> None:
+    for queue in ("mail", "sms"):
+        await finish(fresh_database, org, 2, queue=queue)
+    await age_finished(fresh_database, org, days=40)
+    day = await cold_day(fresh_database, other_org)
+    await export(files, fresh_database, day)
+    jobs = list(find(files, Wanted(org=org)))
+    assert [(job["queue"], job["shard"], job["day"]) for job in jobs] == [
+        (queue, SHARD, day.first) for queue in ("sms", "sms", "mail", "mail")
+    ]
+    assert "payload" not in jobs[0]
+    assert list(find(files, Wanted(org=org, queue="sms"))) == jobs[:2]
+    assert list(find(files, Wanted(org=org, ids=[JobId(jobs[3]["id"])]))) == jobs[3:]
+    assert list(find(files, Wanted(org=org, states=["cancelled"]))) == []
+    assert list(find(files, Wanted(org=org, kind="greet", shard=SHARD))) == jobs
+    # Two were acked at once.
+    assert list(find(files, Wanted(org=org, since=jobs[1]["finished_at"]))) == jobs[:2]
+    assert list(find(files, Wanted(org=org, until=jobs[1]["finished_at"]))) == jobs[2:]
+    assert list(find(files, Wanted(org=org, shard=B))) == []
+    (file,) = data_files(place)
+    file.unlink()
+    assert list(find(files, Wanted(org=OrgId("nobody")))) == []
+    with pytest.raises(Damaged, match=str(file)):
+        list(find(files, Wanted(org=org)))
+
+
+async def test_a_look_at_all_files_names_those_that_are_damaged_and_those_that_no_manifest_names(
+    fresh_database: Database, org: OrgId, files: Files, place: Path
+) -> None:
+    day = await cold_day(fresh_database, org)
+    await export(files, fresh_database, day)
+    (file,) = data_files(place)
+    stray = file.with_name("jobs-cafecafe.parquet")
+    stray.write_bytes(file.read_bytes())
+    (place / "notes.txt").write_text("mine")
+    assert [(one.file, "named by no manifest" in one.trouble) for one in exporting.check_all(files)] == [
+        (str(file), False),
+        (str(stray), True),
+    ]
+    stray.unlink()
+    spoil(file)
+    (one,) = exporting.check_all(files)
+    assert one.trouble.startswith(f"{file} is damaged: ")
+    (manifest,) = place.rglob("manifest.json")
+    manifest.write_text(manifest.read_text()[:-9])
+    assert [one.trouble.startswith(f"{manifest} cannot be read") for one in exporting.check_all(files)] == [True]
+    assert list(exporting.check_all(files, shard=B)) == []
+
+
+# ── A bucket ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_bucket_does_as_well(field: Field, org: OrgId, other_org: OrgId, bucket: str) -> None:
+    field.write(f"[archiver]\nexport = '{bucket}'\n", s1={}, s2={})
+    day = await cold_day(field.databases[A], org, other_org)
+    files = Files(Place.parse(bucket))
+    await export(files, field.databases[A], day)
+    (one,) = exporting.check_all(files)
+    assert one.manifest is not None
+    assert one.file.startswith(f"{bucket}/shard=s1/retention=30/day={day.first}/jobs-")
+    data = bytearray(files.read(one.manifest.path))
+    data[len(data) // 2] ^= 1
+    files.write(one.manifest.path, bytes(data))
+    done = await once(field)
+    assert (done.dropped, one.file in done.not_exported[0]) == ([], True)
+    done = await once(field)
+    assert ([aged.jobs for aged in done.dropped], done.not_exported) == ([4], [])
+    assert len(list(find(files, Wanted(org=org)))) == 2
+    assert [rows for _, rows in await exporting.erase_org(files, A, org)] == [2]
+    assert list(find(files, Wanted(org=org))) == []
+    assert len(list(find(files, Wanted(org=other_org)))) == 2
+    assert [one.trouble for one in exporting.check_all(files)] == [""]
+
+
+async def test_a_file_of_many_parts_is_whole_in_a_bucket(bucket: str) -> None:
+    files = Files(Place.parse(bucket))
+    sink = files.writing("a/b")
+    block = os.urandom(1024 * 1024)
+    for _ in range(20):
+        sink.write(block)
+    with pytest.raises(ExportFailed, match=f"{bucket}/a/b: there is no such file"):
+        files.size("a/b")
+    sink.commit()
+    assert files.digest("a/b") == (20 * len(block), sink.sha256)
+
+
+# ── Many ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_MANY = b"""
+INSERT INTO windrow.finished (
+    id, queue_id, enqueued_at, run_at, finished_at, lease, leased_at, priority, attempt, state, kind, payload,
+    attributes, worker, retention
+)
+SELECT
+    (lpad(to_hex((extract(epoch FROM f.at) * 1000)::bigint), 12, '0') || '7' || substr(f.noise, 1, 3) || '8'
+        || substr(f.noise, 4, 15))::uuid,
+    f.queue_id, f.at, f.at, f.at + interval '20 ms', ('x' || substr(f.noise, 1, 15))::bit(60)::bigint,
+    f.at + interval '10 ms', 5, 1, 'succeeded', 'send_email',
+    convert_to('{"to": "' || f.noise || '@example.com", "text": "' || repeat(f.noise, 4) || '"}', 'UTF8'),
+    '{"plan": "pro"}', 'worker-' || f.turn %% 20, 30
+FROM (
+    SELECT
+        q.queue_id, n.turn, md5(n.turn::text) AS noise,
+        (now() AT TIME ZONE 'UTC')::date::timestamp AT TIME ZONE 'UTC' - interval '40 days' + n.turn * interval '70 ms'
+            AS at
+    FROM generate_series(1, %(rows)s) AS n (turn)
+    JOIN (
+        SELECT q.queue_id, row_number() OVER (ORDER BY q.queue_id) - 1 AS place, count(*) OVER () AS queues
+        FROM windrow.queue q
+    ) q ON q.place = n.turn %% q.queues
+) f
+"""
+
+
+@pytest.mark.timeout(1800)
+async def test_of_many_jobs_rows_and_checksums_are_equal(fresh_database: Database, files: Files) -> None:
+    store = Store(fresh_database)
+    for number in range(100):
+        await store.enqueue(some_jobs(OrgId(f"org-{number}"), 1))
+    await make_day(fresh_database, retention=30, before="now", days=40)
+    await fresh_database.run(_MANY, {"rows": ROWS})
+    day = await cold_day(fresh_database)
+    rows = await fresh_database.run(
+        f"SELECT pg_table_size('windrow.{day.name}'), pg_total_relation_size('windrow.{day.name}')".encode(), {}
+    )
+    table_bytes, with_indexes = rows[0]
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    exported = await export(files, fresh_database, day)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
+    assert (exported.jobs, exported.written) == (ROWS, True)
+    began_s = time.monotonic()
+    (one,) = exporting.check_all(files)
+    check_s = time.monotonic() - began_s
+    assert one.trouble == ""
+    began_s = time.monotonic()
+    assert len(list(find(files, Wanted(org=OrgId("org-7"))))) == ROWS / 100
+    find_s = time.monotonic() - began_s
+    answer = duckdb.sql(f"SELECT count(*), count(DISTINCT id), count(DISTINCT org) FROM '{exported.file}'").fetchone()
+    assert answer == (ROWS, ROWS, 100)
+    print(
+        f"\n{ROWS:,} jobs: written, read back and compared in {exported.seconds:.1f} s "
+        f"({ROWS / exported.seconds:,.0f} jobs/s), {exported.bytes / ROWS:.0f} bytes a job in Parquet, "
+        f"{table_bytes / ROWS:.0f} in the table ({with_indexes / ROWS:.0f} with indexes), "
+        f"{memory / 1024:.0f} MiB more of memory; checked again in {check_s:.1f} s; "
+        f"one org's {ROWS // 100:,} jobs found in {find_s:.2f} s"
+    )
