@@ -76,9 +76,8 @@ FROM (
     SELECT
         l.*,
         sum(
-            octet_length(l.payload) + coalesce(octet_length(l.result), 0)
-            + coalesce(octet_length(l.attributes::text), 0) + coalesce(octet_length(l.history::text), 0)
-            + coalesce(octet_length(l.reason), 0) + 1024
+            octet_length(l.payload) + coalesce(octet_length(l.result), 0) + coalesce(pg_column_size(l.attributes), 0)
+            + coalesce(octet_length(l.history::text), 0) + coalesce(octet_length(l.reason), 0) + 1024
         ) OVER (ORDER BY l.turn, l.id ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS bytes_before
     FROM (
         SELECT o.turn, o.org, c.*

@@ -21,6 +21,7 @@ def test_without_a_table_there_is_a_pass_every_ten_minutes_and_dead_jobs_stay_fo
     settings = settings_of(parse(ONE))
     assert settings.schedule.after(NOON) == NOON + timedelta(minutes=10)
     assert settings.dead_days == 90
+    assert settings.export is None
 
 
 @pytest.mark.parametrize(
@@ -49,9 +50,25 @@ def test_a_cron_expression_is_meant_in_its_time_zone_in_summer_and_in_winter() -
         ("time_zone = 1", "time_zone: no time zone is called 1"),
         ("dead_days = 0", "dead_days: must be a whole number from 1 to 36500, not 0"),
         ("dead_days = true", "dead_days: must be a whole number from 1 to 36500, not True"),
+        ("export = 1", 'export: must be a text such as "/var/lib/windrow/export", not 1'),
+        ('export = "var/export"', "export: 'var/export' is no absolute path: write a directory"),
+        ('export = ""', "export: '' is no absolute path"),
+        ('export = "/var/../etc"', "export: '/var/../etc' has .. in it"),
+        ('export = "gs://cold/x"', "export: 'gs://cold/x' is neither a directory nor an S3 bucket"),
+        ('export = "file://db1/x"', r"export: 'file://db1/x' names a file on another machine \(db1\)"),
+        ('export = "s3://"', r"export: 's3://' names no bucket \(''\): write"),
+        ('export = "s3://cold/a//b"', "export: 's3://cold/a//b' has an empty part, or dots"),
+        ('export = "s3://key:hunter2@cold/x"', "export: must have no credentials and no options in it"),
+        ('export = "s3://cold/x?secret=hunter2"', "export: must have no credentials and no options in it"),
         ('scedule = "1h"', "did you mean 'schedule'"),
     ],
 )
 def test_a_table_that_cannot_be_used_is_refused_with_its_place_and_value(table: str, complaint: str) -> None:
     with pytest.raises(ClusterFileError, match=rf"cluster.toml: \[archiver\].*{complaint}"):
         due(table)
+
+
+def test_a_secret_in_a_place_is_not_shown() -> None:
+    with pytest.raises(ClusterFileError) as caught:
+        due('export = "s3://key:hunter2@cold/x"')
+    assert "hunter2" not in str(caught.value)
