@@ -119,7 +119,7 @@ class Files:
         """The files below this folder, in the order of their paths."""
         found: list[Found] = []
         with self.failures(prefix):
-            for chunk in obstore.list(self._store, prefix or None):
+            for chunk in obstore.list(self._store, prefix or None):  # pyright: ignore[reportUnknownMemberType]
                 found += [Found(path=one["path"], bytes=one["size"], modified=one["last_modified"]) for one in chunk]
         return iter(sorted(found, key=lambda one: one.path))
 

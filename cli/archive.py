@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -134,7 +134,7 @@ def verify(config: options.Config, shard: Shard = None, as_json: options.Json = 
 
 
 @contextmanager
-def _files(config: Path) -> Iterator[Files]:
+def _files(config: Path) -> Generator[Files]:
     from archiver.errors import ExportFailed, FilesFailed, NotInstalled
     from archiver.settings import settings_of
 

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from archiver import exporting
+from archiver.files import Files
+from archiver.place import Place
 from shard import statements
 from shard.books import Books
 from shard.database import Database
@@ -30,6 +33,7 @@ A = ShardName("s1")
 DAYS, JOBS = range(2, 50, 3), 100
 # Of a pass over so many days on a free machine.
 PASS_S = 1.0
+EXPORTING_S = 3.0
 
 _FINISHED = b"""
 WITH made AS (
@@ -56,7 +60,6 @@ SELECT count(*), count(DISTINCT id) FROM (SELECT id FROM windrow.finished UNION 
 @pytest.fixture
 async def field(tmp_path: Path, fresh_dsn: str, postgres: Server) -> AsyncGenerator[Field, None]:
     async with open_field(tmp_path, fresh_dsn, postgres) as opened:
-        opened.write(s1={})
         yield opened
 
 
@@ -90,9 +93,12 @@ class Load:
         assert await self.database.run(_THERE, {}) == [(self.accepted - books.expired,) * 2]
 
 
+@pytest.mark.parametrize("exports", [False, True])
 async def test_an_archiver_that_is_killed_at_any_moment_leaves_every_job_where_it_was_or_where_it_was_to_be(
-    field: Field, org: OrgId, trials: int
+    field: Field, org: OrgId, trials: int, tmp_path: Path, exports: bool
 ) -> None:
+    place = tmp_path / "export"
+    field.write(f"[archiver]\nexport = '{place}'\n" if exports else "", s1={})
     load = Load(field=field, org=org)
     await load.finish_some()
     for _ in range(max(3, trials // 20)):
@@ -101,7 +107,7 @@ async def test_an_archiver_that_is_killed_at_any_moment_leaves_every_job_where_i
         await until(lambda: leading(load.database), bool)
         finishing = asyncio.create_task(load.finish_some())
         try:
-            await asyncio.wait_for(archiver.wait(), random.uniform(0, PASS_S))
+            await asyncio.wait_for(archiver.wait(), random.uniform(0, EXPORTING_S if exports else PASS_S))
         except TimeoutError:
             archiver.kill()
             await archiver.wait()
@@ -115,6 +121,12 @@ async def test_an_archiver_that_is_killed_at_any_moment_leaves_every_job_where_i
     assert await load.database.run(b"SELECT count(DISTINCT day) FROM windrow.archived", {}) == [
         (len([days for days in DAYS if days <= 30]),)
     ]
+    if exports:
+        # All that has gone, once.
+        checked = list(exporting.check_all(Files(Place.parse(str(place)))))
+        assert {one.trouble for one in checked} == {""}
+        (books,) = [found for found in await Books(load.database).check() if found.org == org]
+        assert sum(one.manifest.rows for one in checked if one.manifest is not None) == books.expired
 
 
 async def start(config: Path) -> asyncio.subprocess.Process:

@@ -59,8 +59,8 @@ def keep(files: Files, shard: str, day: str, jobs: list[ColdJob]) -> None:
 def run(query: str, place: Path) -> list[tuple[Any, ...]]:
     # By way of Arrow: for times, DuckDB itself would need another package.
     with duckdb.connect() as connection:
-        found: Any = connection.execute(query.replace("/var/lib/windrow/export", str(place))).to_arrow_table()
-    return [tuple(row.values()) for row in found.to_pylist()]
+        found: Any = connection.sql(query.replace("/var/lib/windrow/export", str(place)))
+        return [tuple(row.values()) for row in found.to_arrow_table().to_pylist()]
 
 
 # ── DuckDB ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -144,7 +144,9 @@ def test_a_manifest_says_what_it_always_said_in_a_folder_that_a_path_may_have(fi
     parquet.write_manifest(files, manifest)
     assert json.loads((tmp_path / manifest.folder / "manifest.json").read_text()) == MANIFEST
     assert parquet.read_manifest(files, manifest.folder) == manifest
-    assert parquet.day_of(f"{manifest.folder}/manifest.json") == ("s 1/ä", 30, "2026-09-30")
+    (found,) = files.list(parquet.shard_folder(manifest.shard))
+    assert found.path == f"{manifest.folder}/manifest.json"
+    assert parquet.day_of(found.path) == ("s 1/ä", 30, "2026-09-30")
     assert parquet.day_of("shard=s1/manifest.json") is None
 
 
