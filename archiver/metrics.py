@@ -36,17 +36,20 @@ class Metrics:
             "windrow.archiver.jobs", unit="{job}", description="Jobs, by shard and what was done with them."
         )
         self._bytes = meter.create_counter(
-            "windrow.archiver.bytes", unit="By", description="Of the days that turned cold, and of those dropped."
+            "windrow.archiver.bytes",
+            unit="By",
+            description="Of the days that turned cold, of their exports, and of those dropped.",
         )
 
     def record(self, shard: ShardName, outcome: Pass | Exception) -> None:
         if not isinstance(outcome, Pass):
             self._pass_s.record(0.0, {"shard": shard, "outcome": type(outcome).__name__})
             return
-        left = outcome.in_use or outcome.more
+        left = outcome.in_use or outcome.not_exported or outcome.more
         self._pass_s.record(outcome.seconds, {"shard": shard, "outcome": "something left" if left else "done"})
         self._locked_s.record(outcome.locked_s_max, {"shard": shard})
-        for what, aged in (("turned cold", outcome.turned_cold), ("dropped", outcome.dropped)):
+        days = (("turned cold", outcome.turned_cold), ("exported", outcome.exported), ("dropped", outcome.dropped))
+        for what, aged in days:
             self._jobs.add(sum(one.jobs for one in aged), {"shard": shard, "what": what})
             self._bytes.add(sum(one.bytes for one in aged), {"shard": shard, "what": what})
         for what, jobs in (

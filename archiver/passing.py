@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from archiver.errors import ExportFailed, NotInstalled
+from archiver.place import Place
 from archiver.settings import Settings
 from shard import archiving, erasing
 from shard.archiving import Aged, Day, InUse, NotExported
@@ -91,8 +92,17 @@ class Pass:
         return f"shard {self.shard!r}: {said} ({self.seconds:.2f} s{locked})"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Exports:
+    """Where days go before they are dropped, and as whose."""
+
+    place: Place
+    cluster: str
+    candidate: Candidate
+
+
 async def pass_over(
-    entry: ShardEntry, database: Database, settings: Settings, *, digest: str, stop: asyncio.Event
+    entry: ShardEntry, database: Database, settings: Settings, *, cluster: str, digest: str, stop: asyncio.Event
 ) -> Pass:
     """Does what is due, as far as it can be done now, or until soon after `stop` is set. Raises AnotherArchives,
     ShardUnavailable."""
@@ -102,7 +112,10 @@ async def pass_over(
             raise AnotherArchives(f"shard {entry.name!r}: another archiver is at work: {who}")
         began_s = time.monotonic()
         done = Pass(shard=entry.name)
-        await _days(done, database, settings, candidate, stop)
+        exports = (
+            None if settings.export is None else _Exports(place=settings.export, cluster=cluster, candidate=candidate)
+        )
+        await _days(done, database, exports, stop)
         done.dedup_keys = await _all(done, partial(archiving.expire_dedup, database), stop)
         done.jobs_expired = await _all(done, partial(archiving.expire_waiting, database), stop)
         done.dead_jobs_cancelled = await _all(
@@ -117,13 +130,13 @@ async def pass_over(
         return done
 
 
-async def _days(done: Pass, database: Database, settings: Settings, candidate: Candidate, stop: asyncio.Event) -> None:
+async def _days(done: Pass, database: Database, exports: _Exports | None, stop: asyncio.Event) -> None:
     for over in await archiving.days_over(database):
         if not stop.is_set():
             await _tried(done, done.turned_cold, archiving.turn_cold(database, over))
     for past in await archiving.days_past(database):
         if not stop.is_set():
-            await _drop(done, database, past, settings, candidate, stop)
+            await _drop(done, database, past, exports, stop)
     if not stop.is_set():
         try:
             await archiving.drop_past_ids(database)
@@ -131,14 +144,12 @@ async def _days(done: Pass, database: Database, settings: Settings, candidate: C
             done.in_use.append(str(error))
 
 
-async def _drop(
-    done: Pass, database: Database, day: Day, settings: Settings, candidate: Candidate, stop: asyncio.Event
-) -> None:
+async def _drop(done: Pass, database: Database, day: Day, exports: _Exports | None, stop: asyncio.Event) -> None:
     exported: Mapping[OrgId, int] | None = None
     try:
         # Of retention 0 nothing is to be kept, and so nothing elsewhere.
-        if settings.export is not None and day.retention:
-            exported = await _export(done, database, day, settings, candidate, stop)
+        if exports is not None and day.retention:
+            exported = await _export(done, database, day, exports, stop)
             if exported is None:
                 return
         await _tried(done, done.dropped, archiving.drop(database, day, exported=exported))
@@ -147,7 +158,7 @@ async def _drop(
 
 
 async def _export(
-    done: Pass, database: Database, day: Day, settings: Settings, candidate: Candidate, stop: asyncio.Event
+    done: Pass, database: Database, day: Day, exports: _Exports, stop: asyncio.Event
 ) -> Mapping[OrgId, int] | None:
     """How many jobs each org has in the export; None: it was told to stop. Raises ExportFailed."""
     try:
@@ -155,16 +166,15 @@ async def _export(
         from archiver import exporting
     except ModuleNotFoundError as error:
         raise NotInstalled(error.name) from error
-    assert settings.export is not None
-    files = await exporting.open_files(settings.export)
+    files = await exporting.open_files(exports.place)
     try:
-        one = await exporting.export_day(files, database, day, cluster=settings.cluster, stop=stop)
+        one = await exporting.export_day(files, database, day, cluster=exports.cluster, stop=stop)
     except exporting.Stopped:
         return None
     if one.written and one.jobs:
         done.exported.append(one)
     # That took its time. Another archiver, were there one by now, might be about to write the day anew.
-    await candidate.lead()
+    await exports.candidate.lead()
     await exporting.still_there(files, one, day, database.name)
     return one.rows_by_org
 

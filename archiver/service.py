@@ -61,7 +61,9 @@ async def archive_once(cluster: Cluster, *, stop: asyncio.Event) -> Mapping[Shar
                 # It has partitions for the days ahead then, too.
                 await identity.admit(database, catalog, cluster=cluster.name)
                 await policies.copy(catalog, database)
-                return await pass_over(entry, database, settings, digest=cluster.digest, stop=stop)
+                return await pass_over(
+                    entry, database, settings, cluster=cluster.name, digest=cluster.digest, stop=stop
+                )
         except (AnotherArchives, ShardError) as error:
             return error
         except Exception as error:  # noqa: BLE001 - one shard's trouble must not end the others' passes

@@ -19,8 +19,6 @@ from shard.cluster import Cluster, ClusterFileError, known_keys
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    # The cluster's name.
-    cluster: str
     schedule: Schedule
     dead_days: int
     # None: cold days are dropped, and that is all.
@@ -46,7 +44,6 @@ def settings_of(cluster: Cluster) -> Settings:
     if isinstance(dead_days, bool) or not isinstance(dead_days, int) or not 1 <= dead_days <= 36_500:
         raise ClusterFileError(f"{where} dead_days: must be a whole number from 1 to 36500, not {dead_days!r}")
     return Settings(
-        cluster=cluster.name,
         schedule=schedule,
         dead_days=dead_days,
         export=_export(table.get("export"), f"{where} export"),

@@ -25,6 +25,8 @@ def log(shard: ShardName, outcome: Pass | Exception) -> None:
         _log.log(logging.INFO if outcome.did_something else logging.DEBUG, "%s", outcome)
         for why in outcome.in_use:
             _log.warning("shard %r: %s; it is tried again", shard, why)
+        for why in outcome.not_exported:
+            _log.error("shard %r: %s", shard, why)
     elif isinstance(outcome, AnotherArchives):
         _log.info("%s", outcome)
     else:

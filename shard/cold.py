@@ -104,7 +104,7 @@ SELECT (SELECT f.id FROM {} f ORDER BY f.id LIMIT 1)::text, (SELECT f.id FROM {}
 
 
 async def count(database: Database, day: Day) -> list[OrgDay]:
-    """The orgs that have jobs of this day, in the order of their names; but for those that are being erased. Reads all of
+    """The orgs that have jobs of this day, in the order of their names; not those that are being erased. Reads all of
     it."""
     rows = await database.run(_about(_COUNT, day), {})
     # As bytes are ordered, which is how Python orders text.

@@ -15,6 +15,7 @@ import resource
 import secrets
 import socket
 import time
+import uuid
 from collections.abc import AsyncGenerator, Generator
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from archiver.files import Files
 from archiver.looking import Wanted, find
 from archiver.passing import Pass
 from archiver.place import Place
-from shard import archiving, cold, partitions
+from shard import archiving, cold, erasing, partitions
 from shard.archiving import Day, NotExported
 from shard.books import Books
 from shard.database import Database
@@ -345,6 +346,27 @@ async def test_a_day_that_changes_after_it_was_exported_is_not_dropped_and_the_e
     exported = await export(files, fresh_database, day)
     assert exported.rows_by_org == {org: 3, other_org: 1}
     assert [one.trouble for one in exporting.check_all(files)] == [""]
+
+
+async def test_an_org_that_is_being_erased_is_not_exported(
+    fresh_database: Database, org: OrgId, other_org: OrgId, files: Files
+) -> None:
+    day = await cold_day(fresh_database, org, other_org)
+    assert await erasing.begin(fresh_database, org, erasure=str(uuid.uuid4()))
+    exported = await export(files, fresh_database, day)
+    assert exported.rows_by_org == {other_org: 2}
+    assert (await archiving.drop(fresh_database, day, exported=exported.rows_by_org)).jobs == 4
+
+
+async def test_jobs_under_legal_hold_are_exported_before_they_are_set_aside(
+    fresh_database: Database, org: OrgId, other_org: OrgId, files: Files
+) -> None:
+    day = await cold_day(fresh_database, org, other_org)
+    await fresh_database.run(b"UPDATE windrow.org SET held = true WHERE org = %(org)s", {"org": org})
+    exported = await export(files, fresh_database, day)
+    assert (await archiving.drop(fresh_database, day, exported=exported.rows_by_org)).jobs == 2
+    assert exported.rows_by_org == {org: 2, other_org: 2}
+    assert await fresh_database.run(b"SELECT count(*) FROM windrow.cold_held", {}) == [(2,)]
 
 
 async def test_what_another_cluster_has_exported_there_is_left_alone(
