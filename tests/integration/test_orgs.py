@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
 import psycopg
@@ -304,7 +304,7 @@ async def numbered(database: Database, number: int) -> list[str]:
     ]
 
 
-async def traces_of(database: Database, words: list[str]) -> list[str]:
+async def traces_of(database: Database, words: Sequence[str]) -> list[str]:
     """The tables of which some row has one of these words in it, and how many rows."""
     names = await database.run(
         b"SELECT oid::regclass::text FROM pg_class WHERE relnamespace = 'windrow'::regnamespace AND relkind = 'r'", {}
