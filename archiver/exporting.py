@@ -346,6 +346,11 @@ def _folders(files: Files, shard: ShardName | None) -> dict[str, list[Found]]:
     return folders
 
 
+def shards_in(files: Files) -> set[ShardName]:
+    """Those that have exported something; also such as the cluster does not have any more. Raises ExportFailed."""
+    return {parquet.shard_of(folder) for folder in _folders(files, None)}
+
+
 def _sweep(files: Files, folder: str, keep: str) -> None:
     """Files that a manifest has named before, or that a pass has left that did not come to its manifest."""
     for found in files.list(folder):

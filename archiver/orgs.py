@@ -9,9 +9,12 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from archiver.errors import NotInstalled
 from archiver.passing import AnotherArchives
 from archiver.service import opened
+from archiver.settings import settings_of
 from shard import catalog as catalogs
 from shard import erasing, identity, keeping, policies
 from shard.cluster import Cluster
@@ -21,6 +24,10 @@ from shard.errors import OrgMoves, ShardError, ShardUnavailable
 from shard.leading import ARCHIVER, candidacy
 from shard.policies import Policy
 from shard.vocabulary import CATALOG, OrgId, ShardName
+
+if TYPE_CHECKING:
+    from archiver.exporting import Erased
+    from archiver.files import Files
 
 # For a pass, which ends within a minute or two, to let others at the shard.
 _OFFICE_S_MAX = 300.0
@@ -81,27 +88,68 @@ class Receipt:
     org: OrgId
     # Of this erasure, and of earlier ones that had not come to their end.
     shards: Mapping[ShardName, list[Erasure]]
+    # Files of exports that are gone; what others had in them is in new ones.
+    files: list[Erased]
 
 
 async def erase(cluster: Cluster, org: OrgId, *, say: Callable[[str], None]) -> Receipt:
-    """Erases all that the cluster's databases have of an org. `say` hears how it goes. Raises LegallyHeld, OrgMoves,
-    AnotherArchives, ShardError; done again, it goes on."""
+    """Erases all that the cluster's databases have of an org, and what the archiver has exported of it. `say` hears how
+    it goes. Raises LegallyHeld, OrgMoves, AnotherArchives, ShardError, ExportFailed; done again, it goes on."""
     erasure = str(uuid.uuid4())
+    # Before anything is erased: a place that cannot be reached is not to be found out in the end.
+    exports = await _exports(cluster)
+    receipts: dict[ShardName, list[Erasure]] = {}
+    files: list[Erased] = []
     async with _every(cluster) as (catalog, shards):
         # Whatever is told of the org is told no more, and so the shards' copies are made of a catalog without it.
         await policies.forget(catalog, org)
         await _begin(catalog, shards, org, erasure)
         say(f"org {org} is no more; what it had is being erased ({erasure})")
-        receipts: dict[ShardName, list[Erasure]] = {}
         for name, database in shards.items():
             async with _alone(cluster, name):
                 found = await erasing.unfinished(database)
                 for one in found:
                     while await erasing.go_on(database, one):
                         pass
+                if exports is not None:
+                    # After the tables: what is not there is not exported any more.
+                    files += await exports.erase(name, org)
             receipts[name] = await erasing.read(database, [*{erasure, *(one.id for one in found)}])
             say(f"shard {name}: nothing is left")
-    return Receipt(org=org, shards=receipts)
+        if exports is not None:
+            for name in await exports.shards() - shards.keys():
+                files += await exports.erase(name, org)
+    return Receipt(org=org, shards=receipts, files=files)
+
+
+class _Exports:
+    """What the archiver has exported. Raises ExportFailed."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+
+    async def shards(self) -> set[ShardName]:
+        from archiver import exporting
+
+        return await asyncio.to_thread(exporting.shards_in, self._files)
+
+    async def erase(self, shard: ShardName, org: OrgId) -> list[Erased]:
+        from archiver import exporting
+
+        return await exporting.erase_org(self._files, shard, org)
+
+
+async def _exports(cluster: Cluster) -> _Exports | None:
+    """None: there are none."""
+    place = settings_of(cluster).export
+    if place is None:
+        return None
+    try:
+        # Large, and needed by few.
+        from archiver import exporting
+    except ModuleNotFoundError as error:
+        raise NotInstalled(error.name) from error
+    return _Exports(await exporting.open_files(place))
 
 
 async def _begin(catalog: Database, shards: Mapping[ShardName, Database], org: OrgId, erasure: str) -> None:

@@ -119,6 +119,11 @@ def shard_folder(shard: ShardName) -> str:
     return f"shard={quote(shard, safe='')}"
 
 
+def shard_of(folder: str) -> ShardName:
+    """That `folder_of` was given."""
+    return ShardName(unquote(folder.partition("/")[0].removeprefix("shard=")))
+
+
 def day_of(path: str) -> tuple[ShardName, int, str] | None:
     """The shard, retention and day (YYYY-MM-DD) of a file; None: it is none of ours."""
     match [part.partition("=") for part in path.split("/")]:

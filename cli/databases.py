@@ -35,6 +35,7 @@ def read(config: Path) -> Cluster:
 
 def asked(work: Coroutine[Any, Any, _T]) -> _T:
     """Runs it. Raises CommandFailed for what databases, or who leads, keep it from."""
+    from archiver.errors import ExportFailed, FilesFailed
     from archiver.passing import AnotherArchives
     from balancer.service import AnotherLeads
     from shard.cluster import ClusterFileError
@@ -51,7 +52,9 @@ def asked(work: Coroutine[Any, Any, _T]) -> _T:
         raise unavailable(error) from error
     except NotHeld as error:
         raise CommandFailed(str(error), ExitCode.NOT_FOUND) from error
-    except (AnotherArchives, ShardError) as error:
+    except FilesFailed as error:
+        raise CommandFailed(str(error), ExitCode.UNAVAILABLE) from error
+    except (AnotherArchives, ExportFailed, ShardError) as error:
         raise CommandFailed(str(error), ExitCode.REFUSED) from error
 
 

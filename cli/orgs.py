@@ -161,6 +161,8 @@ def erase(
             for shard, erasures in done.shards.items()
         ],
     )
+    for file in done.files:
+        output.say(output.visible(f"{file.file}: written anew without {output.counted(file.rows, 'job')}"))
 
 
 def _change(config: Path, decide: Callable[[Database], Awaitable[Policy]], *, as_json: bool) -> None:
@@ -222,6 +224,7 @@ def _receipt_json(receipt: Receipt) -> dict[str, object]:
             for shard, erasures in receipt.shards.items()
             for one in erasures
         ],
+        "files": [{"file": one.file, "jobs": one.rows} for one in receipt.files],
     }
 
 
