@@ -17,14 +17,14 @@ from cli.output import Column
 
 if TYPE_CHECKING:
     from cli.calls import Router
-    from windrow.v1 import job_pb2
+    from windrow.v1 import admin_pb2, job_pb2
 
 _BATCH = 1000
 _PAGE_MAX = 1000
 # Of one purge or redrive: longer, and it would hold its locks for too long.
 _CHANGE_MAX = 1000
 
-app = App(help="Look at jobs, cancel them, bring dead ones back.")
+app = App(help="Look at jobs, cancel them, bring dead and finished ones back.")
 
 
 class State(StrEnum):
@@ -34,6 +34,7 @@ class State(StrEnum):
     DEAD = "dead"
     SUCCEEDED = "succeeded"
     CANCELLED = "cancelled"
+    ALL = "all"
 
 
 _UNFINISHED = (State.READY, State.LEASED, State.SCHEDULED, State.DEAD)
@@ -84,33 +85,47 @@ def get(
 @app.command("list")
 def list_jobs(
     org: options.Org,
-    queue: options.Queue,
+    queue: Annotated[str, typer.Argument(metavar="[QUEUE]", help="Only of this queue.", show_default=False)] = "",
     states: Annotated[
         list[State] | None,
         typer.Option(
             "--state",
             metavar="STATE",
             show_default="ready, leased, scheduled, dead",
-            help="scheduled, ready, leased, dead, succeeded or cancelled; may be repeated.",
+            help="scheduled, ready, leased, dead, succeeded or cancelled; may be repeated. all: any, newest first.",
         ),
     ] = None,
     kind: Kind = "",
+    made_after: Annotated[
+        datetime | None,
+        typer.Option("--made-after", parser=values.moment, metavar="TIME", show_default=False, help="Not earlier."),
+    ] = None,
+    made_before: Annotated[
+        datetime | None,
+        typer.Option("--made-before", parser=values.moment, metavar="TIME", show_default=False, help="Earlier."),
+    ] = None,
     limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="At most so many a state.")] = 50,
     payload: Annotated[bool, typer.Option("--payload", help="Payloads too (with --json).")] = False,
     as_json: options.Json = False,
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """List a queue's jobs by state, without taking them."""
+    """List jobs by state, of one queue or all, without taking them."""
     from cli.calls import connect
-    from cli.messages import job_json
+    from cli.messages import job_json, timestamp
+    from windrow.v1 import admin_pb2
 
+    wanted = admin_pb2.ListJobsRequest(org=org, queue=queue, kind=kind, include_payload=payload)
+    if made_after is not None:
+        wanted.made_after.CopyFrom(timestamp(made_after))
+    if made_before is not None:
+        wanted.made_before.CopyFrom(timestamp(made_before))
     found: list[job_pb2.Job] = []
     more: list[str] = []
     away: set[str] = set()
     with connect(address, timeout) as router:
         for state in states or _UNFINISHED:
-            for page, is_cut in _pages(router, org, queue, state, kind=kind, limit=limit, payload=payload, away=away):
+            for page, is_cut in _pages(router, wanted, state, limit=limit, away=away):
                 if as_json:
                     output.say_json(job_json(job, payloads=payload) for job in page)
                 else:
@@ -118,16 +133,18 @@ def list_jobs(
                 if is_cut:
                     more.append(state)
     if found:
-        _print_jobs(found)
+        _print_jobs(found, queues=not queue)
     elif not as_json:
-        output.note(f"no such jobs in queue {queue!r} of org {org!r}")
-    if more:
+        output.note(f"no such jobs in queue {queue!r} of org {org!r}" if queue else f"org {org!r} has no such jobs")
+    if State.ALL in more:
+        output.note("there are more: raise --limit")
+    elif more:
         output.note(f"there are more that are {', '.join(more)}: raise --limit")
     output.refuse_away(away)
 
 
 def _pages(
-    router: Router, org: str, queue: str, state: State, *, kind: str, limit: int, payload: bool, away: set[str]
+    router: Router, wanted: admin_pb2.ListJobsRequest, state: State, *, limit: int, away: set[str]
 ) -> Iterator[tuple[Sequence[job_pb2.Job], bool]]:
     """The jobs in one state, page by page, and with each whether the limit has cut off more. Shards that did not answer
     are added to `away`."""
@@ -136,15 +153,10 @@ def _pages(
 
     token, left = "", limit
     while left:
-        request = admin_pb2.ListJobsRequest(
-            org=org,
-            queue=queue,
-            state=STATES[state],
-            kind=kind,
-            page_size=min(left, _PAGE_MAX),
-            page_token=token,
-            include_payload=payload,
-        )
+        request = admin_pb2.ListJobsRequest(page_size=min(left, _PAGE_MAX), page_token=token)
+        request.MergeFrom(wanted)
+        if state is not State.ALL:
+            request.state = STATES[state]
         response = router.call(router.admin.ListJobs, request)
         left -= len(response.jobs)
         token = response.next_page_token
@@ -235,6 +247,48 @@ def redrive(
 
 
 @app.command()
+def restore(
+    org: options.Org,
+    ids: options.Ids,
+    as_json: options.Json = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: options.Timeout = options.TIMEOUT_DEFAULT,
+) -> None:
+    """Store finished and dead jobs once more, as new jobs that are due now; the old ones stay as they are."""
+    from cli.calls import connect
+    from cli.messages import RESTORE_ANSWERS
+    from windrow.ids import uuid7
+    from windrow.v1 import admin_pb2
+
+    wanted = list(dict.fromkeys(values.job_ids(values.words(ids, sys.stdin))))
+    answers: set[str] = set()
+    with connect(address, timeout) as router:
+        for at in range(0, len(wanted), _BATCH):
+            batch = wanted[at : at + _BATCH]
+            # Made here, so that a call that is made again stores nothing twice.
+            jobs = [admin_pb2.RestoreJob(id=job_id, new_id=uuid7()) for job_id in batch]
+            results = router.call(router.admin.RestoreJobs, admin_pb2.RestoreJobsRequest(org=org, jobs=jobs)).results
+            found = [(job_id, RESTORE_ANSWERS[one.refusal], one.id) for job_id, one in zip(batch, results, strict=True)]
+            answers.update(answer for _, answer, _ in found)
+            if as_json:
+                output.say_json(
+                    {"id": job_id, "answer": answer, "new_id": new_id or None} for job_id, answer, new_id in found
+                )
+            else:
+                words = {
+                    "ok": "restored as ",
+                    "live": "is live",
+                    "not_found": "not found",
+                    "bad_id": "not restored: this machine's clock and the shard's are too far apart",
+                }
+                output.say("\n".join(f"{job_id}  {words[answer]}{new_id}" for job_id, answer, new_id in found))
+    if answers & {"live", "bad_id"}:
+        raise typer.Exit(ExitCode.NO)
+    if "not_found" in answers:
+        raise typer.Exit(ExitCode.NOT_FOUND)
+
+
+@app.command()
 def purge(
     org: options.Org,
     queue: options.Queue,
@@ -281,11 +335,12 @@ def _report(what: str, count: int, *, as_json: bool) -> None:
         output.say(f"{count} {what}")
 
 
-def _print_jobs(jobs: Sequence[job_pb2.Job]) -> None:
+def _print_jobs(jobs: Sequence[job_pb2.Job], *, queues: bool) -> None:
     from cli.messages import state_name, time_shown
 
     columns = [
         Column(title="id"),
+        *([Column(title="queue")] if queues else ()),
         Column(title="state", coloured=True),
         Column(title="attempt", right=True),
         Column(title="due / until / ended"),
@@ -295,6 +350,7 @@ def _print_jobs(jobs: Sequence[job_pb2.Job]) -> None:
     rows = [
         (
             job.id,
+            *([job.queue] if queues else ()),
             state_name(job.state),
             f"{job.attempt}/{job.max_attempts}",
             time_shown(job, "finished_at") or time_shown(job, "lease_deadline") or time_shown(job, "run_at"),

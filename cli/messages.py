@@ -14,7 +14,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from cli import values
 from cli.output import time_text
-from windrow.v1 import job_pb2
+from windrow.v1 import admin_pb2, job_pb2
 
 STATES: Mapping[str, job_pb2.JobState.ValueType] = {
     "scheduled": job_pb2.JOB_STATE_SCHEDULED,
@@ -36,6 +36,13 @@ ANSWERS = {
     job_pb2.JOB_ANSWER_OK: "ok",
     job_pb2.JOB_ANSWER_STALE: "stale",
     job_pb2.JOB_ANSWER_NOT_FOUND: "not_found",
+}
+
+RESTORE_ANSWERS = {
+    admin_pb2.RESTORE_REFUSAL_UNSPECIFIED: "ok",
+    admin_pb2.RESTORE_REFUSAL_NOT_FOUND: "not_found",
+    admin_pb2.RESTORE_REFUSAL_LIVE: "live",
+    admin_pb2.RESTORE_REFUSAL_NEW_ID: "bad_id",
 }
 
 

@@ -16,20 +16,32 @@ from router.calls import DEADLINE_S_MAX, Context, Gate, refusal, seconds_left, u
 from router.fleet import Fleet
 from router.member import Member
 from router.reloading import Reloading
+from router.restoring import Refusal, Restored, restore
 from router.scatter import ask_readers, change_readers, list_readers, summed
-from router.validation import check
-from shard.books import Books, Page
+from router.status import InvalidRequest
+from router.tracing import current_trace
+from router.validation import check, unfit_new_ids
+from shard import listing
+from shard.books import Books
 from shard.catalog import Holding
 from shard.errors import NotOwned, QueueNotEmpty, ShardError, UnknownQueue
+from shard.listing import Page
 from shard.placement import Placement
+from shard.records import ANSWER_BYTES_MAX
 from shard.retry import Policy
-from shard.vocabulary import OrgId, QueueName, ShardName
-from windrow.v1 import admin_pb2, admin_pb2_grpc, job_pb2
+from shard.vocabulary import JobId, OrgId, QueueName, ShardName
+from windrow.ids import uuid7
+from windrow.v1 import admin_pb2, admin_pb2_grpc
 
 _PAGE_DEFAULT = 100
 _LIMIT_DEFAULT = 1000
 _BOOKS_A_MESSAGE = 500
 _PROBE_S = 2.0
+_REFUSALS = {
+    Refusal.NOT_FOUND: admin_pb2.RESTORE_REFUSAL_NOT_FOUND,
+    Refusal.LIVE: admin_pb2.RESTORE_REFUSAL_LIVE,
+    Refusal.NEW_ID: admin_pb2.RESTORE_REFUSAL_NEW_ID,
+}
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
@@ -123,26 +135,39 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     @unary()
     async def ListJobs(self, request: admin_pb2.ListJobsRequest) -> admin_pb2.ListJobsResponse:
-        org = OrgId(request.org)
+        wanted, page_size = convert.wanted(request), request.page_size or _PAGE_DEFAULT
 
         async def page(member: Member, token: str) -> Page:
-            return await member.books.list_jobs(
-                org,
-                QueueName(request.queue),
-                convert.STATES_BY_NUMBER[request.state],
-                kind=request.kind,
-                page_size=request.page_size or _PAGE_DEFAULT,
-                page_token=token,
-                include_payload=request.include_payload,
-            )
+            return await member.books.list_jobs(wanted, page_size=page_size, page_token=token)
 
-        finished = request.state in (job_pb2.JOB_STATE_SUCCEEDED, job_pb2.JOB_STATE_CANCELLED)
-        listed = await list_readers(self._fleet, org, request.page_token, page, finished=finished)
-        return admin_pb2.ListJobsResponse(
-            jobs=[convert.job(record, listed.shard) for record in listed.page.jobs],
-            next_page_token=listed.next_token,
-            unavailable_shards=listed.unavailable,
+        listed = await list_readers(self._fleet, wanted, page, page_size=page_size, page_token=request.page_token)
+        response = admin_pb2.ListJobsResponse(unavailable_shards=listed.unavailable)
+        room, until = ANSWER_BYTES_MAX, listed.until
+        for at, (shard, record, key) in enumerate(listed.jobs, start=1):
+            job = convert.job(record, shard)
+            room -= job.ByteSize()
+            response.jobs.append(job)
+            # Each shard's part has its own bound.
+            if room <= 0 and at < len(listed.jobs):
+                until = key
+                break
+        response.next_page_token = "" if until is None else listing.pack(*until)
+        return response
+
+    @unary()
+    async def RestoreJobs(self, request: admin_pb2.RestoreJobsRequest) -> admin_pb2.RestoreJobsResponse:
+        jobs = list(request.jobs)
+        violations = unfit_new_ids(jobs)
+        if violations:
+            raise InvalidRequest(violations)
+        restored = await restore(
+            self._fleet,
+            OrgId(request.org),
+            [JobId(job.id) for job in jobs],
+            [JobId(job.new_id or uuid7()) for job in jobs],
+            trace=current_trace(),
         )
+        return admin_pb2.RestoreJobsResponse(results=map(_restore_result, restored))
 
     @unary()
     async def RedriveJobs(self, request: admin_pb2.RedriveJobsRequest) -> admin_pb2.RedriveJobsResponse:
@@ -287,3 +312,9 @@ def _info(name: ShardName, holding: Holding, *, error: str) -> admin_pb2.ShardIn
     return admin_pb2.ShardInfo(
         name=name, slots=holding.slots, leaving_slots=holding.leaving, pinned_orgs=holding.pins, error=error
     )
+
+
+def _restore_result(restored: Restored | Refusal) -> admin_pb2.RestoreResult:
+    if isinstance(restored, Refusal):
+        return admin_pb2.RestoreResult(refusal=_REFUSALS[restored])
+    return admin_pb2.RestoreResult(id=restored.id, duplicate=restored.duplicate)

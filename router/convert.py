@@ -14,6 +14,7 @@ from shard import retry
 from shard.books import OrgBooks, QueueCounts, QueueRecord
 from shard.cluster import ShardState
 from shard.lease import MalformedLease, parse_token
+from shard.listing import Wanted
 from shard.records import JobRecord
 from shard.vocabulary import (
     MAX_ATTEMPTS_DEFAULT,
@@ -193,6 +194,18 @@ def leases(tokens: Iterable[bytes], *, field: str) -> list[tuple[int, Lease]]:
     if violations:
         raise InvalidRequest(violations)
     return parsed
+
+
+def wanted(request: admin_pb2.ListJobsRequest) -> Wanted:
+    return Wanted(
+        org=OrgId(request.org),
+        queue=QueueName(request.queue) if request.queue else None,
+        state=STATES_BY_NUMBER[request.state] if request.state else None,
+        kind=request.kind,
+        made_after=moment(request.made_after) if request.HasField("made_after") else None,
+        made_before=moment(request.made_before) if request.HasField("made_before") else None,
+        include_payload=request.include_payload,
+    )
 
 
 # ── Jobs out ─────────────────────────────────────────────────────────────────────────────────────────────────────────

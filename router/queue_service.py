@@ -15,17 +15,17 @@ from router.calls import Context, Gate, refusal, unary
 from router.consuming import Consumer, give_back
 from router.fleet import Fleet
 from router.leases import Leases
-from router.lookups import decide, find, known_before
+from router.lookups import decide, find
 from router.member import Member
 from router.status import INVALID_ARGUMENT, RESOURCE_EXHAUSTED, InvalidRequest, Violation
+from router.storing import store
 from router.stream import Stream, first_message
 from router.tracing import current_trace
 from router.validation import enqueue_violations, plain_jobs
 from router.wire import Given
 from shard.errors import BadIds, TooManyQueues
-from shard.placement import Placement
 from shard.records import ANSWER_BYTES_MAX, JobRecord
-from shard.vocabulary import Answer, JobId, NewJobs, OrgId, QueueName, ShardName
+from shard.vocabulary import Answer, JobId, OrgId, QueueName, ShardName
 from windrow.v1 import job_pb2, queue_pb2
 
 _JOB_PATH = re.compile(r"jobs\[(\d+)\]")
@@ -53,7 +53,7 @@ class QueueService:
             if trace is not None:
                 plain.traces = dict.fromkeys(range(len(plain)), trace) | plain.traces
             try:
-                known = await self._store(plain, hand=True)
+                known = await store(self._fleet, plain, hand=True)
             except (BadIds, TooManyQueues):
                 # Nothing was stored. Whose fault it is, and what to say of it, is found out the long way.
                 pass
@@ -95,31 +95,11 @@ class QueueService:
         """Stores the jobs at these positions of the request. Raises InvalidRequest, by the request's paths."""
         columns = convert.new_jobs(OrgId(org), [jobs[at] for at in positions], trace=current_trace())
         try:
-            known = await self._store(columns, hand=False)
+            known = await store(self._fleet, columns, hand=False)
         except BadIds as error:
             late = [Violation(f"jobs[{positions[at]}].id", str(error)) for at in error.positions]
             raise InvalidRequest(late) from error
         return convert.enqueue_results(columns.ids, known)
-
-    async def _store(self, jobs: NewJobs, *, hand: bool) -> dict[int, JobId]:
-        """Stores jobs, and has those know who wait for some; `hand`: has them leased to those at once."""
-
-        async def store(member: Member, placement: Placement) -> dict[int, JobId]:
-            member.to_enqueue()
-            before = await known_before(self._fleet, placement, jobs) if placement.former else {}
-            left = [at for at in range(len(jobs)) if at not in before] if before else []
-            new = jobs.only(left) if before else jobs
-            handover = member.room.offer(new) if hand else None
-            try:
-                known = await member.store.enqueue(new, handover, epoch=placement.epoch)
-            except BadIds as error:
-                if before:
-                    error.positions = [left[at] for at in error.positions]
-                raise
-            member.room.stored(new, known, handover)
-            return before | {left[at]: known_as for at, known_as in known.items()} if before else known
-
-        return await self._fleet.write(jobs.org, store)
 
     @unary()
     async def Dequeue(self, request: queue_pb2.DequeueRequest) -> bytes:

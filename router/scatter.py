@@ -4,18 +4,21 @@ answer is named beside the answers of the others; where none answers, the call f
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 from router.fleet import Fleet
 from router.lookups import DEPARTING_PAUSE_S, DEPARTING_S_MAX
 from router.member import Member
-from shard.books import Page, QueueCounts
+from shard.books import Chunk, LeavingCounts, QueueCounts
 from shard.errors import BadPageToken, ShardUnavailable, UnknownQueue
-from shard.vocabulary import OrgId, QueueName, ShardName
+from shard.listing import Key, Listed, Page, Wanted, merged
+from shard.placement import Placement
+from shard.vocabulary import FINISHED, OrgId, QueueName, ShardName
 
 _T = TypeVar("_T")
-# Between what a shard says and its name; what it says is base64.
+# Routers of the release before this one put it between what a shard said and its name.
 _OF = "."
 
 
@@ -25,46 +28,52 @@ class Asked(NamedTuple, Generic[_T]):
     unavailable: list[ShardName]
 
 
-class PageOf(NamedTuple):
-    """A page of jobs that one shard holds."""
-
-    shard: ShardName
-    page: Page
-    # Empty on the last one.
-    next_token: str
-    # Those that did not answer when it was their turn.
+class MergedPage(NamedTuple):
+    jobs: list[Listed]
+    # The page has all that there is up to this key; None: to the end.
+    until: Key | None
+    # Those that did not answer.
     unavailable: list[ShardName]
 
 
 async def ask_readers(
     fleet: Fleet, org: OrgId, ask: Callable[[Member], Awaitable[_T]], *, finished: bool = False
 ) -> Asked[_T]:
-    """Asks all of them at the same time; where it is about `finished` jobs too, those too that have no others. A queue
-    is unknown where nobody who answers knows it. Raises ShardUnavailable, UnknownQueue, and what else `ask` raises."""
-    names = _names(fleet, org, finished=finished)
-    if len(names) == 1:
-        return Asked([(names[0], await ask(fleet.placed(names[0]).to_look_at()))], [])
+    """Asks all of them by the placement that is in force, in the order in which jobs travel, so that none is missed;
+    where it is about `finished` jobs too, those before that have no others. A queue is unknown where nobody who answers
+    knows it. Raises ShardUnavailable, UnknownQueue, and what else `ask` raises."""
+    while True:
+        placement = fleet.placement(org)
+        asked, refusal = await _ask_all(fleet, placement, ask, finished=finished)
+        if asked.answers:
+            refusal = None
+        elif isinstance(refusal, ShardUnavailable):
+            raise refusal
+        try:
+            if not await fleet.is_current(org, placement):
+                continue
+        except ShardUnavailable as error:
+            asked.unavailable.append(error.shard)
+        if refusal is not None:
+            raise refusal
+        return asked
 
-    async def one(name: ShardName) -> _T:
-        return await ask(fleet.placed(name).to_look_at())
 
-    outcomes = await asyncio.gather(*map(one, names), return_exceptions=True)
+async def _ask_all(
+    fleet: Fleet, placement: Placement, ask: Callable[[Member], Awaitable[_T]], *, finished: bool
+) -> tuple[Asked[_T], ShardUnavailable | UnknownQueue | None]:
+    """Also why one has not answered, if one has not."""
     asked = Asked[_T]([], [])
     refusal: ShardUnavailable | UnknownQueue | None = None
-    for name, outcome in zip(names, outcomes, strict=True):
-        match outcome:
-            case ShardUnavailable():
-                asked.unavailable.append(name)
-                refusal = outcome
-            case UnknownQueue():
-                refusal = refusal or outcome
-            case BaseException():
-                raise outcome
-            case _:
-                asked.answers.append((name, outcome))
-    if refusal is not None and not asked.answers:
-        raise refusal
-    return asked
+    for name in _names(placement, finished=finished):
+        try:
+            asked.answers.append((name, await ask(fleet.placed(name).to_look_at())))
+        except ShardUnavailable as error:
+            asked.unavailable.append(name)
+            refusal = error
+        except UnknownQueue as error:
+            refusal = refusal or error
+    return asked, refusal
 
 
 async def change_readers(
@@ -103,50 +112,70 @@ async def _until_arrived(member: Member, org: OrgId, queue: QueueName) -> None:
 
 
 async def list_readers(
-    fleet: Fleet, org: OrgId, token: str, ask: Callable[[Member, str], Awaitable[Page]], *, finished: bool = False
-) -> PageOf:
-    """The next page: shard by shard, by name, each in its own order. `ask` gets the shard's own token. `finished`: as
-    for `ask_readers`. Raises ShardUnavailable, UnknownQueue, BadPageToken."""
-    inner, of, begun = token.partition(_OF)
-    if token and not of:
-        raise BadPageToken(token)
-    names = [name for name in sorted(_names(fleet, org, finished=finished)) if name >= begun]
-    unavailable: list[ShardName] = []
-    refusal: ShardUnavailable | UnknownQueue | None = None
-    last: tuple[ShardName, Page] | None = None
-    for at, name in enumerate(names):
+    fleet: Fleet,
+    wanted: Wanted,
+    ask: Callable[[Member, str], Awaitable[Page]],
+    *,
+    page_size: int,
+    page_token: str,
+) -> MergedPage:
+    """The next page of what all of them have. `ask` gets the token. Raises ShardUnavailable, UnknownQueue,
+    BadPageToken."""
+    token, of, name = page_token.partition(_OF)
+    # Such a token names one shard's place in a list. It is every shard's where there is one shard.
+    if of and [name] != [*_names(fleet.placement(wanted.org), finished=True)]:
+        raise BadPageToken(page_token)
+
+    async def page(member: Member) -> Page:
         try:
-            page = await ask(fleet.placed(name).to_look_at(), inner if name == begun else "")
-        except ShardUnavailable as error:
-            unavailable.append(name)
-            refusal = error
-            continue
-        except UnknownQueue as error:
-            refusal = refusal or error
-            continue
-        last = name, page
-        if page.next_token:
-            return PageOf(name, page, page.next_token + _OF + name, unavailable)
-        if page.jobs:
-            rest = names[at + 1 :]
-            return PageOf(name, page, _OF + rest[0] if rest else "", unavailable)
-    if last is None and refusal is not None and not token:
-        raise refusal
-    shard, page = last or (ShardName(begun), Page(jobs=[], next_token=""))
-    return PageOf(shard, page, "", unavailable)
+            return await ask(member, token)
+        except UnknownQueue:
+            if not token:
+                raise
+            # It was deleted meanwhile.
+            return Page(jobs=[], keys=[], until=None)
+
+    asked = await ask_readers(fleet, wanted.org, page, finished=wanted.state is None or wanted.state in FINISHED)
+    jobs, until = merged(asked.answers, page_size=page_size, newest_first=wanted.newest_first)
+    return MergedPage(jobs, until, asked.unavailable)
 
 
-def _names(fleet: Fleet, org: OrgId, *, finished: bool) -> Sequence[ShardName]:
-    placement = fleet.placement(org)
+def _names(placement: Placement, *, finished: bool) -> Sequence[ShardName]:
     return (*(one.shard for one in placement.former_only), *placement.reads) if finished else placement.reads
 
 
-def summed(counts: Sequence[Iterable[QueueCounts]]) -> list[QueueCounts]:
-    """Each queue's counts on all shards, by its name."""
+def summed(counts: Sequence[Sequence[QueueCounts]]) -> list[QueueCounts]:
+    """Each queue's counts on all shards, by its name. The shards come in the order in which jobs travel: what is about
+    to leave one is counted there, unless another that was asked later has taken it."""
     by_queue: dict[str, list[QueueCounts]] = {}
-    for one in (one for shard in counts for one in shard):
-        by_queue.setdefault(one.queue, []).append(one)
+    for at, shard in enumerate(counts):
+        taken = [one.chunk for later in counts[at + 1 :] for one in later if one.chunk is not None]
+        for one in shard:
+            leaving = one.leaving
+            if leaving is not None and not any(map(partial(_has, leaving.chunk), taken)):
+                one = _with(one, leaving)
+            by_queue.setdefault(one.queue, []).append(one._replace(leaving=None, chunk=None))
     return [_sum(by_queue[queue]) for queue in sorted(by_queue)]
+
+
+def _has(chunk: Chunk, taken: Chunk) -> bool:
+    return taken.epoch == chunk.epoch and taken.number >= chunk.number
+
+
+def _with(one: QueueCounts, leaving: LeavingCounts) -> QueueCounts:
+    also = QueueCounts(
+        queue=one.queue,
+        scheduled=leaving.scheduled,
+        ready=leaving.ready,
+        leased=0,
+        dead=leaving.dead,
+        succeeded=0,
+        cancelled=0,
+        oldest_ready_age_us=leaving.oldest_ready_age_us,
+        next_due=leaving.next_due,
+        paused=one.paused,
+    )
+    return _sum([one, also])
 
 
 def _sum(counts: Sequence[QueueCounts]) -> QueueCounts:

@@ -11,7 +11,7 @@ import functools
 import json
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
 import protovalidate
@@ -91,6 +91,20 @@ def enqueue_violations(request: queue_pb2.EnqueueRequest) -> list[Violation]:
             violations += _too_far(f"jobs[{at}].expires_at", job.expires_at, latest_s=now_s + 2 * _TEN_YEARS_S)
         if job.HasField("dedup_window") and not job.dedup_key:
             violations.append(Violation(f"jobs[{at}].dedup_window", "is set, but dedup_key is not"))
+    return violations
+
+
+def unfit_new_ids(jobs: Sequence[admin_pb2.RestoreJob]) -> list[Violation]:
+    """Ids that jobs to be restored cannot have: their own, and one that another has."""
+    taken: set[str] = set()
+    violations: list[Violation] = []
+    for at, job in enumerate(jobs):
+        if job.new_id and job.new_id == job.id:
+            violations.append(Violation(f"jobs[{at}].new_id", "must be another one than id"))
+        elif job.new_id in taken:
+            violations.append(Violation(f"jobs[{at}].new_id", f"is named twice: {job.new_id!r}"))
+        if job.new_id:
+            taken.add(job.new_id)
     return violations
 
 

@@ -8,25 +8,20 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, assert_never, cast
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
-from shard import partitions, statements
+from shard import listing, partitions, statements
 from shard.database import Database
 from shard.enqueuing import find_refused
 from shard.errors import BadPageToken, QueueExists, QueueNotEmpty, TooManyQueues, UnknownQueue
 from shard.interning import QUEUES_MAX, Names
+from shard.listing import Page, Wanted
 from shard.placement import FIRST_EPOCH
-from shard.records import ANSWER_BYTES_MAX, JobRecord
 from shard.retry import Policy, to_json
-from shard.vocabulary import JobState, Micros, OrgId, QueueName, ShardName
+from shard.vocabulary import Micros, OrgId, QueueName, ShardName
 
 _NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
-_UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-_MICROS_MAX = 2**62
-_LAST_UUID = "ffffffff-ffff-ffff-ffff-ffffffffffff"
-_FIRST_UUID = "00000000-0000-0000-0000-000000000000"
 
 
 class QueueRecord(NamedTuple):
@@ -39,6 +34,26 @@ class QueueRecord(NamedTuple):
     retention: int | None
     paused: bool
     created_at: Micros
+
+
+class Chunk(NamedTuple):
+    """Jobs that go from shard to shard together (shard/moving.py)."""
+
+    # Of the move.
+    epoch: int
+    number: int
+
+
+class LeavingCounts(NamedTuple):
+    """Of a queue's jobs that are about to leave a shard, in the order of stats.sql's columns. Where the other shard has
+    taken their chunk, it counts them too."""
+
+    scheduled: int
+    ready: int
+    dead: int
+    oldest_ready_age_us: int | None
+    next_due: Micros | None
+    chunk: Chunk
 
 
 class QueueCounts(NamedTuple):
@@ -54,6 +69,10 @@ class QueueCounts(NamedTuple):
     oldest_ready_age_us: int | None
     next_due: Micros | None
     paused: bool
+    # Not counted above.
+    leaving: LeavingCounts | None = None
+    # The last one that this shard has taken, or given away.
+    chunk: Chunk | None = None
 
 
 class OrgBooks(NamedTuple):
@@ -77,13 +96,6 @@ class OrgBooks(NamedTuple):
         """Invariant I5."""
         live, aside = self.scheduled + self.ready + self.leased, self.succeeded + self.dead + self.cancelled
         return self.accepted == live + aside + self.archived + self.expired
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Page:
-    jobs: list[JobRecord]
-    # Empty on the last page.
-    next_token: str
 
 
 class Books:
@@ -167,7 +179,7 @@ class Books:
 
     async def list_queues(self, org: OrgId, *, page_size: int, page_token: str) -> tuple[list[QueueRecord], str]:
         """A page of queues by name, and the token of the next. Raises BadPageToken."""
-        (after,) = _unpack(page_token, _is_name) if page_token else ("",)
+        after = _unpack(page_token) if page_token else ""
         rows = await self._database.run(statements.LIST_QUEUES, {"org": org, "after": after, "rows": page_size + 1})
         queues = list(map(QueueRecord._make, rows[:page_size]))
         return queues, _pack(queues[-1].queue) if len(rows) > page_size else ""
@@ -231,55 +243,21 @@ class Books:
         )
         return len(rows)
 
-    async def list_jobs(
-        self,
-        org: OrgId,
-        queue: QueueName,
-        state: JobState,
-        *,
-        kind: str,
-        page_size: int,
-        page_token: str,
-        include_payload: bool,
-    ) -> Page:
-        """One page of jobs in one state; it ends early with the job that fills ANSWER_BYTES_MAX. Raises UnknownQueue,
-        BadPageToken."""
-        await self.get_queue(org, queue)
-        parameters: dict[str, object] = {
-            "org": org,
-            "queue": queue,
-            "state": state.value,
-            "kind": kind,
-            "include_payload": include_payload,
-            "rows": page_size + 1,
-            "bytes_max": ANSWER_BYTES_MAX,
-        }
-        match state:
-            case JobState.SCHEDULED | JobState.READY | JobState.LEASED:
-                after = _unpack(page_token, _is_priority, _is_micros, _is_uuid) if page_token else [0, 0, _FIRST_UUID]
-                parameters.update(zip(("after_priority", "after_us", "after_id"), after, strict=True))
-                rows = await self._database.run(statements.LIST_LIVE, parameters)
-                jobs = [JobRecord(*row[:-2]) for row in rows[:page_size]]
-                place: tuple[object, ...] = (jobs[-1].priority, rows[len(jobs) - 1][-2], jobs[-1].id) if jobs else ()
-            case JobState.DEAD | JobState.SUCCEEDED | JobState.CANCELLED:
-                (parameters["before_id"],) = _unpack(page_token, _is_uuid) if page_token else (_LAST_UUID,)
-                statement = statements.LIST_DEAD if state is JobState.DEAD else statements.LIST_FINISHED
-                rows = await self._database.run(statement, parameters)
-                jobs = [JobRecord(*row[:-1]) for row in rows[:page_size]]
-                place = (jobs[-1].id,) if jobs else ()
-            case _:
-                assert_never(state)
-        found = rows[0][-1] if rows else 0
-        return Page(jobs=jobs, next_token=_pack(*place) if found > len(jobs) else "")
+    async def list_jobs(self, wanted: Wanted, *, page_size: int, page_token: str) -> Page:
+        """The next page of jobs; it ends early with the job that fills ANSWER_BYTES_MAX, or where it takes long. Raises
+        UnknownQueue, BadPageToken."""
+        if wanted.queue is not None:
+            await self.get_queue(wanted.org, wanted.queue)
+        return await listing.page(self._database, wanted, page_size=page_size, page_token=page_token)
 
     async def stats(self, org: OrgId, queue: QueueName | None, *, include_finished: bool) -> list[QueueCounts]:
-        """Counts by state, by queue. Raises UnknownQueue where one was named."""
+        """Counts by state, by queue, those about to leave the shard apart. Raises UnknownQueue where one was named."""
         rows = await self._database.run(
             statements.STATS, {"org": org, "queue": queue or "", "include_finished": include_finished}
         )
         if queue and not rows:
             raise UnknownQueue(org, queue)
-        return list(map(QueueCounts._make, rows))
+        return [_counts(row) for row in rows]
 
     async def check(self) -> list[OrgBooks]:
         """Every org's books, at one moment."""
@@ -295,34 +273,28 @@ class Books:
         return await partitions.make_ahead(self._database)
 
 
-def _pack(*key: object) -> str:
-    return base64.urlsafe_b64encode(json.dumps(key).encode()).decode()
+def _counts(row: Sequence[Any]) -> QueueCounts:
+    *there, leaving_epoch, leaving_chunk, epoch, number = row
+    leaving = None
+    if leaving_epoch is not None:
+        leaving = LeavingCounts._make([*there[10:], Chunk(leaving_epoch, leaving_chunk)])
+    chunk = None if epoch is None else Chunk(epoch, number)
+    return QueueCounts._make([*there[:10], leaving, chunk])
 
 
-def _unpack(token: str, *fits: Callable[[object], bool]) -> list[object]:
-    """The parts of a token. A caller may have made it up: each part must pass its check."""
+def _pack(name: QueueName) -> str:
+    return base64.urlsafe_b64encode(json.dumps([name]).encode()).decode()
+
+
+def _unpack(token: str) -> str:
+    """The name in a token. A caller may have made it up."""
     try:
         key: Any = json.loads(base64.urlsafe_b64decode(token.encode()))
     except (ValueError, RecursionError) as error:
         raise BadPageToken(token) from error
-    if not isinstance(key, list) or len(parts := cast("list[object]", key)) != len(fits):
+    if not isinstance(key, list) or len(parts := cast("list[object]", key)) != 1:
         raise BadPageToken(token)
-    if not all(fit(part) for fit, part in zip(fits, parts, strict=True)):
+    (name,) = parts
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
         raise BadPageToken(token)
-    return parts
-
-
-def _is_name(part: object) -> bool:
-    return isinstance(part, str) and _NAME.fullmatch(part) is not None
-
-
-def _is_uuid(part: object) -> bool:
-    return isinstance(part, str) and _UUID.fullmatch(part) is not None
-
-
-def _is_priority(part: object) -> bool:
-    return type(part) is int and 0 <= part <= 9
-
-
-def _is_micros(part: object) -> bool:
-    return type(part) is int and 0 <= part <= _MICROS_MAX
+    return name

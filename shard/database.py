@@ -66,9 +66,10 @@ _QUEUE_SETTINGS = f"""{_SETTINGS}
     ('plan_cache_mode', 'force_generic_plan'), ('statement_timeout', '60s')
 ) AS s (name, value)
 """
-# Counting and listing may scan; they must not be stopped from planning well.
+# Counting and listing may scan; they must not be stopped from planning well. That is for each run: for orgs large and
+# small, and for the days that it is about.
 _BOOKS_SETTINGS = f"""{_SETTINGS}
-    ('statement_timeout', '300s')
+    ('plan_cache_mode', 'force_custom_plan'), ('statement_timeout', '300s')
 ) AS s (name, value)
 """
 

@@ -245,15 +245,23 @@ class Store:
         raise ShardUnavailable(self.name, f"{len(rest)} job(s) of org {org!r} would not stand still; try again")
 
     async def get(
-        self, org: OrgId, ids: Sequence[JobId], *, include_payload: bool, bytes_max: int = ANSWER_BYTES_MAX
+        self,
+        org: OrgId,
+        ids: Sequence[JobId],
+        *,
+        include_payload: bool,
+        bytes_max: int = ANSWER_BYTES_MAX,
+        as_stored: bool = False,
     ) -> list[JobRecord]:
         """The jobs with these ids, in their order, wherever they are on this shard; not whole behind the one that fills
-        `bytes_max`."""
-        call = partial(self._get, org, ids, include_payload=include_payload, bytes_max=bytes_max)
+        `bytes_max`. `as_stored`: without what their queues say of retries, where they say nothing themselves."""
+        call = partial(self._get, org, ids, include_payload=include_payload, bytes_max=bytes_max, as_stored=as_stored)
         found: list[JobRecord] = await self._alone.submit(_Alone(org, len(ids), call))
         return found
 
-    async def _get(self, org: OrgId, ids: Sequence[JobId], *, include_payload: bool, bytes_max: int) -> list[JobRecord]:
+    async def _get(
+        self, org: OrgId, ids: Sequence[JobId], *, include_payload: bool, bytes_max: int, as_stored: bool = False
+    ) -> list[JobRecord]:
         if not ids:
             return []
         rows = await self._database.run(
@@ -263,6 +271,7 @@ class Store:
                 "ids": arrays.plain(ids),
                 "include_payload": include_payload,
                 "bytes_max": bytes_max,
+                "as_stored": as_stored,
                 "oldest_ms": made_at_ms(min(ids)),
             },
         )

@@ -38,6 +38,11 @@ class JobState(enum.Enum):
     CANCELLED = "cancelled"
 
 
+LIVE = frozenset({JobState.SCHEDULED, JobState.READY, JobState.LEASED})
+# Where they have finished they stay, also when their org moves to another shard.
+FINISHED = frozenset({JobState.SUCCEEDED, JobState.CANCELLED})
+
+
 class Outcome(enum.Enum):
     """How an attempt ended."""
 

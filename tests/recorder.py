@@ -15,8 +15,8 @@ Run = tuple[bytes, Mapping[str, object]]
 class Recorder(Database):
     """Remembers the statements, in the order in which they were begun, with the parameters of each."""
 
-    def __init__(self, name: ShardName, dsn: str, *, connections: int = 4) -> None:
-        super().__init__(name, dsn, connections=connections)
+    def __init__(self, name: ShardName, dsn: str, *, connections: int = 4, for_books: bool = False) -> None:
+        super().__init__(name, dsn, connections=connections, for_books=for_books)
         self.runs: list[Run] = []
         self._failing: dict[bytes, tuple[int, Exception]] = {}
 

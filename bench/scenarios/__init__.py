@@ -13,6 +13,7 @@ from bench.scenarios import (
     idle,
     latency,
     load,
+    lookup,
     outage,
     placement,
     throughput,
@@ -33,6 +34,7 @@ SCENARIOS: MappingProxyType[str, Scenario] = MappingProxyType(
         "tracing": tracing.SCENARIO,
         "grow": grow.SCENARIO,
         "outage": outage.SCENARIO,
+        "lookup": lookup.SCENARIO,
         "placement": placement.SCENARIO,
     }
 )

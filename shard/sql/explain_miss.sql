@@ -3,7 +3,7 @@
 WITH cold AS MATERIALIZED (
     SELECT c.*
     FROM windrow.find_cold(
-        %(ids)s::uuid[], least(to_timestamp(%(oldest_ms)s / 1000.0), now()) - interval '2 hours'
+        %(ids)s::uuid[], least(to_timestamp(%(oldest_ms)s / 1000.0), now()) - interval '2 hours', NULL
     ) c
 )
 SELECT found.ended_as, found.id IS NOT NULL AS known

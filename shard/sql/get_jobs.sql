@@ -4,7 +4,8 @@
 SELECT
     k.id::text, k.queue, k.kind, k.state, CASE WHEN k.whole AND %(include_payload)s THEN k.payload END AS payload,
     CASE WHEN k.whole THEN k.attributes::text END AS attributes, k.priority, k.enqueued_at, k.run_at, k.expires_at, k.attempt,
-    coalesce(k.max_attempts, k.queue_max_attempts) AS max_attempts, coalesce(k.retry, k.queue_retry)::text AS retry,
+    coalesce(k.max_attempts, CASE WHEN NOT %(as_stored)s THEN k.queue_max_attempts END) AS max_attempts,
+    coalesce(k.retry, CASE WHEN NOT %(as_stored)s THEN k.queue_retry END)::text AS retry,
     k.dedup_key, k.deadline, k.worker, k.leased_at, k.finished_at,
     CASE WHEN k.whole AND %(include_payload)s THEN k.result END AS result, CASE WHEN k.whole THEN k.reason END AS reason,
     CASE WHEN k.whole THEN k.history::text END AS history, k.whole
@@ -63,7 +64,8 @@ FROM (
             c.attempt, c.max_attempts, c.retry, c.dedup_key, NULL, c.worker, c.leased_at, c.finished_at, c.result, c.reason,
             c.history
         FROM windrow.find_cold(
-            %(ids)s::uuid[], least(to_timestamp(%(oldest_ms)s / 1000.0), now()) - interval '2 hours'
+            %(ids)s::uuid[], least(to_timestamp(%(oldest_ms)s / 1000.0), now()) - interval '2 hours',
+            (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)
         ) c
         -- OFFSET 0 fences: first the few jobs by their ids, then their queues; never all jobs of the org's queues.
         OFFSET 0

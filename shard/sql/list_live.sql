@@ -1,5 +1,6 @@
--- One page of a queue's scheduled, ready or leased jobs, in the order in which they will be claimed. It ends with the job
--- that fills bytes_max; `found` is how many there would be without. A job's other columns have less than 1 KiB.
+-- One page of a queue's scheduled, ready or leased jobs, those about to leave this shard among them, in the order in which they
+-- will be claimed. It ends with the job that fills bytes_max; `found` is how many there would be without. A job's other columns
+-- have less than 1 KiB.
 SELECT
     p.id::text, p.queue, p.kind, %(state)s::text AS state,
     CASE WHEN %(include_payload)s THEN p.payload END AS payload, p.attributes::text, p.priority, p.enqueued_at, p.run_at,
@@ -17,18 +18,48 @@ FROM (
             ORDER BY l.priority, l.visible_at, l.id ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
         ) AS bytes_before
     FROM (
-        SELECT j.*, q.queue, q.max_attempts AS queue_max_attempts, q.retry AS queue_retry
-        FROM windrow.queue q
-        JOIN windrow.job j ON j.queue_id = q.queue_id
-        WHERE q.org = %(org)s AND q.queue = %(queue)s AND (%(kind)s = '' OR j.kind = %(kind)s)
-            AND (j.priority, j.visible_at, j.id)
-                > (%(after_priority)s::smallint, timestamptz 'epoch' + %(after_us)s * interval '1 us', %(after_id)s::uuid)
-            AND CASE %(state)s::text
-                WHEN 'ready' THEN j.visible_at <= now()
-                WHEN 'scheduled' THEN j.visible_at > now() AND j.lease IS NULL
-                WHEN 'leased' THEN j.visible_at > now() AND j.lease IS NOT NULL
-            END
-        ORDER BY j.priority, j.visible_at, j.id
+        SELECT f.*, q.queue, q.max_attempts AS queue_max_attempts, q.retry AS queue_retry
+        FROM (
+            (
+                SELECT
+                    j.id, j.queue_id, j.kind, j.payload, j.attributes, j.priority, j.enqueued_at, j.run_at, j.visible_at,
+                    j.expires_at, j.attempt, j.max_attempts, j.retry, j.dedup_key, j.lease, j.worker, j.leased_at, j.history
+                FROM windrow.job j
+                -- By the number: of a queue that is joined, Postgres would not know that it is one, and sort all its jobs.
+                WHERE j.queue_id = %(queue_id)s AND (%(kind)s = '' OR j.kind = %(kind)s)
+                    AND j.id >= %(from_id)s::uuid AND j.id < %(before_id)s::uuid
+                    AND (j.priority, j.visible_at, j.id)
+                        > (%(after_priority)s::smallint, timestamptz 'epoch' + %(after_us)s * interval '1 us', %(after_id)s::uuid)
+                    AND CASE %(state)s::text
+                        WHEN 'ready' THEN j.visible_at <= now()
+                        WHEN 'scheduled' THEN j.visible_at > now() AND j.lease IS NULL
+                        WHEN 'leased' THEN j.visible_at > now() AND j.lease IS NOT NULL
+                    END
+                ORDER BY j.priority, j.visible_at, j.id
+                LIMIT %(rows)s
+            )
+            UNION ALL
+            (
+                SELECT
+                    d.id, d.queue_id, d.kind, d.payload, d.attributes, d.priority, d.enqueued_at, d.run_at, d.run_at,
+                    d.expires_at, d.attempt, d.max_attempts, d.retry, d.dedup_key, NULL, NULL, NULL, d.history
+                FROM windrow.departing d
+                WHERE d.slot = %(slot)s::smallint AND d.queue_id = %(queue_id)s AND d.reason IS NULL
+                    AND (%(kind)s = '' OR d.kind = %(kind)s) AND d.id >= %(from_id)s::uuid AND d.id < %(before_id)s::uuid
+                    AND (d.priority, d.run_at, d.id)
+                        > (%(after_priority)s::smallint, timestamptz 'epoch' + %(after_us)s * interval '1 us', %(after_id)s::uuid)
+                    AND CASE %(state)s::text
+                        WHEN 'ready' THEN d.run_at <= now()
+                        WHEN 'scheduled' THEN d.run_at > now()
+                        ELSE false
+                    END
+                ORDER BY d.priority, d.run_at, d.id
+                LIMIT %(rows)s
+            )
+        ) f
+        JOIN windrow.queue q ON q.queue_id = f.queue_id
+        WHERE q.org = %(org)s
+        ORDER BY f.priority, f.visible_at, f.id
         LIMIT %(rows)s
     ) l
 ) p

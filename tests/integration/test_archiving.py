@@ -13,6 +13,7 @@ from shard import archiving, partitions
 from shard.archiving import Aged, InUse
 from shard.books import Books, OrgBooks
 from shard.database import Database
+from shard.listing import Wanted
 from shard.settling import Nack
 from shard.store import Store
 from shard.vocabulary import Answer, JobId, JobState, Lease, OrgId
@@ -84,9 +85,8 @@ async def test_a_day_that_is_over_turns_cold_where_it_lies_and_its_jobs_are_foun
     assert await store.get(org, ids, include_payload=True) == before
     found = await books_of(fresh_books, org)
     assert (found.accepted, found.succeeded, found.archived, found.balanced) == (3, 0, 3, True)
-    page = await fresh_books.list_jobs(
-        org, QUEUE, JobState.SUCCEEDED, kind="", page_size=9, page_token="", include_payload=True
-    )
+    wanted = Wanted(org=org, queue=QUEUE, state=JobState.SUCCEEDED, include_payload=True)
+    page = await fresh_books.list_jobs(wanted, page_size=9, page_token="")
     assert page.jobs == before[::-1]
     (counts,) = await fresh_books.stats(org, QUEUE, include_finished=True)
     assert counts.succeeded == 3

@@ -38,6 +38,7 @@ ORG = "seeded"
 QUEUE = "mail"
 TEN_YEARS_S = 3650 * 86400
 SECOND_JOB = JobId("01890a5d-ac96-774b-bcce-b302099a8057")
+THIRD_JOB = JobId("01890a5d-ac96-774b-bcce-b302099a8058")
 # A token that this cluster could have given.
 LEASE = token(token_prefix(ShardName("s1"), 7), SECOND_JOB)
 
@@ -359,7 +360,7 @@ def admin_cases() -> Iterator[Bad]:
     for rpc in requests:
         yield from of(rpc, "org", ORGS)
         if rpc != "ListQueues":
-            yield from of(rpc, "queue", OPTIONAL_NAMES if rpc == "GetStats" else NAMES)
+            yield from of(rpc, "queue", OPTIONAL_NAMES if rpc in ("GetStats", "ListJobs") else NAMES)
     for rpc in ("CreateQueue", "AlterQueue"):
         make, fields = requests[rpc]
         for why, number in {**NUMBERS_BELOW_0, "zero": 0, "above 1,000": 1001}.items():
@@ -381,13 +382,28 @@ def admin_cases() -> Iterator[Bad]:
     yield from of("ListJobs", "page_token", LIVE_TOKENS)
     for state in (job_pb2.JOB_STATE_DEAD, job_pb2.JOB_STATE_SUCCEEDED):
         yield from of("ListJobs", "page_token", UUID_TOKENS, state=state)
-    yield from of("ListJobs", "state", {"absent": 0, "unknown": 7, "negative": -1})
+    yield from of("ListJobs", "state", {"unknown": 7, "negative": -1})
+    for field in ("made_after", "made_before"):
+        yield from of("ListJobs", field, TIMESTAMPS)
     for rpc in ("ListJobs", "RedriveJobs"):
         yield from of(rpc, "kind", OPTIONAL_NAMES)
     for rpc in ("PurgeQueue", "RedriveJobs"):
         yield from of(rpc, "limit", LIMITS)
     for field in ("died_after", "died_before"):
         yield from of("RedriveJobs", field, TIMESTAMPS)
+    restore, one = admin_pb2.RestoreJobsRequest, admin_pb2.RestoreJob
+    for why, org in ORGS.items():
+        yield Bad("RestoreJobs", "org", why, restore(org=org, jobs=[one(id=SECOND_JOB)]))
+    for why, count in {"none": 0, "too many": 1001}.items():
+        yield Bad("RestoreJobs", "jobs", why, restore(org=ORG, jobs=[one(id=SECOND_JOB)] * count))
+    for why, bad in IDS.items():
+        yield Bad("RestoreJobs", "jobs[1].id", why, restore(org=ORG, jobs=[one(id=SECOND_JOB), one(id=bad)]))
+        if bad:
+            jobs = [one(id=SECOND_JOB), one(id=SECOND_JOB, new_id=bad)]
+            yield Bad("RestoreJobs", "jobs[1].new_id", why, restore(org=ORG, jobs=jobs))
+    for why, new_id in {"its own": SECOND_JOB, "twice": THIRD_JOB}.items():
+        jobs = [one(id=SECOND_JOB, new_id=THIRD_JOB), one(id=SECOND_JOB, new_id=new_id)]
+        yield Bad("RestoreJobs", "jobs[1].new_id", why, restore(org=ORG, jobs=jobs))
     for why, shard in {"empty": "", "too long": "s" * 64}.items():
         yield Bad("CheckShard", "shard", why, admin_pb2.CheckShardRequest(shard=shard))
 

@@ -438,6 +438,66 @@ def test_counts_lists_redrive_and_purge_reach_both_shards(cluster: Cluster) -> N
     cluster.near.books("s1", "s2")
 
 
+def listed(both: Stubs, org: str, *states: job_pb2.JobState.ValueType) -> list[str]:
+    """The ids of the queue's jobs in these states, two a page."""
+    found: list[str] = []
+    for state in states:
+        request = admin_pb2.ListJobsRequest(org=org, queue=QUEUE, state=state, page_size=2)
+        while True:
+            page = both.admin.ListJobs(request, timeout=PATIENCE_S)
+            assert not page.unavailable_shards
+            found += [job.id for job in page.jobs]
+            request.page_token = page.next_page_token
+            if not request.page_token:
+                break
+    return found
+
+
+UNFINISHED = (job_pb2.JOB_STATE_READY, job_pb2.JOB_STATE_SCHEDULED, job_pb2.JOB_STATE_LEASED, job_pb2.JOB_STATE_DEAD)
+
+
+def kill(both: Stubs, org: str, *jobs: job_pb2.NewJob) -> None:
+    enqueue(both, org, *jobs)
+    nacks = [queue_pb2.Nack(lease=job.lease, error="no", kill=True) for job in dequeue(both, org)]
+    both.queue.Nack(queue_pb2.NackRequest(org=org, nacks=nacks), timeout=PATIENCE_S)
+
+
+def test_jobs_on_their_way_are_listed_and_counted_once_at_every_step(cluster: Cluster) -> None:
+    org = cluster.org()
+    dead, ready = [new_job() for _ in range(3)], [new_job() for _ in range(3)]
+    scheduled = new_job(delay=Duration(seconds=3600))
+    kill(cluster.near, org, *dead)
+    enqueue(cluster.near, org, *ready, scheduled)
+    move = cluster.begin(org)
+    for step in ("close", "switch", "depart", "take", "finish"):
+        getattr(move, step)()
+        for both in (cluster.near, cluster.far):
+            (counts,) = both.admin.GetStats(admin_pb2.GetStatsRequest(org=org), timeout=PATIENCE_S).queues
+            assert (step, counts.dead, counts.ready, counts.scheduled) == (step, 3, 3, 1)
+            assert (counts.HasField("oldest_ready_age"), counts.HasField("next_due")) == (True, True)
+            assert sorted(listed(both, org, *UNFINISHED)) == sorted(job.id for job in (*dead, *ready, scheduled))
+            whatever = listed(both, org, job_pb2.JOB_STATE_UNSPECIFIED)
+            assert whatever == sorted((job.id for job in (*dead, *ready, scheduled)), reverse=True)
+
+
+def test_a_router_that_slept_during_a_move_lists_and_counts_where_the_jobs_are(
+    cluster: Cluster, thread: ThreadPoolExecutor
+) -> None:
+    org, jobs = cluster.org(), [new_job() for _ in range(3)]
+    enqueue(cluster.near, org, *jobs)
+    (pid,) = cluster.routers.pids
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        listing = thread.submit(listed, cluster.near, org, *UNFINISHED)
+        request = admin_pb2.GetStatsRequest(org=org)
+        counting = thread.submit(cluster.near.admin.GetStats, request, timeout=PATIENCE_S)
+        cluster.begin(org).finish()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert sorted(listing.result(PATIENCE_S)) == sorted(job.id for job in jobs)
+    assert [one.ready for one in counting.result(PATIENCE_S).queues] == [3]
+
+
 # ── A catalog that cannot be read ────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -7,6 +7,7 @@ generic plan; then that very prepared statement is explained, and rolled back.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,19 +20,21 @@ from psycopg.adapt import Transformer
 from psycopg.postgres import types
 from psycopg.pq import Format
 
-from shard import arrays, moving, statements
+from shard import archiving, arrays, moving, statements
+from shard.books import Books
 from shard.connection import Connection
 from shard.database import Database
 from shard.enqueuing import Handover, Taker
 from shard.floor import GUARD_US
+from shard.listing import Wanted
 from shard.placement import slot_of
 from shard.settling import Nack, _Named
 from shard.store import Store
-from shard.vocabulary import PRIORITIES, Claimed, Lease, OrgId, QueueId, QueueName, Slot
+from shard.vocabulary import PRIORITIES, Claimed, JobState, Lease, OrgId, QueueId, QueueName, Slot
 from tests.conftest import SHARD
 from tests.jobs import HOUR_US, ids_of, job_id, lease_jobs, some_jobs
 from tests.recorder import Recorder, Run
-from tests.timemachine import pass_time
+from tests.timemachine import make_day, pass_time
 
 # Of one org, and of each of three more.
 QUEUES_OF_ORG, QUEUES_OF_OTHERS = 200, 100
@@ -458,3 +461,58 @@ async def test_under_a_held_snapshot_a_claim_from_its_floors_stays_cheap(
     assert cheap.rows_read("job") == dear.rows_read("job") == 2 * (BATCH - 1)
     assert cheap.buffers <= PAGES_A_JOB["claim"] * BATCH
     assert found_dearly > 10 * found_cheaply
+
+
+# Lists
+
+
+FILL_DAY = b"""
+INSERT INTO windrow.finished (
+    id, queue_id, enqueued_at, run_at, finished_at, priority, attempt, state, kind, payload, reason
+)
+SELECT
+    (lpad(to_hex(m.ms), 12, '0') || '7000' || '9' || lpad(to_hex(n), 15, '0'))::uuid,
+    CASE WHEN n %% 100 = 0 THEN %(small)s::bigint ELSE %(large)s::bigint END,
+    m.made, m.made, m.made, 5, 1, 'cancelled', 'fill', '', 'filled'
+FROM generate_series(1, %(rows)s) AS n
+CROSS JOIN LATERAL (
+    SELECT date_trunc('day', now()) - %(days)s * interval '1 day' + n * interval '1 s' AS made
+) at
+CROSS JOIN LATERAL (SELECT at.made, (extract(epoch FROM at.made) * 1000)::bigint AS ms) m
+"""
+
+
+@pytest.mark.parametrize("whose", ["small", "large"])
+@pytest.mark.parametrize("of_queue", [True, False])
+async def test_a_page_of_cold_jobs_costs_what_is_on_it(fresh_dsn: str, org: OrgId, whose: str, of_queue: bool) -> None:
+    """Of one job in a hundred, and of the others."""
+    page_size, days, rows = 50, 8, 20_000
+    async with contextlib.AsyncExitStack() as stack:
+        recorder = Recorder(SHARD, fresh_dsn, connections=2, for_books=True)
+        await recorder.open()
+        stack.push_async_callback(recorder.close)
+        orgs = {"small": org, "large": OrgId(f"{org}-large")}
+        queue = QueueName("queue-1")
+        numbers = await Store(recorder).names.make([(one, queue) for one in orgs.values()])
+        lanes = {name: numbers[one, queue] for name, one in orgs.items()}
+        for ago in range(days + 1, 1, -1):
+            await make_day(recorder, retention=30, before="now", days=ago)
+            await recorder.run(FILL_DAY, {**lanes, "days": ago, "rows": rows})
+        cold = [await archiving.turn_cold(recorder, day) for day in await archiving.days_over(recorder)]
+        assert sum(day.jobs for day in cold) == days * rows
+        wanted = Wanted(org=orgs[whose], queue=queue if of_queue else None, state=JobState.CANCELLED)
+        token, seen = "", 0
+        while token or not seen:
+            page = await Books(recorder).list_jobs(wanted, page_size=page_size, page_token=token)
+            seen += len(page.jobs)
+            token = page.next_token
+            async with recorder.transaction() as connection:
+                await run(connection, recorder.last(statements.LIST_JOBS))
+                plan = await explain(connection, recorder.last(statements.LIST_JOBS))
+            # A page or two for each job, and a look into each day.
+            print(f"{seen:6} {plan.buffers:6} pages")
+            assert plan.buffers <= 3 * page_size + 60 * days, plan.root
+            if seen >= 12 * page_size:
+                # Further down it is the same.
+                break
+        assert seen == 12 * page_size

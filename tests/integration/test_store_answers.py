@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from shard.books import Books
+from shard.listing import Wanted
 from shard.records import ANSWER_BYTES_MAX, JobRecord
 from shard.settling import Nack
 from shard.store import Store
@@ -78,9 +79,8 @@ async def test_a_thousand_small_jobs_are_one_answer(store: Store, books: Books, 
     jobs.payloads = [b"x" * 1000] * 1000
     await store.enqueue(jobs)
     assert whole(await store.get(org, ids_of(jobs), include_payload=True)) == [True] * 1000
-    page = await books.list_jobs(
-        org, QUEUE, JobState.READY, kind="", page_size=1000, page_token="", include_payload=True
-    )
+    wanted = Wanted(org=org, queue=QUEUE, state=JobState.READY, include_payload=True)
+    page = await books.list_jobs(wanted, page_size=1000, page_token="")
     assert (len(page.jobs), page.next_token) == (1000, "")
 
 
@@ -136,9 +136,8 @@ async def test_a_page_ends_early_with_the_job_that_fills_it_and_the_next_goes_on
         found: list[list[JobId]] = []
         token = ""
         while token or not found:
-            page = await books.list_jobs(
-                org, QUEUE, state, kind="", page_size=page_size, page_token=token, include_payload=include_payload
-            )
+            wanted = Wanted(org=org, queue=QUEUE, state=state, include_payload=include_payload)
+            page = await books.list_jobs(wanted, page_size=page_size, page_token=token)
             found.append([record.id for record in page.jobs])
             assert all(record.payload == (LARGE if include_payload else None) for record in page.jobs)
             token = page.next_token

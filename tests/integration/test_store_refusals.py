@@ -13,6 +13,7 @@ from shard.books import Books
 from shard.database import Database
 from shard.errors import IdsOutsideHorizon, NotOwned, QueueNotEmpty, TooManyQueues, UnknownQueue
 from shard.interning import QUEUES_MAX
+from shard.listing import Wanted
 from shard.placement import slot_of
 from shard.settling import Nack
 from shard.store import Store
@@ -495,6 +496,6 @@ async def test_a_deleted_queue_comes_back_with_its_next_job_even_if_that_dies(
     held = [lease for _, lease in await lease_jobs(store, org, queue=A)]
     await store.nack(org, [Nack(lease=held[0], kill=True)])
     assert [q.queue for q in (await books.list_queues(org, page_size=9, page_token=""))[0]] == [A]
-    page = await books.list_jobs(org, A, JobState.DEAD, kind="", page_size=9, page_token="", include_payload=False)
+    page = await books.list_jobs(Wanted(org=org, queue=A, state=JobState.DEAD), page_size=9, page_token="")
     assert len(page.jobs) == 1
     assert await books.redrive(org, A, kind="", died_after=None, died_before=None, limit=9) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -10,13 +11,15 @@ import pytest
 from router.fleet import Fleet
 from router.member import Member
 from router.scatter import ask_readers, change_readers, list_readers, summed
-from shard.books import Page, QueueCounts
+from shard.books import Chunk, LeavingCounts, QueueCounts
 from shard.errors import BadPageToken, QueueExists, ShardUnavailable, UnknownQueue
+from shard.listing import Key, Page, Wanted, merged, pack, unpack
 from shard.placement import Placement
 from shard.records import JobRecord
-from shard.vocabulary import Micros, OrgId, QueueName, ShardName
+from shard.vocabulary import JobState, Micros, OrgId, QueueName, ShardName
 
 ORG, QUEUE = OrgId("acme"), QueueName("mail")
+WANTED = Wanted(org=ORG, queue=QUEUE, state=JobState.DEAD)
 
 
 class Shards:
@@ -28,6 +31,9 @@ class Shards:
     def placement(self, _: OrgId) -> Placement:
         names = tuple(map(ShardName, self.says))
         return Placement(writes=names[-1:], reads=names, epoch=1)
+
+    async def is_current(self, _: OrgId, placement: Placement) -> bool:
+        return placement.epoch == 1
 
     def placed(self, name: str) -> _Shard:
         return _Shard(self.says[name])
@@ -88,51 +94,81 @@ async def test_those_who_answer_are_heard_and_the_others_named() -> None:
     assert (asked.answers, asked.unavailable) == ([("a", 1), ("d", 4)], ["b"])
 
 
-def job(job_id: str) -> JobRecord:
-    return cast("JobRecord", job_id)
+def numbered(number: int) -> str:
+    return f"00000000-0000-7000-8000-{number:012}"
 
 
-async def pages(shards: Fleet) -> tuple[list[str], list[str], list[str]]:
-    """Every page to the last one: the jobs, whose each page was, and who did not answer."""
-    jobs, whose, silent = list[str](), list[str](), list[str]()
-    token = ""
+class Listing:
+    """Lists the numbers of jobs from the highest to the lowest, two a page; each shard's as it says."""
 
-    async def ask(member: Member, inner: str) -> Page:
-        says = await cast("_Shard", member).say()
-        ids = cast("list[str]", says)
-        at = int(inner or 0)
-        return Page(jobs=[job(one) for one in ids[at : at + 2]], next_token=str(at + 2) if at + 2 < len(ids) else "")
+    def __init__(self, page_size: int = 2) -> None:
+        self.page_size = page_size
+        self.silent: list[str] = []
 
-    while True:
-        page = await list_readers(shards, ORG, token, ask)
-        jobs += cast("list[str]", page.page.jobs)
-        whose.append(page.shard)
-        silent += page.unavailable
-        token = page.next_token
-        if not token:
-            return jobs, whose, silent
+    async def page(self, member: Member, token: str) -> Page:
+        says = cast("list[int]", await cast("_Shard", member).say())
+        below = int(str(unpack(token, newest_first=True)[0])[-12:]) if token else 10**9
+        found = [one for one in sorted(says, reverse=True) if one < below]
+        keys: list[Key] = [(numbered(one),) for one in found[: self.page_size]]
+        return Page(
+            jobs=[cast("JobRecord", SimpleNamespace(id=key[0])) for key in keys],
+            keys=keys,
+            until=keys[-1] if len(found) > self.page_size else None,
+        )
+
+    async def all(self, shards: Fleet) -> list[tuple[str, int]]:
+        """Every page to the last one: each job, and whose it was."""
+        found: list[tuple[str, int]] = []
+        token = ""
+        while True:
+            listed = await list_readers(shards, WANTED, self.page, page_size=self.page_size, page_token=token)
+            assert len(listed.jobs) <= self.page_size
+            found += [(one.shard, int(one.job.id[-12:])) for one in listed.jobs]
+            self.silent += listed.unavailable
+            if listed.until is None:
+                return found
+            token = pack(*listed.until)
 
 
-async def test_pages_go_through_one_shard_after_the_other_by_name() -> None:
-    three = fleet(c=["c1", "c2"], a=["a1", "a2", "a3"], b=[])
-    assert await pages(three) == (["a1", "a2", "a3", "c1", "c2"], ["a", "a", "c"], [])
-    assert await pages(fleet(a=[])) == ([], ["a"], [])
-    assert await pages(fleet(a=["a1"], b=away("b"), c=["c1"])) == (["a1", "c1"], ["a", "c"], ["b"])
-    assert await pages(fleet(a=away("a"), b=["b1"])) == (["b1"], ["b"], ["a"])
-    # The last one's turn comes when there is nothing to fail any more.
-    assert await pages(fleet(a=["a1"], b=away("b"))) == (["a1"], ["a", "b"], ["b"])
-    assert await pages(fleet(a=UNKNOWN, b=["b1"])) == (["b1"], ["b"], [])
+async def test_the_jobs_of_several_shards_are_one_list_newest_first() -> None:
+    three = fleet(c=[6, 1], a=[9, 8, 7, 2], b=[])
+    assert await Listing().all(three) == [("a", 9), ("a", 8), ("a", 7), ("c", 6), ("a", 2), ("c", 1)]
+    assert await Listing().all(fleet(a=[])) == []
+    half = Listing()
+    assert await half.all(fleet(a=[5, 3, 1], b=away("b"), c=[4])) == [("a", 5), ("c", 4), ("a", 3), ("a", 1)]
+    assert half.silent == ["b", "b"]
+    assert await Listing().all(fleet(a=UNKNOWN, b=[1])) == [("b", 1)]
     for nobody in ({"a": away("a"), "b": UNKNOWN}, {"a": away("a")}):
         with pytest.raises(ShardUnavailable):
-            await pages(fleet(**nobody))
+            await Listing().all(fleet(**nobody))
+    with pytest.raises(UnknownQueue):
+        await Listing().all(fleet(a=UNKNOWN))
 
 
-async def test_a_token_that_names_no_shard_is_refused() -> None:
-    async def never(*_: object) -> Page:
-        raise AssertionError("nobody is asked")
+async def test_a_job_that_two_shards_know_comes_once_as_the_later_one_has_it() -> None:
+    assert await Listing().all(fleet(a=[5, 4, 3], b=[5, 3, 2])) == [("b", 5), ("a", 4), ("b", 3), ("b", 2)]
 
-    with pytest.raises(BadPageToken):
-        await list_readers(fleet(a=[]), ORG, "bogus", never)
+
+def test_a_page_ends_where_one_shard_has_looked_no_further() -> None:
+    def of(*numbers: int, until: int | None) -> Page:
+        keys: list[Key] = [(numbered(one),) for one in numbers]
+        jobs = [cast("JobRecord", SimpleNamespace(id=key[0])) for key in keys]
+        return Page(jobs=jobs, keys=keys, until=None if until is None else (numbered(until),))
+
+    a, b = ShardName("a"), ShardName("b")
+    jobs, until = merged([(a, of(9, 2, until=None)), (b, of(until=5))], page_size=9, newest_first=True)
+    assert ([one.job.id for one in jobs], until) == ([numbered(9)], (numbered(5),))
+    jobs, until = merged([(a, of(until=7)), (b, of(until=5))], page_size=9, newest_first=True)
+    assert (jobs, until) == ([], (numbered(7),))
+
+
+async def test_a_token_of_the_release_before_goes_on_where_the_org_is_on_one_shard() -> None:
+    old = pack(numbered(3)) + ".a"
+    listed = await list_readers(fleet(a=[3, 2]), WANTED, Listing().page, page_size=2, page_token=old)
+    assert [one.job.id for one in listed.jobs] == [numbered(2)]
+    for shards in (fleet(b=[]), fleet(a=[], b=[])):
+        with pytest.raises(BadPageToken):
+            await list_readers(shards, WANTED, Listing().page, page_size=2, page_token=old)
 
 
 def counts(queue: str, **more: int | None) -> QueueCounts:
@@ -152,6 +188,33 @@ def test_counts_are_summed_by_queue_and_times_are_the_extreme_ones() -> None:
         counts("b", ready=3, succeeded=4, oldest_ready_age_us=9, next_due=60),
         counts("c"),
     ]
+
+
+def test_what_is_on_its_way_is_counted_once() -> None:
+    chunk = Chunk(7, 2)
+    leaving = LeavingCounts(scheduled=1, ready=2, dead=3, oldest_ready_age_us=9, next_due=Micros(60), chunk=chunk)
+    source = [counts("a", ready=1)._replace(leaving=leaving, chunk=chunk)]
+    also = counts("a", scheduled=1, ready=3, dead=3, oldest_ready_age_us=9, next_due=60)
+    before = [counts("b")._replace(chunk=Chunk(7, 1)), counts("c")._replace(chunk=None)]
+    assert summed([source, before]) == [also, counts("b"), counts("c")]
+    # An earlier move's is another one.
+    assert summed([source, [counts("b")._replace(chunk=Chunk(6, 9))]]) == [also, counts("b")]
+    # Taken, and counted where it is by now.
+    taken = [counts("a", scheduled=1, ready=2, dead=3)._replace(chunk=chunk)]
+    assert summed([source, taken]) == [counts("a", scheduled=1, ready=3, dead=3)]
+
+
+async def test_what_was_asked_by_a_placement_that_is_in_force_no_more_is_asked_again_by_the_new_one() -> None:
+    class Moving(Shards):
+        """The org has moved from a to b, and nobody has told."""
+
+        async def is_current(self, _: OrgId, placement: Placement) -> bool:
+            self.says = {"b": [2, 1]}
+            return placement.reads == ("b",)
+
+    for said in (list[int](), UNKNOWN):
+        assert (await ask_readers(cast("Fleet", Moving(a=said)), ORG, say)).answers == [("b", [2, 1])]
+    assert await Listing().all(cast("Fleet", Moving(a=[]))) == [("b", 2), ("b", 1)]
 
 
 async def test_what_was_changed_by_a_placement_that_is_in_force_no_more_is_changed_again_by_the_new_one() -> None:

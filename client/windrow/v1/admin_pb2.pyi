@@ -27,6 +27,34 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _RestoreRefusal:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RestoreRefusalEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RestoreRefusal.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RESTORE_REFUSAL_UNSPECIFIED: _RestoreRefusal.ValueType  # 0
+    """It was."""
+    RESTORE_REFUSAL_NOT_FOUND: _RestoreRefusal.ValueType  # 1
+    """This org has no such job, or no longer."""
+    RESTORE_REFUSAL_LIVE: _RestoreRefusal.ValueType  # 2
+    """It is SCHEDULED, READY or LEASED."""
+    RESTORE_REFUSAL_NEW_ID: _RestoreRefusal.ValueType  # 3
+    """`new_id` is too old, or too far in the future: make another."""
+
+class RestoreRefusal(_RestoreRefusal, metaclass=_RestoreRefusalEnumTypeWrapper):
+    """Why a job was not restored."""
+
+RESTORE_REFUSAL_UNSPECIFIED: RestoreRefusal.ValueType  # 0
+"""It was."""
+RESTORE_REFUSAL_NOT_FOUND: RestoreRefusal.ValueType  # 1
+"""This org has no such job, or no longer."""
+RESTORE_REFUSAL_LIVE: RestoreRefusal.ValueType  # 2
+"""It is SCHEDULED, READY or LEASED."""
+RESTORE_REFUSAL_NEW_ID: RestoreRefusal.ValueType  # 3
+"""`new_id` is too old, or too far in the future: make another."""
+Global___RestoreRefusal: _TypeAlias = RestoreRefusal  # noqa: Y015
+
 class _ShardState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -520,17 +548,30 @@ class ListJobsRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     INCLUDE_PAYLOAD_FIELD_NUMBER: _builtins.int
+    MADE_AFTER_FIELD_NUMBER: _builtins.int
+    MADE_BEFORE_FIELD_NUMBER: _builtins.int
     org: _builtins.str
     queue: _builtins.str
+    """Empty: all queues of the org."""
     state: _job_pb2.JobState.ValueType
-    """SCHEDULED, READY and LEASED come by priority, then by the time they are next visible; the others newest id first."""
+    """Absent: every state. Jobs come newest id first; but those of one queue that are SCHEDULED, READY or LEASED by priority,
+    then by the time they are next visible, where that state is named.
+    """
     kind: _builtins.str
     """Only this kind; empty: every kind."""
     page_size: _builtins.int
     """1 to 1,000; 0 or absent: 100."""
     page_token: _builtins.str
-    """From the last answer's next_page_token, with the same org, queue, state and kind; empty: the first page."""
+    """From the last answer's next_page_token, with all else the same but page_size; empty: the first page."""
     include_payload: _builtins.bool
+    @_builtins.property
+    def made_after(self) -> _timestamp_pb2.Timestamp:
+        """Only jobs that were made at or after / before these times; absent: any time. When a job was made its id tells, in
+        milliseconds: that is the same in every state.
+        """
+
+    @_builtins.property
+    def made_before(self) -> _timestamp_pb2.Timestamp: ...
     def __init__(
         self,
         *,
@@ -541,10 +582,12 @@ class ListJobsRequest(_message.Message):
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
         include_payload: _builtins.bool = ...,
+        made_after: _timestamp_pb2.Timestamp | None = ...,
+        made_before: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["made_after", b"made_after", "made_before", b"made_before"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_payload", b"include_payload", "kind", b"kind", "org", b"org", "page_size", b"page_size", "page_token", b"page_token", "queue", b"queue", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_payload", b"include_payload", "kind", b"kind", "made_after", b"made_after", "made_before", b"made_before", "org", b"org", "page_size", b"page_size", "page_token", b"page_token", "queue", b"queue", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -562,13 +605,17 @@ class ListJobsResponse(_message.Message):
     @_builtins.property
     def jobs(self) -> _containers.RepeatedCompositeFieldContainer[_job_pb2.Job]:
         """Fewer than page_size, although there are more, where they fill 2 MiB: the answer stays below 4 MiB, which gRPC clients
-        take by default.
-        An org that is on several shards has its jobs listed shard by shard.
+        take by default. Fewer, and even none, where to find them takes long: the next page goes on where this one has ended.
+
+        Newest id first, no job comes twice, and each that is there all the time comes once, whatever becomes of it meanwhile
+        and wherever it goes. By priority, a job comes again, or not at all, where its priority's turn has changed meanwhile.
         """
 
     @_builtins.property
     def unavailable_shards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Those of the org's shards that did not answer when it was their turn: their jobs are left out."""
+        """Those of the org's shards that did not answer: their part of this page is left out. "catalog": whether there are others
+        could not be told.
+        """
 
     def __init__(
         self,
@@ -584,6 +631,108 @@ class ListJobsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListJobsResponse: _TypeAlias = ListJobsResponse  # noqa: Y015
+
+@_typing.final
+class RestoreJob(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NEW_ID_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Of the job that has finished or is dead, in canonical lower-case text."""
+    new_id: _builtins.str
+    """What the new job is to have, as in NewJob: sent again, nothing is stored. Empty: the router makes one, and a retry of
+    the call stores the job once more.
+    """
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        new_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "new_id", b"new_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestoreJob: _TypeAlias = RestoreJob  # noqa: Y015
+
+@_typing.final
+class RestoreJobsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORG_FIELD_NUMBER: _builtins.int
+    JOBS_FIELD_NUMBER: _builtins.int
+    org: _builtins.str
+    @_builtins.property
+    def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___RestoreJob]:
+        """1 to 1,000. Each stands alone: what the others are does not matter."""
+
+    def __init__(
+        self,
+        *,
+        org: _builtins.str = ...,
+        jobs: _abc.Iterable[Global___RestoreJob] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs", "org", b"org"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestoreJobsRequest: _TypeAlias = RestoreJobsRequest  # noqa: Y015
+
+@_typing.final
+class RestoreJobsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___RestoreResult]:
+        """In the request's order."""
+
+    def __init__(
+        self,
+        *,
+        results: _abc.Iterable[Global___RestoreResult] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["results", b"results"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestoreJobsResponse: _TypeAlias = RestoreJobsResponse  # noqa: Y015
+
+@_typing.final
+class RestoreResult(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    DUPLICATE_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """The new job's. It has the old one's queue, kind, payload, attributes, priority, retry policy and max_attempts, and one
+    attribute more: `windrow.restored_from`, the old one's id. Empty where there is none.
+    """
+    duplicate: _builtins.bool
+    """A job of that id was known already: nothing new was stored."""
+    refusal: Global___RestoreRefusal.ValueType
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        duplicate: _builtins.bool = ...,
+        refusal: Global___RestoreRefusal.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duplicate", b"duplicate", "id", b"id", "refusal", b"refusal"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestoreResult: _TypeAlias = RestoreResult  # noqa: Y015
 
 @_typing.final
 class RedriveJobsRequest(_message.Message):
@@ -738,7 +887,9 @@ class GetStatsResponse(_message.Message):
     def queues(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueStats]: ...
     @_builtins.property
     def unavailable_shards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Those of the org's shards that did not answer: what they hold is not counted."""
+        """Those of the org's shards that did not answer: what they hold is not counted. "catalog": whether there are others could
+        not be told.
+        """
 
     def __init__(
         self,

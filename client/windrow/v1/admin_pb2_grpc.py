@@ -80,6 +80,11 @@ class AdminStub:
                 request_serializer=windrow_dot_v1_dot_admin__pb2.ListJobsRequest.SerializeToString,
                 response_deserializer=windrow_dot_v1_dot_admin__pb2.ListJobsResponse.FromString,
                 _registered_method=True)
+        self.RestoreJobs = channel.unary_unary(
+                '/windrow.v1.Admin/RestoreJobs',
+                request_serializer=windrow_dot_v1_dot_admin__pb2.RestoreJobsRequest.SerializeToString,
+                response_deserializer=windrow_dot_v1_dot_admin__pb2.RestoreJobsResponse.FromString,
+                _registered_method=True)
         self.RedriveJobs = channel.unary_unary(
                 '/windrow.v1.Admin/RedriveJobs',
                 request_serializer=windrow_dot_v1_dot_admin__pb2.RedriveJobsRequest.SerializeToString,
@@ -163,7 +168,16 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListJobs(self, request, context):
-        """Looks at the jobs of a queue in one state without taking them, a page at a time.
+        """Looks at an org's jobs without taking them, a page at a time: of one queue or all, in one state or any, and made in a
+        span of time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RestoreJobs(self, request, context):
+        """Stores finished and dead jobs once more, as new jobs of their queues that are due now. The old ones stay as they are: a
+        dead one is moved by RedriveJobs. May be repeated where it names the new ids.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -179,7 +193,8 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetStats(self, request, context):
-        """Counts by state, for one queue or all of an org. Exact; costs an index scan of the live jobs.
+        """Counts by state, for one queue or all of an org. Costs an index scan of the live jobs. Exact for an org that is at rest;
+        of jobs that go to another shard at that moment none is left out, and some may be counted on both.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -247,6 +262,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ListJobs,
                     request_deserializer=windrow_dot_v1_dot_admin__pb2.ListJobsRequest.FromString,
                     response_serializer=windrow_dot_v1_dot_admin__pb2.ListJobsResponse.SerializeToString,
+            ),
+            'RestoreJobs': grpc.unary_unary_rpc_method_handler(
+                    servicer.RestoreJobs,
+                    request_deserializer=windrow_dot_v1_dot_admin__pb2.RestoreJobsRequest.FromString,
+                    response_serializer=windrow_dot_v1_dot_admin__pb2.RestoreJobsResponse.SerializeToString,
             ),
             'RedriveJobs': grpc.unary_unary_rpc_method_handler(
                     servicer.RedriveJobs,
@@ -513,6 +533,33 @@ class Admin:
             '/windrow.v1.Admin/ListJobs',
             windrow_dot_v1_dot_admin__pb2.ListJobsRequest.SerializeToString,
             windrow_dot_v1_dot_admin__pb2.ListJobsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestoreJobs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/windrow.v1.Admin/RestoreJobs',
+            windrow_dot_v1_dot_admin__pb2.RestoreJobsRequest.SerializeToString,
+            windrow_dot_v1_dot_admin__pb2.RestoreJobsResponse.FromString,
             options,
             channel_credentials,
             insecure,

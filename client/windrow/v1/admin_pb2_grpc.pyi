@@ -57,14 +57,22 @@ class AdminStub:
     once at most: where an answer is lost on the way, the call is UNAVAILABLE, and not repeated.
     """
     ListJobs: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListJobsRequest, _admin_pb2.ListJobsResponse]
-    """Looks at the jobs of a queue in one state without taking them, a page at a time."""
+    """Looks at an org's jobs without taking them, a page at a time: of one queue or all, in one state or any, and made in a
+    span of time.
+    """
+    RestoreJobs: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RestoreJobsRequest, _admin_pb2.RestoreJobsResponse]
+    """Stores finished and dead jobs once more, as new jobs of their queues that are due now. The old ones stay as they are: a
+    dead one is moved by RedriveJobs. May be repeated where it names the new ids.
+    """
     RedriveJobs: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RedriveJobsRequest, _admin_pb2.RedriveJobsResponse]
     """Brings dead jobs back to READY, with fresh attempts, oldest death first, at most `limit` a call. Done
     once at most, as PurgeQueue is. Called again, it also brings back what has died again meanwhile, unless `died_before`
     says otherwise.
     """
     GetStats: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetStatsRequest, _admin_pb2.GetStatsResponse]
-    """Counts by state, for one queue or all of an org. Exact; costs an index scan of the live jobs."""
+    """Counts by state, for one queue or all of an org. Costs an index scan of the live jobs. Exact for an org that is at rest;
+    of jobs that go to another shard at that moment none is left out, and some may be counted on both.
+    """
     ListShards: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListShardsRequest, _admin_pb2.ListShardsResponse]
     """Every shard of the cluster, and whether it answers."""
     CheckShard: _grpc.UnaryStreamMultiCallable[_admin_pb2.CheckShardRequest, _admin_pb2.CheckShardResponse]
@@ -96,14 +104,22 @@ class AdminAsyncStub(AdminStub):
     once at most: where an answer is lost on the way, the call is UNAVAILABLE, and not repeated.
     """
     ListJobs: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListJobsRequest, _admin_pb2.ListJobsResponse]  # type: ignore[assignment]
-    """Looks at the jobs of a queue in one state without taking them, a page at a time."""
+    """Looks at an org's jobs without taking them, a page at a time: of one queue or all, in one state or any, and made in a
+    span of time.
+    """
+    RestoreJobs: _aio.UnaryUnaryMultiCallable[_admin_pb2.RestoreJobsRequest, _admin_pb2.RestoreJobsResponse]  # type: ignore[assignment]
+    """Stores finished and dead jobs once more, as new jobs of their queues that are due now. The old ones stay as they are: a
+    dead one is moved by RedriveJobs. May be repeated where it names the new ids.
+    """
     RedriveJobs: _aio.UnaryUnaryMultiCallable[_admin_pb2.RedriveJobsRequest, _admin_pb2.RedriveJobsResponse]  # type: ignore[assignment]
     """Brings dead jobs back to READY, with fresh attempts, oldest death first, at most `limit` a call. Done
     once at most, as PurgeQueue is. Called again, it also brings back what has died again meanwhile, unless `died_before`
     says otherwise.
     """
     GetStats: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetStatsRequest, _admin_pb2.GetStatsResponse]  # type: ignore[assignment]
-    """Counts by state, for one queue or all of an org. Exact; costs an index scan of the live jobs."""
+    """Counts by state, for one queue or all of an org. Costs an index scan of the live jobs. Exact for an org that is at rest;
+    of jobs that go to another shard at that moment none is left out, and some may be counted on both.
+    """
     ListShards: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListShardsRequest, _admin_pb2.ListShardsResponse]  # type: ignore[assignment]
     """Every shard of the cluster, and whether it answers."""
     CheckShard: _aio.UnaryStreamMultiCallable[_admin_pb2.CheckShardRequest, _admin_pb2.CheckShardResponse]  # type: ignore[assignment]
@@ -186,7 +202,19 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListJobsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListJobsResponse, _abc.Awaitable[_admin_pb2.ListJobsResponse]]:
-        """Looks at the jobs of a queue in one state without taking them, a page at a time."""
+        """Looks at an org's jobs without taking them, a page at a time: of one queue or all, in one state or any, and made in a
+        span of time.
+        """
+
+    @_abc_1.abstractmethod
+    def RestoreJobs(
+        self,
+        request: _admin_pb2.RestoreJobsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.RestoreJobsResponse, _abc.Awaitable[_admin_pb2.RestoreJobsResponse]]:
+        """Stores finished and dead jobs once more, as new jobs of their queues that are due now. The old ones stay as they are: a
+        dead one is moved by RedriveJobs. May be repeated where it names the new ids.
+        """
 
     @_abc_1.abstractmethod
     def RedriveJobs(
@@ -205,7 +233,9 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.GetStatsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetStatsResponse, _abc.Awaitable[_admin_pb2.GetStatsResponse]]:
-        """Counts by state, for one queue or all of an org. Exact; costs an index scan of the live jobs."""
+        """Counts by state, for one queue or all of an org. Costs an index scan of the live jobs. Exact for an org that is at rest;
+        of jobs that go to another shard at that moment none is left out, and some may be counted on both.
+        """
 
     @_abc_1.abstractmethod
     def ListShards(

@@ -1,0 +1,182 @@
+"""Lists of jobs, a page at a time: each job once, newest first, wherever it is, and by what is asked for alone."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+
+import pytest
+
+from shard import archiving, listing
+from shard.books import Books
+from shard.database import Database
+from shard.errors import BadPageToken, UnknownQueue
+from shard.listing import Page, Wanted
+from shard.settling import Nack
+from shard.store import Store
+from shard.vocabulary import JobId, JobState, Micros, OrgId, QueueName
+from tests.conftest import SHARD
+from tests.jobs import HOUR_US, QUEUE, ids_of, job_id, lease_jobs, some_jobs
+from tests.timemachine import age_finished
+
+OTHER_QUEUE = QueueName("post")
+DAY_US = 24 * HOUR_US
+
+
+@pytest.fixture
+async def fresh_books(fresh_dsn: str) -> AsyncGenerator[Books]:
+    opened = Database(SHARD, fresh_dsn, connections=1, for_books=True)
+    await opened.open()
+    yield Books(opened)
+    await opened.close()
+
+
+async def pages(books: Books, wanted: Wanted, page_size: int = 2) -> list[list[JobId]]:
+    found: list[list[JobId]] = []
+    token = ""
+    while token or not found:
+        page = await books.list_jobs(wanted, page_size=page_size, page_token=token)
+        assert [job.id for job in page.jobs] == [str(key[-1]) for key in page.keys]
+        found.append([job.id for job in page.jobs])
+        token = page.next_token
+    return found
+
+
+async def finish(store: Store, org: OrgId, count: int = 1, *, queue: str = QUEUE) -> list[JobId]:
+    jobs = some_jobs(org, count, queue=queue)
+    await store.enqueue(jobs)
+    await store.ack(org, [lease for _, lease in await lease_jobs(store, org, queue=queue)])
+    return ids_of(jobs)
+
+
+async def finish_cold(database: Database, org: OrgId, *, days: int, count: int = 1) -> list[JobId]:
+    """Finished so many days ago; their day is cold."""
+    await finish(Store(database), org, count)
+    ids = await age_finished(database, org, days=days)
+    for day in await archiving.days_over(database):
+        await archiving.turn_cold(database, day)
+    return ids
+
+
+async def test_a_queue_that_is_unknown_and_a_token_of_another_list_are_refused(books: Books, org: OrgId) -> None:
+    with pytest.raises(UnknownQueue):
+        await books.list_jobs(Wanted(org=org, queue=QUEUE), page_size=1, page_token="")
+    assert await pages(books, Wanted(org=org)) == [[]]
+    for token in (listing.pack(5, 0, job_id()), listing.pack("mail")):
+        with pytest.raises(BadPageToken):
+            await books.list_jobs(Wanted(org=org), page_size=1, page_token=token)
+
+
+async def test_jobs_of_every_state_are_one_list_newest_first(
+    fresh_database: Database, fresh_books: Books, org: OrgId
+) -> None:
+    store = Store(fresh_database)
+    other = OrgId(f"{org}-other")
+    cold = [*await finish_cold(fresh_database, org, days=9), *await finish_cold(fresh_database, org, days=3, count=2)]
+    await finish_cold(fresh_database, other, days=3)
+    dead, cancelled, leased = (some_jobs(org, 1) for _ in range(3))
+    await store.enqueue(dead)
+    await store.nack(org, [Nack(lease=lease, kill=True) for _, lease in await lease_jobs(store, org)])
+    await store.enqueue(cancelled)
+    await store.cancel(org, ids_of(cancelled), reason="")
+    await store.enqueue(leased)
+    await lease_jobs(store, org, window_us=HOUR_US)
+    succeeded = await finish(store, org, queue=OTHER_QUEUE)
+    scheduled, ready = some_jobs(org, 2, delay_us=HOUR_US), some_jobs(org, 1, queue=OTHER_QUEUE)
+    for jobs in (scheduled, ready, some_jobs(other, 2)):
+        await store.enqueue(jobs)
+    by_state = {
+        JobState.SUCCEEDED: [*cold, *succeeded],
+        JobState.DEAD: ids_of(dead),
+        JobState.CANCELLED: ids_of(cancelled),
+        JobState.LEASED: ids_of(leased),
+        JobState.SCHEDULED: ids_of(scheduled),
+        JobState.READY: ids_of(ready),
+    }
+    everything = sorted((one for ids in by_state.values() for one in ids), reverse=True)
+    for page_size in (1, 2, 4, 1000):
+        found = await pages(fresh_books, Wanted(org=org), page_size)
+        assert [one for page in found for one in page] == everything
+        assert [len(page) for page in found[:-1]] == [page_size] * (len(found) - 1)
+    page = await fresh_books.list_jobs(Wanted(org=org), page_size=1000, page_token="")
+    assert {job.id: job.state for job in page.jobs} == {
+        one: state.value for state, ids in by_state.items() for one in ids
+    }
+    for state, ids in by_state.items():
+        assert await pages(fresh_books, Wanted(org=org, state=state), 1000) == [sorted(ids, reverse=True)]
+    there = {*succeeded, *ids_of(ready)}
+    assert await pages(fresh_books, Wanted(org=org, queue=OTHER_QUEUE)) == [sorted(there, reverse=True)]
+    assert await pages(fresh_books, Wanted(org=org, kind="other")) == [[]]
+    assert await pages(fresh_books, Wanted(org=OrgId("nobody"))) == [[]]
+
+
+@pytest.mark.parametrize("queue", [QUEUE, None])
+@pytest.mark.parametrize("state", [JobState.SCHEDULED, JobState.SUCCEEDED, None])
+async def test_a_span_of_time_chooses_by_when_jobs_were_made(
+    fresh_database: Database, fresh_books: Books, org: OrgId, queue: QueueName | None, state: JobState | None
+) -> None:
+    store = Store(fresh_database)
+    ids: list[JobId] = []
+    if state is not JobState.SCHEDULED:
+        for days in (20, 10, 5):
+            ids += await finish_cold(fresh_database, org, days=days)
+    if state is not JobState.SUCCEEDED:
+        scheduled = some_jobs(org, ids=[job_id(ahead_ms=-days * 86_400_000) for days in (6, 4, 2)], delay_us=HOUR_US)
+        await store.enqueue(scheduled)
+        ids += ids_of(scheduled)
+    ids.sort()
+    made = [Micros(int(one[:8] + one[9:13], 16) * 1000) for one in ids]
+    wanted = Wanted(org=org, queue=queue, state=state)
+
+    async def chosen(after: int | None, before: int | None) -> list[JobId]:
+        spanned = replace(
+            wanted,
+            made_after=None if after is None else Micros(after),
+            made_before=None if before is None else Micros(before),
+        )
+        return sorted(one for page in await pages(fresh_books, spanned, 1) for one in page)
+
+    assert await chosen(None, None) == ids
+    for at, when in enumerate(made):
+        assert await chosen(when, None) == ids[at:]
+        assert await chosen(None, when) == ids[:at]
+        # To the millisecond, which is all that an id tells.
+        assert await chosen(when + 1, None) == ids[at + 1 :]
+        assert await chosen(None, when + 1) == ids[: at + 1]
+    assert await chosen(made[1], made[2]) == ids[1:2]
+    assert await chosen(made[2], made[1]) == []
+    assert await chosen(-DAY_US, 2**62) == ids
+
+
+async def test_a_job_that_goes_from_state_to_state_meanwhile_is_listed_once(
+    fresh_database: Database, fresh_books: Books, org: OrgId
+) -> None:
+    store = Store(fresh_database)
+    jobs = some_jobs(org, 8)
+    await store.enqueue(jobs)
+    wanted, found, token = Wanted(org=org), list[JobId](), ""
+
+    async def leave_one_state() -> Page:
+        page = await fresh_books.list_jobs(wanted, page_size=2, page_token=token)
+        held = [lease for _, lease in await lease_jobs(store, org, max_jobs=3)]
+        await store.ack(org, held[:1])
+        await store.nack(org, [Nack(lease=lease, kill=True) for lease in held[1:2]])
+        await store.release(org, held[2:])
+        return page
+
+    while token or not found:
+        page = await leave_one_state()
+        found += [job.id for job in page.jobs]
+        token = page.next_token
+    assert found == sorted(ids_of(jobs), reverse=True)
+
+
+async def test_a_look_that_takes_long_ends_with_what_it_has_and_the_next_one_goes_on_there(
+    fresh_database: Database, fresh_books: Books, org: OrgId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if every look took too long."""
+    ids = [*await finish_cold(fresh_database, org, days=20), *await finish_cold(fresh_database, org, days=2)]
+    monkeypatch.setattr(listing, "_LOOK_S_MAX", -1.0)
+    found = await pages(fresh_books, Wanted(org=org), 9)
+    assert [one for page in found for one in page] == sorted(ids, reverse=True)
+    assert [] in found
