@@ -44,19 +44,36 @@ def test_a_run_ends_with_a_table_and_with_all_samples_as_json(tmp_path: Path) ->
     assert all(sample["jobs"] == 2000 and sample["jobs_per_s"] > 0 for sample in samples)
 
 
-def test_small_calls_are_measured_beside_an_echo(tmp_path: Path) -> None:
-    done = subprocess.run(
-        _command("unary", "--jobs", "200", "--callers", "16", "--out", str(tmp_path)),
-        cwd=_ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+def _told(out: Path, *arguments: str) -> Any:
+    """What it found, as JSON."""
+    command = [sys.executable, "-m", "bench", *arguments, "--out", str(out)]
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
-    told = json.loads((tmp_path / "bench.json").read_text())
+    return json.loads((out / "bench.json").read_text())
+
+
+def test_small_calls_are_measured_beside_an_echo(tmp_path: Path) -> None:
+    told = _told(tmp_path, "unary", "--runs", "1", "--jobs", "200", "--callers", "16")
     systems = {sample["system"] for sample in told["scenarios"]["unary"]["samples"]}
     assert systems == {"windrow-unary", "echo", "windrow-client"}
+
+
+def test_a_history_is_measured_turned_cold_and_dropped(tmp_path: Path) -> None:
+    told = _told(tmp_path, "archive", "--runs", "1", "--jobs", "4000", "--api", "400", "--calls", "50")
+    samples = told["scenarios"]["archive"]["samples"]
+    assert [sample["depth"] for sample in samples if "run" in sample] == [0, 400, 4000]
+    assert [sample["jobs"] for sample in samples if "drop_s" in sample] == [400, 3600]
+    assert {file.name for file in tmp_path.glob("*.png")} == {"archive-depth.png"}
+
+
+def test_an_archiver_beside_the_load_is_measured(tmp_path: Path) -> None:
+    seconds = ("--before-seconds", "2", "--hold-minutes", "0.05", "--after-seconds", "1")
+    command = ("load", "--beside", "archiver", "--peers", "none", "--rate", "100", "--days", "4", "--day-jobs", "500")
+    told = _told(tmp_path, *command, *seconds)
+    (sample,) = told["scenarios"]["load"]["samples"]
+    assert sample["archived"]["turned_cold"] == 2000
+    # Those of 31 days ago, too, from three o'clock on.
+    assert sample["archived"]["dropped"] in (1000, 1500)
 
 
 def test_an_outage_is_measured_and_loses_nothing(tmp_path: Path) -> None:
