@@ -8,20 +8,25 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar, cast
 
 from shard import listing, partitions, statements
+from shard.coalescing import Coalescer
 from shard.database import Database
 from shard.enqueuing import find_refused
-from shard.errors import BadPageToken, QueueExists, QueueNotEmpty, TooManyQueues, UnknownQueue
+from shard.errors import BadPageToken, QueueExists, QueueNotEmpty, ShardUnavailable, TooManyQueues, UnknownQueue
 from shard.interning import QUEUES_MAX, Names
 from shard.listing import Page, Wanted
 from shard.placement import FIRST_EPOCH
 from shard.retry import Policy, to_json
+from shard.turns import Alone, one_by_one
 from shard.vocabulary import Micros, OrgId, QueueName, ShardName
 
+T = TypeVar("T")
 _NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
+_SCAN_WAIT_S_MAX = 60.0
 
 
 class QueueRecord(NamedTuple):
@@ -105,6 +110,16 @@ class Books:
         self.name: ShardName = database.name
         self._database = database
         self._names = Names(database)
+        # One at a time, and each org's in turn: what is quick finds a connection beside it.
+        self._scans = Coalescer[Alone, Any](
+            one_by_one,
+            weigh=lambda call: call.weight,
+            whose=lambda call: call.org,
+            late=lambda: ShardUnavailable(self.name, "counts and lists before this one take long"),
+            acts_max=1,
+            weight_max=1,
+            wait_s=_SCAN_WAIT_S_MAX,
+        )
 
     async def create_queue(
         self,
@@ -248,20 +263,26 @@ class Books:
         UnknownQueue, BadPageToken."""
         if wanted.queue is not None:
             await self.get_queue(wanted.org, wanted.queue)
-        return await listing.page(self._database, wanted, page_size=page_size, page_token=page_token)
+        return await self._scan(
+            wanted.org, partial(listing.page, self._database, wanted, page_size=page_size, page_token=page_token)
+        )
 
     async def stats(self, org: OrgId, queue: QueueName | None, *, include_finished: bool) -> list[QueueCounts]:
         """Counts by state, by queue, those about to leave the shard apart. Raises UnknownQueue where one was named."""
-        rows = await self._database.run(
-            statements.STATS, {"org": org, "queue": queue or "", "include_finished": include_finished}
-        )
+        parameters = {"org": org, "queue": queue or "", "include_finished": include_finished}
+        rows = await self._scan(org, partial(self._database.run, statements.STATS, parameters))
         if queue and not rows:
             raise UnknownQueue(org, queue)
         return [_counts(row) for row in rows]
 
     async def check(self) -> list[OrgBooks]:
         """Every org's books, at one moment."""
-        return list(map(OrgBooks._make, await self._database.run(statements.CHECK_BOOKS, {})))
+        rows = await self._scan(None, partial(self._database.run, statements.CHECK_BOOKS, {}))
+        return list(map(OrgBooks._make, rows))
+
+    async def _scan(self, org: OrgId | None, act: Callable[[], Awaitable[T]]) -> T:
+        answer: T = await self._scans.submit(Alone(org, 1, act))
+        return answer
 
     async def versions(self) -> tuple[str, int]:
         """What the server calls its version, such as "18.6", and the number of the schema's newest migration."""

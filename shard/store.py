@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from shard import arrays, partitions, statements
 from shard.claiming import Ask, Claiming, Taken
@@ -28,6 +28,7 @@ from shard.lease import lease_of
 from shard.placement import FIRST_EPOCH
 from shard.records import ANSWER_BYTES_MAX, JobRecord
 from shard.settling import Acks, Extends, Nack, Nacks, Releases, Settling, apart
+from shard.turns import Alone, one_by_one
 from shard.vocabulary import Answer, JobId, Lease, Micros, NewJobs, OrgId, QueueId, QueueName, ShardName
 
 _log = logging.getLogger(__name__)
@@ -48,14 +49,6 @@ _BYTES_PER_WEIGHT = 16 * 1024
 _ALONE_WEIGHT_MAX = 100
 
 _AnyCall = TypeVar("_AnyCall", Acks, Nacks, Extends, Releases)
-
-
-class _Alone(NamedTuple):
-    """A call that takes its turn, and shares no statement with others."""
-
-    org: OrgId
-    jobs: int
-    act: Callable[[], Awaitable[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,9 +105,9 @@ class Store:
         self._nacks = Coalescer(_in_turn(settling.nack), weigh=_leases, whose=_org, late=late, beside=beside)
         self._extends = Coalescer(_in_turn(settling.extend), weigh=_leases, whose=_org, late=late, beside=beside)
         self._releases = Coalescer(_in_turn(settling.release), weigh=_leases, whose=_org, late=late, beside=beside)
-        self._alone = Coalescer[_Alone, Any](
-            _one_by_one,
-            weigh=lambda call: call.jobs,
+        self._alone = Coalescer[Alone, Any](
+            one_by_one,
+            weigh=lambda call: call.weight,
             whose=_org,
             late=late,
             beside=beside,
@@ -207,7 +200,7 @@ class Store:
     async def cancel(self, org: OrgId, ids: Sequence[JobId], *, reason: str) -> list[Answer]:
         """Cancels jobs that have not finished; STALE for those that have, DEPARTING for those that are leaving."""
         answers_of: list[Answer] = await self._alone.submit(
-            _Alone(org, len(ids), partial(self._cancel, org, ids, reason=reason))
+            Alone(org, len(ids), partial(self._cancel, org, ids, reason=reason))
         )
         return answers_of
 
@@ -256,7 +249,7 @@ class Store:
         """The jobs with these ids, in their order, wherever they are on this shard; not whole behind the one that fills
         `bytes_max`. `as_stored`: without what their queues say of retries, where they say nothing themselves."""
         call = partial(self._get, org, ids, include_payload=include_payload, bytes_max=bytes_max, as_stored=as_stored)
-        found: list[JobRecord] = await self._alone.submit(_Alone(org, len(ids), call))
+        found: list[JobRecord] = await self._alone.submit(Alone(org, len(ids), call))
         return found
 
     async def _get(
@@ -370,16 +363,6 @@ def _in_turn(
     return do
 
 
-async def _one_by_one(calls: list[_Alone]) -> list[Any]:
-    answers: list[Any] = []
-    for call in calls:
-        try:
-            answers.append(await call.act())
-        except Exception as error:  # noqa: BLE001 - it is the caller's to handle
-            answers.append(error)
-    return answers
-
-
 def _tell_nothing(call: Call) -> None:
     if call.handover is not None:
         call.handover.tell(NOTHING_HANDED)
@@ -389,7 +372,7 @@ def _weight(call: Call) -> int:
     return len(call.jobs) + sum(map(len, call.jobs.payloads)) // _BYTES_PER_WEIGHT
 
 
-def _org(call: _Alone | Ask | Acks | Nacks | Extends | Releases) -> OrgId:
+def _org(call: Alone | Ask | Acks | Nacks | Extends | Releases) -> OrgId | None:
     return call.org
 
 
