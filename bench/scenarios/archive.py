@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-import grpc
 import psycopg
 
 from archiver.passing import Pass
@@ -19,20 +17,18 @@ from bench import demands
 from bench.arguments import add_runs, number
 from bench.demands import at_most
 from bench.history import fill_day
-from bench.payloads import stamped
+from bench.probe import Probe, open_probe
 from bench.report import Found, Plot, Table
 from bench.scenario import Bench, Scenario
 from bench.spread import percentile, ratio, spread
 from bench.stage import Stage
 from bench.system import Wrong
-from bench.systems.windrow import CALL_S_MAX, QUEUE
+from bench.systems.windrow import QUEUE
 from shard import archiving
 from shard.archiving import Day
 from shard.cluster import read_cluster
 from shard.database import Database
 from shard.vocabulary import ShardName
-from windrow.ids import uuid7
-from windrow.v1 import admin_pb2, admin_pb2_grpc, job_pb2, queue_pb2, queue_pb2_grpc
 
 # The two clusters take turns after so many calls: what else the machine does then hits both.
 _STRIDE = 50
@@ -98,35 +94,34 @@ async def measure(plan: Plan, bench: Bench) -> Found:
     samples: list[Sample] = []
     sizes: list[Size] = []
     turns: list[Turn] = []
-    async with bench.stage(shards=1, routers=1) as empty, bench.stage(shards=1, routers=1) as deep:
-        probes = (_Probe(empty), _Probe(deep))
-        try:
+    async with (
+        bench.stage(shards=1, routers=1) as empty,
+        bench.stage(shards=1, routers=1) as deep,
+        open_probe(empty) as one,
+        open_probe(deep) as other,
+    ):
+        probes = (one, other)
+        for depth in plan.depths:
+            cold: tuple[Day, Pass, int] | None = None
+            api = plan.api if depth == max(plan.depths) else 0
+            if depth:
+                cold = await _history(deep, probes[1], depth - api, bench)
+            # The same through both: what they leave in the days that are not over is not what is compared.
             for probe in probes:
-                await probe.prepare()
-            for depth in plan.depths:
-                cold: tuple[Day, Pass, int] | None = None
-                api = plan.api if depth == max(plan.depths) else 0
-                if depth:
-                    cold = await _history(deep, probes[1], depth - api, bench)
-                # The same through both: what they leave in the days that are not over is not what is compared.
-                for probe in probes:
-                    await probe.work(api)
-                    await asyncio.to_thread(probe.settle)
-                for run in range(1, plan.runs + 1):
-                    samples.append(sample := await _sample(plan, depth, run, probes))
-                    bench.say(
-                        f"{depth:,} finished, run {run} of {plan.runs}: claim p99 {sample.claim_ms[1]:.2f} ms "
-                        f"(empty {sample.empty_claim_ms[1]:.2f}), ack p99 {sample.ack_ms[1]:.2f} ms "
-                        f"(empty {sample.empty_ack_ms[1]:.2f})"
-                    )
-                hot = [await asyncio.to_thread(probe.number, _HOT) for probe in probes]
-                whole = await asyncio.to_thread(probes[1].number, _DISK)
-                sizes.append(Size(depth=depth, hot_bytes=hot[1], empty_hot_bytes=hot[0], whole_bytes=whole))
-                if cold is not None:
-                    turns.append(await _drop(deep, probes[1], cold))
-        finally:
-            for probe in probes:
-                await probe.close()
+                await _work(probe, api)
+                await asyncio.to_thread(_settle, probe)
+            for run in range(1, plan.runs + 1):
+                samples.append(sample := await _sample(plan, depth, run, probes))
+                bench.say(
+                    f"{depth:,} finished, run {run} of {plan.runs}: claim p99 {sample.claim_ms[1]:.2f} ms "
+                    f"(empty {sample.empty_claim_ms[1]:.2f}), ack p99 {sample.ack_ms[1]:.2f} ms "
+                    f"(empty {sample.empty_ack_ms[1]:.2f})"
+                )
+            hot = [await asyncio.to_thread(probe.number, _HOT) for probe in probes]
+            whole = await asyncio.to_thread(probes[1].number, _DISK)
+            sizes.append(Size(depth=depth, hot_bytes=hot[1], empty_hot_bytes=hot[0], whole_bytes=whole))
+            if cold is not None:
+                turns.append(await _drop(probes[1], cold))
     return Found(
         scenario="archive",
         plan=asdict(plan),
@@ -141,15 +136,14 @@ async def measure(plan: Plan, bench: Bench) -> Found:
     )
 
 
-async def _history(stage: Stage, probe: _Probe, count: int, bench: Bench) -> tuple[Day, Pass, int]:
+async def _history(stage: Stage, probe: Probe, count: int, bench: Bench) -> tuple[Day, Pass, int]:
     """A day of so many finished jobs, which one pass of the archiver turns cold. Answers the day, the pass, and the
     WAL bytes that it wrote."""
     bench.say(f"{count:,} finished jobs of one day")
-    dsn = next(iter(stage.dsns.values()))
     day = await asyncio.to_thread(
-        fill_day, dsn, org=probe.org, queue=QUEUE, days_ago=_DAYS_AGO, retention=_RETENTION, count=count
+        fill_day, probe.dsn, org=probe.org, queue=QUEUE, days_ago=_DAYS_AGO, retention=_RETENTION, count=count
     )
-    await asyncio.to_thread(probe.settle)
+    await asyncio.to_thread(_settle, probe)
     before = await asyncio.to_thread(probe.number, "SELECT pg_current_wal_insert_lsn() - '0/0'")
     ((_, done),) = (await archive_once(read_cluster(stage.config), stop=asyncio.Event())).items()
     if not isinstance(done, Pass) or [aged.jobs for aged in done.turned_cold] != [count]:
@@ -159,10 +153,10 @@ async def _history(stage: Stage, probe: _Probe, count: int, bench: Bench) -> tup
     return day, done, after - before
 
 
-async def _drop(stage: Stage, probe: _Probe, cold: tuple[Day, Pass, int]) -> Turn:
+async def _drop(probe: Probe, cold: tuple[Day, Pass, int]) -> Turn:
     day, done, wal = cold
     (aged,) = done.turned_cold
-    database = Database(ShardName("s1"), next(iter(stage.dsns.values())), connections=1, for_books=True)
+    database = Database(ShardName("s1"), probe.dsn, connections=1, for_books=True)
     await database.open()
     try:
         before = await asyncio.to_thread(probe.number, _DISK)
@@ -184,13 +178,13 @@ async def _drop(stage: Stage, probe: _Probe, cold: tuple[Day, Pass, int]) -> Tur
     )
 
 
-async def _sample(plan: Plan, depth: int, run: int, probes: Sequence[_Probe]) -> Sample:
+async def _sample(plan: Plan, depth: int, run: int, probes: Sequence[Probe]) -> Sample:
     found: list[tuple[list[float], list[float]]] = [([], []), ([], [])]
     while len(found[0][0]) < plan.calls:
         for probe, (claims, acks) in zip(probes, found, strict=True):
-            for claim_ms, ack_ms in await probe.cycles(plan.batch, _STRIDE):
-                claims.append(claim_ms)
-                acks.append(ack_ms)
+            for cycle in await probe.cycles(plan.batch, _STRIDE):
+                claims.append(cycle.claim_ms)
+                acks.append(cycle.ack_ms)
     empty, there = found
     return Sample(
         depth=depth,
@@ -207,56 +201,16 @@ def _middle_and_tail(times_ms: list[float]) -> tuple[float, float]:
     return percentile(ordered, 0.5), percentile(ordered, 0.99)
 
 
-class _Probe:
-    """One caller of one cluster: enqueues, dequeues and acks."""
+def _settle(probe: Probe) -> None:
+    """Nothing that was done before is still to be cleaned up."""
+    with psycopg.connect(probe.dsn, autocommit=True) as connection:
+        connection.execute("VACUUM ANALYZE windrow.job")
+        connection.execute("VACUUM windrow.tally")
 
-    def __init__(self, stage: Stage) -> None:
-        self._dsn = next(iter(stage.dsns.values()))
-        self._channel = grpc.aio.insecure_channel(stage.routers.address)
-        self._queue = queue_pb2_grpc.QueueStub(self._channel)
-        self._admin = admin_pb2_grpc.AdminStub(self._channel)
-        self.org = f"bench-{secrets.token_hex(6)}"
 
-    async def prepare(self) -> None:
-        await self._admin.CreateQueue(admin_pb2.CreateQueueRequest(org=self.org, queue=QUEUE), timeout=CALL_S_MAX)
-
-    async def work(self, jobs: int) -> None:
-        """Has so many jobs live their whole lives."""
-        await self.cycles(_API_BATCH, jobs // _API_BATCH)
-
-    async def cycles(self, batch: int, calls: int) -> list[tuple[float, float]]:
-        """How many ms each of so many claims and acks took."""
-        request = queue_pb2.DequeueRequest(org=self.org, queues=[QUEUE], max_jobs=batch, worker="bench")
-        times_ms: list[tuple[float, float]] = []
-        for _ in range(calls):
-            jobs = [
-                job_pb2.NewJob(id=uuid7(), queue=QUEUE, kind="no-op", payload=payload) for payload in stamped(batch)
-            ]
-            await self._queue.Enqueue(queue_pb2.EnqueueRequest(org=self.org, jobs=jobs), timeout=CALL_S_MAX)
-            began_s = time.monotonic()
-            taken = (await self._queue.Dequeue(request, timeout=CALL_S_MAX)).jobs
-            claimed_s = time.monotonic()
-            if len(taken) != batch:
-                raise Wrong(f"a Dequeue of {batch} gave {len(taken)} jobs, where at least {batch} were ready")
-            acks = queue_pb2.AckRequest(org=self.org, acks=[queue_pb2.Ack(lease=job.lease) for job in taken])
-            began_ack_s = time.monotonic()
-            await self._queue.Ack(acks, timeout=CALL_S_MAX)
-            times_ms.append(((claimed_s - began_s) * 1000, (time.monotonic() - began_ack_s) * 1000))
-        return times_ms
-
-    def settle(self) -> None:
-        """Nothing that was done before is still to be cleaned up."""
-        with psycopg.connect(self._dsn, autocommit=True) as connection:
-            connection.execute("VACUUM ANALYZE windrow.job")
-            connection.execute("VACUUM windrow.tally")
-
-    def number(self, query: str) -> int:
-        with psycopg.connect(self._dsn, autocommit=True) as connection:
-            ((found,),) = connection.execute(query.encode()).fetchall()
-        return int(found)
-
-    async def close(self) -> None:
-        await self._channel.close()
+async def _work(probe: Probe, jobs: int) -> None:
+    """Has so many jobs live their whole lives."""
+    await probe.cycles(_API_BATCH, jobs // _API_BATCH)
 
 
 def _demands(

@@ -5,24 +5,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import secrets
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-import grpc
 import psycopg
 
 from bench.arguments import add_runs, number
 from bench.payloads import stamped
+from bench.probe import Probe, open_probe
 from bench.report import Found, Table
 from bench.scenario import Bench, Scenario
 from bench.spread import percentile, ratio, spread
-from bench.stage import Stage
-from bench.system import Wrong
-from bench.systems.windrow import CALL_S_MAX, QUEUE
-from windrow.ids import uuid7
-from windrow.v1 import admin_pb2, admin_pb2_grpc, job_pb2, queue_pb2, queue_pb2_grpc
+from bench.systems.windrow import QUEUE
 
 _CONNECTIONS = 1
 _WARM = 100
@@ -80,33 +74,28 @@ async def measure(plan: Plan, bench: Bench) -> Found:
     async with (
         bench.stage(shards=1, routers=_CONNECTIONS) as empty,
         bench.stage(shards=1, routers=_CONNECTIONS) as deep,
+        open_probe(empty) as one,
+        open_probe(deep) as other,
     ):
-        probes = (_Probe(empty), _Probe(deep))
-        try:
-            for probe in probes:
-                await probe.prepare()
-            depth = "nothing"
-            for fill in (None, *_FILLS):
-                if fill is not None:
-                    depth = fill if depth == "nothing" else f"{depth} + {fill}"
-                    bench.say(f"filling {plan.jobs:,} {fill} jobs in")
-                    await asyncio.to_thread(probes[1].fill, fill, plan.jobs)
-                for probe in probes:
-                    await probe.dequeues(plan.batch, _WARM)
-                for run in range(1, plan.runs + 1):
-                    found: tuple[list[float], list[float]] = ([], [])
-                    while len(found[0]) < plan.calls:
-                        for probe, times_ms in zip(probes, found, strict=True):
-                            times_ms += await probe.dequeues(plan.batch, _STRIDE)
-                    both = [(percentile(one, 0.5), percentile(one, 0.99)) for one in map(sorted, found)]
-                    samples.append(sample := Sample(depth=depth, run=run, empty_ms=both[0], deep_ms=both[1]))
-                    bench.say(
-                        f"{depth}, run {run} of {plan.runs}: p99 {sample.deep_ms[1]:.2f} ms, "
-                        f"empty {sample.empty_ms[1]:.2f} ms"
-                    )
-        finally:
-            for probe in probes:
-                await probe.close()
+        depth = "nothing"
+        for fill in (None, *_FILLS):
+            if fill is not None:
+                depth = fill if depth == "nothing" else f"{depth} + {fill}"
+                bench.say(f"filling {plan.jobs:,} {fill} jobs in")
+                await asyncio.to_thread(_fill, other, fill, plan.jobs)
+            for probe in (one, other):
+                await probe.cycles(plan.batch, _WARM)
+            for run in range(1, plan.runs + 1):
+                found: tuple[list[float], list[float]] = ([], [])
+                while len(found[0]) < plan.calls:
+                    for probe, times_ms in zip((one, other), found, strict=True):
+                        times_ms += [cycle.claim_ms for cycle in await probe.cycles(plan.batch, _STRIDE)]
+                both = [(percentile(times_ms, 0.5), percentile(times_ms, 0.99)) for times_ms in map(sorted, found)]
+                samples.append(sample := Sample(depth=depth, run=run, empty_ms=both[0], deep_ms=both[1]))
+                bench.say(
+                    f"{depth}, run {run} of {plan.runs}: p99 {sample.deep_ms[1]:.2f} ms, "
+                    f"empty {sample.empty_ms[1]:.2f} ms"
+                )
     return Found(
         scenario="depth",
         plan=asdict(plan),
@@ -115,58 +104,23 @@ async def measure(plan: Plan, bench: Bench) -> Found:
     )
 
 
-class _Probe:
-    """One caller of one cluster: enqueues, dequeues and acks, and times the dequeue alone."""
-
-    def __init__(self, stage: Stage) -> None:
-        self._dsn = next(iter(stage.dsns.values()))
-        self._channel = grpc.aio.insecure_channel(stage.routers.address)
-        self._queue = queue_pb2_grpc.QueueStub(self._channel)
-        self._admin = admin_pb2_grpc.AdminStub(self._channel)
-        self._org = f"bench-{secrets.token_hex(6)}"
-
-    async def prepare(self) -> None:
-        request = admin_pb2.CreateQueueRequest(org=self._org, queue=QUEUE)
-        await self._admin.CreateQueue(request, timeout=CALL_S_MAX)
-
-    def fill(self, what: str, count: int) -> None:
-        """Puts jobs into the probed queue, past the router, and books them."""
-        with psycopg.connect(self._dsn) as connection:
-            row = connection.execute(
-                "SELECT queue_id FROM windrow.queue WHERE org = %s AND queue = %s", [self._org, QUEUE]
-            ).fetchone()
-            assert row is not None
-            parameters = {"queue_id": row[0], "count": count, "payload": stamped(1)[0], "salt": what}
-            # generate_series counts below 2^31, and an id's bits come from its number.
-            connection.execute(_FILLS[what].encode(), parameters)
-            connection.execute(
-                "INSERT INTO windrow.tally (org_id, accepted) SELECT (%s & 4294967295)::integer, %s", [row[0], count]
-            )
-        with psycopg.connect(self._dsn, autocommit=True) as connection:
-            connection.execute("VACUUM ANALYZE windrow.job")
-            connection.execute("ANALYZE windrow.finished")
-            connection.execute("VACUUM windrow.finished")
-
-    async def dequeues(self, batch: int, calls: int) -> list[float]:
-        """How many ms each of so many took."""
-        request = queue_pb2.DequeueRequest(org=self._org, queues=[QUEUE], max_jobs=batch, worker="bench")
-        times_ms: list[float] = []
-        for _ in range(calls):
-            jobs = [
-                job_pb2.NewJob(id=uuid7(), queue=QUEUE, kind="no-op", payload=payload) for payload in stamped(batch)
-            ]
-            await self._queue.Enqueue(queue_pb2.EnqueueRequest(org=self._org, jobs=jobs), timeout=CALL_S_MAX)
-            began_s = time.monotonic()
-            taken = (await self._queue.Dequeue(request, timeout=CALL_S_MAX)).jobs
-            times_ms.append((time.monotonic() - began_s) * 1000)
-            if len(taken) != batch:
-                raise Wrong(f"a Dequeue of {batch} gave {len(taken)} jobs, where at least {batch} were ready")
-            acks = [queue_pb2.Ack(lease=job.lease) for job in taken]
-            await self._queue.Ack(queue_pb2.AckRequest(org=self._org, acks=acks), timeout=CALL_S_MAX)
-        return times_ms
-
-    async def close(self) -> None:
-        await self._channel.close()
+def _fill(probe: Probe, what: str, count: int) -> None:
+    """Puts jobs into the probed queue, past the router, and books them."""
+    with psycopg.connect(probe.dsn) as connection:
+        row = connection.execute(
+            "SELECT queue_id FROM windrow.queue WHERE org = %s AND queue = %s", [probe.org, QUEUE]
+        ).fetchone()
+        assert row is not None
+        parameters = {"queue_id": row[0], "count": count, "payload": stamped(1)[0], "salt": what}
+        # generate_series counts below 2^31, and an id's bits come from its number.
+        connection.execute(_FILLS[what].encode(), parameters)
+        connection.execute(
+            "INSERT INTO windrow.tally (org_id, accepted) SELECT (%s & 4294967295)::integer, %s", [row[0], count]
+        )
+    with psycopg.connect(probe.dsn, autocommit=True) as connection:
+        connection.execute("VACUUM ANALYZE windrow.job")
+        connection.execute("ANALYZE windrow.finished")
+        connection.execute("VACUUM windrow.finished")
 
 
 def _table(plan: Plan, samples: Sequence[Sample]) -> Table:
