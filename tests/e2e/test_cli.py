@@ -259,6 +259,20 @@ def test_the_documentation_shows_what_the_command_prints(
         assert (code, steady(real)) == (step.code, steady(shown)), f"$ {step.command}\n{real}"
 
 
+def test_what_the_readme_shows_of_history_does_as_it_says(
+    windrow: Windrow, running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(running.config, tmp_path / "cluster.toml")
+    _, _, section = (ROOT / "README.md").read_text().partition("\n## History that stays findable")
+    lines = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("./run windrow ")]
+    assert len(lines) == 5
+    for line in lines:
+        done = windrow(*shlex.split(line, comments=True)[2:])
+        assert done.code == 0, f"{line}\n{done.err}"
+    assert windrow("orgs", "release", "acme", "--config", "cluster.toml").code == 0
+
+
 def test_every_command_is_documented() -> None:
     text = (ROOT / "docs/cli.md").read_text()
     names = [str(command.name) for command in app.registered_commands]
