@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shard import statements
+from shard import arrays, statements
 from shard.database import Database
 from shard.errors import LegallyHeld, Misconfigured, OrgMoves
+from shard.placement import SLOTS
 from shard.vocabulary import Micros, OrgId
 
 _ROWS = 2_000
@@ -53,7 +54,15 @@ async def begin(database: Database, org: OrgId, *, erasure: str) -> bool:
         await connection.execute(statements.LOCK_SLOTS, prepare=False)
         if await connection.run(statements.FIND_DEPARTING_ORG, {"org": org}):
             raise OrgMoves(org, [database.name])
-        if await connection.run(statements.BEGIN_ERASURE, {"org": org, "id": erasure}):
+        slots = await connection.run(statements.READ_ORG_SLOT, {"org": org})
+        if await connection.run(statements.BEGIN_ERASURE, {"org": org, "id": erasure, "slots": SLOTS}):
+            ((slot,),) = slots
+            if slot >= SLOTS:
+                # Of its own, which the catalog keeps: whoever makes the org again is to find it in that.
+                await connection.run(
+                    statements.INTERN_NAMES,
+                    {"orgs": arrays.texts([org]), "slots": arrays.numbers([slot]), "queues": arrays.names(())},
+                )
             return True
         if await connection.run(statements.IS_HELD, {"org": org}):
             raise LegallyHeld(org, "since a moment ago")
@@ -68,7 +77,7 @@ async def unfinished(database: Database) -> list[Unfinished]:
 async def go_on(database: Database, erasure: Unfinished) -> bool:
     """Erases some more. False: nothing is left, and the erasure is at its end. Raises Misconfigured where the org's
     books do not balance, and so do not tell when that is."""
-    at: dict[str, object] = {"id": erasure.id, "org_id": erasure.org_id}
+    at: dict[str, object] = {"org_id": erasure.org_id}
     # What was under way when the org went may still end; nothing begins.
     for _ in range(_LOOKS):
         if await _erase_some(database, at):

@@ -131,6 +131,7 @@ KEEP_FINISHED = _load("keep_finished")
 KEEP_COLD = _load("keep_cold")
 
 FIND_DEPARTING_ORG = _load("find_departing_org")
+READ_ORG_SLOT = _load("read_org_slot")
 IS_HELD = _load("is_held")
 BEGIN_ERASURE = _load("begin_erasure")
 FIND_ERASURES = _load("find_erasures")

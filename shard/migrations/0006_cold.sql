@@ -108,9 +108,9 @@ CREATE TABLE windrow.past_id (
 CREATE INDEX past_id_id ON windrow.past_id (id);
 
 -- Orgs of which everything is erased (shard/erasing.py), and how much that was; never who they were. While one is being
--- erased it goes by chr(127) and the id, and is in slot -1.
+-- erased it goes by chr(127) and its number, and is in slot -1. One erasure has as many rows as there were orgs of the name.
 CREATE TABLE windrow.erasure (
-    id uuid PRIMARY KEY,
+    id uuid NOT NULL,
     -- NULL: nothing is left.
     org_id integer UNIQUE REFERENCES windrow.org,
     begun_at timestamptz NOT NULL DEFAULT now(),
@@ -123,6 +123,7 @@ CREATE TABLE windrow.erasure (
     past_ids bigint NOT NULL DEFAULT 0,
     CONSTRAINT ended_when_nothing_is_left CHECK ((ended_at IS NULL) = (org_id IS NOT NULL))
 );
+CREATE INDEX erasure_id ON windrow.erasure (id);
 ALTER TABLE windrow.org
     DROP CONSTRAINT org_slot_check, ADD CONSTRAINT org_slot_check CHECK (slot >= -1);
 

@@ -1,9 +1,11 @@
 -- The org is no more: its rows have a name that no org can have, and a slot that no slot has. Whoever remembers their numbers
--- is refused, as one who remembers them wrongly; the next job makes another org. After lock_slots. No row: there is no such org.
+-- is refused, as one who remembers them wrongly; the next job makes another org. After lock_slots. No row: there is no such org;
+-- one that is pinned, and has nothing, is none.
 WITH gone AS (
     UPDATE windrow.org o
-    SET org = chr(127) || %(id)s, slot = -1, retention = NULL, held = false
+    SET org = chr(127) || o.org_id, slot = -1, retention = NULL, held = false
     WHERE o.org = %(org)s AND NOT o.held
+        AND (o.slot < %(slots)s OR EXISTS (SELECT FROM windrow.queue q WHERE q.org_id = o.org_id))
     RETURNING o.org_id, o.org
 ), queues AS (
     UPDATE windrow.queue q SET org = gone.org, slot = -1, listed = false FROM gone WHERE q.org = %(org)s

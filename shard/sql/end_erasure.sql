@@ -8,7 +8,7 @@ WITH closed AS MATERIALIZED (
 ), expiries AS (
     DELETE FROM windrow.expired e WHERE e.org_id = %(org_id)s AND EXISTS (SELECT FROM closed)
 ), queues AS (
-    DELETE FROM windrow.queue q WHERE q.org = chr(127) || %(id)s AND EXISTS (SELECT FROM closed)
+    DELETE FROM windrow.queue q WHERE q.org = chr(127) || %(org_id)s::integer::text AND EXISTS (SELECT FROM closed)
 )
 UPDATE windrow.erasure e SET ended_at = now(), org_id = NULL
 WHERE e.org_id = %(org_id)s AND EXISTS (SELECT FROM closed)

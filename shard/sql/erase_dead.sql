@@ -5,7 +5,7 @@ WITH gone AS (
         SELECT one.ctid
         FROM windrow.queue q
         JOIN windrow.dead one ON one.queue_id = q.queue_id
-        WHERE q.org = chr(127) || %(id)s
+        WHERE q.org = chr(127) || %(org_id)s::integer::text
         LIMIT %(rows)s
         -- An ack under way is waited for: its job is among the finished ones then.
         FOR UPDATE OF one

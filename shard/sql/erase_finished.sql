@@ -3,7 +3,7 @@
 WITH gone AS (
     DELETE FROM windrow.finished f
     USING windrow.queue q
-    WHERE q.org = chr(127) || %(id)s AND f.queue_id = q.queue_id
+    WHERE q.org = chr(127) || %(org_id)s::integer::text AND f.queue_id = q.queue_id
     RETURNING 1
 ), struck AS (
     INSERT INTO windrow.tally (org_id, accepted) SELECT %(org_id)s, -count(*) FROM gone HAVING count(*) > 0

@@ -1,6 +1,6 @@
 -- Erases what is remembered of the jobs of an org that is being erased: dedup keys, and ids of those that are gone.
 WITH keys AS (
-    DELETE FROM windrow.dedup d USING windrow.queue q WHERE q.org = chr(127) || %(id)s AND d.queue_id = q.queue_id
+    DELETE FROM windrow.dedup d USING windrow.queue q WHERE q.org = chr(127) || %(org_id)s::integer::text AND d.queue_id = q.queue_id
     RETURNING 1
 ), ids AS (
     DELETE FROM windrow.past_id p WHERE p.org_id = %(org_id)s

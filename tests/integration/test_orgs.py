@@ -15,7 +15,7 @@ from pyarrow import parquet  # type: ignore[import-untyped]
 
 from archiver import orgs, service
 from archiver.passing import Pass
-from shard import erasing, policies
+from shard import erasing, pinning, policies
 from shard.books import Books
 from shard.database import Database
 from shard.errors import LegallyHeld, NotHeld, OrgMoves, ShardUnavailable
@@ -422,6 +422,35 @@ async def test_who_holds_a_lease_of_an_erased_org_has_lost_it_and_its_next_job_i
     assert await store.enqueue(fresh) == {}
     assert [claimed.id for claimed, _ in await lease_jobs(store, org)] == ids_of(fresh)
     await assert_balanced(field.databases[A])
+
+
+async def test_a_pinned_org_keeps_its_slot_when_it_is_erased_and_its_next_job_is_taken(
+    field: Field, org: OrgId
+) -> None:
+    store = Store(field.databases[A])
+    await store.enqueue(some_jobs(org, 1))
+    pin = await pinning.pin(field.catalog, org, pinning.OnShard(A))
+    assert await pinning.settle(field.databases[A], [pin])
+    receipt = await orgs.erase(field.cluster, org, say=print)
+    assert [one.live for one in receipt.shards[A]] == [1]
+    rows = await field.databases[A].run(b"SELECT slot FROM windrow.org WHERE org = %(org)s", {"org": org})
+    assert rows == [(pin.slot,)]
+    # Its hash slot may be anywhere by now.
+    await field.databases[A].run(
+        b"UPDATE windrow.owned_slot SET state = 'draining' WHERE slot = %(slot)s", {"slot": slot_of(org)}
+    )
+    assert await store.enqueue(some_jobs(org, 1), epoch=pin.epoch) == {}
+    assert [len(erasures) for erasures in (await orgs.erase(field.cluster, org, say=print)).shards.values()] == [1, 0]
+    await assert_balanced(field.databases[A])
+
+
+async def test_an_org_that_comes_again_while_it_is_erased_is_erased_again(field: Field, org: OrgId) -> None:
+    database, erasure = field.databases[A], "0198c0de-0000-7000-8000-000000000003"
+    for _ in range(2):
+        await Store(database).enqueue(some_jobs(org, 1))
+        assert await erasing.begin(database, org, erasure=erasure)
+    assert (await pass_once(field)).erased == 2
+    assert [one.live for one in await erasing.read(database, [erasure])] == [1, 1]
 
 
 async def test_an_org_under_legal_hold_or_on_its_way_is_not_erased(
