@@ -32,6 +32,7 @@ _CHUNK_BYTES = 8 * 1024 * 1024
 # A day waits for the next pass: better soon than after minutes in which the other days wait too.
 _RETRIES, _RETRY_S_MAX = 3, 15
 _REQUEST_S_MAX, _CONNECT_S_MAX = 60, 5
+_NO_KEYS = "169.254.169.254"
 _SAID_MAX = 300
 
 
@@ -151,7 +152,10 @@ class Files:
         except FileNotFoundError as error:
             raise NoSuchFile(f"{where}: there is no such file") from error
         except (BaseError, OSError, ValueError) as error:
-            said = " ".join(str(error).split())
+            # What follows is written for those who know the library.
+            said = " ".join(str(error).partition("Debug source:")[0].split())
+            if _NO_KEYS in said:
+                said = f"AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY are not set, and the machine has no keys: {said}"
             raise FilesFailed(f"{where}: {said[:_SAID_MAX]}{'…' if len(said) > _SAID_MAX else ''}") from error
 
 

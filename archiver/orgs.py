@@ -17,7 +17,7 @@ from archiver.service import opened
 from archiver.settings import settings_of
 from shard import catalog as catalogs
 from shard import erasing, identity, keeping, policies
-from shard.cluster import Cluster
+from shard.cluster import Cluster, ShardEntry
 from shard.database import Database
 from shard.erasing import Erasure
 from shard.errors import OrgMoves, ShardError, ShardUnavailable
@@ -46,17 +46,19 @@ async def change(
         await catalogs.find(catalog, cluster=cluster.name, shards=[entry.name for entry in cluster.shards])
         policy = await decide(catalog)
 
-        async def copy(name: ShardName, dsn: str) -> ShardError | None:
+        async def copy(entry: ShardEntry) -> ShardError | None:
+            if not entry.state.takes_changes:
+                return ShardUnavailable(entry.name, f"the cluster file says that it is {entry.state.word}")
             try:
-                async with opened(name, dsn) as shard:
+                async with opened(entry.name, entry.dsn) as shard:
                     await policies.copy(catalog, shard)
             except ShardError as error:
                 return error
             return None
 
-        entries = [entry for entry in cluster.shards if entry.state.takes_changes]
-        errors = await asyncio.gather(*(copy(entry.name, entry.dsn) for entry in entries))
-    return policy, {entry.name: error for entry, error in zip(entries, errors, strict=True) if error is not None}
+        errors = await asyncio.gather(*map(copy, cluster.shards))
+    behind = zip(cluster.shards, errors, strict=True)
+    return policy, {entry.name: error for entry, error in behind if error is not None}
 
 
 async def read(cluster: Cluster) -> list[Policy]:
@@ -103,8 +105,11 @@ async def erase(cluster: Cluster, org: OrgId, *, say: Callable[[str], None]) -> 
     async with _every(cluster) as (catalog, shards):
         # Whatever is told of the org is told no more, and so the shards' copies are made of a catalog without it.
         await policies.forget(catalog, org)
-        await _begin(catalog, shards, org, erasure)
-        say(f"org {org} is no more; what it had is being erased ({erasure})")
+        # No copy that is under way, of the catalog as it was, is newer than what the shards have then.
+        for database in shards.values():
+            await policies.copy(catalog, database)
+        if await _begin(catalog, shards, org, erasure):
+            say(f"org {org} is no more; what it had is being erased ({erasure})")
         for name, database in shards.items():
             async with _alone(cluster, name):
                 found = await erasing.unfinished(database)
@@ -152,18 +157,21 @@ async def _exports(cluster: Cluster) -> _Exports | None:
     return _Exports(await exporting.open_files(place))
 
 
-async def _begin(catalog: Database, shards: Mapping[ShardName, Database], org: OrgId, erasure: str) -> None:
-    """Until the org is nowhere, or comes again and again: that is its producers' doing, and another org. In the order
-    in which jobs travel: from a shard where it is no more, none depart."""
+async def _begin(catalog: Database, shards: Mapping[ShardName, Database], org: OrgId, erasure: str) -> bool:
+    """Whether the org was somewhere. Until it is nowhere, or comes again and again: that is its producers' doing, and
+    another org. In the order in which jobs travel: from a shard where it is no more, none depart."""
+    there = False
     for tries_left in reversed(range(_BEGIN_TRIES)):
         reads = (await catalogs.read(catalog)).placement(org).reads
         try:
             if not await _begin_on_all(shards, reads, org, erasure):
-                return
+                break
+            there = True
         except OrgMoves:
             if not tries_left:
                 raise
             await asyncio.sleep(_BEGIN_PAUSE_S)
+    return there
 
 
 async def _begin_on_all(
@@ -198,7 +206,7 @@ async def _every(cluster: Cluster) -> AsyncGenerator[tuple[Database, dict[ShardN
         shards: dict[ShardName, Database] = {}
         for entry in cluster.shards:
             if not entry.state.takes_changes:
-                raise ShardUnavailable(entry.name, f"the cluster file says that it is {entry.state}")
+                raise ShardUnavailable(entry.name, f"the cluster file says that it is {entry.state.word}")
             database = await stack.enter_async_context(opened(entry.name, entry.dsn))
             await identity.admit(database, catalog, cluster=cluster.name)
             await policies.copy(catalog, database)

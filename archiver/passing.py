@@ -17,6 +17,7 @@ from shard import archiving, erasing
 from shard.archiving import Aged, Day, InUse, NotExported
 from shard.cluster import ShardEntry
 from shard.database import Database
+from shard.errors import Misconfigured
 from shard.health import size_text
 from shard.leading import ARCHIVER, Candidate, candidacy
 from shard.vocabulary import OrgId, ShardName
@@ -53,6 +54,8 @@ class Pass:
     in_use: list[str] = field(default_factory=list[str])
     # Days that could not be exported, and why: they stay.
     not_exported: list[str] = field(default_factory=list[str])
+    # Erasures that do not come to their end.
+    stuck: list[str] = field(default_factory=list[str])
     # There is more to do than was done.
     more: bool = False
     seconds: float = 0.0
@@ -85,6 +88,7 @@ class Pass:
             else "",
             f"{len(self.in_use)} day(s) in use" if self.in_use else "",
             f"{len(self.not_exported)} day(s) not exported" if self.not_exported else "",
+            f"{len(self.stuck)} erasure(s) stuck" if self.stuck else "",
             "more is left" if self.more else "",
         ]
         said = "; ".join(part for part in did if part) or "nothing was due"
@@ -123,8 +127,12 @@ async def pass_over(
         )
         done.released_jobs_dropped = await _all(done, partial(archiving.expire_released, database), stop)
         for erasure in await erasing.unfinished(database):
-            await _all(done, partial(erasing.go_on, database, erasure), stop)
-            done.erased += not done.more
+            try:
+                await _all(done, partial(erasing.go_on, database, erasure), stop)
+            except Misconfigured as error:
+                done.stuck.append(str(error))
+            else:
+                done.erased += not done.more
         done.more = done.more or stop.is_set()
         done.seconds = time.monotonic() - began_s
         return done

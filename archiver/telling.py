@@ -23,6 +23,8 @@ _log = logging.getLogger(__name__)
 def log(shard: ShardName, outcome: Pass | Exception) -> None:
     if isinstance(outcome, Pass):
         _log.log(logging.INFO if outcome.did_something else logging.DEBUG, "%s", outcome)
+        for why in outcome.stuck:
+            _log.error("%s", why)
         for why in outcome.in_use:
             _log.warning("shard %r: %s; it is tried again", shard, why)
         for why in outcome.not_exported:

@@ -14,7 +14,7 @@ from shard.catalog import Catalog
 from shard.cluster import Cluster
 from shard.database import Database
 from shard.errors import Misconfigured, ShardError
-from shard.vocabulary import CATALOG, ShardName
+from shard.vocabulary import CATALOG, OrgId, ShardName
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +43,11 @@ class Shards:
         known = await self.read_catalog()
         pinned = pins.plan(known, await pinning.read(self.catalog), self._cluster.shards)
         return plan.slots_to_go(known, self._cluster, pinned.owners)
+
+    async def complaints(self) -> dict[OrgId, str]:
+        """Why pinned orgs cannot be brought to where they are to live. Raises what `read_catalog` does."""
+        known = await self.read_catalog()
+        return dict(pins.plan(known, await pinning.read(self.catalog), self._cluster.shards).complaints)
 
     async def troubles(self) -> dict[ShardName, ShardError]:
         """What is wrong with the databases, each asked now and none changed; of which ShardUnavailable may pass by

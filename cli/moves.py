@@ -19,6 +19,8 @@ from cli.layout import App
 from cli.output import Column
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from balancer.plan import Transfer
     from balancer.shards import Shards
     from shard.catalog import Catalog, Move
@@ -59,11 +61,12 @@ def plan(config: options.Config, as_json: options.Json = False) -> None:
     """Show which slots are to move, and why.
 
     By the cluster file, whether or not a balancer runs. Counts the jobs of these slots, and looks at the databases.
-    Exit code 1: something is to move, or on its way. 5: a shard's database will not do.
+    Exit code 1: something is to move, or on its way, or cannot. 3: nothing is, and a shard did not answer. 5: a
+    shard's database will not do.
     """
     cluster = databases.read(config)
     with output.working("looking what is to move"):
-        ways, troubles = databases.asked(_plan(cluster))
+        ways, stuck, troubles = databases.asked(_plan(cluster))
     if as_json:
         output.say_json(
             {
@@ -101,9 +104,13 @@ def plan(config: options.Config, as_json: options.Json = False) -> None:
         )
     else:
         output.say("nothing is to move: every slot is where the cluster file wants it")
+    for complaint in stuck:
+        output.note(complaint)
     _refuse_misfits(troubles)
-    if ways:
+    if ways or stuck:
         raise typer.Exit(ExitCode.NO)
+    if troubles:
+        raise typer.Exit(ExitCode.UNAVAILABLE)
 
 
 def _refuse_misfits(troubles: Collection[ShardError]) -> None:
@@ -122,7 +129,8 @@ def _refuse_misfits(troubles: Collection[ShardError]) -> None:
         )
 
 
-async def _plan(cluster: Cluster) -> tuple[list[_Way], Collection[ShardError]]:
+async def _plan(cluster: Cluster) -> tuple[list[_Way], Collection[str], Collection[ShardError]]:
+    """What moves and is to, what cannot, and what is wrong with the databases."""
     from balancer.pins import plan as plan_pins
     from balancer.plan import hindrance, transfers
     from balancer.shards import open_shards
@@ -154,7 +162,7 @@ async def _plan(cluster: Cluster) -> tuple[list[_Way], Collection[ShardError]]:
             )
             for transfer in transfers(known, cluster, pinned.owners)
         ]
-        return moving + planned, (await shards.troubles()).values()
+        return moving + planned, pinned.complaints.values(), (await shards.troubles()).values()
 
 
 def _why(transfer: Transfer, cluster: Cluster) -> str:
@@ -276,6 +284,8 @@ class _Hindrances:
         for move in await catalog.moves(self._shards.catalog):
             if why := hindrance(move, self._cluster):
                 self._say(f"{move} does not go on: {why}")
+        for complaint in (await self._shards.complaints()).values():
+            self._say(complaint)
         if self._cluster.digest in leader:
             self._since_s = time.monotonic()
         elif time.monotonic() - self._since_s > _FOLLOWED_WITHIN_S:
@@ -317,7 +327,7 @@ def drain(
             particulars=['state = "draining"'],
         )
     left_at = databases.asked(_drain(cluster, entry.name))
-    _tell_drained(entry.name, left_at, as_json=as_json)
+    _tell_drained(entry.name, left_at, config, as_json=as_json)
 
 
 async def _drain(cluster: Cluster, name: ShardName) -> Micros | None:
@@ -349,7 +359,7 @@ def _held_by(known: Catalog, name: ShardName) -> int:
     return sum(name in placement.reads for placement in known.slots)
 
 
-def _tell_drained(name: ShardName, left_at: Micros | None, *, as_json: bool) -> None:
+def _tell_drained(name: ShardName, left_at: Micros | None, config: Path, *, as_json: bool) -> None:
     from shard.placement import FormerOwner
 
     former = None if left_at is None else FormerOwner(shard=name, left_at=left_at)
@@ -373,7 +383,7 @@ shard {name} holds no slots any more. It stays in the cluster file
   until {output.time_text(_time(former.ids_known_until))}, so that enqueues that are sent again are recognised
   until {output.time_text(_time(former.keys_known_until))}, where its orgs use dedup keys
   for as long as its finished jobs are to be found
-Then `windrow shards forget {name}`, and take it out."""
+Then `windrow shards forget {name} --config {config}`, and take it out."""
         )
 
 

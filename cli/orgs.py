@@ -6,6 +6,7 @@ They go by the cluster file, to the catalog and all shards: an org's history may
 from __future__ import annotations
 
 import json
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -138,14 +139,14 @@ def erase(
     """Erase an org: all its jobs, whatever their state and wherever they are, and all that is remembered of them.
 
     The org is no more at once; a job of that name that comes later makes another. Interrupted, it goes on when it is
-    called again, and with the archiver's passes. Exit codes: 3 if a shard cannot be reached; 5 if the org is under
-    legal hold, or moves between shards just now.
+    called again, and with the archiver's passes. Exit codes: 3 if a shard cannot be reached; 4 if no shard knows the
+    org; 5 if it is under legal hold, or moves between shards just now.
     """
     from archiver import orgs
 
     name, cluster = options.org_id(org), databases.read(config)
-    if not yes and typer.prompt(f"All that org {org!r} has is erased for ever. Type its name to go on") != org:
-        raise CommandFailed("that is not its name; nothing was erased", ExitCode.REFUSED)
+    if not yes:
+        _confirm(org)
     done = databases.asked(orgs.erase(cluster, name, say=output.note))
     document = _receipt_json(done)
     if receipt is not None:
@@ -153,6 +154,8 @@ def erase(
     if as_json:
         output.say_json([document])
         return
+    if not (done.files or any(done.shards.values())):
+        raise CommandFailed(f"no shard knows an org {org!r}: there was nothing to erase", ExitCode.NOT_FOUND)
     columns = [Column(title="shard"), *(Column(title=place.replace("_", " "), right=True) for place in _PLACES)]
     output.table(
         columns,
@@ -163,6 +166,15 @@ def erase(
     )
     for file in done.files:
         output.say(output.visible(f"{file.file}: written anew without {output.counted(file.rows, 'job')}"))
+
+
+def _confirm(org: str) -> None:
+    if not sys.stdin.isatty():
+        raise CommandFailed(
+            f"all that org {org!r} has would be erased for ever: say --yes if that is meant", ExitCode.USAGE
+        )
+    if typer.prompt(f"All that org {org!r} has is erased for ever. Type its name to go on") != org:
+        raise CommandFailed("that is not its name; nothing was erased", ExitCode.REFUSED)
 
 
 def _change(config: Path, decide: Callable[[Database], Awaitable[Policy]], *, as_json: bool) -> None:

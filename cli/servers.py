@@ -156,7 +156,7 @@ def _archive_once(cluster: Cluster, *, as_json: bool) -> None:
     def code(outcome: Pass | Exception) -> ExitCode:
         match outcome:
             case Pass():
-                left = outcome.in_use or outcome.not_exported or outcome.more
+                left = outcome.in_use or outcome.not_exported or outcome.stuck or outcome.more
                 return ExitCode.NO if left else ExitCode.OK
             case ShardUnavailable():
                 return ExitCode.UNAVAILABLE
@@ -193,6 +193,7 @@ def _pass_json(shard: ShardName, outcome: Pass | Exception) -> dict[str, object]
         "released_jobs_dropped": outcome.released_jobs_dropped,
         "erased": outcome.erased,
         "in_use": outcome.in_use,
+        "stuck": outcome.stuck,
         "more": outcome.more,
         "locked_ms_max": round(outcome.locked_s_max * 1000, 3),
         "seconds": round(outcome.seconds, 3),

@@ -23,8 +23,9 @@ from shard.database import Database
 from shard.partitions import bounds, finish, table, within
 from shard.vocabulary import OrgId
 
-# Who comes after one that waits for an exclusive lock waits too.
-_LOCK_WAIT = "50ms"
+# Who comes after one that waits for an exclusive lock waits too. With a lesser one only those do who write to a day
+# that is over; and an autovacuum gives way to who has waited for deadlock_timeout, which is a second.
+_LOCK_WAIT, _LESSER_LOCK_WAIT = "50ms", "2s"
 _TRIES = 10
 _PAUSE_S = 0.2
 _ROWS = 2_000
@@ -109,11 +110,16 @@ async def drop(database: Database, day: Day, *, exported: Mapping[OrgId, int] | 
     """Drops a cold day, but for the jobs of orgs under legal hold: those are set aside. Ids by which enqueues may be
     repeated stay known (I3). `exported`: how many jobs each org has in the export that goes before; None: there is none
     to go by. Raises InUse, NotExported, ShardUnavailable."""
-    while True:
+    for _ in range(_TRIES):
         async with _transaction(database) as connection:
+            if exported is not None:
+                await _compare(connection, day, exported)
             # Their rows move, for as long as that takes, before anybody is kept waiting.
             await connection.run(statements.SET_ASIDE_HELD, _of(day))
+            await connection.run(statements.FORGET_EMPTY_DAYS, {})
         async with _transaction(database, dropping=True) as connection:
+            # Nobody is to join the day from here on.
+            await _lock(connection, "SHARE ROW EXCLUSIVE", day.name)
             if await connection.run(statements.FIND_HELD, _of(day)):
                 # Held since.
                 continue
@@ -126,6 +132,7 @@ async def drop(database: Database, day: Day, *, exported: Mapping[OrgId, int] | 
             await _execute(connection, "DROP TABLE {}", day.name)
             ((jobs,),) = await connection.run(statements.STRIKE_ARCHIVED, _of(day))
         return Aged(partition=day.name, jobs=jobs, bytes=size, locked_s=time.monotonic() - since_s)
+    raise InUse(f"{day.name}: its books have jobs of orgs under legal hold that it does not have: see windrow check")
 
 
 async def drop_past_ids(database: Database) -> None:
@@ -270,11 +277,14 @@ async def _exclude(connection: Connection, name: str, parent: str) -> float:
 
 async def _lock(connection: Connection, mode: LiteralString, *names: str) -> None:
     """Raises InUse when others hold one of them all the time."""
+    wait = _LOCK_WAIT if mode == "ACCESS EXCLUSIVE" else _LESSER_LOCK_WAIT
     lock = sql.SQL("LOCK TABLE ONLY {} IN {} MODE").format(sql.SQL(", ONLY ").join(map(table, names)), sql.SQL(mode))
     for tries_left in reversed(range(_TRIES)):
         try:
             async with connection.transaction():
+                await connection.execute("SELECT set_config('lock_timeout', %s, true)", [wait])
                 await connection.execute(lock)
+                await connection.execute("SELECT set_config('lock_timeout', %s, true)", [_LOCK_WAIT])
                 return
         except psycopg.errors.LockNotAvailable as error:
             if not tries_left:

@@ -5,6 +5,7 @@ Runs on connections of its own, so that a long count never takes one from the qu
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import re
@@ -26,6 +27,8 @@ from shard.vocabulary import Micros, OrgId, QueueName, ShardName
 
 T = TypeVar("T")
 _NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
+# Then others have their turn.
+_SCAN_S_MAX = 20.0
 _SCAN_WAIT_S_MAX = 60.0
 
 
@@ -281,7 +284,16 @@ class Books:
         return list(map(OrgBooks._make, rows))
 
     async def _scan(self, org: OrgId | None, act: Callable[[], Awaitable[T]]) -> T:
-        answer: T = await self._scans.submit(Alone(org, 1, act))
+        async def in_time() -> T:
+            try:
+                async with asyncio.timeout(None if org is None else _SCAN_S_MAX):
+                    return await act()
+            except TimeoutError:
+                raise ShardUnavailable(
+                    self.name, f"what was to be counted or listed of org {org!r} takes longer than {_SCAN_S_MAX:g} s"
+                ) from None
+
+        answer: T = await self._scans.submit(Alone(org, 1, in_time))
         return answer
 
     async def versions(self) -> tuple[str, int]:

@@ -19,6 +19,8 @@ from shard.placement import SLOTS
 from shard.vocabulary import Micros, OrgId
 
 _ROWS = 2_000
+# Nobody else is after those.
+_ROWS_ASIDE = 50_000
 _LOOKS = 3
 
 
@@ -52,6 +54,8 @@ async def begin(database: Database, org: OrgId, *, erasure: str) -> bool:
     async with database.transaction() as connection:
         # Alone with the slots: no enqueue is under way that found the org, and no job departs.
         await connection.execute(statements.LOCK_SLOTS, prepare=False)
+        # Nor is a queue being made, which would keep the org's name.
+        await connection.execute(statements.LOCK_QUEUES, prepare=False)
         if await connection.run(statements.FIND_DEPARTING_ORG, {"org": org}):
             raise OrgMoves(org, [database.name])
         slots = await connection.run(statements.READ_ORG_SLOT, {"org": org})
@@ -97,8 +101,12 @@ async def _erase_some(database: Database, at: dict[str, object]) -> bool:
         ((jobs,),) = await database.run(statement, {**at, "rows": _ROWS})
         if jobs:
             return True
-    ((jobs,),) = await database.run(statements.ERASE_FINISHED, at)
-    if jobs or await database.run(statements.ERASE_COLD, {"org_id": at["org_id"]}):
+    ((jobs,),) = await database.run(statements.ERASE_FINISHED, {**at, "rows": _ROWS_ASIDE})
+    if jobs:
+        return True
+    for retention, day in await database.run(statements.FIND_COLD_DAY_OF, at):
+        cold = {**at, "retention": retention, "day": day, "rows": _ROWS_ASIDE}
+        await database.run(statements.ERASE_COLD, cold)
         return True
     await database.run(statements.ERASE_KEYS, at)
     return False

@@ -9,6 +9,7 @@ overwrites a newer one.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ from shard.database import Database
 from shard.errors import LegallyHeld, NotHeld
 from shard.placement import slot_of
 from shard.vocabulary import Micros, OrgId
+
+_log = logging.getLogger(__name__)
 
 # In days. 0: finished jobs are gone when their day has turned cold.
 RETENTIONS = (0, 1, 7, 30, 90, 365, 2557)
@@ -91,7 +94,11 @@ async def copy(catalog: Database, shard: Database) -> None:
     history of orgs that were held when it began. Raises ShardUnavailable."""
     version, policies = await _read(catalog)
     ((had,),) = await shard.run(statements.READ_POLICIES_VERSION, {})
-    if had >= version:
+    if had > version:
+        # The catalog was restored from a backup: what has been said since is known to the shards alone.
+        await _take_over(catalog, shard, had)
+        version, policies = await _read(catalog)
+    if had == version:
         return
     orgs = {policy.org: slot_of(policy.org) for policy in policies}
     async with shard.transaction() as connection:
@@ -116,6 +123,27 @@ async def copy(catalog: Database, shard: Database) -> None:
             },
         )
         await connection.run(statements.TELL_QUEUES, {"orgs": arrays.texts([org for (org,) in rows])})
+
+
+async def _take_over(catalog: Database, shard: Database, version: int) -> None:
+    """Has the catalog tell orgs what this shard tells them, unless it has something newer to say by now."""
+    rows = await shard.run(statements.READ_TOLD, {})
+    told = [Policy(org, retention, None, held) for org, retention, held in rows]
+    async with _change(catalog) as connection:
+        rows = await connection.run(statements.READ_POLICIES, {})
+        if rows[0][0] >= version:
+            return
+        known = {policy.org: policy for policy in _policies(row[1:] for row in rows)}
+        for org in known.keys() - {policy.org for policy in told}:
+            await connection.run(statements.DELETE_POLICY, {"org": org})
+        for policy in told:
+            reason = policy.held_for and (known.get(policy.org, policy).held_for or policy.held_for)
+            await _write(connection, policy._replace(held_for=reason))
+        _log.warning(
+            "the catalog knew less than shard %r of what orgs are told, as after a restore: it took %d org(s) over",
+            shard.name,
+            len(told),
+        )
 
 
 async def wait_for_holds(connection: Connection) -> None:

@@ -1,21 +1,33 @@
--- Erases one cold day's jobs of an org that is being erased, and strikes them from the books. No row: no day is left.
-WITH day AS MATERIALIZED (
-    SELECT a.retention, a.day FROM windrow.archived a WHERE a.org_id = %(org_id)s ORDER BY a.day, a.retention LIMIT 1
-), gone AS (
+-- Erases up to `rows` of one cold day's jobs of an org that is being erased, and strikes them from the books; with none left, what
+-- the books still have of that day. The day comes as it is, so that no other is planned for, nor locked.
+WITH gone AS (
     DELETE FROM windrow.cold c
-    USING day
-    WHERE c.retention = day.retention
-        AND c.finished_at >= day.day::timestamp AT TIME ZONE 'UTC'
-        AND c.finished_at < (day.day + 1)::timestamp AT TIME ZONE 'UTC'
-        AND c.queue_id & 4294967295 = %(org_id)s
+    WHERE c.retention = %(retention)s
+        AND c.finished_at >= %(day)s::date::timestamp AT TIME ZONE 'UTC'
+        AND c.finished_at < (%(day)s::date + 1)::timestamp AT TIME ZONE 'UTC'
+        AND c.ctid = ANY (ARRAY(
+            SELECT one.ctid
+            FROM windrow.cold one
+            WHERE one.retention = %(retention)s
+                AND one.finished_at >= %(day)s::date::timestamp AT TIME ZONE 'UTC'
+                AND one.finished_at < (%(day)s::date + 1)::timestamp AT TIME ZONE 'UTC'
+                AND one.queue_id & 4294967295 = %(org_id)s
+            LIMIT %(rows)s
+            FOR UPDATE
+        ))
     RETURNING 1
-), struck AS (
-    DELETE FROM windrow.archived a USING day WHERE a.org_id = %(org_id)s AND a.retention = day.retention AND a.day = day.day
+), left_over AS (
+    DELETE FROM windrow.archived a
+    WHERE a.org_id = %(org_id)s AND a.retention = %(retention)s AND a.day = %(day)s::date AND NOT EXISTS (SELECT FROM gone)
     RETURNING a.jobs
+), struck AS (
+    UPDATE windrow.archived a SET jobs = a.jobs - (SELECT count(*) FROM gone)
+    WHERE a.org_id = %(org_id)s AND a.retention = %(retention)s AND a.day = %(day)s::date AND EXISTS (SELECT FROM gone)
 ), uncounted AS (
-    INSERT INTO windrow.tally (org_id, accepted) SELECT %(org_id)s, -struck.jobs FROM struck
-), noted AS (
-    UPDATE windrow.erasure e SET cold = e.cold + (SELECT count(*) FROM gone)
-    WHERE e.org_id = %(org_id)s AND e.ended_at IS NULL
+    INSERT INTO windrow.tally (org_id, accepted)
+    SELECT %(org_id)s, -jobs
+    FROM (SELECT count(*) FROM gone UNION ALL SELECT left_over.jobs FROM left_over) AS taken (jobs)
+    WHERE jobs <> 0
 )
-SELECT count(*) FROM day HAVING count(*) > 0
+UPDATE windrow.erasure e SET cold = e.cold + (SELECT count(*) FROM gone)
+WHERE e.org_id = %(org_id)s AND e.ended_at IS NULL

@@ -1,9 +1,14 @@
--- Erases the finished jobs of an org that is being erased, and strikes them from the books. Answers how many. They are in days
--- that are not over long: looked through once.
+-- Erases up to `rows` finished jobs of an org that is being erased, and strikes them from the books. Answers how many. They are in
+-- days that are not over long, and looked for from end to end.
 WITH gone AS (
     DELETE FROM windrow.finished f
-    USING windrow.queue q
-    WHERE q.org = chr(127) || %(org_id)s::integer::text AND f.queue_id = q.queue_id
+    WHERE (f.tableoid, f.ctid) IN (
+        SELECT one.tableoid, one.ctid
+        FROM windrow.finished one
+        JOIN windrow.queue q ON q.queue_id = one.queue_id
+        WHERE q.org = chr(127) || %(org_id)s::integer::text
+        LIMIT %(rows)s
+    )
     RETURNING 1
 ), struck AS (
     INSERT INTO windrow.tally (org_id, accepted) SELECT %(org_id)s, -count(*) FROM gone HAVING count(*) > 0

@@ -15,8 +15,9 @@ from pyarrow import parquet  # type: ignore[import-untyped]
 
 from archiver import orgs, service
 from archiver.passing import Pass
-from shard import erasing, pinning, policies
+from shard import archiving, arrays, erasing, pinning, policies, statements
 from shard.books import Books
+from shard.connection import Connection
 from shard.database import Database
 from shard.errors import LegallyHeld, NotHeld, OrgMoves, ShardUnavailable
 from shard.placement import slot_of
@@ -222,6 +223,58 @@ async def test_a_hold_that_is_put_at_the_last_moment_before_a_day_is_dropped_hol
     done = await pass_once(field)
     assert [aged.jobs for aged in done.dropped] == []
     assert len(await Store(database).get(org, ids, include_payload=False)) == 2
+    await assert_balanced(database)
+
+
+async def test_holds_that_a_restored_catalog_does_not_know_are_taken_over_from_the_shards(
+    field: Field, org: OrgId, other_org: OrgId
+) -> None:
+    before = await field.catalog.run(b"SELECT changed FROM windrow.policies", {})
+    await hold(field, org)
+    await field.catalog.run(b"DELETE FROM windrow.policy", {})
+    await field.catalog.run(
+        b"UPDATE windrow.policies SET changed = %(version)s, copied = %(version)s", {"version": before[0][0]}
+    )
+    await pass_once(field, B)
+    (told,) = await orgs.read(field.cluster)
+    assert (told.org, told.held_for) == (org, "held before the catalog was restored")
+    await keep(field, other_org, 7)
+    for database in field.databases.values():
+        assert await database.run(b"SELECT FROM windrow.org WHERE org = %(org)s AND held", {"org": org})
+
+
+async def test_jobs_of_a_held_org_that_join_a_day_at_the_last_moment_are_not_dropped_with_it(
+    field: Field, org: OrgId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    field.write(s1={})
+    database = field.databases[A]
+    await finish_some(database, org)
+    await age_finished(database, org, days=40)
+    for day in await archiving.days_over(database):
+        await archiving.turn_cold(database, day)
+    (past,) = await archiving.days_past(database)
+    await hold(field, org)
+    # The clock went back.
+    await finish_some(database, org, 3)
+    await age_finished(database, org, days=40)
+    (late,) = [day for day in await archiving.days_over(database) if day.cold_already]
+    real = policies.wait_for_holds
+    joined = False
+
+    async def wait(connection: Connection) -> None:
+        nonlocal joined
+        await real(connection)
+        if not joined:
+            joined = True
+            # Another archiver, after what there was has been set aside.
+            await archiving.turn_cold(field.databases[B], late)
+
+    field.databases[B] = other = Database(A, field.dsns[A], connections=1, for_books=True)
+    await other.open()
+    monkeypatch.setattr(policies, "wait_for_holds", wait)
+    await archiving.drop(database, past)
+    rows = await database.run(b"SELECT retention, count(*) FROM windrow.cold GROUP BY 1", {})
+    assert rows == [(-1, 5)]
     await assert_balanced(database)
 
 
@@ -442,6 +495,21 @@ async def test_a_pinned_org_keeps_its_slot_when_it_is_erased_and_its_next_job_is
     assert await store.enqueue(some_jobs(org, 1), epoch=pin.epoch) == {}
     assert [len(erasures) for erasures in (await orgs.erase(field.cluster, org, say=print)).shards.values()] == [1, 0]
     await assert_balanced(field.databases[A])
+
+
+async def test_a_queue_that_is_being_made_while_its_org_is_erased_goes_too(field: Field, org: OrgId) -> None:
+    database, erasure = field.databases[A], "0198c0de-0000-7000-8000-000000000004"
+    await Store(database).enqueue(some_jobs(org, 1))
+    async with database.transaction() as making:
+        names = {"orgs": arrays.texts([org]), "queues": arrays.names(["fresh"])}
+        await making.run(statements.INTERN_NAMES, {**names, "slots": arrays.numbers([slot_of(org)])})
+        await making.run(statements.MAKE_QUEUES, {**names, "relisted": True})
+        # It does not wait for long, and does nothing.
+        with pytest.raises(ShardUnavailable):
+            await erasing.begin(database, org, erasure=erasure)
+    assert await erasing.begin(database, org, erasure=erasure)
+    assert await traces_of(database, [org]) == []
+    assert (await pass_once(field)).erased == 1
 
 
 async def test_an_org_that_comes_again_while_it_is_erased_is_erased_again(field: Field, org: OrgId) -> None:
