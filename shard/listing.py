@@ -27,7 +27,8 @@ Key: TypeAlias = tuple[object, ...]
 
 _UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _MICROS_MAX = 2**62
-_MS_MAX = 2**48 - 1
+# The last that a datetime has, well within what an id can tell.
+_MS_MAX = 253_402_300_799_999
 _LAST_UUID = "ffffffff-ffff-ffff-ffff-ffffffffffff"
 _FIRST_UUID = "00000000-0000-0000-0000-000000000000"
 _HOUR_MS = 3_600_000

@@ -110,6 +110,17 @@ async def test_jobs_of_every_state_are_one_list_newest_first(
     assert await pages(fresh_books, Wanted(org=OrgId("nobody"))) == [[]]
 
 
+async def test_times_before_and_beyond_all_that_there_are_bound_a_list_as_others_do(
+    fresh_database: Database, fresh_books: Books, org: OrgId
+) -> None:
+    jobs = some_jobs(org, 1)
+    await Store(fresh_database).enqueue(jobs)
+    early, late = Micros(-(10**18)), Micros(10**18)
+    assert await pages(fresh_books, Wanted(org=org, made_after=early, made_before=late)) == [ids_of(jobs)]
+    assert await pages(fresh_books, Wanted(org=org, made_after=late)) == [[]]
+    assert await pages(fresh_books, Wanted(org=org, made_before=early)) == [[]]
+
+
 @pytest.mark.parametrize("queue", [QUEUE, None])
 @pytest.mark.parametrize("state", [JobState.SCHEDULED, JobState.SUCCEEDED, None])
 async def test_a_span_of_time_chooses_by_when_jobs_were_made(
