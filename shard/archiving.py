@@ -260,8 +260,10 @@ async def _transaction(database: Database, *, dropping: bool = False) -> AsyncGe
         if dropping:
             await policies.wait_for_holds(connection)
         await connection.execute(
-            # To count and to index a large day takes its time.
-            "SELECT set_config('statement_timeout', '1h', true), set_config('lock_timeout', %s, true)",
+            # To count and to index a large day takes its time, and is to take no more than one core of those who work.
+            "SELECT set_config('statement_timeout', '1h', true), set_config('lock_timeout', %s, true), "
+            "set_config('max_parallel_maintenance_workers', '0', true), "
+            "set_config('max_parallel_workers_per_gather', '0', true)",
             [_LOCK_WAIT],
         )
         yield connection
