@@ -92,7 +92,7 @@ class Pass:
             "more is left" if self.more else "",
         ]
         said = "; ".join(part for part in did if part) or "nothing was due"
-        locked = f", locked for {self.locked_s_max * 1000:.1f} ms at most" if self.turned_cold or self.dropped else ""
+        locked = f", locked for {self.locked_s_max * 1000:.1f} ms at most" if self.turned_cold else ""
         return f"shard {self.shard!r}: {said} ({self.seconds:.2f} s{locked})"
 
 
@@ -193,7 +193,9 @@ async def _tried(done: Pass, aged: list[Aged], step: Awaitable[Aged]) -> None:
     except InUse as error:
         done.in_use.append(str(error))
     else:
-        done.locked_s_max = max(done.locked_s_max, one.locked_s)
+        if aged is done.turned_cold:
+            # Who enqueues or acks does not look at cold days, but for ids of then.
+            done.locked_s_max = max(done.locked_s_max, one.locked_s)
         if one.jobs:
             aged.append(one)
 

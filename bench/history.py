@@ -57,4 +57,7 @@ def fill_day(dsn: str, *, org: str, queue: str, days_ago: int, retention: int, c
         connection.execute(
             "INSERT INTO windrow.tally (org_id, accepted) SELECT (%s & 4294967295)::integer, %s", [queue_id, count]
         )
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        # As days are that finish over hours: autovacuum has been there.
+        connection.execute(sql.SQL("VACUUM (ANALYZE) {}").format(partitions.table(name)))
     return Day(f"cold_{retention}_{first.replace('-', '')}", retention, first, past, True, True, False)
