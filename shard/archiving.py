@@ -26,6 +26,7 @@ from shard.vocabulary import OrgId
 # Who comes after one that waits for an exclusive lock waits too. With a lesser one only those do who write to a day
 # that is over; and an autovacuum gives way to who has waited for deadlock_timeout, which is a second.
 _LOCK_WAIT, _LESSER_LOCK_WAIT = "50ms", "2s"
+_WAIT: LiteralString = "SELECT set_config('lock_timeout', %s, true)"
 _TRIES = 10
 _PAUSE_S = 0.2
 _ROWS = 2_000
@@ -217,14 +218,20 @@ async def _enter_books(connection: Connection, day: Day) -> int:
 
 
 async def _reattach(connection: Connection, day: Day) -> None:
-    await _execute(connection, "ALTER TABLE {} DETACH PARTITION {}", f"finished_{day.retention}", day.name)
+    # At once: each answer that is waited for is waited for by enqueues and acks.
     await connection.execute(
-        sql.SQL("ALTER TABLE {} RENAME TO {}").format(table(day.name), sql.Identifier(day.cold_name))
-    )
-    await connection.execute(
-        sql.SQL("ALTER TABLE {} ATTACH PARTITION {} {}").format(
-            table(f"cold_{day.retention}"), table(day.cold_name), bounds(day.first, day.past)
-        )
+        sql.SQL(
+            "ALTER TABLE {finished} DETACH PARTITION {day}; ALTER TABLE {day} RENAME TO {cold_name}; "
+            "ALTER TABLE {cold} ATTACH PARTITION {cold_day} {bounds}"
+        ).format(
+            finished=table(f"finished_{day.retention}"),
+            day=table(day.name),
+            cold_name=sql.Identifier(day.cold_name),
+            cold=table(f"cold_{day.retention}"),
+            cold_day=table(day.cold_name),
+            bounds=bounds(day.first, day.past),
+        ),
+        prepare=False,
     )
 
 
@@ -279,14 +286,16 @@ async def _exclude(connection: Connection, name: str, parent: str) -> float:
 
 async def _lock(connection: Connection, mode: LiteralString, *names: str) -> None:
     """Raises InUse when others hold one of them all the time."""
-    wait = _LOCK_WAIT if mode == "ACCESS EXCLUSIVE" else _LESSER_LOCK_WAIT
     lock = sql.SQL("LOCK TABLE ONLY {} IN {} MODE").format(sql.SQL(", ONLY ").join(map(table, names)), sql.SQL(mode))
     for tries_left in reversed(range(_TRIES)):
         try:
             async with connection.transaction():
-                await connection.execute("SELECT set_config('lock_timeout', %s, true)", [wait])
-                await connection.execute(lock)
-                await connection.execute("SELECT set_config('lock_timeout', %s, true)", [_LOCK_WAIT])
+                if mode == "ACCESS EXCLUSIVE":
+                    await connection.execute(lock)
+                else:
+                    await connection.execute(_WAIT, [_LESSER_LOCK_WAIT])
+                    await connection.execute(lock)
+                    await connection.execute(_WAIT, [_LOCK_WAIT])
                 return
         except psycopg.errors.LockNotAvailable as error:
             if not tries_left:
