@@ -62,11 +62,9 @@ async def measure(plan: Plan, bench: Bench) -> Found:
             warmed = [await turns[name].warmed(how, plan.seconds) for name in turns]
             drained, lived = (max(jobs) for jobs in zip(*warmed, strict=True))
 
-            async def turn(
-                name: str, run: int, how: Load = how, drained: int = drained, lived: int = lived
-            ) -> None:
-                # In a whole life more jobs or fewer are handed over to workers that wait, by luck, which makes more of a
-                # difference than tracing. In a fill and a drain none is.
+            async def turn(name: str, run: int, how: Load = how, drained: int = drained, lived: int = lived) -> None:
+                # In a whole life more jobs or fewer are handed over to workers that wait, by luck, which makes more of
+                # a difference than tracing. In a fill and a drain none is.
                 found = [*await turns[name].filled_and_drained(how, drained), await turns[name].lived(how, lived)]
                 samples.extend(Sample(batch=how.batch, tracing=name, run=run, timed=timed) for timed in found)
                 rates = " · ".join(f"{timed.figure} {timed.jobs_per_s:,.0f}/s" for timed in found)
@@ -98,16 +96,23 @@ def _table(samples: Sequence[Sample], *, spans: int) -> Table:
         grouped[sample.batch, sample.timed.figure][sample.tracing].append(sample)
     rows: list[tuple[str, ...]] = []
     for (batch, figure), by_tracing in grouped.items():
-        rates = {
-            name: {sample.run: sample.timed.jobs_per_s for sample in by_tracing[name]} for name in (_OFF, _ON)
-        }
+        rates = {name: {sample.run: sample.timed.jobs_per_s for sample in by_tracing[name]} for name in (_OFF, _ON)}
         for name, by_run in rates.items():
             cpu = spread(sample.timed.spent.router_s / sample.timed.jobs * 1e6 for sample in by_tracing[name])
-            times = ratio(by_run, rates[_OFF]).text(".1%") if name == _ON else ""
-            rows.append((f"{batch}", f"{figure}", name, spread(by_run.values()).text(), times, cpu.text(".1f")))
+            times = ratio(by_run, rates[_OFF]) if name == _ON else None
+            rows.append(
+                (
+                    f"{batch}",
+                    f"{figure}",
+                    name,
+                    spread(by_run.values()).text(),
+                    times.text(".1%") if times else "",
+                    f"{cpu.median:.1f}",
+                )
+            )
     return Table(
         title="Jobs a second with tracing",
-        head=("batch", "figure", "routers", "jobs/s (min – max)", "of no tracing (min – max)", "router µs a job (min – max)"),
+        head=("batch", "figure", "routers", "jobs/s (min – max)", "of no tracing (min – max)", "router µs a job"),
         rows=rows,
         note=f"The routers' spans, sent by OTLP over gRPC to a sink on this machine, which got {spans:,} of them; its "
         "own work is in the figures too.",
