@@ -88,8 +88,9 @@ def write(
 
 def _where(environment: Mapping[str, object]) -> str:
     server = environment.get("postgres")
-    version = server.get("version") if isinstance(server, Mapping) else None
+    # Not all scenarios need one.
+    postgres = f", PostgreSQL {server['version']}" if isinstance(server, Mapping) else ""
     return (
         f"{environment['date']}, commit {environment['commit']}: {environment['cores']} cores ({environment['cpu']}), "
-        f"Linux {environment['kernel']}, Python {environment['python']}, PostgreSQL {version}; all on this machine."
+        f"Linux {environment['kernel']}, Python {environment['python']}{postgres}; all on this machine."
     )

@@ -13,6 +13,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 _TYPE = re.compile(r" <[^>]*>$")
+# Nobody writes a longer one.
+_SENTENCE = 200
 
 
 class Group(TyperGroup):
@@ -27,9 +29,9 @@ class Group(TyperGroup):
         name_width = max((len(name) for name in self.commands), default=0)
         for heading, commands in headings.items():
             with formatter.section(heading):
-                limit = formatter.width - 6 - name_width
                 formatter.write_dl(
-                    [(name.ljust(name_width), command.get_short_help_str(limit)) for name, command in commands]
+                    # The first sentence, on two lines where it takes them.
+                    [(name.ljust(name_width), command.get_short_help_str(_SENTENCE)) for name, command in commands]
                 )
 
 
