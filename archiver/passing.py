@@ -18,9 +18,9 @@ from shard.archiving import Aged, Day, InUse, NotExported
 from shard.cluster import ShardEntry
 from shard.database import Database
 from shard.errors import Misconfigured
-from shard.health import size_text
 from shard.leading import ARCHIVER, Candidate, candidacy
 from shard.vocabulary import OrgId, ShardName
+from shard.words import size_text
 
 if TYPE_CHECKING:
     from archiver.exporting import Exported

@@ -155,7 +155,7 @@ def _files(config: Path) -> Generator[Files]:
 
 
 def _size(size: int) -> str:
-    from shard.health import size_text
+    from shard.words import size_text
 
     return size_text(size)
 

@@ -17,7 +17,7 @@ from cli.output import Column
 
 if TYPE_CHECKING:
     from shard.cluster import Cluster
-    from shard.health import Finding
+    from shard.findings import Finding
     from shard.vitals import Facts, Holder, Table
     from shard.vocabulary import ShardName
 
@@ -122,7 +122,7 @@ async def _look_at(name: ShardName, dsn: str, held_for: timedelta) -> _Look:
 
 
 def _hurts(look: _Look) -> bool:
-    from shard.health import Severity, worst
+    from shard.findings import Severity, worst
 
     return worst(look.findings) >= Severity.WARNING
 
@@ -134,7 +134,7 @@ def _print_look(look: _Look, held_for: timedelta) -> None:
     if look.facts is None:
         output.heading(f"{look.database}: no answer")
         return
-    from shard.health import size_text, span_text
+    from shard.words import size_text, span_text
 
     server = look.facts.server
     output.heading(f"{look.database}: {_verdict(look.findings)}")
@@ -159,7 +159,7 @@ def _print_look(look: _Look, held_for: timedelta) -> None:
 
 
 def _verdict(findings: Sequence[Finding]) -> str:
-    from shard.health import Severity
+    from shard.findings import Severity
 
     counts = [
         f"{count:,} {severity.word}" if severity is Severity.CRITICAL else output.counted(count, severity.word)
@@ -170,7 +170,7 @@ def _verdict(findings: Sequence[Finding]) -> str:
 
 
 def _print_tables(facts: Facts) -> None:
-    from shard.health import size_text
+    from shard.words import size_text
 
     rows: list[tuple[str, ...]] = []
     others: list[Table] = []
@@ -196,7 +196,7 @@ def _print_tables(facts: Facts) -> None:
 
 
 def _table_row(name: str, tables: Sequence[Table], *, unused: str = "") -> tuple[str, ...]:
-    from shard.health import size_text
+    from shard.words import size_text
 
     return (
         name,
@@ -211,14 +211,14 @@ def _table_row(name: str, tables: Sequence[Table], *, unused: str = "") -> tuple
 
 
 def _estimate(unused: int | None) -> str:
-    from shard.health import size_text
+    from shard.words import size_text
 
     return "" if unused is None or unused < _ESTIMATED_MIN else f"~{size_text(unused)}"
 
 
 def _ago(spans: Iterable[float | None]) -> str:
     """The latest of them."""
-    from shard.health import span_text
+    from shard.words import span_text
 
     known = [span for span in spans if span is not None]
     return f"{span_text(min(known))} ago" if known else "never"
@@ -236,7 +236,8 @@ def _families(tables: Iterable[Table]) -> list[tuple[str, list[Table]]]:
 
 def _print_holders(holders: Sequence[Holder], held_for: timedelta) -> None:
     """But for those that come and go with every statement."""
-    from shard.health import TRANSACTIONS_NOTICED, size_text, span_text
+    from shard.health import TRANSACTIONS_NOTICED
+    from shard.words import size_text, span_text
 
     def stays(holder: Holder) -> bool:
         if holder.is_slot or not held_for:
@@ -278,7 +279,7 @@ def _waits(holder: Holder) -> str:
 
 
 def _look_json(look: _Look) -> dict[str, object]:
-    from shard.health import worst
+    from shard.findings import worst
 
     document: dict[str, object] = {
         "shard": look.database,

@@ -6,22 +6,18 @@ from typing import Any
 
 import pytest
 
+from shard.findings import Finding, Severity, worst
 from shard.health import (
-    Finding,
-    Severity,
     judge,
-    judge_checkpoints,
     judge_holders,
     judge_partitions,
     judge_room,
     judge_server,
-    judge_settings,
     judge_tables,
-    size_text,
-    span_text,
-    worst,
 )
+from shard.server_settings import judge_checkpoints, judge_settings
 from shard.vitals import Checkpoints, Facts, Holder, Index, MissingPartition, Server, Setting, Table
+from shard.words import size_text, span_text
 
 MB, GB = 1024**2, 1024**3
 OK, NOTICE, WARNING, CRITICAL = Severity
