@@ -554,9 +554,10 @@ def test_what_a_former_owner_may_know_is_refused_while_it_is_not_named_and_all_e
                 "UPDATE windrow.former_owner SET left_at = left_at - interval '3 hours' "
                 "WHERE shard = 's3' RETURNING slot"
             ).fetchall()
-            connection.execute("UPDATE windrow.catalog SET epoch = epoch + 1")
+            # In one statement: a router that reads between two would never hear of the second.
             connection.execute(
-                "UPDATE windrow.placement SET changed = (SELECT epoch FROM windrow.catalog) WHERE slot = ANY (%s)",
+                "WITH next AS (UPDATE windrow.catalog SET epoch = epoch + 1 RETURNING epoch) "
+                "UPDATE windrow.placement SET changed = next.epoch FROM next WHERE slot = ANY (%s)",
                 [[slot for (slot,) in catalog_said]],
             )
         postgres.drop("former_s3")

@@ -330,12 +330,13 @@ def test_reflection_lists_the_services(running: Running) -> None:
 def move_slot(running: Running, org: str, *, to: str, grant: bool = True) -> None:
     """What a balancer does to the catalog and the shards when it begins to move an org's slot away from s1."""
     slot = slot_of(OrgId(org))
-    ((epoch,),) = running.sql("s1", "UPDATE windrow.catalog SET epoch = epoch + 1 RETURNING epoch")
-    running.sql(
+    # In one statement: a router that reads between two would never hear of the second.
+    ((epoch,),) = running.sql(
         "s1",
-        "UPDATE windrow.placement SET writes = ARRAY[%s], reads = ARRAY['s1', %s], epoch = %s, changed = %s "
-        "WHERE slot = %s",
-        *(to, to, epoch, epoch, slot),
+        "WITH next AS (UPDATE windrow.catalog SET epoch = epoch + 1 RETURNING epoch) "
+        "UPDATE windrow.placement p SET writes = ARRAY[%s], reads = ARRAY['s1', %s], epoch = next.epoch, "
+        "changed = next.epoch FROM next WHERE p.slot = %s RETURNING next.epoch",
+        *(to, to, slot),
     )
     if grant:
         running.sql(to, "INSERT INTO windrow.owned_slot (slot, state, epoch) VALUES (%s, 'owned', %s)", slot, epoch)

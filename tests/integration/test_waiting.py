@@ -687,12 +687,18 @@ async def test_who_waits_follows_an_org_whose_slot_moves(
     org = await near.org_on("s1")
     slot = int(slot_of(OrgId(org)))
     async with near.stream(org, credit=9 if how == "stream" else 0) as stream, waiter(near, org, "idle") as waiting:
-        ((epoch,),) = sql(dsns, "s1", "UPDATE windrow.catalog SET epoch = epoch + 1 RETURNING epoch")
+        ((epoch,),) = sql(dsns, "s1", "SELECT epoch + 1 FROM windrow.catalog")
         for shard, state in (("s1", "draining"), ("s2", "owned")):
             moved = "INSERT INTO windrow.owned_slot VALUES ({0}, '{1}', {2}) ON CONFLICT (slot) DO UPDATE "
             sql(dsns, shard, (moved + "SET state = '{1}', epoch = {2} RETURNING slot").format(slot, state, epoch))
         placed = f"writes = '{{s2}}', reads = '{{s2}}', epoch = {epoch}, changed = {epoch}"
-        sql(dsns, "s1", f"UPDATE windrow.placement SET {placed} WHERE slot = {slot} RETURNING slot")
+        # In one statement: a router that reads between two would never hear of the second.
+        sql(
+            dsns,
+            "s1",
+            f"WITH next AS (UPDATE windrow.catalog SET epoch = {epoch}) "
+            f"UPDATE windrow.placement SET {placed} WHERE slot = {slot} RETURNING slot",
+        )
         ids = await far.enqueue(org, new_job(queue=QUEUE if how == "stream" else "idle"))
         got = await (stream.until_jobs(1, within_s=2 * SWEPT_S) if how == "stream" else soon(waiting, 2 * SWEPT_S))
         assert [job.id for job in got] == ids
