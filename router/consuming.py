@@ -59,6 +59,7 @@ class Consumer:
         self.window_us = window_us
         self.credit = credit
         self.idle = False
+        self.promised = False
         # It waits for credit.
         self._starved = False
         self._fleet = fleet
@@ -89,6 +90,9 @@ class Consumer:
         return self._claiming or self._woken.is_set()
 
     def wake(self) -> None:
+        if self.promised and not self._over:
+            # What it takes is on its way. It has no room for more beside it.
+            return
         # It is about to look, and takes nothing before it has.
         self.idle = False
         self._woken.set()
@@ -160,6 +164,8 @@ class Consumer:
         """Takes what is on these shards, as far as the credit goes. Answers whether there may be more. Raises
         ShardUnavailable if it is so of all."""
         away = 0
+        # Of all shards together: what takes once is one message.
+        room = CLAIM_BYTES_MAX
         for member in members:
             if not member.room.gives:
                 continue
@@ -168,7 +174,12 @@ class Consumer:
                 return True
             try:
                 taken = await member.store.claim(
-                    self.org, self.queues, max_jobs=wanted, window_us=self.window_us, worker=self.worker
+                    self.org,
+                    self.queues,
+                    max_jobs=wanted,
+                    window_us=self.window_us,
+                    worker=self.worker,
+                    bytes_max=room,
                 )
             except ShardUnavailable:
                 # What is on the others is worth having; its sweep tells when it is back.
@@ -179,8 +190,9 @@ class Consumer:
             if taken.jobs:
                 self.credit -= len(taken.jobs)
                 self.give(wire.claimed(member.store, taken.jobs))
+            room -= taken.bytes
             # Also where an answer's room was filled: there may be more.
-            if len(taken.jobs) == wanted or sum([len(job.payload) for job in taken.jobs]) >= CLAIM_BYTES_MAX:
+            if len(taken.jobs) == wanted or room <= 0:
                 if self._entered:
                     member.room.found_enough(self)
                 return True

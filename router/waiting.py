@@ -64,6 +64,8 @@ class Waiter(Protocol):
     credit: int
     # It has found nothing, and does nothing but wait.
     idle: bool
+    # It takes once, and that is on its way to it: nothing else wakes it.
+    promised: bool
 
     @property
     def takes_once(self) -> bool:
@@ -221,6 +223,7 @@ class Room:
                 if waiter.takes_once:
                     # Its answer is one message, which has room for so much.
                     waiter.idle = False
+                    waiter.promised = True
                     fitting = _first_bytes(jobs, share)
                     share, there = share[:fitting], share[fitting:] + there
                 waiter.credit -= len(share)
@@ -235,6 +238,7 @@ class Room:
     def _handed(self, jobs: NewJobs, shares: list[tuple[Waiter, Taker, list[int]]], handed: Handed) -> None:
         leased = set(handed.positions)
         for waiter, taker, share in shares:
+            waiter.promised = False
             got = [at for at in share if at in leased]
             if len(got) < len(share):
                 waiter.credit += len(share) - len(got)
@@ -314,7 +318,7 @@ class Room:
         for waiter in list(there.waiters):
             if room >= jobs:
                 return room
-            if waiter.credit > 0:
+            if waiter.credit > 0 and not waiter.promised:
                 waiter.wake()
                 there.waiters.move_to_end(waiter)
                 if not waiter.full:

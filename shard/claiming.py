@@ -27,13 +27,16 @@ CLAIM_BYTES_MAX = 2 * 1024 * 1024
 
 
 class Ask(NamedTuple):
-    """One taker: up to `max_jobs` jobs of these queues of one org, for `window_us`."""
+    """One taker: up to `max_jobs` jobs, and `bytes_max` of payload and attributes, of these queues of one org, for
+    `window_us`."""
 
     org: OrgId
     queues: tuple[QueueName, ...]
     max_jobs: int
     window_us: int
     worker: str
+    # The last job may fill more than is left of it.
+    bytes_max: int = CLAIM_BYTES_MAX
 
 
 class Taken(NamedTuple):
@@ -42,6 +45,11 @@ class Taken(NamedTuple):
 
     prefix: bytes
     jobs: list[Claimed]
+
+    @property
+    def bytes(self) -> int:
+        """By which its room is measured."""
+        return sum(map(_size, self.jobs))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,7 +67,7 @@ class _Taker:
 
     @property
     def room(self) -> int:
-        return CLAIM_BYTES_MAX - sum(map(_size, self.jobs))
+        return self.ask.bytes_max - sum(map(_size, self.jobs))
 
 
 class Claiming:

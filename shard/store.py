@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from shard import arrays, partitions, statements
-from shard.claiming import Ask, Claiming, Taken
+from shard.claiming import CLAIM_BYTES_MAX, Ask, Claiming, Taken
 from shard.coalescing import Acts, Coalescer, TooManyWaiting
 from shard.database import Database
 from shard.enqueuing import NOTHING_HANDED, Call, Enqueuing, Handover, made_at_ms
@@ -138,10 +138,18 @@ class Store:
     # ── Consumers ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def claim(
-        self, org: OrgId, queues: Sequence[QueueName], *, max_jobs: int, window_us: int, worker: str
+        self,
+        org: OrgId,
+        queues: Sequence[QueueName],
+        *,
+        max_jobs: int,
+        window_us: int,
+        worker: str,
+        bytes_max: int = CLAIM_BYTES_MAX,
     ) -> Taken:
-        """Leases up to `max_jobs` due jobs for `window_us`. Raises ShardUnavailable, TooManyWaiting."""
-        ask = Ask(org, tuple(queues), max_jobs, window_us, worker)
+        """Leases up to `max_jobs` due jobs for `window_us`, fewer where they fill `bytes_max`. Raises ShardUnavailable,
+        TooManyWaiting."""
+        ask = Ask(org, tuple(queues), max_jobs, window_us, worker, bytes_max)
         taken = self._claims.submit(ask)
         try:
             return await taken

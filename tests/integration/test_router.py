@@ -358,6 +358,22 @@ def test_an_enqueue_that_a_shard_refuses_goes_where_the_slot_went(running: Runni
     running.stubs.books("s1", "s2")
 
 
+def test_what_two_shards_give_fits_into_one_answer(running: Running) -> None:
+    org = running.org_on("s1")
+    # Two of them leave room for a third in what one shard gives; four are more than gRPC clients take.
+    large = b"x" * (2**20 - 8)
+    stored = [new_job(payload=large) for _ in range(2)]
+    enqueue(running.stubs, org, *stored)
+    move_slot(running, org, to="s2")
+    more = [new_job(payload=large) for _ in range(2)]
+    enqueue(running.stubs, org, *more)
+    until(lambda: len(found(running.stubs, org, stored[0].id, more[0].id).jobs) == 2, "both shards are known")
+    ids: list[str] = []
+    while jobs := dequeue(running.stubs, org):
+        ids += [job.id for job in jobs]
+    assert sorted(ids) == sorted(job.id for job in stored + more)
+
+
 def test_a_router_that_nobody_enqueues_at_learns_of_a_move_too(running: Running) -> None:
     org = running.org_on("s1")
     enqueue(running.stubs, org)

@@ -21,10 +21,11 @@ from router.waiting import SWEEP_S, Room
 from shard import erasing, statements
 from shard.database import Database
 from shard.doorbell import Doorbell
+from shard.enqueuing import Handed
 from shard.errors import ShardUnavailable
 from shard.placement import slot_of
 from shard.store import Store
-from shard.vocabulary import NewJobs, OrgId, QueueId, QueueName, ShardName
+from shard.vocabulary import Micros, NewJobs, OrgId, QueueId, QueueName, ShardName
 from tests.conftest import SHARD
 from tests.fault.proxy import open_proxy_before, through
 from tests.jobs import job_id, some_jobs
@@ -586,6 +587,7 @@ class _Waits:
         self.credit = credit
         self.idle = True
         self.full = False
+        self.promised = False
         self.takes_once = False
         self.looking = False
         self.woken = 0
@@ -657,6 +659,22 @@ def test_jobs_are_offered_to_those_with_credit_by_turns(room: Room) -> None:
     assert sorted(dealt.values()) == [1, 2, 15]
     assert [one.credit for one in waiters] == [0, 85, 0, 0]
     assert room.offer(some_jobs(OrgId("another"), 3)) is None
+
+
+def test_a_call_that_jobs_are_on_their_way_to_is_not_woken_for_others(room: Room) -> None:
+    call, stream = _Waits(OrgId("o"), "mail", credit=1000), _Waits(OrgId("o"), "mail", credit=1000)
+    call.takes_once = True
+    room.enter(call)
+    handover = room.offer(some_jobs(OrgId("o"), 3))
+    assert handover is not None
+    room.enter(stream)
+    stored(room, some_jobs(OrgId("o"), 5))
+    # Its answer has no room for what it would find.
+    assert (call.woken, stream.woken) == (0, 1)
+    handover.tell(Handed([], Micros(0), {}, sure=True))
+    assert (call.woken, call.credit) == (1, 1000)
+    stored(room, some_jobs(OrgId("o"), 5))
+    assert call.woken == 2
 
 
 async def test_a_sweep_learns_the_queues_of_all_orgs_by_one_statement(recorder: Recorder, org: str) -> None:
