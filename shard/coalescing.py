@@ -54,12 +54,16 @@ class Acts:
     def join(self, begin: Callable[[], None]) -> None:
         self._turns.append(begin)
 
+    def began(self, begin: Callable[[], None]) -> None:
+        """Whoever's act has begun is the last to be asked when one has ended."""
+        self.under_way += 1
+        self._turns.remove(begin)
+        self._turns.append(begin)
+
     def ended(self) -> None:
-        """One has ended: whoever waits may begin, the longest served first one last."""
+        """Whoever waits may begin."""
         self.under_way -= 1
-        for _ in range(len(self._turns)):
-            begin = self._turns.popleft()
-            self._turns.append(begin)
+        for begin in list(self._turns):
             begin()
 
 
@@ -170,7 +174,7 @@ class Coalescer(Generic[Call, Result]):
         while self._lines and self._may_begin(loop):
             batch = self._next()
             if batch:
-                self._beside.under_way += 1
+                self._beside.began(self._begin_soon)
                 self._acts.add(loop.create_task(self._do(batch)))
         if self._lines:
             self._watch(loop)

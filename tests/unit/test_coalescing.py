@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shard import coalescing
 from shard.coalescing import Coalescer, TooManyWaiting
 
 
@@ -83,6 +84,7 @@ class Acts:
         weight_max: int = 1000,
         waiting_max: int = 50_000,
         gives_back: bool = True,
+        beside: coalescing.Acts | None = None,
     ) -> Coalescer[int, int]:
         return Coalescer(
             self.act,
@@ -90,6 +92,7 @@ class Acts:
             whose=whose,
             late=Late,
             acts_max=acts_max,
+            beside=beside,
             wait_s=wait_s,
             weight_max=weight_max,
             waiting_max=waiting_max,
@@ -161,6 +164,26 @@ async def test_a_few_calls_wait_for_the_act_under_way_and_then_go_together(acts:
     assert acts.begun[2:] == [[8]]
     acts.end(2)
     assert await last == -8
+
+
+async def test_calls_of_two_sorts_take_turns(acts: Acts, monkeypatch: pytest.MonkeyPatch) -> None:
+    # On a slow machine, too, a turn of the event loop counts as one in which nothing else happened.
+    monkeypatch.setattr("shard.coalescing._QUIET_S", math.inf)
+    beside = coalescing.Acts()
+    odd, even = acts.coalescer(beside=beside), acts.coalescer(beside=beside)
+    results = [odd.submit(1)]
+    for act in range(6):
+        await turns()
+        # While one is under way, calls of both sorts come.
+        results += [odd.submit(2 * act + 3), even.submit(2 * act + 2)]
+        await turns()
+        acts.end(act)
+    await turns()
+    assert [calls[0] % 2 for calls in acts.begun] == [1, 0, 1, 0, 1, 0, 1]
+    acts.end(6)
+    await turns()
+    acts.end(7)
+    await asyncio.gather(*results)
 
 
 async def test_much_need_not_wait_until_as_many_acts_as_may_be_are_under_way(acts: Acts) -> None:
