@@ -69,10 +69,11 @@ class Acts:
 
 class Coalescer(Generic[Call, Result]):
     """`act` does several calls together and answers each one's result or error, in their order; what it raises is
-    every caller's error. At most `acts_max` are under way at a time, each of up to `weight_max` by `weigh` (or one call
-    that is heavier), and few calls also wait for those `beside` them. Up to `waiting_max` wait, of one caller (`whose`)
-    no more than are left free, and none for longer than `wait_s`: then `late` makes its error. `abandoned` gets the
-    results of calls that were cancelled when their act had begun, `dropped` the calls of which no act began."""
+    every caller's error. At most `acts_max` are under way at a time, each of up to `calls_max` calls, and of up to
+    `weight_max` by `weigh` (or one call that is heavier); few calls also wait for those `beside` them. Up to
+    `waiting_max` wait, of one caller (`whose`) no more than are left free, and none for longer than `wait_s`: then
+    `late` makes its error. `abandoned` gets the results of calls that were cancelled when their act had begun,
+    `dropped` the calls of which no act began."""
 
     def __init__(
         self,
@@ -85,6 +86,7 @@ class Coalescer(Generic[Call, Result]):
         beside: Acts | None = None,
         wait_s: float = 5.0,
         weight_max: int = 1000,
+        calls_max: int = 1000,
         waiting_max: int = 50_000,
         abandoned: Callable[[Call, Result], None] | None = None,
         dropped: Callable[[Call], None] | None = None,
@@ -96,6 +98,7 @@ class Coalescer(Generic[Call, Result]):
         self._acts_max = acts_max
         self._wait_s = wait_s
         self._weight_max = weight_max
+        self._calls_max = calls_max
         self._abandoned = abandoned
         self._dropped = dropped
         # Each one's calls that wait, in their order; who was served last comes last.
@@ -208,13 +211,15 @@ class Coalescer(Generic[Call, Result]):
         batch: list[_Waiting[Call, Result]] = []
         room = self._weight_max
         share = room // len(self._lines)
-        while self._lines:
+        calls_share = max(1, self._calls_max // len(self._lines))
+        while self._lines and len(batch) < self._calls_max:
             whose, line = next(iter(self._lines.items()))
             if batch and line[0].weight > room:
                 break
             self._lines.move_to_end(whose)
             enough = room - share
-            while line and (not batch or line[0].weight <= room):
+            last = min(len(batch) + calls_share, self._calls_max)
+            while line and len(batch) < last and (not batch or line[0].weight <= room):
                 waiting = self._pop(whose, line)
                 if waiting.result.done():
                     self._drop(waiting.call)

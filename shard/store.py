@@ -42,6 +42,8 @@ _REST = 50.0
 _OWED_MAX = 10_000
 # Claims wait by the number of their callers, which is bounded elsewhere, not by what they wish for.
 _WISHES_MAX = 20_000_000
+# Where payloads are large, two of them may take a statement, and the others of their act wait for all of them.
+_TAKERS_MAX = 100
 # Payload counts too: no statement is much larger than the largest request.
 _BYTES_PER_WEIGHT = 16 * 1024
 
@@ -96,6 +98,7 @@ class Store:
             claiming.together,
             weigh=_wish,
             whose=_org,
+            calls_max=_TAKERS_MAX,
             waiting_max=_WISHES_MAX,
             late=late,
             beside=beside,

@@ -82,6 +82,7 @@ class Acts:
         whose: Callable[[int], Hashable] = lambda _: "everybody",
         wait_s: float = 1000.0,
         weight_max: int = 1000,
+        calls_max: int = 1000,
         waiting_max: int = 50_000,
         gives_back: bool = True,
         beside: coalescing.Acts | None = None,
@@ -95,6 +96,7 @@ class Acts:
             beside=beside,
             wait_s=wait_s,
             weight_max=weight_max,
+            calls_max=calls_max,
             waiting_max=waiting_max,
             abandoned=(lambda call, result: self.abandoned.append((call, result))) if gives_back else None,
             dropped=self.dropped.append,
@@ -298,6 +300,19 @@ async def test_an_act_is_dealt_out_evenly_by_weight_and_to_each_in_the_order_of_
         acts.end(turn)
         await turns()
     assert await asyncio.gather(under_way, *results) == [-1, *(-call for call in calls)]
+
+
+async def test_an_act_takes_so_many_calls_at_most_and_as_many_of_each_caller(acts: Acts) -> None:
+    coalescer = acts.coalescer(calls_max=4, acts_max=1, whose=lambda call: call // 100)
+    first = coalescer.submit(0)
+    await turns()
+    # One caller has five waiting, another one two.
+    results = [coalescer.submit(call) for call in (101, 102, 103, 104, 105, 201, 202)]
+    for act in range(3):
+        acts.end(act)
+        await turns()
+    assert acts.begun == [[0], [101, 102, 201, 202], [103, 104, 105]]
+    assert await asyncio.gather(first, *results) == [0, *(-call for call in (101, 102, 103, 104, 105, 201, 202))]
 
 
 async def test_a_call_that_an_act_has_no_room_for_is_the_next_ones_first(acts: Acts) -> None:
