@@ -117,7 +117,11 @@ class _ClosedMeanwhile(psycopg.OperationalError):
 
 
 logging.getLogger("psycopg.pool").addFilter(
-    lambda record: not any(isinstance(part, _ClosedMeanwhile) for part in record.args or ())
+    # Nor of each connection that went with a server: the breaker says once that it is away.
+    lambda record: (
+        not record.msg.startswith("discarding closed connection")
+        and not any(isinstance(part, _ClosedMeanwhile) for part in record.args or ())
+    )
 )
 
 

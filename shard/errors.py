@@ -29,14 +29,18 @@ from collections.abc import Collection, Sequence
 from shard.vocabulary import CATALOG, Micros, OrgId, QueueName, ShardName, Slot
 
 
+def what(shard: ShardName) -> str:
+    """As messages name it."""
+    return "the catalog" if shard == CATALOG else f"shard {shard!r}"
+
+
 class ShardError(Exception):
     """Root of the tree."""
 
 
 class ShardUnavailable(ShardError):
     def __init__(self, shard: ShardName, why: str, *, retry_after_s: float = 1.0) -> None:
-        what = "the catalog" if shard == CATALOG else f"shard {shard!r}"
-        super().__init__(f"{what} is unavailable: {why}")
+        super().__init__(f"{what(shard)} is unavailable: {why}")
         self.shard = shard
         self.why = why
         self.retry_after_s = retry_after_s
@@ -81,7 +85,9 @@ class QueueExists(ShardError):
 
 class QueueNotEmpty(ShardError):
     def __init__(self, org: OrgId, queue: QueueName) -> None:
-        super().__init__(f"queue {queue!r} of org {org!r} still holds live or dead jobs; purge it first")
+        super().__init__(
+            f"queue {queue!r} of org {org!r} still holds live or dead jobs: purge it first, and let leased ones finish"
+        )
 
 
 class TooManyQueues(ShardError):
