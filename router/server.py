@@ -122,6 +122,9 @@ def _server(
             # A client that vanished without a word is noticed, and its streams end.
             ("grpc.keepalive_time_ms", 30_000),
             ("grpc.keepalive_timeout_ms", 10_000),
+            # Without it a ping has 60 s, whatever keepalive_timeout_ms says.
+            ("grpc.http2.ping_timeout_ms", 10_000),
+            # Clients send one every 10 s (windrow/calls.py).
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             ("grpc.keepalive_permit_without_calls", 1),
         ],

@@ -58,8 +58,14 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", _CHANNEL_BYTES_MAX),
     # An answer is as large as what was asked for. One refused here would leave its jobs leased by nobody.
     ("grpc.max_receive_message_length", -1),
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
+    # A router that hangs is given up within 18 s, so that a call of 30 s has a try left for another one. The kernel of
+    # a stopped process answers for it: only a ping tells.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 8_000),
+    # Without it a ping has 60 s, whatever keepalive_timeout_ms says.
+    ("grpc.http2.ping_timeout_ms", 8_000),
+    # Else, after two pings on an idle stream, there is one a minute.
+    ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     # Also the time that one attempt to connect is given.
     ("grpc.min_reconnect_backoff_ms", 2_000),
