@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import UTC, datetime
-from typing import Any, TypedDict, assert_never
+from typing import Any, TypedDict, assert_never, cast
 
 from windrow.errors import InvalidJob, Span, Violation, WindrowError
 from windrow.ids import uuid7
@@ -56,9 +56,9 @@ class Answer(enum.Enum):
     UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class FixedRetry:
-    """The same delay before every retry."""
+    """The same delay before every retry: FixedRetry(30)."""
 
     delay: Span
 
@@ -209,6 +209,11 @@ class JobRecord:
     shard: str
 
 
+# Of a new job, by what protobuf takes there.
+_TEXTS = frozenset({"queue", "kind", "dedup_key", "id"})
+_NUMBERS = frozenset({"priority", "max_attempts"})
+_SHOWN_CHARS_MAX = 100
+
 _STATES: dict[int, JobState] = {
     job_pb2.JOB_STATE_SCHEDULED: JobState.SCHEDULED,
     job_pb2.JOB_STATE_READY: JobState.READY,
@@ -280,6 +285,7 @@ def write(job: NewJob, message: job_pb2.NewJob) -> None:
     if job.max_attempts:
         message.max_attempts = job.max_attempts
     if job.retry is not None:
+        _check_retry(job.retry)
         message.retry.CopyFrom(_retry(job.retry))
     if job.dedup_key:
         message.dedup_key = job.dedup_key
@@ -293,14 +299,43 @@ def _invalid(job: NewJob, at: int, error: Exception) -> InvalidJob:
     for name in NewJob.__dataclass_fields__:
         if name == "_":
             continue
-        alone: dict[str, Any] = {"queue": good.queue, "kind": good.kind, "id": good.id, name: getattr(job, name)}
+        value = getattr(job, name)
+        alone: dict[str, Any] = {"queue": good.queue, "kind": good.kind, "id": good.id, name: value}
         try:
             write(NewJob(**alone), job_pb2.NewJob())
         except (TypeError, ValueError) as found:
-            path = f"jobs[{at}].{name}"
-            return InvalidJob(f"{path}: {found}", [Violation(path, str(found))])
+            path, told = f"jobs[{at}].{name}", _in_words(name, value) or str(found)
+            return InvalidJob(f"{path}: {told}", [Violation(path, told)])
     path = f"jobs[{at}]"
     return InvalidJob(f"{path}: {error}", [Violation(path, str(error))])
+
+
+def _in_words(name: str, value: object) -> str:
+    """What is wrong with a field, where protobuf does not name the value; else empty."""
+    if name in _TEXTS:
+        return "" if isinstance(value, str) else f"must be a str, not {_shown(value)}"
+    if name in _NUMBERS:
+        return "" if type(value) is int else f"must be an int, not {_shown(value)}"
+    if name == "attributes":
+        if not isinstance(value, Mapping):
+            return f"must be a dict of str to str, not {_shown(value)}"
+        for key, text in cast("Mapping[object, object]", value).items():
+            if not (isinstance(key, str) and isinstance(text, str)):
+                return f"key and value must both be str, not {_shown(key)}: {_shown(text)}"
+    return ""
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARS_MAX else text[:_SHOWN_CHARS_MAX] + "…"
+
+
+def _check_retry(given: object) -> None:
+    if not isinstance(given, RetryPolicy):
+        raise TypeError(
+            f"{_shown(given)} is no retry policy; write FixedRetry(seconds) or ExponentialRetry(...); "
+            "how often a job is tried is max_attempts"
+        )
 
 
 def _retry(policy: RetryPolicy) -> job_pb2.RetryPolicy:

@@ -19,8 +19,9 @@ Payload: TypeAlias = bytes | bytearray | memoryview | str | Mapping[str, Any] | 
 """Bytes go as they are, str as UTF-8, and anything else as JSON: so None is `null`."""
 
 
-def encode(value: Payload) -> bytes:
-    """The bytes that stand for a value. Raises ValueError or TypeError for what JSON has no form for, NaN included."""
+def encode(value: Payload, *, what: str = "payload") -> bytes:
+    """The bytes that stand for a value. Raises ValueError or TypeError for what JSON has no form for, NaN included;
+    `what` it is to be is said then."""
     if isinstance(value, bytes):
         return value
     if isinstance(value, str):
@@ -29,13 +30,21 @@ def encode(value: Payload) -> bytes:
         return bytes(value)
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    except TypeError as error:
+        raise TypeError(_no_json(what, value, str(error))) from error
     except RecursionError as error:
-        raise ValueError("nested too deeply for JSON") from error
+        raise ValueError(_no_json(what, value, "it is nested too deeply")) from error
+    except ValueError as error:
+        raise ValueError(_no_json(what, value, str(error))) from error
+
+
+def _no_json(what: str, value: object, why: str) -> str:
+    return f"a {what} is bytes, str, or what JSON can hold, and this {type(value).__name__} is none of them: {why}"
 
 
 def encode_result(value: Payload) -> bytes:
     """Same for what a handler returned: None is no result. ValueError: more than 64 KiB."""
-    result = b"" if value is None else encode(value)
+    result = b"" if value is None else encode(value, what="result")
     if len(result) > RESULT_BYTES_MAX:
         raise ValueError(f"a result of {len(result):,} bytes; at most {RESULT_BYTES_MAX:,} are kept")
     return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import re
 from datetime import UTC, datetime, timedelta
 from typing import Any, cast
 
@@ -84,6 +85,36 @@ def test_what_has_no_form_on_the_wire_is_refused_by_its_path(options: dict[str, 
     with pytest.raises(InvalidJob) as caught:
         enqueue_request("acme", [NewJob("q", "k", **options)])
     assert caught.value.violations[0].field == f"jobs[0].{path}"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"retry": 5}, "retry: 5 is no retry policy; write FixedRetry"),
+        ({"attributes": {"fine": "yes", "a": 1}}, "attributes: key and value must both be str, not 'a': 1"),
+        ({"attributes": {2: "b"}}, "attributes: key and value must both be str, not 2: 'b'"),
+        ({"attributes": ["a"]}, "attributes: must be a dict of str to str, not ['a']"),
+        ({"dedup_key": 7}, "dedup_key: must be a str, not 7"),
+        ({"priority": 1.5}, "priority: must be an int, not 1.5"),
+        ({"priority": "x" * 1000}, "priority: must be an int, not '" + "x" * 99 + "…"),
+    ],
+)
+def test_a_field_of_the_wrong_type_is_refused_with_its_value_and_what_it_may_be(
+    options: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(InvalidJob, match="^" + re.escape(f"jobs[0].{told}")):
+        enqueue_request("acme", [NewJob("q", "k", **options)])
+
+
+def test_a_payload_or_result_that_is_no_json_is_told_with_its_type_and_what_is_taken() -> None:
+    with pytest.raises(InvalidJob, match=r"a payload is bytes, str, or what JSON can hold, and this set .*: Object of"):
+        enqueue_request("acme", [NewJob("q", "k", cast("Any", {1}))])
+    with pytest.raises(TypeError, match=r"a result is bytes, str, or what JSON can hold, and this datetime .*: Object"):
+        encode_result(cast("Any", datetime.now(UTC)))
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(ValueError, match=r"a result is .* this list .*: Circular reference"):
+        encode_result(endless)
 
 
 @pytest.mark.parametrize("name", ["delay", "dedup_window"])
