@@ -343,8 +343,9 @@ class Client:
         return await _each(jobs, send)
 
     async def get_jobs(self, ids: Iterable[str], *, include_payload: bool = False) -> dict[str, JobRecord]:
-        """Looks jobs up by id, wherever they are; those that this org does not have are left out. Raises Unavailable
-        also if some are on a shard that does not answer, or may be."""
+        """Looks jobs up by id, wherever they are; those that this org does not have are left out. Payload and result
+        are None unless `include_payload` asks for them. Raises Unavailable also if some are on a shard that does not
+        answer, or may be."""
         listed = list(ids)
         found: dict[str, JobRecord] = {}
         for at in range(0, len(listed), JOBS_MAX):
@@ -352,7 +353,7 @@ class Client:
             while rest:
                 request = queue_pb2.GetJobsRequest(org=self.org, ids=rest, include_payload=include_payload)
                 response = await self.calls.call(lambda stub: stub.GetJobs, request)
-                found.update((job.id, read_record(job)) for job in response.jobs)
+                found.update((job.id, read_record(job, with_payload=include_payload)) for job in response.jobs)
                 if response.unavailable_shards and not {*found, *response.left_out}.issuperset(rest):
                     away = ", ".join(response.unavailable_shards)
                     raise Unavailable(f"not every job was found, and of the org's shards these did not answer: {away}")

@@ -185,9 +185,9 @@ class JobRecord:
     queue: str
     kind: str
     state: JobState
-    # Payload and result are empty unless they were asked for.
-    payload: bytes
-    result: bytes
+    # None: they were not asked for. A result that nobody gave is empty.
+    payload: bytes | None
+    result: bytes | None
     attributes: Mapping[str, str]
     priority: int
     # Leases counted so far.
@@ -394,14 +394,14 @@ def read_leased(message: job_pb2.LeasedJob) -> Job:
     )
 
 
-def read_record(message: job_pb2.Job) -> JobRecord:
+def read_record(message: job_pb2.Job, *, with_payload: bool) -> JobRecord:
     return JobRecord(
         id=message.id,
         queue=message.queue,
         kind=message.kind,
         state=_STATES.get(message.state, JobState.UNKNOWN),
-        payload=message.payload,
-        result=message.result,
+        payload=message.payload if with_payload else None,
+        result=message.result if with_payload else None,
         attributes=dict(message.attributes),
         priority=message.priority,
         attempt=message.attempt,

@@ -194,13 +194,20 @@ def test_a_record_is_read_with_its_retry_policy_and_a_state_of_the_future() -> N
     message = job_pb2.Job(id="i", state=job_pb2.JOB_STATE_DEAD)
     message.retry.fixed.delay.seconds = 9
     message.attempts.add(attempt=1, outcome=job_pb2.ATTEMPT_OUTCOME_NACKED, error="e")
-    record = read_record(message)
+    record = read_record(message, with_payload=False)
     assert record.state is JobState.DEAD
-    assert record.retry == FixedRetry(delay=timedelta(seconds=9))
+    assert record.retry == FixedRetry(timedelta(seconds=9))
     assert record.attempts[0].error == "e"
     assert record.finished_at is None
     newer = job_pb2.Job.FromString(b"\x20\x63")
-    assert read_record(newer).state is JobState.UNKNOWN
+    assert read_record(newer, with_payload=False).state is JobState.UNKNOWN
+
+
+def test_a_record_has_payload_and_result_only_if_they_were_asked_for() -> None:
+    left_out = read_record(job_pb2.Job(id="i"), with_payload=False)
+    assert (left_out.payload, left_out.result) == (None, None)
+    empty = read_record(job_pb2.Job(id="i", payload=b"p"), with_payload=True)
+    assert (empty.payload, empty.result) == (b"p", b"")
 
 
 def test_an_error_text_keeps_its_end_whole_characters_and_no_nul() -> None:
