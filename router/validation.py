@@ -260,12 +260,14 @@ def _in_words(found: protovalidate.Violation) -> str:
         message = next((words for part, words in _PATTERNS.items() if part in str(found.rule_value)), message)
     message = _RANGE.sub(r"must be \1 to \2", message)
     match value:
-        case "":
+        case "" | b"":
             return "must not be empty"
         case str() if len(value) <= _SHOWN_CHARS_MAX:
             return f"{message}, not {value!r}"
         case int() | float():
             return f"{message}, not {value}"
+        case bytes():
+            return f"{message}, not {len(value)}"
         case Duration():
             return f"{message}, not {value.seconds + value.nanos / 1e9:.15g}s"
         case _:

@@ -17,6 +17,7 @@ from opentelemetry import trace
 from windrow.calls import MESSAGE_BYTES_MAX, RETRIED_DEQUEUE, TRY_S, Calls
 from windrow.coalesce import Coalescer, Coalescers
 from windrow.errors import (
+    InvalidJob,
     InvalidRequest,
     RouterError,
     Span,
@@ -48,6 +49,7 @@ ADDRESS_DEFAULT = "127.0.0.1:7419"
 ADDRESS_VARIABLE = "WINDROW_ADDRESS"
 # The contract's bound on the jobs, leases or ids of one call.
 JOBS_MAX = 1000
+PAYLOAD_BYTES_MAX = 1024 * 1024
 WAIT_S_MAX = 60.0
 _WORTH_WAITING_S = 0.1
 # Large requests keep others of the connection waiting: where there is a choice, they are split well below the limit.
@@ -394,6 +396,11 @@ def _size(message: queue_pb2.EnqueueRequest | job_pb2.NewJob) -> int:
     """Raises InvalidRequest for what no call takes."""
     size = message.ByteSize()
     if size > MESSAGE_BYTES_MAX:
+        for at, job in enumerate(message.jobs if isinstance(message, queue_pb2.EnqueueRequest) else (message,)):
+            if len(job.payload) > PAYLOAD_BYTES_MAX:
+                path = f"jobs[{at}].payload"
+                told = f"must be at most {PAYLOAD_BYTES_MAX} bytes, not {len(job.payload)}"
+                raise InvalidJob(f"{path}: {told}", [Violation(path, told)])
         raise InvalidRequest(
             f"the request has {size:,} bytes; at most {MESSAGE_BYTES_MAX:,} are stored together, all or none; "
             "independent=True stores the jobs in several calls"

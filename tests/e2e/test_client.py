@@ -86,6 +86,23 @@ async def test_a_job_goes_from_enqueue_to_its_result(client: Client) -> None:
     assert [past.outcome for past in record.attempts] == [AttemptOutcome.ACKED]
 
 
+async def test_payloads_are_looked_up_only_if_they_are_asked_for(client: Client) -> None:
+    stored = await client.enqueue("q", "k", b"p")
+    bare = (await client.get_jobs([stored.id]))[stored.id]
+    assert (bare.payload, bare.result) == (None, None)
+    whole = (await client.get_jobs([stored.id], include_payload=True))[stored.id]
+    assert (whole.payload, whole.result) == (b"p", b"")
+
+
+async def test_a_payload_that_is_too_large_is_refused_with_its_size_and_the_bound(client: Client) -> None:
+    payload = bytes((1 << 20) + 1)
+    with pytest.raises(InvalidJob, match=r"jobs\[0\]\.payload: must be at most 1048576 bytes, not 1048577"):
+        await client.enqueue("q", "k", payload)
+    fits, too_large = await client.enqueue_many([NewJob("q", "k"), NewJob("q", "k", payload)], independent=True)
+    assert fits.error is None
+    assert "jobs[1].payload: must be at most 1048576 bytes, not 1048577" in str(too_large.error)
+
+
 async def test_hundreds_of_jobs_each_run_once(client: Client) -> None:
     worker = Worker(client, ["a", "b"], concurrency=20)
     ran: list[str] = []

@@ -219,6 +219,15 @@ async def test_large_jobs_that_stand_alone_go_in_calls_of_8_mib(router: FakeRout
     assert sorted(len(request.jobs) for request in router.of("Enqueue")) == [6, 7, 7]
 
 
+async def test_a_job_too_large_for_any_call_is_told_its_size_and_the_bound(router: FakeRouter, client: Client) -> None:
+    payload = bytes((16 << 20) + 1)
+    with pytest.raises(InvalidJob, match=r"^jobs\[0\].payload: must be at most 1048576 bytes, not 16777217$"):
+        await client.enqueue("q", "k", payload)
+    with pytest.raises(InvalidJob, match=r"^jobs\[1\].payload: "):
+        await client.enqueue_many([NewJob("q", "k"), NewJob("q", "k", payload)])
+    assert not router.requests
+
+
 async def test_jobs_that_stand_alone_have_errors_of_their_own(router: FakeRouter, client: Client) -> None:
     async def pick(request: Any, context: Any) -> Any:
         if len(request.jobs) < 1000:
