@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from embedded import open_clusters
+from tests.collector import Collector, collecting
 from windrow import Client, uuid7
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -93,6 +94,11 @@ async def client(cluster: RunningCluster) -> AsyncIterator[Client]:
     """A client of an org that no other test has."""
     async with Client(cluster.address, org=f"org-{uuid7()}") as made:
         yield made
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    yield from collecting(0)
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ from typing import Any
 import psycopg
 import pytest
 
+from tests.collector import Collector
 from tests.e2e.conftest import CHECKOUT, WAIT_S, RunningCluster, eventually
 from windrow import (
     Answer,
@@ -386,10 +387,15 @@ async def test_a_script_runs_until_a_signal_and_ends_well(cluster: RunningCluste
     assert await state(client, stored.id) is JobState.SUCCEEDED
 
 
-async def test_the_readmes_examples_run(cluster: RunningCluster, app_dsn: str) -> None:
+async def test_the_readmes_examples_run(cluster: RunningCluster, app_dsn: str, collector: Collector) -> None:
     text = (CHECKOUT / "client" / "README.md").read_text()
-    enqueue, plain, work, relay = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    environ = os.environ | {"WINDROW_ADDRESS": cluster.address, "PYTHONUNBUFFERED": "1"}
+    examples = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    enqueue, plain, cancel, work, stop, relay, traced = examples
+    environ = os.environ | {
+        "WINDROW_ADDRESS": cluster.address,
+        "PYTHONUNBUFFERED": "1",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint,
+    }
 
     async def run(example: str, until: bytes) -> None:
         process = await asyncio.create_subprocess_exec(
@@ -400,7 +406,7 @@ async def test_the_readmes_examples_run(cluster: RunningCluster, app_dsn: str) -
             async with asyncio.timeout(WAIT_S):
                 while until and until not in (line := await process.stdout.readline()):
                     assert line, f"it ended before it said {until!r}"
-                if example is work:
+                if example in (work, stop):
                     process.send_signal(signal.SIGTERM)
                 assert await process.wait() == 0
         finally:
@@ -410,8 +416,13 @@ async def test_the_readmes_examples_run(cluster: RunningCluster, app_dsn: str) -
 
     await run(enqueue, b"False")
     await run(plain, b"")
+    await run(cancel, b"Answer.OK")
     await run(work, b"to user99@example.com")
+    await run(stop, b"page 3")
     await run(relay.replace("postgresql://localhost/app", app_dsn), b"sent=1")
+    await run(traced, b"")
+    send = await asyncio.to_thread(collector.one, "send emails")
+    assert send.is_child_of(await asyncio.to_thread(collector.one, "checkout"))
 
 
 async def test_a_worker_outlives_the_death_of_every_router(cluster: RunningCluster, client: Client) -> None:

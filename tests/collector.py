@@ -1,0 +1,84 @@
+"""An OpenTelemetry collector in the test's own process: keeps what is exported to it, and waits for spans to come."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+from tests.routers import PATIENCE_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """One span, and which service sent it."""
+
+    service: str
+    span: Span
+
+    @property
+    def trace(self) -> str:
+        return self.span.trace_id.hex()
+
+    def is_child_of(self, parent: Received) -> bool:
+        return (self.span.trace_id, self.span.parent_span_id) == (parent.span.trace_id, parent.span.span_id)
+
+
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+    """Keeps every span that is exported to it."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self._received: list[Received] = []
+        self._more = threading.Condition()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def Export(  # noqa: N802 - as the service calls it
+        self, request: trace_service_pb2.ExportTraceServiceRequest, context: grpc.ServicerContext
+    ) -> trace_service_pb2.ExportTraceServiceResponse:
+        del context
+        with self._more:
+            for resource in request.resource_spans:
+                names = {one.key: one.value.string_value for one in resource.resource.attributes}
+                self._received += [
+                    Received(service=names["service.name"], span=span)
+                    for scope in resource.scope_spans
+                    for span in scope.spans
+                ]
+            self._more.notify_all()
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+    def spans(self) -> list[Received]:
+        with self._more:
+            return list(self._received)
+
+    def one(self, name: str, fits: Callable[[Received], bool] = lambda _: True) -> Received:
+        """Waits for the only span of this name that fits."""
+        with self._more:
+            found: list[Received] = []
+
+            def arrived() -> bool:
+                found[:] = [one for one in self._received if one.span.name == name and fits(one)]
+                return bool(found)
+
+            assert self._more.wait_for(arrived, PATIENCE_S), f"no span {name!r} in {self._received}"
+            assert len(found) == 1
+            return found[0]
+
+
+def collecting(port: int) -> Generator[Collector, None, None]:
+    servicer = Collector()
+    server = grpc.server(ThreadPoolExecutor(2))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    servicer.port = server.add_insecure_port(f"127.0.0.1:{port}")
+    server.start()
+    yield servicer
+    server.stop(None).wait()
