@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import NamedTuple, TypeVar, cast
 
@@ -255,39 +256,63 @@ class Worker:
             return
         while self._waiting and len(self._running) < self.concurrency:
             held = self._waiting.popleft()
-            if not held.lost:
-                self._running[held] = None
-                # Handlers begin in the context of run(), not in that of the handler which made room for them.
-                held.task = self._group.create_task(
-                    self._work(held), name=f"windrow job {held.job.id}", context=self._context.copy()
-                )
+            self._running[held] = None
+            # Handlers begin in the context of run(), not in that of the handler which made room for them.
+            held.task = self._group.create_task(
+                self._work(held), name=f"windrow job {held.job.id}", context=self._context.copy()
+            )
+            held.task.add_done_callback(partial(self._on_done, held))
 
     async def _work(self, held: Held) -> None:
-        began = time.monotonic()
-        ending = False
         try:
-            fate = await self._fate(held)
-            taken_s = time.monotonic() - began
-            self._typical_s = taken_s if self._typical_s is None else 0.8 * self._typical_s + 0.2 * taken_s
-            if held.lost:
-                log.warning("%s: job %s ended after its lease; nothing is said of it", self.name, held.job.id)
-            else:
-                await self._settlements.settle(held, fate)
+            if not self._leases.ended(held):
+                await self._handle(held)
+            elif not held.lost:
+                # The loop stood still. It is lost now, not when keep() comes to it: an answer to an extend could revive
+                # it until then, and nobody would work on it. That this cancels the task as well changes nothing.
+                self._leases.lose(held, "it was over before the job began")
         except asyncio.CancelledError:
-            ending = not held.lost
-            if held.threaded and not held.lost:
-                # The thread goes on, and nobody else may get the job meanwhile.
-                log.warning("%s: job %s still runs in its thread; its lease is left to end", self.name, held.job.id)
-                held.job.lost.set()
-            elif not held.lost and not held.settling:
-                self._settlements.give_back(held)
+            self._cut_short(held)
+            raise
+        except BaseException:
+            # Nothing begins beside what ends the worker.
+            self._ending = True
             raise
         finally:
-            del self._running[held]
-            self._changed.set()
-            self._settlements.news.set()
-            if not ending:
-                self._start_waiting()
+            self._let_go(held)
+
+    async def _handle(self, held: Held) -> None:
+        began = time.monotonic()
+        fate = await self._fate(held)
+        taken_s = time.monotonic() - began
+        self._typical_s = taken_s if self._typical_s is None else 0.8 * self._typical_s + 0.2 * taken_s
+        if held.lost:
+            log.warning("%s: job %s ended after its lease; nothing is said of it", self.name, held.job.id)
+        else:
+            await self._settlements.settle(held, fate)
+
+    def _cut_short(self, held: Held) -> None:
+        """Its task was cancelled."""
+        if held.lost or held.settling:
+            return
+        if held.threaded:
+            # The thread goes on, and nobody else may get the job meanwhile.
+            log.warning("%s: job %s still runs in its thread; its lease is left to end", self.name, held.job.id)
+            held.job.lost.set()
+        else:
+            self._settlements.give_back(held)
+
+    def _let_go(self, held: Held) -> None:
+        del self._running[held]
+        self._changed.set()
+        self._settlements.news.set()
+        self._start_waiting()
+
+    def _on_done(self, held: Held, _: asyncio.Task[None]) -> None:
+        # A task that is cancelled before its first step does nothing at all, not even what its `finally` says.
+        if held in self._running:
+            self._cut_short(held)
+            self._let_go(held)
 
     async def _fate(self, held: Held) -> Fate:
         job = held.job

@@ -417,6 +417,96 @@ async def test_a_lease_that_cannot_be_extended_ends_by_the_workers_own_clock(
     assert not router.acks()
 
 
+async def test_a_job_whose_lease_is_lost_before_its_first_step_leaves_its_place_to_the_next(
+    router: FakeRouter, client: Client
+) -> None:
+    """A task that is cancelled before it began runs no line of its own."""
+    worker = Worker(client, "q", concurrency=1, prefetch=2)
+    finish = asyncio.Event()
+    handled: list[str] = []
+    lost: list[str] = []
+
+    @worker.handler("quick")
+    async def quick(job: Job) -> None:
+        handled.append(job.id)
+
+    @worker.handler("slow")
+    async def slow(job: Job) -> None:
+        await finish.wait()
+        following = worker._waiting[0]
+        lost.append(following.job.id)
+        # Comes between the end of this handler, which makes the task of the next job, and that task's first step.
+        asyncio.get_running_loop().call_soon(worker._leases.lose, following, "the loop had stood still")
+
+    router.give("quick")
+    async with running(worker):
+        # A quick one first: only then does the worker prefetch.
+        await router.until(lambda: router.acks() and router.stream.credit == 3)
+        router.give("slow")
+        second, third = router.give("quick"), router.give("quick")
+        await router.until(lambda: len(worker._waiting) == 2)
+        finish.set()
+        await router.until(lambda: third.id in router.settled("Ack"))
+        assert lost == [second.id]
+        assert second.id not in handled
+        assert not worker._running
+        assert not worker._leases
+
+
+async def test_a_job_cut_off_before_its_first_step_is_released(router: FakeRouter, client: Client) -> None:
+    worker = Worker(client, "q", concurrency=1, prefetch=1)
+    finish = asyncio.Event()
+
+    @worker.handler("quick")
+    async def quick(job: Job) -> None:
+        pass
+
+    @worker.handler("slow")
+    async def slow(job: Job) -> None:
+        await finish.wait()
+        # Wakes run() before the next job's task, which is about to be made.
+        task.cancel()
+
+    router.give("quick")
+    task = asyncio.create_task(worker.run())
+    await router.until(lambda: router.acks() and router.stream.credit == 2)
+    router.give("slow")
+    following = router.give("quick")
+    await router.until(lambda: worker._waiting)
+    finish.set()
+    with pytest.raises(asyncio.CancelledError):
+        await stopped(task)
+    assert router.settled("Release") == [following.id]
+
+
+async def test_a_job_whose_lease_is_over_is_not_begun(
+    router: FakeRouter, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody has noticed: the loop stood still for longer than the window, and keep() had no turn since."""
+    worker = Worker(client, "q", visibility_window=600, cancel_lost=False)
+    begun: list[str] = []
+
+    @worker.handler("first")
+    async def first(job: Job) -> None:
+        begun.append(job.id)
+        for held in worker._running:
+            held.renewed_at -= 3600
+
+    @worker.handler("second")
+    async def second(job: Job) -> None:
+        begun.append(job.id)
+
+    # They come in one message, and both tasks are made in one turn.
+    jobs = [router.give("first"), router.give("second")]
+    async with running(worker):
+        await router.until(router.acks)
+    assert begun == [jobs[0].id]
+    assert router.settled("Ack") == [jobs[0].id]
+    assert not router.settled("Nack") + router.settled("Release") + router.settled("Extend")
+    assert f"lost the lease of job {jobs[1].id}" in caplog.text
+    assert not worker._leases
+
+
 async def test_stopping_releases_what_waits_and_lets_finish_what_runs(router: FakeRouter, client: Client) -> None:
     worker = Worker(client, "q", concurrency=1)
     started, finish = asyncio.Event(), asyncio.Event()
