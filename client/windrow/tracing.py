@@ -16,7 +16,7 @@ nothing is made for a job; a context that came from elsewhere is still handed on
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from opentelemetry import trace
 from opentelemetry.trace import (
@@ -145,7 +145,11 @@ def fail(span: Span, error: BaseException) -> None:
     """Marks a span as failed, by the conventions for recording errors."""
     if span.is_recording():
         span.set_attribute("error.type", type(error).__qualname__)
-        span.set_status(Status(StatusCode.ERROR, str(error)[:500]))
+        told = ""
+        # A handler's error may fail at its own words.
+        with suppress(BaseException):
+            told = str(error)[:500]
+        span.set_status(Status(StatusCode.ERROR, told))
 
 
 def headers() -> tuple[tuple[str, str], ...] | None:

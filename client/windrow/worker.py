@@ -84,8 +84,9 @@ class Worker:
 
     A handler returns the job's result (see Payload; None: no result; at most 64 KiB), which acks the job. It raises to
     nack it: Retry(after=...) and Kill("why") say how; any other exception leaves it to the retry policy, and is kept as
-    the error: one line that tells it, then the end of its traceback, 8 KiB in all. A kind without a handler is nacked
-    with a delay of 5 s, doubling up to 10 minutes: a worker of an older release may be the one that got the job.
+    the error: one line that tells it, then the end of its traceback, 8 KiB in all. So does sys.exit(): it ends the
+    attempt, and not the worker. A kind without a handler is nacked with a delay of 5 s, doubling up to 10 minutes:
+    a worker of an older release may be the one that got the job.
 
     What fails is logged to `windrow.worker`, with job, kind and attempt: as WARNING (a Retry as INFO), and as ERROR
     where it was the last attempt or a Kill; with the traceback of what a handler did not raise on purpose.
@@ -319,7 +320,7 @@ class Worker:
         handler = self._handlers.get(job.kind)
         if handler is None:
             delay_s = min(_NO_HANDLER_MAX_S, _NO_HANDLER_FIRST_S * 2 ** min(job.attempt - 1, 10))
-            return self._failed(
+            return self._logged(
                 job, Failed(error=f"no handler for kind {job.kind!r} in worker {self.name}", delay_s=delay_s)
             )
         tracing = self.client.tracing
@@ -329,33 +330,25 @@ class Worker:
             return await self._outcome(handler, held, span)
 
     async def _outcome(self, handler: _Registered, held: Held, span: trace.Span) -> Fate:
-        job = held.job
         try:
             if handler.is_async:
-                result = await cast("Awaitable[Payload]", handler.function(job))
+                result = await cast("Awaitable[Payload]", handler.function(held.job))
             else:
                 result = await self._in_thread(cast("Callable[[Job], Payload]", handler.function), held)
             return _DONE if result is None else Done(result=encode_result(result))
-        except Retry as again:
-            after_s = None if again.after is None else seconds(again.after)
-            return self._failed(
-                job, Failed(error=str(again) or "the handler asked for a retry", delay_s=after_s), again
-            )
-        except Kill as end:
-            fail(span, end)
-            return self._failed(job, Failed(error=str(end) or "killed by the handler", kill=True), end)
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
+        except KeyboardInterrupt:
+            # Nothing of the handler's: whoever sits before it wants the process to end.
+            raise
+        except BaseException as error:
+            # Whatever a handler raises becomes its job's error.
+            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
                 raise
-            # Of something inside the handler, not of the handler.
-            fail(span, error)
-            return self._failed(job, Failed(error=_described(error)), error)
-        except Exception as error:  # noqa: BLE001 - whatever a handler raises becomes its job's error
-            fail(span, error)
-            return self._failed(job, Failed(error=_described(error)), error)
+            if not isinstance(error, Retry):
+                fail(span, error)
+            failed, why = _told(error)
+            return self._logged(held.job, failed, why)
 
-    def _failed(self, job: Job, failed: Failed, error: BaseException | None = None) -> Failed:
+    def _logged(self, job: Job, failed: Failed, error: BaseException | None = None) -> Failed:
         """The same, after it is logged."""
         # What a handler asks for is no surprise: nobody need be told where in its code it stands.
         asked = isinstance(error, Retry | Kill)
@@ -382,9 +375,10 @@ class Worker:
             held.threaded = True
             try:
                 return context.run(function, held.job)
-            except StopIteration as error:
-                # No future takes one (PEP 479): the worker would wait for this thread, and keep its lease, for ever.
-                raise RuntimeError("the handler raised StopIteration") from error
+            except (StopIteration, GeneratorExit) as error:
+                # No future takes the first (PEP 479): the worker would wait for this thread, and keep its lease, for
+                # ever. The second closes whatever coroutines await the future, and cannot be caught there.
+                raise RuntimeError(f"the handler raised {type(error).__name__}") from error
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, run)
 
@@ -433,6 +427,33 @@ class Worker:
 
 def _is_async(handler: Handler) -> bool:
     return inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(type(handler).__call__)
+
+
+def _is_cancelled() -> bool:
+    """Whether it is the task that was cancelled, and not something inside its handler."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _told(error: BaseException) -> tuple[Failed, BaseException]:
+    """What a handler's error makes of its job, and the error to log. Raises nothing, whatever methods the error has."""
+    try:
+        match error:
+            case Retry():
+                # Said anew: a subclass may hold a span that no nack can carry.
+                after = Retry(after=error.after).after
+                told = str(error) or "the handler asked for a retry"
+                return Failed(error=told, delay_s=None if after is None else seconds(after)), error
+            case Kill():
+                return Failed(error=str(error) or "killed by the handler", kill=True), error
+            case _:
+                return Failed(error=_described(error)), error
+    except BaseException as worse:  # noqa: BLE001 - such as the AttributeError of a Retry whose __init__ was never called
+        told = f"{type(error).__name__}, of which no more can be told"
+        with suppress(BaseException):
+            # With the first one, as what it came of.
+            told = _described(worse)
+        return Failed(error=told, kill=isinstance(error, Kill)), worse
 
 
 def _described(error: BaseException) -> str:

@@ -148,6 +148,29 @@ async def test_a_handler_runs_under_a_span_of_its_jobs_trace(
     assert sorted(str((span.attributes or {}).get("error.type", "")) for span in of_trace) == ["", "ValueError"]
 
 
+async def test_an_error_that_fails_at_its_own_words_marks_its_span_all_the_same(
+    router: FakeRouter, client: Client, spans: InMemorySpanExporter
+) -> None:
+    class WordlessError(Exception):
+        def __str__(self) -> str:
+            raise TypeError("no words")
+
+    worker = Worker(client, "q")
+
+    @worker.handler("bad")
+    async def bad(job: Job) -> None:
+        raise WordlessError
+
+    router.give("bad")
+    task = asyncio.create_task(worker.run())
+    await router.until(router.nacks)
+    worker.stop()
+    await task
+    (span,) = named(spans, "process q")
+    assert span.status.status_code is StatusCode.ERROR
+    assert str((span.attributes or {})["error.type"]).endswith("WordlessError")
+
+
 async def test_without_an_sdk_no_trace_is_made_but_one_is_handed_on(router: FakeRouter) -> None:
     async with Client(router.address, org="acme") as client:
         await client.enqueue("q", "k")

@@ -220,6 +220,88 @@ async def test_a_plain_function_that_raises_stop_iteration_fails_and_the_worker_
     assert nack.error.endswith("RuntimeError: the handler raised StopIteration")
 
 
+class Panic(BaseException):
+    """As pyo3's PanicException, and the outcomes of pytest."""
+
+
+class RateLimited(Retry):
+    """Forgets its own base."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+
+class AskingTooMuch(Retry):
+    def __init__(self) -> None:
+        self.after = float("nan")
+
+
+class Wordless:
+    def __str__(self) -> str:
+        raise Panic("no words")
+
+    __repr__ = __str__
+
+
+class WordlessError(Exception):
+    def __str__(self) -> str:
+        raise Panic("no words")
+
+
+@pytest.mark.parametrize("in_thread", [False, True], ids=["async def", "def"])
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (Panic("rust"), "Panic: rust"),
+        (SystemExit(3), "SystemExit: 3"),
+        (GeneratorExit(), "GeneratorExit"),
+        (asyncio.CancelledError(), "CancelledError"),
+        (BaseExceptionGroup("several", [Panic("rust")]), "BaseExceptionGroup: several"),
+        (RateLimited(3), "AttributeError: 'RateLimited' object has no attribute 'after'"),
+        (AskingTooMuch(), "ValueError: after must be 0 s to 3,650 days"),
+        (Kill(Wordless()), "Panic: no words"),  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+        (WordlessError(), "WordlessError: <exception str() failed>"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+async def test_no_error_of_a_handler_ends_the_worker_or_is_kept_from_its_job(
+    router: FakeRouter,
+    client: Client,
+    caplog: pytest.LogCaptureFixture,
+    error: BaseException,
+    told: str,
+    in_thread: bool,
+) -> None:
+    worker = Worker(client, "q", concurrency=2)
+    finish = asyncio.Event()
+
+    async def broken(job: Job) -> None:
+        raise error
+
+    def broken_in_a_thread(job: Job) -> None:
+        raise error
+
+    worker.handler("broken")(broken_in_a_thread if in_thread else broken)
+
+    @worker.handler("beside")
+    async def beside(job: Job) -> None:
+        await finish.wait()
+
+    other, job = router.give("beside"), router.give("broken")
+    async with running(worker):
+        await router.until(router.nacks)
+        finish.set()
+        await router.until(router.acks)
+    (nack,) = router.nacks()
+    assert nack.lease == job.lease
+    assert told in nack.error.splitlines()[0]
+    assert nack.WhichOneof("fate") == ("kill" if isinstance(error, Kill) else None)
+    assert router.settled("Ack") == [other.id]
+    (record,) = [record for record in caplog.records if job.id in record.getMessage()]
+    assert record.levelno == (logging.ERROR if isinstance(error, Kill) else logging.WARNING)
+    assert told in record.getMessage()
+
+
 async def test_an_error_with_half_a_character_is_told_without_it(router: FakeRouter, client: Client) -> None:
     """As in the name of a file that is not UTF-8; no message can carry it."""
     worker = Worker(client, "q")
@@ -450,7 +532,7 @@ async def test_a_job_whose_lease_is_lost_before_its_first_step_leaves_its_place_
         assert lost == [second.id]
         assert second.id not in handled
         assert not worker._running
-        assert not worker._leases
+        await router.until(lambda: not worker._leases)
 
 
 async def test_a_job_cut_off_before_its_first_step_is_released(router: FakeRouter, client: Client) -> None:
