@@ -93,6 +93,14 @@ _ORGS_AT_ONCE_MAX = 8
 _HORIZON = timedelta(days=7)
 _IDLE_FIRST_S, _IDLE_MAX_S = 0.02, 1.0
 _REST_FIRST_S, _REST_MAX_S = 0.5, 30.0
+# Time heals these. Those that are no OperationalError: the transaction was open for longer than the server allows, while
+# the router answered; and the server is a standby now, or not yet the primary.
+_OUTAGES = (
+    psycopg.OperationalError,
+    psycopg.errors.IdleInTransactionSessionTimeout,
+    psycopg.errors.TransactionTimeout,
+    psycopg.errors.ReadOnlySqlTransaction,
+)
 
 
 @overload
@@ -174,6 +182,8 @@ class Relay:
         self._connect = connect
         self._rows_max = rows_max
         self._resting: dict[str, _Rest] = {}
+        # The last pause of an outage of the database that goes on; 0: there is none.
+        self._away_s = 0.0
         self._stopping = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = False
@@ -189,20 +199,16 @@ class Relay:
         self._loop = asyncio.get_running_loop()
         if self._stopped:
             return
-        away_s = 0.0
         with stopped_by_signals(self.stop):
             while not self._stopping.is_set():
                 try:
                     async with await self._open() as connection:
-                        if away_s:
-                            log.info("the outbox's database answers again")
-                        away_s = 0.0
                         await self._run_on(connection)
-                except psycopg.OperationalError as error:
-                    if not away_s:
-                        log.warning("the outbox's database does not answer; trying again: %s", error)
-                    away_s = min(_REST_MAX_S, max(_REST_FIRST_S, away_s * 2))
-                    await self._pause(away_s * random.uniform(0.5, 1.0))
+                except _OUTAGES as error:
+                    if not self._away_s:
+                        log.warning("the outbox's database cannot be used; trying again: %s", error)
+                    self._away_s = min(_REST_MAX_S, max(_REST_FIRST_S, self._away_s * 2))
+                    await self._pause(self._away_s * random.uniform(0.5, 1.0))
 
     async def run_once(self) -> Relayed:
         """Relays one batch. For cron, and for tests."""
@@ -218,6 +224,10 @@ class Relay:
         idle_s = _IDLE_FIRST_S
         while not self._stopping.is_set():
             relayed = await self._relay_batch(connection)
+            # Not before: a standby lets connect, too.
+            if self._away_s:
+                log.info("the outbox's database can be used again")
+                self._away_s = 0.0
             if relayed.sent or relayed.set_aside:
                 idle_s = _IDLE_FIRST_S
                 continue
