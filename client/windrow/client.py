@@ -169,16 +169,20 @@ class Client:
             )
         return await self.send(enqueue_request(self.org, listed, independent=independent))
 
-    async def send(self, request: queue_pb2.EnqueueRequest) -> list[Enqueued]:
-        """Stores the jobs of a request made beforehand: the low-level path. Splits it if it is independent."""
+    async def send(self, request: queue_pb2.EnqueueRequest, *, timeout: Span | None = None) -> list[Enqueued]:
+        """Stores the jobs of a request made beforehand: the low-level path. Splits it if it is independent.
+
+        `timeout` (s, or timedelta): for each call with all its tries, instead of the client's.
+        """
+        timeout_s = None if timeout is None else _seconds("timeout", timeout)
         with self.tracing.sending(request.jobs):
             if request.independent and (len(request.jobs) > JOBS_MAX or request.ByteSize() > _SPLIT_BYTES):
-                return await self._send_parts(request)
+                return await self._send_parts(request, timeout_s)
             _size(request)
-            response = await self.calls.call(lambda stub: stub.Enqueue, request)
+            response = await self.calls.call(lambda stub: stub.Enqueue, request, timeout_s=timeout_s)
             return _enqueued(request, response, first=0)
 
-    async def _send_parts(self, request: queue_pb2.EnqueueRequest) -> list[Enqueued]:
+    async def _send_parts(self, request: queue_pb2.EnqueueRequest, timeout_s: float | None) -> list[Enqueued]:
         parts: list[tuple[int, queue_pb2.EnqueueRequest]] = []
         size = 0
         for at, job in enumerate(request.jobs):
@@ -193,7 +197,7 @@ class Client:
         async def send(first: int, part: queue_pb2.EnqueueRequest) -> list[Enqueued]:
             async with turns:
                 try:
-                    response = await self.calls.call(lambda stub: stub.Enqueue, part)
+                    response = await self.calls.call(lambda stub: stub.Enqueue, part, timeout_s=timeout_s)
                 except WindrowError as error:
                     failures.append(error)
                     return [Enqueued(id=job.id, error=error) for job in part.jobs]

@@ -35,7 +35,7 @@ except ImportError as error:
 from opentelemetry import trace
 
 from windrow.client import Client
-from windrow.errors import TRANSIENT, InvalidRequest, WindrowError
+from windrow.errors import TRANSIENT, DeadlineExceeded, InvalidRequest, WindrowError
 from windrow.ids import made_at
 from windrow.jobs import NewJob, enqueue_request
 from windrow.payloads import duration
@@ -93,8 +93,11 @@ _ORGS_AT_ONCE_MAX = 8
 _HORIZON = timedelta(days=7)
 _IDLE_FIRST_S, _IDLE_MAX_S = 0.02, 1.0
 _REST_FIRST_S, _REST_MAX_S = 0.5, 30.0
-# Time heals these. Those that are no OperationalError: the transaction was open for longer than the server allows, while
-# the router answered; and the server is a standby now, or not yet the primary.
+# How long an org's jobs may take to be stored, and so hold up the next batch; longer only where no answer came in time.
+# No longer than a router asks to wait for a dead shard, so that nobody waits for one here.
+_SEND_FIRST_S, _SEND_MAX_S = 1.0, 10.0
+# Time heals these. Those that are no OperationalError: the transaction was open for longer than the server allows,
+# while the router answered; and the server is a standby now, or not yet the primary.
 _OUTAGES = (
     psycopg.OperationalError,
     psycopg.errors.IdleInTransactionSessionTimeout,
@@ -160,6 +163,8 @@ class _Rest:
 
     until: float
     next_s: float
+    # How long the next try may take.
+    patience_s: float
 
 
 class Relay:
@@ -167,6 +172,9 @@ class Relay:
 
     `connect`: a libpq connection string, or a function that opens a psycopg.AsyncConnection. The client's org does not
     matter: rows say theirs. `rows_max` (1 to 1,000): jobs of one batch; at most about 8 MiB go together.
+
+    An org that cannot be reached is given a second (one that is slow, up to 10 s), and then rests for up to 30 s, while
+    the others' jobs go on. Whatever of it was stored all the same is told as a duplicate by its id.
     """
 
     def __init__(
@@ -275,20 +283,27 @@ class Relay:
                     request = requests.setdefault(row.org, queue_pb2.EnqueueRequest(org=row.org, independent=True))
                     request.jobs.append(job)
         turns = asyncio.Semaphore(_ORGS_AT_ONCE_MAX)
+        until = time.monotonic() + _SEND_FIRST_S
 
         async def send(request: queue_pb2.EnqueueRequest) -> None:
             async with turns:
-                await self._send_org(request, sent, bad)
+                # Those that had to wait for so long go with the next batch, which has fewer that cannot be reached.
+                if time.monotonic() < until:
+                    await self._send_org(request, sent, bad)
 
         async with asyncio.TaskGroup() as group:
-            for request in requests.values():
+            # Those that could not be reached the last time come last.
+            for request in sorted(requests.values(), key=lambda request: request.org in self._resting):
                 group.create_task(send(request))
         return sent, bad
 
     async def _send_org(self, request: queue_pb2.EnqueueRequest, sent: list[str], bad: dict[str, str]) -> None:
         ids = [job.id for job in request.jobs]
+        rest = self._resting.get(request.org)
+        patience_s = _SEND_FIRST_S if rest is None else rest.patience_s
         try:
-            results = await self.client.send(request)
+            # Not for all the time the client has: the other orgs wait meanwhile, and it is tried again anyway.
+            results = await self.client.send(request, timeout=min(patience_s, self.client.calls.timeout_s))
         except InvalidRequest as error:
             # Each job stands alone: what is wrong is the org, or else the jobs are too large one by one.
             bad.update((id, str(error)) for id in ids)  # noqa: A001
@@ -315,10 +330,13 @@ class Relay:
         if rest is None:
             level = logging.WARNING if isinstance(error, TRANSIENT) else logging.ERROR
             log.log(level, "outbox: the jobs of org %s wait; they are tried again: %s", org, error)
-            rest = self._resting[org] = _Rest(until=0.0, next_s=_REST_FIRST_S)
+            rest = self._resting[org] = _Rest(until=0.0, next_s=_REST_FIRST_S, patience_s=_SEND_FIRST_S)
         pause_s = max(rest.next_s * random.uniform(0.5, 1.0), error.retry_after or 0.0)
         rest.until = time.monotonic() + pause_s
         rest.next_s = min(_REST_MAX_S, rest.next_s * 2)
+        if isinstance(error, DeadlineExceeded):
+            # It may only be slow, and would never be done.
+            rest.patience_s = min(_SEND_MAX_S, rest.patience_s * 2)
 
 
 def _read(row: _Row) -> job_pb2.NewJob | _Bad:

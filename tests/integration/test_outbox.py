@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, LiteralString
 
 import psycopg
 import pytest
@@ -14,7 +16,9 @@ from grpc import StatusCode
 from psycopg.conninfo import make_conninfo
 
 from tests.unit.client_fake import WAIT_S, FakeRouter, fake_router, refuse
-from windrow import Client, NewJob, outbox
+from windrow import Client, DeadlineExceeded, Enqueued, NewJob, Unavailable, WindrowError, outbox
+from windrow.errors import Span
+from windrow.v1 import queue_pb2
 
 Connection = psycopg.AsyncConnection[Any]
 
@@ -42,7 +46,7 @@ async def app(empty_dsn: str) -> AsyncIterator[Connection]:
 @asynccontextmanager
 async def running(relay: outbox.Relay) -> AsyncGenerator[None]:
     """Stops it at the end, and expects it to end well."""
-    async with asyncio.timeout(3 * WAIT_S):
+    async with asyncio.timeout(5 * WAIT_S):
         task = asyncio.create_task(relay.run())
         try:
             yield
@@ -52,11 +56,18 @@ async def running(relay: outbox.Relay) -> AsyncGenerator[None]:
             task.cancel()
 
 
+async def until_none(app: Connection, query: LiteralString, *parameters: Any) -> None:
+    """Until the query finds no row. Looks again every 20 ms: the relay tells nobody."""
+    async with asyncio.timeout(2 * WAIT_S):
+        while True:
+            if not (await app.execute(query, parameters)).rowcount:
+                return
+            await asyncio.sleep(0.02)
+
+
 async def until_left(app: Connection, ids: list[str]) -> None:
     """Until these are no longer in the outbox."""
-    async with asyncio.timeout(WAIT_S):
-        while (await app.execute("SELECT FROM windrow_outbox WHERE id::text = ANY (%s)", [ids])).rowcount:
-            await asyncio.sleep(0.02)
+    await until_none(app, "SELECT FROM windrow_outbox WHERE id::text = ANY (%s)", ids)
 
 
 def first_with(options: str, dsn: str) -> Callable[[], Awaitable[Connection]]:
@@ -81,12 +92,7 @@ async def test_a_relay_outlives_the_end_of_a_transaction_that_waited_for_the_rou
     caplog.set_level(logging.INFO, "windrow.outbox")
 
     async def late(request: Any, context: Any) -> Any:
-        async def ended() -> bool:
-            cursor = await app.execute("SELECT FROM pg_stat_activity WHERE application_name = 'first'")
-            return not cursor.rowcount
-
-        while not await ended():
-            await asyncio.sleep(0.02)
+        await until_none(app, "SELECT FROM pg_stat_activity WHERE application_name = 'first'")
         return router.plain("Enqueue", request)
 
     router.scripts["Enqueue"] = late
@@ -149,3 +155,113 @@ async def test_another_error_of_the_database_ends_a_relay(client: Client, empty_
     """There is no outbox here, and time does not bring one."""
     with pytest.raises(psycopg.errors.UndefinedTable):
         await outbox.Relay(empty_dsn, client).run()
+
+
+@pytest.mark.parametrize("hangs", [False, True], ids=["refuses", "hangs"])
+async def test_jobs_of_other_orgs_do_not_wait_for_one_that_cannot_be_reached(
+    router: FakeRouter, client: Client, app: Connection, empty_dsn: str, hangs: bool
+) -> None:
+    asked, back = asyncio.Event(), asyncio.Event()
+
+    async def enqueue(request: Any, context: Any) -> Any:
+        if request.org == "away" and not back.is_set():
+            asked.set()
+            if hangs:
+                await asyncio.Event().wait()
+            await refuse(context, StatusCode.UNAVAILABLE)
+        return router.plain("Enqueue", request)
+
+    router.scripts["Enqueue"] = enqueue
+    away = await outbox.add(app, "away", NewJob("q", "k"), NewJob("q", "k"))
+    before = await outbox.add(app, "acme", NewJob("q", "k"))
+    async with running(outbox.Relay(empty_dsn, client)):
+        await until_left(app, before)
+        await asked.wait()
+        for org in ("acme", "other"):
+            await until_left(app, await outbox.add(app, org, NewJob("q", "k")))
+        back.set()
+        await until_left(app, away)
+    # However often they were sent: as the same jobs.
+    tries = [[job.id for job in request.jobs] for request in router.of("Enqueue") if request.org == "away"]
+    assert len(tries) > 1
+    assert tries == [away] * len(tries)
+
+
+class Sending(Client):
+    """Answers as it is told to, without a router."""
+
+    def __init__(self) -> None:
+        super().__init__("127.0.0.1:9", org="acme")
+        self.errors: dict[str, WindrowError] = {}
+        self.sent: list[tuple[str, Span | None]] = []
+        self.before: Callable[[], Awaitable[object]] | None = None
+
+    async def send(self, request: queue_pb2.EnqueueRequest, *, timeout: Span | None = None) -> list[Enqueued]:
+        self.sent.append((request.org, timeout))
+        if self.before is not None:
+            await self.before()
+        if error := self.errors.get(request.org):
+            raise error
+        return [Enqueued(id=job.id) for job in request.jobs]
+
+
+async def once_rested(relay: outbox.Relay) -> outbox.Relayed:
+    for rest in relay._resting.values():
+        rest.until = 0.0
+    return await relay.run_once()
+
+
+@pytest.mark.parametrize(
+    ("error", "patience"),
+    [(Unavailable("no"), [1.0] * 6), (DeadlineExceeded("no"), [1.0, 2.0, 4.0, 8.0, 10.0, 10.0])],
+    ids=["away", "slow"],
+)
+async def test_only_an_org_that_is_slow_gets_longer(
+    app: Connection, empty_dsn: str, error: WindrowError, patience: list[float]
+) -> None:
+    client = Sending()
+    client.errors["slow"] = error
+    relay = outbox.Relay(empty_dsn, client)
+    await outbox.add(app, "slow", NewJob("q", "k"))
+    for _ in patience:
+        assert await once_rested(relay) == outbox.Relayed(left=1)
+    assert client.sent == [("slow", patience_s) for patience_s in patience]
+    client.errors.clear()
+    assert await once_rested(relay) == outbox.Relayed(sent=1)
+    await outbox.add(app, "slow", NewJob("q", "k"))
+    await relay.run_once()
+    assert client.sent[-1] == ("slow", 1.0)
+
+
+async def test_an_org_that_could_not_be_reached_comes_last_the_next_time(app: Connection, empty_dsn: str) -> None:
+    client = Sending()
+    client.errors["away"] = Unavailable("no")
+    relay = outbox.Relay(empty_dsn, client)
+    await outbox.add(app, "away", NewJob("q", "k"))
+    await relay.run_once()
+    await outbox.add(app, "acme", NewJob("q", "k"))
+    assert await once_rested(relay) == outbox.Relayed(sent=1, left=1)
+    assert [org for org, _ in client.sent] == ["away", "acme", "away"]
+
+
+async def test_orgs_that_had_to_wait_for_a_turn_go_with_the_next_batch(
+    app: Connection, empty_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(outbox, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
+    eight = asyncio.Barrier(8)
+
+    async def take_all_the_time() -> None:
+        nonlocal now
+        await eight.wait()
+        now += 1.0
+
+    client = Sending()
+    client.before = take_all_the_time
+    relay = outbox.Relay(empty_dsn, client)
+    for at in range(9):
+        await outbox.add(app, f"org-{at}", NewJob("q", "k"))
+    assert await relay.run_once() == outbox.Relayed(sent=8, left=1)
+    client.before = None
+    assert await relay.run_once() == outbox.Relayed(sent=1)
+    assert [org for org, _ in client.sent] == [f"org-{at}" for at in range(9)]
