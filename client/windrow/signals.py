@@ -29,8 +29,9 @@ _before: dict[signal.Signals, Any] = {}
 def run(*services: Service) -> None:
     """Runs workers and relays from a script, until SIGTERM or Ctrl-C; closes their clients at the end.
 
-    A first signal stops them gracefully, a second one at once. What one of several raises cancels the others, and comes
-    in an ExceptionGroup.
+    A first signal stops them gracefully, a second one at once; a `def` handler that still runs in its thread keeps the
+    process all the same, until it ends or one more signal comes. What one of several raises cancels the others, and
+    comes in an ExceptionGroup.
     """
     asyncio.run(_run_all(services))
 

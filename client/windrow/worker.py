@@ -80,7 +80,8 @@ class Worker:
     uncounted.
     `visibility_window` (100 ms to 12 h): each lease, renewed at a third of it. `name`: in the attempt history; default
     host-pid-xxxx. `grace`: how long running handlers get to finish when the worker stops. `cancel_lost`: cancel a
-    coroutine handler whose lease has ended; a `def` handler cannot be cancelled and asks job.lost.is_set().
+    coroutine handler whose lease has ended; a `def` handler cannot be cancelled and asks job.lost.is_set(). One that
+    never ends keeps its place here, and its process: Python waits for threads at its exit (see run()).
 
     A handler returns the job's result (see Payload; None: no result; at most 64 KiB), which acks the job. It raises to
     nack it: Retry(after=...) and Kill("why") say how; any other exception leaves it to the retry policy, and is kept as
@@ -165,7 +166,9 @@ class Worker:
         """Works until stop(), or, in the main thread, until SIGTERM or SIGINT. Once.
 
         On the way out: takes no more jobs, releases those not started, lets handlers finish for `grace`, then cancels
-        and releases them, and sends the last acks. A thread that goes on is left alone, and its lease to run out.
+        and releases them, and sends the last acks. A thread that goes on is left alone, and its lease to run out: this
+        returns, but the process ends only with that thread, or by a signal that comes after, when signals have their
+        former effect again. A `def` handler learns from job.lost that nobody waits for it any more.
 
         Raises a WindrowError that time cannot heal, such as PermissionDenied or RouterTooOld. Cancelled, it cancels its
         handlers and releases their jobs.
@@ -186,7 +189,7 @@ class Worker:
                 self._threads.shutdown(wait=False, cancel_futures=True)
 
     def stop(self) -> None:
-        """Begins to stop; a second time: at once, without waiting for handlers. From any thread."""
+        """Begins to stop; a second time: at once, without waiting for handlers. From any thread. `def`: see run()."""
         self._stops += 1
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._on_stop)

@@ -6,9 +6,11 @@ import asyncio
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from tests.unit.client_fake import WAIT_S, FakeRouter, FakeStream, Script, refus
 from windrow import Client, InvalidRequest, Job, Kill, PermissionDenied, Retry, RouterTooOld, Worker
 from windrow.v1 import job_pb2, queue_pb2
 
+CHECKOUT = Path(__file__).parents[2]
 OK, STALE = job_pb2.JOB_ANSWER_OK, job_pb2.JOB_ANSWER_STALE
 
 
@@ -676,6 +679,43 @@ async def test_a_thread_that_does_not_end_is_not_given_to_another_worker(
     finish.set()
     assert not router.settled("Release")
     assert "still runs in its thread" in caplog.text
+
+
+ENDLESS = """
+import sys, threading, windrow
+
+worker = windrow.Worker(windrow.Client(sys.argv[1], org="acme"), "q", grace=0)
+
+@worker.handler("endless")
+def endless(job):
+    print("begun", flush=True)
+    job_is_lost.append(job.lost)
+    threading.Event().wait()
+
+job_is_lost = []
+windrow.run(worker)
+print("stopped", job_is_lost[0].is_set(), flush=True)
+"""
+
+
+async def test_a_thread_that_never_ends_keeps_the_process_until_one_more_signal(router: FakeRouter) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", ENDLESS, router.address, cwd=CHECKOUT, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(3 * WAIT_S):
+            router.give("endless")
+            assert await process.stdout.readline() == b"begun\n"
+            process.send_signal(signal.SIGTERM)
+            assert await process.stdout.readline() == b"stopped True\n"
+            process.send_signal(signal.SIGTERM)
+            assert await process.wait() == -signal.SIGTERM
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert not router.settled("Release")
 
 
 async def test_a_signal_stops_a_worker_of_the_main_thread(router: FakeRouter, client: Client) -> None:
