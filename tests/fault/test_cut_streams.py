@@ -27,8 +27,8 @@ from shard.vocabulary import JobId, OrgId
 from tests.conftest import CLUSTER, SHARD
 from tests.fault.proxy import Moment, Proxy, grpc_answered, open_proxy, open_proxy_before, through
 from tests.routers import Routers, ending, running_routers, write_cluster
-from tests.streams import OK, Client, acks, client, new_job, until
-from windrow.v1 import job_pb2, queue_pb2
+from tests.streams import OK, QUEUE, Client, acks, client, new_job, until
+from windrow.v1 import admin_pb2, job_pb2, queue_pb2
 
 ORG = OrgId("cut")
 CREDIT = 20
@@ -169,6 +169,12 @@ class Load:
         assert (books.accepted, books.succeeded) == (len(self.stored), len(self.stored))
 
 
+async def make_queue(at: Client) -> None:
+    # Each claim whose answer is cut off counts, and the larger ones are cut off again and again.
+    config = admin_pb2.QueueConfig(max_attempts=1000)
+    await at.admin.CreateQueue(admin_pb2.CreateQueueRequest(org=ORG, queue=QUEUE, config=config), timeout=5)
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("place", ["client", "shard"])
 async def test_streams_cut_at_random_lose_and_double_nothing(
@@ -188,6 +194,7 @@ async def test_streams_cut_at_random_lose_and_double_nothing(
             host, _, port_text = routers.address.rpartition(":")
             proxy = await stack.enter_async_context(open_proxy(host, int(port_text), grpc_answered))
             consumers_at = f"127.0.0.1:{proxy.port}"
+        await make_queue(await stack.enter_async_context(client(producers_at)))
         async with asyncio.timeout(600), asyncio.TaskGroup() as group:
             for _ in range(2):
                 group.create_task(load.produce(await stack.enter_async_context(client(producers_at))))
