@@ -126,7 +126,17 @@ class Leases:
                 default=0.0,
             )
             # An extend that is answered meanwhile is due again no sooner than a third of the window from now.
-            await asyncio.sleep(min(third_s, max(0.001, next_s - time.monotonic())))
+            pause_s = min(third_s, max(0.001, next_s - time.monotonic()))
+            paused_at = time.monotonic()
+            await asyncio.sleep(pause_s)
+            late_s = time.monotonic() - paused_at - pause_s
+            if late_s > third_s:
+                log.warning(
+                    "%s: the event loop stood still for %.1f s, and no lease was extended meanwhile: where a handler "
+                    "blocks it, let that be a def, which runs in a thread, and no async def",
+                    self._worker,
+                    late_s,
+                )
 
     def _look_through(self) -> None:
         now = time.monotonic()

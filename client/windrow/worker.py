@@ -291,7 +291,13 @@ class Worker:
         taken_s = time.monotonic() - began
         self._typical_s = taken_s if self._typical_s is None else 0.8 * self._typical_s + 0.2 * taken_s
         if held.lost:
-            log.warning("%s: job %s ended after its lease; nothing is said of it", self.name, held.job.id)
+            log.warning(
+                "%s: attempt %d of job %s (%s) ended after its lease; nothing is said of it",
+                self.name,
+                held.job.attempt,
+                held.job.id,
+                held.job.kind,
+            )
         else:
             await self._settlements.settle(held, fate)
 
@@ -356,16 +362,16 @@ class Worker:
         # What a handler asks for is no surprise: nobody need be told where in its code it stands.
         asked = isinstance(error, Retry | Kill)
         level = logging.INFO if asked else logging.WARNING
-        last = failed.kill or job.attempt >= job.max_attempts
+        what = ", killed" if failed.kill else ", its last" if job.attempt >= job.max_attempts else ""
         log.log(
-            logging.ERROR if last else level,
+            logging.ERROR if what else level,
             "%s: job %s (%s), attempt %d of %d failed%s: %s",
             self.name,
             job.id,
             job.kind,
             job.attempt,
             job.max_attempts,
-            ", its last" if last else "",
+            what,
             failed.error.partition("\n")[0],
             exc_info=None if error is None or asked else (type(error), error, _frames(error)),
         )
@@ -397,11 +403,17 @@ class Worker:
 
     async def _wind_down(self) -> None:
         self._give_back_waiting()
+        if self._running:
+            log.info(
+                "%s: stopping; handlers that have %g s to finish: %d", self.name, self._grace_s, len(self._running)
+            )
         with suppress(TimeoutError):
             async with asyncio.timeout(self._grace_s):
                 while self._running and self._stops < 2:
                     self._changed.clear()
                     await self._changed.wait()
+        if self._running:
+            log.warning("%s: handlers that did not finish in time, and are cut off: %d", self.name, len(self._running))
         for held in self._running:
             if held.task is not None:
                 held.task.cancel()

@@ -155,7 +155,7 @@ async def test_a_failed_job_is_logged_once_as_loudly_as_it_matters(
         "broken for good": (logging.ERROR, 3, "failed, its last: ValueError: no such user", True),
         "later": (logging.INFO, 2, "failed: busy", False),
         "later, in vain": (logging.ERROR, 3, "failed, its last: busy", False),
-        "never": (logging.ERROR, 1, "failed, its last: no such user", False),
+        "never": (logging.ERROR, 1, "failed, killed: no such user", False),
         "unknown": (logging.WARNING, 1, "failed: no handler for kind 'unknown' in worker w1", False),
         "unknown for good": (
             logging.ERROR,
@@ -624,8 +624,11 @@ async def test_stopping_releases_what_waits_and_lets_finish_what_runs(router: Fa
     assert router.stream.ended is StatusCode.OK
 
 
-async def test_after_the_grace_handlers_are_cancelled_and_released(router: FakeRouter, client: Client) -> None:
-    worker = Worker(client, "q", grace=0.05)
+async def test_after_the_grace_handlers_are_cancelled_and_released(
+    router: FakeRouter, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "windrow")
+    worker = Worker(client, "q", name="w1", grace=0.05)
     started = asyncio.Event()
 
     @worker.handler("slow")
@@ -640,6 +643,24 @@ async def test_after_the_grace_handlers_are_cancelled_and_released(router: FakeR
     await stopped(task)
     assert router.settled("Release") == [job.id]
     assert not router.nacks()
+    told = [record.getMessage() for record in caplog.records]
+    assert "w1: stopping; handlers that have 0.05 s to finish: 1" in told
+    assert "w1: handlers that did not finish in time, and are cut off: 1" in told
+
+
+async def test_a_handler_that_blocks_the_event_loop_is_warned_of(
+    router: FakeRouter, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = Worker(client, "q", name="w1", visibility_window=0.15)
+
+    @worker.handler("blocks")
+    async def blocks(job: Job) -> None:
+        # Longer than the lease, and the loop with it.
+        threading.Event().wait(0.2)
+
+    router.give("blocks")
+    async with running(worker):
+        await router.until(lambda: any("stood still" in record.getMessage() for record in caplog.records))
 
 
 async def test_a_second_stop_does_not_wait_for_the_grace(router: FakeRouter, client: Client) -> None:
