@@ -75,12 +75,15 @@ class Stage:
             )
         return self._databases[system]
 
-    async def clients(self, system: str, *, addresses: Sequence[str], callers: int) -> Clients:
-        """Client processes for the rest of the scope, one for each address. `callers`: of each process."""
+    async def clients(self, system: str, *, addresses: Sequence[str], callers: int, connections: int = 4) -> Clients:
+        """Client processes for the rest of the scope, one for each address. `callers`, `connections`: of each
+        process."""
         scope = contextlib.AsyncExitStack()
         self._stack.push_async_callback(scope.aclose)
         self._scopes[system].append(scope)
-        return await scope.enter_async_context(self.passing_clients(system, addresses=addresses, callers=callers))
+        return await scope.enter_async_context(
+            self.passing_clients(system, addresses=addresses, callers=callers, connections=connections)
+        )
 
     async def drop(self, system: str) -> None:
         """Ends the client processes of a system."""
@@ -89,12 +92,19 @@ class Stage:
 
     @contextlib.asynccontextmanager
     async def passing_clients(
-        self, system: str, *, addresses: Sequence[str], callers: int
+        self, system: str, *, addresses: Sequence[str], callers: int, connections: int = 4
     ) -> AsyncGenerator[Clients, None]:
         """Same, for a scope of their own."""
         dsn = await self.database(system)
         sites = [
-            Site(address=address, dsns=self.dsns, dsn=dsn, cache=str(self.cache), callers=callers)
+            Site(
+                address=address,
+                dsns=self.dsns,
+                dsn=dsn,
+                cache=str(self.cache),
+                callers=callers,
+                connections=connections,
+            )
             for address in addresses
         ]
         tally = self._folder / f"tally-{secrets.token_hex(4)}"

@@ -30,6 +30,9 @@ class Site:
     cache: str
     # The most calls that this client process has under way at a time, of each sort (enqueue; work).
     callers: int
+    # Of this client process, where it speaks gRPC; the kernel deals them out to the server's processes, so that with a
+    # few one of these might get all.
+    connections: int = 4
 
 
 class System(Protocol):

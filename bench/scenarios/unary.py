@@ -25,6 +25,8 @@ class Plan:
 
     systems: tuple[str, ...] = (_UNARY, ECHO, _CLIENT)
     callers: int = 64
+    # Of each client process.
+    connections: int = 4
     runs: int = 5
     seconds: float = 2.0
     jobs: int | None = None
@@ -53,7 +55,9 @@ async def measure(plan: Plan, bench: Bench) -> Found:
         for system in plan.systems:
             servers = await stage.echo(plan.routers) if system == ECHO else stage.routers
             callers = -(-plan.callers // plan.clients)
-            clients = await stage.clients(system, addresses=[servers.address] * plan.clients, callers=callers)
+            clients = await stage.clients(
+                system, addresses=[servers.address] * plan.clients, callers=callers, connections=plan.connections
+            )
             turns[system] = Turn(stage=stage, clients=clients, servers=servers)
         whole = Load(batch=1, callers=plan.callers, workers=plan.callers)
         jobs: dict[str, tuple[int, int]] = {}
@@ -75,11 +79,11 @@ async def measure(plan: Plan, bench: Bench) -> Found:
         scenario="unary",
         plan=asdict(plan),
         samples=[{"system": sample.system, "run": sample.run, **sample.timed.told()} for sample in samples],
-        tables=[table(samples, callers=plan.callers)],
+        tables=[table(samples, callers=plan.callers, connections=plan.connections * plan.clients)],
     )
 
 
-def table(samples: Sequence[Sample], *, callers: int) -> Table:
+def table(samples: Sequence[Sample], *, callers: int, connections: int) -> Table:
     grouped: dict[Figure, dict[str, list[Sample]]] = defaultdict(lambda: defaultdict(list))
     for sample in samples:
         grouped[sample.timed.figure][sample.system].append(sample)
@@ -106,7 +110,7 @@ def table(samples: Sequence[Sample], *, callers: int) -> Table:
             )
             rows.append(cells)
     return Table(
-        title=f"One job a call, {callers} callers",
+        title=f"One job a call, {callers} callers over {connections} connections",
         head=(
             "figure",
             "system",
@@ -126,6 +130,7 @@ def table(samples: Sequence[Sample], *, callers: int) -> Table:
 def _options(parser: argparse.ArgumentParser) -> None:
     plan = Plan()
     parser.add_argument("--callers", type=number(10_000, least=2), default=plan.callers, help="64")
+    parser.add_argument("--connections", type=number(1000), default=plan.connections, help="of each client process; 4")
     parser.add_argument("--jobs", type=number(10**8), help="of a run; by default as many as take --seconds")
     parser.add_argument("--seconds", type=positive, default=plan.seconds, help="that a figure is to take; 2")
     add_runs(parser, plan.runs)
@@ -137,6 +142,7 @@ SCENARIO = Scenario(
     options=_options,
     plan=lambda given: Plan(
         callers=given.callers,
+        connections=given.connections,
         runs=given.runs,
         seconds=given.seconds,
         jobs=given.jobs,

@@ -17,15 +17,13 @@ from bench.systems.windrow import CALL_S_MAX, QUEUE
 from windrow.ids import uuid7
 from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
 
-_CHANNELS_MAX = 4
-
 
 class Echo:
     title: ClassVar[str] = "gRPC echo of the same messages"
 
     def __init__(self, site: Site) -> None:
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
-        count = min(_CHANNELS_MAX, site.callers)
+        count = min(site.connections, site.callers)
         self._channels = [grpc.aio.insecure_channel(site.address, options=options) for _ in range(count)]
         self._queues = itertools.cycle([queue_pb2_grpc.QueueStub(channel) for channel in self._channels])
         self._org = ""

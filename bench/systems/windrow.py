@@ -20,8 +20,6 @@ from windrow.v1 import admin_pb2, admin_pb2_grpc, job_pb2, queue_pb2, queue_pb2_
 QUEUE = "work"
 CALL_S_MAX = 60.0
 _ORG_TRIES = 1000
-# Of one client process. The kernel deals connections out to the router processes: several, or all might go to one.
-_CHANNELS_MAX = 4
 _WAIT = Duration(seconds=20)
 _ACKS_MAX = 1000
 _CREDIT_MAX = 10_000
@@ -37,7 +35,7 @@ class WindrowPull:
     def __init__(self, site: Site) -> None:
         self._site = site
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
-        count = min(_CHANNELS_MAX, site.callers)
+        count = min(site.connections, site.callers)
         self._channels = [grpc.aio.insecure_channel(site.address, options=options) for _ in range(count)]
         self._queues = itertools.cycle([queue_pb2_grpc.QueueStub(channel) for channel in self._channels])
         self._admin = admin_pb2_grpc.AdminStub(self._channels[0])
