@@ -45,8 +45,9 @@ class Metrics:
         if not isinstance(outcome, Pass):
             self._pass_s.record(0.0, {"shard": shard, "outcome": type(outcome).__name__})
             return
-        left = outcome.in_use or outcome.not_exported or outcome.stuck or outcome.more
-        self._pass_s.record(outcome.seconds, {"shard": shard, "outcome": "something left" if left else "done"})
+        self._pass_s.record(
+            outcome.seconds, {"shard": shard, "outcome": "something left" if outcome.left_something else "done"}
+        )
         self._locked_s.record(outcome.locked_s_max, {"shard": shard})
         days = (("turned cold", outcome.turned_cold), ("exported", outcome.exported), ("dropped", outcome.dropped))
         for what, aged in days:

@@ -63,6 +63,11 @@ class Pass:
     locked_s_max: float = 0.0
 
     @property
+    def left_something(self) -> bool:
+        """To the next pass."""
+        return bool(self.in_use or self.not_exported or self.stuck or self.more)
+
+    @property
     def did_something(self) -> bool:
         return bool(
             self.turned_cold

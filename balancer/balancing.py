@@ -14,10 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from balancer.move import Mover, Pace, Progress
-from balancer.pins import plan as plan_pins
 from balancer.plan import Transfer, hindrance, transfers
 from balancer.shards import Shards
-from shard import catalog, moving, pinning, schema
+from shard import catalog, moving, schema
 from shard.catalog import Catalog, Move
 from shard.cluster import Cluster
 from shard.errors import Misconfigured, ShardError, ShardUnavailable
@@ -155,7 +154,7 @@ class Balancing:
         known = await self._shards.read_catalog(self._known)
         if known is self._known:
             return known
-        pinned = plan_pins(known, await pinning.read(self._shards.catalog), self._cluster.shards)
+        pinned = await self._shards.plan_pins(known)
         self._planned = transfers(known, self._cluster, pinned.owners)
         # Last: what has failed before is done again.
         self._known = known

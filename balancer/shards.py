@@ -8,13 +8,15 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Collection, Mapping
 
-from balancer import pins, plan
+from balancer import plan
+from balancer.pins import PlannedPins
+from balancer.pins import plan as plan_pins
 from shard import catalog, identity, pinning, policies
 from shard.catalog import Catalog
 from shard.cluster import Cluster
 from shard.database import Database
 from shard.errors import Misconfigured, ShardError
-from shard.vocabulary import CATALOG, OrgId, ShardName
+from shard.vocabulary import CATALOG, ShardName
 
 _log = logging.getLogger(__name__)
 
@@ -41,13 +43,12 @@ class Shards:
     async def slots_to_go(self) -> int:
         """How many slots are not yet at rest where they should be. Raises what `read_catalog` does."""
         known = await self.read_catalog()
-        pinned = pins.plan(known, await pinning.read(self.catalog), self._cluster.shards)
+        pinned = await self.plan_pins(known)
         return plan.slots_to_go(known, self._cluster, pinned.owners)
 
-    async def complaints(self) -> dict[OrgId, str]:
-        """Why pinned orgs cannot be brought to where they are to live. Raises what `read_catalog` does."""
-        known = await self.read_catalog()
-        return dict(pins.plan(known, await pinning.read(self.catalog), self._cluster.shards).complaints)
+    async def plan_pins(self, known: Catalog) -> PlannedPins:
+        """Where pinned orgs are to live, by what is wished for now. Raises ShardUnavailable."""
+        return plan_pins(known, await pinning.read(self.catalog), self._cluster.shards)
 
     async def troubles(self) -> dict[ShardName, ShardError]:
         """What is wrong with the databases, each asked now and none changed; of which ShardUnavailable may pass by

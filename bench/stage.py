@@ -24,7 +24,7 @@ from bench import meter
 from bench.clients import Clients, open_clients
 from bench.environment import postgres
 from bench.processes import serving
-from bench.system import Site
+from bench.system import CONNECTIONS, Site
 from bench.systems import PEERS
 from cli.local import in_thread
 from embedded import Cluster, open_clusters
@@ -75,7 +75,9 @@ class Stage:
             )
         return self._databases[system]
 
-    async def clients(self, system: str, *, addresses: Sequence[str], callers: int, connections: int = 4) -> Clients:
+    async def clients(
+        self, system: str, *, addresses: Sequence[str], callers: int, connections: int = CONNECTIONS
+    ) -> Clients:
         """Client processes for the rest of the scope, one for each address. `callers`, `connections`: of each
         process."""
         scope = contextlib.AsyncExitStack()
@@ -92,7 +94,7 @@ class Stage:
 
     @contextlib.asynccontextmanager
     async def passing_clients(
-        self, system: str, *, addresses: Sequence[str], callers: int, connections: int = 4
+        self, system: str, *, addresses: Sequence[str], callers: int, connections: int = CONNECTIONS
     ) -> AsyncGenerator[Clients, None]:
         """Same, for a scope of their own."""
         dsn = await self.database(system)

@@ -16,6 +16,10 @@ class Wrong(Exception):
     """The system did something else than it was asked: its figures are worth nothing."""
 
 
+# Of a client process. The kernel deals connections out to the server's processes: several, or all might go to one.
+CONNECTIONS = 4
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
     """Where things are. Goes to the client processes as JSON."""
@@ -30,9 +34,8 @@ class Site:
     cache: str
     # The most calls that this client process has under way at a time, of each sort (enqueue; work).
     callers: int
-    # Of this client process, where it speaks gRPC; the kernel deals them out to the server's processes, so that with a
-    # few one of these might get all.
-    connections: int = 4
+    # Of this client process, at most, where it speaks gRPC.
+    connections: int = CONNECTIONS
 
 
 class System(Protocol):

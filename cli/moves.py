@@ -131,14 +131,13 @@ def _refuse_misfits(troubles: Collection[ShardError]) -> None:
 
 async def _plan(cluster: Cluster) -> tuple[list[_Way], Collection[str], Collection[ShardError]]:
     """What moves and is to, what cannot, and what is wrong with the databases."""
-    from balancer.pins import plan as plan_pins
     from balancer.plan import hindrance, transfers
     from balancer.shards import open_shards
-    from shard import catalog, pinning
+    from shard import catalog
 
     async with open_shards(cluster) as shards:
         known = await shards.read_catalog()
-        pinned = plan_pins(known, await pinning.read(shards.catalog), cluster.shards)
+        pinned = await shards.plan_pins(known)
         moves = await catalog.moves(shards.catalog)
         moving = [
             _Way(
@@ -284,7 +283,7 @@ class _Hindrances:
         for move in await catalog.moves(self._shards.catalog):
             if why := hindrance(move, self._cluster):
                 self._say(f"{move} does not go on: {why}")
-        for complaint in (await self._shards.complaints()).values():
+        for complaint in (await self._shards.plan_pins(await self._shards.read_catalog())).complaints.values():
             self._say(complaint)
         if self._cluster.digest in leader:
             self._since_s = time.monotonic()

@@ -156,8 +156,7 @@ def _archive_once(cluster: Cluster, *, as_json: bool) -> None:
     def code(outcome: Pass | Exception) -> ExitCode:
         match outcome:
             case Pass():
-                left = outcome.in_use or outcome.not_exported or outcome.stuck or outcome.more
-                return ExitCode.NO if left else ExitCode.OK
+                return ExitCode.NO if outcome.left_something else ExitCode.OK
             case ShardUnavailable():
                 return ExitCode.UNAVAILABLE
             case AnotherArchives():

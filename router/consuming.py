@@ -190,9 +190,8 @@ class Consumer:
             if taken.jobs:
                 self.credit -= len(taken.jobs)
                 self.give(wire.claimed(member.store, taken.jobs))
-            room -= taken.bytes
             # Also where an answer's room was filled: there may be more.
-            if len(taken.jobs) == wanted or room <= 0:
+            if len(taken.jobs) == wanted or (room := room - taken.bytes) <= 0:
                 if self._entered:
                     member.room.found_enough(self)
                 return True

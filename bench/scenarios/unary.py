@@ -13,6 +13,7 @@ from bench.rate import Figure, Load, Timed, Turn
 from bench.report import Found, Table
 from bench.scenario import Bench, Scenario
 from bench.spread import ratio, spread
+from bench.system import CONNECTIONS
 from bench.systems import ECHO, load
 
 _UNARY, _CLIENT = "windrow-unary", "windrow-client"
@@ -26,7 +27,7 @@ class Plan:
     systems: tuple[str, ...] = (_UNARY, ECHO, _CLIENT)
     callers: int = 64
     # Of each client process.
-    connections: int = 4
+    connections: int = CONNECTIONS
     runs: int = 5
     seconds: float = 2.0
     jobs: int | None = None

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import UTC, datetime
-from typing import Any, TypedDict, assert_never, cast
+from typing import Any, TypedDict, cast
 
 from windrow.errors import InvalidJob, Span, Violation, WindrowError
 from windrow.ids import uuid7
@@ -285,7 +285,6 @@ def write(job: NewJob, message: job_pb2.NewJob) -> None:
     if job.max_attempts:
         message.max_attempts = job.max_attempts
     if job.retry is not None:
-        _check_retry(job.retry)
         message.retry.CopyFrom(_retry(job.retry))
     if job.dedup_key:
         message.dedup_key = job.dedup_key
@@ -330,15 +329,7 @@ def _shown(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARS_MAX else text[:_SHOWN_CHARS_MAX] + "…"
 
 
-def _check_retry(given: object) -> None:
-    if not isinstance(given, RetryPolicy):
-        raise TypeError(
-            f"{_shown(given)} is no retry policy; write FixedRetry(seconds) or ExponentialRetry(...); "
-            "how often a job is tried is max_attempts"
-        )
-
-
-def _retry(policy: RetryPolicy) -> job_pb2.RetryPolicy:
+def _retry(policy: object) -> job_pb2.RetryPolicy:
     match policy:
         case FixedRetry():
             return job_pb2.RetryPolicy(fixed=job_pb2.FixedRetry(delay=duration(policy.delay)))
@@ -352,7 +343,10 @@ def _retry(policy: RetryPolicy) -> job_pb2.RetryPolicy:
                 )
             )
         case _:
-            assert_never(policy)
+            raise TypeError(
+                f"{_shown(policy)} is no retry policy; write FixedRetry(seconds) or ExponentialRetry(...); "
+                "how often a job is tried is max_attempts"
+            )
 
 
 def _read_retry(message: job_pb2.RetryPolicy) -> RetryPolicy | None:
