@@ -21,7 +21,7 @@ from router.status import INVALID_ARGUMENT, RESOURCE_EXHAUSTED, InvalidRequest, 
 from router.storing import store
 from router.stream import Stream, first_message
 from router.tracing import current_trace
-from router.validation import enqueue_violations, plain_jobs
+from router.validation import check_ack, check_dequeue, enqueue_violations, plain_jobs
 from router.wire import Given
 from shard.errors import BadIds, TooManyQueues
 from shard.records import ANSWER_BYTES_MAX, JobRecord
@@ -101,7 +101,7 @@ class QueueService:
             raise InvalidRequest(late) from error
         return convert.enqueue_results(columns.ids, known)
 
-    @unary()
+    @unary(check_dequeue)
     async def Dequeue(self, request: queue_pb2.DequeueRequest) -> bytes:
         window_us = convert.window_us(request)
         received = _Received()
@@ -166,7 +166,7 @@ class QueueService:
                 with self.gate.stream(first.start.org):
                     await Stream(self._fleet, first, requests, context).run(self._draining)
 
-    @unary()
+    @unary(check_ack)
     async def Ack(self, request: queue_pb2.AckRequest) -> queue_pb2.AckResponse:
         return queue_pb2.AckResponse(answers=await self._leases.ack(OrgId(request.org), request.acks))
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from router import convert
 from shard.enqueuing import Handed, Taker
-from shard.lease import lease_of, token_prefix
+from shard.lease import TOKEN_BYTES, lease_of, token_prefix
 from shard.store import Store
 from shard.vocabulary import MAX_ATTEMPTS_DEFAULT, PRIORITY_DEFAULT, Claimed, JobId, Lease, Micros, NewJobs
 
@@ -28,14 +28,13 @@ def _varint(number: int) -> bytes:
 
 
 _VARINTS = [_varint(number) for number in range(1 << 14)]
-_TOKEN_BYTES = 29
 _ID_CHARS = 36
 # LeasedJob.lease, .id and .payload; and LeasedJob itself where it is field 1 of an answer.
-_LEASE = b"\x0a" + _varint(_TOKEN_BYTES)
+_LEASE = b"\x0a" + _varint(TOKEN_BYTES)
 _ID = b"\x12" + _varint(_ID_CHARS)
 _PAYLOAD = b"\x2a"
 _JOB = b"\x0a"
-_FIXED_BYTES = len(_LEASE) + _TOKEN_BYTES + len(_ID) + _ID_CHARS + len(_PAYLOAD)
+_FIXED_BYTES = len(_LEASE) + TOKEN_BYTES + len(_ID) + _ID_CHARS + len(_PAYLOAD)
 # EnqueueResponse.results with an id alone. Tags and lengths happen to be ASCII.
 _RESULT = f"\x0a{chr(_ID_CHARS + 2)}\x0a{chr(_ID_CHARS)}"
 

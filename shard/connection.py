@@ -12,9 +12,9 @@ import asyncio
 import itertools
 import re
 import select
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import psycopg
 from psycopg import AsyncConnection
@@ -77,7 +77,7 @@ class Connection(AsyncConnection[tuple[Any, ...]]):
         # The socket while `_receive` listens to it. That is also between statements: to begin and to end listening
         # costs half as much as a small statement does.
         self._heard = -1
-        # Who waits for the answer to what was sent last, and what has come of it.
+        # Who waits for the answer to what was sent last, or to be notified, and what has come of it.
         self._answered: asyncio.Future[None] | None = None
         self._results: list[PGresult] = []
         self._lost: psycopg.Error | None = None
@@ -105,6 +105,18 @@ class Connection(AsyncConnection[tuple[Any, ...]]):
             if self.closed:
                 self._stop_listening()
             raise
+
+    async def listen(self, channel: str, heard: Callable[[str | None], None]) -> NoReturn:
+        """Tells `heard` what is notified on a channel, until the connection is lost; raises why it was. None first:
+        what was said before was not heard."""
+        await self.run(b"LISTEN " + channel.encode(), {})
+        heard(None)
+        while self._lost is None:
+            while (notification := self.pgconn.notifies()) is not None:
+                heard(notification.extra.decode())
+            self._answered = self._loop.create_future()
+            await self._answered
+        raise self._lost
 
     async def wait(self, gen: PQGen[_T], *args: Any, **kwargs: Any) -> _T:
         # What psycopg itself does on this connection, it does with a reader of its own, which would displace ours.

@@ -20,8 +20,10 @@ from shard.vocabulary import QueueId
 
 _log = logging.getLogger(__name__)
 
-# At most one ring in so long; what came meanwhile goes with the next.
+# At most one ring in so long; what came meanwhile goes with the next. One that many asked for is followed by a longer
+# pause: to ring, and to wake all who hear it, costs a busy server as much as a statement.
 _PAUSE_S = 0.010
+_PAUSE_S_MAX = 0.040
 # A notification holds less than 8,000 bytes.
 _QUEUES_MAX = 390
 _ALL = "*"
@@ -47,6 +49,7 @@ class Doorbell:
         database.went_away = self._listener.hang_up
         self._me = secrets.token_hex(8)
         self._due: set[QueueId] = set()
+        self._asked = 0
         self._rung = asyncio.Event()
 
     def ring(self, queues: Collection[QueueId]) -> None:
@@ -54,6 +57,7 @@ class Doorbell:
         if not queues:
             return
         self._due.update(queues)
+        self._asked += 1
         self._rung.set()
 
     def reconnect(self, dsn: str) -> None:
@@ -71,6 +75,7 @@ class Doorbell:
             await self._rung.wait()
             self._rung.clear()
             queues, self._due = self._due, set()
+            asked, self._asked = self._asked, 0
             named = ",".join(map(str, queues)) if len(queues) <= _QUEUES_MAX else _ALL
             try:
                 await self._database.run(statements.RING, {"message": f"{self._me} {named}"})
@@ -78,7 +83,7 @@ class Doorbell:
                 _log.debug("could not ring: %s", error)
             except Exception:  # noqa: BLE001 - a hint less must not end this router
                 _log.exception("could not ring")
-            await asyncio.sleep(_PAUSE_S)
+            await asyncio.sleep(min(asked * _PAUSE_S, _PAUSE_S_MAX))
 
     def _hear(self, message: str | None) -> None:
         if message is None:

@@ -15,7 +15,7 @@ from shard.vocabulary import JobId, Lease, ShardName
 
 _VERSION = 1
 _PREFIX = struct.Struct(">BIq")
-_LENGTH = _PREFIX.size + 16
+TOKEN_BYTES = _PREFIX.size + 16
 
 
 class MalformedLease(ValueError):
@@ -43,9 +43,9 @@ def lease_of(job: str, number: int) -> Lease:
 
 def parse_token(data: bytes) -> tuple[int, Lease]:
     """The shard's tag and the lease. Raises MalformedLease."""
-    if len(data) != _LENGTH or data[0] != _VERSION:
+    if len(data) != TOKEN_BYTES or data[0] != _VERSION:
         raise MalformedLease(
-            f"a lease token has {_LENGTH} bytes and begins with {_VERSION}; this has {len(data)} bytes"
+            f"a lease token has {TOKEN_BYTES} bytes and begins with {_VERSION}; this has {len(data)} bytes"
         )
     _, tag, number = _PREFIX.unpack_from(data)
     return tag, Lease(job_hex=data[_PREFIX.size :].hex(), number=number)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import psycopg
 
+from shard.connection import Connection
 from shard.database import hang_up
 
 _log = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ class Listener:
         self._dsn = dsn
         self._channel = channel
         self._heard = heard
-        self._connection: psycopg.AsyncConnection | None = None
+        self._connection: Connection | None = None
 
     def reconnect(self, dsn: str) -> None:
         """From now on hears by another DSN."""
@@ -42,7 +43,7 @@ class Listener:
         """Listens until cancelled."""
         while True:
             try:
-                connection = await psycopg.AsyncConnection.connect(
+                connection = await Connection.connect(
                     self._dsn,
                     autocommit=True,
                     application_name=self._application_name,
@@ -55,10 +56,7 @@ class Listener:
                 )
                 async with connection:
                     self._connection = connection
-                    await connection.execute(b"LISTEN " + self._channel.encode())
-                    self._heard(None)
-                    async for notification in connection.notifies():
-                        self._heard(notification.payload)
+                    await connection.listen(self._channel, self._heard)
             except psycopg.Error as error:
                 # Databases that are away are spoken of by their pools.
                 _log.debug("does not hear %s: %s", self._channel, error)

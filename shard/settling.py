@@ -160,8 +160,10 @@ class Settling:
 def apart(calls: Sequence[_AnyCall]) -> list[list[_AnyCall]]:
     """What may go together: a lease that calls of different orgs name is one org's at most, and what became of it is
     nobody else's to hear."""
-    parts: list[list[_AnyCall]] = []
     rest = list(calls)
+    if len({call.org for call in rest}) == 1:
+        return [rest]
+    parts: list[list[_AnyCall]] = []
     while rest:
         owners: dict[Lease, OrgId] = {}
         together: list[_AnyCall] = []

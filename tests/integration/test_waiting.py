@@ -417,6 +417,32 @@ async def test_the_doorbell_goes_over_with_its_shard_when_a_server_says_nothing_
         assert await asyncio.wait_for(heard.get(), SOON_S) == [7]
 
 
+async def test_the_more_ask_for_a_ring_at_once_the_longer_the_next_one_waits(module_dsn: str) -> None:
+    heard: asyncio.Queue[Collection[QueueId] | None] = asyncio.Queue()
+    async with contextlib.AsyncExitStack() as stack:
+        bells: list[Doorbell] = []
+        for hear in (lambda _: None, heard.put_nowait):
+            database = Database(SHARD, module_dsn, connections=1)
+            await database.open()
+            stack.push_async_callback(database.close)
+            bells.append(Doorbell(database, module_dsn, heard=hear, arrived=hear))
+            ringing = asyncio.create_task(bells[-1].run())
+            stack.callback(ringing.cancel)
+        assert await asyncio.wait_for(heard.get(), PATIENCE_S) is None
+
+        async def rung(times: int) -> float:
+            """How long twenty rings take, for each of which so many ask."""
+            began_s = time.monotonic()
+            for number in range(20):
+                for _ in range(times):
+                    bells[0].ring([QueueId(number)])
+                assert await asyncio.wait_for(heard.get(), PATIENCE_S) == [number]
+            return time.monotonic() - began_s
+
+        assert await rung(100) >= 19 * 0.035
+        assert await rung(2) >= 19 * 0.018
+
+
 async def test_a_ring_that_no_router_made_harms_nobody(
     near: Client, far: Client, dsns: dict[str, str], org: str
 ) -> None:
