@@ -21,7 +21,6 @@ from router.status import INVALID_ARGUMENT, RESOURCE_EXHAUSTED, InvalidRequest, 
 from router.storing import store
 from router.stream import Stream, first_message
 from router.tracing import current_trace
-from router.unread import Unread
 from router.validation import check_ack, check_dequeue, enqueue_violations, plain_jobs
 from router.wire import Given
 from shard.errors import BadIds, TooManyQueues
@@ -43,7 +42,6 @@ class QueueService:
         self._fleet = fleet
         self._leases = Leases(fleet)
         self.gate = gate
-        self._unread = Unread()
         self._draining = asyncio.Event()
         self._waiting: set[Consumer] = set()
 
@@ -166,7 +164,7 @@ class QueueService:
                 first = await first_message(requests, self._draining)
             if first is not None:
                 with self.gate.stream(first.start.org):
-                    await Stream(self._fleet, first, requests, context, self._unread).run(self._draining)
+                    await Stream(self._fleet, first, requests, context).run(self._draining)
 
     @unary(check_ack)
     async def Ack(self, request: queue_pb2.AckRequest) -> queue_pb2.AckResponse:

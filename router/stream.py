@@ -14,7 +14,6 @@ from router.consuming import Consumer, give_back
 from router.fleet import Fleet
 from router.leases import Answers, Leases
 from router.status import InvalidRequest, ShuttingDown, Violation
-from router.unread import Unread
 from router.validation import check, check_consume
 from router.wire import Given
 from shard.coalescing import TooManyWaiting
@@ -68,7 +67,6 @@ class Stream:
         first: queue_pb2.ConsumeRequest,
         requests: AsyncIterator[queue_pb2.ConsumeRequest],
         context: Context,
-        unread: Unread,
     ) -> None:
         check(first)
         if not first.HasField("start"):
@@ -77,7 +75,6 @@ class Stream:
         self._first = first
         self._requests = requests
         self._context = context
-        self._unread = unread
         self._org, self._window_us = OrgId(first.start.org), convert.window_us(first.start)
         self._consumer = Consumer(
             fleet,
@@ -89,10 +86,7 @@ class Stream:
         )
         # To be written, and since when: by the event loop's clock, which is only compared with itself.
         self._jobs: deque[tuple[float, Given]] = deque()
-        # Of these, and of those that are being written.
         self._jobs_bytes = 0
-        # There was no room for what came last, beside what others of this org have not read.
-        self._crowded = False
         self._late: asyncio.TimerHandle | None = None
         # Jobs were taken back because the consumer did not read, and it has not read all since.
         self._behind = False
@@ -195,13 +189,9 @@ class Stream:
     # ── What goes out ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def receive(self, jobs: Given) -> None:
-        if not self._unread.take(self._org, jobs.bytes):
-            self._crowded = True
-            self._consumer.take_back(jobs)
-            return
         loop = asyncio.get_running_loop()
         self._jobs.append((loop.time(), jobs))
-        self._jobs_bytes += jobs.bytes
+        self._jobs_bytes += sum(map(len, jobs.jobs))
         self._to_write.set()
         if self._late is None:
             self._late = loop.call_later(self._patience_s, self._take_back)
@@ -216,7 +206,7 @@ class Stream:
         loop = asyncio.get_running_loop()
         while self._jobs and self._jobs[0][0] + self._patience_s <= loop.time():
             _, jobs = self._jobs.popleft()
-            self._forget(jobs)
+            self._jobs_bytes -= sum(map(len, jobs.jobs))
             self._behind = True
             self._consumer.take_back(jobs)
         self._late = loop.call_at(self._jobs[0][0] + self._patience_s, self._take_back) if self._jobs else None
@@ -226,21 +216,12 @@ class Stream:
         return False
 
     def is_full(self) -> bool:
-        return self._behind or self._crowded or self._jobs_bytes > _WAITING_BYTES_MAX
+        return self._behind or self._jobs_bytes > _WAITING_BYTES_MAX
 
     async def has_room(self) -> None:
         while self.is_full():
-            if self._crowded:
-                await self._unread.given_back(self._org)
-                self._crowded = False
-            else:
-                self._room.clear()
-                await self._room.wait()
-
-    def _forget(self, jobs: Given) -> None:
-        """They are not kept here any more."""
-        self._jobs_bytes -= jobs.bytes
-        self._unread.give_back(self._org, jobs.bytes)
+            self._room.clear()
+            await self._room.wait()
 
     async def _write(self) -> None:
         while True:
@@ -260,8 +241,6 @@ class Stream:
                     # Whether it went out is unknown; most likely it did not.
                     self._jobs.extend(jobs)
                     raise
-                for _, given in jobs:
-                    self._forget(given)
                 self._room.set()
                 self._fewer.set()
             self._behind = False
@@ -285,6 +264,7 @@ class Stream:
                 given, rest = given.split(count)
                 self._jobs.appendleft((since_s, rest))
             jobs.append((since_s, given))
+        self._jobs_bytes -= _MESSAGE_BYTES_MAX - room
         return jobs
 
     def _give_back(self) -> None:
@@ -292,6 +272,4 @@ class Stream:
         if self._late is not None:
             self._late.cancel()
         while self._jobs:
-            _, jobs = self._jobs.popleft()
-            self._forget(jobs)
-            give_back(self._org, jobs)
+            give_back(self._org, self._jobs.popleft()[1])

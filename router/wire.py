@@ -49,10 +49,6 @@ class Given(NamedTuple):
     # Each as field 1 of an answer (DequeueResponse.jobs, ConsumeResponse.jobs).
     jobs: list[bytes]
 
-    @property
-    def bytes(self) -> int:
-        return sum(map(len, self.jobs))
-
     def leases(self) -> list[Lease]:
         return [lease_of(job_id, self.number) for job_id in self.ids]
 

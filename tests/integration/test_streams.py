@@ -24,12 +24,11 @@ from router.queue_service import QueueService
 from router.status import InvalidRequest
 from router.stream import Stream as RoutersStream
 from router.tracing import Tracing
-from router.unread import Unread
 from router.wire import Given
 from shard.lease import lease_of, token, token_prefix
 from shard.placement import Placement
 from shard.store import Store
-from shard.vocabulary import Lease, Micros, OrgId, ShardName
+from shard.vocabulary import Lease, Micros, ShardName
 from tests.jobs import job_id
 from tests.postgres import Server
 from tests.routers import PATIENCE_S, Routers, ending, running_routers, write_cluster
@@ -684,7 +683,7 @@ async def test_a_consumer_that_sends_and_does_not_read_is_not_heard_any_more() -
 
     blocked = Blocked(writing=asyncio.Event())
     first = queue_pb2.ConsumeRequest(start=start("org"), credit=1)
-    stream = RoutersStream(cast("Fleet", _NoShards()), first, endless(), cast("Context", blocked), Unread())
+    stream = RoutersStream(cast("Fleet", _NoShards()), first, endless(), cast("Context", blocked))
     serving = asyncio.create_task(stream.run(asyncio.Event()))
     try:
         await asyncio.wait_for(blocked.writing.wait(), PATIENCE_S)
@@ -731,7 +730,7 @@ async def test_jobs_that_wait_half_their_window_for_a_consumer_that_does_not_rea
     store = _Released(asyncio.Queue())
     context = Slow(writing=asyncio.Event(), reads=asyncio.Semaphore(0))
     first = queue_pb2.ConsumeRequest(start=start("org", window_s=0.2), credit=10)
-    stream = RoutersStream(cast("Fleet", _NoShards()), first, said(), cast("Context", context), Unread())
+    stream = RoutersStream(cast("Fleet", _NoShards()), first, said(), cast("Context", context))
     serving = asyncio.create_task(stream.run(asyncio.Event()))
     consumer = stream._consumer
     try:
@@ -760,58 +759,6 @@ async def test_jobs_that_wait_half_their_window_for_a_consumer_that_does_not_rea
     assert store.released.empty()
 
 
-async def test_all_streams_of_an_org_together_keep_no_more_unread_than_is_left_for_others() -> None:
-    store = _Released(asyncio.Queue())
-    unread = Unread(10)
-    contexts = [Slow(writing=asyncio.Event(), reads=asyncio.Semaphore(0)) for _ in range(2)]
-    one, other = (
-        RoutersStream(
-            cast("Fleet", _NoShards()),
-            queue_pb2.ConsumeRequest(start=start("org"), credit=10),
-            said(),
-            cast("Context", context),
-            unread,
-        )
-        for context in contexts
-    )
-    serving = [asyncio.create_task(stream.run(asyncio.Event())) for stream in (one, other)]
-    try:
-        await asyncio.sleep(0)
-        kept, refused = [job_id(), job_id()], job_id()
-        for job in kept:
-            one.receive(some_given(store, job))
-        other.receive(some_given(store, refused))
-        # It goes back to those who may have room, and no more comes before something was read.
-        assert store.released.get_nowait() == [lease_of(refused, 7)]
-        assert (one.is_full(), other.is_full()) == (False, True)
-        assert unread.take(OrgId("other org"), 4), "another org has what is left free"
-        waiting = asyncio.create_task(other.has_room())
-        await asyncio.wait_for(contexts[0].writing.wait(), PATIENCE_S)
-        assert not waiting.done()
-        contexts[0].reads.release()
-        await asyncio.wait_for(waiting, PATIENCE_S)
-        assert not other.is_full()
-    finally:
-        for task in serving:
-            task.cancel()
-        await asyncio.wait(serving)
-    # All that had not been read is free again.
-    unread.give_back(OrgId("other org"), 4)
-    assert unread.take(OrgId("org"), 1000)
-
-
-async def test_who_leaves_the_line_for_room_passes_its_turn_on() -> None:
-    unread, org = Unread(10), OrgId("org")
-    first, second = (asyncio.create_task(unread.given_back(org)) for _ in range(2))
-    await asyncio.sleep(0)
-    unread.take(org, 1)
-    unread.give_back(org, 1)
-    first.cancel()
-    await asyncio.wait_for(second, PATIENCE_S)
-    assert (await asyncio.wait({first}))[0] == {first}
-    assert first.cancelled()
-
-
 async def test_what_a_slow_consumer_does_not_read_is_anothers_before_its_window_is_over(near: Client, org: str) -> None:
     async with near.stream(org, credit=10_000, reads=False, window_s=3) as slow:
         await until(lambda: handed(near, org), "jobs are handed to the consumer that does not read")
@@ -827,7 +774,7 @@ async def test_what_a_slow_consumer_does_not_read_is_anothers_before_its_window_
 async def test_a_stream_is_refused_without_any_shard_too() -> None:
     context = cast("Context", Blocked(writing=asyncio.Event()))
     with pytest.raises(InvalidRequest):
-        RoutersStream(cast("Fleet", _NoShards()), queue_pb2.ConsumeRequest(credit=1), said(), context, Unread())
+        RoutersStream(cast("Fleet", _NoShards()), queue_pb2.ConsumeRequest(credit=1), said(), context)
 
 
 async def said(*requests: queue_pb2.ConsumeRequest) -> AsyncIterator[queue_pb2.ConsumeRequest]:
