@@ -34,7 +34,7 @@ class TooManyWaiting(Exception):
     """As much is waiting as may wait, of the caller or of all; try again later."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Waiting(Generic[Call, Result]):
     call: Call
     weight: int
@@ -42,7 +42,6 @@ class _Waiting(Generic[Call, Result]):
     # The caller's, if it is recorded.
     span: trace.Span | None
     since_s: float
-    over: bool = False
 
 
 class Acts:
@@ -104,8 +103,8 @@ class Coalescer(Generic[Call, Result]):
         self._dropped = dropped
         # Each one's calls that wait, in their order; who was served last comes last.
         self._lines: OrderedDict[Hashable, deque[_Waiting[Call, Result]]] = OrderedDict()
-        # All of them as they came. Those that wait no more are taken out when they are the first.
-        self._queue: deque[_Waiting[Call, Result]] = deque()
+        # All of them, as they came.
+        self._oldest: OrderedDict[_Waiting[Call, Result], None] = OrderedDict()
         self._places = Places(waiting_max)
         self._beginning = False
         self._hurry: asyncio.TimerHandle | None = None
@@ -134,7 +133,7 @@ class Coalescer(Generic[Call, Result]):
             line = self._lines[whose] = deque()
         waiting = _Waiting(call, weight, result, span if span.is_recording() else None, loop.time())
         line.append(waiting)
-        self._queue.append(waiting)
+        self._oldest[waiting] = None
         if not self._may_begin(loop):
             self._watch(loop)
         else:
@@ -197,7 +196,7 @@ class Coalescer(Generic[Call, Result]):
 
     def _oldest_s(self) -> float:
         """Since when the first of those that wait has waited."""
-        return self._queue[0].since_s
+        return next(iter(self._oldest)).since_s
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Sees to it that what waits does not wait for too long."""
@@ -237,9 +236,7 @@ class Coalescer(Generic[Call, Result]):
 
     def _pop(self, whose: Hashable, line: deque[_Waiting[Call, Result]]) -> _Waiting[Call, Result]:
         waiting = line.popleft()
-        waiting.over = True
-        while self._queue and self._queue[0].over:
-            self._queue.popleft()
+        del self._oldest[waiting]
         if not line:
             del self._lines[whose]
         self._places.give_back(whose, waiting.weight)

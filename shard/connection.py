@@ -111,12 +111,13 @@ class Connection(AsyncConnection[tuple[Any, ...]]):
         what was said before was not heard."""
         await self.run(b"LISTEN " + channel.encode(), {})
         heard(None)
-        while self._lost is None:
+        while True:
             while (notification := self.pgconn.notifies()) is not None:
                 heard(notification.extra.decode())
+            if self._lost is not None:
+                raise self._lost
             self._answered = self._loop.create_future()
             await self._answered
-        raise self._lost
 
     async def wait(self, gen: PQGen[_T], *args: Any, **kwargs: Any) -> _T:
         # What psycopg itself does on this connection, it does with a reader of its own, which would displace ours.
@@ -183,19 +184,20 @@ class Connection(AsyncConnection[tuple[Any, ...]]):
         try:
             pgconn.consume_input()
             while True:
-                if pgconn.is_busy():
-                    if not _has_more(self._heard):
-                        return
+                busy = pgconn.is_busy()
+                result = None if busy else pgconn.get_result()
+                if result is not None:
+                    results.append(result)
+                    if result.status in _COPYING:
+                        # This result would come again and again. The connection is of no more use.
+                        break
+                elif _has_more(self._heard):
                     # uvloop tells of a reset connection once, and then listens no more: also where the server's last
                     # words were still to be read, and what comes after them.
                     pgconn.consume_input()
-                    continue
-                result = pgconn.get_result()
-                if result is None:
-                    break
-                results.append(result)
-                if result.status in _COPYING:
-                    # This result would come again and again. The connection is of no more use.
+                elif busy:
+                    return
+                else:
                     break
         except psycopg.Error as error:
             # Also between two statements: whoever sends the next one finds out.

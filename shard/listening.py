@@ -42,9 +42,10 @@ class Listener:
     async def run(self) -> None:
         """Listens until cancelled."""
         while True:
+            dsn = self._dsn
             try:
                 connection = await Connection.connect(
-                    self._dsn,
+                    dsn,
                     autocommit=True,
                     application_name=self._application_name,
                     client_encoding="utf8",
@@ -56,7 +57,8 @@ class Listener:
                 )
                 async with connection:
                     self._connection = connection
-                    await connection.listen(self._channel, self._heard)
+                    if dsn == self._dsn:
+                        await connection.listen(self._channel, self._heard)
             except psycopg.Error as error:
                 # Databases that are away are spoken of by their pools.
                 _log.debug("does not hear %s: %s", self._channel, error)

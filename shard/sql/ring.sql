@@ -1,4 +1,3 @@
 -- Tells the other routers which queues may have new work. In a transaction of its own, after the one that made the work:
 -- inside that one, NOTIFY would make every commit of the database wait for every other.
--- It is a hint, and need not outlast a crash: nobody waits for the disk.
-SELECT set_config('synchronous_commit', 'off', true), pg_notify('windrow_work', %(message)s)
+SELECT pg_notify('windrow_work', %(message)s)

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import select
+import socket
+import struct
+import threading
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import psycopg
 import pytest
 import uvloop
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 import shard.connection
 import shard.database
 from shard import arrays
+from shard.connection import Connection
 from shard.database import Database
 from shard.errors import ShardUnavailable
 from tests.conftest import SHARD
 from tests.postgres import Server
+from tests.routers import PATIENCE_S
 
 MIB = 1024 * 1024
 SLEEP = b"SELECT pg_sleep(600)"
@@ -248,6 +255,54 @@ def test_the_first_statement_of_a_connection_that_has_been_cut_is_tried_again_on
                 await database.close()
 
     uvloop.run(run())
+
+
+def test_who_listens_on_the_routers_event_loop_hears_of_a_reset_that_comes_with_a_notification(module_dsn: str) -> None:
+    """There a reset connection is told of once, with what was still to be read."""
+    with socket.create_server(("127.0.0.1", 0)) as relay:
+        was_reset = threading.Event()
+        relaying = threading.Thread(
+            target=_relay_until_told, args=(relay, module_dsn, b"the last words", was_reset), daemon=True
+        )
+        relaying.start()
+
+        async def run() -> None:
+            host, port = relay.getsockname()
+            dsn = make_conninfo(module_dsn, host=host, port=port, sslmode="disable", gssencmode="disable")
+            heard: asyncio.Queue[str | None] = asyncio.Queue()
+            connection = await Connection.connect(dsn, autocommit=True)
+            try:
+                listening = asyncio.create_task(connection.listen("news", heard.put_nowait))
+                assert await asyncio.wait_for(heard.get(), PATIENCE_S) is None
+                with psycopg.connect(module_dsn, autocommit=True) as other:
+                    other.execute("NOTIFY news, 'the last words'")
+                # Before the loop has its turn, both are there.
+                assert was_reset.wait(PATIENCE_S)
+                with pytest.raises(psycopg.OperationalError):
+                    await asyncio.wait_for(listening, PATIENCE_S)
+                assert heard.get_nowait() == "the last words"
+            finally:
+                await connection.close()
+
+        uvloop.run(run())
+        relaying.join()
+
+
+def _relay_until_told(relay: socket.socket, dsn: str, last: bytes, was_reset: threading.Event) -> None:
+    """Passes on what one client and its server say, up to these words of the server's; then resets the connection."""
+    client, _ = relay.accept()
+    # Else the last words might never have been sent.
+    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    told = conninfo_to_dict(dsn)
+    said = b""
+    with client, socket.create_connection((str(told["host"]), int(str(told["port"])))) as server:
+        while last not in said:
+            for one in select.select([client, server], [], [])[0]:
+                data = one.recv(65536)
+                (server if one is client else client).sendall(data)
+                said += data if one is server else b""
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    was_reset.set()
 
 
 async def test_connections_cut_while_nobody_used_them_are_not_noticed(database: Database, watcher: Watcher) -> None:
