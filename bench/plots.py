@@ -52,4 +52,5 @@ def _draw(plot: Plot, axes: Axes) -> None:
     if plot.y_log:
         axes.set_yscale("log")
     axes.grid(visible=True, which="both", alpha=0.3)
-    axes.legend(fontsize="small")
+    # Beside it: inside it would lie upon lines and marks.
+    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
