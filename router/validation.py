@@ -113,32 +113,36 @@ def unfit_new_ids(jobs: Sequence[admin_pb2.RestoreJob]) -> list[Violation]:
 
 def check_consume(request: queue_pb2.ConsumeRequest) -> None:
     """Same as `check`, for what streams say most: acks and credit. (Lease tokens are read, and so judged, later.)"""
-    if request.nacks or request.extends or request.releases or not 0 <= request.credit <= _CREDIT_MAX:
+    if (
+        request.nacks
+        or request.extends
+        or request.releases
+        or not 0 <= request.credit <= _CREDIT_MAX
+        or (request.acks and not _fit(request.acks))
+    ):
         check(request)
-    elif request.acks:
-        acks = request.acks
-        if len(acks) > _JOBS_MAX or max([len(ack.result) for ack in acks]) > _RESULT_BYTES_MAX:
-            check(request)
 
 
 def check_ack(request: queue_pb2.AckRequest) -> None:
     """Same as `check`, at a tenth of its cost for what is plainly right."""
     acks = request.acks
-    if (
-        _ORG.fullmatch(request.org) is None
-        or not 1 <= len(acks) <= _JOBS_MAX
-        or {len(ack.lease) for ack in acks} != {TOKEN_BYTES}
-        or max([len(ack.result) for ack in acks]) > _RESULT_BYTES_MAX
-    ):
+    if not (_ORG.fullmatch(request.org) and acks and _fit(acks) and {len(ack.lease) for ack in acks} == {TOKEN_BYTES}):
         check(request)
+
+
+def _fit(acks: Sequence[queue_pb2.Ack]) -> bool:
+    """Whether these, of which there is one at least, are not too many, and none has too large a result."""
+    return len(acks) <= _JOBS_MAX and max([len(ack.result) for ack in acks]) <= _RESULT_BYTES_MAX
 
 
 def check_dequeue(request: queue_pb2.DequeueRequest) -> None:
     """Same as `check`. Consumers ask in the same words again and again: those are known to be right."""
-    if request.ByteSize() > _KNOWN_BYTES_MAX:
+    # To ask for its size would serialize it too.
+    words = request.SerializeToString()
+    if len(words) > _KNOWN_BYTES_MAX:
         check(request)
     else:
-        _check_words(request.SerializeToString())
+        _check_words(words)
 
 
 @functools.lru_cache(maxsize=5000)

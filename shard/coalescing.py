@@ -104,7 +104,7 @@ class Coalescer(Generic[Call, Result]):
         # Each one's calls that wait, in their order; who was served last comes last.
         self._lines: OrderedDict[Hashable, deque[_Waiting[Call, Result]]] = OrderedDict()
         # All of them, as they came.
-        self._oldest: OrderedDict[_Waiting[Call, Result], None] = OrderedDict()
+        self._by_age: OrderedDict[_Waiting[Call, Result], None] = OrderedDict()
         self._places = Places(waiting_max)
         self._beginning = False
         self._hurry: asyncio.TimerHandle | None = None
@@ -133,7 +133,7 @@ class Coalescer(Generic[Call, Result]):
             line = self._lines[whose] = deque()
         waiting = _Waiting(call, weight, result, span if span.is_recording() else None, loop.time())
         line.append(waiting)
-        self._oldest[waiting] = None
+        self._by_age[waiting] = None
         if not self._may_begin(loop):
             self._watch(loop)
         else:
@@ -196,7 +196,7 @@ class Coalescer(Generic[Call, Result]):
 
     def _oldest_s(self) -> float:
         """Since when the first of those that wait has waited."""
-        return next(iter(self._oldest)).since_s
+        return next(iter(self._by_age)).since_s
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Sees to it that what waits does not wait for too long."""
@@ -236,7 +236,7 @@ class Coalescer(Generic[Call, Result]):
 
     def _pop(self, whose: Hashable, line: deque[_Waiting[Call, Result]]) -> _Waiting[Call, Result]:
         waiting = line.popleft()
-        del self._oldest[waiting]
+        del self._by_age[waiting]
         if not line:
             del self._lines[whose]
         self._places.give_back(whose, waiting.weight)

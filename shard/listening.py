@@ -57,6 +57,7 @@ class Listener:
                 )
                 async with connection:
                     self._connection = connection
+                    # While it was made, nobody could hang up on it.
                     if dsn == self._dsn:
                         await connection.listen(self._channel, self._heard)
             except psycopg.Error as error:

@@ -162,6 +162,7 @@ def apart(calls: Sequence[_AnyCall]) -> list[list[_AnyCall]]:
     nobody else's to hear."""
     rest = list(calls)
     if len({call.org for call in rest}) == 1:
+        # Nearly always, and then there is no need to look at each lease.
         return [rest]
     parts: list[list[_AnyCall]] = []
     while rest:

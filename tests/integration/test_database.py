@@ -289,7 +289,8 @@ def test_who_listens_on_the_routers_event_loop_hears_of_a_reset_that_comes_with_
 
 
 def _relay_until_told(relay: socket.socket, dsn: str, last: bytes, was_reset: threading.Event) -> None:
-    """Passes on what one client and its server say, up to these words of the server's; then resets the connection."""
+    """Passes on what one client and its server say, up to these words of the server's; then resets the connection. In a
+    thread: tests/fault/proxy.py needs the event loop, which is to see both at once."""
     client, _ = relay.accept()
     # Else the last words might never have been sent.
     client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
