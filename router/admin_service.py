@@ -1,8 +1,5 @@
 """The service that operators call (proto/windrow/v1/admin.proto)."""
 
-# The types that `unary` makes keep no parameter names, and gRPC passes none.
-# pyright: reportIncompatibleMethodOverride=false
-
 from __future__ import annotations
 
 import asyncio
@@ -12,8 +9,9 @@ from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 
 from router import convert
-from router.calls import DEADLINE_S_MAX, Context, Gate, refusal, seconds_left, unary
+from router.calls import ANSWER_HELD_BYTES, DEADLINE_S_MAX, seconds_left, unary
 from router.fleet import Fleet
+from router.gate import Context
 from router.member import Member
 from router.reloading import Reloading
 from router.restoring import Refusal, Restored, restore
@@ -31,7 +29,7 @@ from shard.records import ANSWER_BYTES_MAX
 from shard.retry import Policy
 from shard.vocabulary import JobId, OrgId, QueueName, ShardName
 from windrow.ids import uuid7
-from windrow.v1 import admin_pb2, admin_pb2_grpc
+from windrow.v1 import admin_pb2
 
 _PAGE_DEFAULT = 100
 _LIMIT_DEFAULT = 1000
@@ -44,13 +42,12 @@ _REFUSALS = {
 }
 
 
-class AdminService(admin_pb2_grpc.AdminServicer):
+class AdminService:
     service_name = "windrow.v1.Admin"
 
-    def __init__(self, fleet: Fleet, reloading: Reloading, gate: Gate) -> None:
+    def __init__(self, fleet: Fleet, reloading: Reloading) -> None:
         self._fleet = fleet
         self._reloading = reloading
-        self.gate = gate
 
     @unary()
     async def CreateQueue(self, request: admin_pb2.CreateQueueRequest) -> admin_pb2.CreateQueueResponse:
@@ -133,7 +130,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         cancelled = await change_readers(self._fleet, org, queue, limit, purge)
         return admin_pb2.PurgeQueueResponse(cancelled=cancelled, more=cancelled >= limit)
 
-    @unary()
+    @unary(answer_bytes=ANSWER_HELD_BYTES)
     async def ListJobs(self, request: admin_pb2.ListJobsRequest) -> admin_pb2.ListJobsResponse:
         wanted, page_size = convert.wanted(request), request.page_size or _PAGE_DEFAULT
 
@@ -154,7 +151,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         response.next_page_token = "" if until is None else listing.pack(*until)
         return response
 
-    @unary()
+    @unary(answer_bytes=ANSWER_HELD_BYTES)
     async def RestoreJobs(self, request: admin_pb2.RestoreJobsRequest) -> admin_pb2.RestoreJobsResponse:
         jobs = list(request.jobs)
         violations = unfit_new_ids(jobs)
@@ -220,19 +217,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def CheckShard(
         self, request: admin_pb2.CheckShardRequest, context: Context
     ) -> AsyncGenerator[admin_pb2.CheckShardResponse, None]:
-        try:
-            check(request)
-            async with asyncio.timeout(seconds_left(context, at_most=5 * DEADLINE_S_MAX)):
-                books = await self._fleet.member(request.shard).books.check()
-            for at in range(0, len(books), _BOOKS_A_MESSAGE):
-                yield admin_pb2.CheckShardResponse(
-                    orgs=[convert.org_books(one) for one in books[at : at + _BOOKS_A_MESSAGE]]
-                )
-            return
-        except Exception as error:  # noqa: BLE001 - every error becomes a status; told logs the unexpected
-            refused = refusal(context, error)
-        del request, context
-        await refused
+        check(request)
+        async with asyncio.timeout(seconds_left(context, at_most=5 * DEADLINE_S_MAX)):
+            books = await self._fleet.member(request.shard).books.check()
+        for at in range(0, len(books), _BOOKS_A_MESSAGE):
+            yield admin_pb2.CheckShardResponse(
+                orgs=[convert.org_books(one) for one in books[at : at + _BOOKS_A_MESSAGE]]
+            )
 
     def _home(self, org: OrgId) -> Member:
         """The shard that keeps the org's queue configurations."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from router import wire
+from router.buffer import Account
 from router.fleet import Fleet
 from router.member import Member
 from router.wire import Given
@@ -40,12 +41,13 @@ class Receiver(Protocol):
 
 class Consumer:
     """`credit` is how many more jobs it takes. `serve` finds them, `serve_first` only until some have come; `close` is
-    the end: what comes later goes back."""
+    the end: what comes later goes back. Jobs that it has received are held by `account` until they have been sent."""
 
     def __init__(
         self,
         fleet: Fleet,
         receiver: Receiver,
+        account: Account,
         *,
         org: OrgId,
         queues: Sequence[QueueName],
@@ -58,6 +60,7 @@ class Consumer:
         self.worker = worker
         self.window_us = window_us
         self.credit = credit
+        self.account = account
         self.idle = False
         self.promised = False
         # It waits for credit.
@@ -99,7 +102,7 @@ class Consumer:
 
     def give(self, jobs: Given) -> None:
         if self._closed:
-            give_back(self.org, jobs)
+            self.release(jobs)
             return
         self._receiver.receive(jobs)
         self._given = True
@@ -107,9 +110,14 @@ class Consumer:
             self.wake()
 
     def take_back(self, jobs: Given) -> None:
-        """They did not reach it: others may have them, and it has room for as many."""
-        give_back(self.org, jobs)
+        """Gives jobs that were not sent to others, and has credit for as many."""
+        self.release(jobs)
         self.add_credit(len(jobs.ids))
+
+    def release(self, jobs: Given) -> None:
+        """Gives back jobs that were not sent: their attempts do not count."""
+        jobs.store.release_soon(self.org, jobs.leases())
+        self.account.give_back(jobs.bytes)
 
     async def serve(self) -> None:
         """Finds jobs for as long as it is let. Raises ShardUnavailable."""
@@ -129,11 +137,12 @@ class Consumer:
         """Finds a first job, or as many as come with it; gives up when told that it is `over`. Raises
         ShardUnavailable."""
         self._only_first = True
-        await self._look(came=True)
+        more = await self._look(came=True)
         while not self._has_first():
-            await self._rest()
+            if not more:
+                await self._rest()
             if not self._has_first():
-                await self._look(came=False)
+                more = await self._look(came=False)
 
     def _has_first(self) -> bool:
         return self._given or self._over
@@ -164,6 +173,8 @@ class Consumer:
         """Takes what is on these shards, as far as the credit goes. Answers whether there may be more. Raises
         ShardUnavailable if it is so of all."""
         away = 0
+        if not self.account.has_room():
+            await self._receiver.has_room()
         # Of all shards together: what takes once is one message.
         room = CLAIM_BYTES_MAX
         for member in members:
@@ -180,6 +191,7 @@ class Consumer:
                     window_us=self.window_us,
                     worker=self.worker,
                     bytes_max=room,
+                    memory=self.account,
                 )
             except ShardUnavailable:
                 # What is on the others is worth having; its sweep tells when it is back.
@@ -189,9 +201,12 @@ class Consumer:
                 continue
             if taken.jobs:
                 self.credit -= len(taken.jobs)
-                self.give(wire.claimed(member.store, taken.jobs))
+                given = wire.claimed(member.store, taken.jobs)
+                self.account.hold(given.bytes)
+                self.account.give_back(taken.held)
+                self.give(given)
             # Also where an answer's room was filled: there may be more.
-            if len(taken.jobs) == wanted or (room := room - taken.bytes) <= 0:
+            if len(taken.jobs) == wanted or taken.was_full or (room := room - taken.bytes) <= 0:
                 if self._entered:
                     member.room.found_enough(self)
                 return True
@@ -215,8 +230,3 @@ class Consumer:
             if member not in self._entered:
                 member.room.enter(self)
         self._entered = list(members)
-
-
-def give_back(org: OrgId, jobs: Given) -> None:
-    """Jobs that do not reach their consumer, uncounted."""
-    jobs.store.release_soon(org, jobs.leases())

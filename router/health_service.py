@@ -7,7 +7,7 @@ from typing import cast
 
 from grpc_health.v1 import health, health_pb2
 
-from router.calls import Context
+from router.gate import Context
 
 
 class HealthService(health.aio.HealthServicer):

@@ -6,14 +6,15 @@ import asyncio
 import contextlib
 import re
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from itertools import chain
-from typing import cast
 
 from router import convert, wire
-from router.calls import Context, Gate, refusal, unary
-from router.consuming import Consumer, give_back
+from router.buffer import WAIT_S_MAX
+from router.calls import ANSWER_HELD_BYTES, Received, unary
+from router.consuming import Consumer
 from router.fleet import Fleet
+from router.gate import Call, Context, Gate, current_call
 from router.leases import Leases
 from router.lookups import decide, find
 from router.member import Member
@@ -41,7 +42,7 @@ class QueueService:
     def __init__(self, fleet: Fleet, gate: Gate) -> None:
         self._fleet = fleet
         self._leases = Leases(fleet)
-        self.gate = gate
+        self._gate = gate
         self._draining = asyncio.Event()
         self._waiting: set[Consumer] = set()
 
@@ -104,10 +105,11 @@ class QueueService:
     @unary(check_dequeue)
     async def Dequeue(self, request: queue_pb2.DequeueRequest) -> bytes:
         window_us = convert.window_us(request)
-        received = _Received()
+        received = _FirstJobs(current_call())
         consumer = Consumer(
             self._fleet,
             received,
+            received.account,
             org=OrgId(request.org),
             queues=[QueueName(queue) for queue in request.queues],
             worker=request.worker,
@@ -118,10 +120,13 @@ class QueueService:
             if request.HasField("wait"):
                 await self._first(consumer, convert.micros(request.wait) / 1_000_000)
             else:
-                await consumer.claim(self._fleet.givers(consumer.org))
+                while await consumer.claim(self._fleet.givers(consumer.org)) and not received.jobs:
+                    # There was no memory for jobs; there may be some.
+                    pass
         except BaseException:
             consumer.close()
-            received.give_back(consumer.org)
+            for jobs in received.jobs:
+                consumer.release(jobs)
             raise
         consumer.close()
         rest = queue_pb2.DequeueResponse(visibility_window=convert.duration(window_us))
@@ -134,7 +139,7 @@ class QueueService:
         over = asyncio.get_running_loop().call_later(0 if self._draining.is_set() else wait_s, consumer.over)
         self._waiting.add(consumer)
         try:
-            with self.gate.waiting(consumer.org):
+            with self._gate.waiting(current_call()):
                 await consumer.serve_first()
         finally:
             self._waiting.discard(consumer)
@@ -146,25 +151,15 @@ class QueueService:
         for consumer in self._waiting:
             consumer.over()
 
-    async def Consume(self, request_iterator: AsyncIterator[queue_pb2.ConsumeRequest], context: Context) -> None:
-        try:
-            await self._consume(request_iterator, context)
-            return
-        except Exception as error:  # noqa: BLE001 - told to the caller
-            refused = refusal(context, error)
-        del request_iterator, context
-        await refused
-
-    async def _consume(self, request_iterator: AsyncIterator[queue_pb2.ConsumeRequest], context: Context) -> None:
-        # Its messages come from a generator, which keeps the last one until it is closed.
-        generator = cast("AsyncGenerator[queue_pb2.ConsumeRequest]", aiter(request_iterator))
-        async with contextlib.aclosing(generator) as requests:
+    async def Consume(self, messages: AsyncGenerator[Received, None], context: Context) -> None:
+        async with contextlib.aclosing(messages):
+            call = current_call()
             # Whose it is, its first message says. Until then it is one of its connection's.
-            with self.gate.stream(context.peer()):
-                first = await first_message(requests, self._draining)
+            with self._gate.stream(call.peer):
+                first = await first_message(messages, self._draining)
             if first is not None:
-                with self.gate.stream(first.start.org):
-                    await Stream(self._fleet, first, requests, context).run(self._draining)
+                with self._gate.stream(first.message.start.org):
+                    await Stream(self._fleet, self._gate, call, first, messages, context).run(self._draining)
 
     @unary(check_ack)
     async def Ack(self, request: queue_pb2.AckRequest) -> queue_pb2.AckResponse:
@@ -184,7 +179,7 @@ class QueueService:
     async def Release(self, request: queue_pb2.ReleaseRequest) -> queue_pb2.ReleaseResponse:
         return queue_pb2.ReleaseResponse(answers=await self._leases.release(OrgId(request.org), request.leases))
 
-    @unary()
+    @unary(answer_bytes=ANSWER_HELD_BYTES)
     async def GetJobs(self, request: queue_pb2.GetJobsRequest) -> queue_pb2.GetJobsResponse:
         org = OrgId(request.org)
         ids = [JobId(job_id) for job_id in dict.fromkeys(request.ids)]
@@ -228,10 +223,11 @@ class QueueService:
         return queue_pb2.CancelJobsResponse(answers=[convert.ANSWERS[answer] for answer in answers])
 
 
-class _Received:
+class _FirstJobs:
     """The jobs of one Dequeue."""
 
-    def __init__(self) -> None:
+    def __init__(self, account: Call) -> None:
+        self.account = account
         self.jobs: list[Given] = []
 
     def receive(self, jobs: Given) -> None:
@@ -246,11 +242,8 @@ class _Received:
         return False
 
     async def has_room(self) -> None:
-        """At once."""
-
-    def give_back(self, org: OrgId) -> None:
-        for jobs in self.jobs:
-            give_back(org, jobs)
+        """Raises RouterFull."""
+        await self.account.until_room(WAIT_S_MAX)
 
 
 def _by_job(violations: Sequence[Violation]) -> dict[int, list[Violation]]:

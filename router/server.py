@@ -7,32 +7,35 @@ import contextlib
 import logging
 import signal
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any
+from typing import Any, cast
 
 import grpc
-from google.protobuf import message_factory
-from google.protobuf.descriptor import ServiceDescriptor
-from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
+from router import connections
 from router.admin_service import AdminService
-from router.calls import CALLS_MAX, STREAMS_MAX, Gate
+from router.buffer import Buffer
+from router.calls import Methods
 from router.errors import CannotListen
 from router.fleet import Fleet
+from router.gate import CALLS_MAX, STREAMS_MAX, Gate
 from router.health_service import HealthService
+from router.memory_watch import MemoryWatch
 from router.queue_service import QueueService
 from router.reloading import Reloading
 from router.settings import RouterSettings
 from router.tracing import Tracing
 from shard.cluster import Cluster
 from shard.following import FollowedFile
-from windrow.v1 import admin_pb2_grpc, queue_pb2
+from windrow.v1 import admin_pb2, queue_pb2
 
 _log = logging.getLogger(__name__)
 
 # 1,000 jobs of 16 KiB, or 15 of the largest.
 MESSAGE_BYTES_MAX = 16 * 1024 * 1024
+# How long the watchers of the health service have to hear of a drain.
+_TELL_S_MAX = 1.0
 SERVICES = (QueueService.service_name, AdminService.service_name)
 
 
@@ -54,7 +57,9 @@ async def serve(
             if stop.is_set():
                 return
             reloading = Reloading(file, cluster, settings, fleet)
-            queue, checks, server = _server(fleet, reloading, tracing)
+            watch = MemoryWatch(settings.watched_bytes)
+            gate = Gate(tracing, Buffer(settings.buffer_bytes), watch.hang_up)
+            queue, checks, server = _server(fleet, reloading, gate, settings)
             try:
                 port = server.add_insecure_port(listen)
             except RuntimeError as error:
@@ -63,13 +68,26 @@ async def serve(
             for service in (health.OVERALL_HEALTH, *SERVICES):
                 await checks.set(service, health_pb2.HealthCheckResponse.SERVING)
             ready(port)
-            async with _beside(reloading.run()):
-                await stop.wait()
-            _log.info("draining: calls in flight have %g s", settings.drain_seconds)
-            # Load balancers look away first; then no new calls are taken, and those in flight end.
-            await checks.enter_graceful_shutdown()
-            queue.drain()
-            await server.stop(settings.drain_seconds)
+            async with _beside(watch.run(gate, port)):
+                async with _beside(reloading.run()):
+                    await stop.wait()
+                _log.info("draining: calls in flight have %g s", settings.drain_seconds)
+                connections.stop_listening(port)
+                # A watcher that does not read holds this up.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_TELL_S_MAX):
+                        await checks.enter_graceful_shutdown()
+                queue.drain()
+                gate.drain()
+                for peer in connections.peers(port) - gate.inside.keys():
+                    watch.hang_up(peer)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(settings.drain_seconds):
+                        await gate.empty()
+            # A call that comes while gRPC stops is told that it was CANCELLED. Without its connection its client sees
+            # UNAVAILABLE, and goes elsewhere.
+            connections.hang_up(port, connections.peers(port))
+            await server.stop(None)
             await fleet.finish()
     finally:
         tracing.close()
@@ -107,14 +125,30 @@ async def _beside(work: Coroutine[Any, Any, None]) -> AsyncGenerator[None, None]
 
 
 def _server(
-    fleet: Fleet, reloading: Reloading, tracing: Tracing
+    fleet: Fleet, reloading: Reloading, gate: Gate, settings: RouterSettings
 ) -> tuple[QueueService, HealthService, grpc.aio.Server]:
+    methods = Methods(gate)
+    queue, checks = QueueService(fleet, gate), HealthService()
+    methods.add(queue, queue_pb2.DESCRIPTOR.services_by_name["Queue"])
+    methods.add(AdminService(fleet, reloading), admin_pb2.DESCRIPTOR.services_by_name["Admin"])
+    # The generated code adds their methods one by one, as it would to a server.
+    to_methods = cast("grpc.aio.Server", methods)
+    health_pb2_grpc.add_HealthServicer_to_server(checks, to_methods)
+    reflected = reflection.aio.ReflectionServicer((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME))
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, to_methods)  # type: ignore[no-untyped-call]
     server = grpc.aio.server(
+        handlers=(methods,),
         options=[
             # Several processes serve one port; the kernel deals the connections out.
             ("grpc.so_reuseport", 1),
             ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
             ("grpc.max_send_message_length", -1),
+            # Calls that were reset count too until they have ended here. Without a bound, a client that opens and
+            # resets calls would fill the event loop.
+            ("grpc.max_concurrent_streams", settings.calls_per_connection),
+            # A stream that nobody reads takes in 64 KiB. With probes of the bandwidth it would be up to 16 MiB.
+            ("grpc.http2.bdp_probe", 0),
+            ("grpc.server_handshake_timeout_ms", 10_000),
             # Who gets in, the gate says. By default gRPC refuses calls at random, whosever they are, when 1,000 have
             # come at once, and tells them CANCELLED.
             ("grpc.server.max_pending_requests", CALLS_MAX + STREAMS_MAX),
@@ -129,29 +163,4 @@ def _server(
             ("grpc.keepalive_permit_without_calls", 1),
         ],
     )
-    gate = Gate(tracing)
-    queue = QueueService(fleet, gate)
-    server.add_generic_rpc_handlers((_handlers(queue, queue_pb2.DESCRIPTOR.services_by_name["Queue"]),))
-    admin_pb2_grpc.add_AdminServicer_to_server(AdminService(fleet, reloading, gate), server)
-    checks = HealthService()
-    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
-    reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     return queue, checks, server
-
-
-def _handlers(service: QueueService, descriptor: ServiceDescriptor) -> grpc.GenericRpcHandler:
-    """As the generated code would register them, but that a method may answer with bytes (router/wire.py)."""
-    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
-    for method in descriptor.methods:
-        streams = method.client_streaming
-        make = grpc.stream_stream_rpc_method_handler if streams else grpc.unary_unary_rpc_method_handler
-        handlers[method.name] = make(
-            getattr(service, method.name),
-            request_deserializer=message_factory.GetMessageClass(method.input_type).FromString,
-            response_serializer=_serialize,
-        )
-    return grpc.method_handlers_generic_handler(descriptor.full_name, handlers)
-
-
-def _serialize(response: Message | bytes) -> bytes:
-    return response if isinstance(response, bytes) else response.SerializeToString()

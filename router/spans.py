@@ -44,7 +44,7 @@ class Spans:
         closing.join(_CLOSE_S_MAX)
 
     def begin(
-        self, service: str, method: str, context: grpc.aio.ServicerContext[object, object]
+        self, name: str, context: grpc.aio.ServicerContext[object, object]
     ) -> contextlib.AbstractContextManager[object] | None:
         """A SERVER span to be entered around one call, under the caller's span if the call's metadata names one; None
         if the call is not to be recorded, which costs a quarter of a span that is made and records nothing."""
@@ -55,7 +55,6 @@ class Spans:
             # Of a caller that names none, or writes it wrongly, it is 0.
             trace_id = trace.get_current_span(around).get_span_context().trace_id
         trace_id = trace_id or _RANDOM.generate_trace_id()
-        name = f"{service}/{method}"
         told: dict[str, AttributeValue] = {"rpc.system.name": "grpc", "rpc.method": name}
         # Asked here first, and again by the tracer for the few that are recorded: of the same trace it says the same.
         asked = self._provider.sampler.should_sample(around, trace_id, name, trace.SpanKind.SERVER, told)

@@ -47,6 +47,22 @@ class ShuttingDown(Exception):
     """This router ends its streams, and is about to end itself."""
 
 
+class RequestLate(Exception):
+    """The request has not come whole in time."""
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(f"the request has not come whole within {limit_s:g} s")
+
+
+class Undecodable(Exception):
+    """These bytes are no message of the contract."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(
+            f"the request's {size:,} bytes are not the message that this method takes: they cannot be decoded"
+        )
+
+
 class RouterFull(Exception):
     """This process has as many calls inside as it takes, of the caller's org or of all."""
 
@@ -71,6 +87,10 @@ def status_of(error: BaseException) -> status_pb2.Status:
             return _status(code_pb2.INVALID_ARGUMENT, str(error), "INVALID_REQUEST", bad)
         case errors.ShardUnavailable():
             return _status(code_pb2.UNAVAILABLE, str(error), "SHARD_UNAVAILABLE", retry_info(error.retry_after_s))
+        case RequestLate():
+            return _status(code_pb2.DEADLINE_EXCEEDED, str(error), "REQUEST_LATE")
+        case Undecodable():
+            return _status(code_pb2.INVALID_ARGUMENT, str(error), "UNDECODABLE_REQUEST")
         case RouterFull():
             return _status(code_pb2.RESOURCE_EXHAUSTED, str(error), "ROUTER_FULL", retry_info(0.5))
         case TooManyWaiting():

@@ -9,9 +9,10 @@ from itertools import chain
 from typing import Any
 
 from router import convert
-from router.calls import Context, told
-from router.consuming import Consumer, give_back
+from router.calls import Received, told
+from router.consuming import Consumer
 from router.fleet import Fleet
+from router.gate import Call, Context, Gate
 from router.leases import Answers, Leases
 from router.status import InvalidRequest, ShuttingDown, Violation
 from router.validation import check, check_consume
@@ -34,13 +35,11 @@ _START_S_MAX = 10.0
 _SETTLE_S_MAX = 8.0
 
 
-async def first_message(
-    requests: AsyncIterator[queue_pb2.ConsumeRequest], draining: asyncio.Event
-) -> queue_pb2.ConsumeRequest | None:
+async def first_message(messages: AsyncIterator[Received], draining: asyncio.Event) -> Received | None:
     """None: there is none. Raises ShuttingDown, and InvalidRequest if it does not come."""
 
-    async def come() -> queue_pb2.ConsumeRequest | None:
-        return await anext(requests, None)
+    async def come() -> Received | None:
+        return await anext(messages, None)
 
     reading = asyncio.create_task(come())
     drained = asyncio.create_task(draining.wait())
@@ -64,21 +63,30 @@ class Stream:
     def __init__(
         self,
         fleet: Fleet,
-        first: queue_pb2.ConsumeRequest,
-        requests: AsyncIterator[queue_pb2.ConsumeRequest],
+        gate: Gate,
+        call: Call,
+        received: Received,
+        messages: AsyncIterator[Received],
         context: Context,
     ) -> None:
+        first: queue_pb2.ConsumeRequest = received.message
         check(first)
         if not first.HasField("start"):
             raise InvalidRequest([Violation("start", "is missing: the first message says what the stream consumes")])
         self._leases = Leases(fleet)
-        self._first = first
-        self._requests = requests
+        self._gate = gate
+        self._call = call
+        # From now on it is its org's.
+        call.set(0)
+        call.org = first.start.org
+        self._first = Received(first, 0)
+        self._messages = messages
         self._context = context
         self._org, self._window_us = OrgId(first.start.org), convert.window_us(first.start)
         self._consumer = Consumer(
             fleet,
             self,
+            call,
             org=self._org,
             queues=[QueueName(queue) for queue in first.start.queues],
             worker=first.start.worker,
@@ -137,26 +145,30 @@ class Stream:
     # ── What comes in ────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _read(self, group: asyncio.TaskGroup) -> None:
+        check_consume(self._first.message)
         self._take(self._first, group)
-        async for request in self._requests:
-            if request.HasField("start"):
+        async for received in self._messages:
+            if received.message.HasField("start"):
                 raise InvalidRequest([Violation("start", "is set again; a stream is started by its first message")])
-            check_consume(request)
+            check_consume(received.message)
             while self._settling + len(self._settled) >= _SETTLING_MAX:
                 self._fewer.clear()
                 await self._fewer.wait()
-            self._take(request, group)
+            self._take(received, group)
 
-    def _take(self, request: queue_pb2.ConsumeRequest, group: asyncio.TaskGroup) -> None:
+    def _take(self, received: Received, group: asyncio.TaskGroup) -> None:
+        request: queue_pb2.ConsumeRequest = received.message
+        if request.credit and self._consumer.credit + request.credit > CREDIT_MAX:
+            raise InvalidRequest([Violation("credit", f"more than {CREDIT_MAX:,} jobs would be outstanding")])
         if request.credit:
-            if self._consumer.credit + request.credit > CREDIT_MAX:
-                raise InvalidRequest([Violation("credit", f"more than {CREDIT_MAX:,} jobs would be outstanding")])
             self._consumer.add_credit(request.credit)
         if request.acks or request.nacks or request.extends or request.releases:
             self._settling += 1
-            group.create_task(self._settle(request))
+            group.create_task(self._settle(request, received.bytes))
+        else:
+            self._call.give_back(received.bytes)
 
-    async def _settle(self, request: queue_pb2.ConsumeRequest) -> None:
+    async def _settle(self, request: queue_pb2.ConsumeRequest, held: int) -> None:
         settled = queue_pb2.Settled(number=request.number)
         try:
             async with asyncio.timeout(_SETTLE_S_MAX):
@@ -168,6 +180,7 @@ class Stream:
             settled.error.code, settled.error.message = status.code, status.message
         finally:
             self._settling -= 1
+            self._call.give_back(held)
             self._fewer.set()
             self._to_write.set()
         self._settled.append(settled)
@@ -191,7 +204,7 @@ class Stream:
     def receive(self, jobs: Given) -> None:
         loop = asyncio.get_running_loop()
         self._jobs.append((loop.time(), jobs))
-        self._jobs_bytes += sum(map(len, jobs.jobs))
+        self._jobs_bytes += jobs.bytes
         self._to_write.set()
         if self._late is None:
             self._late = loop.call_later(self._patience_s, self._take_back)
@@ -206,7 +219,7 @@ class Stream:
         loop = asyncio.get_running_loop()
         while self._jobs and self._jobs[0][0] + self._patience_s <= loop.time():
             _, jobs = self._jobs.popleft()
-            self._jobs_bytes -= sum(map(len, jobs.jobs))
+            self._jobs_bytes -= jobs.bytes
             self._behind = True
             self._consumer.take_back(jobs)
         self._late = loop.call_at(self._jobs[0][0] + self._patience_s, self._take_back) if self._jobs else None
@@ -222,25 +235,24 @@ class Stream:
         while self.is_full():
             self._room.clear()
             await self._room.wait()
+        await self._call.until_room()
 
     async def _write(self) -> None:
         while True:
             while self._jobs or self._settled:
                 settled, self._settled = self._settled, []
                 jobs = self._next_jobs()
-                try:
-                    await self._context.write(
-                        b"".join(
-                            [
-                                *chain.from_iterable(given.jobs for _, given in jobs),
-                                queue_pb2.ConsumeResponse(settled=settled).SerializeToString() if settled else b"",
-                            ]
-                        )
-                    )
-                except BaseException:
-                    # Whether it went out is unknown; most likely it did not.
-                    self._jobs.extend(jobs)
-                    raise
+                message = b"".join(
+                    [
+                        *chain.from_iterable(given.jobs for given in jobs),
+                        queue_pb2.ConsumeResponse(settled=settled).SerializeToString() if settled else b"",
+                    ]
+                )
+                self._gate.writing(self._call)
+                # From here on the consumer may have read them, whatever becomes of the stream: they stay leased.
+                await self._context.write(message)
+                self._gate.written(self._call)
+                self._call.give_back(sum([given.bytes for given in jobs]))
                 self._room.set()
                 self._fewer.set()
             self._behind = False
@@ -250,9 +262,9 @@ class Stream:
             self._to_write.clear()
             await self._to_write.wait()
 
-    def _next_jobs(self) -> list[tuple[float, Given]]:
+    def _next_jobs(self) -> list[Given]:
         """As many as one message holds."""
-        jobs: list[tuple[float, Given]] = []
+        jobs: list[Given] = []
         room = _MESSAGE_BYTES_MAX
         while self._jobs and room > 0:
             since_s, given = self._jobs.popleft()
@@ -263,7 +275,7 @@ class Stream:
             if count < len(given.jobs):
                 given, rest = given.split(count)
                 self._jobs.appendleft((since_s, rest))
-            jobs.append((since_s, given))
+            jobs.append(given)
         self._jobs_bytes -= _MESSAGE_BYTES_MAX - room
         return jobs
 
@@ -272,4 +284,4 @@ class Stream:
         if self._late is not None:
             self._late.cancel()
         while self._jobs:
-            give_back(self._org, self._jobs.popleft()[1])
+            self._consumer.release(self._jobs.popleft()[1])

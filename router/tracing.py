@@ -46,10 +46,10 @@ class Tracing:
             self._spans.close()
 
     def begin(
-        self, service: str, method: str, context: grpc.aio.ServicerContext[object, object]
+        self, name: str, context: grpc.aio.ServicerContext[object, object]
     ) -> contextlib.AbstractContextManager[object] | None:
-        """A span to be entered around one call; None if the call is not to be recorded."""
-        return None if self._spans is None else self._spans.begin(service, method, context)
+        """A span to be entered around one call of the method `name`; None if the call is not to be recorded."""
+        return None if self._spans is None else self._spans.begin(name, context)
 
 
 def current_trace() -> str | None:

@@ -21,9 +21,9 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from protovalidate import FieldPathElementPb as FieldPathElement
 
-from router.convert import policy
+from router.convert import leases, policy
 from router.status import InvalidRequest, Violation
-from shard.lease import TOKEN_BYTES
+from shard.lease import TOKEN_BYTES, TOKEN_VERSION
 from shard.retry import Exponential
 from shard.vocabulary import NewJobs, OrgId, QueueName
 from windrow.v1 import admin_pb2, job_pb2, queue_pb2
@@ -112,15 +112,22 @@ def unfit_new_ids(jobs: Sequence[admin_pb2.RestoreJob]) -> list[Violation]:
 
 
 def check_consume(request: queue_pb2.ConsumeRequest) -> None:
-    """Same as `check`, for what streams say most: acks and credit. (Lease tokens are read, and so judged, later.)"""
+    """Applies the contract's rules, lease tokens included: a message that breaks one has none of its parts done. What
+    streams say most, acks and credit, is judged here without the general rules. Raises InvalidRequest."""
+    acks, nacks = request.acks, request.nacks
     if (
-        request.nacks
+        nacks
         or request.extends
         or request.releases
         or not 0 <= request.credit <= _CREDIT_MAX
-        or (request.acks and not _fit(request.acks))
+        or (acks and not _fit(acks))
     ):
         check(request)
+        leases([nack.lease for nack in nacks], field="nacks[{}].lease")
+        leases(request.extends, field="extends[{}]")
+        leases(request.releases, field="releases[{}]")
+    if any(len(ack.lease) != TOKEN_BYTES or ack.lease[0] != TOKEN_VERSION for ack in acks):
+        leases([ack.lease for ack in acks], field="acks[{}].lease")
 
 
 def check_ack(request: queue_pb2.AckRequest) -> None:

@@ -16,9 +16,10 @@ import random
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from router import wire
+from router.buffer import Account
 from router.wire import Given
 from shard.claiming import CLAIM_BYTES_MAX
 from shard.doorbell import Doorbell
@@ -40,6 +41,8 @@ _PAUSE_S = 0.010
 # A probe that nothing in particular calls for is not made so soon after another.
 _OLD_S = 1.0
 
+# What a job that is handed over takes beside its payload, before that is known.
+_JOB_BYTES = 500
 _STRANGERS_MAX = 100_000
 
 # Of leases. They need only differ: whose lease it is, the org says.
@@ -59,6 +62,10 @@ class Waiter(Protocol):
     def worker(self) -> str: ...
     @property
     def window_us(self) -> int: ...
+    @property
+    def account(self) -> Account:
+        """What it holds of the buffer: jobs that are on their way to it are counted there."""
+        ...
 
     # How many more jobs it takes.
     credit: int
@@ -102,6 +109,15 @@ class _Queue:
     probed_s: float = -math.inf
     number: QueueId | None = None
     due: asyncio.TimerHandle | None = None
+
+
+class _Share(NamedTuple):
+    """The jobs of an enqueue that one waiter is to have. `held`: what its account holds for them until then."""
+
+    waiter: Waiter
+    taker: Taker
+    positions: list[int]
+    held: int
 
 
 class Room:
@@ -205,7 +221,7 @@ class Room:
             for at, queue in enumerate(jobs.queues):
                 positions.setdefault(queue, []).append(at)
         takers: dict[int, Taker] = {}
-        shares: list[tuple[Waiter, Taker, list[int]]] = []
+        shares: list[_Share] = []
         for queue, there in positions.items():
             awaited = self._queues.get((jobs.org, queue))
             if awaited is None or awaited.backlog:
@@ -226,18 +242,24 @@ class Room:
                     waiter.promised = True
                     fitting = _first_bytes(jobs, share)
                     share, there = share[:fitting], share[fitting:] + there
+                held = sum([len(jobs.payloads[at]) for at in share]) + _JOB_BYTES * len(share)
+                if not waiter.account.take(held):
+                    # What it has not read fills its share of this process.
+                    waiter.promised = False
+                    there = share + there
+                    continue
                 waiter.credit -= len(share)
                 awaited.waiters.move_to_end(waiter)
                 taker = Taker(_numbers.getrandbits(63), waiter.worker, waiter.window_us)
                 takers.update(dict.fromkeys(share, taker))
-                shares.append((waiter, taker, share))
+                shares.append(_Share(waiter, taker, share, held))
         if not takers:
             return None
         return Handover(takers=takers, done=lambda handed: self._handed(jobs, shares, handed))
 
-    def _handed(self, jobs: NewJobs, shares: list[tuple[Waiter, Taker, list[int]]], handed: Handed) -> None:
+    def _handed(self, jobs: NewJobs, shares: Sequence[_Share], handed: Handed) -> None:
         leased = set(handed.positions)
-        for waiter, taker, share in shares:
+        for waiter, taker, share, held in shares:
             waiter.promised = False
             got = [at for at in share if at in leased]
             if len(got) < len(share):
@@ -247,7 +269,10 @@ class Room:
                     unsure = [lease_of(jobs.ids[at], taker.number) for at in share if at not in leased]
                     self._store.release_soon(jobs.org, unsure)
             if got:
-                waiter.give(wire.handed(self._store, jobs, got, taker, handed))
+                given = wire.handed(self._store, jobs, got, taker, handed)
+                waiter.account.hold(given.bytes)
+                waiter.give(given)
+            waiter.account.give_back(held)
 
     def stored(self, jobs: NewJobs, known: Collection[int], handover: Handover | None) -> None:
         """These jobs have committed, but for those at the positions `known`."""

@@ -49,6 +49,11 @@ class Given(NamedTuple):
     # Each as field 1 of an answer (DequeueResponse.jobs, ConsumeResponse.jobs).
     jobs: list[bytes]
 
+    @property
+    def bytes(self) -> int:
+        """What its jobs are in an answer, and what they hold of the buffer until they have been sent."""
+        return sum(map(len, self.jobs))
+
     def leases(self) -> list[Lease]:
         return [lease_of(job_id, self.number) for job_id in self.ids]
 

@@ -6,7 +6,7 @@ import random
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from shard import arrays, partitions, statements
 from shard.database import Database
@@ -24,6 +24,16 @@ _GROUPS_MAX = 32
 # A claim ends with the job that fills this much payload. The largest payload (1 MiB) and the other fields of the
 # jobs added, its answer stays below 4 MiB, which is the most that gRPC clients take unless told otherwise.
 CLAIM_BYTES_MAX = 2 * 1024 * 1024
+# What a job takes beside payload and attributes.
+_JOB_BYTES = 500
+
+
+class Memory(Protocol):
+    """Where a taker's jobs are kept: what is claimed is counted there, and nothing is claimed while it is full."""
+
+    def has_room(self) -> bool: ...
+    def hold(self, count: int) -> None: ...
+    def give_back(self, count: int) -> None: ...
 
 
 class Ask(NamedTuple):
@@ -37,14 +47,19 @@ class Ask(NamedTuple):
     worker: str
     # The last job may fill more than is left of it.
     bytes_max: int = CLAIM_BYTES_MAX
+    # None: it is not counted.
+    memory: Memory | None = None
 
 
 class Taken(NamedTuple):
     """What a taker gets: the jobs, by priority, then by run_at, and what their lease tokens begin with
-    (shard/lease.py)."""
+    (shard/lease.py). `held`: how many bytes its memory holds for them, which are the taker's to give back."""
 
     prefix: bytes
     jobs: list[Claimed]
+    held: int = 0
+    # Its memory was full: there may be more jobs than these.
+    was_full: bool = False
 
     @property
     def bytes(self) -> int:
@@ -60,6 +75,24 @@ class _Taker:
     # Of those it took last, some were only set aside, or there was no room for a first one: others may wait.
     again: bool = True
     error: Exception | None = None
+    held: int = 0
+    was_full: bool = False
+
+    def may_take(self) -> bool:
+        memory = self.ask.memory
+        self.was_full = memory is not None and not memory.has_room()
+        return not self.was_full
+
+    def count(self) -> None:
+        """Has its memory hold what it has by now."""
+        memory = self.ask.memory
+        if memory is not None:
+            held = sum(map(_size, self.jobs)) + _JOB_BYTES * len(self.jobs)
+            if held > self.held:
+                memory.hold(held - self.held)
+            elif held < self.held:
+                memory.give_back(self.held - held)
+            self.held = held
 
     @property
     def wants(self) -> int:
@@ -83,11 +116,17 @@ class Claiming:
         away: ShardUnavailable | None = None
         # Each turn for want of room serves one taker at least.
         for _ in range(_TURNS_MAX + len(takers)):
-            rest = [taker for taker in takers if taker.again and taker.wants > 0 and taker.room > 0]
+            rest = [
+                taker for taker in takers if taker.again and taker.wants > 0 and taker.room > 0 and taker.may_take()
+            ]
             if not rest or away is not None:
                 break
             while rest and away is None:
                 now, rest = _apart(rest)
+                # Meanwhile the others may have filled what they share.
+                now = [taker for taker in now if taker.may_take()]
+                if not now:
+                    continue
                 for taker, error in zip(now, await by_halves(self._claim, now), strict=True):
                     taker.error = error
                     if isinstance(error, ShardUnavailable):
@@ -97,7 +136,8 @@ class Claiming:
             error = taker.error or away
             if taker.jobs or error is None:
                 taker.jobs.sort(key=_order)
-                taken.append(Taken(token_prefix(self._database.name, taker.number), taker.jobs))
+                prefix = token_prefix(self._database.name, taker.number)
+                taken.append(Taken(prefix, taker.jobs, taker.held, taker.was_full))
             else:
                 taken.append(error)
         return taken
@@ -139,6 +179,8 @@ class Claiming:
                 unfit.setdefault(job.lease, []).append(job)
             else:
                 by_lease[job.lease].jobs.append(job)
+        for taker in takers:
+            taker.count()
         self._floors.claimed(zip([row[1] for row in rows], taken, strict=True), arrivals=arrivals)
         if sum(map(_size, taken)) >= room:
             # The others' jobs may have left no room for theirs.

@@ -13,7 +13,7 @@ import xxhash
 
 from shard.vocabulary import JobId, Lease, ShardName
 
-_VERSION = 1
+TOKEN_VERSION = 1
 _PREFIX = struct.Struct(">BIq")
 TOKEN_BYTES = _PREFIX.size + 16
 
@@ -29,7 +29,7 @@ def shard_tag(shard: ShardName) -> int:
 
 def token_prefix(shard: ShardName, number: int) -> bytes:
     """What the tokens of all jobs of one claim begin with."""
-    return _PREFIX.pack(_VERSION, shard_tag(shard), number)
+    return _PREFIX.pack(TOKEN_VERSION, shard_tag(shard), number)
 
 
 def token(prefix: bytes, job: JobId) -> bytes:
@@ -43,9 +43,9 @@ def lease_of(job: str, number: int) -> Lease:
 
 def parse_token(data: bytes) -> tuple[int, Lease]:
     """The shard's tag and the lease. Raises MalformedLease."""
-    if len(data) != TOKEN_BYTES or data[0] != _VERSION:
+    if len(data) != TOKEN_BYTES or data[0] != TOKEN_VERSION:
         raise MalformedLease(
-            f"a lease token has {TOKEN_BYTES} bytes and begins with {_VERSION}; this has {len(data)} bytes"
+            f"a lease token has {TOKEN_BYTES} bytes and begins with {TOKEN_VERSION}; this has {len(data)} bytes"
         )
     _, tag, number = _PREFIX.unpack_from(data)
     return tag, Lease(job_hex=data[_PREFIX.size :].hex(), number=number)

@@ -24,10 +24,14 @@ class Places:
         self.taken += count
         return True
 
-    def hold(self, whose: Hashable) -> None:
-        """One more, whether or not there is room."""
-        self._held[whose] = self._held.get(whose, 0) + 1
-        self.taken += 1
+    def has_room(self, whose: Hashable) -> bool:
+        """Whether one more could be taken."""
+        return self._held.get(whose, 0) < self.places_max - self.taken
+
+    def hold(self, whose: Hashable, count: int = 1) -> None:
+        """So many more, whether or not there is room."""
+        self._held[whose] = self._held.get(whose, 0) + count
+        self.taken += count
 
     def give_back(self, whose: Hashable, count: int = 1) -> None:
         self.taken -= count

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from shard import arrays, partitions, statements
-from shard.claiming import CLAIM_BYTES_MAX, Ask, Claiming, Taken
+from shard.claiming import CLAIM_BYTES_MAX, Ask, Claiming, Memory, Taken
 from shard.coalescing import Acts, Coalescer, TooManyWaiting
 from shard.database import Database
 from shard.enqueuing import NOTHING_HANDED, Call, Enqueuing, Handover, made_at_ms
@@ -149,10 +149,11 @@ class Store:
         window_us: int,
         worker: str,
         bytes_max: int = CLAIM_BYTES_MAX,
+        memory: Memory | None = None,
     ) -> Taken:
-        """Leases up to `max_jobs` due jobs for `window_us`, fewer where they fill `bytes_max`. Raises ShardUnavailable,
-        TooManyWaiting."""
-        ask = Ask(org, tuple(queues), max_jobs, window_us, worker, bytes_max)
+        """Leases up to `max_jobs` due jobs for `window_us`, fewer where they fill `bytes_max` or `memory`. Raises
+        ShardUnavailable, TooManyWaiting."""
+        ask = Ask(org, tuple(queues), max_jobs, window_us, worker, bytes_max, memory)
         taken = self._claims.submit(ask)
         try:
             return await taken
@@ -205,6 +206,8 @@ class Store:
         """The caller has left."""
         if taken.jobs:
             self.release_soon(ask.org, [lease_of(job.id, job.lease) for job in taken.jobs])
+        if ask.memory is not None:
+            ask.memory.give_back(taken.held)
 
     # ── Both ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -82,7 +82,9 @@ async def lease_jobs(
     worker: str = "w",
 ) -> list[tuple[Claimed, Lease]]:
     """Claims, and reads each job's lease from its token as the router does."""
-    prefix, claimed = await store.claim(org, [QueueName(queue)], max_jobs=max_jobs, window_us=window_us, worker=worker)
+    prefix, claimed, *_ = await store.claim(
+        org, [QueueName(queue)], max_jobs=max_jobs, window_us=window_us, worker=worker
+    )
     return [(job, parse_token(token(prefix, job.id))[1]) for job in claimed]
 
 

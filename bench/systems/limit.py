@@ -76,7 +76,8 @@ class Limit:
 
     async def _pull(self, org: OrgId, store: Store, batch: int, taken: Taken, finished: Finished) -> None:
         while True:
-            prefix, jobs = await store.claim(org, [_QUEUE], max_jobs=batch, window_us=_WINDOW_US, worker="bench")
+            claimed = await store.claim(org, [_QUEUE], max_jobs=batch, window_us=_WINDOW_US, worker="bench")
+            prefix, jobs = claimed.prefix, claimed.jobs
             if not jobs:
                 await asyncio.sleep(_POLL_S)
                 continue

@@ -12,10 +12,11 @@ import grpc
 import pytest
 from google.protobuf.message import Message
 
-from router.calls import Gate
+from router.buffer import Buffer
+from router.calls import Methods
 from router.fleet import Fleet
+from router.gate import Gate
 from router.queue_service import QueueService
-from router.server import _handlers
 from router.stream import Stream
 from router.tracing import Tracing
 from shard.arrays import Blobs
@@ -42,9 +43,10 @@ async def channel(empty_dsn: str, proxy: Proxy) -> AsyncGenerator[grpc.aio.Chann
     cluster = parse_cluster(f"[[shard]]\nname = 's1'\ndsn = '''{through(empty_dsn, proxy)}'''\n", source="test")
     fleet, ready = Fleet(cluster, connections_per_shard=2), asyncio.Event()
     running = asyncio.create_task(fleet.run(ready))
-    server = grpc.aio.server()
-    service = queue_pb2.DESCRIPTOR.services_by_name["Queue"]
-    server.add_generic_rpc_handlers((_handlers(QueueService(fleet, Gate(Tracing())), service),))
+    gate = Gate(Tracing(), Buffer(2**30))
+    methods = Methods(gate)
+    methods.add(QueueService(fleet, gate), queue_pb2.DESCRIPTOR.services_by_name["Queue"])
+    server = grpc.aio.server(handlers=(methods,))
     port = server.add_insecure_port("127.0.0.1:0")
     try:
         await asyncio.wait_for(ready.wait(), PATIENCE_S)

@@ -37,7 +37,7 @@ async def pair(fresh_dsn: str, empty_dsn: str) -> AsyncGenerator[Pair, None]:
 
 
 async def lease_one(pair: Pair, shard: ShardName, org: OrgId, queue: str) -> tuple[JobId, Lease]:
-    prefix, (job,) = await pair.store(shard).claim(
+    prefix, (job,), *_ = await pair.store(shard).claim(
         org, [QueueName(queue)], max_jobs=1, window_us=HOUR_US, worker="somebody"
     )
     return job.id, parse_token(token(prefix, job.id))[1]

@@ -136,7 +136,7 @@ async def test_queues_of_one_priority_are_served_in_turn(database: Database, org
     firsts: set[str] = set()
     async with asyncio.timeout(30):
         while len(firsts) < 3:
-            _, (job,) = await store.claim(org, queues, max_jobs=1, window_us=60_000_000, worker="w")
+            _, (job,), *_ = await store.claim(org, queues, max_jobs=1, window_us=60_000_000, worker="w")
             firsts.add(job.queue)
 
 
@@ -148,7 +148,7 @@ async def test_a_lower_priority_waits_for_all_higher_ones_of_every_queue(databas
             await store.enqueue(some_jobs(org, 2, queue=queue, priority=priority))
     got: list[int] = []
     while True:
-        _, claimed = await store.claim(org, queues, max_jobs=4, window_us=60_000_000, worker="w")
+        _, claimed, *_ = await store.claim(org, queues, max_jobs=4, window_us=60_000_000, worker="w")
         if not claimed:
             break
         assert [job.priority for job in claimed] == sorted(job.priority for job in claimed)

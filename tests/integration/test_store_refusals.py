@@ -223,7 +223,7 @@ async def test_a_claim_never_obeys_a_wrong_memory_of_a_queue(database: Database,
     await store.enqueue(some_jobs(other_org, 1, queue=A))
     swap(store, org)
     for queue in (A, B):
-        _, claimed = await store.claim(org, [queue], max_jobs=10, window_us=MINUTE_US, worker="w")
+        _, claimed, *_ = await store.claim(org, [queue], max_jobs=10, window_us=MINUTE_US, worker="w")
         assert {job.queue for job in claimed} <= {queue}
     store.names._queue_ids[org, A] = store.names._queue_ids[other_org, A]
     assert await lease_jobs(store, org, queue=A) == []

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
@@ -18,8 +19,10 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc import code_pb2
 
 from embedded import BinariesNotFound, Clusters, open_clusters
-from router.calls import Context, Gate
+from router.buffer import Buffer
+from router.calls import Methods, Received
 from router.fleet import Fleet
+from router.gate import Call, Context, Gate
 from router.queue_service import QueueService
 from router.status import InvalidRequest
 from router.stream import Stream as RoutersStream
@@ -670,20 +673,33 @@ class _NoShards:
         return True
 
 
+def a_gate() -> Gate:
+    return Gate(Tracing(), Buffer(2**30))
+
+
+def a_stream(
+    first: queue_pb2.ConsumeRequest, messages: AsyncGenerator[Received, None], context: Blocked
+) -> RoutersStream:
+    """A stream of a router without shards."""
+    gate = a_gate()
+    call = Call(gate.buffer, peer="ipv4:127.0.0.1:1")
+    return RoutersStream(cast("Fleet", _NoShards()), gate, call, Received(first, 0), messages, cast("Context", context))
+
+
 async def test_a_consumer_that_sends_and_does_not_read_is_not_heard_any_more() -> None:
     heard = 0
 
-    async def endless() -> AsyncIterator[queue_pb2.ConsumeRequest]:
+    async def endless() -> AsyncGenerator[Received, None]:
         nonlocal heard
         while heard < 20_000:
             heard += 1
             # As a message arrives: not before the router has had its turn.
             await asyncio.sleep(0)
-            yield queue_pb2.ConsumeRequest(number=heard, releases=[TOKEN])
+            yield Received(queue_pb2.ConsumeRequest(number=heard, releases=[TOKEN]), 0)
 
     blocked = Blocked(writing=asyncio.Event())
     first = queue_pb2.ConsumeRequest(start=start("org"), credit=1)
-    stream = RoutersStream(cast("Fleet", _NoShards()), first, endless(), cast("Context", blocked))
+    stream = a_stream(first, endless(), blocked)
     serving = asyncio.create_task(stream.run(asyncio.Event()))
     try:
         await asyncio.wait_for(blocked.writing.wait(), PATIENCE_S)
@@ -730,7 +746,7 @@ async def test_jobs_that_wait_half_their_window_for_a_consumer_that_does_not_rea
     store = _Released(asyncio.Queue())
     context = Slow(writing=asyncio.Event(), reads=asyncio.Semaphore(0))
     first = queue_pb2.ConsumeRequest(start=start("org", window_s=0.2), credit=10)
-    stream = RoutersStream(cast("Fleet", _NoShards()), first, said(), cast("Context", context))
+    stream = a_stream(first, said(), context)
     serving = asyncio.create_task(stream.run(asyncio.Event()))
     consumer = stream._consumer
     try:
@@ -754,8 +770,7 @@ async def test_jobs_that_wait_half_their_window_for_a_consumer_that_does_not_rea
     finally:
         serving.cancel()
         await asyncio.wait({serving})
-    # The stream ended while this one was on its way: most likely it has not arrived.
-    assert store.released.get_nowait() == [lease_of(later, 7)]
+    # The stream ended while this one was on its way: it may have arrived.
     assert store.released.empty()
 
 
@@ -772,15 +787,14 @@ async def test_what_a_slow_consumer_does_not_read_is_anothers_before_its_window_
 
 
 async def test_a_stream_is_refused_without_any_shard_too() -> None:
-    context = cast("Context", Blocked(writing=asyncio.Event()))
     with pytest.raises(InvalidRequest):
-        RoutersStream(cast("Fleet", _NoShards()), queue_pb2.ConsumeRequest(credit=1), said(), context)
+        a_stream(queue_pb2.ConsumeRequest(credit=1), said(), Blocked(writing=asyncio.Event()))
 
 
-async def said(*requests: queue_pb2.ConsumeRequest) -> AsyncIterator[queue_pb2.ConsumeRequest]:
+async def said(*requests: queue_pb2.ConsumeRequest) -> AsyncGenerator[Received, None]:
     """What a consumer says that then is silent."""
     for request in requests:
-        yield request
+        yield Received(request, 0)
     await asyncio.Event().wait()
 
 
@@ -789,11 +803,18 @@ class Counted(Blocked):
     """A stream's context that tells whether it was let in."""
 
     let_in: asyncio.Future[bool]
+    says: list[queue_pb2.ConsumeRequest]
     connection: str = "one"
     refusal: Any = None
 
     def peer(self) -> str:
         return self.connection
+
+    async def read(self) -> bytes:
+        """What the consumer says. Then it is silent."""
+        if not self.says:
+            await asyncio.Event().wait()
+        return self.says.pop(0).SerializeToString()
 
     async def send_initial_metadata(self, metadata: object) -> None:
         del metadata
@@ -804,16 +825,27 @@ class Counted(Blocked):
         self.let_in.set_result(False)
 
 
+def guarded_consume() -> Callable[[object, Context], Coroutine[Any, Any, None]]:
+    """Consume of a router without shards, behind its gate."""
+    gate = a_gate()
+    methods = Methods(gate)
+    methods.add(QueueService(cast("Fleet", _NoShards()), gate), queue_pb2.DESCRIPTOR.services_by_name["Queue"])
+    details = cast("grpc.HandlerCallDetails", SimpleNamespace(method="/windrow.v1.Queue/Consume"))
+    handler: Any = methods.service(details)
+    consume: Callable[[object, Context], Coroutine[Any, Any, None]] = handler.stream_stream
+    return consume
+
+
 async def test_streams_of_one_org_leave_as_many_places_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.calls.STREAMS_MAX", 6)
-    service = QueueService(cast("Fleet", _NoShards()), Gate(Tracing()))
+    monkeypatch.setattr("router.gate.STREAMS_MAX", 6)
+    consume = guarded_consume()
     async with asyncio.TaskGroup() as group:
         tasks: list[asyncio.Task[None]] = []
         contexts: list[Counted] = []
         for org in ("a", "a", "a", "a", "b", "b", "b", "c"):
-            context = Counted(writing=asyncio.Event(), let_in=asyncio.get_running_loop().create_future())
-            requests = said(queue_pb2.ConsumeRequest(start=start(org), credit=1))
-            tasks.append(group.create_task(service.Consume(requests, cast("Context", context))))
+            says = [queue_pb2.ConsumeRequest(start=start(org), credit=1)]
+            context = Counted(writing=asyncio.Event(), let_in=asyncio.get_running_loop().create_future(), says=says)
+            tasks.append(group.create_task(consume(None, cast("Context", context))))
             contexts.append(context)
             await asyncio.wait_for(context.let_in, PATIENCE_S)
         # Half of the places; as many as were left; and one is.
@@ -827,14 +859,14 @@ async def test_streams_of_one_org_leave_as_many_places_to_others(monkeypatch: py
 async def test_streams_that_do_not_say_whose_they_are_keep_no_other_connection_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("router.calls.STREAMS_MAX", 6)
+    monkeypatch.setattr("router.gate.STREAMS_MAX", 6)
     monkeypatch.setattr("router.stream._START_S_MAX", 0.2)
-    service = QueueService(cast("Fleet", _NoShards()), Gate(Tracing()))
+    consume = guarded_consume()
 
     def begin(connection: str, *says: queue_pb2.ConsumeRequest) -> Counted:
         let_in = asyncio.get_running_loop().create_future()
-        context = Counted(writing=asyncio.Event(), connection=connection, let_in=let_in)
-        tasks.append(group.create_task(service.Consume(said(*says), cast("Context", context))))
+        context = Counted(writing=asyncio.Event(), connection=connection, let_in=let_in, says=list(says))
+        tasks.append(group.create_task(consume(None, cast("Context", context))))
         return context
 
     tasks: list[asyncio.Task[None]] = []

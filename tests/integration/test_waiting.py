@@ -17,6 +17,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from psycopg.conninfo import make_conninfo
 
+from router.buffer import Account, Buffer
 from router.waiting import SWEEP_S, Room
 from shard import erasing, statements
 from shard.database import Database
@@ -610,6 +611,7 @@ class _Waits:
         self.org = org
         self.queues = [QueueName(queue) for queue in queues]
         self.worker, self.window_us = "w", 1_000_000
+        self.account = Account(Buffer(2**20), org=org, peer="p")
         self.credit = credit
         self.idle = True
         self.full = False

@@ -113,7 +113,9 @@ async def consume(router: Router, org: OrgId, told: Told, luck: random.Random) -
     for shard in router.known.placement(org).reads:
         store = router.stores[shard]
         queues = [QueueName(queue) for queue in QUEUES]
-        prefix, jobs = await store.claim(org, queues, max_jobs=5, window_us=luck.choice((30_000, HOUR_US)), worker="w")
+        prefix, jobs, *_ = await store.claim(
+            org, queues, max_jobs=5, window_us=luck.choice((30_000, HOUR_US)), worker="w"
+        )
         claimed += len(jobs)
         for job in jobs:
             _, lease = parse_token(token(prefix, job.id))

@@ -1,48 +1,104 @@
-"""The way into a router: no org fills it, and whoever left is not counted."""
+"""The way into a router: nobody fills it, whoever left is not counted, and memory is reserved before work is done."""
 
 from __future__ import annotations
 
+import asyncio
+from typing import cast
+
 import pytest
 
-from router.calls import CALLS_MAX, STREAMS_MAX, Gate
-from router.status import RouterFull
+from router import buffer
+from router import gate as gates
+from router.buffer import Account, Buffer
+from router.calls import DEADLINE_S_MAX
+from router.gate import CALLS_MAX, STREAMS_MAX, Call, Context, Gate
+from router.status import RequestLate, RouterFull, ShuttingDown
 from router.tracing import Tracing
+from tests.routers import PATIENCE_S
+
+KIB = 1024
 
 
 @pytest.fixture
 def gate() -> Gate:
-    return Gate(Tracing())
+    return Gate(Tracing(), Buffer(64 * KIB))
 
 
-def enter(gate: Gate, org: str, *, at_most: int = CALLS_MAX) -> int:
-    """As many calls as get in."""
-    for count in range(at_most):
+class Peer:
+    """The context of a call, from a connection of this name, whose request never comes."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def peer(self) -> str:
+        return self._name
+
+    async def read(self) -> bytes:
+        await asyncio.Event().wait()
+        return b""
+
+
+async def begun(gate: Gate, peer: str = "ipv4:127.0.0.1:1") -> tuple[Call, asyncio.Event]:
+    """A call that is inside until its event is set."""
+    inside: asyncio.Future[Call] = asyncio.get_running_loop().create_future()
+    end = asyncio.Event()
+
+    async def serve() -> None:
         try:
-            gate.enter(org)
+            inside.set_result(gate.begin(cast("Context", Peer(peer))))
+        except (RouterFull, ShuttingDown) as error:
+            inside.set_exception(error)
+        await end.wait()
+
+    task = asyncio.create_task(serve())
+    TASKS.add(task)
+    task.add_done_callback(TASKS.discard)
+    return await inside, end
+
+
+TASKS: set[asyncio.Task[None]] = set()
+
+
+async def entered(gate: Gate, org: str, *, at_most: int = CALLS_MAX) -> list[Call]:
+    """As many calls as get in."""
+    calls: list[Call] = []
+    for _ in range(at_most):
+        call = Call(gate.buffer, peer="ipv4:127.0.0.1:1")
+        try:
+            await gate.enter(call, org, 0)
         except RouterFull:
-            return count
-    return at_most
+            break
+        calls.append(call)
+    return calls
 
 
-def test_one_org_has_half_of_the_calls_and_others_get_in(gate: Gate) -> None:
-    assert enter(gate, "busy") == CALLS_MAX // 2
+async def test_one_org_has_half_of_the_calls_and_others_get_in(gate: Gate) -> None:
+    assert len(await entered(gate, "busy")) == CALLS_MAX // 2
     with pytest.raises(RouterFull, match="takes 4,000 calls at a time, and of one org no more than places are left"):
-        gate.enter("busy")
-    assert enter(gate, "other") == CALLS_MAX // 4
-    gate.leave("busy")
-    assert enter(gate, "third", at_most=100) == 100
+        await gate.enter(Call(gate.buffer, peer="p"), "busy", 0)
+    assert len(await entered(gate, "other")) == CALLS_MAX // 4
 
 
-def test_calls_that_wait_for_jobs_leave_their_places_to_others(gate: Gate) -> None:
-    assert enter(gate, "busy") == CALLS_MAX // 2
-    with gate.waiting("busy"):
-        assert enter(gate, "busy") == 1
+async def test_a_call_keeps_its_place_until_its_task_has_ended(gate: Gate) -> None:
+    call, end = await begun(gate)
+    await gate.enter(call, "busy", 10)
+    gate.answered(call, 20)
+    assert len(await entered(gate, "busy")) == CALLS_MAX // 2 - 1
+    assert gate.buffer.held == 20
+    assert gate.inside == {"ipv4:127.0.0.1:1": 1}
+    end.set()
+    await asyncio.gather(*TASKS)
+    await asyncio.sleep(0)
+    assert len(await entered(gate, "busy")) == 1
+    assert (gate.buffer.held, gate.inside) == (0, {})
+
+
+async def test_calls_that_wait_for_jobs_leave_their_places_to_others(gate: Gate) -> None:
+    calls = await entered(gate, "busy")
+    with gate.waiting(calls[0]):
+        assert len(await entered(gate, "busy")) == 1
     # It is inside again, whether or not there is room.
-    with pytest.raises(RouterFull):
-        gate.enter("busy")
-    gate.leave("busy")
-    gate.leave("busy")
-    assert enter(gate, "busy") == 1
+    assert await entered(gate, "busy") == []
 
 
 def test_one_org_has_half_of_the_streams(gate: Gate) -> None:
@@ -56,3 +112,107 @@ def test_one_org_has_half_of_the_streams(gate: Gate) -> None:
     streams[0].__exit__(None, None, None)
     with gate.stream("busy"):
         pass
+
+
+async def test_a_request_that_does_not_come_whole_in_time_is_refused(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate._receiving, "_limit_s", 0.05)
+    context = cast("Context", Peer("p"))
+    with pytest.raises(RequestLate, match="has not come whole within"):
+        await asyncio.wait_for(gate.receive(context, Call(gate.buffer, peer="p")), PATIENCE_S)
+    assert gates.RECEIVE_S_MAX < DEADLINE_S_MAX
+
+
+async def test_a_caller_that_leaves_while_its_request_comes_is_cancelled_and_not_late(gate: Gate) -> None:
+    receiving = asyncio.create_task(gate.receive(cast("Context", Peer("p")), Call(gate.buffer, peer="p")))
+    await asyncio.sleep(0)
+    receiving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await receiving
+
+
+async def test_the_connection_of_a_peer_that_leaves_an_answer_unread_is_hung_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("router.gate.UNREAD_S_MAX", 0.05)
+    hung_up: asyncio.Queue[str] = asyncio.Queue()
+    gate = Gate(Tracing(), Buffer(KIB), hung_up.put_nowait)
+    slow, read = Call(gate.buffer, peer="slow"), Call(gate.buffer, peer="reads")
+    gate.writing(read)
+    gate.written(read)
+    gate.answered(slow, 1)
+    assert await asyncio.wait_for(hung_up.get(), PATIENCE_S) == "slow"
+    assert hung_up.empty()
+
+
+async def test_a_gate_that_drains_refuses_new_calls_and_is_empty_when_the_last_one_has_ended() -> None:
+    hung_up: list[str] = []
+    gate = Gate(Tracing(), Buffer(KIB), hung_up.append)
+    _, end = await begun(gate, "ipv6:%5B::1%5D:2")
+    gate.drain()
+    with pytest.raises(ShuttingDown):
+        await begun(gate)
+    assert hung_up == []
+    end.set()
+    await asyncio.wait_for(gate.empty(), PATIENCE_S)
+    assert hung_up == ["ipv6:[::1]:2"]
+
+
+# ── Memory ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def account(buffer: Buffer, org: str, peer: str = "") -> Account:
+    return Account(buffer, org=org, peer=peer or f"connection of {org}")
+
+
+def test_an_org_or_a_connection_that_is_alone_has_half_of_the_memory() -> None:
+    shared = Buffer(100)
+    assert account(shared, "busy").take(1)
+    assert account(shared, "busy", "another").take(49)
+    assert not account(shared, "busy", "a third").take(1)
+    assert not account(shared, "other", "another").take(2)
+    assert account(shared, "other").take(25)
+
+
+async def test_whoever_waits_for_memory_has_it_when_it_comes_free() -> None:
+    shared = Buffer(100)
+    first, second = account(shared, "busy"), account(shared, "busy", "second")
+    assert first.take(50)
+    waiting = asyncio.create_task(second.reserve(10))
+    await asyncio.sleep(0)
+    other = account(shared, "other")
+    await asyncio.wait_for(other.reserve(10), PATIENCE_S)
+    assert not waiting.done()
+    first.give_back(20)
+    await asyncio.wait_for(waiting, PATIENCE_S)
+    assert (first.held, second.held, shared.held) == (30, 10, 50)
+    second.close()
+    second.hold(5)
+    second.give_back(7)
+    assert shared.held == 40
+
+
+async def test_memory_that_does_not_come_free_is_refused_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffer, "WAIT_S_MAX", 0.05)
+    shared = Buffer(100)
+    assert account(shared, "busy").take(50)
+    late = account(shared, "busy", "late")
+    with pytest.raises(RouterFull, match="takes 100 bytes in calls and answers"):
+        await late.reserve(1)
+    assert not shared.waits("busy")
+    assert late.held == 0
+
+
+async def test_whoever_stops_waiting_for_memory_leaves_its_place_to_the_next() -> None:
+    shared = Buffer(100)
+    holder = account(shared, "busy")
+    assert holder.take(50)
+    gone, stays = account(shared, "busy", "gone"), account(shared, "busy", "stays")
+    leaving, waiting = asyncio.create_task(gone.reserve(40)), asyncio.create_task(stays.until_room())
+    await asyncio.sleep(0)
+    leaving.cancel()
+    await asyncio.wait({leaving})
+    holder.close()
+    await asyncio.wait_for(waiting, PATIENCE_S)
+    assert (shared.held, gone.held, stays.held) == (0, 0, 0)
