@@ -190,6 +190,9 @@ def _streaming(
                     await context.write(answer)
                     gate.written(call)
             return
+        except grpc.aio.InternalError:
+            # gRPC could not write: the client is gone.
+            raise asyncio.CancelledError from None
         except Exception as error:  # noqa: BLE001 - every error becomes a status; told logs the unexpected
             refused = refusal(context, error)
         del context

@@ -33,6 +33,10 @@ STREAMS_MAX = 10_000
 RECEIVE_S_MAX = 60.0
 # How long a peer may leave an answer unread. Then its connection is ended.
 UNREAD_S_MAX = 30.0
+# How many calls a connection may reset in a second before their requests have come. With more it is ended: each of them
+# costs as much as a call that is served.
+RESETS_MAX = 200
+_RESETS_S = 1.0
 # What a message takes on the wire beside its own bytes: frame headers, and the metadata of a call where it is short.
 _OVERHEAD_BYTES = 64
 
@@ -73,6 +77,8 @@ class Gate:
         self._receiving = Deadlines[asyncio.Task[Any]](RECEIVE_S_MAX, self._receives_late)
         self._late: set[asyncio.Task[Any]] = set()
         self._unread = Deadlines[Call](UNREAD_S_MAX, lambda call: hang_up(call.peer))
+        self._resets = Counter[str]()
+        self._resets_until_s = 0.0
         self._emptied = asyncio.Event()
 
     # ── The way in and out ───────────────────────────────────────────────────────────────────────────────────────────
@@ -116,6 +122,7 @@ class Gate:
             raw: bytes | object = await context.read()
         except asyncio.CancelledError:
             if task not in self._late:
+                self._was_reset(call)
                 raise
             task.uncancel()
             raise RequestLate(RECEIVE_S_MAX) from None
@@ -123,9 +130,19 @@ class Gate:
             self._receiving.end(task)
             self._late.discard(task)
         if not isinstance(raw, bytes):
+            self._was_reset(call)
             raise asyncio.CancelledError
         self.received(call, raw)
         return raw
+
+    def _was_reset(self, call: Call) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if now_s >= self._resets_until_s:
+            self._resets.clear()
+            self._resets_until_s = now_s + _RESETS_S
+        self._resets[call.peer] += 1
+        if self._resets[call.peer] == RESETS_MAX:
+            self._hang_up(call.peer)
 
     def received(self, call: Call, raw: bytes) -> None:
         """A message of this call has come whole."""

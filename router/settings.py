@@ -6,7 +6,7 @@ processes = 2
 connections_per_shard = 4
 drain_seconds = 20
 memory_mib = 1024
-calls_per_connection = 256
+calls_per_connection = 1000
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RouterSettings:
     # What each process may take, whatever its clients send, read or leave unfinished (docs/operations.md, "Memory").
     memory_mib: int = 1024
     # Calls and streams that one client connection may have open at a time; it is told so, and its library queues more.
-    calls_per_connection: int = 256
+    calls_per_connection: int = 1000
 
     @property
     def buffer_bytes(self) -> int:

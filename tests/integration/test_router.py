@@ -495,9 +495,13 @@ def test_an_org_on_several_shards_is_served_by_those_that_are_there(breakable: R
 
 
 def test_many_calls_at_once_are_the_gates_to_judge_and_not_grpcs(running: Running) -> None:
-    org, both = running.org_on("s1"), running.stubs
+    org = running.org_on("s1")
     request = queue_pb2.DequeueRequest(org=org, queues=[QUEUE])
-    calls = [both.queue.Dequeue.future(request, timeout=PATIENCE_S) for _ in range(2500)]
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(stubs(running.routers.address)) for _ in range(5)]
+        calls = [each.queue.Dequeue.future(request, timeout=PATIENCE_S) for _ in range(500) for each in connections]
+        for call in calls:
+            call.exception(PATIENCE_S)
     told = Counter((call.exception(PATIENCE_S) and call.code(), detail_reason(call)) for call in calls)
     assert told.keys() <= {(None, ""), (grpc.StatusCode.RESOURCE_EXHAUSTED, "ROUTER_FULL")}
 
