@@ -27,7 +27,7 @@ from router.wire import Given
 from shard.errors import BadIds, TooManyQueues
 from shard.records import ANSWER_BYTES_MAX, JobRecord
 from shard.vocabulary import Answer, JobId, OrgId, QueueName, ShardName
-from windrow.v1 import job_pb2, queue_pb2
+from windrow.v1 import queue_pb2
 
 _JOB_PATH = re.compile(r"jobs\[(\d+)\]")
 
@@ -48,59 +48,52 @@ class QueueService:
 
     @unary(_judged_by_method)
     async def Enqueue(self, request: queue_pb2.EnqueueRequest) -> queue_pb2.EnqueueResponse | bytes:
-        plain = plain_jobs(request)
-        if plain is not None:
-            trace = current_trace()
-            if trace is not None:
-                plain.traces = dict.fromkeys(range(len(plain)), trace) | plain.traces
-            try:
-                known = await store(self._fleet, plain, hand=True)
-            except (BadIds, TooManyQueues):
-                # Nothing was stored. Whose fault it is, and what to say of it, is found out the long way.
-                pass
-            else:
-                if not known:
-                    return wire.stored(plain.ids)
-                return queue_pb2.EnqueueResponse(results=convert.enqueue_results(plain.ids, known))
-        # Kept, for each look at request.jobs makes new objects.
-        jobs = list(request.jobs)
-        violations = enqueue_violations(request)
-        if not request.independent:
-            if violations:
+        results: dict[int, queue_pb2.EnqueueResult] = {}
+        # The positions in the request of the jobs in `columns`.
+        positions: Sequence[int] = range(len(request.jobs))
+        columns = plain_jobs(request)
+        is_plain = columns is not None
+        trace = current_trace()
+        if columns is None:
+            violations = enqueue_violations(request)
+            if violations and not request.independent:
                 raise InvalidRequest(violations)
-            return queue_pb2.EnqueueResponse(results=await self._enqueue(request.org, jobs, range(len(jobs))))
-        bad = _by_job(violations)
-        results = {at: _error(violations) for at, violations in bad.items()}
-        good = [at for at in range(len(jobs)) if at not in bad]
-        while good:
+            # Kept, for each look at request.jobs makes new objects.
+            jobs = list(request.jobs)
+            results = {at: _error(found) for at, found in _by_job(violations).items()}
+            positions = [at for at in positions if at not in results]
+            columns = convert.new_jobs(OrgId(request.org), [jobs[at] for at in positions], trace=trace)
+        elif trace is not None:
+            columns.traces = dict.fromkeys(range(len(columns)), trace) | columns.traces
+        while len(columns):
+            refused: dict[int, queue_pb2.EnqueueResult] = {}
             try:
-                stored = await self._enqueue(request.org, jobs, good)
-            except InvalidRequest as error:
-                # Only the shard knows which ids will not do: those jobs fall out, and the others go again.
-                late = _by_job(error.violations)
-                results.update((at, _error(violations)) for at, violations in late.items())
-                good = [at for at in good if at not in late]
+                known = await store(self._fleet, columns, hand=is_plain)
+            except BadIds as error:
+                violations = [Violation(f"jobs[{positions[at]}].id", str(error)) for at in error.positions]
+                if not request.independent:
+                    raise InvalidRequest(violations) from error
+                refused = {at: _error([bad]) for at, bad in zip(error.positions, violations, strict=True)}
             except TooManyQueues as error:
+                if not request.independent:
+                    raise
                 told = queue_pb2.JobError(code=RESOURCE_EXHAUSTED, message=str(error))
-                unmade = {at for at in good if jobs[at].queue in error.queues}
-                results.update((at, queue_pb2.EnqueueResult(error=told)) for at in unmade)
-                good = [at for at in good if at not in unmade]
+                refused = {
+                    at: queue_pb2.EnqueueResult(error=told)
+                    for at, queue in enumerate(columns.queues)
+                    if queue in error.queues
+                }
             else:
-                results.update(zip(good, stored, strict=True))
+                if is_plain and not known and not results:
+                    return wire.stored(columns.ids)
+                results.update(zip(positions, convert.enqueue_results(columns.ids, known), strict=True))
                 break
-        return queue_pb2.EnqueueResponse(results=[results[at] for at in range(len(jobs))])
-
-    async def _enqueue(
-        self, org: str, jobs: Sequence[job_pb2.NewJob], positions: Sequence[int]
-    ) -> list[queue_pb2.EnqueueResult]:
-        """Stores the jobs at these positions of the request. Raises InvalidRequest, by the request's paths."""
-        columns = convert.new_jobs(OrgId(org), [jobs[at] for at in positions], trace=current_trace())
-        try:
-            known = await store(self._fleet, columns, hand=False)
-        except BadIds as error:
-            late = [Violation(f"jobs[{positions[at]}].id", str(error)) for at in error.positions]
-            raise InvalidRequest(late) from error
-        return convert.enqueue_results(columns.ids, known)
+            # The shard has refused these, and stored nothing: the others go again without them.
+            results.update((positions[at], result) for at, result in refused.items())
+            left = [at for at in range(len(columns)) if at not in refused]
+            positions = [positions[at] for at in left]
+            columns = columns.only(left)
+        return queue_pb2.EnqueueResponse(results=[results[at] for at in range(len(request.jobs))])
 
     @unary(check_dequeue)
     async def Dequeue(self, request: queue_pb2.DequeueRequest) -> bytes:

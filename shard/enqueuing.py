@@ -7,6 +7,7 @@ show whose it is (shard/halving.py).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,6 +25,9 @@ from shard.vocabulary import SPARSE_COLUMNS, JobId, Micros, NewJobs, OrgId, Queu
 # How many times an act is tried again after what stood in its way was mended. Each turn mends one thing for good.
 _TURNS_MAX = 6
 _HOUR_US = 3_600_000_000
+_HOUR_MS = 3_600_000
+# How long the time that the shard has told is used to refuse ids that are far out.
+_HINT_NS = 2_000_000_000
 
 
 class Taker(NamedTuple):
@@ -143,6 +147,27 @@ class Enqueuing:
         self._names = names
         self._horizon_us = round(horizon_days * 24 * _HOUR_US)
         self._horizon_days = horizon_days
+        # What the shard's clock said last, and our monotonic one then; a hint (I7).
+        self._told_us = 0
+        self._told_ns = -_HINT_NS
+
+    def refuse_outside_horizon(self, ids: Sequence[str]) -> None:
+        """Refuses ids whose time is so far out that the shard need not be asked: a call that is refused must cost less
+        than one that is served. The shard judges all that are within an hour of its bounds. Raises
+        IdsOutsideHorizon."""
+        since_ns = time.monotonic_ns() - self._told_ns
+        if since_ns >= _HINT_NS:
+            # The shard's clock may have been set meanwhile: it is asked again.
+            return
+        now_us = self._told_us + since_ns // 1000
+        oldest_ms, newest_ms = self._bounds_ms(now_us)
+        if made_at_ms(min(ids)) < oldest_ms - _HOUR_MS or made_at_ms(max(ids)) > newest_ms + _HOUR_MS:
+            bad = [at for at, job_id in enumerate(ids) if not oldest_ms <= made_at_ms(job_id) <= newest_ms]
+            raise IdsOutsideHorizon(bad, now=Micros(now_us), horizon_days=self._horizon_days)
+
+    def _bounds_ms(self, now_us: int) -> tuple[int, int]:
+        """The first and the last millisecond in which an id may have been made."""
+        return -(-(now_us - self._horizon_us) // 1000), (now_us + _HOUR_US) // 1000
 
     async def together(self, calls: Sequence[Call]) -> Sequence[dict[int, JobId] | Exception]:
         """Stores the jobs of each call, all or none. Answers for each call the positions of those that were known
@@ -240,6 +265,7 @@ class Enqueuing:
                     raise _Settled from error
                 raise
             now, ids_fit, admitted, paused, max_attempts, stored, stored_ids, stored_in, _ = rows[0]
+            self._told_us, self._told_ns = now, time.monotonic_ns()
             if not ids_fit:
                 raise _Refused(self._outside_horizon(calls, now))
             if len(admitted or ()) == len(lanes):
@@ -265,8 +291,7 @@ class Enqueuing:
         return errors
 
     def _outside_horizon(self, calls: Sequence[Call], now: int) -> dict[int, Exception]:
-        oldest_ms = -(-(now - self._horizon_us) // 1000)
-        newest_ms = (now + _HOUR_US) // 1000
+        oldest_ms, newest_ms = self._bounds_ms(now)
         errors: dict[int, Exception] = {}
         for turn, (jobs, _, _) in enumerate(calls):
             bad = [at for at, job_id in enumerate(jobs.ids) if not oldest_ms <= made_at_ms(job_id) <= newest_ms]

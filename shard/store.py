@@ -20,7 +20,7 @@ from shard.claiming import CLAIM_BYTES_MAX, Ask, Claiming, Memory, Taken
 from shard.coalescing import Acts, Coalescer, TooManyWaiting
 from shard.database import Database
 from shard.enqueuing import NOTHING_HANDED, Call, Enqueuing, Handover, made_at_ms
-from shard.errors import ShardUnavailable
+from shard.errors import IdsOutsideHorizon, ShardUnavailable
 from shard.floor import GUARD_US, Floors
 from shard.halving import by_halves
 from shard.interning import Names
@@ -44,8 +44,9 @@ _OWED_MAX = 10_000
 _WISHES_MAX = 20_000_000
 # Where payloads are large, two of them may take a statement, and the others of their act wait for all of them.
 _TAKERS_MAX = 100
-# Payload counts too: no statement is much larger than the largest request.
-_BYTES_PER_WEIGHT = 16 * 1024
+# Payload counts too: an act has 4 MiB of it at most, or one call. The others wait, and the calls of other orgs have
+# their share of the next act.
+_BYTES_PER_WEIGHT = 4 * 1024
 
 # What is not done together has a share of the acts all the same: else one org's would take all connections (I4).
 _ALONE_WEIGHT_MAX = 100
@@ -77,7 +78,7 @@ class Store:
         self._accepted_since_fold = False
         # Releases that met an outage.
         self._owed: list[Releases] = []
-        enqueuing = Enqueuing(database, self.names, horizon_days=horizon_days)
+        self._enqueuing = enqueuing = Enqueuing(database, self.names, horizon_days=horizon_days)
         settling = Settling(database, lambda queues: self.visible(queues))
         claiming = Claiming(database, self.names, self._floors)
 
@@ -131,6 +132,11 @@ class Store:
             _tell_nothing(call)
             return {}
         self._accepted_since_fold = True
+        try:
+            self._enqueuing.refuse_outside_horizon(jobs.ids)
+        except IdsOutsideHorizon:
+            _tell_nothing(call)
+            raise
         return await self._enqueues.submit(call)
 
     async def known(self, jobs: NewJobs) -> dict[int, JobId]:
