@@ -77,17 +77,20 @@ WITH clock AS MATERIALIZED (
     SELECT (s.queue_id & 4294967295)::integer, count(*) FROM stored s GROUP BY 1
 )
 SELECT
-    now() AS now,
-    (SELECT clock.ids_fit FROM clock) AS ids_fit,
-    (SELECT array_agg(lane.queue_id) FROM lane) AS admitted,
-    (SELECT array_agg(lane.paused) FROM lane) AS paused,
-    (SELECT array_agg(lane.max_attempts) FROM lane) AS max_attempts,
-    count(*) AS stored,
-    CASE WHEN count(*) < %(jobs)s THEN array_agg(s.id::text) END AS stored_ids,
-    CASE WHEN count(*) < %(jobs)s THEN array_agg(s.queue_id) END AS stored_in,
+    now() AS now, clock.ids_fit, l.admitted, l.paused, l.max_attempts, s.stored,
+    CASE WHEN s.stored < %(jobs)s THEN s.ids::text[] END AS stored_ids,
+    CASE WHEN s.stored < %(jobs)s THEN s.queue_ids END AS stored_in,
     CASE
         -- A key was taken for a job that is not stored: after the snapshot was taken, another enqueue stored the job.
-        WHEN count(s.dedup_key) < (SELECT count(*) FROM reserved) THEN windrow.refuse_unstored_keys()
-        ELSE windrow.refuse_settled(array_agg(s.id), array_agg(s.queue_id), (SELECT clock.since FROM clock))
+        WHEN s.keyed < (SELECT count(*) FROM reserved) THEN windrow.refuse_unstored_keys()
+        ELSE windrow.refuse_settled(s.ids, s.queue_ids, clock.since)
     END
-FROM stored s
+FROM clock
+CROSS JOIN (
+    SELECT array_agg(lane.queue_id) AS admitted, array_agg(lane.paused) AS paused, array_agg(lane.max_attempts) AS max_attempts
+    FROM lane
+) l
+CROSS JOIN (
+    SELECT count(*) AS stored, count(stored.dedup_key) AS keyed, array_agg(stored.id) AS ids, array_agg(stored.queue_id) AS queue_ids
+    FROM stored
+) s
