@@ -354,7 +354,7 @@ class _Refused(Exception):
 
 
 class _Settled(Exception):
-    """A job has already finished or died, or was stored by another enqueue meanwhile: nothing was stored."""
+    """A job has already finished or died, or is live and took a dedup key: nothing was stored."""
 
 
 def made_at_ms(job_id: str) -> int:

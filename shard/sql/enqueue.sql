@@ -45,15 +45,12 @@ WITH clock AS MATERIALIZED (
     WHERE (SELECT clock.ids_fit FROM clock)
         AND (SELECT count(*) FROM lane) = cardinality(%(lane_ids)s::bigint[])
 ), reserved AS (
-    -- Takes keys that are new or whose windows are over, each for the first job that names it. A job that is live already is
-    -- not stored again, so it takes no key. A scalar subquery: the planner may hash all of windrow.job for an EXISTS.
-    -- Sorted by key: two batches that take their keys in one order cannot deadlock.
+    -- Takes keys that are new or whose windows are over, each for the first job that names it. Sorted by key: two batches
+    -- that take their keys in one order cannot deadlock.
     INSERT INTO windrow.dedup AS d (queue_id, key, job_id, until)
     SELECT DISTINCT ON (i.queue_id, i.dedup_key) i.queue_id, i.dedup_key, i.id, i.dedup_until
     FROM incoming i
-    WHERE i.dedup_key IS NOT NULL AND (
-        SELECT j.id FROM windrow.job j WHERE j.id = i.id AND j.queue_id & 4294967295 = i.queue_id & 4294967295
-    ) IS NULL
+    WHERE i.dedup_key IS NOT NULL
     ORDER BY i.queue_id, i.dedup_key, i.position
     ON CONFLICT (queue_id, key) DO UPDATE SET job_id = excluded.job_id, until = excluded.until WHERE d.until <= now()
     RETURNING d.queue_id, d.job_id
@@ -81,7 +78,7 @@ SELECT
     CASE WHEN s.stored < %(jobs)s THEN s.ids::text[] END AS stored_ids,
     CASE WHEN s.stored < %(jobs)s THEN s.queue_ids END AS stored_in,
     CASE
-        -- A key was taken for a job that is not stored: after the snapshot was taken, another enqueue stored the job.
+        -- A key was taken for a job that was not stored, because its id is live already.
         WHEN s.keyed < (SELECT count(*) FROM reserved) THEN windrow.refuse_unstored_keys()
         ELSE windrow.refuse_settled(s.ids, s.queue_ids, clock.since)
     END

@@ -230,6 +230,10 @@ async def live(store: Store, org: OrgId) -> NewJobs:
     return jobs
 
 
+async def live_with_a_free_key(store: Store, org: OrgId) -> NewJobs:
+    return some_jobs(org, ids=ids_of(await live(store, org)), dedup_keys=[f"free-{job_id()}"])
+
+
 async def finished(store: Store, org: OrgId) -> NewJobs:
     jobs = await live(store, org)
     assert await store.cancel(org, ids_of(jobs), reason="") == [Answer.OK]
@@ -244,6 +248,7 @@ async def too_many_queues(store: Store, org: OrgId) -> NewJobs:
 
 COSTS: dict[Callable[[Store, OrgId], Awaitable[NewJobs]], list[bytes]] = {
     live: [statements.ENQUEUE, statements.FIND_KNOWN],
+    live_with_a_free_key: [statements.ENQUEUE, statements.FIND_KNOWN, statements.ENQUEUE],
     finished: [statements.ENQUEUE, statements.FIND_KNOWN, statements.ENQUEUE],
     too_old: [statements.ENQUEUE, statements.ENQUEUE],
     not_owned: [statements.ENQUEUE, statements.FIND_REFUSED_SLOTS, statements.ENQUEUE],
