@@ -7,8 +7,8 @@ docs/decisions/0017-moving-slots.md says what each step writes; here each is one
 Modelled: one slot, two shards and the catalog; the slot moves there, back, and there again.
 
 - Producers send the same job, or another one with the same dedup key, again at any time, through routers that know any
-  placement there ever was. A call is taken apart where others can come between: the former owners are asked, the
-  statement's snapshot is taken, it commits.
+  placement there ever was; also a job whose dedup key is another job's by now. A call is taken apart where others can
+  come between: the former owners are asked, the statement's snapshot is taken, it commits.
 - Consumers claim wherever a job is visible. Acks, nacks, lost leases, burials, redrives and cancellations.
 - A balancer that keeps nothing in memory, and so may crash and start again between any two steps. Others that believe
   they lead: each decides on a step, freezes, and takes it at any time later, or never.
@@ -16,10 +16,10 @@ Modelled: one slot, two shards and the catalog; the slot moves there, back, and 
   routers as stale as any.
 
 Not modelled: more than two jobs, one slot, two shards, three moves, two frozen balancers. Time: that an id is too new
-for a former owner to know, or a dedup window over, only makes asking needless. What goes wrong inside one database: a
-commit is durable, a statement is one step wherever the record does not say that it is two. Lease tokens beyond the
-shard that they name. Which job is claimed next. That a configuration is changed on the source too, while it is left.
-Orgs that get a slot of their own: balancer/pin_model.py is about these.
+for a former owner to know only makes asking needless; a dedup window is over from the beginning, or never. What goes
+wrong inside one database: a commit is durable, a statement is one step wherever the record does not say that it is
+two. Lease tokens beyond the shard that they name. Which job is claimed next. That a configuration is changed on the
+source too, while it is left. Orgs that get a slot of their own: balancer/pin_model.py is about these.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Rule(enum.Enum):
     ENQUEUES_NEED_AN_OWNED_SLOT = "a shard stores jobs only of a slot that is its own"
     ENQUEUES_COMPARE_EPOCHS = "a shard stores jobs only for a router that knows how the slot came to it"
     FORMER_OWNERS_ARE_ASKED = "a router asks former owners for ids and dedup keys, before the writer stores anything"
+    IDS_COME_FIRST = "a router answers by a dedup key only when no shard knows the id"
     ONE_PLACEMENT_A_CALL = "a call is stored under the placement by which former owners were asked"
     LEAVING_JOBS_ARE_KNOWN = "who asks for an id is also told of jobs that are leaving"
     CLOSING_WAITS = "a shard is closed while no enqueue is under way that found it open"
@@ -203,6 +204,8 @@ class Scenario:
     keys: tuple[str | None, ...] = (None,)
     # Whether the jobs are there from the beginning, or are enqueued on the way.
     jobs_exist: bool = False
+    # Whether the first job is there from the beginning, and the window of its dedup key is over: another job may take the key.
+    key_is_free: bool = False
     # How many calls of routers may be held up at the same time.
     calls: int = 0
     moves: int = 2
@@ -219,6 +222,13 @@ SCENARIOS = (
     Scenario(name="two jobs move in chunks", keys=(None, None), jobs_exist=True),
     Scenario(name="two jobs are enqueued under one dedup key", keys=("k", "k"), calls=2),
     Scenario(name="a job is enqueued again and again", calls=2, frozen=2),
+    Scenario(
+        name="a job is enqueued again whose key another job has taken",
+        keys=("k", "k"),
+        key_is_free=True,
+        calls=1,
+        frozen=0,
+    ),
 )
 
 
@@ -234,16 +244,17 @@ class _Model:
         self._jobs = range(len(scenario.keys))
 
     def start(self) -> State:
-        jobs, exist = len(self._jobs), self._scenario.jobs_exist
-        new = Shard("unknown", 0, 0, (_ABSENT,) * jobs, frozenset(), 0, paused=False)
-        owner = new._replace(state="owned", epoch=1, rows=(_READY if exist else _ABSENT,) * jobs, accepted=jobs * exist)
+        exist = tuple(self._scenario.jobs_exist or (self._scenario.key_is_free and job == 0) for job in self._jobs)
+        new = Shard("unknown", 0, 0, (_ABSENT,) * len(exist), frozenset(), 0, paused=False)
+        rows = tuple(_READY if there else _ABSENT for there in exist)
+        owner = new._replace(state="owned", epoch=1, rows=rows, accepted=sum(exist))
         return State(
             history=(Placement(1, _PLACES[0], _PLACES[:1], frozenset()),),
             shards=(owner, new),
             calls=(),
             frozen=(),
-            stored=(int(exist),) * jobs,
-            held=(frozenset(),) * jobs,
+            stored=tuple(map(int, exist)),
+            held=(frozenset(),) * len(exist),
             told_paused=False,
             wrong="",
         )
@@ -252,7 +263,8 @@ class _Model:
         """Everything that can happen next."""
         if len(state.calls) < self._scenario.calls:
             if self._scenario.looks_up:
-                yield from self._begin_lookups(state)
+                for job in self._jobs:
+                    yield from self._begin_lookups(state, job)
             else:
                 yield from self._begin_calls(state)
         yield from self._go_on_with_calls(state)
@@ -272,7 +284,7 @@ class _Model:
             if count > 1:
                 return f"I3: {_job(job)} was stored twice"
         keyed = [count for count, key in zip(state.stored, self._scenario.keys, strict=True) if key is not None]
-        if sum(keyed) > 1:
+        if sum(keyed) > 1 and not self._scenario.key_is_free:
             return "I3: two jobs were stored under one dedup key"
         for job in self._jobs:
             rows = [shard.rows[job] for shard in state.shards]
@@ -310,8 +322,19 @@ class _Model:
                 elif not any(self._knows(state.shards[at], job) for at in others):
                     what = f"a router that knows epoch {epoch} asks the former owner, which does not know {_job(job)}"
                     yield what, _with_call(state, state.calls, call)
+                elif not any(self._has(state.shards[at], job) for at in others):
+                    yield from self._begin_with_key(state, job)
             if self._scenario.configures and not state.told_paused:
                 yield from self._admit(state, Call("asked", None, writer, epoch), state.calls)
+
+    def _begin_with_key(self, state: State, job: int) -> Iterator[tuple[str, State]]:
+        """A former owner knows the job by its dedup key alone. Where no window ends, that is the answer. Else the id is
+        looked up first. Some shard knows it: the first job is there from the beginning, the second took the key."""
+        if self._scenario.key_is_free and Rule.IDS_COME_FIRST in self._rules:
+            yield from self._begin_lookups(state, job)
+        elif self._scenario.key_is_free and job == 0:
+            what = f"the former owner knows the dedup key of {_job(job)}"
+            yield what, state._replace(wrong=f"I3: {_job(job)} is answered as the job that has its key")
 
     def _go_on_with_calls(self, state: State) -> Iterator[tuple[str, State]]:
         for at, call in enumerate(state.calls):
@@ -355,17 +378,16 @@ class _Model:
         stored = _with_row(ended, call.place, call.job, "ready", tally=1)
         return f"{name} stores {_job(call.job)}", _count_stored(stored, call.job)._replace(wrong=wrong)
 
-    def _begin_lookups(self, state: State) -> Iterator[tuple[str, State]]:
+    def _begin_lookups(self, state: State, job: int) -> Iterator[tuple[str, State]]:
         for version, known in enumerate(state.history, 1):
             places = (*sorted(known.former.difference(known.reads)), *known.reads)
             if Rule.LOOKUPS_FOLLOW_THE_JOB not in self._rules:
                 places = places[::-1]
-            for job in self._jobs:
-                call = Call("looking", job, places[0], others=places[1:], version=version)
-                yield from self._look(state, call, state.calls)
+            call = Call("looking", job, places[0], others=places[1:], version=version)
+            yield from self._look(state, call, state.calls)
 
     def _look(self, state: State, call: Call, others: tuple[Call, ...]) -> Iterator[tuple[str, State]]:
-        """GetJobs, CancelJobs, and what became of a lease."""
+        """GetJobs, CancelJobs, what became of a lease, and an enqueue whose dedup key is known."""
         assert call.job is not None
         name = _NAMES[call.place]
         if self._has(state.shards[call.place], call.job):

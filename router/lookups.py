@@ -23,21 +23,44 @@ DEPARTING_PAUSE_S = 0.020
 
 
 async def known_before(fleet: Fleet, placement: Placement, jobs: NewJobs) -> dict[int, JobId]:
-    """The positions of jobs that former owners know, with the id each is known under; asked before the writer is. What
-    they say stays true: they take no more. Raises ShardUnavailable if one of them does not answer."""
-    known: dict[int, JobId] = {}
+    """The positions of jobs that are known to a shard other than the writer, or by such a shard's dedup key, with the
+    id each is known under. Ask before the writer stores anything. The answers stay true: former owners store no more
+    jobs. Raises ShardUnavailable if a shard that may know one of the jobs does not answer."""
+    by_id: dict[int, JobId] = {}
+    by_key: dict[int, JobId] = {}
     for former in placement.former:
         if former.shard in placement.writes:
             continue
         positions = [
             at
             for at, job_id in enumerate(jobs.ids)
-            if at not in known and former.may_know(made_at_ms(job_id), keyed=at in jobs.dedup_keys)
+            if at not in by_id and former.may_know(made_at_ms(job_id), keyed=at in jobs.dedup_keys)
         ]
         if positions:
             found = await fleet.placed(former.shard).to_look_at().store.known(jobs.only(positions))
-            known.update((positions[at], known_as) for at, known_as in found.items())
-    return known
+            for at, known_as in found.items():
+                known = by_id if known_as == jobs.ids[positions[at]] else by_key
+                known[positions[at]] = known_as
+    for at in by_id:
+        by_key.pop(at, None)
+    if by_key:
+        # An id is stronger than a key. A key that one shard knows does not say that no other shard knows the id.
+        by_id |= await _known_by_id(fleet, jobs, list(by_key))
+    return by_key | by_id
+
+
+async def _known_by_id(fleet: Fleet, jobs: NewJobs, at: Sequence[int]) -> dict[int, JobId]:
+    """Those of the jobs at these positions whose ids some shard knows. Raises ShardUnavailable if a shard that may know
+    one of the others does not answer."""
+    ids = [JobId(jobs.ids[position]) for position in at]
+
+    async def ask(member: Member, positions: Sequence[int]) -> dict[int, JobId]:
+        found = await member.store.known(jobs.only([at[position] for position in positions]))
+        return {positions[n]: known_as for n, known_as in found.items() if known_as == ids[positions[n]]}
+
+    found = await find(fleet, jobs.org, ids, ask)
+    found.require(len(ids))
+    return {at[position]: known_as for position, known_as in found.answers.items()}
 
 
 @dataclass(slots=True)
@@ -47,6 +70,11 @@ class Found(Generic[_T]):
     answers: dict[int, _T] = field(default_factory=dict[int, _T])
     # Those that did not answer: of ids that nobody else knows, nothing can be said.
     unavailable: list[ShardName] = field(default_factory=list[ShardName])
+
+    def require(self, count: int) -> None:
+        """Raises ShardUnavailable if fewer than `count` ids were found and a shard that may know the rest was away."""
+        if self.unavailable and len(self.answers) < count:
+            raise ShardUnavailable(self.unavailable[0], "it may have jobs that no other shard has")
 
 
 async def find(
@@ -106,8 +134,7 @@ async def decide(
     while True:
         found = await find(fleet, org, ids, ask, at=wanted)
         answers.update(found.answers)
-        if found.unavailable and len(found.answers) < len(wanted):
-            raise ShardUnavailable(found.unavailable[0], "it may have jobs that no other shard has")
+        found.require(len(wanted))
         wanted = [at for at, answer in answers.items() if answer is Answer.DEPARTING]
         if not wanted:
             return [answers.get(at, Answer.NOT_FOUND) for at in range(len(ids))]

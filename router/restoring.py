@@ -11,7 +11,7 @@ from router.fleet import Fleet
 from router.lookups import find
 from router.member import Member
 from router.storing import store
-from shard.errors import BadIds, ShardUnavailable
+from shard.errors import BadIds
 from shard.records import ANSWER_BYTES_MAX, JobRecord
 from shard.vocabulary import LIVE, JobId, JobState, NewJobs, OrgId
 
@@ -82,8 +82,7 @@ async def _look_up(fleet: Fleet, org: OrgId, ids: Sequence[JobId]) -> dict[JobId
         return {at: by_id[job_id] for at, job_id in zip(positions, wanted, strict=True) if job_id in by_id}
 
     found = await find(fleet, org, ids, get)
-    if found.unavailable and len(found.answers) < len(ids):
-        raise ShardUnavailable(found.unavailable[0], "it may have jobs that no other shard has")
+    found.require(len(ids))
     return {ids[at]: record for at, record in found.answers.items()}
 
 

@@ -89,34 +89,52 @@ class _Inserted(NamedTuple):
 class _Going:
     """A call on its way."""
 
-    __slots__ = ("call", "error", "known", "left", "now")
+    __slots__ = ("call", "error", "known", "left", "repeats")
 
     def __init__(self, call: Call) -> None:
         # Without its handover, once that has been told.
         self.call = call
-        # The positions of its jobs that are neither stored nor known yet, and of those of them that go now.
+        # The positions of its jobs that are neither stored nor known yet.
         self.left: Sequence[int] = range(len(call.jobs.ids))
-        self.now: Sequence[int] = self.left
         self.known: dict[int, JobId] = {}
         self.error: Exception | None = None
+        # Positions that name an id again, each with the position that named it first. An id is one job: the first naming
+        # is sent to the shard, and the others are answered as it is.
+        self.repeats: dict[int, int] = {}
+        ids = call.jobs.ids
+        if len(set(ids)) < len(ids):
+            first: dict[str, int] = {}
+            for at, job_id in enumerate(ids):
+                if first.setdefault(job_id, at) != at:
+                    self.repeats[at] = first[job_id]
+            self.left = list(first.values())
+            # No handover: whoever releases the lease of a repeated position would end that of the first.
+            self.call = call._replace(handover=None)
 
     def part(self) -> Call:
-        """What of it goes now."""
+        """What of it is left."""
         jobs, handover, epoch = self.call
-        if len(self.now) == len(jobs.ids):
+        if len(self.left) == len(jobs.ids):
             return self.call
         if handover is not None:
-            takers = {new: handover.takers[old] for new, old in enumerate(self.now) if old in handover.takers}
+            takers = {new: handover.takers[old] for new, old in enumerate(self.left) if old in handover.takers}
             handover = Handover(takers=takers, done=handover.done)
-        return Call(jobs.only(self.now), handover, epoch)
+        return Call(jobs.only(self.left), handover, epoch)
+
+    def answer(self) -> dict[int, JobId] | Exception:
+        if self.error is not None:
+            return self.error
+        for at, first in self.repeats.items():
+            self.known[at] = self.known.get(first, JobId(self.call.jobs.ids[first]))
+        return self.known
 
     def went(self, inserted: _Inserted) -> None:
-        """What went now was stored, but for what is known. Where it was to be leased, it is."""
+        """What was left of it was stored, but for what is known. Where it was to be leased, it is."""
         jobs, handover, epoch = self.call
         if inserted.stored is None:
-            stored = self.now
+            stored = self.left
         else:
-            stored = [at for at in self.now if (jobs.org, jobs.ids[at]) in inserted.stored]
+            stored = [at for at in self.left if (jobs.org, jobs.ids[at]) in inserted.stored]
         if handover is not None:
             self.call = Call(jobs, None, epoch)
             leased = [
@@ -199,7 +217,7 @@ class Enqueuing:
         for one in rest:
             why = f"{len(one.left)} job(s) of org {one.call.jobs.org!r} stayed in the balance; try again"
             one.refuse(ShardUnavailable(self._shard, why))
-        return [one.known if one.error is None else one.error for one in going]
+        return [one.answer() for one in going]
 
     async def _go(self, going: Sequence[_Going]) -> None:
         """Stores what it can of these by one statement, and looks up the rest by another."""
@@ -209,7 +227,7 @@ class Enqueuing:
         except _Refused as refused:
             for turn, error in refused.errors.items():
                 if isinstance(error, BadIds):
-                    error.positions = [now[turn].now[at] for at in error.positions]
+                    error.positions = [now[turn].left[at] for at in error.positions]
                 now[turn].refuse(error)
             return
         except _Settled:
@@ -361,7 +379,7 @@ class _Refused(Exception):
 
 
 class _Settled(Exception):
-    """A job has already finished or died: nothing was stored."""
+    """A job has already finished or died, or is live and took a dedup key: nothing was stored."""
 
 
 def made_at_ms(job_id: str) -> int:
@@ -370,37 +388,22 @@ def made_at_ms(job_id: str) -> int:
 
 
 def _choose(going: Sequence[_Going]) -> Sequence[_Going]:
-    """Has each id of an org go once, and each dedup key: where it is named first. Answers those of which something goes
-    now."""
-    if _differ([one.call.jobs for one in going]):
-        for one in going:
-            one.now = one.left
+    """Calls for one statement: no two of one org name the same id. A call that is left out goes later, whole: what is
+    new in a call is stored by one statement."""
+    if len(going) == 1:
         return going
-    ids: set[tuple[OrgId, str]] = set()
-    keys: set[tuple[OrgId, QueueName, str]] = set()
+    ids = [job_id for one in going for job_id in one.call.jobs.ids]
+    if len(set(ids)) == len(ids):
+        return going
+    chosen: list[_Going] = []
+    named: set[tuple[OrgId, str]] = set()
     for one in going:
         jobs = one.call.jobs
-        if len(set(jobs.ids)) < len(jobs):
-            # One lease would be promised twice, and taken back once.
-            one.call = one.call._replace(handover=None)
-        now: list[int] = []
-        for at in one.left:
-            key = [(jobs.org, jobs.queues[at], jobs.dedup_keys[at])] if at in jobs.dedup_keys else []
-            if (jobs.org, jobs.ids[at]) not in ids and keys.isdisjoint(key):
-                ids.add((jobs.org, jobs.ids[at]))
-                keys.update(key)
-                now.append(at)
-        one.now = now
-    return [one for one in going if one.now]
-
-
-def _differ(batches: Sequence[NewJobs]) -> bool:
-    """Whether no two jobs of these have an id or a dedup key in common."""
-    ids = [job_id for jobs in batches for job_id in jobs.ids]
-    if len(set(ids)) < len(ids):
-        return False
-    keys = [(jobs.org, jobs.queues[at], key) for jobs in batches for at, key in jobs.dedup_keys.items()]
-    return len(set(keys)) == len(keys)
+        mine = {(jobs.org, jobs.ids[at]) for at in one.left}
+        if named.isdisjoint(mine):
+            named |= mine
+            chosen.append(one)
+    return chosen
 
 
 def _least_epochs(calls: Sequence[Call]) -> dict[Name, int]:

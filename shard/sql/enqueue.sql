@@ -23,7 +23,7 @@ WITH clock AS MATERIALIZED (
 ), incoming AS MATERIALIZED (
     -- unnest pads: a column that no job of the batch uses is sent as an empty array.
     SELECT
-        n.id, n.queue_id, n.kind, n.payload, n.priority, n.max_attempts, n.dedup_key, n.trace,
+        n.id, n.queue_id, n.kind, n.payload, n.priority, n.max_attempts, n.dedup_key, n.trace, n.position,
         n.attributes::jsonb AS attributes, n.retry::jsonb AS retry,
         -- Never before now(): what a floor has passed stays passed.
         greatest(now(), coalesce(timestamptz 'epoch' + n.run_at_us * interval '1 us', now() + n.delay_us * interval '1 us')) AS run_at,
@@ -36,21 +36,22 @@ WITH clock AS MATERIALIZED (
         %(attributes)s::text[], %(run_at_us)s::bigint[], %(delay_us)s::bigint[], %(expires_at_us)s::bigint[],
         %(max_attempts)s::smallint[], %(retries)s::text[], %(dedup_keys)s::text[], %(dedup_window_us)s::bigint[],
         %(traces)s::text[], %(takers)s::smallint[]
-    ) AS n (
+    ) WITH ORDINALITY AS n (
         id, queue_id, kind, payload, priority, attributes, run_at_us, delay_us, expires_at_us,
-        max_attempts, retry, dedup_key, dedup_window_us, trace, taker
+        max_attempts, retry, dedup_key, dedup_window_us, trace, taker, position
     )
     JOIN lane ON lane.queue_id = n.queue_id
     -- All or none: one queue that is not admitted, and nothing is stored.
     WHERE (SELECT clock.ids_fit FROM clock)
         AND (SELECT count(*) FROM lane) = cardinality(%(lane_ids)s::bigint[])
 ), reserved AS (
-    -- Taking a key whose window is over, or a new one. Ordered, so that two batches never wait for each other in a ring.
+    -- Takes keys that are new or whose windows are over, each for the first job that names it. Sorted by key: two batches
+    -- that take their keys in one order cannot deadlock.
     INSERT INTO windrow.dedup AS d (queue_id, key, job_id, until)
-    SELECT i.queue_id, i.dedup_key, i.id, i.dedup_until
+    SELECT DISTINCT ON (i.queue_id, i.dedup_key) i.queue_id, i.dedup_key, i.id, i.dedup_until
     FROM incoming i
     WHERE i.dedup_key IS NOT NULL
-    ORDER BY i.queue_id, i.dedup_key
+    ORDER BY i.queue_id, i.dedup_key, i.position
     ON CONFLICT (queue_id, key) DO UPDATE SET job_id = excluded.job_id, until = excluded.until WHERE d.until <= now()
     RETURNING d.queue_id, d.job_id
 ), stored AS (
@@ -67,19 +68,26 @@ WITH clock AS MATERIALIZED (
     WHERE i.dedup_key IS NULL OR (i.queue_id, i.id) IN (SELECT r.queue_id, r.job_id FROM reserved r)
     ORDER BY i.id
     ON CONFLICT DO NOTHING
-    RETURNING id, queue_id
+    RETURNING id, queue_id, dedup_key
 ), counted AS (
     INSERT INTO windrow.tally (org_id, accepted)
     SELECT (s.queue_id & 4294967295)::integer, count(*) FROM stored s GROUP BY 1
 )
 SELECT
-    now() AS now,
-    (SELECT clock.ids_fit FROM clock) AS ids_fit,
-    (SELECT array_agg(lane.queue_id) FROM lane) AS admitted,
-    (SELECT array_agg(lane.paused) FROM lane) AS paused,
-    (SELECT array_agg(lane.max_attempts) FROM lane) AS max_attempts,
-    count(*) AS stored,
-    CASE WHEN count(*) < %(jobs)s THEN array_agg(s.id::text) END AS stored_ids,
-    CASE WHEN count(*) < %(jobs)s THEN array_agg(s.queue_id) END AS stored_in,
-    windrow.refuse_settled(array_agg(s.id), array_agg(s.queue_id), (SELECT clock.since FROM clock))
-FROM stored s
+    now() AS now, clock.ids_fit, l.admitted, l.paused, l.max_attempts, s.stored,
+    CASE WHEN s.stored < %(jobs)s THEN s.ids::text[] END AS stored_ids,
+    CASE WHEN s.stored < %(jobs)s THEN s.queue_ids END AS stored_in,
+    CASE
+        -- A key was taken for a job that was not stored, because its id is live already.
+        WHEN s.keyed < (SELECT count(*) FROM reserved) THEN windrow.refuse_unstored_keys()
+        ELSE windrow.refuse_settled(s.ids, s.queue_ids, clock.since)
+    END
+FROM clock
+CROSS JOIN (
+    SELECT array_agg(lane.queue_id) AS admitted, array_agg(lane.paused) AS paused, array_agg(lane.max_attempts) AS max_attempts
+    FROM lane
+) l
+CROSS JOIN (
+    SELECT count(*) AS stored, count(stored.dedup_key) AS keyed, array_agg(stored.id) AS ids, array_agg(stored.queue_id) AS queue_ids
+    FROM stored
+) s

@@ -55,7 +55,7 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster(postgres: Server, tmp_path_factory: pytest.TempPathFactory) -> Generator[Cluster, None, None]:
-    dsns = {shard: postgres.create(f"calls_{shard}") for shard in ("s1", "s2")}
+    dsns = {shard: postgres.create(f"calls_{shard}") for shard in ("s1", "s2", "s3")}
     config = write_cluster(tmp_path_factory.mktemp("calls") / "cluster.toml", dsns)
     with (
         running_routers(config) as one,
@@ -249,6 +249,79 @@ def test_an_org_that_moves_there_and_back_keeps_all_that_it_knew(cluster: Cluste
     for both in (cluster.near, cluster.far):
         assert enqueue(both, org, *again) == [(job.id, True) for job in (first, second, first, second)]
         assert states(both, org, first.id, second.id) == ["SUCCEEDED s1", "SUCCEEDED s2"]
+
+
+def end_windows(cluster: Cluster, shard: str, *jobs: job_pb2.NewJob) -> None:
+    """The windows of these jobs' dedup keys are over on this shard."""
+    for job in jobs:
+        cluster.sql(shard, "UPDATE windrow.dedup SET until = now() WHERE job_id = %s::uuid", job.id)
+
+
+def finish(both: Stubs, org: str) -> None:
+    """All ready jobs of the org succeed."""
+    leased = dequeue(both, org)
+    assert set(ack(both, org, *[job.lease for job in leased])) == {OK}
+
+
+@pytest.mark.parametrize("path", ["s1 s2 s1", "s1 s2 s3", "s2 s1 s3", "s1 s2 s3 s1"])
+@pytest.mark.parametrize("state", ["live", "finished"])
+def test_a_job_sent_again_is_itself_also_where_another_job_has_its_key_on_another_shard(
+    cluster: Cluster, state: str, path: str
+) -> None:
+    """The window of its key ends on the first shard; the other job takes the key on the second. Then the org moves on."""
+    org, old = cluster.org(), new_job(dedup_key="k")
+    first, second, *others = path.split()
+    if first != "s1":
+        cluster.begin(org, to=first).finish()
+    enqueue(cluster.near, org, old)
+    if state == "finished":
+        finish(cluster.near, org)
+    end_windows(cluster, first, old)
+    cluster.begin(org, to=second).finish()
+    new = new_job(dedup_key="k")
+    assert enqueue(cluster.near, org, new) == [(new.id, False)]
+    for target in others:
+        cluster.begin(org, to=target).finish()
+    for both in (cluster.near, cluster.far):
+        jobs = (new_job(dedup_key="k"), old, new, new_job())
+        assert enqueue(both, org, *jobs) == [(new.id, True), (old.id, True), (new.id, True), (jobs[3].id, False)]
+    cluster.near.books("s1", "s2", "s3")
+
+
+@pytest.mark.parametrize("step", ["begin", "close", "open", "switch", "depart", "take", "finish"])
+def test_a_job_sent_again_is_itself_at_every_step_of_a_move_where_another_job_has_its_key(
+    cluster: Cluster, thread: ThreadPoolExecutor, step: str
+) -> None:
+    org, live, finished = cluster.org(), new_job(dedup_key="1"), new_job(dedup_key="2")
+    enqueue(cluster.near, org, finished)
+    finish(cluster.near, org)
+    enqueue(cluster.near, org, live)
+    end_windows(cluster, "s1", live, finished)
+    cluster.begin(org, to="s2").finish()
+    one, two = new_job(dedup_key="1"), new_job(dedup_key="2")
+    assert enqueue(cluster.near, org, one, two) == [(one.id, False), (two.id, False)]
+    move = cluster.begin(org, to="s3")
+    go_on(move, until_=step)
+    for both in (cluster.near, cluster.far):
+        call = thread.submit(enqueue, both, org, live, finished, new_job(dedup_key="1"), new_job(dedup_key="2"))
+        if step in ("close", "open"):
+            move.switch()
+        assert call.result(PATIENCE_S) == [(job.id, True) for job in (live, finished, one, two)]
+    move.finish()
+
+
+def test_an_id_that_a_former_owner_knows_takes_no_key_of_the_writer(cluster: Cluster) -> None:
+    org, live, finished = cluster.org(), new_job(), new_job()
+    enqueue(cluster.near, org, finished)
+    finish(cluster.near, org)
+    enqueue(cluster.near, org, live)
+    cluster.begin(org).finish()
+    again = [new_job(id=live.id, dedup_key="1"), new_job(id=finished.id, dedup_key="2")]
+    new = [new_job(dedup_key="1"), new_job(dedup_key="2")]
+    assert enqueue(cluster.near, org, *again, *new) == [
+        *((job.id, True) for job in again),
+        *((job.id, False) for job in new),
+    ]
 
 
 # ── Consumers ────────────────────────────────────────────────────────────────────────────────────────────────────────

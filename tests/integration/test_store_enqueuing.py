@@ -16,6 +16,7 @@ from shard.database import Database
 from shard.enqueuing import Handed, Handover, Taker
 from shard.errors import IdsOutsideHorizon, NotOwned, ShardUnavailable
 from shard.placement import slot_of
+from shard.settling import Nack
 from shard.store import Store
 from shard.vocabulary import Answer, JobId, NewJobs, OrgId, QueueName
 from tests.conftest import SHARD
@@ -229,6 +230,10 @@ async def live(store: Store, org: OrgId) -> NewJobs:
     return jobs
 
 
+async def live_with_a_free_key(store: Store, org: OrgId) -> NewJobs:
+    return some_jobs(org, ids=ids_of(await live(store, org)), dedup_keys=[f"free-{job_id()}"])
+
+
 async def finished(store: Store, org: OrgId) -> NewJobs:
     jobs = await live(store, org)
     assert await store.cancel(org, ids_of(jobs), reason="") == [Answer.OK]
@@ -243,6 +248,7 @@ async def too_many_queues(store: Store, org: OrgId) -> NewJobs:
 
 COSTS: dict[Callable[[Store, OrgId], Awaitable[NewJobs]], list[bytes]] = {
     live: [statements.ENQUEUE, statements.FIND_KNOWN],
+    live_with_a_free_key: [statements.ENQUEUE, statements.FIND_KNOWN, statements.ENQUEUE],
     finished: [statements.ENQUEUE, statements.FIND_KNOWN, statements.ENQUEUE],
     too_old: [statements.ENQUEUE, statements.ENQUEUE],
     not_owned: [statements.ENQUEUE, statements.FIND_REFUSED_SLOTS, statements.ENQUEUE],
@@ -450,6 +456,162 @@ async def test_a_call_with_twins_among_others_stores_each_of_its_jobs_once(datab
     beside = some_jobs(org, 2)
     assert await at_once(store.enqueue(twins), store.enqueue(beside)) == [{0: old, 3: one}, {}]
     assert {job.id for job, _ in await lease_jobs(store, org)} == {new, one, *beside.ids}
+
+
+# What stores nothing changes nothing
+
+Known = Callable[[Store, OrgId, list[JobId]], Awaitable[None]]
+
+
+async def _live(_store: Store, _org: OrgId, _ids: list[JobId]) -> None:
+    """As it is."""
+
+
+async def _leased(store: Store, org: OrgId, _ids: list[JobId]) -> None:
+    await lease_jobs(store, org)
+
+
+async def _finished(store: Store, org: OrgId, _ids: list[JobId]) -> None:
+    await store.ack(org, [lease for _, lease in await lease_jobs(store, org)])
+
+
+async def _dead(store: Store, org: OrgId, _ids: list[JobId]) -> None:
+    await store.nack(org, [Nack(lease=lease, kill=True) for _, lease in await lease_jobs(store, org)])
+
+
+async def _cancelled(store: Store, org: OrgId, ids: list[JobId]) -> None:
+    await store.cancel(org, ids, reason="")
+
+
+KNOWN: list[Known] = [_live, _leased, _finished, _dead, _cancelled]
+
+
+async def keys_of(database: Database, org: OrgId) -> dict[tuple[str, str], str]:
+    """By queue and dedup key, of keys whose windows last: the job that holds the key."""
+    rows = await database.run(
+        b"""
+        SELECT q.queue, d.key, d.job_id::text FROM windrow.dedup d JOIN windrow.queue q USING (queue_id)
+        WHERE q.org = %(org)s AND d.until > now()
+        """,
+        {"org": org},
+    )
+    return {(queue, key): job for queue, key, job in rows}
+
+
+@pytest.mark.parametrize("become", KNOWN, ids=lambda become: become.__name__.strip("_"))
+async def test_a_job_sent_again_after_its_window_does_not_renew_it(
+    database: Database, org: OrgId, become: Known
+) -> None:
+    store = Store(database)
+    old = some_jobs(org, 1, dedup_keys=["k"])
+    await store.enqueue(old)
+    await become(store, org, ids_of(old))
+    await end_dedup_windows(database, org)
+    assert await store.enqueue(old) == {0: old.ids[0]}
+    assert await keys_of(database, org) == {}
+    new = some_jobs(org, 1, dedup_keys=["k"])
+    assert await store.enqueue(new) == {}
+    assert await store.enqueue(some_jobs(org, 1, dedup_keys=["k"])) == {0: new.ids[0]}
+
+
+@pytest.mark.parametrize("become", KNOWN, ids=lambda become: become.__name__.strip("_"))
+@pytest.mark.parametrize("queue", [QUEUE, A])
+async def test_a_job_sent_again_with_another_key_does_not_take_that_key(
+    database: Database, org: OrgId, become: Known, queue: QueueName
+) -> None:
+    store = Store(database)
+    old = some_jobs(org, 1, dedup_keys=["k"])
+    await store.enqueue(old)
+    await become(store, org, ids_of(old))
+    assert await store.enqueue(some_jobs(org, queue=queue, ids=ids_of(old), dedup_keys=["other"])) == {0: old.ids[0]}
+    assert await keys_of(database, org) == {(QUEUE, "k"): old.ids[0]}
+    new = some_jobs(org, 1, queue=queue, dedup_keys=["other"])
+    assert await store.enqueue(new) == {}
+    assert await where(database, ids_of(new)) == {new.ids[0]: (org, queue)}
+
+
+@pytest.mark.parametrize("become", KNOWN, ids=lambda become: become.__name__.strip("_"))
+@pytest.mark.parametrize("calls", ["one call", "two calls"])
+@pytest.mark.parametrize(
+    "order", ["old new plain", "old plain new", "new old plain", "new plain old", "plain old new", "plain new old"]
+)
+async def test_a_new_job_beside_a_known_one_that_names_the_same_key_is_stored_in_one_statement_with_the_others(
+    recorder: Recorder, org: OrgId, become: Known, calls: str, order: str
+) -> None:
+    store = Store(recorder)
+    names = order.split()
+    ids = {name: job_id() for name in names}
+    await store.enqueue(some_jobs(org, ids=[ids["old"]], dedup_keys=["k"]))
+    await become(store, org, [ids["old"]])
+    await end_dedup_windows(recorder, org)
+    jobs = some_jobs(org, ids=[ids[name] for name in names])
+    keyed = [at for at, name in enumerate(names) if name != "plain"]
+    jobs.dedup_keys, jobs.dedup_window_us = dict.fromkeys(keyed, "k"), dict.fromkeys(keyed, HOUR_US)
+    parts = [[0, 1, 2]] if calls == "one call" else [[0], [1, 2]]
+    answers = await at_once(*[store.enqueue(jobs.only(part)) for part in parts])
+    found = {part[at]: job for part, known in zip(parts, answers, strict=True) for at, job in known.items()}
+    assert found == {names.index("old"): ids["old"]}
+    assert await keys_of(recorder, org) == {(QUEUE, "k"): ids["new"]}
+    rows = await recorder.run(
+        b"SELECT count(DISTINCT xmin::text) FROM windrow.job WHERE id = ANY (%(ids)s::uuid[])",
+        {"ids": [ids["new"], ids["plain"]]},
+    )
+    assert rows == [(1,)], "both were stored by one transaction"
+
+
+async def test_of_new_jobs_with_one_key_the_one_that_is_named_first_is_stored(database: Database, org: OrgId) -> None:
+    ids = sorted((job_id() for _ in range(8)), reverse=True)
+    jobs = some_jobs(org, ids=ids, dedup_keys=["k"] * 8)
+    assert await Store(database).enqueue(jobs) == dict.fromkeys(range(1, 8), ids[0])
+
+
+async def test_a_job_that_another_call_stores_meanwhile_leaves_no_key(database: Database, org: OrgId) -> None:
+    """The enqueue has its snapshot, by which the job is new, and waits for the key while the job is stored."""
+    one, other = Store(database), Store(database)
+    ids = await one.names.make([(org, QUEUE)])
+    job = job_id()
+    plain, keyed = some_jobs(org, ids=[job]), some_jobs(org, ids=[job_id(), job], dedup_keys=["beside", "k"])
+    async with asyncio.TaskGroup() as group, database.transaction() as connection:
+        await connection.execute(
+            "INSERT INTO windrow.dedup VALUES (%s, 'k', %s, now() - interval '1 s')", [ids[org, QUEUE], job_id()]
+        )
+        enqueue = group.create_task(one.enqueue(keyed))
+        await until_blocked(database)
+        assert await other.enqueue(plain) == {}
+    assert enqueue.result() == {1: job}
+    assert await keys_of(database, org) == {(QUEUE, "beside"): keyed.ids[0]}
+    assert await store_one(one, org, "k") == {}
+
+
+async def store_one(store: Store, org: OrgId, key: str) -> dict[int, JobId]:
+    return await store.enqueue(some_jobs(org, 1, dedup_keys=[key]))
+
+
+async def test_an_id_that_a_call_names_twice_is_one_job_as_it_was_named_first(database: Database, org: OrgId) -> None:
+    store = Store(database)
+    first = some_jobs(org, 1, queue=A, dedup_keys=["held"])
+    await store.enqueue(first)
+    twice, new = job_id(), job_id()
+    jobs = some_jobs(org, queue=A, ids=[twice, twice, new], dedup_keys=["held", "free", "free"])
+    assert await store.enqueue(jobs) == {0: first.ids[0], 1: first.ids[0]}
+    assert await keys_of(database, org) == {(A, "held"): first.ids[0], (A, "free"): new}
+
+
+async def test_what_is_new_in_a_call_is_stored_by_one_statement_also_beside_calls_that_name_the_same_ids(
+    recorder: Recorder, org: OrgId
+) -> None:
+    store = Store(recorder)
+    first = some_jobs(org, 1, dedup_keys=["held"])
+    await store.enqueue(first)
+    shared, new = job_id(), job_id()
+    keyed, plain = some_jobs(org, ids=[shared], dedup_keys=["held"]), some_jobs(org, ids=[shared, new])
+    recorder.fail(statements.ENQUEUE, after=1)
+    answers = await asyncio.gather(store.enqueue(keyed), store.enqueue(plain), return_exceptions=True)
+    assert answers[0] == {0: first.ids[0]}
+    assert isinstance(answers[1], ShardUnavailable)
+    assert await where(recorder, [shared, new]) == {}, "all or none"
+    recorder.fail_no_more()
+    assert await store.enqueue(plain) == {}
 
 
 @pytest.fixture

@@ -10,13 +10,14 @@ import pytest
 
 from balancer.model import EVERY_RULE, SCENARIOS, Rule, Scenario, explore
 
-PAUSED, LOOKED_UP, THERE_AND_BACK, CHUNKS, TWINS, RETRIED = SCENARIOS
+PAUSED, LOOKED_UP, THERE_AND_BACK, CHUNKS, TWINS, RETRIED, KEY_TAKEN = SCENARIOS
 
 # What is broken when a rule is left out, and in which scenario it shows.
 BREAKS: Mapping[Rule, tuple[str, Scenario]] = {
     Rule.ENQUEUES_NEED_AN_OWNED_SLOT: ("I6", TWINS),
     Rule.ENQUEUES_COMPARE_EPOCHS: ("I3", TWINS),
     Rule.FORMER_OWNERS_ARE_ASKED: ("I3", TWINS),
+    Rule.IDS_COME_FIRST: ("I3", KEY_TAKEN),
     Rule.ONE_PLACEMENT_A_CALL: ("I3", TWINS),
     Rule.LEAVING_JOBS_ARE_KNOWN: ("I3", RETRIED),
     Rule.CLOSING_WAITS: ("I6", TWINS),
