@@ -57,27 +57,34 @@ class Names:
         return [known for queue in queues if (known := self._queue_ids.get((org, queue))) is not None]
 
     async def make(self, queues: Collection[Name]) -> dict[Name, QueueId]:
-        """All of the queues, bringing into being those that do not exist; but for those whose org has too many."""
-        found = await self.find(queues)
-        if len(found) < len(queues):
+        """The numbers of all of these queues. Makes those that do not exist, except for orgs that have as many as an org
+        may have: only their queues are missing from the answer."""
+        # An org that is erased meanwhile takes its new queues with it. They are made again, for the org that comes after.
+        for _ in range(_TURNS_MAX):
+            found = await self.find(queues)
             missing = [queue for queue in queues if queue not in found]
+            fitting: list[Name] = []
             for at in range(0, len(missing), _ASKED_AT_ONCE):
                 part = await self._with_room(missing[at : at + _ASKED_AT_ONCE])
-                if not part:
-                    continue
-                # Of an org that is not known here. A pinned one has a row with its own slot, which stays; or it is put
-                # there before anything moves (shard/pinning.py).
-                slots = {org: slot_of(org) for org, _ in part}
-                names = {
-                    "orgs": arrays.texts(list(slots)),
-                    "slots": arrays.numbers(slots.values()),
-                    "queues": arrays.names({queue for _, queue in part}),
-                }
-                # Each in a transaction of its own sees what rivals committed before it, and doing it twice is harmless.
-                await self._database.run(statements.INTERN_NAMES, names)
-                await self._database.run(statements.MAKE_QUEUES, {**_columns(part), "relisted": True})
-            found = await self.find(queues)
-        return found
+                if part:
+                    await self._make(part)
+                    fitting += part
+            if not fitting:
+                return found
+        raise ShardUnavailable(self._database.name, "orgs that need new queues are being erased; try again")
+
+    async def _make(self, queues: list[Name]) -> None:
+        # The slot is for an org that is not known here. A pinned one has a row with its own slot, which stays; or it is
+        # put there before anything moves (shard/pinning.py).
+        slots = {org: slot_of(org) for org, _ in queues}
+        names = {
+            "orgs": arrays.texts(list(slots)),
+            "slots": arrays.numbers(slots.values()),
+            "queues": arrays.names({queue for _, queue in queues}),
+        }
+        # Each in a transaction of its own sees what rivals committed before it, and doing it twice is harmless.
+        await self._database.run(statements.INTERN_NAMES, names)
+        await self._database.run(statements.MAKE_QUEUES, {**_columns(queues), "relisted": True})
 
     async def _with_room(self, queues: list[Name]) -> list[Name]:
         """Those that their orgs may have. Rivals that look at the same moment may make a few more."""
