@@ -7,18 +7,19 @@ show whose it is (shard/halving.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import psycopg
 
-from shard import arrays, statements
+from shard import arrays, row_locks, statements
 from shard.database import Database
-from shard.errors import BadIds, IdsOutsideHorizon, NotOwned, ShardUnavailable, TooManyQueues
+from shard.errors import BadIds, IdsOutsideHorizon, NotOwned, RowLocked, ShardUnavailable, TooManyQueues
 from shard.halving import ROW_ERRORS, by_halves
-from shard.interning import QUEUES_MAX, Name, Names
+from shard.interning import QUEUES_MAX, Name, Names, NamesLocked
 from shard.placement import slot_of
+from shard.row_locks import JobRow, KeyRow, RowLocks
 from shard.vocabulary import SPARSE_COLUMNS, JobId, Micros, NewJobs, OrgId, QueueId, QueueName, Slot
 
 # How many times an act is tried again after what stood in its way was mended. Each turn mends one thing for good.
@@ -135,10 +136,13 @@ _NOTHING_KNOWN = Handed([], Micros(0), {})
 
 
 class Enqueuing:
-    """`horizon_days`: how old a job id may be, and so how long a retried enqueue is recognised by it."""
+    """`horizon_days`: how old a job id may be, and so how long a retried enqueue is recognised by it. `locks`: of
+    jobs."""
 
-    def __init__(self, database: Database, names: Names, *, horizon_days: float) -> None:
+    def __init__(self, database: Database, names: Names, locks: RowLocks[JobRow], *, horizon_days: float) -> None:
         self._shard = database.name
+        self._job_locks = locks
+        self._key_locks = row_locks.of_keys(database)
         self._database = database
         self._names = names
         self._horizon_us = round(horizon_days * 24 * _HOUR_US)
@@ -156,14 +160,25 @@ class Enqueuing:
 
     async def _store(self, going: Sequence[_Going]) -> list[dict[int, JobId] | Exception]:
         """Until every job is stored, known or refused. Raises what Postgres says of a row."""
+        await self._refuse_locked(going, self._job_locks.expect, self._key_locks.expect)
         rest = [one for one in going if one.left]
-        turns = 0
+        turns = waits = 0
         while rest and turns < _TURNS_MAX:
             before = len(rest)
             try:
                 await self._go(rest)
             except ROW_ERRORS:
                 raise
+            except RowLocked as error:
+                await self._refuse_locked(rest, self._job_locks.find, self._key_locks.find)
+                rest = [one for one in rest if one.left]
+                if len(rest) == before:
+                    waits += 1
+                    if waits == row_locks.TURNS_MAX:
+                        for one in rest:
+                            one.refuse(error)
+                        rest = []
+                continue
             except Exception as error:  # noqa: BLE001 - the others are stored by now
                 for one in rest:
                     if one.left:
@@ -175,6 +190,21 @@ class Enqueuing:
             why = f"{len(one.left)} job(s) of org {one.call.jobs.org!r} stayed in the balance; try again"
             one.refuse(ShardUnavailable(self._shard, why))
         return [one.known if one.error is None else one.error for one in going]
+
+    async def _refuse_locked(
+        self,
+        going: Sequence[_Going],
+        find_jobs: Callable[[Iterator[JobRow]], Awaitable[set[JobRow]]],
+        find_keys: Callable[[Iterator[KeyRow]], Awaitable[set[KeyRow]]],
+    ) -> None:
+        """Refuses calls of which another session keeps a dedup key locked, or a job that has one of their ids."""
+        jobs = await find_jobs(row for one in going for row in _job_rows(one))
+        keys = await find_keys(row for one in going for row in _key_rows(one))
+        for one in going if jobs or keys else ():
+            found = [f"dedup key {key!r} of queue {queue!r}" for _, queue, key in _key_rows(one) if (one.call.jobs.org, queue, key) in keys]
+            found += [f"a job with id {one.call.jobs.ids[at]}" for at, row in zip(one.left, _job_rows(one), strict=True) if row in jobs]
+            if found:
+                one.refuse(RowLocked(self._shard, found[0]))
 
     async def _go(self, going: Sequence[_Going]) -> None:
         """Stores what it can of these by one statement, and looks up the rest by another."""
@@ -202,7 +232,16 @@ class Enqueuing:
         count = sum(len(call.jobs) for call in calls)
         for _ in range(_TURNS_MAX):
             epochs = _least_epochs(calls)
-            numbers = await self._names.make(epochs)
+            try:
+                numbers = await self._names.make(epochs)
+            except NamesLocked as error:
+                raise _Refused(
+                    {
+                        turn: NamesLocked(self._shard, locked)
+                        for turn, (jobs, _, _) in enumerate(calls)
+                        if (locked := {(jobs.org, queue) for queue in jobs.queues}.intersection(error.names))
+                    }
+                ) from error
             if len(numbers) < len(epochs):
                 raise _Refused(self._too_many_queues(calls, numbers))
             lanes = {number: name for name, number in numbers.items()}
@@ -367,6 +406,16 @@ def _choose(going: Sequence[_Going]) -> Sequence[_Going]:
                 now.append(at)
         one.now = now
     return [one for one in going if one.now]
+
+
+def _job_rows(one: _Going) -> Iterator[JobRow]:
+    jobs = one.call.jobs
+    return ((jobs.org, jobs.ids[at].replace("-", "")) for at in one.left)
+
+
+def _key_rows(one: _Going) -> Iterator[KeyRow]:
+    jobs = one.call.jobs
+    return ((jobs.org, jobs.queues[at], key) for at in one.left if (key := jobs.dedup_keys.get(at)) is not None)
 
 
 def _differ(batches: Sequence[NewJobs]) -> bool:

@@ -3,6 +3,7 @@ meet to gRPC statuses.
 
 ShardError
 ├── ShardUnavailable      nothing may have happened: try again, later
+│   └── RowLocked         the same; or have whoever holds the lock end the transaction
 ├── NotOwned              this shard does not take the org's jobs, or knows of a later placement than the caller: learn
 │                         the placement, then begin again (I6)
 ├── BadIds                make new ids
@@ -39,11 +40,26 @@ class ShardError(Exception):
 
 
 class ShardUnavailable(ShardError):
+    _what = "is unavailable"
+
     def __init__(self, shard: ShardName, why: str, *, retry_after_s: float = 1.0) -> None:
-        super().__init__(f"{what(shard)} is unavailable: {why}")
+        super().__init__(f"{what(shard)} {self._what}: {why}")
         self.shard = shard
         self.why = why
         self.retry_after_s = retry_after_s
+
+
+class RowLocked(ShardUnavailable):
+    """Another session of the database holds a lock that the call needs. What needs no such lock may have been done."""
+
+    _what = "cannot do this now"
+
+    def __init__(self, shard: ShardName, row: str) -> None:
+        super().__init__(
+            shard,
+            f"{row} is locked by another session of its database; try again. `windrow doctor --held-for 1s` names the "
+            "sessions that keep a transaction open",
+        )
 
 
 class NotOwned(ShardError):

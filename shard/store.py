@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from shard import arrays, partitions, statements
+from shard import arrays, partitions, row_locks, statements
 from shard.claiming import CLAIM_BYTES_MAX, Ask, Claiming, Taken
 from shard.coalescing import Acts, Coalescer, TooManyWaiting
 from shard.database import Database
 from shard.enqueuing import NOTHING_HANDED, Call, Enqueuing, Handover, made_at_ms
-from shard.errors import ShardUnavailable
+from shard.errors import RowLocked, ShardUnavailable
 from shard.floor import GUARD_US, Floors
 from shard.halving import by_halves
 from shard.interning import Names
@@ -77,8 +77,9 @@ class Store:
         self._accepted_since_fold = False
         # Releases that met an outage.
         self._owed: list[Releases] = []
-        enqueuing = Enqueuing(database, self.names, horizon_days=horizon_days)
-        settling = Settling(database, lambda queues: self.visible(queues))
+        self._locks = row_locks.of_jobs(database)
+        enqueuing = Enqueuing(database, self.names, self._locks, horizon_days=horizon_days)
+        settling = Settling(database, self._locks, lambda queues: self.visible(queues))
         claiming = Claiming(database, self.names, self._floors)
 
         def late() -> ShardUnavailable:
@@ -219,12 +220,21 @@ class Store:
         answers: dict[JobId, Answer] = {}
         was_done = False
         rest: Sequence[JobId] = list(dict.fromkeys(ids))
+        rows_of = {(org, job_id.replace("-", "")): job_id for job_id in rest}
+        locked = {rows_of[row] for row in await self._locks.expect(rows_of)}
         for _ in range(_TURNS_MAX):
-            rows = await partitions.finish(
-                self._database,
-                statements.CANCEL,
-                {"ids": arrays.plain(rest), "org": org, "reason": reason or "cancelled"},
-            )
+            rest = [job_id for job_id in rest if job_id not in locked]
+            if not rest:
+                break
+            try:
+                rows = await partitions.finish(
+                    self._database,
+                    statements.CANCEL,
+                    {"ids": arrays.plain(rest), "org": org, "reason": reason or "cancelled"},
+                )
+            except RowLocked:
+                locked |= {rows_of[row] for row in await self._locks.find(rows_of) if rows_of[row] in rest}
+                continue
             answers.update((JobId(name), Answer.DEPARTING if departing else Answer.OK) for name, departing in rows)
             missed = [job_id for job_id in rest if job_id not in answers]
             there = await self._get(org, missed, include_payload=False, bytes_max=0)
@@ -241,11 +251,14 @@ class Store:
                         # It was on its way between two tables, dead or redriven, while the statement looked at both.
                         pass
             rest = [job_id for job_id in missed if job_id not in answers]
-            if not rest:
-                if was_done:
-                    # By a try whose commit may still wait.
-                    await self._database.run(statements.WAIT_FOR_STANDBY, {})
-                return [answers[job_id] for job_id in ids]
+        if locked:
+            more = f" (and {len(locked) - 1} more)" if len(locked) > 1 else ""
+            raise RowLocked(self.name, f"job {min(locked)}{more}")
+        if not rest:
+            if was_done:
+                # By a try whose commit may still wait.
+                await self._database.run(statements.WAIT_FOR_STANDBY, {})
+            return [answers[job_id] for job_id in ids]
         raise ShardUnavailable(self.name, f"{len(rest)} job(s) of org {org!r} would not stand still; try again")
 
     async def get(
@@ -359,7 +372,7 @@ class Store:
 
 
 def _in_turn(
-    act: Callable[[Sequence[_AnyCall]], Awaitable[list[list[Answer]]]],
+    act: Callable[[Sequence[_AnyCall]], Awaitable[Sequence[list[Answer] | Exception]]],
 ) -> Callable[[list[_AnyCall]], Awaitable[Sequence[list[Answer] | Exception]]]:
     """An act that is done together where that may be, and one part after another where not."""
 
