@@ -201,8 +201,16 @@ class Enqueuing:
         jobs = await find_jobs(row for one in going for row in _job_rows(one))
         keys = await find_keys(row for one in going for row in _key_rows(one))
         for one in going if jobs or keys else ():
-            found = [f"dedup key {key!r} of queue {queue!r}" for _, queue, key in _key_rows(one) if (one.call.jobs.org, queue, key) in keys]
-            found += [f"a job with id {one.call.jobs.ids[at]}" for at, row in zip(one.left, _job_rows(one), strict=True) if row in jobs]
+            found = [
+                f"dedup key {key!r} of queue {queue!r}"
+                for _, queue, key in _key_rows(one)
+                if (one.call.jobs.org, queue, key) in keys
+            ]
+            found += [
+                f"a job with id {one.call.jobs.ids[at]}"
+                for at, row in zip(one.left, _job_rows(one), strict=True)
+                if row in jobs
+            ]
             if found:
                 one.refuse(RowLocked(self._shard, found[0]))
 

@@ -29,7 +29,9 @@ class NamesLocked(RowLocked):
     def __init__(self, shard: ShardName, names: Collection[Name]) -> None:
         org, queue = min(names)
         more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-        super().__init__(shard, f"the org or the name of queue {queue!r} of org {org!r}{more}, which does not exist yet,")
+        super().__init__(
+            shard, f"the org or the name of queue {queue!r} of org {org!r}{more}, which does not exist yet,"
+        )
         self.names = names
 
 

@@ -9,16 +9,16 @@ each row in it is looked at again before a call is refused because of it.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from shard import arrays, statements
 from shard.database import Database
 from shard.errors import RowLocked
 from shard.vocabulary import OrgId, QueueName
 
-# How often a statement runs again while something other than a known row is locked: a table, for example, which moves of
-# slots and migrations lock for a moment. Each run waits for Database.lock_wait_s.
-TURNS_MAX = 15
+# How often a statement is run while what it waits for is none of these rows: a table, for example, which migrations and
+# moves of slots lock for a moment. Each run waits for 0.2 s (shard/database.py), so that this makes 10 s.
+TURNS_MAX = 50
 _ORGS_MAX = 1_000
 _ROWS_OF_ORG_MAX = 1_000
 
@@ -28,7 +28,7 @@ KeyRow = tuple[OrgId, QueueName, str]
 # What a queue is made of: the rows of its org and of its name.
 NameRow = tuple[OrgId, QueueName]
 
-Row = TypeVar("Row", JobRow, KeyRow, NameRow)
+Row = TypeVar("Row", bound=tuple[Any, ...])
 
 
 class RowLocks(Generic[Row]):

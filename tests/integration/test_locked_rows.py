@@ -138,7 +138,8 @@ async def test_results_stay_with_their_jobs_where_one_of_them_is_locked(
         with pytest.raises(RowLocked):
             await store.ack(org, leases, results)
     assert await store.ack(org, leases, results) == [OK] * 3
-    found = {record.id: record.result for record in await store.get(org, list(map(name_of, leases)), include_payload=True)}
+    names = list(map(name_of, leases))
+    found = {record.id: record.result for record in await store.get(org, names, include_payload=True)}
     assert [found[name_of(lease)] for lease in leases] == results
 
 
@@ -337,10 +338,9 @@ async def test_many_calls_for_locked_jobs_leave_others_the_connections(
         store = Store(database)
         mine = await held_by(store, org, 40)
         theirs = await held_by(store, other_org, 20)
-        async with forgotten(fresh_dsn, "SELECT FROM windrow.job WHERE id = ANY (%s) FOR UPDATE", [name_of(m) for m in mine]):
-            asking = [
-                asyncio.ensure_future(act(store, org, [lease])) for lease in mine for act in VERBS.values()
-            ]
+        names = list(map(name_of, mine))
+        async with forgotten(fresh_dsn, "SELECT FROM windrow.job WHERE id = ANY (%s) FOR UPDATE", names):
+            asking = [asyncio.ensure_future(act(store, org, [lease])) for lease in mine for act in VERBS.values()]
             for lease in theirs:
                 assert await at_once(
                     store.ack(other_org, [lease]), store.get(other_org, [name_of(lease)], include_payload=False)
@@ -355,9 +355,7 @@ async def test_many_calls_for_locked_jobs_leave_others_the_connections(
         await database.close()
 
 
-async def test_where_nothing_is_locked_nobody_looks_for_locks(
-    recorder: Recorder, module_dsn: str, org: OrgId
-) -> None:
+async def test_where_nothing_is_locked_nobody_looks_for_locks(recorder: Recorder, module_dsn: str, org: OrgId) -> None:
     """Neither before, nor when a lock is gone that was met."""
     store = Store(recorder)
     leases = await held_by(store, org, 3)
