@@ -14,6 +14,7 @@ from typing import NamedTuple
 import psycopg
 
 from shard import arrays, row_locks, statements
+from shard.clock import ShardClock
 from shard.database import Database
 from shard.errors import BadIds, IdsOutsideHorizon, NotOwned, RowLocked, ShardUnavailable, TooManyQueues
 from shard.halving import ROW_ERRORS, by_halves
@@ -139,8 +140,11 @@ class Enqueuing:
     """`horizon_days`: how old a job id may be, and so how long a retried enqueue is recognised by it. `locks`: of
     jobs."""
 
-    def __init__(self, database: Database, names: Names, locks: RowLocks[JobRow], *, horizon_days: float) -> None:
+    def __init__(
+        self, database: Database, names: Names, locks: RowLocks[JobRow], clock: ShardClock, *, horizon_days: float
+    ) -> None:
         self._shard = database.name
+        self._clock = clock
         self._job_locks = locks
         self._key_locks = row_locks.of_keys(database)
         self._database = database
@@ -288,6 +292,9 @@ class Enqueuing:
                 raise
             now, ids_fit, admitted, paused, max_attempts, stored, stored_ids, stored_in, _ = rows[0]
             if not ids_fit:
+                # By a clock that was set back, ids of this moment are of the future.
+                await self._clock.record()
+                self._clock.check()
                 raise _Refused(self._outside_horizon(calls, now))
             if len(admitted or ()) == len(lanes):
                 return _Inserted(

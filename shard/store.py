@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from shard import arrays, partitions, row_locks, statements
 from shard.claiming import CLAIM_BYTES_MAX, Ask, Claiming, Taken
+from shard.clock import ShardClock
 from shard.coalescing import Acts, Coalescer, TooManyWaiting
 from shard.database import Database
 from shard.enqueuing import NOTHING_HANDED, Call, Enqueuing, Handover, made_at_ms
@@ -64,11 +65,14 @@ class Due:
 
 class Store:
     """One shard's queue. `horizon_days`: how old a job id may be, and so how long a retried enqueue is recognised
-    by it. `visible`, if set, is told the queues of jobs that came back to be claimed."""
+    by it. `visible`, if set, is told the queues of jobs that came back to be claimed.
+
+    Every verb that changes something raises ClockSetBack while `clock` knows that the shard's clock was set back."""
 
     def __init__(self, database: Database, *, horizon_days: float = 7.0) -> None:
         self.name: ShardName = database.name
         self.names = Names(database)
+        self.clock = ShardClock(database)
         self.visible: Callable[[set[QueueId]], None] = _ignore
         self._database = database
         self._floors = Floors()
@@ -78,7 +82,7 @@ class Store:
         # Releases that met an outage.
         self._owed: list[Releases] = []
         self._locks = row_locks.of_jobs(database)
-        enqueuing = Enqueuing(database, self.names, self._locks, horizon_days=horizon_days)
+        enqueuing = Enqueuing(database, self.names, self._locks, self.clock, horizon_days=horizon_days)
         settling = Settling(database, self._locks, lambda queues: self.visible(queues))
         claiming = Claiming(database, self.names, self._floors)
 
@@ -131,6 +135,9 @@ class Store:
         if not len(jobs):
             _tell_nothing(call)
             return {}
+        if self.clock.trouble is not None:
+            _tell_nothing(call)
+            self.clock.check()
         self._accepted_since_fold = True
         return await self._enqueues.submit(call)
 
@@ -153,6 +160,7 @@ class Store:
     ) -> Taken:
         """Leases up to `max_jobs` due jobs for `window_us`, fewer where they fill `bytes_max`. Raises ShardUnavailable,
         TooManyWaiting."""
+        self.clock.check()
         ask = Ask(org, tuple(queues), max_jobs, window_us, worker, bytes_max)
         taken = self._claims.submit(ask)
         try:
@@ -165,18 +173,22 @@ class Store:
 
     async def ack(self, org: OrgId, leases: Sequence[Lease], results: Sequence[bytes | None] = ()) -> list[Answer]:
         """Finishes jobs; a result (≤ 64 KiB) is kept with each that has one."""
+        self.clock.check()
         return await self._acks.submit(Acks(org, leases, results))
 
     async def nack(self, org: OrgId, nacks: Sequence[Nack]) -> list[Answer]:
         """Gives jobs back: to run again after a delay, or dead when attempts are used up or the nack kills."""
+        self.clock.check()
         return await self._nacks.submit(Nacks(org, nacks))
 
     async def extend(self, org: OrgId, leases: Sequence[Lease], *, window_us: int) -> list[Answer]:
         """Prolongs leases: each then ends no earlier than `window_us` from now."""
+        self.clock.check()
         return await self._extends.submit(Extends(org, leases, window_us))
 
     async def release(self, org: OrgId, leases: Sequence[Lease]) -> list[Answer]:
         """Gives jobs back at once, the attempt uncounted."""
+        self.clock.check()
         return await self._releases.submit(Releases(org, leases))
 
     def release_soon(self, org: OrgId, leases: Sequence[Lease]) -> None:
@@ -186,8 +198,9 @@ class Store:
             return
         calls = Releases(org, leases)
         try:
+            self.clock.check()
             released = self._releases.submit(calls)
-        except TooManyWaiting as error:
+        except (ShardUnavailable, TooManyWaiting) as error:
             self._owe(calls, error)
         else:
             released.add_done_callback(lambda done: self._released(calls, done))
@@ -211,6 +224,7 @@ class Store:
 
     async def cancel(self, org: OrgId, ids: Sequence[JobId], *, reason: str) -> list[Answer]:
         """Cancels jobs that have not finished; STALE for those that have, DEPARTING for those that are leaving."""
+        self.clock.check()
         answers_of: list[Answer] = await self._alone.submit(
             Alone(org, len(ids), partial(self._cancel, org, ids, reason=reason))
         )
