@@ -1,9 +1,9 @@
 """Whether a shard's clock was set back, by what the same clock has shown before.
 
-Jobs are found again by the time at which they finished, so that a clock that goes back can hide a finished job: sent again,
-it would run again. Two things bound that. A job finishes at the latest time that is recorded, if that is later than now
-(the statements see to it). And a shard whose clock is more than a minute behind that time takes no calls until the clock
-has caught up, or an operator says that it is right (`accept`). No other clock is compared with it.
+Jobs are found again by the time at which they finished, so that a clock that goes back can hide a finished job: sent
+again, it would run again. Two things bound that. A job finishes at the latest time that is recorded, if that is later
+than now (the statements see to it). And a shard whose clock is more than a minute behind that time takes no calls until
+the clock has caught up, or an operator says that it is right (`accept`). No other clock is compared with it.
 """
 
 from __future__ import annotations

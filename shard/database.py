@@ -74,8 +74,8 @@ _BOOKS_SETTINGS = f"""{_SETTINGS}
 """
 
 
-# How long a statement waits for a lock. The first is in the settings of every connection; the second is for statements that
-# serve many calls, of which two may be about one job and meet.
+# How long a statement waits for a lock. The first is in the settings of every connection; the second is for statements
+# that serve many calls, of which two may be about one job and meet.
 _LOCK_WAIT_S = 10.0
 _SHARED_LOCK_WAIT_S = 0.2
 _SET_LOCK_WAIT = b"SELECT set_config('lock_timeout', %(milliseconds)s, false)"
@@ -272,8 +272,8 @@ class Database:
         await self._renew()
 
     async def run(self, statement: bytes, parameters: Mapping[str, object]) -> list[Any]:
-        """Runs one statement in its own transaction and fetches its rows (none for a statement that returns none). Raises
-        RowLocked where a shared statement does not get a lock in a moment: it has done nothing."""
+        """Runs one statement in its own transaction and fetches its rows (none for a statement that returns none).
+        Raises RowLocked where a shared statement does not get a lock in a moment: it has done nothing."""
         shared = getattr(statement, "shared", False)
         lock_wait_s = self._shared_lock_wait_s if shared else _LOCK_WAIT_S
         for tries_left in range(self._tries, -1, -1):

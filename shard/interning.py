@@ -70,9 +70,10 @@ class Names:
         return [known for queue in queues if (known := self._queue_ids.get((org, queue))) is not None]
 
     async def make(self, queues: Collection[Name]) -> dict[Name, QueueId]:
-        """The numbers of all of these queues. Makes those that do not exist, except for orgs that have as many as an org
-        may have: only their queues are missing from the answer. Raises NamesLocked."""
-        # An org that is erased meanwhile takes its new queues with it. They are made again, for the org that comes after.
+        """The numbers of all of these queues. Makes those that do not exist, except for orgs that have as many as an
+        org may have: only their queues are missing from the answer. Raises NamesLocked."""
+        # An org that is erased meanwhile takes its new queues with it. They are made again, for the org that comes
+        # after.
         for _ in range(_TURNS_MAX):
             found = await self.find(queues)
             missing = [queue for queue in queues if queue not in found]

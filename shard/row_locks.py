@@ -1,9 +1,9 @@
 """Rows that other sessions keep locked, and the calls that need them.
 
-A statement that serves many calls waits only a moment for a lock (shard/database.py). If it does not get the lock, it has
-done nothing. Then the locked rows are found without waiting, the calls that need them are refused, and the other calls
-run again. Locked rows are remembered, so that the next call for one of them makes nobody wait. The memory is a hint:
-each row in it is looked at again before a call is refused because of it.
+A statement that serves many calls waits only a moment for a lock (shard/database.py). If it does not get the lock, it
+has done nothing. Then the locked rows are found without waiting, the calls that need them are refused, and the other
+calls run again. Locked rows are remembered, so that the next call for one of them makes nobody wait. The memory is a
+hint: each row in it is looked at again before a call is refused because of it.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ class Statement(bytes):
     # Whether it may be run again where nobody knows if it was done. Most may: they name the ids or the lease they are
     # about.
     repeatable: bool
-    # Whether callers of several orgs wait for it: then it waits only a moment for a lock, and does nothing if it does not
-    # get it (shard/row_locks.py).
+    # Whether callers of several orgs wait for it: then it waits only a moment for a lock, and does nothing if it does
+    # not get it (shard/row_locks.py).
     shared: bool
 
 

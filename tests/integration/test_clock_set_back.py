@@ -16,7 +16,7 @@ from shard.database import Database
 from shard.errors import ClockSetBack
 from shard.settling import Nack
 from shard.store import Store
-from shard.vocabulary import Answer, JobId, Lease, NewJobs, OrgId, QueueName
+from shard.vocabulary import Answer, Lease, NewJobs, OrgId
 from tests.conftest import SHARD
 from tests.jobs import HOUR_US, QUEUE, ids_of, job_id, lease_jobs, some_jobs
 from tests.timemachine import SetClock
@@ -109,7 +109,9 @@ async def test_a_shard_whose_clock_was_set_back_takes_no_calls_until_it_has_caug
         for _ in range(3):
             await store.clock.record()
             for call in calls:
-                with pytest.raises(ClockSetBack, match=r"its clock was set back: .* 3h .*windrow shards accept-clock s1"):
+                with pytest.raises(
+                    ClockSetBack, match=r"its clock was set back: .* 3h .*windrow shards accept-clock s1"
+                ):
                     await call()
         assert len(caplog.records) == 1
         # Who only looks is answered, and a release that nobody waits for is done later.

@@ -1,5 +1,5 @@
-"""A row that another session keeps locked (a forgotten BEGIN; SELECT … FOR UPDATE in psql) is the trouble of the calls that
-need it: the others, who share statements with them, go on. Until a test says so, nobody lets go of a lock."""
+"""A row that another session keeps locked (a forgotten BEGIN; SELECT … FOR UPDATE in psql) is the trouble of the calls
+that need it: the others, who share statements with them, go on. Until a test says so, nobody lets go of a lock."""
 
 from __future__ import annotations
 
