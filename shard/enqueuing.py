@@ -166,23 +166,13 @@ class Enqueuing:
         """Until every job is stored, known or refused. Raises what Postgres says of a row."""
         await self._refuse_locked(going, self._job_locks.expect, self._key_locks.expect)
         rest = [one for one in going if one.left]
-        turns = waits = 0
+        turns = 0
         while rest and turns < _TURNS_MAX:
             before = len(rest)
             try:
-                await self._go(rest)
+                await self._go_past_locks(rest)
             except ROW_ERRORS:
                 raise
-            except RowLocked as error:
-                await self._refuse_locked(rest, self._job_locks.find, self._key_locks.find)
-                rest = [one for one in rest if one.left]
-                if len(rest) == before:
-                    waits += 1
-                    if waits == row_locks.TURNS_MAX:
-                        for one in rest:
-                            one.refuse(error)
-                        rest = []
-                continue
             except Exception as error:  # noqa: BLE001 - the others are stored by now
                 for one in rest:
                     if one.left:
@@ -194,6 +184,19 @@ class Enqueuing:
             why = f"{len(one.left)} job(s) of org {one.call.jobs.org!r} stayed in the balance; try again"
             one.refuse(ShardUnavailable(self._shard, why))
         return [one.known if one.error is None else one.error for one in going]
+
+    async def _go_past_locks(self, going: Sequence[_Going]) -> None:
+        for _ in range(row_locks.TURNS_MAX):
+            rest = [one for one in going if one.left]
+            if not rest:
+                return
+            try:
+                await self._go(rest)
+            except RowLocked:
+                await self._refuse_locked(rest, self._job_locks.find, self._key_locks.find)
+            else:
+                return
+        raise RowLocked(self._shard, "something that enqueues need")
 
     async def _refuse_locked(
         self,

@@ -9,7 +9,7 @@ hint: each row in it is looked at again before a call is refused because of it.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from shard import arrays, statements
 from shard.database import Database
@@ -28,7 +28,7 @@ KeyRow = tuple[OrgId, QueueName, str]
 # What a queue is made of: the rows of its org and of its name.
 NameRow = tuple[OrgId, QueueName]
 
-Row = TypeVar("Row", bound=tuple[Any, ...])
+Row = TypeVar("Row", bound=tuple[object, ...])
 
 
 class RowLocks(Generic[Row]):
@@ -36,7 +36,7 @@ class RowLocks(Generic[Row]):
 
     def __init__(self, find: Callable[[Sequence[Row]], Awaitable[Collection[Row]]]) -> None:
         self._find = find
-        self._remembered: dict[OrgId, set[Row]] = {}
+        self._remembered: dict[object, set[Row]] = {}
 
     async def expect(self, rows: Iterable[Row]) -> set[Row]:
         """The locked ones of those rows whose org had a locked row lately. Asks nothing if there is no such org."""

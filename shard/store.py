@@ -237,20 +237,20 @@ class Store:
         rows_of = {(org, job_id.replace("-", "")): job_id for job_id in rest}
         locked = {rows_of[row] for row in await self._locks.expect(rows_of)}
         for _ in range(_TURNS_MAX):
-            rest = [job_id for job_id in rest if job_id not in locked]
-            if not rest:
+            free = [job_id for job_id in rest if job_id not in locked]
+            if not free:
                 break
             try:
                 rows = await partitions.finish(
                     self._database,
                     statements.CANCEL,
-                    {"ids": arrays.plain(rest), "org": org, "reason": reason or "cancelled"},
+                    {"ids": arrays.plain(free), "org": org, "reason": reason or "cancelled"},
                 )
             except RowLocked:
-                locked |= {rows_of[row] for row in await self._locks.find(rows_of) if rows_of[row] in rest}
+                locked |= {rows_of[row] for row in await self._locks.find(rows_of) if rows_of[row] in free}
                 continue
             answers.update((JobId(name), Answer.DEPARTING if departing else Answer.OK) for name, departing in rows)
-            missed = [job_id for job_id in rest if job_id not in answers]
+            missed = [job_id for job_id in free if job_id not in answers]
             there = await self._get(org, missed, include_payload=False, bytes_max=0)
             states = {record.id: record.state for record in there}
             for job_id in missed:

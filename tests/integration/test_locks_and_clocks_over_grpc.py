@@ -43,7 +43,7 @@ class Running:
         (result,) = self.stubs.queue.Enqueue(request, timeout=PATIENCE_S).results
         return result.id
 
-    def lease(self, org: str) -> job_pb2.Job:
+    def lease(self, org: str) -> job_pb2.LeasedJob:
         self.enqueue(org)
         request = queue_pb2.DequeueRequest(org=org, queues=["q"], max_jobs=1)
         request.visibility_window.FromSeconds(36000)
