@@ -13,6 +13,7 @@ import typer
 
 from cli import (
     archive,
+    clock,
     cluster,
     doctor,
     enqueue,
@@ -38,6 +39,7 @@ _OPERATE = "Look and mend"
 app = App(epilog=EPILOG)
 moves.add_to(shards.app)
 pins.add_to(shards.app)
+clock.add_to(shards.app)
 
 
 def _version(wanted: bool) -> None:

@@ -282,6 +282,8 @@ class AdminService:
             async with asyncio.timeout(_PROBE_S):
                 info.postgres_version, info.schema_version = await member.to_look_at().books.versions()
             info.latency.CopyFrom(convert.duration(round((time.perf_counter() - began) * 1e6)))
+            # It answers, but is of no use to anybody while its clock is behind.
+            member.store.clock.check()
             info.reachable = True
         except TimeoutError:
             info.error = f"no answer within {_PROBE_S:g} s"

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Self
 
-from router.upkeep import every
+from router.upkeep import attempt, every
 from router.waiting import SWEEP_S, Room
 from shard.books import Books
 from shard.cluster import ShardEntry, ShardState
@@ -20,6 +20,8 @@ from shard.vocabulary import ShardName
 
 _log = logging.getLogger(__name__)
 
+# How long a clock that was set back can go unnoticed.
+_RECORD_TIME_S = 3.0
 _FOLD_TALLY_S = 60.0
 _MAKE_PARTITIONS_S = 3600.0
 _RETRY_OPEN_S = 1.0
@@ -135,6 +137,8 @@ class Member:
             await self._books_database.open()
             await self._until_proved(self._queue_database, "")
             self._books_database.identity = self._queue_database.identity
+            record_time = self._where_allowed(self.store.clock.record)
+            await attempt(f"look at the clock of shard {self.name!r}", record_time)
             self.up.set()
             await self._proved(self)
             async with asyncio.TaskGroup() as group:
@@ -142,6 +146,7 @@ class Member:
                 group.create_task(self.room.run())
                 for interval_s, what, act in (
                     (SWEEP_S, "sweep the lanes", self.room.sweep),
+                    (_RECORD_TIME_S, "look at the clock", self.store.clock.record),
                     (_FOLD_TALLY_S, "fold the tally", self.store.fold_tally),
                     (_MAKE_PARTITIONS_S, "make partitions", self.books.make_partitions),
                 ):

@@ -85,6 +85,10 @@ def status_of(error: BaseException) -> status_pb2.Status:
                     del bad.field_violations[-1]
                     break
             return _status(code_pb2.INVALID_ARGUMENT, str(error), "INVALID_REQUEST", bad)
+        case errors.RowLocked():
+            return _status(code_pb2.UNAVAILABLE, str(error), "ROW_LOCKED", retry_info(error.retry_after_s))
+        case errors.ClockSetBack():
+            return _status(code_pb2.UNAVAILABLE, str(error), "CLOCK_SET_BACK", retry_info(error.retry_after_s))
         case errors.ShardUnavailable():
             return _status(code_pb2.UNAVAILABLE, str(error), "SHARD_UNAVAILABLE", retry_info(error.retry_after_s))
         case RequestLate():

@@ -36,7 +36,7 @@ from shard import statements
 from shard.arrays import Blobs, Texts
 from shard.breaker import OVERDUE_S, Breaker, first_line
 from shard.connection import Connection
-from shard.errors import ShardUnavailable
+from shard.errors import RowLocked, ShardUnavailable
 from shard.servers import first_of
 from shard.vocabulary import ShardName
 
@@ -72,6 +72,13 @@ _BOOKS_SETTINGS = f"""{_SETTINGS}
     ('plan_cache_mode', 'force_custom_plan'), ('statement_timeout', '300s')
 ) AS s (name, value)
 """
+
+
+# How long a statement waits for a lock. The first is in the settings of every connection; the second is for statements
+# that serve many calls, of which two may be about one job and meet.
+_LOCK_WAIT_S = 10.0
+_SHARED_LOCK_WAIT_S = 0.2
+_SET_LOCK_WAIT = b"SELECT set_config('lock_timeout', %(milliseconds)s, false)"
 
 
 class _MicrosLoader(Loader):
@@ -131,6 +138,8 @@ class _Connection(Connection):
 
     dsn = ""
     kept_until_s = 0.0
+    # As lock_timeout is set. None: not known.
+    lock_wait_s: float | None = _LOCK_WAIT_S
 
     @classmethod
     async def connect(  # type: ignore[override]
@@ -178,7 +187,14 @@ class Database:
     """
 
     def __init__(
-        self, name: ShardName, dsn: str, *, connections: int = 4, wait_s: float = 5.0, for_books: bool = False
+        self,
+        name: ShardName,
+        dsn: str,
+        *,
+        connections: int = 4,
+        wait_s: float = 5.0,
+        shared_lock_wait_s: float = _SHARED_LOCK_WAIT_S,
+        for_books: bool = False,
     ) -> None:
         self.name = name
         # What it has proved to be (shard/identity.py); from then on a connection to another is none. None: any will do.
@@ -188,6 +204,7 @@ class Database:
         # Told when the server is away from now on: who has connections of his own may have them to that one.
         self.went_away: Callable[[], None] = _ignore
         self._wait_s = wait_s
+        self._shared_lock_wait_s = shared_lock_wait_s
         self._tries = connections + 2
         self._settings: LiteralString = _BOOKS_SETTINGS if for_books else _QUEUE_SETTINGS
         self._dsn = dsn
@@ -255,10 +272,15 @@ class Database:
         await self._renew()
 
     async def run(self, statement: bytes, parameters: Mapping[str, object]) -> list[Any]:
-        """Runs one statement in its own transaction and fetches its rows (none for a statement that returns none)."""
+        """Runs one statement in its own transaction and fetches its rows (none for a statement that returns none).
+        Raises RowLocked where a shared statement does not get a lock in a moment: it has done nothing."""
+        shared = getattr(statement, "shared", False)
+        lock_wait_s = self._shared_lock_wait_s if shared else _LOCK_WAIT_S
         for tries_left in range(self._tries, -1, -1):
             try:
                 async with self._connection() as connection:
+                    if connection.lock_wait_s != lock_wait_s:
+                        await _set_lock_wait(connection, lock_wait_s)
                     if trace.get_current_span().is_recording():
                         with self._span(statement):
                             return await connection.run(statement, parameters)
@@ -267,6 +289,8 @@ class Database:
                 if not tries_left:
                     raise
             except (psycopg.OperationalError, psycopg.errors.ReadOnlySqlTransaction) as error:
+                if shared and isinstance(error, psycopg.errors.LockNotAvailable):
+                    raise RowLocked(self.name, "something that this needs") from error
                 if not getattr(statement, "repeatable", True) and _in_doubt(error):
                     raise ShardUnavailable(
                         self.name, f"{first_line(error)}; what was asked may have been done"
@@ -281,8 +305,11 @@ class Database:
     async def transaction(self) -> AsyncGenerator[Connection]:
         """Several statements, one transaction. Not tried again: the caller knows whether it may be."""
         try:
-            async with self._connection() as connection, connection.transaction():
-                yield connection
+            async with self._connection() as connection:
+                if connection.lock_wait_s != _LOCK_WAIT_S:
+                    await _set_lock_wait(connection, _LOCK_WAIT_S)
+                async with connection.transaction():
+                    yield connection
         except (
             psycopg.OperationalError,
             psycopg.errors.ReadOnlySqlTransaction,
@@ -506,6 +533,13 @@ class Database:
     def _unavailable(self, why: str) -> ShardUnavailable:
         """What the breaker knows goes before what one connection has met with."""
         return ShardUnavailable(self.name, self._breaker.trouble or why)
+
+
+async def _set_lock_wait(connection: _Connection, seconds: float) -> None:
+    # A cancelled caller does not know whether it was set.
+    connection.lock_wait_s = None
+    await connection.run(_SET_LOCK_WAIT, {"milliseconds": str(round(seconds * 1000))})
+    connection.lock_wait_s = seconds
 
 
 def hang_up(connection: psycopg.AsyncConnection[Any]) -> None:

@@ -8,18 +8,20 @@ show whose it is (shard/halving.py).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import psycopg
 
-from shard import arrays, statements
+from shard import arrays, row_locks, statements
+from shard.clock import ShardClock
 from shard.database import Database
-from shard.errors import BadIds, IdsOutsideHorizon, NotOwned, ShardUnavailable, TooManyQueues
+from shard.errors import BadIds, IdsOutsideHorizon, NotOwned, RowLocked, ShardUnavailable, TooManyQueues
 from shard.halving import ROW_ERRORS, by_halves
-from shard.interning import QUEUES_MAX, Name, Names
+from shard.interning import QUEUES_MAX, Name, Names, NamesLocked
 from shard.placement import slot_of
+from shard.row_locks import JobRow, KeyRow, RowLocks
 from shard.vocabulary import SPARSE_COLUMNS, JobId, Micros, NewJobs, OrgId, QueueId, QueueName, Slot
 
 # How many times an act is tried again after what stood in its way was mended. Each turn mends one thing for good.
@@ -157,10 +159,16 @@ _NOTHING_KNOWN = Handed([], Micros(0), {})
 
 
 class Enqueuing:
-    """`horizon_days`: how old a job id may be, and so how long a retried enqueue is recognised by it."""
+    """`horizon_days`: how old a job id may be, and so how long a retried enqueue is recognised by it. `locks`: of
+    jobs."""
 
-    def __init__(self, database: Database, names: Names, *, horizon_days: float) -> None:
+    def __init__(
+        self, database: Database, names: Names, locks: RowLocks[JobRow], clock: ShardClock, *, horizon_days: float
+    ) -> None:
         self._shard = database.name
+        self._clock = clock
+        self._job_locks = locks
+        self._key_locks = row_locks.of_keys(database)
         self._database = database
         self._names = names
         self._horizon_us = round(horizon_days * 24 * _HOUR_US)
@@ -199,12 +207,13 @@ class Enqueuing:
 
     async def _store(self, going: Sequence[_Going]) -> list[dict[int, JobId] | Exception]:
         """Until every job is stored, known or refused. Raises what Postgres says of a row."""
+        await self._refuse_locked(going, self._job_locks.expect, self._key_locks.expect)
         rest = [one for one in going if one.left]
         turns = 0
         while rest and turns < _TURNS_MAX:
             before = len(rest)
             try:
-                await self._go(rest)
+                await self._go_past_locks(rest)
             except ROW_ERRORS:
                 raise
             except Exception as error:  # noqa: BLE001 - the others are stored by now
@@ -218,6 +227,42 @@ class Enqueuing:
             why = f"{len(one.left)} job(s) of org {one.call.jobs.org!r} stayed in the balance; try again"
             one.refuse(ShardUnavailable(self._shard, why))
         return [one.answer() for one in going]
+
+    async def _go_past_locks(self, going: Sequence[_Going]) -> None:
+        for _ in range(row_locks.TURNS_MAX):
+            rest = [one for one in going if one.left]
+            if not rest:
+                return
+            try:
+                await self._go(rest)
+            except RowLocked:
+                await self._refuse_locked(rest, self._job_locks.find, self._key_locks.find)
+            else:
+                return
+        raise RowLocked(self._shard, "something that enqueues need")
+
+    async def _refuse_locked(
+        self,
+        going: Sequence[_Going],
+        find_jobs: Callable[[Iterator[JobRow]], Awaitable[set[JobRow]]],
+        find_keys: Callable[[Iterator[KeyRow]], Awaitable[set[KeyRow]]],
+    ) -> None:
+        """Refuses calls of which another session keeps a dedup key locked, or a job that has one of their ids."""
+        jobs = await find_jobs(row for one in going for row in _job_rows(one))
+        keys = await find_keys(row for one in going for row in _key_rows(one))
+        for one in going if jobs or keys else ():
+            found = [
+                f"dedup key {key!r} of queue {queue!r}"
+                for _, queue, key in _key_rows(one)
+                if (one.call.jobs.org, queue, key) in keys
+            ]
+            found += [
+                f"a job with id {one.call.jobs.ids[at]}"
+                for at, row in zip(one.left, _job_rows(one), strict=True)
+                if row in jobs
+            ]
+            if found:
+                one.refuse(RowLocked(self._shard, found[0]))
 
     async def _go(self, going: Sequence[_Going]) -> None:
         """Stores what it can of these by one statement, and looks up the rest by another."""
@@ -245,7 +290,16 @@ class Enqueuing:
         count = sum(len(call.jobs) for call in calls)
         for _ in range(_TURNS_MAX):
             epochs = _least_epochs(calls)
-            numbers = await self._names.make(epochs)
+            try:
+                numbers = await self._names.make(epochs)
+            except NamesLocked as error:
+                raise _Refused(
+                    {
+                        turn: NamesLocked(self._shard, locked)
+                        for turn, (jobs, _, _) in enumerate(calls)
+                        if (locked := {(jobs.org, queue) for queue in jobs.queues}.intersection(error.names))
+                    }
+                ) from error
             if len(numbers) < len(epochs):
                 raise _Refused(self._too_many_queues(calls, numbers))
             lanes = {number: name for name, number in numbers.items()}
@@ -285,6 +339,9 @@ class Enqueuing:
             now, ids_fit, admitted, paused, max_attempts, stored, stored_ids, stored_in, _ = rows[0]
             self._told_us, self._told_ns = now, time.monotonic_ns()
             if not ids_fit:
+                # By a clock that was set back, ids of this moment are of the future.
+                await self._clock.record()
+                self._clock.check()
                 raise _Refused(self._outside_horizon(calls, now))
             if len(admitted or ()) == len(lanes):
                 return _Inserted(
@@ -404,6 +461,16 @@ def _choose(going: Sequence[_Going]) -> Sequence[_Going]:
             named |= mine
             chosen.append(one)
     return chosen
+
+
+def _job_rows(one: _Going) -> Iterator[JobRow]:
+    jobs = one.call.jobs
+    return ((jobs.org, jobs.ids[at].replace("-", "")) for at in one.left)
+
+
+def _key_rows(one: _Going) -> Iterator[KeyRow]:
+    jobs = one.call.jobs
+    return ((jobs.org, jobs.queues[at], key) for at in one.left if (key := jobs.dedup_keys.get(at)) is not None)
 
 
 def _least_epochs(calls: Sequence[Call]) -> dict[Name, int]:

@@ -3,6 +3,8 @@ meet to gRPC statuses.
 
 ShardError
 ├── ShardUnavailable      nothing may have happened: try again, later
+│   ├── RowLocked         the same; or have whoever holds the lock end the transaction
+│   └── ClockSetBack      the same; or, for an operator: set the server's clock right, or accept what it shows
 ├── NotOwned              this shard does not take the org's jobs, or knows of a later placement than the caller: learn
 │                         the placement, then begin again (I6)
 ├── BadIds                make new ids
@@ -39,11 +41,33 @@ class ShardError(Exception):
 
 
 class ShardUnavailable(ShardError):
+    _what = "is unavailable"
+
     def __init__(self, shard: ShardName, why: str, *, retry_after_s: float = 1.0) -> None:
-        super().__init__(f"{what(shard)} is unavailable: {why}")
+        super().__init__(f"{what(shard)} {self._what}: {why}")
         self.shard = shard
         self.why = why
         self.retry_after_s = retry_after_s
+
+
+class RowLocked(ShardUnavailable):
+    """Another session of the database holds a lock that the call needs. What needs no such lock may have been done."""
+
+    _what = "cannot do this now"
+
+    def __init__(self, shard: ShardName, row: str) -> None:
+        super().__init__(
+            shard,
+            f"{row} is locked by another session of its database; try again. `windrow doctor --held-for 1s` names the "
+            "sessions that keep a transaction open",
+        )
+
+
+class ClockSetBack(ShardUnavailable):
+    _what = "takes no calls now"
+
+    def __init__(self, shard: ShardName, why: str) -> None:
+        super().__init__(shard, why, retry_after_s=5.0)
 
 
 class NotOwned(ShardError):

@@ -7,9 +7,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from shard import partitions
+from shard.clock import BEHIND_S_MAX
 from shard.findings import Finding, Severity, comment, literal, system
 from shard.server_settings import judge_checkpoints, judge_settings
-from shard.vitals import Facts, Holder, Index, MissingPartition, Server, Table
+from shard.vitals import Clock, Facts, Holder, Index, MissingPartition, Server, Table
 from shard.words import size_text, span_text
 
 _MB = 1024**2
@@ -57,6 +58,7 @@ def judge(facts: Facts, *, held_s: float = _MINUTE_S) -> list[Finding]:
     server, settings = facts.server, facts.settings
     found = [
         *judge_server(server),
+        *judge_clock(facts.clock),
         *judge_holders(facts.holders, held_s=held_s),
         *judge_settings(settings, server),
         *judge_checkpoints(facts.checkpoints, settings["max_wal_size"], server),
@@ -114,6 +116,19 @@ def judge_server(server: Server) -> Iterator[Finding]:
         )
 
 
+def judge_clock(clock: Clock) -> Iterator[Finding]:
+    if clock.behind_s > BEHIND_S_MAX:
+        yield Finding(
+            severity=Severity.CRITICAL,
+            about="clock",
+            what=f"its clock was set back: it is {span_text(clock.behind_s)} behind the latest time it has shown",
+            why="jobs that finish now could be overlooked later, and run again: routers refuse calls for this shard "
+            "until its clock has caught up",
+            fix="-- set the server's clock right; or, if it is right now:\n"
+            "-- windrow shards accept-clock SHARD --config FILE",
+        )
+
+
 # ── What is held ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -155,7 +170,7 @@ def _judge_process(holder: Holder, held_s: float) -> Iterator[Finding]:
         severity=severity,
         about="snapshot",
         what=f"process {holder.name} ({', '.join(who)}) holds a snapshot{since}{_back(holder)}{state}",
-        why=_KEEPS_ROWS,
+        why=f"{_KEEPS_ROWS}; rows that it has locked stay locked, and calls that need them are refused",
         fix=f"{right}SELECT pg_terminate_backend({holder.pid});",
     )
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from shard import arrays, statements
+from shard import arrays, row_locks, statements
 from shard.database import Database
-from shard.errors import ShardUnavailable
+from shard.errors import RowLocked, ShardUnavailable
 from shard.placement import slot_of
-from shard.vocabulary import OrgId, QueueId, QueueName
+from shard.vocabulary import OrgId, QueueId, QueueName, ShardName
 
 # Of one org on one shard. A queue's row is never deleted, and a program that makes up names would make more for ever.
 QUEUES_MAX = 10_000
@@ -23,12 +23,25 @@ _TURNS_MAX = 6
 Name = tuple[OrgId, QueueName]
 
 
+class NamesLocked(RowLocked):
+    """These queues cannot be made now; the others that were asked for are."""
+
+    def __init__(self, shard: ShardName, names: Collection[Name]) -> None:
+        org, queue = min(names)
+        more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+        super().__init__(
+            shard, f"the org or the name of queue {queue!r} of org {org!r}{more}, which does not exist yet,"
+        )
+        self.names = names
+
+
 class Names:
     """All verbs that ask the database raise ShardUnavailable."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._queue_ids: dict[Name, QueueId] = {}
+        self._locks = row_locks.of_names(database)
 
     async def find(self, queues: Collection[Name]) -> dict[Name, QueueId]:
         """The numbers of those queues that exist, no two the same."""
@@ -57,27 +70,52 @@ class Names:
         return [known for queue in queues if (known := self._queue_ids.get((org, queue))) is not None]
 
     async def make(self, queues: Collection[Name]) -> dict[Name, QueueId]:
-        """All of the queues, bringing into being those that do not exist; but for those whose org has too many."""
-        found = await self.find(queues)
-        if len(found) < len(queues):
+        """The numbers of all of these queues. Makes those that do not exist, except for orgs that have as many as an
+        org may have: only their queues are missing from the answer. Raises NamesLocked."""
+        # An org that is erased meanwhile takes its new queues with it. They are made again, for the org that comes
+        # after.
+        for _ in range(_TURNS_MAX):
+            found = await self.find(queues)
             missing = [queue for queue in queues if queue not in found]
+            fitting: list[Name] = []
+            locked: set[Name] = set()
             for at in range(0, len(missing), _ASKED_AT_ONCE):
                 part = await self._with_room(missing[at : at + _ASKED_AT_ONCE])
-                if not part:
-                    continue
-                # Of an org that is not known here. A pinned one has a row with its own slot, which stays; or it is put
-                # there before anything moves (shard/pinning.py).
-                slots = {org: slot_of(org) for org, _ in part}
-                names = {
-                    "orgs": arrays.texts(list(slots)),
-                    "slots": arrays.numbers(slots.values()),
-                    "queues": arrays.names({queue for _, queue in part}),
-                }
-                # Each in a transaction of its own sees what rivals committed before it, and doing it twice is harmless.
-                await self._database.run(statements.INTERN_NAMES, names)
-                await self._database.run(statements.MAKE_QUEUES, {**_columns(part), "relisted": True})
-            found = await self.find(queues)
-        return found
+                fitting += part
+                locked |= await self._make(part)
+            if len(locked) == len(fitting):
+                if locked:
+                    raise NamesLocked(self._database.name, locked)
+                return found
+        raise ShardUnavailable(self._database.name, "orgs that need new queues are being erased; try again")
+
+    async def _make(self, queues: list[Name]) -> set[Name]:
+        """Answers those that could not be made, because another session keeps a row locked that they need."""
+        locked = await self._locks.expect(queues)
+        for _ in range(row_locks.TURNS_MAX):
+            free = [queue for queue in queues if queue not in locked]
+            if not free:
+                return locked
+            try:
+                await self._make_all(free)
+            except RowLocked:
+                locked |= await self._locks.find(free)
+            else:
+                return locked
+        raise RowLocked(self._database.name, "something that new queues need")
+
+    async def _make_all(self, queues: list[Name]) -> None:
+        # The slot is for an org that is not known here. A pinned one has a row with its own slot, which stays; or it is
+        # put there before anything moves (shard/pinning.py).
+        slots = {org: slot_of(org) for org, _ in queues}
+        names = {
+            "orgs": arrays.texts(list(slots)),
+            "slots": arrays.numbers(slots.values()),
+            "queues": arrays.names({queue for _, queue in queues}),
+        }
+        # Each in a transaction of its own sees what rivals committed before it, and doing it twice is harmless.
+        await self._database.run(statements.INTERN_NAMES, names)
+        await self._database.run(statements.MAKE_QUEUES, {**_columns(queues), "relisted": True})
 
     async def _with_room(self, queues: list[Name]) -> list[Name]:
         """Those that their orgs may have. Rivals that look at the same moment may make a few more."""

@@ -5,14 +5,16 @@ A call is about leases of one org. What is not that org's is not found (I4); wha
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Generic, NamedTuple, TypeVar
 
-from shard import arrays, partitions, retry, statements
+from shard import arrays, partitions, retry, row_locks, statements
 from shard.database import Database
-from shard.vocabulary import Answer, Lease, OrgId, QueueId
+from shard.errors import RowLocked
+from shard.row_locks import JobRow, RowLocks
+from shard.vocabulary import Answer, JobId, Lease, OrgId, QueueId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,9 @@ class Acks(NamedTuple):
     # As many as leases, or none at all.
     results: Sequence[bytes | None]
 
+    def only(self, at: Sequence[int]) -> Acks:
+        return Acks(self.org, [self.leases[one] for one in at], [self.results[one] for one in at if self.results])
+
 
 class Nacks(NamedTuple):
     org: OrgId
@@ -40,16 +45,25 @@ class Nacks(NamedTuple):
     def leases(self) -> list[Lease]:
         return [nack.lease for nack in self.nacks]
 
+    def only(self, at: Sequence[int]) -> Nacks:
+        return Nacks(self.org, [self.nacks[one] for one in at])
+
 
 class Extends(NamedTuple):
     org: OrgId
     leases: Sequence[Lease]
     window_us: int
 
+    def only(self, at: Sequence[int]) -> Extends:
+        return Extends(self.org, [self.leases[one] for one in at], self.window_us)
+
 
 class Releases(NamedTuple):
     org: OrgId
     leases: Sequence[Lease]
+
+    def only(self, at: Sequence[int]) -> Releases:
+        return Releases(self.org, [self.leases[one] for one in at])
 
 
 _Call = Acks | Nacks | Extends | Releases
@@ -57,17 +71,76 @@ _AnyCall = TypeVar("_AnyCall", Acks, Nacks, Extends, Releases)
 _Fate = TypeVar("_Fate", int, str)
 # What was done: job id and number of each lease. A call may name a job by a live lease and by an ended one.
 _Done = set[tuple[str, int]]
+_Answers = Sequence[list[Answer] | Exception]
 
 
 class Settling:
-    """`visible` is told the queues of jobs that can be claimed again, or will be some time."""
+    """`visible` is told the queues of jobs that can be claimed again, or will be some time. `locks`: of jobs.
 
-    def __init__(self, database: Database, visible: Callable[[set[QueueId]], None]) -> None:
+    Each verb answers for every call its leases, or RowLocked where the call names a job that another session keeps
+    locked: its other leases are settled even so. Raises ShardUnavailable."""
+
+    def __init__(self, database: Database, locks: RowLocks[JobRow], visible: Callable[[set[QueueId]], None]) -> None:
         self._database = database
+        self._locks = locks
         self._visible = visible
 
-    async def ack(self, calls: Sequence[Acks]) -> list[list[Answer]]:
-        """Finishes jobs. Raises ShardUnavailable, as all of these do."""
+    async def ack(self, calls: Sequence[Acks]) -> _Answers:
+        """Finishes jobs."""
+        return await self._past_locks(calls, self._ack)
+
+    async def nack(self, calls: Sequence[Nacks]) -> _Answers:
+        """Gives jobs back: to run again after a delay, or dead when attempts are used up or the nack kills."""
+        return await self._past_locks(calls, self._nack)
+
+    async def extend(self, calls: Sequence[Extends]) -> _Answers:
+        """Prolongs leases: each then ends no earlier than its call's window from now."""
+        return await self._past_locks(calls, self._extend)
+
+    async def release(self, calls: Sequence[Releases]) -> _Answers:
+        """Gives jobs back at once, the attempt uncounted."""
+        return await self._past_locks(calls, self._release)
+
+    async def _past_locks(
+        self, calls: Sequence[_AnyCall], act: Callable[[Sequence[_AnyCall]], Awaitable[list[list[Answer]]]]
+    ) -> _Answers:
+        """Settles all leases but those of jobs that another session keeps locked."""
+        locked = await self._locks.expect(_rows(calls))
+        for _ in range(row_locks.TURNS_MAX):
+            try:
+                if not locked:
+                    return await act(calls)
+                return await self._settle_others(calls, locked, act)
+            except RowLocked:
+                locked |= await self._locks.find(row for row in _rows(calls) if row not in locked)
+        raise RowLocked(self._database.name, "something that leases need to be settled")
+
+    async def _settle_others(
+        self,
+        calls: Sequence[_AnyCall],
+        locked: Collection[JobRow],
+        act: Callable[[Sequence[_AnyCall]], Awaitable[list[list[Answer]]]],
+    ) -> _Answers:
+        answers: dict[int, list[Answer] | Exception] = {}
+        parts: dict[int, _AnyCall] = {}
+        for turn, call in enumerate(calls):
+            leases = call.leases
+            free = [at for at, lease in enumerate(leases) if (call.org, lease.job_hex) not in locked]
+            if len(free) < len(leases):
+                answers[turn] = self._refusal(call, locked)
+            if free:
+                parts[turn] = call.only(free)
+        if parts:
+            for turn, answer in zip(parts, await act(list(parts.values())), strict=True):
+                answers.setdefault(turn, answer)
+        return [answers.get(turn, []) for turn in range(len(calls))]
+
+    def _refusal(self, call: _Call, locked: Collection[JobRow]) -> RowLocked:
+        found = [lease for lease in call.leases if (call.org, lease.job_hex) in locked]
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        return RowLocked(self._database.name, f"job {_dashed(found[0].job_hex)}{more}")
+
+    async def _ack(self, calls: Sequence[Acks]) -> list[list[Answer]]:
         named = _Named.of(calls)
         results = [result for call in calls for result in call.results or [None] * len(call.leases)]
         rows = await partitions.finish(
@@ -84,8 +157,7 @@ class Settling:
             return [[Answer.OK] * len(call.leases) for call in calls]
         return await self._answers(calls, set(zip(acked_ids or (), acked_leases or (), strict=True)), ended_as="acked")
 
-    async def nack(self, calls: Sequence[Nacks]) -> list[list[Answer]]:
-        """Gives jobs back: to run again after a delay, or dead when attempts are used up or the nack kills."""
+    async def _nack(self, calls: Sequence[Nacks]) -> list[list[Answer]]:
         rows = await self._database.run(statements.INSPECT_LEASES, _Named.of(calls).parameters())
         held = {(job_id, number): rest for job_id, number, *rest in rows}
         again = _Chosen[int]()
@@ -125,14 +197,12 @@ class Settling:
             done.update(await self._database.run(statements.BURY, parameters))
         return await self._answers(calls, done, ended_as="nacked")
 
-    async def extend(self, calls: Sequence[Extends]) -> list[list[Answer]]:
-        """Prolongs leases: each then ends no earlier than its call's window from now."""
+    async def _extend(self, calls: Sequence[Extends]) -> list[list[Answer]]:
         windows = arrays.numbers(chain.from_iterable([call.window_us] * len(call.leases) for call in calls))
         rows = await self._database.run(statements.EXTEND, {**_Named.of(calls).parameters(), "windows_us": windows})
         return await self._answers(calls, set(rows), ended_as=None)
 
-    async def release(self, calls: Sequence[Releases]) -> list[list[Answer]]:
-        """Gives jobs back at once, the attempt uncounted."""
+    async def _release(self, calls: Sequence[Releases]) -> list[list[Answer]]:
         rows = await self._database.run(statements.RELEASE, _Named.of(calls).parameters())
         self._visible({queue_id for _, _, queue_id in rows})
         return await self._answers(calls, {(job_id, number) for job_id, number, _ in rows}, ended_as="released")
@@ -220,5 +290,12 @@ class _Chosen(Generic[_Fate]):
 
 def _key(lease: Lease) -> tuple[str, int]:
     """A lease as the statements answer it."""
-    text = lease.job_hex
-    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}", lease.number
+    return _dashed(lease.job_hex), lease.number
+
+
+def _dashed(text: str) -> JobId:
+    return JobId(f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}")
+
+
+def _rows(calls: Sequence[_AnyCall]) -> Iterator[JobRow]:
+    return ((call.org, lease.job_hex) for call in calls for lease in call.leases)

@@ -15,41 +15,48 @@ class Statement(bytes):
     # Whether it may be run again where nobody knows if it was done. Most may: they name the ids or the lease they are
     # about.
     repeatable: bool
+    # Whether callers of several orgs wait for it: then it waits only a moment for a lock, and does nothing if it does
+    # not get it (shard/row_locks.py).
+    shared: bool
 
 
-def _load(name: str, *, repeatable: bool = True) -> Statement:
+def _load(name: str, *, repeatable: bool = True, shared: bool = False) -> Statement:
     # Without comments: psycopg remembers how it has read a statement only up to 4,096 bytes.
     lines = (_SQL / f"{name}.sql").read_bytes().splitlines()
     statement = Statement(b"\n".join(bare for line in lines if not (bare := line.strip()).startswith(b"--")))
     statement.name = name
     statement.repeatable = repeatable
+    statement.shared = shared
     return statement
 
 
-ENQUEUE = _load("enqueue")
-FIND_KNOWN = _load("find_known")
-FIND_REFUSED_SLOTS = _load("find_refused_slots")
-COUNT_QUEUES = _load("count_queues")
-INTERN_NAMES = _load("intern_names")
-MAKE_QUEUES = _load("make_queues")
-FIND_QUEUE_IDS = _load("find_queue_ids")
-FIND_WRONG_NAMES = _load("find_wrong_names")
+ENQUEUE = _load("enqueue", shared=True)
+FIND_KNOWN = _load("find_known", shared=True)
+FIND_REFUSED_SLOTS = _load("find_refused_slots", shared=True)
+COUNT_QUEUES = _load("count_queues", shared=True)
+INTERN_NAMES = _load("intern_names", shared=True)
+MAKE_QUEUES = _load("make_queues", shared=True)
+FIND_QUEUE_IDS = _load("find_queue_ids", shared=True)
+FIND_WRONG_NAMES = _load("find_wrong_names", shared=True)
 
-CLAIM = _load("claim")
-PROBE = _load("probe")
-SWEEP = _load("sweep")
+CLAIM = _load("claim", shared=True)
+PROBE = _load("probe", shared=True)
+SWEEP = _load("sweep", shared=True)
 RING = _load("ring")
-ACK = _load("ack")
-EXTEND = _load("extend")
-RELEASE = _load("release")
-INSPECT_LEASES = _load("inspect_leases")
-RETRY = _load("retry")
-BURY = _load("bury")
-EXPIRE_UNRUN = _load("expire_unrun")
-EXPLAIN_MISS = _load("explain_miss")
-CANCEL = _load("cancel")
-GET_JOBS = _load("get_jobs")
-WAIT_FOR_STANDBY = _load("wait_for_standby")
+ACK = _load("ack", shared=True)
+EXTEND = _load("extend", shared=True)
+RELEASE = _load("release", shared=True)
+INSPECT_LEASES = _load("inspect_leases", shared=True)
+RETRY = _load("retry", shared=True)
+BURY = _load("bury", shared=True)
+EXPIRE_UNRUN = _load("expire_unrun", shared=True)
+FIND_LOCKED_JOBS = _load("find_locked_jobs", shared=True)
+FIND_LOCKED_KEYS = _load("find_locked_keys", shared=True)
+FIND_LOCKED_NAMES = _load("find_locked_names", shared=True)
+EXPLAIN_MISS = _load("explain_miss", shared=True)
+CANCEL = _load("cancel", shared=True)
+GET_JOBS = _load("get_jobs", shared=True)
+WAIT_FOR_STANDBY = _load("wait_for_standby", shared=True)
 
 GET_QUEUE = _load("get_queue")
 LIST_QUEUES = _load("list_queues")
@@ -63,6 +70,9 @@ FIND_LISTED = _load("find_listed")
 LIST_LIVE = _load("list_live")
 LIST_JOBS = _load("list_jobs")
 REDRIVE = _load("redrive", repeatable=False)
+RECORD_TIME = _load("record_time", shared=True)
+ACCEPT_CLOCK = _load("accept_clock")
+READ_CLOCK = _load("read_clock")
 STATS = _load("stats")
 CHECK_BOOKS = _load("check_books")
 FOLD_TALLY = _load("fold_tally")

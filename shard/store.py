@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from shard import arrays, partitions, statements
+from shard import arrays, partitions, row_locks, statements
 from shard.claiming import CLAIM_BYTES_MAX, Ask, Claiming, Memory, Taken
+from shard.clock import ShardClock
 from shard.coalescing import Acts, Coalescer, TooManyWaiting
 from shard.database import Database
 from shard.enqueuing import NOTHING_HANDED, Call, Enqueuing, Handover, made_at_ms
-from shard.errors import IdsOutsideHorizon, ShardUnavailable
+from shard.errors import IdsOutsideHorizon, RowLocked, ShardUnavailable
 from shard.floor import GUARD_US, Floors
 from shard.halving import by_halves
 from shard.interning import Names
@@ -65,11 +66,14 @@ class Due:
 
 class Store:
     """One shard's queue. `horizon_days`: how old a job id may be, and so how long a retried enqueue is recognised
-    by it. `visible`, if set, is told the queues of jobs that came back to be claimed."""
+    by it. `visible`, if set, is told the queues of jobs that came back to be claimed.
+
+    Every verb that changes something raises ClockSetBack while `clock` knows that the shard's clock was set back."""
 
     def __init__(self, database: Database, *, horizon_days: float = 7.0) -> None:
         self.name: ShardName = database.name
         self.names = Names(database)
+        self.clock = ShardClock(database)
         self.visible: Callable[[set[QueueId]], None] = _ignore
         self._database = database
         self._floors = Floors()
@@ -78,8 +82,9 @@ class Store:
         self._accepted_since_fold = False
         # Releases that met an outage.
         self._owed: list[Releases] = []
-        self._enqueuing = enqueuing = Enqueuing(database, self.names, horizon_days=horizon_days)
-        settling = Settling(database, lambda queues: self.visible(queues))
+        self._locks = row_locks.of_jobs(database)
+        self._enqueuing = Enqueuing(database, self.names, self._locks, self.clock, horizon_days=horizon_days)
+        settling = Settling(database, self._locks, lambda queues: self.visible(queues))
         claiming = Claiming(database, self.names, self._floors)
 
         def late() -> ShardUnavailable:
@@ -87,14 +92,14 @@ class Store:
 
         beside = Acts()
         self._enqueues = Coalescer(
-            enqueuing.together,
+            self._enqueuing.together,
             weigh=_weight,
             whose=lambda call: call.jobs.org,
             late=late,
             beside=beside,
             dropped=_tell_nothing,
         )
-        self._asks = Coalescer(enqueuing.known, weigh=len, whose=lambda jobs: jobs.org, late=late, beside=beside)
+        self._asks = Coalescer(self._enqueuing.known, weigh=len, whose=lambda jobs: jobs.org, late=late, beside=beside)
         self._claims = Coalescer(
             claiming.together,
             weigh=_wish,
@@ -131,6 +136,9 @@ class Store:
         if not len(jobs):
             _tell_nothing(call)
             return {}
+        if self.clock.trouble is not None:
+            _tell_nothing(call)
+            self.clock.check()
         self._accepted_since_fold = True
         try:
             self._enqueuing.refuse_outside_horizon(jobs.ids)
@@ -159,6 +167,7 @@ class Store:
     ) -> Taken:
         """Leases up to `max_jobs` due jobs for `window_us`, fewer where they fill `bytes_max` or `memory`. Raises
         ShardUnavailable, TooManyWaiting."""
+        self.clock.check()
         ask = Ask(org, tuple(queues), max_jobs, window_us, worker, bytes_max, memory)
         taken = self._claims.submit(ask)
         try:
@@ -171,18 +180,22 @@ class Store:
 
     async def ack(self, org: OrgId, leases: Sequence[Lease], results: Sequence[bytes | None] = ()) -> list[Answer]:
         """Finishes jobs; a result (≤ 64 KiB) is kept with each that has one."""
+        self.clock.check()
         return await self._acks.submit(Acks(org, leases, results))
 
     async def nack(self, org: OrgId, nacks: Sequence[Nack]) -> list[Answer]:
         """Gives jobs back: to run again after a delay, or dead when attempts are used up or the nack kills."""
+        self.clock.check()
         return await self._nacks.submit(Nacks(org, nacks))
 
     async def extend(self, org: OrgId, leases: Sequence[Lease], *, window_us: int) -> list[Answer]:
         """Prolongs leases: each then ends no earlier than `window_us` from now."""
+        self.clock.check()
         return await self._extends.submit(Extends(org, leases, window_us))
 
     async def release(self, org: OrgId, leases: Sequence[Lease]) -> list[Answer]:
         """Gives jobs back at once, the attempt uncounted."""
+        self.clock.check()
         return await self._releases.submit(Releases(org, leases))
 
     def release_soon(self, org: OrgId, leases: Sequence[Lease]) -> None:
@@ -192,8 +205,9 @@ class Store:
             return
         calls = Releases(org, leases)
         try:
+            self.clock.check()
             released = self._releases.submit(calls)
-        except TooManyWaiting as error:
+        except (ShardUnavailable, TooManyWaiting) as error:
             self._owe(calls, error)
         else:
             released.add_done_callback(lambda done: self._released(calls, done))
@@ -219,6 +233,7 @@ class Store:
 
     async def cancel(self, org: OrgId, ids: Sequence[JobId], *, reason: str) -> list[Answer]:
         """Cancels jobs that have not finished; STALE for those that have, DEPARTING for those that are leaving."""
+        self.clock.check()
         answers_of: list[Answer] = await self._alone.submit(
             Alone(org, len(ids), partial(self._cancel, org, ids, reason=reason))
         )
@@ -228,14 +243,23 @@ class Store:
         answers: dict[JobId, Answer] = {}
         was_done = False
         rest: Sequence[JobId] = list(dict.fromkeys(ids))
+        rows_of = {(org, job_id.replace("-", "")): job_id for job_id in rest}
+        locked = {rows_of[row] for row in await self._locks.expect(rows_of)}
         for _ in range(_TURNS_MAX):
-            rows = await partitions.finish(
-                self._database,
-                statements.CANCEL,
-                {"ids": arrays.plain(rest), "org": org, "reason": reason or "cancelled"},
-            )
+            free = [job_id for job_id in rest if job_id not in locked]
+            if not free:
+                break
+            try:
+                rows = await partitions.finish(
+                    self._database,
+                    statements.CANCEL,
+                    {"ids": arrays.plain(free), "org": org, "reason": reason or "cancelled"},
+                )
+            except RowLocked:
+                locked |= {rows_of[row] for row in await self._locks.find(rows_of) if rows_of[row] in free}
+                continue
             answers.update((JobId(name), Answer.DEPARTING if departing else Answer.OK) for name, departing in rows)
-            missed = [job_id for job_id in rest if job_id not in answers]
+            missed = [job_id for job_id in free if job_id not in answers]
             there = await self._get(org, missed, include_payload=False, bytes_max=0)
             states = {record.id: record.state for record in there}
             for job_id in missed:
@@ -250,11 +274,14 @@ class Store:
                         # It was on its way between two tables, dead or redriven, while the statement looked at both.
                         pass
             rest = [job_id for job_id in missed if job_id not in answers]
-            if not rest:
-                if was_done:
-                    # By a try whose commit may still wait.
-                    await self._database.run(statements.WAIT_FOR_STANDBY, {})
-                return [answers[job_id] for job_id in ids]
+        if locked:
+            more = f" (and {len(locked) - 1} more)" if len(locked) > 1 else ""
+            raise RowLocked(self.name, f"job {min(locked)}{more}")
+        if not rest:
+            if was_done:
+                # By a try whose commit may still wait.
+                await self._database.run(statements.WAIT_FOR_STANDBY, {})
+            return [answers[job_id] for job_id in ids]
         raise ShardUnavailable(self.name, f"{len(rest)} job(s) of org {org!r} would not stand still; try again")
 
     async def get(
@@ -368,7 +395,7 @@ class Store:
 
 
 def _in_turn(
-    act: Callable[[Sequence[_AnyCall]], Awaitable[list[list[Answer]]]],
+    act: Callable[[Sequence[_AnyCall]], Awaitable[Sequence[list[Answer] | Exception]]],
 ) -> Callable[[list[_AnyCall]], Awaitable[Sequence[list[Answer] | Exception]]]:
     """An act that is done together where that may be, and one part after another where not."""
 

@@ -4,6 +4,11 @@ now(), where no visible_at ever lies (shard/floor.py); waits by the database's c
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
+from datetime import timedelta
+
+import psycopg
+from psycopg.conninfo import make_conninfo
 
 from shard import partitions
 from shard.database import Database
@@ -124,3 +129,33 @@ async def until_blocked(database: Database, sessions: int = 1) -> None:
             )
             if rows[0][0] >= sessions:
                 return
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetClock:
+    """A clock of one database that can be set: now() is found in the first schema of the path. What the migrations made
+    has the server's own."""
+
+    _dsn: str
+
+    @classmethod
+    def of(cls, dsn: str) -> SetClock:
+        with psycopg.connect(dsn) as connection:
+            connection.execute("CREATE SCHEMA timemachine")
+            connection.execute("CREATE TABLE timemachine.clock (ahead interval NOT NULL)")
+            connection.execute("INSERT INTO timemachine.clock VALUES ('0')")
+            connection.execute(
+                "CREATE FUNCTION timemachine.now() RETURNS timestamptz LANGUAGE sql STABLE "
+                "AS 'SELECT pg_catalog.now() + c.ahead FROM timemachine.clock c'"
+            )
+        return cls(_dsn=dsn)
+
+    @property
+    def dsn(self) -> str:
+        """By which the database goes by this clock."""
+        return make_conninfo(self._dsn, options="-c search_path=timemachine,pg_catalog")
+
+    def set(self, ahead: timedelta) -> None:
+        """So much ahead of the server's own."""
+        with psycopg.connect(self._dsn) as connection:
+            connection.execute("UPDATE timemachine.clock SET ahead = %s", [ahead])

@@ -18,9 +18,9 @@ WITH live AS (
 ), cancelled AS (
     INSERT INTO windrow.finished (
         id, queue_id, enqueued_at, run_at, lease, leased_at, expires_at, priority, attempt, max_attempts, kind, payload,
-        attributes, retry, dedup_key, trace, worker, history, state, reason, retention
+        attributes, retry, dedup_key, trace, worker, history, state, reason, finished_at, retention
     )
-    SELECT ended.*, 'cancelled', %(reason)s,
+    SELECT ended.*, 'cancelled', %(reason)s, greatest(now(), (SELECT c.latest FROM windrow.clock c)),
         coalesce((SELECT q.kept FROM windrow.queue q WHERE q.queue_id = ended.queue_id AND q.kept IS NOT NULL), 30)
     FROM (SELECT * FROM live UNION ALL SELECT * FROM aside) ended
     RETURNING id

@@ -13,7 +13,7 @@ WITH ended AS (
 ), moved AS (
     INSERT INTO windrow.finished (
         id, queue_id, enqueued_at, run_at, expires_at, priority, attempt, max_attempts, kind, payload, attributes, retry,
-        dedup_key, trace, history, state, reason, retention
+        dedup_key, trace, history, state, reason, finished_at, retention
     )
     SELECT
         e.id, e.queue_id, e.enqueued_at, e.run_at, e.expires_at, e.priority, e.attempt, e.max_attempts, e.kind, e.payload,
@@ -23,6 +23,7 @@ WITH ended AS (
             ELSE windrow.remember(e.history, e.attempt, e.worker, e.leased_at, e.visible_at, 'expired', e.lease, NULL)
         END,
         'cancelled', 'past its expires_at',
+        greatest(now(), (SELECT c.latest FROM windrow.clock c)),
         coalesce((SELECT q.kept FROM windrow.queue q WHERE q.queue_id = e.queue_id AND q.kept IS NOT NULL), 30)
     FROM ended e
     RETURNING 1

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 
 import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
-from shard import statements
+from shard import erasing, statements
 from shard.books import Books
 from shard.database import Database
 from shard.errors import IdsOutsideHorizon, NotOwned, QueueNotEmpty, TooManyQueues, UnknownQueue
@@ -499,3 +500,46 @@ async def test_a_deleted_queue_comes_back_with_its_next_job_even_if_that_dies(
     page = await books.list_jobs(Wanted(org=org, queue=A, state=JobState.DEAD), page_size=9, page_token="")
     assert len(page.jobs) == 1
     assert await books.redrive(org, A, kind="", died_after=None, died_before=None, limit=9) == 1
+
+
+@pytest.mark.parametrize("moment", [statements.MAKE_QUEUES, statements.FIND_QUEUE_IDS], ids=["made", "found"])
+async def test_an_org_that_is_erased_while_it_gets_a_queue_has_not_too_many(
+    fresh_recorder: Recorder, org: OrgId, moment: bytes
+) -> None:
+    """The job is stored for the org that comes after, whichever of them the queue was made for."""
+    store = Store(fresh_recorder)
+    for number in range(20):
+        await store.enqueue(some_jobs(org, queue=f"queue-{number}"))
+
+    async def erase() -> None:
+        assert await erasing.begin(fresh_recorder, org, erasure=str(uuid.uuid4()))
+
+    async def erase_once_made() -> None:
+        fresh_recorder.before(statements.FIND_QUEUE_IDS, erase)
+
+    if moment == statements.MAKE_QUEUES:
+        fresh_recorder.before(statements.MAKE_QUEUES, erase)
+    else:
+        fresh_recorder.before(statements.MAKE_QUEUES, erase_once_made)
+    jobs = some_jobs(org, queue="one-more")
+    assert await store.enqueue(jobs) == {}
+    (job,) = await store.get(org, ids_of(jobs), include_payload=False)
+    assert (job.queue, job.state) == ("one-more", "ready")
+
+
+async def test_an_org_that_is_erased_while_an_operator_makes_it_a_queue_has_not_too_many(
+    fresh_dsn: str, org: OrgId
+) -> None:
+    recorder = Recorder(SHARD, fresh_dsn, connections=2, for_books=True)
+    await recorder.open()
+    try:
+        await Store(recorder).enqueue(some_jobs(org))
+
+        async def erase() -> None:
+            assert await erasing.begin(recorder, org, erasure=str(uuid.uuid4()))
+
+        recorder.before(statements.MAKE_QUEUES, erase)
+        made = await Books(recorder).create_queue(org, QueueName("one-more"), retry=None, max_attempts=None)
+        assert made.queue == "one-more"
+    finally:
+        await recorder.close()

@@ -9,6 +9,7 @@ import pytest
 from shard.findings import Finding, Severity, worst
 from shard.health import (
     judge,
+    judge_clock,
     judge_holders,
     judge_partitions,
     judge_room,
@@ -16,7 +17,7 @@ from shard.health import (
     judge_tables,
 )
 from shard.server_settings import judge_checkpoints, judge_settings
-from shard.vitals import Checkpoints, Facts, Holder, Index, MissingPartition, Server, Setting, Table
+from shard.vitals import Checkpoints, Clock, Facts, Holder, Index, MissingPartition, Server, Setting, Table
 from shard.words import size_text, span_text
 
 MB, GB = 1024**2, 1024**3
@@ -125,6 +126,7 @@ FACTS = Facts(
     indexes=[READY],
     holders=[SESSION._replace(held_s=0.5), SLOT],
     checkpoints=Checkpoints(timed=100, requested=3, wal_bytes=100 * GB),
+    clock=Clock(0.0),
     missing=[],
 )
 
@@ -148,10 +150,18 @@ def test_the_worst_comes_first() -> None:
         indexes=[],
         holders=[SESSION],
         checkpoints=FACTS.checkpoints,
+        clock=Clock(30.0),
         missing=[],
     )
     assert [one.severity for one in judge(facts)] == [CRITICAL, WARNING, NOTICE]
     assert worst(judge(facts)) is CRITICAL
+
+
+def test_a_clock_that_was_set_back_by_more_than_a_minute_is_critical() -> None:
+    assert not list(judge_clock(Clock(60.0)))
+    finding = only(judge_clock(Clock(7325.0)))
+    assert finding.severity is CRITICAL
+    assert "is 2h2m behind the latest time" in finding.what
 
 
 # ── What is held ─────────────────────────────────────────────────────────────────────────────────────────────────────

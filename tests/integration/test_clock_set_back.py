@@ -1,0 +1,203 @@
+"""A shard's clock that goes back hides no finished job, and a shard whose clock went back far takes no calls.
+
+The right time is three hours ahead of the server's own clock here, so that the clock can be set back to that."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from datetime import timedelta
+
+import pytest
+
+from shard import clock, statements
+from shard.books import Books
+from shard.database import Database
+from shard.errors import ClockSetBack
+from shard.settling import Nack
+from shard.store import Store
+from shard.vocabulary import Answer, Lease, NewJobs, OrgId
+from tests.conftest import SHARD
+from tests.jobs import HOUR_US, QUEUE, ids_of, job_id, lease_jobs, some_jobs
+from tests.timemachine import SetClock
+
+RIGHT = timedelta(hours=3)
+AHEAD_MS = 3 * 3600 * 1000
+
+
+@pytest.fixture
+def set_clock(fresh_dsn: str) -> SetClock:
+    made = SetClock.of(fresh_dsn)
+    made.set(RIGHT)
+    return made
+
+
+@pytest.fixture
+async def shard(set_clock: SetClock) -> AsyncGenerator[Database, None]:
+    opened = Database(SHARD, set_clock.dsn)
+    await opened.open()
+    yield opened
+    await opened.close()
+
+
+def jobs_of(org: OrgId, count: int = 1) -> NewJobs:
+    """Made now, by the right time."""
+    return some_jobs(org, ids=[job_id(ahead_ms=AHEAD_MS) for _ in range(count)])
+
+
+async def held_by(store: Store, org: OrgId, count: int = 1) -> tuple[NewJobs, list[Lease]]:
+    jobs = jobs_of(org, count)
+    assert await store.enqueue(jobs) == {}
+    return jobs, [lease for _, lease in await lease_jobs(store, org, window_us=9 * HOUR_US)]
+
+
+Finish = Callable[[Database, OrgId, NewJobs, list[Lease]], Awaitable[object]]
+
+FINISH: dict[str, Finish] = {
+    "ack": lambda database, org, _, leases: Store(database).ack(org, leases),
+    "cancel": lambda database, org, jobs, _: Store(database).cancel(org, ids_of(jobs), reason=""),
+    "purge": lambda database, org, _, leases: purge(database, org, leases),
+    "purge of the dead": lambda database, org, _, leases: purge_dead(database, org, leases),
+}
+
+
+async def purge(database: Database, org: OrgId, leases: list[Lease]) -> None:
+    assert await Store(database).release(org, leases) == [Answer.OK]
+    # By the clock that was set back, it is not due for three hours.
+    await database.run(b"UPDATE windrow.job SET visible_at = now(), run_at = now()", {})
+    assert await Books(database).purge_queue(org, QUEUE, limit=10, include_dead=False) == 1
+
+
+async def purge_dead(database: Database, org: OrgId, leases: list[Lease]) -> None:
+    assert await Store(database).nack(org, [Nack(lease=lease, kill=True) for lease in leases]) == [Answer.OK]
+    assert await Books(database).purge_queue(org, QUEUE, limit=10, include_dead=True) == 1
+
+
+@pytest.mark.parametrize("how", FINISH)
+async def test_a_job_that_finished_while_the_clock_was_set_back_is_known_when_it_is_enqueued_again(
+    set_clock: SetClock, shard: Database, org: OrgId, how: str
+) -> None:
+    """By a router that has not noticed yet."""
+    store = Store(shard)
+    jobs, leases = await held_by(store, org)
+    await store.clock.record()
+    set_clock.set(timedelta(0))
+    await FINISH[how](shard, org, jobs, leases)
+    set_clock.set(RIGHT)
+    assert await store.enqueue(jobs) == {0: jobs.ids[0]}
+    (record,) = await store.get(org, ids_of(jobs), include_payload=False)
+    assert record.state in ("succeeded", "cancelled")
+
+
+async def test_a_shard_whose_clock_was_set_back_takes_no_calls_until_it_has_caught_up(
+    set_clock: SetClock, shard: Database, org: OrgId, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Store(shard)
+    jobs, (lease,) = await held_by(store, org)
+    await store.clock.record()
+    set_clock.set(timedelta(0))
+    calls: list[Callable[[], Awaitable[object]]] = [
+        lambda: store.enqueue(jobs_of(org)),
+        lambda: store.claim(org, [QUEUE], max_jobs=1, window_us=HOUR_US, worker="w"),
+        lambda: store.ack(org, [lease]),
+        lambda: store.nack(org, [Nack(lease=lease)]),
+        lambda: store.extend(org, [lease], window_us=HOUR_US),
+        lambda: store.release(org, [lease]),
+        lambda: store.cancel(org, ids_of(jobs), reason=""),
+    ]
+    with caplog.at_level(logging.WARNING, "shard.clock"):
+        for _ in range(3):
+            await store.clock.record()
+            for call in calls:
+                with pytest.raises(
+                    ClockSetBack, match=r"its clock was set back: .* 3h .*windrow shards accept-clock s1"
+                ):
+                    await call()
+        assert len(caplog.records) == 1
+        # Who only looks is answered, and a release that nobody waits for is done later.
+        (record,) = await store.get(org, ids_of(jobs), include_payload=False)
+        assert record.state == "leased"
+        store.release_soon(org, [lease])
+        await store.sweep()
+        set_clock.set(RIGHT)
+        await store.clock.record()
+        assert "right again" in caplog.records[-1].message
+        await store.sweep()
+        await store.finish()
+    (record,) = await store.get(org, ids_of(jobs), include_payload=False)
+    assert record.state == "ready"
+    assert await store.enqueue(jobs_of(org)) == {}
+
+
+async def test_a_clock_that_was_set_forward_and_is_right_again_is_accepted_by_an_operator(
+    set_clock: SetClock, shard: Database, org: OrgId
+) -> None:
+    store = Store(shard)
+    await store.clock.record()
+    set_clock.set(RIGHT + timedelta(hours=5))
+    await store.clock.record()
+    set_clock.set(RIGHT)
+    await store.clock.record()
+    with pytest.raises(ClockSetBack):
+        await store.enqueue(jobs_of(org))
+    now, latest = await clock.accept(shard)
+    assert (latest - now) // HOUR_US in (4, 5)
+    await store.clock.record()
+    jobs, leases = await held_by(store, org)
+    assert await store.ack(org, leases) == [Answer.OK]
+    (record,) = await store.get(org, ids_of(jobs), include_payload=False)
+    assert now <= (record.finished_at or 0) < latest
+    assert await store.enqueue(jobs) == {0: jobs.ids[0]}
+
+
+@pytest.mark.parametrize(("back_s", "serves"), [(30, True), (90, False)])
+async def test_a_small_step_back_is_harmless(
+    set_clock: SetClock, shard: Database, org: OrgId, back_s: int, serves: bool
+) -> None:
+    store = Store(shard)
+    await store.clock.record()
+    set_clock.set(RIGHT - timedelta(seconds=back_s))
+    await store.clock.record()
+    assert (store.clock.trouble is None) is serves
+
+
+async def test_an_enqueue_that_comes_before_anybody_has_noticed_is_not_told_to_make_new_ids(
+    set_clock: SetClock, shard: Database, org: OrgId
+) -> None:
+    store = Store(shard)
+    await store.clock.record()
+    set_clock.set(timedelta(0))
+    with pytest.raises(ClockSetBack):
+        await store.enqueue(jobs_of(org))
+    set_clock.set(RIGHT)
+    await store.clock.record()
+    assert await store.enqueue(jobs_of(org)) == {}
+
+
+async def test_the_time_is_recorded_once_a_second_at_most_and_past_who_has_it_locked(
+    set_clock: SetClock, shard: Database, fresh_dsn: str
+) -> None:
+    one, other = Store(shard), Store(shard)
+    await one.clock.record()
+    read = b"SELECT xmin::text, latest FROM windrow.clock"
+    ((written, _),) = await shard.run(read, {})
+    set_clock.set(RIGHT + timedelta(milliseconds=100))
+    await other.clock.record()
+    assert (await shard.run(read, {}))[0][0] == written
+    set_clock.set(RIGHT + timedelta(seconds=30))
+    async with shard.transaction() as holder:
+        await holder.execute("SELECT FROM windrow.clock FOR UPDATE")
+        await one.clock.record()
+        assert (await shard.run(read, {}))[0][0] == written
+    await one.clock.record()
+    assert (await shard.run(read, {}))[0][0] != written
+
+
+def test_every_statement_that_finishes_jobs_minds_the_latest_time() -> None:
+    finishing = [one for one in vars(statements).values() if b"INSERT INTO windrow.finished (" in _bytes(one)]
+    assert len(finishing) == 7
+    assert all(b"greatest(now(), (SELECT c.latest FROM windrow.clock c))" in one for one in finishing)
+
+
+def _bytes(value: object) -> bytes:
+    return value if isinstance(value, bytes) else b""

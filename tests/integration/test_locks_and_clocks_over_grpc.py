@@ -1,0 +1,165 @@
+"""What callers and operators are told of a row that is locked, and of a clock that was set back: by a router over gRPC,
+and by the command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import grpc
+import psycopg
+import pytest
+from google.rpc import error_details_pb2
+
+from cli.main import main
+from tests.conftest import SHARD
+from tests.jobs import job_id
+from tests.routers import PATIENCE_S, Routers, Stubs, detail, running_routers, stubs, until, write_cluster
+from tests.timemachine import SetClock
+from windrow.v1 import admin_pb2, job_pb2, queue_pb2
+
+OK = job_pb2.JOB_ANSWER_OK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    dsn: str
+    clock: SetClock
+    routers: Routers
+    stubs: Stubs
+
+    def shard(self) -> admin_pb2.ShardInfo:
+        (shard,) = self.stubs.admin.ListShards(admin_pb2.ListShardsRequest(), timeout=PATIENCE_S).shards
+        return shard
+
+    def enqueue(self, org: str) -> str:
+        job = job_pb2.NewJob(id=job_id(), queue="q", kind="k")
+        request = queue_pb2.EnqueueRequest(org=org, jobs=[job])
+        (result,) = self.stubs.queue.Enqueue(request, timeout=PATIENCE_S).results
+        return result.id
+
+    def lease(self, org: str) -> job_pb2.LeasedJob:
+        self.enqueue(org)
+        request = queue_pb2.DequeueRequest(org=org, queues=["q"], max_jobs=1)
+        request.visibility_window.FromSeconds(36000)
+        (job,) = self.stubs.queue.Dequeue(request, timeout=PATIENCE_S).jobs
+        return job
+
+    def ack(self, org: str, lease: bytes) -> list[int]:
+        request = queue_pb2.AckRequest(org=org, acks=[queue_pb2.Ack(lease=lease)])
+        return list(self.stubs.queue.Ack(request, timeout=PATIENCE_S).answers)
+
+
+@pytest.fixture
+def running(fresh_dsn: str, tmp_path: Path) -> Generator[Running, None, None]:
+    clock = SetClock.of(fresh_dsn)
+    config = write_cluster(tmp_path / "cluster.toml", {SHARD: clock.dsn})
+    with running_routers(config) as routers, stubs(routers.address) as both:
+        yield Running(dsn=fresh_dsn, clock=clock, routers=routers, stubs=both)
+
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def windrow(running: Running, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["windrow", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        told = capsys.readouterr()
+        return int(ended.value.code or 0), told.out, told.err
+
+    return run
+
+
+def refusal(call: Callable[[], object], reason: str) -> grpc.RpcError:
+    """What the call is refused with, once its reason is that."""
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    error = caught.value
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    info, retry = detail(error, error_details_pb2.ErrorInfo), detail(error, error_details_pb2.RetryInfo)
+    assert info is not None
+    assert info.reason == reason
+    assert retry is not None
+    assert retry.retry_delay.ToMilliseconds() > 0
+    return error
+
+
+def test_the_ack_of_a_locked_job_is_told_who_is_in_its_way_and_others_are_served(running: Running) -> None:
+    mine, theirs = running.lease("mine"), [(f"org-{n}", running.lease(f"org-{n}")) for n in range(12)]
+    with psycopg.connect(running.dsn) as forgotten, ThreadPoolExecutor(13) as threads:
+        forgotten.execute("SET idle_in_transaction_session_timeout = 0")
+        forgotten.execute("SELECT FROM windrow.job WHERE id = %s FOR UPDATE", [mine.id])
+        refused = threads.submit(refusal, lambda: running.ack("mine", mine.lease), "ROW_LOCKED")
+        served = [threads.submit(running.ack, org, job.lease) for org, job in theirs]
+        assert [one.result() for one in served] == [[OK]] * 12
+        assert f"job {mine.id} is locked by another session" in str(refused.result().details())
+    assert running.ack("mine", mine.lease) == [OK]
+
+
+def test_doctor_names_the_session_that_keeps_a_row_locked(running: Running, windrow: Command) -> None:
+    mine = running.lease("mine")
+    with psycopg.connect(running.dsn, application_name="forgotten psql") as forgotten:
+        forgotten.execute("SELECT FROM windrow.job WHERE id = %s FOR UPDATE", [mine.id])
+        _, out, _ = windrow("doctor", "--held-for", "0s", "--json", "--config", str(running.routers.config))
+        (finding,) = [one for one in json.loads(out)["findings"] if "forgotten psql" in one["finding"]]
+        assert "rows that it has locked stay locked" in finding["why"]
+        assert finding["fix"] == f"SELECT pg_terminate_backend({forgotten.info.backend_pid});"
+
+
+def test_a_clock_that_was_set_back_is_told_to_callers_and_operators_until_one_accepts_it(
+    running: Running, windrow: Command
+) -> None:
+    config = str(running.routers.config)
+    held = running.lease("mine")
+    # Ahead, and right again.
+    running.clock.set(timedelta(hours=2))
+    until(lambda: time_is_recorded(running, hours=1), "the router has recorded the time")
+    running.clock.set(timedelta(0))
+    until(lambda: not running.shard().reachable, "the router has noticed")
+    assert "its clock was set back" in running.shard().error
+    for call in (lambda: running.ack("mine", held.lease), lambda: running.enqueue("mine")):
+        assert "windrow shards accept-clock s1" in str(refusal(call, "CLOCK_SET_BACK").details())
+    code, out, _ = windrow("shards", "--address", running.routers.address)
+    assert code == 1
+    assert "its clock was set back" in " ".join(out.split())
+    code, out, _ = windrow("doctor", "--json", "--config", config)
+    assert code == 1
+    (finding,) = [one for one in json.loads(out)["findings"] if one["about"] == "clock"]
+    assert finding["severity"] == "critical"
+    code, out, err = windrow("shards", "accept-clock", "s9", "--config", config)
+    assert (code, out) == (4, "")
+    assert "names no shard 's9'; it names s1" in err
+    code, out, _ = windrow("shards", "accept-clock", "s1", "--config", config)
+    assert code == 0
+    assert out.startswith("shard s1 goes by its clock again: it shows ")
+    until(lambda: running.shard().reachable, "the router has noticed that too")
+    assert running.ack("mine", held.lease) == [OK]
+    code, out, _ = windrow("shards", "accept-clock", "s1", "--config", config)
+    assert (code, out) == (0, "shard s1 goes by its clock, as before: it was not set back\n")
+    assert running.routers.log.read_text().count("its clock was set back") == 1
+
+
+def test_a_router_that_starts_while_the_clock_is_behind_takes_no_calls(
+    running: Running, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with psycopg.connect(running.dsn) as connection:
+        connection.execute("UPDATE windrow.clock SET latest = now() + interval '3 hours'")
+    config = write_cluster(tmp_path_factory.mktemp("second") / "cluster.toml", {SHARD: running.clock.dsn})
+    with running_routers(config) as routers, stubs(routers.address) as both:
+        second = Running(dsn=running.dsn, clock=running.clock, routers=routers, stubs=both)
+        refusal(lambda: second.enqueue("mine"), "CLOCK_SET_BACK")
+
+
+def time_is_recorded(running: Running, *, hours: int) -> bool:
+    with psycopg.connect(running.dsn) as connection:
+        query = "SELECT latest > now() + make_interval(hours => %s) FROM windrow.clock"
+        ((recorded,),) = connection.execute(query, [hours]).fetchall()
+    return bool(recorded)
