@@ -16,12 +16,13 @@ from typing import TypeVar
 
 from router.catalog_copy import CatalogCopy
 from router.member import Member
-from shard import catalog, identity, pinning, schema
+from shard import catalog, history, identity, pinning, schema
 from shard.catalog import Catalog, Holding
 from shard.cluster import Cluster, ClusterFileError, ShardState
 from shard.cluster_change import refuse_change
-from shard.database import Database
+from shard.database import Database, Mark
 from shard.errors import Misconfigured, NotOwned, ShardError, ShardUnavailable, UnknownShard
+from shard.history import Made
 from shard.identity import Identity
 from shard.lease import shard_tag
 from shard.placement import Placement
@@ -46,7 +47,9 @@ class Fleet:
         self._by_tag: dict[int, Member] = {}
         # What the databases have proved to be.
         self._identities: dict[ShardName, Identity | None] = {}
-        self._catalog = CatalogCopy(cluster.catalog_dsn, self._learned)
+        # The marks that shards must have, by the catalog (shard/history.py).
+        self._marks: Mapping[ShardName, Mark] = {}
+        self._catalog = CatalogCopy(cluster.catalog_dsn, self._learned, self._marked)
         # Owns the tasks of every member.
         self._group = asyncio.TaskGroup()
 
@@ -119,7 +122,13 @@ class Fleet:
                 member.update(entry, self._group)
             else:
                 others.add(entry.name)
-                member = Member(entry, connections=self._connections, prove=self._prove, proved=self._proved)
+                member = Member(
+                    entry,
+                    connections=self._connections,
+                    prove=self._prove,
+                    proved=self._proved,
+                    confirm=self._confirm,
+                )
                 member.start(self._group)
             self._members[entry.name] = member
         self._by_tag = {shard_tag(name): member for name, member in self._members.items()}
@@ -259,6 +268,7 @@ class Fleet:
         found = await identity.read(database)
         if found is not None and found == self._identities.get(name):
             # On another server by now: that needs no catalog, which may be on its way with this very database.
+            await history.refuse_lost(database, self._marks.get(name))
             await schema.migrate(database, cluster=cluster.name)
             database.identity = found
         else:
@@ -274,7 +284,26 @@ class Fleet:
             if not await pinning.settle(database, await pinning.read_on(self._catalog.database, name)):
                 raise ShardUnavailable(name, "its queues are being changed")
             self._identities[name] = admitted
+        if (ahead := await catalog.newest_epoch(database)) > self._catalog.known.epoch:
+            _log.error(
+                "shard %r knows of epoch %d, and the catalog of %d only: was the catalog restored from a backup? See "
+                'docs/operations.md, "A shard was restored from an old backup"',
+                *(name, ahead, self._catalog.known.epoch),
+            )
         await catalog.grant(database, self._catalog.known)
+
+    def _marked(self, marks: Mapping[ShardName, Mark]) -> None:
+        """The catalog has confirmed these."""
+        self._marks = marks
+        for name, member in self._members.items():
+            member.must_have(marks.get(name))
+
+    async def _confirm(self, name: ShardName, made: Made) -> bool:
+        """Whether the catalog has taken note of a mark."""
+        if not await history.confirm(self._catalog.database, name, made):
+            return False
+        self._marked({**self._marks, name: Mark(made.number, made.token)})
+        return True
 
     async def _proved(self, member: Member) -> None:
         # Where the catalog is in this shard's database, it is reached as that has proved to be.

@@ -3,9 +3,11 @@ takes."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 _SQL = Path(__file__).parent / "sql"
+_WRITES = re.compile(rb"\b(?:INSERT INTO|UPDATE|DELETE FROM) windrow\.")
 
 
 class Statement(bytes):
@@ -15,6 +17,8 @@ class Statement(bytes):
     # Whether it may be run again where nobody knows if it was done. Most may: they name the ids or the lease they are
     # about.
     repeatable: bool
+    # Whether it writes to tables.
+    writes: bool
 
 
 def _load(name: str, *, repeatable: bool = True) -> Statement:
@@ -23,6 +27,7 @@ def _load(name: str, *, repeatable: bool = True) -> Statement:
     statement = Statement(b"\n".join(bare for line in lines if not (bare := line.strip()).startswith(b"--")))
     statement.name = name
     statement.repeatable = repeatable
+    statement.writes = _WRITES.search(statement) is not None
     return statement
 
 
@@ -99,6 +104,7 @@ READ_CATALOG = _load("read_catalog")
 GRANT_SLOTS = _load("grant_slots")
 COUNT_OWNED_SLOTS = _load("count_owned_slots")
 READ_SHARD = _load("read_shard")
+READ_NEWEST_EPOCH = _load("read_newest_epoch")
 LOCK_CATALOG = _load("lock_catalog")
 RECORD_SHARD = _load("record_shard")
 READ_MOVES = _load("read_moves")
@@ -145,6 +151,17 @@ ERASE_COLD = _load("erase_cold")
 ERASE_KEYS = _load("erase_keys")
 END_ERASURE = _load("end_erasure")
 DELETE_ERASED_ORG = _load("delete_erased_org")
+
+MAKE_MARK = _load("make_mark")
+# It tells of what others write.
+MAKE_MARK.writes = False
+CONFIRM_MARK = _load("confirm_mark")
+COMPARE_MARK = _load("compare_mark")
+READ_MARK = _load("read_mark")
+READ_STRAYS = _load("read_strays")
+BRING_HOME = _load("bring_home")
+END_STRAYS = _load("end_strays")
+RAISE_CHUNKS = _load("raise_chunks")
 
 READ_SLOTS = _load("read_slots")
 READ_QUEUES = _load("read_queues")
