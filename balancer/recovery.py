@@ -1,5 +1,5 @@
-"""A shard whose database has lost history: what is known of the loss, how it is accepted, and how its stray jobs are brought
-to where their orgs live (docs/decisions/0027-a-shard-that-lost-history.md).
+"""A shard whose database has lost history: what is known of the loss, how it is accepted, and how its stray jobs are
+brought to where their orgs live (docs/decisions/0027-a-shard-that-lost-history.md).
 
 Everything may be done again, at the same time by others too, and may end anywhere: what is left to do is read from the
 databases.
@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from shard import catalog, history, identity, moving, pinning, schema, strays
 from shard.catalog import Catalog, Move
 from shard.database import Database
-from shard.errors import LostHistory, Misconfigured, ShardUnavailable
+from shard.errors import LostHistory, Misconfigured, ShardError, ShardUnavailable
+from shard.findings import Finding, Severity
 from shard.moving import Departed
 from shard.store import Store
 from shard.strays import NotTaken, Strays
@@ -25,6 +26,20 @@ from shard.vocabulary import JobId, Micros, OrgId, ShardName, Slot
 _TRIES_MAX = 100
 _PAUSE_S_MAX = 0.2
 _FINISHED = ("succeeded", "cancelled")
+_LOST = Finding(
+    severity=Severity.CRITICAL,
+    about="history",
+    what="the shard has lost history: it lacks a mark that the catalog has confirmed",
+    why="it was restored from a backup, or is a standby that lagged when it was promoted; routers refuse it",
+    fix="-- find a server that has all of it; else see `windrow shards accept`",
+)
+_CATALOG_BEHIND = Finding(
+    severity=Severity.CRITICAL,
+    about="catalog",
+    what="the shard knows of later moves than the catalog",
+    why="the catalog was restored from a backup, and may say that slots live where they do not",
+    fix="-- find a server that has all of the catalog",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +73,7 @@ class Recovery:
     """What a run of `recover` has done, and what it left."""
 
     orgs: list[Brought] = field(default_factory=list["Brought"])
-    # Of orgs that move just now, of jobs under a lease, and of jobs whose ids are too old to tell whether they have run.
+    # Jobs of orgs that move just now, jobs under a lease, and jobs whose ids are too old to tell whether they have run.
     moving: int = 0
     leased: int = 0
     older: int = 0
@@ -89,6 +104,28 @@ async def find_loss(shard: Database, catalog_database: Database, *, cluster: str
     )
 
 
+async def compare_histories(
+    shards: Mapping[ShardName, Database], catalog_database: Database, *, cluster: str
+) -> dict[ShardName, list[Finding]]:
+    """What `windrow doctor` says of shards that lost history, and of a catalog that did. Raises ShardError where the
+    catalog cannot be asked."""
+    if not await catalog.is_founded(catalog_database, cluster=cluster):
+        return {}
+    known, marks = await catalog.look(catalog_database)
+    found: dict[ShardName, list[Finding]] = {}
+    for name, database in shards.items():
+        try:
+            mark = marks.get(name)
+            if mark is not None and (await history.compare(database, mark)).lost:
+                found[name] = [_LOST]
+            elif await catalog.newest_epoch(database) > known.epoch:
+                found[name] = [_CATALOG_BEHIND]
+        except ShardError:
+            # That it does not answer is said elsewhere.
+            continue
+    return found
+
+
 async def accept(
     loss: Loss, shards: Mapping[ShardName, Database], catalog_database: Database, *, cluster: str
 ) -> list[str]:
@@ -97,10 +134,11 @@ async def accept(
     called again."""
     shard = shards[loss.shard]
     await schema.migrate(shard, cluster=cluster)
-    said: list[str] = []
-    for move in await catalog.moves(catalog_database):
-        if move.switched and loss.shard in (move.source, move.target):
-            said.append(await _mend(move, loss.shard, shards, catalog_database))
+    said = [
+        await _mend(move, loss.shard, shards, catalog_database)
+        for move in await catalog.moves(catalog_database)
+        if move.switched and loss.shard in (move.source, move.target)
+    ]
     known = await catalog.read(catalog_database)
     await _insist(shard, lambda: strays.fence(shard, known))
     pins = await pinning.read_on(catalog_database, loss.shard)

@@ -23,6 +23,7 @@ from cli import (
     output,
     pins,
     queues,
+    recovery,
     servers,
     shards,
     stats,
@@ -38,6 +39,7 @@ _OPERATE = "Look and mend"
 app = App(epilog=EPILOG)
 moves.add_to(shards.app)
 pins.add_to(shards.app)
+recovery.add_to(shards.app)
 
 
 def _version(wanted: bool) -> None:

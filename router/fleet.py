@@ -163,6 +163,13 @@ class Fleet:
         which epoch it names."""
         return self._catalog.known.placement(org)
 
+    async def newest_catalog(self) -> Catalog:
+        """As of now, or, while the catalog is away, as this router knows it."""
+        try:
+            return await self._catalog.look()
+        except ShardUnavailable:
+            return self._catalog.known
+
     async def is_current(self, org: OrgId, placement: Placement) -> bool:
         """Whether the catalog says so still. Raises ShardUnavailable."""
         return await self._catalog.is_current(org, placement)

@@ -1,5 +1,5 @@
-"""Stray jobs: live, dead and departing jobs on a shard that nobody reads their slot on. A shard that lost history has them:
-jobs that had moved to another shard since (docs/decisions/0027-a-shard-that-lost-history.md).
+"""Stray jobs: live, dead and departing jobs on a shard on which nobody reads their slot. A shard that lost history has
+them: jobs that had moved to another shard since (docs/decisions/0027-a-shard-that-lost-history.md).
 
 The steps on single databases. Which job is brought where is decided in balancer/recovery.py.
 """
