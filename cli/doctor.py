@@ -107,10 +107,10 @@ def _dsns(cluster: Cluster, shard: str | None) -> dict[ShardName, str]:
 
 async def _look_at_all(cluster: Cluster, dsns: dict[ShardName, str], held_for: timedelta) -> list[_Look]:
     looks = await asyncio.gather(*(_look_at(name, dsn, held_for) for name, dsn in dsns.items()))
-    found = await _compare_histories(cluster, [look.database for look in looks if look.facts is not None])
+    answered = [name for name, look in zip(dsns, looks, strict=True) if look.facts is not None]
+    found = await _compare_histories(cluster, answered)
     return [
-        replace(look, findings=[*found[look.database], *look.findings]) if look.database in found else look
-        for look in looks
+        replace(look, findings=[*found.get(name, ()), *look.findings]) for name, look in zip(dsns, looks, strict=True)
     ]
 
 

@@ -162,7 +162,8 @@ async def read(database: Database, known: Catalog | None = None) -> Catalog:
 async def look(database: Database, known: Catalog | None = None) -> tuple[Catalog, dict[ShardName, Mark]]:
     """What `read` answers, and the mark of each shard that was confirmed last (shard/history.py)."""
     rows = await database.run(statements.READ_CATALOG, {"since": -1 if known is None else known.epoch})
-    marks = {shard: Mark(*mark) for shard, mark in (rows[0][-1] or {}).items()}
+    found: Mapping[ShardName, tuple[int, str]] = rows[0][-1] or {}
+    marks = {shard: Mark(*mark) for shard, mark in found.items()}
     if known is not None and rows[0][0] == known.epoch:
         return known, marks
     if known is not None and rows[0][0] < known.epoch:
