@@ -56,7 +56,7 @@ def accept(
     for sentence in said:
         output.say(sentence)
     output.say(
-        f"shard {shard} serves again. `windrow check` shows whether it has stray jobs;\n"
+        f"shard {shard} serves again within seconds. `windrow check` shows whether it has stray jobs;\n"
         f"`windrow shards recover {shard} --config {config}` brings them to where their orgs live"
     )
 
