@@ -173,6 +173,7 @@ async def recover(
     shards: Mapping[ShardName, Database],
     catalog_database: Database,
     *,
+    cluster: str,
     older: bool = False,
     report: Callable[[int], None] = lambda _: None,
 ) -> Recovery:
@@ -180,7 +181,8 @@ async def recover(
     owner: these are cancelled on the stray shard. `older`: also those whose ids were made more than 7 days ago; of them
     it may be forgotten that they have run. `report` hears how many jobs were dealt with. Raises ShardUnavailable,
     Misconfigured; then it may be called again."""
-    shard = _at(shards, name)
+    places = _Places(shards, catalog_database, cluster=cluster)
+    shard = await places.at(name)
     known = await catalog.read(catalog_database)
     await _insist(shard, lambda: strays.fence(shard, known))
     recovery, done = Recovery(), Counter[tuple[OrgId, ShardName, bool]]()
@@ -195,7 +197,7 @@ async def recover(
             stayed = 0
             for org, some in by_org.items():
                 known = await catalog.read(catalog_database, known)
-                ended = await _bring(shard, shards, catalog_database, known, left.slot, some)
+                ended = await _bring(shard, places, known, left.slot, some)
                 if ended is None:
                     stayed += sum(len(part.ids) for part in some)
                 else:
@@ -217,13 +219,27 @@ async def recover(
     return recovery
 
 
+class _Places:
+    """The databases of the shards. Each is examined before it is used for the first time: one that is not needed may be
+    away."""
+
+    def __init__(self, shards: Mapping[ShardName, Database], catalog_database: Database, *, cluster: str) -> None:
+        self.catalog = catalog_database
+        self._shards = shards
+        self._cluster = cluster
+        self._examined: set[ShardName] = set()
+
+    async def at(self, name: ShardName) -> Database:
+        """Raises Misconfigured, ShardUnavailable."""
+        database = _at(self._shards, name)
+        if name not in self._examined:
+            await identity.examine(database, self.catalog, cluster=self._cluster)
+            self._examined.add(name)
+        return database
+
+
 async def _bring(
-    shard: Database,
-    shards: Mapping[ShardName, Database],
-    catalog_database: Database,
-    known: Catalog,
-    slot: Slot,
-    parts: Sequence[Strays],
+    shard: Database, places: _Places, known: Catalog, slot: Slot, parts: Sequence[Strays]
 ) -> tuple[ShardName, int, int] | None:
     """Deals with these jobs of one org. Answers where they live, how many were brought there, and how many were known.
     None: the org moves just now."""
@@ -231,14 +247,14 @@ async def _bring(
     placement = known.placement(org)
     if not placement.at_rest or shard.name in placement.reads:
         return None
-    home = _at(shards, placement.writes[0])
+    home = await places.at(placement.writes[0])
     ids = [job_id for part in parts for job_id in part.ids]
     # Former owners take no more jobs: what they say stays true.
     known_on: dict[JobId, ShardName] = {}
     for former in placement.former:
         if former.shard not in (shard.name, home.name):
             rest = [job_id for job_id in ids if job_id not in known_on]
-            for job_id in await _ended(_at(shards, former.shard), org, rest):
+            for job_id in await _ended(await places.at(former.shard), org, rest):
                 known_on[job_id] = former.shard
     queues = {part.queue for part in parts}
     own = [row for row in await moving.read_queues(shard, [slot]) if row.org == org and row.queue in queues]
@@ -256,9 +272,9 @@ async def _bring(
             raise ShardUnavailable(home.name, f"stray jobs of org {org!r} would not stand still; try again")
     except NotTaken:
         return None
+    # The other copy goes now. If the home loses what it has, that must be noticed.
+    await history.mark(home, places.catalog)
     if brought:
-        # Where this is lost, it is noticed.
-        await history.mark(home, catalog_database)
         departed = [Departed(slot=slot, chunk=0, org=part.org, queue=part.queue, jobs="") for part in parts]
         await moving.tell_arrivals(home, departed)
     deleted, cancelled = await strays.end(shard, slot, org, brought=brought, known_on=known_on)

@@ -147,19 +147,18 @@ def recover(
 async def _recover(cluster: Cluster, shard: str, *, older: bool) -> Recovery:
     from balancer import recovery
     from balancer.shards import open_shards
-    from shard import identity
 
     name = _named(cluster, shard)
     async with open_shards(cluster) as shards:
-        for database in shards.databases.values():
-            await identity.examine(database, shards.catalog, cluster=cluster.name)
         with output.working(f"bringing the stray jobs of {shard} home") as status:
 
             def report(jobs: int) -> None:
                 if status is not None:
                     status.update(f"bringing the stray jobs of {shard} home: {jobs:,} done")
 
-            return await recovery.recover(name, shards.databases, shards.catalog, older=older, report=report)
+            return await recovery.recover(
+                name, shards.databases, shards.catalog, cluster=cluster.name, older=older, report=report
+            )
 
 
 def _named(cluster: Cluster, shard: str) -> ShardName:

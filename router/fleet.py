@@ -34,6 +34,7 @@ _T = TypeVar("_T")
 # How long a call waits for its org to have a shard that takes its jobs: a slot that moves has none for a moment.
 _UNOWNED_S_MAX = 2.0
 _RETRY_S = 1.0
+_MARKS_LESS = 20
 _FIRST_TRY_S_MAX = 5.0
 
 
@@ -301,6 +302,14 @@ class Fleet:
 
     def _marked(self, marks: Mapping[ShardName, Mark]) -> None:
         """The catalog has confirmed these."""
+        for name, mark in marks.items():
+            # A look that was under way while this router had a mark confirmed knows a few less.
+            if name in self._marks and self._marks[name].number - mark.number > _MARKS_LESS:
+                _log.error(
+                    "the catalog knows mark %d of shard %r, and knew %d: was it restored from a backup? See "
+                    'docs/operations.md, "A shard was restored from an old backup"',
+                    *(mark.number, name, self._marks[name].number),
+                )
         self._marks = marks
         for name, member in self._members.items():
             member.must_have(marks.get(name))

@@ -70,6 +70,7 @@ class Member:
         self.room.gives = entry.state.gives_jobs
         self._keeping: asyncio.Task[None] | None = None
         self._going_over: asyncio.Task[None] | None = None
+        self._group: asyncio.TaskGroup | None = None
         self._checking: asyncio.Task[None] | None = None
 
     @property
@@ -102,6 +103,7 @@ class Member:
 
     def start(self, group: asyncio.TaskGroup) -> None:
         """Contacts it, and keeps it up until it is dismissed or the group's end, unless it is off."""
+        self._group = group
         if self.entry.state is not ShardState.OFF:
             self._keeping = group.create_task(self._keep())
 
@@ -140,8 +142,8 @@ class Member:
             database.mark = mark
         if mark is None or not self.up.is_set() or (self._checking is not None and not self._checking.done()):
             return
-        if any(database.reconnected for database in self._databases):
-            self._checking = asyncio.create_task(
+        if self._group is not None and any(database.reconnected for database in self._databases):
+            self._checking = self._group.create_task(
                 attempt(f"compare the history of shard {self.name!r}", lambda: self._compare(mark))
             )
 

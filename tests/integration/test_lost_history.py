@@ -406,7 +406,7 @@ async def pair(fresh_dsn: str, backups: Backups, org: OrgId) -> AsyncGenerator[P
 
 
 async def run(pair: Pair, *, older: bool = False) -> Recovery:
-    return await recover(B, pair.databases, pair.catalog, older=older)
+    return await recover(B, pair.databases, pair.catalog, cluster=CLUSTER, older=older)
 
 
 async def stray(pair: Pair, jobs: NewJobs) -> None:
@@ -564,7 +564,7 @@ async def test_a_recovery_is_finished_by_another_wherever_the_first_one_died(pai
         for database in (catalog_database, *mortals.values()):
             await database.open()
         try:
-            await asyncio.create_task(recover(B, mortals, catalog_database))
+            await asyncio.create_task(recover(B, mortals, catalog_database, cluster=CLUSTER))
         except (Died, ShardUnavailable, asyncio.CancelledError):
             await pair.balance()
         finally:
@@ -590,7 +590,7 @@ async def test_operators_who_recover_at_the_same_time_bring_each_job_once(pair: 
         await stray(pair, jobs)
     async with contextlib.AsyncExitStack() as stack:
         operators = [await stack.enter_async_context(connected(pair.dsns)) for _ in range(3)]
-        await asyncio.gather(*(recover(B, databases, databases[A]) for databases in operators))
+        await asyncio.gather(*(recover(B, databases, databases[A], cluster=CLUSTER) for databases in operators))
     ids = [job for jobs in stored.values() for job in ids_of(jobs)]
     found = await states(pair, org, ids)
     assert sorted(key for key, state in found.items() if state == "ready") == sorted((A, job) for job in ids)
