@@ -70,6 +70,8 @@ class Member:
         self.room.gives = entry.state.gives_jobs
         self._keeping: asyncio.Task[None] | None = None
         self._going_over: asyncio.Task[None] | None = None
+        # A mark that is written, and that the catalog may not know.
+        self._unconfirmed: Made | None = None
         self._group: asyncio.TaskGroup | None = None
         self._checking: asyncio.Task[None] | None = None
 
@@ -194,15 +196,22 @@ class Member:
             return
         for database in self._databases:
             database.changed = False
-        confirmed = False
+        covered = False
         try:
             # Others mark it too. What this router has done may be younger than their mark: then it comes again.
-            made = await history.make(self._queue_database, apart_s=0.8 * MARK_S)
-            if made is not None and not (confirmed := await self._confirm(self.name, made)):
-                # The catalog may know a mark that this database lacks: the next look at the catalog tells.
-                self._queue_database.reconnected = True
+            earlier = self._unconfirmed
+            made = earlier or await history.make(self._queue_database, apart_s=0.8 * MARK_S)
+            # While the catalog is away, no further mark is written.
+            self._unconfirmed = made
+            if made is not None:
+                confirmed = await self._confirm(self.name, made)
+                self._unconfirmed = None
+                covered = confirmed and earlier is None
+                if not confirmed:
+                    # The catalog may know a mark that this database lacks: the next look at the catalog tells.
+                    self._queue_database.reconnected = True
         finally:
-            if not confirmed:
+            if not covered:
                 self._queue_database.changed = True
 
     async def _compare(self, mark: Mark) -> None:

@@ -26,7 +26,7 @@ from shard.database import Database
 from shard.errors import LostHistory, ShardUnavailable
 from shard.pinning import OnShard
 from shard.settling import Nack
-from shard.vocabulary import Answer, JobId, NewJobs, OrgId, ShardName
+from shard.vocabulary import CATALOG, Answer, JobId, NewJobs, OrgId, ShardName
 from tests import timemachine
 from tests.conftest import CLUSTER
 from tests.integration.test_fleet import opened, org_on, store, two, until, until_refused, up
@@ -203,6 +203,31 @@ async def test_routers_mark_a_shard_that_they_change_and_no_other(
         await until(lambda: made)
 
 
+async def test_a_router_writes_no_further_mark_before_the_catalog_has_confirmed_the_last(
+    empty_dsn: str, backups: Backups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.member.MARK_S", 3600.0)
+
+    async def away(*_: object) -> bool:
+        raise ShardUnavailable(CATALOG, "it is away")
+
+    async with opened(two(empty_dsn, backups.dsn)) as fleet:
+        await up(fleet)
+        member, org = fleet.member(B), org_on(fleet, B)
+        await store(fleet, org)
+        confirm = member._confirm
+        monkeypatch.setattr(member, "_confirm", away)
+        for _ in range(3):
+            with pytest.raises(ShardUnavailable, match="it is away"):
+                await member._mark()
+        assert await member._queue_database.run(b"SELECT count(*) FROM windrow.mark", {}) == [(1,)]
+        monkeypatch.setattr(member, "_confirm", confirm)
+        await member._mark()
+        assert confirmed_mark(empty_dsn) == 1
+        # What was done since that mark was written is not covered by it.
+        assert member._queue_database.changed
+
+
 @pytest.mark.usefixtures("fast")
 async def test_a_catalog_that_was_restored_refuses_no_shard_and_is_told_of(
     postgres: Server, backups: Backups, caplog: pytest.LogCaptureFixture
@@ -348,6 +373,7 @@ def windrow_on(first: str, second: str, *arguments: str) -> subprocess.Completed
         path.unlink()
 
 
+@pytest.mark.timeout(300)
 def test_operators_accept_a_loss_are_told_of_stray_jobs_and_bring_them_home(
     tmp_path: Path, fresh_dsn: str, backups: Backups, org: OrgId
 ) -> None:
