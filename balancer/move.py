@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, assert_never
 
-from shard import catalog, moving, pinning
+from shard import catalog, history, moving, pinning
 from shard.catalog import Move
 from shard.database import Database
 from shard.errors import Misconfigured, ShardUnavailable
@@ -182,6 +182,9 @@ class Mover:
         elif free:
             await self._carry(move, source, target, {slot: chunks[slot] for slot in free})
         elif empty:
+            # From then on nobody compares the two. A backup of either that is older than this is noticed by the marks.
+            for database in (source, target):
+                await history.mark(database, self._catalog)
             await catalog.leave(self._catalog, move, sorted(empty))
         else:
             await self._pause(self._pace.look_s)

@@ -65,6 +65,15 @@ class _Books:
     def unbalanced(self) -> list[admin_pb2.OrgBooks]:
         return [org for org in self.orgs if not org.balanced]
 
+    @property
+    def suspect(self) -> list[admin_pb2.OrgBooks]:
+        return [org for org in self.orgs if org.stray or not org.balanced]
+
+    @property
+    def astray(self) -> list[admin_pb2.OrgBooks]:
+        """With jobs that nobody reads on this shard."""
+        return [org for org in self.orgs if org.stray]
+
 
 def check(
     shard: Annotated[
@@ -87,8 +96,9 @@ def check(
 ) -> None:
     """Check that nothing is lost and nothing doubled.
 
-    For each org on each shard the jobs accepted must be the jobs found. Reads one moment of each shard, so that it may
-    run under load. Exit code 1: some books differ; 3: a shard did not answer.
+    For each org on each shard the jobs accepted must be the jobs found, and live jobs must be where somebody reads
+    them. Reads one moment of each shard, so that it may run under load. Exit code 1: some books differ, or there are
+    stray jobs; 3: a shard did not answer.
     """
     from cli.calls import connect
     from windrow.v1 import admin_pb2
@@ -119,7 +129,14 @@ def check(
     for books in checked:
         if books.trouble:
             output.note(f"shard {books.shard} did not answer: {books.trouble}")
-    if any(books.unbalanced for books in checked):
+    for books in checked:
+        if books.astray:
+            jobs = output.counted(sum(org.stray for org in books.astray), "stray job")
+            output.note(
+                f"shard {books.shard} has {jobs}, which nobody reads there: "
+                f"`windrow shards recover {books.shard}` brings them to where their orgs live"
+            )
+    if any(books.unbalanced or books.astray for books in checked):
         raise typer.Exit(ExitCode.NO)
     if any(books.trouble for books in checked):
         raise typer.Exit(ExitCode.UNAVAILABLE)
@@ -148,7 +165,7 @@ def _print_books(checked: Sequence[_Books], *, every_org: bool) -> None:
     )
     counts = ", ".join(f"{sum(sums[state] for sums in totals):,} {state}" for state in _STATES)
     output.say(f"found: {counts}")
-    shown = [(books.shard, org) for books in checked for org in (books.orgs if every_org else books.unbalanced)]
+    shown = [(books.shard, org) for books in checked for org in (books.orgs if every_org else books.suspect)]
     if not shown:
         return
     output.say("")
@@ -167,7 +184,8 @@ def _print_books(checked: Sequence[_Books], *, every_org: bool) -> None:
                 name,
                 *(f"{count:,}" for count in _accepted_found(_sums([org]))),
                 "balance" if org.balanced else _off(_sums([org])),
-                ", ".join(f"{getattr(org, state):,} {state}" for state in _STATES if getattr(org, state)),
+                ", ".join(f"{getattr(org, state):,} {state}" for state in _STATES if getattr(org, state))
+                + (f"; {org.stray:,} stray: the org lives on {org.lives_on}" if org.stray else ""),
             )
             for name, org in shown
         ],
@@ -191,7 +209,9 @@ def _off(sums: dict[str, int]) -> str:
 def _verdict(books: _Books) -> str:
     if books.trouble:
         return "no answer"
-    return f"{len(books.unbalanced)} orgs differ" if books.unbalanced else "balance"
+    if books.unbalanced:
+        return f"{len(books.unbalanced)} orgs differ"
+    return f"{len(books.astray)} orgs astray" if books.astray else "balance"
 
 
 def _books_json(books: _Books, *, every_org: bool) -> dict[str, object]:
@@ -202,6 +222,7 @@ def _books_json(books: _Books, *, every_org: bool) -> dict[str, object]:
         "orgs": len(books.orgs),
         **_sums(books.orgs),
         "unbalanced": [_org_json(org) for org in books.unbalanced],
+        "stray": [{"org": org.org, "jobs": org.stray, "lives_on": org.lives_on} for org in books.astray],
     }
     if every_org:
         document["books"] = [_org_json(org) for org in books.orgs]

@@ -4,8 +4,8 @@ and talks to the databases."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated
 
@@ -68,7 +68,7 @@ def doctor(
     cluster = databases.read(config)
     dsns = _dsns(cluster, shard)
     with output.working("examining " + ", ".join(dsns)):
-        looks = databases.asked(_look_at_all(dsns, held_for))
+        looks = databases.asked(_look_at_all(cluster, dsns, held_for))
     if as_json:
         output.say_json(_look_json(look) for look in looks)
     else:
@@ -105,8 +105,30 @@ def _dsns(cluster: Cluster, shard: str | None) -> dict[ShardName, str]:
     raise CommandFailed(f"{cluster.source} names no shard {shard!r}; it names {', '.join(dsns)}", ExitCode.NOT_FOUND)
 
 
-async def _look_at_all(dsns: dict[ShardName, str], held_for: timedelta) -> list[_Look]:
-    return list(await asyncio.gather(*(_look_at(name, dsn, held_for) for name, dsn in dsns.items())))
+async def _look_at_all(cluster: Cluster, dsns: dict[ShardName, str], held_for: timedelta) -> list[_Look]:
+    looks = await asyncio.gather(*(_look_at(name, dsn, held_for) for name, dsn in dsns.items()))
+    answered = [name for name, look in zip(dsns, looks, strict=True) if look.facts is not None]
+    found = await _compare_histories(cluster, answered)
+    return [
+        replace(look, findings=[*found.get(name, ()), *look.findings]) for name, look in zip(dsns, looks, strict=True)
+    ]
+
+
+async def _compare_histories(cluster: Cluster, names: Collection[ShardName]) -> dict[ShardName, list[Finding]]:
+    """What is wrong between these shards and the catalog; nothing, where the catalog cannot be asked."""
+    from balancer.recovery import compare_histories
+    from balancer.shards import open_shards
+    from shard.errors import ShardError
+
+    async with open_shards(cluster) as shards:
+        try:
+            return await compare_histories(
+                {name: database for name, database in shards.databases.items() if name in names},
+                shards.catalog,
+                cluster=cluster.name,
+            )
+        except ShardError:
+            return {}
 
 
 async def _look_at(name: ShardName, dsn: str, held_for: timedelta) -> _Look:

@@ -24,6 +24,7 @@ from cli import (
     output,
     pins,
     queues,
+    recovery,
     servers,
     shards,
     stats,
@@ -40,6 +41,7 @@ app = App(epilog=EPILOG)
 moves.add_to(shards.app)
 pins.add_to(shards.app)
 clock.add_to(shards.app)
+recovery.add_to(shards.app)
 
 
 def _version(wanted: bool) -> None:

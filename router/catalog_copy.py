@@ -5,17 +5,17 @@ one that is too old (I6)."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from router.upkeep import attempt, every
 from shard import catalog
 from shard.catalog import Catalog
 from shard.coalescing import Coalescer
-from shard.database import Database
+from shard.database import Database, Mark
 from shard.errors import ShardUnavailable
 from shard.listening import Listener
 from shard.placement import Placement
-from shard.vocabulary import CATALOG, OrgId
+from shard.vocabulary import CATALOG, OrgId, ShardName
 
 _LOOKING = "look at the catalog"
 _LOOK_S = 3.0
@@ -25,12 +25,19 @@ _WAIT_S = 0.1
 
 
 class CatalogCopy:
-    """`learned` is told the copy before and the one from now on. `database` is the catalog's."""
+    """`learned` is told the copy before and the one from now on; `marked`, after each look, the confirmed marks of the
+    shards (shard/history.py). `database` is the catalog's."""
 
-    def __init__(self, dsn: str, learned: Callable[[Catalog, Catalog], None]) -> None:
+    def __init__(
+        self,
+        dsn: str,
+        learned: Callable[[Catalog, Catalog], None],
+        marked: Callable[[Mapping[ShardName, Mark]], None],
+    ) -> None:
         self.database = Database(CATALOG, dsn, connections=1, for_books=True)
         self._dsn = dsn
         self._learned = learned
+        self._marked = marked
         self._known: Catalog | None = None
         self._told = asyncio.Event()
         self._changed = asyncio.Event()
@@ -91,7 +98,9 @@ class CatalogCopy:
 
     async def _look(self, asked: Sequence[None]) -> Sequence[Catalog]:
         before = self.known
-        self._known = after = await catalog.read(self.database, before)
+        after, marks = await catalog.look(self.database, before)
+        self._known = after
+        self._marked(marks)
         if after is not before:
             self._changed.set()
             self._changed = asyncio.Event()

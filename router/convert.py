@@ -302,7 +302,8 @@ def queue_stats(counts: QueueCounts) -> admin_pb2.QueueStats:
     return message
 
 
-def org_books(books: OrgBooks) -> admin_pb2.OrgBooks:
+def org_books(books: OrgBooks, *, lives_on: str = "") -> admin_pb2.OrgBooks:
+    """`lives_on`: where the org's live jobs belong, if not on this shard."""
     return admin_pb2.OrgBooks(
         org=books.org,
         accepted=books.accepted,
@@ -315,6 +316,8 @@ def org_books(books: OrgBooks) -> admin_pb2.OrgBooks:
         archived=books.archived,
         expired=books.expired,
         balanced=books.balanced,
+        stray=books.unfinished if lives_on else 0,
+        lives_on=lives_on,
     )
 
 

@@ -16,12 +16,13 @@ from typing import TypeVar
 
 from router.catalog_copy import CatalogCopy
 from router.member import Member
-from shard import catalog, identity, pinning, schema
+from shard import catalog, history, identity, pinning, schema
 from shard.catalog import Catalog, Holding
 from shard.cluster import Cluster, ClusterFileError, ShardState
 from shard.cluster_change import refuse_change
-from shard.database import Database
+from shard.database import Database, Mark
 from shard.errors import Misconfigured, NotOwned, ShardError, ShardUnavailable, UnknownShard
+from shard.history import Made
 from shard.identity import Identity
 from shard.lease import shard_tag
 from shard.placement import Placement
@@ -33,6 +34,7 @@ _T = TypeVar("_T")
 # How long a call waits for its org to have a shard that takes its jobs: a slot that moves has none for a moment.
 _UNOWNED_S_MAX = 2.0
 _RETRY_S = 1.0
+_MARKS_LESS = 20
 _FIRST_TRY_S_MAX = 5.0
 
 
@@ -46,7 +48,9 @@ class Fleet:
         self._by_tag: dict[int, Member] = {}
         # What the databases have proved to be.
         self._identities: dict[ShardName, Identity | None] = {}
-        self._catalog = CatalogCopy(cluster.catalog_dsn, self._learned)
+        # The marks that shards must have, by the catalog (shard/history.py).
+        self._marks: Mapping[ShardName, Mark] = {}
+        self._catalog = CatalogCopy(cluster.catalog_dsn, self._learned, self._marked)
         # Owns the tasks of every member.
         self._group = asyncio.TaskGroup()
 
@@ -119,7 +123,13 @@ class Fleet:
                 member.update(entry, self._group)
             else:
                 others.add(entry.name)
-                member = Member(entry, connections=self._connections, prove=self._prove, proved=self._proved)
+                member = Member(
+                    entry,
+                    connections=self._connections,
+                    prove=self._prove,
+                    proved=self._proved,
+                    confirm=self._confirm,
+                )
                 member.start(self._group)
             self._members[entry.name] = member
         self._by_tag = {shard_tag(name): member for name, member in self._members.items()}
@@ -153,6 +163,13 @@ class Fleet:
         """Where the org is, as this router knows it. A call goes by one placement: whom it asks, where it writes, and
         which epoch it names."""
         return self._catalog.known.placement(org)
+
+    async def newest_catalog(self) -> Catalog:
+        """As of now, or, while the catalog is away, as this router knows it."""
+        try:
+            return await self._catalog.look()
+        except ShardUnavailable:
+            return self._catalog.known
 
     async def is_current(self, org: OrgId, placement: Placement) -> bool:
         """Whether the catalog says so still. Raises ShardUnavailable."""
@@ -259,6 +276,7 @@ class Fleet:
         found = await identity.read(database)
         if found is not None and found == self._identities.get(name):
             # On another server by now: that needs no catalog, which may be on its way with this very database.
+            await history.refuse_lost(database, self._marks.get(name))
             await schema.migrate(database, cluster=cluster.name)
             database.identity = found
         else:
@@ -274,7 +292,34 @@ class Fleet:
             if not await pinning.settle(database, await pinning.read_on(self._catalog.database, name)):
                 raise ShardUnavailable(name, "its queues are being changed")
             self._identities[name] = admitted
+        if (ahead := await catalog.newest_epoch(database)) > self._catalog.known.epoch:
+            _log.error(
+                "shard %r knows of epoch %d, and the catalog of %d only: was the catalog restored from a backup? See "
+                'docs/operations.md, "A shard was restored from an old backup"',
+                *(name, ahead, self._catalog.known.epoch),
+            )
         await catalog.grant(database, self._catalog.known)
+
+    def _marked(self, marks: Mapping[ShardName, Mark]) -> None:
+        """The catalog has confirmed these."""
+        for name, mark in marks.items():
+            # A look that was under way while this router had a mark confirmed knows a few less.
+            if name in self._marks and self._marks[name].number - mark.number > _MARKS_LESS:
+                _log.error(
+                    "the catalog knows mark %d of shard %r, and knew %d: was it restored from a backup? See "
+                    'docs/operations.md, "A shard was restored from an old backup"',
+                    *(mark.number, name, self._marks[name].number),
+                )
+        self._marks = marks
+        for name, member in self._members.items():
+            member.must_have(marks.get(name))
+
+    async def _confirm(self, name: ShardName, made: Made) -> bool:
+        """Whether the catalog has taken note of a mark."""
+        if not await history.confirm(self._catalog.database, name, made):
+            return False
+        self._marked({**self._marks, name: Mark(made.number, made.token)})
+        return True
 
     async def _proved(self, member: Member) -> None:
         # Where the catalog is in this shard's database, it is reached as that has proved to be.

@@ -10,11 +10,13 @@ from typing import Self
 
 from router.upkeep import attempt, every
 from router.waiting import SWEEP_S, Room
+from shard import history
 from shard.books import Books
 from shard.cluster import ShardEntry, ShardState
-from shard.database import Database
+from shard.database import Database, Mark
 from shard.doorbell import Doorbell
 from shard.errors import Misconfigured, ShardError, ShardUnavailable
+from shard.history import MARK_S, Made
 from shard.store import Store
 from shard.vocabulary import ShardName
 
@@ -32,7 +34,8 @@ class Member:
     """A shard of the cluster file, from when the file names it until it no longer does. Not contacted before `start`.
 
     `prove` makes a database fit for use, and raises a ShardError unless it is the shard that it is taken for. `proved`
-    is called when the member can be used, or is reached by another DSN.
+    is called when the member can be used, or is reached by another DSN. `confirm` has the catalog take note of a mark
+    in the shard's history, and answers whether it did.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class Member:
         connections: int,
         prove: Callable[[Database], Awaitable[None]],
         proved: Callable[[Member], Awaitable[None]],
+        confirm: Callable[[ShardName, Made], Awaitable[bool]],
     ) -> None:
         # As the cluster file in force has it.
         self.entry = entry
@@ -52,8 +56,10 @@ class Member:
         self.trouble = "its state is off" if entry.state is ShardState.OFF else "not contacted yet"
         self._prove = prove
         self._proved = proved
+        self._confirm = confirm
         self._queue_database = Database(entry.name, entry.dsn, connections=connections)
         self._books_database = Database(entry.name, entry.dsn, connections=2, for_books=True)
+        self._databases = (self._queue_database, self._books_database)
         self.store = Store(self._queue_database)
         self.books = Books(self._books_database)
         self._doorbell = Doorbell(
@@ -66,6 +72,10 @@ class Member:
         self.room.gives = entry.state.gives_jobs
         self._keeping: asyncio.Task[None] | None = None
         self._going_over: asyncio.Task[None] | None = None
+        # A mark that is written, and that the catalog may not know.
+        self._unconfirmed: Made | None = None
+        self._group: asyncio.TaskGroup | None = None
+        self._checking: asyncio.Task[None] | None = None
 
     @property
     def name(self) -> ShardName:
@@ -97,6 +107,7 @@ class Member:
 
     def start(self, group: asyncio.TaskGroup) -> None:
         """Contacts it, and keeps it up until it is dismissed or the group's end, unless it is off."""
+        self._group = group
         if self.entry.state is not ShardState.OFF:
             self._keeping = group.create_task(self._keep())
 
@@ -122,11 +133,23 @@ class Member:
         """Calls under way may end; whoever comes is told why there are no more."""
         self.up.clear()
         self.trouble = why
-        for task in (self._keeping, self._going_over):
+        for task in (self._keeping, self._going_over, self._checking):
             if task is not None:
                 task.cancel()
         # They wait elsewhere from now on, or are told that they cannot.
         self.room.wake_all()
+
+    def must_have(self, mark: Mark | None) -> None:
+        """The catalog has confirmed this mark in the shard's history. Each connection that is made from now on is asked
+        for it, and so are those that were made since the last time."""
+        for database in self._databases:
+            database.mark = mark
+        if mark is None or not self.up.is_set() or (self._checking is not None and not self._checking.done()):
+            return
+        if self._group is not None and any(database.reconnected for database in self._databases):
+            self._checking = self._group.create_task(
+                attempt(f"compare the history of shard {self.name!r}", lambda: self._compare(mark))
+            )
 
     # ── Upkeep ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -149,6 +172,7 @@ class Member:
                     (_RECORD_TIME_S, "look at the clock", self.store.clock.record),
                     (_FOLD_TALLY_S, "fold the tally", self.store.fold_tally),
                     (_MAKE_PARTITIONS_S, "make partitions", self.books.make_partitions),
+                    (MARK_S, "mark the history", self._mark),
                 ):
                     group.create_task(every(interval_s, f"{what} of shard {self.name!r}", self._where_allowed(act)))
         finally:
@@ -170,6 +194,44 @@ class Member:
                 await act()
 
         return allowed
+
+    async def _mark(self) -> None:
+        """Marks the shard's history, if this router may have changed something since the last time."""
+        if not any(database.changed for database in self._databases):
+            return
+        for database in self._databases:
+            database.changed = False
+        covered = False
+        try:
+            # Others mark it too. What this router has done may be younger than their mark: then it comes again.
+            earlier = self._unconfirmed
+            made = earlier or await history.make(self._queue_database, apart_s=0.8 * MARK_S)
+            # While the catalog is away, no further mark is written.
+            self._unconfirmed = made
+            if made is not None:
+                confirmed = await self._confirm(self.name, made)
+                self._unconfirmed = None
+                covered = confirmed and earlier is None
+                if not confirmed:
+                    # The catalog may know a mark that this database lacks: the next look at the catalog tells.
+                    self._queue_database.reconnected = True
+        finally:
+            if not covered:
+                self._queue_database.changed = True
+
+    async def _compare(self, mark: Mark) -> None:
+        for database in self._databases:
+            database.reconnected = False
+            try:
+                comparison = await history.compare(database, mark)
+            except ShardError:
+                database.reconnected = True
+                raise
+            if comparison.lost:
+                # Each is made anew, and refused as long as it leads there.
+                for one in self._databases:
+                    one.hang_up()
+                return
 
     async def _go_over(self, dsn: str) -> None:
         """To another DSN, once that has proved to lead to the same shard; until then the one before serves."""

@@ -100,10 +100,13 @@ class OrgBooks(NamedTuple):
     expired: int
 
     @property
+    def unfinished(self) -> int:
+        return self.scheduled + self.ready + self.leased + self.dead
+
+    @property
     def balanced(self) -> bool:
         """Invariant I5."""
-        live, aside = self.scheduled + self.ready + self.leased, self.succeeded + self.dead + self.cancelled
-        return self.accepted == live + aside + self.archived + self.expired
+        return self.accepted == self.unfinished + self.succeeded + self.cancelled + self.archived + self.expired
 
 
 class Books:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from shard import arrays, statements
 from shard.connection import Connection
-from shard.database import NO_SCHEMA, Database
+from shard.database import NO_SCHEMA, Database, Mark
 from shard.errors import Misconfigured, ShardUnavailable
 from shard.placement import KEYS_KNOWN_US, SLOTS, FormerOwner, Placement, plan, slot_of
 from shard.vocabulary import Micros, OrgId, ShardName, Slot
@@ -156,20 +156,27 @@ def _refuse_unnamed(catalog: Catalog, shards: Iterable[ShardName]) -> None:
 async def read(database: Database, known: Catalog | None = None) -> Catalog:
     """The catalog as it is now, from one snapshot; only what is newer than the copy that is `known` is sent. That very
     copy, if nothing is."""
+    return (await look(database, known))[0]
+
+
+async def look(database: Database, known: Catalog | None = None) -> tuple[Catalog, dict[ShardName, Mark]]:
+    """What `read` answers, and the mark of each shard that was confirmed last (shard/history.py)."""
     rows = await database.run(statements.READ_CATALOG, {"since": -1 if known is None else known.epoch})
+    found: Mapping[ShardName, tuple[int, str]] = rows[0][-1] or {}
+    marks = {shard: Mark(*mark) for shard, mark in found.items()}
     if known is not None and rows[0][0] == known.epoch:
-        return known
+        return known, marks
     if known is not None and rows[0][0] < known.epoch:
         _log.warning(
             "the catalog is at epoch %d, and was at %d: it was restored from a backup; it is read anew",
             *(rows[0][0], known.epoch),
         )
-        return await read(database)
+        return await look(database)
     slots = list(known.slots) if known is not None else []
     pins = dict(known.pins) if known is not None else {}
     # Thousands of slots are placed alike: they share one placement.
     placements: dict[object, Placement] = {}
-    for _, slot, org, writes, reads, epoch, former, left_at in rows:
+    for _, slot, org, writes, reads, epoch, former, left_at, _ in rows:
         if slot is None:
             break
         if slot > len(slots):
@@ -188,7 +195,7 @@ async def read(database: Database, known: Catalog | None = None) -> Catalog:
             pins[org] = slot
     if len(slots) < SLOTS:
         raise _unplaced(len(slots))
-    return Catalog(epoch=rows[0][0], slots=tuple(slots), pins=pins)
+    return Catalog(epoch=rows[0][0], slots=tuple(slots), pins=pins), marks
 
 
 def _unplaced(slot: int) -> Misconfigured:
@@ -218,6 +225,12 @@ async def grant(database: Database, catalog: Catalog) -> int:
         },
     )
     return len(rows)
+
+
+async def newest_epoch(database: Database) -> int:
+    """The newest epoch of a slot that a shard knows. The catalog's is as new at least, unless it was restored."""
+    rows = await database.run(statements.READ_NEWEST_EPOCH, {})
+    return int(rows[0][0])
 
 
 async def moves(database: Database) -> list[Move]:

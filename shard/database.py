@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, LiteralString, Self
+from typing import Any, LiteralString, NamedTuple, Self
 
 import psycopg
 from opentelemetry import trace
@@ -36,7 +36,7 @@ from shard import statements
 from shard.arrays import Blobs, Texts
 from shard.breaker import OVERDUE_S, Breaker, first_line
 from shard.connection import Connection
-from shard.errors import RowLocked, ShardUnavailable
+from shard.errors import RowLocked, ShardUnavailable, lost_history
 from shard.servers import first_of
 from shard.vocabulary import ShardName
 
@@ -119,6 +119,13 @@ NO_SCHEMA = (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName)
 _CLOSED = "this router has closed its connections to it"
 
 
+class Mark(NamedTuple):
+    """A point in the history of a shard (shard/history.py)."""
+
+    number: int
+    token: str
+
+
 class _ClosedMeanwhile(psycopg.OperationalError):
     """The pool is closed before this connection could be made: nothing to warn of, which the pool would do."""
 
@@ -199,6 +206,11 @@ class Database:
         self.name = name
         # What it has proved to be (shard/identity.py); from then on a connection to another is none. None: any will do.
         self.identity: tuple[Any, ...] | None = None
+        # A mark that it must have; a connection to a database without it is none. None: no mark is asked for.
+        self.mark: Mark | None = None
+        # Whether something may have been written since this was set to False, and whether there are new connections.
+        self.changed = False
+        self.reconnected = False
         # The server and the database that were connected to last, without secrets.
         self.address = ""
         # Told when the server is away from now on: who has connections of his own may have them to that one.
@@ -271,35 +283,44 @@ class Database:
         self._dsn = dsn
         await self._renew()
 
+    def hang_up(self) -> None:
+        """Ends all connections: whoever uses one finds it lost, and new ones are looked at."""
+        for connection in list(self._alive):
+            hang_up(connection)
+
     async def run(self, statement: bytes, parameters: Mapping[str, object]) -> list[Any]:
         """Runs one statement in its own transaction and fetches its rows (none for a statement that returns none).
         Raises RowLocked where a shared statement does not get a lock in a moment: it has done nothing."""
         shared = getattr(statement, "shared", False)
         lock_wait_s = self._shared_lock_wait_s if shared else _LOCK_WAIT_S
-        for tries_left in range(self._tries, -1, -1):
-            try:
-                async with self._connection() as connection:
-                    if connection.lock_wait_s != lock_wait_s:
-                        await _set_lock_wait(connection, lock_wait_s)
-                    if trace.get_current_span().is_recording():
-                        with self._span(statement):
-                            return await connection.run(statement, parameters)
-                    return await connection.run(statement, parameters)
-            except (psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure):
-                if not tries_left:
-                    raise
-            except (psycopg.OperationalError, psycopg.errors.ReadOnlySqlTransaction) as error:
-                if shared and isinstance(error, psycopg.errors.LockNotAvailable):
-                    raise RowLocked(self.name, "something that this needs") from error
-                if not getattr(statement, "repeatable", True) and _in_doubt(error):
-                    raise ShardUnavailable(
-                        self.name, f"{first_line(error)}; what was asked may have been done"
-                    ) from error
-                if not tries_left or not _connection_lost(error) or self._breaker.trouble is not None:
-                    raise self._unavailable(first_line(error)) from error
-                # The server went away under this connection, and so most likely under the pooled ones.
-                await self._check_pool()
-        raise AssertionError("unreachable")
+        try:
+            for tries_left in range(self._tries, -1, -1):
+                try:
+                    async with self._connection() as connection:
+                        if connection.lock_wait_s != lock_wait_s:
+                            await _set_lock_wait(connection, lock_wait_s)
+                        if trace.get_current_span().is_recording():
+                            with self._span(statement):
+                                return await connection.run(statement, parameters)
+                        return await connection.run(statement, parameters)
+                except (psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure):
+                    if not tries_left:
+                        raise
+                except (psycopg.OperationalError, psycopg.errors.ReadOnlySqlTransaction) as error:
+                    if shared and isinstance(error, psycopg.errors.LockNotAvailable):
+                        raise RowLocked(self.name, "something that this needs") from error
+                    if not getattr(statement, "repeatable", True) and _in_doubt(error):
+                        raise ShardUnavailable(
+                            self.name, f"{first_line(error)}; what was asked may have been done"
+                        ) from error
+                    if not tries_left or not _connection_lost(error) or self._breaker.trouble is not None:
+                        raise self._unavailable(first_line(error)) from error
+                    # The server went away under this connection, and so most likely under the pooled ones.
+                    await self._check_pool()
+            raise AssertionError("unreachable")
+        finally:
+            if getattr(statement, "writes", True):
+                self.changed = True
 
     @contextlib.asynccontextmanager
     async def transaction(self) -> AsyncGenerator[Connection]:
@@ -316,6 +337,8 @@ class Database:
             psycopg.errors.IdleInTransactionSessionTimeout,
         ) as error:
             raise self._unavailable(first_line(error)) from error
+        finally:
+            self.changed = True
 
     @contextlib.asynccontextmanager
     async def _connection(self) -> AsyncGenerator[_Connection]:
@@ -463,8 +486,7 @@ class Database:
             if not patience.expired():
                 patience.reschedule(now_s)
         self._waiting.clear()
-        for connection in list(self._alive):
-            hang_up(connection)
+        self.hang_up()
         self.went_away()
         self._renewing = asyncio.create_task(self._renew())
 
@@ -500,10 +522,12 @@ class Database:
         self.address = f"database {info.dbname!r} at {info.host}:{info.port}"
         await self._recognize(connection)
         self._alive.add(connection)
+        self.reconnected = True
         self._refused = None
 
     async def _recognize(self, connection: psycopg.AsyncConnection[Any]) -> None:
-        """Refuses another database than the one that it was: under the same DSN there may be one by now."""
+        """Refuses another database than the one that it was, and one that has gone back in time: under the same DSN
+        there may be one by now."""
         if self.identity is None:
             return
         try:
@@ -516,6 +540,8 @@ class Database:
                 f"its DSN leads to another database by now ({self.address}) than it did; restore this shard's backup "
                 '(docs/operations.md, "A database that is refused")'
             )
+        if self.mark is not None and not await _has(connection, self.mark):
+            raise psycopg.OperationalError(lost_history(self.name, self.address))
 
     def _span(self, statement: bytes) -> AbstractContextManager[trace.Span]:
         name = getattr(statement, "name", "statement")
@@ -546,6 +572,16 @@ def hang_up(connection: psycopg.AsyncConnection[Any]) -> None:
     """Ends a connection from outside: whoever waits on it finds it closed, as though the server had done it."""
     with contextlib.suppress(psycopg.Error, OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.shutdown(socket.SHUT_RDWR)
+
+
+async def _has(connection: psycopg.AsyncConnection[Any], mark: Mark) -> bool:
+    """Also where it keeps newer marks only."""
+    try:
+        cursor = await connection.execute(statements.COMPARE_MARK, mark._asdict())
+        found = await cursor.fetchone()
+    except NO_SCHEMA:
+        return False
+    return found is not None and bool(found[0] or found[1])
 
 
 def _ignore() -> None:

@@ -22,6 +22,7 @@ ShardError
 ├── NotHeld               nothing: the org is under no legal hold
 ├── BadPageToken          begin at the first page
 └── Misconfigured         an operator must look: wrong database, schema too new, catalog of another cluster
+    └── LostHistory       look for a server that has all of it, or accept the loss
 """
 
 from __future__ import annotations
@@ -176,3 +177,18 @@ class BadPageToken(ShardError):
 
 class Misconfigured(ShardError):
     """An operator must look; the message says at what."""
+
+
+class LostHistory(Misconfigured):
+    """The shard's database lacks what it had when the catalog confirmed its last mark (shard/history.py)."""
+
+    def __init__(self, shard: ShardName, address: str) -> None:
+        super().__init__(f"shard {shard!r}: {lost_history(shard, address)}")
+
+
+def lost_history(shard: ShardName, address: str) -> str:
+    return (
+        f"its database ({address}) has lost history: it was restored from a backup, or is a standby that lagged when "
+        f"it was promoted; find a server that has all of it, or accept the loss by `windrow shards accept {shard}` "
+        '(docs/operations.md, "A shard was restored from an old backup")'
+    )

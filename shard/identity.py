@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import psycopg
 
-from shard import schema, statements
-from shard.database import NO_SCHEMA, Database
+from shard import history, schema, statements
+from shard.database import NO_SCHEMA, Database, Mark
 from shard.errors import Misconfigured
 from shard.vocabulary import Micros, ShardName
 
@@ -31,10 +31,19 @@ class Record(NamedTuple):
     # That it holds; that have left it, and for which it may be asked.
     slots: int = 0
     slots_left: int = 0
+    # The one that it has confirmed last; None: none yet.
+    mark_number: int | None = None
+    mark_token: str | None = None
 
     @property
     def needed(self) -> bool:
         return bool(self.slots or self.slots_left)
+
+    @property
+    def mark(self) -> Mark | None:
+        if self.mark_number is None or self.mark_token is None:
+            return None
+        return Mark(self.mark_number, self.mark_token)
 
     def __str__(self) -> str:
         if self.slots:
@@ -53,12 +62,14 @@ async def read(database: Database) -> Identity | None:
 
 async def examine(database: Database, catalog: Database | None, *, cluster: str) -> bool:
     """Whether it is this shard's database; False: it may become that, for nothing is lost with another. `catalog`:
-    None while there is none. Raises Misconfigured if it will not do."""
+    None while there is none. Raises Misconfigured if it will not do, LostHistory if it was this shard's and has gone
+    back in time."""
     found = await read(database)
     await schema.refuse_encoding(database)
     record = Record() if catalog is None else await _read_record(catalog, database.name)
     ours = (cluster, database.name)
     if found is not None and record.made and found == (*ours, record.id):
+        await history.refuse_lost(database, record.mark)
         return True
     if found is not None and found[:2] == ours:
         # Before it is given slots, its id is in the catalog.

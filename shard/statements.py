@@ -3,9 +3,11 @@ takes."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 _SQL = Path(__file__).parent / "sql"
+_WRITES = re.compile(rb"\b(?:INSERT INTO|UPDATE|DELETE FROM) windrow\.")
 
 
 class Statement(bytes):
@@ -18,6 +20,8 @@ class Statement(bytes):
     # Whether callers of several orgs wait for it: then it waits only a moment for a lock, and does nothing if it does
     # not get it (shard/row_locks.py).
     shared: bool
+    # Whether it writes to tables.
+    writes: bool
 
 
 def _load(name: str, *, repeatable: bool = True, shared: bool = False) -> Statement:
@@ -27,6 +31,7 @@ def _load(name: str, *, repeatable: bool = True, shared: bool = False) -> Statem
     statement.name = name
     statement.repeatable = repeatable
     statement.shared = shared
+    statement.writes = _WRITES.search(statement) is not None
     return statement
 
 
@@ -109,6 +114,7 @@ READ_CATALOG = _load("read_catalog")
 GRANT_SLOTS = _load("grant_slots")
 COUNT_OWNED_SLOTS = _load("count_owned_slots")
 READ_SHARD = _load("read_shard")
+READ_NEWEST_EPOCH = _load("read_newest_epoch")
 LOCK_CATALOG = _load("lock_catalog")
 RECORD_SHARD = _load("record_shard")
 READ_MOVES = _load("read_moves")
@@ -155,6 +161,17 @@ ERASE_COLD = _load("erase_cold")
 ERASE_KEYS = _load("erase_keys")
 END_ERASURE = _load("end_erasure")
 DELETE_ERASED_ORG = _load("delete_erased_org")
+
+MAKE_MARK = _load("make_mark")
+# It tells of what others write.
+MAKE_MARK.writes = False
+CONFIRM_MARK = _load("confirm_mark")
+COMPARE_MARK = _load("compare_mark")
+READ_MARK = _load("read_mark")
+READ_STRAYS = _load("read_strays")
+BRING_HOME = _load("bring_home")
+END_STRAYS = _load("end_strays")
+RAISE_CHUNKS = _load("raise_chunks")
 
 READ_SLOTS = _load("read_slots")
 READ_QUEUES = _load("read_queues")

@@ -1,5 +1,5 @@
 """docs/operations.md, done as it says to a router and a balancer on two shards; and that the README shows the same.
-What it says of a failover is test_failover_by_hand.py's."""
+What it says of a failover is test_failover_by_hand.py's; of a restored shard, test_restored_shard.py's."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 @pytest.mark.timeout(300)
 def test_what_the_page_says_can_be_done_as_it_says(place: Place) -> None:
-    blocks = BLOCK.findall(PAGE.partition("\n## Failover\n")[0])
+    blocks = BLOCK.findall(PAGE.partition("\n## A shard was restored from an old backup\n")[0])
     assert len(blocks) >= 9
     db3 = conninfo_to_dict(place.environ["DB3"])
     for kind, text in blocks:

@@ -14,8 +14,9 @@ import pytest
 
 from chaos.shards import Node, Shard, ask
 from embedded import BinariesNotFound
-from shard import catalog, pinning, schema
+from shard import catalog, history, pinning, schema
 from shard.database import Database
+from shard.errors import LostHistory
 from shard.pinning import OnShard
 from shard.store import Store
 from shard.vocabulary import Answer, OrgId
@@ -140,3 +141,57 @@ async def test_what_an_interrupted_commit_did_is_acknowledged_once_the_standby_h
     await pair.promote()
     found = "SELECT id::text FROM windrow.job UNION ALL SELECT id::text FROM windrow.finished WHERE state = 'succeeded'"
     assert {row[0] for row in ask(pair.direct_dsn, found)} == {*jobs.ids, *leased.ids}
+
+
+@pytest.fixture
+async def catalog_elsewhere(fresh_dsn: str) -> AsyncGenerator[Database, None]:
+    """A catalog that knows a shard of the pair's name."""
+    database = Database(SHARD, fresh_dsn, connections=1)
+    await database.open()
+    yield database
+    await database.close()
+
+
+async def test_a_failover_to_a_synchronous_standby_loses_no_history(
+    pair: Shard, database: Database, store: Store, catalog_elsewhere: Database
+) -> None:
+    await history.mark(database, catalog_elsewhere)
+    await store.enqueue(some_jobs(ORG))
+    await history.mark(database, catalog_elsewhere)
+    confirmed = await history.confirmed(catalog_elsewhere, SHARD)
+    assert confirmed is not None
+    # One that is written and not confirmed does no harm, wherever it is.
+    standby = pair.standby
+    assert standby is not None
+    standby.kill()
+    await interrupted(pair, history.make(database))
+    await standby.start()
+    pair.primary.kill()
+    await pair.promote()
+    after = Database(SHARD, pair.direct_dsn, connections=1)
+    await after.open()
+    assert not (await history.compare(after, confirmed.mark)).lost
+    await history.mark(after, catalog_elsewhere)
+    await after.close()
+
+
+async def test_a_standby_that_lagged_is_noticed_when_it_is_promoted(
+    pair: Shard, database: Database, store: Store, catalog_elsewhere: Database
+) -> None:
+    await history.mark(database, catalog_elsewhere)
+    standby = pair.standby
+    assert standby is not None
+    # Asynchronous from here on, and far behind.
+    pair.primary.ask("ALTER SYSTEM SET synchronous_standby_names = ''")
+    pair.primary.ask("SELECT pg_reload_conf()")
+    standby.kill()
+    await store.enqueue(some_jobs(ORG))
+    await history.mark(database, catalog_elsewhere)
+    pair.primary.kill()
+    await standby.start()
+    await pair.promote()
+    after = Database(SHARD, pair.direct_dsn, connections=1)
+    await after.open()
+    with pytest.raises(LostHistory):
+        await history.mark(after, catalog_elsewhere)
+    await after.close()

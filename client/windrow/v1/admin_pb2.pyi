@@ -1132,6 +1132,8 @@ class OrgBooks(_message.Message):
     BALANCED_FIELD_NUMBER: _builtins.int
     ARCHIVED_FIELD_NUMBER: _builtins.int
     EXPIRED_FIELD_NUMBER: _builtins.int
+    STRAY_FIELD_NUMBER: _builtins.int
+    LIVES_ON_FIELD_NUMBER: _builtins.int
     org: _builtins.str
     accepted: _builtins.int
     scheduled: _builtins.int
@@ -1146,6 +1148,12 @@ class OrgBooks(_message.Message):
     """Finished jobs that have turned cold. They are not among succeeded and cancelled here."""
     expired: _builtins.int
     """Finished jobs that were kept for their time, and are gone."""
+    stray: _builtins.int
+    """Of scheduled, ready, leased and dead: all of them, where nobody reads the org's jobs on this shard. It has lost history
+    then: `windrow shards recover` brings them to where the org lives. Else 0.
+    """
+    lives_on: _builtins.str
+    """Where stray jobs belong: the shard that takes the org's jobs. Empty: there are none."""
     def __init__(
         self,
         *,
@@ -1160,10 +1168,12 @@ class OrgBooks(_message.Message):
         balanced: _builtins.bool = ...,
         archived: _builtins.int = ...,
         expired: _builtins.int = ...,
+        stray: _builtins.int = ...,
+        lives_on: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "archived", b"archived", "balanced", b"balanced", "cancelled", b"cancelled", "dead", b"dead", "expired", b"expired", "leased", b"leased", "org", b"org", "ready", b"ready", "scheduled", b"scheduled", "succeeded", b"succeeded"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "archived", b"archived", "balanced", b"balanced", "cancelled", b"cancelled", "dead", b"dead", "expired", b"expired", "leased", b"leased", "lives_on", b"lives_on", "org", b"org", "ready", b"ready", "scheduled", b"scheduled", "stray", b"stray", "succeeded", b"succeeded"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

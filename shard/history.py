@@ -1,0 +1,132 @@
+"""Whether a shard's database has all the history that it once had (docs/decisions/0028-a-shard-that-lost-history.md).
+
+A mark is a row that is written on the shard first and confirmed in the catalog after that. A database that lacks the
+mark which the catalog confirmed last was restored from a backup, or is a standby that lagged when it was promoted.
+Writes nothing else, and decides nothing about jobs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shard import arrays, statements
+from shard.database import NO_SCHEMA, Database, Mark
+from shard.errors import LostHistory, ShardUnavailable
+from shard.vocabulary import Micros, ShardName
+
+# Routers that change a shard mark it this often. A loss of less may go unnoticed.
+MARK_S = 5.0
+_TRIES_MAX = 10
+
+
+class Confirmed(NamedTuple):
+    """The mark of a shard that the catalog has confirmed last, in the order of read_mark.sql's columns."""
+
+    number: int
+    token: str
+    at: Micros
+
+    @property
+    def mark(self) -> Mark:
+        return Mark(self.number, self.token)
+
+
+class Made(NamedTuple):
+    """A mark that was just written on a shard, in the order of make_mark.sql's columns."""
+
+    number: int
+    token: str
+    at: Micros
+    # The tokens of those before it that the shard has, and the number of the oldest. None: there are none.
+    before: list[str] | None
+    oldest: int | None
+
+
+class Comparison(NamedTuple):
+    """What a shard knows of a mark, in the order of compare_mark.sql's columns."""
+
+    has_it: bool
+    # The shard keeps newer marks only. Then the catalog is far behind, as after a restore of its own.
+    is_past: bool
+    # Of the shard's newest mark. None: it has no marks.
+    newest: int | None
+    newest_at: Micros | None
+
+    @property
+    def lost(self) -> bool:
+        """The shard had this mark once, and has it no more."""
+        return not self.has_it and not self.is_past
+
+
+_NOTHING = Comparison(has_it=False, is_past=False, newest=None, newest_at=None)
+
+
+async def confirmed(catalog: Database, shard: ShardName) -> Confirmed | None:
+    """None: no mark of the shard has been confirmed yet."""
+    rows = await catalog.run(statements.READ_MARK, {"shard": shard})
+    return Confirmed._make(rows[0]) if rows else None
+
+
+async def compare(shard: Database, mark: Mark) -> Comparison:
+    try:
+        rows = await shard.run(statements.COMPARE_MARK, mark._asdict())
+    except NO_SCHEMA:
+        # The backup is older than the table of marks.
+        return _NOTHING
+    return Comparison._make(rows[0])
+
+
+async def refuse_lost(shard: Database, mark: Mark | None) -> None:
+    """Raises LostHistory if the database lacks this mark, which was confirmed before this was asked."""
+    if mark is not None and (await compare(shard, mark)).lost:
+        raise LostHistory(shard.name, shard.address)
+
+
+async def make(shard: Database, *, apart_s: float = 0.0) -> Made | None:
+    """Marks the shard's history. None: a mark was written within the last `apart_s`, or is being written just now."""
+    rows = await shard.run(statements.MAKE_MARK, {"apart_s": apart_s, "above": 0})
+    return Made._make(rows[0]) if rows else None
+
+
+async def confirm(catalog: Database, shard: ShardName, made: Made) -> bool:
+    """Has the catalog take note of a mark. False: it did not, because it knows a later one, or one that the shard does
+    not have."""
+    return bool(await catalog.run(statements.CONFIRM_MARK, _parameters(shard, made)))
+
+
+async def mark(shard: Database, catalog: Database) -> None:
+    """Returns when the catalog has confirmed a mark that was written after this was called. Raises LostHistory,
+    ShardUnavailable."""
+    for _ in range(_TRIES_MAX):
+        made = await make(shard)
+        if made is None:
+            continue
+        if await confirm(catalog, shard.name, made):
+            return
+        known = await confirmed(catalog, shard.name)
+        if known is None:
+            # The catalog has no record of this shard.
+            return
+        await refuse_lost(shard, known.mark)
+        if known.number > made.number:
+            return
+    raise ShardUnavailable(shard.name, "others mark its history all the time; try again")
+
+
+async def accept(shard: Database, catalog: Database, lost: Mark) -> None:
+    """Begins a new history where the shard lacks the mark `lost`: the catalog confirms a mark that the shard has.
+    Changes nothing in the catalog if somebody else has done so."""
+    rows = await shard.run(statements.MAKE_MARK, {"apart_s": 0.0, "above": lost.number})
+    if rows:
+        made = Made._make(rows[0])
+        await confirm(catalog, shard.name, made._replace(before=[*(made.before or ()), lost.token]))
+
+
+def _parameters(shard: ShardName, made: Made) -> dict[str, object]:
+    return {
+        "shard": shard,
+        "number": made.number,
+        "token": made.token,
+        "before": arrays.plain(made.before or ()),
+        "oldest": made.oldest or 0,
+    }

@@ -1,0 +1,10 @@
+-- The catalog takes note that a shard has this mark, if the shard also has the one that the catalog knew until now, or has
+-- only newer ones. So a database that lost a mark never has a later one confirmed. Answers whether it took note.
+UPDATE windrow.shard s
+SET mark = %(number)s, mark_token = %(token)s::uuid, marked_at = now()
+WHERE s.shard = %(shard)s
+    AND (
+        s.mark IS NULL
+        OR s.mark < %(number)s AND (s.mark_token = ANY (%(before)s::uuid[]) OR s.mark < %(oldest)s)
+    )
+RETURNING s.mark

@@ -1,0 +1,672 @@
+"""A shard whose database has gone back in time: it is refused until somebody accepts that, and its stray jobs are
+brought to where their orgs live, so that none runs twice."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psycopg
+import pytest
+from psycopg.conninfo import conninfo_to_dict
+
+from balancer import recovery
+from balancer.recovery import Recovery, find_loss, recover
+from balancer.shards import open_shards
+from shard import catalog, history, identity, moving, pinning
+from shard.catalog import Move
+from shard.database import Database
+from shard.errors import LostHistory, ShardUnavailable
+from shard.pinning import OnShard
+from shard.settling import Nack
+from shard.vocabulary import CATALOG, Answer, JobId, NewJobs, OrgId, ShardName
+from tests import timemachine
+from tests.conftest import CLUSTER
+from tests.integration.test_fleet import opened, org_on, store, two, until, until_refused, up
+from tests.jobs import HOUR_US, QUEUE, ids_of, job_id, lease_jobs, some_jobs
+from tests.pair import A, B, Died, Fate, Mortal, Pair, open_pair
+from tests.postgres import Server
+from tests.routers import CHECKOUT, PATIENCE_S, running_routers, write_cluster
+
+_numbers = itertools.count(1)
+DAY_MS = 24 * 3_600_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backups:
+    """Of the database of s2. Nobody may be connected to it when one is made."""
+
+    server: Server
+    name: str
+
+    @property
+    def dsn(self) -> str:
+        return self.server.dsn(self.name)
+
+    def make(self) -> None:
+        self.server.create(f"{self.name}_backup", template=self.name)
+
+    def put_back(self) -> None:
+        """Whoever is connected is cut off."""
+        self.server.drop(self.name)
+        self.server.create(self.name, template=f"{self.name}_backup")
+
+
+@pytest.fixture
+def backups(postgres: Server) -> Iterator[Backups]:
+    made = Backups(server=postgres, name=f"history_{next(_numbers)}")
+    postgres.create(made.name)
+    yield made
+    postgres.drop(made.name)
+    with contextlib.suppress(psycopg.Error):
+        postgres.drop(f"{made.name}_backup")
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Marks are written often, and the catalog is looked at often."""
+    monkeypatch.setattr("router.member.MARK_S", 0.05)
+    monkeypatch.setattr("router.catalog_copy._LOOK_S", 0.1)
+
+
+def confirmed_mark(catalog_dsn: str, shard: str = "s2") -> int:
+    with psycopg.connect(catalog_dsn) as connection:
+        row = connection.execute("SELECT mark FROM windrow.shard WHERE shard = %s", [shard]).fetchone()
+    return row[0] or 0 if row else 0
+
+
+async def mark(catalog_dsn: str, shard_dsn: str) -> None:
+    """What was done on s2 until now is covered by a mark, as routers write them."""
+    async with connected({A: catalog_dsn, B: shard_dsn}) as databases:
+        await history.mark(databases[B], databases[A])
+
+
+# ── Routers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.usefixtures("fast")
+async def test_a_backup_put_back_without_a_move_is_refused_until_somebody_accepts_it(
+    empty_dsn: str, backups: Backups
+) -> None:
+    cluster = two(empty_dsn, backups.dsn)
+    async with opened(cluster) as fleet:
+        await up(fleet)
+        near, org = org_on(fleet, A), org_on(fleet, B)
+        await store(fleet, org)
+        await mark(empty_dsn, backups.dsn)
+    backups.make()
+    async with opened(cluster) as fleet:
+        await up(fleet)
+        await store(fleet, org)
+        await mark(empty_dsn, backups.dsn)
+        # Under a router that runs.
+        backups.put_back()
+        await until_refused(fleet, org, "has lost history: .* accept the loss by `windrow shards accept s2`")
+        await store(fleet, near)
+    # And for one that starts.
+    async with opened(cluster) as fleet:
+        await until_refused(fleet, org, "has lost history")
+        await store(fleet, near)
+        async with open_shards(cluster) as shards:
+            loss = await find_loss(shards.databases[B], shards.catalog, cluster=cluster.name)
+            assert loss is not None
+            assert (loss.slots_come, loss.slots_left) == (0, 0)
+            assert loss.newest is not None
+            assert loss.newest < loss.confirmed.number
+            await recovery.accept(loss, shards.databases, shards.catalog, cluster=cluster.name)
+            assert await find_loss(shards.databases[B], shards.catalog, cluster=cluster.name) is None
+        member = await up(fleet)
+        await store(fleet, org)
+        assert [(one.accepted, one.balanced) for one in await member.books.check()] == [(2, True)]
+        # The new history is marked as the old one was.
+        marks = confirmed_mark(empty_dsn)
+        await store(fleet, org)
+        await until(lambda: confirmed_mark(empty_dsn) > marks)
+
+
+@pytest.mark.usefixtures("fast")
+async def test_a_router_that_learns_of_a_mark_late_refuses_the_shard_then(empty_dsn: str, backups: Backups) -> None:
+    """It was connected to the old copy before it knew that there is more."""
+    cluster = two(empty_dsn, backups.dsn)
+    async with opened(cluster) as fleet:
+        await up(fleet)
+        org = org_on(fleet, B)
+        await store(fleet, org)
+        await mark(empty_dsn, backups.dsn)
+        with psycopg.connect(empty_dsn) as connection:
+            # What another router had confirmed just before the shard went back in time.
+            connection.execute(
+                "UPDATE windrow.shard SET mark = mark + 5, mark_token = gen_random_uuid() WHERE shard = 's2'"
+            )
+        member = fleet.member(B)
+        for database in member._databases:
+            database.hang_up()
+        await until_refused(fleet, org, "has lost history")
+
+
+@pytest.mark.usefixtures("fast")
+async def test_a_later_mark_is_never_confirmed_for_a_database_that_lacks_an_earlier_one(
+    empty_dsn: str, backups: Backups
+) -> None:
+    cluster = two(empty_dsn, backups.dsn)
+    async with opened(cluster) as fleet:
+        await up(fleet)
+        await store(fleet, org_on(fleet, B))
+        await mark(empty_dsn, backups.dsn)
+    backups.make()
+    async with open_shards(cluster) as shards:
+        shard = shards.databases[B]
+        await history.mark(shard, shards.catalog)
+        lost = await history.confirmed(shards.catalog, B)
+    backups.put_back()
+    async with open_shards(cluster) as shards:
+        shard = shards.databases[B]
+        # Somebody who has not noticed.
+        for _ in range(5):
+            made = await history.make(shard)
+            assert made is not None
+            assert not await history.confirm(shards.catalog, B, made)
+        assert await history.confirmed(shards.catalog, B) == lost
+        with pytest.raises(LostHistory):
+            await history.mark(shard, shards.catalog)
+
+
+@pytest.mark.usefixtures("fast")
+async def test_routers_mark_a_shard_that_they_change_and_no_other(
+    empty_dsn: str, backups: Backups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(two(empty_dsn, backups.dsn)) as fleet:
+        await up(fleet)
+        member, org = fleet.member(B), org_on(fleet, B)
+        await until(lambda: confirmed_mark(empty_dsn) and not any(one.changed for one in member._databases))
+        make, made = history.make, list[Database]()
+
+        async def record(shard: Database, *, apart_s: float) -> history.Made | None:
+            made.append(shard)
+            return await make(shard, apart_s=apart_s)
+
+        monkeypatch.setattr(history, "make", record)
+        await member.store.get(org, [job_id()], include_payload=False)
+        assert await lease_jobs(member.store, org) == []
+        await member.room.sweep()
+        await member._mark()
+        assert made == []
+        # Also what operators change.
+        await member.books.create_queue(org, QUEUE, retry=None, max_attempts=3)
+        await until(lambda: made)
+
+
+async def test_a_router_writes_no_further_mark_before_the_catalog_has_confirmed_the_last(
+    empty_dsn: str, backups: Backups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.member.MARK_S", 3600.0)
+
+    async def away(*_: object) -> bool:
+        raise ShardUnavailable(CATALOG, "it is away")
+
+    async with opened(two(empty_dsn, backups.dsn)) as fleet:
+        await up(fleet)
+        member, org = fleet.member(B), org_on(fleet, B)
+        await store(fleet, org)
+        confirm = member._confirm
+        monkeypatch.setattr(member, "_confirm", away)
+        for _ in range(3):
+            with pytest.raises(ShardUnavailable, match="it is away"):
+                await member._mark()
+        assert await member._queue_database.run(b"SELECT count(*) FROM windrow.mark", {}) == [(1,)]
+        monkeypatch.setattr(member, "_confirm", confirm)
+        await member._mark()
+        assert confirmed_mark(empty_dsn) == 1
+        # What was done since that mark was written is not covered by it.
+        assert member._queue_database.changed
+
+
+@pytest.mark.usefixtures("fast")
+async def test_a_catalog_that_was_restored_refuses_no_shard_and_is_told_of(
+    postgres: Server, backups: Backups, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The shard has more than the catalog knows of. Here the catalog is not on a shard."""
+    shards, place = [f"history_{next(_numbers)}" for _ in range(2)]
+    cluster = two(postgres.create(shards), backups.dsn)
+    name = str(conninfo_to_dict(cluster.shards[0].dsn)["dbname"])
+    try:
+        async with opened(cluster) as fleet:
+            await up(fleet)
+            org = org_on(fleet, B)
+            await store(fleet, org)
+            await mark(cluster.catalog_dsn, backups.dsn)
+        postgres.create(place, template=name)
+        async with open_shards(cluster) as opened_shards:
+            known = await catalog.read(opened_shards.catalog)
+            move = await catalog.begin(opened_shards.catalog, known, [known.slot(org)], target=A)
+            assert move is not None
+            mover = recovery_mover(opened_shards.catalog, opened_shards.databases, move)
+            await mover
+            for _ in range(120):
+                await history.mark(opened_shards.databases[B], opened_shards.catalog)
+        postgres.drop(name)
+        postgres.create(name, template=place)
+        async with opened(cluster) as fleet:
+            await up(fleet)
+            await until(lambda: f"shard 's2' knows of epoch {move.epoch}, and the catalog of 1 only" in caplog.text)
+            # Marks are confirmed again.
+            other = next(one for one in orgs_of(fleet) if one != org)
+            marks = confirmed_mark(cluster.catalog_dsn)
+            await store(fleet, other)
+            await until(lambda: confirmed_mark(cluster.catalog_dsn) > marks)
+        done = await asyncio.to_thread(windrow_on, cluster.catalog_dsn, backups.dsn, "doctor", "--json")
+        assert "the shard knows of later moves than the catalog" in done.stdout
+    finally:
+        for one in (shards, place):
+            postgres.drop(one)
+
+
+def orgs_of(fleet: object) -> Iterator[OrgId]:
+    names = (OrgId(f"org-{number}") for number in itertools.count())
+    return (name for name in names if fleet.placement(name).writes == (B,))  # type: ignore[attr-defined]
+
+
+async def recovery_mover(catalog_database: Database, databases: Mapping[ShardName, Database], move: Move) -> None:
+    from balancer.move import Mover, Pace
+
+    pace = Pace(rest=0.0, look_s=0.02)
+    await Mover(catalog_database, databases, move.epoch, pace=pace, report=lambda _: None).finish()
+
+
+# ── Around a move ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_backup_from_before_a_move_is_refused_though_nothing_else_was_done_since(
+    fresh_dsn: str, backups: Backups, org: OrgId
+) -> None:
+    async with open_pair(fresh_dsn, backups.dsn) as pair:
+        await pair.store(A).enqueue(some_jobs(org, 2))
+        await pair.move([org], target=B)
+    backups.make()
+    async with open_pair(fresh_dsn, backups.dsn) as pair:
+        await pair.move([org], target=A)
+    backups.put_back()
+    with pytest.raises(LostHistory):
+        async with open_pair(fresh_dsn, backups.dsn):
+            pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gone:
+    """What there was before the backup, on s2: jobs by what became of them since, on s1."""
+
+    ids: dict[str, JobId]
+    # Of the move to s2, and of the one back.
+    epoch: int
+    back: int
+
+
+async def go_back_in_time(dsn: str, backups: Backups, org: OrgId) -> Gone:
+    """An org moves to s2, and back; then s2 is as it was in between, and somebody accepts that."""
+    ids: dict[str, JobId] = {}
+    async with open_pair(dsn, backups.dsn) as pair:
+        for what in ("acked", "cancelled", "ready", "died", "scheduled", "waits"):
+            jobs = some_jobs(org, 1, queue=what, delay_us=HOUR_US if what == "scheduled" else None)
+            await pair.store(A).enqueue(jobs)
+            (ids[what],) = ids_of(jobs)
+        move = await pair.move([org], target=B)
+        ((_, lease),) = await lease_jobs(pair.store(B), org, queue="died")
+        assert await pair.store(B).nack(org, [Nack(lease=lease, kill=True)]) == [Answer.OK]
+    backups.make()
+    async with open_pair(dsn, backups.dsn) as pair:
+        back = await pair.move([org], target=A)
+        ((_, lease),) = await lease_jobs(pair.store(A), org, queue="acked")
+        assert await pair.store(A).ack(org, [lease]) == [Answer.OK]
+        assert await pair.store(A).cancel(org, [ids["cancelled"]], reason="why") == [Answer.OK]
+    backups.put_back()
+    return Gone(ids=ids, epoch=move.epoch, back=back.epoch)
+
+
+async def accept_all(dsn: str, backups: Backups) -> None:
+    async with connected({A: dsn, B: backups.dsn}) as databases:
+        loss = await find_loss(databases[B], databases[A], cluster=CLUSTER)
+        assert loss is not None
+        await recovery.accept(loss, databases, databases[A], cluster=CLUSTER)
+
+
+@contextlib.asynccontextmanager
+async def connected(dsns: Mapping[ShardName, str]) -> AsyncGenerator[dict[ShardName, Database]]:
+    databases = {name: Database(name, dsn, connections=2) for name, dsn in dsns.items()}
+    try:
+        for database in databases.values():
+            await database.open()
+        yield databases
+    finally:
+        for database in databases.values():
+            await database.close()
+
+
+def windrow(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = (sys.executable, "-m", "cli.main", *arguments)
+    done = subprocess.run(
+        command,
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE_S,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+def windrow_on(first: str, second: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    path = Path(os.environ.get("TMPDIR", "/tmp")) / f"windrow-history-{os.getpid()}-{next(_numbers)}.toml"
+    try:
+        return windrow(
+            path, *arguments, "--config", str(write_cluster(path, {"s1": first, "s2": second}, name="windrow"))
+        )
+    finally:
+        path.unlink()
+
+
+@pytest.mark.timeout(300)
+def test_operators_accept_a_loss_are_told_of_stray_jobs_and_bring_them_home(
+    tmp_path: Path, fresh_dsn: str, backups: Backups, org: OrgId
+) -> None:
+    gone = asyncio.run(go_back_in_time(fresh_dsn, backups, org))
+    config = write_cluster(tmp_path / "cluster.toml", {"s1": fresh_dsn, "s2": backups.dsn})
+    at = ("--config", str(config))
+    with running_routers(config) as routers:
+        to = ("--address", routers.address)
+        listed = windrow(config, "shards", *to)
+        assert listed.returncode == 1
+        assert "accept the loss by `windrow shards accept s2`" in " ".join(listed.stdout.split())
+        examined = windrow(config, "doctor", "--json", "--shard", "s2", *at)
+        assert "the shard has lost history" in examined.stdout
+        planned = windrow(config, "shards", "plan", *at)
+        assert planned.returncode == 5
+        assert "has lost history" in planned.stderr
+        refused = windrow(config, "shards", "accept", "s2", *at)
+        assert refused.returncode == 2
+        assert "slots that came since: 0" in refused.stdout
+        assert "that left since: 1" in refused.stdout
+        assert "say --yes" in refused.stderr
+        assert windrow(config, "shards", "recover", "s2", *at).returncode == 5
+        accepted = windrow(config, "shards", "accept", "s2", *at, "--yes")
+        assert accepted.returncode == 0, accepted.stderr
+        again = windrow(config, "shards", "accept", "s2", *at)
+        assert (again.returncode, "nothing to accept" in again.stdout) == (0, True)
+        deadline = itertools.count()
+        while windrow(config, "shards", *to).returncode:
+            assert next(deadline) < 30
+
+        checked = windrow(config, "check", "--json", *to)
+        assert checked.returncode == 1
+        assert f'"stray": [{{"org": "{org}", "jobs": 6, "lives_on": "s1"}}]' in checked.stdout
+        told = windrow(config, "check", *to)
+        assert "6 stray: the org lives on s1" in " ".join(told.stdout.split())
+        assert "shard s2 has 6 stray jobs" in told.stderr
+        recovered = windrow(config, "shards", "recover", "s2", *at, "--json")
+        assert recovered.returncode == 0, recovered.stderr
+        assert f'{{"org": "{org}", "lives_on": "s1", "brought": 0, "known": 6}}' in recovered.stdout
+        assert windrow(config, "check", *to).returncode == 0
+        assert "no stray jobs" in windrow(config, "shards", "recover", "s2", *at).stdout
+        job = windrow(config, "jobs", "get", org, gone.ids["acked"], "--json", *to)
+        assert '"state": "succeeded"' in job.stdout
+
+
+# ── Bringing jobs home ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+async def pair(fresh_dsn: str, backups: Backups, org: OrgId) -> AsyncGenerator[Pair, None]:
+    """s2 has gone back in time, which is accepted."""
+    await go_back_in_time(fresh_dsn, backups, org)
+    await accept_all(fresh_dsn, backups)
+    async with open_pair(fresh_dsn, backups.dsn) as opened_pair:
+        yield opened_pair
+
+
+async def run(pair: Pair, *, older: bool = False) -> Recovery:
+    return await recover(B, pair.databases, pair.catalog, cluster=CLUSTER, older=older)
+
+
+async def stray(pair: Pair, jobs: NewJobs) -> None:
+    """As routers with an old placement may have stored on s2 before it was refused."""
+    slot = (await pair.known()).slot(jobs.org)
+    ((epoch,),) = await pair.databases[B].run(
+        b"UPDATE windrow.owned_slot SET state = 'owned' WHERE slot = %(slot)s RETURNING epoch", {"slot": slot}
+    )
+    assert await pair.store(B).enqueue(jobs, epoch=epoch) == {}
+    await pair.databases[B].run(
+        b"UPDATE windrow.owned_slot SET state = 'draining' WHERE slot = %(slot)s", {"slot": slot}
+    )
+
+
+async def enqueue(pair: Pair, jobs: NewJobs) -> None:
+    assert await pair.store(A).enqueue(jobs, epoch=(await pair.known()).placement(jobs.org).epoch) == {}
+
+
+def counts(done: Recovery) -> tuple[int, int]:
+    return sum(one.brought for one in done.orgs), sum(one.known for one in done.orgs)
+
+
+async def states(pair: Pair, org: OrgId, ids: list[JobId]) -> dict[tuple[str, JobId], str]:
+    return {key: record.state for key, record in (await pair.jobs(org, ids)).items()}
+
+
+async def test_jobs_that_nobody_else_knows_are_brought_home_whole(pair: Pair, org: OrgId) -> None:
+    await run(pair)
+    jobs = some_jobs(org, 3, dedup_keys=["a", "b", "c"], priority=2)
+    await stray(pair, jobs)
+    later = some_jobs(org, 1, delay_us=HOUR_US, queue="another")
+    await stray(pair, later)
+    before = await pair.jobs(org, [*ids_of(jobs), *ids_of(later)])
+    assert counts(await run(pair)) == (4, 0)
+    after = await pair.jobs(org, [*ids_of(jobs), *ids_of(later)])
+    assert {(A, job): record for (_, job), record in before.items()} == after
+    await pair.balance()
+    assert len(await lease_jobs(pair.store(A), org, max_jobs=10)) == 3
+    assert counts(await run(pair)) == (0, 0)
+
+
+async def test_a_job_that_has_finished_where_its_org_lives_never_runs_again(pair: Pair, org: OrgId) -> None:
+    await run(pair)
+    jobs = some_jobs(org, 2)
+    await stray(pair, jobs)
+    await enqueue(pair, jobs)
+    ((_, lease),) = await lease_jobs(pair.store(A), org, max_jobs=1)
+    assert await pair.store(A).ack(org, [lease]) == [Answer.OK]
+    assert counts(await run(pair)) == (0, 2)
+    found = await states(pair, org, ids_of(jobs))
+    assert sorted(found.values()) == ["cancelled", "cancelled", "ready", "succeeded"]
+    records = await pair.store(B).get(org, ids_of(jobs), include_payload=False)
+    assert {record.reason for record in records} == {"astray: shard s1 has this job"}
+    await pair.balance()
+
+
+async def test_jobs_that_finish_while_they_are_being_brought_home_are_not_brought(
+    pair: Pair, org: OrgId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come to the home, and finish there, after it was asked for them."""
+    await run(pair)
+    jobs = some_jobs(org, 2)
+    await stray(pair, jobs)
+    await stray(pair, dead := some_jobs(org, 1, queue="dead"))
+    await pair.databases[B].run(
+        b"""
+        WITH gone AS (DELETE FROM windrow.job j WHERE j.id = ANY (%(ids)s::uuid[]) RETURNING j.*)
+        INSERT INTO windrow.dead (id, queue_id, enqueued_at, run_at, priority, attempt, kind, payload, reason)
+        SELECT id, queue_id, enqueued_at, run_at, priority, 1, kind, payload, 'killed' FROM gone
+        """,
+        {"ids": ids_of(dead)},
+    )
+    from shard import strays
+
+    bring, tried = strays.bring, list[object]()
+
+    async def late(*arguments: object, **named: object) -> object:
+        tried.append(None)
+        if len(tried) == 1:
+            await enqueue(pair, jobs)
+            await enqueue(pair, dead)
+            for _, lease in await lease_jobs(pair.store(A), org, max_jobs=1):
+                assert await pair.store(A).ack(org, [lease]) == [Answer.OK]
+        return await bring(*arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(strays, "bring", late)
+    assert counts(await run(pair)) == (0, 3)
+    found = await states(pair, org, [*ids_of(jobs), *ids_of(dead)])
+    assert sorted(state for (shard, _), state in found.items() if shard == A) == ["ready", "ready", "succeeded"]
+    await pair.balance()
+
+
+async def test_jobs_under_a_lease_wait_until_it_ends_and_old_ones_until_it_is_asked_for(pair: Pair, org: OrgId) -> None:
+    await run(pair)
+    await stray(pair, some_jobs(org, 1))
+    ((_, _),) = await lease_jobs(pair.store(B), org)
+    done = await run(pair)
+    assert (done.leased, counts(done)) == (1, (0, 0))
+    await timemachine.end_leases(pair.databases[B], org)
+    old = some_jobs(org, 1, ids=[job_id(ahead_ms=-6 * DAY_MS)])
+    await stray(pair, old)
+    past = job_id(ahead_ms=-8 * DAY_MS)
+    await pair.databases[B].run(
+        b"UPDATE windrow.job SET id = %(past)s::uuid WHERE id = %(id)s::uuid", {"past": past, "id": old.ids[0]}
+    )
+    done = await run(pair)
+    assert (done.leased, done.moving, done.older, counts(done)) == (0, 0, 1, (1, 0))
+    assert counts(await run(pair, older=True)) == (1, 0)
+    assert await states(pair, org, [past]) == {(A, past): "ready"}
+    await pair.balance()
+
+
+async def test_jobs_of_an_org_that_was_pinned_elsewhere_since_go_there(pair: Pair, org: OrgId) -> None:
+    """The shard knows it by the slot of its hash alone."""
+    pinned = OrgId(f"{org}-pinned")
+    await enqueue(pair, some_jobs(pinned))
+    await pair.move([pinned], target=B)
+    jobs = some_jobs(pinned)
+    await pair.store(B).enqueue(jobs, epoch=(await pair.known()).placement(pinned).epoch)
+    await pinning.pin(pair.catalog, pinned, OnShard(A))
+    slots = await pair.slots([(await pair.known()).slot(pinned)])
+    assert slots[B] == []
+    # As though it had moved to s1 and the backup was older than that.
+    await pair.catalog.run(
+        b"UPDATE windrow.placement SET writes = '{s1}', reads = '{s1}', epoch = epoch + 1 WHERE slot = %(slot)s",
+        {"slot": (await pair.known()).slot(pinned)},
+    )
+    await pair.catalog.run(b"UPDATE windrow.catalog SET epoch = epoch + 1", {})
+    await pair.catalog.run(
+        b"UPDATE windrow.placement SET changed = (SELECT epoch FROM windrow.catalog) WHERE slot = %(slot)s",
+        {"slot": (await pair.known()).slot(pinned)},
+    )
+    known = await pair.known()
+    assert await pinning.settle(pair.databases[A], await pinning.read_on(pair.catalog, A))
+    await catalog.grant(pair.databases[A], known)
+    done = await run(pair)
+    assert {one.org: (one.home, one.brought) for one in done.orgs}[pinned] == (A, 2)
+    await pair.balance()
+
+
+@pytest.mark.parametrize("how", ["unheard", "cut"])
+@pytest.mark.timeout(600)
+async def test_a_recovery_is_finished_by_another_wherever_the_first_one_died(pair: Pair, org: OrgId, how: str) -> None:
+    await run(pair)
+    at = 0
+    while True:
+        at += 1
+        unknown, known = some_jobs(org, 3), some_jobs(org, 2)
+        await stray(pair, unknown)
+        await stray(pair, known)
+        await enqueue(pair, known)
+        fate = Fate(at=at, how=how)
+        catalog_database = Mortal(A, pair.dsns[A], fate)
+        mortals = {name: Mortal(name, dsn, fate) for name, dsn in pair.dsns.items()}
+        for database in (catalog_database, *mortals.values()):
+            await database.open()
+        try:
+            await asyncio.create_task(recover(B, mortals, catalog_database, cluster=CLUSTER))
+        except (Died, ShardUnavailable, asyncio.CancelledError):
+            await pair.balance()
+        finally:
+            for database in (catalog_database, *mortals.values()):
+                await database.close()
+        await run(pair)
+        found = await states(pair, org, [*ids_of(unknown), *ids_of(known)])
+        live = sorted(key for key, state in found.items() if state == "ready")
+        assert live == sorted((A, job) for job in [*ids_of(unknown), *ids_of(known)])
+        await pair.balance()
+        if fate.acts < at:
+            break
+        await pair.store(A).cancel(org, [*ids_of(unknown), *ids_of(known)], reason="")
+    assert at > 10, fate.names
+
+
+async def test_operators_who_recover_at_the_same_time_bring_each_job_once(pair: Pair, org: OrgId) -> None:
+    await run(pair)
+    stored: dict[OrgId, NewJobs] = {}
+    for number in range(4):
+        stored[OrgId(f"{org}-{number}")] = some_jobs(org, 40, queue=f"q{number}")
+    for jobs in stored.values():
+        await stray(pair, jobs)
+    async with contextlib.AsyncExitStack() as stack:
+        operators = [await stack.enter_async_context(connected(pair.dsns)) for _ in range(3)]
+        await asyncio.gather(*(recover(B, databases, databases[A], cluster=CLUSTER) for databases in operators))
+    ids = [job for jobs in stored.values() for job in ids_of(jobs)]
+    found = await states(pair, org, ids)
+    assert sorted(key for key, state in found.items() if state == "ready") == sorted((A, job) for job in ids)
+    await pair.balance()
+
+
+async def test_two_operators_who_accept_at_the_same_time_begin_one_history(
+    fresh_dsn: str, backups: Backups, org: OrgId
+) -> None:
+    await go_back_in_time(fresh_dsn, backups, org)
+    await asyncio.gather(*(accept_all(fresh_dsn, backups) for _ in range(3)), return_exceptions=True)
+    async with connected({A: fresh_dsn, B: backups.dsn}) as databases:
+        assert await identity.examine(databases[B], databases[A], cluster=CLUSTER)
+        known = await catalog.read(databases[A])
+        states_of = await moving.read_slots(databases[B], [known.slot(org)])
+        assert [(one.state, one.epoch) for one in states_of.values()] == [("draining", known.placement(org).epoch)]
+
+
+async def test_a_move_under_way_goes_on_after_its_target_was_restored_and_ends_after_its_source_was(
+    fresh_dsn: str, backups: Backups, org: OrgId, other_org: OrgId
+) -> None:
+    async with open_pair(fresh_dsn, backups.dsn) as pair:
+        await pair.store(A).enqueue(some_jobs(org, 10))
+        await pair.store(A).enqueue(some_jobs(other_org, 10))
+        await pair.move([other_org], target=B)
+    backups.make()
+    async with open_pair(fresh_dsn, backups.dsn) as pair:
+        for orgs, target, steps in (([org], B, 3), ([other_org], A, 3)):
+            move = await pair.begin(orgs, target=target)
+            mover = pair.mover(move)
+            for _ in range(steps):
+                assert await mover.step()
+            source = pair.databases[move.source]
+            for chunk in (1, 2):
+                chunks = {move.slots[0]: chunk}
+                assert await moving.depart(source, chunks, epoch=move.epoch, rows_max=3, bytes_max=10**6)
+                departed = await moving.read_departing(source, move.slots, epoch=move.epoch)
+                assert await moving.take(pair.databases[target], departed, epoch=move.epoch)
+                if chunk == 1:
+                    await moving.forget(source, chunks, epoch=move.epoch)
+        await history.mark(pair.databases[B], pair.catalog)
+    backups.put_back()
+    await accept_all(fresh_dsn, backups)
+    async with open_pair(fresh_dsn, backups.dsn) as pair:
+        for move in await catalog.moves(pair.catalog):
+            await pair.mover(move).finish()
+        assert await pair.placement(org) == ((B,), (B,))
+        assert await pair.placement(other_org) == ((A,), (A,))
+        done = await run(pair)
+        assert {one.org: (one.brought, one.known) for one in done.orgs} == {other_org: (4, 6)}
+        assert len(await lease_jobs(pair.store(B), org, max_jobs=20)) == 7, "the first chunk is lost"
+        assert len(await lease_jobs(pair.store(A), other_org, max_jobs=20)) == 10
+        await pair.balance()
