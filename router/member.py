@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Self
 
-from router.upkeep import every
+from router.upkeep import attempt, every
 from router.waiting import SWEEP_S, Room
 from shard.books import Books
 from shard.cluster import ShardEntry, ShardState
@@ -54,11 +54,13 @@ class Member:
         self._books_database = Database(entry.name, entry.dsn, connections=2, for_books=True)
         self.store = Store(self._queue_database)
         self.books = Books(self._books_database)
+        self._migrated = asyncio.Event()
         self._doorbell = Doorbell(
             self._queue_database,
             entry.dsn,
             heard=lambda queues: self.room.heard(queues),
             arrived=lambda queues: self.room.arrived(queues),
+            migrated=lambda: self._migrated.set(),
         )
         self.room = Room(self.store, self._doorbell)
         self.room.gives = entry.state.gives_jobs
@@ -135,11 +137,13 @@ class Member:
             await self._books_database.open()
             await self._until_proved(self._queue_database, "")
             self._books_database.identity = self._queue_database.identity
+            self._books_database.newest_migration = self._queue_database.newest_migration
             self.up.set()
             await self._proved(self)
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._doorbell.run())
                 group.create_task(self.room.run())
+                group.create_task(self._check_schema())
                 for interval_s, what, act in (
                     (SWEEP_S, "sweep the lanes", self.room.sweep),
                     (_FOLD_TALLY_S, "fold the tally", self.store.fold_tally),
@@ -150,6 +154,14 @@ class Member:
             await self.finish()
             await self._queue_database.close()
             await self._books_database.close()
+
+    async def _check_schema(self) -> None:
+        """Stops using the shard when a newer release has migrated it beyond what this one can work with."""
+        while True:
+            await self._migrated.wait()
+            self._migrated.clear()
+            for database in (self._queue_database, self._books_database):
+                await attempt(f"check the schema of shard {self.name!r}", database.check_schema)
 
     async def finish(self) -> None:
         """Lets it do what it has been asked for: jobs that reached no consumer still go back."""

@@ -183,6 +183,9 @@ class Database:
         self.name = name
         # What it has proved to be (shard/identity.py); from then on a connection to another is none. None: any will do.
         self.identity: tuple[Any, ...] | None = None
+        # The newest migration that this release knows. None: the schema was not brought up to it yet. Afterwards a
+        # schema with a newer, breaking migration is refused.
+        self.newest_migration: int | None = None
         # The server and the database that were connected to last, without secrets.
         self.address = ""
         # Told when the server is away from now on: who has connections of his own may have them to that one.
@@ -253,6 +256,15 @@ class Database:
         """Goes over to another DSN. Statements under way end where they are."""
         self._dsn = dsn
         await self._renew()
+
+    async def check_schema(self) -> None:
+        """Refuses every statement from now on, if a newer release has run a breaking migration; until it is gone
+        again. Raises ShardUnavailable if the server does not answer."""
+        if self.newest_migration is None:
+            return
+        rows = await self.run(statements.FIND_BREAKING, {"known": self.newest_migration})
+        if rows[0][0] is not None:
+            self._breaker.open(too_new(rows[0][0]))
 
     async def run(self, statement: bytes, parameters: Mapping[str, object]) -> list[Any]:
         """Runs one statement in its own transaction and fetches its rows (none for a statement that returns none)."""
@@ -476,9 +488,19 @@ class Database:
         self._refused = None
 
     async def _recognize(self, connection: psycopg.AsyncConnection[Any]) -> None:
-        """Refuses another database than the one that it was: under the same DSN there may be one by now."""
-        if self.identity is None:
-            return
+        """Refuses a database that this process must not use: the DSN may lead to another one by now, and a newer
+        release may have migrated this one."""
+        if self.identity is not None:
+            await self._compare_identity(connection)
+        if self.newest_migration is not None:
+            cursor = await connection.execute(statements.FIND_BREAKING, {"known": self.newest_migration})
+            row = await cursor.fetchone()
+            if row is not None and row[0] is not None:
+                # The connections that stand lead to the same schema.
+                self._breaker.open(too_new(row[0]))
+                raise psycopg.OperationalError(too_new(row[0]))
+
+    async def _compare_identity(self, connection: psycopg.AsyncConnection[Any]) -> None:
         try:
             cursor = await connection.execute(statements.READ_IDENTITY)
             found = await cursor.fetchone()
@@ -512,6 +534,14 @@ def hang_up(connection: psycopg.AsyncConnection[Any]) -> None:
     """Ends a connection from outside: whoever waits on it finds it closed, as though the server had done it."""
     with contextlib.suppress(psycopg.Error, OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.shutdown(socket.SHUT_RDWR)
+
+
+def too_new(migration: int) -> str:
+    """Why a schema with this breaking migration of a newer release is refused."""
+    return (
+        f"its schema has migration {migration:04} of a newer release, which this release cannot work with; "
+        "upgrade this process"
+    )
 
 
 def _ignore() -> None:
