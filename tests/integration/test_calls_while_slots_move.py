@@ -273,6 +273,19 @@ def test_a_job_that_was_due_long_since_is_taken_soon_after_it_has_come(cluster: 
     assert taken == {job.id for job in leased}
 
 
+def test_an_org_on_two_shards_has_its_jobs_in_the_order_of_priority_on_each_of_them(cluster: Cluster) -> None:
+    org, before, after = (
+        cluster.org(),
+        [new_job(priority=one) for one in (9, 5)],
+        [new_job(priority=one) for one in (7, 1)],
+    )
+    enqueue(cluster.near, org, *before)
+    cluster.begin(org).switch()
+    enqueue(cluster.near, org, *after)
+    there, here = ([job.id for job in reversed(jobs)] for jobs in (before, after))
+    assert [job.id for job in dequeue(cluster.far, org)] in (there + here, here + there)
+
+
 def test_who_waits_gets_what_comes_by_a_move(cluster: Cluster, thread: ThreadPoolExecutor) -> None:
     org, job = cluster.org(), new_job(delay=Duration(seconds=1))
     move = cluster.begin(org)

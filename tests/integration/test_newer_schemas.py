@@ -23,9 +23,7 @@ from tests.postgres import Server
 from tests.routers import PATIENCE_S, Routers, Stubs, running_routers, stubs, until, write_cluster
 from windrow.v1 import admin_pb2, job_pb2, queue_pb2
 
-WHY = (
-    "its schema has migration 9000 of a newer release, which this release cannot work with; upgrade this process"
-)
+WHY = "its schema has migration 9000 of a newer release, which this release cannot work with; upgrade this process"
 _numbers = itertools.count(1)
 
 
