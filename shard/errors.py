@@ -25,6 +25,7 @@ ShardError
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from datetime import UTC, datetime
 
 from shard.vocabulary import CATALOG, Micros, OrgId, QueueName, ShardName, Slot
 
@@ -66,8 +67,10 @@ class BadIds(ShardError):
 
 class IdsOutsideHorizon(BadIds):
     def __init__(self, positions: list[int], *, now: Micros, horizon_days: float) -> None:
+        shards_time = datetime.fromtimestamp(now / 1e6, UTC)
         super().__init__(
-            f"made outside the {horizon_days:g} days before and the hour after the shard's time: make a new id"
+            f"its time must be at most {horizon_days:g} days before and 1 hour after the shard's, which is "
+            f"{shards_time:%Y-%m-%d %H:%M:%S} UTC: make a new id, and check the clock that ids are made by"
         )
         self.positions = positions
         self.now = now
@@ -104,7 +107,7 @@ class TooManyQueues(ShardError):
 
 class UnknownShard(ShardError):
     def __init__(self, shard: ShardName) -> None:
-        super().__init__(f"the cluster has no shard {shard!r}")
+        super().__init__(f"the cluster has no shard {shard!r}: ListShards (`windrow shards`) names those it has")
 
 
 class SlotMoves(ShardError):
@@ -147,7 +150,7 @@ class NotHeld(ShardError):
 class BadPageToken(ShardError):
     def __init__(self, token: str) -> None:
         shown = token if len(token) <= 64 else f"{token[:64]}…"
-        super().__init__(f"page_token {shown!r} is not one that this call gave; begin at the first page")
+        super().__init__(f"{shown!r} is none that this call gave: begin at the first page, without a token")
 
 
 class Misconfigured(ShardError):
