@@ -158,7 +158,7 @@ def paused_queues(asked: Asked[Sequence[QueueCounts]]) -> set[QueueName]:
 
 def summed(counts: Sequence[Sequence[QueueCounts]], *, paused: Collection[QueueName] = ()) -> list[QueueCounts]:
     """Each queue's counts on all shards, by its name. The shards come in the order in which jobs travel: what is about
-    to leave one is counted there, unless another that was asked later has taken it. `paused` are the queues that are."""
+    to leave one is counted there, unless another that was asked later has taken it. `paused` names the paused ones."""
     by_queue: dict[str, list[QueueCounts]] = {}
     for at, shard in enumerate(counts):
         taken = [one.chunk for later in counts[at + 1 :] for one in later if one.chunk is not None]

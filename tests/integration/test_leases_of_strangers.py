@@ -88,7 +88,7 @@ def foreign(job: str, number: int = 7) -> bytes:
 def test_a_lease_of_a_shard_that_never_was_is_not_found_whoever_is_asked(cluster: Live) -> None:
     for shard in ("s1", "s2"):
         org = cluster.org_on(shard)
-        assert settle(cluster.stubs, org, foreign(job_id())) == dict.fromkeys(WAYS, [NOT_FOUND])
+        assert settle(cluster.stubs, org, foreign(job_id())) == {way: [NOT_FOUND] for way in WAYS}
         # It harms nobody beside it.
         enqueue(cluster.stubs, org)
         (leased,) = dequeue(cluster.stubs, org)
@@ -101,13 +101,13 @@ def test_a_lease_of_a_shard_that_never_was_on_a_job_that_the_org_has_is_stale(cl
     org, job = cluster.org_on("s2"), new_job()
     enqueue(cluster.stubs, org, job)
     (leased,) = dequeue(cluster.stubs, org)
-    assert settle(cluster.stubs, org, foreign(job.id)) == dict.fromkeys(WAYS, [STALE])
+    assert settle(cluster.stubs, org, foreign(job.id)) == {way: [STALE] for way in WAYS}
     # Nothing was changed.
     request = queue_pb2.AckRequest(org=org, acks=acks([leased.lease]))
     assert list(cluster.stubs.queue.Ack(request, timeout=PATIENCE_S).answers) == [OK]
     # Of another org's job nothing is told.
     other = cluster.org_on("s2")
-    assert settle(cluster.stubs, other, foreign(job.id)) == dict.fromkeys(WAYS, [NOT_FOUND])
+    assert settle(cluster.stubs, other, foreign(job.id)) == {way: [NOT_FOUND] for way in WAYS}
 
 
 def test_of_leases_of_a_forgotten_shard_is_told_what_the_shards_that_are_left_know(cluster: Live) -> None:
@@ -130,7 +130,7 @@ def test_of_leases_of_a_forgotten_shard_is_told_what_the_shards_that_are_left_kn
     assert settle(cluster.stubs, org, leases[nacked.id]) == ways(nack=[OK])
     assert settle(cluster.stubs, org, leases[left.id]) == ways(release=[OK])
     # It had finished, and is where nobody is asked any more.
-    assert settle(cluster.stubs, org, leases[acked.id]) == dict.fromkeys(WAYS, [NOT_FOUND])
+    assert settle(cluster.stubs, org, leases[acked.id]) == {way: [NOT_FOUND] for way in WAYS}
 
 
 def forget(cluster: Live) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Generator, Iterator
-from pathlib import Path
 
 import grpc
 import pytest
