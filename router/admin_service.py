@@ -24,7 +24,7 @@ from router.validation import check, unfit_new_ids
 from shard import listing
 from shard.books import Books
 from shard.catalog import Holding
-from shard.errors import NotOwned, QueueNotEmpty, ShardError, ShardUnavailable, UnknownQueue
+from shard.errors import DiskFull, NotOwned, QueueNotEmpty, ShardError, ShardUnavailable, UnknownQueue
 from shard.listing import Page
 from shard.placement import Placement
 from shard.records import ANSWER_BYTES_MAX
@@ -298,6 +298,10 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 info.postgres_version, info.schema_version = await member.to_look_at().books.versions()
             info.latency.CopyFrom(convert.duration(round((time.perf_counter() - began) * 1e6)))
             info.reachable = True
+            async with asyncio.timeout(_PROBE_S):
+                await member.books.probe_disk()
+        except DiskFull as error:
+            info.disk_full, info.error = True, str(error)
         except TimeoutError:
             info.error = f"no answer within {_PROBE_S:g} s"
         except ShardError as error:

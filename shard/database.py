@@ -36,7 +36,7 @@ from shard import statements
 from shard.arrays import Blobs, Texts
 from shard.breaker import OVERDUE_S, Breaker, first_line
 from shard.connection import Connection
-from shard.errors import ShardUnavailable
+from shard.errors import DiskFull, ShardUnavailable
 from shard.servers import first_of
 from shard.vocabulary import ShardName
 
@@ -283,6 +283,8 @@ class Database:
                     raise ShardUnavailable(
                         self.name, f"{first_line(error)}; what was asked may have been done"
                     ) from error
+                if isinstance(error, psycopg.errors.DiskFull):
+                    raise DiskFull(self.name, self.address, first_line(error)) from error
                 if not tries_left or not _connection_lost(error) or self._breaker.trouble is not None:
                     raise self._unavailable(first_line(error)) from error
                 # The server went away under this connection, and so most likely under the pooled ones.
@@ -295,6 +297,8 @@ class Database:
         try:
             async with self._connection() as connection, connection.transaction():
                 yield connection
+        except psycopg.errors.DiskFull as error:
+            raise DiskFull(self.name, self.address, first_line(error)) from error
         except (
             psycopg.OperationalError,
             psycopg.errors.ReadOnlySqlTransaction,

@@ -3,6 +3,7 @@ meet to gRPC statuses.
 
 ShardError
 ├── ShardUnavailable      nothing may have happened: try again, later
+│   └── DiskFull          an operator must make room first
 ├── NotOwned              this shard does not take the org's jobs, or knows of a later placement than the caller: learn
 │                         the placement, then begin again (I6)
 ├── BadIds                make new ids
@@ -45,6 +46,14 @@ class ShardUnavailable(ShardError):
         self.shard = shard
         self.why = why
         self.retry_after_s = retry_after_s
+
+
+class DiskFull(ShardUnavailable):
+    """`address`: of its database, as messages name it."""
+
+    def __init__(self, shard: ShardName, address: str, said: str) -> None:
+        at = f" of the {address}" if address else ""
+        super().__init__(shard, f"the disk{at} is full: {said}; make room there, and the shard takes writes again")
 
 
 class NotOwned(ShardError):

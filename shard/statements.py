@@ -76,6 +76,7 @@ FIND_BREAKING = _load("find_breaking")
 CLAIM_IDENTITY = _load("claim_identity")
 READ_IDENTITY = _load("read_identity")
 READ_VERSIONS = _load("read_versions")
+PROBE_DISK = _load("probe_disk")
 FIND_PLACE = _load("find_place")
 FIND_MISSING_PARTITIONS = _load("find_missing_partitions")
 
