@@ -10,6 +10,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from itertools import chain
 from typing import cast
 
+import grpc
+
 from router import convert, wire
 from router.calls import Context, Gate, refusal, unary
 from router.consuming import Consumer, give_back
@@ -149,6 +151,9 @@ class QueueService:
     async def Consume(self, request_iterator: AsyncIterator[queue_pb2.ConsumeRequest], context: Context) -> None:
         try:
             await self._consume(request_iterator, context)
+            return
+        except grpc.aio.InternalError:
+            # gRPC could not send a message: the client has cancelled, or is gone. There is nobody to tell.
             return
         except Exception as error:  # noqa: BLE001 - told to the caller
             refused = refusal(context, error)
