@@ -39,7 +39,8 @@ class Disk:
     def fill(self) -> None:
         self._run(
             "CREATE FUNCTION full_disk.generate_series(integer, integer) RETURNS SETOF integer LANGUAGE plpgsql AS "
-            f"$$ BEGIN IF $2 = 40000 THEN {_RAISE}; END IF; RETURN QUERY SELECT pg_catalog.generate_series($1, $2); END $$",
+            f"$$ BEGIN IF $2 = 40000 THEN {_RAISE}; END IF; "
+            "RETURN QUERY SELECT pg_catalog.generate_series($1, $2); END $$",
             f"CREATE FUNCTION full_disk.refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN {_RAISE}; END $$",
             "CREATE TRIGGER full_disk BEFORE INSERT ON windrow.job EXECUTE FUNCTION full_disk.refuse()",
         )
