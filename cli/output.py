@@ -41,6 +41,7 @@ _STYLES = {
     "paused": "yellow",
     "up": "green",
     "unreachable": "bold red",
+    "disk full": "bold red",
     "draining": "yellow",
     "enqueue_only": "yellow",
     "dequeue_only": "yellow",

@@ -27,8 +27,8 @@ def list_shards(
 ) -> None:
     """List the shards, and whether they answer.
 
-    And which cluster file the router has in force. Exit code 1: a shard that is not off does not answer, or the file as
-    it is now is refused.
+    And which cluster file the router has in force. Exit code 1: a shard that is not off does not answer or has a full
+    disk, or the file as it is now is refused.
     """
     if context.invoked_subcommand is not None:
         _refuse_lost_options(context)
@@ -63,7 +63,7 @@ def list_shards(
             output.note(f"{key} is another one in the file: it takes a restart of the routers")
         if file.HasField("refusal"):
             output.note(f"the cluster file as it is now is refused, that one stays in force: {file.refusal.why}")
-    if file.HasField("refusal") or any(_health(shard) == "unreachable" for shard in found.shards):
+    if file.HasField("refusal") or any(_health(shard) in ("unreachable", "disk full") for shard in found.shards):
         raise typer.Exit(ExitCode.NO)
 
 
@@ -108,6 +108,7 @@ def _shard_json(shard: admin_pb2.ShardInfo) -> dict[str, object]:
         "state": _state(shard),
         "labels": dict(shard.labels),
         "reachable": shard.reachable,
+        "disk_full": shard.disk_full,
         "latency_ms": shard.latency.ToMicroseconds() / 1000 if shard.reachable else None,
         "postgres_version": shard.postgres_version or None,
         "schema_version": shard.schema_version or None,
@@ -140,4 +141,6 @@ def _health(shard: admin_pb2.ShardInfo) -> str:
 
     if shard.state == admin_pb2.SHARD_STATE_OFF:
         return "off"
+    if shard.disk_full:
+        return "disk full"
     return "up" if shard.reachable else "unreachable"

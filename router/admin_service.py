@@ -15,14 +15,14 @@ from router.gate import Context
 from router.member import Member
 from router.reloading import Reloading
 from router.restoring import Refusal, Restored, restore
-from router.scatter import ask_readers, change_readers, list_readers, summed
+from router.scatter import ask_readers, change_readers, list_readers, paused_queues, summed
 from router.status import InvalidRequest
 from router.tracing import current_trace
 from router.validation import check, unfit_new_ids
 from shard import listing
 from shard.books import Books, OrgBooks
 from shard.catalog import Catalog, Holding
-from shard.errors import NotOwned, QueueNotEmpty, ShardError, UnknownQueue
+from shard.errors import DiskFull, NotOwned, QueueNotEmpty, ShardError, ShardUnavailable, UnknownQueue
 from shard.listing import Page
 from shard.placement import Placement
 from shard.records import ANSWER_BYTES_MAX
@@ -82,14 +82,14 @@ class AdminService:
     @unary()
     async def GetQueue(self, request: admin_pb2.GetQueueRequest) -> admin_pb2.GetQueueResponse:
         org = OrgId(request.org)
-        member = self._home(org)
+        member = await self._home(org)
         record = await member.books.get_queue(org, QueueName(request.queue))
         return admin_pb2.GetQueueResponse(queue=convert.queue_info(org, record, member.name))
 
     @unary()
     async def ListQueues(self, request: admin_pb2.ListQueuesRequest) -> admin_pb2.ListQueuesResponse:
         org = OrgId(request.org)
-        member = self._home(org)
+        member = await self._home(org)
         records, token = await member.books.list_queues(
             org, page_size=request.page_size or _PAGE_DEFAULT, page_token=request.page_token
         )
@@ -197,7 +197,10 @@ class AdminService:
             finished=request.include_finished,
         )
         return admin_pb2.GetStatsResponse(
-            queues=[convert.queue_stats(one) for one in summed([counts for _, counts in asked.answers])],
+            queues=[
+                convert.queue_stats(one)
+                for one in summed([counts for _, counts in asked.answers], paused=paused_queues(asked))
+            ],
             unavailable_shards=asked.unavailable,
         )
 
@@ -231,8 +234,11 @@ class AdminService:
                 ]
             )
 
-    def _home(self, org: OrgId) -> Member:
-        """The shard that keeps the org's queue configurations."""
+    async def _home(self, org: OrgId) -> Member:
+        """The shard that has the org's queue configurations. Others may have old ones, so the catalog is asked; while
+        it is away no move goes on, and this router's copy of it will do."""
+        with contextlib.suppress(ShardUnavailable):
+            await self._fleet.is_current(org, self._fleet.placement(org))
         return self._fleet.writer(self._fleet.placement(org)).to_look_at()
 
     async def _set_paused(self, org: str, queue: str, *, paused: bool) -> admin_pb2.QueueInfo:
@@ -291,6 +297,10 @@ class AdminService:
             # It answers, but is of no use to anybody while its clock is behind.
             member.store.clock.check()
             info.reachable = True
+            async with asyncio.timeout(_PROBE_S):
+                await member.books.probe_disk()
+        except DiskFull as error:
+            info.disk_full, info.error = True, str(error)
         except TimeoutError:
             info.error = f"no answer within {_PROBE_S:g} s"
         except ShardError as error:

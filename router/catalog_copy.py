@@ -40,6 +40,8 @@ class CatalogCopy:
         self._marked = marked
         self._known: Catalog | None = None
         self._told = asyncio.Event()
+        # A migration was run, or that may have been missed.
+        self._migrated = False
         self._changed = asyncio.Event()
         self._listener = Listener(dsn, catalog.CHANNEL, self._hear, application_name="windrow catalog")
         self.database.went_away = self._listener.hang_up
@@ -108,12 +110,15 @@ class CatalogCopy:
         return [after] * len(asked)
 
     def _hear(self, epoch: str | None) -> None:
-        # After a message that may have been missed, the next look is soon enough.
-        if epoch is not None:
-            self._told.set()
+        # An empty message tells of a migration (record_migration.sql), and None that messages may have been missed.
+        self._migrated = self._migrated or not epoch
+        self._told.set()
 
     async def _look_when_told(self) -> None:
         while True:
             await self._told.wait()
             self._told.clear()
+            if self._migrated:
+                self._migrated = False
+                await attempt("check the schema of the catalog", self.database.check_schema)
             await attempt(_LOOKING, self.look)

@@ -62,11 +62,13 @@ class Member:
         self._databases = (self._queue_database, self._books_database)
         self.store = Store(self._queue_database)
         self.books = Books(self._books_database)
+        self._migrated = asyncio.Event()
         self._doorbell = Doorbell(
             self._queue_database,
             entry.dsn,
             heard=lambda queues: self.room.heard(queues),
             arrived=lambda queues: self.room.arrived(queues),
+            migrated=lambda: self._migrated.set(),
         )
         self.room = Room(self.store, self._doorbell)
         self.room.gives = entry.state.gives_jobs
@@ -160,6 +162,7 @@ class Member:
             await self._books_database.open()
             await self._until_proved(self._queue_database, "")
             self._books_database.identity = self._queue_database.identity
+            self._books_database.newest_migration = self._queue_database.newest_migration
             record_time = self._where_allowed(self.store.clock.record)
             await attempt(f"look at the clock of shard {self.name!r}", record_time)
             self.up.set()
@@ -167,6 +170,7 @@ class Member:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._doorbell.run())
                 group.create_task(self.room.run())
+                group.create_task(self._check_schema())
                 for interval_s, what, act in (
                     (SWEEP_S, "sweep the lanes", self.room.sweep),
                     (_RECORD_TIME_S, "look at the clock", self.store.clock.record),
@@ -179,6 +183,14 @@ class Member:
             await self.finish()
             await self._queue_database.close()
             await self._books_database.close()
+
+    async def _check_schema(self) -> None:
+        """Stops using the shard when a newer release has migrated it beyond what this one can work with."""
+        while True:
+            await self._migrated.wait()
+            self._migrated.clear()
+            for database in (self._queue_database, self._books_database):
+                await attempt(f"check the schema of shard {self.name!r}", database.check_schema)
 
     async def finish(self) -> None:
         """Lets it do what it has been asked for: jobs that reached no consumer still go back."""

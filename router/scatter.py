@@ -4,7 +4,7 @@ answer is named beside the answers of the others; where none answers, the call f
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
@@ -26,6 +26,8 @@ class Asked(NamedTuple, Generic[_T]):
     answers: list[tuple[ShardName, _T]]
     # Those that did not answer.
     unavailable: list[ShardName]
+    # By which they were asked.
+    placement: Placement
 
 
 class MergedPage(NamedTuple):
@@ -63,7 +65,7 @@ async def _ask_all(
     fleet: Fleet, placement: Placement, ask: Callable[[Member], Awaitable[_T]], *, finished: bool
 ) -> tuple[Asked[_T], ShardUnavailable | UnknownQueue | None]:
     """Also why one has not answered, if one has not."""
-    asked = Asked[_T]([], [])
+    asked = Asked[_T]([], [], placement)
     refusal: ShardUnavailable | UnknownQueue | None = None
     for name in _names(placement, finished=finished):
         try:
@@ -144,9 +146,19 @@ def _names(placement: Placement, *, finished: bool) -> Sequence[ShardName]:
     return (*(one.shard for one in placement.former_only), *placement.reads) if finished else placement.reads
 
 
-def summed(counts: Sequence[Sequence[QueueCounts]]) -> list[QueueCounts]:
+def paused_queues(asked: Asked[Sequence[QueueCounts]]) -> set[QueueName]:
+    """The queues that are paused. The writer decides, for it has the org's queue configurations; others may have an old
+    one. While the writer does not answer, the shard decides that the jobs come to last."""
+    told = dict(asked.answers)
+    for name in (*asked.placement.writes, *reversed(asked.placement.reads)):
+        if name not in asked.unavailable:
+            return {one.queue for one in told.get(name, ()) if one.paused}
+    return set()
+
+
+def summed(counts: Sequence[Sequence[QueueCounts]], *, paused: Collection[QueueName] = ()) -> list[QueueCounts]:
     """Each queue's counts on all shards, by its name. The shards come in the order in which jobs travel: what is about
-    to leave one is counted there, unless another that was asked later has taken it."""
+    to leave one is counted there, unless another that was asked later has taken it. `paused` names the paused ones."""
     by_queue: dict[str, list[QueueCounts]] = {}
     for at, shard in enumerate(counts):
         taken = [one.chunk for later in counts[at + 1 :] for one in later if one.chunk is not None]
@@ -155,7 +167,7 @@ def summed(counts: Sequence[Sequence[QueueCounts]]) -> list[QueueCounts]:
             if leaving is not None and not any(map(partial(_has, leaving.chunk), taken)):
                 one = _with(one, leaving)
             by_queue.setdefault(one.queue, []).append(one._replace(leaving=None, chunk=None))
-    return [_sum(by_queue[queue]) for queue in sorted(by_queue)]
+    return [_sum(by_queue[queue])._replace(paused=queue in paused) for queue in sorted(by_queue)]
 
 
 def _has(chunk: Chunk, taken: Chunk) -> bool:
@@ -173,7 +185,7 @@ def _with(one: QueueCounts, leaving: LeavingCounts) -> QueueCounts:
         cancelled=0,
         oldest_ready_age_us=leaving.oldest_ready_age_us,
         next_due=leaving.next_due,
-        paused=one.paused,
+        paused=False,
     )
     return _sum([one, also])
 
@@ -193,5 +205,6 @@ def _sum(counts: Sequence[QueueCounts]) -> QueueCounts:
         cancelled=sum(one.cancelled for one in counts),
         oldest_ready_age_us=max(ages, default=None),
         next_due=min(dues, default=None),
-        paused=all(one.paused for one in counts),
+        # This differs between the shards: `summed` is told.
+        paused=False,
     )

@@ -68,8 +68,8 @@ class RouterFull(Exception):
 
     def __init__(self, what: str, places_max: int) -> None:
         super().__init__(
-            f"this router process takes {places_max:,} {what} at a time, and of one org no more than places are left; "
-            "try again, or start more processes"
+            f"this router process takes {places_max:,} {what} at a time, and never more of one org than it has room "
+            "left for others; try again, or start more processes"
         )
 
 

@@ -11,7 +11,8 @@ import functools
 import json
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import cast
 
 import protovalidate
@@ -55,6 +56,16 @@ _PATTERNS = {
     "\\x00": "must not have NUL characters",
 }
 _RANGE = re.compile(r"^must be greater than or equal to (\S+) and less than or equal to (\S+)$")
+_SPAN_RANGE = re.compile(r"^must be (\S+)s to (\S+)s$")
+_ONE_OF = re.compile(r"^must be in list \[(.*)\]$")
+# By rule, where the words of protovalidate say less, with {rule} for the rule's value.
+_RULES = {
+    "required": "must be set",
+    "repeated.min_items": "must have at least {rule:,} items",
+    "repeated.max_items": "must have at most {rule:,} items",
+    "repeated.unique": "must name each only once",
+    "map.max_pairs": "must have at most {rule:,} entries",
+}
 # By the length of a text, of bytes or of a message: how many bytes the field that holds it takes, tag included. An
 # empty one is left out. Longer ones are for the rules.
 _FIELD = [0, *(1 + 1 + n for n in range(1, 1 << 7)), *(1 + 2 + n for n in range(1 << 7, 1 << 14))]
@@ -293,24 +304,52 @@ def _leading_to_times(descriptor: Descriptor) -> tuple[FieldDescriptor, ...]:
 
 def _in_words(found: protovalidate.Violation) -> str:
     """What is wrong, without regular expressions, and with the value where it is short."""
-    message = found.proto.message
+    message, rule = found.proto.message, found.proto.rule_id
     value: object = found.field_value
-    if found.proto.rule_id == "string.pattern":
+    if rule == "string.pattern":
         message = next((words for part, words in _PATTERNS.items() if part in str(found.rule_value)), message)
-    message = _RANGE.sub(r"must be \1 to \2", message)
+    elif rule in _RULES:
+        message = _RULES[rule].format(rule=found.rule_value)
+    message = _ONE_OF.sub(r"must be one of \1", _RANGE.sub(r"must be \1 to \2", message))
     match value:
         case "" | b"":
             return "must not be empty"
+        case str() if rule == "string.max_bytes":
+            return f"{message}, not {len(value.encode())}"
         case str() if len(value) <= _SHOWN_CHARS_MAX:
             return f"{message}, not {value!r}"
+        case str() if "1 to 128" in message:
+            return f"{message}, not {len(value):,} characters"
         case int() | float():
             return f"{message}, not {value}"
         case bytes():
             return f"{message}, not {len(value)}"
         case Duration():
-            return f"{message}, not {value.seconds + value.nanos / 1e9:.15g}s"
+            message = _SPAN_RANGE.sub(
+                lambda span: f"must be {_span(float(span[1]))} to {_span(float(span[2]))}", message
+            )
+            return f"{message}, not {_span(value.seconds + value.nanos / 1e9)}"
+        case Sized() if rule.startswith(("repeated.", "map.")):
+            return _of_items(message, rule, value)
         case _:
             return message
+
+
+def _of_items(message: str, rule: str, value: Sized) -> str:
+    if not value:
+        return "must not be empty"
+    if rule != "repeated.unique":
+        return f"{message}, not {len(value):,}"
+    counts = Counter(cast("Iterable[str]", value))
+    return f"{message}, and {max(counts, key=lambda one: counts[one])!r} is named twice"
+
+
+def _span(seconds: float) -> str:
+    """In the largest unit that tells it in a whole number; what is below 1 s, in ms."""
+    for unit_s, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
+        if seconds and seconds % unit_s == 0:
+            return f"{seconds / unit_s:,.0f} {'day' if seconds == 86_400 else unit}"
+    return f"{seconds * 1000:.12g} ms" if 0 < abs(seconds) < 1 else f"{seconds:.15g} s"
 
 
 def _path(elements: Iterable[FieldPathElement]) -> str:

@@ -305,6 +305,10 @@ class Books:
         version, newest = rows[0]
         return str(version), int(newest)
 
+    async def probe_disk(self) -> None:
+        """Raises DiskFull where the server cannot write, and ShardUnavailable."""
+        await self._database.run(statements.PROBE_DISK, {})
+
     async def make_partitions(self) -> int:
         return await partitions.make_ahead(self._database)
 

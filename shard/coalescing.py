@@ -122,8 +122,8 @@ class Coalescer(Generic[Call, Result]):
         if not self._places.take(whose, weight):
             self._drop(call)
             raise TooManyWaiting(
-                f"the shard is behind: {self._places.places_max:,} jobs or leases may wait for it, and of one org no "
-                "more than places are left"
+                f"the shard is behind: {self._places.places_max:,} jobs or leases may wait for it in this router "
+                "process, and never more of one org than there is room left for others; try again, or send less"
             )
         loop = asyncio.get_running_loop()
         span = trace.get_current_span()

@@ -36,7 +36,7 @@ from shard import statements
 from shard.arrays import Blobs, Texts
 from shard.breaker import OVERDUE_S, Breaker, first_line
 from shard.connection import Connection
-from shard.errors import RowLocked, ShardUnavailable, lost_history
+from shard.errors import DiskFull, RowLocked, ShardUnavailable, lost_history
 from shard.servers import first_of
 from shard.vocabulary import ShardName
 
@@ -211,6 +211,9 @@ class Database:
         # Whether something may have been written since this was set to False, and whether there are new connections.
         self.changed = False
         self.reconnected = False
+        # The newest migration that this release knows. None: the schema was not brought up to it yet. Afterwards a
+        # schema with a newer, breaking migration is refused.
+        self.newest_migration: int | None = None
         # The server and the database that were connected to last, without secrets.
         self.address = ""
         # Told when the server is away from now on: who has connections of his own may have them to that one.
@@ -288,6 +291,15 @@ class Database:
         for connection in list(self._alive):
             hang_up(connection)
 
+    async def check_schema(self) -> None:
+        """Refuses every statement from now on, if a newer release has run a breaking migration; until it is gone
+        again. Raises ShardUnavailable if the server does not answer."""
+        if self.newest_migration is None:
+            return
+        rows = await self.run(statements.FIND_BREAKING, {"known": self.newest_migration})
+        if rows[0][0] is not None:
+            self._breaker.open(too_new(rows[0][0]))
+
     async def run(self, statement: bytes, parameters: Mapping[str, object]) -> list[Any]:
         """Runs one statement in its own transaction and fetches its rows (none for a statement that returns none).
         Raises RowLocked where a shared statement does not get a lock in a moment: it has done nothing."""
@@ -313,6 +325,8 @@ class Database:
                         raise ShardUnavailable(
                             self.name, f"{first_line(error)}; what was asked may have been done"
                         ) from error
+                    if isinstance(error, psycopg.errors.DiskFull):
+                        raise DiskFull(self.name, self.address, first_line(error)) from error
                     if not tries_left or not _connection_lost(error) or self._breaker.trouble is not None:
                         raise self._unavailable(first_line(error)) from error
                     # The server went away under this connection, and so most likely under the pooled ones.
@@ -331,6 +345,8 @@ class Database:
                     await _set_lock_wait(connection, _LOCK_WAIT_S)
                 async with connection.transaction():
                     yield connection
+        except psycopg.errors.DiskFull as error:
+            raise DiskFull(self.name, self.address, first_line(error)) from error
         except (
             psycopg.OperationalError,
             psycopg.errors.ReadOnlySqlTransaction,
@@ -526,10 +542,19 @@ class Database:
         self._refused = None
 
     async def _recognize(self, connection: psycopg.AsyncConnection[Any]) -> None:
-        """Refuses another database than the one that it was, and one that has gone back in time: under the same DSN
-        there may be one by now."""
-        if self.identity is None:
-            return
+        """Refuses a database that this process must not use: the DSN may lead to another one by now, and a newer
+        release may have migrated this one."""
+        if self.identity is not None:
+            await self._compare_identity(connection)
+        if self.newest_migration is not None:
+            cursor = await connection.execute(statements.FIND_BREAKING, {"known": self.newest_migration})
+            row = await cursor.fetchone()
+            if row is not None and row[0] is not None:
+                # The connections that stand lead to the same schema.
+                self._breaker.open(too_new(row[0]))
+                raise psycopg.OperationalError(too_new(row[0]))
+
+    async def _compare_identity(self, connection: psycopg.AsyncConnection[Any]) -> None:
         try:
             cursor = await connection.execute(statements.READ_IDENTITY)
             found = await cursor.fetchone()
@@ -582,6 +607,14 @@ async def _has(connection: psycopg.AsyncConnection[Any], mark: Mark) -> bool:
     except NO_SCHEMA:
         return False
     return found is not None and bool(found[0] or found[1])
+
+
+def too_new(migration: int) -> str:
+    """Why a schema with this breaking migration of a newer release is refused."""
+    return (
+        f"its schema has migration {migration:04} of a newer release, which this release cannot work with; "
+        "upgrade this process"
+    )
 
 
 def _ignore() -> None:

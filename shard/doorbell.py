@@ -27,13 +27,16 @@ _PAUSE_S_MAX = 0.040
 # A notification holds less than 8,000 bytes.
 _QUEUES_MAX = 390
 _ALL = "*"
+# In the place of a router's name: a migration was run (record_migration.sql).
+_MIGRATION = "migration"
 # Before the queues' numbers: jobs have come from another shard, and may have been due long since.
 _ARRIVED = "+"
 
 
 class Doorbell:
     """`heard` is told the queues that another router rang for; None: any may have work. `arrived` is told the queues to
-    which jobs have come from another shard."""
+    which jobs have come from another shard. `migrated` is called after a migration, and when one may have been missed.
+    """
 
     def __init__(
         self,
@@ -41,10 +44,12 @@ class Doorbell:
         dsn: str,
         heard: Callable[[Collection[QueueId] | None], None],
         arrived: Callable[[Collection[QueueId]], None],
+        migrated: Callable[[], None] = lambda: None,
     ) -> None:
         self._database = database
         self._heard = heard
         self._arrived = arrived
+        self._migrated = migrated
         self._listener = Listener(dsn, "windrow_work", self._hear, application_name="windrow doorbell")
         database.went_away = self._listener.hang_up
         self._me = secrets.token_hex(8)
@@ -88,8 +93,11 @@ class Doorbell:
     def _hear(self, message: str | None) -> None:
         if message is None:
             self._heard(None)
+            self._migrated()
             return
         who, _, named = message.partition(" ")
+        if who == _MIGRATION:
+            self._migrated()
         if who == self._me:
             return
         try:

@@ -4,7 +4,8 @@ meet to gRPC statuses.
 ShardError
 ├── ShardUnavailable      nothing may have happened: try again, later
 │   ├── RowLocked         the same; or have whoever holds the lock end the transaction
-│   └── ClockSetBack      the same; or, for an operator: set the server's clock right, or accept what it shows
+│   ├── ClockSetBack      the same; or, for an operator: set the server's clock right, or accept what it shows
+│   └── DiskFull          an operator must make room first
 ├── NotOwned              this shard does not take the org's jobs, or knows of a later placement than the caller: learn
 │                         the placement, then begin again (I6)
 ├── BadIds                make new ids
@@ -28,6 +29,7 @@ ShardError
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from datetime import UTC, datetime
 
 from shard.vocabulary import CATALOG, Micros, OrgId, QueueName, ShardName, Slot
 
@@ -71,6 +73,14 @@ class ClockSetBack(ShardUnavailable):
         super().__init__(shard, why, retry_after_s=5.0)
 
 
+class DiskFull(ShardUnavailable):
+    """`address`: of its database, as messages name it."""
+
+    def __init__(self, shard: ShardName, address: str, said: str) -> None:
+        at = f" of the {address}" if address else ""
+        super().__init__(shard, f"the disk{at} is full: {said}; make room there, and the shard takes writes again")
+
+
 class NotOwned(ShardError):
     """`epoch`: since which the slot is what it is there; `known`: that of the placement the caller goes by."""
 
@@ -91,8 +101,10 @@ class BadIds(ShardError):
 
 class IdsOutsideHorizon(BadIds):
     def __init__(self, positions: list[int], *, now: Micros, horizon_days: float) -> None:
+        shards_time = datetime.fromtimestamp(now / 1e6, UTC)
         super().__init__(
-            f"made outside the {horizon_days:g} days before and the hour after the shard's time: make a new id"
+            f"its time must be at most {horizon_days:g} days before and 1 hour after the shard's, which is "
+            f"{shards_time:%Y-%m-%d %H:%M:%S} UTC: make a new id, and check the clock that ids are made by"
         )
         self.positions = positions
         self.now = now
@@ -129,7 +141,7 @@ class TooManyQueues(ShardError):
 
 class UnknownShard(ShardError):
     def __init__(self, shard: ShardName) -> None:
-        super().__init__(f"the cluster has no shard {shard!r}")
+        super().__init__(f"the cluster has no shard {shard!r}: ListShards (`windrow shards`) names those it has")
 
 
 class SlotMoves(ShardError):
@@ -172,7 +184,7 @@ class NotHeld(ShardError):
 class BadPageToken(ShardError):
     def __init__(self, token: str) -> None:
         shown = token if len(token) <= 64 else f"{token[:64]}…"
-        super().__init__(f"page_token {shown!r} is not one that this call gave; begin at the first page")
+        super().__init__(f"{shown!r} is none that this call gave: begin at the first page, without a token")
 
 
 class Misconfigured(ShardError):

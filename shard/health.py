@@ -57,6 +57,7 @@ def judge(facts: Facts, *, held_s: float = _MINUTE_S) -> list[Finding]:
     """What is to be mended, the worst first. `held_s`: snapshots younger than that are not worth a word."""
     server, settings = facts.server, facts.settings
     found = [
+        *judge_disk(facts.disk_full),
         *judge_server(server),
         *judge_clock(facts.clock),
         *judge_holders(facts.holders, held_s=held_s),
@@ -77,6 +78,17 @@ _NO_SHARD = Finding(
     why="no router has been here yet, or the DSN in the cluster file leads elsewhere (windrow shards plan)",
     fix="-- windrow migrate --config FILE",
 )
+
+
+def judge_disk(full: str | None) -> Iterator[Finding]:
+    if full is not None:
+        yield Finding(
+            severity=Severity.CRITICAL,
+            about="disk",
+            what=f"the disk is full: {full}",
+            why="nothing can be enqueued, claimed or acked here; a server that restarts now may not come up",
+            fix="-- on the server: enlarge the disk, or remove files that are not of Postgres; never any of pg_wal",
+        )
 
 
 def judge_server(server: Server) -> Iterator[Finding]:

@@ -14,6 +14,7 @@ import xxhash
 from shard.vocabulary import JobId, Lease, ShardName
 
 TOKEN_VERSION = 1
+_ADVICE = "send `lease` unchanged, as Dequeue or Consume gave it"
 _PREFIX = struct.Struct(">BIq")
 TOKEN_BYTES = _PREFIX.size + 16
 
@@ -43,9 +44,9 @@ def lease_of(job: str, number: int) -> Lease:
 
 def parse_token(data: bytes) -> tuple[int, Lease]:
     """The shard's tag and the lease. Raises MalformedLease."""
-    if len(data) != TOKEN_BYTES or data[0] != TOKEN_VERSION:
-        raise MalformedLease(
-            f"a lease token has {TOKEN_BYTES} bytes and begins with {TOKEN_VERSION}; this has {len(data)} bytes"
-        )
+    if len(data) != TOKEN_BYTES:
+        raise MalformedLease(f"is no lease token, which has {TOKEN_BYTES} bytes, not {len(data)}: {_ADVICE}")
+    if data[0] != TOKEN_VERSION:
+        raise MalformedLease(f"is no lease token of version {TOKEN_VERSION}, but begins with {data[0]}: {_ADVICE}")
     _, tag, number = _PREFIX.unpack_from(data)
     return tag, Lease(job_hex=data[_PREFIX.size :].hex(), number=number)

@@ -12,7 +12,7 @@ import psycopg
 from psycopg import AsyncConnection
 
 from shard import partitions, statements
-from shard.database import Database
+from shard.database import Database, too_new
 from shard.errors import Misconfigured
 
 _FILES = Path(__file__).parent / "migrations"
@@ -55,6 +55,7 @@ async def migrate(database: Database, *, cluster: str | None) -> list[Migration]
     try:
         while (migration := await _next(database)) is not None:
             done.append(migration)
+        database.newest_migration = migrations()[-1].number
         if cluster is not None:
             await _identify(database, cluster)
             await partitions.make_ahead(database)
@@ -122,12 +123,9 @@ async def _applied(connection: Connection, database: Database) -> dict[int, str]
     cursor = await connection.execute(statements.LIST_MIGRATIONS)
     rows = await cursor.fetchall()
     ours = {migration.number for migration in migrations()}
-    too_new = sorted(number for number, _, breaking in rows if breaking and number not in ours)
-    if too_new:
-        raise Misconfigured(
-            f"shard {database.name!r}: its schema has migration {too_new[0]:04} of a newer release, "
-            "which this release cannot work with; upgrade this process"
-        )
+    newer = sorted(number for number, _, breaking in rows if breaking and number not in ours)
+    if newer:
+        raise Misconfigured(f"shard {database.name!r}: {too_new(newer[0])}")
     return {number: checksum for number, checksum, _ in rows}
 
 

@@ -175,6 +175,8 @@ class Facts:
     clock: Clock
     # Empty for a database that holds the catalog alone.
     missing: Sequence[MissingPartition]
+    # What the server says when it is to write to its disk; None: it can.
+    disk_full: str | None = None
 
 
 async def read(name: ShardName, dsn: str) -> Facts:
@@ -219,4 +221,13 @@ async def _read(connection: psycopg.AsyncConnection[Any], name: ShardName) -> Fa
         missing=[]
         if name == CATALOG
         else await rows(MissingPartition, statements.FIND_MISSING_PARTITIONS, days_ahead=DAYS_AHEAD),
+        disk_full=await _probe_disk(connection),
     )
+
+
+async def _probe_disk(connection: psycopg.AsyncConnection[Any]) -> str | None:
+    try:
+        await connection.execute(statements.PROBE_DISK)
+    except psycopg.errors.DiskFull as error:
+        return first_line(error)
+    return None

@@ -38,6 +38,8 @@ CHANNELS_MAX = 64
 TRY_S = 10.0
 _PAUSE_FIRST_S = 0.05
 _PAUSE_MAX_S = 2.0
+# A router may ask for a pause of any length. Whoever tries for ever waits no longer than this, and its jitter.
+ASKED_S_MAX = 30.0
 
 # CANCELLED: by a router that shuts down. The caller's own cancellation is no status.
 RETRIED = frozenset(
@@ -49,8 +51,9 @@ RETRIED = frozenset(
         StatusCode.CANCELLED,
     }
 )
-# A dequeue that ran into its deadline may have leased jobs; trying again would lease more.
-RETRIED_DEQUEUE = frozenset({StatusCode.UNAVAILABLE, StatusCode.CANCELLED})
+# A dequeue that ran into its deadline may have leased jobs; trying again would lease more. A router that is full leases
+# none.
+RETRIED_DEQUEUE = frozenset({StatusCode.UNAVAILABLE, StatusCode.RESOURCE_EXHAUSTED, StatusCode.CANCELLED})
 
 _TOO_OLD = "it is no router, or older than this client: upgrade the routers first, then their clients"
 
@@ -127,14 +130,22 @@ def pause_s(failure: Failure, *, tries: int, retried: frozenset[StatusCode], luc
     """How long to wait after this many tries; None: not again. `luck` is uniform in [0, 1).
 
     Exponential with full jitter (aws.amazon.com/builders-library/timeouts-retries-and-backoff-with-jitter), after what
-    the router asked for.
+    the router asked for. That is asked of many clients at once, and so the jitter is half of it at least.
     """
     if failure.code not in retried:
         return None
     # Without RetryInfo it is not the router that is full, but the message that is too large.
     if failure.code is StatusCode.RESOURCE_EXHAUSTED and failure.retry_after_s is None:
         return None
-    return (failure.retry_after_s or 0.0) + luck * min(_PAUSE_MAX_S, _PAUSE_FIRST_S * 2.0 ** min(tries - 1, 10))
+    asked_s = failure.retry_after_s or 0.0
+    own_s = min(_PAUSE_MAX_S, _PAUSE_FIRST_S * 2.0 ** min(tries - 1, 10))
+    return asked_s + luck * max(own_s, asked_s / 2)
+
+
+def patient_pause_s(error: WindrowError, *, own_s: float) -> float:
+    """How long to wait for one who tries for ever: `own_s`, or longer if the router asked for that."""
+    asked_s = min(error.retry_after or 0.0, ASKED_S_MAX)
+    return max(own_s, asked_s * random.uniform(1.0, 1.5))
 
 
 class Calls:
@@ -208,7 +219,10 @@ class Calls:
             spent_s = time.monotonic() - began
             pause = pause_s(failure, tries=tries, retried=retried, luck=random.random())
             if pause is None or spent_s + pause >= budget_s:
-                raise self._error(_verb(request), failure, tries=tries, spent_s=spent_s) from cause
+                asked_s = failure.retry_after_s or 0.0
+                late = pause is not None and spent_s + asked_s >= budget_s
+                why = f"asks to wait {asked_s:g} s, longer than is left of {round(budget_s, 1):g} s" if late else ""
+                raise self._error(_verb(request), failure, tries=tries, spent_s=spent_s, why_not=why) from cause
             await asyncio.sleep(pause)
 
     async def close(self) -> None:
@@ -266,8 +280,10 @@ class Calls:
             return aio.insecure_channel(self.address, options=_OPTIONS)
         return aio.secure_channel(self.address, self._credentials, options=_OPTIONS)
 
-    def _error(self, verb: str, failure: Failure, *, tries: int, spent_s: float) -> WindrowError:
+    def _error(self, verb: str, failure: Failure, *, tries: int, spent_s: float, why_not: str = "") -> WindrowError:
+        """`why_not`: why it is not tried again, where that is not plain."""
         effort = f"{tries} tries in {spent_s:.1f} s" if tries > 1 else f"after {spent_s:.1f} s"
+        effort += f"; {why_not}" if why_not else ""
         why = failure.message + (f"; {_TOO_OLD}" if failure.code is StatusCode.UNIMPLEMENTED else "")
         error = from_code(
             failure.code.value[0],

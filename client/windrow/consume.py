@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 
 from grpc import aio
 
+from windrow.calls import patient_pause_s
 from windrow.client import Client
 from windrow.errors import TRANSIENT, ClientClosed, InvalidRequest, Unavailable, WindrowError
 from windrow.leases import Reach
@@ -67,7 +68,7 @@ class Line:
                 self._reach.failed(error)
                 if time.monotonic() - began > AWAY_MAX_S:
                     self._backoff.reset()
-                await self._pause(max(self._backoff.next_s(), error.retry_after or 0.0))
+                await self._pause(patient_pause_s(error, own_s=self._backoff.next_s()))
             except InvalidRequest as error:
                 if not self._settlements.suspect(error):
                     raise

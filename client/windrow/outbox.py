@@ -34,6 +34,7 @@ except ImportError as error:
 
 from opentelemetry import trace
 
+from windrow.calls import patient_pause_s
 from windrow.client import Client
 from windrow.errors import TRANSIENT, DeadlineExceeded, InvalidRequest, WindrowError
 from windrow.ids import made_at
@@ -331,7 +332,7 @@ class Relay:
             level = logging.WARNING if isinstance(error, TRANSIENT) else logging.ERROR
             log.log(level, "outbox: the jobs of org %s wait; they are tried again: %s", org, error)
             rest = self._resting[org] = _Rest(until=0.0, next_s=_REST_FIRST_S, patience_s=_SEND_FIRST_S)
-        pause_s = max(rest.next_s * random.uniform(0.5, 1.0), error.retry_after or 0.0)
+        pause_s = patient_pause_s(error, own_s=rest.next_s * random.uniform(0.5, 1.0))
         rest.until = time.monotonic() + pause_s
         rest.next_s = min(_REST_MAX_S, rest.next_s * 2)
         if isinstance(error, DeadlineExceeded):

@@ -346,6 +346,19 @@ def test_a_job_that_was_due_long_since_is_taken_soon_after_it_has_come(cluster: 
     assert taken == {job.id for job in leased}
 
 
+def test_an_org_on_two_shards_has_its_jobs_in_the_order_of_priority_on_each_of_them(cluster: Cluster) -> None:
+    org, before, after = (
+        cluster.org(),
+        [new_job(priority=one) for one in (9, 5)],
+        [new_job(priority=one) for one in (7, 1)],
+    )
+    enqueue(cluster.near, org, *before)
+    cluster.begin(org).switch()
+    enqueue(cluster.near, org, *after)
+    there, here = ([job.id for job in reversed(jobs)] for jobs in (before, after))
+    assert [job.id for job in dequeue(cluster.far, org)] in (there + here, here + there)
+
+
 def test_who_waits_gets_what_comes_by_a_move(cluster: Cluster, thread: ThreadPoolExecutor) -> None:
     org, job = cluster.org(), new_job(delay=Duration(seconds=1))
     move = cluster.begin(org)
@@ -436,6 +449,62 @@ def test_a_pause_during_a_move_holds_on_both_shards_and_so_does_its_end(cluster:
     leased = dequeue(cluster.near, org)
     assert ack(cluster.near, org, *(job.lease for job in leased)) == [OK, OK]
     move.finish()
+
+
+@pytest.mark.parametrize("paused", [True, False])
+def test_a_pause_is_told_at_every_step_as_it_is_whatever_former_owners_remember(cluster: Cluster, paused: bool) -> None:
+    org = cluster.org()
+    enqueue(cluster.near, org)
+    # s1 remembers the opposite.
+    set_paused(cluster, org, not paused)
+    cluster.begin(org).finish()
+    set_paused(cluster, org, paused)
+    assert told_paused(cluster, org) == {paused}
+    back = cluster.begin(org, to="s1")
+    assert told_paused(cluster, org) == {paused}
+    for step in ("close", "open", "switch", "depart", "take", "finish"):
+        getattr(back, step)()
+        assert (step, told_paused(cluster, org)) == (step, {paused})
+    # Now s2 remembers what is the opposite from here on.
+    set_paused(cluster, org, not paused)
+    assert told_paused(cluster, org) == {not paused}
+
+
+def set_paused(cluster: Cluster, org: str, paused: bool) -> None:
+    if paused:
+        cluster.near.admin.PauseQueue(admin_pb2.PauseQueueRequest(org=org, queue=QUEUE), timeout=PATIENCE_S)
+    else:
+        cluster.near.admin.ResumeQueue(admin_pb2.ResumeQueueRequest(org=org, queue=QUEUE), timeout=PATIENCE_S)
+
+
+def told_paused(cluster: Cluster, org: str) -> set[bool]:
+    """What every call that says so says of the queue, through both routers."""
+    told: set[bool] = set()
+    for both in (cluster.near, cluster.far):
+        told.add(both.admin.GetQueue(admin_pb2.GetQueueRequest(org=org, queue=QUEUE), timeout=PATIENCE_S).queue.paused)
+        told.update(one.paused for one in both.admin.ListQueues(admin_pb2.ListQueuesRequest(org=org)).queues)
+        for finished in (False, True):
+            request = admin_pb2.GetStatsRequest(org=org, queue=QUEUE, include_finished=finished)
+            told.update(one.paused for one in both.admin.GetStats(request, timeout=PATIENCE_S).queues)
+    return told
+
+
+def test_a_router_that_slept_during_a_move_tells_of_a_queue_as_its_new_shard_has_it(
+    cluster: Cluster, thread: ThreadPoolExecutor
+) -> None:
+    org = cluster.org()
+    (pid,) = cluster.routers.pids
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        get = admin_pb2.GetQueueRequest(org=org, queue=QUEUE)
+        getting = thread.submit(cluster.near.admin.GetQueue, get, timeout=PATIENCE_S)
+        listing = thread.submit(cluster.near.admin.ListQueues, admin_pb2.ListQueuesRequest(org=org), timeout=PATIENCE_S)
+        cluster.begin(org).finish()
+        cluster.far.admin.PauseQueue(admin_pb2.PauseQueueRequest(org=org, queue=QUEUE), timeout=PATIENCE_S)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert getting.result(PATIENCE_S).queue.paused
+    assert [queue.paused for queue in listing.result(PATIENCE_S).queues] == [True]
 
 
 def test_a_queue_that_is_created_while_its_slot_has_no_writer_has_the_configuration_that_was_asked_for(

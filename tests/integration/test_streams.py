@@ -851,7 +851,7 @@ async def test_streams_of_one_org_leave_as_many_places_to_others(monkeypatch: py
         # Half of the places; as many as were left; and one is.
         assert [context.let_in.result() for context in contexts] == [True, True, True, False, True, True, False, True]
         assert contexts[3].refusal.code == grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "takes 6 streams and waiting calls at a time, and of one org no more" in contexts[3].refusal.details
+        assert "takes 6 streams and waiting calls at a time, and never more of one org" in contexts[3].refusal.details
         for task in tasks:
             task.cancel()
 

@@ -284,7 +284,8 @@ async def refuse(
     """Ends a call with a status, and the details that a router gives with it."""
     details: list[Message] = []
     if retry_after_s is not None:
-        details.append(RetryInfo(retry_delay=Duration(nanos=round(retry_after_s * 1e9))))
+        delay = Duration(seconds=int(retry_after_s), nanos=round(retry_after_s % 1 * 1e9))
+        details.append(RetryInfo(retry_delay=delay))
     if violations is not None:
         found = [BadRequest.FieldViolation(field=path, description=why) for path, why in violations.items()]
         details.append(BadRequest(field_violations=found))

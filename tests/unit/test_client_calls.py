@@ -32,7 +32,7 @@ from windrow import (
     Violation,
     uuid7,
 )
-from windrow.calls import RETRIED, Failure, pause_s
+from windrow.calls import RETRIED, Failure, patient_pause_s, pause_s
 from windrow.v1 import job_pb2, queue_pb2
 
 
@@ -50,7 +50,18 @@ def test_pauses_grow_to_two_seconds_with_full_jitter() -> None:
 
 def test_a_pause_is_never_shorter_than_the_router_asked_for() -> None:
     assert pause_s(failure(StatusCode.UNAVAILABLE, 3.0), tries=1, retried=RETRIED, luck=0.0) == 3.0
-    assert pause_s(failure(StatusCode.RESOURCE_EXHAUSTED, 3.0), tries=1, retried=RETRIED, luck=1.0) == 3.05
+    # Those who were asked for the same do not come back together.
+    assert pause_s(failure(StatusCode.RESOURCE_EXHAUSTED, 3.0), tries=1, retried=RETRIED, luck=1.0) == 4.5
+    assert pause_s(failure(StatusCode.UNAVAILABLE, 0.1), tries=9, retried=RETRIED, luck=1.0) == 2.1
+
+
+def test_who_tries_for_ever_waits_as_asked_with_jitter_and_up_to_a_bound() -> None:
+    for asked_s, least_s, most_s in ((None, 0.5, 0.5), (0.1, 0.5, 0.5), (2.0, 2.0, 3.0), (3600.0, 30.0, 45.0)):
+        error = Unavailable("no")
+        error.retry_after = asked_s
+        pauses = {patient_pause_s(error, own_s=0.5) for _ in range(50)}
+        assert least_s <= min(pauses) <= max(pauses) <= most_s
+        assert len(pauses) > 1 or least_s == most_s
 
 
 @pytest.mark.parametrize(
@@ -86,6 +97,8 @@ async def test_no_time_is_spent_on_a_pause_that_ends_too_late(router: FakeRouter
             await client.enqueue("emails", "send")
     assert time.monotonic() - began < 0.8
     assert caught.value.retry_after == pytest.approx(0.9)
+    told = r"\[UNAVAILABLE, after 0\.\d s; asks to wait 0\.9 s, longer than is left of 0\.8 s\]$"
+    assert re.search(told, str(caught.value))
 
 
 async def test_a_try_that_hangs_is_given_up_and_made_again(router: FakeRouter) -> None:
@@ -129,6 +142,15 @@ async def test_a_dequeue_is_tried_again_only_when_it_reached_no_shard(router: Fa
         with pytest.raises(Unavailable):
             await client.dequeue("emails")
         assert len(router.of("Dequeue")) == 4
+
+
+async def test_a_dequeue_is_tried_again_when_a_full_router_said_so(router: FakeRouter, client: Client) -> None:
+    full = StatusCode.RESOURCE_EXHAUSTED
+    router.scripts["Dequeue"] = failing(1, full, router, "Dequeue", retry_after_s=0.2)
+    began = time.monotonic()
+    assert await client.dequeue("emails") == []
+    assert time.monotonic() - began >= 0.2
+    assert len(router.of("Dequeue")) == 2
 
 
 async def test_a_dequeue_that_waits_has_that_much_longer(router: FakeRouter) -> None:

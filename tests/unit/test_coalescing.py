@@ -234,7 +234,9 @@ async def test_a_call_too_many_is_told_so_at_once_and_costs_the_others_nothing(a
     first = coalescer.submit(3)
     await turns()
     waiting = [coalescer.submit(7), coalescer.submit(3)]
-    with pytest.raises(TooManyWaiting, match="20 jobs or leases may wait for it, and of one org no more than"):
+    with pytest.raises(
+        TooManyWaiting, match="20 jobs or leases may wait for it in this router process, and never more of one org than"
+    ):
         coalescer.submit(1)
     assert acts.dropped == [1]
     acts.end(0)

@@ -146,6 +146,22 @@ async def test_a_router_asks_for_a_pause_and_gets_it(router: FakeRouter, client:
     await running.stop()
 
 
+async def test_a_router_that_asks_for_an_hours_pause_gets_a_bounded_one(
+    router: FakeRouter, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("windrow.calls.ASKED_S_MAX", 0.2)
+
+    async def busy(stream: FakeStream, context: Any) -> None:
+        if len(router.streams) == 1:
+            await refuse(context, StatusCode.UNAVAILABLE, retry_after_s=3600)
+
+    router.scripts["Consume"] = busy
+    running = Running(client)
+    await router.until(lambda: len(router.streams) == 2)
+    assert router.streams[1].began - router.streams[0].began >= 0.2
+    await running.stop()
+
+
 async def test_a_settlement_that_could_not_be_done_is_said_again_after_a_pause(
     router: FakeRouter, client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:

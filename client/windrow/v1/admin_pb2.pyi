@@ -956,12 +956,15 @@ class ShardInfo(_message.Message):
     LABELS_FIELD_NUMBER: _builtins.int
     LEAVING_SLOTS_FIELD_NUMBER: _builtins.int
     PINNED_ORGS_FIELD_NUMBER: _builtins.int
+    DISK_FULL_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     slots: _builtins.int
     """Slots of the 16,384 that write here."""
     reachable: _builtins.bool
     error: _builtins.str
-    """Why it is not reachable; or, where it is, why it is not yet reached by the DSN that the cluster file has now."""
+    """Why it is not reachable; or, where it is, that its disk is full, or why it is not yet reached by the DSN that the
+    cluster file has now.
+    """
     postgres_version: _builtins.str
     """As the server says, such as "18.6"."""
     schema_version: _builtins.int
@@ -971,6 +974,8 @@ class ShardInfo(_message.Message):
     """Slots that only read here: their new jobs go to another shard by now."""
     pinned_orgs: _builtins.int
     """Orgs that are pinned here, whatever their slot."""
+    disk_full: _builtins.bool
+    """It answers, and cannot write: its server's disk is full."""
     @_builtins.property
     def latency(self) -> _duration_pb2.Duration:
         """One round trip; absent when it is not reachable."""
@@ -992,10 +997,11 @@ class ShardInfo(_message.Message):
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         leaving_slots: _builtins.int = ...,
         pinned_orgs: _builtins.int = ...,
+        disk_full: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["latency", b"latency"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "labels", b"labels", "latency", b"latency", "leaving_slots", b"leaving_slots", "name", b"name", "pinned_orgs", b"pinned_orgs", "postgres_version", b"postgres_version", "reachable", b"reachable", "schema_version", b"schema_version", "slots", b"slots", "state", b"state", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_full", b"disk_full", "error", b"error", "labels", b"labels", "latency", b"latency", "leaving_slots", b"leaving_slots", "name", b"name", "pinned_orgs", b"pinned_orgs", "postgres_version", b"postgres_version", "reachable", b"reachable", "schema_version", b"schema_version", "slots", b"slots", "state", b"state", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

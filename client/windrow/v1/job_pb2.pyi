@@ -112,7 +112,9 @@ class _JobAnswerEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JobAnswer.V
     JOB_ANSWER_STALE: _JobAnswer.ValueType  # 2
     """The lease has ended (or, for CancelJobs, the job has finished): nothing was changed."""
     JOB_ANSWER_NOT_FOUND: _JobAnswer.ValueType  # 3
-    """No such job in this org: nothing was changed."""
+    """No shard knows such a job of this org: nothing was changed. Also for a lease of another cluster, or of a job that
+    finished on a shard which the cluster has forgotten.
+    """
 
 class JobAnswer(_JobAnswer, metaclass=_JobAnswerEnumTypeWrapper):
     """What became of one job named in a call."""
@@ -123,7 +125,9 @@ JOB_ANSWER_OK: JobAnswer.ValueType  # 1
 JOB_ANSWER_STALE: JobAnswer.ValueType  # 2
 """The lease has ended (or, for CancelJobs, the job has finished): nothing was changed."""
 JOB_ANSWER_NOT_FOUND: JobAnswer.ValueType  # 3
-"""No such job in this org: nothing was changed."""
+"""No shard knows such a job of this org: nothing was changed. Also for a lease of another cluster, or of a job that
+finished on a shard which the cluster has forgotten.
+"""
 Global___JobAnswer: _TypeAlias = JobAnswer  # noqa: Y015
 
 @_typing.final
@@ -295,7 +299,7 @@ class NewJob(_message.Message):
     payload: _builtins.bytes
     """Opaque to Windrow. 0 to 1 MiB."""
     priority: _builtins.int
-    """1 (first) to 9 (last); 0 or absent: 5."""
+    """1 (first) to 9 (last); 0 or absent: 5. It orders the jobs of a shard: see Dequeue."""
     max_attempts: _builtins.int
     """Leases counted before the job is dead, 1 to 1,000; 0 or absent: the queue's (20 unless configured)."""
     dedup_key: _builtins.str

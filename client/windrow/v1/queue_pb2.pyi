@@ -218,7 +218,8 @@ class DequeueResponse(_message.Message):
     VISIBILITY_WINDOW_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def jobs(self) -> _containers.RepeatedCompositeFieldContainer[_job_pb2.LeasedJob]:
-        """In the order of priority, then run_at. Fewer than max_jobs, although more are due, where their payloads would exceed
+        """Sorted by priority, then run_at; while the org is on two shards, those of one shard come first and then those of the
+        other, each sorted so. Fewer than max_jobs, although more are due, where their payloads would exceed
         3 MiB together: what gRPC clients take by default is 4 MiB.
         """
 

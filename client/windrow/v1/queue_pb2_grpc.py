@@ -96,6 +96,10 @@ class QueueServicer:
     def Dequeue(self, request, context):
         """Takes up to max_jobs jobs that are due, by priority, then by when they became visible. Answers at once, with what
         there is, unless told to `wait` for the first.
+
+        This order holds on each shard. An org is on one shard, except while its slot moves to another one: then both shards
+        have jobs of it, the call takes from one shard and then from the other, and which is first is random. So it may take
+        a job of low priority from one shard while the other one has a job of higher priority.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -103,7 +107,8 @@ class QueueServicer:
 
     def Consume(self, request_iterator, context):
         """One consumer's stream, for as long as it likes. It says what it consumes and how many jobs it has room for; jobs come
-        as they fall due, and it settles them on the same stream. Nothing is pushed beyond the credit it gave.
+        as they fall due, and it settles them on the same stream. Nothing is pushed beyond the credit it gave. Each time that it
+        takes jobs, it takes them in the order of Dequeue.
 
         Closing its side ends a stream in order: no more jobs come, what was sent is answered, then the stream ends with OK.
         However a stream ends, jobs that had not been sent yet go back at once, uncounted; those that had been stay leased

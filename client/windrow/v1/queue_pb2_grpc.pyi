@@ -47,10 +47,15 @@ class QueueStub:
     Dequeue: _grpc.UnaryUnaryMultiCallable[_queue_pb2.DequeueRequest, _queue_pb2.DequeueResponse]
     """Takes up to max_jobs jobs that are due, by priority, then by when they became visible. Answers at once, with what
     there is, unless told to `wait` for the first.
+
+    This order holds on each shard. An org is on one shard, except while its slot moves to another one: then both shards
+    have jobs of it, the call takes from one shard and then from the other, and which is first is random. So it may take
+    a job of low priority from one shard while the other one has a job of higher priority.
     """
     Consume: _grpc.StreamStreamMultiCallable[_queue_pb2.ConsumeRequest, _queue_pb2.ConsumeResponse]
     """One consumer's stream, for as long as it likes. It says what it consumes and how many jobs it has room for; jobs come
-    as they fall due, and it settles them on the same stream. Nothing is pushed beyond the credit it gave.
+    as they fall due, and it settles them on the same stream. Nothing is pushed beyond the credit it gave. Each time that it
+    takes jobs, it takes them in the order of Dequeue.
 
     Closing its side ends a stream in order: no more jobs come, what was sent is answered, then the stream ends with OK.
     However a stream ends, jobs that had not been sent yet go back at once, uncounted; those that had been stay leased
@@ -80,10 +85,15 @@ class QueueAsyncStub(QueueStub):
     Dequeue: _aio.UnaryUnaryMultiCallable[_queue_pb2.DequeueRequest, _queue_pb2.DequeueResponse]  # type: ignore[assignment]
     """Takes up to max_jobs jobs that are due, by priority, then by when they became visible. Answers at once, with what
     there is, unless told to `wait` for the first.
+
+    This order holds on each shard. An org is on one shard, except while its slot moves to another one: then both shards
+    have jobs of it, the call takes from one shard and then from the other, and which is first is random. So it may take
+    a job of low priority from one shard while the other one has a job of higher priority.
     """
     Consume: _aio.StreamStreamMultiCallable[_queue_pb2.ConsumeRequest, _queue_pb2.ConsumeResponse]  # type: ignore[assignment]
     """One consumer's stream, for as long as it likes. It says what it consumes and how many jobs it has room for; jobs come
-    as they fall due, and it settles them on the same stream. Nothing is pushed beyond the credit it gave.
+    as they fall due, and it settles them on the same stream. Nothing is pushed beyond the credit it gave. Each time that it
+    takes jobs, it takes them in the order of Dequeue.
 
     Closing its side ends a stream in order: no more jobs come, what was sent is answered, then the stream ends with OK.
     However a stream ends, jobs that had not been sent yet go back at once, uncounted; those that had been stay leased
@@ -122,6 +132,10 @@ class QueueServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_queue_pb2.DequeueResponse, _abc.Awaitable[_queue_pb2.DequeueResponse]]:
         """Takes up to max_jobs jobs that are due, by priority, then by when they became visible. Answers at once, with what
         there is, unless told to `wait` for the first.
+
+        This order holds on each shard. An org is on one shard, except while its slot moves to another one: then both shards
+        have jobs of it, the call takes from one shard and then from the other, and which is first is random. So it may take
+        a job of low priority from one shard while the other one has a job of higher priority.
         """
 
     @_abc_1.abstractmethod
@@ -131,7 +145,8 @@ class QueueServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_queue_pb2.ConsumeResponse], _abc.AsyncIterator[_queue_pb2.ConsumeResponse]]:
         """One consumer's stream, for as long as it likes. It says what it consumes and how many jobs it has room for; jobs come
-        as they fall due, and it settles them on the same stream. Nothing is pushed beyond the credit it gave.
+        as they fall due, and it settles them on the same stream. Nothing is pushed beyond the credit it gave. Each time that it
+        takes jobs, it takes them in the order of Dequeue.
 
         Closing its side ends a stream in order: no more jobs come, what was sent is answered, then the stream ends with OK.
         However a stream ends, jobs that had not been sent yet go back at once, uncounted; those that had been stay leased

@@ -1,0 +1,211 @@
+"""Clients that cancel their calls, at every stage: that is their right, and no error in the router's log."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import psycopg
+import pytest
+
+from tests.jobs import job_id
+from tests.postgres import Server
+from tests.routers import PATIENCE_S, Routers, running_routers, write_cluster
+from tests.streams import QUEUE, Client, Stream, acks, client, new_job, until, window
+from windrow.v1 import admin_pb2, queue_pb2
+
+ORG = "acme"
+# Large enough that a few of them do not fit into what a connection has room for while nobody reads.
+LARGE = bytes(1_000_000)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    dsn: str
+    routers: Routers
+
+    def errors(self) -> list[str]:
+        """What the log says that is worse than a warning."""
+        lines = self.routers.log.read_text().splitlines()
+        level = logging.getLevelName(logging.ERROR)
+        return [line for line in lines if f" {level} " in line or line.startswith("Traceback")]
+
+    @contextlib.asynccontextmanager
+    async def locked(self) -> AsyncGenerator[Callable[[], Awaitable[bool]], None]:
+        """Every statement waits in the block. Yields whether one does."""
+        async with (
+            await psycopg.AsyncConnection.connect(self.dsn) as holder,
+            await psycopg.AsyncConnection.connect(self.dsn, autocommit=True) as watcher,
+        ):
+            await holder.execute(
+                "LOCK TABLE windrow.job, windrow.dead, windrow.finished, windrow.queue, windrow.org, windrow.tally,"
+                " windrow.owned_slot, windrow.catalog IN ACCESS EXCLUSIVE MODE"
+            )
+
+            async def waits() -> bool:
+                cursor = await watcher.execute(
+                    "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()"
+                    " AND wait_event_type = 'Lock' AND application_name = 'windrow'"
+                )
+                row = await cursor.fetchone()
+                return row is not None and row[0] > 0
+
+            async def rests() -> bool:
+                return not await waits()
+
+            await until(rests, "nothing waits yet")
+            yield waits
+
+
+@pytest.fixture(scope="module")
+def cluster(postgres: Server, tmp_path_factory: pytest.TempPathFactory) -> Generator[Cluster, None, None]:
+    dsn = postgres.create("cancelled")
+    config = write_cluster(tmp_path_factory.mktemp("cancelled") / "cluster.toml", {"s1": dsn})
+    with running_routers(config) as routers:
+        yield Cluster(dsn=dsn, routers=routers)
+    postgres.drop("cancelled")
+
+
+@pytest.fixture
+async def near(cluster: Cluster) -> AsyncGenerator[Client, None]:
+    async with client(cluster.routers.address) as opened:
+        yield opened
+
+
+async def cancel(call: Any) -> None:
+    call.cancel()
+    with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
+        await call
+
+
+def unary_calls(to: Client, lease: bytes) -> dict[str, Callable[[], Any]]:
+    queue, admin = to.queue, to.admin
+    named = {"org": ORG, "queue": QUEUE}
+    waiting = queue_pb2.DequeueRequest(org=ORG, queues=["empty"], wait=window(20))
+    return {
+        "Enqueue": lambda: queue.Enqueue(queue_pb2.EnqueueRequest(org=ORG, jobs=[new_job()])),
+        "Enqueue, each alone": lambda: queue.Enqueue(
+            queue_pb2.EnqueueRequest(org=ORG, jobs=[new_job(delay=window(60))], independent=True)
+        ),
+        "Enqueue, refused": lambda: queue.Enqueue(queue_pb2.EnqueueRequest(org=ORG)),
+        "Dequeue": lambda: queue.Dequeue(queue_pb2.DequeueRequest(org=ORG, queues=[QUEUE])),
+        "Dequeue that waits": lambda: queue.Dequeue(waiting),
+        "Ack": lambda: queue.Ack(queue_pb2.AckRequest(org=ORG, acks=[queue_pb2.Ack(lease=lease)])),
+        "Nack": lambda: queue.Nack(queue_pb2.NackRequest(org=ORG, nacks=[queue_pb2.Nack(lease=lease)])),
+        "Extend": lambda: queue.Extend(queue_pb2.ExtendRequest(org=ORG, leases=[lease], visibility_window=window(60))),
+        "Release": lambda: queue.Release(queue_pb2.ReleaseRequest(org=ORG, leases=[lease])),
+        "GetJobs": lambda: queue.GetJobs(queue_pb2.GetJobsRequest(org=ORG, ids=[job_id()])),
+        "CancelJobs": lambda: queue.CancelJobs(queue_pb2.CancelJobsRequest(org=ORG, ids=[job_id()])),
+        "CreateQueue": lambda: admin.CreateQueue(admin_pb2.CreateQueueRequest(org=ORG, queue=f"queue-{job_id()}")),
+        "PauseQueue": lambda: admin.PauseQueue(admin_pb2.PauseQueueRequest(org=ORG, queue="other")),
+        "GetQueue": lambda: admin.GetQueue(admin_pb2.GetQueueRequest(**named)),
+        "ListQueues": lambda: admin.ListQueues(admin_pb2.ListQueuesRequest(org=ORG)),
+        "DeleteQueue": lambda: admin.DeleteQueue(admin_pb2.DeleteQueueRequest(org=ORG, queue="other")),
+        "PurgeQueue": lambda: admin.PurgeQueue(admin_pb2.PurgeQueueRequest(org=ORG, queue="other")),
+        "ListJobs": lambda: admin.ListJobs(admin_pb2.ListJobsRequest(org=ORG)),
+        "RestoreJobs": lambda: admin.RestoreJobs(
+            admin_pb2.RestoreJobsRequest(org=ORG, jobs=[admin_pb2.RestoreJob(id=job_id())])
+        ),
+        "RedriveJobs": lambda: admin.RedriveJobs(admin_pb2.RedriveJobsRequest(**named)),
+        "GetStats": lambda: admin.GetStats(admin_pb2.GetStatsRequest(org=ORG)),
+        "ListShards": lambda: admin.ListShards(admin_pb2.ListShardsRequest()),
+    }
+
+
+async def test_unary_calls_are_cancelled_at_any_stage_without_an_error_in_the_log(
+    cluster: Cluster, near: Client
+) -> None:
+    await near.make_queue(ORG, QUEUE, "other")
+    await near.enqueue(ORG)
+    (leased,) = await near.dequeue(ORG)
+    calls = unary_calls(near, leased.lease)
+    for make in calls.values():
+        # Before it is sent, and around the time that it arrives.
+        await cancel(make())
+        for turns in range(20):
+            call = make()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await cancel(call)
+    async with cluster.locked() as waits:
+        for name, make in calls.items():
+            if name in ("Enqueue, refused", "Dequeue that waits", "ListShards"):
+                # They ask for nothing that is locked.
+                continue
+            call = make()
+            await until(waits, f"{name} waits for the shard")
+            await cancel(call)
+
+            async def rests() -> bool:
+                return not await waits()
+
+            await until(rests, f"{name} has ended")
+    # Also the last one has been told by the time that another call is answered.
+    await near.enqueue(ORG)
+    assert cluster.errors() == []
+
+
+async def test_a_dequeue_that_waits_is_cancelled_without_an_error_in_the_log(cluster: Cluster, near: Client) -> None:
+    call = near.queue.Dequeue(queue_pb2.DequeueRequest(org=ORG, queues=["later"], wait=window(20)))
+    await near.enqueue(ORG)
+    await cancel(call)
+    await near.enqueue(ORG, new_job(queue="later"))
+    assert len(await near.dequeue(ORG, "later", wait_s=20)) == 1
+    assert cluster.errors() == []
+
+
+async def test_streams_are_cancelled_at_any_stage_without_an_error_in_the_log(cluster: Cluster, near: Client) -> None:
+    # Before the first message, and around it.
+    for turns in range(20):
+        stream = Stream(near.queue)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await stream.cancel()
+        async with near.stream(ORG, "stream", credit=turns):
+            for _ in range(turns):
+                await asyncio.sleep(0)
+    # With jobs, and an answer that is owed.
+    await near.enqueue(ORG, *(new_job(queue="stream") for _ in range(3)))
+    async with near.stream(ORG, "stream", credit=2) as stream:
+        jobs = await stream.until_jobs(1)
+        async with cluster.locked() as waits:
+            await stream.send(number=1, acks=acks(jobs))
+            await until(waits, "the ack waits for the shard")
+            await stream.cancel()
+    # While it looks for jobs.
+    async with cluster.locked() as waits, near.stream(ORG, "stream", credit=2) as stream:
+        await until(waits, "it looks for jobs")
+        await stream.cancel()
+    async for _ in near.admin.CheckShard(admin_pb2.CheckShardRequest(shard="s1"), timeout=PATIENCE_S):
+        break
+    await near.enqueue(ORG)
+    assert cluster.errors() == []
+
+
+async def test_a_stream_that_is_cancelled_while_a_message_is_being_sent_is_no_error_in_the_log(
+    cluster: Cluster, near: Client
+) -> None:
+    org = "unread"
+    jobs = [await near.enqueue(org, new_job(payload=LARGE)) for _ in range(8)]
+    async with near.stream(org, credit=100, reads=False) as stream:
+
+        async def stats() -> admin_pb2.QueueStats:
+            answer = await near.admin.GetStats(admin_pb2.GetStatsRequest(org=org), timeout=PATIENCE_S)
+            return answer.queues[0]
+
+        async def all_leased() -> bool:
+            return (await stats()).leased == len(jobs)
+
+        async def some_back() -> bool:
+            return (await stats()).ready > 0
+
+        await until(all_leased, "jobs are on their way, and nobody reads")
+        await stream.cancel()
+        await until(some_back, "what was not sent has gone back")
+    await near.enqueue(org)
+    assert cluster.errors() == []
