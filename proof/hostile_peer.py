@@ -42,6 +42,8 @@ _HEADER_BYTES = 9
 _READ_BYTES = 1 << 16
 # The smallest MAX_FRAME_SIZE that a server may announce (RFC 9113, section 4.2).
 _DATA_BYTES_MAX = 16_384
+# Before each gRPC message: whether it is compressed, and its length.
+_PREFIX_BYTES = 5
 # The window of a new connection, and of a stream until SETTINGS say otherwise (RFC 9113, section 6.9.2).
 DEFAULT_WINDOW_BYTES = 65_535
 # How often a peer that does not read looks whether its connection still stands.
@@ -126,13 +128,13 @@ class HostilePeer:
     async def call(self, path: str, message: bytes, *, ends: bool = True) -> int:
         """Sends one call and answers with its stream. `ends` False leaves the request open, as a stream does."""
         stream = await self._open(path)
-        await self._send(stream, _prefix(len(message)) + message, ends=ends)
+        await self._send(stream, _prefix(len(message)) + message, len(message) + _PREFIX_BYTES, ends=ends)
         return stream
 
     async def begin(self, path: str, size_bytes: int, *, withheld_bytes: int = 1) -> int:
         """Announces a request of so many bytes and sends all but the last ones, as the server's windows allow."""
         stream = await self._open(path)
-        await self._send(stream, _prefix(size_bytes) + bytes(size_bytes - withheld_bytes), ends=False)
+        await self._send(stream, _prefix(size_bytes), size_bytes - withheld_bytes + _PREFIX_BYTES, ends=False)
         return stream
 
     async def reset(self, path: str, *, count: int, batch: int = 1_000) -> None:
@@ -196,21 +198,23 @@ class HostilePeer:
             await self._close()
             raise
 
-    async def _send(self, stream: int, body: bytes, *, ends: bool) -> None:
-        """Sends a body as the windows allow, or as much of it as the server takes before it ends the call."""
-        view = memoryview(body)
-        while view:
+    async def _send(self, stream: int, head: bytes, size_bytes: int, *, ends: bool) -> None:
+        """Sends a body that begins with `head` and is filled up with zeros, as the windows allow; or as much of it as
+        the server takes before it ends the call."""
+        sent = 0
+        while sent < size_bytes:
             async with self._changed:
                 await self._changed.wait_for(
                     lambda: self.closed or stream in self._ended or min(self._granted[0], self._granted[stream]) > 0
                 )
             if self.closed or stream in self._ended:
                 return
-            size = min(len(view), _DATA_BYTES_MAX, self._granted[0], self._granted[stream])
-            frame = DataFrame(stream, view[:size].tobytes(), flags=["END_STREAM"] if ends and size == len(view) else ())
-            view = view[size:]
+            size = min(size_bytes - sent, _DATA_BYTES_MAX, self._granted[0], self._granted[stream])
+            data = head[sent : sent + size].ljust(size, b"\0")
+            sent += size
             self._granted[0] -= size
             self._granted[stream] -= size
+            frame = DataFrame(stream, data, flags=["END_STREAM"] if ends and sent == size_bytes else ())
             await self.write(frame.serialize())
             self.seen.request_bytes_sent += size
 
@@ -481,7 +485,7 @@ async def _attack(
 
 
 def _prefix(size_bytes: int) -> bytes:
-    """What a gRPC message begins with: not compressed, and its length."""
+    """What goes before a gRPC message that is not compressed."""
     return struct.pack(">BL", 0, size_bytes)
 
 

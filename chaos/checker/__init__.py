@@ -6,12 +6,12 @@ what is concluded from them, and why it is safe, stands beside each rule.
 
 from __future__ import annotations
 
-from chaos.checker import files, leases, orgs, ownership, progress, stored
+from chaos.checker import bounds, files, leases, orgs, ownership, progress, stored
 from chaos.checker.evidence import Evidence, Violation
 
 __all__ = ["EXAMINED", "Evidence", "Violation", "check"]
 
-# What a run looks at, by the names of docs/concepts.md; and one thing more.
+# What a run looks at, by the names of docs/concepts.md; and two things more.
 EXAMINED = {
     "I1": "Nothing acknowledged is lost",
     "I2": "One lease at a time",
@@ -20,6 +20,8 @@ EXAMINED = {
     "I5": "Conservation",
     "I6": "Stale knowledge is refused, not obeyed",
     "I7": "Hints are never truth",
+    "I9": "Bounds hold against anyone",
+    "restart": "An orderly restart of a router shows clients nothing but UNAVAILABLE",
     "file": "A cluster file that cannot be used is refused",
 }
 
@@ -33,4 +35,5 @@ def check(evidence: Evidence) -> list[Violation]:
         *ownership.check(evidence),
         *progress.check(evidence),
         *files.check(evidence),
+        *bounds.check(evidence),
     ]

@@ -113,6 +113,18 @@ class Files:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Alone:
+    """A fault beside which nothing else was done to the cluster, also for a while before it."""
+
+    fault: str
+    began_s: float
+    # When all was whole again.
+    ended_s: float
+    # The orgs that it struck, where it struck some and not others.
+    orgs: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     history: History
     rows: Sequence[Row]
@@ -126,6 +138,13 @@ class Evidence:
     # Of every org; None: nobody has looked.
     found: Sequence[Found] | None = None
     files: Files = field(default_factory=Files)
+    alone: Sequence[Alone] = ()
+    # How long a call may take that nothing hinders, on this machine.
+    answer_s_max: float = 2.0
+    # The most resident memory that each router process was seen to have, by process id.
+    resident_bytes: Mapping[int, int] = field(default_factory=dict[int, int])
+    # None: no bound was given.
+    resident_bytes_max: int | None = None
     # From then on every due job must come on time: faults are healed, and leases from before have ended.
     calm_s: float
     # How late a job may come by then: the sweep's interval and what the machine may take.

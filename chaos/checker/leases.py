@@ -7,7 +7,9 @@ the shard knows. Two things are certain all the same.
   least (of its first try, where it was said again: a repeated ack is OK because the first did it).
 - A lease that a Dequeue gave lasts for its window, counted from the beginning of the call, which is earlier than the
   lease; for longer if it was extended; for less only if its holder ends it, or somebody cancels the job. A stream's
-  lease is not counted on so: a router gives back what it believes not to have been sent.
+  lease is not counted on so: nobody knows when it began.
+- A job that a consumer has read is given back by that consumer, and by nobody else. A router gives back jobs that no
+  consumer has read.
 
 A job's attempts are numbered, so that of two leases with different numbers the later one is known. Where the later one
 had arrived before the earlier one had certainly ended, both were live at one time.
@@ -16,14 +18,14 @@ had arrived before the earlier one had certainly ended, both were live at one ti
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 
 from chaos.checker.evidence import Evidence, Row, State, Violation
 from chaos.history import Answer, Cancel, Delivery, LeaseKey, Settle, Verb
 
 # By the books; what the client said for it.
-_OUTCOMES = {"acked": (Verb.ACK,), "nacked": (Verb.NACK, Verb.KILL)}
+_OUTCOMES = {"acked": (Verb.ACK,), "nacked": (Verb.NACK, Verb.KILL), "released": (Verb.RELEASE,)}
 _BOOKED = {Verb.NACK: "nacked", Verb.KILL: "nacked", Verb.RELEASE: "released"}
 # The wall clock that the shard counts by is slewed now and then.
 _CLOCK_S = 0.05
@@ -50,10 +52,12 @@ def check(evidence: Evidence) -> Iterator[Violation]:
     for job, of_job in deliveries.items():
         yield from _overlaps(of_job, settles, cancels[job], slack_s=_CLOCK_S + history.drift_s)
         yield from _after_the_end(of_job, settles, cancels[job])
+        yield from _refused(of_job, settles, cancels[job], slack_s=_CLOCK_S + history.drift_s)
     yield from _two_ends(settles)
+    read = {delivery.lease for delivery in history.deliveries}
     for row in evidence.rows:
         yield from _in_order(row)
-        yield from _unasked(row, settles)
+        yield from _unasked(row, settles, read)
     for lease, of_lease in settles.items():
         if lease.job in rows:
             yield from _undone(rows[lease.job], lease, of_lease)
@@ -122,6 +126,31 @@ def _after_the_end(
                 )
 
 
+def _refused(
+    of_job: Sequence[Delivery],
+    settles: defaultdict[LeaseKey, list[Settle]],
+    cancels: Sequence[Cancel],
+    *,
+    slack_s: float,
+) -> Iterator[Violation]:
+    """Acks that were answered STALE within the window of a Dequeue, while nobody else had said anything of the job."""
+    for delivery in of_job:
+        if delivery.call.verb is not Verb.DEQUEUE:
+            continue
+        deadline_s = delivery.call.began_s + delivery.window_s - slack_s
+        of_lease = [one for one in settles[delivery.lease] if one.call.verb is not Verb.EXTEND]
+        for ack in of_lease:
+            ended_s = ack.call.ended_s
+            if ack.call.verb is not Verb.ACK or ack.answer is not Answer.STALE or ended_s is None:
+                continue
+            others = [one.call for one in (*of_lease, *cancels) if one is not ack]
+            if ended_s < deadline_s and all(other.began_s > ended_s for other in others):
+                yield _violation(
+                    f"job {delivery.lease.job}: an ack of attempt {delivery.attempt} of {delivery.call.client} was "
+                    f"answered STALE {deadline_s - ended_s:.3f} s before the end of its window"
+                )
+
+
 def _two_ends(settles: defaultdict[LeaseKey, list[Settle]]) -> Iterator[Violation]:
     acked: defaultdict[str, set[int]] = defaultdict(set)
     for lease, of_lease in settles.items():
@@ -145,14 +174,14 @@ def _in_order(row: Row) -> Iterator[Violation]:
         yield _violation(f"job {row.job}: by the books its last lease began before {last.lease} had ended")
 
 
-def _unasked(row: Row, settles: defaultdict[LeaseKey, list[Settle]]) -> Iterator[Violation]:
+def _unasked(row: Row, settles: defaultdict[LeaseKey, list[Settle]], read: Collection[LeaseKey]) -> Iterator[Violation]:
     """What the books say was done, and nobody asked for; or all who did were refused."""
     done = [(past.lease, past.outcome) for past in row.past]
     if row.state is State.SUCCEEDED and row.lease is not None:
         done.append((row.lease, "acked"))
     for number, outcome in done:
         verbs = _OUTCOMES.get(outcome)
-        if verbs is None:
+        if verbs is None or (outcome == "released" and LeaseKey(row.job, number) not in read):
             continue
         said = [one for one in settles.get(LeaseKey(row.job, number), ()) if one.call.verb in verbs]
         if not said:

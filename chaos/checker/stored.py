@@ -91,8 +91,14 @@ def _doubled(evidence: Evidence) -> Iterator[Violation]:
     for row in evidence.rows:
         if row.job not in asked:
             yield Violation(invariant="I3", what=f"job {row.job} of {row.org} is stored, and nobody enqueued it")
+    # An enqueue is answered with its own job, or with one that was sent under the same key.
+    of_key: defaultdict[tuple[str, str, str], set[str]] = defaultdict(set)
     for enqueue in enqueues:
-        if not enqueue.key and enqueue.answered not in {None, enqueue.job}:
+        if enqueue.key:
+            of_key[enqueue.call.org, enqueue.queue, enqueue.key].add(enqueue.job)
+    for enqueue in enqueues:
+        same_key = of_key.get((enqueue.call.org, enqueue.queue, enqueue.key), set())
+        if enqueue.answered is not None and enqueue.answered not in {enqueue.job, *same_key}:
             yield Violation(invariant="I3", what=f"enqueue of job {enqueue.job} was answered with {enqueue.answered}")
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from chaos.checker import Evidence, check
-from chaos.checker.evidence import Files, Found, InForce, OrgBooks, Owned, Past, Placed, Row, State
+from chaos.checker.evidence import Alone, Files, Found, InForce, OrgBooks, Owned, Past, Placed, Row, State
 from chaos.history import Answer, Call, Cancel, Delivery, Enqueue, History, LeaseKey, Lookup, Outcome, Settle, Verb
 from shard.placement import SLOTS, slot_of
 from shard.vocabulary import OrgId
@@ -197,18 +197,11 @@ def test_a_nack_said_again_while_another_has_the_job_passes() -> None:
     assert found(given) == []
 
 
-def test_a_stream_whose_job_was_given_back_by_its_router_passes() -> None:
-    # It arrived although the router believed it had not: the lease had ended, and its holder is told STALE.
+def test_a_job_that_its_router_gave_back_before_anybody_read_it_passes() -> None:
     given = evidence(
         enqueues=[enqueue("j1", 10.0)],
-        deliveries=[
-            delivery("j1", 11.0, lease=1, of=Verb.CONSUME),
-            delivery("j1", 11.5, lease=2, client="w2"),
-        ],
-        settles=[
-            settle(Verb.ACK, "j1", 12.0, lease=1, answer=Answer.STALE),
-            settle(Verb.ACK, "j1", 12.0, lease=2),
-        ],
+        deliveries=[delivery("j1", 11.5, lease=2, client="w2")],
+        settles=[settle(Verb.ACK, "j1", 12.0, lease=2)],
         rows=[succeeded("j1", lease=2, history=[past(1, "released", 10_000, 900_000)])],
     )
     assert found(given) == []
@@ -373,7 +366,8 @@ def test_one_lease_given_to_two_is_found() -> None:
 
 
 def test_an_ack_that_was_refused_and_finished_the_job_is_found() -> None:
-    given = changed(whole_life(), settles=[settle(Verb.ACK, "j1", 12.0, lease=1, answer=Answer.STALE)])
+    # After the end of its window, when it was rightly refused.
+    given = changed(whole_life(), settles=[settle(Verb.ACK, "j1", 15.0, lease=1, answer=Answer.STALE)])
     assert found(given) == ["I2"]
 
 
@@ -402,6 +396,51 @@ def test_what_was_answered_ok_and_is_not_in_the_books_is_found(verb: Verb) -> No
         rows=[succeeded("j1")],
     )
     assert found(given) == ["I2"]
+
+
+def given_back(*settles: Settle) -> Evidence:
+    """A consumer read the job, and by the books its lease was released."""
+    return evidence(
+        enqueues=[enqueue("j1", 10.0)],
+        deliveries=[delivery("j1", 11.0, lease=1, of=Verb.CONSUME), delivery("j1", 13.0, lease=2, client="w2")],
+        settles=[*settles, settle(Verb.ACK, "j1", 13.5, lease=2)],
+        rows=[succeeded("j1", lease=2, history=[past(1, "released", 10_000, 900_000)])],
+    )
+
+
+def test_a_job_that_a_consumer_has_read_and_its_router_gave_back_is_found() -> None:
+    assert found(given_back()) == ["I2"]
+    assert found(given_back(settle(Verb.ACK, "j1", 12.0, lease=1, answer=Answer.STALE))) == ["I2"]
+
+
+def test_a_job_that_its_consumer_gave_back_passes_whether_it_was_answered_or_not() -> None:
+    for answer in (Answer.OK, None):
+        assert found(given_back(settle(Verb.RELEASE, "j1", 11.5, lease=1, answer=answer))) == []
+
+
+def refused_ack(at_s: float, *others: Settle, cancels: Sequence[Cancel] = ()) -> Evidence:
+    """An ack of a Dequeue's lease, whose window is over at 13.9, is answered STALE."""
+    return evidence(
+        enqueues=[enqueue("j1", 10.0)],
+        deliveries=[delivery("j1", 11.0, lease=1), delivery("j1", 15.0, lease=2, attempt=2, client="w2")],
+        settles=[
+            *others,
+            settle(Verb.ACK, "j1", at_s, lease=1, answer=Answer.STALE),
+            settle(Verb.ACK, "j1", 15.5, lease=2),
+        ],
+        cancels=cancels,
+        rows=[succeeded("j1", lease=2)],
+    )
+
+
+def test_an_ack_that_is_stale_although_its_window_had_not_ended_is_found() -> None:
+    assert found(refused_ack(12.0)) == ["I2"]
+    assert found(refused_ack(14.0)) == []
+
+
+def test_an_ack_that_is_stale_after_its_consumer_or_a_cancel_ended_the_lease_passes() -> None:
+    assert found(refused_ack(12.0, settle(Verb.NACK, "j1", 11.5, lease=1, answer=None))) == []
+    assert found(refused_ack(12.0, cancels=[Cancel(call=call(Verb.CANCEL, 11.5), job="j1", answer=None)])) == []
 
 
 @pytest.mark.parametrize("last_leased_at_us", [1_400_000, 1_600_000])
@@ -438,6 +477,22 @@ def test_an_enqueue_answered_with_another_job_is_found() -> None:
     assert found(given) == ["I3"]
     with_key = [enqueue("j1", 10.0, key="k"), enqueue("j2", 10.0, answered="j1", duplicate=True, key="k")]
     assert found(changed(given, enqueues=with_key)) == []
+
+
+def test_an_enqueue_with_a_key_answered_with_a_job_of_another_key_is_found() -> None:
+    enqueues = [enqueue("j1", 10.0, key="one"), enqueue("j2", 11.0, answered="j1", duplicate=True, key="other")]
+    given = changed(replace(whole_life(), rows=[succeeded("j1", key="one")]), enqueues=enqueues)
+    assert "I3" in found(given)
+
+
+def test_an_enqueue_said_again_is_answered_with_its_own_job_or_the_first_of_its_key() -> None:
+    enqueues = [
+        enqueue("j1", 10.0, key="k"),
+        enqueue("j2", 11.0, answered=None, key="k"),
+        enqueue("j2", 12.0, answered="j1", duplicate=True, key="k"),
+        enqueue("j1", 13.0, duplicate=True, key="k"),
+    ]
+    assert found(changed(replace(whole_life(), rows=[succeeded("j1", key="k")]), enqueues=enqueues)) == []
 
 
 def test_two_jobs_of_one_dedup_key_are_found() -> None:
@@ -799,3 +854,71 @@ def test_a_cluster_file_that_was_to_be_refused_and_is_in_force_is_found() -> Non
 def test_an_old_cluster_file_that_stays_in_force_is_found() -> None:
     assert found(gone_by("last", at_s=CALM_S + 1)) == []
     assert found(gone_by("first", at_s=CALM_S + 1)) == ["file"]
+
+
+# ── Faults that were alone ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def restarted(*calls: Call) -> Evidence:
+    """A router was restarted from 20 to 25, and nothing else was done to the cluster."""
+    alone = [Alone(fault="restart-router", began_s=20.0, ended_s=25.0)]
+    return changed(replace(whole_life(), alone=alone), calls=calls)
+
+
+def failed(verb: Verb, began_s: float, code: str) -> Call:
+    return replace(call(verb, began_s), outcome=Outcome.UNKNOWN, code=code)
+
+
+def test_an_orderly_restart_that_shows_more_than_unavailable_is_found() -> None:
+    assert found(restarted(failed(Verb.ACK, 21.0, "CANCELLED"))) == ["restart"]
+    assert found(restarted(failed(Verb.DEQUEUE, 21.0, "DEADLINE_EXCEEDED"))) == ["restart"]
+    assert found(restarted(failed(Verb.CONSUME, 21.0, "INTERNAL"))) == ["restart"]
+
+
+def test_an_orderly_restart_that_shows_unavailable_passes() -> None:
+    calls = [
+        failed(Verb.ACK, 21.0, "UNAVAILABLE"),
+        failed(Verb.ACK, 21.0, "SETTLED_UNAVAILABLE"),
+        failed(Verb.ACK, 21.0, "STREAM_ENDED"),
+        # The client's own time for a stream was over.
+        failed(Verb.CONSUME, 21.0, "DEADLINE_EXCEEDED"),
+        # Before it, and after it.
+        failed(Verb.ACK, 12.0, "CANCELLED"),
+        failed(Verb.ACK, 26.0, "CANCELLED"),
+        # A client that was killed.
+        Call(client="c1", verb=Verb.ACK, org=ORG, began_s=21.0),
+    ]
+    assert found(restarted(*calls)) == []
+
+
+def locked(*acks: Call) -> Evidence:
+    """Rows of one org were locked from 20 to 26, and nothing else was done to the cluster."""
+    alone = [Alone(fault="lock-rows", began_s=20.0, ended_s=26.0, orgs=[OTHER])]
+    return changed(replace(whole_life(), alone=alone, answer_s_max=2.0), calls=acks)
+
+
+def test_an_ack_that_waits_for_another_orgs_locked_row_is_found() -> None:
+    assert found(locked(call(Verb.ACK, 21.0, 26.1))) == ["I4"]
+    assert found(locked(failed(Verb.ACK, 21.0, "DEADLINE_EXCEEDED"))) == []
+    assert found(locked(replace(failed(Verb.ACK, 20.5, "DEADLINE_EXCEEDED"), ended_s=25.5))) == ["I4"]
+
+
+def test_an_ack_that_is_answered_soon_or_is_of_the_org_whose_row_is_locked_passes() -> None:
+    acks = [
+        call(Verb.ACK, 21.0, 22.0),
+        call(Verb.ACK, 21.0, 26.1, org=OTHER),
+        # It has not waited for long when the lock ends.
+        call(Verb.ACK, 25.0, 28.0),
+        call(Verb.ACK, 10.0, 19.0),
+    ]
+    assert found(locked(*acks)) == []
+
+
+# ── I9: memory ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_router_that_grows_beyond_its_bound_is_found() -> None:
+    given = replace(whole_life(), resident_bytes={41: 100, 42: 201})
+    assert found(replace(given, resident_bytes_max=200)) == ["I9"]
+    assert found(replace(given, resident_bytes_max=201)) == []
+    assert found(given) == []
