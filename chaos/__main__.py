@@ -73,13 +73,22 @@ def read_order(arguments: list[str]) -> Order:
     parser.add_argument(
         "--only", type=_faults, default=tuple(FAULTS), metavar="FAULT,…", help=f"of {', '.join(FAULTS)}; all"
     )
+    parser.add_argument(
+        "--router-memory", type=positive, default=None, metavar="MIB", help="more resident in a router is a violation"
+    )
     given = parser.parse_args(arguments)
     seed = secrets.randbelow(1_000_000) if given.seed is None else given.seed
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     out: Path = given.out or _RESULTS / f"{stamp}-{seed}"
     if out.exists():
         parser.error(f"{out} is there already: name a new folder for --out")
-    return Order(seed=seed, seconds=60 * given.minutes, out=out.absolute(), faults=given.only)
+    return Order(
+        seed=seed,
+        seconds=60 * given.minutes,
+        out=out.absolute(),
+        faults=given.only,
+        router_bytes_max=None if given.router_memory is None else round(given.router_memory * 2**20),
+    )
 
 
 def _faults(text: str) -> tuple[str, ...]:

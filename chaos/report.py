@@ -58,6 +58,14 @@ def markdown(order: Order, told: Told, violations: Sequence[Violation], environm
             rows=[(shard, f"{seconds:.1f}") for shard, seconds in figures.unavailable_s(told).items()],
             note="In which it had slots and acknowledged no enqueue, from the first fault until all was healed.",
         ),
+        Table(
+            title="Most memory of a router process",
+            head=("process", "MiB resident"),
+            rows=[(str(pid), f"{size / 2**20:,.0f}") for pid, size in sorted(told.evidence.resident_bytes.items())],
+            note="No bound was given."
+            if order.router_bytes_max is None
+            else f"The bound is {order.router_bytes_max / 2**20:,.0f} MiB.",
+        ),
     ]
     text = [
         f"# Chaos: {whole}\n",
@@ -155,6 +163,9 @@ def to_json(
         ],
         "unavailable_s": dict(figures.unavailable_s(told)),
         "late_s_max": told.evidence.late_s_max,
+        "answer_s_max": told.evidence.answer_s_max,
+        "resident_bytes": {str(pid): size for pid, size in sorted(told.evidence.resident_bytes.items())},
+        "resident_bytes_max": order.router_bytes_max,
         "healed_s": told.healed_s - told.began_s,
         "ended_s": told.ended_s - told.began_s,
     }

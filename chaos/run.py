@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import grpc
@@ -19,9 +19,9 @@ import psycopg
 
 from balancer.shards import open_shards
 from chaos import history, journal, tables
-from chaos.checker.evidence import Evidence, Files, InForce, Row, Violation
+from chaos.checker.evidence import Alone, Evidence, Files, InForce, Row, Violation
 from chaos.disk import SmallDisk
-from chaos.faults import CHANGES, FAULTS, Fault
+from chaos.faults import CHANGES, FAULTS
 from chaos.history import History
 from chaos.progress import Progress
 from chaos.schedule import Kind, Planned, plan
@@ -44,6 +44,11 @@ _STUCK_S_MAX = 30.0
 # minute.
 _REST_S_MAX = 180.0
 _REST_LOOK_S = 1.0
+# Before a fault that is alone: calls that earlier faults held up have ended, and clients are connected again.
+_PEACE_S = 8.0
+# What a call may take that nothing hinders.
+_ANSWER_S = 2.0
+_WEIGH_EVERY_S = 0.5
 _ASK_EVERY_S = 0.7
 _ASK_S_MAX = 3.0
 
@@ -57,6 +62,8 @@ class Order:
     out: Path
     faults: Sequence[str] = tuple(FAULTS)
     cast: Cast = field(default_factory=Cast)
+    # How much memory a router process may have resident; None: no bound is checked.
+    router_bytes_max: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +76,10 @@ class Strike:
     healed_s: float
     # Why it was not what it was meant to be.
     trouble: str = ""
+    # The orgs that it struck, where it makes a difference between orgs.
+    orgs: Sequence[str] = ()
+    # Nothing else was done to the cluster at this time.
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,15 +103,23 @@ async def run(order: Order, *, disk: SmallDisk | None, say: Callable[[str], None
         stage_scope = open_stage(
             order.cast, seed=order.seed, folder=order.out, scratch=Path(scratch), disk=disk, say=say
         )
-        async with stage_scope as stage, _telling(stage, order, say) as stalls, _asking(stage) as in_force:
+        async with (
+            stage_scope as stage,
+            _telling(stage, order, say) as stalls,
+            _asking(stage) as in_force,
+            _weighing(stage) as resident,
+        ):
             await asyncio.sleep(_WARM_UP_S)
             began_s = time.monotonic()
             striker = _Striker(stage, order, began_s)
             await striker.run()
-            healed_s = time.monotonic()
             say("all is healed; waiting until no slot moves")
-            stage.crew.tell_all("calm")
             unrested = await _rested(stage)
+            stalls.clear()
+            await striker.run_alone()
+            answer_s_max = _ANSWER_S + _STALLS * max(stalls, default=0.0)
+            healed_s = time.monotonic()
+            stage.crew.tell_all("calm")
             say("draining")
             stalls.clear()
             await _drained(stage)
@@ -118,6 +137,17 @@ async def run(order: Order, *, disk: SmallDisk | None, say: Callable[[str], None
             say("reading tables and histories")
             evidence = await asyncio.to_thread(
                 _read, stage, order, in_force=in_force, calm_s=calm_s, late_s_max=late_s_max
+            )
+            evidence = replace(
+                evidence,
+                alone=[
+                    Alone(fault=one.fault, began_s=one.began_s, ended_s=one.healed_s, orgs=one.orgs)
+                    for one in striker.strikes
+                    if one.alone and not one.trouble
+                ],
+                answer_s_max=answer_s_max,
+                resident_bytes=resident,
+                resident_bytes_max=order.router_bytes_max,
             )
     return Told(
         evidence=evidence,
@@ -206,14 +236,25 @@ class _Striker:
         if reason is not None:
             self.skipped[planned.fault, reason] += 1
             return
-        luck = random.Random(f"{self._order.seed}/{planned.fault}/{planned.number}")
         self._busy.add(planned.target)
         try:
-            await self._do(kind(self._stage, planned.target, luck), planned)
+            await self._do(planned)
         finally:
             self._busy.discard(planned.target)
 
-    async def _do(self, fault: Fault, planned: Planned) -> None:
+    async def run_alone(self) -> None:
+        """Does those faults once more of which the checker knows what they may do when nothing else is done."""
+        for number, kind in enumerate((FAULTS[name] for name in self._order.faults if FAULTS[name].alone), 1):
+            luck = random.Random(f"{self._order.seed}/{kind.name}/alone")
+            target, duration_s = luck.choice(kind.targets(self._stage.cast)), luck.uniform(*kind.seconds)
+            await asyncio.sleep(_PEACE_S)
+            await self._do(
+                Planned(number=-number, fault=kind.name, target=target, start_s=0.0, duration_s=duration_s), alone=True
+            )
+
+    async def _do(self, planned: Planned, *, alone: bool = False) -> None:
+        luck = random.Random(f"{self._order.seed}/{planned.fault}/{planned.number}")
+        fault = FAULTS[planned.fault](self._stage, planned.target, luck)
         began_s = time.monotonic()
         trouble = ""
         try:
@@ -236,6 +277,8 @@ class _Striker:
             began_s=began_s,
             healed_s=time.monotonic(),
             trouble=trouble,
+            orgs=fault.orgs,
+            alone=alone,
         )
         self.strikes.append(strike)
 
@@ -298,6 +341,26 @@ async def _telling(stage: Stage, order: Order, say: Callable[[str], None]) -> As
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def _weighing(stage: Stage) -> AsyncGenerator[dict[int, int], None]:
+    """Yields the most resident memory that each router process has had, by process id, and keeps it up to date."""
+    most: dict[int, int] = {}
+
+    async def weigh() -> None:
+        while True:
+            for pid in stage.routers.pids:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    most[pid] = max(most.get(pid, 0), psutil.Process(pid).memory_info().rss)
+            await asyncio.sleep(_WEIGH_EVERY_S)
+
+    weighing = asyncio.create_task(weigh())
+    try:
+        yield most
+    finally:
+        weighing.cancel()
+        await asyncio.gather(weighing, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager

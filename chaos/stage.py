@@ -37,7 +37,7 @@ class Cast:
     balancers: int = 2
     producers: int = 2
     # By the names of modules in chaos/clients.
-    workers: Sequence[str] = ("streaming", "streaming", "polling", "polling", "handling")
+    workers: Sequence[str] = ("streaming", "streaming", "polling", "polling", "handling", "cancelling")
     orgs: int = 300
     window_s: float = 3.0
 

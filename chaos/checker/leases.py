@@ -143,7 +143,7 @@ def _refused(
             ended_s = ack.call.ended_s
             if ack.call.verb is not Verb.ACK or ack.answer is not Answer.STALE or ended_s is None:
                 continue
-            others = [one.call for one in (*of_lease, *cancels) if one is not ack]
+            others = [*(one.call for one in of_lease if one is not ack), *(one.call for one in cancels)]
             if ended_s < deadline_s and all(other.began_s > ended_s for other in others):
                 yield _violation(
                     f"job {delivery.lease.job}: an ack of attempt {delivery.attempt} of {delivery.call.client} was "

@@ -35,12 +35,21 @@ def _worker(
         def about_to(verb: Verb, span_s: float = 0.0) -> None:
             recorder.begin(verb, org, {"leases": [job.lease.hex()], "span_s": span_s})
 
-        match draw(luck, calm=orders.calm.is_set()):
-            case Fate.ACK | Fate.RELEASE | Fate.FORGET:
-                await asyncio.sleep(luck.expovariate(1 / _WORK_S))
-            case Fate.EXTEND | Fate.OVERSLEEP:
-                # The worker keeps the lease.
-                await asyncio.sleep(site.window_s * luck.uniform(0.9, 1.5))
+        fate = draw(luck, calm=orders.calm.is_set())
+        try:
+            match fate:
+                case Fate.EXTEND | Fate.OVERSLEEP:
+                    # The worker keeps the lease.
+                    await asyncio.sleep(site.window_s * luck.uniform(0.9, 1.5))
+                case Fate.ACK | Fate.RELEASE | Fate.FORGET:
+                    await asyncio.sleep(luck.expovariate(1 / _WORK_S))
+                case _:
+                    pass
+        except asyncio.CancelledError:
+            # The worker stops, and releases what it cuts off.
+            about_to(Verb.RELEASE)
+            raise
+        match fate:
             case Fate.NACK:
                 after_s = luck.uniform(0.0, NACK_DELAY_S_MAX)
                 about_to(Verb.NACK, after_s)
@@ -48,6 +57,8 @@ def _worker(
             case Fate.KILL:
                 about_to(Verb.KILL)
                 raise windrow.Kill("chaos")
+            case _:
+                pass
         about_to(Verb.ACK)
 
     return worker

@@ -38,7 +38,9 @@ class Producer:
         self._client = windrow.Client(
             site.address, org=self._orgs[0], timeout=_TIMEOUT_S, try_timeout=_TRY_S, channels=3, create_spans=False
         )
+        # Acknowledged. Of a job with a dedup key the job that is stored may be another one.
         self._recent: deque[tuple[str, windrow.NewJob]] = deque(maxlen=_REMEMBERED)
+        self._keyed: deque[tuple[str, windrow.NewJob]] = deque(maxlen=_REMEMBERED)
 
     async def run(self) -> None:
         async with self._client, asyncio.TaskGroup() as group:
@@ -72,7 +74,7 @@ class Producer:
             await self._until_stored(org, [_job(org, luck) for _ in range(luck.randint(2, 25))], self._independent)
         elif dice < 0.95 and self._recent:
             # Said before, and acknowledged.
-            org, job = luck.choice(self._recent)
+            org, job = luck.choice([*self._recent, *self._keyed])
             await self._until_stored(org, [job], self._together)
         elif dice < 0.97 and self._recent:
             org, _ = luck.choice(self._recent)
@@ -114,7 +116,8 @@ class Producer:
             outcome = Outcome.OK if failed is None else Outcome.UNKNOWN
             self._recorder.end(number, outcome, code=_code(failed) if failed else "", answered=answered)
             if failed is None:
-                self._recent.extend((org, job) for job in jobs if not job.dedup_key)
+                for job in jobs:
+                    (self._keyed if job.dedup_key else self._recent).append((org, job))
                 return
 
     async def _one(self, org: str, jobs: Sequence[windrow.NewJob]) -> Sequence[windrow.Enqueued]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from chaos.faults import machine, network, operators, processes, servers
+from chaos.faults import machine, network, operators, peers, processes, servers
 from chaos.faults.fault import Fault
 
 __all__ = ["CHANGES", "FAULTS", "Fault"]
@@ -13,6 +13,7 @@ __all__ = ["CHANGES", "FAULTS", "Fault"]
 _KINDS: tuple[type[Fault], ...] = (
     processes.KillRouter,
     processes.FreezeRouter,
+    processes.RestartRouter,
     operators.FreezeRouterInMove,
     processes.KillBalancer,
     processes.FreezeBalancer,
@@ -27,11 +28,15 @@ _KINDS: tuple[type[Fault], ...] = (
     servers.ExhaustConnections,
     servers.FailOver,
     servers.FreezeStandby,
+    servers.LockRows,
     network.CutConnections,
     network.SlowNetwork,
     network.SilentNetwork,
     network.ClosedNetwork,
     network.CutCatalog,
+    peers.SlowReaders,
+    peers.UnfinishedRequests,
+    peers.RapidResets,
     machine.FillDisk,
     machine.JumpClock,
     operators.BreakClusterFile,

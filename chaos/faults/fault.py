@@ -22,6 +22,10 @@ class Fault(abc.ABC):
     weight: ClassVar[float] = 1.0
     # How long it lasts.
     seconds: ClassVar[tuple[float, float]] = (1.0, 6.0)
+    # Whether it is done once more by itself at the end, so that the checker can say what clients may see of it.
+    alone: ClassVar[bool] = False
+    # The orgs that it struck, once it is injected; none: it makes no difference between orgs.
+    orgs: Sequence[str] = ()
 
     def __init__(self, stage: Stage, target: str, luck: random.Random) -> None:
         self.stage = stage

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Sequence
+from typing import ClassVar
 
 from chaos.faults.fault import Fault, pid_of, routers
 from chaos.shards import until
@@ -26,14 +27,15 @@ class _OfBalancers(Fault):
         return cast.balancer_names
 
 
-class _KillServer(Fault):
+class _EndServer(Fault):
     seconds = (0.0, 0.0)
+    signal: ClassVar[signal.Signals] = signal.SIGKILL
     _pid: int | None = None
 
     async def inject(self) -> None:
         self._pid = pid_of(self.stage, self.target)
         if self._pid is not None:
-            os.kill(self._pid, signal.SIGKILL)
+            os.kill(self._pid, self.signal)
 
     async def heal(self) -> None:
         # Who keeps it running starts another one, if nothing else hinders it.
@@ -60,20 +62,30 @@ class FreezeServer(Fault):
                 os.kill(self._pid, number)
 
 
-class KillRouter(_OfRouters, _KillServer):
-    name = "kill-router"
-    weight = 2.0
-
+class _EndRouter(_OfRouters, _EndServer):
     def _is_back(self) -> bool:
         pids = self.stage.routers.pids
         return self._pid not in pids and len(pids) == self.stage.cast.routers
+
+
+class KillRouter(_EndRouter):
+    name = "kill-router"
+    weight = 2.0
+
+
+class RestartRouter(_EndRouter):
+    """SIGTERM: it lets calls in flight end, ends its streams, and another one starts in its place."""
+
+    name = "restart-router"
+    signal = signal.SIGTERM
+    alone = True
 
 
 class FreezeRouter(_OfRouters, FreezeServer):
     name = "freeze-router"
 
 
-class KillBalancer(_OfBalancers, _KillServer):
+class KillBalancer(_OfBalancers, _EndServer):
     name = "kill-balancer"
     weight = 2.0
 

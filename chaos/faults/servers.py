@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Sequence
+from typing import LiteralString
 
 import psycopg
 
@@ -19,6 +20,21 @@ _UP_S_MAX = 60.0
 _SYNCHRONOUS_S_MAX = 5.0
 # Balancers' and routers' alike.
 _OURS = "application_name LIKE 'windrow%'"
+_LOCK_JOBS: LiteralString = """
+WITH one AS (
+    SELECT queue_id FROM windrow.job WHERE lease IS NOT NULL AND visible_at > now()
+    GROUP BY queue_id ORDER BY count(*) DESC LIMIT 1
+)
+SELECT q.org FROM windrow.job j JOIN windrow.queue q USING (queue_id)
+WHERE j.queue_id = (SELECT queue_id FROM one) AND j.lease IS NOT NULL LIMIT 10 FOR UPDATE OF j SKIP LOCKED
+"""
+_LOCK_KEYS: LiteralString = """
+WITH one AS (SELECT queue_id FROM windrow.dedup ORDER BY until DESC LIMIT 1)
+SELECT q.org FROM windrow.dedup d JOIN windrow.queue q USING (queue_id)
+WHERE d.queue_id = (SELECT queue_id FROM one) LIMIT 5 FOR UPDATE OF d SKIP LOCKED
+"""
+_KEYS_SHARE = 0.3
+_LOOKS_MAX, _LOOK_S = 50, 0.02
 
 
 class _ShardFault(Fault):
@@ -160,6 +176,41 @@ class FailOver(_ShardFault):
             await self.stage.shards[self.target].rebuild()
         else:
             await self.primary.start()
+
+
+class LockRows(_ShardFault):
+    """A session holds locks on a few leased jobs of one org, or on its dedup keys, and does not end."""
+
+    name = "lock-rows"
+    seconds = (4.0, 7.0)
+    alone = True
+    _session: psycopg.Connection[tuple[str]] | None = None
+
+    async def inject(self) -> None:
+        statement = _LOCK_KEYS if self.luck.random() < _KEYS_SHARE else _LOCK_JOBS
+        self._session = await asyncio.to_thread(self._open)
+        # Leases are short: it may take some looks to find one.
+        for _ in range(_LOOKS_MAX):
+            rows = await asyncio.to_thread(self._lock, self._session, statement)
+            if rows:
+                self.orgs = sorted({org for (org,) in rows})
+                return
+            await asyncio.sleep(_LOOK_S)
+        raise TimeoutError(f"{self.target} had no row to lock")
+
+    async def heal(self) -> None:
+        if self._session is not None:
+            await asyncio.to_thread(self._session.close)
+
+    def _open(self) -> psycopg.Connection[tuple[str]]:
+        return psycopg.connect(self.primary.cluster.dsn, connect_timeout=5)
+
+    @staticmethod
+    def _lock(session: psycopg.Connection[tuple[str]], statement: LiteralString) -> list[tuple[str]]:
+        rows = session.execute(statement).fetchall()
+        if not rows:
+            session.rollback()
+        return rows
 
 
 class FreezeStandby(_ShardFault):

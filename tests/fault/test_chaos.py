@@ -19,6 +19,7 @@ SMALL = Cast(
 )
 FAULTS = (
     *("kill-router", "kill-worker", "kill-balancer", "kill-postgres", "cut-connections", "terminate-backends"),
+    *("restart-router", "slow-readers", "unfinished-requests"),
     *("drain-shard", "change-weight", "pin-org"),
 )
 

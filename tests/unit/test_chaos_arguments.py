@@ -16,10 +16,14 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/chaos.md"
 
 def test_minutes_seed_folder_and_faults_are_what_was_said(tmp_path: Path) -> None:
     order = read_order(
-        ["--minutes", "0.5", "--seed", "7", "--out", str(tmp_path / "new"), "--only", "fail-over,fill-disk"]
+        [
+            *("--minutes", "0.5", "--seed", "7", "--out", str(tmp_path / "new")),
+            *("--only", "fail-over,fill-disk", "--router-memory", "512"),
+        ]
     )
     assert (order.seconds, order.seed, order.out) == (30.0, 7, tmp_path / "new")
     assert order.faults == ("fail-over", "fill-disk")
+    assert order.router_bytes_max == 512 * 1024 * 1024
 
 
 def test_without_arguments_every_fault_may_be_drawn_and_the_seed_is_told() -> None:
