@@ -88,7 +88,7 @@ def read_order(arguments: list[str]) -> Order:
     parser = argparse.ArgumentParser(
         prog="./run bench",
         description="Measures Windrow, the limits above it, and other queue systems on the same Postgres. Without the "
-        "name of a scenario: all of them, in about 50 minutes.",
+        "name of a scenario: all of them, in about 55 minutes.",
     )
     parser.add_argument("--quick", action="store_true", help="Windrow and its limits alone, in about 3 minutes")
     parser.add_argument(

@@ -10,6 +10,7 @@ from bench.scenarios import (
     cost,
     depth,
     grow,
+    hostile,
     idle,
     latency,
     load,
@@ -34,6 +35,7 @@ SCENARIOS: MappingProxyType[str, Scenario] = MappingProxyType(
         "tracing": tracing.SCENARIO,
         "grow": grow.SCENARIO,
         "outage": outage.SCENARIO,
+        "hostile": hostile.SCENARIO,
         "lookup": lookup.SCENARIO,
         "placement": placement.SCENARIO,
     }

@@ -77,6 +77,8 @@ class RestartRouter(_EndRouter):
     """SIGTERM: it lets calls in flight end, ends its streams, and another one starts in its place."""
 
     name = "restart-router"
+    # Its clients connect again meanwhile.
+    seconds = (2.0, 4.0)
     signal = signal.SIGTERM
     alone = True
 

@@ -85,6 +85,19 @@ def test_an_outage_is_measured_and_loses_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "outage.png").exists()
 
 
+def test_a_router_under_attack_is_measured_with_a_quiet_org_beside_it(tmp_path: Path) -> None:
+    attacks = ["unread-answers", "rapid-resets", "old-ids"]
+    short = ("--before-seconds", "1", "--seconds", "2", "--after-seconds", "1", "--rate", "20", "--memory", "2000")
+    samples = _samples("hostile", "--attacks", ",".join(attacks), *short, out=tmp_path)
+    assert [sample["attack"] for sample in samples] == attacks
+    assert all(sample["resident_mib"] for sample in samples)
+    assert all(sample["quiet_org_ms"]["before"]["calls"] > 0 for sample in samples)
+    # INVALID_ARGUMENT, and nothing else.
+    assert "status 3" in samples[-1]["attacker_saw"]
+    assert "status 0" not in samples[-1]["attacker_saw"]
+    assert (tmp_path / "hostile.png").exists()
+
+
 def test_a_cluster_that_grows_is_measured_and_loses_nothing(tmp_path: Path) -> None:
     samples = _samples("grow", "--jobs", "3000", "--orgs", "100", "--rate", "100", "--seconds", "4", out=tmp_path)
     first, *phases, over_time, last = samples

@@ -55,6 +55,7 @@ def test_every_scenario_has_a_plan_without_options(name: str) -> None:
         (["throughput", "--peers", "kafka"], "there is no peer 'kafka'; there are: pgmq"),
         (["load", "--beside", "noise"], "there is no 'noise'; there are: nothing"),
         (["load", "--hold-minutes", "-1"], "must be a number above 0"),
+        (["hostile", "--attacks", "words"], "there is no attack 'words'; there are: unread-answers"),
         (["--quick", "throughput"], "--quick is for all scenarios together"),
         (["throughput", "--out", "/no/such/folder"], "there is no folder /no/such for --out"),
     ],

@@ -1,0 +1,205 @@
+"""The attackers of the scenario *hostile*. Each attack goes on for as long as it is told to. Where a router has ended
+all connections of one, it opens new ones."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import secrets
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+import grpc
+
+from bench.systems.windrow import CALL_S_MAX, QUEUE
+from proof import hostile_peer
+from proof.hostile_peer import Seen
+from windrow.ids import uuid7
+from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
+
+_ENQUEUE, _GET_JOBS, _CONSUME = (f"/windrow.v1.Queue/{name}" for name in ("Enqueue", "GetJobs", "Consume"))
+_AGAIN_S = 0.1
+_MIB = 1024 * 1024
+_UNREAD_CALLS = 400
+_UNFINISHED_CALLS, _UNFINISHED_BYTES, _UNFINISHED_CONNECTIONS = 120, 15 * _MIB, 4
+_UNREAD_STREAMS, _STREAM_CONNECTIONS = 300, 4
+_JOBS_FOR_STREAMS, _JOBS_OF_CALL = 600, 15
+_CREDIT = 100
+# So long that no lease ends while the attack goes on.
+_WINDOW_S = 600
+_RESET_CONNECTIONS, _RESETS = 2, 60_000
+_FLOOD_CONNECTIONS = 64
+_OLD_IDS_OF_CALL = 100
+# A job id tells when it was made. This one was made in 1970, and no shard takes it.
+_OLD_ID = "00000000-0000-7000-8000-{:012x}"
+
+
+class Attack(enum.StrEnum):
+    """By the names that --attacks takes."""
+
+    UNREAD_ANSWERS = "unread-answers"
+    UNFINISHED_REQUESTS = "unfinished-requests"
+    UNREAD_STREAMS = "unread-streams"
+    RAPID_RESETS = "rapid-resets"
+    OLD_IDS = "old-ids"
+    LARGE_PAYLOADS = "large-payloads"
+
+
+DESCRIPTIONS = {
+    Attack.UNREAD_ANSWERS: f"{_UNREAD_CALLS} GetJobs of two 1 MiB jobs, one connection with a window of 0",
+    Attack.UNFINISHED_REQUESTS: f"{_UNFINISHED_CALLS} × 15 MiB without the last byte, "
+    f"{_UNFINISHED_CONNECTIONS} connections",
+    Attack.UNREAD_STREAMS: f"{_UNREAD_STREAMS} streams of one org that never read, "
+    f"{_JOBS_FOR_STREAMS} jobs of 1 MiB waiting",
+    Attack.RAPID_RESETS: f"{_RESETS:,} × HEADERS and RST_STREAM on each of {_RESET_CONNECTIONS} connections, once",
+    Attack.OLD_IDS: f"Enqueues of {_OLD_IDS_OF_CALL} ids that are too old, {_FLOOD_CONNECTIONS} connections",
+    Attack.LARGE_PAYLOADS: f"Enqueues of 1 MiB payloads, {_FLOOD_CONNECTIONS} connections",
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What the attacker saw, over all its connections."""
+
+    # Calls by grpc-status.
+    statuses: Counter[int] = field(default_factory=Counter[int])
+    resets: int = 0
+    closed: int = 0
+    calls: int = 0
+    request_bytes: int = 0
+
+    def add(self, seen: Iterable[Seen]) -> None:
+        for one in seen:
+            self.statuses.update(one.statuses)
+            self.resets += one.resets.total()
+            self.closed += one.closed_after_s is not None
+            self.calls += one.calls_sent
+            self.request_bytes += one.request_bytes_sent
+
+    def text(self) -> str:
+        statuses = ", ".join(f"{count:,} × status {status}" for status, count in sorted(self.statuses.items()))
+        parts = [f"{self.calls:,} calls", statuses]
+        if self.resets:
+            parts.append(f"{self.resets:,} reset")
+        if self.closed:
+            parts.append(f"{self.closed:,} connections closed")
+        return "; ".join(part for part in parts if part)
+
+
+class Attacker:
+    """One attack on one cluster, by an org of its own."""
+
+    def __init__(self, attack: Attack, address: str) -> None:
+        self.outcome = Outcome()
+        self._attack = attack
+        self._address = address
+        self._org = f"bench-attacker-{secrets.token_hex(4)}"
+        self._ids: list[str] = []
+
+    async def prepare(self) -> None:
+        """Stores the jobs that the attack asks for. Raises grpc.RpcError."""
+        match self._attack:
+            case Attack.UNREAD_ANSWERS:
+                count = 2
+            case Attack.UNREAD_STREAMS:
+                count = _JOBS_FOR_STREAMS
+            case _:
+                return
+        async with grpc.aio.insecure_channel(self._address) as channel:
+            stub = queue_pb2_grpc.QueueStub(channel)
+            for at in range(0, count, _JOBS_OF_CALL):
+                jobs = [_large_job() for _ in range(min(_JOBS_OF_CALL, count - at))]
+                await stub.Enqueue(queue_pb2.EnqueueRequest(org=self._org, jobs=jobs), timeout=CALL_S_MAX)
+                self._ids += [job.id for job in jobs]
+
+    async def attack(self, seconds: float) -> None:
+        match self._attack:
+            case Attack.UNREAD_ANSWERS:
+                request = queue_pb2.GetJobsRequest(org=self._org, ids=self._ids, include_payload=True)
+                message = request.SerializeToString()
+                await self._insist(
+                    seconds,
+                    lambda left_s: hostile_peer.leave_answers_unread(
+                        self._address, _GET_JOBS, message, calls=_UNREAD_CALLS, seconds=left_s
+                    ),
+                )
+            case Attack.UNFINISHED_REQUESTS:
+                await self._insist(
+                    seconds,
+                    lambda left_s: hostile_peer.leave_requests_unfinished(
+                        self._address,
+                        _ENQUEUE,
+                        size_bytes=_UNFINISHED_BYTES,
+                        calls=_UNFINISHED_CALLS,
+                        connections=_UNFINISHED_CONNECTIONS,
+                        seconds=left_s,
+                    ),
+                )
+            case Attack.UNREAD_STREAMS:
+                start = queue_pb2.ConsumeStart(org=self._org, queues=[QUEUE], worker="hostile")
+                start.visibility_window.FromSeconds(_WINDOW_S)
+                first = queue_pb2.ConsumeRequest(start=start, credit=_CREDIT).SerializeToString()
+                await self._insist(
+                    seconds,
+                    lambda left_s: hostile_peer.leave_answers_unread(
+                        self._address,
+                        _CONSUME,
+                        first,
+                        calls=_UNREAD_STREAMS,
+                        connections=_STREAM_CONNECTIONS,
+                        seconds=left_s,
+                        ends=False,
+                    ),
+                )
+            case Attack.RAPID_RESETS:
+                self.outcome.add(
+                    await hostile_peer.reset_rapidly(
+                        self._address, _ENQUEUE, count=_RESETS, connections=_RESET_CONNECTIONS, seconds=seconds
+                    )
+                )
+            case Attack.OLD_IDS:
+                old = [
+                    job_pb2.NewJob(id=_OLD_ID.format(at), queue=QUEUE, kind="no-op") for at in range(_OLD_IDS_OF_CALL)
+                ]
+                await self._flood(seconds, lambda: old)
+            case Attack.LARGE_PAYLOADS:
+                await self._flood(seconds, lambda: [_large_job()])
+
+    async def _insist(self, seconds: float, attack: Callable[[float], Awaitable[Sequence[Seen]]]) -> None:
+        """Attacks again where the router has ended every connection before the time was over."""
+        until_s = time.monotonic() + seconds
+        while (left_s := until_s - time.monotonic()) > _AGAIN_S:
+            with contextlib.suppress(OSError):
+                self.outcome.add(await attack(left_s))
+            await asyncio.sleep(_AGAIN_S)
+
+    async def _flood(self, seconds: float, make: Callable[[], Sequence[job_pb2.NewJob]]) -> None:
+        """Enqueues on many connections, one call at a time on each."""
+        until_s = time.monotonic() + seconds
+        options = [("grpc.use_local_subchannel_pool", 1)]
+
+        async def call_on(stub: queue_pb2_grpc.QueueAsyncStub) -> None:
+            while time.monotonic() < until_s:
+                request = queue_pb2.EnqueueRequest(org=self._org, jobs=make())
+                code = 0
+                try:
+                    await stub.Enqueue(request, timeout=CALL_S_MAX)
+                except grpc.aio.AioRpcError as error:
+                    code = int(error.code().value[0])
+                self.outcome.calls += 1
+                self.outcome.statuses[code] += 1
+
+        async with AsyncExitStack() as stack:
+            channels = [
+                await stack.enter_async_context(grpc.aio.insecure_channel(self._address, options=options))
+                for _ in range(_FLOOD_CONNECTIONS)
+            ]
+            await asyncio.gather(*(call_on(queue_pb2_grpc.QueueStub(channel)) for channel in channels))
+
+
+def _large_job() -> job_pb2.NewJob:
+    return job_pb2.NewJob(id=uuid7(), queue=QUEUE, kind="no-op", payload=bytes(_MIB))

@@ -1,0 +1,282 @@
+"""What hostile clients cost: the memory of a router process while they attack it and after, and what a quiet org
+notices of it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import grpc
+import psutil
+
+from bench import evidence
+from bench.arguments import number, positive
+from bench.attacks import DESCRIPTIONS, Attack, Attacker, Outcome
+from bench.evidence import Verb
+from bench.outage_client import Site
+from bench.processes import finish, serving
+from bench.report import Found, Plot, Table
+from bench.scenario import Bench, Scenario
+from bench.stage import Stage
+from bench.system import Wrong
+from bench.times import Times, due_between, p99_by_time, times
+
+_WARM_S = 3.0
+_WEIGH_EVERY_S = 0.25
+_STEP_S = 1.0
+_MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    attacks: tuple[Attack, ...] = tuple(Attack)
+    before_s: float = 10.0
+    # How long an attack lasts, and how long the router is watched after it.
+    seconds: float = 60.0
+    after_s: float = 60.0
+    # Of the quiet org: an enqueue, a dequeue and an ack each.
+    turns_per_s: int = 50
+    routers: int = 1
+    # What a router process may have resident; None: no bound is drawn.
+    memory_mib: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attacked:
+    """One attack, as it was. Times in seconds since it began."""
+
+    attack: Attack
+    outcome: Outcome
+    ended_s: float
+    # The largest router process: when, and MiB resident.
+    resident: Sequence[tuple[float, float]]
+    # The quiet org's enqueues and dequeues, p99 of each second in ms.
+    p99: Sequence[tuple[float, float]]
+    before: Times | None
+    during: Times | None
+    after: Times | None
+    failed: int
+
+    def most_mib(self, first_s: float, past_s: float) -> float:
+        return max((mib for at_s, mib in self.resident if first_s <= at_s < past_s), default=0.0)
+
+    @property
+    def last_mib(self) -> float:
+        return self.resident[-1][1]
+
+    def told(self) -> dict[str, object]:
+        return {
+            "attack": self.attack.value,
+            "attacker_saw": self.outcome.text(),
+            "ended_s": self.ended_s,
+            "quiet_org_ms": {
+                name: one and asdict(one)
+                for name, one in (("before", self.before), ("during", self.during), ("after", self.after))
+            },
+            "quiet_org_failed": self.failed,
+            "resident_mib": [list(point) for point in self.resident],
+            "p99_ms": [list(point) for point in self.p99],
+        }
+
+
+async def measure(plan: Plan, bench: Bench) -> Found:
+    found: list[Attacked] = []
+    for attack in plan.attacks:
+        # A cluster of its own: a router process does not give back all memory that it has had.
+        async with bench.stage(shards=1, routers=plan.routers) as stage:
+            bench.say(f"{attack}: {DESCRIPTIONS[attack]}")
+            found.append(await _attacked(attack, plan, stage))
+    return Found(
+        scenario="hostile",
+        plan=asdict(plan),
+        samples=[one.told() for one in found],
+        tables=[_memory_table(found, plan), _calls_table(found, plan)],
+        plots=[_plot(found, plan)],
+    )
+
+
+async def _attacked(attack: Attack, plan: Plan, stage: Stage) -> Attacked:
+    attacker = Attacker(attack, stage.routers.address)
+    try:
+        await attacker.prepare()
+    except grpc.RpcError as error:
+        raise Wrong(f"the jobs for {attack} could not be stored: {error}") from error
+    folder = stage.file(f"evidence-{attack}")
+    folder.mkdir()
+    site = Site(
+        address=stage.routers.address,
+        orgs=[f"bench-quiet-{secrets.token_hex(4)}"],
+        turns_per_s=float(plan.turns_per_s),
+        folder=str(folder),
+    )
+    async with serving("bench.outage_client", site.to_json()) as (process, _), _weighed(stage.routers.pids) as resident:
+        await asyncio.sleep(_WARM_S)
+        start_s = time.monotonic()
+        await asyncio.sleep(plan.before_s)
+        began_s = time.monotonic()
+        await attacker.attack(plan.seconds)
+        ended_s = time.monotonic()
+        await asyncio.sleep(plan.after_s)
+        await finish(process)
+    seen = await asyncio.to_thread(evidence.read, folder)
+    calls = [call for call in seen.calls if call.verb in {Verb.ENQUEUE, Verb.DEQUEUE} and call.due_s >= start_s]
+    if not calls:
+        raise Wrong(f"the quiet org made no calls beside {attack}")
+    return Attacked(
+        attack=attack,
+        outcome=attacker.outcome,
+        ended_s=ended_s - began_s,
+        resident=[(at_s - began_s, mib) for at_s, mib in resident if at_s >= start_s],
+        p99=p99_by_time(calls, start_s=began_s, step_s=_STEP_S),
+        before=times(due_between(calls, start_s, began_s)),
+        during=times(due_between(calls, began_s, ended_s)),
+        after=times(due_between(calls, ended_s, float("inf"))),
+        failed=sum(call.code != 0 for call in calls),
+    )
+
+
+@contextlib.asynccontextmanager
+async def _weighed(pids: Callable[[], Sequence[int]]) -> AsyncGenerator[list[tuple[float, float]], None]:
+    """Yields when the largest of these processes had how many MiB resident, and goes on measuring."""
+    course: list[tuple[float, float]] = []
+
+    async def weigh() -> None:
+        while True:
+            sizes: list[int] = []
+            for pid in pids():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    sizes.append(psutil.Process(pid).memory_info().rss)
+            if sizes:
+                course.append((time.monotonic(), max(sizes) / _MIB))
+            await asyncio.sleep(_WEIGH_EVERY_S)
+
+    weighing = asyncio.create_task(weigh())
+    try:
+        yield course
+    finally:
+        weighing.cancel()
+        await asyncio.gather(weighing, return_exceptions=True)
+
+
+def _memory_table(found: Sequence[Attacked], plan: Plan) -> Table:
+    def bound(one: Attacked) -> str:
+        if plan.memory_mib is None:
+            return "–"
+        return "yes" if one.most_mib(0.0, float("inf")) <= plan.memory_mib else "**no**"
+
+    return Table(
+        title="Memory of the largest router process, MiB resident",
+        head=("attack", "before", "most during", f"{plan.after_s:g} s after", "within the bound", "the attacker saw"),
+        rows=[
+            (
+                DESCRIPTIONS[one.attack],
+                f"{one.most_mib(float('-inf'), 0.0):,.0f}",
+                f"{one.most_mib(0.0, one.ended_s):,.0f}",
+                f"{one.last_mib:,.0f}",
+                bound(one),
+                one.outcome.text(),
+            )
+            for one in found
+        ],
+        note="No bound was given."
+        if plan.memory_mib is None
+        else f"The bound is {plan.memory_mib:,g} MiB, during an attack and after it.",
+    )
+
+
+def _calls_table(found: Sequence[Attacked], plan: Plan) -> Table:
+    def cells(one: Times | None) -> tuple[str, str]:
+        return ("–", "–") if one is None else (f"{one.p50:.1f}", f"{one.p99:.1f}")
+
+    return Table(
+        title=f"Enqueues and dequeues of a quiet org, {plan.turns_per_s:,} of each a second, ms",
+        head=(
+            *("attack", "lasted, s", "p50 before", "p99 before", "p50 during", "p99 during"),
+            *("p50 after", "p99 after", "failed"),
+        ),
+        rows=[
+            (
+                one.attack.value,
+                f"{one.ended_s:.1f}",
+                *cells(one.before),
+                *cells(one.during),
+                *cells(one.after),
+                f"{one.failed:,}",
+            )
+            for one in found
+        ],
+        note="A call's time counts from when it was due. The attacker shares this machine, and takes its share of it.",
+    )
+
+
+def _plot(found: Sequence[Attacked], plan: Plan) -> Plot:
+    memory = {one.attack.value: one.resident for one in found}
+    if plan.memory_mib is not None:
+        ends = [(-plan.before_s, plan.memory_mib), (plan.seconds + plan.after_s, plan.memory_mib)]
+        memory["bound"] = ends
+    return Plot(
+        name="hostile",
+        title="A router process under attack",
+        x="s since the attack began",
+        y="MiB resident",
+        lines=memory,
+        marks={"attack": 0.0, "its end": plan.seconds},
+        below=(
+            Plot(
+                name="quiet",
+                title="Enqueues and dequeues of a quiet org",
+                x="s",
+                y="p99 of each second, ms",
+                lines={one.attack.value: one.p99 for one in found},
+                y_log=True,
+            ),
+        ),
+    )
+
+
+def _attacks(text: str) -> tuple[Attack, ...]:
+    names = [attack.value for attack in Attack]
+    for name in text.split(","):
+        if name not in names:
+            raise argparse.ArgumentTypeError(f"there is no attack {name!r}; there are: {', '.join(names)}")
+    return tuple(map(Attack, text.split(",")))
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    plan = Plan()
+    parser.add_argument(
+        "--attacks", type=_attacks, default=plan.attacks, metavar="NAME,…", help=f"all of {', '.join(Attack)}"
+    )
+    parser.add_argument("--seconds", type=positive, default=plan.seconds, help="of each attack; 60")
+    parser.add_argument("--before-seconds", type=positive, default=plan.before_s, help="without one; 10")
+    parser.add_argument("--after-seconds", type=positive, default=plan.after_s, help="after each; 60")
+    parser.add_argument(
+        "--rate", type=number(10**5), default=plan.turns_per_s, help="enqueues, dequeues and acks a second each; 50"
+    )
+    parser.add_argument("--routers", type=number(64), default=plan.routers, help="router processes; 1")
+    parser.add_argument(
+        "--memory", type=positive, default=None, metavar="MIB", help="the bound of a router process, drawn as a line"
+    )
+
+
+SCENARIO = Scenario(
+    help="what hostile clients cost: a router's memory under attack and after, and a quiet org's calls meanwhile",
+    options=_options,
+    plan=lambda given: Plan(
+        attacks=given.attacks,
+        before_s=given.before_seconds,
+        seconds=given.seconds,
+        after_s=given.after_seconds,
+        turns_per_s=given.rate,
+        routers=given.routers,
+        memory_mib=given.memory,
+    ),
+    measure=measure,
+    full=lambda _: Plan(seconds=15.0, after_s=15.0),
+    quick=None,
+)
