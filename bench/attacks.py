@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 import grpc
+from h2.errors import ErrorCodes
 
 from bench.systems.windrow import CALL_S_MAX, QUEUE
 from proof import hostile_peer
@@ -67,7 +68,8 @@ class Outcome:
 
     # Calls by grpc-status.
     statuses: Counter[int] = field(default_factory=Counter[int])
-    resets: int = 0
+    # Calls by the error of the RST_STREAM they ended with.
+    resets: Counter[str] = field(default_factory=Counter[str])
     closed: int = 0
     calls: int = 0
     request_bytes: int = 0
@@ -75,19 +77,18 @@ class Outcome:
     def add(self, seen: Iterable[Seen]) -> None:
         for one in seen:
             self.statuses.update(one.statuses)
-            self.resets += one.resets.total()
+            self.resets.update({_name(error): count for error, count in one.resets.items()})
             self.closed += one.closed_after_s is not None
             self.calls += one.calls_sent
             self.request_bytes += one.request_bytes_sent
 
     def text(self) -> str:
-        statuses = ", ".join(f"{count:,} × status {status}" for status, count in sorted(self.statuses.items()))
-        parts = [f"{self.calls:,} calls", statuses]
-        if self.resets:
-            parts.append(f"{self.resets:,} reset")
+        parts = [f"{self.calls:,} calls"]
+        parts += [f"{count:,} × status {status}" for status, count in sorted(self.statuses.items())]
+        parts += [f"{count:,} reset with {error}" for error, count in sorted(self.resets.items())]
         if self.closed:
             parts.append(f"{self.closed:,} connections closed")
-        return "; ".join(part for part in parts if part)
+        return ", ".join(parts)
 
 
 class Attacker:
@@ -199,6 +200,10 @@ class Attacker:
                 for _ in range(_FLOOD_CONNECTIONS)
             ]
             await asyncio.gather(*(call_on(queue_pb2_grpc.QueueStub(channel)) for channel in channels))
+
+
+def _name(error: ErrorCodes | int) -> str:
+    return error.name if isinstance(error, ErrorCodes) else str(error)
 
 
 def _large_job() -> job_pb2.NewJob:

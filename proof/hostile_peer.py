@@ -74,7 +74,7 @@ class Seen:
     settings: dict[SettingCodes | int, int] = field(default_factory=dict[SettingCodes | int, int])
     # Calls by the grpc-status they ended with.
     statuses: Counter[int] = field(default_factory=Counter[int])
-    # Calls that the server reset, by error.
+    # Calls that the server reset and did not end with a status, by error.
     resets: Counter[ErrorCodes | int] = field(default_factory=Counter[ErrorCodes | int])
     # Calls that have got response headers and no end yet.
     answering: set[int] = field(default_factory=set[int])
@@ -294,8 +294,10 @@ class HostilePeer:
                 if "END_STREAM" in frame.flags:
                     self._end_stream(frame.stream_id)
             case RstStreamFrame():
+                # A server also resets streams that it has ended, when more comes on them.
+                if frame.stream_id not in self._ended:
+                    seen.resets[_known(ErrorCodes, frame.error_code)] += 1
                 self._end_stream(frame.stream_id)
-                seen.resets[_known(ErrorCodes, frame.error_code)] += 1
             case GoAwayFrame():
                 error = _known(ErrorCodes, frame.error_code)
                 text = frame.additional_data.decode(errors="replace")

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import asdict, dataclass
 
@@ -60,7 +61,8 @@ class Attacked:
     before: Times | None
     during: Times | None
     after: Times | None
-    failed: int
+    # Its calls that failed, by grpc-status.
+    failed: Counter[int]
 
     def most_mib(self, first_s: float, past_s: float) -> float:
         return max((mib for at_s, mib in self.resident if first_s <= at_s < past_s), default=0.0)
@@ -78,7 +80,7 @@ class Attacked:
                 name: one and asdict(one)
                 for name, one in (("before", self.before), ("during", self.during), ("after", self.after))
             },
-            "quiet_org_failed": self.failed,
+            "quiet_org_failed": {str(status): count for status, count in sorted(self.failed.items())},
             "resident_mib": [list(point) for point in self.resident],
             "p99_ms": [list(point) for point in self.p99],
         }
@@ -136,7 +138,7 @@ async def _attacked(attack: Attack, plan: Plan, stage: Stage) -> Attacked:
         before=times(due_between(calls, start_s, began_s)),
         during=times(due_between(calls, began_s, ended_s)),
         after=times(due_between(calls, ended_s, float("inf"))),
-        failed=sum(call.code != 0 for call in calls),
+        failed=Counter(call.code for call in calls if call.code != 0),
     )
 
 
@@ -206,7 +208,7 @@ def _calls_table(found: Sequence[Attacked], plan: Plan) -> Table:
                 *cells(one.before),
                 *cells(one.during),
                 *cells(one.after),
-                f"{one.failed:,}",
+                ", ".join(f"{count:,} × status {status}" for status, count in sorted(one.failed.items())) or "0",
             )
             for one in found
         ],

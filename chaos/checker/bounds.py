@@ -13,8 +13,8 @@ from chaos.history import Call, Outcome, Verb
 
 # SETTLED_…: the answer to one message of a stream. STREAM_ENDED: the stream ended before it was answered.
 _RESTART_CODES = frozenset({"UNAVAILABLE", "SETTLED_UNAVAILABLE", "STREAM_ENDED"})
-# The consumer gives some of its streams a time of its own to end.
-_OWN_CODES: Mapping[Verb, str] = {Verb.CONSUME: "DEADLINE_EXCEEDED"}
+# What a stream ends with that no router said: its consumer gave it a time to end, or wrote to it when it had ended.
+_OWN_CODES: Mapping[Verb, frozenset[str]] = {Verb.CONSUME: frozenset({"DEADLINE_EXCEEDED", "WRITE_FAILED"})}
 
 
 def check(evidence: Evidence) -> Iterator[Violation]:
@@ -33,7 +33,7 @@ def _restart(alone: Alone, evidence: Evidence) -> Iterator[Violation]:
     for call in evidence.history.calls:
         if call.outcome is Outcome.OK or call.ended_s is None or not alone.began_s <= call.ended_s <= alone.ended_s:
             continue
-        if call.code not in {*_RESTART_CODES, _OWN_CODES.get(call.verb)}:
+        if call.code not in _RESTART_CODES | _OWN_CODES.get(call.verb, frozenset()):
             yield Violation(
                 invariant="restart", what=f"{_described(call)} ended with {call.code} while a router restarted in order"
             )

@@ -13,6 +13,7 @@ from chaos.history import Answer, Outcome, Recorder, Verb, leased
 from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
 
 TRY_S = 5.0
+WRITE_FAILED = "WRITE_FAILED"
 # What a settle is tried until somebody answers it.
 _TRIES_MAX = 5
 _PAUSE_S = 0.3
@@ -59,7 +60,15 @@ def answer_of(value: int) -> Answer:
 
 def outcome_of(error: grpc.aio.AioRpcError) -> tuple[Outcome, str]:
     code = error.code()
-    return Outcome.ERROR if code in _REFUSALS else Outcome.UNKNOWN, code.name
+    return Outcome.ERROR if code in _REFUSALS else Outcome.UNKNOWN, code_name(code, error.details())
+
+
+def code_name(code: grpc.StatusCode, details: str | None) -> str:
+    """The name of a status. WRITE_FAILED stands for one that no router sent: the client's gRPC library sets it when a
+    message is written to a stream that has just ended, and forgets the status that the stream ended with."""
+    if code is grpc.StatusCode.INTERNAL and details == "Internal error from Core":
+        return WRITE_FAILED
+    return code.name
 
 
 class Calls:

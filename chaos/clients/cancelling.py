@@ -61,9 +61,11 @@ class Cancelling:
             if message is not grpc.aio.EOF:
                 jobs = message.jobs
                 self._recorder.got(number, [calls.told(job) for job in jobs])
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            code = error.code().name if isinstance(error, grpc.aio.AioRpcError) else "UNAVAILABLE"
+        except grpc.aio.AioRpcError as error:
+            _, code = calls.outcome_of(error)
             self._recorder.end(number, Outcome.UNKNOWN, code=code)
+        except asyncio.InvalidStateError:
+            self._recorder.end(number, Outcome.UNKNOWN, code=calls.WRITE_FAILED)
         else:
             self._recorder.end(number, Outcome.OK)
         finally:

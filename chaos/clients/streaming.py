@@ -109,7 +109,7 @@ class Consumer:
                     self._heard(settled)
             status = await call.code()
             if status is not grpc.StatusCode.OK:
-                outcome, code = Outcome.UNKNOWN, status.name
+                outcome, code = Outcome.UNKNOWN, calls.code_name(status, await call.details())
         except grpc.aio.AioRpcError as error:
             outcome, code = calls.outcome_of(error)
         except asyncio.CancelledError:

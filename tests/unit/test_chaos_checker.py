@@ -880,8 +880,9 @@ def test_an_orderly_restart_that_shows_unavailable_passes() -> None:
         failed(Verb.ACK, 21.0, "UNAVAILABLE"),
         failed(Verb.ACK, 21.0, "SETTLED_UNAVAILABLE"),
         failed(Verb.ACK, 21.0, "STREAM_ENDED"),
-        # The client's own time for a stream was over.
+        # The client's own time for a stream was over, and a write to one that had ended.
         failed(Verb.CONSUME, 21.0, "DEADLINE_EXCEEDED"),
+        failed(Verb.CONSUME, 21.0, "WRITE_FAILED"),
         # Before it, and after it.
         failed(Verb.ACK, 12.0, "CANCELLED"),
         failed(Verb.ACK, 26.0, "CANCELLED"),
