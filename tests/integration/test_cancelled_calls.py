@@ -111,7 +111,7 @@ def unary_calls(to: Client, lease: bytes) -> dict[str, Callable[[], Any]]:
         "RestoreJobs": lambda: admin.RestoreJobs(
             admin_pb2.RestoreJobsRequest(org=ORG, jobs=[admin_pb2.RestoreJob(id=job_id())])
         ),
-        "RedriveJobs": lambda: admin.RedriveJobs(admin_pb2.RedriveJobsRequest(**named)),
+        "RedriveJobs": lambda: admin.RedriveJobs(admin_pb2.RedriveJobsRequest(org=ORG, queue=named["queue"])),
         "GetStats": lambda: admin.GetStats(admin_pb2.GetStatsRequest(org=ORG)),
         "ListShards": lambda: admin.ListShards(admin_pb2.ListShardsRequest()),
     }
