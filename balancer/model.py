@@ -204,8 +204,7 @@ class Scenario:
     keys: tuple[str | None, ...] = (None,)
     # Whether the jobs are there from the beginning, or are enqueued on the way.
     jobs_exist: bool = False
-    # Whether the first job is there from the beginning, and the window of its dedup key is over: another job may take
-    # the key.
+    # Whether the first job is there from the beginning, and the window of its dedup key is over: another may take it.
     key_is_free: bool = False
     # How many calls of routers may be held up at the same time.
     calls: int = 0

@@ -100,8 +100,8 @@ class _Going:
         self.left: Sequence[int] = range(len(call.jobs.ids))
         self.known: dict[int, JobId] = {}
         self.error: Exception | None = None
-        # Positions that name an id again, each with the position that named it first. An id is one job: the first
-        # naming is sent to the shard, and the others are answered as it is.
+        # Positions that name an id again, each with the position that named it first. An id is one job: its first
+        # naming is sent to the shard, and the others are answered as that is.
         self.repeats: dict[int, int] = {}
         ids = call.jobs.ids
         if len(set(ids)) < len(ids):

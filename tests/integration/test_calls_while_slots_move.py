@@ -268,7 +268,7 @@ def finish(both: Stubs, org: str) -> None:
 def test_a_job_sent_again_is_itself_also_where_another_job_has_its_key_on_another_shard(
     cluster: Cluster, state: str, path: str
 ) -> None:
-    """The window of its key ends on the first shard; the other job takes the key on the second; the org moves on."""
+    """The window of its key ends on the first shard; another job takes the key on the second; the org moves on."""
     org, old = cluster.org(), new_job(dedup_key="k")
     first, second, *others = path.split()
     if first != "s1":

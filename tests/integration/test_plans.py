@@ -34,7 +34,7 @@ from shard.vocabulary import PRIORITIES, Claimed, JobState, Lease, OrgId, QueueI
 from tests.conftest import SHARD
 from tests.jobs import HOUR_US, ids_of, job_id, lease_jobs, some_jobs
 from tests.recorder import Recorder, Run
-from tests.timemachine import make_day, pass_time
+from tests.timemachine import NO_HURRY, make_day, pass_time
 
 # Of one org, and of each of three more.
 QUEUES_OF_ORG, QUEUES_OF_OTHERS = 200, 100
@@ -408,6 +408,7 @@ async def test_hot_statements_walk_indexes_and_touch_little(
     await knowledge(recorder, org)
     runs = await record(recorder, org)
     async with recorder.transaction() as connection:
+        await connection.execute(NO_HURRY)
         if settled == "when empty":
             await settle(connection, runs)
         if knowledge is not analyze_when_full:

@@ -338,7 +338,7 @@ class StoreMachine(RuleBasedStateMachine):
         raise AssertionError(f"no order of calls explains these answers: {answers} to {calls}")
 
     def enqueued(self, sent: Sent, answer: dict[int, JobId]) -> bool:
-        """Has the model do what it does with a batch. Whether it explains the answer and what the handover was told."""
+        """Has the model do what it does with a batch. Whether that explains the answer and what the handover heard."""
         known, handed = self.stored(sent.wishes, sent.takers)
         told = {at for each in sent.told for at in each.positions}
         if told != handed or known.keys() != answer.keys():
