@@ -34,7 +34,7 @@ class ShardClock:
 
     async def record(self) -> None:
         """Records what the clock shows, and compares it with what was recorded before."""
-        ((now, latest),) = await self._database.run(statements.RECORD_TIME, {})
+        ((now, latest, _),) = await self._database.run(statements.RECORD_TIME, {})
         behind_s = (latest - now) / 1_000_000
         if behind_s <= BEHIND_S_MAX:
             if self.trouble is not None:
@@ -59,7 +59,7 @@ class ShardClock:
 async def accept(database: Database) -> tuple[Micros, Micros]:
     """From now on the shard's clock is right, whatever it has shown before. Answers what it shows, and the latest time
     that was recorded."""
-    ((now, latest),) = await database.run(statements.ACCEPT_CLOCK, {})
+    ((now, latest, _),) = await database.run(statements.ACCEPT_CLOCK, {})
     return Micros(now), Micros(latest)
 
 

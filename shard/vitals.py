@@ -206,18 +206,16 @@ async def _read(connection: psycopg.AsyncConnection[Any], name: ShardName) -> Fa
         return [make(*row) for row in await cursor.fetchall()]
 
     (server,) = await rows(Server, statements.READ_SERVER)
-    tables = await rows(Table, statements.READ_TABLES)
     since_17 = server.version_num >= 170_000
     checkpoints = statements.READ_CHECKPOINTS if since_17 else statements.READ_CHECKPOINTS_16
     return Facts(
         server=server,
         settings={setting.name: setting for setting in await rows(Setting, statements.READ_SETTINGS)},
-        tables=tables,
+        tables=await rows(Table, statements.READ_TABLES),
         indexes=await rows(Index, statements.READ_INDEXES),
         holders=await rows(Holder, statements.READ_HOLDERS),
         checkpoints=(await rows(Checkpoints, checkpoints))[0],
-        # A database that no router of this release has seen yet has recorded no time.
-        clock=(await rows(Clock, statements.READ_CLOCK))[0] if any(t.name == "clock" for t in tables) else Clock(0.0),
+        clock=(await rows(Clock, statements.READ_CLOCK))[0],
         missing=[]
         if name == CATALOG
         else await rows(MissingPartition, statements.FIND_MISSING_PARTITIONS, days_ahead=DAYS_AHEAD),

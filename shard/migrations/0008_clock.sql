@@ -1,7 +1,4 @@
--- The latest time that this shard's clock has shown, as routers record it every few seconds (shard/clock.py). A clock that
--- shows an earlier time was set back.
-CREATE TABLE windrow.clock (
-    only_row boolean PRIMARY KEY DEFAULT true CHECK (only_row),
-    latest timestamptz NOT NULL
-);
-INSERT INTO windrow.clock (latest) VALUES ('-infinity');
+-- The latest time that this shard's clock has shown, in microseconds since 1970, as routers record it every few seconds
+-- (shard/clock.py). A clock that shows an earlier time was set back. A sequence, because it is written in place: every ack
+-- reads it, and a row would leave its old versions for as long as somebody holds a snapshot.
+CREATE SEQUENCE windrow.clock;

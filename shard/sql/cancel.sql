@@ -20,7 +20,7 @@ WITH live AS (
         id, queue_id, enqueued_at, run_at, lease, leased_at, expires_at, priority, attempt, max_attempts, kind, payload,
         attributes, retry, dedup_key, trace, worker, history, state, reason, finished_at, retention
     )
-    SELECT ended.*, 'cancelled', %(reason)s, greatest(now(), (SELECT c.latest FROM windrow.clock c)),
+    SELECT ended.*, 'cancelled', %(reason)s, greatest(now(), (SELECT timestamptz 'epoch' + c.last_value * interval '1 us' FROM windrow.clock c)),
         coalesce((SELECT q.kept FROM windrow.queue q WHERE q.queue_id = ended.queue_id AND q.kept IS NOT NULL), 30)
     FROM (SELECT * FROM live UNION ALL SELECT * FROM aside) ended
     RETURNING id

@@ -23,7 +23,7 @@ WITH ended AS (
             ELSE windrow.remember(e.history, e.attempt, e.worker, e.leased_at, e.visible_at, 'expired', e.lease, NULL)
         END,
         'cancelled', 'past its expires_at',
-        greatest(now(), (SELECT c.latest FROM windrow.clock c)),
+        greatest(now(), (SELECT timestamptz 'epoch' + c.last_value * interval '1 us' FROM windrow.clock c)),
         coalesce((SELECT q.kept FROM windrow.queue q WHERE q.queue_id = e.queue_id AND q.kept IS NOT NULL), 30)
     FROM ended e
     RETURNING 1

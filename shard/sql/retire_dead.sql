@@ -16,7 +16,7 @@ WITH ended AS (
         e.id, e.queue_id, e.enqueued_at, e.run_at, e.lease, e.leased_at, e.expires_at, e.priority, e.attempt,
         e.max_attempts, e.kind, e.payload, e.attributes, e.retry, e.dedup_key, e.trace, e.worker, e.history, 'cancelled',
         'dead for ' || %(days)s || ' days: ' || e.reason,
-        greatest(now(), (SELECT c.latest FROM windrow.clock c)),
+        greatest(now(), (SELECT timestamptz 'epoch' + c.last_value * interval '1 us' FROM windrow.clock c)),
         coalesce((SELECT q.kept FROM windrow.queue q WHERE q.queue_id = e.queue_id AND q.kept IS NOT NULL), 30)
     FROM ended e
     RETURNING 1

@@ -151,7 +151,8 @@ def test_a_router_that_starts_while_the_clock_is_behind_takes_no_calls(
     running: Running, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     with psycopg.connect(running.dsn) as connection:
-        connection.execute("UPDATE windrow.clock SET latest = now() + interval '3 hours'")
+        three_hours_ahead = "(extract(epoch FROM now() + interval '3 hours') * 1000000)::bigint"
+        connection.execute(f"SELECT setval('windrow.clock', {three_hours_ahead})".encode())
     config = write_cluster(tmp_path_factory.mktemp("second") / "cluster.toml", {SHARD: running.clock.dsn})
     with running_routers(config) as routers, stubs(routers.address) as both:
         second = Running(dsn=running.dsn, clock=running.clock, routers=routers, stubs=both)
@@ -160,6 +161,6 @@ def test_a_router_that_starts_while_the_clock_is_behind_takes_no_calls(
 
 def time_is_recorded(running: Running, *, hours: int) -> bool:
     with psycopg.connect(running.dsn) as connection:
-        query = "SELECT latest > now() + make_interval(hours => %s) FROM windrow.clock"
+        query = "SELECT to_timestamp(last_value / 1000000.0) > now() + make_interval(hours => %s) FROM windrow.clock"
         ((recorded,),) = connection.execute(query, [hours]).fetchall()
     return bool(recorded)
