@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from balancer.move import Mover, Pace, Progress
 from balancer.plan import Transfer, hindrance, transfers
 from balancer.shards import Shards
-from shard import catalog, moving, schema
+from shard import catalog, moving, schema, strays
 from shard.catalog import Catalog, Move
 from shard.cluster import Cluster
 from shard.errors import Misconfigured, ShardError, ShardUnavailable
@@ -91,6 +91,8 @@ class Balancing:
         self._planned: Sequence[Transfer] = ()
         self._carried: dict[int, _Carried] = {}
         self._paused: dict[int, _Pause] = {}
+        # Shards to which nothing moves, because they have stray jobs of the very slots, as of the latest look.
+        self._astray: set[ShardName] = set()
         self._woken = asyncio.Event()
         self._ending = False
         self._said = _Memory()
@@ -143,9 +145,16 @@ class Balancing:
                 await self._go_on(group, move)
         self._speak_of_plan()
         room = _OPEN_MAX - len(begun)
+        self._astray.clear()
         for transfer in self._planned:
             if room > 0 and await self._begin(group, known, transfer):
                 room -= 1
+        if self._astray:
+            name = min(self._astray)
+            raise Misconfigured(
+                f"shard {name!r} has stray jobs of slots that are to move there: they would run a second time; "
+                f"`windrow shards recover {name}` brings them to where their orgs live"
+            )
         return not self._planned and len(self.held) == len(begun)
 
     async def _learn(self) -> Catalog:
@@ -181,6 +190,9 @@ class Balancing:
             return False
         try:
             slots = await self._at_once(transfer)
+            if await strays.are_there(self._shards.databases[transfer.target], known, slots):
+                self._astray.add(transfer.target)
+                return False
         except ShardUnavailable as error:
             # Since it was asked; it will be asked again.
             _log.warning("nothing begins to move from shard %r: %s", transfer.source, error)

@@ -14,7 +14,7 @@ from shard.database import NO_SCHEMA, Database, Mark
 from shard.errors import LostHistory, ShardUnavailable
 from shard.vocabulary import Micros, ShardName
 
-# Routers that change a shard mark it this often. A loss of less may go unnoticed.
+# Each router that changes a shard tries to mark it this often. A loss of less than twice as much may go unnoticed.
 MARK_S = 5.0
 _TRIES_MAX = 10
 

@@ -17,6 +17,7 @@ from shard.database import Database
 from shard.enqueuing import made_at_ms
 from shard.errors import ShardUnavailable
 from shard.moving import Left
+from shard.placement import slot_of
 from shard.vocabulary import JobId, OrgId, QueueName, ShardName, Slot
 
 # Jobs that are brought to another shard at once.
@@ -78,6 +79,18 @@ async def count(shard: Database, known: Catalog) -> list[Left]:
     """How many stray jobs a shard has, by slot."""
     foreign = [Slot(slot) for slot, placement in enumerate(known.slots) if shard.name not in placement.reads]
     return await moving.count_left(shard, foreign)
+
+
+async def are_there(shard: Database, known: Catalog, slots: Sequence[Slot]) -> bool:
+    """Whether a shard that does not have these slots has jobs of theirs all the same."""
+    wanted = set(slots)
+    of_hash = {
+        slot_of(org)
+        for org, slot in known.pins.items()
+        # The shard may know the org by the slot of its hash alone.
+        if slot in wanted and shard.name not in known.slots[slot_of(org)].reads
+    }
+    return bool(await moving.count_left(shard, sorted(wanted | of_hash)))
 
 
 async def set_aside(shard: Database, slot: Slot) -> bool:

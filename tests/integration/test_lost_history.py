@@ -19,11 +19,13 @@ from psycopg.conninfo import conninfo_to_dict
 
 from balancer import recovery
 from balancer.recovery import Recovery, find_loss, recover
+from balancer.service import balance_once
 from balancer.shards import open_shards
 from shard import catalog, history, identity, moving, pinning
 from shard.catalog import Move
+from shard.cluster import parse_cluster
 from shard.database import Database
-from shard.errors import LostHistory, ShardUnavailable
+from shard.errors import LostHistory, Misconfigured, ShardUnavailable
 from shard.pinning import OnShard
 from shard.settling import Nack
 from shard.vocabulary import CATALOG, Answer, JobId, NewJobs, OrgId, ShardName
@@ -573,13 +575,31 @@ async def test_jobs_of_an_org_that_was_pinned_elsewhere_since_go_there(pair: Pai
     await pair.balance()
 
 
+async def test_no_slot_moves_to_a_shard_that_has_stray_jobs_of_it(pair: Pair, org: OrgId) -> None:
+    """They would be claimed there, and may have run elsewhere."""
+    await pinning.pin(pair.catalog, org, OnShard(B))
+    text = f'[cluster]\nname = "{CLUSTER}"\n'
+    text += "".join(
+        f"[[shard]]\nname = '{name}'\ndsn = '''{dsn}'''\nweight = {int(name == A)}\n" for name, dsn in pair.dsns.items()
+    )
+    cluster = parse_cluster(text, source="test")
+    with pytest.raises(Misconfigured, match=r"'s2' has stray jobs of slots .* `windrow shards recover s2`"):
+        await asyncio.wait_for(balance_once(cluster, stop=asyncio.Event()), PATIENCE_S)
+    assert await pair.placement(org) == ((A,), (A,))
+    assert counts(await run(pair)) == (0, 6)
+    await asyncio.wait_for(balance_once(cluster, stop=asyncio.Event()), PATIENCE_S)
+    assert await pair.placement(org) == ((B,), (B,))
+    await pair.balance()
+
+
 @pytest.mark.parametrize("how", ["unheard", "cut"])
 @pytest.mark.timeout(600)
 async def test_a_recovery_is_finished_by_another_wherever_the_first_one_died(pair: Pair, org: OrgId, how: str) -> None:
     await run(pair)
     at = 0
     while True:
-        at += 1
+        # To be cut off takes long to get over.
+        at += 3 if how == "cut" else 1
         unknown, known = some_jobs(org, 3), some_jobs(org, 2)
         await stray(pair, unknown)
         await stray(pair, known)
