@@ -146,7 +146,7 @@ def _names(placement: Placement, *, finished: bool) -> Sequence[ShardName]:
     return (*(one.shard for one in placement.former_only), *placement.reads) if finished else placement.reads
 
 
-def paused_queues(asked: Asked[Sequence[QueueCounts]]) -> set[QueueName]:
+def paused_queues(asked: Asked[list[QueueCounts]]) -> set[QueueName]:
     """The queues that are paused. The writer decides, for it has the org's queue configurations; others may have an old
     one. While the writer does not answer, the shard decides that the jobs come to last."""
     told = dict(asked.answers)
