@@ -296,9 +296,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             began = time.perf_counter()
             async with asyncio.timeout(_PROBE_S):
                 info.postgres_version, info.schema_version = await member.to_look_at().books.versions()
-            info.latency.CopyFrom(convert.duration(round((time.perf_counter() - began) * 1e6)))
-            info.reachable = True
-            async with asyncio.timeout(_PROBE_S):
+                info.latency.CopyFrom(convert.duration(round((time.perf_counter() - began) * 1e6)))
+                info.reachable = True
                 await member.books.probe_disk()
         except DiskFull as error:
             info.disk_full, info.error = True, str(error)
