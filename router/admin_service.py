@@ -293,11 +293,10 @@ class AdminService:
             began = time.perf_counter()
             async with asyncio.timeout(_PROBE_S):
                 info.postgres_version, info.schema_version = await member.to_look_at().books.versions()
-            info.latency.CopyFrom(convert.duration(round((time.perf_counter() - began) * 1e6)))
-            # It answers, but is of no use to anybody while its clock is behind.
-            member.store.clock.check()
-            info.reachable = True
-            async with asyncio.timeout(_PROBE_S):
+                info.latency.CopyFrom(convert.duration(round((time.perf_counter() - began) * 1e6)))
+                # It answers, but is of no use to anybody while its clock is behind.
+                member.store.clock.check()
+                info.reachable = True
                 await member.books.probe_disk()
         except DiskFull as error:
             info.disk_full, info.error = True, str(error)

@@ -66,7 +66,7 @@ class Breaker:
         """The server is away, until a probe is answered."""
         if self.trouble is None and not self._ended:
             self.trouble = why
-            _log.warning("%s cannot be reached: %s", what(self._shard), why)
+            _log.warning("%s is unavailable: %s", what(self._shard), why)
             self._closed.clear()
             self._probing = asyncio.create_task(self._probe())
             self._opened()
@@ -116,7 +116,7 @@ class Breaker:
             await _cancel(probes)
         self.trouble = None
         self._closed.set()
-        _log.info("%s is reached again", what(self._shard))
+        _log.info("%s is available again", what(self._shard))
 
     async def _ask_in_time(self) -> str | None:
         """What keeps the server from answering; None: it has answered."""

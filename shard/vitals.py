@@ -228,4 +228,7 @@ async def _probe_disk(connection: psycopg.AsyncConnection[Any]) -> str | None:
         await connection.execute(statements.PROBE_DISK)
     except psycopg.errors.DiskFull as error:
         return first_line(error)
+    except psycopg.errors.ConfigurationLimitExceeded:
+        # temp_file_limit is too low for the question to be asked.
+        return None
     return None

@@ -85,7 +85,6 @@ async def cancel(call: Any) -> None:
 
 def unary_calls(to: Client, lease: bytes) -> dict[str, Callable[[], Any]]:
     queue, admin = to.queue, to.admin
-    named = {"org": ORG, "queue": QUEUE}
     waiting = queue_pb2.DequeueRequest(org=ORG, queues=["empty"], wait=window(20))
     return {
         "Enqueue": lambda: queue.Enqueue(queue_pb2.EnqueueRequest(org=ORG, jobs=[new_job()])),
@@ -103,7 +102,7 @@ def unary_calls(to: Client, lease: bytes) -> dict[str, Callable[[], Any]]:
         "CancelJobs": lambda: queue.CancelJobs(queue_pb2.CancelJobsRequest(org=ORG, ids=[job_id()])),
         "CreateQueue": lambda: admin.CreateQueue(admin_pb2.CreateQueueRequest(org=ORG, queue=f"queue-{job_id()}")),
         "PauseQueue": lambda: admin.PauseQueue(admin_pb2.PauseQueueRequest(org=ORG, queue="other")),
-        "GetQueue": lambda: admin.GetQueue(admin_pb2.GetQueueRequest(**named)),
+        "GetQueue": lambda: admin.GetQueue(admin_pb2.GetQueueRequest(org=ORG, queue=QUEUE)),
         "ListQueues": lambda: admin.ListQueues(admin_pb2.ListQueuesRequest(org=ORG)),
         "DeleteQueue": lambda: admin.DeleteQueue(admin_pb2.DeleteQueueRequest(org=ORG, queue="other")),
         "PurgeQueue": lambda: admin.PurgeQueue(admin_pb2.PurgeQueueRequest(org=ORG, queue="other")),
@@ -111,7 +110,7 @@ def unary_calls(to: Client, lease: bytes) -> dict[str, Callable[[], Any]]:
         "RestoreJobs": lambda: admin.RestoreJobs(
             admin_pb2.RestoreJobsRequest(org=ORG, jobs=[admin_pb2.RestoreJob(id=job_id())])
         ),
-        "RedriveJobs": lambda: admin.RedriveJobs(admin_pb2.RedriveJobsRequest(org=ORG, queue=named["queue"])),
+        "RedriveJobs": lambda: admin.RedriveJobs(admin_pb2.RedriveJobsRequest(org=ORG, queue=QUEUE)),
         "GetStats": lambda: admin.GetStats(admin_pb2.GetStatsRequest(org=ORG)),
         "ListShards": lambda: admin.ListShards(admin_pb2.ListShardsRequest()),
     }
