@@ -6,6 +6,7 @@ import abc
 import asyncio
 import contextlib
 import random
+import time
 from collections.abc import Sequence
 from typing import LiteralString
 
@@ -20,21 +21,21 @@ _UP_S_MAX = 60.0
 _SYNCHRONOUS_S_MAX = 5.0
 # Balancers' and routers' alike.
 _OURS = "application_name LIKE 'windrow%'"
+_BUSY_QUEUE: LiteralString = """
+SELECT j.queue_id, q.org FROM windrow.job j JOIN windrow.queue q USING (queue_id)
+WHERE j.lease IS NOT NULL AND j.visible_at > now() ORDER BY j.leased_at DESC LIMIT 1
+"""
+_KEYED_QUEUE: LiteralString = """
+SELECT d.queue_id, q.org FROM windrow.dedup d JOIN windrow.queue q USING (queue_id) ORDER BY d.until DESC LIMIT 1
+"""
 _LOCK_JOBS: LiteralString = """
-WITH one AS (
-    SELECT queue_id FROM windrow.job WHERE lease IS NOT NULL AND visible_at > now()
-    GROUP BY queue_id ORDER BY count(*) DESC LIMIT 1
-)
-SELECT q.org FROM windrow.job j JOIN windrow.queue q USING (queue_id)
-WHERE j.queue_id = (SELECT queue_id FROM one) AND j.lease IS NOT NULL LIMIT 10 FOR UPDATE OF j SKIP LOCKED
+SELECT id::text FROM windrow.job
+WHERE queue_id = %s AND lease IS NOT NULL AND visible_at > now() FOR UPDATE SKIP LOCKED
 """
-_LOCK_KEYS: LiteralString = """
-WITH one AS (SELECT queue_id FROM windrow.dedup ORDER BY until DESC LIMIT 1)
-SELECT q.org FROM windrow.dedup d JOIN windrow.queue q USING (queue_id)
-WHERE d.queue_id = (SELECT queue_id FROM one) LIMIT 5 FOR UPDATE OF d SKIP LOCKED
-"""
+_LOCK_KEYS: LiteralString = "SELECT key FROM windrow.dedup WHERE queue_id = %s LIMIT 10 FOR UPDATE SKIP LOCKED"
 _KEYS_SHARE = 0.3
-_LOOKS_MAX, _LOOK_S = 50, 0.02
+_LOCKED_MIN = 5
+_LOOKS_MAX, _LOOK_S = 200, 0.01
 
 
 class _ShardFault(Fault):
@@ -184,33 +185,36 @@ class LockRows(_ShardFault):
     name = "lock-rows"
     seconds = (4.0, 7.0)
     alone = True
-    _session: psycopg.Connection[tuple[str]] | None = None
+    _session: psycopg.Connection[tuple[object, ...]] | None = None
 
     async def inject(self) -> None:
-        statement = _LOCK_KEYS if self.luck.random() < _KEYS_SHARE else _LOCK_JOBS
-        self._session = await asyncio.to_thread(self._open)
-        # Leases are short: it may take some looks to find one.
-        for _ in range(_LOOKS_MAX):
-            rows = await asyncio.to_thread(self._lock, self._session, statement)
-            if rows:
-                self.orgs = sorted({org for (org,) in rows})
-                return
-            await asyncio.sleep(_LOOK_S)
-        raise TimeoutError(f"{self.target} had no row to lock")
+        find, lock = (_KEYED_QUEUE, _LOCK_KEYS) if self.luck.random() < _KEYS_SHARE else (_BUSY_QUEUE, _LOCK_JOBS)
+        session = await asyncio.to_thread(self._open)
+        self._session = session
+        await asyncio.to_thread(self._lock, session, find, lock)
 
     async def heal(self) -> None:
         if self._session is not None:
             await asyncio.to_thread(self._session.close)
 
-    def _open(self) -> psycopg.Connection[tuple[str]]:
+    def _open(self) -> psycopg.Connection[tuple[object, ...]]:
         return psycopg.connect(self.primary.cluster.dsn, connect_timeout=5)
 
-    @staticmethod
-    def _lock(session: psycopg.Connection[tuple[str]], statement: LiteralString) -> list[tuple[str]]:
-        rows = session.execute(statement).fetchall()
-        if not rows:
-            session.rollback()
-        return rows
+    def _lock(self, session: psycopg.Connection[tuple[object, ...]], find: LiteralString, lock: LiteralString) -> None:
+        """Locks rows of one queue. Most jobs are acked soon: only those that have just been leased are of use."""
+        queue: object = None
+        locked: set[object] = set()
+        for _ in range(_LOOKS_MAX):
+            if queue is None and (row := session.execute(find).fetchone()) is not None:
+                queue, org = row
+                self.orgs = [str(org)]
+            if queue is not None:
+                locked |= {name for (name,) in session.execute(lock, [queue])}
+            if len(locked) >= _LOCKED_MIN:
+                return
+            time.sleep(_LOOK_S)
+        if not locked:
+            raise TimeoutError(f"{self.target} had no row to lock")
 
 
 class FreezeStandby(_ShardFault):
