@@ -25,6 +25,8 @@ from shard.records import ANSWER_BYTES_MAX
 _log = logging.getLogger(__name__)
 # As grpc has them: the methods of libraries are typed for its other server.
 _Handler = Any
+_unary_handler = cast("Callable[..., _Handler]", grpc.stream_unary_rpc_method_handler)
+_stream_handler = cast("Callable[..., _Handler]", grpc.stream_stream_rpc_method_handler)
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 # A caller without a deadline of its own does not hold a connection for ever. The longest wait (60 s) has room in it.
@@ -83,10 +85,10 @@ class Methods(grpc.GenericRpcHandler):
             act = getattr(service, method.name)
             if method.client_streaming or method.server_streaming:
                 guarded = _streaming(self._gate, act, decode, takes_stream=method.client_streaming)
-                handler: _Handler = grpc.stream_stream_rpc_method_handler(guarded, None, _serialize)
+                handler = _stream_handler(guarded, None, _serialize)
             else:
                 name = f"{descriptor.full_name}/{method.name}"
-                handler = grpc.stream_unary_rpc_method_handler(_unary(self._gate, act, decode, name))
+                handler = _unary_handler(_unary(self._gate, act, decode, name))
             self._handlers[f"/{descriptor.full_name}/{method.name}"] = handler
 
     # A service of a library is added as its generated code does it.
@@ -101,9 +103,9 @@ class Methods(grpc.GenericRpcHandler):
                 guarded = _streaming(
                     self._gate, act, handler.request_deserializer, takes_stream=handler.request_streaming
                 )
-                behind: _Handler = grpc.stream_stream_rpc_method_handler(guarded, None, handler.response_serializer)
+                behind = _stream_handler(guarded, None, handler.response_serializer)
             else:
-                behind = grpc.stream_unary_rpc_method_handler(_library_unary(self._gate, handler))
+                behind = _unary_handler(_library_unary(self._gate, handler))
             self._handlers[f"/{service}/{name}"] = behind
 
 
