@@ -197,6 +197,9 @@ class LockRows(_ShardFault):
         if self._session is not None:
             await asyncio.to_thread(self._session.close)
 
+    def _open(self) -> psycopg.Connection[tuple[object, ...]]:
+        return psycopg.connect(self.primary.cluster.dsn, connect_timeout=5)
+
     def _lock(self, session: psycopg.Connection[tuple[object, ...]], find: LiteralString, lock: LiteralString) -> None:
         """Locks rows of one queue. Most jobs are acked soon: only those that have just been leased are of use."""
         queue: object = None
