@@ -60,4 +60,4 @@ def _memory(evidence: Evidence) -> Iterator[Violation]:
 
 
 def _described(call: Call) -> str:
-    return f"a {call.verb} of {call.org} by {call.client}"
+    return f"the {call.verb} of {call.org} by {call.client}"
