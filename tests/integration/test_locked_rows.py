@@ -370,3 +370,9 @@ async def test_where_nothing_is_locked_nobody_looks_for_locks(recorder: Recorder
     assert recorder.count(statements.FIND_LOCKED_JOBS, since=before) == 2
     assert await store.ack(org, leases[1:2]) == [OK]
     assert recorder.count(statements.FIND_LOCKED_JOBS, since=before) == 2
+
+
+def test_statements_that_take_turns_on_a_connection_wait_alike() -> None:
+    """Else lock_timeout would be set anew for each of them: a round trip more."""
+    hot = (statements.ENQUEUE, statements.CLAIM, statements.ACK, statements.RING, statements.PROBE, statements.SWEEP)
+    assert all(one.shared for one in hot)
