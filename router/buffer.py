@@ -49,7 +49,7 @@ class Buffer:
         except BaseException as error:
             if waiting in line:
                 line.remove(waiting)
-                if not line:
+                if not line and self._lines.get(account.org) is line:
                     del self._lines[account.org]
             elif not waiting.granted.cancelled():
                 # It was granted at the very moment in which the wait ended.
@@ -65,10 +65,13 @@ class Buffer:
             self._lines.move_to_end(org)
             while line:
                 first = line[0]
-                if not first.account.take(first.count):
+                # Whoever was cancelled takes itself out later.
+                left = first.granted.done()
+                if not left and not first.account.take(first.count):
                     break
                 line.popleft()
-                first.granted.set_result(None)
+                if not left:
+                    first.granted.set_result(None)
             if not line:
                 del self._lines[org]
 

@@ -192,12 +192,15 @@ def _streaming(
                     await context.write(answer)
                     gate.written(call)
             return
-        except grpc.aio.InternalError:
-            # gRPC could not write: the client is gone.
-            raise asyncio.CancelledError from None
+        except grpc.aio.InternalError as error:
+            # gRPC could not write: the client is gone, and there is nobody to tell.
+            _let_go(error)
+            refused = None
         except Exception as error:  # noqa: BLE001 - every error becomes a status; told logs the unexpected
             refused = refusal(context, error)
         del context
+        if refused is None:
+            raise asyncio.CancelledError
         await refused
 
     return serve
@@ -265,19 +268,23 @@ _undecodable = _LogOnceAWhile()
 
 
 def told(error: Exception) -> Status:
-    """The status that tells the caller of this error; nothing that the error has come through is held by it any more,
-    which would often be the error itself, and the request."""
+    """The status that tells the caller of this error, which then keeps nothing that it has come through."""
     status = status_of(error)
     if status.code == INTERNAL:
         _log.error("a call failed unexpectedly", exc_info=error)
     elif isinstance(error, Undecodable):
         _count_undecodable()
+    _let_go(error)
+    return status
+
+
+def _let_go(error: BaseException) -> None:
+    """Has an error keep nothing that it has come through: its frames would keep the call, and be kept by it."""
     passed: BaseException | None = error
     while passed is not None:
         before = passed.__context__
         passed.__traceback__ = passed.__context__ = None
         passed = before
-    return status
 
 
 def _count_undecodable() -> None:

@@ -27,7 +27,7 @@ _LOOK_S = 0.25
 _REST_S = 2.0
 # Whoever holds less is not blamed: it may be a message that is on its way, or frames that are not counted.
 _BLAMED_BYTES = _MIB
-# How much the process grows before freed memory is given back to the system, and how often that is done at most.
+# How much larger than at its start the process is while freed memory is given back to the system, and how often.
 _TRIM_BYTES = 64 * _MIB
 _TRIM_S = 10.0
 _LOG_S = 60.0
@@ -43,7 +43,7 @@ class MemoryWatch:
         self._to_hang_up: set[str] = set()
         self._wake = asyncio.Event()
         self._trim_again_s = 0.0
-        self._trimmed_bytes = resident_bytes()
+        self._first_bytes = resident_bytes()
         self._log_again_s = 0.0
         self._prune_at = 1000
 
@@ -72,9 +72,9 @@ class MemoryWatch:
         loop = asyncio.get_running_loop()
         resident = resident_bytes()
         above = resident > self._limit_bytes
-        if loop.time() >= self._trim_again_s and (above or resident > self._trimmed_bytes + _TRIM_BYTES):
+        if loop.time() >= self._trim_again_s and (above or resident > self._first_bytes + _TRIM_BYTES):
             await asyncio.to_thread(_trim)
-            resident = self._trimmed_bytes = resident_bytes()
+            resident = resident_bytes()
             above = resident > self._limit_bytes
             self._trim_again_s = loop.time() + (_REST_S if above else _TRIM_S)
         if not above:

@@ -31,6 +31,10 @@ from shard.following import FollowedFile
 from windrow.v1 import admin_pb2, queue_pb2
 
 _log = logging.getLogger(__name__)
+# Its peer went before the answer was sent: gRPC's own word for that is an error with a traceback.
+logging.getLogger("grpc._cython.cygrpc").addFilter(
+    lambda record: not record.getMessage().startswith("ExecuteBatchError raised in core")
+)
 
 # 1,000 jobs of 16 KiB, or 15 of the largest.
 MESSAGE_BYTES_MAX = 16 * 1024 * 1024

@@ -68,14 +68,16 @@ def write_cluster(
     catalog_dsn: str | None = None,
     connections: int = 4,
     drain_seconds: float = 10,
+    **router: float,
 ) -> Path:
-    """A cluster file: shards by name with their DSNs."""
+    """A cluster file: shards by name with their DSNs. `router` are more keys of that table."""
     path.touch(mode=0o600)
     text = f'[cluster]\nname = "{name}"\n'
     text += "".join(f"\n[[shard]]\nname = '{shard}'\ndsn = '''{dsn}'''\n" for shard, dsn in shards.items())
     if catalog_dsn is not None:
         text += f"\n[catalog]\ndsn = '''{catalog_dsn}'''\n"
     text += f"\n[router]\nconnections_per_shard = {connections}\ndrain_seconds = {drain_seconds}\n"
+    text += "".join(f"{key} = {value}\n" for key, value in router.items())
     path.write_text(text)
     return path
 
