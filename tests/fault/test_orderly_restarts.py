@@ -1,4 +1,4 @@
-"""Router processes are told to end (SIGTERM) one after another, under load: clients see UNAVAILABLE and nothing else."""
+"""Router processes are told to end (SIGTERM) one after another, under load: clients see UNAVAILABLE, nothing else."""
 
 from __future__ import annotations
 

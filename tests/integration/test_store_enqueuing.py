@@ -215,6 +215,11 @@ async def test_an_org_whose_slot_is_not_owned_is_refused_alone(
 
 
 async def too_old(_store: Store, org: OrgId) -> NewJobs:
+    """So little that only the shard can tell."""
+    return some_jobs(org, ids=[job_id(ahead_ms=-7 * DAY_MS - 60_000)])
+
+
+async def far_too_old(_store: Store, org: OrgId) -> NewJobs:
     return some_jobs(org, ids=[job_id(ahead_ms=-8 * DAY_MS)])
 
 
@@ -251,6 +256,7 @@ COSTS: dict[Callable[[Store, OrgId], Awaitable[NewJobs]], list[bytes]] = {
     live_with_a_free_key: [statements.ENQUEUE, statements.FIND_KNOWN, statements.ENQUEUE],
     finished: [statements.ENQUEUE, statements.FIND_KNOWN, statements.ENQUEUE],
     too_old: [statements.ENQUEUE, statements.ENQUEUE],
+    far_too_old: [statements.ENQUEUE],
     not_owned: [statements.ENQUEUE, statements.FIND_REFUSED_SLOTS, statements.ENQUEUE],
     too_many_queues: [statements.ENQUEUE],
 }
