@@ -339,9 +339,10 @@ class Enqueuing:
             now, ids_fit, admitted, paused, max_attempts, stored, stored_ids, stored_in, _ = rows[0]
             self._told_us, self._told_ns = now, time.monotonic_ns()
             if not ids_fit:
-                # By a clock that was set back, ids of this moment are of the future.
-                await self._clock.record()
-                self._clock.check()
+                if made_at_ms(newest) > self._bounds_ms(now)[1]:
+                    # By a clock that was set back, ids of this moment are of the future.
+                    await self._clock.record()
+                    self._clock.check()
                 raise _Refused(self._outside_horizon(calls, now))
             if len(admitted or ()) == len(lanes):
                 return _Inserted(
