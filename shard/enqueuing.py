@@ -28,7 +28,7 @@ from shard.vocabulary import SPARSE_COLUMNS, JobId, Micros, NewJobs, OrgId, Queu
 _TURNS_MAX = 6
 _HOUR_US = 3_600_000_000
 _HOUR_MS = 3_600_000
-# How long the time that the shard has told is used to refuse ids that are far out.
+# How long the time that the shard has told is used to refuse ids that are far too old.
 _HINT_NS = 2_000_000_000
 
 
@@ -178,16 +178,16 @@ class Enqueuing:
         self._told_ns = -_HINT_NS
 
     def refuse_outside_horizon(self, ids: Sequence[str]) -> None:
-        """Refuses ids whose time is so far out that the shard need not be asked: a call that is refused must cost less
-        than one that is served. The shard judges all that are within an hour of its bounds. Raises
-        IdsOutsideHorizon."""
+        """Refuses ids that are so old that the shard need not be asked: a call that is refused must cost less than one
+        that is served. The shard judges all others: by a clock that was set back, ids of this moment are of the
+        future. Raises IdsOutsideHorizon."""
         since_ns = time.monotonic_ns() - self._told_ns
         if since_ns >= _HINT_NS:
             # The shard's clock may have been set meanwhile: it is asked again.
             return
         now_us = self._told_us + since_ns // 1000
         oldest_ms, newest_ms = self._bounds_ms(now_us)
-        if made_at_ms(min(ids)) < oldest_ms - _HOUR_MS or made_at_ms(max(ids)) > newest_ms + _HOUR_MS:
+        if made_at_ms(min(ids)) < oldest_ms - _HOUR_MS:
             bad = [at for at, job_id in enumerate(ids) if not oldest_ms <= made_at_ms(job_id) <= newest_ms]
             raise IdsOutsideHorizon(bad, now=Micros(now_us), horizon_days=self._horizon_days)
 

@@ -198,7 +198,7 @@ async def test_the_time_is_recorded_once_a_second_at_most_and_never_an_earlier_o
 
 def test_every_statement_that_finishes_jobs_minds_the_latest_time() -> None:
     finishing = [one for one in vars(statements).values() if b"INSERT INTO windrow.finished (" in _bytes(one)]
-    assert len(finishing) == 7
+    assert len(finishing) == 8
     assert all(
         b"greatest(now(), (SELECT timestamptz 'epoch' + c.last_value * interval '1 us' FROM windrow.clock c))" in one
         for one in finishing
