@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import AsyncGenerator, Generator
 
 import grpc
 import pytest
@@ -37,14 +37,21 @@ async def test_clients_see_nothing_but_unavailable_while_routers_restart_in_orde
 
     async def call(queue: queue_pb2_grpc.QueueAsyncStub, org: str) -> None:
         nonlocal succeeded
-        rest = {"timeout": PATIENCE_S, "wait_for_ready": True}
         while True:
             job = new_job()
             try:
-                await queue.Enqueue(queue_pb2.EnqueueRequest(org=org, jobs=[job]), **rest)
-                taken = await queue.Dequeue(queue_pb2.DequeueRequest(org=org, queues=[job.queue]), **rest)
+                await queue.Enqueue(
+                    queue_pb2.EnqueueRequest(org=org, jobs=[job]), timeout=PATIENCE_S, wait_for_ready=True
+                )
+                taken = await queue.Dequeue(
+                    queue_pb2.DequeueRequest(org=org, queues=[job.queue]), timeout=PATIENCE_S, wait_for_ready=True
+                )
                 for one in taken.jobs:
-                    await queue.Ack(queue_pb2.AckRequest(org=org, acks=[queue_pb2.Ack(lease=one.lease)]), **rest)
+                    await queue.Ack(
+                        queue_pb2.AckRequest(org=org, acks=[queue_pb2.Ack(lease=one.lease)]),
+                        timeout=PATIENCE_S,
+                        wait_for_ready=True,
+                    )
                 succeeded += 1
             except grpc.aio.AioRpcError as error:
                 failed(error)
@@ -53,7 +60,7 @@ async def test_clients_see_nothing_but_unavailable_while_routers_restart_in_orde
         """Holds a stream without jobs, and opens another when it ends."""
         first = queue_pb2.ConsumeRequest(start=start("consumed"), credit=10)
 
-        async def said() -> object:
+        async def said() -> AsyncGenerator[queue_pb2.ConsumeRequest, None]:
             yield first
             await asyncio.Event().wait()
 
@@ -77,7 +84,11 @@ async def test_clients_see_nothing_but_unavailable_while_routers_restart_in_orde
         try:
             for _ in range(RESTARTS):
                 enough, (ends, *_) = succeeded + 50, routers.pids
-                await asyncio.to_thread(until, lambda enough=enough: succeeded > enough, "calls succeed")
+
+                def many(enough: int = enough) -> bool:
+                    return succeeded > enough
+
+                await asyncio.to_thread(until, many, "calls succeed")
                 with ending([ends]):
                     os.kill(ends, signal.SIGTERM)
                 await asyncio.to_thread(until, lambda: len(routers.pids) == 2, "another has taken its place")
