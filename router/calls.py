@@ -58,8 +58,8 @@ def unary(rules: Callable[[Any], None] = check, *, answer_bytes: int = 0) -> Cal
     are reserved before it begins."""
 
     def mark(method: _Method) -> _Method:
-        method.rules = rules  # type: ignore[attr-defined]
-        method.answer_bytes = answer_bytes  # type: ignore[attr-defined]
+        marked = cast("Any", method)
+        marked.rules, marked.answer_bytes = rules, answer_bytes
         return method
 
     return mark
@@ -116,8 +116,9 @@ class Methods(grpc.GenericRpcHandler):
 def _unary(
     gate: Gate, method: Callable[[Any], Awaitable[Message | bytes]], decode: Callable[[bytes], Message], name: str
 ) -> Callable[[object, Context], Awaitable[bytes]]:
-    rules: Callable[[Any], None] = method.rules  # type: ignore[attr-defined]
-    answer_bytes: int = method.answer_bytes  # type: ignore[attr-defined]
+    marked = cast("Any", method)
+    rules: Callable[[Any], None] = marked.rules
+    answer_bytes: int = marked.answer_bytes
 
     async def act(call: Call, context: Context, raw: bytes) -> bytes:
         request = _decoded(decode, raw)
@@ -256,15 +257,22 @@ def refusal(context: Context, error: Exception) -> Awaitable[NoReturn]:
     return context.abort_with_status(rpc_status.to_status(told(error)))  # pyright: ignore[reportUnknownMemberType]
 
 
-class _LogOnceAWhile:
-    """Counts what happens often, and writes one line about it in a while."""
+class _Undecodables:
+    """Counts requests that cannot be decoded, and writes one line about them in a while."""
 
     def __init__(self) -> None:
-        self.next_s = 0.0
-        self.count = 0
+        self._count = 0
+        self._next_s = 0.0
+
+    def count(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        self._count += 1
+        if now_s >= self._next_s:
+            _log.warning("refused %d request(s) that cannot be decoded", self._count)
+            self._count, self._next_s = 0, now_s + _UNDECODABLE_LOG_S
 
 
-_undecodable = _LogOnceAWhile()
+_undecodables = _Undecodables()
 
 
 def told(error: Exception) -> Status:
@@ -273,7 +281,7 @@ def told(error: Exception) -> Status:
     if status.code == INTERNAL:
         _log.error("a call failed unexpectedly", exc_info=error)
     elif isinstance(error, Undecodable):
-        _count_undecodable()
+        _undecodables.count()
     _let_go(error)
     return status
 
@@ -285,14 +293,6 @@ def _let_go(error: BaseException) -> None:
         before = passed.__context__
         passed.__traceback__ = passed.__context__ = None
         passed = before
-
-
-def _count_undecodable() -> None:
-    now_s = asyncio.get_running_loop().time()
-    _undecodable.count += 1
-    if now_s >= _undecodable.next_s:
-        _log.warning("refused %d request(s) that cannot be decoded", _undecodable.count)
-        _undecodable.count, _undecodable.next_s = 0, now_s + _UNDECODABLE_LOG_S
 
 
 def seconds_left(context: Context, *, at_most: float = DEADLINE_S_MAX) -> float:

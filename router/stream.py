@@ -241,7 +241,9 @@ class Stream:
         while True:
             while self._jobs or self._settled:
                 settled, self._settled = self._settled, []
+                waiting_bytes = self._jobs_bytes
                 jobs = self._next_jobs()
+                sent_bytes = waiting_bytes - self._jobs_bytes
                 message = b"".join(
                     [
                         *chain.from_iterable(given.jobs for given in jobs),
@@ -252,7 +254,7 @@ class Stream:
                 # From here on the consumer may have read them, whatever becomes of the stream: they stay leased.
                 await self._context.write(message)
                 self._gate.written(self._call)
-                self._call.give_back(sum([given.bytes for given in jobs]))
+                self._call.give_back(sent_bytes)
                 self._room.set()
                 self._fewer.set()
             self._behind = False

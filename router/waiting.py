@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 from router import wire
 from router.buffer import Account
 from router.wire import Given
-from shard.claiming import CLAIM_BYTES_MAX
+from shard.claiming import CLAIM_BYTES_MAX, JOB_BYTES
 from shard.doorbell import Doorbell
 from shard.enqueuing import Handed, Handover, Taker
 from shard.errors import ShardError
@@ -41,8 +41,6 @@ _PAUSE_S = 0.010
 # A probe that nothing in particular calls for is not made so soon after another.
 _OLD_S = 1.0
 
-# What a job that is handed over takes beside its payload, before that is known.
-_JOB_BYTES = 500
 _STRANGERS_MAX = 100_000
 
 # Of leases. They need only differ: whose lease it is, the org says.
@@ -242,7 +240,7 @@ class Room:
                     waiter.promised = True
                     fitting = _first_bytes(jobs, share)
                     share, there = share[:fitting], share[fitting:] + there
-                held = sum([len(jobs.payloads[at]) for at in share]) + _JOB_BYTES * len(share)
+                held = sum([len(jobs.payloads[at]) for at in share]) + JOB_BYTES * len(share)
                 if not waiter.account.take(held):
                     # What it has not read fills its share of this process.
                     waiter.promised = False

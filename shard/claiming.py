@@ -25,7 +25,7 @@ _GROUPS_MAX = 32
 # jobs added, its answer stays below 4 MiB, which is the most that gRPC clients take unless told otherwise.
 CLAIM_BYTES_MAX = 2 * 1024 * 1024
 # What a job takes beside payload and attributes.
-_JOB_BYTES = 500
+JOB_BYTES = 500
 
 
 class Memory(Protocol):
@@ -87,7 +87,7 @@ class _Taker:
         """Has its memory hold what it has by now."""
         memory = self.ask.memory
         if memory is not None:
-            held = sum(map(_size, self.jobs)) + _JOB_BYTES * len(self.jobs)
+            held = sum(map(_size, self.jobs)) + JOB_BYTES * len(self.jobs)
             if held > self.held:
                 memory.hold(held - self.held)
             elif held < self.held:

@@ -186,14 +186,17 @@ class Enqueuing:
             # The shard's clock may have been set meanwhile: it is asked again.
             return
         now_us = self._told_us + since_ns // 1000
-        oldest_ms, newest_ms = self._bounds_ms(now_us)
-        if made_at_ms(min(ids)) < oldest_ms - _HOUR_MS:
-            bad = [at for at, job_id in enumerate(ids) if not oldest_ms <= made_at_ms(job_id) <= newest_ms]
-            raise IdsOutsideHorizon(bad, now=Micros(now_us), horizon_days=self._horizon_days)
+        if made_at_ms(min(ids)) < self._bounds_ms(now_us)[0] - _HOUR_MS:
+            raise IdsOutsideHorizon(self._outside(ids, now_us), now=Micros(now_us), horizon_days=self._horizon_days)
 
     def _bounds_ms(self, now_us: int) -> tuple[int, int]:
         """The first and the last millisecond in which an id may have been made."""
         return -(-(now_us - self._horizon_us) // 1000), (now_us + _HOUR_US) // 1000
+
+    def _outside(self, ids: Sequence[str], now_us: int) -> list[int]:
+        """The positions of ids that were made before or after that."""
+        oldest_ms, newest_ms = self._bounds_ms(now_us)
+        return [at for at, job_id in enumerate(ids) if not oldest_ms <= made_at_ms(job_id) <= newest_ms]
 
     async def together(self, calls: Sequence[Call]) -> Sequence[dict[int, JobId] | Exception]:
         """Stores the jobs of each call, all or none. Answers for each call the positions of those that were known
@@ -367,10 +370,9 @@ class Enqueuing:
         return errors
 
     def _outside_horizon(self, calls: Sequence[Call], now: int) -> dict[int, Exception]:
-        oldest_ms, newest_ms = self._bounds_ms(now)
         errors: dict[int, Exception] = {}
         for turn, (jobs, _, _) in enumerate(calls):
-            bad = [at for at, job_id in enumerate(jobs.ids) if not oldest_ms <= made_at_ms(job_id) <= newest_ms]
+            bad = self._outside(jobs.ids, now)
             if bad:
                 errors[turn] = IdsOutsideHorizon(bad, now=Micros(now), horizon_days=self._horizon_days)
         return errors
