@@ -246,9 +246,10 @@ class Client:
 
 
 @contextlib.asynccontextmanager
-async def client(address: str) -> AsyncGenerator[Client, None]:
-    """Reconnects at once, where a client would take a second; never retries by itself."""
+async def client(address: str, *more: tuple[str, object]) -> AsyncGenerator[Client, None]:
+    """Reconnects at once, where a client would take a second; never retries by itself. `more`: options of gRPC."""
     options: list[tuple[str, object]] = [
+        *more,
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_retries", 0),
         ("grpc.initial_reconnect_backoff_ms", 10),
