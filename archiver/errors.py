@@ -1,10 +1,10 @@
-"""What can keep a day from being exported, or an exported one from being read.
+"""Why a day could not be exported, or an exported day could not be read.
 
 ExportFailed
-├── FilesFailed      the place did not do what it was asked for: try again, later
-│   └── NoSuchFile   it is not there
-├── Damaged          a file is not what its manifest says: an operator must look
-└── NotInstalled     the libraries for it are not here
+├── FilesFailed      the directory or bucket did not do what it was asked for; try again later
+│   └── NoSuchFile   the file does not exist
+├── Damaged          a file differs from its manifest; an operator must look
+└── NotInstalled     the libraries for exports are not installed
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What passes did, as metrics of OpenTelemetry's SDK, sent on by OTLP. Imported only where they are wanted."""
+"""Metrics of passes, by OpenTelemetry's SDK, sent by OTLP. Imported only if metrics are wanted."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
 
-from archiver.passing import Pass
+from archiver.run import Pass
 from shard.vocabulary import ShardName
 
 _CLOSE_MS_MAX = 3000
 
 
 class Metrics:
-    """Sent every minute, or as OTEL_METRIC_EXPORT_INTERVAL says, and when closed."""
+    """Sent every minute, or as OTEL_METRIC_EXPORT_INTERVAL says, and on `close`."""
 
     def __init__(self) -> None:
         service = {"service.name": os.environ.get("OTEL_SERVICE_NAME", "windrow-archiver")}
@@ -30,7 +30,7 @@ class Metrics:
         self._locked_s = meter.create_histogram(
             "windrow.archiver.lock.duration",
             unit="s",
-            description="The longest of each pass for which enqueues and acks may have waited.",
+            description="For each pass, the longest time for which enqueues and acks may have waited.",
         )
         self._jobs = meter.create_counter(
             "windrow.archiver.jobs", unit="{job}", description="Jobs, by shard and what was done with them."
@@ -38,7 +38,7 @@ class Metrics:
         self._bytes = meter.create_counter(
             "windrow.archiver.bytes",
             unit="By",
-            description="Of the days that turned cold, of their exports, and of those dropped.",
+            description="Size of the days that turned cold, of exports, and of days dropped.",
         )
 
     def record(self, shard: ShardName, outcome: Pass | Exception) -> None:
@@ -51,8 +51,8 @@ class Metrics:
         self._locked_s.record(outcome.locked_s_max, {"shard": shard})
         days = (("turned cold", outcome.turned_cold), ("exported", outcome.exported), ("dropped", outcome.dropped))
         for what, aged in days:
-            self._jobs.add(sum(one.jobs for one in aged), {"shard": shard, "what": what})
-            self._bytes.add(sum(one.bytes for one in aged), {"shard": shard, "what": what})
+            self._jobs.add(sum(day.jobs for day in aged), {"shard": shard, "what": what})
+            self._bytes.add(sum(day.bytes for day in aged), {"shard": shard, "what": what})
         for what, jobs in (
             ("expired", outcome.jobs_expired),
             ("dead too long", outcome.dead_jobs_cancelled),
@@ -61,5 +61,5 @@ class Metrics:
             self._jobs.add(jobs, {"shard": shard, "what": what})
 
     def close(self) -> None:
-        """Sends what is left."""
+        """Sends what was recorded since the last time."""
         self._provider.shutdown(timeout_millis=_CLOSE_MS_MAX)

@@ -1,5 +1,5 @@
-"""What is done with one org's history on all shards of a cluster at once: a policy is spread, applied to the past, or
-all of it is erased."""
+"""Changes one org's history on all shards of a cluster: copies a changed policy, applies retentions to jobs that have
+already finished, and erases the org."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from archiver.errors import NotInstalled
-from archiver.passing import AnotherArchives
+from archiver.run import AnotherArchives
 from archiver.service import opened
 from archiver.settings import settings_of
-from shard import catalog as catalogs
-from shard import erasing, identity, keeping, policies
-from shard.cluster import Cluster, ShardEntry
-from shard.database import Database
-from shard.erasing import Erasure
 from shard.errors import OrgMoves, ShardError, ShardUnavailable
-from shard.leading import ARCHIVER, candidacy
-from shard.policies import Policy
+from shard.history import erasure, org_policies, retention_change
+from shard.history.erasure import Erasure
+from shard.history.org_policies import Policy
+from shard.placement import catalog as catalogs
+from shard.placement import identity
+from shard.placement.cluster_file import Cluster, ShardEntry
+from shard.postgres.leader_lock import ARCHIVER, leader_session
+from shard.postgres.pool import Database
 from shard.vocabulary import CATALOG, OrgId, ShardName
 
 if TYPE_CHECKING:
-    from archiver.exporting import Erased
-    from archiver.files import Files
+    from archiver.export import Erased
+    from archiver.object_store import Files
 
-# For a pass, which ends within a minute or two, to let others at the shard.
-_OFFICE_S_MAX = 300.0
-_OFFICE_PAUSE_S = 0.5
+# How long to wait for an archiver's pass over the shard, which ends within a minute or two.
+_LEAD_S_MAX = 300.0
+_LEAD_PAUSE_S = 0.5
 _BEGIN_TRIES = 20
 _BEGIN_PAUSE_S = 0.25
 
@@ -39,9 +40,9 @@ _BEGIN_PAUSE_S = 0.25
 async def change(
     cluster: Cluster, decide: Callable[[Database], Awaitable[Policy]]
 ) -> tuple[Policy, Mapping[ShardName, ShardError]]:
-    """Has an org be told otherwise: `decide` changes the catalog. Answers what the org is told now, and on which shards
-    that is not known yet, and why: there it will be before an archiver does anything. Raises ShardError where nothing
-    was changed."""
+    """Changes an org's policy: `decide` changes it in the catalog. Returns the new policy, and the shards that do not
+    have it yet, with the reason; they get it before an archiver does anything there. Raises ShardError if nothing was
+    changed."""
     async with opened(CATALOG, cluster.catalog_dsn) as catalog:
         await catalogs.find(catalog, cluster=cluster.name, shards=[entry.name for entry in cluster.shards])
         policy = await decide(catalog)
@@ -51,7 +52,7 @@ async def change(
                 return ShardUnavailable(entry.name, f"the cluster file says that it is {entry.state.word}")
             try:
                 async with opened(entry.name, entry.dsn) as shard:
-                    await policies.copy(catalog, shard)
+                    await org_policies.copy(catalog, shard)
             except ShardError as error:
                 return error
             return None
@@ -62,24 +63,25 @@ async def change(
 
 
 async def read(cluster: Cluster) -> list[Policy]:
-    """What all orgs are told that are told anything, by org."""
+    """Returns the policies of all orgs that have one, by org."""
     async with opened(CATALOG, cluster.catalog_dsn) as catalog:
         await catalogs.find(catalog, cluster=cluster.name, shards=[entry.name for entry in cluster.shards])
-        return await policies.read(catalog)
+        return await org_policies.read(catalog)
 
 
 async def apply_to_past(cluster: Cluster, org: OrgId, *, say: Callable[[str], None]) -> int:
-    """Has all that the org has finished be kept as its queues say now. Answers for how many jobs that was a change.
-    `say` hears of each shard. Raises AnotherArchives, ShardError; done again, it goes on."""
+    """Keeps all finished jobs of the org for as long as its queues say now. Returns for how many jobs that is a change.
+    `say` is called with a text for each shard. Raises AnotherArchives, ShardError; if it is interrupted, call it again.
+    """
     jobs = 0
     async with _every(cluster) as (catalog, shards):
         placement = (await catalogs.read(catalog)).placement(org)
-        kept = await keeping.read(shards[placement.writes[-1]], org)
+        retentions = await retention_change.read(shards[placement.writes[-1]], org)
         for name, database in shards.items():
-            async with _alone(cluster, name):
-                some = await keeping.apply(database, org, kept)
-            say(f"shard {name}: {some:,} job(s) are kept for another time now")
-            jobs += some
+            async with _without_archiver(cluster, name):
+                changed = await retention_change.apply(database, org, retentions)
+            say(f"shard {name}: {changed:,} job(s) got another retention")
+            jobs += changed
     return jobs
 
 
@@ -88,38 +90,40 @@ class Receipt:
     """What was erased of an org."""
 
     org: OrgId
-    # Of this erasure, and of earlier ones that had not come to their end.
+    # The erasures that ended in this run: the one asked for, and earlier ones that had not ended.
     shards: Mapping[ShardName, list[Erasure]]
-    # Files of exports that are gone; what others had in them is in new ones.
+    # Export files that were deleted. Jobs of other orgs in them were copied to new files.
     files: list[Erased]
 
 
 async def erase(cluster: Cluster, org: OrgId, *, say: Callable[[str], None]) -> Receipt:
-    """Erases all that the cluster's databases have of an org, and what the archiver has exported of it. `say` hears how
-    it goes. Raises LegallyHeld, OrgMoves, AnotherArchives, ShardError, ExportFailed; done again, it goes on."""
-    erasure = str(uuid.uuid4())
-    # Before anything is erased: a place that cannot be reached is not to be found out in the end.
+    """Erases everything that the cluster's databases store about an org, and what the archiver has exported of it.
+    `say` is called with texts about the progress. Raises LegallyHeld, OrgMoves, AnotherArchives, ShardError,
+    ExportFailed; if it is interrupted, call it again."""
+    erasure_id = str(uuid.uuid4())
+    # Open the exports before anything is erased: an unreachable location must not be noticed at the end.
     exports = await _exports(cluster)
     receipts: dict[ShardName, list[Erasure]] = {}
     files: list[Erased] = []
     async with _every(cluster) as (catalog, shards):
-        # Whatever is told of the org is told no more, and so the shards' copies are made of a catalog without it.
-        await policies.forget(catalog, org)
-        # No copy that is under way, of the catalog as it was, is newer than what the shards have then.
+        # Delete the policy first, so that the copies on the shards are made from a catalog without it.
+        await org_policies.delete(catalog, org)
+        # Copy now: a copy of the earlier policies that is still under way is then older than what the shards have, and
+        # is refused.
         for database in shards.values():
-            await policies.copy(catalog, database)
-        if await _begin(catalog, shards, org, erasure):
-            say(f"org {org} is no more; what it had is being erased ({erasure})")
+            await org_policies.copy(catalog, database)
+        if await _begin(catalog, shards, org, erasure_id):
+            say(f"org {org} does not exist any more; its data is being erased ({erasure_id})")
         for name, database in shards.items():
-            async with _alone(cluster, name):
-                found = await erasing.unfinished(database)
-                for one in found:
-                    while await erasing.go_on(database, one):
+            async with _without_archiver(cluster, name):
+                pending = await erasure.unfinished(database)
+                for unfinished in pending:
+                    while await erasure.go_on(database, unfinished):
                         pass
                 if exports is not None:
-                    # After the tables: what is not there is not exported any more.
+                    # After the tables, so that the org's jobs are not exported again.
                     files += await exports.erase(name, org)
-            receipts[name] = await erasing.read(database, [*{erasure, *(one.id for one in found)}])
+            receipts[name] = await erasure.read(database, [*{erasure_id, *(unfinished.id for unfinished in pending)}])
             say(f"shard {name}: nothing is left")
         if exports is not None:
             for name in await exports.shards() - shards.keys():
@@ -128,68 +132,70 @@ async def erase(cluster: Cluster, org: OrgId, *, say: Callable[[str], None]) -> 
 
 
 class _Exports:
-    """What the archiver has exported. Raises ExportFailed."""
+    """The archiver's exports. Methods raise ExportFailed."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
 
     async def shards(self) -> set[ShardName]:
-        from archiver import exporting
+        from archiver.export import shards_in
 
-        return await asyncio.to_thread(exporting.shards_in, self._files)
+        return await asyncio.to_thread(shards_in, self._files)
 
     async def erase(self, shard: ShardName, org: OrgId) -> list[Erased]:
-        from archiver import exporting
+        from archiver.export import erase_org
 
-        return await exporting.erase_org(self._files, shard, org)
+        return await erase_org(self._files, shard, org)
 
 
 async def _exports(cluster: Cluster) -> _Exports | None:
-    """None: there are none."""
-    place = settings_of(cluster).export
-    if place is None:
+    """Returns None if the cluster exports nothing."""
+    location = settings_of(cluster).export
+    if location is None:
         return None
     try:
-        # Large, and needed by few.
-        from archiver import exporting
+        # Import only when needed: the library is large.
+        from archiver.export import open_files
     except ModuleNotFoundError as error:
         raise NotInstalled(error.name) from error
-    return _Exports(await exporting.open_files(place))
+    return _Exports(await open_files(location))
 
 
-async def _begin(catalog: Database, shards: Mapping[ShardName, Database], org: OrgId, erasure: str) -> bool:
-    """Whether the org was somewhere. Until it is nowhere, or comes again and again: that is its producers' doing, and
-    another org. In the order in which jobs travel: from a shard where it is no more, none depart."""
-    there = False
+async def _begin(catalog: Database, shards: Mapping[ShardName, Database], org: OrgId, erasure_id: str) -> bool:
+    """Begins the erasure on all shards, and repeats that until no shard has the org, or gives up after some tries:
+    producers may create the org again and again, and that is then another org. Returns whether any shard had the org.
+    """
+    found = False
     for tries_left in reversed(range(_BEGIN_TRIES)):
         reads = (await catalogs.read(catalog)).placement(org).reads
         try:
-            if not await _begin_on_all(shards, reads, org, erasure):
+            if not await _begin_on_all(shards, reads, org, erasure_id):
                 break
-            there = True
+            found = True
         except OrgMoves:
             if not tries_left:
                 raise
             await asyncio.sleep(_BEGIN_PAUSE_S)
-    return there
+    return found
 
 
 async def _begin_on_all(
-    shards: Mapping[ShardName, Database], reads: Sequence[ShardName], org: OrgId, erasure: str
+    shards: Mapping[ShardName, Database], reads: Sequence[ShardName], org: OrgId, erasure_id: str
 ) -> bool:
-    """Whether it was somewhere."""
+    """Returns whether any shard had the org. Goes through the shards in the order in which jobs move: once the org is
+    gone from a shard, no more jobs are exported from it."""
     if len(reads) > 1:
         raise OrgMoves(org, reads)
     order = (*reads, *(name for name in shards if name not in reads))
-    return any([await _begin_on(shards[name], org, erasure) for name in order])
+    return any([await _begin_on(shards[name], org, erasure_id) for name in order])
 
 
-async def _begin_on(database: Database, org: OrgId, erasure: str) -> bool:
+async def _begin_on(database: Database, org: OrgId, erasure_id: str) -> bool:
     for tries_left in reversed(range(_BEGIN_TRIES)):
         try:
-            return await erasing.begin(database, org, erasure=erasure)
+            return await erasure.begin(database, org, erasure=erasure_id)
         except ShardUnavailable:
-            # An enqueue under way, most likely.
+            # Probably an enqueue under way held a lock.
             if not tries_left:
                 raise
             await asyncio.sleep(_BEGIN_PAUSE_S)
@@ -198,8 +204,8 @@ async def _begin_on(database: Database, org: OrgId, erasure: str) -> bool:
 
 @contextlib.asynccontextmanager
 async def _every(cluster: Cluster) -> AsyncGenerator[tuple[Database, dict[ShardName, Database]]]:
-    """The catalog and all shards, each proved to be what the file says. Raises ShardError if one will not do: an org's
-    history may lie on any."""
+    """Opens the catalog and all shards, and checks that each is what the file says. Raises ShardError if one of them
+    cannot be used, because an org's history may be on any shard."""
     async with AsyncExitStack() as stack:
         catalog = await stack.enter_async_context(opened(CATALOG, cluster.catalog_dsn))
         await catalogs.find(catalog, cluster=cluster.name, shards=[entry.name for entry in cluster.shards])
@@ -209,20 +215,21 @@ async def _every(cluster: Cluster) -> AsyncGenerator[tuple[Database, dict[ShardN
                 raise ShardUnavailable(entry.name, f"the cluster file says that it is {entry.state.word}")
             database = await stack.enter_async_context(opened(entry.name, entry.dsn))
             await identity.admit(database, catalog, cluster=cluster.name)
-            await policies.copy(catalog, database)
+            await org_policies.copy(catalog, database)
             shards[entry.name] = database
         yield catalog, shards
 
 
 @contextlib.asynccontextmanager
-async def _alone(cluster: Cluster, name: ShardName) -> AsyncGenerator[None]:
-    """Without an archiver that passes over the shard meanwhile. Raises AnotherArchives if one does not end."""
+async def _without_archiver(cluster: Cluster, name: ShardName) -> AsyncGenerator[None]:
+    """Keeps archivers away from the shard while the block runs. Raises AnotherArchives if a pass does not end in
+    time."""
     entry = next(entry for entry in cluster.shards if entry.name == name)
-    async with candidacy(entry.dsn, cluster.digest, office=ARCHIVER, shard=name) as candidate:
-        give_up_s = asyncio.get_running_loop().time() + _OFFICE_S_MAX
-        while not await candidate.lead():
+    async with leader_session(entry.dsn, cluster.digest, role=ARCHIVER, shard=name) as session:
+        give_up_s = asyncio.get_running_loop().time() + _LEAD_S_MAX
+        while not await session.lead():
             if asyncio.get_running_loop().time() > give_up_s:
-                who = await candidate.leader() or "it has just ended"
+                who = await session.leader() or "it has just ended"
                 raise AnotherArchives(f"shard {name!r}: an archiver is at work: {who}")
-            await asyncio.sleep(_OFFICE_PAUSE_S)
+            await asyncio.sleep(_LEAD_PAUSE_S)
         yield

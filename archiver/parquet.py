@@ -1,7 +1,7 @@
-"""A day of jobs as a Parquet file, and the manifest beside it: the form that others rely on, written and read. It is
-described in docs/export.md; what is there stays, more columns may come.
+"""The export format: a day of jobs as a Parquet file, and its manifest. Reads and writes both. docs/export.md describes
+the format; columns may be added, but existing ones stay as they are.
 
-Knows nothing of Postgres. All that is in memory at once is one row group.
+This module knows nothing about Postgres. It holds one row group in memory at a time.
 """
 
 from __future__ import annotations
@@ -11,67 +11,68 @@ import importlib
 import json
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, TypeAlias
+from types import NoneType
+from typing import Any, NamedTuple, TypeAlias, get_args, get_type_hints
 from urllib.parse import quote, unquote
 
 from archiver.errors import Damaged, ExportFailed, NoSuchFile
-from archiver.files import Files, Sink, Source
-from shard.cold import ColdJob
-from shard.vocabulary import JobId, OrgId, ShardName
+from archiver.object_store import Files, Sink, Source
+from shard.history.cold_day import ColdJob
+from shard.vocabulary import JobId, Micros, OrgId, ShardName
 
-# It has no types.
+# pyarrow has no type annotations.
 pa: Any = importlib.import_module("pyarrow")
 pc: Any = importlib.import_module("pyarrow.compute")
 pq: Any = importlib.import_module("pyarrow.parquet")
 # A pyarrow.RecordBatch of SCHEMA.
 Batch: TypeAlias = Any
 
-# Rises when a reader of this one would misread what is written.
+# Raise this when a reader of the present version would misread the new one.
 FORMAT = 1
 MANIFEST = "manifest.json"
 _MANIFEST_BYTES_MAX = 256 * 1024 * 1024
 
-_TIME = pa.timestamp("us", tz="UTC")
-# As ColdJob has them.
+_ARROW_TYPES = {str: pa.string(), bytes: pa.binary(), int: pa.int64(), Micros: pa.timestamp("us", tz="UTC")}
+_SMALL = {"priority", "attempt", "max_attempts"}
+
+
+def _column(name: str, of: Any) -> Any:
+    """Returns the Parquet column for a field of ColdJob with this type."""
+    inner = [one for one in get_args(of) if one is not NoneType]
+    (plain,) = inner or [of]
+    # The names of orgs and queues, and ids, are texts.
+    arrow_type = _ARROW_TYPES.get(plain) or _ARROW_TYPES[plain.__supertype__]
+    return pa.field(name, pa.int16() if name in _SMALL else arrow_type, nullable=bool(inner))
+
+
+# The columns of ColdJob.
 SCHEMA = pa.schema(
-    [
-        pa.field("org", pa.string(), nullable=False),
-        pa.field("queue", pa.string(), nullable=False),
-        pa.field("id", pa.string(), nullable=False),
-        pa.field("kind", pa.string(), nullable=False),
-        pa.field("state", pa.string(), nullable=False),
-        pa.field("priority", pa.int16(), nullable=False),
-        pa.field("attempt", pa.int16(), nullable=False),
-        pa.field("max_attempts", pa.int16()),
-        pa.field("enqueued_at", _TIME, nullable=False),
-        pa.field("run_at", _TIME, nullable=False),
-        pa.field("leased_at", _TIME),
-        pa.field("finished_at", _TIME, nullable=False),
-        pa.field("expires_at", _TIME),
-        pa.field("lease", pa.int64()),
-        pa.field("worker", pa.string()),
-        pa.field("reason", pa.string()),
-        pa.field("dedup_key", pa.string()),
-        pa.field("trace", pa.string()),
-        pa.field("payload", pa.binary(), nullable=False),
-        pa.field("result", pa.binary()),
-        pa.field("attributes", pa.string()),
-        pa.field("retry", pa.string()),
-        pa.field("history", pa.string()),
-    ],
-    metadata={"windrow.format": str(FORMAT)},
+    [_column(name, of) for name, of in get_type_hints(ColdJob).items()], metadata={"windrow.format": str(FORMAT)}
 )
+# How many columns every file has. Columns that were added later come after them, and may be null.
+_FIRST_COLUMNS = 23
 LARGE = ("payload", "result")
-# A row group ends with the batch that fills one of these. Readers skip groups without the org that they look for.
+# A row group ends with the batch that reaches one of these. Readers skip row groups without the wanted org.
 _GROUP_ROWS, _GROUP_BYTES = 50_000, 32 * 1024 * 1024
-_ALIKE = ["org", "queue", "kind", "state", "priority", "attempt", "max_attempts", "worker", "reason", "retry"]
-_COMPARED = ["org", "queue", "id", "kind", "state", "enqueued_at", "finished_at"]
+_DICTIONARY_COLUMNS = [
+    "org",
+    "queue",
+    "kind",
+    "state",
+    "priority",
+    "attempt",
+    "max_attempts",
+    "worker",
+    "reason",
+    "retry",
+]
+_STATISTICS_COLUMNS = ["org", "queue", "id", "kind", "state", "enqueued_at", "finished_at"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a day's file has in it. It is written when the file has been read back, and names it: a file that no
-    manifest names is none."""
+    """What a day's file contains. It is written after the file has been read back. A file that no manifest names does
+    not count."""
 
     cluster: str
     shard: ShardName
@@ -100,7 +101,7 @@ class Manifest:
 
 
 class Written(NamedTuple):
-    """What has been written to a file."""
+    """A file that was written."""
 
     rows: int
     bytes: int
@@ -111,7 +112,7 @@ class Written(NamedTuple):
 
 
 def folder_of(shard: ShardName, retention: int, day: str) -> str:
-    """As Hive names partitions, which DuckDB, Spark and others read."""
+    """Returns a day's folder, in Hive's partition naming, which DuckDB, Spark and others read."""
     return f"{shard_folder(shard)}/retention={retention}/day={day}"
 
 
@@ -120,12 +121,12 @@ def shard_folder(shard: ShardName) -> str:
 
 
 def shard_of(folder: str) -> ShardName:
-    """That `folder_of` was given."""
+    """Returns the shard that `folder_of` was given."""
     return ShardName(unquote(folder.partition("/")[0].removeprefix("shard=")))
 
 
 def day_of(path: str) -> tuple[ShardName, int, str] | None:
-    """The shard, retention and day (YYYY-MM-DD) of a file; None: it is none of ours."""
+    """Returns the shard, retention and day (YYYY-MM-DD) of a file, or None if it is not a file of an export."""
     match [part.partition("=") for part in path.split("/")]:
         case [("shard", "=", shard), ("retention", "=", retention), ("day", "=", day), _] if retention.isdigit():
             return ShardName(unquote(shard)), int(retention), day
@@ -134,22 +135,22 @@ def day_of(path: str) -> tuple[ShardName, int, str] | None:
 
 
 def read_manifest(files: Files, folder: str) -> Manifest:
-    """Raises Damaged, NoSuchFile, FilesFailed."""
+    """Returns the manifest of a day's folder. Raises Damaged, NoSuchFile, FilesFailed."""
     path = f"{folder}/{MANIFEST}"
-    found = files.size(path)
-    if found > _MANIFEST_BYTES_MAX:
-        raise Damaged(f"{files.name(path)} has {found:,} bytes: it is no manifest")
+    size = files.size(path)
+    if size > _MANIFEST_BYTES_MAX:
+        raise Damaged(f"{files.name(path)} has {size:,} bytes: it is no manifest")
     data = files.read(path)
     try:
         document = json.loads(data)
         if document["format"] > FORMAT:
             raise Damaged(f"{files.name(path)} was written by a later release, {document['windrow']}")
-        known = {name: document[name] for name in Manifest.__dataclass_fields__}
-        manifest = Manifest(**known)
+        fields = {name: document[name] for name in Manifest.__dataclass_fields__}
+        manifest = Manifest(**fields)
     except (ValueError, KeyError, TypeError) as error:
         raise Damaged(f"{files.name(path)} cannot be read: {error!r}") from error
     if manifest.folder != folder or "/" in manifest.file or sum(manifest.rows_by_org.values()) != manifest.rows:
-        raise Damaged(f"{files.name(path)} contradicts itself, or lies where another does")
+        raise Damaged(f"{files.name(path)} contradicts itself, or belongs in another folder")
     return manifest
 
 
@@ -159,7 +160,8 @@ def write_manifest(files: Files, manifest: Manifest) -> None:
 
 
 def check(files: Files, manifest: Manifest) -> None:
-    """Reads all of a file, and does not look into it but for its count of rows. Raises Damaged, FilesFailed."""
+    """Reads a whole file, and compares its size, SHA-256 and number of rows with the manifest. Does not look at the
+    rows. Raises Damaged, FilesFailed."""
     name = files.name(manifest.path)
     try:
         size, sha256 = files.digest(manifest.path)
@@ -181,7 +183,7 @@ def batch_of(jobs: Sequence[ColdJob]) -> Batch:
 
 
 class Writer:
-    """Writes one file. It is there once `commit` has returned; else never."""
+    """Writes one file. It appears when `commit` has returned, and otherwise never."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
@@ -193,8 +195,8 @@ class Writer:
             SCHEMA,
             compression="zstd",
             compression_level=3,
-            use_dictionary=_ALIKE,
-            write_statistics=_COMPARED,
+            use_dictionary=_DICTIONARY_COLUMNS,
+            write_statistics=_STATISTICS_COLUMNS,
             sorting_columns=[pq.SortingColumn(SCHEMA.get_field_index(name)) for name in ("org", "id")],
         )
 
@@ -208,8 +210,8 @@ class Writer:
         self._ids = sorted([*self._ids, ends["min"].as_py(), ends["max"].as_py()])[:: len(self._ids) + 1]
         self._pending.append(batch)
         if (
-            sum(one.num_rows for one in self._pending) >= _GROUP_ROWS
-            or sum(one.nbytes for one in self._pending) >= _GROUP_BYTES
+            sum(pending.num_rows for pending in self._pending) >= _GROUP_ROWS
+            or sum(pending.nbytes for pending in self._pending) >= _GROUP_BYTES
         ):
             self._flush()
 
@@ -238,14 +240,15 @@ class Writer:
 
 
 class Reader:
-    """Reads one file, a row group at a time. Raises Damaged where it is no such file, and FilesFailed."""
+    """Reads one file, a row group at a time. Raises Damaged if it is not a file of this format, and FilesFailed."""
 
     def __init__(self, files: Files, path: str) -> None:
         self._name = files.name(path)
         source = Source(files, path)
         with _damage(self._name):
             self._parquet = pq.ParquetFile(pa.PythonFile(source, mode="r"))
-            if not self._parquet.schema_arrow.equals(SCHEMA):
+            found = list(self._parquet.schema_arrow)
+            if len(found) < _FIRST_COLUMNS or found != list(SCHEMA)[: len(found)]:
                 raise Damaged(f"{self._name} has other columns than a file of this format")
 
     def __enter__(self) -> Reader:
@@ -262,33 +265,36 @@ class Reader:
         return int(self._parquet.metadata.num_rows)
 
     def batches(self) -> Iterator[Batch]:
-        """All rows, in their order."""
+        """Yields all rows in their order. Columns that are newer than the file are null."""
         for group in range(self._parquet.num_row_groups):
             with _damage(self._name):
                 table = self._parquet.read_row_group(group)
+            for column in list(SCHEMA)[table.num_columns :]:
+                table = table.append_column(column, pa.nulls(table.num_rows, column.type))
             yield from table.to_batches()
 
     def groups_of(self, org: OrgId) -> list[int]:
-        """The row groups that may have jobs of an org."""
+        """Returns the row groups that may have jobs of an org."""
         column = SCHEMA.get_field_index("org")
         found: list[int] = []
         for group in range(self._parquet.num_row_groups):
-            known = self._parquet.metadata.row_group(group).column(column).statistics
-            if known is None or not known.has_min_max or known.min <= org <= known.max:
+            statistics = self._parquet.metadata.row_group(group).column(column).statistics
+            if statistics is None or not statistics.has_min_max or statistics.min <= org <= statistics.max:
                 found.append(group)
         return found
 
     def jobs_of(self, org: OrgId, group: int, columns: Sequence[str]) -> list[dict[str, Any]]:
-        """Some columns (`org` among them) of an org's jobs in a row group, by their names."""
+        """Returns some columns (`org` must be among them) of an org's jobs in a row group. Columns that are newer than
+        the file are None."""
         with _damage(self._name):
             table = self._parquet.read_row_group(group, columns=list(columns))
             rows: list[dict[str, Any]] = table.filter(pc.equal(table.column("org"), org)).to_pylist()
-        return rows
+        return [dict.fromkeys(columns) | row for row in rows]
 
 
 @contextlib.contextmanager
 def _damage(name: str) -> Generator[None, None, None]:
-    """What Arrow makes of a broken file is damage; what keeps the file from being read is not."""
+    """Turns what Arrow raises for a broken file into Damaged. Errors of reading the file pass through."""
     try:
         yield
     except ExportFailed:

@@ -15,17 +15,17 @@ _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Made by `parse`."""
+    """Created by `parse`."""
 
     text: str
-    # None: `text` is a cron expression, meant in `zone`.
+    # None: `text` is a cron expression, read in `zone`.
     interval: timedelta | None
     zone: ZoneInfo
 
     @classmethod
     def parse(cls, text: str, *, zone: ZoneInfo) -> Schedule:
-        """An interval such as 90s, 10m, 1h, 1d, or a cron expression of five fields. Raises ValueError, whose message
-        says what is wrong."""
+        """Parses an interval such as 90s, 10m, 1h or 1d, or a cron expression of five fields. Raises ValueError; its
+        message says what is wrong."""
         found = _INTERVAL.fullmatch(text)
         if found is None:
             try:
@@ -38,11 +38,11 @@ class Schedule:
             return cls(text=text, interval=None, zone=zone)
         interval = timedelta(**{_UNITS[found[2]]: int(found[1])})
         if not interval:
-            raise ValueError(f"{text!r} is no interval: let it be 1s at least")
+            raise ValueError(f"{text!r} is no interval: the shortest is 1s")
         return cls(text=text, interval=interval, zone=zone)
 
     def after(self, moment: datetime) -> datetime:
-        """The next time after this one (both aware), in UTC."""
+        """Returns the next time after this one, in UTC. `moment` must have a time zone."""
         if self.interval is not None:
             return (moment + self.interval).astimezone(UTC)
         return next(CronSim(self.text, moment.astimezone(self.zone))).astimezone(UTC)

@@ -1,5 +1,5 @@
-"""The archiver as a process: passes over all shards, each at the times that the schedule names. What a pass does is
-archiver/passing.py's."""
+"""The archiver as a process: passes over all shards at the times that the schedule names. archiver/run.py says what a
+pass does."""
 
 from __future__ import annotations
 
@@ -9,24 +9,28 @@ import logging
 from collections.abc import AsyncGenerator, Mapping
 from datetime import UTC, datetime
 
-from archiver import telling
-from archiver.passing import AnotherArchives, Pass, pass_over
+from archiver import reporting
+from archiver.reporting import Listener
+from archiver.run import AnotherArchives, Pass, pass_over
 from archiver.settings import settings_of
-from archiver.telling import Listener
-from shard import identity, policies
-from shard.cluster import Cluster, ShardEntry
-from shard.database import Database
 from shard.errors import ShardError
-from shard.following import FollowedFile, next_usable
+from shard.history import org_policies
+from shard.placement import identity
+from shard.placement.cluster_file import Cluster, ShardEntry
+from shard.placement.file_watcher import WatchedFile, next_usable
+from shard.postgres.pool import Database
 from shard.vocabulary import CATALOG, ShardName
 
 _log = logging.getLogger(__name__)
 
 
-async def archive(file: FollowedFile, cluster: Cluster, *, stop: asyncio.Event, heard: Listener = telling.log) -> None:
-    """Passes, until `stop` is set. `cluster` is what the file said; a change is taken up when it is noticed, unless it
-    cannot be used: then the one before stays in force. `heard` hears of each pass."""
-    # Our clock decides when to look. What is due then, the shard's does (I8).
+async def archive(
+    file: WatchedFile, cluster: Cluster, *, stop: asyncio.Event, listener: Listener = reporting.log
+) -> None:
+    """Runs passes until `stop` is set. `cluster` is the file's present content. Changes of the file are applied when
+    they are noticed; a file that cannot be used is refused, and the one before stays in use. `listener` is called after
+    each pass of a shard."""
+    # This machine's clock decides when to start a pass. What is due then is decided by the shard's clock (I8).
     last = datetime.now(UTC)
     following, stopped = (
         asyncio.create_task(next_usable(file, cluster, judge=settings_of)),
@@ -42,7 +46,7 @@ async def archive(file: FollowedFile, cluster: Cluster, *, stop: asyncio.Event, 
             elif not stop.is_set():
                 last = datetime.now(UTC)
                 for shard, outcome in (await archive_once(cluster, stop=stop)).items():
-                    heard(shard, outcome)
+                    listener(shard, outcome)
     finally:
         for task in (following, stopped):
             task.cancel()
@@ -50,35 +54,35 @@ async def archive(file: FollowedFile, cluster: Cluster, *, stop: asyncio.Event, 
 
 
 async def archive_once(cluster: Cluster, *, stop: asyncio.Event) -> Mapping[ShardName, Pass | Exception]:
-    """One pass over each shard that may be changed, all at the same time; answers what came of each: AnotherArchives,
-    ShardError, or what was not expected. Raises ClusterFileError."""
+    """Runs one pass over each shard that may be changed, all at the same time. Returns the outcome of each: a Pass,
+    AnotherArchives, a ShardError, or an unexpected exception. Raises ClusterFileError."""
     settings = settings_of(cluster)
     entries = [entry for entry in cluster.shards if entry.state.takes_changes]
 
-    async def one(entry: ShardEntry, catalog: Database) -> Pass | Exception:
+    async def pass_one(entry: ShardEntry, catalog: Database) -> Pass | Exception:
         try:
             async with opened(entry.name, entry.dsn) as database:
-                # It has partitions for the days ahead then, too.
+                # This also creates the partitions of the days ahead.
                 await identity.admit(database, catalog, cluster=cluster.name)
-                await policies.copy(catalog, database)
+                await org_policies.copy(catalog, database)
                 return await pass_over(
                     entry, database, settings, cluster=cluster.name, digest=cluster.digest, stop=stop
                 )
         except (AnotherArchives, ShardError) as error:
             return error
-        except Exception as error:  # noqa: BLE001 - one shard's trouble must not end the others' passes
-            _log.exception("shard %r has met with an unexpected error", entry.name)
+        except Exception as error:  # noqa: BLE001 - one shard's problem must not end the passes of others
+            _log.exception("shard %r: unexpected error", entry.name)
             return error
 
     async with opened(CATALOG, cluster.catalog_dsn) as catalog:
-        outcomes = await asyncio.gather(*(one(entry, catalog) for entry in entries))
+        outcomes = await asyncio.gather(*(pass_one(entry, catalog) for entry in entries))
     return {entry.name: outcome for entry, outcome in zip(entries, outcomes, strict=True)}
 
 
 @contextlib.asynccontextmanager
 async def opened(name: ShardName, dsn: str) -> AsyncGenerator[Database]:
-    """One database, for one who counts and looks through it."""
-    database = Database(name, dsn, connections=1, for_books=True)
+    """Opens one database with a single connection of the kind for long scans."""
+    database = Database(name, dsn, connections=1, may_scan=True)
     await database.open()
     try:
         yield database

@@ -2,8 +2,8 @@
 
 [archiver]
 schedule = "10m"        # or a cron expression: "15 3 * * *"
-time_zone = "UTC"       # of the cron expression
-dead_days = 90          # dead jobs are cancelled then
+time_zone = "UTC"       # in which the cron expression is read
+dead_days = 90          # after so many days, dead jobs are cancelled
 export = "/var/lib/windrow/export"      # cold days are written there before they are dropped; or s3://bucket/prefix
 """
 
@@ -12,21 +12,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from zoneinfo import ZoneInfo, available_timezones
 
-from archiver.place import Place
+from archiver.export_location import ExportLocation
 from archiver.schedule import Schedule
-from shard.cluster import Cluster, ClusterFileError, known_keys
+from shard.placement.cluster_file import Cluster, ClusterFileError, known_keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     schedule: Schedule
     dead_days: int
-    # None: cold days are dropped, and that is all.
-    export: Place | None
+    # None: cold days are dropped without an export.
+    export: ExportLocation | None
 
 
 def settings_of(cluster: Cluster) -> Settings:
-    """As the table says, or by default. Raises ClusterFileError."""
+    """Returns the archiver's settings: the table's, or the defaults. Raises ClusterFileError."""
     table = cluster.tables.get("archiver", {})
     where = f"{cluster.source}: [archiver]"
     known_keys(table, {"schedule", "time_zone", "dead_days", "export"}, where=where)
@@ -50,12 +50,12 @@ def settings_of(cluster: Cluster) -> Settings:
     )
 
 
-def _export(value: object, where: str) -> Place | None:
+def _export(value: object, where: str) -> ExportLocation | None:
     if value is None:
         return None
     if not isinstance(value, str):
         raise ClusterFileError(f'{where}: must be a text such as "/var/lib/windrow/export", not {value!r}')
     try:
-        return Place.parse(value)
+        return ExportLocation.parse(value)
     except ValueError as error:
         raise ClusterFileError(f"{where}: {error}") from error

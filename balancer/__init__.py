@@ -1,2 +1,2 @@
-"""Moves slots between shards: the driver of a move, and a model of why it is safe that can be explored
-(docs/decisions/0017-moving-slots.md)."""
+"""Moves slots between shards until the cluster is as its file wants it (docs/decisions/0017-moving-slots.md,
+docs/decisions/0021-the-balancer.md)."""

@@ -1,7 +1,8 @@
-"""Takes a move from wherever it is to its end (docs/decisions/0017-moving-slots.md).
+"""Carries a move from any state to its end (docs/decisions/0017-moving-slots.md).
 
-What is due next is read from the catalog and the two shards, and from nothing else: to begin and to resume are the
-same. Others may do so too, at the same time or late, and stop anywhere. Plans no moves, and takes no lock.
+The next step is decided from the catalog and the two shards alone, so starting and resuming are the same. Other
+processes may carry out the same move at the same time, or late, and any of them may stop at any point. This module
+plans no moves and takes no lock.
 """
 
 from __future__ import annotations
@@ -14,40 +15,41 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, assert_never
 
-from shard import catalog, history, moving, pinning
-from shard.catalog import Move
-from shard.database import Database
 from shard.errors import Misconfigured, ShardUnavailable
-from shard.moving import Left, SlotState
+from shard.placement import catalog, marks, move_steps, pins
+from shard.placement.catalog import Move
+from shard.placement.move_steps import Remaining, SlotState
+from shard.postgres.pool import Database
 from shard.vocabulary import ShardName, Slot
 
-# How often a table is tried to be had alone before that is given up, and the longest pause between two tries: others go
-# on meanwhile.
+# How many times to try for an exclusive table lock, and the longest pause between two tries. Other sessions use the
+# table in between.
 _LOCK_TRIES_MAX = 100
 _LOCK_PAUSE_S_MAX = 0.5
-# Of how many slots one statement looks for jobs.
+# How many slots one statement searches for jobs.
 _SLOTS_AT_ONCE = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """What a move may ask of two shards. Defaults: a quarter of one connection's time, in steps that hold up nobody for
-    long."""
+    """How much load a move may put on two shards. By default a quarter of one connection's time, in steps so small that
+    nobody waits long."""
 
-    # What a chunk may hold. Its jobs are invisible from depart to take.
+    # Upper bounds for one chunk. Its jobs are invisible from the export until the import.
     rows_max: int = 1_000
     bytes_max: int = 4 * 1024 * 1024
     jobs_per_s_max: float = math.inf
-    # Each chunk is followed by a rest so many times as long as it took: the busier the shards are, the longer.
+    # After each chunk comes a rest of this many times the chunk's duration: the busier the shards are, the longer it
+    # is.
     rest: float = 3.0
     rest_s_max: float = 5.0
-    # Between two looks at jobs that cannot leave yet.
-    look_s: float = 1.0
+    # Time between two checks for jobs that cannot be exported yet.
+    poll_s: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a move is: what this run has moved, and what it found on the source when it last counted."""
+    """How far a move is: the jobs that this run has moved, and what it found on the source when it last counted."""
 
     move: Move
     moved: int
@@ -58,12 +60,13 @@ class Progress:
 
     @property
     def waits(self) -> bool:
-        """For leases to end, and for nothing else."""
+        """Whether the move waits only for leases to end."""
         return self.leased > 0 and not (self.free or self.dead or self.departing)
 
 
 class Mover:
-    """Of the move that has this epoch. `shards`: all that it may name. `report` hears of each step and chunk."""
+    """Carries out the move that has this epoch. `shards` must contain every shard that the move may name. `report` is
+    called after each step and chunk."""
 
     def __init__(
         self,
@@ -80,56 +83,56 @@ class Mover:
         self._pace = pace
         self._report = report
         self._stopping = asyncio.Event()
-        # The source is closed, and nobody takes the slots' jobs until they are switched.
+        # The source is closed, and until the switch nobody takes jobs of the slots.
         self._closed = False
-        # For reports only.
+        # Used for reports only.
         self._moved = 0
-        self._left: Sequence[Left] = ()
+        self._remaining: Sequence[Remaining] = ()
 
     async def finish(self) -> bool:
-        """Returns once the move has ended, by whomever; False: it was stopped before. Raises ShardUnavailable, after
-        which it may be called again; Misconfigured, where an operator must look."""
+        """Returns True when the move has ended, whoever ended it, and False if it was stopped before. Raises
+        ShardUnavailable, after which it may be called again, and Misconfigured if an operator must intervene."""
         while self._closed or not self._stopping.is_set():
             if not await self.step():
                 return True
         return False
 
     def stop(self) -> None:
-        """Has `finish` return soon, at a moment that harms nobody however long the rest takes to come: no chunk is on
-        its way, and no slot is without a writer."""
+        """Makes `finish` return soon, at a point where the move can be left for any length of time: no chunk is between
+        the shards, and every slot has a writer."""
         self._stopping.set()
 
     async def step(self) -> bool:
-        """Does what is due next; False if the move has ended. Raises what `finish` does."""
+        """Takes the next step. Returns False if the move has ended. Raises what `finish` raises."""
         move = next((move for move in await catalog.moves(self._catalog) if move.epoch == self._epoch), None)
         if move is None:
             return False
         source, target = self._shard(move.source), self._shard(move.target)
-        self._tell(move)
-        before = await moving.read_slots(source, move.slots)
-        there = await moving.read_slots(target, move.slots)
-        here = await moving.read_slots(source, move.slots)
-        wrong = what_is_wrong(move, before, there, here)
-        if wrong is not None:
-            # Unless it has gone on while we looked.
+        self._report_progress(move)
+        before = await move_steps.read_slots(source, move.slots)
+        on_target = await move_steps.read_slots(target, move.slots)
+        on_source = await move_steps.read_slots(source, move.slots)
+        contradiction = find_contradiction(move, before, on_target, on_source)
+        if contradiction is not None:
+            # The move may have gone on between the reads.
             if move in await catalog.moves(self._catalog):
-                raise Misconfigured(f"{move} cannot go on: {wrong}")
+                raise Misconfigured(f"{move} cannot go on: {contradiction}")
             return True
-        todo = due(move, here, there)
-        match todo:
+        step = next_step(move, on_source, on_target)
+        match step:
             case "close":
                 self._closed = await self._close(move, source, target)
             case "open":
                 self._closed = True
-                queues = await moving.read_queues(source, move.slots)
-                await moving.open_slots(target, move.slots, epoch=move.epoch, queues=queues)
+                queues = await move_steps.read_queues(source, move.slots)
+                await move_steps.open_slots(target, move.slots, epoch=move.epoch, queues=queues)
             case "switch":
-                await catalog.switch(self._catalog, move)
+                await catalog.switch_writer(self._catalog, move)
                 self._closed = False
             case "jobs":
-                await self._move_jobs(move, source, target, {slot: here[slot].chunk for slot in move.slots})
+                await self._move_jobs(move, source, target, {slot: on_source[slot].chunk for slot in move.slots})
             case _:
-                assert_never(todo)
+                assert_never(step)
         return True
 
     def _shard(self, name: ShardName) -> Database:
@@ -140,24 +143,26 @@ class Mover:
         return self._shards[name]
 
     async def _close(self, move: Move, source: Database, target: Database) -> bool:
-        """When the source knows which orgs have slots of their own, and the target has shown that it is there, and
-        knows the queues: producers wait from here to the switch. False: it was stopped."""
-        # None is pinned there while a slot of its hash moves, so that what is read now is all.
-        pins = await pinning.read_on(self._catalog, move.source)
-        if not await self._insist(
-            lambda: pinning.settle(source, pins), source, f"{move} waits there for queues", "queue"
+        """Closes the source. Producers wait from here to the switch, so before that the source learns which orgs have
+        slots of their own, and the target creates the queues, which also shows that it is reachable. Returns False if
+        the mover was stopped."""
+        # No org can be pinned while its hash slot moves, so this reading is complete.
+        org_pins = await pins.read_on(self._catalog, move.source)
+        if not await self._retry_lock(
+            lambda: pins.adopt(source, org_pins), source, f"{move} waits for changes of queues", "queue"
         ):
             return False
-        await moving.make_queues(target, await moving.read_queues(source, move.slots))
-        return await self._insist(
-            lambda: moving.close(source, move.slots, epoch=move.epoch),
+        await move_steps.make_queues(target, await move_steps.read_queues(source, move.slots))
+        return await self._retry_lock(
+            lambda: move_steps.close_slots(source, move.slots, epoch=move.epoch),
             source,
-            f"{move} waits there for enqueues",
+            f"{move} waits for enqueues",
             "owned_slot",
         )
 
-    async def _insist(self, act: Callable[[], Awaitable[bool]], shard: Database, what: str, table: str) -> bool:
-        """Does what needs a table for itself, in a moment when nobody is in its way for long. False: it was stopped."""
+    async def _retry_lock(self, act: Callable[[], Awaitable[bool]], shard: Database, what: str, table: str) -> bool:
+        """Repeats `act`, which tries briefly for a table lock, until it succeeds. Returns False if the mover was
+        stopped."""
         for _ in range(_LOCK_TRIES_MAX):
             if self._stopping.is_set():
                 return False
@@ -166,104 +171,109 @@ class Mover:
             await self._pause(random.uniform(0, _LOCK_PAUSE_S_MAX))
         raise ShardUnavailable(
             shard.name,
-            f"{what} to end: {_LOCK_TRIES_MAX} times one was under way for 0.1 s or more; "
-            f"pg_locks and pg_stat_activity tell who holds a lock on windrow.{table}",
+            f"{what}: {_LOCK_TRIES_MAX} tries to lock table windrow.{table} took longer than 0.1 s; "
+            "pg_locks and pg_stat_activity show which session holds a lock on it",
         )
 
     async def _move_jobs(self, move: Move, source: Database, target: Database, chunks: dict[Slot, int]) -> None:
-        """Moves all that may leave now; if there is nothing, puts slots to rest that are empty; else waits."""
-        self._left = await moving.count_left(source, move.slots)
-        self._tell(move)
-        departing = [left.slot for left in self._left if left.departing]
-        free = [left.slot for left in self._left if left.free or left.dead]
-        empty = set(move.slots).difference(left.slot for left in self._left)
+        """Hands over what was exported before. Otherwise exports and hands over all jobs that are free. If there are
+        none, puts empty slots to rest; if there are none of these either, waits."""
+        self._remaining = await move_steps.count_remaining(source, move.slots)
+        self._report_progress(move)
+        departing = [row.slot for row in self._remaining if row.departing]
+        free = [row.slot for row in self._remaining if row.free or row.dead]
+        empty = set(move.slots).difference(row.slot for row in self._remaining)
         if departing:
             await self._hand_over(move, source, target, departing)
         elif free:
-            await self._carry(move, source, target, {slot: chunks[slot] for slot in free})
+            await self._move_chunks(move, source, target, {slot: chunks[slot] for slot in free})
         elif empty:
-            # From then on nobody compares the two. A backup of either that is older than this is noticed by the marks.
+            # After this step nobody compares the two shards any more. Mark both, so that a restore of an older backup
+            # of either is noticed.
             for database in (source, target):
-                await history.mark(database, self._catalog)
-            await catalog.leave(self._catalog, move, sorted(empty))
+                await marks.mark(database, self._catalog)
+            await catalog.finish_move(self._catalog, move, sorted(empty))
         else:
-            await self._pause(self._pace.look_s)
+            await self._pause(self._pace.poll_s)
 
-    async def _carry(self, move: Move, source: Database, target: Database, chunks: dict[Slot, int]) -> None:
-        """One chunk after another, through the slots in order. What it misses is found when all are counted again."""
-        rest: list[Slot] = sorted(chunks)
+    async def _move_chunks(self, move: Move, source: Database, target: Database, chunks: dict[Slot, int]) -> None:
+        """Moves one chunk after another, through the slots in ascending order. Jobs that it misses are found by the
+        next count."""
+        slots: list[Slot] = sorted(chunks)
         before = self._moved
         loop = asyncio.get_running_loop()
-        while rest and not self._stopping.is_set():
+        while slots and not self._stopping.is_set():
             began = loop.time()
-            some = rest[:_SLOTS_AT_ONCE]
-            departed = await moving.depart(
+            batch = slots[:_SLOTS_AT_ONCE]
+            exported = await move_steps.export_chunk(
                 source,
-                {slot: chunks[slot] + 1 for slot in some},
+                {slot: chunks[slot] + 1 for slot in batch},
                 epoch=move.epoch,
                 rows_max=self._pace.rows_max,
                 bytes_max=self._pace.bytes_max,
             )
-            if not departed:
-                rest = rest[len(some) :]
+            if not exported:
+                slots = slots[len(batch) :]
                 continue
-            jobs = await self._hand_over(move, source, target, sorted(departed))
-            if jobs < sum(departed.values()):
-                # The target has lost chunks, or somebody else works here: that is to be looked at first.
+            jobs = await self._hand_over(move, source, target, sorted(exported))
+            if jobs < sum(exported.values()):
+                # The target lost chunks, or another process carries out this move. Compare the states again first.
                 return
-            # The last one may have more.
-            last = max(departed)
+            # The last slot may have more jobs.
+            last = max(exported)
             chunks[last] += 1
-            rest = [slot for slot in rest if slot >= last]
+            slots = [slot for slot in slots if slot >= last]
             took_s = loop.time() - began
             rest_s = min(took_s * self._pace.rest, self._pace.rest_s_max)
             await self._pause(max(rest_s, jobs / self._pace.jobs_per_s_max - took_s))
         if self._moved == before:
-            # Somebody has all of them locked.
-            await self._pause(self._pace.look_s)
+            # Other sessions hold locks on all of them.
+            await self._pause(self._pace.poll_s)
 
     async def _pause(self, seconds: float) -> None:
-        """Or until it is stopped."""
+        """Waits, but not longer than until the mover is stopped."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._stopping.wait()
 
     async def _hand_over(self, move: Move, source: Database, target: Database, slots: Sequence[Slot]) -> int:
-        """Stores on the target what has departed from these slots, then deletes it on the source: only what the target
-        has. Answers how many jobs that were."""
-        departed = await moving.read_departing(source, slots, epoch=move.epoch)
-        chunks = {part.slot: part.chunk for part in departed}
-        taken = await moving.take(target, departed, epoch=move.epoch)
-        others = [slot for slot in chunks if slot not in taken]
-        if others:
-            # Taken before, by us or by somebody else; or this move is over.
-            states = await moving.read_slots(target, others)
-            taken.update(slot for slot in others if _has(states.get(slot), move.epoch, chunks[slot]))
-        if taken:
-            # Whoever has taken it may have died before he told of it.
-            await moving.tell_arrivals(target, [part for part in departed if part.slot in taken])
-        jobs = await moving.forget(source, {slot: chunks[slot] for slot in chunks if slot in taken}, epoch=move.epoch)
+        """Stores the exported jobs of these slots on the target, then deletes on the source those that the target has.
+        Returns how many jobs were deleted."""
+        exported = await move_steps.read_exported(source, slots, epoch=move.epoch)
+        chunks = {part.slot: part.chunk for part in exported}
+        imported = await move_steps.import_chunk(target, exported, epoch=move.epoch)
+        refused = [slot for slot in chunks if slot not in imported]
+        if refused:
+            # The chunk was imported before, by this or another process; or this move is over.
+            states = await move_steps.read_slots(target, refused)
+            imported.update(slot for slot in refused if _has_imported(states.get(slot), move.epoch, chunks[slot]))
+        if imported:
+            # The process that imported the chunk may have died before it notified routers, so notify again.
+            await move_steps.notify_imported(target, [part for part in exported if part.slot in imported])
+        jobs = await move_steps.delete_exported(
+            source, {slot: chunks[slot] for slot in chunks if slot in imported}, epoch=move.epoch
+        )
         self._moved += jobs
-        self._tell(move)
+        self._report_progress(move)
         return jobs
 
-    def _tell(self, move: Move) -> None:
+    def _report_progress(self, move: Move) -> None:
         self._report(
             Progress(
                 move=move,
                 moved=self._moved,
-                free=sum(left.free for left in self._left),
-                leased=sum(left.leased for left in self._left),
-                dead=sum(left.dead for left in self._left),
-                departing=sum(left.departing for left in self._left),
+                free=sum(row.free for row in self._remaining),
+                leased=sum(row.leased for row in self._remaining),
+                dead=sum(row.dead for row in self._remaining),
+                departing=sum(row.departing for row in self._remaining),
             )
         )
 
 
-def due(
+def next_step(
     move: Move, source: Mapping[Slot, SlotState], target: Mapping[Slot, SlotState]
 ) -> Literal["close", "open", "switch", "jobs"]:
-    """What is to be done next."""
+    """Returns the next step of the move."""
     if any(_epoch(source, slot) < move.epoch for slot in move.slots):
         return "close"
     if any(_epoch(target, slot) < move.epoch for slot in move.slots):
@@ -271,10 +281,11 @@ def due(
     return "jobs" if move.switched else "switch"
 
 
-def what_is_wrong(
+def find_contradiction(
     move: Move, before: Mapping[Slot, SlotState], target: Mapping[Slot, SlotState], source: Mapping[Slot, SlotState]
 ) -> str | None:
-    """Why these states cannot be of this move: the source's, the target's, the source's again, in this order read."""
+    """Returns why these states cannot belong to this move, or None if they can. They must have been read in this order:
+    the source's (`before`), the target's, the source's again."""
     for slot in move.slots:
         for at, states in ((move.source, source), (move.target, target)):
             if _epoch(states, slot) > move.epoch:
@@ -307,5 +318,5 @@ def _epoch(states: Mapping[Slot, SlotState], slot: Slot) -> int:
     return states[slot].epoch if slot in states else 0
 
 
-def _has(state: SlotState | None, epoch: int, chunk: int) -> bool:
+def _has_imported(state: SlotState | None, epoch: int, chunk: int) -> bool:
     return state is not None and state.epoch == epoch and state.chunk >= chunk

@@ -1,8 +1,9 @@
-"""What is to move: from the catalog as it is to the shards as the cluster file wants them. Pure: no I/O, no clock.
+"""Plans which slots move: from the catalog as it is to the shards as the cluster file wants them. Pure: no I/O, no
+clock.
 
-Shards that take enqueues share the slots by weight; one that is draining has a share of none. Those that take no
-enqueues rest: what they hold stays, nothing is added, and the others share what is left. So only `draining`, weights,
-and shards that come make slots move, and a state that is meant to pass moves none.
+Shards that take enqueues share the slots by weight; a draining shard has a share of 0. A shard that takes no enqueues
+keeps what it holds and gets nothing more, and the others share the rest. So only `draining`, changed weights and new
+shards make slots move; a state that is meant to be temporary moves none.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shard.catalog import Catalog, Move
-from shard.cluster import Cluster, ShardEntry, ShardState
-from shard.placement import SLOTS, plan
+from shard.placement.catalog import Catalog, Move
+from shard.placement.cluster_file import Cluster, ShardEntry, ShardState
+from shard.placement.slots import SLOTS, plan
 from shard.vocabulary import ShardName, Slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """Slots at rest that belong elsewhere."""
+    """Slots at rest that should be on another shard."""
 
     source: ShardName
     target: ShardName
@@ -27,8 +28,8 @@ class Transfer:
 
 
 def wanted(known: Catalog, cluster: Cluster, pinned: Mapping[Slot, ShardName]) -> list[ShardName]:
-    """The shard that each slot should be on, by number; as few as possible elsewhere than now. A slot that moves
-    counts as arrived. `pinned`: where those of orgs are to be (balancer/pins.py)."""
+    """Returns the shard on which each slot should be, by slot number, with as few changes as possible. A slot that
+    moves counts as arrived. `pinned`: where the slots of pinned orgs should be (balancer/pins.py)."""
     owners = [placement.reads[-1] for placement in known.slots]
     weights = {entry.name: entry.share for entry in cluster.shards if _takes_part(entry)}
     if any(weights.values()):
@@ -41,21 +42,23 @@ def wanted(known: Catalog, cluster: Cluster, pinned: Mapping[Slot, ShardName]) -
 
 
 def transfers(known: Catalog, cluster: Cluster, pinned: Mapping[Slot, ShardName]) -> list[Transfer]:
-    """What is to begin, all of it; from draining shards first."""
-    ways: dict[tuple[ShardName, ShardName], list[Slot]] = {}
-    for slot, target in _astray(known, wanted(known, cluster, pinned)):
-        ways.setdefault((known.slots[slot].reads[0], target), []).append(slot)
-    found = [Transfer(source=source, target=target, slots=tuple(slots)) for (source, target), slots in ways.items()]
-    return sorted(found, key=lambda one: (not is_draining(cluster, one.source), one.source, one.target))
+    """Returns all transfers that should begin, those from draining shards first."""
+    routes: dict[tuple[ShardName, ShardName], list[Slot]] = {}
+    for slot, target in _misplaced(known, wanted(known, cluster, pinned)):
+        routes.setdefault((known.slots[slot].reads[0], target), []).append(slot)
+    found = [Transfer(source=source, target=target, slots=tuple(slots)) for (source, target), slots in routes.items()]
+    return sorted(found, key=lambda found: (not is_draining(cluster, found.source), found.source, found.target))
 
 
 def slots_to_go(known: Catalog, cluster: Cluster, pinned: Mapping[Slot, ShardName]) -> int:
-    """How many slots are not yet at rest where they should be."""
-    return sum(not placement.at_rest for placement in known.slots) + len(_astray(known, wanted(known, cluster, pinned)))
+    """Returns how many slots are not yet at rest where they should be."""
+    return sum(not placement.at_rest for placement in known.slots) + len(
+        _misplaced(known, wanted(known, cluster, pinned))
+    )
 
 
-def hindrance(move: Move, cluster: Cluster) -> str | None:
-    """Why the cluster file keeps a move that has begun from going on; None: it does not."""
+def blocked_reason(move: Move, cluster: Cluster) -> str | None:
+    """Returns why the cluster file blocks a move that has begun, or None if it does not."""
     for name in (move.source, move.target):
         entry = cluster.shard(name)
         if entry is None:
@@ -74,8 +77,8 @@ def _takes_part(entry: ShardEntry) -> bool:
     return entry.state.takes_enqueues
 
 
-def _astray(known: Catalog, owners: Sequence[ShardName]) -> list[tuple[Slot, ShardName]]:
-    """The slots at rest that are elsewhere than they should be, and where that is."""
+def _misplaced(known: Catalog, owners: Sequence[ShardName]) -> list[tuple[Slot, ShardName]]:
+    """Returns the slots at rest that are not where they should be, each with the shard where it should be."""
     return [
         (Slot(slot), owner)
         for slot, (placement, owner) in enumerate(zip(known.slots, owners, strict=True))

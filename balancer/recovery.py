@@ -1,8 +1,8 @@
-"""A shard whose database has lost history: what is known of the loss, how it is accepted, and how its stray jobs are
-brought to where their orgs live (docs/decisions/0028-a-shard-that-lost-history.md).
+"""Recovers a shard whose database lost history: reports what is known about the loss, accepts it, and moves the shard's
+stray jobs to where their orgs live (docs/decisions/0028-a-shard-that-lost-marks.md).
 
-Everything may be done again, at the same time by others too, and may end anywhere: what is left to do is read from the
-databases.
+Every operation may be repeated, may run in several processes at once, and may stop at any point: what remains to do is
+read from the databases.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shard import catalog, history, identity, moving, pinning, schema, strays
-from shard.catalog import Catalog, Move
-from shard.database import Database
+from shard.admin import strays
+from shard.admin.strays import ROWS_MAX, NotTaken, Strays
 from shard.errors import LostHistory, Misconfigured, ShardError, ShardUnavailable
-from shard.findings import Finding, Severity
-from shard.moving import Departed
-from shard.store import Store
-from shard.strays import NotTaken, Strays
+from shard.health.finding import Finding, Severity
+from shard.placement import catalog, identity, marks, move_steps, pins
+from shard.placement.catalog import Catalog, Move
+from shard.placement.move_steps import ExportedJobs
+from shard.postgres import schema
+from shard.postgres.pool import Database
+from shard.queue.store import Store
 from shard.vocabulary import JobId, Micros, OrgId, ShardName, Slot
 
 _TRIES_MAX = 100
@@ -31,68 +33,70 @@ _LOST = Finding(
     about="history",
     what="the shard has lost history: it lacks a mark that the catalog has confirmed",
     why="it was restored from a backup, or is a standby that lagged when it was promoted; routers refuse it",
-    fix="-- find a server that has all of it; else see `windrow shards accept`",
+    fix="-- find a server that has the complete history; if there is none, see `windrow shards accept`",
 )
 _CATALOG_BEHIND = Finding(
     severity=Severity.CRITICAL,
     about="catalog",
-    what="the shard knows of later moves than the catalog",
+    what="the shard knows later moves than the catalog",
     why="the catalog was restored from a backup, and may say that slots live where they do not",
-    fix="-- find a server that has all of the catalog",
+    fix="-- find a server that has the complete catalog",
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """What is known of the history that a shard has lost."""
+    """The history that a shard lost, as far as it is known."""
 
     shard: ShardName
     # The mark that the catalog has confirmed and the shard lacks.
-    confirmed: history.Confirmed
+    confirmed: marks.Confirmed
     # The newest mark that the shard has; None: it has none.
     newest: int | None
     newest_at: Micros | None
-    # How many slots have come to the shard since, with jobs that are lost, and have left it since, by what it knows.
+    # How many slots have moved to the shard since then (their jobs are lost), and how many have moved away, judged by
+    # the epochs that the shard knows.
     slots_come: int
     slots_left: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Brought:
-    """What became of an org's stray jobs."""
+    """What happened to the stray jobs of one org."""
 
     org: OrgId
     home: ShardName
     brought: int
-    # Were known to another shard already, and are cancelled on the stray one.
+    # Jobs that another shard knew already. They are cancelled on the stray shard.
     known: int
 
 
 @dataclass(slots=True, kw_only=True)
 class Recovery:
-    """What a run of `recover` has done, and what it left."""
+    """What a run of `recover` did, and what it left."""
 
     orgs: list[Brought] = field(default_factory=list["Brought"])
-    # Jobs of orgs that move just now, jobs under a lease, and jobs whose ids are too old to tell whether they have run.
+    # Jobs of orgs that are moving now, jobs with a valid lease, and jobs whose ids are too old to tell whether they
+    # have run.
     moving: int = 0
     leased: int = 0
     older: int = 0
 
 
 async def find_loss(shard: Database, catalog_database: Database, *, cluster: str) -> Loss | None:
-    """None: the shard has all that the catalog has confirmed. Raises Misconfigured if the database is not that shard's,
-    ShardUnavailable."""
+    """Returns None if the shard has all history that the catalog has confirmed. Raises Misconfigured if the database is
+    not that shard's, and ShardUnavailable."""
     try:
         await identity.examine(shard, catalog_database, cluster=cluster)
         return None
     except LostHistory:
         pass
-    confirmed = await history.confirmed(catalog_database, shard.name)
+    confirmed = await marks.confirmed(catalog_database, shard.name)
     if confirmed is None:
         return None
-    comparison = await history.compare(shard, confirmed.mark)
+    comparison = await marks.compare(shard, confirmed.mark)
     known = await catalog.read(catalog_database)
-    states = await moving.read_slots(shard, [Slot(slot) for slot in range(len(known.slots))])
+    states = await move_steps.read_slots(shard, [Slot(slot) for slot in range(len(known.slots))])
     behind = [slot for slot, state in states.items() if state.epoch < known.slots[slot].epoch]
     return Loss(
         shard=shard.name,
@@ -107,21 +111,21 @@ async def find_loss(shard: Database, catalog_database: Database, *, cluster: str
 async def compare_histories(
     shards: Mapping[ShardName, Database], catalog_database: Database, *, cluster: str
 ) -> dict[ShardName, list[Finding]]:
-    """What `windrow doctor` says of shards that lost history, and of a catalog that did. Raises ShardError where the
-    catalog cannot be asked."""
+    """Returns what `windrow doctor` reports about shards that lost history, and about a catalog that did. Raises
+    ShardError if the catalog cannot be read."""
     if not await catalog.is_founded(catalog_database, cluster=cluster):
         return {}
-    known, marks = await catalog.look(catalog_database)
+    known, confirmed_marks = await catalog.read_with_marks(catalog_database)
     found: dict[ShardName, list[Finding]] = {}
     for name, database in shards.items():
         try:
-            mark = marks.get(name)
-            if mark is not None and (await history.compare(database, mark)).lost:
+            mark = confirmed_marks.get(name)
+            if mark is not None and (await marks.compare(database, mark)).lost:
                 found[name] = [_LOST]
             elif await catalog.newest_epoch(database) > known.epoch:
                 found[name] = [_CATALOG_BEHIND]
         except ShardError:
-            # That it does not answer is said elsewhere.
+            # Other checks report that the shard does not answer.
             continue
     return found
 
@@ -129,43 +133,106 @@ async def compare_histories(
 async def accept(
     loss: Loss, shards: Mapping[ShardName, Database], catalog_database: Database, *, cluster: str
 ) -> list[str]:
-    """Has the shard serve again, without what it has lost: it is told which slots have left it and which have come, and
-    begins a new history. Answers what was done about moves. Raises ShardUnavailable, Misconfigured; then it may be
-    called again."""
+    """Lets the shard serve again without what it lost: tells it which slots have left it and which have come to it, and
+    begins a new history. Returns what was done about moves, one sentence each. Raises ShardUnavailable, Misconfigured;
+    it may then be called again."""
     shard = shards[loss.shard]
     await schema.migrate(shard, cluster=cluster)
-    said = [
-        await _mend(move, loss.shard, shards, catalog_database)
+    confirmed = await marks.confirmed(catalog_database, loss.shard)
+    if (
+        confirmed is not None
+        and confirmed.mark != loss.confirmed.mark
+        and not (await marks.compare(shard, confirmed.mark)).lost
+    ):
+        # Another operator has accepted this loss already. Moves that began since then have lost nothing.
+        return []
+    known = await catalog.read(catalog_database)
+    org_pins = await pins.read_on(catalog_database, loss.shard)
+    await _retry_until_done(shard, lambda: pins.adopt(shard, org_pins))
+    # This comes before the shard is told that it owns these slots.
+    deleted = await _delete_copies(loss.shard, shards, catalog_database, known, cluster=cluster)
+    messages = [
+        await _repair_move(move, loss.shard, shards, catalog_database)
         for move in await catalog.moves(catalog_database)
         if move.switched and loss.shard in (move.source, move.target)
     ]
+    if deleted:
+        messages.append(
+            f"{deleted} job(s) were deleted on {loss.shard!r}: they had left it, and other shards know them"
+        )
     known = await catalog.read(catalog_database)
-    await _insist(shard, lambda: strays.fence(shard, known))
-    pins = await pinning.read_on(catalog_database, loss.shard)
-    await _insist(shard, lambda: pinning.settle(shard, pins))
-    await catalog.grant(shard, known)
-    # Last: until then the shard is refused.
-    await history.accept(shard, catalog_database, loss.confirmed.mark)
-    return said
+    await _retry_until_done(shard, lambda: strays.fence(shard, known))
+    await catalog.grant_slots(shard, known)
+    # This comes last: until then routers refuse the shard.
+    await marks.accept(shard, catalog_database, loss.confirmed.mark)
+    return messages
 
 
-async def _mend(move: Move, lost: ShardName, shards: Mapping[ShardName, Database], catalog_database: Database) -> str:
+async def _delete_copies(
+    lost: ShardName, shards: Mapping[ShardName, Database], catalog_database: Database, known: Catalog, *, cluster: str
+) -> int:
+    """Deletes jobs that left the shard with their slot and that the backup has again.
+
+    A slot may have left the shard since the backup and have come back, or be on its way back. The backup then holds
+    jobs that left with the slot, and the shard would lease them again. Jobs that another shard knows are deleted; jobs
+    that no other shard knows stay. Returns how many were deleted. Raises ShardUnavailable, Misconfigured."""
+    shard, databases = shards[lost], _Databases(shards, catalog_database, cluster=cluster)
+    # Slots that leave the shard are not looked at: `_repair_move` makes their jobs stray.
+    read_there = [
+        Slot(slot)
+        for slot, placement in enumerate(known.slots)
+        if lost in placement.reads and lost not in placement.sources
+    ]
+    states = await move_steps.read_slots(shard, read_there)
+    returned = [slot for slot in read_there if (states[slot].epoch if slot in states else 0) < known.slots[slot].epoch]
+    deleted = 0
+    for at in range(0, len(returned), ROWS_MAX):
+        for row in await move_steps.read_queues(shard, returned[at : at + ROWS_MAX]):
+            if row.queue is None:
+                continue
+            ids = await strays.read_unfinished(shard, row.org, row.queue)
+            while ids:
+                known_elsewhere = await _known_elsewhere(lost, databases, known, row.org, ids)
+                deleted += await strays.delete_copies(shard, row.org, sorted(known_elsewhere))
+                ids = await strays.read_unfinished(shard, row.org, row.queue, behind=ids[-1])
+    return deleted
+
+
+async def _known_elsewhere(
+    lost: ShardName, databases: _Databases, known: Catalog, org: OrgId, ids: Sequence[JobId]
+) -> set[JobId]:
+    """Returns the jobs that another shard knows: a shard where the org's jobs are read now, or a former owner on which
+    the job has finished."""
+    placement = known.placement(org)
+    found = set[JobId]()
+    for name in dict.fromkeys((*placement.reads, *(former.shard for former in placement.former))):
+        rest = [job_id for job_id in ids if job_id not in found]
+        if name != lost and rest:
+            database = await databases.at(name)
+            found |= await (strays.known if name in placement.reads else _known_as_ended)(database, org, rest)
+    return found
+
+
+async def _repair_move(
+    move: Move, lost: ShardName, shards: Mapping[ShardName, Database], catalog_database: Database
+) -> str:
     if lost == move.source:
-        # What had left it may be there again, and chunks do not tell which: its jobs are stray ones from now on.
-        await catalog.leave(catalog_database, move, move.slots)
+        # Jobs that had left the source may be there again, and chunk numbers do not tell which: from now on its jobs of
+        # these slots are stray.
+        await catalog.finish_move(catalog_database, move, move.slots)
         return f"{move} is ended: jobs that are still on {lost!r} are stray"
     source = _at(shards, move.source)
-    queues = await moving.read_queues(source, move.slots)
-    await moving.open_slots(shards[lost], move.slots, epoch=move.epoch, queues=queues)
-    there = await moving.read_slots(source, move.slots)
-    departed = await moving.read_departing(source, move.slots, epoch=move.epoch)
-    on_the_way = {part.slot for part in departed}
+    queues = await move_steps.read_queues(source, move.slots)
+    await move_steps.open_slots(shards[lost], move.slots, epoch=move.epoch, queues=queues)
+    states = await move_steps.read_slots(source, move.slots)
+    exported = await move_steps.read_exported(source, move.slots, epoch=move.epoch)
+    exported_slots = {part.slot for part in exported}
     await strays.skip_chunks(
         shards[lost],
-        {slot: state.chunk - (slot in on_the_way) for slot, state in there.items() if state.epoch == move.epoch},
+        {slot: state.chunk - (slot in exported_slots) for slot, state in states.items() if state.epoch == move.epoch},
         epoch=move.epoch,
     )
-    return f"{move} goes on: what had come to {lost!r} before is lost"
+    return f"{move} goes on: jobs that {lost!r} had stored before are lost"
 
 
 async def recover(
@@ -177,51 +244,51 @@ async def recover(
     older: bool = False,
     report: Callable[[int], None] = lambda _: None,
 ) -> Recovery:
-    """Brings the stray jobs of a shard to where their orgs live, but for those that are known there or on a former
-    owner: these are cancelled on the stray shard. `older`: also those whose ids were made more than 7 days ago; of them
-    it may be forgotten that they have run. `report` hears how many jobs were dealt with. Raises ShardUnavailable,
-    Misconfigured; then it may be called again."""
-    places = _Places(shards, catalog_database, cluster=cluster)
-    shard = await places.at(name)
+    """Moves the stray jobs of a shard to where their orgs live. Jobs that are known there, or on a former owner, are
+    deleted on the stray shard instead. With `older`, also handles jobs whose ids were made more than 7 days ago;
+    other shards may have forgotten that such a job has run. `report` is called with the number of jobs handled so far.
+    Raises ShardUnavailable, Misconfigured; it may then be called again."""
+    databases = _Databases(shards, catalog_database, cluster=cluster)
+    shard = await databases.at(name)
     known = await catalog.read(catalog_database)
-    await _insist(shard, lambda: strays.fence(shard, known))
+    await _retry_until_done(shard, lambda: strays.fence(shard, known))
     recovery, done = Recovery(), Counter[tuple[OrgId, ShardName, bool]]()
-    for left in await strays.count(shard, known):
+    for remaining in await strays.count(shard, known):
         while True:
-            parts = await strays.read(shard, left.slot, older=older)
-            if not parts and not await strays.set_aside(shard, left.slot):
+            parts = await strays.read(shard, remaining.slot, older=older)
+            if not parts and not await strays.set_aside(shard, remaining.slot):
                 break
             by_org: dict[OrgId, list[Strays]] = {}
             for part in parts:
                 by_org.setdefault(part.org, []).append(part)
             stayed = 0
-            for org, some in by_org.items():
+            for org, org_parts in by_org.items():
                 known = await catalog.read(catalog_database, known)
-                ended = await _bring(shard, places, known, left.slot, some)
-                if ended is None:
-                    stayed += sum(len(part.ids) for part in some)
+                result = await _recover_org(shard, databases, known, remaining.slot, org_parts)
+                if result is None:
+                    stayed += sum(len(part.ids) for part in org_parts)
                 else:
-                    home, brought, others = ended
+                    home, brought, duplicates = result
                     done[org, home, True] += brought
-                    done[org, home, False] += others
+                    done[org, home, False] += duplicates
                     report(sum(done.values()))
             if stayed:
-                # They move just now: another run finds them where they are then.
+                # These orgs are moving now. A later run finds the jobs where the orgs are then.
                 break
     after = await strays.count(shard, known)
-    recovery.leased = sum(left.leased for left in after)
-    for left in after:
-        young = sum(len(part.ids) for part in await strays.read(shard, left.slot, older=False))
-        recovery.moving += young + left.free + left.dead
-        recovery.older += max(0, left.departing - young)
+    recovery.leased = sum(row.leased for row in after)
+    for row in after:
+        young = sum(len(part.ids) for part in await strays.read(shard, row.slot, older=False))
+        recovery.moving += young + row.free + row.dead
+        recovery.older += max(0, row.departing - young)
     for org, home in dict.fromkeys((org, home) for org, home, _ in done):
         recovery.orgs.append(Brought(org=org, home=home, brought=done[org, home, True], known=done[org, home, False]))
     return recovery
 
 
-class _Places:
-    """The databases of the shards. Each is examined before it is used for the first time: one that is not needed may be
-    away."""
+class _Databases:
+    """The databases of the shards. Each is examined before its first use, so a shard that is not needed may be
+    unreachable."""
 
     def __init__(self, shards: Mapping[ShardName, Database], catalog_database: Database, *, cluster: str) -> None:
         self.catalog = catalog_database
@@ -230,7 +297,7 @@ class _Places:
         self._examined: set[ShardName] = set()
 
     async def at(self, name: ShardName) -> Database:
-        """Raises Misconfigured, ShardUnavailable."""
+        """Returns the database of a shard. Raises Misconfigured, ShardUnavailable."""
         database = _at(self._shards, name)
         if name not in self._examined:
             await identity.examine(database, self.catalog, cluster=self._cluster)
@@ -238,51 +305,49 @@ class _Places:
         return database
 
 
-async def _bring(
-    shard: Database, places: _Places, known: Catalog, slot: Slot, parts: Sequence[Strays]
+async def _recover_org(
+    shard: Database, databases: _Databases, known: Catalog, slot: Slot, parts: Sequence[Strays]
 ) -> tuple[ShardName, int, int] | None:
-    """Deals with these jobs of one org. Answers where they live, how many were brought there, and how many were known.
-    None: the org moves just now."""
+    """Moves or cancels these stray jobs of one org. Returns where the org lives, how many jobs were moved there, and
+    how many were cancelled because another shard knows them. Returns None if the org is moving now."""
     org = parts[0].org
     placement = known.placement(org)
     if not placement.at_rest or shard.name in placement.reads:
         return None
-    home = await places.at(placement.writes[0])
+    home = await databases.at(placement.writes[0])
     ids = [job_id for part in parts for job_id in part.ids]
-    # Former owners take no more jobs: what they say stays true.
-    known_on: dict[JobId, ShardName] = {}
+    # Former owners take no new jobs, so their answers stay true.
+    known_there = set[JobId]()
     for former in placement.former:
         if former.shard not in (shard.name, home.name):
-            rest = [job_id for job_id in ids if job_id not in known_on]
-            for job_id in await _ended(await places.at(former.shard), org, rest):
-                known_on[job_id] = former.shard
+            rest = [job_id for job_id in ids if job_id not in known_there]
+            known_there |= await _known_as_ended(await databases.at(former.shard), org, rest)
     queues = {part.queue for part in parts}
-    own = [row for row in await moving.read_queues(shard, [slot]) if row.org == org and row.queue in queues]
-    await moving.make_queues(home, [row._replace(slot=known.slot(org)) for row in own])
+    own = [row for row in await move_steps.read_queues(shard, [slot]) if row.org == org and row.queue in queues]
+    await move_steps.make_queues(home, [row._replace(slot=known.slot(org)) for row in own])
     brought = set[JobId]()
     try:
         for _ in range(_TRIES_MAX):
-            rest = [job_id for job_id in ids if job_id not in known_on and job_id not in brought]
-            known_on |= dict.fromkeys(await strays.known(home, org, rest), home.name)
-            rest = [job_id for job_id in rest if job_id not in known_on]
+            rest = [job_id for job_id in ids if job_id not in known_there and job_id not in brought]
+            known_there |= await strays.known(home, org, rest)
+            rest = [job_id for job_id in rest if job_id not in known_there]
             if not rest:
                 break
             brought |= await strays.bring(home, parts, rest, epoch=placement.epoch) or set()
         else:
-            raise ShardUnavailable(home.name, f"stray jobs of org {org!r} would not stand still; try again")
+            raise ShardUnavailable(home.name, f"stray jobs of org {org!r} kept changing on that shard; try again")
     except NotTaken:
         return None
-    # The other copy goes now. If the home loses what it has, that must be noticed.
-    await history.mark(home, places.catalog)
+    # The stray copies are deleted next. Mark the home first, so that a loss of what it just stored is noticed.
+    await marks.mark(home, databases.catalog)
     if brought:
-        departed = [Departed(slot=slot, chunk=0, org=part.org, queue=part.queue, jobs="") for part in parts]
-        await moving.tell_arrivals(home, departed)
-    deleted, cancelled = await strays.end(shard, slot, org, brought=brought, known_on=known_on)
-    return home.name, deleted, cancelled
+        imported = [ExportedJobs(slot=slot, chunk=0, org=part.org, queue=part.queue, jobs="") for part in parts]
+        await move_steps.notify_imported(home, imported)
+    return home.name, *await strays.end(shard, slot, org, brought=brought, known=known_there)
 
 
-async def _ended(former: Database, org: OrgId, ids: Sequence[JobId]) -> set[JobId]:
-    """Those that a former owner knows, but for jobs that live there: these are stray as well."""
+async def _known_as_ended(former: Database, org: OrgId, ids: Sequence[JobId]) -> set[JobId]:
+    """Returns the jobs that a former owner knows, without those that are still live there: these are stray as well."""
     found = await strays.known(former, org, ids)
     if not found:
         return found
@@ -293,14 +358,14 @@ async def _ended(former: Database, org: OrgId, ids: Sequence[JobId]) -> set[JobI
 def _at(shards: Mapping[ShardName, Database], name: ShardName) -> Database:
     if name not in shards:
         raise Misconfigured(
-            f"shard {name!r} must be asked, or must change, and by the cluster file it is not there or takes no changes"
+            f"shard {name!r} is needed, but the cluster file does not name it, or its state allows no changes"
         )
     return shards[name]
 
 
-async def _insist(shard: Database, act: Callable[[], Awaitable[bool]]) -> None:
+async def _retry_until_done(shard: Database, act: Callable[[], Awaitable[bool]]) -> None:
     for _ in range(_TRIES_MAX):
         if await act():
             return
         await asyncio.sleep(random.uniform(0, _PAUSE_S_MAX))
-    raise ShardUnavailable(shard.name, "enqueues, or changes of queues, were under way all the time; try again")
+    raise ShardUnavailable(shard.name, "enqueues or changes of queues kept the tables locked; try again")

@@ -1,5 +1,5 @@
-"""The balancer as a process: leads or stands by, and follows the cluster file. What it does when it leads is
-balancer/balancing.py's."""
+"""The balancer as a process: it leads or stands by, and follows the cluster file. What it does while it leads is in
+balancer/controller.py."""
 
 from __future__ import annotations
 
@@ -8,115 +8,117 @@ import contextlib
 import logging
 from collections.abc import Mapping
 
-from balancer.balancing import Balancing
+from balancer.controller import Controller
 from balancer.settings import pace_of
 from balancer.shards import open_shards
-from shard.catalog import Move
-from shard.cluster import Cluster
 from shard.errors import ShardUnavailable
-from shard.following import FollowedFile, next_usable
-from shard.leading import Candidate, candidacy
+from shard.placement.catalog import Move
+from shard.placement.cluster_file import Cluster
+from shard.placement.file_watcher import WatchedFile, next_usable
+from shard.postgres.leader_lock import LeaderSession, leader_session
 
 _log = logging.getLogger(__name__)
 
-_TRY_S = 1.0
+_RETRY_S = 1.0
 
 
 class AnotherLeads(Exception):
-    """The message says who."""
+    """Another process leads; the message says which one."""
 
 
-async def balance(file: FollowedFile, cluster: Cluster, *, stop: asyncio.Event) -> None:
-    """Makes the cluster as its file wants it, whenever this process leads, until `stop` is set; then what must not be
-    left half done is finished. `cluster` is what the file said; a change is taken up when it is noticed."""
+async def balance(file: WatchedFile, cluster: Cluster, *, stop: asyncio.Event) -> None:
+    """Makes the cluster as its file wants it, whenever this process leads, until `stop` is set. Moves that must not be
+    left half done are then brought to a safe point. `cluster` is the file's present content; changes of the file are
+    applied when they are noticed."""
     while not stop.is_set():
         ending = asyncio.Event()
-        keeping = asyncio.create_task(_Balancer(cluster, ending).keep())
+        balancing = asyncio.create_task(_Balancer(cluster, ending).run())
         following = asyncio.create_task(next_usable(file, cluster, judge=pace_of))
         stopped = asyncio.create_task(stop.wait())
         try:
-            await asyncio.wait({keeping, following, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({balancing, following, stopped}, return_when=asyncio.FIRST_COMPLETED)
             ending.set()
-            await keeping
+            await balancing
             if following.done():
                 cluster = following.result()
         finally:
-            for task in (keeping, following, stopped):
+            for task in (balancing, following, stopped):
                 task.cancel()
-            await asyncio.wait({keeping, following, stopped})
+            await asyncio.wait({balancing, following, stopped})
 
 
 async def balance_once(cluster: Cluster, *, stop: asyncio.Event) -> Mapping[Move, str]:
-    """Makes the cluster as its file wants it, and returns when it is, or soon after `stop` is set. Answers the moves
-    that the file itself keeps from going on, and why. Raises AnotherLeads, ShardUnavailable if the catalog cannot be
-    reached, Misconfigured."""
-    async with candidacy(cluster.catalog_dsn, cluster.digest) as candidate:
-        if not await candidate.lead():
-            raise AnotherLeads(await candidate.leader() or "it has just ended")
-        return await _Balancer(cluster, stop).lead(candidate, once=True)
+    """Makes the cluster as its file wants it. Returns when nothing is left to do, or soon after `stop` is set. Returns
+    the moves that the file itself blocks, and why. Raises AnotherLeads, ShardUnavailable if the catalog cannot be
+    reached, and Misconfigured."""
+    async with leader_session(cluster.catalog_dsn, cluster.digest) as session:
+        if not await session.lead():
+            raise AnotherLeads(await session.leader() or "it has just ended")
+        return await _Balancer(cluster, stop).lead(session, once=True)
 
 
 class _Balancer:
-    """By one cluster file, until it is told to end."""
+    """Balances by one version of the cluster file, until `ending` is set."""
 
     def __init__(self, cluster: Cluster, ending: asyncio.Event) -> None:
         self._cluster = cluster
         self._ending = ending
 
-    async def keep(self) -> None:
-        """Leads whenever no other does."""
-        trouble = ""
+    async def run(self) -> None:
+        """Leads whenever no other process does."""
+        problem = ""
         while not self._ending.is_set():
             try:
-                async with candidacy(self._cluster.catalog_dsn, self._cluster.digest) as candidate:
-                    trouble = ""
-                    if await self._wait_for_turn(candidate):
-                        await self.lead(candidate, once=False)
+                async with leader_session(self._cluster.catalog_dsn, self._cluster.digest) as session:
+                    problem = ""
+                    if await self._wait_for_leadership(session):
+                        await self.lead(session, once=False)
             except ShardUnavailable as error:
-                if str(error) != trouble:
-                    trouble = str(error)
-                    _log.warning("does not lead: %s", error)
+                if str(error) != problem:
+                    problem = str(error)
+                    _log.warning("cannot lead: %s", error)
                 await self._rest()
-            except Exception:  # noqa: BLE001 - whatever it is, the next try may do
-                _log.exception("leads no more")
+            except Exception:  # noqa: BLE001 - whatever it is, the next try may succeed
+                _log.exception("unexpected error while leading; trying again")
                 await self._rest()
 
-    async def lead(self, candidate: Candidate, *, once: bool) -> Mapping[Move, str]:
-        """Once: until nothing is left to do. Answers what `balance_once` does. Raises ShardUnavailable as soon as
-        another may lead: then nothing of it goes on."""
+    async def lead(self, session: LeaderSession, *, once: bool) -> Mapping[Move, str]:
+        """Leads until `ending` is set or, with `once`, until nothing is left to do. Returns what `balance_once`
+        returns. Raises ShardUnavailable as soon as another process may lead; everything that this one does is then
+        cancelled."""
         async with open_shards(self._cluster) as shards:
-            _log.info("leads, by cluster file %s", self._cluster.digest)
-            balancing = Balancing(self._cluster, shards, pace=pace_of(self._cluster), once=once)
-            running = asyncio.create_task(balancing.run())
-            holding = asyncio.create_task(candidate.hold())
-            told = asyncio.create_task(self._ending.wait())
+            _log.info("leads, with cluster file %s", self._cluster.digest)
+            controller = Controller(self._cluster, shards, pace=pace_of(self._cluster), once=once)
+            running = asyncio.create_task(controller.run())
+            holding = asyncio.create_task(session.hold())
+            ended = asyncio.create_task(self._ending.wait())
             try:
-                await asyncio.wait({running, holding, told}, return_when=asyncio.FIRST_COMPLETED)
-                balancing.end()
+                await asyncio.wait({running, holding, ended}, return_when=asyncio.FIRST_COMPLETED)
+                controller.end()
                 await asyncio.wait({running, holding}, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for task in (running, holding, told):
+                for task in (running, holding, ended):
                     task.cancel()
-                await asyncio.wait({running, holding, told})
+                await asyncio.wait({running, holding, ended})
             if not holding.cancelled():
                 holding.result()
             if not running.cancelled():
                 running.result()
-            return balancing.held
+            return controller.held
 
-    async def _wait_for_turn(self, candidate: Candidate) -> bool:
-        """False: it is told to end."""
-        said = False
+    async def _wait_for_leadership(self, session: LeaderSession) -> bool:
+        """Returns False if `ending` was set first."""
+        logged = False
         while not self._ending.is_set():
-            if await candidate.lead():
+            if await session.lead():
                 return True
-            if not said and (leader := await candidate.leader()) is not None:
-                said = True
+            if not logged and (leader := await session.leader()) is not None:
+                logged = True
                 _log.info("stands by: %s leads", leader)
             await self._rest()
         return False
 
     async def _rest(self) -> None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_TRY_S):
+            async with asyncio.timeout(_RETRY_S):
                 await self._ending.wait()

@@ -7,11 +7,12 @@ jobs_per_second = 5000
 from __future__ import annotations
 
 from balancer.move import Pace
-from shard.cluster import Cluster, ClusterFileError, known_keys
+from shard.placement.cluster_file import Cluster, ClusterFileError, known_keys
 
 
 def pace_of(cluster: Cluster) -> Pace:
-    """How fast jobs may leave a shard: as the table says, without rests; or by default. Raises ClusterFileError."""
+    """Returns how fast jobs may leave a shard: as the table says, without rests, or the default pace. Raises
+    ClusterFileError."""
     table = cluster.tables.get("balancer", {})
     where = f"{cluster.source}: [balancer]"
     known_keys(table, {"jobs_per_second"}, where=where)
@@ -20,5 +21,5 @@ def pace_of(cluster: Cluster) -> Pace:
         return Pace()
     if isinstance(rate, bool) or not isinstance(rate, int) or not 1 <= rate <= 1_000_000:
         raise ClusterFileError(f"{where} jobs_per_second: must be a whole number from 1 to 1000000, not {rate!r}")
-    # A second's worth at a time: else it would be a burst, and a long rest.
+    # A chunk has at most one second's worth of jobs: a larger one would be a burst followed by a long rest.
     return Pace(rows_max=min(Pace().rows_max, rate), rest=0.0, jobs_per_s_max=rate)

@@ -18,13 +18,14 @@ from rich.console import Console
 
 from bench import plots, report
 from bench.arguments import peers
-from bench.environment import environment
+from bench.catalog import SCENARIOS
 from bench.report import Found
 from bench.scenario import Bench
-from bench.scenarios import SCENARIOS
 from bench.system import Wrong
 from bench.systems import PEERS
 from embedded import EmbeddedError
+from proof.environment import environment
+from proof.processes import ProcessFailed
 from router.errors import CannotListen, RouterFailed
 
 _RESULTS = Path(__file__).resolve().parent / "results"
@@ -79,7 +80,7 @@ async def _measure(order: Order, bench: Bench, found: list[Found]) -> None:
     for name, plan in order.parts:
         try:
             found.append(await SCENARIOS[name].measure(plan, bench))
-        except (Wrong, EmbeddedError, CannotListen, RouterFailed, psycopg.Error, OSError) as error:
+        except (Wrong, ProcessFailed, EmbeddedError, CannotListen, RouterFailed, psycopg.Error, OSError) as error:
             # The others may still be worth their time.
             bench.failed[f"scenario {name}"] = f"{error}"
 
@@ -110,13 +111,18 @@ def read_order(arguments: list[str]) -> Order:
     out: Path = given.out or _RESULTS / f"{stamp}-{kind}"
     if not out.absolute().parent.is_dir() and given.out is not None:
         parser.error(f"there is no folder {out.parent} for --out")
-    cache: Path = given.cache or user_cache_path("windrow") / "bench"
+    cache: Path = (given.cache or user_cache_path("windrow") / "bench").absolute()
     if given.scenario is not None:
         if given.quick:
             parser.error("--quick is for all scenarios together: leave the name out")
         return Order(parts=[(given.scenario, SCENARIOS[given.scenario].plan(given))], out=out, cache=cache)
     if given.quick:
-        parts = [(name, scenario.quick()) for name, scenario in SCENARIOS.items() if scenario.quick is not None]
+        parts = [
+            (name, plan)
+            for name, scenario in SCENARIOS.items()
+            if scenario.quick is not None
+            for plan in _several(scenario.quick())
+        ]
     else:
         parts = [(name, plan) for name, scenario in SCENARIOS.items() for plan in _several(scenario.full(given.peers))]
     return Order(parts=parts, out=out, cache=cache)

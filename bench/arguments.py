@@ -3,46 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 
 from bench.systems import PEERS
-
-
-def number(most: int, least: int = 1) -> Callable[[str], int]:
-    """A reader of whole numbers in this range."""
-
-    def read(text: str) -> int:
-        if not text.strip().isdecimal() or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"must be a whole number from {least} to {most:,}, not {text!r}")
-        return int(text)
-
-    return read
-
-
-def numbers(most: int) -> Callable[[str], tuple[int, ...]]:
-    one = number(most)
-    return lambda text: tuple(map(one, text.split(",")))
-
-
-def positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
-    return value
+from proof.arguments import names, number
 
 
 def peers(text: str) -> tuple[str, ...]:
     """`all`, `none`, or names with commas between them."""
     if text in {"all", "none"}:
         return tuple(PEERS) if text == "all" else ()
-    names = tuple(text.split(","))
-    for name in names:
-        if name not in PEERS:
-            raise argparse.ArgumentTypeError(f"there is no peer {name!r}; there are: {', '.join(PEERS)}")
-    return names
+    return names(text, PEERS, "peer")
 
 
 def add_runs(parser: argparse.ArgumentParser, default: int = 5) -> None:

@@ -56,14 +56,14 @@ DESCRIPTIONS = {
     f"{_UNFINISHED_CONNECTIONS} connections",
     Attack.UNREAD_STREAMS: f"{_UNREAD_STREAMS} streams of one org that never read, "
     f"{_JOBS_FOR_STREAMS} jobs of 1 MiB waiting",
-    Attack.RAPID_RESETS: f"{_RESETS:,} × HEADERS and RST_STREAM on each of {_RESET_CONNECTIONS} connections, once",
+    Attack.RAPID_RESETS: f"{_RESETS:,} × HEADERS and RST_STREAM on {_RESET_CONNECTIONS} connections, again and again",
     Attack.OLD_IDS: f"Enqueues of {_OLD_IDS_OF_CALL} ids that are too old, {_FLOOD_CONNECTIONS} connections",
     Attack.LARGE_PAYLOADS: f"Enqueues of 1 MiB payloads, {_FLOOD_CONNECTIONS} connections",
 }
 
 
 @dataclass(slots=True, kw_only=True)
-class Outcome:
+class AttackOutcome:
     """What the attacker saw, over all its connections."""
 
     # Calls by grpc-status.
@@ -95,7 +95,7 @@ class Attacker:
     """One attack on one cluster, by an org of its own."""
 
     def __init__(self, attack: Attack, address: str) -> None:
-        self.outcome = Outcome()
+        self.outcome = AttackOutcome()
         self._attack = attack
         self._address = address
         self._org = f"bench-attacker-{secrets.token_hex(4)}"
@@ -157,14 +157,16 @@ class Attacker:
                     ),
                 )
             case Attack.RAPID_RESETS:
-                self.outcome.add(
-                    await hostile_peer.reset_rapidly(
-                        self._address, _ENQUEUE, count=_RESETS, connections=_RESET_CONNECTIONS, seconds=seconds
-                    )
+                await self._insist(
+                    seconds,
+                    lambda left_s: hostile_peer.reset_rapidly(
+                        self._address, _ENQUEUE, count=_RESETS, connections=_RESET_CONNECTIONS, seconds=left_s
+                    ),
                 )
             case Attack.OLD_IDS:
                 old = [
-                    job_pb2.NewJob(id=_OLD_ID.format(at), queue=QUEUE, kind="no-op") for at in range(_OLD_IDS_OF_CALL)
+                    job_pb2.NewJob(id=_OLD_ID.format(at), template=job_pb2.JobTemplate(queue=QUEUE, kind="no-op"))
+                    for at in range(_OLD_IDS_OF_CALL)
                 ]
                 await self._flood(seconds, lambda: old)
             case Attack.LARGE_PAYLOADS:
@@ -207,4 +209,4 @@ def _name(error: ErrorCodes | int) -> str:
 
 
 def _large_job() -> job_pb2.NewJob:
-    return job_pb2.NewJob(id=uuid7(), queue=QUEUE, kind="no-op", payload=bytes(_MIB))
+    return job_pb2.NewJob(id=uuid7(), template=job_pb2.JobTemplate(queue=QUEUE, kind="no-op", payload=bytes(_MIB)))

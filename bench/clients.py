@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import Process
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.processes import end
 from bench.system import Site, Wrong
+from proof.processes import end, start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,19 +55,15 @@ class Clients:
 
 
 @contextlib.asynccontextmanager
-async def open_clients(system: str, sites: Sequence[Site], *, tally: Path) -> AsyncGenerator[Clients, None]:
+async def open_clients(
+    system: str, sites: Sequence[Site], *, tally: Path, environ: Mapping[str, str]
+) -> AsyncGenerator[Clients, None]:
     """Client processes for this scope, one at each site."""
     await asyncio.to_thread(tally.touch)
     async with contextlib.AsyncExitStack() as stack:
         processes: list[Process] = []
         for at, site in enumerate(sites):
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "bench.client_process"),
-                stdin=PIPE,
-                stdout=PIPE,
-                # Ctrl-C is for this process, which ends its clients in order.
-                start_new_session=True,
-            )
+            process = await start("bench.client_process", environ=environ)
             stack.push_async_callback(end, process)
             shared = {"tally": str(tally), "places": len(sites), "mine": at}
             await _say(process, {"system": system, "site": asdict(site), **shared})

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.report import Table
+from proof.table import Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

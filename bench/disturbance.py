@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 import psycopg
 from psycopg import sql
 
-from archiver.passing import Pass
+from archiver.run import Pass
 from archiver.service import archive_once
 from bench.system import Wrong
-from shard.cluster import Cluster
+from proof.background import background
+from shard.placement.cluster_file import Cluster
 
 _READERS = 4
 # A reader keeps its snapshot for so long; they begin in turns, so that there is always an old one.
@@ -47,16 +48,8 @@ async def held_snapshot(dsns: Sequence[str]) -> AsyncGenerator[None, None]:
 @contextlib.asynccontextmanager
 async def readers(dsns: Sequence[str]) -> AsyncGenerator[None, None]:
     """Four in each database, which read its hot tables from end to end once a second, for 20 s on one snapshot."""
-    tasks = [asyncio.create_task(_read(dsn, begin_s=at * _READ_S / _READERS)) for dsn in dsns for at in range(_READERS)]
-    try:
+    async with background(*(_read(dsn, begin_s=at * _READ_S / _READERS) for dsn in dsns for at in range(_READERS))):
         yield
-        for task in tasks:
-            if task.done():
-                task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
 
 
 async def _read(dsn: str, *, begin_s: float) -> None:

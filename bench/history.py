@@ -7,8 +7,8 @@ import psycopg
 from psycopg import sql
 
 from bench.payloads import stamped
-from shard import partitions
-from shard.archiving import Day
+from shard.history.days import Day
+from shard.postgres import partitions
 
 # An id tells when its job was made: as many in each moment of the day. The rest of it comes from its number.
 _FILL = """

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.spread import percentile
+from proof.history import History
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +19,27 @@ class Pickup:
     # When the job was due to be stored, by the machine's monotonic clock.
     due_s: float
     waited_ms: float
+
+
+def since_due(history: History) -> list[Pickup]:
+    """How long the job of each delivery waited since its enqueue was due."""
+    enqueues = {one.job: one.call for one in history.enqueues}
+    return [
+        Pickup(due_s=call.due_s, waited_ms=(one.received_s - call.due_s) * 1000)
+        for one in history.deliveries
+        if (call := enqueues.get(one.lease.job)) is not None
+    ]
+
+
+def since_stored(history: History) -> list[Pickup]:
+    """How long the job of each delivery waited since its enqueue was answered OK."""
+    stored_s = {one.job: one.call.ended_s for one in history.enqueues if one.answered is not None}
+    return [
+        # A worker may have it before its producer hears of it.
+        Pickup(due_s=at_s, waited_ms=max(0.0, (one.received_s - at_s) * 1000))
+        for one in history.deliveries
+        if (at_s := stored_s.get(one.lease.job)) is not None
+    ]
 
 
 def read(file: Path) -> list[Pickup]:

@@ -127,7 +127,7 @@ class Turn:
         return [total * (at + 1) // count - total * at // count for at in range(count)]
 
     def _dealt(self, jobs: int, callers: list[int]) -> list[int]:
-        """Of each client process, by the number of its callers."""
+        """Returns how many of the jobs each client process does, by the number of its callers."""
         bounds = [jobs * sum(callers[:at]) // sum(callers) for at in range(len(callers) + 1)]
         return [past - first for first, past in itertools.pairwise(bounds)]
 
@@ -159,5 +159,5 @@ def _least(batch: int) -> int:
 
 
 def _rounded(jobs: float, batch: int) -> int:
-    """To whole batches, at most what a run may have."""
+    """Rounds to whole batches, up to the most jobs that a run may have."""
     return max(batch, int(min(jobs, _JOBS_MAX)) // batch * batch)

@@ -7,19 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    title: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    # What a reader must know to read it.
-    note: str = ""
-
-    def markdown(self) -> str:
-        lines = [self.head, ["---"] * len(self.head), *self.rows]
-        table = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-        return f"### {self.title}\n\n{table}\n" + (f"\n{self.note}\n" if self.note else "")
+from proof.environment import described
+from proof.table import Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +41,7 @@ class Found:
 
 def markdown(found: Sequence[Found], *, environment: Mapping[str, object], failed: Mapping[str, str]) -> str:
     """All tables, under what they were measured on."""
-    text = [f"{_where(environment)}\n"]
+    text = [f"{described(environment)}\n"]
     for one in found:
         text += [f"## {one.scenario}\n", *(table.markdown() for table in one.tables)]
     if failed:
@@ -84,13 +73,3 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "bench.json").write_text(to_json(found, environment=environment, failed=failed))
     (folder / "bench.md").write_text("# Benchmark\n\n" + markdown(found, environment=environment, failed=failed))
-
-
-def _where(environment: Mapping[str, object]) -> str:
-    server = environment.get("postgres")
-    # Not all scenarios need one.
-    postgres = f", PostgreSQL {server['version']}" if isinstance(server, Mapping) else ""
-    return (
-        f"{environment['date']}, commit {environment['commit']}: {environment['cores']} cores ({environment['cpu']}), "
-        f"Linux {environment['kernel']}, Python {environment['python']}{postgres}; all on this machine."
-    )

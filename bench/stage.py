@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import secrets
 import socket
@@ -22,18 +21,23 @@ from psycopg import sql
 
 from bench import meter
 from bench.clients import Clients, open_clients
-from bench.environment import postgres
-from bench.processes import serving
 from bench.system import CONNECTIONS, Site
 from bench.systems import PEERS
 from cli.local import in_thread
 from embedded import Cluster, open_clusters
-from router.supervisor import Supervisor
+from proof.clients import site as clients_site
+from proof.cluster_file import ClusterFile, Entry
+from proof.environment import postgres
+from proof.processes import serving
+from proof.routers import running
+from router.process.supervisor import Supervisor
 
 _PAUSE_S = 0.2
 _DRAIN_S = 5.0
 # All systems stay connected while they take turns.
 SETTINGS: Mapping[str, str] = {"max_connections": "800"}
+# The visibility window of leases by default.
+WINDOW_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +54,10 @@ class Stage:
     postgres: Mapping[str, Cluster]
     routers: Servers
     cache: Path
-    # The cluster file that routers read.
-    config: Path
+    # That routers read.
+    cluster_file: ClusterFile
+    # That client processes inherit.
+    environ: Mapping[str, str]
     _folder: Path
     _stack: contextlib.AsyncExitStack
     _databases: dict[str, str] = field(default_factory=dict[str, str])
@@ -110,21 +116,38 @@ class Stage:
             for address in addresses
         ]
         tally = self._folder / f"tally-{secrets.token_hex(4)}"
-        async with open_clients(system, sites, tally=tally) as clients:
+        async with open_clients(system, sites, tally=tally, environ=self.environ) as clients:
             yield clients
 
     async def more_routers(self, processes: int, environ: Mapping[str, str] | None = None) -> Servers:
         """Other routers of the same cluster on an address of their own, for the rest of the scope."""
-        return await self._stack.enter_async_context(_routers(self.config, processes, environ or {}))
+        return await self._stack.enter_async_context(_routers(self.cluster_file.path, processes, environ or {}))
 
     async def echo(self, processes: int) -> Servers:
         """Echo servers for the rest of the scope (bench/echo_server.py)."""
         return await self._stack.enter_async_context(_echo(processes))
 
-    async def name_shards(self, dsns: Mapping[str, str], states: Mapping[str, str] | None = None) -> None:
-        """Rewrites the cluster file, as an operator does: it names these shards, `active` unless `states` says
-        otherwise. Whoever follows the file takes that up by itself."""
-        await asyncio.to_thread(_write, self.config, cluster_file(dsns, states or {}))
+    @property
+    def histories(self) -> Path:
+        return self.file("histories")
+
+    def site(
+        self, name: str, orgs: Sequence[str], *, per_s: float = 0.0, mine: int = 0, places: int = 1
+    ) -> clients_site.Site:
+        """For a client process that writes a history."""
+        self.histories.mkdir(exist_ok=True)
+        return clients_site.Site(
+            address=self.routers.address,
+            folder=str(self.histories),
+            name=name,
+            generation=0,
+            seed=0,
+            orgs=orgs,
+            mine=mine,
+            places=places,
+            window_s=WINDOW_S,
+            per_s=per_s,
+        )
 
     def file(self, name: str) -> Path:
         """A place for a temporary file."""
@@ -158,28 +181,19 @@ async def open_stage(
         names = [f"s{number}" for number in range(1, shards + 1)]
         opened = open_clusters(names, ephemeral=True, settings=SETTINGS)
         clusters = await stack.enter_async_context(in_thread(opened))
-        # Ours alone, because it holds passwords: so is the folder.
-        config = folder / "cluster.toml"
-        dsns = {name: clusters[name].dsn for name in names[:named]}
-        await asyncio.to_thread(_write, config, cluster_file(dsns, {}))
-        servers = await stack.enter_async_context(_routers(config, routers, {}))
-        yield Stage(postgres=clusters, routers=servers, cache=cache, config=config, _folder=folder, _stack=stack)
-
-
-def cluster_file(dsns: Mapping[str, str], states: Mapping[str, str]) -> str:
-    """Its text. What JSON quotes is quoted for TOML too."""
-    shards = ""
-    for name, dsn in dsns.items():
-        keys = {"name": name, "dsn": dsn, "state": states.get(name, "active")}
-        shards += "\n[[shard]]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())
-    return f'[cluster]\nname = "bench"\n{shards}'
-
-
-def _write(file: Path, text: str) -> None:
-    """Whole, or not at all: others read it meanwhile."""
-    new = file.with_suffix(".new")
-    new.write_text(text)
-    new.replace(file)
+        entries = [Entry(name=name, dsn=clusters[name].dsn) for name in names[:named]]
+        cluster_file = ClusterFile(path=folder / "cluster.toml", name="bench", entries=entries)
+        cluster_file.save()
+        servers = await stack.enter_async_context(_routers(cluster_file.path, routers, {}))
+        yield Stage(
+            postgres=clusters,
+            routers=servers,
+            cache=cache,
+            cluster_file=cluster_file,
+            environ=dict(os.environ),
+            _folder=folder,
+            _stack=stack,
+        )
 
 
 async def fresh_run(clients: Clients, *, record: bool = False) -> str:
@@ -212,26 +226,8 @@ def _clear(dsn: str) -> None:
 @contextlib.asynccontextmanager
 async def _routers(config: Path, processes: int, environ: Mapping[str, str]) -> AsyncGenerator[Servers, None]:
     supervisor = Supervisor(config, listen="127.0.0.1:0", processes=processes, drain_seconds=_DRAIN_S)
-    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    stop = asyncio.Event()
-    # The processes inherit the environment that is there when they start.
-    before = {name: os.environ.get(name) for name in environ}
-    os.environ.update(environ)
-    running = asyncio.create_task(supervisor.run(ready=ready.set_result, stop=stop))
-    try:
-        starts: set[asyncio.Future[str] | asyncio.Future[None]] = {running, ready}
-        await asyncio.wait(starts, return_when=asyncio.FIRST_COMPLETED)
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-        if running.done():
-            await running
-        yield Servers(address=await ready, pids=lambda: supervisor.pids)
-    finally:
-        stop.set()
-        await running
+    async with running(supervisor, environ) as address:
+        yield Servers(address=address, pids=lambda: supervisor.pids)
 
 
 @contextlib.asynccontextmanager

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from bench.evidence import Call
 from bench.spread import percentile
+from proof.history import Call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

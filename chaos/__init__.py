@@ -1,5 +1,5 @@
-"""Windrow under faults: a cluster of its own, producers and workers that write down all they see, faults drawn by a
-seed, and a checker that reads what was written down. `./run chaos`, docs/chaos.md."""
+"""Windrow under faults: a cluster, producers and workers that record everything they see, faults drawn from a seed, and
+a checker that reads the records. `./run chaos`, docs/chaos.md."""
 
 import os
 

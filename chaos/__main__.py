@@ -19,16 +19,16 @@ import grpc
 import psycopg
 from rich.console import Console
 
-from bench.arguments import positive
-from bench.environment import environment
 from chaos import report, timeline
-from chaos.checker import check
 from chaos.crew import ClientFailed
 from chaos.disk import small_disk
 from chaos.faults import FAULTS
 from chaos.run import Order, Told, run
 from cli.standard_error import standard_error_to
 from embedded import EmbeddedError
+from proof.arguments import names, positive
+from proof.checker import examine
+from proof.environment import environment
 from router.errors import CannotListen, RouterFailed
 from shard.errors import ShardError
 
@@ -92,15 +92,11 @@ def read_order(arguments: list[str]) -> Order:
 
 
 def _faults(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    for name in names:
-        if name not in FAULTS:
-            raise argparse.ArgumentTypeError(f"there is no fault {name!r}; there are: {', '.join(FAULTS)}")
-    return names
+    return names(text, FAULTS, "fault")
 
 
 async def _stoppable(running: Coroutine[Any, Any, Told]) -> Told:
-    """As Ctrl-C, SIGTERM lets every scope end what it has started."""
+    """SIGTERM, like Ctrl-C, lets every scope end what it has started."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -108,18 +104,19 @@ async def _stoppable(running: Coroutine[Any, Any, Told]) -> Told:
 
 
 def _judge(order: Order, told: Told, say: Callable[[str], None]) -> int:
-    violations = [*check(told.evidence), *told.unhealed]
+    found = [*examine(told.evidence), *told.unhealed]
+    violations = [one for one in found if not one.excused]
     surroundings = environment()
-    report.write(order.out, order, told, violations, surroundings)
+    report.write(order.out, order, told, found, surroundings)
     timeline.draw(order.out, told, say)
-    print(report.markdown(order, told, violations, surroundings))
+    print(report.markdown(order, told, found, surroundings))
     say(f"written to {order.out}; again: ./run chaos --minutes {order.seconds / 60:g} --seed {order.seed}")
     return 1 if violations else 0
 
 
 @contextlib.contextmanager
 def _screen() -> Generator[IO[str], None, None]:
-    """Standard error as it was when we began."""
+    """Standard error as it was at the start."""
     with os.fdopen(os.dup(2), "w") as screen:
         yield screen
 

@@ -1,32 +1,30 @@
-"""The client processes of a run: started, struck, started again, told what to do, and ended."""
+"""The client processes of a run: started, killed, restarted, given commands, and ended."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import signal
-import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import Process
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from bench.processes import end
-from chaos.clients.site import Site
+from proof import processes
+from proof.clients.site import Site
 
 _READY_S_MAX = 60.0
 _END_S_MAX = 20.0
-_ROOT = Path(__file__).resolve().parent.parent
 
 
 class ClientFailed(Exception):
-    """A client ended, and nobody had struck it: the run proves nothing."""
+    """A client ended although no fault had hit it: the run proves nothing."""
 
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One client: a process now, another one after a kill."""
+    """One client; after a kill it continues in another process."""
 
     sort: str
     site: Site
@@ -48,22 +46,13 @@ class Crew:
         self._members = {member.name: member for member in members}
         self._environ = environ
         self._log = log
-        # What everybody has been told; who starts later is told too.
+        # The commands so far; clients that start later get them too.
         self._told: list[str] = []
 
     async def start(self, name: str) -> None:
         """Starts a member, or starts it again."""
         member = self._members[name]
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", f"chaos.clients.{member.sort}"),
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=self._log,
-            cwd=_ROOT,
-            env=self._environ,
-            # Ctrl-C is for us; we end the clients in order.
-            start_new_session=True,
-        )
+        process = await processes.start(f"chaos.clients.{member.sort}", stderr=self._log, environ=self._environ)
         member.process = process
         self._say(process, member.site.to_json(), *self._told)
         assert process.stdout is not None
@@ -111,7 +100,7 @@ class Crew:
                 process = self._members[name].process
                 self._members[name].process = None
                 if process is not None:
-                    group.create_task(end(process, seconds_max=_END_S_MAX))
+                    group.create_task(processes.end(process, seconds_max=_END_S_MAX))
 
     async def end_all(self) -> None:
         await self.end(self._members)

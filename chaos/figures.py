@@ -7,10 +7,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from chaos.checker.evidence import Evidence, Placed
-from chaos.history import Answer, Call, History, Outcome, Verb
 from chaos.run import Told
-from shard.placement import slot_of
+from proof.checker.backup import Backup
+from proof.checker.evidence import Evidence, Placed, State
+from proof.history import Answer, Call, History, Outcome, Verb
+from shard.placement.slots import slot_of
 from shard.vocabulary import OrgId
 
 
@@ -40,6 +41,29 @@ def jobs(evidence: Evidence) -> Mapping[str, int]:
             f"in the tables: {state}": count
             for state, count in sorted(Counter(row.state for row in evidence.rows).items())
         },
+    }
+
+
+def restored(evidence: Evidence) -> Mapping[str, int]:
+    """What the backup that was restored lacked of the database that it replaced, and what became of it."""
+    if evidence.restored is None:
+        return {}
+    backup = Backup(evidence)
+    acknowledged = {one.answered for one in evidence.history.enqueues}
+    kept = {row.job for row in evidence.restored.backup.rows}
+    there = {row.job for row in evidence.rows}
+    lost = {row.job for row in backup.lost_rows if row.job not in kept}
+    ended = {row.job for row in backup.lost_rows if row.job in kept and row.state is not State.LIVE}
+    again = {one.lease.job for one in evidence.history.deliveries if backup.came_after(one.call)}
+    return {
+        "jobs in the backup": len(kept),
+        "jobs that it lacked": len(lost),
+        "of them acknowledged, and in no table in the end": len((lost & acknowledged) - there),
+        "jobs whose end it lacked": len(ended),
+        "of them delivered again": len(ended & again),
+        "dedup keys that it lacked": len(evidence.restored.replaced.keys - evidence.restored.backup.keys),
+        "jobs that had left since, and were there once more": sum(map(backup.revives, kept)),
+        "of them left there, because somebody cancelled them": sum(map(backup.is_second, evidence.rows)),
     }
 
 
@@ -147,7 +171,7 @@ def _acknowledged(evidence: Evidence) -> Iterator[tuple[float, str, bool]]:
         if call.verb is Verb.ENQUEUE and call.outcome is Outcome.OK and call.ended_s is not None:
             by_hash = slot_of(OrgId(call.org))
             for slot in (evidence.pins.get(call.org, by_hash), by_hash):
-                # A slot of its own the org may have got later.
+                # The org may have got a slot of its own later.
                 at = bisect_right(by_slot[slot], call.ended_s, key=lambda now: now.at_s)
                 if at:
                     yield call.ended_s, by_slot[slot][at - 1].writes[0], True
@@ -204,5 +228,5 @@ def seconds(told: Told) -> list[Second]:
 
 def _failed(call: Call) -> bool:
     # A handler of windrow.Worker is not told what became of its acks: that is no failure.
-    handling = call.client.partition(".")[0].endswith("-handling")
-    return call.outcome is not Outcome.OK and not (handling and call.ended_s is None)
+    is_handler = call.client.partition(".")[0].endswith("-handler")
+    return call.outcome is not Outcome.OK and not (is_handler and call.ended_s is None)

@@ -8,41 +8,44 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from bench.report import Table
 from chaos import figures
-from chaos.checker import EXAMINED, Violation
 from chaos.run import Order, Told
+from proof.checker import EXAMINED, Violation
+from proof.environment import described
+from proof.table import Table
 
 _SHOWN_MAX = 20
 
 
-def verdict(violations: Sequence[Violation]) -> Mapping[str, list[str]]:
-    """By invariant: what violates it."""
-    return {name: [one.what for one in violations if one.invariant == name] for name in EXAMINED}
+def verdict(found: Sequence[Violation], *, excused: bool = False) -> Mapping[str, list[str]]:
+    """By invariant: what violates it; or what would, if a restored backup had what it lacks."""
+    return {name: [one.what for one in found if one.invariant == name and one.excused is excused] for name in EXAMINED}
 
 
 def write(
-    folder: Path, order: Order, told: Told, violations: Sequence[Violation], environment: Mapping[str, object]
+    folder: Path, order: Order, told: Told, found: Sequence[Violation], environment: Mapping[str, object]
 ) -> None:
-    """report.json and report.md."""
-    (folder / "report.md").write_text(markdown(order, told, violations, environment))
-    document = to_json(order, told, violations, environment)
+    """report.json and report.md. `found` is also what is excused."""
+    (folder / "report.md").write_text(markdown(order, told, found, environment))
+    document = to_json(order, told, found, environment)
     (folder / "report.json").write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
 
 
-def markdown(order: Order, told: Told, violations: Sequence[Violation], environment: Mapping[str, object]) -> str:
-    found = verdict(violations)
-    whole = "every invariant held" if not violations else f"{len(violations)} violations"
+def markdown(order: Order, told: Told, found: Sequence[Violation], environment: Mapping[str, object]) -> str:
+    violated = verdict(found)
+    count = sum(map(len, violated.values()))
+    whole = "every invariant held" if not count else f"{count} violations"
     tables = [
         Table(
             title="Invariants",
             head=("", "invariant", "verdict"),
             rows=[
                 (name, EXAMINED[name], "held" if not whats else f"**{len(whats)} violations**")
-                for name, whats in found.items()
+                for name, whats in violated.items()
             ],
         ),
         _faults(told),
+        *_restored(told, found),
         _moves(told),
         Table(
             title="Jobs", head=("", "count"), rows=[(what, f"{n:,}") for what, n in figures.jobs(told.evidence).items()]
@@ -69,13 +72,11 @@ def markdown(order: Order, told: Told, violations: Sequence[Violation], environm
     ]
     text = [
         f"# Chaos: {whole}\n",
-        f"Seed {order.seed}, {order.seconds:g} s of faults. {environment['date']}, commit {environment['commit']}: "
-        f"{environment['cores']} cores ({environment['cpu']}), Linux {environment['kernel']}, Python "
-        f"{environment['python']}; all on this machine.\n",
+        f"Seed {order.seed}, {order.seconds:g} s of faults. {described(environment)}\n",
         "![timeline](timeline.png)\n",
         *(table.markdown() for table in tables),
     ]
-    for name, whats in found.items():
+    for name, whats in violated.items():
         if whats:
             more = [f"- and {len(whats) - _SHOWN_MAX} more, in report.json"] if len(whats) > _SHOWN_MAX else []
             text += [f"### Violations of {name}\n", *(f"- {what}" for what in whats[:_SHOWN_MAX]), *more, ""]
@@ -95,6 +96,21 @@ def _faults(told: Told) -> Table:
     troubled = sum(bool(strike.trouble) for strike in told.strikes)
     note = f"{troubled} of them found their target in no state to be struck, as report.json says." if troubled else ""
     return Table(title=f"Faults: {len(told.strikes)}", head=("fault", "count", "targets"), rows=rows, note=note)
+
+
+def _restored(told: Told, found: Sequence[Violation]) -> list[Table]:
+    restored = told.evidence.restored
+    if restored is None:
+        return []
+    rows = [(what, f"{count:,}") for what, count in figures.restored(told.evidence).items()]
+    rows += [(f"excused, {name}", f"{len(whats):,}") for name, whats in verdict(found, excused=True).items() if whats]
+    note = (
+        f"Copied {restored.copied_s - told.began_s:.1f} s after the first fault, and put in its place "
+        f"{restored.swapped_s - restored.copied_s:.1f} s later. It could be reached for "
+        f"{restored.accepting_s - restored.back_s:.1f} s until somebody began to accept it, which took "
+        f"{restored.accepted_s - restored.accepting_s:.1f} s."
+    )
+    return [Table(title=f"The backup of {restored.shard} that was restored", head=("", "count"), rows=rows, note=note)]
 
 
 def _moves(told: Told) -> Table:
@@ -122,8 +138,21 @@ def _moves(told: Told) -> Table:
     )
 
 
+def _restored_json(told: Told) -> dict[str, object] | None:
+    restored = told.evidence.restored
+    if restored is None:
+        return None
+    times = ("copied_s", "swapped_s", "back_s", "accepting_s", "accepted_s")
+    return {
+        "shard": restored.shard,
+        **{name: getattr(restored, name) - told.began_s for name in times},
+        "counts": dict(figures.restored(told.evidence)),
+        "told": sorted({one.error for one in restored.told}),
+    }
+
+
 def to_json(
-    order: Order, told: Told, violations: Sequence[Violation], environment: Mapping[str, object]
+    order: Order, told: Told, found: Sequence[Violation], environment: Mapping[str, object]
 ) -> dict[str, object]:
     """All that is known. Times in seconds from the first fault."""
     strikes = [
@@ -135,7 +164,9 @@ def to_json(
         "seconds": order.seconds,
         "cast": asdict(order.cast),
         "environment": dict(environment),
-        "verdict": {name: {"held": not whats, "violations": whats} for name, whats in verdict(violations).items()},
+        "verdict": {name: {"held": not whats, "violations": whats} for name, whats in verdict(found).items()},
+        "excused": {name: whats for name, whats in verdict(found, excused=True).items() if whats},
+        "restored": _restored_json(told),
         "faults": strikes,
         "skipped": [{"fault": fault, "why": why, "count": n} for (fault, why), n in sorted(told.skipped.items())],
         "moves": [

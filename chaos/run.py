@@ -18,18 +18,20 @@ import psutil
 import psycopg
 
 from balancer.shards import open_shards
-from chaos import history, journal, tables
-from chaos.checker.evidence import Alone, Evidence, Files, InForce, Row, Violation
 from chaos.disk import SmallDisk
 from chaos.faults import CHANGES, FAULTS
-from chaos.history import History
 from chaos.progress import Progress
 from chaos.schedule import Kind, Planned, plan
 from chaos.stage import Cast, Stage, open_stage
 from embedded import EmbeddedError
-from router.waiting import SWEEP_S
-from shard.cluster import read_cluster
+from proof import history, journal, tables
+from proof.background import background
+from proof.checker.evidence import Alone, Evidence, Files, InForce, Restored, Row, Violation
+from proof.history import History
+from proof.memory import resident_bytes
+from router.settings import RouterSettings
 from shard.errors import ShardError
+from shard.placement.cluster_file import read_cluster
 
 _WARM_UP_S = 4.0
 _SAY_EVERY_S = 5.0
@@ -117,6 +119,7 @@ async def run(order: Order, *, disk: SmallDisk | None, say: Callable[[str], None
             unrested = await _rested(stage)
             stalls.clear()
             await striker.run_alone()
+            unrested += await _rested(stage)
             answer_s_max = _ANSWER_S + _STALLS * max(stalls, default=0.0)
             healed_s = time.monotonic()
             stage.crew.tell_all("calm")
@@ -131,7 +134,7 @@ async def run(order: Order, *, disk: SmallDisk | None, say: Callable[[str], None
             await _drained(stage)
             await stage.crew.end(order.cast.producer_names)
             await _drained(stage)
-            late_s_max = SWEEP_S + _SLACK_S + _STALLS * max(stalls, default=0.0)
+            late_s_max = RouterSettings().sweep_seconds + _SLACK_S + _STALLS * max(stalls, default=0.0)
             await stage.crew.end(order.cast.worker_names)
             ended_s = time.monotonic()
             say("reading tables and histories")
@@ -145,6 +148,7 @@ async def run(order: Order, *, disk: SmallDisk | None, say: Callable[[str], None
                     for one in striker.strikes
                     if one.alone and not one.trouble
                 ],
+                restored=striker.restored,
                 answer_s_max=answer_s_max,
                 resident_bytes=resident,
                 resident_bytes_max=order.router_bytes_max,
@@ -200,7 +204,7 @@ def planned(order: Order) -> list[Planned]:
 
 def kinds(order: Order) -> list[Kind]:
     """What may be drawn: the same on every machine, whatever it has."""
-    chosen = [FAULTS[name] for name in order.faults]
+    chosen = [FAULTS[name] for name in order.faults if FAULTS[name].drawn]
     return [
         Kind(name=kind.name, targets=kind.targets(order.cast), weight=kind.weight, seconds=kind.seconds)
         for kind in chosen
@@ -218,6 +222,7 @@ class _Striker:
         self.strikes: list[Strike] = []
         self.skipped: Counter[tuple[str, str]] = Counter()
         self.unhealed: list[Violation] = []
+        self.restored: Restored | None = None
 
     async def run(self) -> None:
         """Returns when all is over and healed."""
@@ -244,9 +249,14 @@ class _Striker:
 
     async def run_alone(self) -> None:
         """Does those faults once more of which the checker knows what they may do when nothing else is done."""
-        for number, kind in enumerate((FAULTS[name] for name in self._order.faults if FAULTS[name].alone), 1):
+        # In an order of ours, whatever that of the command was.
+        alone = [kind for kind in FAULTS.values() if kind.alone and kind.name in self._order.faults]
+        for number, kind in enumerate(alone, 1):
             luck = random.Random(f"{self._order.seed}/{kind.name}/alone")
-            target, duration_s = luck.choice(kind.targets(self._stage.cast)), luck.uniform(*kind.seconds)
+            targets = kind.targets(self._stage.cast)
+            if not targets:
+                continue
+            target, duration_s = luck.choice(targets), luck.uniform(*kind.seconds)
             await asyncio.sleep(_PEACE_S)
             await self._do(
                 Planned(number=-number, fault=kind.name, target=target, start_s=0.0, duration_s=duration_s), alone=True
@@ -271,6 +281,7 @@ class _Striker:
             except TimeoutError as error:
                 what = f"{planned.target} was not whole again after {planned.fault}: {error}"
                 self.unhealed.append(Violation(invariant="I7", what=what))
+        self.restored = fault.restored or self.restored
         strike = Strike(
             fault=planned.fault,
             target=planned.target,
@@ -334,13 +345,8 @@ async def _telling(stage: Stage, order: Order, say: Callable[[str], None]) -> As
             await asyncio.sleep(_SAY_EVERY_S)
             say(await asyncio.to_thread(progress.line))
 
-    tasks = [asyncio.create_task(watch()), asyncio.create_task(tell())]
-    try:
+    async with background(watch(), tell()):
         yield stalls
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager
@@ -350,17 +356,12 @@ async def _weighing(stage: Stage) -> AsyncGenerator[dict[int, int], None]:
 
     async def weigh() -> None:
         while True:
-            for pid in stage.routers.pids:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    most[pid] = max(most.get(pid, 0), psutil.Process(pid).memory_info().rss)
+            for pid, size in resident_bytes(stage.routers.pids).items():
+                most[pid] = max(most.get(pid, 0), size)
             await asyncio.sleep(_WEIGH_EVERY_S)
 
-    weighing = asyncio.create_task(weigh())
-    try:
+    async with background(weigh()):
         yield most
-    finally:
-        weighing.cancel()
-        await asyncio.gather(weighing, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager
@@ -377,9 +378,5 @@ async def _asking(stage: Stage) -> AsyncGenerator[list[InForce], None]:
                 digest = await asyncio.to_thread(tables.read_digest, stage.address, seconds_max=_ASK_S_MAX)
                 said.append(InForce(at_s=began_s, digest=digest))
 
-    asking = asyncio.create_task(ask())
-    try:
+    async with background(ask()):
         yield said
-    finally:
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)

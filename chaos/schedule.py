@@ -77,5 +77,5 @@ def _bearable(one: Planned, planned: Sequence[Planned], sorts: Counter[str]) -> 
 
 
 def _sort(target: str) -> str:
-    """worker-3-polling → worker, s2 → s."""
+    """worker-3-poller → worker, s2 → s."""
     return target.partition("-")[0].rstrip("0123456789")

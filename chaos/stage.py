@@ -11,15 +11,16 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from chaos import journal
-from chaos.balancers import Balancers, open_balancers
-from chaos.clients.site import Site
-from chaos.clusterfile import ClusterFile, Entry
 from chaos.crew import Crew, Member, open_crew
 from chaos.disk import SmallDisk
 from chaos.faketime import FakeTime
-from chaos.shards import Entrance, Shard, open_shards
-from router.supervisor import Supervisor
+from proof import journal
+from proof.balancers import Balancers, open_balancers
+from proof.clients.site import Site
+from proof.cluster_file import ClusterFile, Entry
+from proof.postgres import Entrance, Shard, open_shards
+from proof.routers import running
+from router.process.supervisor import Supervisor
 
 _DRAIN_S = 5.0
 _CONNECTIONS = 3
@@ -37,7 +38,7 @@ class Cast:
     balancers: int = 2
     producers: int = 2
     # By the names of modules in chaos/clients.
-    workers: Sequence[str] = ("streaming", "streaming", "polling", "polling", "handling", "cancelling")
+    workers: Sequence[str] = ("consumer", "consumer", "poller", "poller", "handler", "canceller")
     orgs: int = 300
     window_s: float = 3.0
 
@@ -96,6 +97,7 @@ async def open_stage(
         await stack.enter_async_context(catalog.open())
         file = ClusterFile(
             path=scratch / "cluster.toml",
+            name="chaos",
             catalog_dsn=catalog.dsn,
             entries=[Entry(name=name, dsn=shard.dsn) for name, shard in shards.items()],
             rest=f"[router]\nconnections_per_shard = {_CONNECTIONS}\ndrain_seconds = {_DRAIN_S}\n",
@@ -106,7 +108,7 @@ async def open_stage(
         routers = Supervisor(file.path, listen="127.0.0.1:0", processes=cast.routers, drain_seconds=_DRAIN_S)
         # Clients keep the right time: their stamps are evidence. Postgres does not inherit it (embedded/account.py).
         environ = dict(os.environ)
-        address = await stack.enter_async_context(_running(routers, {} if clock is None else clock.environ))
+        address = await stack.enter_async_context(running(routers, {} if clock is None else clock.environ))
         await asyncio.to_thread(journal.install, first, shards.values())
         balancers = await stack.enter_async_context(
             open_balancers(cast.balancer_names, config=file.path, folder=folder)
@@ -167,23 +169,3 @@ def _members(cast: Cast, *, address: str, folder: Path, seed: int) -> list[Membe
     for at, (sort, name) in enumerate(zip(cast.workers, cast.worker_names, strict=True)):
         members.append(member(sort, name, cast.workers[:at].count(sort), cast.workers.count(sort)))
     return members
-
-
-@contextlib.asynccontextmanager
-async def _running(routers: Supervisor, environ: Mapping[str, str]) -> AsyncGenerator[str, None]:
-    """Yields their address. `environ` is added to what they inherit, those too that are started later."""
-    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    stop = asyncio.Event()
-    os.environ.update(environ)
-    running = asyncio.create_task(routers.run(ready=ready.set_result, stop=stop))
-    try:
-        starts: set[asyncio.Future[str] | asyncio.Future[None]] = {running, ready}
-        await asyncio.wait(starts, return_when=asyncio.FIRST_COMPLETED)
-        if running.done():
-            await running
-        yield await ready
-    finally:
-        stop.set()
-        for name in environ:
-            del os.environ[name]
-        await running

@@ -1,12 +1,11 @@
-"""`windrow archive`: what has been exported, and is in no table any more.
+"""`windrow archive`: jobs that were exported and are no longer in the tables.
 
-It reads the files themselves, at the place that [archiver] export in the cluster file names: no router and no database.
+It reads the files at the location of [archiver] export in the cluster file, and needs no router and no database.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -22,11 +21,13 @@ from cli.layout import App
 from cli.output import Column
 
 if TYPE_CHECKING:
-    from archiver.exporting import Checked
-    from archiver.files import Files
+    from archiver.export import Checked
+    from archiver.object_store import Files
 
-app = App(help="Look into days that were exported: find jobs, check files.")
-Shard = Annotated[str | None, typer.Option("--shard", metavar="SHARD", show_default="all", help="Only of this shard.")]
+app = App(help="Finds exported jobs and verifies exported files.")
+Shard = Annotated[
+    str | None, typer.Option("--shard", metavar="SHARD", show_default="all", help="Only files of this shard.")
+]
 
 
 class State(StrEnum):
@@ -39,39 +40,54 @@ def list_jobs(
     org: options.Org,
     config: options.Config,
     queue: Annotated[
-        str, typer.Option("--queue", metavar="QUEUE", show_default=False, help="Only of this queue.")
+        str, typer.Option("--queue", metavar="QUEUE", show_default=False, help="Only jobs of this queue.")
     ] = "",
-    kind: Annotated[str, typer.Option("--kind", metavar="KIND", show_default=False, help="Only of this kind.")] = "",
+    kind: Annotated[
+        str, typer.Option("--kind", metavar="KIND", show_default=False, help="Only jobs of this kind.")
+    ] = "",
     states: Annotated[
         list[State] | None,
         typer.Option("--state", metavar="STATE", show_default="both", help="succeeded or cancelled."),
     ] = None,
     ids: Annotated[
-        list[str] | None, typer.Option("--id", metavar="ID", show_default=False, help="Only these; may be repeated.")
+        list[str] | None,
+        typer.Option("--id", metavar="ID", show_default=False, help="Only the job with this id; may be repeated."),
     ] = None,
     since: Annotated[
         datetime | None,
-        typer.Option("--since", parser=values.moment, metavar="TIME", show_default=False, help="Finished not earlier."),
+        typer.Option(
+            "--since",
+            parser=values.moment,
+            metavar="TIME",
+            show_default=False,
+            help="Only jobs that finished at or after TIME.",
+        ),
     ] = None,
     until: Annotated[
         datetime | None,
-        typer.Option("--until", parser=values.moment, metavar="TIME", show_default=False, help="Finished earlier."),
+        typer.Option(
+            "--until",
+            parser=values.moment,
+            metavar="TIME",
+            show_default=False,
+            help="Only jobs that finished before TIME.",
+        ),
     ] = None,
     shard: Shard = None,
-    limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="At most so many.")] = 50,
-    payload: Annotated[bool, typer.Option("--payload", help="Payloads and results too (with --json).")] = False,
+    limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="Print at most N jobs.")] = 50,
+    payload: Annotated[bool, typer.Option("--payload", help="Include payloads and results (with --json).")] = False,
     as_json: options.Json = False,
 ) -> None:
-    """List an org's jobs among those that were exported, latest day first.
+    """Lists an org's exported jobs, latest day first.
 
-    Slower than `jobs list` and `jobs get`, which find what is in the tables: each file that may have such a job is
-    read. --id, --since, --until and --shard leave files out, and make it faster. Exit code 1: a file is damaged; 3: the
-    place does not answer.
+    Reads every file that may contain a matching job, so it is slower than `jobs list` and `jobs get`, which read the
+    tables. --id, --since, --until and --shard reduce the files to read. Exit code 1: a file is damaged; 3: the export
+    location does not answer.
     """
-    from archiver.looking import Wanted, find
+    from archiver.export_search import ExportFilter, find
     from shard.vocabulary import JobId, OrgId, ShardName
 
-    wanted = Wanted(
+    wanted = ExportFilter(
         org=OrgId(org),
         shard=None if shard is None else ShardName(shard),
         queue=queue,
@@ -100,17 +116,17 @@ def list_jobs(
     elif not shown and not as_json:
         output.note(f"no such jobs of org {org!r} were exported")
     if more:
-        output.note("there are more: raise --limit, or say --since or --until")
+        output.note("there are more: raise --limit, or give --since or --until")
 
 
 @app.command()
 def verify(config: options.Config, shard: Shard = None, as_json: options.Json = False) -> None:
-    """Read all that was exported, and compare it with its manifests.
+    """Reads all exported files and compares them with their manifests.
 
-    Sizes, SHA-256 and rows. Exit code 1: a file is damaged, missing, or named by no manifest; 3: the place does not
-    answer.
+    Compares sizes, SHA-256 checksums and row counts. Exit code 1: a file is damaged, missing, or in no manifest; 3: the
+    export location does not answer.
     """
-    from archiver.exporting import check_all
+    from archiver.export import check_all
     from shard.vocabulary import ShardName
 
     checked: list[Checked] = []
@@ -126,7 +142,7 @@ def verify(config: options.Config, shard: Shard = None, as_json: options.Json = 
     if not as_json:
         sound = [one.manifest for one in checked if one.manifest is not None and not one.trouble]
         rows, size = sum(one.rows for one in sound), sum(one.bytes for one in sound)
-        output.say(f"{output.counted(len(sound), 'file')} as written: {output.counted(rows, 'job')}, {_size(size)}")
+        output.say(f"{output.counted(len(sound), 'file')} verified: {output.counted(rows, 'job')}, {_size(size)}")
     for one in wrong:
         output.note(one.trouble)
     if wrong:
@@ -141,10 +157,10 @@ def _files(config: Path) -> Generator[Files]:
     cluster = databases.read(config)
     place = settings_of(cluster).export
     if place is None:
-        raise CommandFailed(f"{cluster.source}: [archiver] has no export: nothing is exported", ExitCode.USAGE)
+        raise CommandFailed(f"{cluster.source}: [archiver] sets no export, so nothing is exported", ExitCode.USAGE)
     try:
         try:
-            from archiver.files import Files
+            from archiver.object_store import Files
         except ModuleNotFoundError as error:
             raise NotInstalled(error.name) from error
         yield Files(place)
@@ -155,7 +171,7 @@ def _files(config: Path) -> Generator[Files]:
 
 
 def _size(size: int) -> str:
-    from shard.words import size_text
+    from shard.formatting import size_text
 
     return size_text(size)
 
@@ -168,39 +184,11 @@ def _row(job: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _job_json(job: Mapping[str, Any], *, payloads: bool) -> dict[str, object]:
-    """As far as they have one, with the keys of `jobs get`."""
-    from cli.messages import bytes_json
+    from cli.messages import job_json
 
-    def time(name: str) -> str | None:
-        return None if job[name] is None else job[name].astimezone(UTC).isoformat().replace("+00:00", "Z")
-
-    document: dict[str, object] = {
-        "id": job["id"],
-        "org": job["org"],
-        "queue": job["queue"],
-        "kind": job["kind"],
-        "state": job["state"],
-        "priority": job["priority"],
-        "attempt": job["attempt"],
-        "max_attempts": job["max_attempts"],
-        "enqueued_at": time("enqueued_at"),
-        "run_at": time("run_at"),
-        "expires_at": time("expires_at"),
-        "leased_at": time("leased_at"),
-        "finished_at": time("finished_at"),
-        "worker": job["worker"],
-        "reason": job["reason"],
-        "dedup_key": job["dedup_key"],
-        "attributes": json.loads(job["attributes"] or "{}"),
-        "history": json.loads(job["history"] or "[]"),
-        "shard": job["shard"],
-        "retention_days": job["retention"],
-        "day": job["day"],
-    }
-    if payloads:
-        document |= bytes_json("payload", job["payload"])
-        document |= bytes_json("result", job["result"] or b"")
-    return document
+    # The retry policy is not among the documented keys.
+    known = {name: value for name, value in job.items() if name != "retry"}
+    return {**job_json(known, payloads=payloads), "retention_days": job["retention"], "day": job["day"]}
 
 
 def _checked_json(one: Checked) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Calls to a router: one channel, a deadline on every call, and every failure as one sentence that says what to do."""
+"""Calls to a router: one channel, a deadline for every call, and for every failure one sentence with a remedy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterator
 from datetime import timedelta
 from typing import TypeVar, cast
 
-# Its own log lines would stand between ours; what it has to say is in the error.
+# gRPC's log lines would mix with our output, and the errors have the same information.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import grpc
@@ -18,16 +18,18 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2
 
 from cli.exits import CommandFailed, ExitCode
-from windrow.address import fault_of
+from windrow.address import address_fault
+from windrow.org_header import org_metadata
 from windrow.v1.admin_pb2_grpc import AdminStub
+from windrow.v1.cluster_pb2_grpc import ClusterStub
 from windrow.v1.queue_pb2_grpc import QueueStub
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
 _LOOPBACK = re.compile(r"localhost|127\.[0-9.]+|\[::1\]")
 _DETAILS = "grpc-status-details-bin"
-# Messages within a request, and the fields that are not options of the same name.
-_WITHIN = ("jobs", "acks", "nacks", "config")
+# Submessages of requests, and fields whose option or argument has another name.
+_WITHIN = ("jobs", "template", "dedup", "acks", "nacks", "extends", "failure", "config")
 _TYPED = {
     "org": "ORG",
     "queue": "QUEUE",
@@ -37,6 +39,11 @@ _TYPED = {
     "ids": "ID",
     "visibility_window": "--window",
     "max_jobs": "--max",
+    # The fields of a Failure.
+    "message": "--error",
+    # The fields of a Dedup.
+    "key": "--dedup-key",
+    "window": "--dedup-window",
     "attributes": "--attribute",
 }
 _CODES = {
@@ -59,6 +66,7 @@ class Router:
         self._timeout_s = timeout.total_seconds()
         self.queue = QueueStub(channel)
         self.admin = AdminStub(channel)
+        self.cluster = ClusterStub(channel)
         self._check_health: grpc.UnaryUnaryMultiCallable[
             health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse
         ] = channel.unary_unary(
@@ -70,9 +78,9 @@ class Router:
     def call(
         self, method: grpc.UnaryUnaryMultiCallable[_Request, _Response], request: _Request, *, wait_s: float = 0.0
     ) -> _Response:
-        """`wait_s`: how long the router was asked to wait, on top of what a call may take."""
+        """Makes a call. `wait_s` is added to its timeout: how long the router was asked to wait for jobs."""
         try:
-            return method(request, timeout=self._timeout_s + wait_s)
+            return method(request, timeout=self._timeout_s + wait_s, metadata=_metadata(request))
         except grpc.RpcError as error:
             raise self._failed(error, wait_s) from error
 
@@ -85,18 +93,18 @@ class Router:
             raise self._failed(error) from error
 
     def serves(self) -> bool:
-        """What the router says of its own health."""
+        """Whether the router reports that it serves."""
         answer = self.call(self._check_health, health_pb2.HealthCheckRequest())
         return answer.status == health_pb2.HealthCheckResponse.SERVING
 
     def _failed(self, error: grpc.RpcError, wait_s: float = 0.0) -> CommandFailed:
-        # What a call raises is both.
+        # The error that a call raises is a grpc.Call, too.
         call = cast("grpc.Call", error)
         code, message = call.code(), call.details() or ""
         details = _details(call)
         if code is grpc.StatusCode.UNAVAILABLE and details is None:
             return CommandFailed(
-                # Of what gRPC says the end is the reason, and the rest is how it got there.
+                # The reason is at the end of gRPC's message.
                 f"no router at {self._address} ({message.rpartition(': ')[2].strip('[]') or 'no answer'}): "
                 "start one with ./run up, or set WINDROW_ADDRESS",
                 ExitCode.UNAVAILABLE,
@@ -110,7 +118,7 @@ class Router:
             )
         if code is grpc.StatusCode.UNIMPLEMENTED:
             return CommandFailed(
-                f"what answers at {self._address} does not know this call: it is no router, or older than this "
+                f"the server at {self._address} does not know this call: it is not a router, or older than this "
                 "command; upgrade the routers first",
                 ExitCode.UNAVAILABLE,
             )
@@ -124,15 +132,20 @@ class Router:
         )
 
 
+def _metadata(request: object) -> tuple[tuple[str, str], ...]:
+    org = getattr(request, "org", "")
+    return org_metadata(org) if org else ()
+
+
 @contextlib.contextmanager
 def connect(address: str, timeout: timedelta) -> Generator[Router, None, None]:
-    """A connection, made by the first call and closed at the end of the scope."""
-    if fault := fault_of(address):
+    """Yields a connection, which the first call opens. Closes it at the end."""
+    if fault := address_fault(address):
         raise CommandFailed(fault, ExitCode.USAGE)
     host, _, _ = address.rpartition(":")
     options = [
         ("grpc.max_receive_message_length", -1),
-        # A proxy that the environment names leads out of this machine.
+        # A proxy from the environment cannot reach this machine's loopback address.
         ("grpc.enable_http_proxy", 0 if _LOOPBACK.fullmatch(host) else 1),
     ]
     with grpc.insecure_channel(address, options=options) as channel:
@@ -140,7 +153,7 @@ def connect(address: str, timeout: timedelta) -> Generator[Router, None, None]:
 
 
 def _details(error: grpc.Call) -> status_pb2.Status | None:
-    """What a router says of its error beyond the sentence; None where no router said it."""
+    """Returns the error details of a router; None if the error does not come from a router."""
     for key, value in error.trailing_metadata() or ():
         if key == _DETAILS and isinstance(value, bytes):
             with contextlib.suppress(DecodeError):
@@ -159,11 +172,11 @@ def _violations(details: status_pb2.Status | None) -> list[str]:
 
 
 def _as_typed(field: str) -> str:
-    """The argument or option that a field was given by: --retry for jobs[0].retry.exponential.max_delay."""
+    """Returns the argument or option of a field: --retry for jobs[0].template.retry.exponential.max_delay."""
     parts = [part.partition("[") for part in field.split(".")]
     name, _, index = next((part for part in parts if part[0] not in _WITHIN), parts[-1])
     if name in ("lease", "leases"):
-        # They are no text, and so not in what is said of them.
+        # Violations do not quote leases, which are bytes: name the lease by its position.
         _, _, index = parts[0]
         return f"LEASE number {int(index.rstrip(']')) + 1}"
     return _TYPED.get(name) or f"--{name.replace('_', '-')}"

@@ -1,4 +1,4 @@
-"""The cluster as its operators see it: whether a router answers, and whether the shards' books balance (I5)."""
+"""`windrow health` and `windrow check`: whether a router answers, and whether the shards' job counts balance (I5)."""
 
 from __future__ import annotations
 
@@ -14,36 +14,40 @@ from cli.exits import CommandFailed, ExitCode
 from cli.output import Column
 
 if TYPE_CHECKING:
-    from windrow.v1 import admin_pb2
+    from windrow.v1 import cluster_pb2
 
-# Where a job that was accepted can be.
+# Every state that an accepted job can be in.
 _STATES = ("scheduled", "ready", "leased", "succeeded", "dead", "cancelled", "archived", "expired")
 
 
 def health(
     address: Annotated[
         str | None,
-        typer.Argument(metavar="HOST:PORT", help="Instead of --address.", show_default=False),
+        typer.Argument(metavar="HOST:PORT", help="The router to ask, instead of --address.", show_default=False),
     ] = None,
     address_option: options.Address = options.ADDRESS_DEFAULT,
     timeout: Annotated[
         timedelta,
         typer.Option(
-            "--timeout", parser=values.duration, metavar="DURATION", show_default="3s", help="How long to wait for it."
+            "--timeout",
+            parser=values.duration,
+            metavar="DURATION",
+            show_default="3s",
+            help="How long to wait for the answer.",
         ),
     ] = timedelta(seconds=3),
     as_json: options.Json = False,
 ) -> None:
-    """Ask a router whether it is healthy: exit code 0, else 1.
+    """Asks a router whether it is healthy: exit code 0 if it is, else 1.
 
-    Says nothing when it is.
+    Prints nothing if it is healthy.
     """
     from cli.calls import connect
 
     place = address or address_option
     with connect(place, timeout) as router:
         try:
-            serves, trouble = router.serves(), f"the router at {place} does not take calls now"
+            serves, trouble = router.serves(), f"the router at {place} does not accept calls now"
         except CommandFailed as error:
             serves, trouble = False, str(error)
     if as_json:
@@ -54,33 +58,33 @@ def health(
 
 @dataclass(slots=True, kw_only=True)
 class _Books:
-    """What one shard's check found."""
+    """The result of one shard's check."""
 
     shard: str
-    orgs: list[admin_pb2.OrgBooks] = field(default_factory=list["admin_pb2.OrgBooks"])
+    orgs: list[cluster_pb2.OrgBooks] = field(default_factory=list["cluster_pb2.OrgBooks"])
     # Why it did not answer; empty if it did.
     trouble: str = ""
 
     @property
-    def unbalanced(self) -> list[admin_pb2.OrgBooks]:
+    def unbalanced(self) -> list[cluster_pb2.OrgBooks]:
         return [org for org in self.orgs if not org.balanced]
 
     @property
-    def suspect(self) -> list[admin_pb2.OrgBooks]:
+    def suspect(self) -> list[cluster_pb2.OrgBooks]:
         return [org for org in self.orgs if org.stray or not org.balanced]
 
     @property
-    def astray(self) -> list[admin_pb2.OrgBooks]:
-        """With jobs that nobody reads on this shard."""
+    def astray(self) -> list[cluster_pb2.OrgBooks]:
+        """Orgs with stray jobs: no router reads them on this shard."""
         return [org for org in self.orgs if org.stray]
 
 
 def check(
     shard: Annotated[
         str | None,
-        typer.Option("--shard", metavar="NAME", show_default="every one", help="Check this shard only."),
+        typer.Option("--shard", metavar="NAME", show_default="all", help="Check only this shard."),
     ] = None,
-    every_org: Annotated[bool, typer.Option("--orgs", help="Show every org, not only the unbalanced.")] = False,
+    every_org: Annotated[bool, typer.Option("--orgs", help="Show every org, not only those with problems.")] = False,
     as_json: options.Json = False,
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: Annotated[
@@ -90,31 +94,32 @@ def check(
             parser=values.duration,
             metavar="DURATION",
             show_default="5m",
-            help="How long one shard may take: its finished jobs are counted too.",
+            help="How long one shard may take; it also counts its finished jobs.",
         ),
     ] = timedelta(minutes=5),
 ) -> None:
-    """Check that nothing is lost and nothing doubled.
+    """Checks that no job is lost and none is duplicated.
 
-    For each org on each shard the jobs accepted must be the jobs found, and live jobs must be where somebody reads
-    them. Reads one moment of each shard, so that it may run under load. Exit code 1: some books differ, or there are
-    stray jobs; 3: a shard did not answer.
+    For each org on each shard, the number of jobs accepted must equal the number found, and live jobs must be on the
+    shard of their org. Reads one snapshot of each shard, so it is safe under load. Exit code 1: some counts differ, or
+    there are stray jobs; 3: a shard did not answer.
     """
     from cli.calls import connect
-    from windrow.v1 import admin_pb2
+    from windrow.v1 import cluster_pb2
 
     checked: list[_Books] = []
     with connect(address, timeout) as router:
         if shard is not None:
             names = [shard]
         else:
-            names = [found.name for found in router.call(router.admin.ListShards, admin_pb2.ListShardsRequest()).shards]
+            listed = router.call(router.cluster.ListShards, cluster_pb2.ListShardsRequest())
+            names = [found.name for found in listed.shards]
         for at, name in enumerate(names, 1):
             books = _Books(shard=name)
             checked.append(books)
             with output.working(f"checking shard {name} ({at} of {len(names)})") as status:
                 try:
-                    for part in router.stream(router.admin.CheckShard, admin_pb2.CheckShardRequest(shard=name)):
+                    for part in router.stream(router.cluster.CheckShard, cluster_pb2.CheckShardRequest(shard=name)):
                         books.orgs += part.orgs
                         if status is not None:
                             status.update(f"checking shard {name}, orgs: {len(books.orgs):,}")
@@ -133,8 +138,8 @@ def check(
         if books.astray:
             jobs = output.counted(sum(org.stray for org in books.astray), "stray job")
             output.note(
-                f"shard {books.shard} has {jobs}, which nobody reads there: "
-                f"`windrow shards recover {books.shard}` brings them to where their orgs live"
+                f"shard {books.shard} has {jobs}, whose orgs live on other shards: "
+                f"`windrow shards recover {books.shard}` moves them there"
             )
     if any(books.unbalanced or books.astray for books in checked):
         raise typer.Exit(ExitCode.NO)
@@ -185,14 +190,14 @@ def _print_books(checked: Sequence[_Books], *, every_org: bool) -> None:
                 *(f"{count:,}" for count in _accepted_found(_sums([org]))),
                 "balance" if org.balanced else _off(_sums([org])),
                 ", ".join(f"{getattr(org, state):,} {state}" for state in _STATES if getattr(org, state))
-                + (f"; {org.stray:,} stray: the org lives on {org.lives_on}" if org.stray else ""),
+                + (f"; {org.stray:,} stray: the org lives on {org.home_shard}" if org.stray else ""),
             )
             for name, org in shown
         ],
     )
 
 
-def _sums(orgs: Sequence[admin_pb2.OrgBooks]) -> dict[str, int]:
+def _sums(orgs: Sequence[cluster_pb2.OrgBooks]) -> dict[str, int]:
     sums = {state: sum(getattr(org, state) for org in orgs) for state in _STATES}
     return {"accepted": sum(org.accepted for org in orgs), "found": sum(sums.values()), **sums}
 
@@ -222,12 +227,12 @@ def _books_json(books: _Books, *, every_org: bool) -> dict[str, object]:
         "orgs": len(books.orgs),
         **_sums(books.orgs),
         "unbalanced": [_org_json(org) for org in books.unbalanced],
-        "stray": [{"org": org.org, "jobs": org.stray, "lives_on": org.lives_on} for org in books.astray],
+        "stray": [{"org": org.org, "jobs": org.stray, "lives_on": org.home_shard} for org in books.astray],
     }
     if every_org:
         document["books"] = [_org_json(org) for org in books.orgs]
     return document
 
 
-def _org_json(org: admin_pb2.OrgBooks) -> dict[str, object]:
+def _org_json(org: cluster_pb2.OrgBooks) -> dict[str, object]:
     return {"org": org.org, "balanced": org.balanced, **_sums([org])}

@@ -1,4 +1,4 @@
-"""How a command talks to the databases of a cluster file, and what it says when that fails."""
+"""How a command connects to the databases of a cluster file, and how it reports failures."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from cli.exits import CommandFailed, ExitCode
 
 if TYPE_CHECKING:
-    from shard.cluster import Cluster
     from shard.errors import ShardUnavailable
+    from shard.placement.cluster_file import Cluster
 
 _T = TypeVar("_T")
 
 
 def read(config: Path) -> Cluster:
-    """The cluster of a file. Raises CommandFailed."""
+    """Reads a cluster file. Raises CommandFailed."""
     from archiver.settings import settings_of
     from balancer.settings import pace_of
-    from shard.cluster import ClusterFileError, read_cluster
+    from shard.placement.cluster_file import ClusterFileError, read_cluster
 
     try:
         cluster = read_cluster(config)
@@ -34,12 +34,12 @@ def read(config: Path) -> Cluster:
 
 
 def asked(work: Coroutine[Any, Any, _T]) -> _T:
-    """Runs it. Raises CommandFailed for what databases, or who leads, keep it from."""
+    """Runs work on databases. Raises CommandFailed if a database, or another process that leads, prevents it."""
     from archiver.errors import ExportFailed, FilesFailed
-    from archiver.passing import AnotherArchives
+    from archiver.run import AnotherArchives
     from balancer.service import AnotherLeads
-    from shard.cluster import ClusterFileError
     from shard.errors import NotHeld, ShardError, ShardUnavailable
+    from shard.placement.cluster_file import ClusterFileError
 
     quiet()
     try:
@@ -59,7 +59,8 @@ def asked(work: Coroutine[Any, Any, _T]) -> _T:
 
 
 def unavailable(error: ShardUnavailable) -> CommandFailed:
-    """Says where the catalog is, which the cluster file need not name."""
+    """Returns the error for a database that cannot be reached. For the catalog it explains where that is, because the
+    cluster file need not name it."""
     from shard.vocabulary import CATALOG
 
     where = ["it is in the database of the file's first [[shard]], or of its [catalog]"]
@@ -67,13 +68,13 @@ def unavailable(error: ShardUnavailable) -> CommandFailed:
 
 
 def quiet() -> None:
-    """A command that keeps no log says once what a database refuses: in the end, and not at each try."""
+    """Silences the log of failed tries in commands that keep no log: they report the last failure themselves."""
     if not logging.getLogger().handlers:
-        logging.getLogger("shard.breaker").setLevel(logging.ERROR)
+        logging.getLogger("shard.postgres.breaker").setLevel(logging.ERROR)
 
 
 def stop_on_signals() -> asyncio.Event:
-    """What SIGTERM and Ctrl-C set from now on, instead of ending this process. Asked for in an event loop."""
+    """Returns an event that SIGTERM and Ctrl-C set from now on, instead of ending the process. Needs a running loop."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -1,8 +1,8 @@
-"""`windrow demo`: recorded pushes of real organizations go through a cluster on this machine, and are proved to be
-counted once each.
+"""`windrow demo`: sends recorded pushes of real organizations through a local cluster, and checks that each is counted
+exactly once.
 
-Orchestration and display only; what a user would write is in examples/pushes. Refuses to call a run good unless the
-totals are equal to the last digit, every acknowledged job is found succeeded, and the books of every shard balance.
+This module only orchestrates and displays; the application code is in examples/pushes. A run passes only if the totals
+are exactly equal, every acknowledged job is found succeeded, and the books of every shard balance.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from examples.pushes import tables
 from examples.pushes.producer import produce
 from examples.pushes.totals import Difference, Push, Sums, differences, read_pushes, total
 from router.errors import CannotListen, RouterFailed
-from windrow.v1 import admin_pb2, admin_pb2_grpc
+from windrow.v1 import cluster_pb2, cluster_pb2_grpc
 
 SHARDS = ("s1", "s2")
 ROUTERS = 2
 WORKERS = 2
 
-# Faults: how often, and where. Jobs of a killed worker come back when the visibility window ends, so that one is short.
+# Faults: how often, and where. A killed worker's jobs come back when their visibility window ends, so it is short then.
 WORKER_KILLED_EVERY_S = 1.0
 ROUTER_KILLED_EVERY_S = 3.0
 POSTGRES_KILLED = "s1"
@@ -54,7 +54,7 @@ WINDOW_WITH_FAULTS_S = 5.0
 _ROOT = Path(__file__).resolve().parent.parent
 _LOOK_S = 0.5
 _LINE_EVERY_S = 2.0
-# A cluster that is being killed all the time stands still for seconds now and then; one that works, never so long.
+# During faults a working cluster may make no progress for some seconds, but never for this long.
 _STUCK_S = 90.0
 _CALL_S = 10.0
 _HEAL_S = 60.0
@@ -65,20 +65,20 @@ _LOG_LINES = 20
 
 
 class DemoFailed(Exception):
-    """The run cannot go on, or would prove nothing; the message says why."""
+    """The run cannot continue, or would prove nothing. The message has the reason."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """What has happened so far."""
+    """The progress of a run."""
 
     pushes: Sequence[Push]
     # Ids of acknowledged jobs, by org.
     acknowledged: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     acknowledged_jobs: int = 0
-    # Jobs of a call that was sent again, whose first try had been stored: the answer was lost on its way.
+    # Jobs that were sent twice: the first call stored them, but its answer was lost.
     resent: int = 0
-    # By the books of the shards.
+    # Succeeded jobs, according to the books of the shards.
     done: int = 0
     checks: int = 0
     faults: Counter[str] = field(default_factory=Counter[str])
@@ -93,12 +93,12 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What was found when all was done."""
+    """The result of a finished run."""
 
     records: Mapping[str, Sequence[windrow.JobRecord]]
-    # Acknowledged ids that were not found, or not as succeeded; each with its org and state.
-    astray: Sequence[str]
-    # What is wrong with the books.
+    # Acknowledged ids that were not found or have not succeeded, each with its org and state.
+    missing: Sequence[str]
+    # Errors in the books.
     imbalances: Sequence[str]
     differences: Sequence[Difference]
     rows: int
@@ -106,17 +106,17 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        return not (self.astray or self.imbalances or self.differences)
+        return not (self.missing or self.imbalances or self.differences)
 
 
 def run_demo(*, events: int | None = None, faults: bool = False, seconds: float = 30.0) -> int:
-    """Runs the demo; answers the exit code, 0 only for a run that proved what it should.
+    """Runs the demo. Returns its exit code, which is 0 only if every check passed.
 
-    `events`: only the first so many. `faults`: kill workers, routers and a Postgres all the while; the enqueueing is
-    then spread over `seconds`, so that there is time for it.
+    `events`: use only the first N events. `faults`: keep killing workers, routers and a Postgres; enqueueing is then
+    spread over `seconds`, so that there is time for faults.
     """
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
-    # It has no name yet, so that nothing is left of it, however this process ends.
+    # A file without a name: it disappears however this process ends.
     with tempfile.TemporaryFile() as log:
         try:
             with standard_error_to(log.fileno()):
@@ -128,10 +128,10 @@ def run_demo(*, events: int | None = None, faults: bool = False, seconds: float 
             console.print(f"[red]demo failed:[/] {error}")
             passed = False
         except BaseException:
-            _keep(log, console)
+            _save_log(log, console)
             raise
         if not passed:
-            _keep(log, console)
+            _save_log(log, console)
         return 0 if passed else 1
 
 
@@ -152,37 +152,38 @@ async def _demo(console: Console, *, events: int | None, seconds: float) -> bool
         grpc.aio.insecure_channel(cluster.address, options=[("grpc.max_reconnect_backoff_ms", 500)]) as channel,
     ):
         console.print(f"Enqueueing {len(run.pushes):,} pushes of {len(orgs)} orgs through {cluster.address}")
-        admin = admin_pb2_grpc.AdminStub(channel)
+        stub = cluster_pb2_grpc.ClusterStub(channel)
         workers = Workers(
             address=cluster.address,
             database=database,
             orgs=orgs,
             window_s=WINDOW_WITH_FAULTS_S if seconds else WINDOW_S,
         )
-        beside: list[Coroutine[Any, Any, None]] = [workers.keep(number) for number in range(1, WORKERS + 1)]
+        background: list[Coroutine[Any, Any, None]] = [workers.keep(number) for number in range(1, WORKERS + 1)]
         if seconds:
-            beside += [
+            background += [
                 _kill_workers(run, workers),
                 _kill_routers(run, cluster),
                 _kill_postgres(run, cluster, console, seconds),
             ]
-        await _while(_work(run, cluster.address, admin, list(cluster.postgres), seconds), *beside, _show(run, console))
-        verdict = await _judge(run, cluster, admin, database)
+        work = _work(run, cluster.address, stub, list(cluster.postgres), seconds)
+        await _run_with(work, *background, _show(run, console))
+        verdict = await _judge(run, cluster, stub, database)
     report(console, run, verdict)
     return verdict.passed
 
 
 async def _work(
-    run: Run, address: str, admin: admin_pb2_grpc.AdminAsyncStub, shards: Sequence[str], seconds: float
+    run: Run, address: str, stub: cluster_pb2_grpc.ClusterAsyncStub, shards: Sequence[str], seconds: float
 ) -> None:
-    """From the first enqueue until the shards' books say that every job is done."""
+    """Enqueues all jobs, and waits until the shards' books show that every job is done."""
     began_s = time.monotonic()
 
     async def enqueue() -> None:
         await produce(address, run.pushes, acknowledged=run.acknowledge, seconds=seconds)
         run.enqueue_s = time.monotonic() - began_s
 
-    await asyncio.gather(enqueue(), _watch_books(run, admin, shards))
+    await asyncio.gather(enqueue(), _watch_books(run, stub, shards))
     run.total_s = time.monotonic() - began_s
 
 
@@ -191,7 +192,7 @@ async def _work(
 
 @contextlib.asynccontextmanager
 async def _application() -> AsyncGenerator[str, None]:
-    """The application's own Postgres, apart from Windrow's, without any table yet. Yields the DSN."""
+    """Runs the application's own Postgres, separate from Windrow's and without tables. Yields the DSN."""
     opened = open_clusters(["app"], ephemeral=True)
     clusters = await asyncio.to_thread(opened.__enter__)
     try:
@@ -201,21 +202,21 @@ async def _application() -> AsyncGenerator[str, None]:
 
 
 class Workers:
-    """Worker processes, each started again when it was killed. They end when their standard input does: so with this
-    process, however it ends."""
+    """Worker processes. A worker that was killed is restarted. The workers end when their standard input closes, so
+    they end with this process, however it ends."""
 
     def __init__(self, *, address: str, database: str, orgs: Sequence[str], window_s: float) -> None:
         self._command = (
             *(sys.executable, "-m", "examples.pushes.worker", "--until-stdin-closes"),
             *("--address", address, "--visibility-window", f"{window_s:g}", "--orgs", *orgs),
         )
-        # Not as an argument, which everybody on this machine could read: it holds a password.
+        # Not as an argument: it holds a password, and every user of this machine can read arguments.
         self._environ = os.environ | {"DATABASE_URL": database}
         self._running: dict[int, Process] = {}
         self._killed: set[Process] = set()
 
     async def keep(self, number: int) -> None:
-        """Keeps one worker running until cancelled. Raises DemoFailed when it ends and nobody killed it."""
+        """Keeps one worker running until cancelled. Raises DemoFailed if it ends without being killed by kill()."""
         while True:
             process = await asyncio.create_subprocess_exec(
                 *self._command,
@@ -223,7 +224,7 @@ class Workers:
                 stdin=PIPE,
                 cwd=_ROOT,
                 env=self._environ,
-                # Ctrl-C in the terminal reaches us only; we end the workers in order.
+                # Ctrl-C in the terminal must reach only this process, which ends the workers in order.
                 start_new_session=True,
             )
             self._running[number] = process
@@ -237,7 +238,7 @@ class Workers:
             self._killed.discard(process)
 
     def kill(self) -> bool:
-        """Kills one of them, as a fault would. False: none was running."""
+        """Kills a random worker, as a fault. Returns False if none was running."""
         alive = [process for process in self._running.values() if process not in self._killed]
         if not alive:
             return False
@@ -248,7 +249,7 @@ class Workers:
 
 
 async def _end(process: Process) -> None:
-    """Lets a worker finish the jobs it holds; kills it when that takes too long."""
+    """Lets a worker finish its jobs; kills it if that takes too long."""
     if process.returncode is not None:
         return
     assert process.stdin is not None
@@ -261,39 +262,39 @@ async def _end(process: Process) -> None:
         await process.wait()
 
 
-async def _watch_books(run: Run, admin: admin_pb2_grpc.AdminAsyncStub, shards: Sequence[str]) -> None:
-    """Follows the books of the shards until they say that every job is done. Raises DemoFailed when a job can not be
-    done any more, a book does not balance, or nothing moves."""
+async def _watch_books(run: Run, stub: cluster_pb2_grpc.ClusterAsyncStub, shards: Sequence[str]) -> None:
+    """Polls the books of the shards until they show that every job is done. Raises DemoFailed if a job is dead or
+    cancelled, if books do not balance, or if there is no progress."""
     done = dict.fromkeys(shards, 0)
     moved_s = time.monotonic()
     while run.done < len(run.pushes):
         await asyncio.sleep(_LOOK_S)
         before = (run.acknowledged_jobs, run.done)
         for shard in shards:
-            # A shard that was just killed tells nothing for a moment.
+            # A shard that was just killed does not answer for a moment.
             with contextlib.suppress(grpc.aio.AioRpcError):
-                books = await _books(admin, shard)
-                for one in books:
-                    if not one.balanced or one.dead or one.cancelled:
-                        raise DemoFailed(f"the books of {one.org} on {shard} are wrong: {_entries(one)}")
-                done[shard] = sum(one.succeeded for one in books)
+                books = await _books(stub, shard)
+                for org_books in books:
+                    if not org_books.balanced or org_books.dead or org_books.cancelled:
+                        raise DemoFailed(f"the books of {org_books.org} on {shard} are wrong: {_entries(org_books)}")
+                done[shard] = sum(org_books.succeeded for org_books in books)
                 run.checks += 1
         run.done = sum(done.values())
         if (run.acknowledged_jobs, run.done) != before:
             moved_s = time.monotonic()
         elif time.monotonic() - moved_s > _STUCK_S:
             raise DemoFailed(
-                f"nothing has moved for {_STUCK_S:g} s: of {len(run.pushes):,} jobs {run.acknowledged_jobs:,} are "
-                f"enqueued and {run.done:,} done"
+                f"no progress for {_STUCK_S:g} s: of {len(run.pushes):,} jobs {run.acknowledged_jobs:,} are enqueued "
+                f"and {run.done:,} done"
             )
 
 
-async def _books(admin: admin_pb2_grpc.AdminAsyncStub, shard: str) -> list[admin_pb2.OrgBooks]:
-    request = admin_pb2.CheckShardRequest(shard=shard)
-    return [one async for part in admin.CheckShard(request, timeout=_CALL_S) for one in part.orgs]
+async def _books(stub: cluster_pb2_grpc.ClusterAsyncStub, shard: str) -> list[cluster_pb2.OrgBooks]:
+    request = cluster_pb2.CheckShardRequest(shard=shard)
+    return [one async for part in stub.CheckShard(request, timeout=_CALL_S) for one in part.orgs]
 
 
-def _entries(books: admin_pb2.OrgBooks) -> str:
+def _entries(books: cluster_pb2.OrgBooks) -> str:
     return (
         f"{books.accepted:,} accepted; {books.scheduled:,} scheduled, {books.ready:,} ready, {books.leased:,} leased, "
         f"{books.succeeded:,} succeeded, {books.dead:,} dead, {books.cancelled:,} cancelled"
@@ -303,27 +304,27 @@ def _entries(books: admin_pb2.OrgBooks) -> str:
 # ── Faults ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def _again(every_s: float, moved: Callable[[], int]) -> AsyncGenerator[None]:
-    """Each time that a fault is due. On a busy machine processes may take longer to start: killing those that have not
-    come back yet would only show that a cluster that is not there does nothing, so something has `moved` in between."""
-    before = moved()
+async def _fault_times(every_s: float, progress: Callable[[], int]) -> AsyncGenerator[None]:
+    """Yields each time that a fault is due, but only if `progress` has changed since the last one: on a busy machine
+    processes start slowly, and a cluster that is killed before it works shows nothing."""
+    before = progress()
     while True:
         await asyncio.sleep(every_s)
-        if moved() != before:
+        if progress() != before:
             yield
-            before = moved()
+            before = progress()
 
 
 async def _kill_workers(run: Run, workers: Workers) -> None:
-    async for _ in _again(WORKER_KILLED_EVERY_S, lambda: run.done):
+    async for _ in _fault_times(WORKER_KILLED_EVERY_S, lambda: run.done):
         if workers.kill():
             run.faults["worker"] += 1
 
 
 async def _kill_routers(run: Run, cluster: LocalCluster) -> None:
-    """Each time the one that has run longest: one that has just started may not serve yet."""
+    """Kills the router that has run longest, because one that has just started may not serve yet."""
     by_age: list[int] = []
-    async for _ in _again(ROUTER_KILLED_EVERY_S, lambda: run.acknowledged_jobs + run.done):
+    async for _ in _fault_times(ROUTER_KILLED_EVERY_S, lambda: run.acknowledged_jobs + run.done):
         alive = cluster.routers.pids
         by_age = [pid for pid in by_age if pid in alive] + [pid for pid in alive if pid not in by_age]
         if by_age:
@@ -333,7 +334,7 @@ async def _kill_routers(run: Run, cluster: LocalCluster) -> None:
 
 
 async def _kill_postgres(run: Run, cluster: LocalCluster, console: Console, seconds: float) -> None:
-    """At a third and at two thirds of the enqueueing. It comes back by itself, and recovers from its log."""
+    """Kills a Postgres after one third and two thirds of the enqueueing. It is restarted, and recovers from its WAL."""
     for _ in range(POSTGRES_KILLS):
         await asyncio.sleep(seconds / (POSTGRES_KILLS + 1))
         await asyncio.to_thread(cluster.postgres[POSTGRES_KILLED].kill)
@@ -345,27 +346,27 @@ async def _kill_postgres(run: Run, cluster: LocalCluster, console: Console, seco
 # ── Judgement ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def _judge(run: Run, cluster: LocalCluster, admin: admin_pb2_grpc.AdminAsyncStub, database: str) -> Verdict:
+async def _judge(run: Run, cluster: LocalCluster, stub: cluster_pb2_grpc.ClusterAsyncStub, database: str) -> Verdict:
     records: dict[str, list[windrow.JobRecord]] = {}
-    astray: list[str] = []
+    missing: list[str] = []
     async with windrow.Client(cluster.address, org=run.pushes[0].org, timeout=_HEAL_S) as client:
         for org, ids in run.acknowledged.items():
             found = await client.for_org(org).get_jobs(ids)
             records[org] = list(found.values())
-            astray += [f"{org} {name}: not found" for name in ids if name not in found]
-            astray += [
+            missing += [f"{org} {name}: not found" for name in ids if name not in found]
+            missing += [
                 f"{org} {record.id}: {record.state.value}"
                 for record in found.values()
                 if record.state is not windrow.JobState.SUCCEEDED
             ]
-    imbalances = await _imbalances(run, admin, list(cluster.postgres))
+    imbalances = await _imbalances(run, stub, list(cluster.postgres))
     async with tables.open_pool(database) as pool, pool.connection() as connection:
         applied = await tables.read_applied(connection)
     if applied.jobs != run.acknowledged_jobs:
         imbalances.append(f"{applied.jobs:,} jobs were applied, {run.acknowledged_jobs:,} were acknowledged")
     return Verdict(
         records=records,
-        astray=astray,
+        missing=missing,
         imbalances=imbalances,
         differences=await compare(database, run.pushes),
         rows=len(total(run.pushes)),
@@ -374,20 +375,20 @@ async def _judge(run: Run, cluster: LocalCluster, admin: admin_pb2_grpc.AdminAsy
 
 
 async def compare(database: str, pushes: Sequence[Push]) -> list[Difference]:
-    """Where the application's totals differ from those of the pushes themselves, added up in memory."""
+    """Returns where the application's totals differ from totals of the pushes, computed in memory."""
     async with tables.open_pool(database) as pool, pool.connection() as connection:
         return differences(total(pushes), await tables.read_totals(connection))
 
 
-async def _imbalances(run: Run, admin: admin_pb2_grpc.AdminAsyncStub, shards: Sequence[str]) -> list[str]:
-    """The conservation check of every shard; and whether together they accepted what was acknowledged, per org."""
+async def _imbalances(run: Run, stub: cluster_pb2_grpc.ClusterAsyncStub, shards: Sequence[str]) -> list[str]:
+    """Checks conservation on every shard, and per org that the shards accepted as many jobs as were acknowledged."""
     wrong: list[str] = []
     accepted = Counter[str]()
     for shard in shards:
-        for one in await _books_once_healed(admin, shard):
-            accepted[one.org] += one.accepted
-            if not one.balanced or one.succeeded != one.accepted:
-                wrong.append(f"{one.org} on {shard}: {_entries(one)}")
+        for books in await _books_with_retry(stub, shard):
+            accepted[books.org] += books.accepted
+            if not books.balanced or books.succeeded != books.accepted:
+                wrong.append(f"{books.org} on {shard}: {_entries(books)}")
         run.checks += 1
     acknowledged = {org: len(ids) for org, ids in run.acknowledged.items()}
     wrong += [
@@ -398,12 +399,12 @@ async def _imbalances(run: Run, admin: admin_pb2_grpc.AdminAsyncStub, shards: Se
     return wrong
 
 
-async def _books_once_healed(admin: admin_pb2_grpc.AdminAsyncStub, shard: str) -> list[admin_pb2.OrgBooks]:
-    """The last fault may be a moment ago."""
+async def _books_with_retry(stub: cluster_pb2_grpc.ClusterAsyncStub, shard: str) -> list[cluster_pb2.OrgBooks]:
+    """Retries for a while, because the last fault may have been a moment ago."""
     deadline_s = time.monotonic() + _HEAL_S
     while True:
         try:
-            return await _books(admin, shard)
+            return await _books(stub, shard)
         except grpc.aio.AioRpcError as error:
             if time.monotonic() > deadline_s:
                 raise DemoFailed(f"shard {shard} could not be checked: {error.details()}") from error
@@ -414,7 +415,7 @@ async def _books_once_healed(admin: admin_pb2_grpc.AdminAsyncStub, shard: str) -
 
 
 async def _show(run: Run, console: Console) -> None:
-    """Bars on a terminal, plain lines elsewhere; until cancelled."""
+    """Shows progress bars on a terminal, plain lines elsewhere. Runs until cancelled."""
     if not console.is_terminal:
         began_s = time.monotonic()
         while True:
@@ -455,13 +456,11 @@ def report(console: Console, run: Run, verdict: Verdict) -> None:
     figures.add_row("jobs done", f"{run.done:,}", "")
     most = max((record.attempt - 1 for record in records), default=0)
     figures.add_row(
-        "redeliveries", f"{_redeliveries(records):,}", f"leases beyond a job's first; {most} at most of one job"
+        "redeliveries", f"{_redeliveries(records):,}", f"leases after a job's first; at most {most} for one job"
     )
+    figures.add_row("repeats", f"{verdict.repeats:,}", "deliveries of a job that the totals had already; counted once")
     figures.add_row(
-        "repeats", f"{verdict.repeats:,}", "deliveries of a job that was in the totals already; counted once"
-    )
-    figures.add_row(
-        "resent", f"{run.resent:,}", "jobs sent again after a broken call that had stored them; stored once"
+        "resent", f"{run.resent:,}", "jobs sent again after a call that broke but had stored them; stored once"
     )
     figures.add_row("enqueue", f"{run.enqueue_s:.1f} s", f"{jobs / run.enqueue_s:,.0f} jobs/s")
     figures.add_row("total", f"{run.total_s:.1f} s", f"{jobs / run.total_s:,.0f} jobs/s, until the last one was done")
@@ -479,7 +478,7 @@ def report(console: Console, run: Run, verdict: Verdict) -> None:
         largest.add_row(org, shards, f"{len(of_org):,}", f"{_redeliveries(of_org):,}")
     console.print(largest)
 
-    _say(console, verdict.astray, f"every acknowledged job is found, succeeded: {len(records):,}")
+    _say(console, verdict.missing, f"every acknowledged job is found, succeeded: {len(records):,}")
     _say(
         console,
         verdict.imbalances,
@@ -487,7 +486,7 @@ def report(console: Console, run: Run, verdict: Verdict) -> None:
     )
     _say(
         console,
-        [_told(difference) for difference in verdict.differences],
+        [_difference_text(difference) for difference in verdict.differences],
         f"the totals equal those of the file, to the last digit: {verdict.rows:,} rows (org, repo, week) of 4 sums",
     )
 
@@ -496,7 +495,7 @@ def _redeliveries(records: Sequence[windrow.JobRecord]) -> int:
     return sum(record.attempt - 1 for record in records)
 
 
-def _told(difference: Difference) -> str:
+def _difference_text(difference: Difference) -> str:
     def sums(found: Sums | None) -> str:
         return "no row" if found is None else ", ".join(f"{value:,} {name}" for name, value in found._asdict().items())
 
@@ -504,7 +503,7 @@ def _told(difference: Difference) -> str:
 
 
 def _say(console: Console, wrongs: Sequence[str], claim: str) -> None:
-    """One line for what was proved, or what speaks against it."""
+    """Prints one line for a claim that holds, or the first lines of what contradicts it."""
     if not wrongs:
         console.print(f"[green]ok[/]    {claim}")
         return
@@ -518,9 +517,9 @@ def _say(console: Console, wrongs: Sequence[str], claim: str) -> None:
 # ── This process ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def _while(work: Coroutine[Any, Any, None], *beside: Coroutine[Any, Any, None]) -> None:
-    """Does the work; what runs beside it ends with it. Raises what fails first."""
-    tasks = [asyncio.create_task(one) for one in (work, *beside)]
+async def _run_with(work: Coroutine[Any, Any, None], *background: Coroutine[Any, Any, None]) -> None:
+    """Runs the work, and the background coroutines until it ends. Raises the first error of any of them."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in (work, *background)]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -532,16 +531,16 @@ async def _while(work: Coroutine[Any, Any, None], *beside: Coroutine[Any, Any, N
 
 
 def _stop_on_sigterm() -> None:
-    """SIGTERM ends us as Ctrl-C does: in order."""
+    """Makes SIGTERM end this process in order, as Ctrl-C does."""
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
 
 
-def _keep(log: IO[bytes], console: Console) -> None:
-    """Shows the end of the log of a run that failed, and where all of it is."""
+def _save_log(log: IO[bytes], console: Console) -> None:
+    """Saves the log of a failed run. Prints its end and the file's name."""
     log.seek(0)
     content = log.read()
     with tempfile.NamedTemporaryFile(prefix="windrow-demo-", suffix=".log", delete=False) as file:
         file.write(content)
     for line in content.decode(errors="replace").splitlines()[-_LOG_LINES:]:
         console.print(line, markup=False, soft_wrap=True)
-    console.print(f"what the processes wrote: {file.name}")
+    console.print(f"log of the processes: {file.name}")

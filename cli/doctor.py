@@ -1,5 +1,5 @@
-"""`windrow doctor`: what hurts the shards' Postgres as queues, and what to paste against it. It reads the cluster file
-and talks to the databases."""
+"""`windrow doctor`: finds database problems and prints the commands that fix them. It reads the cluster file and
+connects to the databases."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from cli.exits import CommandFailed, ExitCode
 from cli.output import Column
 
 if TYPE_CHECKING:
-    from shard.cluster import Cluster
-    from shard.findings import Finding
-    from shard.vitals import Facts, Holder, Table
+    from shard.health.facts import Facts, Holder, Table
+    from shard.health.finding import Finding
+    from shard.placement.cluster_file import Cluster
     from shard.vocabulary import ShardName
 
-# What grows with jobs, in the order in which it is shown; the other tables are summed up.
+# The tables that grow with jobs, in the order of the output. All other tables are one row, "other".
 _TABLES = ("job", "dead", "finished", "cold", "dedup", "tally")
-# An estimate says nothing of what is small.
+# Smaller estimates are too inexact to show.
 _ESTIMATED_MIN = 1024**2
 _HOLDERS_SHOWN = 10
 _STATEMENT_S = 1.0
@@ -31,14 +31,14 @@ _WIDTH = len("critical")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Look:
-    """What there is to say of one database."""
+class _Report:
+    """The doctor's report on one database."""
 
     # A shard's name, or "catalog".
     database: str
     facts: Facts | None = None
     findings: Sequence[Finding] = ()
-    # Why it did not answer; empty if it did.
+    # Why the database did not answer; empty if it did.
     trouble: str = ""
 
 
@@ -46,7 +46,7 @@ def doctor(
     config: options.Config,
     shard: Annotated[
         str | None,
-        typer.Option("--shard", metavar="NAME", show_default="every one", help="Look at this shard only."),
+        typer.Option("--shard", metavar="NAME", show_default="all", help="Examine only this shard."),
     ] = None,
     held_for: Annotated[
         timedelta,
@@ -55,40 +55,40 @@ def doctor(
             parser=values.duration,
             metavar="DURATION",
             show_default="1m",
-            help="Warn of snapshots that are held so long.",
+            help="Warn about snapshots that are held for this long.",
         ),
     ] = timedelta(minutes=1),
     as_json: options.Json = False,
 ) -> None:
-    """Say what hurts the shards' Postgres, and what to paste against it.
+    """Finds database problems and prints the commands that fix them.
 
-    Sizes, dead rows, who holds old snapshots, settings that hurt a queue. Changes nothing, and may run under load.
-    Exit code 1: there are warnings, or worse; 3: a shard did not answer.
+    Examines table sizes, dead rows, sessions that hold old snapshots, and settings that slow a queue down. Changes
+    nothing, and is safe under load. Exit code 1: there are warnings, or worse; 3: a shard did not answer.
     """
     cluster = databases.read(config)
     dsns = _dsns(cluster, shard)
     with output.working("examining " + ", ".join(dsns)):
-        looks = databases.asked(_look_at_all(cluster, dsns, held_for))
+        reports = databases.asked(_examine_all(cluster, dsns, held_for))
     if as_json:
-        output.say_json(_look_json(look) for look in looks)
+        output.say_json(_report_json(report) for report in reports)
     else:
-        for at, look in enumerate(looks):
+        for at, report in enumerate(reports):
             if at:
                 output.say("")
-            _print_look(look, held_for)
-    for look in looks:
-        if look.trouble:
-            output.note(look.trouble)
-    if any(_hurts(look) for look in looks):
+            _print_report(report, held_for)
+    for report in reports:
+        if report.trouble:
+            output.note(report.trouble)
+    if any(_hurts(report) for report in reports):
         raise typer.Exit(ExitCode.NO)
-    if any(look.trouble for look in looks):
+    if any(report.trouble for report in reports):
         raise typer.Exit(ExitCode.UNAVAILABLE)
 
 
 def _dsns(cluster: Cluster, shard: str | None) -> dict[ShardName, str]:
-    """Of the shards that may be contacted, and of the catalog where that is a database of its own. Raises
-    CommandFailed."""
-    from shard.cluster import ShardState
+    """Returns the DSNs of the shards that are not off, and of the catalog if it is a database of its own. Raises
+    CommandFailed if `shard` is off or unknown."""
+    from shard.placement.cluster_file import ShardState
     from shard.vocabulary import CATALOG
 
     dsns = {entry.name: entry.dsn for entry in cluster.shards}
@@ -105,17 +105,19 @@ def _dsns(cluster: Cluster, shard: str | None) -> dict[ShardName, str]:
     raise CommandFailed(f"{cluster.source} names no shard {shard!r}; it names {', '.join(dsns)}", ExitCode.NOT_FOUND)
 
 
-async def _look_at_all(cluster: Cluster, dsns: dict[ShardName, str], held_for: timedelta) -> list[_Look]:
-    looks = await asyncio.gather(*(_look_at(name, dsn, held_for) for name, dsn in dsns.items()))
-    answered = [name for name, look in zip(dsns, looks, strict=True) if look.facts is not None]
+async def _examine_all(cluster: Cluster, dsns: dict[ShardName, str], held_for: timedelta) -> list[_Report]:
+    reports = await asyncio.gather(*(_examine(name, dsn, held_for) for name, dsn in dsns.items()))
+    answered = [name for name, report in zip(dsns, reports, strict=True) if report.facts is not None]
     found = await _compare_histories(cluster, answered)
     return [
-        replace(look, findings=[*found.get(name, ()), *look.findings]) for name, look in zip(dsns, looks, strict=True)
+        replace(report, findings=[*found.get(name, ()), *report.findings])
+        for name, report in zip(dsns, reports, strict=True)
     ]
 
 
 async def _compare_histories(cluster: Cluster, names: Collection[ShardName]) -> dict[ShardName, list[Finding]]:
-    """What is wrong between these shards and the catalog; nothing, where the catalog cannot be asked."""
+    """Returns findings about the shards' histories, compared with the catalog's marks; empty if the catalog cannot be
+    read."""
     from balancer.recovery import compare_histories
     from balancer.shards import open_shards
     from shard.errors import ShardError
@@ -131,43 +133,43 @@ async def _compare_histories(cluster: Cluster, names: Collection[ShardName]) -> 
             return {}
 
 
-async def _look_at(name: ShardName, dsn: str, held_for: timedelta) -> _Look:
-    from shard import vitals
+async def _examine(name: ShardName, dsn: str, held_for: timedelta) -> _Report:
     from shard.errors import ShardUnavailable
-    from shard.health import judge
+    from shard.health.checks import judge
+    from shard.health.facts import read
 
     try:
-        facts = await vitals.read(name, dsn)
+        facts = await read(name, dsn)
     except ShardUnavailable as error:
-        return _Look(database=name, trouble=str(error))
-    return _Look(database=name, facts=facts, findings=judge(facts, held_s=held_for.total_seconds()))
+        return _Report(database=name, trouble=str(error))
+    return _Report(database=name, facts=facts, findings=judge(facts, held_s=held_for.total_seconds()))
 
 
-def _hurts(look: _Look) -> bool:
-    from shard.findings import Severity, worst
+def _hurts(report: _Report) -> bool:
+    from shard.health.finding import Severity, worst
 
-    return worst(look.findings) >= Severity.WARNING
+    return worst(report.findings) >= Severity.WARNING
 
 
 # ── On a terminal ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _print_look(look: _Look, held_for: timedelta) -> None:
-    if look.facts is None:
-        output.heading(f"{look.database}: no answer")
+def _print_report(report: _Report, held_for: timedelta) -> None:
+    if report.facts is None:
+        output.heading(f"{report.database}: no answer")
         return
-    from shard.words import size_text, span_text
+    from shard.formatting import size_text, span_text
 
-    server = look.facts.server
-    output.heading(f"{look.database}: {_verdict(look.findings)}")
+    server = report.facts.server
+    output.heading(f"{report.database}: {_verdict(report.findings)}")
     output.say(
         f"postgres {server.version}, up {span_text(server.up_s)}; database {server.database}, "
         f"{size_text(server.bytes)}; {server.connections:,} of {server.connections_max:,} connections"
     )
     output.say("")
-    _print_tables(look.facts)
-    _print_holders(look.facts.holders, held_for)
-    for finding in look.findings:
+    _print_tables(report.facts)
+    _print_holders(report.facts.holders, held_for)
+    for finding in report.findings:
         output.say("")
         indent = _WIDTH + 2
         output.facts(
@@ -181,7 +183,7 @@ def _print_look(look: _Look, held_for: timedelta) -> None:
 
 
 def _verdict(findings: Sequence[Finding]) -> str:
-    from shard.findings import Severity
+    from shard.health.finding import Severity
 
     counts = [
         f"{count:,} {severity.word}" if severity is Severity.CRITICAL else output.counted(count, severity.word)
@@ -192,7 +194,7 @@ def _verdict(findings: Sequence[Finding]) -> str:
 
 
 def _print_tables(facts: Facts) -> None:
-    from shard.words import size_text
+    from shard.formatting import size_text
 
     rows: list[tuple[str, ...]] = []
     others: list[Table] = []
@@ -218,7 +220,7 @@ def _print_tables(facts: Facts) -> None:
 
 
 def _table_row(name: str, tables: Sequence[Table], *, unused: str = "") -> tuple[str, ...]:
-    from shard.words import size_text
+    from shard.formatting import size_text
 
     return (
         name,
@@ -233,21 +235,21 @@ def _table_row(name: str, tables: Sequence[Table], *, unused: str = "") -> tuple
 
 
 def _estimate(unused: int | None) -> str:
-    from shard.words import size_text
+    from shard.formatting import size_text
 
     return "" if unused is None or unused < _ESTIMATED_MIN else f"~{size_text(unused)}"
 
 
 def _ago(spans: Iterable[float | None]) -> str:
-    """The latest of them."""
-    from shard.words import span_text
+    """Formats the most recent of the ages."""
+    from shard.formatting import span_text
 
-    known = [span for span in spans if span is not None]
-    return f"{span_text(min(known))} ago" if known else "never"
+    ages = [span for span in spans if span is not None]
+    return f"{span_text(min(ages))} ago" if ages else "never"
 
 
 def _families(tables: Iterable[Table]) -> list[tuple[str, list[Table]]]:
-    """Tables with their partitions, the partitioned table first; in the order in which they are shown."""
+    """Groups tables with their partitions, the partitioned table first; the groups are in the order of the output."""
     families: dict[str, list[Table]] = {}
     for table in sorted(tables, key=lambda table: not table.partitioned):
         families.setdefault(table.family, []).append(table)
@@ -257,9 +259,9 @@ def _families(tables: Iterable[Table]) -> list[tuple[str, list[Table]]]:
 
 
 def _print_holders(holders: Sequence[Holder], held_for: timedelta) -> None:
-    """But for those that come and go with every statement."""
-    from shard.health import TRANSACTIONS_NOTICED
-    from shard.words import size_text, span_text
+    """Prints the holders of snapshots, except those that come and go with every statement."""
+    from shard.formatting import size_text, span_text
+    from shard.health.checks import TRANSACTIONS_NOTICED
 
     def stays(holder: Holder) -> bool:
         if holder.is_slot or not held_for:
@@ -293,21 +295,21 @@ def _print_holders(holders: Sequence[Holder], held_for: timedelta) -> None:
 
 
 def _waits(holder: Holder) -> str:
-    """That it waits for its client is said by its state."""
+    """Returns what an active holder waits for. Other states, such as idle in transaction, show it themselves."""
     return f"\nwaits for {holder.waits_for}" if holder.waits_for and holder.state == "active" else ""
 
 
 # ── For scripts ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _look_json(look: _Look) -> dict[str, object]:
-    from shard.findings import worst
+def _report_json(report: _Report) -> dict[str, object]:
+    from shard.health.finding import worst
 
     document: dict[str, object] = {
-        "shard": look.database,
-        "answered": look.facts is not None,
-        "verdict": worst(look.findings).word if look.facts else None,
-        "error": look.trouble or None,
+        "shard": report.database,
+        "answered": report.facts is not None,
+        "verdict": worst(report.findings).word if report.facts else None,
+        "error": report.trouble or None,
         "findings": [
             {
                 "severity": finding.severity.word,
@@ -316,11 +318,11 @@ def _look_json(look: _Look) -> dict[str, object]:
                 "why": finding.why,
                 "fix": finding.fix or None,
             }
-            for finding in look.findings
+            for finding in report.findings
         ],
     }
-    if look.facts is not None:
-        facts, server = look.facts, look.facts.server
+    if report.facts is not None:
+        facts, server = report.facts, report.facts.server
         versions = sum(table.versions for table in facts.tables if table.name == "job")
         document |= {
             "postgres_version": server.version,

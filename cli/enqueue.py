@@ -1,4 +1,4 @@
-"""`windrow enqueue`: one job from the command line, or one from each line of a file or of standard input."""
+"""`windrow enqueue`: stores one job, or one for each line of a file or of standard input."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _PAYLOAD_BYTES_MAX = 1024 * 1024
 def enqueue(
     org: options.Org,
     queue: options.Queue,
-    kind: Annotated[str, typer.Argument(metavar="KIND", help="What the job asks for.", show_default=False)],
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="Which handler runs the job.", show_default=False)],
     payload: Annotated[
         str | None,
         typer.Argument(
             metavar="PAYLOAD",
-            help="The job's payload; - reads it from standard input; without one it is empty.",
+            help="The job's payload, default empty; - reads it from standard input.",
             show_default=False,
         ),
     ] = None,
@@ -41,7 +41,7 @@ def enqueue(
     ] = None,
     lines: Annotated[
         bool,
-        typer.Option("--lines", help="One job from each line (of --file, or standard input); blank ones none."),
+        typer.Option("--lines", help="Store one job per line of --file or standard input; skips blank lines."),
     ] = False,
     delay: Annotated[
         timedelta | None,
@@ -50,13 +50,13 @@ def enqueue(
             parser=values.duration,
             metavar="DURATION",
             show_default=False,
-            help="Run it that much later.",
+            help="Run the job after this delay.",
         ),
     ] = None,
     run_at: Annotated[
         datetime | None,
         typer.Option(
-            "--run-at", parser=values.moment, metavar="TIME", show_default=False, help="Run it then (ISO 8601)."
+            "--run-at", parser=values.moment, metavar="TIME", show_default=False, help="Run the job then (ISO 8601)."
         ),
     ] = None,
     expires_at: Annotated[
@@ -66,7 +66,7 @@ def enqueue(
             parser=values.moment,
             metavar="TIME",
             show_default=False,
-            help="Cancel it if it has not run by then.",
+            help="Cancel the job if it has not run by then.",
         ),
     ] = None,
     priority: Annotated[int, typer.Option("--priority", metavar="1-9", min=1, max=9, help="1 runs first, 9 last.")] = 5,
@@ -80,7 +80,13 @@ def enqueue(
         ),
     ] = None,
     dedup_key: Annotated[
-        str, typer.Option("--dedup-key", metavar="KEY", show_default=False, help="Once in --dedup-window only.")
+        str,
+        typer.Option(
+            "--dedup-key",
+            metavar="KEY",
+            show_default=False,
+            help="Store nothing if a job of the queue had this key within --dedup-window.",
+        ),
     ] = "",
     dedup_window: Annotated[
         timedelta | None,
@@ -107,25 +113,24 @@ def enqueue(
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """Store a job, or with --lines many; print their ids.
+    """Stores a job, or many with --lines, and prints their ids.
 
-    A printed id means committed. With --dedup-key, or an --id used before, the id may be that of a job stored earlier.
+    A printed id means that the job is committed. With --dedup-key, or an --id used before, it may be the id of a job
+    stored earlier. --retry and --max-attempts override the queue's settings.
     """
     if delay is not None and run_at is not None:
         raise typer.BadParameter("give one of --delay and --run-at, not both", param_hint="'--run-at'")
     if lines and (dedup_key or job_id):
         raise typer.BadParameter(
-            "all lines would be one job: enqueue them one by one", param_hint="'--dedup-key' / '--id'"
+            "all lines would be the same job: enqueue them one by one", param_hint="'--dedup-key' / '--id'"
         )
     if file is not None and payload is not None:
         raise typer.BadParameter("give the payload or --file, not both", param_hint="'PAYLOAD' / '--file'")
     if lines and payload not in (None, "-"):
         raise typer.BadParameter("with --lines the payloads come from --file or standard input", param_hint="'PAYLOAD'")
     if dedup_window is not None and not dedup_key:
-        raise typer.BadParameter(
-            "it says how long --dedup-key is remembered, and none is given", param_hint="'--dedup-window'"
-        )
-    # A job that is sent again may have expired meanwhile: the router knows it.
+        raise typer.BadParameter("it needs a --dedup-key, and none is given", param_hint="'--dedup-window'")
+    # With an --id the job may have been stored before it expired: only the router knows.
     if expires_at is not None and job_id is None and expires_at <= datetime.now(UTC):
         raise typer.BadParameter(
             f"{expires_at.isoformat(timespec='seconds')} has passed: the job would never run",
@@ -137,59 +142,59 @@ def enqueue(
     from cli.messages import duration, retry_message, timestamp
     from windrow.v1 import job_pb2
 
-    template = job_pb2.NewJob(queue=queue, kind=kind, priority=priority, attributes=labels, dedup_key=dedup_key)
+    pattern = job_pb2.NewJob(template=job_pb2.JobTemplate(queue=queue, kind=kind, priority=priority, attributes=labels))
     if delay is not None:
-        template.delay.CopyFrom(duration(delay))
+        pattern.delay.CopyFrom(duration(delay))
     if run_at is not None:
-        template.run_at.CopyFrom(timestamp(run_at))
+        pattern.run_at.CopyFrom(timestamp(run_at))
     if expires_at is not None:
-        template.expires_at.CopyFrom(timestamp(expires_at))
+        pattern.expires_at.CopyFrom(timestamp(expires_at))
+    if dedup_key:
+        pattern.dedup.key = dedup_key
     if dedup_window is not None:
-        template.dedup_window.CopyFrom(duration(dedup_window))
+        pattern.dedup.window.CopyFrom(duration(dedup_window))
     if max_attempts is not None:
-        template.max_attempts = max_attempts
+        pattern.template.max_attempts = max_attempts
     if retry is not None:
-        template.retry.CopyFrom(retry_message(retry))
+        pattern.template.retry.CopyFrom(retry_message(retry))
 
     with connect(address, timeout) as router:
         if lines:
-            _enqueue_lines(router, org, template, _lines(file), as_json=as_json)
+            _enqueue_lines(router, org, pattern, _lines(file), as_json=as_json)
         else:
-            template.payload = _payload(payload, file)
-            (template.id,) = values.job_ids([job_id]) if job_id else _new_ids(1)
+            pattern.template.payload = _payload(payload, file)
+            (pattern.id,) = values.job_ids([job_id]) if job_id else _new_ids(1)
             try:
-                results = _store(router, org, [template])
+                results = _store(router, org, [pattern])
             except CommandFailed as error:
                 if error.code is not ExitCode.UNAVAILABLE:
                     raise
-                hint = f"with --id {template.id} the command may be repeated: the job is stored once"
+                hint = f"repeat the command with --id {pattern.id}: the job is then stored only once"
                 raise CommandFailed(str(error), error.code, particulars=[*error.particulars, hint]) from error
             _print(results, as_json=as_json)
 
 
-def _enqueue_lines(
-    router: Router, org: str, template: job_pb2.NewJob, lines: Iterable[bytes], *, as_json: bool
-) -> None:
+def _enqueue_lines(router: Router, org: str, pattern: job_pb2.NewJob, lines: Iterable[bytes], *, as_json: bool) -> None:
     stored = 0
     try:
         with output.counting("jobs stored") as progress:
             task = progress.add_task("", total=None, count=0) if progress else None
             for batch in _batches(lines):
-                results = _store_lines(router, org, template, batch)
+                results = _store_lines(router, org, pattern, batch)
                 stored += len(results)
                 if progress is not None and task is not None:
                     progress.update(task, count=stored)
                 _print(results, as_json=as_json)
     finally:
-        # However it ends: what is stored stays stored.
+        # Also after an error: these jobs are stored.
         if stored:
             output.note(f"{output.counted(stored, 'job')} stored")
 
 
 def _store_lines(
-    router: Router, org: str, template: job_pb2.NewJob, batch: Sequence[tuple[int, bytes]]
+    router: Router, org: str, pattern: job_pb2.NewJob, batch: Sequence[tuple[int, bytes]]
 ) -> Sequence[queue_pb2.EnqueueResult]:
-    jobs = [_with_payload(template, payload) for _, payload in batch]
+    jobs = [_with_payload(pattern, payload) for _, payload in batch]
     for job, fresh in zip(jobs, _new_ids(len(jobs)), strict=True):
         job.id = fresh
     try:
@@ -200,7 +205,7 @@ def _store_lines(
 
 
 def _batches(lines: Iterable[bytes]) -> Iterator[list[tuple[int, bytes]]]:
-    """Payloads with the numbers of their lines, as many together as go well into one call."""
+    """Yields batches for one call each: the lines' numbers and payloads."""
     batch: list[tuple[int, bytes]] = []
     size = 0
     for number, line in enumerate(lines, 1):
@@ -224,10 +229,10 @@ def _batches(lines: Iterable[bytes]) -> Iterator[list[tuple[int, bytes]]]:
         yield batch
 
 
-def _with_payload(template: job_pb2.NewJob, payload: bytes) -> job_pb2.NewJob:
-    job = type(template)()
-    job.CopyFrom(template)
-    job.payload = payload
+def _with_payload(pattern: job_pb2.NewJob, payload: bytes) -> job_pb2.NewJob:
+    job = type(pattern)()
+    job.CopyFrom(pattern)
+    job.template.payload = payload
     return job
 
 
@@ -244,7 +249,7 @@ def _print(results: Sequence[queue_pb2.EnqueueResult], *, as_json: bool) -> None
     output.say("\n".join(result.id for result in results))
     for result in results:
         if result.duplicate:
-            output.note(f"{result.id} was there already: nothing new is stored")
+            output.note(f"{result.id} existed already: nothing new was stored")
 
 
 def _payload(text: str | None, file: Path | None) -> bytes:
@@ -268,7 +273,7 @@ def _lines(file: Path | None) -> Iterator[bytes]:
 
 
 def _new_ids(count: int) -> list[str]:
-    # Made here, so that they are known even when an answer is lost.
+    # Made here, so that the ids are known even if the answer is lost.
     from windrow.ids import uuid7
 
     return [uuid7() for _ in range(count)]

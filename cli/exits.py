@@ -1,6 +1,6 @@
-"""How the command ends: its exit codes, and the one error that carries them.
+"""The exit codes of the command, and the error that carries them.
 
-The epilog of `windrow --help` and docs/cli.md list the same codes.
+`windrow --help` and docs/cli.md list them.
 """
 
 from __future__ import annotations
@@ -11,34 +11,34 @@ from enum import IntEnum
 
 class ExitCode(IntEnum):
     OK = 0
-    # The question was answered, and the answer is no: nothing to take, not healthy, out of balance, a stale lease,
-    # slots that are to move.
+    # The command worked, and its answer is no: no due job, not healthy, unbalanced counts, a stale lease, or slots that
+    # still have to move.
     NO = 1
     USAGE = 2
     UNAVAILABLE = 3
     NOT_FOUND = 4
-    # The state forbids it: the queue exists, is not empty, the port is taken.
+    # The current state does not allow it: the queue exists already or is not empty, or the port is in use.
     REFUSED = 5
     INTERRUPTED = 130
-    # As a shell tells it: 128 and the number of SIGPIPE.
+    # As a shell reports it: 128 plus the number of SIGPIPE.
     PIPE_CLOSED = 141
 
 
-EPILOG = """\b
-Exit codes:
-    0  done; the answer is yes
-    1  the answer is no: nothing to take, a stale lease, books that differ, slots that are to move
-    2  the command or a value in it is wrong; nothing was done
-    3  a router or a shard cannot be reached
-    4  no such job, queue or shard
-    5  refused: what is there now forbids it
-  130  ended by Ctrl-C
-  141  whoever read the output has gone
-"""
+MEANINGS = {
+    ExitCode.OK: "success, or the answer is yes",
+    ExitCode.NO: "the answer is no: no due job, a stale lease, unbalanced counts, slots that still have to move",
+    ExitCode.USAGE: "the command or one of its values is wrong; nothing was done",
+    ExitCode.UNAVAILABLE: "a router or a shard cannot be reached",
+    ExitCode.NOT_FOUND: "no such job, queue, org or shard",
+    ExitCode.REFUSED: "refused: the current state does not allow it",
+    ExitCode.INTERRUPTED: "interrupted by Ctrl-C",
+    ExitCode.PIPE_CLOSED: "the reader of the output closed the pipe",
+}
+EPILOG = "\b\nExit codes:\n" + "".join(f"  {code:>3}  {meaning}\n" for code, meaning in MEANINGS.items())
 
 
 class CommandFailed(Exception):
-    """Ends the command: one sentence for the user, lines with particulars below it, and the exit code."""
+    """Ends the command with a sentence for the user, optional lines of particulars, and an exit code."""
 
     def __init__(self, message: str, code: ExitCode, *, particulars: Sequence[str] = ()) -> None:
         super().__init__(message)

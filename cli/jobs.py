@@ -1,4 +1,4 @@
-"""`windrow jobs`: look at jobs where they are, and mend what went wrong."""
+"""`windrow jobs`: shows jobs, cancels them, and brings finished and dead jobs back."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 _BATCH = 1000
 _PAGE_MAX = 1000
-# Of one purge or redrive: longer, and it would hold its locks for too long.
+# The limit of one purge or redrive call: a larger one would hold its locks for too long.
 _CHANGE_MAX = 1000
 
-app = App(help="Look at jobs, cancel them, bring dead and finished ones back.")
+app = App(help="Shows and cancels jobs, and runs dead and finished ones again.")
 
 
 class State(StrEnum):
@@ -39,7 +39,9 @@ class State(StrEnum):
 
 _UNFINISHED = (State.READY, State.LEASED, State.SCHEDULED, State.DEAD)
 Kind = Annotated[str, typer.Option("--kind", metavar="KIND", show_default=False, help="Only jobs of this kind.")]
-Limit = Annotated[int | None, typer.Option("--limit", metavar="N", min=1, show_default="all", help="At most so many.")]
+Limit = Annotated[
+    int | None, typer.Option("--limit", metavar="N", min=1, show_default="all", help="Change at most N jobs.")
+]
 
 
 @app.command()
@@ -47,13 +49,17 @@ def get(
     org: options.Org,
     ids: options.Ids,
     payload: Annotated[
-        bool, typer.Option("--payload/--no-payload", help="Payloads and results too.", show_default=True)
+        bool, typer.Option("--payload/--no-payload", help="Include payloads and results.", show_default=True)
     ] = True,
+    stack: Annotated[bool, typer.Option("--stack", help="Show the stack of each failed attempt, too.")] = False,
     as_json: options.Json = False,
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """Show everything about jobs, wherever they are, with the history of their attempts."""
+    """Shows all details of jobs, including the history of their attempts.
+
+    Finds jobs in every state, also cold ones. Exit code 4: the org has no such job.
+    """
     from cli.calls import connect
     from cli.messages import job_json
     from windrow.v1 import queue_pb2
@@ -66,16 +72,16 @@ def get(
         while wanted:
             request = queue_pb2.GetJobsRequest(org=org, ids=wanted[:_BATCH], include_payload=payload)
             response = router.call(router.queue.GetJobs, request)
-            missing += response.not_found
+            missing += response.not_found_ids
             away.update(response.unavailable_shards)
-            wanted = [*response.left_out, *wanted[_BATCH:]]
+            wanted = [*response.omitted_ids, *wanted[_BATCH:]]
             if as_json:
                 output.say_json(job_json(job, payloads=payload) for job in response.jobs)
                 continue
             for job in response.jobs:
                 if shown:
                     output.say("")
-                _print_job(job)
+                print_job(job, stacks=stack)
                 shown += 1
     output.refuse_away(away)
     if missing:
@@ -85,7 +91,7 @@ def get(
 @app.command("list")
 def list_jobs(
     org: options.Org,
-    queue: Annotated[str, typer.Argument(metavar="[QUEUE]", help="Only of this queue.", show_default=False)] = "",
+    queue: Annotated[str, typer.Argument(metavar="QUEUE", help="Only jobs of this queue.", show_default=False)] = "",
     states: Annotated[
         list[State] | None,
         typer.Option(
@@ -98,28 +104,44 @@ def list_jobs(
     kind: Kind = "",
     made_after: Annotated[
         datetime | None,
-        typer.Option("--made-after", parser=values.moment, metavar="TIME", show_default=False, help="Not earlier."),
+        typer.Option(
+            "--made-after",
+            parser=values.moment,
+            metavar="TIME",
+            show_default=False,
+            help="Only jobs made at or after TIME.",
+        ),
     ] = None,
     made_before: Annotated[
         datetime | None,
-        typer.Option("--made-before", parser=values.moment, metavar="TIME", show_default=False, help="Earlier."),
+        typer.Option(
+            "--made-before",
+            parser=values.moment,
+            metavar="TIME",
+            show_default=False,
+            help="Only jobs made before TIME.",
+        ),
     ] = None,
-    limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="At most so many a state.")] = 50,
-    payload: Annotated[bool, typer.Option("--payload", help="Payloads too (with --json).")] = False,
+    limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="Print at most N jobs per state.")] = 50,
+    payload: Annotated[bool, typer.Option("--payload", help="Include payloads (with --json).")] = False,
     as_json: options.Json = False,
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """List jobs by state, of one queue or all, without taking them."""
+    """Lists the jobs of one queue or of all queues, by state, without leasing them.
+
+    Shows the first line of a job's latest error; `windrow jobs get` and --json have all of it. Exit code 3: a shard did
+    not answer; the jobs of the others are listed.
+    """
     from cli.calls import connect
     from cli.messages import job_json, timestamp
     from windrow.v1 import admin_pb2
 
     wanted = admin_pb2.ListJobsRequest(org=org, queue=queue, kind=kind, include_payload=payload)
     if made_after is not None:
-        wanted.made_after.CopyFrom(timestamp(made_after))
+        wanted.created_after.CopyFrom(timestamp(made_after))
     if made_before is not None:
-        wanted.made_before.CopyFrom(timestamp(made_before))
+        wanted.created_before.CopyFrom(timestamp(made_before))
     found: list[job_pb2.Job] = []
     more: list[str] = []
     away: set[str] = set()
@@ -146,17 +168,16 @@ def list_jobs(
 def _pages(
     router: Router, wanted: admin_pb2.ListJobsRequest, state: State, *, limit: int, away: set[str]
 ) -> Iterator[tuple[Sequence[job_pb2.Job], bool]]:
-    """The jobs in one state, page by page, and with each whether the limit has cut off more. Shards that did not answer
-    are added to `away`."""
-    from cli.messages import STATES
-    from windrow.v1 import admin_pb2
+    """Yields the jobs in one state, page by page, each with whether the limit cut off more jobs. Adds the shards that
+    did not answer to `away`."""
+    from windrow.v1 import admin_pb2, job_pb2
 
     token, left = "", limit
     while left:
         request = admin_pb2.ListJobsRequest(page_size=min(left, _PAGE_MAX), page_token=token)
         request.MergeFrom(wanted)
         if state is not State.ALL:
-            request.state = STATES[state]
+            request.state = job_pb2.JobState.Value(f"JOB_STATE_{state.name}")
         response = router.call(router.admin.ListJobs, request)
         left -= len(response.jobs)
         token = response.next_page_token
@@ -171,13 +192,16 @@ def cancel(
     org: options.Org,
     ids: options.Ids,
     reason: Annotated[
-        str, typer.Option("--reason", metavar="TEXT", show_default=False, help="Kept with the jobs.")
+        str, typer.Option("--reason", metavar="TEXT", show_default=False, help="Stored with the jobs.")
     ] = "",
     as_json: options.Json = False,
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """Cancel jobs that have not finished; a lease on one ends."""
+    """Cancels jobs that have not finished, and ends their leases.
+
+    Exit code 1: a job has succeeded; 4: the org has no such job. The other jobs are cancelled.
+    """
     from cli.calls import connect
     from cli.messages import ANSWERS
     from windrow.v1 import queue_pb2
@@ -209,18 +233,30 @@ def redrive(
     kind: Kind = "",
     died_after: Annotated[
         datetime | None,
-        typer.Option("--died-after", parser=values.moment, metavar="TIME", show_default=False, help="Not earlier."),
+        typer.Option(
+            "--died-after",
+            parser=values.moment,
+            metavar="TIME",
+            show_default=False,
+            help="Only jobs that died at or after TIME.",
+        ),
     ] = None,
     died_before: Annotated[
         datetime | None,
-        typer.Option("--died-before", parser=values.moment, metavar="TIME", show_default=False, help="Earlier."),
+        typer.Option(
+            "--died-before",
+            parser=values.moment,
+            metavar="TIME",
+            show_default=False,
+            help="Only jobs that died before TIME.",
+        ),
     ] = None,
     limit: Limit = None,
     as_json: options.Json = False,
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """Bring dead jobs back to ready, with fresh attempts, oldest death first."""
+    """Makes dead jobs ready again, with all their attempts; those that died first come first."""
     from cli.calls import connect
     from cli.messages import timestamp
     from windrow.v1 import admin_pb2
@@ -231,7 +267,7 @@ def redrive(
     if died_before is not None:
         request.died_before.CopyFrom(timestamp(died_before))
     with connect(address, timeout) as router, output.working("redriving") as status:
-        # Those that are dead now: some may run and die again before the last of them is back.
+        # Redrive only as many jobs as are dead now: some may run and die again during the command.
         stats = router.call(router.admin.GetStats, admin_pb2.GetStatsRequest(org=org, queue=queue))
         left = min(stats.queues[0].dead, limit or sys.maxsize)
         done = 0
@@ -241,7 +277,7 @@ def redrive(
             done, left = done + response.redriven, left - response.redriven
             if status is not None:
                 status.update(f"{done:,} redriven")
-            if not response.more:
+            if not response.limit_reached:
                 break
     _report("redriven", done, as_json=as_json)
 
@@ -254,9 +290,14 @@ def restore(
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """Store finished and dead jobs once more, as new jobs that are due now; the old ones stay as they are."""
+    """Stores copies of finished and dead jobs as new jobs that are due now; the old ones stay as they are.
+
+    A copy has the old job's queue, kind, payload, attributes, priority and retry policy. Its attribute
+    windrow.restored_from is the old job's id. Exit code 1: a job is neither finished nor dead; 4: the org has no such
+    job.
+    """
     from cli.calls import connect
-    from cli.messages import RESTORE_ANSWERS
+    from cli.messages import restore_answer
     from windrow.ids import uuid7
     from windrow.v1 import admin_pb2
 
@@ -265,10 +306,10 @@ def restore(
     with connect(address, timeout) as router:
         for at in range(0, len(wanted), _BATCH):
             batch = wanted[at : at + _BATCH]
-            # Made here, so that a call that is made again stores nothing twice.
+            # New ids are made here, so that a repeated call stores nothing twice.
             jobs = [admin_pb2.RestoreJob(id=job_id, new_id=uuid7()) for job_id in batch]
             results = router.call(router.admin.RestoreJobs, admin_pb2.RestoreJobsRequest(org=org, jobs=jobs)).results
-            found = [(job_id, RESTORE_ANSWERS[one.refusal], one.id) for job_id, one in zip(batch, results, strict=True)]
+            found = [(job_id, restore_answer(one), one.restored.id) for job_id, one in zip(batch, results, strict=True)]
             answers.update(answer for _, answer, _ in found)
             if as_json:
                 output.say_json(
@@ -292,14 +333,17 @@ def restore(
 def purge(
     org: options.Org,
     queue: options.Queue,
-    dead: Annotated[bool, typer.Option("--dead", help="The queue's dead jobs too.")] = False,
+    dead: Annotated[bool, typer.Option("--dead", help="Cancel the queue's dead jobs too.")] = False,
     limit: Limit = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     as_json: options.Json = False,
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """Cancel the jobs of a queue that wait; leased ones finish."""
+    """Cancels a queue's waiting jobs; leased jobs may finish.
+
+    Asks for confirmation. A script must give --yes.
+    """
     from cli.calls import connect
     from windrow.v1 import admin_pb2
 
@@ -309,7 +353,7 @@ def purge(
         if not yes and waiting:
             if not sys.stdin.isatty():
                 would = f"this would cancel {output.counted(waiting, 'job')} of queue {queue!r}"
-                raise CommandFailed(f"{would}: say --yes if that is meant", ExitCode.USAGE)
+                raise CommandFailed(f"{would}: confirm with --yes", ExitCode.USAGE)
             typer.confirm(
                 f"Cancel {output.counted(waiting, 'job')} of queue {queue!r} of org {org!r}?", abort=True, err=True
             )
@@ -323,7 +367,7 @@ def purge(
                 done, left = done + response.cancelled, left - response.cancelled
                 if status is not None:
                     status.update(f"{done:,} cancelled")
-                if not response.more:
+                if not response.limit_reached:
                     break
     _report("cancelled", done, as_json=as_json)
 
@@ -355,45 +399,29 @@ def _print_jobs(jobs: Sequence[job_pb2.Job], *, queues: bool) -> None:
             f"{job.attempt}/{job.max_attempts}",
             time_shown(job, "finished_at") or time_shown(job, "lease_deadline") or time_shown(job, "run_at"),
             job.kind,
-            ": ".join(filter(None, map(_first_line, (job.reason, job.attempts[-1].error if job.attempts else "")))),
+            ": ".join(filter(None, map(_first_line, (job.reason, _last_failure(job))))),
         )
         for job in jobs
     ]
     output.table(columns, rows)
 
 
+def _last_failure(job: job_pb2.Job) -> str:
+    from cli.messages import failure_text
+
+    return failure_text(job.attempts[-1].failure) if job.attempts else ""
+
+
 def _first_line(text: str) -> str:
-    """Of an error: what went wrong. `jobs get` shows the rest, too."""
+    """Returns the first line of a failure, which summarises it. `jobs get` shows all lines."""
     return next(iter(text.strip().splitlines()), "")
 
 
-def _print_job(job: job_pb2.Job) -> None:
-    from cli.messages import bytes_shown, outcome_name, retry_policy, state_name, time_shown
+def print_job(job: job_pb2.Job, *, stacks: bool) -> None:
+    from cli.messages import failure_text, job_facts, outcome_name, time_shown
 
     output.heading(job.id)
-    output.facts(
-        [
-            ("state", state_name(job.state)),
-            ("reason", job.reason),
-            ("queue", job.queue),
-            ("kind", job.kind),
-            ("priority", str(job.priority)),
-            ("attempt", f"{job.attempt} of {job.max_attempts}"),
-            ("retry", values.retry_text(retry_policy(job.retry))),
-            ("enqueued", time_shown(job, "enqueued_at")),
-            ("due", time_shown(job, "run_at")),
-            ("expires", time_shown(job, "expires_at")),
-            ("leased until", time_shown(job, "lease_deadline")),
-            ("worker", job.worker),
-            ("finished", time_shown(job, "finished_at")),
-            ("dedup key", job.dedup_key),
-            ("attributes", "\n".join(f"{key}={value}" for key, value in sorted(job.attributes.items()))),
-            ("shard", job.shard),
-            ("payload", bytes_shown(job.payload)),
-            ("result", bytes_shown(job.result)),
-        ],
-        indent=2,
-    )
+    output.facts(job_facts(job), indent=2)
     if job.attempts:
         output.say("")
         columns = [
@@ -402,7 +430,7 @@ def _print_job(job: job_pb2.Job) -> None:
             Column(title="leased"),
             Column(title="lasted", right=True),
             Column(title="worker"),
-            Column(title="error", detail=True),
+            Column(title="failure", detail=True),
         ]
         rows = [
             (
@@ -411,8 +439,12 @@ def _print_job(job: job_pb2.Job) -> None:
                 time_shown(attempt, "leased_at"),
                 values.rough(attempt.ended_at.ToDatetime() - attempt.leased_at.ToDatetime()),
                 attempt.worker,
-                attempt.error,
+                failure_text(attempt.failure),
             )
             for attempt in job.attempts
         ]
         output.table(columns, rows, indent=2)
+    for attempt in job.attempts if stacks else ():
+        if attempt.failure.stack:
+            output.say("")
+            output.facts([(f"stack of attempt {attempt.attempt}", attempt.failure.stack)], indent=2)

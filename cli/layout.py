@@ -1,6 +1,6 @@
-"""How `--help` is laid out: commands in groups, usage lines as manual pages write them.
+"""The layout of `--help`: commands in groups, and usage lines as in manual pages.
 
-Plain text: drawing boxes would take twice as long as all the rest of `windrow --help`.
+Plain text, because drawing boxes would triple the time of `windrow --help`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 _TYPE = re.compile(r" <[^>]*>$")
-# Nobody writes a longer one.
+# Longer than any first sentence of a help text.
 _SENTENCE = 200
 
 
 class Group(TyperGroup):
-    """Lists its commands below the headings that `rich_help_panel` gives them."""
+    """Lists its commands below the headings in their `rich_help_panel`."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        _write_parameters(self, ctx, formatter)
+        self.format_commands(ctx, formatter)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         headings: dict[str, list[tuple[str, Any]]] = {}
@@ -30,44 +34,48 @@ class Group(TyperGroup):
         for heading, commands in headings.items():
             with formatter.section(heading):
                 formatter.write_dl(
-                    # The first sentence, on two lines where it takes them.
+                    # The whole first sentence, even if it needs two lines.
                     [(name.ljust(name_width), command.get_short_help_str(_SENTENCE)) for name, command in commands]
                 )
 
 
 class Command(TyperCommand):
-    """Writes ORG for an argument, where typer would write {ORG} <str>, and names the value that is wrong."""
+    """Shows an argument as ORG instead of typer's {ORG} <str>, and puts the wrong value into error messages."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
         except typer.BadParameter as error:
-            error.message = _in_words(error)
+            error.message = _readable_message(error)
             raise
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [re.sub(r"^\{(.*)\}", r"\1", piece) for piece in super().collect_usage_pieces(ctx)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        arguments: list[tuple[str, str]] = []
-        options: list[tuple[str, str]] = []
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is None:
-                continue
-            name, text = record
-            if parameter.param_type_name == "argument":
-                arguments.append((_TYPE.sub("", name), text.removesuffix("[required]").rstrip()))
-            else:
-                options.append((name, _plain(text)))
-        for heading, records in (("Arguments", arguments), ("Options", options)):
-            if records:
-                with formatter.section(heading):
-                    formatter.write_dl(records)
+        _write_parameters(self, ctx, formatter)
 
 
-def _in_words(error: typer.BadParameter) -> str:
-    """Typer leaves numbers and choices to pydantic, whose words are for programmers, and lack the value."""
+def _write_parameters(command: Any, ctx: Any, formatter: Any) -> None:
+    arguments: list[tuple[str, str]] = []
+    options: list[tuple[str, str]] = []
+    for parameter in command.get_params(ctx):
+        record = parameter.get_help_record(ctx)
+        if record is None:
+            continue
+        name, text = record
+        if parameter.param_type_name == "argument":
+            arguments.append((_TYPE.sub("", name), text.removesuffix("[required]").rstrip()))
+        else:
+            options.append((name, _plain(text)))
+    for heading, records in (("Arguments", arguments), ("Options", options)):
+        if records:
+            with formatter.section(heading):
+                formatter.write_dl(records)
+
+
+def _readable_message(error: typer.BadParameter) -> str:
+    """Replaces pydantic's messages about numbers, which are for programmers and do not show the value."""
     cause: Any = error.__cause__
     if not hasattr(cause, "errors"):
         return error.message
@@ -87,14 +95,14 @@ def _in_words(error: typer.BadParameter) -> str:
 
 
 def _plain(text: str) -> str:
-    """Defaults and bounds in words."""
+    """Writes defaults and bounds as words."""
     text = re.sub(r"default: \(([^()]*)\)", r"default: \1", text)
     text = re.sub(r"(\d+)<=x<=(\d+)", r"\1 to \2", text)
     return re.sub(r"x>=(\d+)", r"at least \1", text)
 
 
 class App(typer.Typer):
-    """A Typer whose help looks so."""
+    """A Typer with this layout."""
 
     def __init__(self, *, no_args_is_help: bool = True, **settings: Any) -> None:
         super().__init__(

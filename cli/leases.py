@@ -1,4 +1,4 @@
-"""Taking jobs by hand, and what can be done with a lease: dequeue, ack, nack, extend, release."""
+"""Commands on leases: COMMANDS."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from windrow.v1 import job_pb2, queue_pb2
 
 _BATCH = 1000
-# The longest that one call may wait (queue.proto), and what is left of a wait that is not worth another call.
+# The longest that one call may wait (queue.proto).
 _WAIT_S_MAX = 60.0
+# With less wait time left than this, the command ends without another call.
 _WORTH_WAITING_S = 0.1
 
 Window = Annotated[
@@ -35,12 +36,14 @@ Window = Annotated[
 ]
 _WINDOW_DEFAULT = timedelta(seconds=30)
 _NO_WAIT = timedelta()
+# What `dequeue` shows only with --json.
+_NOT_PRINTED = {"priority", "enqueued", "due"}
 
 
 def dequeue(
     org: options.Org,
     queues: Annotated[list[str], typer.Argument(metavar="QUEUE", help="One queue or several.", show_default=False)],
-    max_jobs: Annotated[int, typer.Option("--max", metavar="N", min=1, max=1000, help="At most so many.")] = 1,
+    max_jobs: Annotated[int, typer.Option("--max", metavar="N", min=1, max=1000, help="Lease at most N jobs.")] = 1,
     window: Window = _WINDOW_DEFAULT,
     wait: Annotated[
         timedelta,
@@ -49,30 +52,32 @@ def dequeue(
             parser=values.duration,
             metavar="DURATION",
             show_default=False,
-            help="If nothing is due, wait so long for a first job.",
+            help="If no job is due, wait this long for one.",
         ),
     ] = _NO_WAIT,
     worker: Annotated[
         str | None,
-        typer.Option("--worker", metavar="NAME", show_default="this host's", help="Who takes them, for the history."),
+        typer.Option(
+            "--worker", metavar="NAME", show_default="this host's", help="The worker's name in the attempt history."
+        ),
     ] = None,
     ack: Annotated[
         bool,
         typer.Option(
-            "--ack/--no-ack", help="Finish the jobs once they are printed, or leave them leased.", show_default=False
+            "--ack/--no-ack", help="Ack the jobs after printing them, or leave them leased.", show_default=False
         ),
     ] = False,
     as_json: options.Json = False,
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """Take jobs that are due, each under a lease.
+    """Leases due jobs and prints them, by priority and then by age.
 
-    Without --ack they stay leased for the window: end that with `windrow ack`, `nack` or `release`, naming the printed
-    lease. Exit code 1: nothing is due, nor falls due within --wait.
+    Without --ack they stay leased for the window. To end a lease earlier, pass it to `windrow ack`, `nack` or
+    `release`. Exit code 1: no job is due, and none falls due within --wait.
     """
     from cli.calls import connect
-    from cli.messages import bytes_json, duration, time_json, time_shown
+    from cli.messages import duration, job_json, time_json, time_shown
     from windrow.v1 import queue_pb2
 
     request = queue_pb2.DequeueRequest(
@@ -89,15 +94,7 @@ def dequeue(
                 {
                     "id": job.id,
                     "lease": values.lease_text(job.lease),
-                    "queue": job.queue,
-                    "kind": job.kind,
-                    **bytes_json("payload", job.payload),
-                    "attributes": dict(job.attributes),
-                    "priority": job.priority,
-                    "attempt": job.attempt,
-                    "max_attempts": job.max_attempts,
-                    "enqueued_at": time_json(job, "enqueued_at"),
-                    "run_at": time_json(job, "run_at"),
+                    **job_json(job, payloads=True),
                     "lease_deadline": time_json(response, "lease_deadline"),
                 }
                 for job in response.jobs
@@ -107,8 +104,8 @@ def dequeue(
                 _print_leased(job, first=at == 0)
         if not response.jobs:
             names = ", ".join(queues)
-            said = f"nothing fell due in {names} within {values.exact(wait)}" if wait else f"nothing is due in {names}"
-            output.note(": ".join([said, *_why(router, org, queues)]))
+            text = f"nothing fell due in {names} within {values.exact(wait)}" if wait else f"nothing is due in {names}"
+            output.note(": ".join([text, *_reasons(router, org, queues)]))
             raise typer.Exit(ExitCode.NO)
         if ack:
             acks = [queue_pb2.Ack(lease=job.lease) for job in response.jobs]
@@ -117,11 +114,12 @@ def dequeue(
             output.note(f"{len(answers)} acked")
         elif not as_json:
             until = time_shown(response, "lease_deadline")
-            output.note(f"leased until {until}: end that with windrow ack, nack or release")
+            output.note(f"leased until {until}; end the lease with windrow ack, nack or release")
 
 
-def _why(router: Router, org: str, queues: Sequence[str]) -> list[str]:
-    """What keeps these queues from giving jobs, in one sentence; none if that is nothing, or cannot be told."""
+def _reasons(router: Router, org: str, queues: Sequence[str]) -> list[str]:
+    """Returns one text with the reasons why queues give no jobs: missing or paused. Empty if there are none, or if the
+    router does not answer."""
     from windrow.v1 import admin_pb2
 
     reasons: list[str] = []
@@ -134,25 +132,25 @@ def _why(router: Router, org: str, queues: Sequence[str]) -> list[str]:
             reasons.append(str(error))
         else:
             if found.paused:
-                reasons.append(f"queue {queue!r} is paused, until windrow queues resume {org} {queue}")
+                reasons.append(f"queue {queue!r} is paused (resume it with windrow queues resume {org} {queue})")
     return ["; ".join(reasons)] if reasons else []
 
 
 def _first(router: Router, request: queue_pb2.DequeueRequest, wait: timedelta) -> queue_pb2.DequeueResponse:
-    """What is due; if nothing is, what is due first, or nothing when the time is over."""
+    """Returns the due jobs or, if there are none, the first that fall due within `wait`."""
     from cli.messages import duration
 
-    until_s = time.monotonic() + wait.total_seconds()
+    deadline = time.monotonic() + wait.total_seconds()
     left_s = wait.total_seconds()
     while True:
         wait_s = min(left_s, _WAIT_S_MAX)
         if wait_s:
             request.wait.CopyFrom(duration(timedelta(seconds=wait_s)))
         response = router.call(router.queue.Dequeue, request, wait_s=wait_s)
-        left_s = until_s - time.monotonic()
+        left_s = deadline - time.monotonic()
         if response.jobs or left_s < _WORTH_WAITING_S:
             return response
-        # A router that shuts down answers early: another one waits for the rest.
+        # A router that shuts down answers early. Wait for the remaining time at another one.
         time.sleep(_WORTH_WAITING_S / 2)
 
 
@@ -161,13 +159,17 @@ def ack(
     leases: options.Leases,
     result: Annotated[
         str,
-        typer.Option("--result", metavar="TEXT", show_default=False, help="Kept with the finished jobs."),
+        typer.Option("--result", metavar="TEXT", show_default=False, help="The result to store with the jobs."),
     ] = "",
     as_json: options.Json = False,
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """Finish jobs."""
+    """Finishes jobs.
+
+    Repeating an ack is safe: it answers OK again. Exit code 1: a lease had ended, and its job was not changed; 4: a
+    lease belongs to no job of this org.
+    """
     from windrow.v1 import queue_pb2
 
     def act(router: Router, tokens: Sequence[bytes]) -> Sequence[job_pb2.JobAnswer.ValueType]:
@@ -181,37 +183,46 @@ def nack(
     org: options.Org,
     leases: options.Leases,
     error: Annotated[
-        str, typer.Option("--error", metavar="TEXT", show_default=False, help="Kept in the history.")
+        str, typer.Option("--error", metavar="TEXT", show_default=False, help="What went wrong, for the history.")
     ] = "",
-    delay: Annotated[
+    kind: Annotated[
+        str,
+        typer.Option("--type", metavar="NAME", show_default=False, help="The kind of error: a class or a code."),
+    ] = "",
+    retry_after: Annotated[
         timedelta | None,
         typer.Option(
-            "--delay",
+            "--retry-after",
             parser=values.duration,
             metavar="DURATION",
             show_default=False,
-            help="Retry after this, instead of what the retry policy says.",
+            help="Retry after this delay, instead of the retry policy's.",
         ),
     ] = None,
-    kill: Annotated[bool, typer.Option("--kill", help="Dead at once, whatever attempts are left.")] = False,
+    permanent: Annotated[
+        bool, typer.Option("--permanent", help="Make the jobs dead at once, even if they have attempts left.")
+    ] = False,
     as_json: options.Json = False,
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """Give jobs back with an error, to be retried or set aside as dead."""
-    if kill and delay is not None:
-        raise typer.BadParameter("give one of --delay and --kill, not both", param_hint="'--kill'")
+    """Gives jobs back as failed; they are retried, or dead after their last attempt.
+
+    Exit codes as of `windrow ack`.
+    """
+    if permanent and retry_after is not None:
+        raise typer.BadParameter("give one of --retry-after and --permanent, not both", param_hint="'--permanent'")
 
     from cli.messages import duration
-    from windrow.v1 import queue_pb2
+    from windrow.v1 import job_pb2, queue_pb2
 
     def act(router: Router, tokens: Sequence[bytes]) -> Sequence[job_pb2.JobAnswer.ValueType]:
-        nacks = [queue_pb2.Nack(lease=token, error=error) for token in tokens]
+        nacks = [queue_pb2.Nack(lease=token) for token in tokens]
         for one in nacks:
-            if kill:
-                one.kill = True
-            if delay is not None:
-                one.delay.CopyFrom(duration(delay))
+            if error or kind or permanent:
+                one.failure.CopyFrom(job_pb2.Failure(type=kind, message=error, permanent=permanent))
+            if retry_after is not None:
+                one.retry_after.CopyFrom(duration(retry_after))
         return router.call(router.queue.Nack, queue_pb2.NackRequest(org=org, nacks=nacks)).answers
 
     _settle(leases, act, as_json=as_json, address=address, timeout=timeout)
@@ -225,15 +236,16 @@ def extend(
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """Prolong leases.
+    """Prolongs leases.
 
-    Each then lasts at least the window from now, and is never shortened.
+    Each lease then lasts at least the window from now. A lease is never shortened.
     """
     from cli.messages import duration
     from windrow.v1 import queue_pb2
 
     def act(router: Router, tokens: Sequence[bytes]) -> Sequence[job_pb2.JobAnswer.ValueType]:
-        request = queue_pb2.ExtendRequest(org=org, leases=tokens, visibility_window=duration(window))
+        extends = [queue_pb2.Extend(lease=token) for token in tokens]
+        request = queue_pb2.ExtendRequest(org=org, extends=extends, visibility_window=duration(window))
         return router.call(router.queue.Extend, request).answers
 
     _settle(leases, act, as_json=as_json, address=address, timeout=timeout)
@@ -246,13 +258,20 @@ def release(
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """Give jobs back at once, without counting the attempt."""
+    """Gives jobs back at once, without counting the attempt.
+
+    Exit codes as of `windrow ack`.
+    """
     from windrow.v1 import queue_pb2
 
     def act(router: Router, tokens: Sequence[bytes]) -> Sequence[job_pb2.JobAnswer.ValueType]:
         return router.call(router.queue.Release, queue_pb2.ReleaseRequest(org=org, leases=tokens)).answers
 
     _settle(leases, act, as_json=as_json, address=address, timeout=timeout)
+
+
+# In the order of `windrow --help`.
+COMMANDS: Sequence[Callable[..., None]] = (dequeue, ack, nack, extend, release)
 
 
 def _settle(
@@ -263,7 +282,7 @@ def _settle(
     address: str,
     timeout: timedelta,
 ) -> None:
-    """Does something with leases, a call's worth at a time, and prints what became of each."""
+    """Acts on leases in batches of one call each, and prints the answer for each lease."""
     from cli.calls import connect
     from cli.messages import ANSWERS
 
@@ -289,27 +308,17 @@ def _judge(answers: Sequence[job_pb2.JobAnswer.ValueType]) -> None:
     stale = sum(answer == job_pb2.JOB_ANSWER_STALE for answer in answers)
     missing = sum(answer == job_pb2.JOB_ANSWER_NOT_FOUND for answer in answers)
     if stale:
-        output.note(f"{output.counted(stale, 'lease')} had ended: nothing was changed there")
+        output.note(f"{output.counted(stale, 'lease')} had ended: nothing was changed")
     if missing:
-        output.note(f"{output.counted(missing, 'lease')} of no job of this org: nothing was changed there")
+        output.note(f"{output.counted(missing, 'lease')} matched no job of this org")
     if stale or missing:
         raise typer.Exit(ExitCode.NO if stale else ExitCode.NOT_FOUND)
 
 
 def _print_leased(job: job_pb2.LeasedJob, *, first: bool) -> None:
-    from cli.messages import bytes_shown
+    from cli.messages import job_facts
 
     if not first:
         output.say("")
     output.heading(job.id)
-    output.facts(
-        [
-            ("lease", values.lease_text(job.lease)),
-            ("queue", job.queue),
-            ("kind", job.kind),
-            ("attempt", f"{job.attempt} of {job.max_attempts}"),
-            ("attributes", "\n".join(f"{key}={value}" for key, value in sorted(job.attributes.items()))),
-            ("payload", bytes_shown(job.payload)),
-        ],
-        indent=2,
-    )
+    output.facts([fact for fact in job_facts(job) if fact[0] not in _NOT_PRINTED], indent=2)

@@ -1,5 +1,5 @@
-"""A whole cluster on this machine: Postgres for each shard, router processes in front of them, a balancer and an
-archiver. What `windrow up`, the demo and the tests stand on."""
+"""A whole cluster on this machine: a Postgres server for each shard, router processes, a balancer and an archiver.
+`windrow up`, the demo and the tests use it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from archiver.service import archive
 from balancer.service import balance
 from cli import local_file
 from embedded import Cluster, EmbeddedError, open_clusters
+from router.process.supervisor import Supervisor
 from router.settings import LISTEN_DEFAULT, router_settings
-from router.supervisor import Supervisor
-from shard.cluster import read_cluster
-from shard.following import FollowedFile
+from shard.placement.cluster_file import read_cluster
+from shard.placement.file_watcher import WatchedFile
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.25
@@ -27,14 +27,15 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalCluster:
-    """A running cluster. Fault tests kill its parts: they come back by themselves."""
+    """A running cluster. Parts that die, as in fault tests, are restarted automatically."""
 
     # HOST:PORT of the routers.
     address: str
     # The cluster file that the routers read.
     config: Path
-    # What it names; those that have their Postgres here.
+    # All shards of the cluster file.
     shards: Sequence[str]
+    # Those whose Postgres runs on this machine.
     postgres: Mapping[str, Cluster]
     routers: Supervisor
 
@@ -47,12 +48,11 @@ async def local_cluster(
     processes: int = 2,
     listen: str = LISTEN_DEFAULT,
 ) -> AsyncGenerator[LocalCluster, None]:
-    """Starts a cluster of Postgres servers for these `shards` and `processes` router processes; stops it at the end of
-    the scope.
+    """Starts a cluster with Postgres servers for `shards` and with `processes` router processes. Stops it at the end.
 
-    Data stays below `root`, and the next start goes on with it; local_file.servers says with which shards. None: an
-    ephemeral cluster, which leaves nothing. Raises EmbeddedError, ClusterFileError, and what
-    router.supervisor.Supervisor.run raises.
+    The data is kept below `root` for the next start, whose shards local_file.servers lists. None: an ephemeral cluster,
+    which leaves no data. Raises EmbeddedError, ClusterFileError, and what router.process.supervisor.Supervisor.run
+    raises.
     """
     async with contextlib.AsyncExitStack() as stack:
         opened = open_clusters(shards, root=root, ephemeral=root is None)
@@ -72,7 +72,7 @@ async def local_cluster(
             await asyncio.wait(starts, return_when=asyncio.FIRST_COMPLETED)
             if running.done():
                 await running
-            async with _kept(config):
+            async with _services(config):
                 yield LocalCluster(
                     address=await ready,
                     config=config,
@@ -89,12 +89,12 @@ async def local_cluster(
 
 
 @contextlib.asynccontextmanager
-async def _kept(config: Path) -> AsyncGenerator[None, None]:
-    """A balancer and an archiver run within this scope."""
+async def _services(config: Path) -> AsyncGenerator[None, None]:
+    """Runs a balancer and an archiver within this scope."""
     stop = asyncio.Event()
     running: list[asyncio.Task[None]] = []
     for serve in (balance, archive):
-        file = FollowedFile(config)
+        file = WatchedFile(config)
         running.append(asyncio.create_task(serve(file, file.read(), stop=stop)))
     try:
         yield
@@ -105,10 +105,10 @@ async def _kept(config: Path) -> AsyncGenerator[None, None]:
 
 @contextlib.asynccontextmanager
 async def in_thread(scope: contextlib.AbstractContextManager[_T]) -> AsyncGenerator[_T, None]:
-    """A scope that takes its time to enter and to leave, without stopping the event loop."""
+    """Enters and leaves a blocking context manager in a thread, so that it does not block the event loop."""
     entering = asyncio.create_task(asyncio.to_thread(scope.__enter__))
     try:
-        # A thread cannot be cancelled: if we are, what it starts is awaited, and stopped.
+        # A thread cannot be cancelled. If this task is, wait until the scope is entered, then leave it.
         yield await asyncio.shield(entering)
     finally:
         await asyncio.wait({entering})
@@ -117,11 +117,11 @@ async def in_thread(scope: contextlib.AbstractContextManager[_T]) -> AsyncGenera
 
 
 async def _keep(cluster: Cluster) -> None:
-    """Starts a Postgres again that died."""
+    """Restarts a Postgres server that died. Runs until cancelled."""
     while True:
         await asyncio.sleep(_LOOK_S)
         if not cluster.alive:
-            _log.warning("Postgres %s has died; starting it again", cluster.name)
+            _log.warning("Postgres %s has died; restarting it", cluster.name)
             try:
                 await asyncio.to_thread(cluster.start)
             except EmbeddedError as error:

@@ -1,7 +1,7 @@
-"""The cluster file of a cluster on this machine: which shards it has, and which of them have their Postgres here.
+"""The cluster file of a cluster on this machine.
 
-It is made by the first start, and from then on it belongs to its operators: shards that are elsewhere, weights, states
-and labels stay as they are. A start adds the Postgres servers that it is asked for, and writes where they listen now.
+The first start creates it; then operators may edit it. A later start adds new Postgres servers and updates the DSNs of
+those that it runs. It does not change anything else: remote shards, weights, states and labels.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from cli import databases, output
 from cli.exits import CommandFailed, ExitCode
 from embedded import cluster_names
 from embedded.folders import write_file
-from shard.cluster import read_text
+from shard.placement.cluster_file import read_text
 
-# Its folder has the file too, also when the shard has gone.
+# The cluster file is in the folder of this shard, even after the shard was removed.
 FIRST = "s1"
 FILE = "cluster.toml"
 _SHARDS_DEFAULT = 2
 _NAME = re.compile(r"s[1-9]\d*")
-# As embedded/ makes them.
+# The DSNs that embedded/ makes.
 _OUR_DSN = re.compile(r"postgresql://windrow:[^@/]*@127\.0\.0\.1:\d+/windrow")
 _BEGINNING = '[cluster]\nname = "local"\n\n[router]\ndrain_seconds = 10\n'
 
 
 def servers(root: Path | None, wanted: int | None) -> list[str]:
-    """The shards whose Postgres is to be started here: those that the file names and `root` has the data of, and more
-    up to `wanted`. None: an ephemeral cluster. Raises CommandFailed."""
+    """Returns the shards whose Postgres to start here: those in the cluster file with data below `root`, plus new ones
+    up to `wanted`. `root` None: an ephemeral cluster. Raises CommandFailed if `wanted` is too small for the data."""
     there: list[str] = []
     named = set[str]()
     if root is not None:
@@ -43,19 +43,19 @@ def servers(root: Path | None, wanted: int | None) -> list[str]:
         wanted = len(there) or (0 if named else _SHARDS_DEFAULT)
     if wanted < len(there):
         raise CommandFailed(
-            f"the data in {root} is of {len(there)} shards, and {wanted} would not hold it: leave --shards away, "
-            "or name another folder with --data",
+            f"the data in {root} has {len(there)} shards, more than {wanted}: omit --shards, or name another folder "
+            "with --data",
             ExitCode.REFUSED,
         )
     free = (name for number in itertools.count(1) if (name := f"s{number}") not in {*there, *named})
     added = list(itertools.islice(free, wanted - len(there)))
     if there and added:
-        output.note(f"added: {', '.join(added)}. Slots move there from now on, and work goes on: see windrow shards")
+        output.note(f"added: {', '.join(added)}. Slots now move there while the cluster works: see windrow shards")
     return there + added
 
 
 def keep(path: Path, dsns: Mapping[str, str]) -> None:
-    """Sees to it that the file names these servers; nothing else of it changes."""
+    """Creates the cluster file, or adds missing servers and updates their DSNs. Changes nothing else in it."""
     before = read_text(path) if path.exists() else ""
     text = before or _BEGINNING
     entries = {entry["name"]: entry for entry in tomllib.loads(text).get("shard", ())}
@@ -66,5 +66,5 @@ def keep(path: Path, dsns: Mapping[str, str]) -> None:
             text = text.replace(f'"{old}"', f'"{dsn}"')
     if text != before:
         write_file(path, text, mode=0o600)
-    # It holds passwords, and may have been written anew by somebody else.
+    # The file holds passwords, and an editor may have written it with another mode.
     path.chmod(0o600)

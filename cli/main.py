@@ -1,7 +1,7 @@
-"""The `windrow` command: what there is, and how it ends. Each command lives in the module of its noun.
+"""The `windrow` command: registers all commands and handles their errors. Each command is in the module of its noun.
 
-Heavy modules (grpc, rich, embedded Postgres) are imported inside the commands that need them: `windrow --help` must
-come at once.
+Heavy modules (grpc, rich, embedded Postgres) are imported inside the commands that need them, so that `windrow --help`
+stays fast.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from cli.exits import EPILOG, CommandFailed, ExitCode
 from cli.layout import App
 
 _START = "Start"
-_WORK = "Queue and work jobs"
-_OPERATE = "Look and mend"
+_WORK = "Enqueue and process jobs"
+_OPERATE = "Inspect and operate"
 
 app = App(epilog=EPILOG)
 moves.add_to(shards.app)
@@ -54,25 +54,27 @@ def _version(wanted: bool) -> None:
 
 def demo(
     faults: Annotated[
-        bool, typer.Option("--faults", help="Kill workers, routers and a Postgres all the while.")
+        bool, typer.Option("--faults", help="Keep killing workers, routers and a Postgres during the run.")
     ] = False,
     events: Annotated[
-        int | None, typer.Option("--events", metavar="N", min=1, show_default=False, help="Only the first N events.")
+        int | None,
+        typer.Option("--events", metavar="N", min=1, show_default=False, help="Only the first N events."),
     ] = None,
     seconds: Annotated[
         float,
-        typer.Option("--seconds", metavar="S", min=1, help="With --faults: spread the enqueueing over this time."),
+        typer.Option("--seconds", metavar="S", min=1, help="With --faults: spread enqueueing over S seconds."),
     ] = 30.0,
 ) -> None:
-    """Count 19,349 real push events, and prove the totals.
+    """Counts 19,349 real push events and verifies the totals.
 
-    On a cluster of its own, which it starts and stops. Exit code 1: something was lost, repeated or out of balance.
+    Starts a cluster of its own and stops it at the end. Exit code 1: jobs were lost or counted twice, or the job counts
+    do not balance.
     """
     try:
         from cli.demo import run_demo
     except ModuleNotFoundError as error:
         raise CommandFailed(
-            f"the demo needs a checkout of Windrow, for its examples: {error}", ExitCode.REFUSED
+            f"the demo needs a source checkout of Windrow, because it uses examples/: {error}", ExitCode.REFUSED
         ) from error
 
     raise typer.Exit(run_demo(events=events, faults=faults, seconds=seconds))
@@ -86,8 +88,8 @@ def windrow(
 ) -> None:
     """Windrow, a sharded multi-tenant job queue.
 
-    Most commands talk to a router, which WINDROW_ADDRESS or their --address names. `windrow COMMAND --help` explains
-    each; all print JSON with --json.
+    Most commands talk to the router at WINDROW_ADDRESS or --address. `windrow COMMAND --help` explains a command. With
+    --json, a command prints JSON.
     """
 
 
@@ -98,11 +100,8 @@ app.command("archiver", rich_help_panel=_START)(servers.archiver)
 app.command("migrate", rich_help_panel=_START)(servers.migrate)
 app.command("demo", rich_help_panel=_START)(demo)
 app.command("enqueue", rich_help_panel=_WORK)(enqueue.enqueue)
-app.command("dequeue", rich_help_panel=_WORK)(leases.dequeue)
-app.command("ack", rich_help_panel=_WORK)(leases.ack)
-app.command("nack", rich_help_panel=_WORK)(leases.nack)
-app.command("extend", rich_help_panel=_WORK)(leases.extend)
-app.command("release", rich_help_panel=_WORK)(leases.release)
+for command in leases.COMMANDS:
+    app.command(rich_help_panel=_WORK)(command)
 app.add_typer(jobs.app, name="jobs", rich_help_panel=_OPERATE)
 app.add_typer(queues.app, name="queues", rich_help_panel=_OPERATE)
 app.add_typer(orgs.app, name="orgs", rich_help_panel=_OPERATE)

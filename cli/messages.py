@@ -1,49 +1,44 @@
-"""Between the messages of proto/windrow/v1 and what the command reads and prints. Pure.
+"""Converts between the messages of proto/windrow/v1 and the command's input and output. No I/O.
 
-The keys of the JSON objects made here are documented in docs/cli.md, and stay.
+docs/cli.md documents the keys of these JSON objects; they must not change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from datetime import datetime, timedelta
+import json
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from cli import values
 from cli.output import time_text
 from windrow.v1 import admin_pb2, job_pb2
 
-STATES: Mapping[str, job_pb2.JobState.ValueType] = {
-    "scheduled": job_pb2.JOB_STATE_SCHEDULED,
-    "ready": job_pb2.JOB_STATE_READY,
-    "leased": job_pb2.JOB_STATE_LEASED,
-    "succeeded": job_pb2.JOB_STATE_SUCCEEDED,
-    "dead": job_pb2.JOB_STATE_DEAD,
-    "cancelled": job_pb2.JOB_STATE_CANCELLED,
-}
 _SHOWN_MAX = 2000
-_STATE_NAMES = {number: name for name, number in STATES.items()}
-_OUTCOMES = {
-    job_pb2.ATTEMPT_OUTCOME_ACKED: "acked",
-    job_pb2.ATTEMPT_OUTCOME_NACKED: "nacked",
-    job_pb2.ATTEMPT_OUTCOME_EXPIRED: "expired",
-    job_pb2.ATTEMPT_OUTCOME_RELEASED: "released",
-}
-ANSWERS = {
-    job_pb2.JOB_ANSWER_OK: "ok",
-    job_pb2.JOB_ANSWER_STALE: "stale",
-    job_pb2.JOB_ANSWER_NOT_FOUND: "not_found",
-}
 
-RESTORE_ANSWERS = {
-    admin_pb2.RESTORE_REFUSAL_UNSPECIFIED: "ok",
+
+def _words(enum: EnumDescriptor, prefix: str) -> dict[int, str]:
+    """Returns the values of an enum as the command writes them, such as "ready" for JOB_STATE_READY."""
+    return {value.number: value.name.removeprefix(prefix).lower() for value in enum.values if value.number}
+
+
+_STATES = _words(job_pb2.JobState.DESCRIPTOR, "JOB_STATE_")
+_OUTCOMES = _words(job_pb2.AttemptOutcome.DESCRIPTOR, "ATTEMPT_OUTCOME_")
+ANSWERS = _words(job_pb2.JobAnswer.DESCRIPTOR, "JOB_ANSWER_")
+_RESTORE_REFUSALS = {
     admin_pb2.RESTORE_REFUSAL_NOT_FOUND: "not_found",
     admin_pb2.RESTORE_REFUSAL_LIVE: "live",
-    admin_pb2.RESTORE_REFUSAL_NEW_ID: "bad_id",
+    admin_pb2.RESTORE_REFUSAL_BAD_NEW_ID: "bad_id",
 }
+
+
+def restore_answer(result: admin_pb2.RestoreResult) -> str:
+    return "ok" if result.HasField("restored") else _RESTORE_REFUSALS[result.refusal]
 
 
 def duration(value: timedelta) -> Duration:
@@ -74,17 +69,17 @@ def retry_message(policy: values.Retry) -> job_pb2.RetryPolicy:
 def retry_policy(message: job_pb2.RetryPolicy) -> values.Retry:
     if message.WhichOneof("policy") == "fixed":
         return values.Retry(first=message.fixed.delay.ToTimedelta())
-    grows = message.exponential
+    policy = message.exponential
     return values.Retry(
-        first=grows.initial_delay.ToTimedelta(),
-        last=grows.max_delay.ToTimedelta(),
-        multiplier=grows.multiplier,
-        jitter=grows.jitter,
+        first=policy.initial_delay.ToTimedelta(),
+        last=policy.max_delay.ToTimedelta(),
+        multiplier=policy.multiplier,
+        jitter=policy.jitter,
     )
 
 
 def state_name(state: job_pb2.JobState.ValueType) -> str:
-    return _STATE_NAMES.get(state, str(state))
+    return _STATES.get(state, str(state))
 
 
 def outcome_name(outcome: job_pb2.AttemptOutcome.ValueType) -> str:
@@ -92,7 +87,7 @@ def outcome_name(outcome: job_pb2.AttemptOutcome.ValueType) -> str:
 
 
 def time_shown(message: Any, field: str) -> str:
-    """A timestamp field for the eye; empty where it is not set."""
+    """Formats a timestamp field for people; empty if the field is not set."""
     return time_text(getattr(message, field).ToDatetime()) if message.HasField(field) else ""
 
 
@@ -101,7 +96,7 @@ def time_json(message: Any, field: str) -> str | None:
 
 
 def bytes_json(name: str, data: bytes) -> dict[str, str | None]:
-    """Bytes as text; what is no text as base64, below another key."""
+    """Returns bytes as text, or as base64 with another key if they are not UTF-8."""
     try:
         return {name: data.decode()}
     except UnicodeDecodeError:
@@ -109,11 +104,11 @@ def bytes_json(name: str, data: bytes) -> dict[str, str | None]:
 
 
 def bytes_shown(data: bytes) -> str:
-    """Bytes for the eye: as text where they are, and not more than a screenful."""
+    """Formats bytes for people: as text if they are UTF-8, and not more than a screenful."""
     try:
         text = data.decode()
     except UnicodeDecodeError:
-        return f"{len(data):,} bytes that are no text (--json has them all)"
+        return f"{len(data):,} bytes that are not text (--json has them all)"
     if len(text) <= _SHOWN_MAX:
         return text
     return f"{text[:_SHOWN_MAX]}… ({len(data):,} bytes; --json has them all)"
@@ -132,39 +127,124 @@ def retry_json(message: job_pb2.RetryPolicy) -> dict[str, object]:
     }
 
 
-def job_json(job: job_pb2.Job, *, payloads: bool) -> dict[str, object]:
-    document: dict[str, object] = {
-        "id": job.id,
-        "queue": job.queue,
-        "kind": job.kind,
-        "state": state_name(job.state),
-        "priority": job.priority,
-        "attempt": job.attempt,
-        "max_attempts": job.max_attempts,
-        "enqueued_at": time_json(job, "enqueued_at"),
-        "run_at": time_json(job, "run_at"),
-        "expires_at": time_json(job, "expires_at"),
-        "lease_deadline": time_json(job, "lease_deadline"),
-        "finished_at": time_json(job, "finished_at"),
-        "worker": job.worker or None,
-        "reason": job.reason or None,
-        "dedup_key": job.dedup_key or None,
-        "attributes": dict(job.attributes),
-        "retry": retry_json(job.retry),
-        "attempts": [
-            {
-                "attempt": attempt.attempt,
-                "outcome": outcome_name(attempt.outcome),
-                "worker": attempt.worker,
-                "leased_at": time_json(attempt, "leased_at"),
-                "ended_at": time_json(attempt, "ended_at"),
-                "error": attempt.error or None,
-            }
-            for attempt in job.attempts
-        ],
-        "shard": job.shard,
+def _text_json(value: str | None) -> str | None:
+    return value or None
+
+
+def _moment_json(value: Timestamp | datetime | None) -> str | None:
+    if isinstance(value, datetime):
+        return value.astimezone(UTC).isoformat().replace("+00:00", "Z")
+    return None if value is None else value.ToJsonString()
+
+
+def _attributes_json(value: Mapping[str, str] | str | None) -> dict[str, str]:
+    # An exported job has them as JSON.
+    return dict(json.loads(value) if isinstance(value, str) else value or {})
+
+
+def _attempt_json(attempt: job_pb2.Attempt) -> dict[str, object]:
+    return {
+        "attempt": attempt.attempt,
+        "outcome": outcome_name(attempt.outcome),
+        "worker": attempt.worker,
+        "leased_at": time_json(attempt, "leased_at"),
+        "ended_at": time_json(attempt, "ended_at"),
+        "failure": _failure_json(attempt.failure) if attempt.HasField("failure") else None,
+    }
+
+
+def _failure_json(failure: job_pb2.Failure) -> dict[str, object]:
+    return {
+        "type": failure.type or None,
+        "message": failure.message or None,
+        "stack": failure.stack or None,
+        "permanent": failure.permanent,
+    }
+
+
+def failure_text(failure: job_pb2.Failure) -> str:
+    """Returns the type and the message of a failure."""
+    return ": ".join(filter(None, (failure.type, failure.message)))
+
+
+# The keys of a job's JSON, in their order, and how each field is written. None: as it is.
+_JOB_JSON: Mapping[str, Callable[[Any], object] | None] = {
+    "id": None,
+    "org": None,
+    "queue": None,
+    "kind": None,
+    "state": lambda state: state if isinstance(state, str) else state_name(state),
+    "priority": None,
+    "attempt": None,
+    "max_attempts": None,
+    "enqueued_at": _moment_json,
+    "run_at": _moment_json,
+    "expires_at": _moment_json,
+    "lease_deadline": _moment_json,
+    "leased_at": _moment_json,
+    "finished_at": _moment_json,
+    "worker": _text_json,
+    "reason": _text_json,
+    "dedup_key": _text_json,
+    "attributes": _attributes_json,
+    "retry": retry_json,
+    "attempts": lambda attempts: list(map(_attempt_json, attempts)),
+    "history": lambda history: json.loads(history or "[]"),
+    "shard": None,
+}
+
+
+def job_json(job: job_pb2.LeasedJob | job_pb2.Job | Mapping[str, Any], *, payloads: bool) -> dict[str, object]:
+    """Returns the JSON of a leased, stored or exported job: the keys of those fields that such a job has."""
+    fields = job if isinstance(job, Mapping) else _fields(job)
+    document = {
+        name: fields[name] if write is None else write(fields[name])
+        for name, write in _JOB_JSON.items()
+        if name in fields
     }
     if payloads:
-        document |= bytes_json("payload", job.payload)
-        document |= bytes_json("result", job.result)
+        for name in ("payload", "result"):
+            if name in fields:
+                document |= bytes_json(name, fields[name] or b"")
     return document
+
+
+def job_facts(job: job_pb2.LeasedJob | job_pb2.Job) -> list[tuple[str, str]]:
+    """Returns a leased or stored job as names and values for people. Fields that it does not have are empty."""
+    fields = _fields(job)
+
+    def shown(name: str, show: Callable[[Any], str] = str) -> str:
+        return "" if fields.get(name) is None else show(fields[name])
+
+    def time(stamp: Timestamp) -> str:
+        return time_text(stamp.ToDatetime())
+
+    return [
+        ("lease", shown("lease", values.lease_text)),
+        ("state", shown("state", state_name)),
+        ("reason", shown("reason")),
+        ("queue", job.queue),
+        ("kind", job.kind),
+        ("priority", str(job.priority)),
+        ("attempt", f"{job.attempt} of {job.max_attempts}"),
+        ("retry", shown("retry", lambda retry: values.retry_text(retry_policy(retry)))),
+        ("enqueued", shown("enqueued_at", time)),
+        ("due", shown("run_at", time)),
+        ("expires", shown("expires_at", time)),
+        ("leased until", shown("lease_deadline", time)),
+        ("worker", shown("worker")),
+        ("finished", shown("finished_at", time)),
+        ("dedup key", shown("dedup_key")),
+        ("attributes", "\n".join(f"{key}={value}" for key, value in sorted(job.attributes.items()))),
+        ("shard", shown("shard")),
+        ("payload", bytes_shown(job.payload)),
+        ("result", shown("result", bytes_shown)),
+    ]
+
+
+def _fields(message: Message) -> dict[str, Any]:
+    """Returns all fields by name. A message field that is not set is None."""
+    return {
+        field.name: None if field.has_presence and not message.HasField(field.name) else getattr(message, field.name)
+        for field in message.DESCRIPTOR.fields
+    }

@@ -1,5 +1,5 @@
-"""What moves between shards, and why: `windrow shards plan`, `rebalance` and `drain`. They read the cluster file and
-the databases, as the balancer does."""
+"""`windrow shards plan`, `rebalance`, `drain` and `forget`: moves of slots between shards. They read the cluster file
+and the databases, as the balancer does."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
     from balancer.plan import Transfer
     from balancer.shards import Shards
-    from shard.catalog import Catalog, Move
-    from shard.cluster import Cluster
     from shard.errors import ShardError
+    from shard.placement.catalog import Catalog, Move
+    from shard.placement.cluster_file import Cluster
     from shard.vocabulary import Micros, ShardName, Slot
 
 _LOOK_S = 1.0
-# A balancer notices a new cluster file sooner.
+# A balancer notices a new cluster file within less than this.
 _FOLLOWED_WITHIN_S = 3.0
 
 
@@ -44,42 +44,42 @@ def add_to(shards: App) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Way:
-    """Slots that go from one shard to another."""
+class _Transfer:
+    """Slots that are moved from one shard to another, or will be."""
 
     source: str
     target: str
     slots: int
-    # None: the source was not asked, or did not answer.
+    # None if the source was not asked, or did not answer.
     jobs: int | None
-    # moving or planned.
+    # "moving" or "planned".
     state: str
     why: str
 
 
 def plan(config: options.Config, as_json: options.Json = False) -> None:
-    """Show which slots are to move, and why.
+    """Shows which slots have to move to match the cluster file, and why.
 
-    By the cluster file, whether or not a balancer runs. Counts the jobs of these slots, and looks at the databases.
-    Exit code 1: something is to move, or on its way, or cannot. 3: nothing is, and a shard did not answer. 5: a
-    shard's database will not do.
+    Needs no running balancer. Counts the jobs of these slots, and checks the databases. Exit code 1: slots have to
+    move, are moving, or cannot move; 3: no slots have to move, and a shard did not answer; 5: a shard's database cannot
+    be used.
     """
     cluster = databases.read(config)
-    with output.working("looking what is to move"):
-        ways, stuck, troubles = databases.asked(_plan(cluster))
+    with output.working("planning moves"):
+        shown, stuck, troubles = databases.asked(_plan(cluster))
     if as_json:
         output.say_json(
             {
-                "from": way.source,
-                "to": way.target,
-                "slots": way.slots,
-                "jobs": way.jobs,
-                "state": way.state,
-                "why": way.why or None,
+                "from": transfer.source,
+                "to": transfer.target,
+                "slots": transfer.slots,
+                "jobs": transfer.jobs,
+                "state": transfer.state,
+                "why": transfer.why or None,
             }
-            for way in ways
+            for transfer in shown
         )
-    elif ways:
+    elif shown:
         columns = [
             Column(title="from"),
             Column(title="to"),
@@ -92,29 +92,30 @@ def plan(config: options.Config, as_json: options.Json = False) -> None:
             columns,
             [
                 (
-                    way.source,
-                    way.target,
-                    f"{way.slots:,}",
-                    "?" if way.jobs is None else f"{way.jobs:,}",
-                    way.state,
-                    way.why,
+                    transfer.source,
+                    transfer.target,
+                    f"{transfer.slots:,}",
+                    "?" if transfer.jobs is None else f"{transfer.jobs:,}",
+                    transfer.state,
+                    transfer.why,
                 )
-                for way in ways
+                for transfer in shown
             ],
         )
     else:
-        output.say("nothing is to move: every slot is where the cluster file wants it")
+        output.say("nothing to move: every slot is where the cluster file wants it")
     for complaint in stuck:
         output.note(complaint)
     _refuse_misfits(troubles)
-    if ways or stuck:
+    if shown or stuck:
         raise typer.Exit(ExitCode.NO)
     if troubles:
         raise typer.Exit(ExitCode.UNAVAILABLE)
 
 
 def _refuse_misfits(troubles: Collection[ShardError]) -> None:
-    """What does not answer now may do so when it is to."""
+    """Raises CommandFailed for databases that cannot be used. Only reports those that do not answer: they may be up
+    again when slots move."""
     from shard.errors import ShardUnavailable
 
     away = [str(trouble) for trouble in troubles if isinstance(trouble, ShardUnavailable)]
@@ -123,35 +124,35 @@ def _refuse_misfits(troubles: Collection[ShardError]) -> None:
         output.note(trouble)
     if misfits:
         raise CommandFailed(
-            f"{output.counted(len(misfits), 'shard')} cannot be used by this cluster file",
+            f"{output.counted(len(misfits), 'shard')} cannot be used with this cluster file",
             ExitCode.REFUSED,
             particulars=misfits,
         )
 
 
-async def _plan(cluster: Cluster) -> tuple[list[_Way], Collection[str], Collection[ShardError]]:
-    """What moves and is to, what cannot, and what is wrong with the databases."""
-    from balancer.plan import hindrance, transfers
+async def _plan(cluster: Cluster) -> tuple[list[_Transfer], Collection[str], Collection[ShardError]]:
+    """Returns current and planned transfers, complaints about what cannot move, and the databases' errors."""
+    from balancer.plan import blocked_reason, transfers
     from balancer.shards import open_shards
-    from shard import catalog
+    from shard.placement import catalog
 
     async with open_shards(cluster) as shards:
         known = await shards.read_catalog()
         pinned = await shards.plan_pins(known)
         moves = await catalog.moves(shards.catalog)
         moving = [
-            _Way(
+            _Transfer(
                 source=move.source,
                 target=move.target,
                 slots=len(move.slots),
                 jobs=await _count_jobs(shards, move.source, move.slots),
                 state="moving",
-                why=_held(hindrance(move, cluster)),
+                why=_held(blocked_reason(move, cluster)),
             )
             for move in moves
         ]
         planned = [
-            _Way(
+            _Transfer(
                 source=transfer.source,
                 target=transfer.target,
                 slots=len(transfer.slots),
@@ -166,7 +167,7 @@ async def _plan(cluster: Cluster) -> tuple[list[_Way], Collection[str], Collecti
 
 def _why(transfer: Transfer, cluster: Cluster) -> str:
     from balancer.plan import is_draining
-    from shard.placement import SLOTS
+    from shard.placement.slots import SLOTS
 
     pinned = sum(slot >= SLOTS for slot in transfer.slots)
     if pinned == len(transfer.slots):
@@ -179,13 +180,13 @@ def _held(why: str | None) -> str:
 
 
 async def _count_jobs(shards: Shards, source: ShardName, slots: Sequence[Slot]) -> int | None:
-    from shard import moving
     from shard.errors import ShardUnavailable
+    from shard.placement.move_steps import count_remaining
 
     if source not in shards.databases:
         return None
     try:
-        left = await moving.count_left(shards.databases[source], slots)
+        left = await count_remaining(shards.databases[source], slots)
     except ShardUnavailable:
         return None
     return sum(one.free + one.leased + one.dead + one.departing for one in left)
@@ -195,11 +196,11 @@ async def _count_jobs(shards: Shards, source: ShardName, slots: Sequence[Slot]) 
 
 
 def rebalance(config: options.Config, as_json: options.Json = False) -> None:
-    """Move slots to where the cluster file wants them, now.
+    """Moves slots now, until all are where the cluster file wants them.
 
-    In this process; where a balancer leads already, that does it, and this shows how far it is. Ctrl-C ends it at a
-    moment that harms nobody, and a balancer or another rebalance goes on. Exit code 1: slots stay on their way, for
-    the file keeps them from moving.
+    If a balancer leads already, the balancer moves them, and this command shows its progress. Ctrl-C stops it at a safe
+    point; a balancer or another rebalance continues from there. Exit code 1: the cluster file blocks moves that have
+    begun.
     """
     cluster = databases.read(config)
     began_s = time.monotonic()
@@ -208,7 +209,7 @@ def rebalance(config: options.Config, as_json: options.Json = False) -> None:
     if as_json:
         output.say_json([{"slots": slots, "seconds": round(took_s, 3), "held": [str(move) for move in held]}])
     elif not slots:
-        output.say("nothing is to move: every slot is where the cluster file wants it")
+        output.say("nothing to move: every slot is where the cluster file wants it")
     elif not held:
         output.say(f"{output.counted(slots, 'slot')} moved in {took_s:.1f}s")
     if held:
@@ -220,7 +221,7 @@ def rebalance(config: options.Config, as_json: options.Json = False) -> None:
 
 
 async def _rebalance(cluster: Cluster) -> tuple[int, Mapping[Move, str]]:
-    """How many slots there were to move, and the moves that cannot go on, with the reason of each."""
+    """Moves all slots. Returns how many there were to move, and the moves that cannot continue, with their reasons."""
     from balancer.shards import open_shards
 
     stop = databases.stop_on_signals()
@@ -238,25 +239,25 @@ async def _rebalance(cluster: Cluster) -> tuple[int, Mapping[Move, str]]:
                 moving.cancel()
                 await asyncio.wait({moving})
         if stop.is_set():
-            output.note("stopped; what has begun goes on with a balancer, or with another rebalance")
+            output.note("stopped; a balancer or another rebalance continues the moves that have begun")
             raise typer.Exit(ExitCode.INTERRUPTED)
         return total, moving.result()
 
 
 async def _move(cluster: Cluster, shards: Shards, stop: asyncio.Event) -> Mapping[Move, str]:
-    """Does it, or waits until whoever leads has done it."""
+    """Moves the slots, or waits until the balancer that leads has moved them."""
     from balancer.service import AnotherLeads, balance_once
 
-    said = False
-    hindrances = _Hindrances(cluster, shards)
+    noted = False
+    obstacles = _Obstacles(cluster, shards)
     while not stop.is_set():
         try:
             return await balance_once(cluster, stop=stop)
         except AnotherLeads as error:
-            if not said:
-                said = True
-                output.note(f"a balancer leads already: {error}; this shows how far it is")
-            await hindrances.tell(str(error))
+            if not noted:
+                noted = True
+                output.note(f"a balancer leads already: {error}; this command shows its progress")
+            await obstacles.report(str(error))
         if not await shards.slots_to_go():
             break
         with contextlib.suppress(TimeoutError):
@@ -265,23 +266,24 @@ async def _move(cluster: Cluster, shards: Shards, stop: asyncio.Event) -> Mappin
     return {}
 
 
-class _Hindrances:
-    """What keeps a balancer elsewhere from moving slots, as far as it can be seen from here; each is said once."""
+class _Obstacles:
+    """Reports what keeps another process's balancer from moving slots, as far as this process can see it; each obstacle
+    once."""
 
     def __init__(self, cluster: Cluster, shards: Shards) -> None:
         self._cluster = cluster
         self._shards = shards
         self._since_s = time.monotonic()
-        self._said: set[str] = set()
+        self._noted: set[str] = set()
 
-    async def tell(self, leader: str) -> None:
-        from balancer.plan import hindrance
-        from shard import catalog
+    async def report(self, leader: str) -> None:
+        from balancer.plan import blocked_reason
+        from shard.placement import catalog
 
         for name, trouble in (await self._shards.troubles()).items():
             self._say(f"nothing moves from or to shard {name!r}: {trouble}")
         for move in await catalog.moves(self._shards.catalog):
-            if why := hindrance(move, self._cluster):
+            if why := blocked_reason(move, self._cluster):
                 self._say(f"{move} does not go on: {why}")
         for complaint in (await self._shards.plan_pins(await self._shards.read_catalog())).complaints.values():
             self._say(complaint)
@@ -289,30 +291,32 @@ class _Hindrances:
             self._since_s = time.monotonic()
         elif time.monotonic() - self._since_s > _FOLLOWED_WITHIN_S:
             self._say(
-                f"the balancer that leads does not go by this cluster file ({self._cluster.digest}): it has another, "
-                "or refuses this one, as its log says then"
+                f"the balancer that leads does not use this cluster file ({self._cluster.digest}): it has another one, "
+                "or refuses this one (see its log)"
             )
 
-    def _say(self, what: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            output.note(what)
+    def _say(self, text: str) -> None:
+        if text not in self._noted:
+            self._noted.add(text)
+            output.note(text)
 
 
 # ── drain ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def drain(
-    shard: Annotated[str, typer.Argument(metavar="SHARD", help="As the cluster file names it.", show_default=False)],
+    shard: Annotated[
+        str, typer.Argument(metavar="SHARD", help="A draining shard of the cluster file.", show_default=False)
+    ],
     config: options.Config,
     as_json: options.Json = False,
 ) -> None:
-    """Wait until a draining shard holds no slots.
+    """Waits until a draining shard holds no slots.
 
-    The cluster file says that it is draining, and the balancer moves its slots away; this shows how far that is. Then
-    it says for how long the shard is needed all the same.
+    The shard must be set to draining in the cluster file. A balancer moves its slots away; this command shows the
+    progress. At the end it prints how long the shard must stay in the cluster file.
     """
-    from shard.cluster import ShardState
+    from shard.placement.cluster_file import ShardState
 
     cluster = databases.read(config)
     entry = cluster.shard(shard)
@@ -321,31 +325,31 @@ def drain(
         raise CommandFailed(f"{config} names no shard {shard!r}; it names {names}", ExitCode.NOT_FOUND)
     if entry.state is not ShardState.DRAINING:
         raise CommandFailed(
-            f"shard {shard!r} is {entry.state.word} in {config}: to have it drained, write into its [[shard]]",
+            f"shard {shard!r} is {entry.state.word} in {config}: to drain it, write into its [[shard]]",
             ExitCode.USAGE,
             particulars=['state = "draining"'],
         )
     left_at = databases.asked(_drain(cluster, entry.name))
-    _tell_drained(entry.name, left_at, config, as_json=as_json)
+    _report_drained(entry.name, left_at, config, as_json=as_json)
 
 
 async def _drain(cluster: Cluster, name: ShardName) -> Micros | None:
-    """Answers when the last of the slots that it ever held has left it."""
+    """Waits until the shard holds no slots. Returns when the last slot left it, or None if it never held one."""
     from balancer.shards import open_shards
-    from shard.leading import candidacy
+    from shard.postgres.leader_lock import leader_session
 
-    async with open_shards(cluster) as shards, candidacy(cluster.catalog_dsn) as onlooker:
+    async with open_shards(cluster) as shards, leader_session(cluster.catalog_dsn) as observer:
         known = await shards.read_catalog()
         total = _held_by(known, name)
         with output.counting_to(total, "slots") as show:
-            said = False
-            hindrances = _Hindrances(cluster, shards)
-            while left := _held_by(known, name):
-                show(total - left)
-                if leader := await onlooker.leader():
-                    await hindrances.tell(leader)
-                elif not said:
-                    said = True
+            noted = False
+            obstacles = _Obstacles(cluster, shards)
+            while remaining := _held_by(known, name):
+                show(total - remaining)
+                if leader := await observer.leader():
+                    await obstacles.report(leader)
+                elif not noted:
+                    noted = True
                     output.note(
                         "no balancer leads, so nothing moves: start `windrow balancer`, or `windrow shards rebalance`"
                     )
@@ -358,8 +362,8 @@ def _held_by(known: Catalog, name: ShardName) -> int:
     return sum(name in placement.reads for placement in known.slots)
 
 
-def _tell_drained(name: ShardName, left_at: Micros | None, config: Path, *, as_json: bool) -> None:
-    from shard.placement import FormerOwner
+def _report_drained(name: ShardName, left_at: Micros | None, config: Path, *, as_json: bool) -> None:
+    from shard.placement.slots import FormerOwner
 
     former = None if left_at is None else FormerOwner(shard=name, left_at=left_at)
     if as_json:
@@ -374,15 +378,15 @@ def _tell_drained(name: ShardName, left_at: Micros | None, config: Path, *, as_j
             ]
         )
     elif former is None:
-        output.say(f"shard {name} holds no slots, and never did: it may be taken out of the cluster file")
+        output.say(f"shard {name} holds no slots, and never did: it may be removed from the cluster file")
     else:
         output.say(
             f"""\
-shard {name} holds no slots any more. It stays in the cluster file
-  until {output.time_text(_time(former.ids_known_until))}, so that enqueues that are sent again are recognised
-  until {output.time_text(_time(former.keys_known_until))}, where its orgs use dedup keys
-  for as long as its finished jobs are to be found
-Then `windrow shards forget {name} --config {config}`, and take it out."""
+shard {name} holds no slots any more. Keep it in the cluster file
+  until {output.time_text(_time(former.ids_known_until))}, so that repeated enqueues are recognised
+  until {output.time_text(_time(former.keys_known_until))}, if its orgs use dedup keys
+  for as long as its finished jobs are needed
+Then run `windrow shards forget {name} --config {config}`, and remove it."""
         )
 
 
@@ -390,29 +394,33 @@ Then `windrow shards forget {name} --config {config}`, and take it out."""
 
 
 def forget(
-    shard: Annotated[str, typer.Argument(metavar="SHARD", help="That holds no slots any more.", show_default=False)],
+    shard: Annotated[
+        str, typer.Argument(metavar="SHARD", help="A shard that holds no slots any more.", show_default=False)
+    ],
     config: options.Config,
-    force: Annotated[bool, typer.Option("--force", help="Although it may still know what is sent again.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Do it even if the shard may still be needed to recognise duplicates.")
+    ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Ask a drained shard nothing any more, so that it may be taken out of the cluster file.
+    """Stops all lookups on a drained shard, so that it may be removed from the cluster file.
 
-    Its finished jobs are not found from then on. Jobs that were stored there and are sent again would be stored again:
-    refused (exit code 5) for 31 days after the last slot has left, unless --force is given.
+    Its finished jobs cannot be found afterwards. A repeated enqueue of a job that was stored there would store it
+    again; so the command refuses (exit code 5) for 31 days after the last slot left, unless --force is given.
     """
     slots = databases.asked(_forget(databases.read(config), shard, force=force))
     if as_json:
         output.say_json([{"shard": shard, "slots": slots}])
     elif slots:
-        output.say(f"shard {shard} is asked for nothing any more: take it out of the cluster file")
+        output.say(f"shard {shard} is no longer used: remove it from the cluster file")
     else:
-        output.say(f"shard {shard} is asked for nothing: it may be taken out of the cluster file")
+        output.say(f"shard {shard} is not used: it may be removed from the cluster file")
 
 
 async def _forget(cluster: Cluster, shard: str, *, force: bool) -> int:
     from balancer.shards import open_shards
-    from shard import catalog
-    from shard.placement import FormerOwner
+    from shard.placement import catalog
+    from shard.placement.slots import FormerOwner
     from shard.vocabulary import ShardName
 
     name = ShardName(shard)
@@ -430,8 +438,8 @@ async def _forget(cluster: Cluster, shard: str, *, force: bool) -> int:
         if left_at is not None and not slots:
             until = output.time_text(_time(FormerOwner(shard=name, left_at=left_at).keys_known_until))
             raise CommandFailed(
-                f"shard {shard!r} may know dedup keys until {until}: what has been stored there and is sent again "
-                "would be stored again; wait, or give --force",
+                f"shard {shard!r} may know dedup keys until {until}: a repeated enqueue of a job that was stored there "
+                "would store it again; wait, or give --force",
                 ExitCode.REFUSED,
             )
         return slots

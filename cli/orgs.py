@@ -1,6 +1,7 @@
-"""`windrow orgs`: what becomes of an org's history. How long it is kept, legal hold, and erasure.
+"""`windrow orgs`: an org's history: retention, legal hold and erasure.
 
-They go by the cluster file, to the catalog and all shards: an org's history may lie on several.
+These commands read the cluster file and connect to the catalog and to all shards, because an org's history may be on
+several.
 """
 
 from __future__ import annotations
@@ -22,25 +23,25 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from archiver.orgs import Receipt
-    from shard.database import Database
-    from shard.policies import Policy
+    from shard.history.org_policies import Policy
+    from shard.postgres.pool import Database
     from shard.vocabulary import Micros, OrgId
 
 _PLACES = ("live", "dead", "finished", "cold", "dedup_keys", "past_ids")
 
-app = App(help="Say how long orgs' history is kept, hold it, and erase it.")
+app = App(help="Sets the retention of an org's history, puts it under legal hold, or erases it.")
 
 
 @app.command("list")
 def list_orgs(config: options.Config, as_json: options.Json = False) -> None:
-    """List the orgs that are told anything about their history."""
+    """Lists the orgs that have a retention or a legal hold of their own."""
     from archiver import orgs
 
     found = databases.asked(orgs.read(databases.read(config)))
     if as_json:
         output.say_json(map(_json, found))
     elif not found:
-        output.note("no org is told anything: finished jobs are kept for 30d, or as their queues say")
+        output.note("no org has a policy: finished jobs are kept for 30d, or for the retention of their queue")
     else:
         columns = [
             Column(title="org"),
@@ -67,26 +68,27 @@ def keep(
     org: options.Org,
     config: options.Config,
     retention: options.Retention = None,
-    default: Annotated[bool, typer.Option("--default", help="As long as without a word: 30d.")] = False,
+    default: Annotated[bool, typer.Option("--default", help="Go back to the default retention, 30d.")] = False,
     past: Annotated[
-        bool, typer.Option("--past", help="Also what has finished already, by what its queues say now.")
+        bool, typer.Option("--past", help="Apply the current settings also to jobs that have finished already.")
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Say how long an org's finished jobs are kept, where their queues do not say.
+    """Sets the retention of an org's finished jobs, for queues without a retention of their own.
 
-    Those that finish from now on; with --past also those that have, as their queues say now. Exit codes: 3 if a shard
-    cannot be reached, which will know before anything is dropped there; 5 if an archiver is at work and does not end.
+    It applies to jobs that finish from now on. With --past it applies also to finished jobs, each by the current
+    setting of its queue. Exit codes: 3 if a shard cannot be reached (it gets the change before anything is dropped
+    there); 5 if an archiver is running and does not end.
     """
-    from shard import policies
+    from shard.history import org_policies
 
     if retention is not None and default:
-        raise CommandFailed("say either --retention or --default", ExitCode.USAGE)
+        raise CommandFailed("give either --retention or --default, not both", ExitCode.USAGE)
     if not (past or default or retention is not None):
-        raise CommandFailed("say how long: --retention DURATION or --default; or --past", ExitCode.USAGE)
+        raise CommandFailed("give --retention DURATION, --default or --past", ExitCode.USAGE)
     name = options.org_id(org)
     if default or retention is not None:
-        _change(config, lambda catalog: policies.keep(catalog, name, days=retention), as_json=as_json)
+        _change(config, lambda catalog: org_policies.set_retention(catalog, name, days=retention), as_json=as_json)
     if past:
         _apply_to_past(config, name, as_json=as_json)
 
@@ -96,51 +98,52 @@ def hold(
     org: options.Org,
     config: options.Config,
     reason: Annotated[
-        str, typer.Option("--reason", metavar="TEXT", show_default=False, help="Why, for whoever asks later.")
+        str, typer.Option("--reason", metavar="TEXT", show_default=False, help="The reason, stored with the hold.")
     ],
     as_json: options.Json = False,
 ) -> None:
-    """Put an org under legal hold: nothing of its history is dropped, and it cannot be erased.
+    """Puts an org under legal hold: its history is not dropped, and the org cannot be erased.
 
-    Jobs run as before. Those whose time has come are set aside, while what others had beside them goes. Exit codes: 3
-    if a shard cannot be reached, where a drop may be under way; 5 if the org is held already.
+    Jobs run as before. When a day's retention ends, the held org's jobs are set aside and the other orgs' jobs are
+    dropped. Exit codes: 3 if a shard cannot be reached, where a drop may be under way; 5 if the org is held already.
     """
-    from shard import policies
+    from shard.history import org_policies
 
     if not reason.strip() or len(reason) > 500:
         raise CommandFailed(f"--reason {reason!r}: must be a text of 1 to 500 characters", ExitCode.USAGE)
     name = options.org_id(org)
-    _change(config, lambda catalog: policies.hold(catalog, name, reason=reason), as_json=as_json)
+    _change(config, lambda catalog: org_policies.hold(catalog, name, reason=reason), as_json=as_json)
 
 
 @app.command()
 def release(org: options.Org, config: options.Config, as_json: options.Json = False) -> None:
-    """End an org's legal hold: what has been kept for its time goes with the archiver's next passes.
+    """Ends an org's legal hold: the archiver's next passes drop jobs whose retention has ended.
 
-    Exit codes: 3 if a shard cannot be reached, which will know in time; 4 if the org is not held.
+    Exit codes: 3 if a shard cannot be reached (it gets the change before anything is dropped there); 4 if the org is
+    not held.
     """
-    from shard import policies
+    from shard.history import org_policies
 
     name = options.org_id(org)
-    _change(config, lambda catalog: policies.release(catalog, name), as_json=as_json)
+    _change(config, lambda catalog: org_policies.release(catalog, name), as_json=as_json)
 
 
 @app.command()
 def erase(
     org: options.Org,
     config: options.Config,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     receipt: Annotated[
         Path | None,
-        typer.Option("--receipt", metavar="FILE", show_default=False, help="Write the receipt there, as JSON."),
+        typer.Option("--receipt", metavar="FILE", show_default=False, help="Write a receipt to this file, as JSON."),
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Erase an org: all its jobs, whatever their state and wherever they are, and all that is remembered of them.
+    """Erases an org: all its jobs in every state on every shard, and all other records of them.
 
-    The org is no more at once; a job of that name that comes later makes another. Interrupted, it goes on when it is
-    called again, and with the archiver's passes. Exit codes: 3 if a shard cannot be reached; 4 if no shard knows the
-    org; 5 if it is under legal hold, or moves between shards just now.
+    The org ceases to exist at once; a later job with its name creates a new org. An interrupted erasure continues when
+    the command is repeated, and with the archiver's passes. Exit codes: 3 if a shard cannot be reached; 4 if no shard
+    knows the org; 5 if it is under legal hold, or is being moved between shards.
     """
     from archiver import orgs
 
@@ -165,15 +168,13 @@ def erase(
         ],
     )
     for file in done.files:
-        output.say(output.visible(f"{file.file}: written anew without {output.counted(file.rows, 'job')}"))
+        output.say(output.visible(f"{file.file}: rewritten without {output.counted(file.rows, 'job')}"))
 
 
 def _confirm(org: str) -> None:
     if not sys.stdin.isatty():
-        raise CommandFailed(
-            f"all that org {org!r} has would be erased for ever: say --yes if that is meant", ExitCode.USAGE
-        )
-    if typer.prompt(f"All that org {org!r} has is erased for ever. Type its name to go on") != org:
+        raise CommandFailed(f"everything of org {org!r} would be erased for ever: confirm with --yes", ExitCode.USAGE)
+    if typer.prompt(f"Everything of org {org!r} will be erased for ever. Type its name to continue") != org:
         raise CommandFailed("that is not its name; nothing was erased", ExitCode.REFUSED)
 
 
@@ -187,7 +188,8 @@ def _change(config: Path, decide: Callable[[Database], Awaitable[Policy]], *, as
         output.say(output.visible(_sentence(policy)))
     if behind:
         raise CommandFailed(
-            "these shards do not know of it yet; they will before an archiver works there again: " + ", ".join(behind),
+            "these shards do not have the change yet; they get it before an archiver works there again: "
+            + ", ".join(behind),
             ExitCode.UNAVAILABLE,
             particulars=[str(error) for error in behind.values()],
         )
@@ -200,17 +202,17 @@ def _apply_to_past(config: Path, org: OrgId, *, as_json: bool) -> None:
     if as_json:
         output.say_json([{"org": org, "jobs_changed": jobs}])
     else:
-        output.say(output.visible(f"org {org}: {output.counted(jobs, 'finished job')} kept for another time now"))
+        output.say(output.visible(f"org {org}: changed the retention of {output.counted(jobs, 'finished job')}"))
 
 
 def _sentence(policy: Policy) -> str:
-    kept = "30d" if policy.retention is None else values.retention_text(policy.retention)
+    kept_for = "30d" if policy.retention is None else values.retention_text(policy.retention)
     held = (
         f"; under legal hold since {output.time_text(_time(policy.held_since))}: {policy.held_for}"
         if policy.held_since is not None
         else ""
     )
-    return f"org {policy.org}: finished jobs are kept for {kept}, but for queues that say otherwise{held}"
+    return f"org {policy.org}: finished jobs are kept for {kept_for}, except in queues with another retention{held}"
 
 
 def _json(policy: Policy) -> dict[str, object]:

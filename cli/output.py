@@ -1,7 +1,7 @@
-"""What the command prints, and where: answers on standard output, all else on standard error.
+"""The command's output: answers on standard output, everything else on standard error.
 
-Colours only on a terminal. What comes from jobs may hold anything: it is never read as markup, and its control
-characters are shown, not obeyed.
+Colours only on a terminal. Text from jobs may contain anything: it is never interpreted as markup, and its control
+characters are printed in escaped form.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ _GAP = "  "
 class Column:
     title: str
     right: bool = False
-    # Its words are states and outcomes, and have colours.
+    # The cells are states or outcomes, and get colours.
     coloured: bool = False
-    # Moves below the row where the table is too wide for the terminal, or where some of it has several lines.
+    # The cells are printed below their rows if the table is too wide for the terminal, or if one has several lines.
     detail: bool = False
 
 
 def say(text: str) -> None:
-    """One or more lines on standard output."""
+    """Prints one or more lines on standard output."""
     try:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
@@ -83,27 +83,28 @@ def say(text: str) -> None:
 
 
 def say_json(documents: Iterable[Mapping[str, object]]) -> None:
-    """One JSON object a line."""
+    """Prints one JSON object per line."""
     lines = [json.dumps(document, ensure_ascii=False) for document in documents]
     if lines:
         say("\n".join(lines))
 
 
 def note(text: str) -> None:
-    """A remark on standard error."""
+    """Prints a remark on standard error."""
     with contextlib.suppress(BrokenPipeError):
         print(visible(text, keep_lines=True), file=sys.stderr, flush=True)
 
 
 def refuse_away(shards: Iterable[str]) -> None:
-    """Raises CommandFailed if there are any: what was said is not all there is."""
+    """Raises CommandFailed if any shards did not answer: the printed answer is then incomplete."""
     names = ", ".join(sorted(shards))
     if names:
-        raise CommandFailed(f"that is not all: of the org's shards these did not answer: {names}", ExitCode.UNAVAILABLE)
+        why = f"incomplete: these shards of the org are off or did not answer: {names}"
+        raise CommandFailed(why, ExitCode.UNAVAILABLE)
 
 
 def visible(text: str, *, keep_lines: bool = False) -> str:
-    """The text with every character that a terminal might obey written out."""
+    """Escapes every character of a text that a terminal might interpret."""
     if text.isprintable():
         return text
     return "".join(
@@ -112,22 +113,22 @@ def visible(text: str, *, keep_lines: bool = False) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """1 job, 2 jobs."""
+    """Returns "1 job", "2 jobs"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
 def time_text(value: datetime) -> str:
-    """A UTC time for the eye."""
+    """Formats a UTC time for people."""
     return value.strftime("%Y-%m-%d %H:%M:%SZ")
 
 
 def table(columns: Sequence[Column], rows: Sequence[Sequence[str]], *, indent: int = 0) -> None:
-    """Rows below headings. Nothing is ever cut."""
+    """Prints rows below headings. Never truncates a cell."""
     _print(table_lines(columns, rows, indent=indent))
 
 
 def table_lines(columns: Sequence[Column], rows: Sequence[Sequence[str]], *, indent: int = 0) -> list[Text]:
-    """The lines of a table, for those who show them in their own way."""
+    """Returns the lines of a table, for a caller that prints them itself."""
     from rich.cells import cell_len
     from rich.text import Text
 
@@ -135,7 +136,7 @@ def table_lines(columns: Sequence[Column], rows: Sequence[Sequence[str]], *, ind
         [visible(cell, keep_lines=column.detail) for cell, column in zip(row, columns, strict=True)] for row in rows
     ]
     widths = [max([cell_len(column.title), *(cell_len(row[at]) for row in cells)]) for at, column in enumerate(columns)]
-    # A detail that no row has says nothing.
+    # Leave out a detail column that is empty in every row.
     across = [at for at, column in enumerate(columns) if not column.detail or any(row[at] for row in cells)]
     below: list[int] = []
     several_lines = any("\n" in cell for row in cells for cell in row)
@@ -163,13 +164,13 @@ def table_lines(columns: Sequence[Column], rows: Sequence[Sequence[str]], *, ind
 
 
 def wrapped(text: str, *, indent: int) -> str:
-    """The text in lines that fit beside such an indent on the terminal; one line where nobody looks."""
+    """Wraps a text to the terminal's width minus an indent. Without a terminal it stays on one line."""
     return textwrap.fill(text, max(40, _stdout().width - indent), break_long_words=False, break_on_hyphens=False)
 
 
 def facts(pairs: Iterable[tuple[str, str]], *, indent: int = 0, width_min: int = 0) -> None:
-    """One thing's properties, name and value; values of several lines are set below one another. `width_min`: of the
-    names, where several things stand below one another."""
+    """Prints names and values. Leaves out empty values, and aligns the lines of a multi-line value. `width_min` is the
+    minimum width of the names, to align several blocks."""
     from rich.text import Text
 
     shown = [(name, value) for name, value in pairs if value]
@@ -192,7 +193,7 @@ def heading(text: str) -> None:
 
 @contextlib.contextmanager
 def working(text: str) -> Generator[Status | None, None, None]:
-    """A spinner on standard error while something takes its time; nothing where that is no terminal."""
+    """Shows a spinner on standard error if that is a terminal."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -204,8 +205,8 @@ def working(text: str) -> Generator[Status | None, None, None]:
 
 @contextlib.contextmanager
 def counting(what: str) -> Generator[Progress | None, None, None]:
-    """A progress bar on standard error for a count whose end is not known; none where nobody looks there, or where the
-    answers that scroll by on the same terminal show the progress."""
+    """Shows a progress bar on standard error for a count with an unknown end. Shows none if standard error is not a
+    terminal, or if standard output is one: the answers that scroll by show the progress then."""
     if not sys.stderr.isatty() or sys.stdout.isatty():
         yield None
         return
@@ -222,7 +223,7 @@ def counting(what: str) -> Generator[Progress | None, None, None]:
         *columns,
         console=Console(stderr=True),
         transient=True,
-        # The answers go where they went before, and not to the console of the bar.
+        # Answers must go to standard output, not to the console of the bar.
         redirect_stdout=False,
     ) as progress:
         yield progress
@@ -230,8 +231,7 @@ def counting(what: str) -> Generator[Progress | None, None, None]:
 
 @contextlib.contextmanager
 def counting_to(total: int, what: str) -> Generator[Callable[[int], None], None, None]:
-    """A progress bar on standard error, for who is yielded to tell how many are done; nothing where that is no
-    terminal."""
+    """Shows a progress bar on standard error if that is a terminal. Yields a function that sets how many are done."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return
@@ -262,11 +262,11 @@ def _print(lines: Iterable[Text]) -> None:
 def _stdout() -> Console:
     from rich.console import Console
 
-    # Into a pipe a table is as wide as it must be.
+    # In a pipe, a table is as wide as it needs to be.
     return Console(width=None if sys.stdout.isatty() else 100_000, highlight=False, emoji=False)
 
 
 def _pipe_closed() -> None:
-    """Whoever read our output has gone: nothing is wrong, and nobody is left to tell."""
+    """Ends the command quietly after the reader of the output closed the pipe."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     raise typer.Exit(ExitCode.PIPE_CLOSED)

@@ -1,6 +1,6 @@
-"""`windrow shards pin`, `unpin` and `pins`: orgs that live where their operator wants them, whatever their hash.
+"""`windrow shards pin`, `unpin` and `pins`: orgs that an operator places on a shard, instead of their hash.
 
-They change what is wished for, in the catalog that the cluster file names. A balancer brings the orgs there.
+The commands change the wanted shard in the catalog. A balancer then moves the orgs.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from cli.output import Column
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from shard.cluster import Cluster
-    from shard.database import Database
-    from shard.pinning import Pin, Wish
+    from shard.placement.cluster_file import Cluster
+    from shard.placement.pins import Pin, PinTarget
+    from shard.postgres.pool import Database
     from shard.vocabulary import OrgId
 
 
@@ -38,7 +38,7 @@ def pin(
     config: options.Config,
     to: Annotated[
         str | None,
-        typer.Option("--to", metavar="SHARD", show_default=False, help="Live on this shard: move the org there."),
+        typer.Option("--to", metavar="SHARD", show_default=False, help="Move the org to this shard."),
     ] = None,
     label: Annotated[
         str | None,
@@ -46,52 +46,52 @@ def pin(
             "--label",
             metavar="LABEL=VALUE",
             show_default=False,
-            help="Live on any shard that has this label, such as region=eu.",
+            help="Move the org to a shard that has this label, such as region=eu.",
         ),
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Pin an org to a shard, or to shards with a label.
+    """Pins an org to a shard, or to the shards with a label.
 
-    This is how one org is moved: it gets a slot of its own, which a balancer brings there. An org that has never been
-    heard of may be pinned before its first job. Pinned again, it goes elsewhere. Exit code 5: the slot of its hash
-    moves just now, or no shard can take it; nothing was changed.
+    This moves one org: it gets a slot of its own, and a balancer moves that slot to the shard. An org may be pinned
+    before its first job, and pinned again to move it elsewhere. Exit code 5: the slot of its hash is being moved, or no
+    shard can take the org; nothing was changed.
     """
-    from shard import pinning
+    from shard.placement import pins
 
-    wish = _wish(to, label)
+    target = _target(to, label)
     cluster, name = _cluster(config), options.org_id(org)
-    _refuse_vain(wish, cluster)
+    _require_shard_for(target, cluster)
 
     async def change() -> _Shown:
         async with _catalog(cluster) as database:
-            await pinning.pin(database, name, wish)
+            await pins.pin(database, name, target)
             return await _one(database, cluster, name)
 
     _say(asyncio.run(change()), as_json=as_json)
 
 
 def unpin(org: options.Org, config: options.Config, as_json: options.Json = False) -> None:
-    """Have an org live where its hash has it live.
+    """Unpins an org, so that it lives on the shard of its hash again.
 
-    It keeps the slot that it got when it was pinned; a balancer brings that there. Exit code 4: it is not pinned.
+    The org keeps its own slot; a balancer moves that slot to the shard. Exit code 4: the org is not pinned.
     """
-    from shard import pinning
+    from shard.placement import pins
 
     cluster, name = _cluster(config), options.org_id(org)
 
     async def change() -> _Shown:
         async with _catalog(cluster) as database:
-            await pinning.unpin(database, name)
+            await pins.unpin(database, name)
             return await _one(database, cluster, name)
 
     _say(asyncio.run(change()), as_json=as_json)
 
 
 def pins(config: options.Config, as_json: options.Json = False) -> None:
-    """List the orgs that have a slot of their own.
+    """Lists the orgs that have a slot of their own.
 
-    Also those that are no longer pinned. Exit code 1: one cannot be brought to where it is to live.
+    This includes orgs that are no longer pinned. Exit code 1: an org cannot be moved to the shard where it should live.
     """
     cluster = _cluster(config)
 
@@ -107,7 +107,7 @@ def pins(config: options.Config, as_json: options.Json = False) -> None:
     else:
         columns = [
             Column(title="org"),
-            Column(title="wish"),
+            Column(title="target"),
             Column(title="lives on"),
             Column(title="slot", right=True),
             Column(title="state", coloured=True),
@@ -122,14 +122,14 @@ def pins(config: options.Config, as_json: options.Json = False) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shown:
-    """An org with a slot of its own: where it is to live, and where it does."""
+    """An org with a slot of its own: where it should live, and where it lives."""
 
     pin: Pin
-    # In the order in which its jobs travel: one, or two while it moves.
+    # One shard; during a move two, the source first.
     lives_on: tuple[str, ...]
-    # Where it is to be, as things are.
+    # The shard that the current plan has for it.
     planned: str
-    # Why it cannot be brought to where it is to live; empty: it can, or is there.
+    # Why the org cannot be moved to where it should live; empty if it can, or if it is there.
     trouble: str
 
     @property
@@ -141,12 +141,12 @@ class _Shown:
         return "there" if self.lives_on == (self.planned,) else "waiting"
 
 
-def _wish(to: str | None, label: str | None) -> Wish:
-    from shard.pinning import OnShard, WithLabel
+def _target(to: str | None, label: str | None) -> PinTarget:
+    from shard.placement.pins import OnShard, WithLabel
     from shard.vocabulary import ShardName
 
     if (to is None) == (label is None):
-        raise CommandFailed("say where the org is to live: either --to SHARD or --label LABEL=VALUE", ExitCode.USAGE)
+        raise CommandFailed("give either --to SHARD or --label LABEL=VALUE", ExitCode.USAGE)
     if to is not None:
         return OnShard(ShardName(to))
     name, equals, value = (label or "").partition("=")
@@ -156,7 +156,7 @@ def _wish(to: str | None, label: str | None) -> Wish:
 
 
 def _cluster(config: Path) -> Cluster:
-    from shard.cluster import ClusterFileError, read_cluster
+    from shard.placement.cluster_file import ClusterFileError, read_cluster
 
     try:
         return read_cluster(config)
@@ -164,25 +164,25 @@ def _cluster(config: Path) -> Cluster:
         raise CommandFailed(str(error), ExitCode.USAGE) from error
 
 
-def _refuse_vain(wish: Wish, cluster: Cluster) -> None:
+def _require_shard_for(target: PinTarget, cluster: Cluster) -> None:
     from balancer.pins import fits, why_not
 
-    why = why_not(wish, cluster.shards)
+    why = why_not(target, cluster.shards)
     if why is not None:
-        named = any(fits(entry, wish) for entry in cluster.shards)
+        named = any(fits(entry, target) for entry in cluster.shards)
         raise CommandFailed(f"{cluster.source}: {why}", ExitCode.REFUSED if named else ExitCode.NOT_FOUND)
 
 
 @asynccontextmanager
 async def _catalog(cluster: Cluster) -> AsyncGenerator[Database]:
-    """The catalog's database, once it has proved to be this cluster's."""
-    from shard import catalog
-    from shard.database import Database
+    """Yields the catalog's database, after checking that it belongs to this cluster."""
     from shard.errors import NotPinned, ShardError, ShardUnavailable
+    from shard.placement import catalog
+    from shard.postgres.pool import Database
     from shard.vocabulary import CATALOG
 
     databases.quiet()
-    database = Database(CATALOG, cluster.catalog_dsn, connections=1, for_books=True)
+    database = Database(CATALOG, cluster.catalog_dsn, connections=1, may_scan=True)
     try:
         await database.open()
         await catalog.find(database, cluster=cluster.name, shards=[entry.name for entry in cluster.shards])
@@ -199,10 +199,10 @@ async def _catalog(cluster: Cluster) -> AsyncGenerator[Database]:
 
 async def _all(database: Database, cluster: Cluster) -> list[_Shown]:
     from balancer.pins import plan
-    from shard import catalog, pinning
+    from shard.placement import catalog, pins
 
-    # In this order, so that the catalog has every one of them.
-    found = await pinning.read(database)
+    # Read the pins first, so that the catalog, which is read later, has the slots of all of them.
+    found = await pins.read(database)
     known = await catalog.read(database)
     planned = plan(known, found, cluster.shards)
     return [
@@ -224,20 +224,20 @@ def _say(shown: _Shown, *, as_json: bool) -> None:
     if as_json:
         output.say_json([_json(shown)])
         return
-    wish = f"is pinned to {shown.pin.wish}" if shown.pin.wish else "is not pinned any more"
+    status = f"is pinned to {shown.pin.target}" if shown.pin.target else "is no longer pinned"
     where = {
         "there": f"lives on {shown.planned}, and stays there",
         "moving": f"moves from {shown.lives_on[0]} to {shown.lives_on[-1]}",
         "waiting": f"lives on {shown.lives_on[0]}; a balancer moves it to {shown.planned}",
         "stuck": shown.trouble,
     }[shown.state]
-    output.say(output.visible(f"org {shown.pin.org} {wish}: {where}"))
+    output.say(output.visible(f"org {shown.pin.org} {status}: {where}"))
 
 
 def _row(shown: _Shown) -> Sequence[str]:
     return (
         shown.pin.org,
-        str(shown.pin.wish) if shown.pin.wish else "its hash",
+        str(shown.pin.target) if shown.pin.target else "its hash",
         " → ".join(shown.lives_on),
         f"{shown.pin.slot:,}",
         shown.state,
@@ -245,13 +245,13 @@ def _row(shown: _Shown) -> Sequence[str]:
 
 
 def _json(shown: _Shown) -> dict[str, object]:
-    from shard.pinning import OnShard, WithLabel
+    from shard.placement.pins import OnShard, WithLabel
 
-    wish = shown.pin.wish
+    target = shown.pin.target
     return {
         "org": shown.pin.org,
-        "to": wish.shard if isinstance(wish, OnShard) else None,
-        "label": str(wish) if isinstance(wish, WithLabel) else None,
+        "to": target.shard if isinstance(target, OnShard) else None,
+        "label": str(target) if isinstance(target, WithLabel) else None,
         "lives_on": list(shown.lives_on),
         "slot": shown.pin.slot,
         "state": shown.state,

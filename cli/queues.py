@@ -1,4 +1,4 @@
-"""`windrow queues`: the queues of an org, and what they are told to do."""
+"""`windrow queues`: an org's queues and their configurations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _PAGE = 1000
 
-app = App(help="List, configure, pause and delete queues.")
+app = App(help="Lists, configures, pauses and deletes queues.")
 
 
 class Field(StrEnum):
@@ -34,9 +34,8 @@ def list_queues(
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """List an org's queues by name."""
+    """Lists an org's queues by name."""
     from cli.calls import connect
-    from cli.messages import retry_policy, time_shown
 
     queues: list[admin_pb2.QueueInfo] = []
     with connect(address, timeout) as router:
@@ -47,7 +46,7 @@ def list_queues(
     if as_json:
         return
     if not queues:
-        output.note(f"org {org!r} has no queues; the first job of one makes it")
+        output.note(f"org {org!r} has no queues; the first job of a queue creates it")
         return
     columns = [
         Column(title="queue"),
@@ -58,21 +57,7 @@ def list_queues(
         Column(title="created"),
         Column(title="shard"),
     ]
-    output.table(
-        columns,
-        [
-            (
-                queue.queue,
-                "paused" if queue.paused else "open",
-                values.retry_text(retry_policy(queue.config.retry)),
-                str(queue.config.max_attempts),
-                values.retention_text(queue.config.retention_days),
-                time_shown(queue, "created_at"),
-                queue.shard,
-            )
-            for queue in queues
-        ],
-    )
+    output.table(columns, [tuple(_facts(queue).values()) for queue in queues])
 
 
 def _pages(router: Router, org: str) -> Iterator[list[admin_pb2.QueueInfo]]:
@@ -96,7 +81,7 @@ def show(
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """Show one queue's configuration."""
+    """Shows one queue's configuration."""
     from cli.calls import connect
     from windrow.v1 import admin_pb2
 
@@ -116,7 +101,11 @@ def create(
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """Give a queue a configuration before its first job; without one, a queue is made by its first job."""
+    """Creates a queue with a configuration. Optional: a queue's first job creates it with the defaults.
+
+    The defaults are --retry 1s..1h, --max-attempts 20 and the org's retention, which is 30d unless `windrow orgs keep`
+    has changed it. Exit code 5: the queue exists.
+    """
     from cli.calls import connect
     from windrow.v1 import admin_pb2
 
@@ -126,7 +115,7 @@ def create(
 
 
 @app.command()
-def alter(
+def update(
     org: options.Org,
     queue: options.Queue,
     retry: options.Retry = None,
@@ -138,27 +127,37 @@ def alter(
             "--reset",
             metavar="FIELD",
             show_default=False,
-            help="Back to the default: retry, max_attempts or retention_days; may be repeated.",
+            help="Reset to the default: retry, max_attempts or retention_days; may be repeated.",
         ),
     ] = None,
     as_json: options.Json = False,
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """Change what is named, for jobs already queued too; the rest stays."""
+    """Changes the given settings of a queue, also for jobs that are queued already.
+
+    --retention applies to jobs that finish from now on.
+    """
     if retry is None and max_attempts is None and retention is None and not reset:
         raise typer.BadParameter(
-            "name what to change", param_hint="'--retry' / '--max-attempts' / '--retention' / '--reset'"
+            "give a setting to change", param_hint="'--retry' / '--max-attempts' / '--retention' / '--reset'"
         )
+    given = {"retry": retry, "max_attempts": max_attempts, "retention_days": retention}
+    for name in reset or ():
+        if given[name] is not None:
+            raise typer.BadParameter(f"{name} is given a value and reset too", param_hint="'--reset'")
+
+    from google.protobuf.field_mask_pb2 import FieldMask
 
     from cli.calls import connect
     from windrow.v1 import admin_pb2
 
     with connect(address, timeout) as router:
-        request = admin_pb2.AlterQueueRequest(
-            org=org, queue=queue, config=_config(retry, max_attempts, retention), reset=reset
-        )
-        _print(router.call(router.admin.AlterQueue, request).queue, as_json=as_json)
+        config = _config(retry, max_attempts, retention)
+        # A field of the mask that the configuration does not have is reset.
+        mask = FieldMask(paths=[*(field.name for field, _ in config.ListFields()), *(reset or ())])
+        request = admin_pb2.UpdateQueueRequest(org=org, queue=queue, config=config, update_mask=mask)
+        _print(router.call(router.admin.UpdateQueue, request).queue, as_json=as_json)
 
 
 @app.command()
@@ -169,7 +168,7 @@ def pause(
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """Let nobody dequeue from a queue; enqueues, acks and leases go on."""
+    """Stops dequeues from a queue; enqueues, acks and leases continue."""
     from cli.calls import connect
     from windrow.v1 import admin_pb2
 
@@ -186,7 +185,7 @@ def resume(
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """End a pause."""
+    """Ends a pause."""
     from cli.calls import connect
     from windrow.v1 import admin_pb2
 
@@ -203,7 +202,7 @@ def delete(
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """Remove an empty queue and its configuration; what has finished stays findable."""
+    """Deletes an empty queue and its configuration; its finished jobs can still be found."""
     from cli.calls import connect
     from windrow.v1 import admin_pb2
 
@@ -227,23 +226,26 @@ def _config(retry: values.Retry | None, max_attempts: int | None, retention: int
 
 
 def _print(queue: admin_pb2.QueueInfo, *, as_json: bool) -> None:
-    from cli.messages import retry_policy, time_shown
-
     if as_json:
         output.say_json([_json(queue)])
         return
-    output.facts(
-        [
-            ("queue", queue.queue),
-            ("org", queue.org),
-            ("state", "paused" if queue.paused else "open"),
-            ("retry", values.retry_text(retry_policy(queue.config.retry))),
-            ("max attempts", str(queue.config.max_attempts)),
-            ("finished kept", values.retention_text(queue.config.retention_days)),
-            ("created", time_shown(queue, "created_at")),
-            ("shard", queue.shard),
-        ]
-    )
+    name, *rest = _facts(queue).items()
+    output.facts([name, ("org", queue.org), *rest])
+
+
+def _facts(queue: admin_pb2.QueueInfo) -> dict[str, str]:
+    """Returns what people are shown of a queue, by title, in the order of the list's columns."""
+    from cli.messages import retry_policy, time_shown
+
+    return {
+        "queue": queue.queue,
+        "state": "paused" if queue.paused else "open",
+        "retry": values.retry_text(retry_policy(queue.config.retry)),
+        "max attempts": str(queue.config.max_attempts),
+        "finished kept": values.retention_text(queue.config.retention_days),
+        "created": time_shown(queue, "created_at"),
+        "shard": queue.shard,
+    }
 
 
 def _json(queue: admin_pb2.QueueInfo) -> dict[str, object]:

@@ -1,5 +1,5 @@
-"""A shard that lost history: `windrow shards accept` and `windrow shards recover`. They read the cluster file and talk
-to the databases."""
+"""`windrow shards accept` and `windrow shards recover`, for a shard that lost history. They read the cluster file and
+connect to the databases."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from balancer.recovery import Loss, Recovery
-    from shard.cluster import Cluster
+    from shard.placement.cluster_file import Cluster
     from shard.vocabulary import Micros, ShardName
 
 
@@ -28,15 +28,16 @@ def add_to(shards: App) -> None:
 
 
 def accept(
-    shard: Annotated[str, typer.Argument(metavar="SHARD", help="That has lost history.", show_default=False)],
+    shard: Annotated[str, typer.Argument(metavar="SHARD", help="The shard that lost history.", show_default=False)],
     config: options.Config,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Let a shard serve again that has lost history.
+    """Accepts that a shard lost history, so that it serves again.
 
-    Its database was restored from a backup, or is a standby that lagged when it was promoted: routers refuse it until
-    this is said. Shows what is known of the loss, and asks. What was lost stays lost. Exit code 5: it was not accepted.
+    Use it when the shard's database was restored from a backup, or is a standby that lagged when it was promoted:
+    routers refuse the shard until then. Shows what is known about the loss and asks for confirmation. Lost jobs stay
+    lost. Exit code 5: not accepted.
     """
     cluster = databases.read(config)
     loss = databases.asked(_find_loss(cluster, shard))
@@ -57,16 +58,14 @@ def accept(
         output.say(sentence)
     output.say(
         f"shard {shard} serves again within seconds. `windrow check` shows whether it has stray jobs;\n"
-        f"`windrow shards recover {shard} --config {config}` brings them to where their orgs live"
+        f"`windrow shards recover {shard} --config {config}` moves them to where their orgs live"
     )
 
 
 def _confirm(shard: str) -> None:
     if not sys.stdin.isatty():
-        raise CommandFailed(
-            f"shard {shard!r} would serve without what it has lost: say --yes if that is meant", ExitCode.USAGE
-        )
-    if not typer.confirm("Is there no server that has all of it, and is the shard to serve without what is lost?"):
+        raise CommandFailed(f"shard {shard!r} would serve without what it has lost: confirm with --yes", ExitCode.USAGE)
+    if not typer.confirm("No server has the lost data, and the shard should serve without it. Is that right?"):
         raise CommandFailed("nothing was changed", ExitCode.REFUSED)
 
 
@@ -77,10 +76,10 @@ def _loss_text(loss: Loss) -> str:
         since = f"its newest mark is {loss.newest:,}, of {_text(loss.newest_at)}"
     return (
         f"shard {loss.shard} has lost history: the catalog has confirmed its mark {loss.confirmed.number:,}, of "
-        f"{_text(loss.confirmed.at)};\n{since}. Lost is what was done there since.\n"
-        f"slots that came since: {loss.slots_come:,} (their jobs there are lost); "
-        f"that left since: {loss.slots_left:,} (their jobs there are stray)\n"
-        "jobs that finished since run again"
+        f"{_text(loss.confirmed.at)};\n{since}. Everything done there since is lost.\n"
+        f"slots that arrived since: {loss.slots_come:,} (their jobs there are lost); "
+        f"slots that left since: {loss.slots_left:,} (their jobs there are stray)\n"
+        "jobs that finished since will run again"
     )
 
 
@@ -117,22 +116,22 @@ async def _accept(cluster: Cluster, loss: Loss) -> list[str]:
 
 
 def recover(
-    shard: Annotated[str, typer.Argument(metavar="SHARD", help="That has stray jobs.", show_default=False)],
+    shard: Annotated[str, typer.Argument(metavar="SHARD", help="The shard that has stray jobs.", show_default=False)],
     config: options.Config,
     older: Annotated[
         bool,
         typer.Option(
             "--older",
-            help="Also jobs whose ids were made more than 7 days ago: they run again if it is forgotten that they ran.",
+            help="Include jobs whose ids are older than 7 days; one may run again if its shard forgot that it ran.",
         ),
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Bring the stray jobs of a shard to where their orgs live.
+    """Moves a shard's stray jobs to the shards where their orgs live.
 
-    Jobs are stray where nobody reads them: `windrow check` names them. One that the org's shards know already is
-    cancelled on this shard instead, so that nothing runs twice. May be stopped and repeated at any time. Exit code 1:
-    some are left, such as those under a lease; repeat it later.
+    A job is stray if it is on a shard where no router reads it; `windrow check` lists stray jobs. A stray job that the
+    org's shards know already is deleted instead, so that nothing runs twice. May be stopped and repeated at any time.
+    Exit code 1: some jobs are left, such as leased ones; repeat it later.
     """
     cluster = databases.read(config)
     done = databases.asked(_recover(cluster, shard, older=older))
@@ -150,11 +149,11 @@ async def _recover(cluster: Cluster, shard: str, *, older: bool) -> Recovery:
 
     name = _named(cluster, shard)
     async with open_shards(cluster) as shards:
-        with output.working(f"bringing the stray jobs of {shard} home") as status:
+        with output.working(f"moving the stray jobs of {shard}") as status:
 
             def report(jobs: int) -> None:
                 if status is not None:
-                    status.update(f"bringing the stray jobs of {shard} home: {jobs:,} done")
+                    status.update(f"moving the stray jobs of {shard}: {jobs:,} done")
 
             return await recovery.recover(
                 name, shards.databases, shards.catalog, cluster=cluster.name, older=older, report=report
@@ -168,7 +167,7 @@ def _named(cluster: Cluster, shard: str) -> ShardName:
         raise CommandFailed(f"the cluster file names no shard {shard!r}; it names {names}", ExitCode.NOT_FOUND)
     if not entry.state.takes_changes:
         raise CommandFailed(
-            f"shard {shard!r} is {entry.state.word} in the cluster file, and takes no changes", ExitCode.REFUSED
+            f"shard {shard!r} is {entry.state.word} in the cluster file, and accepts no changes", ExitCode.REFUSED
         )
     return entry.name
 
@@ -179,7 +178,7 @@ def _print_recovery(shard: str, done: Recovery, config: Path) -> None:
             [
                 Column(title="org"),
                 Column(title="lives on"),
-                Column(title="brought there", right=True),
+                Column(title="moved there", right=True),
                 Column(title="known already", right=True),
             ],
             [(one.org, one.home, f"{one.brought:,}", f"{one.known:,}") for one in done.orgs],
@@ -190,12 +189,12 @@ def _print_recovery(shard: str, done: Recovery, config: Path) -> None:
         output.note(f"{output.counted(done.leased, 'stray job')} under a lease: repeat this when the leases have ended")
     if done.moving:
         output.note(
-            f"{output.counted(done.moving, 'stray job')} of orgs that move just now, or came since: repeat this"
+            f"{output.counted(done.moving, 'stray job')} of orgs that are moving or arrived meanwhile: repeat this"
         )
     if done.older:
         output.note(
-            f"{output.counted(done.older, 'stray job')} with ids made more than 7 days ago: whether they have run may "
-            f"be forgotten. `windrow shards recover {shard} --config {config} --older` brings them too"
+            f"{output.counted(done.older, 'stray job')} with ids older than 7 days: their shards may have forgotten "
+            f"that they ran. `windrow shards recover {shard} --config {config} --older` moves them too"
         )
 
 

@@ -1,5 +1,5 @@
-"""What runs beside the databases of a cluster file: `windrow router`, `windrow balancer` and `windrow archiver`, and
-`windrow migrate` before them."""
+"""The server processes of a cluster, `windrow router`, `windrow balancer` and `windrow archiver`, and `windrow migrate`
+for their databases."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from cli.exits import CommandFailed, ExitCode
 from cli.output import Column
 
 if TYPE_CHECKING:
-    from archiver.passing import Pass
-    from shard.archiving import Aged
-    from shard.catalog import Move
-    from shard.cluster import Cluster, ShardEntry
-    from shard.database import Database
+    from archiver.run import Pass
+    from shard.history.days import Aged
+    from shard.placement.catalog import Move
+    from shard.placement.cluster_file import Cluster, ShardEntry
+    from shard.postgres.pool import Database
     from shard.vocabulary import ShardName
 
 
@@ -30,16 +30,24 @@ def router(
     listen: options.Listen = None,
     processes: Annotated[
         int | None,
-        typer.Option("--processes", metavar="N", min=1, max=256, show_default=False, help="Instead of the file's (2)."),
+        typer.Option(
+            "--processes",
+            metavar="N",
+            min=1,
+            max=256,
+            show_default=False,
+            help="Number of router processes, instead of the cluster file's (default 2).",
+        ),
     ] = None,
 ) -> None:
-    """Run the routers of this machine.
+    """Runs this machine's routers.
 
-    Until SIGTERM or Ctrl-C; then calls in flight may end.
+    They reload the cluster file when it changes, or at once after SIGHUP. If the new file has errors, the old one stays
+    in use. Runs until SIGTERM or Ctrl-C, then lets the calls in flight finish.
     """
     from router.__main__ import run
     from router.errors import CannotListen, RouterFailed
-    from shard.cluster import ClusterFileError
+    from shard.placement.cluster_file import ClusterFileError
 
     try:
         run(config, listen=listen, processes=processes)
@@ -54,22 +62,22 @@ def router(
 def balancer(
     config: options.Config,
     once: Annotated[
-        bool, typer.Option("--once", help="End when the slots are as the file wants them; with 5 if another leads.")
+        bool, typer.Option("--once", help="Exit when all slots are in place; exit with 5 if another balancer leads.")
     ] = False,
 ) -> None:
-    """Run the balancer: moves slots to where the cluster file wants them.
+    """Runs the balancer, which moves slots to the shards that the cluster file wants.
 
-    Of several, one leads and the others stand by. Until SIGTERM or Ctrl-C; then what must not be left half done is
-    finished. Exit code 1: with --once, slots stay on their way, for the file keeps them from moving.
+    Several may run: one leads and the others stand by. Runs until SIGTERM or Ctrl-C, then finishes steps that must not
+    be left half done. Exit code 1: with --once, the cluster file blocks moves that have begun.
     """
     from balancer.service import balance, balance_once
-    from shard.following import FollowedFile
+    from shard.placement.file_watcher import WatchedFile
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     cluster = databases.read(config)
 
     async def until_stopped() -> None:
-        file = FollowedFile(config)
+        file = WatchedFile(config)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, file.hurry)
         await balance(file, file.read(), stop=databases.stop_on_signals())
 
@@ -84,7 +92,7 @@ def balancer(
         databases.asked(until_stopped())
     elif held := databases.asked(until_done()):
         raise CommandFailed(
-            f"{output.counted(sum(len(move.slots) for move in held), 'slot')} cannot go on",
+            f"moves of {output.counted(sum(len(move.slots) for move in held), 'slot')} cannot go on",
             ExitCode.NO,
             particulars=[f"{move}: {why}" for move, why in held.items()],
         )
@@ -92,18 +100,18 @@ def balancer(
 
 def archiver(
     config: options.Config,
-    once: Annotated[bool, typer.Option("--once", help="One pass over every shard, now.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Run one pass over every shard now, then exit.")] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Run the archiver: finished jobs turn cold, and go when they have been kept for their time.
+    """Runs the archiver, which moves finished jobs out of the hot tables and drops them after their retention.
 
-    Where [archiver] export says so, they are exported before they go. On the schedule of the cluster file's [archiver],
-    until SIGTERM or Ctrl-C; --json is for --once. Exit codes, with --once: 1 if something is left to the next pass, 3
-    if a shard cannot be reached, 5 if another archiver is at work.
+    If [archiver] export is set, it exports jobs before it drops them. Runs on the schedule of [archiver] in the cluster
+    file, until SIGTERM or Ctrl-C; --json needs --once. Exit codes with --once: 1 if work is left to the next pass, 3 if
+    a shard cannot be reached, 5 if another archiver is running.
     """
-    from archiver import telling
+    from archiver import reporting
     from archiver.service import archive
-    from shard.following import FollowedFile
+    from shard.placement.file_watcher import WatchedFile
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     cluster = databases.read(config)
@@ -112,22 +120,22 @@ def archiver(
         return
 
     async def until_stopped() -> None:
-        file = FollowedFile(config)
+        file = WatchedFile(config)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, file.hurry)
-        with telling.metrics() as record:
+        with reporting.metrics() as record:
 
-            def hear(shard: ShardName, outcome: Pass | Exception) -> None:
-                telling.log(shard, outcome)
+            def report(shard: ShardName, outcome: Pass | Exception) -> None:
+                reporting.log(shard, outcome)
                 record(shard, outcome)
 
-            await archive(file, file.read(), stop=databases.stop_on_signals(), heard=hear)
+            await archive(file, file.read(), stop=databases.stop_on_signals(), listener=report)
 
     databases.asked(until_stopped())
 
 
 def _archive_once(cluster: Cluster, *, as_json: bool) -> None:
-    from archiver import telling
-    from archiver.passing import AnotherArchives, Pass
+    from archiver import reporting
+    from archiver.run import AnotherArchives, Pass
     from archiver.service import archive_once
     from shard.errors import ShardUnavailable
 
@@ -140,7 +148,7 @@ def _archive_once(cluster: Cluster, *, as_json: bool) -> None:
 
     with output.working(f"one pass over {output.counted(len(cluster.shards), 'shard')}"):
         outcomes = databases.asked(until_done())
-    with telling.metrics() as record:
+    with reporting.metrics() as record:
         for shard, outcome in outcomes.items():
             record(shard, outcome)
     if as_json:
@@ -210,10 +218,10 @@ def _aged_json(aged: Aged) -> dict[str, object]:
 
 
 def migrate(config: options.Config, as_json: options.Json = False) -> None:
-    """Bring every shard's schema up to this release.
+    """Migrates the schema of every shard and of the catalog to this release.
 
-    The catalog's too; shards that are off are left alone. Safe to repeat, and while routers run. Exit code 1: one could
-    not be migrated; the others are.
+    Skips shards that are off. Safe to repeat, and safe while routers run. Exit code 1: a database could not be
+    migrated; the others were.
     """
     cluster = databases.read(config)
     with output.working(f"migrating {len(cluster.shards)} shards"):
@@ -243,25 +251,26 @@ def migrate(config: options.Config, as_json: options.Json = False) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
-    """What became of one database."""
+    """The result for one database."""
 
     # A shard's name, or "catalog".
     database: str
-    # Names of the migrations that were run; empty: there were none to run.
+    # Names of the migrations that were run; empty if there were none.
     run: list[str]
     error: str | None = None
 
 
 async def _migrate_all(cluster: Cluster) -> list[_Outcome]:
-    """Every shard that is not off, and the catalog where it is not in one of these. Once there is a catalog, it comes
-    first: it says which databases will do. Raises what keeps it from that."""
-    from shard import catalog, schema
-    from shard.cluster import ShardState
-    from shard.database import Database
+    """Migrates every shard that is not off, and the catalog. An existing catalog comes first, because it knows which
+    databases belong to the cluster. Raises ShardError if the catalog cannot be used."""
+    from shard.placement import catalog
+    from shard.placement.cluster_file import ShardState
+    from shard.postgres import schema
+    from shard.postgres.pool import Database
     from shard.vocabulary import CATALOG
 
     entries = [entry for entry in cluster.shards if entry.state is not ShardState.OFF]
-    database = Database(CATALOG, cluster.catalog_dsn, connections=1, for_books=True)
+    database = Database(CATALOG, cluster.catalog_dsn, connections=1, may_scan=True)
     try:
         await database.open()
         there = database if await catalog.is_founded(database, cluster=cluster.name) else None
@@ -280,9 +289,10 @@ async def _migrate_all(cluster: Cluster) -> list[_Outcome]:
 
 
 async def _migrate(entry: ShardEntry, cluster: str, catalog: Database | None) -> _Outcome:
-    from shard import identity, schema
-    from shard.database import Database
     from shard.errors import ShardError
+    from shard.placement import identity
+    from shard.postgres import schema
+    from shard.postgres.pool import Database
 
     database = Database(entry.name, entry.dsn, connections=1)
     try:

@@ -1,5 +1,5 @@
-"""`windrow shards`: the shards as a router sees them. Other modules add commands to the group; these talk to the
-databases of a cluster file."""
+"""`windrow shards`: the shards as a router sees them. Other modules add commands to this group, which connect to the
+databases of a cluster file instead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cli.layout import App
 from cli.output import Column
 
 if TYPE_CHECKING:
-    from windrow.v1 import admin_pb2
+    from windrow.v1 import cluster_pb2
 
 app = App()
 
@@ -25,19 +25,19 @@ def list_shards(
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """List the shards, and whether they answer.
+    """Lists the shards, their health, and the router's cluster file.
 
-    And which cluster file the router has in force. Exit code 1: a shard that is not off does not answer or has a full
-    disk, or the file as it is now is refused.
+    Exit code 1: a shard that is not off does not answer or has a full disk, or the router refuses the current cluster
+    file.
     """
     if context.invoked_subcommand is not None:
         _refuse_lost_options(context)
         return
     from cli.calls import connect
-    from windrow.v1 import admin_pb2
+    from windrow.v1 import cluster_pb2
 
     with connect(address, timeout) as router:
-        found = router.call(router.admin.ListShards, admin_pb2.ListShardsRequest())
+        found = router.call(router.cluster.ListShards, cluster_pb2.ListShardsRequest())
     file = found.cluster_file
     if as_json:
         output.say_json({**_shard_json(shard), "cluster_file": _file_json(file)} for shard in found.shards)
@@ -56,39 +56,40 @@ def list_shards(
         ]
         output.table(columns, [_shard_row(shard) for shard in found.shards])
         if file.digest:
-            output.say(
-                f"cluster file {file.digest}, in force since {output.time_text(file.in_force_since.ToDatetime())}"
-            )
+            output.say(f"cluster file {file.digest}, in use since {output.time_text(file.used_since.ToDatetime())}")
         for key in file.needs_restart:
-            output.note(f"{key} is another one in the file: it takes a restart of the routers")
+            output.note(f"{key} has changed in the file: restart the routers to apply it")
         if file.HasField("refusal"):
-            output.note(f"the cluster file as it is now is refused, that one stays in force: {file.refusal.why}")
+            output.note(
+                f"the current cluster file is refused, and the previous one stays in use: {file.refusal.reason}"
+            )
     if file.HasField("refusal") or any(_health(shard) in ("unreachable", "disk full") for shard in found.shards):
         raise typer.Exit(ExitCode.NO)
 
 
 def _refuse_lost_options(context: typer.Context) -> None:
-    """What stands before the name of a command is said to the list, which is not shown then."""
+    """Refuses options before the name of a subcommand: they belong to the list, which is not shown then."""
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
         if source is not None and source.name == "COMMANDLINE":
             raise typer.BadParameter(
-                f"it stands before {context.invoked_subcommand!r}, and is for the list of shards: put it behind",
+                f"an option before {context.invoked_subcommand!r} is for the list of shards: put it after the command",
                 param_hint=f"'{parameter.opts[0]}'",
             )
 
 
-def _shard_row(shard: admin_pb2.ShardInfo) -> tuple[str, ...]:
+def _shard_row(shard: cluster_pb2.ShardInfo) -> tuple[str, ...]:
     slots = [f"{shard.slots:,}"]
     if shard.leaving_slots:
         slots.append(f"{shard.leaving_slots:,} leaving")
     if shard.pinned_orgs:
         slots.append(output.counted(shard.pinned_orgs, "pinned org"))
+    state = _state(shard)
     return (
         shard.name,
         " + ".join(slots),
-        f"{shard.weight:g}" if shard.state else "",
-        _state(shard) or "",
+        "" if state is None else f"{shard.weight:g}",
+        state or "",
         _health(shard),
         f"{shard.latency.ToMicroseconds() / 1000:.1f}ms" if shard.reachable else "",
         shard.postgres_version,
@@ -98,7 +99,7 @@ def _shard_row(shard: admin_pb2.ShardInfo) -> tuple[str, ...]:
     )
 
 
-def _shard_json(shard: admin_pb2.ShardInfo) -> dict[str, object]:
+def _shard_json(shard: cluster_pb2.ShardInfo) -> dict[str, object]:
     return {
         "shard": shard.name,
         "slots": shard.slots,
@@ -116,30 +117,31 @@ def _shard_json(shard: admin_pb2.ShardInfo) -> dict[str, object]:
     }
 
 
-def _file_json(file: admin_pb2.ClusterFile) -> dict[str, object]:
+def _file_json(file: cluster_pb2.ClusterFile) -> dict[str, object]:
     from cli.messages import time_json
 
     return {
         "digest": file.digest,
-        "in_force_since": time_json(file, "in_force_since"),
+        "used_since": time_json(file, "used_since"),
         "needs_restart": list(file.needs_restart),
-        "refusal": file.refusal.why or None,
+        "refusal": file.refusal.reason or None,
         "refused_digest": file.refusal.digest or None,
     }
 
 
-def _state(shard: admin_pb2.ShardInfo) -> str | None:
-    """As the cluster file has it. None: that does not name it."""
-    from windrow.v1 import admin_pb2
+def _state(shard: cluster_pb2.ShardInfo) -> str | None:
+    """Returns the shard's state in the cluster file, or None if the file does not name the shard."""
+    from windrow.v1 import cluster_pb2
 
-    word = admin_pb2.ShardState.Name(shard.state).removeprefix("SHARD_STATE_").lower()
-    return word if shard.state else None
+    if shard.state == cluster_pb2.SHARD_STATE_NOT_IN_FILE:
+        return None
+    return cluster_pb2.ShardState.Name(shard.state).removeprefix("SHARD_STATE_").lower()
 
 
-def _health(shard: admin_pb2.ShardInfo) -> str:
-    from windrow.v1 import admin_pb2
+def _health(shard: cluster_pb2.ShardInfo) -> str:
+    from windrow.v1 import cluster_pb2
 
-    if shard.state == admin_pb2.SHARD_STATE_OFF:
+    if shard.state == cluster_pb2.SHARD_STATE_OFF:
         return "off"
     if shard.disk_full:
         return "disk full"

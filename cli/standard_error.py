@@ -1,4 +1,4 @@
-"""Standard error, of this process and of those that it starts."""
+"""Redirects standard error of this process and of its children."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Generator
 
 @contextlib.contextmanager
 def standard_error_to(descriptor: int) -> Generator[None, None, None]:
-    """What this process and its children log goes to a file: a hundred broken connections are not for the screen."""
+    """Sends the logs of this process and its children to a file, so that they do not fill the screen."""
     sys.stderr.flush()
-    kept = os.dup(2)
+    saved = os.dup(2)
     os.dup2(descriptor, 2)
     try:
         yield
     finally:
         sys.stderr.flush()
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(saved, 2)
+        os.close(saved)

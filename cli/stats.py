@@ -1,4 +1,4 @@
-"""`windrow stats`: how many jobs of an org stand where, once or again and again."""
+"""`windrow stats`: an org's job counts by queue and state, once or repeatedly."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _FINISHED = ("succeeded", "cancelled")
 def stats(
     org: options.Org,
     queue: Annotated[
-        str | None, typer.Argument(metavar="QUEUE", help="One queue; without it, all.", show_default=False)
+        str | None, typer.Argument(metavar="QUEUE", help="Only this queue; default all.", show_default=False)
     ] = None,
     finished: Annotated[
-        bool, typer.Option("--finished", help="Finished jobs too: scans them, slow where there are many.")
+        bool, typer.Option("--finished", help="Count finished jobs too; scans them, which is slow if there are many.")
     ] = False,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Again and again, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Repeat until Ctrl-C.")] = False,
     interval: Annotated[
         timedelta,
         typer.Option(
@@ -37,14 +37,17 @@ def stats(
             parser=values.duration,
             metavar="DURATION",
             show_default="2s",
-            help="Between two looks of --watch.",
+            help="Time between two updates of --watch.",
         ),
     ] = timedelta(seconds=2),
     as_json: options.Json = False,
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """Count an org's jobs by queue and state."""
+    """Counts an org's jobs by queue and state.
+
+    Exit code 3: a shard did not answer; the counts are those of the others.
+    """
     from cli.calls import connect
     from windrow.v1 import admin_pb2
 
@@ -63,7 +66,7 @@ def stats(
             elif seen.queues:
                 output.table(_columns(finished=finished), _rows(seen.queues, finished=finished))
             else:
-                output.note(f"org {org!r} has no queues; the first job of one makes it")
+                output.note(f"org {org!r} has no queues; the first job of a queue creates it")
             if not watch:
                 output.refuse_away(seen.unavailable_shards)
                 return
@@ -73,7 +76,7 @@ def stats(
 def _watch(
     org: str, look: Callable[[], admin_pb2.GetStatsResponse], interval: timedelta, *, finished: bool
 ) -> NoReturn:
-    """Shows the counts on a terminal, in one place, until interrupted; a router that is away is waited for."""
+    """Updates the counts in place on a terminal until interrupted. Retries while the router cannot be reached."""
     from rich.console import Console, Group
     from rich.live import Live
     from rich.text import Text
@@ -83,7 +86,7 @@ def _watch(
         while True:
             lines = output.table_lines(_columns(finished=finished), _rows(seen.queues, finished=finished))
             if seen.unavailable_shards and not trouble:
-                trouble = f"not counted, for they did not answer: {', '.join(seen.unavailable_shards)}"
+                trouble = f"not counted, because these shards did not answer: {', '.join(seen.unavailable_shards)}"
             head = Text(f"{org}, every {values.exact(interval)}, {datetime.now(UTC):%H:%M:%SZ}", "dim")
             live.update(Group(head, *lines, Text(trouble, "red")), refresh=True)
             time.sleep(interval.total_seconds())

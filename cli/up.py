@@ -1,4 +1,4 @@
-"""`windrow up`: a whole cluster on this machine, until Ctrl-C."""
+"""`windrow up`: runs a whole cluster on this machine until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -30,14 +30,17 @@ def up(
             min=1,
             max=16,
             show_default="2, or as many as the data has",
-            help="Postgres servers to start. More than the data has are added, and filled.",
+            help="Number of Postgres servers. If the data has fewer shards, new ones are added and slots move there.",
         ),
     ] = None,
     processes: Annotated[
-        int, typer.Option("--processes", metavar="N", min=1, max=64, help="Router processes to start.")
+        int, typer.Option("--processes", metavar="N", min=1, max=64, help="Number of router processes.")
     ] = 2,
     listen: Annotated[
-        str, typer.Option("--listen", metavar="HOST:PORT", help="Where the routers take calls; port 0: a free one.")
+        str,
+        typer.Option(
+            "--listen", metavar="HOST:PORT", help="The address that the routers listen on; port 0: any free port."
+        ),
     ] = options.ADDRESS_DEFAULT,
     data: Annotated[
         Path | None,
@@ -46,24 +49,24 @@ def up(
             metavar="DIR",
             file_okay=False,
             show_default="a folder of your own",
-            help="Where the data is, and stays.",
+            help="The folder of the data, which stays when the cluster stops.",
         ),
     ] = None,
     ephemeral: Annotated[
-        bool, typer.Option("--ephemeral", help="Keep no data: it goes when the cluster stops.")
+        bool, typer.Option("--ephemeral", help="Keep no data: delete it when the cluster stops.")
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Start a whole cluster on this machine; Ctrl-C stops it.
+    """Starts a whole cluster on this machine; Ctrl-C stops it.
 
-    Postgres for each shard, routers in front of them, and a balancer. The data stays, with the cluster file that you
-    may edit, and the next start goes on with both. A second Ctrl-C stops at once.
+    Starts a Postgres server for each shard, routers, a balancer and an archiver. The data and the cluster file, which
+    you may edit, are kept for the next start. A second Ctrl-C stops at once.
     """
     from cli import local_file
     from embedded import ClusterInUse, EmbeddedError, default_root
     from router.errors import CannotListen, RouterFailed
     from router.settings import host_and_port
-    from shard.cluster import ClusterFileError
+    from shard.placement.cluster_file import ClusterFileError
 
     if ephemeral and data is not None:
         raise typer.BadParameter("an ephemeral cluster keeps no data", param_hint="'--data' / '--ephemeral'")
@@ -73,8 +76,7 @@ def up(
         raise CommandFailed(str(error), ExitCode.USAGE) from error
     if port and _is_answered(host, port):
         raise CommandFailed(
-            f"{listen} is taken: something answers there, most likely another cluster; stop it, or choose another "
-            "address with --listen",
+            f"{listen} is in use, most likely by another cluster; stop that, or choose another address with --listen",
             ExitCode.REFUSED,
         )
     root = None if ephemeral else default_root() if data is None else data.absolute()
@@ -108,7 +110,7 @@ def up(
 
 
 def _is_answered(host: str, port: int) -> bool:
-    """Whether someone takes connections there. The routers look for themselves, but only after Postgres has started."""
+    """Whether a server accepts connections there. The routers check this, too, but only after Postgres has started."""
     try:
         with socket.create_connection((host.strip("[]"), port), timeout=0.5):
             return True
@@ -118,25 +120,25 @@ def _is_answered(host: str, port: int) -> bool:
 
 @dataclass(slots=True, kw_only=True)
 class _Up:
-    """One run of a local cluster, and what the signals do to it."""
+    """One run of a local cluster, with its signal handling."""
 
-    # Those that have their Postgres here.
+    # The shards whose Postgres runs on this machine.
     shards: list[str]
     processes: int
     listen: str
-    # None: the data goes with the cluster.
+    # The data's folder; None for an ephemeral cluster.
     root: Path | None
     as_json: bool
-    # A second signal came: it has been stopped at once.
+    # A second signal stopped the cluster at once.
     hurried: bool = False
     _cluster: LocalCluster | None = None
     _stop: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
-        """Runs until signalled. Raises what local_cluster raises, and CancelledError when signalled while it starts."""
+        """Runs until signalled. Raises what local_cluster raises, and CancelledError if signalled during the start."""
         from cli.local import local_cluster
 
-        # As the router processes do.
+        # The log format of the router processes.
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         starting = asyncio.current_task()
         assert starting is not None
@@ -156,14 +158,14 @@ class _Up:
                 )
             self._announce(self._cluster)
             await self._stop.wait()
-            output.note("stopping; once more Ctrl-C stops at once")
-            with output.working("calls in flight end, then Postgres"):
+            output.note("stopping; another Ctrl-C stops at once")
+            with output.working("waiting for calls in flight, then stopping Postgres"):
                 await stack.aclose()
         output.note("stopped" if self.root is None else f"stopped; the data stays in {self.root}")
 
     def _signalled(self, starting: asyncio.Task[object]) -> None:
         if self._cluster is None:
-            output.note("stopping as soon as what has begun to start can be stopped")
+            output.note("stopping once the servers that are starting can be stopped")
             starting.cancel()
         elif not self._stop.is_set():
             self._stop.set()
@@ -172,7 +174,7 @@ class _Up:
             for pid in self._cluster.routers.pids:
                 _send(pid, signal.SIGKILL)
             for server in self._cluster.postgres.values():
-                # What Postgres calls an immediate shutdown: it recovers when it starts again.
+                # An immediate shutdown in Postgres's terms: it recovers at the next start.
                 _send(server.pid, signal.SIGQUIT)
 
     def _routers(self) -> str:
@@ -194,11 +196,11 @@ class _Up:
             return
         command, place = _how_to_call()
         at = "" if cluster.address == options.ADDRESS_DEFAULT else f" --address {cluster.address}"
-        kept = "none is kept" if self.root is None else f"in {self.root}; it stays"
+        data = "none is kept" if self.root is None else f"in {self.root}; it is kept"
         output.say(
             f"""\
 Windrow is up at {cluster.address}: {output.counted(len(cluster.shards), "shard")}, {self._routers()}.
-Data: {kept}.
+Data: {data}.
 Cluster file: {cluster.config}
 
 Try it in another terminal{place}:
@@ -212,7 +214,7 @@ Ctrl-C stops it."""
 
 
 def _how_to_call() -> tuple[str, str]:
-    """How this very command is called from another terminal, and in which folder."""
+    """Returns how to call this command from another terminal, and the folder to do so."""
     root = Path(__file__).resolve().parent.parent
     if os.access(root / "run", os.X_OK):
         return "./run windrow", f", in {root}"

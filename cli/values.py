@@ -1,6 +1,6 @@
-"""How values are written on the command line, and shown again: durations, times, leases, ids, retry policies. Pure.
+"""Parses and formats values of the command line: durations, times, leases, ids, retry policies. No I/O.
 
-Every reader raises typer.BadParameter, which names the option, the value and what would be right.
+Every parser raises typer.BadParameter with the option, the value, and the correct form.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _FACTOR = re.compile(r"([x~])(\d+(?:\.\d+)?)")
 
 
 def duration(value: str | timedelta) -> timedelta:
-    """10s, 1m30s, 1.5h; the units are us, ms, s, m, h and d."""
-    if isinstance(value, timedelta):  # An option's default comes this way too.
+    """Parses a duration such as 10s, 1m30s or 1.5h; the units are us, ms, s, m, h and d."""
+    if isinstance(value, timedelta):  # Typer passes an option's default, too.
         return value
     if value == "0":
         return timedelta()
@@ -39,7 +39,7 @@ def duration(value: str | timedelta) -> timedelta:
 
 
 def exact(value: timedelta) -> str:
-    """A duration as `duration` reads it, nothing lost."""
+    """Formats a duration exactly, as `duration` parses it."""
     left_us = value // timedelta(microseconds=1)
     text = ""
     for unit, unit_us in reversed(_UNITS_US.items()):
@@ -49,7 +49,7 @@ def exact(value: timedelta) -> str:
 
 
 def retention(value: str | int) -> int:
-    """For how many days finished jobs are kept."""
+    """Parses a retention. Returns its number of days."""
     if isinstance(value, int):
         return value
     if value not in _RETENTIONS:
@@ -58,12 +58,12 @@ def retention(value: str | int) -> int:
 
 
 def retention_text(days: int) -> str:
-    """As `retention` reads it."""
-    return next((text for text, known in _RETENTIONS.items() if known == days), f"{days}d")
+    """Formats a retention as `retention` parses it."""
+    return next((text for text, value in _RETENTIONS.items() if value == days), f"{days}d")
 
 
 def rough(value: timedelta) -> str:
-    """A duration for the eye: its two largest units."""
+    """Formats a duration for people, in its two largest units."""
     total_s = value.total_seconds()
     if total_s < 1:
         return f"{total_s * 1000:.0f}ms"
@@ -78,7 +78,7 @@ def rough(value: timedelta) -> str:
 
 
 def moment(value: str | datetime) -> datetime:
-    """ISO 8601, such as 2026-11-20T09:30:00Z; without an offset it is this machine's local time."""
+    """Parses an ISO 8601 time such as 2026-11-20T09:30:00Z. Without an offset it is in this machine's time zone."""
     if isinstance(value, datetime):
         return value
     try:
@@ -90,7 +90,7 @@ def moment(value: str | datetime) -> datetime:
 
 
 def attributes(pairs: Iterable[str]) -> dict[str, str]:
-    """key=value pairs."""
+    """Parses key=value pairs."""
     found: dict[str, str] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -103,7 +103,7 @@ def attributes(pairs: Iterable[str]) -> dict[str, str]:
 
 
 def job_ids(values: Iterable[str]) -> list[str]:
-    """Job ids in canonical lower-case text."""
+    """Parses job ids. Returns them in canonical lower-case text."""
     ids = [value.strip().lower() for value in values]
     for job_id in ids:
         if not _ID.fullmatch(job_id):
@@ -115,7 +115,7 @@ def job_ids(values: Iterable[str]) -> list[str]:
 
 
 def leases(values: Iterable[str]) -> list[bytes]:
-    """Lease tokens from base64, of either alphabet, padded or not."""
+    """Parses lease tokens from base64, in either alphabet, padded or not."""
     tokens: list[bytes] = []
     for value in values:
         plain = value.strip().replace("-", "+").replace("_", "/").rstrip("=")
@@ -137,7 +137,8 @@ def lease_text(token: bytes) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
-    """When a nacked job runs again: after `first`; where `last` is set, ever later, `multiplier` times, up to it."""
+    """A retry policy: a fixed delay `first`; or, if `last` is set, delays that grow by `multiplier` from `first` to
+    `last`."""
 
     first: timedelta
     last: timedelta | None = None
@@ -146,7 +147,10 @@ class Retry:
 
 
 def retry(value: str | Retry) -> Retry:
-    """10s: always after 10 s. 1s..1h: 1 s, 2 s, 4 s … up to 1 h. 1s..1h,x3,~0.2: growing threefold, 20 % at random."""
+    """Parses a retry policy.
+
+    10s: always after 10 s. 1s..1h: after 1 s, 2 s, 4 s … up to 1 h. 1s..1h,x3,~0.2: tripling, with ±20 % jitter.
+    """
     if isinstance(value, Retry):
         return value
     delays, *factors = value.split(",")
@@ -174,14 +178,14 @@ def retry(value: str | Retry) -> Retry:
 
 
 def retry_text(policy: Retry) -> str:
-    """A retry policy as `retry` reads it."""
+    """Formats a retry policy as `retry` parses it."""
     if policy.last is None:
         return exact(policy.first)
     return f"{exact(policy.first)}..{exact(policy.last)},x{policy.multiplier:g},~{policy.jitter:g}"
 
 
 def words(values: Sequence[str], lines: Iterable[str]) -> list[str]:
-    """The values themselves; or, where the only one is `-`, one from each line that is not blank."""
+    """Returns the values; or, if the only value is `-`, one value for each line that is not blank."""
     if list(values) != ["-"]:
         return list(values)
     return [line.strip() for line in lines if line.strip()]

@@ -3,7 +3,7 @@
     with open_clusters(["shard-1", "shard-2"]) as clusters:
         print(clusters["shard-1"].dsn)
 
-Refuses to be a production cluster: no backups, one machine, and nobody who would promote a standby.
+Not for production: no backups, one machine, and no automatic failover.
 """
 
 from embedded.binaries import BIN_VARIABLE, Binaries, find_binaries

@@ -1,6 +1,6 @@
-"""As whom one connects to a cluster. Owns passwords.json (mode 600), and the role and the database of Windrow.
+"""Access to a cluster: passwords.json (mode 600), and Windrow's role and database.
 
-Refuses to log a password, or to let anyone in without one.
+Passwords are never logged, and every connection needs one.
 """
 
 import json
@@ -18,8 +18,8 @@ ROLE = "windrow"
 DATABASE = "windrow"
 SUPERUSER = "postgres"
 
-CONNECT_S = 2  # libpq's own minimum; on loopback it answers at once or is not there.
-_COMPLETE_MS_MAX = 30_000  # For each statement that makes role and database.
+CONNECT_S = 2  # libpq's minimum. On loopback a server answers at once or not at all.
+_COMPLETE_MS_MAX = 30_000  # The timeout of each statement that creates the role and the database.
 
 
 class Passwords:
@@ -28,7 +28,7 @@ class Passwords:
         self._path = folder / "passwords.json"
 
     def read(self) -> dict[str, str]:
-        """By role. Raises NotCreated, EmbeddedError."""
+        """Returns the passwords by role. Raises NotCreated or EmbeddedError."""
         match read_json(self._path):
             case {"postgres": str(superuser), "windrow": str(role)}:
                 return {SUPERUSER: superuser, ROLE: role}
@@ -39,12 +39,12 @@ class Passwords:
                 )
             case _:
                 raise EmbeddedError(
-                    f"{self._path} does not hold the two passwords: restore it from a backup, or reset() the cluster"
+                    f"{self._path} does not contain the two passwords: restore it from a backup, or reset() the cluster"
                 )
 
     def draw(self) -> dict[str, str]:
-        """New ones, kept."""
-        # Of signs that need no escaping in a URL.
+        """Generates new passwords, saves and returns them."""
+        # With characters that need no escaping in a URL.
         passwords = {role: secrets.token_urlsafe(24) for role in (SUPERUSER, ROLE)}
         self.keep(passwords)
         return passwords
@@ -57,14 +57,14 @@ class Passwords:
 
 
 def complete(superuser_dsn: str, *, password: str) -> None:
-    """Make role and database where they are missing: an owner may have been killed before it did."""
+    """Creates the role and the database if they are missing: an owner may have been killed before creating them."""
     with psycopg.connect(superuser_dsn, autocommit=True, connect_timeout=CONNECT_S) as connection:
         if connection.execute("SHOW in_hot_standby").fetchone() == ("on",):
             return
         connection.execute(sql.SQL("SET statement_timeout = {}").format(sql.Literal(_COMPLETE_MS_MAX)))
         role = connection.execute("SELECT FROM pg_roles WHERE rolname = %s", [ROLE]).fetchone()
         if role is None:
-            # Hashed here, so that no log ever holds the password itself.
+            # Hash the password here, so that no log can contain it.
             verifier = connection.pgconn.encrypt_password(password.encode(), ROLE.encode(), b"scram-sha-256")
             connection.execute(
                 sql.SQL("CREATE ROLE {} LOGIN PASSWORD {}").format(sql.Identifier(ROLE), sql.Literal(verifier.decode()))

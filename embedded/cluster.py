@@ -1,20 +1,19 @@
 """One PostgreSQL server on this machine, with a database for Windrow. Owns its folder and its process.
 
-The folder is the state: port, passwords and data are read from it, so that any later process can go on with
-the cluster. Refuses to listen anywhere but on 127.0.0.1, to let anyone in without a password, to run the
-server as root, to serve one folder to two owners, and to run on Windows.
+All state is in the folder: port, passwords and data. Any later process can therefore continue with the cluster.
+The server listens only on 127.0.0.1, requires a password, and never runs as root. A folder has one owner at a
+time. Windows is not supported.
 
     <folder>/cluster.json     the port
     <folder>/passwords.json   mode 600, never logged
-    <folder>/primary.pass     a standby's: mode 600, its way to the primary; the server's account reads it
+    <folder>/primary.pass     a standby's password for its primary: mode 600, readable for the server's account
     <folder>/windrow.conf     settings, included by data/postgresql.conf
-    <folder>/server.log       what the server prints; server.log.1 is the one before
+    <folder>/server.log       the server's output; server.log.1 is the previous one
     <folder>/owner.lock       locked by the process that started the server
     <folder>/server.lock      locked by initdb, the server and its children: free once all of them have ended
-    <folder>/data/            the server's; everything else is ours
+    <folder>/data/            the server's data; all other files are this package's
 
-A server outlives an owner that is killed. The next start() finds it and adopts it. An ephemeral cluster goes
-with its owner instead.
+A server outlives an owner that is killed, and the next start() adopts it. An ephemeral cluster ends with its owner.
 """
 
 import contextlib
@@ -48,23 +47,24 @@ from embedded.waiting import POLL_S, holds_by
 from embedded.watcher import Watcher
 
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")
-_LAUNCHES_MAX = 5  # How often a port that was free may turn out taken, before we give up.
+_LAUNCHES_MAX = 5  # How many ports to try, if each is taken between the check and the launch.
 _KILL_S_MAX = 10.0
 
 StopMode = Literal["fast", "immediate"]
 
 
 class Cluster:
-    """One local server, named; several share a root folder. A context manager, or start() and stop().
+    """One local server with a name. Several may share a root folder. Use it as a context manager, or call start() and
+    stop().
 
-    `name`      lower-case letters, digits, `_` and `-`; also the name of its folder below `root`.
-    `root`      default: see default_root(). With `ephemeral`: where its temporary folder is made.
-    `ephemeral` a fresh cluster, removed by stop() and after the death of this process, kill -9 included.
-    `settings`  lines for postgresql.conf that override ours; applied by the next start of the server.
-    `binaries`  a bin folder; default: see find_binaries(). Existing data asks for the version that made it.
-    `standby_of` a running cluster: the first start copies its data, and from then on follows it, until promote().
+    `name`       lower-case letters, digits, `_` and `-`; also the name of its folder below `root`.
+    `root`       default: see default_root(). With `ephemeral`: the parent of the temporary folder.
+    `ephemeral`  makes a new cluster, which is removed by stop() or after the death of this process, even by kill -9.
+    `settings`   lines for postgresql.conf that override the defaults; the next start of the server applies them.
+    `binaries`   a bin folder; default: see find_binaries(). Existing data needs the version that made it.
+    `standby_of` a running cluster: the first start copies its data, and the standby follows it until promote().
 
-    Raises ValueError on a bad name or setting. Methods are safe to call from several threads.
+    Raises ValueError for an invalid name or setting. Thread-safe.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class Cluster:
         self._account: Account | None = server_account()
         if ephemeral:
             place = temporary_root(self._account) if root is None else root
-            # The name is drawn, not made, so that nothing is on disk before start().
+            # Only choose the name here: start() makes the folder.
             folder = place / f"windrow-{name}-{secrets.token_hex(6)}"
             self._copies = default_root().parent / "binaries"
         else:
             place = default_root() if root is None else root
             folder = place / name
             self._copies = place.absolute().parent / "binaries"
-        # Resolved: a live server is recognized by the path that it was started with.
+        # Resolved, because a live server is recognized by the path in its command line.
         self._folder = folder.resolve()
         self._data = self._folder / "data"
         self._port = RememberedPort(name, self._folder)
@@ -129,7 +129,7 @@ class Cluster:
 
     @property
     def pid(self) -> int | None:
-        """The server's process id, whoever started it; None when it does not run."""
+        """The server's process id, even if another process started it; None if it does not run."""
         process = self._process
         if process is not None and process.poll() is None:
             return process.pid
@@ -150,20 +150,20 @@ class Cluster:
 
     @property
     def dsn(self) -> str:
-        """For Windrow: a role without superuser rights, owner of its database. Holds the password."""
+        """The DSN for Windrow, whose role owns the database and is not a superuser. Contains the password."""
         return self._passwords.dsn(ROLE, DATABASE, port=self.port)
 
     @property
     def superuser_dsn(self) -> str:
-        """For administration and fault tests. Holds the password."""
+        """The superuser's DSN, for administration and fault tests. Contains the password."""
         return self._passwords.dsn(SUPERUSER, "postgres", port=self.port)
 
     def start(self, timeout_s: float = 60) -> None:
-        """Start the server, or adopt the one that a killed owner left, and wait until it answers.
+        """Starts the server, or adopts one that a killed owner left running, and waits until it answers.
 
-        Does nothing when it already runs for this object. After a crash it first waits for the old server's
-        orphans to end. Raises BinariesNotFound, ClusterInUse, PortTaken or StartFailed; then nothing is left
-        running that this call has started.
+        Does nothing if it already runs for this object. After a crash it first waits until the old server's orphaned
+        children have ended. Raises BinariesNotFound, ClusterInUse, PortTaken or StartFailed; everything that this call
+        has started is then stopped.
         """
         deadline = time.monotonic() + timeout_s
         with self._mutex:
@@ -179,7 +179,7 @@ class Cluster:
                     self._remember_port(running)
                     self._await_answer(deadline)
             except BaseException:
-                # A server that we adopted is not ours to end; one that we started is.
+                # Stop a server that this call started, but not one that it adopted.
                 self._abandon_launch()
                 if self._ephemeral and not owned_before:
                     self._remove()
@@ -187,10 +187,10 @@ class Cluster:
                 raise
 
     def stop(self, mode: StopMode = "fast", timeout_s: float = 30) -> None:
-        """Stop the server and wait until it has ended; an ephemeral cluster is then removed.
+        """Stops the server and waits until it has ended; then removes an ephemeral cluster.
 
-        fast: ends connections, writes a checkpoint. immediate: ends at once, recovers on the next start.
-        Does nothing when it does not run. Raises ClusterInUse when another process owns it, and StopTimedOut.
+        fast: closes connections and writes a checkpoint. immediate: ends at once and recovers at the next start.
+        Does nothing if the server does not run. Raises ClusterInUse if another process owns it, and StopTimedOut.
         """
         deadline = time.monotonic() + timeout_s
         with self._mutex:
@@ -207,10 +207,10 @@ class Cluster:
                     assert_never(mode)
             if not holds_by(deadline, lambda: not self.alive):
                 raise StopTimedOut(
-                    f"cluster {self._name!r} (pid {self.pid}) runs {timeout_s:g} s after a {mode} stop; "
+                    f"cluster {self._name!r} (pid {self.pid}) still runs {timeout_s:g} s after a {mode} stop; "
                     f'see {self._log.path}, and try stop(mode="immediate") or kill()'
                 )
-            # Nothing is left of a killed server either, once this lock is free.
+            # When this lock is free, no children of a killed server are left either.
             if self._folder.is_dir():
                 self._await_orphans(deadline, StopTimedOut).close()
             self._process = None
@@ -219,14 +219,14 @@ class Cluster:
             self._disown()
 
     def close(self) -> None:
-        """Stop, whatever it takes. The checkpoint is spared where the data is thrown away."""
+        """Stops the server, with an immediate stop if necessary. An ephemeral cluster needs no checkpoint."""
         try:
             self.stop("immediate" if self._ephemeral else "fast")
         except StopTimedOut:
             self.stop("immediate")
 
     def kill(self) -> None:
-        """SIGKILL the postmaster alone, as a fault would, and wait until it is gone; start() recovers."""
+        """Kills only the postmaster with SIGKILL, as a fault, and waits until it has ended. start() recovers."""
         deadline = time.monotonic() + _KILL_S_MAX
         with self._mutex:
             if self._folder.is_dir():
@@ -234,21 +234,23 @@ class Cluster:
             self._signal(signal.SIGKILL)
             if not holds_by(deadline, lambda: not self.alive):
                 raise StopTimedOut(
-                    f"cluster {self._name!r} (pid {self.pid}) is there {_KILL_S_MAX:g} s after SIGKILL: "
-                    "the kernel holds it, most likely for its disk; see its state with `ps`"
+                    f"cluster {self._name!r} (pid {self.pid}) still exists {_KILL_S_MAX:g} s after SIGKILL: "
+                    "it is blocked in the kernel, most likely waiting for a disk; see its state with `ps`"
                 )
             if self._watcher is not None:
                 self._watcher.guard(None)
 
     def promote(self, timeout_s: float = 60) -> None:
-        """Make a standby a primary, and wait until it is one. The old primary must not run any more: nothing here
-        keeps two of them apart. Raises StartFailed."""
+        """Promotes a standby to primary, and waits until it is one. Raises StartFailed.
+
+        Stop the old primary first: nothing here prevents two primaries.
+        """
         with psycopg.connect(self.superuser_dsn, autocommit=True, connect_timeout=CONNECT_S) as connection:
             if connection.execute("SELECT pg_promote(true, %s)", [max(1, round(timeout_s))]).fetchone() != (True,):
                 raise self._log.failed(f"the standby was not promoted within {timeout_s:g} s")
 
     def reset(self) -> None:
-        """Delete all data of this cluster. Raises ClusterInUse while it runs or another process owns it."""
+        """Deletes all data of this cluster. Raises ClusterInUse if it runs or another process owns it."""
         with self._mutex:
             if not self._folder.is_dir():
                 return
@@ -256,7 +258,7 @@ class Cluster:
             self._own()
             try:
                 self.refuse_while_alive()
-                # Also not while orphans of a killed server may write.
+                # Children of a killed server may still write: wait for them.
                 self._await_orphans(time.monotonic() + _KILL_S_MAX, ClusterInUse).close()
                 self._remove()
             except BaseException:
@@ -266,7 +268,7 @@ class Cluster:
             self._disown()
 
     def refuse_while_alive(self) -> None:
-        """Raises ClusterInUse while the server runs, whoever started it."""
+        """Raises ClusterInUse if the server runs, even if another process started it."""
         if (pid := self.pid) is not None:
             raise ClusterInUse(
                 f"cluster {self._name!r} runs as pid {pid}: stop it before its data in {self._folder} is deleted"
@@ -275,7 +277,7 @@ class Cluster:
     # Starting
 
     def _running_before(self, deadline: float) -> Postmaster | None:
-        """The live server found here, if one can be adopted."""
+        """Returns the live server to adopt, or None if there is none. Waits for one that is stopping."""
         found = read_postmaster(self._data)
         if found is None or found.status != "stopping":
             return found
@@ -287,7 +289,7 @@ class Cluster:
         return None
 
     def _remember_port(self, running: Postmaster) -> None:
-        # Its owner may have been killed before it wrote the port down.
+        # The server's owner may have been killed before it wrote the port.
         if running.port is not None and running.port != self._port.read():
             self._port.write(running.port)
 
@@ -298,7 +300,7 @@ class Cluster:
             binaries = find_binaries(self._wanted_binaries, major=existing, copies=self._copies)
             if existing is None:
                 self._initialize(binaries, deadline, lock)
-            # No process of this cluster lives: whatever the file names is someone else who got the id.
+            # No process of this cluster lives: if the id in this file exists, another process has it now.
             (self._data / "postmaster.pid").unlink(missing_ok=True)
             self._log.rotate()
             self._launch_on_a_free_port(binaries, deadline, lock)
@@ -312,7 +314,7 @@ class Cluster:
             return None
 
     def _initialize(self, binaries: Binaries, deadline: float, lock: IO[str]) -> None:
-        """Make the data folder under another name first: what is called `data` is whole."""
+        """Makes the data folder under another name and renames it, so that a folder named `data` is complete."""
         new = NewData(
             folder=self._folder / "data.new",
             binaries=binaries,
@@ -331,10 +333,10 @@ class Cluster:
         sync_folder(self._folder)
 
     def _fill(self, command: list[str | Path], deadline: float, lock: IO[str]) -> None:
-        """Run what fills the data folder. Raises StartFailed."""
+        """Runs a command that fills the data folder. Raises StartFailed."""
         name = Path(command[0]).name
         with self._log.open() as log:
-            # With the lock: were we killed now, the next start would wait for this child to end.
+            # The child inherits the lock: if this process is killed now, the next start waits for the child.
             child = spawn(command, account=self._account, output=log, pass_fds=(lock.fileno(),))
         if self._watcher is not None:
             self._watcher.guard(child.pid)
@@ -352,7 +354,7 @@ class Cluster:
 
     def _launch_on_a_free_port(self, binaries: Binaries, deadline: float, lock: IO[str]) -> None:
         remembered = self._port.read()
-        # A DSN that was handed out must stay true; nobody keeps one of an ephemeral cluster for long.
+        # A DSN that was handed out must stay valid, except that of an ephemeral cluster, which nobody keeps for long.
         fixed = remembered is not None and not self._ephemeral
         port = remembered
         for attempt in range(_LAUNCHES_MAX):
@@ -366,7 +368,7 @@ class Cluster:
             try:
                 self._await_answer(deadline)
             except StartFailed as error:
-                # Someone may have been faster than the server, between our look and its own.
+                # Another program may have taken the port after our check and before the server's start.
                 if self.alive or not is_taken(port):
                     raise
                 if fixed:
@@ -377,7 +379,7 @@ class Cluster:
             return
 
     def _write_conf(self, binaries: Binaries, port: int) -> None:
-        # The server itself is asked: how it was built is written nowhere else that is always there.
+        # Ask the server binary: no file that always exists says how it was built.
         def accepts(setting: str) -> bool:
             answered, _ = run(
                 [binaries.program("postgres"), "-D", self._data, "-c", setting, "-C", setting.split("=")[0]],
@@ -387,7 +389,7 @@ class Cluster:
 
         conf = self._folder / "windrow.conf"
         if not conf.exists():
-            write_file(conf, "", mode=0o644)  # The question needs a complete configuration.
+            write_file(conf, "", mode=0o644)  # `postgres -C` needs this file, because postgresql.conf includes it.
         text = render(
             name=self._name,
             port=port,
@@ -412,7 +414,7 @@ class Cluster:
             self._watcher.guard(self._process.pid)
 
     def _await_answer(self, deadline: float) -> None:
-        """Wait until the server lets its superuser in, and see that role and database are there."""
+        """Waits until the superuser can connect, then creates Windrow's role and database if they are missing."""
         refusal = "it has not opened its port"
         while True:
             process = self._process
@@ -430,19 +432,19 @@ class Cluster:
             if time.monotonic() >= deadline:
                 raise self._log.failed(
                     "the server does not answer in time; if it is still recovering, give start() a longer "
-                    f"timeout_s. Its last word: {refusal}"
+                    f"timeout_s. Last error: {refusal}"
                 )
             time.sleep(POLL_S)
 
     # The folder and the process
 
     def _own(self) -> None:
-        """Take the owner's lock, and make the folder if need be."""
+        """Takes the owner's lock. Makes the folder if it does not exist."""
         if self._owner is not None:
             return
         if self._ephemeral and not self._folder.exists():
             make_folder(self._folder.parent, account=self._account)
-            # The mode is narrow for ourselves; the server's account must pass through.
+            # Mode 700 if the server runs as this user; another account must be able to traverse the folder.
             self._folder.mkdir(mode=0o700)
             self._folder.chmod(0o700 if self._account is None else 0o755)
             self._watcher = Watcher(self._folder)

@@ -1,6 +1,6 @@
-"""Several clusters at once: started in parallel, stopped in parallel. Owns no state of its own.
+"""Several clusters, started and stopped in parallel. Has no state of its own.
 
-Refuses to leave some running when others failed to start.
+If one cluster fails to start, all are stopped.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from typing import Self
 from embedded.cluster import Cluster, StopMode
 from embedded.folders import default_root
 
-# initdb and recovery are bound by CPU and disk; more at once would only wait on each other.
+# initdb and recovery are bound by CPU and disk; more parallel starts would not be faster.
 _PARALLEL_MAX = 8
 
 
@@ -58,20 +58,20 @@ class Clusters(Mapping[str, Cluster]):
         return {name: cluster.dsn for name, cluster in self._clusters.items()}
 
     def start(self, timeout_s: float = 60) -> None:
-        """Start all. When one fails, all are stopped, and its error is raised."""
+        """Starts all. If one fails, stops all and raises its error."""
         try:
             self._each(lambda cluster: cluster.start(timeout_s))
         except BaseException:
-            with contextlib.suppress(Exception):  # The first error is the one to tell.
+            with contextlib.suppress(Exception):  # Raise the first error, not one of the clean-up.
                 self.close()
             raise
 
     def stop(self, mode: StopMode = "fast", timeout_s: float = 30) -> None:
-        """Stop all; the first error is raised after every one was tried."""
+        """Stops all. Raises the first error after trying every cluster."""
         self._each(lambda cluster: cluster.stop(mode, timeout_s))
 
     def close(self) -> None:
-        """Stop all, whatever it takes: see Cluster.close()."""
+        """Stops all, with immediate stops if necessary: see Cluster.close()."""
         self._each(lambda cluster: cluster.close())
 
     def _each(self, act: Callable[[Cluster], None]) -> None:
@@ -95,21 +95,21 @@ def open_clusters(
     settings: Mapping[str, str] | None = None,
     binaries: Path | None = None,
 ) -> Generator[Clusters, None, None]:
-    """Start clusters in parallel, and stop them when the block ends. The arguments are those of Cluster."""
+    """Starts clusters in parallel and stops them when the block ends. The arguments are those of Cluster."""
     with Clusters(names, root=root, ephemeral=ephemeral, settings=settings, binaries=binaries) as clusters:
         yield clusters
 
 
 def cluster_names(root: Path | None = None) -> tuple[str, ...]:
-    """The clusters that have a folder below `root` (default: see default_root()), sorted."""
+    """Returns the names of the clusters with a folder below `root` (default: see default_root()), sorted."""
     place = default_root() if root is None else root
     return tuple(sorted(path.parent.name for path in place.glob("*/owner.lock")))
 
 
 def reset(root: Path | None = None) -> tuple[str, ...]:
-    """Delete the data of all clusters below `root`; returns their names. The root folder stays.
+    """Deletes the data of all clusters below `root` and returns their names. Keeps the root folder.
 
-    Raises ClusterInUse, before anything is deleted, when one of them runs.
+    Raises ClusterInUse, before deleting anything, if one of them runs.
     """
     names = cluster_names(root)
     clusters = [Cluster(name, root=root) for name in names]

@@ -1,6 +1,6 @@
-"""How a data folder comes into being: made by initdb, or copied from a primary.
+"""Makes a data folder: with initdb, or as a copy of a primary.
 
-Refuses to start a process itself: what fills the folder is run by the caller, under its lock, log and watcher.
+Starts no processes itself: the caller runs the commands, with its lock, log and watcher.
 """
 
 import os
@@ -21,12 +21,12 @@ class NewData:
     folder: Path
     binaries: Binaries
     account: Account | None
-    # Whether what a power failure would cost is worth waiting for.
+    # Whether to wait until the data is synced to disk.
     durable: bool
     run: Callable[[list[str | Path]], None]
 
     def make(self, *, password: str) -> None:
-        """A server's first data; the password is its superuser's."""
+        """Makes a new server's data. `password` is its superuser's."""
         self._empty()
         password_file = self.folder.with_name("initdb.password")
         command: list[str | Path] = [
@@ -47,7 +47,7 @@ class NewData:
             self.run(command)
         finally:
             password_file.unlink(missing_ok=True)
-        # No link is followed: the folder is writable for the server's account, and we may be root.
+        # Follow no links: the server's account can write to the folder, and this process may be root.
         descriptor = os.open(self.folder / "postgresql.conf", os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
         with open(descriptor, "w", encoding="utf-8") as conf:
             conf.write("\ninclude '../windrow.conf'\n")
@@ -55,9 +55,9 @@ class NewData:
             os.fsync(descriptor)
 
     def copy(self, *, port: int, password: str) -> None:
-        """The data of the primary on `port`, which the server will follow; the password is its superuser's."""
+        """Copies the data of the primary on `port`, which the new server will follow. `password` is the superuser's."""
         self._empty()
-        # It stays: the standby connects with it for as long as it follows.
+        # Keep this file: the standby needs it to connect for as long as it follows the primary.
         password_file = self.folder.with_name("primary.pass")
         self._write_secret(password_file, f"*:*:*:{SUPERUSER}:{password}")
         command: list[str | Path] = [
@@ -78,7 +78,7 @@ class NewData:
             os.chown(self.folder, self.account.uid, self.account.gid)
 
     def _write_secret(self, path: Path, text: str) -> None:
-        """For the server's account to read, and nobody else."""
+        """Writes a file that only the server's account can read."""
         write_file(path, text + "\n", mode=0o600)
         if self.account is not None:
             os.chown(path, self.account.uid, self.account.gid)

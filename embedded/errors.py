@@ -1,10 +1,10 @@
-"""What can go wrong with a local cluster. Owns the tree of errors; a message names value, place and remedy.
+"""The errors of a local cluster. Each message names the value, the place and the remedy.
 
 EmbeddedError
 ├── BinariesNotFound   no usable PostgreSQL: install one or name its bin folder
-├── ClusterInUse       another live process holds the cluster: use its DSN, or stop it there
+├── ClusterInUse       another live process owns the cluster: use its DSN, or stop it there
 ├── NotCreated         the cluster has no data yet: start it first
-├── PortTaken          someone else listens on the remembered port: stop them, or change the port
+├── PortTaken          another program listens on the cluster's port: stop it, or change the port
 ├── StartFailed        the server did not come up: the message ends with the end of its log
 └── StopTimedOut       the server did not stop in time: stop it with mode="immediate"
 """
@@ -15,11 +15,11 @@ class EmbeddedError(Exception):
 
 
 class BinariesNotFound(EmbeddedError):
-    """No usable PostgreSQL was found; the message lists every place looked at, and why it was refused."""
+    """No usable PostgreSQL was found. The message lists every place that was checked, and why it was refused."""
 
 
 class ClusterInUse(EmbeddedError):
-    """Another live process holds this cluster, or it runs while it must not."""
+    """Another live process owns this cluster, or the cluster runs although it must not."""
 
 
 class NotCreated(EmbeddedError):
@@ -27,7 +27,7 @@ class NotCreated(EmbeddedError):
 
 
 class PortTaken(EmbeddedError):
-    """Someone else listens on the port that this cluster's DSNs name."""
+    """Another program listens on the port in this cluster's DSNs."""
 
 
 class StartFailed(EmbeddedError):

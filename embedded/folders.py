@@ -1,6 +1,6 @@
-"""Where data lives on this machine, and how files and folders are made and read there.
+"""The folders of the data on this machine, and how files and folders are made and read there.
 
-Refuses to change the mode or the owner of a folder that was there before.
+Never changes the mode or the owner of an existing folder.
 """
 
 import contextlib
@@ -15,12 +15,12 @@ import platformdirs
 from embedded.account import Account, can_enter
 from embedded.errors import StartFailed
 
-# Clusters start in parallel: none may look at a folder between its making and its mode.
+# Clusters start in parallel: none may use a folder before its mode is set.
 _making = threading.Lock()
 
 
 def default_root() -> Path:
-    """Where clusters live unless told otherwise: one folder per cluster."""
+    """Returns the default parent of the clusters' folders."""
     if os.geteuid() == 0:
         # Not below root's home: that has mode 700, and the unprivileged server could not traverse it.
         return Path("/var/lib/windrow/postgres")
@@ -28,15 +28,15 @@ def default_root() -> Path:
 
 
 def temporary_root(account: Account | None) -> Path:
-    """A place for ephemeral clusters that the account can reach."""
+    """Returns a folder for ephemeral clusters that the account can reach."""
     chosen = Path(tempfile.gettempdir()).resolve()
     return chosen if account is None or can_enter(chosen, account) else Path("/tmp")
 
 
 def make_folder(path: Path, *, account: Account | None) -> None:
-    """Make `path` and its missing parents; those already there stay as they are.
+    """Makes `path` and its missing parents. Does not change existing folders.
 
-    Raises StartFailed when the account cannot traverse an older parent.
+    Raises StartFailed if the account cannot traverse an existing parent.
     """
     missing: list[Path] = []
     for folder in (path, *path.parents):
@@ -48,21 +48,21 @@ def make_folder(path: Path, *, account: Account | None) -> None:
             try:
                 folder.mkdir()
             except FileExistsError:
-                continue  # A cluster that starts beside this one was faster; it sets the mode.
-            # Under another account the server must pass through; what is secret is so by its own mode.
+                continue  # Another cluster that starts now was faster, and sets the mode.
+            # A server with another account must be able to traverse it. Secret files have modes of their own.
             folder.chmod(0o700 if account is None else 0o755)
     if account is None or can_enter(path, account):
         return
-    # Outermost first: the first one that cannot be entered is the one to name.
-    shut = next((one for one in (*reversed(path.parents), path) if not can_enter(one, account)), path)
+    # Outermost first, so that the error names the folder to open.
+    closed = next((folder for folder in (*reversed(path.parents), path) if not can_enter(folder, account)), path)
     raise StartFailed(
-        f"the server runs as account {account.name!r}, which cannot enter {shut}: choose a root outside "
-        f"it (default: {default_root()}), or let others traverse it with `chmod o+x {shut}`"
+        f"the server runs as account {account.name!r}, which cannot enter {closed}: choose a root outside "
+        f"it (default: {default_root()}), or let others traverse it with `chmod o+x {closed}`"
     )
 
 
 def read_json(path: Path) -> object:
-    """What the file holds; None when there is no file, and its text when it is not JSON."""
+    """Returns the parsed JSON of a file; its text if it is not JSON; None if there is no file."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -75,12 +75,12 @@ def read_json(path: Path) -> object:
 
 
 def write_file(path: Path, text: str, *, mode: int) -> None:
-    """Replace `path` by `text`, whole or not at all, and durably: a crash must not cost a password."""
+    """Replaces a file's content atomically and durably, so that a crash cannot lose a password."""
     new = path.with_name(path.name + ".new")
     new.unlink(missing_ok=True)
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     with open(descriptor, "w", encoding="utf-8") as file:
-        os.fchmod(descriptor, mode)  # The mode given to open() is cut by the umask.
+        os.fchmod(descriptor, mode)  # The umask reduces the mode given to open().
         file.write(text)
         file.flush()
         os.fsync(descriptor)
@@ -89,9 +89,9 @@ def write_file(path: Path, text: str, *, mode: int) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make names created or renamed in `folder` durable."""
+    """Syncs a folder, which makes created and renamed names in it durable."""
     descriptor = os.open(folder, os.O_RDONLY)
-    # Some file systems cannot sync a folder; they offer nothing better.
+    # Some file systems cannot sync a folder, and have no alternative.
     with contextlib.suppress(OSError):
         os.fsync(descriptor)
     os.close(descriptor)

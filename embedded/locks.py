@@ -1,4 +1,4 @@
-"""Who may touch a cluster's folder. Owns owner.lock and server.lock; the kernel frees them when their holders end."""
+"""The locks of a cluster's folder: owner.lock and server.lock. The kernel frees them when their holders end."""
 
 import contextlib
 import fcntl
@@ -11,7 +11,7 @@ from embedded.waiting import holds_by
 
 
 def lock_for_owner(cluster: str, folder: Path) -> IO[str]:
-    """The owner's lock, held until it is closed. Raises ClusterInUse."""
+    """Takes the owner's lock, which is held until the returned file is closed. Raises ClusterInUse."""
     path = folder / "owner.lock"
     lock = _open(path)
     if not _lock(lock) or not _is_still_at(lock, path):
@@ -28,10 +28,10 @@ def lock_for_owner(cluster: str, folder: Path) -> IO[str]:
 
 
 def lock_after_orphans(cluster: str, folder: Path, deadline: float, failure: type[EmbeddedError]) -> IO[str]:
-    """Wait until no process of an earlier server lives; returns their lock, for the next one to inherit.
+    """Waits until all processes of an earlier server have ended. Returns their lock, which the next server inherits.
 
-    They end by themselves soon after their postmaster. The lock is held through a descriptor that every
-    child inherits, so it tells of all of them, and process ids, which are reused, play no part.
+    Such processes end soon after their postmaster. Every child inherits the lock's descriptor, so a free lock proves
+    that all have ended. Process ids would not prove it, because they are reused.
     """
     path = folder / "server.lock"
     lock = _open(path)
@@ -49,7 +49,7 @@ def _open(path: Path) -> IO[str]:
 
 
 def _lock(file: IO[str]) -> bool:
-    # flock, not lockf: it belongs to the open file, and so passes to a child with the descriptor.
+    # flock, not lockf: an flock belongs to the open file, so a child inherits it with the descriptor.
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

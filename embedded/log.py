@@ -1,4 +1,4 @@
-"""What a server prints. Owns server.log; server.log.1 is the one before."""
+"""The server's output: server.log, and server.log.1 for the previous one."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ class ServerLog:
                 self.path.replace(self.path.with_name("server.log.1"))
 
     def failed(self, what: str) -> StartFailed:
-        """An error that ends with the end of the log."""
+        """Returns an error with the last lines of the log."""
         try:
             with open(self.path, "rb") as log:
                 log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))

@@ -1,6 +1,6 @@
-"""Which port of this machine a cluster listens on. Owns cluster.json, where it is remembered: DSNs stay true.
+"""The port of a cluster. cluster.json stores it, so that DSNs stay valid.
 
-Refuses ports that another program listens on, or that a stopped neighbour remembers.
+Never picks a port that another program listens on, or that a stopped neighbour cluster has stored.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from embedded.folders import read_json, write_file
 
 HOST = "127.0.0.1"
 
-# Below those that systems give to outgoing connections: one could take ours while we are stopped.
+# Below the range of outgoing connections, which could take the port while the cluster is stopped.
 _PORTS = range(20_000, 32_000)
 _PORT_TRIES = 100
 
@@ -27,7 +27,7 @@ class RememberedPort:
         self._path = folder / "cluster.json"
 
     def read(self) -> int | None:
-        """None before the first start."""
+        """Returns the port, or None before the first start. Raises EmbeddedError for an invalid file."""
         match read_json(self._path):
             case {"port": int(port)} if 0 < port < 65_536:
                 return port
@@ -40,19 +40,19 @@ class RememberedPort:
         write_file(self._path, json.dumps({"port": port}) + "\n", mode=0o644)
 
     def pick(self) -> int:
-        """A free one. Raises StartFailed."""
-        # A stopped neighbour's port is free to bind, and still not ours to take.
-        kept: set[int] = set()
+        """Returns a free port. Raises StartFailed."""
+        # The port of a stopped neighbour can be bound, but must stay free for it.
+        reserved: set[int] = set()
         for path in self._folder.parent.glob("*/cluster.json"):
-            # A temporary folder may hold strangers' files, unreadable or unlike ours.
+            # A temporary folder may contain unrelated files, which may be unreadable or have other content.
             with contextlib.suppress(OSError):
                 match read_json(path):
                     case {"port": int(neighbour)}:
-                        kept.add(neighbour)
+                        reserved.add(neighbour)
                     case _:
                         pass
         for port in random.sample(_PORTS, _PORT_TRIES):
-            if port not in kept and not is_taken(port):
+            if port not in reserved and not is_taken(port):
                 return port
         raise StartFailed(
             f"cluster {self._cluster!r} found no free port on {HOST}: {_PORT_TRIES} between {_PORTS.start} and "
@@ -62,14 +62,14 @@ class RememberedPort:
     def taken(self, port: int) -> PortTaken:
         return PortTaken(
             f"port {port} of cluster {self._cluster!r} is taken by another program on {HOST}: stop that program "
-            f"(`ss -ltnp 'sport = :{port}'` names it), or delete {self._path} to have a "
-            "new port chosen, which changes the DSN"
+            f"(`ss -ltnp 'sport = :{port}'` names it), or delete {self._path} to choose a "
+            "new port, which changes the DSN"
         )
 
 
 def is_taken(port: int) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # As the server does: connections that linger from its last run are no obstacle.
+        # As the server does: connections in TIME_WAIT from its last run are not an obstacle.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HOST, port))

@@ -1,6 +1,7 @@
-"""Which server process runs on a data folder, seen from outside. Owns the reading of postmaster.pid.
+"""Finds the server process of a data folder by reading postmaster.pid.
 
-Refuses to trust a process id alone: ids are reused, so the process must name the data folder too.
+A process id alone is not trusted, because ids are reused: the process must also have the data folder in its command
+line.
 """
 
 import os
@@ -15,16 +16,16 @@ _PS_S_MAX = 10.0
 class Postmaster:
     pid: int
     port: int | None  # None until the server has opened it.
-    status: str  # "starting", "ready", "stopping", "standby", or "" before the server has said.
+    status: str  # "starting", "ready", "stopping", "standby", or "" before the server has written it.
 
 
 def read_postmaster(data: Path) -> Postmaster | None:
-    """The live server on `data`, or None. A stale postmaster.pid counts as none."""
+    """Returns the live server on `data`, or None. Ignores a stale postmaster.pid."""
     try:
         lines = (data / "postmaster.pid").read_text(errors="replace").splitlines()
         pid = int(lines[0])
     except (FileNotFoundError, NotADirectoryError, IndexError, ValueError):
-        return None  # A file just being written looks like this too: the next look finds it complete.
+        return None  # A file that is just being written looks like this, too; a later read finds it complete.
     if pid <= 0 or not names_folder(pid, data):
         return None
     port = lines[3] if len(lines) > 3 else ""

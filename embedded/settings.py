@@ -1,6 +1,6 @@
-"""What a local cluster sets in postgresql.conf. Pure: no I/O.
+"""The settings of a local cluster in postgresql.conf. No I/O.
 
-Refuses overrides that would break what the package promises: one loopback port, one data folder, scram.
+Refuses overrides of settings that the package depends on: the loopback port, the data folder, scram.
 """
 
 import re
@@ -20,7 +20,7 @@ _DEFAULTS: tuple[tuple[str, str, str], ...] = (
     ("log_line_prefix", "%m [%p] %q%u@%d ", "who and when, in milliseconds"),
 )
 
-# Each belongs to the package: the DSN, the safety or the clean-up depends on it.
+# The DSN, the safety or the clean-up depends on these settings.
 OWNED = frozenset(
     {
         "port",
@@ -40,7 +40,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
 
 
 def check_overrides(overrides: Mapping[str, str]) -> dict[str, str]:
-    """The overrides by lower-case name. Raises ValueError on one that cannot be had."""
+    """Returns the overrides by lower-case name. Raises ValueError for one that is not allowed."""
     checked: dict[str, str] = {}
     for name, value in overrides.items():
         if not _NAME.fullmatch(name):
@@ -54,7 +54,7 @@ def check_overrides(overrides: Mapping[str, str]) -> dict[str, str]:
 
 
 def render(*, name: str, port: int, lz4: bool, statistics: bool, overrides: Mapping[str, str]) -> str:
-    """The text of windrow.conf; `overrides` must have passed check_overrides."""
+    """Returns the text of windrow.conf. `overrides` must have passed check_overrides."""
     lines: list[tuple[str, str, str]] = [
         ("port", str(port), "chosen on first start and remembered, so that DSNs stay valid"),
         ("listen_addresses", "127.0.0.1", "this machine only"),
@@ -71,7 +71,7 @@ def render(*, name: str, port: int, lz4: bool, statistics: bool, overrides: Mapp
     if statistics:
         lines.append(("shared_preload_libraries", "pg_stat_statements", "shows what the time is spent on"))
     ours = {setting for setting, _, _ in lines}
-    text = ["# Written anew at every start; pass `settings` to change a value.", ""]
+    text = ["# Rewritten at every start; pass `settings` to change a value.", ""]
     for setting, value, why in lines:
         if setting in overrides:
             value, why = overrides[setting], "set by the caller"

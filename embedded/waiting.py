@@ -1,4 +1,4 @@
-"""Waiting for what other processes do, which nobody tells."""
+"""Waits for changes by other processes, by polling."""
 
 import time
 from collections.abc import Callable
@@ -7,7 +7,7 @@ POLL_S = 0.01
 
 
 def holds_by(deadline: float, condition: Callable[[], bool]) -> bool:
-    """Whether the condition came true before the deadline; it is asked at least once."""
+    """Waits until the condition is true. Returns False after the deadline. Checks the condition at least once."""
     while not condition():
         if time.monotonic() >= deadline:
             return False

@@ -1,8 +1,8 @@
-"""What cleans up after an ephemeral cluster whose owner was killed. Owns one small shell process.
+"""Cleans up after an ephemeral cluster whose owner was killed. Owns one small shell process.
 
-The shell holds the reading end of a pipe from us. When we die, however we die, the pipe ends; the shell then
-stops the server and removes the folder. It acts on nothing else, and refuses to signal a process that
-does not name the folder: the id that it was told may have been reused.
+The shell reads from a pipe. When this process ends, in whatever way, the pipe closes; the shell then stops the
+server and removes the folder. It never signals a process without the folder in its command line, because the
+server's process id may have been reused.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ while ours && [ "$tries" -lt 100 ]; do
     tries=$((tries + 1))
 done
 ours && kill -KILL "$pid"
-# Again and again: a process that was not told of may still be writing.
+# Repeat: a process whose id the shell does not know may still be writing.
 tries=0
 while [ -e "$folder" ] && [ "$tries" -lt 50 ]; do
     rm -rf -- "$folder" || sleep 0.1
@@ -41,15 +41,15 @@ _END_S_MAX = 10.0
 
 class Watcher:
     def __init__(self, folder: Path) -> None:
-        # As ourselves, not as the server's account: only we may remove the folder that we made.
+        # As this user, not as the server's account, which may not remove the folder.
         self._shell = spawn(["/bin/sh", "-c", _SCRIPT, "windrow-watcher", folder], account=None, stdin=subprocess.PIPE)
 
     def guard(self, pid: int | None) -> None:
-        """Tell which process to stop: the newest one counts, None takes it back."""
+        """Sets the process to stop, in place of the previous one. None: no process."""
         self._say(f"{pid or 0}\n")
 
     def dismiss(self) -> None:
-        """End the watcher; the folder and the server are the caller's again."""
+        """Ends the watcher without stopping the server or removing the folder."""
         self._say("done\n")
         assert self._shell.stdin is not None
         with contextlib.suppress(BrokenPipeError):
@@ -62,7 +62,7 @@ class Watcher:
 
     def _say(self, words: str) -> None:
         assert self._shell.stdin is not None
-        # Without the watcher only the protection against our own violent death is lost.
+        # If the watcher has ended, only the clean-up after a kill of this process is lost.
         with contextlib.suppress(BrokenPipeError):
             self._shell.stdin.write(words.encode())
             self._shell.stdin.flush()

@@ -1,1 +1,10 @@
-"""What tests, benchmarks and chaos runs share to attack and observe a cluster. No installed package imports it."""
+"""What benchmarks, chaos runs and tests share. Nothing that is installed imports it.
+
+processes, routers, balancers, postgres    start and end the parts of a cluster; cluster_file: what they read
+proxy, hostile_peer                        stand between two parts, or behave as no client should
+clients, history                           client processes, and what each of them saw
+tables, journal                            what the databases say
+checker                                    whether the invariants held, by history, tables and journal
+arguments, table, environment, memory      small helpers of command lines and reports
+background                                 work that goes on beside a scope
+"""

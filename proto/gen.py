@@ -1,9 +1,8 @@
-"""Generates client/windrow/v1 from the .proto files; with --check only tells whether it is up to date.
+"""Generates clients/python/windrow/v1 from the .proto files. With --check, only reports whether it is up to date.
 
-The generated code does not import buf.validate, which would put a top-level package `buf` beside every user's
-own. So the files are compiled twice, and between the two the dependency on validate.proto is taken out. The
-rules stay where they were, as option bytes: no generated code reads them, and protovalidate brings its own
-copy of what they mean.
+The generated code must not import buf.validate, because that would install a top-level package `buf` for every user. So
+the files are compiled twice, and in between the dependency on validate.proto is removed. The rules stay in the
+descriptors as option bytes: no generated code reads them, and protovalidate has its own copy of validate.proto.
 """
 
 import filecmp
@@ -15,7 +14,7 @@ from pathlib import Path
 from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
 
 PROTO = Path(__file__).resolve().parent
-CLIENT = PROTO.parent / "client"
+CLIENT = PROTO.parent / "clients" / "python"
 PACKAGE = "windrow/v1"
 RULES = "buf/validate/validate.proto"
 
@@ -25,13 +24,13 @@ def protoc(*arguments: str) -> None:
 
 
 def without_rules(file: FileDescriptorProto) -> FileDescriptorProto:
-    """The file with no dependency on validate.proto; public and weak ones are named by index, and move."""
+    """Removes the dependency on validate.proto. Public and weak dependencies are indexes, so those are shifted."""
     if RULES not in file.dependency:
         return file
-    gone = list(file.dependency).index(RULES)
-    del file.dependency[gone]
+    removed = list(file.dependency).index(RULES)
+    del file.dependency[removed]
     for indexes in (file.public_dependency, file.weak_dependency):
-        indexes[:] = [index - (index > gone) for index in indexes if index != gone]
+        indexes[:] = [index - (index > removed) for index in indexes if index != removed]
     return file
 
 
@@ -77,11 +76,11 @@ def main() -> int:
         stale = [name for name in sorted(names) if not same(fresh / name, target / name)]
         if "--check" in sys.argv[1:]:
             for name in stale:
-                print(f"client/{PACKAGE}/{name} is not what the .proto files say; ./run gen")
+                print(f"clients/python/{PACKAGE}/{name} does not match the .proto files: run ./run gen")
             return 1 if stale else 0
         target.mkdir(parents=True, exist_ok=True)
         for name in stale:
-            print(f"client/{PACKAGE}/{name}")
+            print(f"clients/python/{PACKAGE}/{name}")
             if (fresh / name).exists():
                 target.joinpath(name).write_bytes(fresh.joinpath(name).read_bytes())
             else:
@@ -89,8 +88,8 @@ def main() -> int:
     return 0
 
 
-def same(one: Path, other: Path) -> bool:
-    return one.exists() and other.exists() and filecmp.cmp(one, other, shallow=False)
+def same(fresh: Path, existing: Path) -> bool:
+    return fresh.exists() and existing.exists() and filecmp.cmp(fresh, existing, shallow=False)
 
 
 if __name__ == "__main__":

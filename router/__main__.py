@@ -1,4 +1,4 @@
-"""`python -m router --config FILE`: the router processes of this machine; says `listening on HOST:PORT` when they
+"""`python -m router --config FILE`: runs this machine's router processes; prints `listening on HOST:PORT` when they
 serve."""
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import sys
 from pathlib import Path
 
 from router.errors import CannotListen, RouterFailed
+from router.process.supervisor import Supervisor
 from router.settings import host_and_port, router_settings
-from router.supervisor import Supervisor
-from shard.cluster import ClusterFileError, read_cluster
+from shard.placement.cluster_file import ClusterFileError, read_cluster
 
 
 def run(config: Path, *, listen: str | None, processes: int | None) -> None:
-    """Runs the router processes that a cluster file describes until SIGTERM or SIGINT; SIGHUP has them look at the file
-    at once. `listen` and `processes` stand before the file's. Raises ClusterFileError, CannotListen, RouterFailed."""
+    """Runs the router processes that a cluster file describes until SIGTERM or SIGINT. On SIGHUP they read the file
+    again at once. `listen` and `processes` override the file's values. Raises ClusterFileError, CannotListen,
+    RouterFailed."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings = router_settings(read_cluster(config), source=str(config))
     if listen is not None:
@@ -44,8 +45,8 @@ async def _until_signalled(supervisor: Supervisor) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m router")
     parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--listen", help="HOST:PORT instead of the file's; port 0 takes a free one")
-    parser.add_argument("--processes", type=int, help="instead of the file's")
+    parser.add_argument("--listen", help="HOST:PORT, overrides the file; port 0 chooses a free port")
+    parser.add_argument("--processes", type=int, help="number of processes, overrides the file")
     arguments = parser.parse_args()
     try:
         run(arguments.config, listen=arguments.listen, processes=arguments.processes)

@@ -1,13 +1,12 @@
-"""How a router fails to start, told to whoever started it. Imports nothing: the supervisor, and the commands that run
-one, need no gRPC for it."""
+"""Errors of a router that cannot start. Imports nothing, so that the supervisor and the CLI need not load gRPC."""
 
-# A router process ends with it: no second try can help, unless somebody mends what it has said.
-HOPELESS = 78
+# The exit code of a router process that needs an operator to correct something: starting it again cannot help.
+EXIT_NO_RETRY = 78
 
 
 class CannotListen(Exception):
-    """The address is taken, or not this machine's; the message says which address."""
+    """The address is in use, or is not an address of this machine. The message names it."""
 
 
 class RouterFailed(Exception):
-    """A router process said that no second try can help; its own message is on standard error."""
+    """A router process ended, and starting it again cannot help. Its own message is on standard error."""

@@ -7,48 +7,69 @@ connections_per_shard = 4
 drain_seconds = 20
 memory_mib = 1024
 calls_per_connection = 1000
+sweep_seconds = 3
+connection_age_seconds = 1800
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from shard.cluster import Cluster, ClusterFileError, known_keys
+from shard.placement.cluster_file import Cluster, ClusterFileError, known_keys
 
 LISTEN_DEFAULT = "127.0.0.1:7419"
 _MIB = 1024 * 1024
-# The interpreter, the libraries, and what a thousand streams that wait take.
+# Memory of the interpreter, the libraries and a thousand waiting streams.
 _PROCESS_MIB = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSettings:
-    # Loopback unless the operator says otherwise: this release has no authentication.
+    # Loopback by default, because this release has no authentication.
     listen: str = LISTEN_DEFAULT
     processes: int = 2
-    # Of each process, for the queue; up to two more serve lists and counts.
+    # Connections of each process for queue calls; up to two more serve lists and counts.
     connections_per_shard: int = 4
-    # After SIGTERM: how long calls in flight may take to end.
+    # How long calls in flight may take to end after SIGTERM.
     drain_seconds: float = 20.0
-    # What each process may take, whatever its clients send, read or leave unfinished (docs/operations.md, "Memory").
+    # The memory limit of each process, whatever its clients send, read or leave unfinished (docs/operations.md,
+    # "Memory").
     memory_mib: int = 1024
-    # Calls and streams that one client connection may have open at a time; it is told so, and its library queues more.
+    # How many calls and streams one client connection may have open. HTTP/2 announces the limit, and the client's gRPC
+    # library queues further calls.
     calls_per_connection: int = 1000
+    # The interval of sweeps: a job whose lease has expired, or that every hint has missed, is found that late.
+    sweep_seconds: float = 3.0
+    # After this time, plus or minus 10 %, a client is asked to connect again, so that new routers get work from old
+    # clients.
+    connection_age_seconds: float = 1800.0
+
+    @property
+    def connection_grace_s(self) -> float:
+        """How long calls may still take after their client was asked to connect again. Then gRPC breaks the connection.
+        By default this is longer than any call with a deadline takes."""
+        return min(600.0, self.connection_age_seconds / 3)
+
+    @property
+    def stream_s_max(self) -> float:
+        """How long a Consume stream lasts at most. The router ends every stream before gRPC can break its connection:
+        jobs that were on their way through a broken connection would stay leased until their windows end."""
+        return self.connection_grace_s * 0.9
 
     @property
     def buffer_bytes(self) -> int:
-        """What calls may hold, in bytes as they are on the wire. Each is in memory up to four times at the same moment:
-        as gRPC has it, decoded, as columns for Postgres, and in libpq's buffer."""
+        """How many bytes calls may hold, counted as on the wire. Each byte is in memory up to four times at once: in
+        gRPC, decoded, as columns for Postgres, and in libpq's buffer."""
         return (self.memory_mib - _PROCESS_MIB) * _MIB // 4
 
     @property
     def watched_bytes(self) -> int:
-        """Above it, connections with unfinished requests are ended."""
+        """The process size above which connections with unfinished requests are closed."""
         return self.memory_mib * _MIB * 7 // 8
 
 
 def router_settings(cluster: Cluster, *, source: str = "cluster file") -> RouterSettings:
-    """Reads the table. Raises ClusterFileError."""
+    """Reads and checks the [router] table. Raises ClusterFileError."""
     table = cluster.tables.get("router", {})
     where = f"{source}: [router]"
     known_keys(table, {field.name for field in fields(RouterSettings)}, where=where)
@@ -59,11 +80,13 @@ def router_settings(cluster: Cluster, *, source: str = "cluster file") -> Router
     _within(settings.drain_seconds, 0, 3600, f"{where} drain_seconds", whole=False)
     _within(settings.memory_mib, 512, 1_048_576, f"{where} memory_mib", whole=True)
     _within(settings.calls_per_connection, 1, 100_000, f"{where} calls_per_connection", whole=True)
+    _within(settings.sweep_seconds, 0.05, 3600, f"{where} sweep_seconds", whole=False)
+    _within(settings.connection_age_seconds, 1, 86_400, f"{where} connection_age_seconds", whole=False)
     return settings
 
 
 def host_and_port(listen: object, *, where: str) -> tuple[str, int]:
-    """The two parts of an address such as 127.0.0.1:7419 or [::1]:7419. Raises ClusterFileError."""
+    """Splits an address such as 127.0.0.1:7419 or [::1]:7419 into host and port. Raises ClusterFileError."""
     host, colon, port = listen.rpartition(":") if isinstance(listen, str) else ("", "", "")
     if not host or not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise ClusterFileError(f"{where}: must be HOST:PORT, such as {LISTEN_DEFAULT}, not {listen!r}")

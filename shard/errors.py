@@ -1,29 +1,29 @@
-"""What can go wrong on a shard, by what the caller may do about it. router/status.py maps those that routers
-meet to gRPC statuses.
+"""The errors of a shard, as a tree, each with what the caller can do about it. router/codec/status.py maps those that
+routers meet to gRPC statuses.
 
 ShardError
-├── ShardUnavailable      nothing may have happened: try again, later
-│   ├── RowLocked         the same; or have whoever holds the lock end the transaction
-│   ├── ClockSetBack      the same; or, for an operator: set the server's clock right, or accept what it shows
-│   └── DiskFull          an operator must make room first
-├── NotOwned              this shard does not take the org's jobs, or knows of a later placement than the caller: learn
-│                         the placement, then begin again (I6)
+├── ShardUnavailable      possibly nothing was done: try again later
+│   ├── RowLocked         try again, or end the transaction that holds the lock
+│   ├── ClockSetBack      try again; an operator corrects the server's clock, or accepts what it shows
+│   └── DiskFull          an operator must free disk space first
+├── NotOwned              this shard does not take the org's jobs, or has a later placement than the caller: read the
+│                         placement, then start the call again (I6)
 ├── BadIds                make new ids
-│   └── IdsOutsideHorizon these are too old, or too far in the future
-├── UnknownQueue          name another, or create it
-├── QueueExists           alter it instead
-├── QueueNotEmpty         purge it first
+│   └── IdsOutsideHorizon the ids are too old, or too far in the future: make new ids
+├── UnknownQueue          name another queue, or create this one
+├── QueueExists           update the queue instead
+├── QueueNotEmpty         purge the queue first
 ├── TooManyQueues         use queues that the org has
-├── UnknownShard          name one that ListShards lists
-├── SlotMoves             pin the org when its slot has come to rest
-├── NotPinned             nothing: the org lives where its hash slot does
-├── TooManyPins           pin no more orgs: slots of their own are used up
-├── OrgMoves              erase the org when its jobs are not on their way to another shard
-├── LegallyHeld           release the org from its legal hold first, if it is to be
-├── NotHeld               nothing: the org is under no legal hold
-├── BadPageToken          begin at the first page
-└── Misconfigured         an operator must look: wrong database, schema too new, catalog of another cluster
-    └── LostHistory       look for a server that has all of it, or accept the loss
+├── UnknownShard          name a shard that ListShards lists
+├── SlotMoves             pin the org when its slot no longer moves
+├── NotPinned             nothing to do: the org lives on the shard of its hash slot
+├── TooManyPins           pin no more orgs: all slots for pinned orgs are in use
+├── OrgMoves              erase the org when no job of it is on its way to another shard
+├── LegallyHeld           end the org's legal hold first, if that is intended
+├── NotHeld               nothing to do: the org is under no legal hold
+├── BadPageToken          start at the first page
+└── Misconfigured         an operator must act: wrong database, schema too new, catalog of another cluster
+    └── LostHistory       find a server that has the whole history, or accept the loss
 """
 
 from __future__ import annotations
@@ -35,15 +35,17 @@ from shard.vocabulary import CATALOG, Micros, OrgId, QueueName, ShardName, Slot
 
 
 def what(shard: ShardName) -> str:
-    """As messages name it."""
+    """Returns the shard as messages name it."""
     return "the catalog" if shard == CATALOG else f"shard {shard!r}"
 
 
 class ShardError(Exception):
-    """Root of the tree."""
+    """The root of the tree."""
 
 
 class ShardUnavailable(ShardError):
+    """The shard's database cannot be reached, or does not answer in time. A write that was sent may have been done."""
+
     _what = "is unavailable"
 
     def __init__(self, shard: ShardName, why: str, *, retry_after_s: float = 1.0) -> None:
@@ -54,7 +56,8 @@ class ShardUnavailable(ShardError):
 
 
 class RowLocked(ShardUnavailable):
-    """Another session of the database holds a lock that the call needs. What needs no such lock may have been done."""
+    """Another session of the database holds a lock that the call needs. Parts of the call that need no such lock may
+    have been done."""
 
     _what = "cannot do this now"
 
@@ -74,27 +77,28 @@ class ClockSetBack(ShardUnavailable):
 
 
 class DiskFull(ShardUnavailable):
-    """`address`: of its database, as messages name it."""
+    """`address`: the shard's database, as messages name it. `reason`: the error message of Postgres."""
 
-    def __init__(self, shard: ShardName, address: str, said: str) -> None:
+    def __init__(self, shard: ShardName, address: str, reason: str) -> None:
         at = f" of the {address}" if address else ""
-        super().__init__(shard, f"the disk{at} is full: {said}; make room there, and the shard takes writes again")
+        super().__init__(shard, f"the disk{at} is full: {reason}; make room there, and the shard takes writes again")
 
 
 class NotOwned(ShardError):
-    """`epoch`: since which the slot is what it is there; `known`: that of the placement the caller goes by."""
+    """`state` and `epoch`: the slot's state on the shard, and the epoch since which it has that state. `known`: the
+    epoch of the caller's placement."""
 
     def __init__(self, shard: ShardName, org: OrgId, slot: Slot, *, state: str, epoch: int, known: int) -> None:
-        late = f", and the caller knows the placement of epoch {known}" if state == "owned" else ""
+        stale = f", and the caller knows the placement of epoch {known}" if state == "owned" else ""
         super().__init__(
-            f"shard {shard!r} does not take jobs of org {org!r}: slot {slot} is {state} there (epoch {epoch}){late}"
+            f"shard {shard!r} does not take jobs of org {org!r}: slot {slot} is {state} there (epoch {epoch}){stale}"
         )
         self.slot = slot
         self.epoch = epoch
 
 
 class BadIds(ShardError):
-    """The ids at these positions of the batch will not do; nothing was stored."""
+    """The ids at these positions of the batch are not accepted; nothing was stored."""
 
     positions: list[int]
 
@@ -117,7 +121,7 @@ class UnknownQueue(ShardError):
 
 class QueueExists(ShardError):
     def __init__(self, org: OrgId, queue: QueueName) -> None:
-        super().__init__(f"org {org!r} already has a queue {queue!r}; alter it instead")
+        super().__init__(f"org {org!r} already has a queue {queue!r}; update it instead")
 
 
 class QueueNotEmpty(ShardError):
@@ -128,13 +132,13 @@ class QueueNotEmpty(ShardError):
 
 
 class TooManyQueues(ShardError):
-    """These queues would be too many; nothing was stored."""
+    """The org has no room for these new queues; nothing was stored."""
 
     def __init__(self, shard: ShardName, org: OrgId, queues: Collection[QueueName], *, queues_max: int) -> None:
         more = f" and {len(queues) - 1} more" if len(queues) > 1 else ""
         super().__init__(
             f"org {org!r} has {queues_max:,} queues on shard {shard!r}, the most that an org may have, and so no room "
-            f"for {min(queues)!r}{more}: use those it has, and tell jobs apart by kind and attributes"
+            f"for {min(queues)!r}{more}: use those it has, and distinguish jobs by kind and attributes"
         )
         self.queues = queues
 
@@ -147,21 +151,21 @@ class UnknownShard(ShardError):
 class SlotMoves(ShardError):
     def __init__(self, org: OrgId, slot: Slot, reads: Sequence[ShardName]) -> None:
         super().__init__(
-            f"org {org!r} is in slot {slot}, which moves from shard {reads[0]!r} to {reads[-1]!r}: an org is given a "
-            "slot of its own where its hash slot is at rest; try again when that has come to an end"
+            f"org {org!r} is in slot {slot}, which is moving from shard {reads[0]!r} to {reads[-1]!r}: an org can be "
+            "pinned only while its slot does not move; try again when the move has ended"
         )
 
 
 class NotPinned(ShardError):
     def __init__(self, org: OrgId) -> None:
-        super().__init__(f"org {org!r} is not pinned: it lives where the slot of its hash does")
+        super().__init__(f"org {org!r} is not pinned: it lives on the shard of its hash slot")
 
 
 class TooManyPins(ShardError):
     def __init__(self, org: OrgId, *, pins_max: int) -> None:
         super().__init__(
-            f"org {org!r} cannot be pinned: {pins_max:,} orgs have a slot of their own, the most that there can be "
-            "(one that was pinned once keeps its slot)"
+            f"org {org!r} cannot be pinned: {pins_max:,} orgs have a slot of their own, which is the maximum (an org "
+            "keeps its slot when it is unpinned)"
         )
 
 
@@ -184,21 +188,22 @@ class NotHeld(ShardError):
 class BadPageToken(ShardError):
     def __init__(self, token: str) -> None:
         shown = token if len(token) <= 64 else f"{token[:64]}…"
-        super().__init__(f"{shown!r} is none that this call gave: begin at the first page, without a token")
+        super().__init__(f"{shown!r} is not a page token of this call: begin at the first page, without a token")
 
 
 class Misconfigured(ShardError):
-    """An operator must look; the message says at what."""
+    """An operator must correct the configuration; the message says what is wrong."""
 
 
 class LostHistory(Misconfigured):
-    """The shard's database lacks what it had when the catalog confirmed its last mark (shard/history.py)."""
+    """The shard's database lacks what it had when the catalog confirmed its last mark (shard/placement/marks.py)."""
 
     def __init__(self, shard: ShardName, address: str) -> None:
         super().__init__(f"shard {shard!r}: {lost_history(shard, address)}")
 
 
 def lost_history(shard: ShardName, address: str) -> str:
+    """Returns why a database that lacks a confirmed mark is refused."""
     return (
         f"its database ({address}) has lost history: it was restored from a backup, or is a standby that lagged when "
         f"it was promoted; find a server that has all of it, or accept the loss by `windrow shards accept {shard}` "

@@ -1,11 +1,12 @@
-"""The words of the queue, as types. Pure: no I/O, no clock. The same words in proto, SQL and docs/concepts.md."""
+"""The vocabulary of the queue as types. Pure: no I/O, no clock. proto, SQL and docs/concepts.md use the same words."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, NewType
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple, NewType, get_args, get_origin
 
 OrgId = NewType("OrgId", str)
 QueueName = NewType("QueueName", str)
@@ -13,22 +14,22 @@ QueueName = NewType("QueueName", str)
 JobId = NewType("JobId", str)
 ShardName = NewType("ShardName", str)
 Slot = NewType("Slot", int)
-# Number of an (org, queue) inside one shard's database; means nothing elsewhere.
+# The number of an (org, queue) in one shard's database. Other shards have other numbers.
 QueueId = NewType("QueueId", int)
 # Microseconds since 1970-01-01 UTC, by the clock of a shard's Postgres.
 Micros = NewType("Micros", int)
 
-# By this name what keeps the placement is spoken of as if it were a shard.
+# The name of the catalog's database where a shard's name is expected.
 CATALOG = ShardName("catalog")
 PRIORITIES = range(1, 10)
 PRIORITY_DEFAULT = 5
 MAX_ATTEMPTS_DEFAULT = 20
-# Days; shard/sql says it too, wherever jobs finish.
+# In days.
 RETENTION_DEFAULT = 30
 
 
 class JobState(enum.Enum):
-    """Where a job stands. Who moves it out of each state is said in proto/windrow/v1/job.proto."""
+    """The state of a job. proto/windrow/v1/job.proto tells who moves a job out of each state."""
 
     SCHEDULED = "scheduled"
     READY = "ready"
@@ -39,7 +40,7 @@ class JobState(enum.Enum):
 
 
 LIVE = frozenset({JobState.SCHEDULED, JobState.READY, JobState.LEASED})
-# Where they have finished they stay, also when their org moves to another shard.
+# Finished jobs stay on the shard where they finished, even if their org moves to another one.
 FINISHED = frozenset({JobState.SUCCEEDED, JobState.CANCELLED})
 
 
@@ -53,21 +54,41 @@ class Outcome(enum.Enum):
 
 
 class Answer(enum.Enum):
-    """What became of one job named in a call."""
+    """The result of a call for one of its jobs."""
 
     OK = "ok"
     STALE = "stale"
     NOT_FOUND = "not_found"
-    # On its way to another shard: to be asked for there, and then here again. Told to routers alone.
+    # The job is on its way to another shard: the router asks there, and then here again. Clients never see this answer.
     DEPARTING = "departing"
+
+
+class Failure(NamedTuple):
+    """Why an attempt failed, as its worker reported it. `permanent`: no later attempt can succeed."""
+
+    type: str = ""
+    message: str = ""
+    stack: str = ""
+    permanent: bool = False
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> Failure:
+        """Returns the failure that the attempt history has. A newer release may have stored further fields."""
+        return cls(**{name: stored[name] for name in cls._fields if name in stored})
+
+    def to_json(self) -> str:
+        """Returns what the attempt history stores: the fields that are not empty."""
+        told = {name: value for name, value in zip(self._fields, self, strict=True) if value}
+        return json.dumps(told, ensure_ascii=False, separators=(",", ":"))
 
 
 @dataclass(slots=True, kw_only=True)
 class NewJobs:
-    """Jobs of one org to be stored, as columns: what Postgres is sent, with no object made for a job on the way.
+    """New jobs of one org as columns, as they are sent to Postgres: no object is made for a single job.
 
-    The first columns have one entry for each job. The others are sparse, from a job's position to its value: most
-    batches use none of them. Times and spans are in microseconds. `attributes` and `retries` are JSON texts.
+    `ids`, `queues`, `kinds` and `payloads` have one entry for each job. The other columns are sparse: they map a job's
+    position to its value, because most batches do not use them. Times and durations are in microseconds. `attributes`
+    and `retries` are JSON texts.
     """
 
     org: OrgId
@@ -90,7 +111,7 @@ class NewJobs:
         return len(self.ids)
 
     def only(self, positions: Sequence[int]) -> NewJobs:
-        """The jobs at these positions, as a batch of their own."""
+        """Returns the jobs at these positions as a batch of their own."""
         part = NewJobs(org=self.org)
         for name in ("ids", "queues", "kinds", "payloads"):
             column = getattr(self, name)
@@ -102,42 +123,48 @@ class NewJobs:
         return part
 
 
-SPARSE_COLUMNS = (
-    "priorities",
-    "attributes",
-    "run_at_us",
-    "delay_us",
-    "expires_at_us",
-    "max_attempts",
-    "retries",
-    "dedup_keys",
-    "dedup_window_us",
-    "traces",
-)
+# The sparse columns of NewJobs, each with the type of its values.
+SPARSE_COLUMNS: Mapping[str, type] = {
+    column.name: get_args(column.default_factory)[1]
+    for column in fields(NewJobs)
+    if get_origin(column.default_factory) is dict
+}
+# What the producer gives, and no statement ever changes: the column of the tables of jobs, and the column of NewJobs
+# that fills it. Every statement that stores or moves a job includes all of them (shard/postgres/sql_loader.py).
+JOB_CONTENT: Mapping[str, str] = {
+    "kind": "kinds",
+    "payload": "payloads",
+    "attributes": "attributes",
+    "retry": "retries",
+    "dedup_key": "dedup_keys",
+    "trace": "traces",
+}
 
 
 class Claimed(NamedTuple):
-    """A job under a fresh lease, in the order of claim.sql's columns, the queue by its name."""
+    """A job with a new lease. The fields have the order of claim.sql's columns, with the queue's name instead of its
+    id. Those of JOB_CONTENT come last.
+    """
 
     id: JobId
     queue: QueueName
-    kind: str
-    payload: bytes
-    attributes: str | None
     priority: int
     attempt: int
     max_attempts: int | None
     enqueued_at: Micros
     run_at: Micros
-    trace: str | None
     lease: int
     leased_at: Micros
     deadline: Micros
     expired: bool
+    kind: str
+    payload: bytes
+    attributes: str | None = None
+    trace: str | None = None
 
 
 class Lease(NamedTuple):
-    """One consumer's claim on one job: which job, and the number that fences it."""
+    """One consumer's lease of one job: the job, and the number that fences the lease."""
 
     # 32 hex digits, without dashes.
     job_hex: str

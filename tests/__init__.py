@@ -1,1 +1,1 @@
-"""What is known to hold: the checks, and the tests by what they need."""
+"""The tests, in folders by what they need to run, and the static checks."""

@@ -1,5 +1,5 @@
-"""A cluster file with databases of a test's own, and balancers that go by it: in the test, or as processes of their
-own."""
+"""A cluster file for databases of the test, and balancers that follow it: in the test's process, or as processes of
+their own."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from balancer.service import balance
-from shard import catalog, identity
-from shard.books import Books
-from shard.catalog import Catalog, Move
-from shard.cluster import Cluster, read_cluster
-from shard.database import Database
-from shard.following import FollowedFile
-from shard.placement import SLOTS, slot_of
-from shard.store import Store
+from shard.admin.queue_admin import QueueAdmin
+from shard.placement import catalog, identity
+from shard.placement.catalog import Catalog, Move
+from shard.placement.cluster_file import Cluster, read_cluster
+from shard.placement.file_watcher import WatchedFile
+from shard.placement.slots import SLOTS, slot_of
+from shard.postgres.pool import Database
+from shard.queue.store import Store
 from shard.vocabulary import NewJobs, OrgId, ShardName, Slot
 from tests.conftest import CLUSTER, SHARD
 from tests.jobs import ids_of, some_jobs
@@ -36,7 +36,7 @@ _numbers = itertools.count(1)
 
 @dataclass(kw_only=True)
 class Field:
-    """Shard s1 has the catalog, and every slot at first. Others are empty databases until the file names them."""
+    """Shard s1 has the catalog, and every slot at first. The other databases are empty until the file names them."""
 
     config: Path
     dsns: dict[ShardName, str]
@@ -44,7 +44,7 @@ class Field:
     _known: Catalog | None = None
 
     def write(self, more: str = "", **shards: Mapping[str, object]) -> Cluster:
-        """Puts a file in place that names these shards, each with what is said of it. DSNs stand by themselves."""
+        """Writes a file that names these shards, each with its settings. The DSNs are in files of their own."""
         text = f'[cluster]\nname = "{CLUSTER}"\n'
         for name, keys in shards.items():
             text += f"\n[[shard]]\nname = '{name}'\n"
@@ -68,25 +68,25 @@ class Field:
         return self._known
 
     async def slots(self) -> Counter[str]:
-        """How many slots each shard has at rest; those on their way under "moving"."""
+        """Returns the number of slots that are at rest on each shard; slots that move are under "moving"."""
         return Counter(one.reads[0] if one.at_rest else "moving" for one in (await self.known()).slots[:SLOTS])
 
     async def until(self, holds: Callable[[Counter[str]], object]) -> Counter[str]:
-        """Waits until the slots lie so."""
+        """Waits until each shard has this many slots."""
         return await until(self.slots, holds)
 
     async def admit(self, shard: ShardName) -> None:
-        """As who contacts it first does."""
+        """Does what the first process that contacts the shard does."""
         await identity.admit(self.databases[shard], self.catalog, cluster=CLUSTER)
 
     async def begin(self, source: ShardName, target: ShardName, slots: Iterable[int]) -> Move:
-        move = await catalog.begin(self.catalog, await self.known(), map(Slot, slots), target=target)
+        move = await catalog.begin_move(self.catalog, await self.known(), map(Slot, slots), target=target)
         assert move is not None
         assert move.source == source
         return move
 
     async def enqueue(self, orgs: int, jobs: int = 1, *, among: range = range(SLOTS)) -> dict[OrgId, NewJobs]:
-        """So many jobs of each of so many orgs, on whichever shards these are. `among`: the orgs' slots."""
+        """Enqueues this many jobs for each of this many orgs. `among`: the slots of the orgs."""
         known = await self.known()
         stored: dict[OrgId, NewJobs] = {}
         names = (OrgId(f"org-{number}") for number in itertools.count())
@@ -105,7 +105,7 @@ class Field:
         return int(rows[0][0])
 
     async def assert_all_there(self, stored: Mapping[OrgId, NewJobs]) -> None:
-        """Every job, on the shard that its org is at rest on; and the books balance (I5)."""
+        """Asserts that every job is on the shard where its org is at rest, and that the books balance (I5)."""
         known = await self.known()
         for org, jobs in stored.items():
             (shard,) = known.placement(org).reads
@@ -113,7 +113,7 @@ class Field:
             assert len(records) == len(jobs)
         found = 0
         for name in {shard for placement in known.slots for shard in placement.reads}:
-            for entry in await Books(self.databases[name]).check():
+            for entry in await QueueAdmin(self.databases[name]).check():
                 assert entry.balanced, entry
             found += await self.count_jobs(name)
         assert found == sum(map(len, stored.values()))
@@ -136,7 +136,7 @@ async def open_field(folder: Path, first_dsn: str, postgres: Server, *others: st
 
 
 async def until(look: Callable[[], Awaitable[T]], holds: Callable[[T], object]) -> T:
-    """Looks again and again, until it holds."""
+    """Repeats the check until it holds."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             seen = await look()
@@ -147,8 +147,8 @@ async def until(look: Callable[[], Awaitable[T]], holds: Callable[[T], object]) 
 
 @contextlib.asynccontextmanager
 async def balanced(at: Field) -> AsyncGenerator[asyncio.Event, None]:
-    """A balancer runs in the block; it ends when told to, or with the block."""
-    file = FollowedFile(at.config)
+    """Runs a balancer during the block."""
+    file = WatchedFile(at.config)
     stop = asyncio.Event()
     balancing = asyncio.create_task(balance(file, file.read(), stop=stop))
     try:
@@ -167,7 +167,7 @@ class Process:
     log: Path
 
     async def says(self, words: str) -> str:
-        """Waits for a line with these words, and answers it."""
+        """Waits for a line with these words, and returns it."""
 
         async def lines() -> list[str]:
             assert self.process.poll() is None or words in self.log.read_text(), self.log.read_text()

@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector in the test's own process: keeps what is exported to it, and waits for spans to come."""
+"""An OpenTelemetry collector in the test's process: stores what is exported to it, and waits for spans."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
             return list(self._received)
 
     def one(self, name: str, fits: Callable[[Received], bool] = lambda _: True) -> Received:
-        """Waits for the only span of this name that fits."""
+        """Waits for the only span with this name that matches."""
         with self._more:
             found: list[Received] = []
 

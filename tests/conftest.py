@@ -1,24 +1,30 @@
-"""What every test may ask for: one server for the session, a migrated database for each module, an org for each test.
+"""Fixtures for all tests: one server for the session, a migrated database for each module, an org for each test.
 
-Tests of one module share its database and differ by org; one that breaks or counts a whole database asks for
-`fresh_dsn`, a database of its own.
+The tests of a module share its database and use different orgs. A test that breaks or counts a whole database uses
+`fresh_dsn`, a database of its own. Also the order of the test files, and which tests a thorough run has.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import os
+import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Generator, Iterator
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, is_hypothesis_test, settings
 
-from shard import catalog, identity, schema
-from shard.books import Books
-from shard.database import Database
-from shard.store import Store
+from shard.admin.queue_admin import QueueAdmin
+from shard.placement import catalog, identity
+from shard.postgres import schema
+from shard.postgres.pool import Database
+from shard.queue.store import Store
 from shard.vocabulary import OrgId, ShardName
+from tests.durations import remember, seconds_of_files
+from tests.effort import SEED, THOROUGH
 from tests.postgres import Server, open_server
 
 # Before gRPC is imported: as root, servers are started by a fork, and gRPC's fork handlers may crash the child.
@@ -29,17 +35,60 @@ CLUSTER = "tests"
 _TEMPLATE = "migrated"
 _numbers = itertools.count(1)
 
-# HYPOTHESIS_PROFILE=long searches for minutes. An example talks to a database: its time says nothing.
+# Examples use a database, so their duration means nothing.
 _QUIET = (HealthCheck.too_slow, HealthCheck.data_too_large)
-settings.register_profile("default", deadline=None, print_blob=True, suppress_health_check=_QUIET)
-settings.register_profile("long", settings.get_profile("default"), max_examples=1500)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+settings.register_profile("usual", deadline=None, print_blob=True, suppress_health_check=_QUIET)
+settings.register_profile("thorough", settings.get_profile("usual"), max_examples=1500)
+settings.load_profile("thorough" if THOROUGH else "usual")
+
+# With it, no test begins so many minutes after the first one.
+_MINUTES = float(os.environ.get("WINDROW_TEST_MINUTES", "inf"))
+_began_s = time.monotonic()
+# How long each test file took, as reports tell it.
+_took_s: dict[str, float] = defaultdict(float)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Chooses the tests of a thorough run, and the order of the files: the same on each worker."""
+    for item in items:
+        if is_hypothesis_test(getattr(item, "obj", None)):
+            item.add_marker("thorough")
+    if THOROUGH:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("thorough") is None])
+        items[:] = [item for item in items if item.get_closest_marker("thorough") is not None]
+    if THOROUGH and SEED:
+        # Whatever the minutes do not suffice for has its turn with other seeds.
+        items.sort(key=lambda item: hashlib.sha256(f"{SEED} {_file_of(item.nodeid)}".encode()).digest())
+    elif hasattr(config, "workerinput"):
+        # Those that took longest come first: then no worker is left with one of them when all others are done.
+        seconds = seconds_of_files()
+        items.sort(key=lambda item: -seconds.get(_file_of(item.nodeid), 0))
+
+
+def _file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
+def pytest_runtest_setup() -> None:
+    if time.monotonic() - _began_s > _MINUTES * 60:
+        pytest.skip("the time for this run is over")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _took_s[_file_of(report.nodeid)] += report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Remembers how long each file took. Whoever runs tests one after another may have chosen some of a file."""
+    options = session.config.option
+    if options.dist != "no" and not hasattr(session.config, "workerinput") and not THOROUGH and not options.keyword:
+        remember(_took_s)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    # It goes to another process where tests run side by side, which half a character in a log would not survive.
+    # With parallel tests this text goes to another process as UTF-8, which must not contain half a character.
     report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
     return report
 
@@ -52,7 +101,7 @@ def postgres() -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def template(postgres: Server) -> str:
-    """The name of a database that is migrated and owns every slot, to be copied and never written to."""
+    """The name of a database that is migrated and owns every slot. It is only copied, never written to."""
     dsn = postgres.create(_TEMPLATE)
 
     async def migrate() -> None:
@@ -61,7 +110,7 @@ def template(postgres: Server) -> str:
         await schema.migrate(database, cluster=None)
         known = await catalog.found(database, cluster=CLUSTER, weights={SHARD: 1})
         await identity.admit(database, database, cluster=CLUSTER)
-        await catalog.grant(database, known)
+        await catalog.grant_slots(database, known)
         await database.close()
 
     asyncio.run(migrate())
@@ -88,13 +137,13 @@ def fresh_dsn(postgres: Server, template: str) -> Generator[str, None, None]:
 
 @pytest.fixture
 def empty_dsn(postgres: Server) -> Generator[str, None, None]:
-    """A database that nobody has migrated yet."""
+    """A database without a schema."""
     yield from _fresh(postgres, "template1")
 
 
 @pytest.fixture
 def org() -> OrgId:
-    """A tenant that no other test has."""
+    """An org that no other test uses."""
     return OrgId(f"org-{next(_numbers)}")
 
 
@@ -125,8 +174,8 @@ def store(database: Database) -> Store:
 
 
 @pytest.fixture
-async def books(module_dsn: str) -> AsyncGenerator[Books, None]:
-    opened = Database(SHARD, module_dsn, connections=1, for_books=True)
+async def books(module_dsn: str) -> AsyncGenerator[QueueAdmin, None]:
+    opened = Database(SHARD, module_dsn, connections=1, may_scan=True)
     await opened.open()
-    yield Books(opened)
+    yield QueueAdmin(opened)
     await opened.close()

@@ -1,4 +1,4 @@
-"""Jobs for tests: made as a client makes them, and their leases as a worker holds them."""
+"""Jobs and leases for tests, made as a client makes them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ import time
 from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
-from shard.lease import parse_token, token
-from shard.retry import Policy, to_json
-from shard.store import Store
-from shard.vocabulary import Claimed, JobId, Lease, NewJobs, OrgId, QueueName
+from shard.lease_token import parse_token, token
+from shard.queue.store import Store
+from shard.retry_policy import Fixed, Policy, to_json
+from shard.vocabulary import SPARSE_COLUMNS, Claimed, JobId, Lease, NewJobs, OrgId, QueueName
+from windrow.v1 import job_pb2
 
 T = TypeVar("T")
 MINUTE_US = 60_000_000
 HOUR_US = 60 * MINUTE_US
 QUEUE = QueueName("mail")
+_TEMPLATE = {field.name for field in job_pb2.JobTemplate.DESCRIPTOR.fields}
+_DEDUP = {field.name for field in job_pb2.Dedup.DESCRIPTOR.fields}
 
 
 def job_id(*, ahead_ms: int = 0) -> JobId:
-    """A UUIDv7 of this moment, or of one a little ahead of (or, below 0, behind) it."""
+    """Returns a UUIDv7 of now, or of a time that is ahead of it (negative: behind it)."""
     made_ms = time.time_ns() // 1_000_000 + ahead_ms
     number = made_ms << 80 | 7 << 76 | secrets.randbits(12) << 64 | 2 << 62 | secrets.randbits(62)
     text = f"{number:032x}"
@@ -41,7 +44,7 @@ def some_jobs(
     dedup_keys: Sequence[str] = (),
     dedup_window_us: int = HOUR_US,
 ) -> NewJobs:
-    """Jobs that are alike but for their ids and dedup keys."""
+    """Returns jobs that differ only in their ids and dedup keys."""
     ids = ids or [job_id() for _ in range(count)]
     jobs = NewJobs(org=org)
     for at, name in enumerate(ids):
@@ -63,12 +66,23 @@ def some_jobs(
     return jobs
 
 
+def job_message(**flat: object) -> job_pb2.NewJob:
+    """Returns a NewJob. The fields of its template are given beside its own, and its dedup key and window as
+    `dedup_key` and `dedup_window`."""
+    template = {name: flat.pop(name) for name in _TEMPLATE & flat.keys()}
+    dedup = {name: flat.pop(f"dedup_{name}") for name in _DEDUP if f"dedup_{name}" in flat}
+    job = job_pb2.NewJob(**flat, template=job_pb2.JobTemplate(**template))  # type: ignore[arg-type]
+    if any(dedup.values()):
+        job.dedup.CopyFrom(job_pb2.Dedup(**dedup))  # type: ignore[arg-type]
+    return job
+
+
 def ids_of(jobs: NewJobs) -> list[JobId]:
     return [JobId(name) for name in jobs.ids]
 
 
 async def at_once(*calls: Awaitable[T]) -> list[T]:
-    """Several calls in one turn of the event loop: those of one store and one sort go together."""
+    """Makes several calls in one event loop iteration: calls of one store and one kind share a statement."""
     return await asyncio.gather(*calls)
 
 
@@ -81,7 +95,7 @@ async def lease_jobs(
     window_us: int = MINUTE_US,
     worker: str = "w",
 ) -> list[tuple[Claimed, Lease]]:
-    """Claims, and reads each job's lease from its token as the router does."""
+    """Claims jobs, and reads each job's lease from its token as the router does."""
     prefix, claimed, *_ = await store.claim(
         org, [QueueName(queue)], max_jobs=max_jobs, window_us=window_us, worker=worker
     )
@@ -89,7 +103,25 @@ async def lease_jobs(
 
 
 def history_of(text: str | None) -> list[dict[str, object]]:
-    """A job's ended attempts, as the database keeps them."""
+    """Returns a job's ended attempts, as the database stores them."""
     history = json.loads(text or "[]")
     assert isinstance(history, list)
     return history
+
+
+def fullest_job(org: OrgId, *, queue: str = QUEUE) -> NewJobs:
+    """Returns a job that is due at once, with a value in every field. A field that is new in NewJobs has one too."""
+    jobs = NewJobs(org=org, ids=[job_id()], queues=[QueueName(queue)], kinds=["greet"], payloads=[b"\0 payload \xff"])
+    values = {
+        "priorities": 3,
+        "attributes": '{"plan": "pro"}',
+        "run_at_us": 1,
+        "expires_at_us": time.time_ns() // 1000 + HOUR_US,
+        "max_attempts": 7,
+        "retries": to_json(Fixed(delay_us=5)),
+        "dedup_window_us": HOUR_US,
+        "delay_us": 0,
+    }
+    for name in SPARSE_COLUMNS:
+        getattr(jobs, name)[0] = values.get(name, f"of {name}")
+    return jobs

@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from balancer.move import Mover, Pace
-from shard import catalog, moving, pinning
-from shard.catalog import Move
-from shard.database import Database
-from shard.pinning import OnShard
+from shard.placement import catalog, move_steps, pins
+from shard.placement.catalog import Move
+from shard.placement.pins import OnShard
+from shard.postgres.pool import Database
 from shard.vocabulary import OrgId, ShardName, Slot
 
 T = TypeVar("T")
-_PACE = Pace(rest=0.0, look_s=0.02)
+_PACE = Pace(rest=0.0, poll_s=0.02)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moving:
-    """An org's slot on its way to `target`. Each method is what one balancer does, who then ends. The catalog is on
+    """An org's slot on its way to `target`. Each method is the work of one balancer, which then ends. The catalog is on
     s1."""
 
     dsns: Mapping[str, str]
@@ -39,25 +39,25 @@ class Moving:
         self._until(lambda move, states: move.switched)
 
     def depart(self) -> None:
-        """After `switch`: what may leave is on its way, and nowhere to be claimed."""
+        """After `switch`: sets the jobs aside that may leave, so that nobody can claim them."""
 
         async def act(databases: Mapping[ShardName, Database]) -> None:
             move, source = await self._move(databases)
-            states = await moving.read_slots(source, move.slots)
+            states = await move_steps.read_slots(source, move.slots)
             chunks = {slot: states[slot].chunk + 1 for slot in move.slots}
-            assert await moving.depart(source, chunks, epoch=self.epoch, rows_max=1000, bytes_max=1 << 20)
+            assert await move_steps.export_chunk(source, chunks, epoch=self.epoch, rows_max=1000, bytes_max=1 << 20)
 
         _run(self.dsns, act)
 
     def take(self) -> None:
-        """After `depart`: both shards have it."""
+        """After `depart`: copies the jobs, so that both shards have them."""
 
         async def act(databases: Mapping[ShardName, Database]) -> None:
             move, source = await self._move(databases)
-            departed = await moving.read_departing(source, move.slots, epoch=self.epoch)
+            departed = await move_steps.read_exported(source, move.slots, epoch=self.epoch)
             target = databases[move.target]
-            assert await moving.take(target, departed, epoch=self.epoch)
-            await moving.tell_arrivals(target, departed)
+            assert await move_steps.import_chunk(target, departed, epoch=self.epoch)
+            await move_steps.notify_imported(target, departed)
 
         _run(self.dsns, act)
 
@@ -73,7 +73,7 @@ class Moving:
             while True:
                 move, source = await self._move(databases)
                 states = [
-                    there.state if (there := (await moving.read_slots(one, move.slots)).get(self.slot)) else ""
+                    there.state if (there := (await move_steps.read_slots(one, move.slots)).get(self.slot)) else ""
                     for one in (source, databases[move.target])
                 ]
                 if reached(move, (states[0], states[1])):
@@ -94,7 +94,7 @@ def begin_move(dsns: Mapping[str, str], org: str, *, to: str) -> Moving:
     async def act(databases: Mapping[ShardName, Database]) -> Moving:
         known = await catalog.read(databases[ShardName("s1")])
         slot = known.slot(OrgId(org))
-        move = await catalog.begin(databases[ShardName("s1")], known, [slot], target=ShardName(to))
+        move = await catalog.begin_move(databases[ShardName("s1")], known, [slot], target=ShardName(to))
         assert move is not None
         return Moving(dsns=dsns, slot=slot, epoch=move.epoch, target=to)
 
@@ -105,7 +105,7 @@ def pin(dsns: Mapping[str, str], org: str, *, to: str) -> None:
     """Gives the org a slot of its own, which is not moved yet."""
 
     async def act(databases: Mapping[ShardName, Database]) -> None:
-        await pinning.pin(databases[ShardName("s1")], OrgId(org), OnShard(ShardName(to)))
+        await pins.pin(databases[ShardName("s1")], OrgId(org), OnShard(ShardName(to)))
 
     _run(dsns, act)
 

@@ -1,4 +1,4 @@
-"""Two shards, of which the first has the catalog and at first every slot; and balancers that die."""
+"""Two shards, and balancers that die. The first shard has the catalog and, at first, every slot."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from balancer.move import Mover, Pace, Progress
-from shard import catalog, identity
-from shard.books import Books
-from shard.catalog import Catalog, Move
-from shard.connection import Connection
-from shard.database import Database
-from shard.store import Store
+from shard.admin.queue_admin import QueueAdmin
+from shard.placement import catalog, identity
+from shard.placement.catalog import Catalog, Move
+from shard.postgres.connection import Connection
+from shard.postgres.pool import Database
+from shard.queue.store import Store
 from shard.vocabulary import JobId, OrgId, ShardName, Slot
 from tests.conftest import CLUSTER, SHARD
 
 A, B = SHARD, ShardName("s2")
-# Small chunks and no pauses: much happens, and soon.
-PACE = Pace(rows_max=4, rest=0.0, look_s=0.01)
+# Small chunks without pauses: many steps in a short time.
+PACE = Pace(rows_max=4, rest=0.0, poll_s=0.01)
 
 
 @dataclass(kw_only=True)
 class Pair:
     dsns: Mapping[ShardName, str]
     databases: Mapping[ShardName, Database]
-    books: Mapping[ShardName, Books]
+    books: Mapping[ShardName, QueueAdmin]
     _known: Catalog | None = None
 
     @property
@@ -35,7 +35,7 @@ class Pair:
         return self.databases[A]
 
     def store(self, shard: ShardName) -> Store:
-        """As of a router that has just started."""
+        """Returns a store as of a router that has just started."""
         return Store(self.databases[shard])
 
     def mover(self, move: Move, report: Callable[[Progress], None] = lambda _: None) -> Mover:
@@ -43,7 +43,7 @@ class Pair:
 
     async def begin(self, orgs: Sequence[OrgId], *, target: ShardName) -> Move:
         known = await self.known()
-        move = await catalog.begin(self.catalog, known, {known.slot(org) for org in orgs}, target=target)
+        move = await catalog.begin_move(self.catalog, known, {known.slot(org) for org in orgs}, target=target)
         assert move is not None
         return move
 
@@ -53,7 +53,7 @@ class Pair:
         return move
 
     async def balance(self) -> None:
-        """The books of both shards (I5)."""
+        """Asserts that the books of both shards balance (I5)."""
         for books in self.books.values():
             for entry in await books.check():
                 assert entry.balanced, entry
@@ -67,7 +67,7 @@ class Pair:
         return placement.writes, placement.reads
 
     async def slots(self, slots: Sequence[Slot]) -> dict[ShardName, list[tuple[object, ...]]]:
-        """What each shard knows of these slots."""
+        """Returns what each shard knows about these slots."""
         return {
             name: await database.run(
                 b"SELECT slot, state, epoch, chunk FROM windrow.owned_slot WHERE slot = ANY (%(slots)s) ORDER BY slot",
@@ -77,7 +77,7 @@ class Pair:
         }
 
     async def jobs(self, org: OrgId, ids: Sequence[JobId]) -> dict[tuple[ShardName, JobId], Any]:
-        """What each shard has of these jobs, but for what is departing."""
+        """Returns what each shard has of these jobs, without departing ones."""
         found: dict[tuple[ShardName, JobId], Any] = {}
         for name, database in self.databases.items():
             departing = {row[0] for row in await database.run(b"SELECT id::text FROM windrow.departing", {})}
@@ -89,34 +89,36 @@ class Pair:
 
 @contextlib.asynccontextmanager
 async def open_pair(first_dsn: str, second_dsn: str) -> AsyncGenerator[Pair, None]:
-    """The first is migrated and owns every slot, the second is empty."""
+    """The first shard is migrated and owns every slot; the second is empty."""
     dsns = {A: first_dsn, B: second_dsn}
     databases = {name: Database(name, dsn) for name, dsn in dsns.items()}
-    books = {name: Database(name, dsn, connections=1, for_books=True) for name, dsn in dsns.items()}
+    books = {name: Database(name, dsn, connections=1, may_scan=True) for name, dsn in dsns.items()}
     try:
         for database in (*databases.values(), *books.values()):
             await database.open()
         await identity.admit(databases[B], databases[A], cluster=CLUSTER)
-        yield Pair(dsns=dsns, databases=databases, books={name: Books(database) for name, database in books.items()})
+        yield Pair(
+            dsns=dsns, databases=databases, books={name: QueueAdmin(database) for name, database in books.items()}
+        )
     finally:
         for database in (*databases.values(), *books.values()):
             await database.close()
 
 
 class Died(Exception):
-    """A balancer, at the act that its fate names."""
+    """A balancer died at the act that its fate names."""
 
 
 @dataclass(kw_only=True)
 class Fate:
-    """Counts what a balancer does to all databases, and ends it at one act. `how`: "before" the act; "rolled back",
-    after its statements and before their commit; "unheard", when it is committed, and nobody has been told;
-    "cancelled" on the way; "cut" off from its database, which it may survive."""
+    """Counts a balancer's acts on all databases, and ends the balancer at one of them. `how`: "before" the act; "rolled
+    back", after its statements and before their commit; "unheard", committed, but the balancer does not know;
+    "cancelled" during it; "cut" off from its database, which the balancer may survive."""
 
     at: int
     how: str
     acts: int = 0
-    # What is done after each act.
+    # Called after each act.
     after: Callable[[str], Awaitable[None]] | None = None
     names: list[str] = field(default_factory=list[str])
 
@@ -187,7 +189,7 @@ class Mortal(Database):
 
 
 def leave() -> None:
-    """The task is cancelled where it waits next."""
+    """The task is cancelled at its next await."""
     task = asyncio.current_task()
     assert task is not None
     task.cancel()
@@ -195,7 +197,7 @@ def leave() -> None:
 
 @contextlib.asynccontextmanager
 async def mortal_mover(pair: Pair, move: Move, fate: Fate) -> AsyncGenerator[Mover, None]:
-    """Of a balancer in a process of its own."""
+    """The mover of a balancer in a process of its own."""
     catalog_database = Mortal(A, pair.dsns[A], fate)
     shards = {name: Mortal(name, dsn, fate) for name, dsn in pair.dsns.items()}
     databases = [catalog_database, *shards.values()]

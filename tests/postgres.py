@@ -1,7 +1,7 @@
-"""The Postgres server that tests use, chosen here and nowhere else.
+"""The Postgres server of the tests. Only this module chooses it.
 
-Programs on this machine first: they answer within a second. A container where there are none, or where
-WINDROW_TEST_POSTGRES=docker asks for one. Which programs: see embedded (WINDROW_PG_BIN names a folder).
+It prefers programs on this machine, which start within a second. If there are none, or if WINDROW_TEST_POSTGRES=docker,
+it uses a container. WINDROW_PG_BIN names a folder with programs (see embedded).
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ IMAGE = "postgres:18"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
     superuser_dsn: str
-    # A role without superuser rights, as in production.
+    # The DSN of a role without superuser rights, as in production.
     owner_dsn: str
 
     def dsn(self, database: str) -> str:
-        """One database of this server, as its owner."""
+        """Returns the DSN of one database of this server, as its owner."""
         return make_conninfo(self.owner_dsn, dbname=database)
 
     def superuser_dsn_of(self, database: str) -> str:
         return make_conninfo(self.superuser_dsn, dbname=database)
 
     def create(self, database: str, *, template: str = "template1") -> str:
-        """Makes a database; answers its owner's DSN."""
+        """Creates a database. Returns its owner's DSN."""
         self._administer(
             "CREATE DATABASE {} TEMPLATE {} OWNER {}",
             database,
@@ -55,7 +55,7 @@ class Server:
 
 @contextlib.contextmanager
 def open_server() -> Generator[Server, None, None]:
-    """A fresh server, gone when the block ends."""
+    """Starts a server, which is removed when the block ends."""
     with _in_docker() if _wants_docker() else _on_this_machine() as server:
         yield server
 
@@ -72,7 +72,7 @@ def _wants_docker() -> bool:
 
 @contextlib.contextmanager
 def _on_this_machine() -> Generator[Server, None, None]:
-    # No test of this server's cuts the power; and a database is dropped after almost every test, which would wait for
+    # No test on this server simulates a power failure, and dropping a database after almost every test would wait for
     # the disk.
     settings = {"fsync": "off", "max_prepared_transactions": "4"}
     with open_clusters(["tests"], ephemeral=True, settings=settings) as clusters:
@@ -82,7 +82,7 @@ def _on_this_machine() -> Generator[Server, None, None]:
 
 @contextlib.contextmanager
 def _in_docker() -> Generator[Server, None, None]:
-    # Imported only where it is used: it takes a second.
+    # Imported only if it is used, because it takes a second.
     from testcontainers.community.postgres import PostgresContainer
 
     with PostgresContainer(
@@ -99,9 +99,9 @@ def _in_docker() -> Generator[Server, None, None]:
 
 @contextlib.contextmanager
 def frozen(postmaster: int) -> Generator[None, None, None]:
-    """A server that is there and does nothing: what a stuck disk looks like. What connects meanwhile is thawed too."""
+    """Freezes the server during the block, as a stuck disk does. Processes that start meanwhile are thawed too."""
     main = psutil.Process(postmaster)
-    # The postmaster first: then there are no new ones.
+    # The postmaster first, so that no new processes start.
     main.suspend()
     parts = [main, *main.children(recursive=True)]
     for part in parts[1:]:

@@ -1,9 +1,9 @@
-"""An org that has as many queues as it may have, or nearly."""
+"""Gives an org as many queues as it may have, or nearly."""
 
 from __future__ import annotations
 
-from shard.database import Database
-from shard.interning import QUEUES_MAX
+from shard.postgres.pool import Database
+from shard.queue.queue_ids import QUEUES_MAX
 from shard.vocabulary import OrgId
 
 _FILL = (
@@ -24,6 +24,6 @@ _FILL = (
 
 
 async def fill_queues(database: Database, org: OrgId, count: int = QUEUES_MAX) -> None:
-    """An org of this shard that has a queue has so many then."""
+    """Adds queues to an org of this shard, which has one already, until it has this many."""
     for statement in _FILL:
         await database.run(statement, {"org": org, "count": count})

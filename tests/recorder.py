@@ -1,22 +1,22 @@
-"""A shard's database that remembers what it was asked, and can be told to fail."""
+"""A shard's database that records its statements, and can be made to fail."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from shard.database import Database
 from shard.errors import ShardUnavailable
+from shard.postgres.pool import Database
 from shard.vocabulary import ShardName
 
 Run = tuple[bytes, Mapping[str, object]]
 
 
 class Recorder(Database):
-    """Remembers the statements, in the order in which they were begun, with the parameters of each."""
+    """Records the statements in the order in which they began, with their parameters."""
 
-    def __init__(self, name: ShardName, dsn: str, *, connections: int = 4, for_books: bool = False) -> None:
-        super().__init__(name, dsn, connections=connections, for_books=for_books)
+    def __init__(self, name: ShardName, dsn: str, *, connections: int = 4, may_scan: bool = False) -> None:
+        super().__init__(name, dsn, connections=connections, may_scan=may_scan)
         self.runs: list[Run] = []
         self._failing: dict[bytes, tuple[int, Exception]] = {}
         self._before: dict[bytes, Callable[[], Awaitable[object]]] = {}
@@ -36,15 +36,15 @@ class Recorder(Database):
         return next(run for run in reversed(self.runs) if run[0] == statement)
 
     def count(self, statement: bytes, *, since: int = 0) -> int:
-        """How often the statement was run; `since`: not counting as many runs before."""
+        """Returns how often the statement was run; `since`: without that many earlier runs."""
         return sum(run[0] == statement for run in self.runs[since:])
 
     def before(self, statement: bytes, act: Callable[[], Awaitable[object]]) -> None:
-        """Does something just before the statement is run the next time."""
+        """Calls a function just before the statement is run the next time."""
         self._before[statement] = act
 
     def fail(self, statement: bytes, *, after: int = 0, error: Exception | None = None) -> None:
-        """From now on, but for the next few, as though the shard had gone away before it was asked, or with this."""
+        """Lets the next few statements pass, then fails all others with this error, or as if the shard were away."""
         self._failing[statement] = after, error or ShardUnavailable(self.name, "the test says so")
 
     def fail_no_more(self) -> None:

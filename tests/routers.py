@@ -1,4 +1,4 @@
-"""Router processes for tests: children known by pid, on a cluster file of the test's own, ended with their block."""
+"""Router processes for tests: child processes with a cluster file of the test, which end with the block."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from typing import TypeVar, cast
 import grpc
 import psutil
 from google.protobuf.message import Message
-from google.rpc import error_details_pb2
+from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from windrow.v1 import admin_pb2, admin_pb2_grpc, queue_pb2_grpc
+from windrow.v1 import admin_pb2_grpc, cluster_pb2, cluster_pb2_grpc, queue_pb2_grpc
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-# No wait in a test is longer than this, whatever goes wrong.
-PATIENCE_S = 30.0
+# The upper bound for all waits in a test.
+PATIENCE_S = 60.0
 _Detail = TypeVar("_Detail", bound=Message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routers:
-    """A supervisor and its processes. The log is what all of them say on standard error."""
+    """A supervisor and its processes. The log is the standard error of all of them."""
 
     supervisor: subprocess.Popen[str]
     address: str
@@ -44,17 +44,18 @@ class Routers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stubs:
-    """Both services over one channel, blocking."""
+    """The services over one channel, with blocking calls."""
 
     channel: grpc.Channel
     queue: queue_pb2_grpc.QueueStub
     admin: admin_pb2_grpc.AdminStub
+    cluster: cluster_pb2_grpc.ClusterStub
 
-    def books(self, *shards: str) -> dict[tuple[str, str], admin_pb2.OrgBooks]:
-        """The books of every org, by shard and org; asserts that they balance (I5)."""
-        books: dict[tuple[str, str], admin_pb2.OrgBooks] = {}
+    def books(self, *shards: str) -> dict[tuple[str, str], cluster_pb2.OrgBooks]:
+        """Returns the books of every org, by shard and org; asserts that they balance (I5)."""
+        books: dict[tuple[str, str], cluster_pb2.OrgBooks] = {}
         for shard in shards:
-            for answer in self.admin.CheckShard(admin_pb2.CheckShardRequest(shard=shard), timeout=PATIENCE_S):
+            for answer in self.cluster.CheckShard(cluster_pb2.CheckShardRequest(shard=shard), timeout=PATIENCE_S):
                 books.update({(shard, one.org): one for one in answer.orgs})
         assert [one for one in books.values() if not one.balanced] == []
         return books
@@ -70,7 +71,7 @@ def write_cluster(
     drain_seconds: float = 10,
     **router: float,
 ) -> Path:
-    """A cluster file: shards by name with their DSNs. `router` are more keys of that table."""
+    """Writes a cluster file with these shards and DSNs. `router`: more keys of that table."""
     path.touch(mode=0o600)
     text = f'[cluster]\nname = "{name}"\n'
     text += "".join(f"\n[[shard]]\nname = '{shard}'\ndsn = '''{dsn}'''\n" for shard, dsn in shards.items())
@@ -98,7 +99,7 @@ def running_routers(
 def spawned_routers(
     config: Path, log: Path, *, processes: int = 1, listen: str, environ: Mapping[str, str] | None = None
 ) -> Generator[subprocess.Popen[str], None, None]:
-    """Same, without waiting for them."""
+    """Starts routers as running_routers does, but does not wait until they serve."""
     command = (sys.executable, "-m", "router", "--config", config, "--listen", listen, "--processes", str(processes))
     clean = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
     with (
@@ -114,13 +115,13 @@ def spawned_routers(
             try:
                 supervisor.wait(PATIENCE_S)
             except subprocess.TimeoutExpired:
-                # Its processes drain and end by themselves when it is gone.
+                # When it is gone, its processes drain and end by themselves.
                 supervisor.kill()
                 raise
 
 
 def first_line(process: subprocess.Popen[str]) -> str:
-    """What a child says first; empty if it ends without a word."""
+    """Returns the first line that a child prints; empty if it ends without one."""
     assert process.stdout is not None
     readable, _, _ = select.select([process.stdout], [], [], PATIENCE_S)
     assert readable, f"process {process.pid} has said nothing for {PATIENCE_S:g} s"
@@ -129,19 +130,21 @@ def first_line(process: subprocess.Popen[str]) -> str:
 
 @contextlib.contextmanager
 def stubs(address: str, *options: tuple[str, object]) -> Generator[Stubs, None, None]:
-    """A channel of its own: without `grpc.use_local_subchannel_pool`, channels to one address share a connection."""
+    """Opens a channel with a connection of its own: without `grpc.use_local_subchannel_pool`, channels to one address
+    share a connection."""
     with grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1), *options]) as channel:
         grpc.channel_ready_future(channel).result(PATIENCE_S)
         yield Stubs(
             channel=channel,
             queue=queue_pb2_grpc.QueueStub(channel),
             admin=admin_pb2_grpc.AdminStub(channel),
+            cluster=cluster_pb2_grpc.ClusterStub(channel),
         )
 
 
 @contextlib.contextmanager
 def ending(pids: Sequence[int]) -> Generator[None, None, None]:
-    """Processes that run now, and must have ended soon after the block."""
+    """Asserts that these processes, which run now, end soon after the block."""
     with contextlib.ExitStack() as stack:
         handles = [os.pidfd_open(pid) for pid in pids]
         for handle in handles:
@@ -154,7 +157,7 @@ def ending(pids: Sequence[int]) -> Generator[None, None, None]:
 
 
 def until(condition: Callable[[], object], what: str, *, within_s: float = PATIENCE_S) -> None:
-    """Waits for a condition that has no signal of its own."""
+    """Waits for a condition that sends no signal."""
     deadline_s = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline_s, f"not within {within_s:g} s: {what}"
@@ -162,13 +165,19 @@ def until(condition: Callable[[], object], what: str, *, within_s: float = PATIE
 
 
 def detail(error: grpc.RpcError, kind: type[_Detail]) -> _Detail | None:
-    """One of the google.rpc details of a refused call."""
+    """Returns one of the google.rpc details of a refused call."""
     status = rpc_status.from_call(cast("grpc.Call", error))
     for packed in status.details if status is not None else ():
         found = kind()
         if packed.Unpack(found):
             return found
     return None
+
+
+def fields_of(status: status_pb2.Status) -> list[str]:
+    """Returns the fields that the BadRequest of a status within an answer names."""
+    bad = error_details_pb2.BadRequest()
+    return [found.field for packed in status.details if packed.Unpack(bad) for found in bad.field_violations]
 
 
 def violated_fields(error: grpc.RpcError) -> list[str]:

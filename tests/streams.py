@@ -1,4 +1,4 @@
-"""Consume streams for tests: what has come on one, how it ended, and how to wait for either."""
+"""Consume streams for tests: what arrived, how the stream ended, and functions to wait for either."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import psycopg
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2
 
-from tests.jobs import job_id
+from tests.jobs import job_id, job_message
 from tests.routers import PATIENCE_S
-from windrow.v1 import admin_pb2, admin_pb2_grpc, job_pb2, queue_pb2, queue_pb2_grpc
+from windrow.v1 import admin_pb2, admin_pb2_grpc, cluster_pb2, cluster_pb2_grpc, job_pb2, queue_pb2, queue_pb2_grpc
 
 QUEUE = "mail"
 OK, STALE, NOT_FOUND = job_pb2.JOB_ANSWER_OK, job_pb2.JOB_ANSWER_STALE, job_pb2.JOB_ANSWER_NOT_FOUND
@@ -29,7 +29,7 @@ def window(seconds: float) -> Duration:
 
 def new_job(**fields: object) -> job_pb2.NewJob:
     whole: dict[str, object] = {"id": job_id(), "queue": QUEUE, "kind": "greet", **fields}
-    return job_pb2.NewJob(**whole)  # type: ignore[arg-type]
+    return job_message(**whole)
 
 
 def start(org: str, *queues: str, window_s: float = 60, worker: str = "") -> queue_pb2.ConsumeStart:
@@ -40,14 +40,25 @@ def acks(jobs: Iterable[job_pb2.LeasedJob]) -> list[queue_pb2.Ack]:
     return [queue_pb2.Ack(lease=job.lease) for job in jobs]
 
 
+def extends(*leases: bytes) -> list[queue_pb2.Extend]:
+    return [queue_pb2.Extend(lease=lease) for lease in leases]
+
+
+def answers_of(settled: queue_pb2.Settled, leases: Sequence[bytes]) -> list[job_pb2.JobAnswer.ValueType]:
+    """Returns what the answer to a message says about each of its leases."""
+    not_ok = {one.lease: one.answer for one in settled.not_ok}
+    assert not_ok.keys() <= set(leases)
+    return [not_ok.get(lease, OK) for lease in leases]
+
+
 def refused_fields(error: grpc.aio.AioRpcError) -> list[str]:
-    """The fields that a refused call's BadRequest names."""
+    """Returns the fields that the error's BadRequest names."""
     bad = detail(error, error_details_pb2.BadRequest())
     return [] if bad is None else [violation.field for violation in bad.field_violations]
 
 
 def retry_after_s(error: grpc.aio.AioRpcError) -> float | None:
-    """What the RetryInfo of a refused call says; None: it has none."""
+    """Returns the delay in the error's RetryInfo; None: it has none."""
     info = detail(error, error_details_pb2.RetryInfo())
     return None if info is None else info.retry_delay.ToNanoseconds() / 1e9
 
@@ -64,7 +75,7 @@ def detail(error: grpc.aio.AioRpcError, into: Any) -> Any:
 
 
 class Stream:
-    """One Consume stream, read by a task of its own; with `reads` False nobody reads."""
+    """One Consume stream, read by a task of its own; with `reads=False` nobody reads."""
 
     def __init__(self, queue: queue_pb2_grpc.QueueAsyncStub, *, reads: bool = True) -> None:
         self._call: Any = queue.Consume()
@@ -87,7 +98,7 @@ class Stream:
             async for message in self._call:
                 self.messages.append(message)
                 self.jobs += message.jobs
-                self.settled.update((settled.number, settled) for settled in message.settled)
+                self.settled.update((settled.request_id, settled) for settled in message.settled)
                 await self._tell()
         except grpc.aio.AioRpcError as error:
             self.error = error
@@ -100,7 +111,8 @@ class Stream:
             self._changed.notify_all()
 
     async def send(self, **fields: Any) -> None:
-        """Raises what the stream ended with, where it has: gRPC calls a write to a broken one an internal error."""
+        """Sends a message. If the stream has ended, raises its error: gRPC would report a write to it as an internal
+        error."""
         try:
             await self._call.write(queue_pb2.ConsumeRequest(**fields))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -112,7 +124,7 @@ class Stream:
             raise self.error from None
 
     async def until(self, holds: Callable[[], object], what: str, *, within_s: float = PATIENCE_S) -> None:
-        """Waits for what has come. Ends early where the stream does."""
+        """Waits for a condition on what has arrived. Returns early if the stream ends."""
         try:
             async with asyncio.timeout(within_s), self._changed:
                 await self._changed.wait_for(lambda: holds() or self.ended)
@@ -121,12 +133,12 @@ class Stream:
         assert holds(), f"the stream ended without: {what}: {self.error}"
 
     async def until_jobs(self, count: int, *, within_s: float = PATIENCE_S) -> list[job_pb2.LeasedJob]:
-        """All jobs that have come, once they are so many at least."""
+        """Waits for this many jobs. Returns all that have arrived."""
         await self.until(lambda: len(self.jobs) >= count, f"{count} job(s)", within_s=within_s)
         return self.jobs
 
     async def news(self, after: int, *, within_s: float) -> list[queue_pb2.ConsumeResponse]:
-        """The messages after so many: some, none where the stream has ended, or none within that time."""
+        """Waits for messages after the first `after`. Returns none if the stream has ended or the time is over."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s), self._changed:
                 await self._changed.wait_for(lambda: len(self.messages) > after or self.ended)
@@ -137,26 +149,30 @@ class Stream:
         return self.settled[number]
 
     async def settle(self, number: int, **fields: Any) -> list[job_pb2.JobAnswer.ValueType]:
-        """Sends a message, and answers what it is answered. Without answers: all OK."""
-        await self.send(number=number, **fields)
+        """Sends a message with these acks, nacks, extends and releases. Returns an answer for each, in this order, or
+        an empty list if all are OK."""
+        await self.send(request_id=number, **fields)
         settled = await self.answer(number)
         assert not settled.HasField("error"), settled
-        return list(settled.answers)
+        if not settled.not_ok:
+            return []
+        entries = [entry for name in ("acks", "nacks", "extends", "releases") for entry in fields.get(name, ())]
+        return answers_of(settled, [entry if isinstance(entry, bytes) else entry.lease for entry in entries])
 
     async def half_close(self) -> None:
-        """Closes our side, and waits until the router's ends."""
+        """Closes the client's side, and waits until the router closes its own."""
         await self._call.done_writing()
         await self.end()
 
     async def end(self, *, within_s: float = PATIENCE_S) -> grpc.StatusCode:
-        """Waits until it has ended; answers with what."""
+        """Waits until the stream has ended; returns its status."""
         assert self._reader is not None
         async with asyncio.timeout(within_s):
             await asyncio.wait({self._reader})
         return cast("grpc.StatusCode", await self._call.code())
 
     async def refusal(self, *, within_s: float = PATIENCE_S) -> grpc.aio.AioRpcError:
-        """Waits until the router has ended it with an error."""
+        """Waits until the router has ended the stream with an error; returns the error."""
         await self.end(within_s=within_s)
         assert self.error is not None, "it ended in order"
         return self.error
@@ -169,14 +185,15 @@ class Stream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Client:
-    """Both services of one router, over a channel of its own."""
+    """The services of one router, over a channel of its own."""
 
     channel: grpc.aio.Channel
     queue: queue_pb2_grpc.QueueAsyncStub
     admin: admin_pb2_grpc.AdminAsyncStub
+    cluster: cluster_pb2_grpc.ClusterAsyncStub
 
     async def enqueue(self, org: str, *jobs: job_pb2.NewJob) -> list[str]:
-        """Stores jobs (one if none is given); answers their ids."""
+        """Stores jobs (one if none is given). Returns their ids."""
         request = queue_pb2.EnqueueRequest(org=org, jobs=jobs or [new_job()])
         return [result.id for result in (await self.queue.Enqueue(request, timeout=PATIENCE_S)).results]
 
@@ -198,11 +215,11 @@ class Client:
 
     async def get(self, org: str, *ids: str) -> list[job_pb2.Job]:
         answer = await self.queue.GetJobs(queue_pb2.GetJobsRequest(org=org, ids=ids), timeout=PATIENCE_S)
-        assert [*answer.not_found, *answer.left_out] == []
+        assert [*answer.not_found_ids, *answer.omitted_ids] == []
         return list(answer.jobs)
 
     async def make_queue(self, org: str, *queues: str) -> str:
-        """Answers the shard that they are on."""
+        """Creates a queue. Returns the shard that it is on."""
         shard = ""
         for queue in queues or (QUEUE,):
             made = await self.admin.CreateQueue(admin_pb2.CreateQueueRequest(org=org, queue=queue), timeout=PATIENCE_S)
@@ -210,18 +227,18 @@ class Client:
         return shard
 
     async def org_on(self, shard: str) -> str:
-        """A new org that lives on this shard, and has the queue `mail`."""
+        """Returns a new org that lives on this shard and has the queue `mail`."""
         for _ in range(1000):
             org = f"org-s{next(_numbers)}"
             if await self.make_queue(org) == shard:
                 return org
         raise AssertionError(f"no org in a thousand lives on shard {shard!r}")
 
-    async def balanced(self, shards: Iterable[str]) -> dict[str, admin_pb2.OrgBooks]:
-        """The books of every org; asserts that they balance (I5)."""
-        books: dict[str, admin_pb2.OrgBooks] = {}
+    async def balanced(self, shards: Iterable[str]) -> dict[str, cluster_pb2.OrgBooks]:
+        """Returns the books of every org; asserts that they balance (I5)."""
+        books: dict[str, cluster_pb2.OrgBooks] = {}
         for shard in shards:
-            async for answer in self.admin.CheckShard(admin_pb2.CheckShardRequest(shard=shard), timeout=PATIENCE_S):
+            async for answer in self.cluster.CheckShard(cluster_pb2.CheckShardRequest(shard=shard), timeout=PATIENCE_S):
                 books.update((one.org, one) for one in answer.orgs)
         assert [one for one in books.values() if not one.balanced] == []
         return books
@@ -236,7 +253,7 @@ class Client:
         worker: str = "",
         reads: bool = True,
     ) -> AsyncGenerator[Stream, None]:
-        """A stream that has been started, and is cancelled if it has not ended by the end of the block."""
+        """Starts a stream, which is cancelled if it has not ended by the end of the block."""
         stream = Stream(self.queue, reads=reads)
         try:
             await stream.send(start=start(org, *queues, window_s=window_s, worker=worker), credit=credit)
@@ -247,7 +264,8 @@ class Client:
 
 @contextlib.asynccontextmanager
 async def client(address: str, *more: tuple[str, object]) -> AsyncGenerator[Client, None]:
-    """Reconnects at once, where a client would take a second; never retries by itself. `more`: options of gRPC."""
+    """Opens a client that reconnects at once (by default it waits a second) and never retries by itself. `more`:
+    options of gRPC."""
     options: list[tuple[str, object]] = [
         *more,
         ("grpc.use_local_subchannel_pool", 1),
@@ -257,11 +275,16 @@ async def client(address: str, *more: tuple[str, object]) -> AsyncGenerator[Clie
         ("grpc.max_reconnect_backoff_ms", 50),
     ]
     async with grpc.aio.insecure_channel(address, options=options) as channel:
-        yield Client(channel=channel, queue=queue_pb2_grpc.QueueStub(channel), admin=admin_pb2_grpc.AdminStub(channel))
+        yield Client(
+            channel=channel,
+            queue=queue_pb2_grpc.QueueStub(channel),
+            admin=admin_pb2_grpc.AdminStub(channel),
+            cluster=cluster_pb2_grpc.ClusterStub(channel),
+        )
 
 
 async def until(holds: Callable[[], Any], what: str, *, within_s: float = PATIENCE_S, every_s: float = 0.02) -> None:
-    """Waits for a condition that has no signal of its own; it may be a coroutine's."""
+    """Waits for a condition that sends no signal; it may be a coroutine function."""
     try:
         async with asyncio.timeout(within_s):
             while True:

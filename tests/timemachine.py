@@ -1,5 +1,5 @@
-"""Makes time pass for the jobs of one org, as the shard's clock would: what was to come is now. Never goes back before
-now(), where no visible_at ever lies (shard/floor.py); waits by the database's clock, or for a state, never by ours."""
+"""Makes time pass for the jobs of one org: scheduled jobs become visible now. Never sets a visible_at before now(),
+because the product never does (shard/queue/claim_floor.py). Waits use the database's clock."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from datetime import timedelta
 import psycopg
 from psycopg.conninfo import make_conninfo
 
-from shard import partitions
-from shard.database import Database
+from shard.postgres import partitions
+from shard.postgres.pool import Database
 from shard.vocabulary import JobId, OrgId
 
 _PATIENCE_S = 30.0
-# For a test that looks on for a while from within a transaction that has a table for itself.
+# For a test that watches for a while from a transaction that has locked a table.
 NO_HURRY = "SET LOCAL idle_in_transaction_session_timeout = 0"
 
 
 async def end_leases(database: Database, org: OrgId) -> int:
-    """Every lease that is held ends. Answers how many did."""
+    """Ends every live lease. Returns how many."""
     rows = await database.run(
         b"""
         UPDATE windrow.job j SET visible_at = now() FROM windrow.queue q
@@ -33,7 +33,7 @@ async def end_leases(database: Database, org: OrgId) -> int:
 
 
 async def make_due(database: Database, org: OrgId) -> int:
-    """Every scheduled job becomes due. Answers how many did."""
+    """Makes every scheduled job due. Returns how many."""
     rows = await database.run(
         b"""
         UPDATE windrow.job j SET visible_at = now(), run_at = now() FROM windrow.queue q
@@ -56,7 +56,7 @@ async def end_dedup_windows(database: Database, org: OrgId) -> None:
 
 
 async def reach_expiry(database: Database, org: OrgId) -> None:
-    """Every job that has an expires_at is past it."""
+    """Makes every job with an expires_at expire."""
     await database.run(
         b"""
         UPDATE windrow.job j SET expires_at = now() FROM windrow.queue q
@@ -67,7 +67,7 @@ async def reach_expiry(database: Database, org: OrgId) -> None:
 
 
 async def make_day(database: Database, *, retention: int, before: str, days: int) -> None:
-    """A partition for finished jobs of a UTC day, so many days before another (YYYY-MM-DD, or now)."""
+    """Creates the partition for finished jobs of a UTC day, this many days before another (YYYY-MM-DD, or now)."""
     rows = await database.run(
         b"""
         SELECT 'finished_' || %(retention)s || '_' || to_char(d.day, 'YYYYMMDD'), d.day::text, (d.day + 1)::text
@@ -82,8 +82,8 @@ async def make_day(database: Database, *, retention: int, before: str, days: int
 
 
 async def age_finished(database: Database, org: OrgId, *, days: int) -> list[JobId]:
-    """Finished jobs that are not cold were made, and have finished, so many days earlier. Answers their ids, which tell
-    when they were made and so are others now, in the order of the ids that they had."""
+    """Makes finished jobs that are not cold older by this many days: when they were enqueued, and when they finished.
+    Their ids contain the time, so they change. Returns the new ids, in the order of the old ones."""
     rows = await database.run(
         b"""
         SELECT DISTINCT f.retention, (f.finished_at AT TIME ZONE 'UTC')::date::text FROM windrow.finished f
@@ -112,7 +112,7 @@ async def age_finished(database: Database, org: OrgId, *, days: int) -> list[Job
 
 
 async def pass_time(database: Database, seconds: float) -> None:
-    """Lets the database's clock go on; for what is counted from now() and cannot be moved."""
+    """Waits until the database's clock has advanced; for times that are computed from now()."""
     await database.run(b"SELECT pg_sleep(%(seconds)s::float8)", {"seconds": str(seconds)})
 
 
@@ -133,8 +133,8 @@ async def until_blocked(database: Database, sessions: int = 1) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetClock:
-    """A clock of one database that can be set: now() is found in the first schema of the path. What the migrations made
-    has the server's own."""
+    """A clock of one database that can be set: a now() in the first schema of the path replaces the real one. Objects
+    that the migrations created use the server's clock."""
 
     _dsn: str
 
@@ -152,10 +152,10 @@ class SetClock:
 
     @property
     def dsn(self) -> str:
-        """By which the database goes by this clock."""
+        """Returns a DSN with which the database uses this clock."""
         return make_conninfo(self._dsn, options="-c search_path=timemachine,pg_catalog")
 
     def set(self, ahead: timedelta) -> None:
-        """So much ahead of the server's own."""
+        """Sets the clock ahead of the server's own by this much."""
         with psycopg.connect(self._dsn) as connection:
             connection.execute("UPDATE timemachine.clock SET ahead = %s", [ahead])

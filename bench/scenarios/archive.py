@@ -11,27 +11,27 @@ from dataclasses import asdict, dataclass
 
 import psycopg
 
-from archiver.passing import Pass
+from archiver.run import Pass
 from archiver.service import archive_once
 from bench import demands
-from bench.arguments import add_runs, number
+from bench.arguments import add_runs
 from bench.demands import at_most
 from bench.history import fill_day
-from bench.probe import Probe, open_probe
-from bench.report import Found, Plot, Table
+from bench.probe import Compared, Probe, compare, open_probe, ratio_to_empty, table
+from bench.report import Found, Plot
 from bench.scenario import Bench, Scenario
-from bench.spread import percentile, ratio, spread
+from bench.spread import spread
 from bench.stage import Stage
 from bench.system import Wrong
 from bench.systems.windrow import QUEUE
-from shard import archiving
-from shard.archiving import Day
-from shard.cluster import read_cluster
-from shard.database import Database
+from proof.arguments import number
+from proof.table import Table
+from shard.history import days
+from shard.history.days import Day
+from shard.placement.cluster_file import read_cluster
+from shard.postgres.pool import Database
 from shard.vocabulary import ShardName
 
-# The two clusters take turns after so many calls: what else the machine does then hits both.
-_STRIDE = 50
 _API_BATCH = 100
 # Kept for longer than they are old, so that nothing goes before its time.
 _DAYS_AGO, _RETENTION = 40, 90
@@ -58,17 +58,6 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    depth: int
-    run: int
-    # p50 and p99.
-    claim_ms: tuple[float, float]
-    ack_ms: tuple[float, float]
-    empty_claim_ms: tuple[float, float]
-    empty_ack_ms: tuple[float, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
     depth: int
     hot_bytes: int
@@ -91,7 +80,7 @@ class Turn:
 
 
 async def measure(plan: Plan, bench: Bench) -> Found:
-    samples: list[Sample] = []
+    samples: list[Compared] = []
     sizes: list[Size] = []
     turns: list[Turn] = []
     async with (
@@ -111,12 +100,9 @@ async def measure(plan: Plan, bench: Bench) -> Found:
                 await _work(probe, api)
                 await asyncio.to_thread(_settle, probe)
             for run in range(1, plan.runs + 1):
-                samples.append(sample := await _sample(plan, depth, run, probes))
-                bench.say(
-                    f"{depth:,} finished, run {run} of {plan.runs}: claim p99 {sample.claim_ms[1]:.2f} ms "
-                    f"(empty {sample.empty_claim_ms[1]:.2f}), ack p99 {sample.ack_ms[1]:.2f} ms "
-                    f"(empty {sample.empty_ack_ms[1]:.2f})"
-                )
+                sample = await compare(other, one, depth=depth, run=run, batch=plan.batch, calls=plan.calls)
+                samples.append(sample)
+                bench.say(str(sample))
             hot = [await asyncio.to_thread(probe.number, _HOT) for probe in probes]
             whole = await asyncio.to_thread(probes[1].number, _DISK)
             sizes.append(Size(depth=depth, hot_bytes=hot[1], empty_hot_bytes=hot[0], whole_bytes=whole))
@@ -128,7 +114,13 @@ async def measure(plan: Plan, bench: Bench) -> Found:
         samples=[*map(asdict, samples), *map(asdict, sizes), *map(asdict, turns)],
         tables=[
             demands.table("A shard that has finished many jobs", _demands(plan, samples, sizes, turns)),
-            _times(plan, samples),
+            table(
+                samples,
+                title=f"Claims and acks of {plan.batch} jobs beside finished ones, ms",
+                note="One caller, through a router; medians over runs, and of the runs' own ratios. The history is "
+                f"filled in by SQL and turned cold by one pass of the archiver, but for {plan.api:,} jobs of the "
+                "deepest, which both clusters have had enqueued, leased and acked through the API.",
+            ),
             _sizes(sizes),
             _turns(turns),
         ],
@@ -145,7 +137,7 @@ async def _history(stage: Stage, probe: Probe, count: int, bench: Bench) -> tupl
     )
     await asyncio.to_thread(_settle, probe)
     before = await asyncio.to_thread(probe.number, "SELECT pg_current_wal_insert_lsn() - '0/0'")
-    ((_, done),) = (await archive_once(read_cluster(stage.config), stop=asyncio.Event())).items()
+    ((_, done),) = (await archive_once(read_cluster(stage.cluster_file.path), stop=asyncio.Event())).items()
     if not isinstance(done, Pass) or [aged.jobs for aged in done.turned_cold] != [count]:
         raise Wrong(f"the archiver's pass was to turn one day of {count:,} jobs cold: {done}")
     bench.say(str(done))
@@ -156,12 +148,12 @@ async def _history(stage: Stage, probe: Probe, count: int, bench: Bench) -> tupl
 async def _drop(probe: Probe, cold: tuple[Day, Pass, int]) -> Turn:
     day, done, wal = cold
     (aged,) = done.turned_cold
-    database = Database(ShardName("s1"), probe.dsn, connections=1, for_books=True)
+    database = Database(ShardName("s1"), probe.dsn, connections=1, may_scan=True)
     await database.open()
     try:
         before = await asyncio.to_thread(probe.number, _DISK)
         began_s = time.monotonic()
-        dropped = await archiving.drop(database, day)
+        dropped = await days.drop(database, day)
         drop_s = time.monotonic() - began_s
         after = await asyncio.to_thread(probe.number, _DISK)
     finally:
@@ -178,29 +170,6 @@ async def _drop(probe: Probe, cold: tuple[Day, Pass, int]) -> Turn:
     )
 
 
-async def _sample(plan: Plan, depth: int, run: int, probes: Sequence[Probe]) -> Sample:
-    found: list[tuple[list[float], list[float]]] = [([], []), ([], [])]
-    while len(found[0][0]) < plan.calls:
-        for probe, (claims, acks) in zip(probes, found, strict=True):
-            for cycle in await probe.cycles(plan.batch, _STRIDE):
-                claims.append(cycle.claim_ms)
-                acks.append(cycle.ack_ms)
-    empty, there = found
-    return Sample(
-        depth=depth,
-        run=run,
-        claim_ms=_middle_and_tail(there[0]),
-        ack_ms=_middle_and_tail(there[1]),
-        empty_claim_ms=_middle_and_tail(empty[0]),
-        empty_ack_ms=_middle_and_tail(empty[1]),
-    )
-
-
-def _middle_and_tail(times_ms: list[float]) -> tuple[float, float]:
-    ordered = sorted(times_ms)
-    return percentile(ordered, 0.5), percentile(ordered, 0.99)
-
-
 def _settle(probe: Probe) -> None:
     """Nothing that was done before is still to be cleaned up."""
     with psycopg.connect(probe.dsn, autocommit=True) as connection:
@@ -214,7 +183,7 @@ async def _work(probe: Probe, jobs: int) -> None:
 
 
 def _demands(
-    plan: Plan, samples: Sequence[Sample], sizes: Sequence[Size], turns: Sequence[Turn]
+    plan: Plan, samples: Sequence[Compared], sizes: Sequence[Size], turns: Sequence[Turn]
 ) -> list[demands.Demand]:
     deepest = max(plan.depths)
     last = [sample for sample in samples if sample.depth == deepest]
@@ -226,41 +195,12 @@ def _demands(
             size.hot_bytes / size.empty_hot_bytes,
             1.1,
         ),
-        at_most("claim p99 there ÷ empty", _ratio(last, "claim_ms"), 1.2),
-        at_most("ack p99 there ÷ empty", _ratio(last, "ack_ms"), 1.2),
+        at_most("claim p99 there ÷ empty", ratio_to_empty(last, "claim", 1).median, 1.2),
+        at_most("ack p99 there ÷ empty", ratio_to_empty(last, "ack", 1).median, 1.2),
         at_most(f"drop of a day of {turn.jobs:,} jobs", turn.drop_s, 1, "s"),
         at_most("disk that the drop has not given back", max(0.0, 1 - turn.disk_back) * 100, 1, "%"),
         at_most("for which enqueues and acks may have waited, turning it cold", turn.locked_ms, 50, "ms"),
     ]
-
-
-def _ratio(samples: Sequence[Sample], what: str, at: int = 1) -> float:
-    there = {sample.run: getattr(sample, what)[at] for sample in samples}
-    empty = {sample.run: getattr(sample, f"empty_{what}")[at] for sample in samples}
-    found = ratio(there, empty)
-    assert found is not None
-    return found.median
-
-
-def _times(plan: Plan, samples: Sequence[Sample]) -> Table:
-    rows: list[tuple[str, ...]] = []
-    for depth in plan.depths:
-        found = [sample for sample in samples if sample.depth == depth]
-        for verb, what in (("claim", "claim_ms"), ("ack", "ack_ms")):
-            for at, name in enumerate(("p50", "p99")):
-                there = spread([getattr(sample, what)[at] for sample in found])
-                empty = spread([getattr(sample, f"empty_{what}")[at] for sample in found])
-                rows.append(
-                    (f"{depth:,}", verb, name, there.text(".2f"), empty.text(".2f"), f"{_ratio(found, what, at):.2f}")
-                )
-    return Table(
-        title=f"Claims and acks of {plan.batch} jobs beside finished ones, ms",
-        head=("finished", "", "", "there (min – max)", "empty cluster (min – max)", "there ÷ empty"),
-        rows=rows,
-        note="One caller, through a router; medians over runs, and of the runs' own ratios. The history is filled in "
-        f"by SQL and turned cold by one pass of the archiver, but for {plan.api:,} jobs of the deepest, which both "
-        "clusters have had enqueued, leased and acked through the API.",
-    )
 
 
 def _sizes(sizes: Sequence[Size]) -> Table:
@@ -298,13 +238,13 @@ def _turns(turns: Sequence[Turn]) -> Table:
     )
 
 
-def _plot(samples: Sequence[Sample], sizes: Sequence[Size]) -> Plot:
-    def curve(what: str) -> list[tuple[float, float]]:
-        depths = dict.fromkeys(sample.depth for sample in samples)
-        return [
-            (max(depth, 1) / 1e6, spread(getattr(one, what)[1] for one in samples if one.depth == depth).median)
-            for depth in depths
-        ]
+def _plot(samples: Sequence[Compared], sizes: Sequence[Size]) -> Plot:
+    def curve(verb: str, *, empty: bool) -> list[tuple[float, float]]:
+        points: list[tuple[float, float]] = []
+        for size in sizes:
+            found = [one.empty_ms if empty else one.there_ms for one in samples if one.depth == size.depth]
+            points.append((max(size.depth, 1) / 1e6, spread(times[verb][1] for times in found).median))
+        return points
 
     return Plot(
         name="archive-depth",
@@ -312,10 +252,10 @@ def _plot(samples: Sequence[Sample], sizes: Sequence[Size]) -> Plot:
         x="million finished jobs",
         y="p99, ms",
         lines={
-            "claim": curve("claim_ms"),
-            "ack": curve("ack_ms"),
-            "claim, empty cluster": curve("empty_claim_ms"),
-            "ack, empty cluster": curve("empty_ack_ms"),
+            "claim": curve("claim", empty=False),
+            "ack": curve("ack", empty=False),
+            "claim, empty cluster": curve("claim", empty=True),
+            "ack, empty cluster": curve("ack", empty=True),
         },
         below=[
             Plot(

@@ -5,23 +5,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import psycopg
 
-from bench.arguments import add_runs, number
+from bench.arguments import add_runs
 from bench.payloads import stamped
-from bench.probe import Probe, open_probe
-from bench.report import Found, Table
+from bench.probe import Compared, Probe, compare, open_probe, table
+from bench.report import Found
 from bench.scenario import Bench, Scenario
-from bench.spread import percentile, ratio, spread
 from bench.systems.windrow import QUEUE
+from proof.arguments import number
 
 _CONNECTIONS = 1
 _WARM = 100
-# The stages take turns after so many calls: what else the machine does then hits both.
-_STRIDE = 50
 
 # Each job as an enqueue, a claim and an ack would have left it. `count` jobs in one queue of one org.
 _LIVE = """
@@ -33,10 +31,11 @@ CROSS JOIN LATERAL (SELECT now() + ({due}) AS due) d
 """
 _FINISHED = """
 INSERT INTO windrow.finished (
-    id, queue_id, enqueued_at, run_at, finished_at, lease, leased_at, priority, attempt, state, kind, payload, worker
+    id, queue_id, enqueued_at, run_at, finished_at, lease, leased_at, priority, attempt, state, kind, payload, worker,
+    retention
 )
 SELECT
-    {id}, %(queue_id)s, now(), now(), now(), n, now(), 5, 1, 'succeeded', 'no-op', %(payload)s::bytea, 'bench'
+    {id}, %(queue_id)s, now(), now(), now(), n, now(), 5, 1, 'succeeded', 'no-op', %(payload)s::bytea, 'bench', 30
 FROM generate_series(1, %(count)s) AS n
 """
 # A UUIDv7 of this moment.
@@ -60,17 +59,8 @@ class Plan:
     runs: int = 5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    # What the deep cluster holds by then.
-    depth: str
-    run: int
-    empty_ms: tuple[float, float]
-    deep_ms: tuple[float, float]
-
-
 async def measure(plan: Plan, bench: Bench) -> Found:
-    samples: list[Sample] = []
+    samples: list[Compared] = []
     async with (
         bench.stage(shards=1, routers=_CONNECTIONS) as empty,
         bench.stage(shards=1, routers=_CONNECTIONS) as deep,
@@ -86,21 +76,21 @@ async def measure(plan: Plan, bench: Bench) -> Found:
             for probe in (one, other):
                 await probe.cycles(plan.batch, _WARM)
             for run in range(1, plan.runs + 1):
-                found: tuple[list[float], list[float]] = ([], [])
-                while len(found[0]) < plan.calls:
-                    for probe, times_ms in zip((one, other), found, strict=True):
-                        times_ms += [cycle.claim_ms for cycle in await probe.cycles(plan.batch, _STRIDE)]
-                both = [(percentile(times_ms, 0.5), percentile(times_ms, 0.99)) for times_ms in map(sorted, found)]
-                samples.append(sample := Sample(depth=depth, run=run, empty_ms=both[0], deep_ms=both[1]))
-                bench.say(
-                    f"{depth}, run {run} of {plan.runs}: p99 {sample.deep_ms[1]:.2f} ms, "
-                    f"empty {sample.empty_ms[1]:.2f} ms"
-                )
+                sample = await compare(other, one, depth=depth, run=run, batch=plan.batch, calls=plan.calls)
+                samples.append(sample)
+                bench.say(str(sample))
     return Found(
         scenario="depth",
         plan=asdict(plan),
         samples=[asdict(sample) for sample in samples],
-        tables=[_table(plan, samples)],
+        tables=[
+            table(
+                samples,
+                title=f"Claims and acks of {plan.batch} beside {plan.jobs:,} jobs of each sort in the same queue, ms",
+                note="One caller; medians over runs. The jobs are filled in by SQL, past the router, and stay from row "
+                "to row.",
+            )
+        ],
     )
 
 
@@ -121,31 +111,6 @@ def _fill(probe: Probe, what: str, count: int) -> None:
         connection.execute("VACUUM ANALYZE windrow.job")
         connection.execute("ANALYZE windrow.finished")
         connection.execute("VACUUM windrow.finished")
-
-
-def _table(plan: Plan, samples: Sequence[Sample]) -> Table:
-    rows: list[tuple[str, ...]] = []
-    for depth in dict.fromkeys(sample.depth for sample in samples):
-        found = [sample for sample in samples if sample.depth == depth]
-        for at, name in enumerate(("p50", "p99")):
-            deep = {sample.run: sample.deep_ms[at] for sample in found}
-            empty = {sample.run: sample.empty_ms[at] for sample in found}
-            times = ratio(deep, empty)
-            assert times is not None
-            row = (
-                depth,
-                name,
-                spread(deep.values()).text(".2f"),
-                spread(empty.values()).text(".2f"),
-                times.text(".2f"),
-            )
-            rows.append(row)
-    return Table(
-        title=f"Dequeue of {plan.batch} beside {plan.jobs:,} jobs of each sort, ms",
-        head=("in the same queue", "", "there (min – max)", "empty cluster (min – max)", "there ÷ empty (min – max)"),
-        rows=rows,
-        note="One caller; medians over runs. The jobs are filled in by SQL, past the router, and stay from row to row.",
-    )
 
 
 def _options(parser: argparse.ArgumentParser) -> None:

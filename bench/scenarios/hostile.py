@@ -9,23 +9,25 @@ import contextlib
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import grpc
-import psutil
 
-from bench import evidence
-from bench.arguments import number, positive
-from bench.attacks import DESCRIPTIONS, Attack, Attacker, Outcome
-from bench.evidence import Verb
-from bench.outage_client import Site
-from bench.processes import finish, serving
-from bench.report import Found, Plot, Table
+from bench.attacks import DESCRIPTIONS, Attack, Attacker, AttackOutcome
+from bench.report import Found, Plot
 from bench.scenario import Bench, Scenario
 from bench.stage import Stage
 from bench.system import Wrong
 from bench.times import Times, due_between, p99_by_time, times
+from proof import history
+from proof.arguments import names, number, positive
+from proof.background import background
+from proof.edge import running_edge
+from proof.history import Outcome, Verb
+from proof.memory import resident_bytes
+from proof.processes import finish, serving
+from proof.table import Table
 
 _WARM_S = 3.0
 _WEIGH_EVERY_S = 0.25
@@ -45,6 +47,8 @@ class Plan:
     routers: int = 1
     # What a router process may have resident; None: no bound is drawn.
     memory_mib: float | None = None
+    # All calls go through the Envoy of deploy/envoy.yaml.
+    edge: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +56,7 @@ class Attacked:
     """One attack, as it was. Times in seconds since it began."""
 
     attack: Attack
-    outcome: Outcome
+    outcome: AttackOutcome
     ended_s: float
     # The largest router process: when, and MiB resident.
     resident: Sequence[tuple[float, float]]
@@ -61,8 +65,8 @@ class Attacked:
     before: Times | None
     during: Times | None
     after: Times | None
-    # Its calls that failed, by grpc-status.
-    failed: Counter[int]
+    # Its calls that failed, by the name of their status.
+    failed: Counter[str]
 
     def most_mib(self, first_s: float, past_s: float) -> float:
         return max((mib for at_s, mib in self.resident if first_s <= at_s < past_s), default=0.0)
@@ -80,7 +84,7 @@ class Attacked:
                 name: one and asdict(one)
                 for name, one in (("before", self.before), ("during", self.during), ("after", self.after))
             },
-            "quiet_org_failed": {str(status): count for status, count in sorted(self.failed.items())},
+            "quiet_org_failed": dict(sorted(self.failed.items())),
             "resident_mib": [list(point) for point in self.resident],
             "p99_ms": [list(point) for point in self.p99],
         }
@@ -92,7 +96,8 @@ async def measure(plan: Plan, bench: Bench) -> Found:
         # A cluster of its own: a router process does not give back all memory that it has had.
         async with bench.stage(shards=1, routers=plan.routers) as stage:
             bench.say(f"{attack}: {DESCRIPTIONS[attack]}")
-            found.append(await _attacked(attack, plan, stage))
+            with _entrance(plan, stage) as address:
+                found.append(await _attacked(attack, plan, stage, address))
     return Found(
         scenario="hostile",
         plan=asdict(plan),
@@ -102,21 +107,30 @@ async def measure(plan: Plan, bench: Bench) -> Found:
     )
 
 
-async def _attacked(attack: Attack, plan: Plan, stage: Stage) -> Attacked:
-    attacker = Attacker(attack, stage.routers.address)
+@contextlib.contextmanager
+def _entrance(plan: Plan, stage: Stage) -> Generator[str, None, None]:
+    """The address that the attacker and the quiet org use."""
+    if not plan.edge:
+        yield stage.routers.address
+        return
+    folder = stage.file("edge")
+    folder.mkdir()
+    with running_edge(stage.routers.address, folder) as address:
+        yield address
+
+
+async def _attacked(attack: Attack, plan: Plan, stage: Stage, address: str) -> Attacked:
+    attacker = Attacker(attack, address)
     try:
         await attacker.prepare()
     except grpc.RpcError as error:
         raise Wrong(f"the jobs for {attack} could not be stored: {error}") from error
-    folder = stage.file(f"evidence-{attack}")
-    folder.mkdir()
-    site = Site(
-        address=stage.routers.address,
-        orgs=[f"bench-quiet-{secrets.token_hex(4)}"],
-        turns_per_s=float(plan.turns_per_s),
-        folder=str(folder),
-    )
-    async with serving("bench.outage_client", site.to_json()) as (process, _), _weighed(stage.routers.pids) as resident:
+    orgs = [f"bench-quiet-{secrets.token_hex(4)}"]
+    site = replace(stage.site("quiet", orgs, per_s=float(plan.turns_per_s)), address=address)
+    async with (
+        serving("bench.caller", order=site.to_json()) as (process, _),
+        _weighed(stage.routers.pids) as resident,
+    ):
         await asyncio.sleep(_WARM_S)
         start_s = time.monotonic()
         await asyncio.sleep(plan.before_s)
@@ -125,7 +139,7 @@ async def _attacked(attack: Attack, plan: Plan, stage: Stage) -> Attacked:
         ended_s = time.monotonic()
         await asyncio.sleep(plan.after_s)
         await finish(process)
-    seen = await asyncio.to_thread(evidence.read, folder)
+    seen = await asyncio.to_thread(history.read, stage.histories)
     calls = [call for call in seen.calls if call.verb in {Verb.ENQUEUE, Verb.DEQUEUE} and call.due_s >= start_s]
     if not calls:
         raise Wrong(f"the quiet org made no calls beside {attack}")
@@ -138,7 +152,7 @@ async def _attacked(attack: Attack, plan: Plan, stage: Stage) -> Attacked:
         before=times(due_between(calls, start_s, began_s)),
         during=times(due_between(calls, began_s, ended_s)),
         after=times(due_between(calls, ended_s, float("inf"))),
-        failed=Counter(call.code for call in calls if call.code != 0),
+        failed=Counter(call.code for call in calls if call.outcome is not Outcome.OK),
     )
 
 
@@ -149,20 +163,12 @@ async def _weighed(pids: Callable[[], Sequence[int]]) -> AsyncGenerator[list[tup
 
     async def weigh() -> None:
         while True:
-            sizes: list[int] = []
-            for pid in pids():
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    sizes.append(psutil.Process(pid).memory_info().rss)
-            if sizes:
-                course.append((time.monotonic(), max(sizes) / _MIB))
+            if sizes := resident_bytes(pids()):
+                course.append((time.monotonic(), max(sizes.values()) / _MIB))
             await asyncio.sleep(_WEIGH_EVERY_S)
 
-    weighing = asyncio.create_task(weigh())
-    try:
+    async with background(weigh()):
         yield course
-    finally:
-        weighing.cancel()
-        await asyncio.gather(weighing, return_exceptions=True)
 
 
 def _memory_table(found: Sequence[Attacked], plan: Plan) -> Table:
@@ -208,7 +214,7 @@ def _calls_table(found: Sequence[Attacked], plan: Plan) -> Table:
                 *cells(one.before),
                 *cells(one.during),
                 *cells(one.after),
-                ", ".join(f"{count:,} × status {status}" for status, count in sorted(one.failed.items())) or "0",
+                ", ".join(f"{count:,} × {code}" for code, count in sorted(one.failed.items())) or "0",
             )
             for one in found
         ],
@@ -242,11 +248,7 @@ def _plot(found: Sequence[Attacked], plan: Plan) -> Plot:
 
 
 def _attacks(text: str) -> tuple[Attack, ...]:
-    names = [attack.value for attack in Attack]
-    for name in text.split(","):
-        if name not in names:
-            raise argparse.ArgumentTypeError(f"there is no attack {name!r}; there are: {', '.join(names)}")
-    return tuple(map(Attack, text.split(",")))
+    return tuple(map(Attack, names(text, list(Attack), "attack")))
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
@@ -264,6 +266,9 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory", type=positive, default=None, metavar="MIB", help="the bound of a router process, drawn as a line"
     )
+    parser.add_argument(
+        "--edge", action="store_true", help="all calls go through Envoy, with deploy/envoy.yaml in front of the routers"
+    )
 
 
 SCENARIO = Scenario(
@@ -277,6 +282,7 @@ SCENARIO = Scenario(
         turns_per_s=given.rate,
         routers=given.routers,
         memory_mib=given.memory,
+        edge=given.edge,
     ),
     measure=measure,
     full=lambda _: Plan(seconds=15.0, after_s=15.0),

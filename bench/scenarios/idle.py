@@ -9,13 +9,14 @@ from dataclasses import asdict, dataclass
 
 import psycopg
 
-from bench.arguments import number, positive
 from bench.clients import Clients
 from bench.meter import Spent
-from bench.report import Found, Table
+from bench.report import Found
 from bench.scenario import Bench, Scenario
 from bench.spread import spread
 from bench.stage import Stage, fresh_run
+from proof.arguments import number, positive
+from proof.table import Table
 
 _PARKED = "windrow-parked"
 _PARK_S = 3.0

@@ -9,15 +9,17 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass
 
 from bench import pickups
-from bench.arguments import add_peers, add_runs, number, numbers
+from bench.arguments import add_peers, add_runs
 from bench.clients import Clients
 from bench.pickups import Waits, ms_text
-from bench.report import Found, Plot, Table
+from bench.report import Found, Plot
 from bench.scenario import Bench, Scenario
 from bench.spread import spread
 from bench.stage import Stage, fresh_run
 from bench.system import Wrong
 from bench.systems import PEERS, STREAMS, load
+from proof.arguments import number, numbers
+from proof.table import Table
 
 _SAME, _ACROSS = "same router", "another router"
 # Until every worker has said that it waits.

@@ -21,16 +21,18 @@ from typing import assert_never
 import grpc
 
 from bench import pickups
-from bench.arguments import add_peers, number, positive
+from bench.arguments import add_peers
 from bench.clients import Clients
 from bench.disturbance import Archived, archiver, held_snapshot, readers
 from bench.history import fill_day
 from bench.pickups import Pickup, Waits, ms_text
-from bench.report import Found, Plot, Table
+from bench.report import Found, Plot
 from bench.scenario import Bench, Scenario
 from bench.stage import Stage, fresh_run
 from bench.systems import PEERS, WINDROW, load
-from shard.cluster import read_cluster
+from proof.arguments import names, number, positive
+from proof.table import Table
+from shard.placement.cluster_file import read_cluster
 from windrow.v1 import admin_pb2, admin_pb2_grpc
 
 _PRODUCER, _WORKER = 0, 1
@@ -140,7 +142,7 @@ async def _sample(stage: Stage, clients: Clients, plan: Plan, system: str, besid
         phases.append(Phase(name=name, began_s=began_s, ended_s=time.monotonic(), stored=stored))
 
     await phase("before", plan.jobs_per_s, plan.before_s)
-    async with _beside(beside, dsns) if archived is None else archiver(read_cluster(stage.config), archived):
+    async with _beside(beside, dsns) if archived is None else archiver(read_cluster(stage.cluster_file.path), archived):
         share = _OVERLOAD if beside is Beside.OVERLOAD else 1.0
         await phase("during", plan.jobs_per_s * share, plan.during_s)
     await phase("after", plan.jobs_per_s, plan.after_s)
@@ -328,13 +330,12 @@ def _told(sample: Sample) -> dict[str, object]:
 
 def _options(parser: argparse.ArgumentParser) -> None:
     plan = Plan()
-    names = [each.name.lower() for each in Beside]
     parser.add_argument(
         "--beside",
         type=_read_beside,
         default=plan.beside,
         metavar="NAME,…",
-        help=f"what goes on beside it: {', '.join(names)}; all",
+        help=f"what goes on beside it: {', '.join(each.name.lower() for each in Beside)}; all",
     )
     parser.add_argument("--rate", type=number(10**6), default=plan.jobs_per_s, help="jobs a second; 2000")
     parser.add_argument("--batch", type=number(1000), default=plan.batch, help="jobs a call; 10")
@@ -352,11 +353,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def _read_beside(text: str) -> tuple[Beside, ...]:
-    try:
-        return tuple(Beside[name.upper()] for name in text.split(","))
-    except KeyError as error:
-        names = ", ".join(each.name.lower() for each in Beside)
-        raise argparse.ArgumentTypeError(f"there is no {error.args[0].lower()!r}; there are: {names}") from None
+    return tuple(Beside[name.upper()] for name in names(text, [each.name.lower() for each in Beside], "disturbance"))
 
 
 def _plan(given: argparse.Namespace) -> Plan:

@@ -11,14 +11,16 @@ from dataclasses import asdict, dataclass
 
 import grpc
 
-from bench.arguments import number, numbers
-from bench.report import Found, Table
+from bench.report import Found
 from bench.scenario import Bench, Scenario
 from bench.spread import percentile
 from bench.system import Wrong
-from shard import archiving, partitions
-from shard.database import Database
-from shard.interning import Names
+from proof.arguments import number, numbers
+from proof.table import Table
+from shard.history.days import Day, InUse, days_over, turn_cold
+from shard.postgres import partitions
+from shard.postgres.pool import Database
+from shard.queue.queue_ids import QueueIds
 from shard.vocabulary import RETENTION_DEFAULT, OrgId, QueueName, ShardName
 from windrow.v1 import admin_pb2, admin_pb2_grpc, job_pb2, queue_pb2, queue_pb2_grpc
 
@@ -139,7 +141,7 @@ def _calls(shard: _Shard, channel: grpc.aio.Channel) -> dict[str, tuple[Callable
         org, job_id = shard.job()
         unknown = job_id[:14] + "7fff" + job_id[18:]
         answer = await queue.GetJobs(queue_pb2.GetJobsRequest(org=org, ids=[unknown]), timeout=_PATIENCE_S)
-        if list(answer.not_found) != [unknown]:
+        if list(answer.not_found_ids) != [unknown]:
             raise Wrong(f"job {unknown} of org {org} was found")
 
     async def page(request: admin_pb2.ListJobsRequest) -> None:
@@ -158,7 +160,7 @@ def _calls(shard: _Shard, channel: grpc.aio.Channel) -> dict[str, tuple[Callable
     async def any_page(org: OrgId) -> None:
         """Of jobs made before a random moment."""
         request = admin_pb2.ListJobsRequest(org=org, queue=_QUEUE, state=job_pb2.JOB_STATE_SUCCEEDED)
-        request.made_before.FromMilliseconds(shard.day_ms(shard.luck.randint(1, plan.days)))
+        request.created_before.FromMilliseconds(shard.day_ms(shard.luck.randint(1, plan.days)))
         await page(request)
 
     def small() -> OrgId:
@@ -181,13 +183,13 @@ def _calls(shard: _Shard, channel: grpc.aio.Channel) -> dict[str, tuple[Callable
 
 async def _fill(plan: Plan, bench: Bench, dsn: str) -> _Shard:
     """Finished jobs of so many days, which turn cold; and of the two days after them, which have not."""
-    database = Database(ShardName("s1"), dsn, connections=1, for_books=True)
+    database = Database(ShardName("s1"), dsn, connections=1, may_scan=True)
     await database.open()
     try:
         ((now_us,),) = await database.run(b"SELECT now()", {})
         shard = _Shard(plan, now_us // 1000 // _DAY_MS * _DAY_MS)
         orgs = [_LARGE, *map(shard.small, range(plan.small_orgs))]
-        numbers_of = await Names(database).make([(org, _QUEUE) for org in orgs])
+        numbers_of = await QueueIds(database).make([(org, _QUEUE) for org in orgs])
         queue_ids = "{" + ",".join(str(numbers_of[org, _QUEUE]) for org in orgs) + "}"
         bench.say(
             f"finishing {plan.jobs:,} jobs a day on {plan.days + 2} days, for each of {len(plan.retentions)} retentions"
@@ -196,7 +198,7 @@ async def _fill(plan: Plan, bench: Bench, dsn: str) -> _Shard:
             for ago in range(plan.days + 1, -1, -1):
                 await _fill_day(database, shard, retention, ago, queue_ids)
         bench.say("turning days cold")
-        for day in await archiving.days_over(database):
+        for day in await days_over(database):
             if day.first < time.strftime("%Y-%m-%d", time.gmtime(shard.day_ms(1) / 1000)):
                 await _turn_cold(database, day)
         await database.run(b"ANALYZE windrow.finished", {})
@@ -205,12 +207,12 @@ async def _fill(plan: Plan, bench: Bench, dsn: str) -> _Shard:
         await database.close()
 
 
-async def _turn_cold(database: Database, day: archiving.Day) -> None:
+async def _turn_cold(database: Database, day: Day) -> None:
     for tries_left in reversed(range(_TRIES)):
         try:
-            await archiving.turn_cold(database, day)
+            await turn_cold(database, day)
             return
-        except archiving.InUse:
+        except InUse:
             # By autovacuum, which has come across what was filled just now.
             if not tries_left:
                 raise

@@ -1,6 +1,6 @@
 """How evenly slots, orgs and their jobs lie on 10 to 1,000 shards, and what moves when shards come, go or weigh more.
 
-Starts no cluster: a plan is pure (shard/placement.py), and what moves at a given rate is arithmetic.
+Starts no cluster: a plan is pure (shard/placement/slots.py), and what moves at a given rate is arithmetic.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from bench.arguments import number, numbers, positive
-from bench.report import Found, Plot, Table
+from bench.report import Found, Plot
 from bench.scenario import Bench, Scenario
 from bench.system import Wrong
-from shard.placement import SLOTS, plan, shares, slot_of
+from proof.arguments import number, numbers, positive
+from proof.table import Table
+from shard.placement.slots import SLOTS, plan, shares, slot_of
 from shard.vocabulary import OrgId, ShardName
 
 # How unequal orgs are, as Pareto distributions: by the exponents, the largest fifth has 45 % or 80 % of all jobs.

@@ -11,6 +11,8 @@ WINDROW = "windrow"
 # What Windrow is held against in every round: the same statements without routers and gRPC.
 LIMIT = "limit"
 ECHO = "echo"
+# One job a unary call; one job a client.enqueue(); and by routers that trace.
+UNARY, CLIENT, TRACED = "windrow-unary", "windrow-client", "windrow-traced"
 # Windrow with a stream for each worker.
 STREAMS = "windrow-streams"
 
@@ -19,8 +21,9 @@ OURS = MappingProxyType(
         WINDROW: "bench.systems.windrow:Windrow",
         STREAMS: "bench.systems.windrow:WindrowStreams",
         "windrow-pull": "bench.systems.windrow:WindrowPull",
-        "windrow-unary": "bench.systems.windrow:WindrowUnary",
-        "windrow-client": "bench.systems.windrow:WindrowClient",
+        UNARY: "bench.systems.windrow:WindrowUnary",
+        CLIENT: "bench.systems.windrow:WindrowClient",
+        TRACED: "bench.systems.windrow:WindrowTraced",
         "windrow-parked": "bench.systems.parked:Parked",
         LIMIT: "bench.systems.limit:Limit",
         ECHO: "bench.systems.echo:Echo",

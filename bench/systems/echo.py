@@ -40,7 +40,10 @@ class Echo:
     async def enqueue(self, payloads: Sequence[bytes]) -> None:
         request = queue_pb2.EnqueueRequest(
             org=self._org,
-            jobs=[job_pb2.NewJob(id=uuid7(), queue=QUEUE, kind="no-op", payload=payload) for payload in payloads],
+            jobs=[
+                job_pb2.NewJob(id=uuid7(), template=job_pb2.JobTemplate(queue=QUEUE, kind="no-op", payload=payload))
+                for payload in payloads
+            ],
         )
         response = await next(self._queues).Enqueue(request, timeout=CALL_S_MAX)
         if len(response.results) != len(request.jobs):

@@ -10,11 +10,12 @@ from typing import ClassVar
 
 from bench.payloads import BYTES
 from bench.system import Finished, Site, Taken, Wrong
-from shard import catalog
-from shard.books import Books
-from shard.database import Database
-from shard.lease import parse_token, token
-from shard.store import Store
+from shard.admin.queue_admin import QueueAdmin
+from shard.lease_token import parse_token, token
+from shard.placement import catalog
+from shard.postgres.pool import Database
+from shard.queue.settle import Settlement
+from shard.queue.store import Store
 from shard.vocabulary import Answer, NewJobs, OrgId, QueueName, ShardName
 from windrow.ids import uuid7
 
@@ -32,7 +33,7 @@ class Limit:
         shards = [(ShardName(name), dsn) for name, dsn in site.dsns.items()]
         connections = min(site.callers, _CONNECTIONS_MAX)
         self._databases = [Database(name, dsn, connections=connections) for name, dsn in shards]
-        self._books_databases = [Database(name, dsn, connections=1, for_books=True) for name, dsn in shards]
+        self._books_databases = [Database(name, dsn, connections=1, may_scan=True) for name, dsn in shards]
         self._stores = {database.name: Store(database) for database in self._databases}
         self._opened = False
         self._orgs: list[tuple[OrgId, Store]] = []
@@ -87,7 +88,7 @@ class Limit:
                     raise Wrong("a claim gave a job that is not as it was stored, or gave it for the second time")
                 taken(at_ns, job.payload)
             leases = [parse_token(token(prefix, job.id))[1] for job in jobs]
-            if await store.ack(org, leases, [None] * len(jobs)) != [Answer.OK] * len(jobs):
+            if await store.settle(Settlement.ack(org, leases, [None] * len(jobs))) != [Answer.OK] * len(jobs):
                 raise Wrong("an ack did not finish every job that had been claimed")
             finished(len(jobs))
 
@@ -103,7 +104,7 @@ class Limit:
         orgs = {str(org) for org, _ in self._orgs}
         accepted = left = succeeded = 0
         for database in self._books_databases:
-            for books in await Books(database).check():
+            for books in await QueueAdmin(database).check():
                 if not books.balanced:
                     raise Wrong(f"shard {database.name!r}: the books of org {books.org!r} do not balance: {books}")
                 if books.org in orgs:

@@ -15,7 +15,7 @@ from google.protobuf.duration_pb2 import Duration
 import windrow
 from bench.system import Finished, Site, Taken, Wrong
 from windrow.ids import uuid7
-from windrow.v1 import admin_pb2, admin_pb2_grpc, job_pb2, queue_pb2, queue_pb2_grpc
+from windrow.v1 import admin_pb2, admin_pb2_grpc, cluster_pb2, cluster_pb2_grpc, job_pb2, queue_pb2, queue_pb2_grpc
 
 QUEUE = "work"
 CALL_S_MAX = 60.0
@@ -39,6 +39,7 @@ class WindrowPull:
         self._channels = [grpc.aio.insecure_channel(site.address, options=options) for _ in range(count)]
         self._queues = itertools.cycle([queue_pb2_grpc.QueueStub(channel) for channel in self._channels])
         self._admin = admin_pb2_grpc.AdminStub(self._channels[0])
+        self._cluster = cluster_pb2_grpc.ClusterStub(self._channels[0])
         self._orgs: list[str] = []
         self._turns = itertools.cycle([""])
 
@@ -51,7 +52,10 @@ class WindrowPull:
     async def enqueue(self, payloads: Sequence[bytes]) -> None:
         request = queue_pb2.EnqueueRequest(
             org=next(self._turns),
-            jobs=[job_pb2.NewJob(id=uuid7(), queue=QUEUE, kind="no-op", payload=payload) for payload in payloads],
+            jobs=[
+                job_pb2.NewJob(id=uuid7(), template=job_pb2.JobTemplate(queue=QUEUE, kind="no-op", payload=payload))
+                for payload in payloads
+            ],
         )
         response = await next(self._queues).Enqueue(request, timeout=CALL_S_MAX)
         if [result.id for result in response.results] != [job.id for job in request.jobs]:
@@ -83,9 +87,9 @@ class WindrowPull:
         return sum([await _live(dsn, self._orgs) for dsn in self._site.dsns.values()])
 
     async def check(self, jobs: int) -> None:
-        found = admin_pb2.OrgBooks()
+        found = cluster_pb2.OrgBooks()
         for shard in self._site.dsns:
-            call = self._admin.CheckShard(admin_pb2.CheckShardRequest(shard=shard), timeout=CALL_S_MAX)
+            call = self._cluster.CheckShard(cluster_pb2.CheckShardRequest(shard=shard), timeout=CALL_S_MAX)
             async for response in call:
                 for books in response.orgs:
                     if not books.balanced:
@@ -137,6 +141,12 @@ class Windrow(WindrowPull):
             for at in range(streams):
                 start = queue_pb2.ConsumeStart(org=self._orgs[at % len(self._orgs)], queues=[QUEUE], worker="bench")
                 group.create_task(consume(next(self._queues), start, credit, taken, finished))
+
+
+class WindrowTraced(Windrow):
+    """Through routers that trace."""
+
+    title: ClassVar[str] = "Windrow, 1 % of calls traced"
 
 
 class WindrowStreams(Windrow):
@@ -222,15 +232,15 @@ async def consume(
             told(response.jobs, taken)
             done += [job.lease for job in response.jobs]
             for settled in response.settled:
-                if settled.HasField("error") or any(answer != job_pb2.JOB_ANSWER_OK for answer in settled.answers):
+                if settled.HasField("error") or settled.not_ok:
                     raise Wrong(f"a stream did not finish every job that it had given: {settled}")
-                finished(unanswered.pop(settled.number))
+                finished(unanswered.pop(settled.request_id))
             while done and len(unanswered) < _UNANSWERED_MAX:
                 acks = [queue_pb2.Ack(lease=lease) for lease in done[:_ACKS_MAX]]
                 del done[:_ACKS_MAX]
                 number = next(numbers)
                 unanswered[number] = len(acks)
-                requests.put_nowait(queue_pb2.ConsumeRequest(credit=len(acks), acks=acks, number=number))
+                requests.put_nowait(queue_pb2.ConsumeRequest(credit=len(acks), acks=acks, request_id=number))
         raise Wrong("a stream ended by itself")
     finally:
         call.cancel()

@@ -1,6 +1,6 @@
-"""`python -m chaos.clients.producer`: enqueues one by one, several at once, in batches, with dedup keys, for later;
-says the same again after an error that leaves it open; now and then says again what was acknowledged, looks it up, or
-cancels it."""
+"""`python -m chaos.clients.producer`: enqueues jobs one by one, several at once, in batches, with dedup keys, or for
+later. Repeats calls after an error that leaves the outcome open; sometimes repeats, looks up or cancels acknowledged
+jobs."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
 import windrow
-from chaos.clients.fates import pick_org
-from chaos.clients.site import Orders, Site, main
-from chaos.history import Answer, Outcome, Recorder, Verb, payload_of
+from proof.clients import calls
+from proof.clients.fates import pick_org
+from proof.clients.site import QUEUE, Orders, Site, main
+from proof.history import Answer, Outcome, Recorder, Verb, payload_of
 
-QUEUE = "load"
 # The load is open: calls come at this pace, whatever became of those before, up to so many.
 _EVERY_S = 0.15
 _CALLS_MAX = 200
 _TRIES_MAX = 20
 _TIMEOUT_S, _TRY_S = 6.0, 2.0
-# Most that come later come soon. Some wait for so long that their slot moves meanwhile.
+# Most delayed jobs have a short delay. Some wait so long that their slot moves meanwhile.
 _DELAY_S_MAX, _LONG_DELAY_S_MAX = 4.0, 20.0
 _KEYS = 40
 _KEY_WINDOW_S = 86_400.0
@@ -51,7 +51,7 @@ class Producer:
         luck = self._site.luck()
         turns = asyncio.Semaphore(_CALLS_MAX)
         while not (self._orders.calm.is_set() or self._orders.over.is_set()):
-            # Each call has a luck of its own: the order in which they end changes nothing.
+            # Each call has a random generator of its own, so the order in which calls end changes nothing.
             group.create_task(self._once(turns, random.Random(luck.random())))
             await self._orders.pause(luck.expovariate(1 / _EVERY_S))
 
@@ -84,7 +84,7 @@ class Producer:
             await self._cancel(org, job.id)
 
     async def _probe(self) -> None:
-        """One job for every org, once told so: by then nothing hinders."""
+        """Enqueues one job for every org when it is told to; by then no fault is active."""
         over = asyncio.create_task(self._orders.over.wait())
         probe = asyncio.create_task(self._orders.probe.wait())
         await asyncio.wait({over, probe}, return_when=asyncio.FIRST_COMPLETED)
@@ -97,10 +97,7 @@ class Producer:
         await over
 
     async def _until_stored(self, org: str, jobs: Sequence[windrow.NewJob], send: _Send) -> None:
-        asked = [
-            {"job": job.id, "queue": job.queue, "key": job.dedup_key, "delay_s": float(job.delay or 0.0)}  # type: ignore[arg-type]
-            for job in jobs
-        ]
+        asked = [calls.asked(job) for job in jobs]
         for _ in range(_TRIES_MAX):
             number = self._recorder.begin(Verb.ENQUEUE, org, asked)
             try:
@@ -161,7 +158,7 @@ _Send = Callable[[str, Sequence[windrow.NewJob]], Awaitable[Sequence[windrow.Enq
 
 
 def _job(org: str, luck: random.Random | None) -> windrow.NewJob:
-    """By luck; without it a plain one that is due at once."""
+    """Draws a job; without a generator returns a plain one that is due at once."""
     name = windrow.uuid7()
     if luck is None:
         return windrow.NewJob(QUEUE, "work", payload_of(org, name, 0), id=name)

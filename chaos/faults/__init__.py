@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from chaos.faults import machine, network, operators, peers, processes, servers
+from chaos.faults import backups, machine, network, operators, peers, processes, servers
 from chaos.faults.fault import Fault
 
 __all__ = ["CHANGES", "FAULTS", "Fault"]
@@ -43,6 +43,8 @@ _KINDS: tuple[type[Fault], ...] = (
     operators.DrainShard,
     operators.ChangeWeight,
     operators.PinOrg,
+    # The last of those that come alone: what it does to clients they may notice for long.
+    backups.RestoreBackup,
 )
 FAULTS: Mapping[str, type[Fault]] = {kind.name: kind for kind in _KINDS}
 # They harm nothing: as many as there are may be under way beside the faults.

@@ -1,4 +1,4 @@
-"""What a fault is: something that is done to a target for a while, and undone."""
+"""The base of all faults: something that is done to a target for a while, and then undone."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from chaos.stage import Cast, Stage
+from proof.checker.evidence import Restored
 
 
 class Fault(abc.ABC):
@@ -18,14 +19,18 @@ class Fault(abc.ABC):
     """
 
     name: ClassVar[str]
-    # How often it is drawn, beside the others.
+    # Whether it is drawn at random; otherwise it is run once, alone, at the end.
+    drawn: ClassVar[bool] = True
+    # How often it is drawn, relative to the others.
     weight: ClassVar[float] = 1.0
     # How long it lasts.
     seconds: ClassVar[tuple[float, float]] = (1.0, 6.0)
     # Whether it is done once more by itself at the end, so that the checker can say what clients may see of it.
     alone: ClassVar[bool] = False
-    # The orgs that it struck, once it is injected; none: it makes no difference between orgs.
+    # The orgs that it affected, once it is injected; empty: it makes no difference between orgs.
     orgs: Sequence[str] = ()
+    # The database that it restored, once that is accepted; None: none.
+    restored: Restored | None = None
 
     def __init__(self, stage: Stage, target: str, luck: random.Random) -> None:
         self.stage = stage
@@ -35,20 +40,20 @@ class Fault(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def targets(cls, cast: Cast) -> Sequence[str]:
-        """What it may strike, one at a time; none: there is nothing of the sort in this cast."""
+        """Returns its possible targets, of which it takes one; none if the cast has nothing suitable."""
 
     @classmethod
     def missing(cls, stage: Stage) -> str | None:
-        """What it needs and this machine, or this release, does not have."""
+        """Returns what it needs and this machine or release does not have."""
         return None
 
     @abc.abstractmethod
     async def inject(self) -> None:
-        """Does it. Returns once it is done, not once it is over."""
+        """Does it. Returns when it is done, not when it is over."""
 
     @abc.abstractmethod
     async def heal(self) -> None:
-        """Undoes it. Also called where `inject` failed half-way; what it struck is whole when it returns."""
+        """Undoes it. Also called if `inject` failed half-way; afterwards the target is repaired."""
 
 
 def shards(cast: Cast) -> list[str]:
@@ -64,7 +69,7 @@ def routers(cast: Cast) -> list[str]:
 
 
 def pid_of(stage: Stage, target: str) -> int | None:
-    """The process in this place now, of a router or a balancer; None while one is being started again."""
+    """Returns the process that is now this router or balancer; None while it is being restarted."""
     if target in stage.balancers.names:
         return stage.balancers.pid(target)
     pids = sorted(stage.routers.pids)

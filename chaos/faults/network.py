@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from chaos.faults.fault import CATALOG, Fault, shards
 from chaos.stage import Cast
-from tests.fault.proxy import Proxy
+from proof.proxy import Proxy
 
 _BYTES_MAX = 100_000
 _DELAY_S = (0.02, 0.3)
@@ -20,7 +20,7 @@ class _NetworkFault(Fault):
 
     @property
     def proxies(self) -> Sequence[Proxy]:
-        """Of all nodes: routers try each of them."""
+        """The proxies of all nodes, because routers try each of them."""
         entrance = self.stage.catalog if self.target == CATALOG else self.stage.shards[self.target].entrance
         return entrance.proxies
 
@@ -54,7 +54,7 @@ class SlowNetwork(_NetworkFault):
 
 
 class SilentNetwork(_NetworkFault):
-    """Nothing passes, and nobody is told."""
+    """No data passes, and no connection is closed."""
 
     name = "silent-network"
     seconds = (1.0, 12.0)
@@ -69,7 +69,7 @@ class SilentNetwork(_NetworkFault):
 
 
 class ClosedNetwork(_NetworkFault):
-    """All connections are cut, and no new one comes about."""
+    """All connections are cut, and new ones are refused."""
 
     name = "closed-network"
 
@@ -84,7 +84,7 @@ class ClosedNetwork(_NetworkFault):
 
 
 class CutCatalog(ClosedNetwork):
-    """The same, of the catalog alone: nobody learns where slots are, and no move goes on."""
+    """Cuts only the connections to the catalog: no process learns of new placements, and no move continues."""
 
     name = "cut-catalog"
     seconds = (0.0, 8.0)

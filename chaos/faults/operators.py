@@ -11,10 +11,10 @@ from dataclasses import replace
 from chaos.faults.fault import CATALOG, Fault, routers, shards
 from chaos.faults.processes import FreezeServer
 from chaos.stage import Cast, Stage
-from shard import catalog, pinning
-from shard.database import Database
 from shard.errors import NotPinned, ShardUnavailable, SlotMoves
-from shard.pinning import OnShard
+from shard.placement import catalog, pins
+from shard.placement.pins import OnShard
+from shard.postgres.pool import Database
 from shard.vocabulary import OrgId, ShardName
 
 _WEIGHTS = (0.0, 0.2, 0.5, 2.0, 5.0)
@@ -114,7 +114,7 @@ class FreezeRouterInMove(FreezeServer):
         # The busiest orgs are those of which it may be in the midst of something. One that is being pinned about by
         # others is as good as any.
         org = self.luck.choice(self.stage.cast.org_names[:_PINNED_ORGS])
-        async with _catalog(self.stage) as database:
+        async with open_catalog(self.stage) as database:
             known = await catalog.read(database)
         here = known.placement(OrgId(org)).reads[-1]
         there = self.luck.choice([name for name in self.stage.shards if name != here])
@@ -129,7 +129,7 @@ class FreezeRouterInMove(FreezeServer):
     async def _writer(self, org: str) -> str | None:
         """None: nobody can tell just now."""
         with contextlib.suppress(ShardUnavailable):
-            async with _catalog(self.stage) as database:
+            async with open_catalog(self.stage) as database:
                 return (await catalog.read(database)).placement(OrgId(org)).writes[0]
         return None
 
@@ -172,7 +172,7 @@ class BreakClusterFile(Fault):
 
     async def _that_hold_slots(self) -> Sequence[str]:
         """And will for as long as the file is wrong: nobody takes them away."""
-        async with _catalog(self.stage) as database:
+        async with open_catalog(self.stage) as database:
             holdings = (await catalog.read(database)).holdings()
         return [
             entry.name
@@ -189,8 +189,8 @@ async def pin(stage: Stage, org: str, shard: str) -> None:
     give_up_s = asyncio.get_running_loop().time() + _PIN_S_MAX
     while True:
         try:
-            async with _catalog(stage) as database:
-                await pinning.pin(database, OrgId(org), OnShard(ShardName(shard)))
+            async with open_catalog(stage) as database:
+                await pins.pin(database, OrgId(org), OnShard(ShardName(shard)))
                 return
         except (SlotMoves, ShardUnavailable):
             if asyncio.get_running_loop().time() > give_up_s:
@@ -200,14 +200,14 @@ async def pin(stage: Stage, org: str, shard: str) -> None:
 
 async def unpin(stage: Stage, org: str) -> None:
     """Raises ShardUnavailable."""
-    async with _catalog(stage) as database:
+    async with open_catalog(stage) as database:
         # A try of which nobody heard may have done it.
         with contextlib.suppress(NotPinned):
-            await pinning.unpin(database, OrgId(org))
+            await pins.unpin(database, OrgId(org))
 
 
 @contextlib.asynccontextmanager
-async def _catalog(stage: Stage) -> AsyncGenerator[Database, None]:
+async def open_catalog(stage: Stage) -> AsyncGenerator[Database, None]:
     """By the way that routers and balancers take. Raises ShardUnavailable."""
     database = Database(ShardName(CATALOG), stage.catalog.dsn, connections=1)
     try:

@@ -7,10 +7,10 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from chaos.clients.producer import QUEUE
 from chaos.faults.fault import Fault
 from chaos.stage import Cast
 from proof import hostile_peer
+from proof.clients.site import QUEUE
 from windrow.v1 import admin_pb2, queue_pb2
 
 _ENQUEUE = "/windrow.v1.Queue/Enqueue"

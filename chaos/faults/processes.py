@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from chaos.faults.fault import Fault, pid_of, routers
-from chaos.shards import until
 from chaos.stage import Cast
+from proof.postgres import until
 
 _BACK_S_MAX = 60.0
 

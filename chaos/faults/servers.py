@@ -13,9 +13,9 @@ from typing import LiteralString
 import psycopg
 
 from chaos.faults.fault import Fault, shards
-from chaos.shards import Node, until
 from chaos.stage import Cast, Stage
 from embedded import EmbeddedError
+from proof.postgres import Node, until
 
 _UP_S_MAX = 60.0
 _SYNCHRONOUS_S_MAX = 5.0

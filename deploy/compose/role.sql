@@ -1,5 +1,5 @@
--- Run once, by the superuser, on a new shard: the role and database that the routers use. No superuser rights are needed
--- to make and use Windrow's schema; owning the database is enough.
+-- The superuser runs this once on a new shard. It creates the role and the database that the routers use. The role needs no
+-- superuser rights: it owns the database, which is enough to create and use Windrow's schema.
 \set password `cat /run/secrets/windrow_password`
 CREATE ROLE windrow LOGIN PASSWORD :'password';
 CREATE DATABASE windrow OWNER windrow;

@@ -1,4 +1,4 @@
-"""Enqueues recorded pushes in the order in which they happened, each as a job of its org.
+"""Enqueues recorded pushes in their recorded order, each as a job of its org.
 
 python -m examples.pushes.producer --address 127.0.0.1:7419
 """
@@ -19,27 +19,27 @@ from examples.pushes.totals import Push, read_pushes
 QUEUE = "pushes"
 KIND = "push"
 
-# How many pushes are under way at once. Each org's share of them is one call, and the next ones wait until all of these
-# are acknowledged. So an org's jobs are stored in recorded order, and across orgs none overtakes more than this many.
+# How many pushes are sent at once. Those of one org are one call, and the next pushes wait until all of these are
+# acknowledged. So an org's jobs are stored in recorded order, and across orgs a job overtakes fewer others than this.
 WINDOW = 500
 DELAYED_EVERY = 10
 DELAY_S_MAX = 5.0
 
 _STEP_S = 0.25
 _PAUSE_S = 0.2
-_PATIENCE_S = 180.0
-_AGAIN = (windrow.Unavailable, windrow.DeadlineExceeded, windrow.ResourceExhausted, windrow.RouterError)
+_RETRY_S_MAX = 180.0
+_RETRIED = (windrow.Unavailable, windrow.DeadlineExceeded, windrow.ResourceExhausted, windrow.RouterError)
 _log = logging.getLogger("producer")
 
 
 def delays_s(pushes: Sequence[Push]) -> list[float]:
-    """How long each job is to wait before it may run: every tenth push has its recorded gap, compressed; others 0.
+    """Returns each job's delay: for every tenth push its recorded gap, compressed; for the others 0.
 
     The gap is the time since the previous push to the same repository (none: 0), and
 
         delay = 5 s × ln(1 + gap) ÷ ln(1 + the longest gap of all)
 
-    Gaps run from a second to years: on a linear scale all but a few would be no delay at all.
+    Gaps range from a second to years: on a linear scale almost all delays would be close to 0.
     """
     latest: dict[str, int] = {}
     gaps: list[int] = []
@@ -54,7 +54,7 @@ def delays_s(pushes: Sequence[Push]) -> list[float]:
 
 
 def job_of(push: Push, delay_s: float) -> windrow.NewJob:
-    """The job's id, a UUIDv7, is made here: however often the job is sent, it is stored once."""
+    """Makes a push's job. Its id, a UUIDv7, is made here, so the job is stored once even if it is sent again."""
     return windrow.NewJob(QUEUE, KIND, push.to_json(), delay=delay_s or None)
 
 
@@ -65,8 +65,8 @@ async def produce(
     acknowledged: Callable[[str, Sequence[windrow.Enqueued]], None],
     seconds: float = 0.0,
 ) -> None:
-    """Enqueues all pushes, and tells `acknowledged` of every org's jobs that are stored. With `seconds` it takes that
-    long, at an even rate. Raises a group of what windrow.Client raises, once tries have failed for 3 minutes."""
+    """Enqueues all pushes, and calls `acknowledged` with each org's stored jobs. With `seconds`, spreads them evenly
+    over that time. Raises an ExceptionGroup of windrow.Client's errors after 3 minutes of failed tries."""
     if not pushes:
         return
     delays = delays_s(pushes)
@@ -74,7 +74,7 @@ async def produce(
     began_s = time.monotonic()
     async with windrow.Client(address, org=pushes[0].org, channels=2) as client:
         for first in range(0, len(pushes), size):
-            # A window that is late is not waited for: the rate catches up.
+            # If this window is late, the sleep is zero, and the rate catches up.
             await asyncio.sleep(began_s + seconds * first / len(pushes) - time.monotonic())
             jobs: dict[str, list[windrow.NewJob]] = defaultdict(list)
             for at in range(first, min(first + size, len(pushes))):
@@ -89,13 +89,13 @@ async def _send(
     jobs: Sequence[windrow.NewJob],
     acknowledged: Callable[[str, Sequence[windrow.Enqueued]], None],
 ) -> None:
-    """The client tries again by itself, for its `timeout`. This goes on where it stops: a call that broke may have
-    stored the jobs or not, and the same ids make the next try safe in both cases."""
-    deadline_s = time.monotonic() + _PATIENCE_S
+    """Sends jobs until they are stored. The client retries for its `timeout`; this continues after that. A call that
+    broke may have stored the jobs or not: the ids make the next try safe in both cases."""
+    deadline_s = time.monotonic() + _RETRY_S_MAX
     while True:
         try:
             stored = await client.enqueue_many(jobs)
-        except _AGAIN as error:
+        except _RETRIED as error:
             if time.monotonic() > deadline_s:
                 raise
             _log.warning("trying again: %s", error)
@@ -107,8 +107,8 @@ async def _send(
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.pushes.producer")
-    parser.add_argument("--address", default="127.0.0.1:7419", help="of the routers, HOST:PORT")
-    parser.add_argument("--events", type=int, help="only the first so many")
+    parser.add_argument("--address", default="127.0.0.1:7419", help="HOST:PORT of the routers")
+    parser.add_argument("--events", type=int, help="enqueue only the first EVENTS pushes")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     stored = 0

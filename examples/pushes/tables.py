@@ -1,8 +1,8 @@
-"""The application's own tables: the totals, and the ids of the jobs that are in them. They are in the application's
-database; Windrow knows nothing of it.
+"""The application's own tables: the totals, and the ids of the jobs that the totals include. They are in the
+application's database, which Windrow does not know.
 
-A queue delivers a job at least once. What makes its effect happen exactly once is here: the job's id and its effect are
-committed together, and an id that is there already changes nothing.
+A queue delivers a job at least once. These tables make its effect happen exactly once: the job's id and its effect are
+committed together, and an id that exists already changes nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CREATE = """
 SELECT pg_advisory_xact_lock(hashtext('pushes'));
 CREATE TABLE IF NOT EXISTS applied (
     job_id uuid PRIMARY KEY,
-    -- 2 or more: the job came again after its effect was committed, and was counted only once all the same.
+    -- 2 or more: the job was delivered again after its effect was committed; it is still counted only once.
     deliveries integer NOT NULL DEFAULT 1
 );
 CREATE TABLE IF NOT EXISTS totals (
@@ -31,8 +31,8 @@ CREATE TABLE IF NOT EXISTS totals (
 );
 """
 
-# One statement, so one transaction. Both INSERTs take their rows in order: two workers that hold some of the same rows
-# then wait for one another, and never in a circle.
+# One statement, so one transaction. Both INSERTs lock their rows in order, so that two workers with common rows cannot
+# deadlock.
 APPLY = """
 WITH push AS (
     SELECT *
@@ -63,7 +63,7 @@ ON CONFLICT (org, repo, week) DO UPDATE SET
 
 class Applied(NamedTuple):
     jobs: int
-    # Deliveries of jobs whose effect was there already.
+    # Deliveries of jobs whose effect was committed already.
     repeats: int
 
 
@@ -73,7 +73,8 @@ Pool = AsyncConnectionPool[Connection]
 
 @asynccontextmanager
 async def open_pool(database: str) -> AsyncGenerator[Pool, None]:
-    """A connection in autocommit mode that is made again when it breaks. `database`: its DSN. Makes the tables."""
+    """Opens a pool of one connection in autocommit mode, which is replaced if it breaks. Creates the tables.
+    `database`: the DSN."""
     async with AsyncConnectionPool[Connection](
         database, min_size=1, max_size=1, kwargs={"autocommit": True}, open=False
     ) as pool:
@@ -83,8 +84,8 @@ async def open_pool(database: str) -> AsyncGenerator[Pool, None]:
 
 
 async def apply(connection: Connection, pushes: Sequence[tuple[str, Push]]) -> None:
-    """Adds pushes, each with the id of its job, to the totals: all or none, and each id once however often it comes.
-    The ids of one call differ. When this returns, it is committed."""
+    """Adds pushes, each with the id of its job, to the totals: all or none, and each id only once in all calls. The ids
+    of one call must differ. Returns after the commit."""
     await connection.execute(
         APPLY,
         (

@@ -1,6 +1,6 @@
-"""What a push is, and the totals of many: per org, repo and ISO week. Pure but for reading the file; knows no queue.
+"""Pushes, and their totals per org, repo and ISO week, computed in memory. Independent of any queue.
 
-The worker does not use these sums: its database adds up, in SQL (tables.py). So the two can check each other.
+The worker does not use these totals: its database computes them in SQL (tables.py). So the two can be compared.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Push:
 
     @classmethod
     def from_json(cls, text: bytes | str) -> Push:
-        """Raises ValueError, TypeError on anything but an object with exactly these fields."""
+        """Parses a push. Raises ValueError or TypeError for anything but an object with exactly these fields."""
         return cls(**json.loads(text))
 
     def to_json(self) -> bytes:
@@ -39,7 +39,7 @@ class Push:
 
 
 class Key(NamedTuple):
-    """What totals are kept for. `week` is an ISO 8601 week in UTC, such as 2026-W07."""
+    """The key of a row of totals. `week` is an ISO 8601 week in UTC, such as 2026-W07."""
 
     org: str
     repo: str
@@ -54,7 +54,7 @@ class Sums(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """A key whose sums are not as they should be. None: there is no such row."""
+    """A key with wrong sums. None: there is no such row."""
 
     key: Key
     expected: Sums | None
@@ -62,7 +62,7 @@ class Difference(NamedTuple):
 
 
 def read_pushes(path: Path = EVENTS, *, most: int | None = None) -> list[Push]:
-    """The pushes of a gzipped file of JSON lines, in recorded order; only the first `most` of them if given."""
+    """Reads the pushes of a gzipped file of JSON lines, in recorded order; only the first `most` if given."""
     with gzip.open(path, "rb") as lines:
         return [Push.from_json(line) for line in islice(lines, most)]
 
@@ -87,7 +87,7 @@ def total(pushes: Iterable[Push]) -> dict[Key, Sums]:
 
 
 def differences(expected: Mapping[Key, Sums], found: Mapping[Key, Sums]) -> list[Difference]:
-    """Every key that is missing, too many, or has other sums; by key. Empty: both are equal to the last digit."""
+    """Returns every key that is missing, unexpected, or has other sums, sorted. Empty if both are exactly equal."""
     return [
         Difference(key, expected.get(key), found.get(key))
         for key in sorted(expected.keys() | found.keys())

@@ -1,4 +1,4 @@
-"""Adds pushes to the totals in the application's own Postgres, each exactly once. Run as many of these as you like.
+"""Adds pushes to the totals in the application's own Postgres, each exactly once. Any number of workers may run.
 
 DATABASE_URL=postgresql://... python -m examples.pushes.worker --address 127.0.0.1:7419
 """
@@ -19,32 +19,32 @@ from examples.pushes import tables
 from examples.pushes.producer import KIND, QUEUE
 from examples.pushes.totals import Push, read_pushes
 
-# Of each org: handlers at the same time, most of which only wait for the transaction that they share.
+# Handlers at the same time, for each org. Most of them only wait for the transaction that they share.
 CONCURRENCY = 100
 
 
 @dataclass(slots=True)
 class _Batch:
-    # By job id: a job that came a second time while it waits is the same push.
+    # By job id: a job that is delivered again while it waits is the same push.
     pushes: dict[str, Push] = field(default_factory=dict[str, Push])
     applied: bool = False
 
 
 class Totals:
-    """Applies pushes in transactions of whatever is waiting: one push alone does not wait for more, and while a
-    transaction is under way the next one fills."""
+    """Applies all waiting pushes in one transaction. A single push does not wait for others; while a transaction runs,
+    the next batch fills."""
 
     def __init__(self, pool: tables.Pool) -> None:
         self._pool = pool
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._filling = _Batch()
 
     async def add(self, job_id: str, push: Push) -> None:
-        """Returns when the push is in the totals, and that is committed."""
+        """Adds a push to the totals. Returns after the commit."""
         batch = self._filling
         batch.pushes[job_id] = push
-        async with self._turn:
-            # Whoever has the first turn applies the batch for all who are in it.
+        async with self._lock:
+            # The first handler that gets the lock applies the batch for all handlers in it.
             if batch.applied:
                 return
             if self._filling is batch:
@@ -57,12 +57,12 @@ class Totals:
 def make_worker(
     client: windrow.Client, totals: Totals, *, visibility_window_s: float, name: str | None
 ) -> windrow.Worker:
-    """A worker for one org: the client's."""
+    """Makes a worker for the client's org."""
     worker = windrow.Worker(client, QUEUE, concurrency=CONCURRENCY, visibility_window=visibility_window_s, name=name)
 
     @worker.handler(KIND)
     async def push(job: windrow.Job) -> None:  # pyright: ignore[reportUnusedFunction]
-        # When this returns the job is acknowledged, and so only after the commit.
+        # The job is acked when this returns, so only after the commit.
         await totals.add(job.id, Push.from_json(job.payload))
 
     return worker
@@ -76,7 +76,7 @@ async def work(
     visibility_window_s: float = 30.0,
     name: str | None = None,
 ) -> None:
-    """Works for all orgs, over the same connections, until SIGTERM or Ctrl-C."""
+    """Runs workers for all orgs over the same connections, until SIGTERM or Ctrl-C."""
     async with (
         windrow.Client(address, org=orgs[0], channels=2) as client,
         tables.open_pool(database) as pool,
@@ -91,24 +91,24 @@ async def work(
 
 
 def _end_with_stdin() -> None:
-    """Whoever started this process holds the other end of its standard input, and we end with it, however it ends."""
+    """Ends this process when its parent process, which holds the other end of standard input, ends in whatever way."""
     while os.read(0, 4096):
         pass
-    # Ends a process that has no worker running yet; running workers take it as the sign to stop in order.
+    # SIGTERM stops running workers in order; it ends the process if none runs yet.
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.pushes.worker")
-    parser.add_argument("--address", default="127.0.0.1:7419", help="of the routers, HOST:PORT")
+    parser.add_argument("--address", default="127.0.0.1:7419", help="HOST:PORT of the routers")
     parser.add_argument("--database", default=os.environ.get("DATABASE_URL"), help="DSN; default: $DATABASE_URL")
-    parser.add_argument("--orgs", nargs="+", help="default: those of the recorded pushes")
-    parser.add_argument("--visibility-window", type=float, default=30.0, help="of each lease, in seconds")
-    parser.add_argument("--name", help="kept in the attempt history")
+    parser.add_argument("--orgs", nargs="+", help="default: the orgs of the recorded pushes")
+    parser.add_argument("--visibility-window", type=float, default=30.0, help="length of each lease, in seconds")
+    parser.add_argument("--name", help="the worker's name in the attempt history")
     parser.add_argument("--until-stdin-closes", action="store_true", help="stop when standard input ends")
     arguments = parser.parse_args()
     if not arguments.database:
-        parser.error("which database? Give --database, or set DATABASE_URL")
+        parser.error("no database: give --database, or set DATABASE_URL")
     if arguments.until_stdin_closes:
         threading.Thread(target=_end_with_stdin, daemon=True).start()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

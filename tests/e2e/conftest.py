@@ -1,4 +1,4 @@
-"""A cluster of real processes: Postgres from embedded/, router processes as an operator starts them."""
+"""A cluster of real processes: Postgres from embedded/, and router processes started as an operator starts them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RunningCluster:
         pytest.fail(f"the router did not start:\n{self._log.read_text()}")
 
     def kill(self) -> None:
-        """SIGKILL to every router process, at once."""
+        """Kills all router processes at once with SIGKILL."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
@@ -91,7 +91,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster
 
 @pytest.fixture
 async def client(cluster: RunningCluster) -> AsyncIterator[Client]:
-    """A client of an org that no other test has."""
+    """A client of an org that no other test uses."""
     async with Client(cluster.address, org=f"org-{uuid7()}") as made:
         yield made
 
@@ -103,13 +103,13 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="session")
 def app_dsn() -> Iterator[str]:
-    """The user's own database."""
+    """The database of the user's application."""
     with open_clusters(["app"], ephemeral=True) as own:
         yield own.dsns["app"]
 
 
 async def eventually(holds: Callable[[], Awaitable[object]]) -> None:
-    """Asks until it holds."""
+    """Repeats the check until it holds."""
     deadline = time.monotonic() + WAIT_S
     while not await holds():
         assert time.monotonic() < deadline, "it never held"

@@ -1,4 +1,5 @@
-"""The benchmark, with numbers so small that its figures mean nothing: whether it measures, and what it leaves."""
+"""The benchmark with tiny numbers: checks that it measures, and what it leaves behind. Its figures mean nothing
+here."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def test_a_run_ends_with_a_table_and_with_all_samples_as_json(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
 
     rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
-    # A head, a rule, and three figures of two systems in two batches.
+    # A heading, a rule, and three figures for each of two systems in two batch sizes.
     assert len(rows) == 2 + 12
     assert all(row.count("|") == rows[0].count("|") for row in rows)
     assert rows[-1] in (out / "bench.md").read_text()
@@ -45,7 +46,7 @@ def test_a_run_ends_with_a_table_and_with_all_samples_as_json(tmp_path: Path) ->
 
 
 def _told(out: Path, *arguments: str) -> Any:
-    """What it found, as JSON."""
+    """Returns the benchmark's results, read from its JSON file."""
     command = [sys.executable, "-m", "bench", *arguments, "--out", str(out)]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
@@ -53,8 +54,8 @@ def _told(out: Path, *arguments: str) -> Any:
 
 
 def test_small_calls_are_measured_beside_an_echo(tmp_path: Path) -> None:
-    told = _told(tmp_path, "unary", "--runs", "1", "--jobs", "200", "--callers", "16")
-    systems = {sample["system"] for sample in told["scenarios"]["unary"]["samples"]}
+    told = _told(tmp_path, "throughput", "--beside", "echo", "--runs", "1", "--jobs", "200", "--callers", "16")
+    systems = {sample["system"] for sample in told["scenarios"]["throughput"]["samples"]}
     assert systems == {"windrow-unary", "echo", "windrow-client"}
 
 
@@ -72,7 +73,7 @@ def test_an_archiver_beside_the_load_is_measured(tmp_path: Path) -> None:
     told = _told(tmp_path, *command, *seconds)
     (sample,) = told["scenarios"]["load"]["samples"]
     assert sample["archived"]["turned_cold"] == 2000
-    # Those of 31 days ago, too, from three o'clock on.
+    # After three o'clock the jobs of 31 days ago are dropped too.
     assert sample["archived"]["dropped"] in (1000, 1500)
 
 
@@ -81,7 +82,7 @@ def test_an_outage_is_measured_and_loses_nothing(tmp_path: Path) -> None:
     assert [sample["sort"] for sample in samples[:-1]] == ["restart", "fail-over"]
     assert all(sample["served_s"] > 0 for sample in samples[:-1])
     _must_hold(samples[-1])
-    assert samples[-1]["conservation"]["jobs"] > 0
+    assert samples[-1]["verdict"]["jobs"] > 0
     assert (tmp_path / "outage.png").exists()
 
 
@@ -92,7 +93,7 @@ def test_a_router_under_attack_is_measured_with_a_quiet_org_beside_it(tmp_path: 
     assert [sample["attack"] for sample in samples] == attacks
     assert all(sample["resident_mib"] for sample in samples)
     assert all(sample["quiet_org_ms"]["before"]["calls"] > 0 for sample in samples)
-    # INVALID_ARGUMENT, and nothing else.
+    # Only INVALID_ARGUMENT.
     assert "status 3" in samples[-1]["attacker_saw"]
     assert "status 0" not in samples[-1]["attacker_saw"]
     assert (tmp_path / "hostile.png").exists()
@@ -107,7 +108,7 @@ def test_a_cluster_that_grows_is_measured_and_loses_nothing(tmp_path: Path) -> N
     assert all(phase["failed"] == 0 and phase["pickup"]["jobs"] > 0 for phase in phases)
     assert {slots for _, slots in over_time["over_time"]["slots: of the third shard"]} >= {0, 5461}
     _must_hold(last)
-    assert last["conservation"]["jobs"] > 3000
+    assert last["verdict"]["jobs"] > 3000
     assert (tmp_path / "grow.png").exists()
 
 
@@ -126,12 +127,12 @@ def _samples(*command: str, out: Path) -> list[Any]:
 
 
 def _must_hold(sample: Any) -> None:
-    """What must be 0, or a share of the slots. How long things take is another matter here."""
+    """The figures that must be 0 or a share of the slots. Durations are not checked here."""
     assert [one for one in sample["demands"] if not one["holds"] and not one["must_be"].startswith("≤")] == []
 
 
 def test_a_stopped_run_leaves_no_process_behind() -> None:
-    # A process group of its own, which gets the signal as from a terminal.
+    # It gets a process group of its own, to which the test sends the signal as a terminal does.
     running = subprocess.Popen(
         _command("throughput", "--jobs", "1000000"),
         cwd=_ROOT,
@@ -146,12 +147,13 @@ def test_a_stopped_run_leaves_no_process_behind() -> None:
             if "warm-up" in line:
                 break
         family = _descendants(running.pid)
-        # Postgres is no child, or one with children of its own; two clients of two systems; two routers.
+        # Postgres may be a child process with children; besides it there are two clients of two systems, and two
+        # routers.
         assert len(family) >= 2 + 4
         os.killpg(running.pid, signal.SIGINT)
         _, told = running.communicate(timeout=60)
     finally:
-        # Also where the test is interrupted: it would go on for minutes.
+        # Also if the test is interrupted: otherwise the benchmark would run on for minutes.
         if running.poll() is None:
             os.killpg(running.pid, signal.SIGKILL)
     assert running.returncode == 130, told
@@ -159,7 +161,7 @@ def test_a_stopped_run_leaves_no_process_behind() -> None:
 
 
 def _descendants(root: int) -> set[int]:
-    """Every process below this one."""
+    """Returns all descendants of this process."""
     parents = dict(_parents())
     found = {root}
     while more := {pid for pid, parent in parents.items() if parent in found} - found:

@@ -1,5 +1,5 @@
-"""The `windrow` command against a cluster that it has started itself: what docs/cli.md shows, what scripts rely on, and
-what users are told when something is wrong."""
+"""The `windrow` command against a cluster that it has started: the examples of docs/cli.md, what scripts rely on, and
+the messages when something is wrong."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cli import values
+from cli.jobs import print_job
 from cli.main import app, main
 from cli.options import ADDRESS_DEFAULT
+from router.codec.status import status_of
 from router.settings import LISTEN_DEFAULT
-from router.status import status_of
 from shard.errors import ShardUnavailable
 from shard.vocabulary import ShardName
 from windrow.ids import uuid7
-from windrow.v1 import admin_pb2, job_pb2, queue_pb2
+from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WAIT_S = 60.0
@@ -52,7 +53,7 @@ LEASE = re.compile(r"AQ[A-Za-z0-9+/]{37}=")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """What one run of the command came to."""
+    """The result of one run of the command."""
 
     code: int
     out: str
@@ -69,7 +70,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """A cluster that `windrow up --json` runs, as its one line tells of it."""
+    """A cluster that `windrow up --json` runs, as described by the line that it prints."""
 
     process: subprocess.Popen[str]
     address: str
@@ -86,14 +87,14 @@ Windrow = Callable[..., Done]
 
 
 def environ(**more: str) -> dict[str, str]:
-    """As a user's shell has it, with our `windrow` first."""
+    """Returns the environment of a user's shell, with this checkout's `windrow` first in the PATH."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return os.environ | {"PATH": path, "COLUMNS": "80"} | more
 
 
 @contextlib.contextmanager
 def windrow_up(*arguments: str) -> Generator[tuple[subprocess.Popen[str], IO[str]], None, None]:
-    """Starts `windrow up` and yields it with its output; afterwards Ctrl-C stops it, if it still runs."""
+    """Starts `windrow up` and yields it with its output; afterwards stops it with Ctrl-C if it still runs."""
     with subprocess.Popen(
         ["windrow", "up", *arguments], env=environ(), stdout=subprocess.PIPE, text=True, cwd=ROOT
     ) as process:
@@ -121,7 +122,7 @@ def running() -> Iterator[Running]:
 
 @pytest.fixture
 def windrow(running: Running, monkeypatch: pytest.MonkeyPatch) -> Windrow:
-    """Runs the command in this process: it need not be started and stopped a hundred times."""
+    """Runs the command in this process, because starting a hundred processes would be slow."""
     monkeypatch.setenv("WINDROW_ADDRESS", running.address)
     monkeypatch.setenv("COLUMNS", "80")
 
@@ -148,7 +149,7 @@ def windrow(running: Running, monkeypatch: pytest.MonkeyPatch) -> Windrow:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Not tmp_path: as root that has mode 700, and the account that Postgres runs as could not enter it."""
+    """Not tmp_path: root's tmp_path has mode 700, so that Postgres's account could not enter it."""
     base = Path(tempfile.mkdtemp(prefix="windrow-test-", dir="/tmp")).resolve()
     base.chmod(0o755)
     yield base
@@ -156,7 +157,7 @@ def folder() -> Iterator[Path]:
 
 
 def leased(windrow: Windrow, org: str, queue: str = "mail", count: int = 1) -> list[str]:
-    """Enqueues jobs, and takes them."""
+    """Enqueues jobs and leases them. Returns the leases."""
     lines = "\n".join(f"job {number}" for number in range(count))
     assert windrow("enqueue", org, queue, "greet", "--lines", stdin=lines).code == 0
     taken = windrow("dequeue", org, queue, "--max", str(count), "--window", "1m", "--json", "--worker", "ada")
@@ -168,7 +169,7 @@ def leased(windrow: Windrow, org: str, queue: str = "mail", count: int = 1) -> l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A command of docs/cli.md, and what it is shown to print and to end with."""
+    """A command of docs/cli.md with the output and the exit code that the page shows."""
 
     command: str
     output: str
@@ -176,7 +177,7 @@ class Step:
 
 
 def steps(text: str) -> list[Step]:
-    """Every command of the ```console blocks. `$ echo $?` shows the exit code of the one before it."""
+    """Returns every command of the ```console blocks. `$ echo $?` shows the exit code of the command before it."""
     found: list[Step] = []
     for block in re.findall(r"^```console\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL):
         for part in block.removeprefix("$ ").split("\n$ "):
@@ -189,7 +190,7 @@ def steps(text: str) -> list[Step]:
 
 
 def in_shell(command: str, running: Running, folder: Path) -> tuple[int, str]:
-    """The exit code of a command in a user's shell, and what it prints on both its outputs."""
+    """Runs a command in a user's shell. Returns its exit code and everything it prints."""
     done = subprocess.run(
         ["bash", "-c", command],
         env=running.environ,
@@ -205,7 +206,7 @@ def in_shell(command: str, running: Running, folder: Path) -> tuple[int, str]:
 
 
 def play(command: str, windrow: Windrow, running: Running, folder: Path) -> tuple[int, str]:
-    """Same; in this process where it is our command alone."""
+    """Runs a command as in_shell does, but in this process if it is only a `windrow` command."""
     if "|" in command or not command.startswith("windrow "):
         return in_shell(command, running, folder)
     done = windrow(*shlex.split(command)[1:], together=True)
@@ -213,7 +214,7 @@ def play(command: str, windrow: Windrow, running: Running, folder: Path) -> tupl
 
 
 class Names:
-    """Ids and leases are new at every run: those that are shown stand for those that came in their places."""
+    """Ids and leases are new in every run. Maps those that the page shows to the real ones in the same places."""
 
     def __init__(self) -> None:
         self._live: dict[str, str] = {}
@@ -228,7 +229,7 @@ class Names:
 
 
 def steady(text: str) -> str:
-    """What is left of an output when times, durations, versions and digests, different at every run, are taken out."""
+    """Replaces what differs in every run: times, durations, versions and digests."""
     text = re.sub(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(\.\d+)?Z", "TIME", text)
     text = re.sub(r"\b\d+(\.\d+)? ?(us|ms|s)\b(?!\.\.)", "SPAN", text)
     text = re.sub(r'("\w+_age_s": )[\d.]+', r"\1SPAN", text)
@@ -236,7 +237,7 @@ def steady(text: str) -> str:
     text = re.sub(r"(being erased )\([0-9a-f-]{36}\)", r"\1ERASURE", text)
     text = re.sub(r"windrow balancer \S+ \d+ by \S+ at \S+ \(process \d+", "BALANCER", text)
     text = re.sub(r"\b1\d\.\d+ +(\d+|…)", "VERSIONS", text)
-    # What `windrow doctor` counts.
+    # The counts of `windrow doctor`.
     text = re.sub(r"^postgres 1\d.* connections$", "SERVER", text, flags=re.MULTILINE)
     # Days of finished jobs: four, or five until three o'clock.
     text = re.sub(r"\([45] partitions\)", "(DAYS)", text)
@@ -269,7 +270,7 @@ def test_what_the_readme_shows_of_history_does_as_it_says(
     assert len(lines) == 5
     for line in lines:
         done = windrow(*shlex.split(line, comments=True)[2:])
-        # What a busy machine does to the databases is said by the doctor; and an archiver may be at work.
+        # The doctor may find problems of a busy machine, and another archiver may be running.
         codes = {"doctor": (0, 1), "archiver": (0, 1, 5)}.get(line.split()[2], (0,))
         assert done.code in codes, f"{line}\n{done.out}\n{done.err}"
     assert windrow("orgs", "release", "acme", "--config", "cluster.toml").code == 0
@@ -277,10 +278,10 @@ def test_what_the_readme_shows_of_history_does_as_it_says(
 
 def test_every_command_is_documented() -> None:
     text = (ROOT / "docs/cli.md").read_text()
-    names = [str(command.name) for command in app.registered_commands]
+    # A command without an explicit name is named after its function.
+    names = [command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands]
     for group in app.registered_groups:
         assert group.typer_instance is not None
-        # A command without a name of its own is called as its function is.
         names += [
             f"{group.name} {command.name or getattr(command.callback, '__name__', '')}"
             for command in group.typer_instance.registered_commands
@@ -331,7 +332,7 @@ def test_a_shard_that_is_added_to_the_data_is_filled(windrow: Windrow, folder: P
         for org in orgs:
             assert windrow("enqueue", org, "mail", "greet", "--address", address).code == 0
     config = folder / "data" / "s1" / "cluster.toml"
-    # What an operator added, and another port.
+    # A shard that an operator added. The next start listens on another port.
     by_hand = '\n[[shard]]\nname = "s2"\ndsn = "host=127.0.0.1 port=1"\nstate = "off"\nweight = 0\n'
     config.write_text(config.read_text() + by_hand)
     (folder / "data" / "s1" / "cluster.json").unlink()
@@ -365,7 +366,7 @@ def test_a_port_that_is_taken_is_refused_before_anything_starts() -> None:
             timeout=WAIT_S,
         )
     assert done.returncode == 5
-    assert f"{listen} is taken" in done.stderr
+    assert f"{listen} is in use" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -425,7 +426,7 @@ def test_a_terminal_is_never_told_what_a_job_says(windrow: Windrow) -> None:
     evil = "\x1b]0;owned\x07[red]x"
     windrow("enqueue", "evil", "q", "k", evil, "--attribute", f"label={evil}")
     (taken,) = windrow("dequeue", "evil", "q", "--json").documents
-    windrow("nack", "evil", str(taken["lease"]), "--error", evil, "--kill")
+    windrow("nack", "evil", str(taken["lease"]), "--error", evil, "--type", evil[:20], "--permanent")
     shown = windrow("jobs", "get", "evil", str(taken["id"])).out
     assert "\x1b" not in shown
     assert r"\x1b]0;owned\x07[red]x" in shown
@@ -435,22 +436,40 @@ def test_a_terminal_is_never_told_what_a_job_says(windrow: Windrow) -> None:
 def test_a_list_shows_the_first_line_of_an_error_and_one_job_all_of_them(windrow: Windrow) -> None:
     (lease,) = leased(windrow, "trace")
     error = 'ValueError: no such user\n\nTraceback (most recent call last):\n  File "app.py", line 7\n'
-    windrow("nack", "trace", lease, "--error", error, "--kill")
+    windrow("nack", "trace", lease, "--type", "app.Oops", "--error", error, "--permanent")
     listed = windrow("jobs", "list", "trace", "mail")
-    assert listed.lines[1].endswith("ValueError: no such user")
+    assert listed.lines[1].endswith("app.Oops: ValueError: no such user")
     assert len(listed.lines) == 2
     (job,) = windrow("jobs", "list", "trace", "mail", "--state", "dead", "--json").documents
-    assert job["attempts"][0]["error"] == error
+    assert job["attempts"][0]["failure"] == {"type": "app.Oops", "message": error, "stack": None, "permanent": True}
     shown = windrow("jobs", "get", "trace", str(job["id"])).lines
-    at = shown.index("    ValueError: no such user")
+    at = shown.index("    app.Oops: ValueError: no such user")
     assert shown[at:] == [
-        *("    ValueError: no such user", "", "    Traceback (most recent call last):", '      File "app.py", line 7')
+        *(
+            "    app.Oops: ValueError: no such user",
+            "",
+            "    Traceback (most recent call last):",
+            '      File "app.py", line 7',
+        )
     ]
+
+
+@pytest.mark.parametrize("stacks", [False, True])
+def test_the_stack_of_a_failed_attempt_is_shown_only_on_request(
+    stacks: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = job_pb2.Job(id="019a9f5e-7c1d-7a41-8f0e-3f2b6d1c9a55", queue="mail", kind="greet")
+    failure = job_pb2.Failure(type="Oops", message="no such user", stack="File a\n  File b")
+    job.attempts.add(attempt=1, outcome=job_pb2.ATTEMPT_OUTCOME_NACKED, failure=failure)
+    print_job(job, stacks=stacks)
+    shown = capsys.readouterr().out
+    assert "Oops: no such user" in shown
+    assert ("File b" in shown) == stacks
 
 
 def test_the_keys_of_a_job_are_the_documented_ones(windrow: Windrow) -> None:
     (lease,) = leased(windrow, "keys")
-    assert windrow("nack", "keys", lease, "--error", "boom", "--kill").code == 0
+    assert windrow("nack", "keys", lease, "--error", "boom", "--permanent").code == 0
     (job,) = windrow("jobs", "list", "keys", "mail", "--state", "dead", "--json").documents
     assert set(job) == {
         *("id", "queue", "kind", "state", "priority", "attempt", "max_attempts", "enqueued_at", "run_at", "expires_at"),
@@ -458,8 +477,8 @@ def test_the_keys_of_a_job_are_the_documented_ones(windrow: Windrow) -> None:
     }
     assert job["state"] == "dead"
     (attempt,) = windrow("jobs", "get", "keys", str(job["id"]), "--json").documents[0]["attempts"]
-    assert set(attempt) == {"attempt", "outcome", "worker", "leased_at", "ended_at", "error"}
-    assert (attempt["outcome"], attempt["worker"], attempt["error"]) == ("nacked", "ada", "boom")
+    assert set(attempt) == {"attempt", "outcome", "worker", "leased_at", "ended_at", "failure"}
+    assert (attempt["outcome"], attempt["worker"], attempt["failure"]["message"]) == ("nacked", "ada", "boom")
 
 
 def test_the_counts_of_an_org_add_up(windrow: Windrow) -> None:
@@ -495,14 +514,14 @@ def test_a_dequeue_may_ack_what_it_has_printed(windrow: Windrow) -> None:
 
 @dataclass(slots=True)
 class Waited:
-    """A router whose Dequeue answers what a test says, and what it was asked."""
+    """A fake router whose Dequeue gives the answers that the test prepared, and records the requests."""
 
     address: str = ""
-    # How long to wait, and how long the caller gave for the call; seconds.
+    # For each call: how long to wait, and the time left until its deadline; in seconds.
     asked: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
     answers: list[queue_pb2.DequeueResponse] = field(default_factory=list[queue_pb2.DequeueResponse])
     called: threading.Event = field(default_factory=threading.Event)
-    # The call under way has been ended by its caller.
+    # Set when the caller has ended the call.
     left: threading.Event = field(default_factory=threading.Event)
 
     def dequeue(self, request: queue_pb2.DequeueRequest, context: grpc.ServicerContext) -> queue_pb2.DequeueResponse:
@@ -542,7 +561,7 @@ def test_a_wait_that_is_interrupted_ends_at_once_and_takes_nothing(waited: Waite
         assert waited.called.wait(WAIT_S)
         process.send_signal(signal.SIGINT)
         assert process.wait(WAIT_S) == 130
-    # The router is told, and so gives back what it has just leased.
+    # The router notices, and so gives back jobs that it has just leased.
     assert waited.left.wait(WAIT_S)
 
 
@@ -552,9 +571,9 @@ def test_a_wait_goes_on_where_a_router_that_shuts_down_answers_early(windrow: Wi
     done = windrow("dequeue", "acme", "mail", "--wait", "90s", "--timeout", "5s", "--json", "--address", waited.address)
     assert [document["id"] for document in done.documents] == [job.id]
     first, second = waited.asked
-    # One call waits for at most a minute, and is given the time of a call on top.
+    # One call waits for at most a minute. Its deadline is 5 s later; gRPC rounds it up to a tenth of a second.
     assert first[0] == second[0] == 60
-    assert 60 < first[1] <= 65
+    assert 60 < first[1] < 66
 
 
 def test_a_job_that_falls_due_ends_the_wait_for_it(windrow: Windrow) -> None:
@@ -566,7 +585,7 @@ def test_a_job_that_falls_due_ends_the_wait_for_it(windrow: Windrow) -> None:
 
 def test_dead_jobs_come_back_and_waiting_ones_are_cancelled(windrow: Windrow) -> None:
     for lease in leased(windrow, "mend", count=3):
-        windrow("nack", "mend", lease, "--kill")
+        windrow("nack", "mend", lease, "--permanent")
     assert windrow("jobs", "redrive", "mend", "mail", "--limit", "2", "--json").documents == [{"redriven": 2}]
     refused = windrow("jobs", "purge", "mend", "mail")
     assert refused.code == 2
@@ -626,7 +645,7 @@ def test_a_lost_job_is_told_by_the_check(windrow: Windrow, running: Running) -> 
             done = windrow("check")
             documents = windrow("check", "--json").documents
         finally:
-            # The books of this test's cluster are to be right again for the others.
+            # Repair the books for the other tests of this cluster.
             connection.execute("INSERT INTO windrow.tally (org_id, accepted) VALUES (%s, -1)", [org_id])
     assert done.code == 1
     assert re.search(r"^cooked +s\d +3 +2 +1 lost", done.out, flags=re.MULTILINE)
@@ -640,17 +659,21 @@ def test_a_lost_job_is_told_by_the_check(windrow: Windrow, running: Running) -> 
     assert windrow("check", "--shard", str(queue["shard"]), "--orgs").code == 0
 
 
-def list_half(_request: admin_pb2.ListShardsRequest, _context: grpc.ServicerContext) -> admin_pb2.ListShardsResponse:
-    there = admin_pb2.ShardInfo(name="s1", slots=8192, reachable=True, postgres_version="18.6", schema_version=1)
-    there.state, there.weight = admin_pb2.SHARD_STATE_ACTIVE, 2
+def list_half(
+    _request: cluster_pb2.ListShardsRequest, _context: grpc.ServicerContext
+) -> cluster_pb2.ListShardsResponse:
+    there = cluster_pb2.ShardInfo(name="s1", slots=8192, reachable=True, postgres_version="18.6", schema_version=1)
+    there.state, there.weight = cluster_pb2.SHARD_STATE_ACTIVE, 2
     there.labels["region"] = "eu"
     there.latency.FromMilliseconds(3)
-    away = admin_pb2.ShardInfo(name="s2", slots=8000, leaving_slots=192, error="no answer within 2 s")
-    away.state = admin_pb2.SHARD_STATE_DRAINING
-    off = admin_pb2.ShardInfo(name="s3", state=admin_pb2.SHARD_STATE_OFF, error="shard 's3' is unavailable: it is off")
-    file = admin_pb2.ClusterFile(digest="0123456789ab", needs_restart=["[router] listen"])
-    file.refusal.why, file.refusal.digest = "cluster.toml: every shard is gone", "ba9876543210"
-    return admin_pb2.ListShardsResponse(shards=[there, away, off], cluster_file=file)
+    away = cluster_pb2.ShardInfo(name="s2", slots=8000, leaving_slots=192, error="no answer within 2 s")
+    away.state = cluster_pb2.SHARD_STATE_DRAINING
+    off = cluster_pb2.ShardInfo(
+        name="s3", state=cluster_pb2.SHARD_STATE_OFF, error="shard 's3' is unavailable: it is off"
+    )
+    file = cluster_pb2.ClusterFile(digest="0123456789ab", needs_restart=["[router] listen"])
+    file.refusal.reason, file.refusal.digest = "cluster.toml: every shard is gone", "ba9876543210"
+    return cluster_pb2.ListShardsResponse(shards=[there, away, off], cluster_file=file)
 
 
 def count_half(request: admin_pb2.GetStatsRequest, _context: grpc.ServicerContext) -> admin_pb2.GetStatsResponse:
@@ -666,18 +689,18 @@ def get_jobs_half(request: queue_pb2.GetJobsRequest, _context: grpc.ServicerCont
 
 
 def check_half(
-    request: admin_pb2.CheckShardRequest, context: grpc.ServicerContext
-) -> Iterator[admin_pb2.CheckShardResponse]:
+    request: cluster_pb2.CheckShardRequest, context: grpc.ServicerContext
+) -> Iterator[cluster_pb2.CheckShardResponse]:
     if request.shard == "s2":
         error = ShardUnavailable(ShardName("s2"), "connection refused")
         context.abort_with_status(rpc_status.to_status(status_of(error)))
-    books = admin_pb2.OrgBooks(org="acme", accepted=7, ready=3, succeeded=4, balanced=True)
-    yield admin_pb2.CheckShardResponse(orgs=[books])
+    books = cluster_pb2.OrgBooks(org="acme", accepted=7, ready=3, succeeded=4, balanced=True)
+    yield cluster_pb2.CheckShardResponse(orgs=[books])
 
 
 @pytest.fixture
 def half_away() -> Iterator[str]:
-    """The address of a router of which one shard does not answer."""
+    """The address of a router that has one shard which does not answer."""
 
     def serialize(answer: Message) -> bytes:
         return answer.SerializeToString()
@@ -688,18 +711,21 @@ def half_away() -> Iterator[str]:
         )
 
     admin = {
-        "ListShards": unary(list_half, admin_pb2.ListShardsRequest),
         "GetStats": unary(count_half, admin_pb2.GetStatsRequest),
         "ListJobs": unary(list_jobs_half, admin_pb2.ListJobsRequest),
+    }
+    cluster = {
+        "ListShards": unary(list_half, cluster_pb2.ListShardsRequest),
         "CheckShard": grpc.unary_stream_rpc_method_handler(
             check_half,
-            request_deserializer=admin_pb2.CheckShardRequest.FromString,
-            response_serializer=admin_pb2.CheckShardResponse.SerializeToString,
+            request_deserializer=cluster_pb2.CheckShardRequest.FromString,
+            response_serializer=cluster_pb2.CheckShardResponse.SerializeToString,
         ),
     }
     queue = {"GetJobs": unary(get_jobs_half, queue_pb2.GetJobsRequest)}
     server = grpc.server(ThreadPoolExecutor(max_workers=2))
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("windrow.v1.Admin", admin)])
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("windrow.v1.Cluster", cluster)])
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("windrow.v1.Queue", queue)])
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -715,9 +741,9 @@ def test_a_shard_that_does_not_answer_is_told_with_those_that_do(windrow: Windro
         r"^s2 +8,000 \+ 192 leaving +0 +draining +unreachable +no answer within", done.out, flags=re.MULTILINE
     )
     assert re.search(r"^s3 +0 +0 +off +off ", done.out, flags=re.MULTILINE)
-    assert "cluster file 0123456789ab, in force since " in done.out
-    assert "[router] listen is another one in the file: it takes a restart" in done.err
-    assert "is refused, that one stays in force: cluster.toml: every shard is gone" in done.err
+    assert "cluster file 0123456789ab, in use since " in done.out
+    assert "[router] listen has changed in the file: restart the routers" in done.err
+    assert "is refused, and the previous one stays in use: cluster.toml: every shard is gone" in done.err
     good, bad, off = windrow("shards", "--address", half_away, "--json").documents
     assert (good["shard"], good["reachable"], good["latency_ms"], good["error"]) == ("s1", True, 3.0, None)
     assert (good["state"], good["weight"], good["labels"]) == ("active", 2.0, {"region": "eu"})
@@ -725,7 +751,7 @@ def test_a_shard_that_does_not_answer_is_told_with_those_that_do(windrow: Windro
     assert (bad["state"], bad["slots"], bad["leaving_slots"], off["state"]) == ("draining", 8000, 192, "off")
     assert good["cluster_file"] == {
         "digest": "0123456789ab",
-        "in_force_since": None,
+        "used_since": None,
         "needs_restart": ["[router] listen"],
         "refusal": "cluster.toml: every shard is gone",
         "refused_digest": "ba9876543210",
@@ -736,14 +762,14 @@ def test_answers_without_a_shard_that_is_away_are_told_not_to_be_all(windrow: Wi
     for arguments in (["stats", "acme"], ["jobs", "list", "acme", "q"], ["jobs", "get", "acme", str(uuid7())]):
         done = windrow(*arguments, "--address", half_away)
         assert done.code == 3
-        assert "that is not all: of the org's shards these did not answer: s2" in done.err
+        assert "incomplete: these shards of the org are off or did not answer: s2" in done.err
     assert windrow("stats", "acme", "--address", half_away, "--json").documents[0]["unavailable_shards"] == ["s2"]
 
 
 def test_a_router_that_is_older_than_the_command_is_named(windrow: Windrow, half_away: str) -> None:
     done = windrow("queues", "list", "acme", "--address", half_away)
     assert done.code == 3
-    assert f"what answers at {half_away} does not know this call" in done.err
+    assert f"the server at {half_away} does not know this call" in done.err
     assert "upgrade the routers first" in done.err
 
 
@@ -797,7 +823,7 @@ def test_where_no_router_is_every_command_says_so(windrow: Windrow) -> None:
         (["enqueue", "a", "q", "k", "--delay", "1s", "--run-at", "2030-01-01"], 2, "not both"),
         (["enqueue", "a", "q", "k", "--attribute", "label"], 2, "'label' is not KEY=VALUE"),
         (["enqueue", "a", "q", "k", "--file", "/nope"], 2, "'/nope': No such file"),
-        (["enqueue", "a", "q", "k", "--lines", "--dedup-key", "x"], 2, "all lines would be one job"),
+        (["enqueue", "a", "q", "k", "--lines", "--dedup-key", "x"], 2, "all lines would be the same job"),
         (["enqueue", "a", "q", "k", "--retry", "1h..1s..2s"], 2, "'1h..1s..2s' is not a retry policy"),
         (["enqueue", "a", "q", "k", "--retry", "foo"], 2, "'foo' is not a retry policy"),
         (["enqueue", "a", "q", "k", "--retry", "1h..1s"], 2, "'1h..1s' ends with a shorter delay"),
@@ -806,7 +832,7 @@ def test_where_no_router_is_every_command_says_so(windrow: Windrow) -> None:
         (
             ["enqueue", "a", "q", "k", "--dedup-window", "1d"],
             2,
-            "how long --dedup-key is remembered",
+            "it needs a --dedup-key, and none is given",
         ),
         (["enqueue", "a", "q", "k", "--max-attempts", "0"], 2, "0 is too small: it must be at least 1"),
         (["enqueue", "a", "q", "k", "--priority", "high"], 2, "'high' is not a whole number"),
@@ -824,9 +850,14 @@ def test_where_no_router_is_every_command_says_so(windrow: Windrow) -> None:
         (["jobs", "list", "a", "nope"], 4, "org 'a' has no queue 'nope'"),
         (["jobs", "get", "a", "019a9f5e-7c1d-7a41-8f0e-3f2b6d1c9a55"], 4, "has no job 019a9f5e"),
         (["queues", "show", "a", "nope"], 4, "org 'a' has no queue 'nope'"),
-        (["queues", "alter", "a", "nope"], 2, "name what to change"),
+        (["queues", "update", "a", "nope"], 2, "give a setting to change"),
+        (
+            ["queues", "update", "a", "nope", "--max-attempts", "3", "--reset", "max_attempts"],
+            2,
+            "max_attempts is given a value and reset too",
+        ),
         (["stats", "a", "nope"], 4, "org 'a' has no queue 'nope'"),
-        (["stats", "a", "--address", "nowhere"], 2, "'nowhere' is no address"),
+        (["stats", "a", "--address", "nowhere"], 2, "'nowhere' is not an address"),
         (["stats", "a", "--address", "http://127.0.0.1:7419"], 2, "write HOST:PORT, such as 127.0.0.1:7419"),
         (["check", "--shard", "s9"], 4, "the cluster has no shard 's9'"),
         (["migrate", "--config", "/nope.toml"], 2, "/nope.toml: No such file"),
@@ -838,7 +869,9 @@ def test_where_no_router_is_every_command_says_so(windrow: Windrow) -> None:
         (["stat"], 2, "Did you mean 'stats'"),
     ],
 )
-def test_what_is_wrong_is_said_with_the_value(windrow: Windrow, arguments: list[str], code: int, words: str) -> None:
+def test_an_error_message_contains_the_wrong_value(
+    windrow: Windrow, arguments: list[str], code: int, words: str
+) -> None:
     done = windrow(*arguments)
     assert (done.code, done.out) == (code, "")
     assert words in done.err
@@ -850,7 +883,7 @@ def test_a_dequeue_says_what_keeps_a_queue_from_giving_jobs(windrow: Windrow) ->
     done = windrow("dequeue", "resting", "mail", "mial")
     assert (done.code, done.err) == (
         1,
-        "nothing is due in mail, mial: queue 'mail' is paused, until windrow queues resume resting mail; "
+        "nothing is due in mail, mial: queue 'mail' is paused (resume it with windrow queues resume resting mail); "
         "org 'resting' has no queue 'mial'\n",
     )
     windrow("queues", "resume", "resting", "mail")
@@ -861,7 +894,7 @@ def test_a_dequeue_says_what_keeps_a_queue_from_giving_jobs(windrow: Windrow) ->
 def test_an_expiry_that_has_passed_is_no_fault_of_a_job_that_is_sent_again(windrow: Windrow) -> None:
     job = ("enqueue", "again", "q", "k", "--id", str(uuid7()), "--expires-at", "2020-01-01T00:00:00Z")
     assert windrow(*job).code == 0
-    assert "was there already" in windrow(*job).err
+    assert "existed already" in windrow(*job).err
 
 
 def test_an_address_that_routers_cannot_have_is_told_from_one_that_is_taken(windrow: Windrow, running: Running) -> None:
@@ -898,7 +931,7 @@ def test_a_line_that_is_too_long_is_named_and_those_before_it_are_stored(windrow
     [
         ("cli.main", {"grpc", "rich", "psycopg", "embedded", "pyarrow", "obstore"}),
         ("router.__main__", {"grpc", "protovalidate"}),
-        ("router.process", {"opentelemetry.sdk"}),
+        ("router.process.child", {"opentelemetry.sdk"}),
     ],
 )
 def test_what_starts_often_imports_nothing_heavy_that_it_may_not_need(module: str, heavy: set[str]) -> None:

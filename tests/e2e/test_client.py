@@ -1,4 +1,4 @@
-"""What a user does with the client, against a real cluster."""
+"""The client as a user works with it, against a real cluster."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ from windrow import (
     Client,
     Enqueued,
     ExponentialRetry,
+    Failure,
     FixedRetry,
     InvalidJob,
     Job,
+    JobRecord,
     JobState,
     Kill,
     NewJob,
@@ -97,11 +99,11 @@ async def test_payloads_are_looked_up_only_if_they_are_asked_for(client: Client)
 
 async def test_a_payload_that_is_too_large_is_refused_with_its_size_and_the_bound(client: Client) -> None:
     payload = bytes((1 << 20) + 1)
-    with pytest.raises(InvalidJob, match=r"jobs\[0\]\.payload: must be at most 1048576 bytes, not 1048577"):
+    with pytest.raises(InvalidJob, match=r"jobs\[0\]\.template\.payload: must be at most 1048576 bytes, not 1048577"):
         await client.enqueue("q", "k", payload)
     fits, too_large = await client.enqueue_many([NewJob("q", "k"), NewJob("q", "k", payload)], independent=True)
     assert fits.error is None
-    assert "jobs[1].payload: must be at most 1048576 bytes, not 1048577" in str(too_large.error)
+    assert "jobs[1].template.payload: must be at most 1048576 bytes, not 1048577" in str(too_large.error)
 
 
 async def test_hundreds_of_jobs_each_run_once(client: Client) -> None:
@@ -147,7 +149,7 @@ async def test_callers_share_calls_and_have_their_own_outcomes(client: Client) -
     )
     bad = told.pop()
     assert isinstance(bad, InvalidJob)
-    assert [violation.field for violation in bad.violations] == ["jobs[0].queue"]
+    assert [violation.field for violation in bad.violations] == ["jobs[0].template.queue"]
     stored = [one for one in told if isinstance(one, Enqueued)]
     assert len(stored) == 210
     assert [one.duplicate for one in stored[:200]] == [False] * 200
@@ -200,12 +202,12 @@ async def test_a_bad_job_is_told_by_its_path_and_stores_nothing(client: Client) 
     good = NewJob("q", "k")
     with pytest.raises(InvalidJob) as caught:
         await client.enqueue_many([good, NewJob("no spaces", "k")])
-    assert caught.value.violations[0].field == "jobs[1].queue"
+    assert caught.value.violations[0].field == "jobs[1].template.queue"
     assert await client.get_jobs([good.id]) == {}
     alone = await client.enqueue_many([good, NewJob("no spaces", "k")], independent=True)
     assert alone[0].error is None
     assert isinstance(alone[1].error, InvalidJob)
-    assert alone[1].error.violations[0].field == "jobs[1].queue"
+    assert alone[1].error.violations[0].field == "jobs[1].template.queue"
 
 
 async def test_a_failing_job_is_retried_and_then_dead_with_its_history(client: Client) -> None:
@@ -252,11 +254,15 @@ async def test_a_failing_job_is_retried_and_then_dead_with_its_history(client: C
     flaky_one, hopeless_one, killed_one, unknown_one = (records[id_] for id_ in ids.values())
     assert flaky_one.result == b"at last"
     assert [past.outcome.value for past in flaky_one.attempts] == ["nacked", "nacked", "acked"]
-    assert flaky_one.attempts[0].error == "not yet"
-    assert flaky_one.attempts[1].error.endswith("ValueError: still not")
+    assert failures_of(flaky_one)[0].message == "not yet"
+    assert (failures_of(flaky_one)[1].type, failures_of(flaky_one)[1].message) == ("ValueError", "still not")
     assert [past.attempt for past in hopeless_one.attempts] == [1, 2, 3]
-    assert killed_one.attempts[0].error == "no such user"
-    assert "no handler for kind 'unknown'" in unknown_one.attempts[0].error
+    assert failures_of(killed_one)[0].message == "no such user"
+    assert "no handler for kind 'unknown'" in failures_of(unknown_one)[0].message
+
+
+def failures_of(record: JobRecord) -> list[Failure]:
+    return [past.failure for past in record.attempts if past.failure is not None]
 
 
 async def test_a_graceful_stop_releases_what_is_not_done_uncounted(client: Client) -> None:
@@ -285,17 +291,17 @@ async def test_a_graceful_stop_releases_what_is_not_done_uncounted(client: Clien
 
     await eventually(all_ran)
     await stopped(second, task)
-    # At once, long before the first worker's leases would have ended, and as if nothing had been tried.
+    # At once, long before the first worker's leases would have ended, and without counting the attempts.
     assert attempts == [1, 1, 1, 1]
 
 
 async def test_a_long_job_keeps_its_lease_and_a_lost_one_is_stale(client: Client) -> None:
-    worker = Worker(client, "q", visibility_window=1.0)
+    worker = Worker(client, "q", visibility_window=3.0)
     ended = asyncio.Event()
 
     @worker.handler("long")
     async def long(job: Job) -> None:
-        with_time = asyncio.get_running_loop().time() + 2.5
+        with_time = asyncio.get_running_loop().time() + 4
         while asyncio.get_running_loop().time() < with_time:
             assert await client.dequeue("q") == []
             await asyncio.sleep(0.1)
@@ -355,7 +361,7 @@ def test_the_sync_client_does_the_same(cluster: RunningCluster) -> None:
         assert sorted(job.json()["n"] for job in jobs) == [0, 1, 2]
         assert client.extend(jobs, visibility_window=timedelta(minutes=1)) == [Answer.OK] * 3
         assert client.ack(jobs[0], result="ok") is Answer.OK
-        assert client.nack(jobs[1], error="no", kill=True) is Answer.OK
+        assert client.nack(jobs[1], error="no", permanent=True) is Answer.OK
         assert client.release([jobs[2]]) == [Answer.OK]
         records = client.get_jobs([job.id for job in jobs], include_payload=True)
         assert [records[job.id].state.value for job in jobs] == ["succeeded", "dead", "ready"]
@@ -388,7 +394,7 @@ async def test_a_script_runs_until_a_signal_and_ends_well(cluster: RunningCluste
 
 
 async def test_the_readmes_examples_run(cluster: RunningCluster, app_dsn: str, collector: Collector) -> None:
-    text = (CHECKOUT / "client" / "README.md").read_text()
+    text = (CHECKOUT / "clients" / "python" / "README.md").read_text()
     examples = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     enqueue, plain, cancel, work, stop, relay, traced = examples
     environ = os.environ | {
@@ -441,7 +447,7 @@ async def test_a_worker_outlives_the_death_of_every_router(cluster: RunningClust
     async with asyncio.timeout(WAIT_S):
         await started.wait()
     await asyncio.to_thread(cluster.kill)
-    # Ends while nobody can be told.
+    # Let the handler end while no router can be reached.
     go_on.set()
     waiting = asyncio.create_task(client.enqueue("q", "k"))
     await asyncio.to_thread(cluster.start)
@@ -457,7 +463,7 @@ async def test_a_worker_outlives_the_death_of_every_router(cluster: RunningClust
 
 
 async def test_nothing_is_lost_while_routers_die_under_a_busy_worker(cluster: RunningCluster, client: Client) -> None:
-    # What was on its way to the worker when a router died comes back when its window ends.
+    # Jobs that were on their way to the worker when a router died come back when their windows end.
     worker = Worker(client, "q", visibility_window=3.0)
     ran: set[str] = set()
 
@@ -581,7 +587,7 @@ async def test_relays_share_the_work_and_stop(app: psycopg.AsyncConnection[Any],
 async def test_an_org_that_cannot_be_reached_holds_up_only_itself(
     app: psycopg.AsyncConnection[Any], app_dsn: str, client: Client
 ) -> None:
-    """Both orgs here are behind a router that does not exist, so that the pause is what is seen."""
+    """Both orgs use a router that does not exist, so that the pauses between tries can be observed."""
     async with Client("127.0.0.1:9", org="nobody", timeout=0.2) as away:
         relay = outbox.Relay(app_dsn, away)
         await outbox.add(app, client.org, NewJob("q", "k"))

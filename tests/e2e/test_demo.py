@@ -1,5 +1,4 @@
-"""The demo as a user runs it, on fewer events: it passes, it fails when the totals are wrong, and it leaves nothing
-behind however it ends."""
+"""The demo as a user runs it, on fewer events: it passes, it fails if the totals are wrong, and it always cleans up."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ _RUN = "import sys; from cli.demo import run_demo; sys.exit(run_demo(events={}, 
 
 
 def run(*, events: int, faults: bool = False, seconds: float = 0.0, timeout_s: float = 280.0) -> tuple[int, str]:
-    """The demo in a process of its own: exit code and output."""
+    """Runs the demo in a process of its own. Returns its exit code and output."""
     with started(events=events, faults=faults, seconds=seconds) as process:
         output, _ = process.communicate(timeout=timeout_s)
     return process.returncode, output
@@ -68,7 +67,7 @@ def test_every_push_is_counted_once_while_everything_is_being_killed() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_running_however_the_demo_ends(number: signal.Signals) -> None:
-    # Slow enough that it is in the middle of its work.
+    # Slow enough that the signal arrives in the middle of the work.
     with started(events=2000, faults=True, seconds=60.0) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -98,7 +97,7 @@ async def test_workers_that_got_the_same_jobs_count_each_once(empty_dsn: str) ->
     pushes = read_pushes(most=1000)
     jobs = [(uuid7(), push) for push in pushes]
     parts = [jobs[at : at + 200] for at in range(0, 1000, 40)]
-    # In opposite orders, so that transactions meet that hold some of the same rows.
+    # The transactions lock the same rows in opposite orders.
     async with asyncio.TaskGroup() as group:
         for at, part in enumerate(parts):
             group.create_task(applied(empty_dsn, part if at % 2 else part[::-1]))
@@ -120,7 +119,7 @@ async def test_a_sum_that_is_off_by_one_is_found_and_shown(empty_dsn: str) -> No
     found = await demo.compare(empty_dsn, pushes)
     assert found == [Difference(key, right, right._replace(deletions=right.deletions + 1))]
 
-    verdict = demo.Verdict(records={}, astray=[], imbalances=[], differences=found, rows=1, repeats=0)
+    verdict = demo.Verdict(records={}, missing=[], imbalances=[], differences=found, rows=1, repeats=0)
     console = Console(record=True, width=200, file=io.StringIO())
     demo.report(console, demo.Run(pushes=pushes, enqueue_s=1.0, total_s=1.0), verdict)
     assert not verdict.passed

@@ -1,4 +1,5 @@
-"""What docs/operations.md says of a failover, done as it says to a shard of two servers; and that its YAML is YAML."""
+"""Runs the failover commands of docs/operations.md on a shard with two servers, and checks that the page's YAML is
+valid."""
 
 from __future__ import annotations
 
@@ -35,9 +36,9 @@ SECTION = PAGE.partition("\n## Failover\n")[2]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PASSWORD = "of-this-test"
 INITDB_S_MAX = 120.0
-# What touches data, and is refused to root.
+# These programs work on the data directory and refuse to run as root.
 OF_THE_SERVER = ("pg_basebackup", "pg_ctl", "pg_rewind")
-# Acknowledged, on either shard.
+# Ids of acknowledged jobs, on either shard.
 ENQUEUE = "for number in 1 2 3 4 5 6 7 8; do windrow enqueue org-$number mail greet; done"
 AS_ACCOUNT = """#!{python}
 import os, sys
@@ -50,7 +51,7 @@ os.execv({program!r}, [{program!r}, *sys.argv[1:]])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A folder, a port and a shell of its own. `place` is the shell."""
+    """A machine: a folder, a port and a shell (`place`)."""
 
     name: str
     place: Place
@@ -63,7 +64,7 @@ class Machine:
 
     @property
     def dsn(self) -> str:
-        """Of its superuser."""
+        """The DSN of the superuser."""
         return f"host={HOST} port={self.port} user=postgres password={PASSWORD} dbname=postgres"
 
     def do(self, script: str) -> None:
@@ -76,7 +77,7 @@ class Machine:
 
 @contextlib.contextmanager
 def machine(name: str, path: str, account: Account | None) -> Generator[Machine]:
-    """Without a server as yet; what it runs by then ends with the block."""
+    """A machine without a server. A server that was started on it is stopped after the block."""
     folder = Path(tempfile.mkdtemp(prefix=f"windrow-{name}-", dir=temporary_root(account)))
     watcher = Watcher(folder)
     remembered = RememberedPort(name, folder)
@@ -97,7 +98,7 @@ def machine(name: str, path: str, account: Account | None) -> Generator[Machine]
 
 
 def search_path(folder: Path, programs: Path, account: Account | None) -> str:
-    """Where a shell finds the server's programs, which run as its account."""
+    """Returns a PATH where a shell finds the server's programs, wrapped so that they run as the server's account."""
     if account is not None:
         for name in OF_THE_SERVER:
             program = str(programs / name)
@@ -108,7 +109,7 @@ def search_path(folder: Path, programs: Path, account: Account | None) -> str:
 
 
 def begin(server: Machine, initdb: Path, account: Account | None) -> None:
-    """A primary, with the role and the database of Windrow."""
+    """Creates a primary with Windrow's role and database."""
     secret = server.place.folder / "password"
     secret.write_text(PASSWORD)
     access = ("--username=postgres", f"--pwfile={secret}", "--auth=scram-sha-256")
@@ -128,7 +129,7 @@ def blocks(kind: str) -> list[str]:
 
 
 def dsn_of_the_page(*machines: Machine) -> str:
-    """For these machines, and without TLS."""
+    """Returns the page's DSN with these machines' addresses, and without TLS."""
     (text,) = blocks("toml")
     (entry,) = tomllib.loads(text)["shard"]
     parts: dict[str, Any] = conninfo_to_dict(entry["dsn"])
@@ -140,7 +141,7 @@ def dsn_of_the_page(*machines: Machine) -> str:
 
 
 def shows(at: Machine, step: Step) -> None:
-    """Waits until the command prints what the page shows: servers take a moment to find each other."""
+    """Waits until the command prints what the page shows: the servers need a moment to find each other."""
 
     def is_shown() -> bool:
         code, out = at.place.run(step.command)
@@ -152,8 +153,8 @@ def shows(at: Machine, step: Step) -> None:
 
 @contextlib.contextmanager
 def two_machines(folder: Path) -> Generator[tuple[Machine, Machine]]:
-    """The first is the primary of shard s1; the second has nothing yet. Routers go by the page's DSN to both, and to
-    another shard."""
+    """The first machine is the primary of shard s1; the second is empty. Routers use the page's DSN, which names both,
+    and a second shard."""
     account = server_account()
     try:
         programs = find_binaries().folder
@@ -176,7 +177,7 @@ def two_machines(folder: Path) -> Generator[tuple[Machine, Machine]]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("mode", ["immediate", "fast"])
 def test_a_failover_by_hand_goes_as_the_page_says(tmp_path: Path, mode: str) -> None:
-    """`fast` is its planned switchover."""
+    """`fast` is the page's variant for a planned switchover."""
     with two_machines(tmp_path) as (first, second):
         for kind, text in BLOCK.findall(SECTION):
             if kind == "console":

@@ -1,5 +1,6 @@
-"""docs/operations.md, done as it says to a router and a balancer on two shards; and that the README shows the same.
-What it says of a failover is test_failover_by_hand.py's; of a restored shard, test_restored_shard.py's."""
+"""Runs docs/operations.md on a router, a balancer and two shards, and checks that the README shows the same commands.
+The page's sections on failover and on a restored shard are run by test_failover_by_hand.py and
+test_restored_shard.py."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
         two = "".join(f'[[shard]]\nname = "{name}"\ndsn = "{shards.dsns[name]}"\n\n' for name in ("s1", "s2"))
         config.write_text(two)
         with psycopg.connect(shards["s3"].superuser_dsn, autocommit=True) as db3:
-            # The page makes them.
+            # The page creates them.
             db3.execute("DROP DATABASE windrow")
             db3.execute("DROP ROLE windrow")
         programs = f"{find_binaries().folder}{os.pathsep}{environ()['PATH']}"

@@ -1,4 +1,4 @@
-"""What the READMEs show, run as they show it, against a cluster of our own."""
+"""Runs the examples of the READMEs against a cluster."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def test_the_program_of_the_readme_stores_a_job_and_works_it(cluster: RunningClu
     assert "sending to ada@example.com attempt 1" in done.stdout
 
 
-@pytest.mark.parametrize("at", range(len(blocks("client/README.md", "python"))))
+@pytest.mark.parametrize("at", range(len(blocks("clients/python/README.md", "python"))))
 def test_every_program_of_the_clients_readme_runs(at: int, cluster: RunningCluster, app_dsn: str) -> None:
-    program = blocks("client/README.md", "python")[at].replace("postgresql://localhost/app", app_dsn)
+    program = blocks("clients/python/README.md", "python")[at].replace("postgresql://localhost/app", app_dsn)
     if "windrow.run(worker)" in program:
-        # It would run until a signal: it gets one as soon as its own loop turns.
+        # The worker would run until a signal. stop() before run() ends it in its first iteration.
         program = program.replace("windrow.run(worker)", "worker.stop(); windrow.run(worker)")
-    # Nobody collects its spans here.
+    # No collector is running.
     done = run([sys.executable, "-c", program], cluster, OTEL_SDK_DISABLED="true")
     assert done.returncode == 0, done.stderr
 

@@ -1,4 +1,4 @@
-"""What docs/operations.md says of a shard that was restored from an old backup, done as it says."""
+"""Runs the section of docs/operations.md about a shard that was restored from an old backup."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`windrow shards plan`, `rebalance` and `drain`, and `windrow balancer`, on databases of the tests' own: no router is
-needed for them."""
+"""`windrow shards plan`, `rebalance` and `drain`, and `windrow balancer`, on databases of the tests. They need no
+router."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from shard.leading import candidacy
-from shard.placement import SLOTS
-from shard.store import Store
+from shard.placement.slots import SLOTS
+from shard.postgres.leader_lock import leader_session
+from shard.queue.store import Store
 from shard.vocabulary import ShardName
 from tests import timemachine
 from tests.balancers import Field, balanced, open_field, until
@@ -24,7 +24,7 @@ from tests.jobs import lease_jobs
 from tests.postgres import Server
 
 A, B = ShardName("s1"), ShardName("s2")
-# What s2 gets of s1: one move.
+# The slots that s2 gets from s1, in one move.
 PART = range(SLOTS - 1024, SLOTS)
 BUT_A_PART = {"weight": 15}
 LEFT = SLOTS - len(PART)
@@ -83,16 +83,16 @@ async def test_a_plan_tells_what_is_to_move_and_rebalance_does_it(field: Field) 
 
 async def test_rebalance_shows_what_another_does_and_goes_on_where_that_ends(field: Field) -> None:
     field.write(s1=BUT_A_PART, s2={})
-    async with candidacy(field.dsns[A]) as other:
+    async with leader_session(field.dsns[A]) as other:
         assert await other.lead()
         process = await start(field, "shards", "rebalance")
         assert process.stderr is not None
         async with asyncio.timeout(WAIT_S):
             told = (await process.stderr.readline()).decode()
-            hindrance = (await process.stderr.readline()).decode()
+            blocked_reason = (await process.stderr.readline()).decode()
         assert told.startswith("a balancer leads already: windrow balancer ")
-        # It has told nobody of any.
-        assert hindrance.startswith("the balancer that leads does not go by this cluster file ")
+        # It has reported no move.
+        assert blocked_reason.startswith("the balancer that leads does not use this cluster file ")
         assert await field.slots() == {"s1": SLOTS}
     done = await end(process)
     assert (done.code, done.out[:18]) == (0, "1,024 slots moved ")
@@ -108,7 +108,7 @@ async def test_a_rebalance_that_is_interrupted_leaves_nothing_half_done(field: F
     process.send_signal(signal.SIGINT)
     done = await end(process)
     assert (done.code, done.out) == (130, "")
-    assert "stopped; what has begun goes on with a balancer" in done.err
+    assert "stopped; a balancer or another rebalance continues" in done.err
     assert await field.databases[A].run(b"SELECT FROM windrow.departing", {}) == []
     assert (await field.slots())["moving"]
 
@@ -128,7 +128,7 @@ async def test_what_cannot_go_on_is_told_with_the_reason(field: Field) -> None:
     assert done.err.strip().endswith(why)
     done = await windrow(field, "balancer", "--once")
     assert done.code == 1
-    assert "windrow: 10 slots cannot go on\n" in done.err
+    assert "windrow: moves of 10 slots cannot go on\n" in done.err
 
 
 async def test_a_plan_tells_which_databases_will_not_do(field: Field, postgres: Server, empty_dsn: str) -> None:
@@ -145,7 +145,7 @@ async def test_a_plan_tells_which_databases_will_not_do(field: Field, postgres: 
         postgres.drop(encoded)
     assert done.code == 5
     assert re.search(r"^s1 +s2 +2,341 +0 +planned +by weight$", done.out, flags=re.MULTILINE)
-    noted, refused = done.err.split("windrow: 3 shards cannot be used by this cluster file\n")
+    noted, refused = done.err.split("windrow: 3 shards cannot be used with this cluster file\n")
     assert noted.startswith("shard 's7' is unavailable: ")
     assert noted.count("\n") == 1
     told = [line.partition(" (")[0].strip() for line in refused.splitlines()]
@@ -183,7 +183,7 @@ async def test_a_drain_waits_until_nothing_is_left_and_tells_what_the_shard_is_n
     field.write(s1={}, s2={"state": "draining"})
     done = await windrow(field, "shards", "drain", "s2")
     assert (done.code, done.err) == (0, "")
-    assert done.out == "shard s2 holds no slots, and never did: it may be taken out of the cluster file\n"
+    assert done.out == "shard s2 holds no slots, and never did: it may be removed from the cluster file\n"
     field.write(s1=BUT_A_PART, s2={})
     assert (await windrow(field, "balancer", "--once")).code == 0
     stored = await field.enqueue(1, among=PART)
@@ -223,7 +223,7 @@ async def test_a_drained_shard_is_forgotten_when_it_can_know_nothing_any_more_or
     assert (await field.known()).left_by(B) is None
     assert (await field.known()).epoch == before.epoch + 1
     done = await windrow(field, "shards", "forget", "s2")
-    assert (done.code, done.out) == (0, "shard s2 is asked for nothing: it may be taken out of the cluster file\n")
+    assert (done.code, done.out) == (0, "shard s2 is not used: it may be removed from the cluster file\n")
 
 
 @pytest.mark.parametrize(
@@ -231,18 +231,24 @@ async def test_a_drained_shard_is_forgotten_when_it_can_know_nothing_any_more_or
     [
         (("shards", "drain", "s9"), 4, "names no shard 's9'; it names s1, s2"),
         (("shards", "forget", "s9"), 4, "there is no shard 's9'; the cluster file names s1, s2"),
-        (("shards", "drain", "s2"), 2, 'to have it drained, write into its [[shard]]\n  state = "draining"'),
-        (("shards", "--json", "plan"), 2, "it stands before 'plan', and is for the list of shards: put it behind"),
+        (("shards", "drain", "s2"), 2, 'to drain it, write into its [[shard]]\n  state = "draining"'),
+        (
+            ("shards", "--json", "plan"),
+            2,
+            "an option before 'plan' is for the list of shards: put it after the command",
+        ),
     ],
 )
-async def test_what_is_wrong_is_said(field: Field, arguments: tuple[str, ...], code: int, words: str) -> None:
+async def test_an_error_message_says_what_is_wrong(
+    field: Field, arguments: tuple[str, ...], code: int, words: str
+) -> None:
     field.write(s1={}, s2={})
     done = await windrow(field, *arguments)
     assert (done.code, done.out) == (code, "")
     assert words in done.err
 
 
-async def test_what_keeps_the_commands_from_the_catalog_is_said(field: Field) -> None:
+async def test_an_error_message_says_why_the_catalog_cannot_be_used(field: Field) -> None:
     field.write('[catalog]\ndsn = "host=127.0.0.1 port=1"\n', s1={}, s2={})
     for command in (("shards", "plan"), ("shards", "rebalance"), ("balancer", "--once")):
         done = await windrow(field, *command)

@@ -1,10 +1,9 @@
-"""One trace from a producer by way of a router and a shard to a worker, as a collector receives it."""
+"""One trace from a producer through a router and a shard to a worker, as a collector receives it."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,13 +17,13 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
 from tests.collector import Collector, Received, collecting
 from tests.e2e.conftest import RunningCluster
-from tests.jobs import job_id
+from tests.jobs import job_id, job_message
 from tests.routers import PATIENCE_S, Routers, running_routers, stubs, write_cluster
 from windrow import Client, Job, Worker, uuid7
 from windrow.v1 import job_pb2, queue_pb2
 
 QUEUE = "mail"
-# The variable that sends spans soon; the default waits for five seconds.
+# This variable makes the exporter send spans soon; its default is five seconds.
 SOON = {"OTEL_BSP_SCHEDULE_DELAY": "50"}
 
 
@@ -35,14 +34,14 @@ def config(cluster: RunningCluster, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def traced(config: Path, collector: Collector) -> Iterator[Routers]:
-    """Routers that export."""
+    """Routers that export spans."""
     with running_routers(config, environ={"OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint, **SOON}) as routers:
         yield routers
 
 
 @pytest.fixture
 def provider(collector: Collector) -> Iterator[TracerProvider]:
-    """What an application sets up for itself."""
+    """The provider that an application configures."""
     made = TracerProvider(resource=Resource.create({"service.name": "shop"}))
     made.add_span_processor(SimpleSpanProcessor(OTLPSpanExporter(endpoint=collector.endpoint)))
     yield made
@@ -107,10 +106,10 @@ def test_a_job_carries_the_trace_of_its_producer_or_of_the_call_that_stored_it(
     own = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
     around = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     jobs = [
-        job_pb2.NewJob(
+        job_message(
             id=job_id(), queue=QUEUE, kind="with", trace=job_pb2.TraceContext(traceparent=own, tracestate="a=1,b=2")
         ),
-        job_pb2.NewJob(id=job_id(), queue=QUEUE, kind="without"),
+        job_message(id=job_id(), queue=QUEUE, kind="without"),
     ]
     with stubs(traced.address) as both:
         request = queue_pb2.EnqueueRequest(org=org, jobs=jobs)
@@ -129,7 +128,7 @@ def test_a_call_whose_caller_does_not_sample_is_not_exported(traced: Routers, co
     quiet, loud = "0af7651916cd43dd8448eb211c80319c", "4bf92f3577b34da6a3ce929d0e0e4736"
     with stubs(traced.address) as both:
         for trace, flags in ((quiet, "00"), (loud, "01")):
-            job = job_pb2.NewJob(id=job_id(), queue=QUEUE, kind="greet")
+            job = job_message(id=job_id(), queue=QUEUE, kind="greet")
             request = queue_pb2.EnqueueRequest(org=f"org-{uuid7()}", jobs=[job])
             parent = f"00-{trace}-b7ad6b7169203331-{flags}"
             both.queue.Enqueue(request, timeout=PATIENCE_S, metadata=(("traceparent", parent),))
@@ -139,7 +138,7 @@ def test_a_call_whose_caller_does_not_sample_is_not_exported(traced: Routers, co
 
 @pytest.mark.parametrize("environ", [{}, {"OTEL_SDK_DISABLED": "true"}, {"OTEL_TRACES_EXPORTER": "none"}], ids=str)
 def test_nothing_is_exported_unless_it_is_asked_for(config: Path, environ: dict[str, str]) -> None:
-    """The collector stands where the exporter would look for one by default."""
+    """The collector listens where the exporter sends by default."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -151,26 +150,26 @@ def test_nothing_is_exported_unless_it_is_asked_for(config: Path, environ: dict[
     for collector in collecting(4317):
         with running_routers(config, environ=environ | SOON) as routers, stubs(routers.address) as both:
             org = f"org-{uuid7()}"
-            job = job_pb2.NewJob(id=job_id(), queue=QUEUE, kind="greet")
+            job = job_message(id=job_id(), queue=QUEUE, kind="greet")
             request = queue_pb2.EnqueueRequest(org=org, jobs=[job])
             parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
             both.queue.Enqueue(request, timeout=PATIENCE_S, metadata=(("traceparent", parent),))
             (leased,) = both.queue.Dequeue(queue_pb2.DequeueRequest(org=org, queues=[QUEUE]), timeout=PATIENCE_S).jobs
             assert not leased.HasField("trace")
-        # What a router has not sent by its end it never sends.
+        # Spans that the router has not sent when it ends are never sent.
         assert collector.spans() == []
 
 
 def test_a_collector_that_is_away_holds_nothing_up(config: Path) -> None:
     with socket.socket() as taken:
-        # Bound and not listening: nobody else gets the port, and nobody answers there.
+        # The port is bound but not listening: nobody else gets it, and connections are refused.
         taken.bind(("127.0.0.1", 0))
         environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{taken.getsockname()[1]}", **SOON}
         with running_routers(config, environ=environ) as routers, stubs(routers.address) as both:
             for _ in range(20):
-                job = job_pb2.NewJob(id=job_id(), queue=QUEUE, kind="greet")
+                job = job_message(id=job_id(), queue=QUEUE, kind="greet")
                 both.queue.Enqueue(queue_pb2.EnqueueRequest(org=f"org-{uuid7()}", jobs=[job]), timeout=5)
-            began_s = time.monotonic()
             routers.supervisor.terminate()
             assert routers.supervisor.wait(PATIENCE_S) == 0
-            assert time.monotonic() - began_s < 8
+            # It ended by itself.
+            assert "did not end in time" not in routers.log.read_text()

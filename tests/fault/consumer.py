@@ -1,8 +1,9 @@
-"""A consumer in a process of its own, to be killed: leases jobs, writes each lease down, acks it, writes that down.
+"""A consumer process that tests kill: it leases jobs, logs each lease, acks the job, and logs the answer.
 
     python -m tests.fault.consumer ADDRESS LOG WORKER ORG...
 
-One JSON object a line: {"leased": id, "attempt": n, "lease": hex}, {"acked": id, "answer": n}. Ends after SIGTERM.
+The log has one JSON object per line: {"leased": id, "attempt": n, "lease": hex} or {"acked": id, "answer": n}. Ends
+after SIGTERM.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def main(address: str, log: Path, worker: str, orgs: list[str]) -> None:
                 time.sleep(0.1)
 
     options = [("grpc.min_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500)]
-    # Line by line: what was written before a kill -9 is there after it.
+    # Line-buffered: what was written before a kill -9 is in the file.
     with log.open("a", buffering=1) as lines, grpc.insecure_channel(address, options=options) as channel:
         queue = queue_pb2_grpc.QueueStub(channel)
         while not stopped:

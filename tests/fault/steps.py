@@ -1,5 +1,6 @@
-"""Stops a move within one of its steps (docs/decisions/0017-moving-slots.md): in the commit, when all is said and
-nothing is done. Triggers that fire there wait for a lock that the test holds; nothing in the product knows of them."""
+"""Stops a move inside one of its steps (docs/decisions/0017-moving-slots.md): in the commit, when all statements have
+run and nothing is committed yet. Triggers in the tables wait for a lock that the test holds; the product does not know
+them."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any, Literal
 
 import psycopg
 
-from chaos.shards import Shard, ask
+from proof.postgres import Shard, ask
 from tests.streams import until
 
 Place = Literal["catalog", "source", "target"]
@@ -18,7 +19,7 @@ Place = Literal["catalog", "source", "target"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What it is told by: a change of a table in the database where it is taken."""
+    """A step, recognised by a change of a table in the database where the step runs."""
 
     place: Place
     event: str
@@ -44,8 +45,8 @@ _KEYS = {name: key for key, name in enumerate(STEPS, 1)}
 
 
 def make_gates(shard: Shard) -> None:
-    """One for each step. They stand open."""
-    # Else close would not wait for longer than it waits for enqueues.
+    """One gate for each step, all open."""
+    # Otherwise close would not wait longer than it waits for enqueues.
     ask(
         shard.direct_dsn,
         "CREATE FUNCTION public.wait_at_gate() RETURNS trigger LANGUAGE plpgsql SET lock_timeout = 0 AS "
@@ -60,16 +61,16 @@ def make_gates(shard: Shard) -> None:
 
 
 class Gate:
-    """Shut, for those who come to commit this step on one shard."""
+    """If shut, it blocks whoever wants to commit this step on one shard."""
 
     def __init__(self, connection: psycopg.AsyncConnection[Any], step: str) -> None:
         self._connection = connection
         self._step = step
-        # The server process that has come.
+        # The server process that waits at the gate.
         self._waiting = 0
 
     async def reached(self) -> None:
-        """Waits until somebody has come."""
+        """Waits until a process waits at the gate."""
         blocked = "SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND NOT granted AND objid = %s"
 
         async def came() -> bool:
@@ -83,12 +84,12 @@ class Gate:
         await self._ask("SELECT pg_advisory_unlock_all()")
 
     async def refuse(self) -> None:
-        """Whoever has come will never commit. Then opens."""
+        """Makes the waiting process fail, so that it never commits. Then opens the gate."""
         await self._ask("SELECT pg_terminate_backend(%s, 10000)", self._waiting)
         await self.open()
 
     async def pass_through(self) -> None:
-        """Opens, and waits until whoever has come has committed."""
+        """Opens the gate and waits until the waiting process has committed."""
         await self.open()
 
         async def passed() -> bool:
@@ -103,7 +104,7 @@ class Gate:
 
 @contextlib.asynccontextmanager
 async def shut_gate(shard: Shard, step: str) -> AsyncGenerator[Gate, None]:
-    """It stands open again after the block, and where the server of the shard is killed."""
+    """Shuts the gate during the block. A gate also opens when the shard's server is killed."""
     connection = await psycopg.AsyncConnection.connect(shard.direct_dsn, autocommit=True)
     try:
         await connection.execute("SELECT pg_advisory_lock(%s)", [_KEYS[step]])

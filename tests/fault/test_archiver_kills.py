@@ -1,11 +1,10 @@
-"""kill -9 of the archiver at random moments, while jobs finish: none is lost, none is there twice, the books balance,
-and the next pass goes on (I1, I5). WINDROW_TRIALS=4000 for 200 kills."""
+"""kill -9 of the archiver at random moments while jobs finish: no job is lost or doubled, the books balance, and the
+next pass continues (I1, I5)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import sys
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
@@ -13,26 +12,29 @@ from pathlib import Path
 
 import pytest
 
-from archiver import exporting
-from archiver.files import Files
-from archiver.place import Place
-from shard import statements
-from shard.books import Books
-from shard.database import Database
-from shard.leading import ARCHIVER
-from shard.store import Store
+from archiver import export
+from archiver.export_location import ExportLocation
+from archiver.object_store import Files
+from shard.admin.queue_admin import QueueAdmin
+from shard.postgres import statements
+from shard.postgres.leader_lock import ARCHIVER
+from shard.postgres.pool import Database
+from shard.queue.settle import Settlement
+from shard.queue.store import Store
 from shard.vocabulary import OrgId, ShardName
 from tests.balancers import Field, open_field, until
+from tests.effort import luck_of, trials
 from tests.jobs import lease_jobs, some_jobs
 from tests.postgres import Server
 from tests.routers import CHECKOUT
 from tests.timemachine import make_day
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1800)]
 
 A = ShardName("s1")
+KILLS = trials(5, thorough=40)
 DAYS, JOBS = range(2, 50, 3), 100
-# Of a pass over so many days on a free machine.
+# The duration of a pass over this many days on an idle machine.
 PASS_S = 1.0
 EXPORTING_S = 3.0
 
@@ -66,7 +68,7 @@ async def field(tmp_path: Path, fresh_dsn: str, postgres: Server) -> AsyncGenera
 
 @dataclass(slots=True, kw_only=True)
 class Load:
-    """Jobs of one org that finish, today and in days gone by."""
+    """Jobs of one org that finish, today and on past days."""
 
     field: Field
     org: OrgId
@@ -79,7 +81,7 @@ class Load:
     async def finish_some(self) -> None:
         store = Store(self.database)
         await store.enqueue(some_jobs(self.org, JOBS))
-        await store.ack(self.org, [lease for _, lease in await lease_jobs(store, self.org)])
+        await store.settle(Settlement.ack(self.org, [lease for _, lease in await lease_jobs(store, self.org)]))
         self.accepted += JOBS
 
     async def add_days(self) -> None:
@@ -89,33 +91,33 @@ class Load:
             self.accepted += JOBS
 
     async def check(self) -> None:
-        (books,) = [found for found in await Books(self.database).check() if found.org == self.org]
+        (books,) = [found for found in await QueueAdmin(self.database).check() if found.org == self.org]
         assert (books.accepted, books.balanced) == (self.accepted, True)
         assert await self.database.run(_THERE, {}) == [(self.accepted - books.expired,) * 2]
 
 
 @pytest.mark.parametrize("exports", [False, True])
 async def test_an_archiver_that_is_killed_at_any_moment_leaves_every_job_where_it_was_or_where_it_was_to_be(
-    field: Field, org: OrgId, trials: int, tmp_path: Path, exports: bool
+    field: Field, org: OrgId, tmp_path: Path, exports: bool
 ) -> None:
     place = tmp_path / "export"
     field.write(f"[archiver]\nexport = '{place}'\n" if exports else "", s1={})
-    load = Load(field=field, org=org)
+    load, luck = Load(field=field, org=org), luck_of("archiver")
     await load.finish_some()
-    for _ in range(max(3, trials // 20)):
+    for _ in range(KILLS):
         await load.add_days()
         archiver = await start(field.config)
         await until(lambda: leading(load.database), bool)
         finishing = asyncio.create_task(load.finish_some())
         try:
-            await asyncio.wait_for(archiver.wait(), random.uniform(0, EXPORTING_S if exports else PASS_S))
+            await asyncio.wait_for(archiver.wait(), luck.uniform(0, EXPORTING_S if exports else PASS_S))
         except TimeoutError:
-            # It may have ended at this very moment.
+            # It may have ended at this moment.
             with contextlib.suppress(ProcessLookupError):
                 archiver.kill()
             await archiver.wait()
         await finishing
-        # What its session was about has come to an end.
+        # Wait until the statements of its session have ended.
         await until(lambda: busy(load.database), lambda sessions: not sessions)
         await load.check()
     archiver = await start(field.config)
@@ -125,10 +127,10 @@ async def test_an_archiver_that_is_killed_at_any_moment_leaves_every_job_where_i
         (len([days for days in DAYS if days <= 30]),)
     ]
     if exports:
-        # All that has gone, once.
-        checked = list(exporting.check_all(Files(Place.parse(str(place)))))
+        # All dropped jobs, each counted once.
+        checked = list(export.check_all(Files(ExportLocation.parse(str(place)))))
         assert {one.trouble for one in checked} == {""}
-        (books,) = [found for found in await Books(load.database).check() if found.org == org]
+        (books,) = [found for found in await QueueAdmin(load.database).check() if found.org == org]
         assert sum(one.manifest.rows for one in checked if one.manifest is not None) == books.expired
 
 
@@ -143,7 +145,7 @@ async def leading(database: Database) -> int:
 
 
 async def busy(database: Database) -> int:
-    """How many other sessions are in the middle of something."""
+    """Returns how many other sessions have an open transaction."""
     rows = await database.run(
         b"""
         SELECT count(*) FROM pg_stat_activity

@@ -1,4 +1,4 @@
-"""A short run of the chaos suite, on a small cluster: its own parts work together, and the invariants hold."""
+"""A short run of the chaos suite on a small cluster: its parts work together, and the invariants hold."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from bench.environment import environment
 from chaos import figures, report, timeline
-from chaos.checker import check
 from chaos.run import Order, run
 from chaos.stage import Cast
 from embedded import BinariesNotFound
+from proof.checker import check
+from proof.environment import environment
 
-SMALL = Cast(
-    shards=2, replicated=False, routers=2, producers=1, workers=("streaming", "polling"), orgs=40, window_s=1.0
-)
+SMALL = Cast(shards=2, replicated=False, routers=2, producers=1, workers=("consumer", "poller"), orgs=40, window_s=1.0)
 FAULTS = (
     *("kill-router", "kill-worker", "kill-balancer", "kill-postgres", "cut-connections", "terminate-backends"),
     *("restart-router", "slow-readers", "unfinished-requests"),
@@ -39,10 +37,10 @@ async def test_a_short_run_under_faults_keeps_every_invariant(tmp_path: Path) ->
     moves = figures.moves(told.evidence)
     assert moves
     assert all(move.ended_s is not None for move in moves)
-    # It was a load, and every sort of client had its part in it.
+    # The run had load, from every kind of client.
     assert len(told.evidence.rows) > 200
     clients = {call.client.partition(".")[0] for call in told.evidence.history.calls}
-    assert clients == {"producer-1", "worker-1-streaming", "worker-2-polling"}
+    assert clients == {"producer-1", "worker-1-consumer", "worker-2-poller"}
     report.write(tmp_path, order, told, [], environment())
     timeline.draw(tmp_path, told, said.append)
     assert {"report.json", "report.md", "timeline.png", "clients.log", "balancer-1.log", "histories"} <= set(

@@ -1,14 +1,11 @@
-"""Connections cut at the worst moment: what was done stays done, once, and whoever asks again hears the same (I1, I3).
-
-WINDROW_TRIALS says how many times each ambiguous moment is tried: 100 unless it says otherwise.
-"""
+"""Connections are cut at the worst moments: what was committed stays committed once, and a repeated call gets the same
+answer (I1, I3)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
-import random
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
@@ -18,28 +15,32 @@ import psycopg
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
-from shard.books import Books, OrgBooks
-from shard.database import Database
-from shard.enqueuing import Handed, Handover, Taker
+from proof.proxy import Moment, Proxy, grpc_answered, open_proxy, open_proxy_before, through
+from shard.admin.queue_admin import OrgBooks, QueueAdmin
 from shard.errors import ShardUnavailable, UnknownQueue
-from shard.settling import Nack
-from shard.store import Store
-from shard.vocabulary import Answer, JobId, Lease, OrgId, Outcome
+from shard.postgres.pool import Database
+from shard.queue.pending_enqueue import Handed, Handover, Taker
+from shard.queue.settle import Nack, Settlement
+from shard.queue.store import Store
+from shard.queue_settings import QueueSettings
+from shard.vocabulary import Answer, Failure, JobId, Lease, OrgId, Outcome
 from tests.conftest import CLUSTER, SHARD
-from tests.fault.proxy import Moment, Proxy, grpc_answered, open_proxy, open_proxy_before, through
-from tests.jobs import HOUR_US, QUEUE, job_id, lease_jobs, some_jobs
+from tests.effort import luck_of, trials
+from tests.jobs import HOUR_US, QUEUE, job_id, job_message, lease_jobs, some_jobs
 from tests.routers import PATIENCE_S, Routers, running_routers, write_cluster
 from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
 
 ORG = OrgId("cut")
-CUTS = 200
-# A cut connection is an error of one call, and so answered at once; more tries than this mean that something hangs.
+# How many times each ambiguous moment is tried.
+TRIALS = trials(40, thorough=1000)
+CUTS = trials(60, thorough=600)
+# A cut connection fails one call at once; more tries than this mean that something hangs.
 TRIES_MAX = 50
 
 
 @pytest.fixture
 async def proxy(fresh_dsn: str) -> AsyncGenerator[Proxy, None]:
-    """In front of this test's own shard."""
+    """A proxy in front of this test's shard."""
     async with open_proxy_before(fresh_dsn) as opened:
         yield opened
 
@@ -54,14 +55,14 @@ async def store(fresh_dsn: str, proxy: Proxy) -> AsyncGenerator[Store, None]:
 
 
 async def books_of(database: Database) -> OrgBooks:
-    """The only org's, read past the proxy."""
-    (books,) = await Books(database).check()
+    """Returns the books of the only org, read without the proxy."""
+    (books,) = await QueueAdmin(database).check()
     assert books.balanced
     return books
 
 
 async def copies(database: Database) -> Counter[str]:
-    """How often each job id is stored, wherever."""
+    """Returns how often each job id is stored, in any table."""
     rows = await database.run(
         b"SELECT id::text FROM windrow.job UNION ALL SELECT id::text FROM windrow.dead"
         b" UNION ALL SELECT id::text FROM windrow.finished",
@@ -73,20 +74,21 @@ async def copies(database: Database) -> Counter[str]:
 # ── Between the shard's code and Postgres ────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("moment", Moment)
 async def test_an_enqueue_cut_around_its_commit_stores_each_job_once(
-    store: Store, proxy: Proxy, fresh_database: Database, trials: int, moment: Moment
+    store: Store, proxy: Proxy, fresh_database: Database, moment: Moment
 ) -> None:
-    luck = random.Random(f"enqueue {moment}")
+    luck = luck_of(f"enqueue {moment}")
     expected: list[str] = []
     await store.enqueue(some_jobs(ORG))
-    for _ in range(trials):
+    for _ in range(TRIALS):
         jobs = some_jobs(ORG, luck.randint(1, 3), dedup_keys=[str(job_id())] if luck.random() < 0.5 else ())
         cut = proxy.cut_at(luck.choice(jobs.ids).encode(), moment)
         known = await store.enqueue(jobs)
         assert cut.done
-        # Done before the cut, they are known as themselves; the caller is not bothered.
+        # Jobs stored before the cut are recognised by their ids, and the caller gets no error.
         assert {jobs.ids[at] for at in known} <= set(jobs.ids)
         assert all(jobs.ids[at] == known_as for at, known_as in known.items())
         if moment is Moment.ANSWERED:
@@ -96,7 +98,7 @@ async def test_an_enqueue_cut_around_its_commit_stores_each_job_once(
             other = some_jobs(ORG, 1, dedup_keys=[jobs.dedup_keys[0]])
             assert await store.enqueue(other) == {0: jobs.ids[0]}
         expected += jobs.ids
-    assert proxy.cuts_done == trials
+    assert proxy.cuts_done == TRIALS
     stored = await copies(fresh_database)
     assert set(stored.values()) == {1}
     assert set(expected) <= set(stored)
@@ -104,15 +106,16 @@ async def test_an_enqueue_cut_around_its_commit_stores_each_job_once(
     assert (books.accepted, books.ready) == (len(expected) + 1, len(expected) + 1)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("moment", Moment)
 async def test_a_handover_cut_around_its_commit_is_told_once_and_a_release_makes_sure(
-    store: Store, proxy: Proxy, fresh_database: Database, trials: int, moment: Moment
+    store: Store, proxy: Proxy, fresh_database: Database, moment: Moment
 ) -> None:
     await store.enqueue(some_jobs(ORG))
     leased: list[str] = []
     lost: list[str] = []
-    for trial in range(1, trials // 2 + 1):
+    for trial in range(1, TRIALS // 2 + 1):
         jobs = some_jobs(ORG, 2)
         leases = [Lease(job_hex=name.replace("-", ""), number=trial) for name in jobs.ids]
         told: list[Handed] = []
@@ -123,15 +126,16 @@ async def test_a_handover_cut_around_its_commit_is_told_once_and_a_release_makes
         (handed,) = told
         assert set(known) | set(handed.positions) == {0, 1}
         if handed.positions:
-            # It was the second try that stored them.
+            # The second try stored them.
             assert (handed.positions, known) == ([0, 1], {})
-            assert await store.ack(ORG, leases) == [Answer.OK] * 2
+            assert await store.settle(Settlement.ack(ORG, leases)) == [Answer.OK] * 2
             leased += jobs.ids
         else:
-            # The answer was lost on the way; told that nothing was leased, the consumer's router makes it so.
-            assert await store.release(ORG, leases) == [Answer.OK] * 2
+            # The answer was lost. The router was told that nothing was leased, and now releases the leases to make that
+            # true.
+            assert await store.settle(Settlement.release(ORG, leases)) == [Answer.OK] * 2
             lost += jobs.ids
-    # What is cut when it has just been sent may have come or not.
+    # After a cut right after sending, the server may have received the statement or not.
     if moment is not Moment.SENT:
         assert (bool(leased), bool(lost)) == (moment is Moment.UNSENT, moment is Moment.ANSWERED)
     stored = await copies(fresh_database)
@@ -145,39 +149,41 @@ Act = Callable[[Store, list[Lease]], Awaitable[list[Answer]]]
 
 def settle(**fields: object) -> Act:
     async def act(store: Store, leases: list[Lease]) -> list[Answer]:
-        return await store.nack(ORG, [Nack(lease=lease, **fields) for lease in leases])  # type: ignore[arg-type]
+        return await store.settle(Settlement.nack(ORG, [Nack(lease=lease, **fields) for lease in leases]))  # type: ignore[arg-type]
 
     return act
 
 
-# How each verb of a consumer is said, at which of its statements that name the job it may be cut, and what it leaves.
+# For each verb of a consumer: its call, at which of its statements that name the job it may be cut, and the job's state
+# afterwards.
 ACTS: dict[str, tuple[Act, int, str]] = {
-    "ack": (lambda store, leases: store.ack(ORG, leases, [b"done"] * len(leases)), 1, "succeeded"),
-    "nack": (settle(error="no", delay_us=HOUR_US), 2, "scheduled"),
-    "kill": (settle(error="no", kill=True), 2, "dead"),
-    "extend": (lambda store, leases: store.extend(ORG, leases, window_us=2 * HOUR_US), 1, "leased"),
-    "release": (lambda store, leases: store.release(ORG, leases), 1, "ready"),
+    "ack": (lambda store, leases: store.settle(Settlement.ack(ORG, leases, [b"done"] * len(leases))), 1, "succeeded"),
+    "nack": (settle(failure=Failure(message="no"), retry_after_us=HOUR_US), 2, "scheduled"),
+    "kill": (settle(failure=Failure(message="no", permanent=True)), 2, "dead"),
+    "extend": (lambda store, leases: store.settle(Settlement.extend(ORG, leases, window_us=2 * HOUR_US)), 1, "leased"),
+    "release": (lambda store, leases: store.settle(Settlement.release(ORG, leases)), 1, "ready"),
 }
 # How the attempts of its jobs ended.
-ENDED: dict[str, list[tuple[Outcome, str]]] = {
-    "ack": [(Outcome.ACKED, "")],
-    "nack": [(Outcome.NACKED, "no")],
-    "kill": [(Outcome.NACKED, "no")],
+ENDED: dict[str, list[tuple[Outcome, Failure | None]]] = {
+    "ack": [(Outcome.ACKED, None)],
+    "nack": [(Outcome.NACKED, Failure(message="no"))],
+    "kill": [(Outcome.NACKED, Failure(message="no", permanent=True))],
     "extend": [],
-    "release": [(Outcome.RELEASED, "")],
+    "release": [(Outcome.RELEASED, None)],
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("verb", ACTS)
 async def test_what_a_consumer_says_is_ok_again_after_a_cut(
-    store: Store, proxy: Proxy, fresh_database: Database, trials: int, verb: str
+    store: Store, proxy: Proxy, fresh_database: Database, verb: str
 ) -> None:
     act, statements, state = ACTS[verb]
-    luck = random.Random(verb)
+    luck = luck_of(verb)
     jobs: list[str] = []
-    for trial in range(trials // 2):
-        # A queue of their own: released jobs are there to be leased again.
+    for trial in range(TRIALS // 2):
+        # A queue of its own, because released jobs can be leased again.
         batch = some_jobs(ORG, 2, queue=f"queue-{trial}")
         await store.enqueue(batch)
         held = await lease_jobs(store, ORG, queue=f"queue-{trial}", window_us=HOUR_US)
@@ -192,18 +198,17 @@ async def test_what_a_consumer_says_is_ok_again_after_a_cut(
     records = await Store(fresh_database).get(ORG, [JobId(name) for name in jobs], include_payload=True)
     assert Counter(record.state for record in records) == {state: len(jobs)}
     for record in records:
-        # An attempt ended once, however often that was said.
-        ended = [(attempt.outcome, attempt.error) for attempt in record.attempts()]
+        # An attempt ended once, however often the call was repeated.
+        ended = [(attempt.outcome, attempt.failure) for attempt in record.attempts()]
         assert ended == ENDED[verb]
         assert record.result == (b"done" if verb == "ack" else None)
     await books_of(fresh_database)
 
 
-async def test_a_cancel_cut_after_its_commit_is_ok_again(
-    store: Store, proxy: Proxy, fresh_database: Database, trials: int
-) -> None:
-    luck = random.Random("cancel")
-    for _ in range(trials // 4):
+@pytest.mark.thorough
+async def test_a_cancel_cut_after_its_commit_is_ok_again(store: Store, proxy: Proxy, fresh_database: Database) -> None:
+    luck = luck_of("cancel")
+    for _ in range(TRIALS // 4):
         jobs = some_jobs(ORG, 2)
         await store.enqueue(jobs)
         ids = [JobId(name) for name in jobs.ids]
@@ -212,43 +217,45 @@ async def test_a_cancel_cut_after_its_commit_is_ok_again(
         assert cut.done
         assert await store.cancel(ORG, ids, reason="") == [Answer.OK] * 2
     books = await books_of(fresh_database)
-    assert books.cancelled == books.accepted == trials // 4 * 2
+    assert books.cancelled == books.accepted == TRIALS // 4 * 2
 
 
 @pytest.fixture
-async def books(fresh_dsn: str, proxy: Proxy) -> AsyncGenerator[Books, None]:
+async def books(fresh_dsn: str, proxy: Proxy) -> AsyncGenerator[QueueAdmin, None]:
     """The shard's books as its router sees them: through the proxy."""
-    database = Database(SHARD, through(fresh_dsn, proxy), connections=1, for_books=True)
+    database = Database(SHARD, through(fresh_dsn, proxy), connections=1, may_scan=True)
     await database.open()
-    yield Books(database)
+    yield QueueAdmin(database)
     await database.close()
 
 
 @pytest.mark.parametrize(("moment", "done"), [(Moment.UNSENT, 0), (Moment.ANSWERED, 3)], ids=["unsent", "answered"])
 async def test_of_a_redrive_and_a_purge_that_are_cut_the_caller_is_told_and_they_are_done_once_at_most(
-    books: Books, proxy: Proxy, fresh_database: Database, moment: Moment, done: int
+    books: QueueAdmin, proxy: Proxy, fresh_database: Database, moment: Moment, done: int
 ) -> None:
     store = Store(fresh_database)
     await store.enqueue(some_jobs(ORG, 5))
-    dead = [Nack(lease=lease, error="no", kill=True) for _, lease in await lease_jobs(store, ORG)]
-    await store.nack(ORG, dead)
+    dead = [
+        Nack(lease=lease, failure=Failure(message="no", permanent=True)) for _, lease in await lease_jobs(store, ORG)
+    ]
+    await store.settle(Settlement.nack(ORG, dead))
 
     async def redrive(limit: int) -> int:
         return await books.redrive(ORG, QUEUE, kind="", died_after=None, died_before=None, limit=limit)
 
     async def counts() -> tuple[int, int, int]:
-        (one,) = await Books(fresh_database).stats(ORG, QUEUE, include_finished=True)
+        (one,) = await QueueAdmin(fresh_database).stats(ORG, QUEUE, include_finished=True)
         return one.dead, one.ready, one.cancelled
 
-    # The first statement that names the queue looks whether it is there.
+    # The first statement that names the queue only checks whether the queue exists.
     proxy.cut_at(QUEUE.encode(), moment, nth=2)
-    with pytest.raises(ShardUnavailable, match="what was asked may have been done"):
+    with pytest.raises(ShardUnavailable, match="the change may have been made nevertheless"):
         await redrive(3)
     assert await counts() == (5 - done, done, 0)
     assert await redrive(5) == 5 - done
 
     proxy.cut_at(QUEUE.encode(), moment, nth=2)
-    with pytest.raises(ShardUnavailable, match="what was asked may have been done"):
+    with pytest.raises(ShardUnavailable, match="the change may have been made nevertheless"):
         await books.purge_queue(ORG, QUEUE, limit=3, include_dead=True)
     assert await counts() == (0, 5 - done, done)
     assert await books.purge_queue(ORG, QUEUE, limit=5, include_dead=True) == 5 - done
@@ -256,10 +263,10 @@ async def test_of_a_redrive_and_a_purge_that_are_cut_the_caller_is_told_and_they
 
 
 async def test_a_deletion_of_a_queue_that_is_cut_around_its_commit_is_answered_as_done(
-    books: Books, proxy: Proxy
+    books: QueueAdmin, proxy: Proxy
 ) -> None:
     for moment in Moment:
-        await books.create_queue(ORG, QUEUE, retry=None, max_attempts=None)
+        await books.create_queue(ORG, QUEUE, QueueSettings())
         cut = proxy.cut_at(QUEUE.encode(), moment, nth=2)
         await books.delete_queue(ORG, QUEUE)
         assert cut.done
@@ -268,7 +275,7 @@ async def test_a_deletion_of_a_queue_that_is_cut_around_its_commit_is_answered_a
 
 
 async def test_callers_cancelled_while_connections_break_cost_no_connection(fresh_dsn: str) -> None:
-    luck = random.Random("cancelled")
+    luck = luck_of("cancelled")
     database = Database(SHARD, fresh_dsn, connections=4)
     await database.open()
     admin = await psycopg.AsyncConnection.connect(fresh_dsn, autocommit=True)
@@ -279,7 +286,7 @@ async def test_callers_cancelled_while_connections_break_cost_no_connection(fres
                 "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
                 " WHERE datname = current_database() AND pid <> pg_backend_pid() AND backend_type = 'client backend'"
             )
-            # Any moment will do: the more of them, the better.
+            # A random pause, so that the cuts hit many different moments.
             await asyncio.sleep(luck.uniform(0, 0.01))
             for caller in callers:
                 caller.cancel()
@@ -289,14 +296,14 @@ async def test_callers_cancelled_while_connections_break_cost_no_connection(fres
 
         async def one_of_four() -> None:
             while True:
-                # A connection may have been broken that nobody has used since.
+                # A pooled connection may have broken while nobody used it.
                 with contextlib.suppress(ShardUnavailable):
                     async with database.transaction():
                         await everyone.wait()
                     return
                 await asyncio.sleep(0.05)
 
-        # A lost connection is one that nobody ever gets again. The last turn's may still be on their way.
+        # A broken connection must never be handed out again. The last round's connections may still be in the pool.
         await asyncio.wait_for(until_reached(database), PATIENCE_S)
         await asyncio.wait_for(asyncio.gather(*(one_of_four() for _ in range(4))), PATIENCE_S)
     finally:
@@ -313,7 +320,7 @@ async def until_reached(database: Database) -> None:
 
 
 async def test_tries_to_connect_do_not_get_rarer(fresh_dsn: str, proxy: Proxy) -> None:
-    # As behind a pooler that lost its server: the connection is made, and breaks at its first statement.
+    # As with a pooler that lost its server: connecting works, and the first statement fails.
     database = Database(SHARD, through(fresh_dsn, proxy), connections=1)
     cut = proxy.cut_at(b"set_config", Moment.UNSENT)
     await database.open()
@@ -335,7 +342,7 @@ async def test_tries_to_connect_do_not_get_rarer(fresh_dsn: str, proxy: Proxy) -
 
 @contextlib.asynccontextmanager
 async def routers_beside(config: Path) -> AsyncGenerator[Routers, None]:
-    """Routers, started and ended while the event loop goes on: they may talk to a proxy in it."""
+    """Starts and stops routers without blocking the event loop, because they may talk to a proxy that runs in it."""
     running = running_routers(config)
     routers = await asyncio.to_thread(running.__enter__)
     try:
@@ -345,20 +352,21 @@ async def routers_beside(config: Path) -> AsyncGenerator[Routers, None]:
 
 
 async def until_answered(call: Callable[[], Awaitable[object]]) -> tuple[object, int]:
-    """Repeats a call by hand, as a client may that was told UNAVAILABLE. Answers with how many tries it took."""
+    """Repeats a call that was answered UNAVAILABLE, as a client does. Returns how many tries it took."""
     for tries in range(1, TRIES_MAX + 1):
         try:
             return await call(), tries
         except grpc.aio.AioRpcError as error:
             if error.code() not in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}:
                 raise
-            # Soon for a cut of this connection, later for an outage of the shard.
+            # The first tries wait little, as a cut connection needs; later tries wait longer, as an outage of the shard
+            # needs.
             await asyncio.sleep(min(0.02 * tries, 0.2))
     raise AssertionError(f"not answered in {TRIES_MAX} tries")
 
 
 def channel(port: int | str) -> grpc.aio.Channel:
-    """Reconnects at once, where a client would take a second; never retries by itself."""
+    """A channel that reconnects at once (a client waits a second) and never retries by itself."""
     return grpc.aio.insecure_channel(
         f"127.0.0.1:{port}",
         options=[
@@ -370,19 +378,20 @@ def channel(port: int | str) -> grpc.aio.Channel:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 async def test_calls_cut_on_the_way_back_to_the_client_are_answered_the_same_again(
-    fresh_dsn: str, fresh_database: Database, tmp_path: Path, trials: int
+    fresh_dsn: str, fresh_database: Database, tmp_path: Path
 ) -> None:
-    luck = random.Random("client")
+    luck = luck_of("client")
     jobs: list[str] = []
     config = write_cluster(tmp_path / "cluster.toml", {SHARD: fresh_dsn}, name=CLUSTER)
     async with routers_beside(config) as routers:
         host, _, port = routers.address.rpartition(":")
         async with open_proxy(host, int(port), grpc_answered) as proxy, channel(proxy.port) as made:
             queue = queue_pb2_grpc.QueueStub(made)
-            for _ in range(trials):
-                job = job_pb2.NewJob(id=job_id(), queue=QUEUE, kind="greet")
+            for _ in range(TRIALS):
+                job = job_message(id=job_id(), queue=QUEUE, kind="greet")
                 enqueue = queue_pb2.EnqueueRequest(org=ORG, jobs=[job])
                 cut = proxy.cut_at(job.id.encode(), Moment.ANSWERED)
                 answer, tries = await until_answered(lambda: queue.Enqueue(enqueue, timeout=PATIENCE_S))  # noqa: B023
@@ -400,11 +409,11 @@ async def test_calls_cut_on_the_way_back_to_the_client_are_answered_the_same_aga
                         ack = queue_pb2.AckRequest(org=ORG, acks=[queue_pb2.Ack(lease=leased.lease)])
                         call = lambda: queue.Ack(ack, timeout=PATIENCE_S)  # noqa: B023, E731
                     case 1:
-                        kill = queue_pb2.Nack(lease=leased.lease, kill=True)
+                        kill = queue_pb2.Nack(lease=leased.lease, failure=job_pb2.Failure(permanent=True))
                         nack = queue_pb2.NackRequest(org=ORG, nacks=[kill])
                         call = lambda: queue.Nack(nack, timeout=PATIENCE_S)  # noqa: B023, E731
                     case 2:
-                        extend = queue_pb2.ExtendRequest(org=ORG, leases=[leased.lease])
+                        extend = queue_pb2.ExtendRequest(org=ORG, extends=[queue_pb2.Extend(lease=leased.lease)])
                         call = lambda: queue.Extend(extend, timeout=PATIENCE_S)  # noqa: B023, E731
                     case _:
                         release = queue_pb2.ReleaseRequest(org=ORG, leases=[leased.lease])
@@ -416,17 +425,18 @@ async def test_calls_cut_on_the_way_back_to_the_client_are_answered_the_same_aga
                 cancel = queue_pb2.CancelJobsRequest(org=ORG, ids=[job.id])
                 await queue.CancelJobs(cancel, timeout=PATIENCE_S)
     assert await copies(fresh_database) == Counter(jobs)
-    assert (await books_of(fresh_database)).accepted == trials
+    assert (await books_of(fresh_database)).accepted == TRIALS
 
 
 # ── Anywhere ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.timeout(300)
-async def test_two_hundred_cuts_anywhere_lose_and_double_nothing(
+@pytest.mark.thorough
+@pytest.mark.timeout(600)
+async def test_cuts_anywhere_lose_and_double_nothing(
     fresh_dsn: str, fresh_database: Database, proxy: Proxy, tmp_path: Path
 ) -> None:
-    luck = random.Random(200)
+    luck = luck_of("anywhere")
     stored: set[str] = set()
     acked: set[str] = set()
     over = asyncio.Event()
@@ -437,9 +447,7 @@ async def test_two_hundred_cuts_anywhere_lose_and_double_nothing(
         async def produce() -> None:
             while not over.is_set():
                 ids = [job_id() for _ in range(luck.randint(1, 20))]
-                jobs = [
-                    job_pb2.NewJob(id=one, queue=QUEUE, kind="k", payload=b"p" * luck.randint(0, 2000)) for one in ids
-                ]
+                jobs = [job_message(id=one, queue=QUEUE, kind="k", payload=b"p" * luck.randint(0, 2000)) for one in ids]
                 request = queue_pb2.EnqueueRequest(org=ORG, jobs=jobs)
                 await until_answered(lambda: queue.Enqueue(request, timeout=PATIENCE_S))  # noqa: B023
                 stored.update(ids)
@@ -455,7 +463,7 @@ async def test_two_hundred_cuts_anywhere_lose_and_double_nothing(
                 fates: dict[int, list[job_pb2.LeasedJob]] = {0: [], 1: [], 2: []}
                 for job in answer.jobs:
                     fate = 0 if over.is_set() or luck.random() < 0.7 else luck.randint(1, 3)
-                    # The fourth fate is to be forgotten until its lease has ended.
+                    # The fourth outcome: the lease is forgotten until it ends.
                     fates.get(fate, []).append(job)
                 if fates[0]:
                     acks = [queue_pb2.Ack(lease=job.lease) for job in fates[0]]
@@ -470,7 +478,7 @@ async def test_two_hundred_cuts_anywhere_lose_and_double_nothing(
                     assert not done & acked, "a job was finished twice"
                     acked.update(done)
                 if fates[1]:
-                    nacks = [queue_pb2.Nack(lease=job.lease, delay=Duration()) for job in fates[1]]
+                    nacks = [queue_pb2.Nack(lease=job.lease, retry_after=Duration()) for job in fates[1]]
                     nack = queue_pb2.NackRequest(org=ORG, nacks=nacks)
                     await until_answered(lambda: queue.Nack(nack, timeout=PATIENCE_S))  # noqa: B023
                 if fates[2]:

@@ -1,7 +1,8 @@
-"""A standby takes over, and has what was acknowledged: also where a commit was interrupted while it waited for it.
+"""A standby takes over and has everything that was acknowledged, even if a commit was interrupted while it waited for
+the standby.
 
-Such a commit is seen by all on the primary, and may be missing on the standby. Whoever asks again must not be told OK
-before the standby has it (I1, I3).
+On the primary such a commit is visible to all, and the standby may lack it. A caller that repeats the call must not get
+OK before the standby has the commit (I1, I3).
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ from typing import TypeVar
 
 import pytest
 
-from chaos.shards import Node, Shard, ask
 from embedded import BinariesNotFound
-from shard import catalog, history, pinning, schema
-from shard.database import Database
+from proof.postgres import Node, Shard, ask
 from shard.errors import LostHistory
-from shard.pinning import OnShard
-from shard.store import Store
+from shard.placement import catalog, marks, pins
+from shard.placement.pins import OnShard
+from shard.postgres import schema
+from shard.postgres.pool import Database
+from shard.queue.settle import Settlement
+from shard.queue.store import Store
 from shard.vocabulary import Answer, OrgId
 from tests.conftest import CLUSTER, SHARD
 from tests.jobs import ids_of, lease_jobs, some_jobs
@@ -31,7 +34,7 @@ _T = TypeVar("_T")
 
 @pytest.fixture
 async def pair() -> AsyncGenerator[Shard, None]:
-    shard = Shard(SHARD, [Node("left", None), Node("right", None)])
+    shard = Shard(SHARD, [Node("left"), Node("right")])
     try:
         await shard.start()
         yield shard
@@ -47,7 +50,7 @@ async def database(pair: Shard) -> AsyncGenerator[Database, None]:
     database = Database(SHARD, pair.direct_dsn, connections=2)
     await database.open()
     await schema.migrate(database, cluster=CLUSTER)
-    await catalog.grant(database, await catalog.found(database, cluster=CLUSTER, weights={SHARD: 1}))
+    await catalog.grant_slots(database, await catalog.found(database, cluster=CLUSTER, weights={SHARD: 1}))
     yield database
     await database.close()
 
@@ -67,7 +70,7 @@ async def until_it_waits_for_the_standby(pair: Shard, call: asyncio.Future[_T]) 
 
 
 async def interrupted(pair: Shard, call: Awaitable[object]) -> None:
-    """The call, given up by its caller while its commit waits."""
+    """Makes the call and cancels it while its commit waits for the standby."""
     task = asyncio.ensure_future(call)
     await until_it_waits_for_the_standby(pair, task)
     task.cancel()
@@ -122,17 +125,18 @@ async def test_what_an_interrupted_commit_did_is_acknowledged_once_the_standby_h
     await standby.start()
     assert await again == [Answer.OK]
 
-    # What shards are told because of a pin: a standby that has no pin would have that number given to another org.
+    # The pin must be on the standby before the shards learn of it. Otherwise its slot number could be given to another
+    # org.
     standby.kill()
-    await interrupted(pair, pinning.pin(database, ORG, OnShard(SHARD)))
-    read = asyncio.create_task(pinning.read_on(database, SHARD))
+    await interrupted(pair, pins.pin(database, ORG, OnShard(SHARD)))
+    read = asyncio.create_task(pins.read_on(database, SHARD))
     await until_it_waits_for_the_standby(pair, read)
     await standby.start()
     assert [pin.org for pin in await read] == [ORG]
 
     standby.kill()
-    await interrupted(pair, store.ack(ORG, [lease]))
-    acked = asyncio.create_task(store.ack(ORG, [lease]))
+    await interrupted(pair, store.settle(Settlement.ack(ORG, [lease])))
+    acked = asyncio.create_task(store.settle(Settlement.ack(ORG, [lease])))
     await until_it_waits_for_the_standby(pair, acked)
     await standby.start()
     assert await acked == [Answer.OK]
@@ -145,7 +149,7 @@ async def test_what_an_interrupted_commit_did_is_acknowledged_once_the_standby_h
 
 @pytest.fixture
 async def catalog_elsewhere(fresh_dsn: str) -> AsyncGenerator[Database, None]:
-    """A catalog that knows a shard of the pair's name."""
+    """A catalog in another database, which knows a shard with the pair's name."""
     database = Database(SHARD, fresh_dsn, connections=1)
     await database.open()
     yield database
@@ -155,43 +159,43 @@ async def catalog_elsewhere(fresh_dsn: str) -> AsyncGenerator[Database, None]:
 async def test_a_failover_to_a_synchronous_standby_loses_no_history(
     pair: Shard, database: Database, store: Store, catalog_elsewhere: Database
 ) -> None:
-    await history.mark(database, catalog_elsewhere)
+    await marks.mark(database, catalog_elsewhere)
     await store.enqueue(some_jobs(ORG))
-    await history.mark(database, catalog_elsewhere)
-    confirmed = await history.confirmed(catalog_elsewhere, SHARD)
+    await marks.mark(database, catalog_elsewhere)
+    confirmed = await marks.confirmed(catalog_elsewhere, SHARD)
     assert confirmed is not None
-    # One that is written and not confirmed does no harm, wherever it is.
+    # A mark that was written and not confirmed does no harm, on whichever server it is.
     standby = pair.standby
     assert standby is not None
     standby.kill()
-    await interrupted(pair, history.make(database))
+    await interrupted(pair, marks.make(database))
     await standby.start()
     pair.primary.kill()
     await pair.promote()
     after = Database(SHARD, pair.direct_dsn, connections=1)
     await after.open()
-    assert not (await history.compare(after, confirmed.mark)).lost
-    await history.mark(after, catalog_elsewhere)
+    assert not (await marks.compare(after, confirmed.mark)).lost
+    await marks.mark(after, catalog_elsewhere)
     await after.close()
 
 
 async def test_a_standby_that_lagged_is_noticed_when_it_is_promoted(
     pair: Shard, database: Database, store: Store, catalog_elsewhere: Database
 ) -> None:
-    await history.mark(database, catalog_elsewhere)
+    await marks.mark(database, catalog_elsewhere)
     standby = pair.standby
     assert standby is not None
-    # Asynchronous from here on, and far behind.
+    # From here on the standby is asynchronous, and far behind.
     pair.primary.ask("ALTER SYSTEM SET synchronous_standby_names = ''")
     pair.primary.ask("SELECT pg_reload_conf()")
     standby.kill()
     await store.enqueue(some_jobs(ORG))
-    await history.mark(database, catalog_elsewhere)
+    await marks.mark(database, catalog_elsewhere)
     pair.primary.kill()
     await standby.start()
     await pair.promote()
     after = Database(SHARD, pair.direct_dsn, connections=1)
     await after.open()
     with pytest.raises(LostHistory):
-        await history.mark(after, catalog_elsewhere)
+        await marks.mark(after, catalog_elsewhere)
     await after.close()

@@ -7,12 +7,14 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncGenerator, Awaitable, Generator
+from pathlib import Path
 
 import grpc
 import psutil
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
+from proof.edge import running_edge
 from proof.hostile_peer import (
     Seen,
     leave_answers_unread,
@@ -28,11 +30,12 @@ from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
 
 MIB = 1024 * 1024
 MEMORY_MIB = 512
-# Of one attack. It ends sooner where the router ends the connections.
+# The duration of one attack. It ends sooner if the router closes the connections.
 ATTACK_S = 8.0
-# What may come between two looks of the router at its memory, and the grain of ours.
+# For memory that arrives between two measurements of the router, and for the granularity of this test's own.
 SLACK_MIB = 256
 ENQUEUE, GET_JOBS, CONSUME = (f"/windrow.v1.Queue/{name}" for name in ("Enqueue", "GetJobs", "Consume"))
+INVALID_ARGUMENT = grpc.StatusCode.INVALID_ARGUMENT.value[0]
 RESOURCE_EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
 
 
@@ -58,6 +61,11 @@ def resident_mib(routers: Routers) -> int:
     return int(psutil.Process(pid).memory_info().rss) // MIB
 
 
+def padding(mib: int) -> bytes:
+    """Returns a field of this many MiB that none of our messages has."""
+    return b"\xc2\x3e" + bytes((0x80, 0x80, 0x80 | mib << 6 & 0x7F, mib >> 1)) + bytes(mib * MIB)
+
+
 def store(both: Stubs, org: str, *, count: int, payload_bytes: int) -> list[job_pb2.NewJob]:
     jobs = [new_job(id=job_id(), payload=os.urandom(payload_bytes)) for _ in range(count)]
     for job in jobs:
@@ -67,7 +75,7 @@ def store(both: Stubs, org: str, *, count: int, payload_bytes: int) -> list[job_
 
 @contextlib.asynccontextmanager
 async def quiet_org(address: str) -> AsyncGenerator[None, None]:
-    """Enqueues, dequeues and acks all the time, three times at least. Fails if one of the calls does."""
+    """Enqueues, dequeues and acks continuously, at least three times. Fails if one of the calls fails."""
     rounds, served = 0, asyncio.Event()
 
     async def use(queue: queue_pb2_grpc.QueueAsyncStub) -> None:
@@ -75,7 +83,7 @@ async def quiet_org(address: str) -> AsyncGenerator[None, None]:
         while True:
             job = new_job()
             await queue.Enqueue(queue_pb2.EnqueueRequest(org="quiet", jobs=[job]), timeout=PATIENCE_S)
-            request = queue_pb2.DequeueRequest(org="quiet", queues=[job.queue], wait=Duration(seconds=5))
+            request = queue_pb2.DequeueRequest(org="quiet", queues=[job.template.queue], wait=Duration(seconds=5))
             taken = await queue.Dequeue(request, timeout=PATIENCE_S)
             acks = [queue_pb2.Ack(lease=one.lease) for one in taken.jobs]
             answers = await queue.Ack(queue_pb2.AckRequest(org="quiet", acks=acks), timeout=PATIENCE_S)
@@ -100,7 +108,7 @@ async def quiet_org(address: str) -> AsyncGenerator[None, None]:
 
 
 async def peak_mib(routers: Routers, attack: Awaitable[list[Seen]]) -> tuple[int, list[Seen]]:
-    """The most memory that the router had during an attack, with a quiet org beside it, and what the attackers saw."""
+    """Returns the router's peak memory during an attack with a quiet org beside it, and what the attackers saw."""
     attacking = asyncio.ensure_future(attack)
     peak = 0
     async with quiet_org(routers.address):
@@ -117,7 +125,7 @@ async def test_answers_that_are_never_read_stay_within_the_memory_of_the_router(
     attack = leave_answers_unread(routers.address, GET_JOBS, request.SerializeToString(), calls=900, seconds=ATTACK_S)
     peak, (seen,) = await peak_mib(routers, attack)
     assert peak < MEMORY_MIB
-    # Those for which there was no memory were refused.
+    # Calls for which there was no memory were refused.
     assert seen.statuses.keys() == {RESOURCE_EXHAUSTED}
     until(lambda: resident_mib(routers) < before + 64, "the memory is given back")
 
@@ -145,13 +153,45 @@ async def test_streams_that_never_read_stay_within_the_memory_of_the_router(rout
     until(lambda: resident_mib(routers) < before + 64, "the memory is given back")
 
 
+async def test_streams_keep_nothing_of_messages_that_are_done_with(routers: Routers) -> None:
+    before = resident_mib(routers)
+    first = queue_pb2.ConsumeRequest(start=start("padded")).SerializeToString() + padding(6)
+    attack = leave_answers_unread(
+        routers.address, CONSUME, first, calls=120, connections=3, seconds=3 * ATTACK_S, ends=False
+    )
+    peak, seen = await peak_mib(routers, attack)
+    assert sum(one.request_bytes_sent for one in seen) > 160 * MIB
+    assert peak < before + 150
+    until(lambda: resident_mib(routers) < before + 64, "the memory is given back")
+
+
+@pytest.mark.parametrize("method", ["Enqueue", "GetJobs", "Ack"])
+async def test_a_request_of_millions_of_empty_items_costs_no_more_than_any_other(routers: Routers, method: str) -> None:
+    before = resident_mib(routers)
+    path = f"/windrow.v1.Queue/{method}"
+    # Field 2 with length 0, repeated.
+    message = b"\x0a\x04many" + b"\x12\x00" * (15 * MIB // 2)
+    attack = leave_answers_unread(routers.address, path, message, calls=2, seconds=ATTACK_S)
+    peak, (seen,) = await peak_mib(routers, attack)
+    assert seen.statuses == {INVALID_ARGUMENT: 2}
+    assert peak < before + 128
+
+
 async def test_calls_that_are_reset_at_once_are_refused_and_do_not_fill_the_event_loop(routers: Routers) -> None:
     before = resident_mib(routers)
     attack = reset_rapidly(routers.address, ENQUEUE, count=20_000, connections=2, seconds=PATIENCE_S)
     peak, seen = await peak_mib(routers, attack)
     assert peak < before + 128
-    # gRPC refuses what is beyond the calls of a connection, or the router has ended the connection.
+    # gRPC refuses calls above the limit of a connection, or the router has closed the connection.
     assert all(one.closed_after_s is not None or sum(one.resets.values()) > 15_000 for one in seen)
+
+
+async def test_an_edge_closes_connections_that_reset_their_calls(routers: Routers, tmp_path: Path) -> None:
+    with running_edge(routers.address, tmp_path) as edge:
+        async with quiet_org(edge):
+            seen = await reset_rapidly(edge, ENQUEUE, count=20_000, connections=2, seconds=PATIENCE_S)
+            # The quiet org's calls go through the same edge, and all succeed.
+    assert all(one.closed_after_s is not None for one in seen)
 
 
 async def test_a_connection_is_told_how_many_calls_it_may_have(routers: Routers) -> None:

@@ -12,12 +12,13 @@ from collections.abc import AsyncGenerator, Generator
 import grpc
 import pytest
 
+from tests.effort import trials
 from tests.postgres import Server
 from tests.routers import PATIENCE_S, Routers, ending, running_routers, until, write_cluster
 from tests.streams import new_job, start
 from windrow.v1 import queue_pb2, queue_pb2_grpc
 
-RESTARTS = int(os.environ.get("WINDROW_TRIALS", "4"))
+RESTARTS = trials(4, thorough=40)
 CHANNELS, CALLERS = 4, 4
 
 
@@ -28,6 +29,8 @@ def routers(postgres: Server, tmp_path_factory: pytest.TempPathFactory) -> Gener
         yield running
 
 
+@pytest.mark.thorough
+@pytest.mark.timeout(600)
 async def test_clients_see_nothing_but_unavailable_while_routers_restart_in_order(routers: Routers) -> None:
     succeeded = 0
     failures = Counter[tuple[grpc.StatusCode, str]]()
@@ -44,7 +47,9 @@ async def test_clients_see_nothing_but_unavailable_while_routers_restart_in_orde
                     queue_pb2.EnqueueRequest(org=org, jobs=[job]), timeout=PATIENCE_S, wait_for_ready=True
                 )
                 taken = await queue.Dequeue(
-                    queue_pb2.DequeueRequest(org=org, queues=[job.queue]), timeout=PATIENCE_S, wait_for_ready=True
+                    queue_pb2.DequeueRequest(org=org, queues=[job.template.queue]),
+                    timeout=PATIENCE_S,
+                    wait_for_ready=True,
                 )
                 for one in taken.jobs:
                     await queue.Ack(
@@ -57,7 +62,7 @@ async def test_clients_see_nothing_but_unavailable_while_routers_restart_in_orde
                 failed(error)
 
     async def consume(queue: queue_pb2_grpc.QueueAsyncStub) -> None:
-        """Holds a stream without jobs, and opens another when it ends."""
+        """Holds a stream that gets no jobs, and opens another when it ends."""
         first = queue_pb2.ConsumeRequest(start=start("consumed"), credit=10)
 
         async def said() -> AsyncGenerator[queue_pb2.ConsumeRequest, None]:

@@ -1,5 +1,5 @@
-"""What goes on while slots move: producers and streams of an org that moves, and orgs at rest beside it. All of it is
-written down as chaos/history.py has it, for chaos/checker to judge."""
+"""The load while slots move: producers and streams of an org that moves, and orgs at rest beside it. Everything is
+recorded in the format of proof/history.py, so that proof/checker can judge it."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from pathlib import Path
 import grpc
 
 import windrow
-from chaos import history, tables
-from chaos.checker import Evidence, Violation, check
-from chaos.clients import calls
-from chaos.clients.site import Orders, Site
-from chaos.clients.streaming import Consumer
-from chaos.history import Answer, Call, History, Outcome, Recorder, Verb, leased, payload_of
-from chaos.shards import Shard, ask
+from proof import history, tables
+from proof.checker import Evidence, Violation, check
+from proof.clients import calls
+from proof.clients.consumer import Consumer
+from proof.clients.site import Orders, Site
+from proof.history import Answer, Call, History, Outcome, Recorder, Verb, leased, payload_of
+from proof.postgres import Shard, ask
 from tests.routers import PATIENCE_S
 from tests.streams import until
-from windrow.v1 import queue_pb2, queue_pb2_grpc
+from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
 
-# That of the streams, and one that only `hold_leases` reads.
+# The streams' queue, and one that only `hold_leases` reads.
 QUEUE, HELD = "load", "held"
-# Calls, and deliveries, of one test at least.
+# The least number of calls, and of deliveries, in one test.
 _LOAD_MIN = 50
 _KEYS_MAX = 10
 _LOOKED_FOR_MAX = 50
@@ -38,8 +38,8 @@ _HELD_S = 60.0
 
 @dataclass(kw_only=True)
 class Work:
-    """Of `org`, which moves, and of `bystanders`: an org at rest on each shard. `clients` reach one set of routers
-    each, and so do `stubs`, which never try again. `folder`: of this work's histories alone."""
+    """The load of `org`, which moves, and of `bystanders`, one org at rest on each shard. Each of `clients` uses its
+    own set of routers; so does each of `stubs`, which never retry. `folder`: only for this work's histories."""
 
     org: str
     bystanders: Mapping[str, str]
@@ -48,7 +48,7 @@ class Work:
     stubs: Sequence[queue_pb2_grpc.QueueAsyncStub]
     recorder: Recorder
     orders: Orders = field(default_factory=Orders)
-    # Jobs that are due long after all is over: there is always something to be moved.
+    # Jobs that are due long after the test, so that there is always something to move.
     scheduled: list[str] = field(default_factory=list[str])
     # Jobs that were not found after their enqueue was acknowledged, and lookups that failed.
     missing: set[str] = field(default_factory=set[str])
@@ -64,7 +64,7 @@ class Work:
     # ── The org that moves ───────────────────────────────────────────────────────────────────────────────────────────
 
     async def _produce(self) -> None:
-        """Round after round, whatever became of those before."""
+        """Runs round after round, whatever the previous ones came to."""
         ways = itertools.cycle([(first, other) for first in self.clients for other in self.clients])
         async with asyncio.TaskGroup() as rounds:
             while not self._enough.is_set():
@@ -72,13 +72,14 @@ class Work:
                 await self._pause()
 
     async def _round(self, first: windrow.Client, other: windrow.Client) -> None:
-        """New jobs, and the same again, through the routers that may know less, or more; keys, with other jobs too."""
+        """Enqueues new jobs, and the same jobs again through routers that may have an older or newer catalog copy; with
+        dedup keys, also other jobs."""
         jobs = [_new_job(self.org) for _ in range(3)]
         for client in (first, other):
             await self._enqueue(client, [*jobs, _new_job(self.org, key=next(self._keys))])
 
     async def _look(self) -> None:
-        """For jobs that were acknowledged."""
+        """Looks up jobs that were acknowledged."""
         for client in itertools.cycle(self.clients):
             if self._enough.is_set():
                 return
@@ -90,7 +91,7 @@ class Work:
             await self._pause()
 
     async def hold_leases(self) -> None:
-        """Takes leases that last, until `ack_held`."""
+        """Takes leases that live until `ack_held`."""
         await self._enqueue(self.clients[0], [_new_job(self.org, queue=HELD) for _ in range(2)])
         number = self.recorder.begin(Verb.DEQUEUE, self.org, {"window_s": _HELD_S})
         self._held = await self.clients[0].dequeue(HELD, max_jobs=2, visibility_window=_HELD_S)
@@ -100,7 +101,7 @@ class Work:
         assert len(got) == 2
 
     async def ack_held(self) -> None:
-        """Through routers that did not give them; the leases are live."""
+        """Acks them through other routers than those that gave them; the leases are live."""
         asked = {"leases": [job.lease.hex() for job in self._held], "span_s": 0.0}
         number = self.recorder.begin(Verb.ACK, self.org, asked)
         answers = [Answer(answer.value) for answer in await self.clients[1].ack(self._held)]
@@ -114,7 +115,7 @@ class Work:
         self.scheduled += [str(job.id) for job in jobs]
 
     async def _enqueue(self, client: windrow.Client, jobs: Sequence[windrow.NewJob]) -> None:
-        number = self.recorder.begin(Verb.ENQUEUE, self.org, [_asked(job) for job in jobs])
+        number = self.recorder.begin(Verb.ENQUEUE, self.org, [calls.asked(job) for job in jobs])
         try:
             stored = await client.enqueue_many(jobs)
         except windrow.WindrowError as error:
@@ -134,14 +135,15 @@ class Work:
     # ── Those at rest ────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _stand_by(self, org: str) -> None:
-        """One call at a time, each tried once."""
+        """Makes one call at a time, without retries."""
         for stub in itertools.cycle(self.stubs):
             if self._enough.is_set():
                 return
             job = _new_job(org)
-            number = self.recorder.begin(Verb.ENQUEUE, org, [_asked(job)])
+            number = self.recorder.begin(Verb.ENQUEUE, org, [calls.asked(job)])
             request = queue_pb2.EnqueueRequest(org=org)
-            request.jobs.add(id=job.id, queue=job.queue, kind=job.kind, payload=payload_of(org, str(job.id), 0))
+            template = job_pb2.JobTemplate(queue=job.queue, kind=job.kind, payload=payload_of(org, str(job.id), 0))
+            request.jobs.add(id=job.id, template=template)
             try:
                 response = await stub.Enqueue(request, timeout=PATIENCE_S)
             except grpc.aio.AioRpcError as error:
@@ -159,7 +161,7 @@ class Work:
         return [self.org, *self.bystanders.values()]
 
     def _consumers(self) -> list[Consumer]:
-        """The org that moves has a stream by each set of routers, those at rest have one."""
+        """The org that moves has a stream on each set of routers; each org at rest has one."""
         site = Site(
             address="",
             folder=str(self.folder),
@@ -182,14 +184,14 @@ class Work:
                 await self._enough.wait()
 
     def start(self, group: asyncio.TaskGroup) -> None:
-        """Goes on until `end`, in tasks of this group."""
+        """Starts tasks of this group, which run until `end`."""
         bystanders = [self._stand_by(org) for org in self.bystanders.values()]
         self._producing = [group.create_task(work) for work in (self._produce(), self._look(), *bystanders)]
         for consumer in self._consumers():
             group.create_task(consumer.run())
 
     async def drain(self, shards: Iterable[Shard]) -> None:
-        """Waits until there has been some load, produces no more, and waits until all is done."""
+        """Waits until there has been some load, stops the producers, and waits until all jobs are done."""
         await until(self._has_worked, "there has been some load")
         self._enough.set()
         await asyncio.wait(self._producing)
@@ -215,7 +217,7 @@ class Work:
         return min(len(seen.enqueues), len(seen.deliveries)) > _LOAD_MIN
 
     def failed(self, orgs: Iterable[str]) -> list[Call]:
-        """Enqueues of these orgs that somebody was told had failed."""
+        """Returns the enqueues of these orgs that were answered with an error."""
         among = set(orgs)
         return [
             call
@@ -224,14 +226,14 @@ class Work:
         ]
 
     def wrong(self, shards: Sequence[Shard], address: str) -> list[Violation]:
-        """What is not as it must be, by what was seen and what the tables of all shards say."""
+        """Returns the violations found in the histories and in the tables of all shards."""
         orgs = set(self.orgs)
         return check(
             Evidence(
                 history=self.seen(),
                 rows=[row for row in tables.read_rows(shards) if row.org in orgs],
                 books=[one for one in tables.read_books(address, [shard.name for shard in shards]) if one.org in orgs],
-                # How late jobs came does not matter here.
+                # Delays are not checked here.
                 calm_s=time.monotonic(),
                 late_s_max=PATIENCE_S,
             )
@@ -242,7 +244,7 @@ class Work:
 async def working(
     addresses: Sequence[str], *, org: str, bystanders: Mapping[str, str], folder: Path
 ) -> AsyncGenerator[Work, None]:
-    """Work goes on within the block; drained first, it leaves nothing."""
+    """Runs the load during the block. After drain() no jobs are left."""
     async with contextlib.AsyncExitStack() as stack:
         clients = [windrow.Client(address, org=org, create_spans=False) for address in addresses]
         channels = [calls.connect(address) for address in addresses]
@@ -254,7 +256,7 @@ async def working(
             stubs=[queue_pb2_grpc.QueueStub(await stack.enter_async_context(channel)) for channel in channels],
             recorder=stack.enter_context(Recorder(folder, "client")),
         )
-        # Consumers ack what they get.
+        # Consumers ack all jobs that they get.
         work.orders.calm.set()
         await work.schedule(5)
         async with asyncio.TaskGroup() as group:
@@ -274,7 +276,3 @@ def _new_job(org: str, *, queue: str = QUEUE, key: str = "", delay_s: float = 0.
         dedup_key=key,
         dedup_window=86_400.0 if key else None,
     )
-
-
-def _asked(job: windrow.NewJob) -> dict[str, object]:
-    return {"job": job.id, "queue": job.queue, "key": job.dedup_key, "delay_s": float(job.delay or 0.0)}  # type: ignore[arg-type]

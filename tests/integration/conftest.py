@@ -1,4 +1,4 @@
-"""A shard that remembers what it was asked."""
+"""A store that records the statements it sends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.recorder import Recorder
 
 @pytest.fixture
 async def fresh_recorder(fresh_dsn: str) -> AsyncGenerator[Recorder, None]:
-    """Of a database of its own."""
+    """A recorder on a database of its own."""
     opened = Recorder(SHARD, fresh_dsn)
     await opened.open()
     yield opened

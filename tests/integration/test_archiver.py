@@ -17,12 +17,13 @@ from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metric
 from opentelemetry.proto.common.v1 import common_pb2
 
 from archiver import service
-from archiver.passing import AnotherArchives, Pass
-from shard.books import Books
+from archiver.run import AnotherArchives, Pass
+from shard.admin.queue_admin import QueueAdmin
 from shard.errors import ShardUnavailable
-from shard.following import FollowedFile
-from shard.leading import ARCHIVER, candidacy
-from shard.store import Store
+from shard.placement.file_watcher import WatchedFile
+from shard.postgres.leader_lock import ARCHIVER, leader_session
+from shard.queue.settle import Settlement
+from shard.queue.store import Store
 from shard.vocabulary import OrgId, ShardName
 from tests.balancers import Field, open_field, until
 from tests.jobs import lease_jobs, some_jobs
@@ -42,7 +43,7 @@ async def field(tmp_path: Path, fresh_dsn: str, postgres: Server) -> AsyncGenera
 async def finished_before(field: Field, org: OrgId, *, days: int) -> None:
     store = Store(field.databases[A])
     await store.enqueue(some_jobs(org, 2))
-    await store.ack(org, [lease for _, lease in await lease_jobs(store, org)])
+    await store.settle(Settlement.ack(org, [lease for _, lease in await lease_jobs(store, org)]))
     await age_finished(field.databases[A], org, days=days)
 
 
@@ -66,9 +67,9 @@ async def test_a_pass_turns_days_cold_drops_what_was_kept_for_its_time_and_says_
     assert "nothing was due" in str(again)
 
 
-async def test_of_two_archivers_one_works_and_the_other_says_who_does(field: Field) -> None:
+async def test_of_two_archivers_one_works_and_the_other_names_it(field: Field) -> None:
     field.write(s1={}, s2={})
-    async with candidacy(field.dsns[A], "cafe", office=ARCHIVER, shard=A) as other:
+    async with leader_session(field.dsns[A], "cafe", role=ARCHIVER, shard=A) as other:
         assert await other.lead()
         outcomes = await once(field)
         refused = outcomes[A]
@@ -89,7 +90,7 @@ async def test_a_shard_that_is_away_keeps_no_other_from_its_pass(field: Field) -
 async def test_a_day_in_use_is_named_and_the_next_pass_takes_it(
     field: Field, org: OrgId, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shard.archiving._PAUSE_S", 0.001)
+    monkeypatch.setattr("shard.history.days._PAUSE_S", 0.001)
     field.write(s1={})
     await finished_before(field, org, days=3)
     async with await psycopg.AsyncConnection.connect(field.dsns[A], application_name="a report") as reader:
@@ -109,7 +110,7 @@ async def test_it_passes_on_schedule_by_the_file_as_it_is_and_keeps_the_one_befo
     caplog.set_level(logging.DEBUG)
     cluster = field.write("[archiver]\nschedule = '1d'\n", s1={})
     stop = asyncio.Event()
-    running = asyncio.create_task(service.archive(FollowedFile(field.config), cluster, stop=stop))
+    running = asyncio.create_task(service.archive(WatchedFile(field.config), cluster, stop=stop))
 
     async def said() -> str:
         return caplog.text
@@ -124,12 +125,12 @@ async def test_it_passes_on_schedule_by_the_file_as_it_is_and_keeps_the_one_befo
     finally:
         stop.set()
         await running
-    (books,) = [found for found in await Books(field.databases[A]).check() if found.org == org]
+    (books,) = [found for found in await QueueAdmin(field.databases[A]).check() if found.org == org]
     assert (books.archived, books.balanced) == (2, True)
 
 
 class Sink(metrics_service_pb2_grpc.MetricsServiceServicer):
-    """Takes metrics, as a collector does."""
+    """Receives metrics, as a collector does."""
 
     def __init__(self) -> None:
         self.numbers: dict[tuple[str, str], float] = {}

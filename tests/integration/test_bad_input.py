@@ -1,7 +1,7 @@
-"""Every field of every request, given every kind of value that the contract forbids.
+"""Every field of every request with every kind of value that the contract forbids.
 
-A bad request is refused by a status that says which field it was, and leaves nothing behind. The values aim at a seeded
-org, so that one that slipped through would be seen in its books.
+A bad request is refused with a status that names the field, and changes nothing. The values name a seeded org, so that
+a request which was not refused would show in its books.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import base64
 import functools
 import json
 import math
+import re
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -20,18 +21,22 @@ import grpc
 import protovalidate
 import pytest
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from router import validation
-from shard.lease import shard_tag, token, token_prefix
+from router.codec import validate
+from router.codec.lease_verbs import VERBS
+from shard.lease_token import shard_tag, token, token_prefix
 from shard.vocabulary import JobId, ShardName
-from tests.jobs import job_id
+from tests.jobs import job_id, job_message
 from tests.postgres import Server
-from tests.routers import PATIENCE_S, Stubs, running_routers, stubs, violated_fields, write_cluster
-from windrow.v1 import admin_pb2, job_pb2, queue_pb2
+from tests.routers import PATIENCE_S, Stubs, fields_of, running_routers, stubs, violated_fields, write_cluster
+from tests.streams import extends
+from tests.verbs import lease_request
+from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2
 
 SHARDS = ("s1", "s2")
 ORG = "seeded"
@@ -39,12 +44,12 @@ QUEUE = "mail"
 TEN_YEARS_S = 3650 * 86400
 SECOND_JOB = JobId("01890a5d-ac96-774b-bcce-b302099a8057")
 THIRD_JOB = JobId("01890a5d-ac96-774b-bcce-b302099a8058")
-# A token that this cluster could have given.
+# A well-formed token that this cluster could have issued.
 LEASE = token(token_prefix(ShardName("s1"), 7), SECOND_JOB)
 
 
 class Bad(NamedTuple):
-    """A request with one bad field, and the path by which the answer must name it."""
+    """A request with one bad field, and the path by which the answer must name the field."""
 
     rpc: str
     field: str
@@ -80,7 +85,7 @@ OPTIONAL_NAMES = {
 }
 NAMES = {"empty": "", **OPTIONAL_NAMES}
 TEXTS = {"with NUL": "a\0b"}
-# Of an id that must be there.
+# Bad values of a required id.
 IDS = {
     "empty": "",
     "no UUID": "mail",
@@ -98,12 +103,12 @@ LEASES = {
     "empty": b"",
     "too short": LEASE[:-1],
     "too long": LEASE + b"\0",
-    "far too long": b"\1" * 65,
+    "far too long": b"\1" * 256,
     "of version 0": b"\0" + LEASE[1:],
     "of version 2": b"\2" + LEASE[1:],
     "text": b"lease",
 }
-# Broken by their type's own rules, whatever the field.
+# Invalid by the rules of google.protobuf.Duration, in any field.
 BROKEN_DURATIONS = {
     "with 2e9 nanoseconds": Duration(seconds=1, nanos=2_000_000_000),
     "of two signs": Duration(seconds=5, nanos=-1),
@@ -207,7 +212,7 @@ RETRIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def new_job(**fields: Any) -> job_pb2.NewJob:
     whole: dict[str, Any] = {"queue": QUEUE, "kind": "greet", **fields}
-    return job_pb2.NewJob(**whole)
+    return job_message(**whole)
 
 
 def enqueue(*jobs: job_pb2.NewJob, org: str = ORG) -> queue_pb2.EnqueueRequest:
@@ -222,8 +227,16 @@ def nacks(leases: Iterable[bytes], org: str = ORG) -> queue_pb2.NackRequest:
     return queue_pb2.NackRequest(org=org, nacks=[queue_pb2.Nack(lease=lease) for lease in leases])
 
 
+def path_of(field: str) -> str:
+    """Returns the path within a NewJob of a field of `job_message`."""
+    name = re.split(r"[.\[]", field)[0]
+    if name in job_pb2.JobTemplate.DESCRIPTOR.fields_by_name:
+        return f"template.{field}"
+    return field.replace("dedup_", "dedup.")
+
+
 def bad_jobs() -> Iterator[tuple[str, str, job_pb2.NewJob]]:
-    """What can be wrong with a job: field, why, and the job."""
+    """Yields what can be wrong with a job: the field, the reason, and the job."""
     for why, bad in IDS.items():
         if bad:
             yield "id", why, new_job(id=bad)
@@ -248,7 +261,7 @@ def bad_jobs() -> Iterator[tuple[str, str, job_pb2.NewJob]]:
     for why, stamp in TIMESTAMPS.items():
         yield "run_at", why, new_job(run_at=stamp)
         yield "expires_at", why, new_job(expires_at=stamp)
-    # These cases are made when the tests are collected, and sent when their turn comes, however long that takes.
+    # The cases are built at collection time and sent later, so the times need a wide margin.
     tomorrow = int(time.time()) + 86_400
     yield "run_at", "more than ten years ahead", new_job(run_at=Timestamp(seconds=tomorrow + TEN_YEARS_S))
     expiry = Timestamp(seconds=tomorrow + 2 * TEN_YEARS_S)
@@ -262,7 +275,7 @@ def bad_jobs() -> Iterator[tuple[str, str, job_pb2.NewJob]]:
     spans = {"zero": Duration(), "below 1 s": Duration(nanos=999_999_999), "above 30 days": Duration(seconds=2_592_001)}
     for why, span in {**BROKEN_DURATIONS, **spans}.items():
         yield "dedup_window", why, new_job(dedup_key="k", dedup_window=span)
-    yield "dedup_window", "without a key", new_job(dedup_window=Duration(seconds=60))
+    yield "dedup_key", "absent", new_job(dedup_window=Duration(seconds=60))
     good = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
     for why, parent in {"text": "x", "upper-case": good.upper(), "too long": good + "0", "short": good[:-1]}.items():
         yield "trace.traceparent", why, new_job(trace={"traceparent": parent})
@@ -285,8 +298,8 @@ def queue_cases() -> Iterator[Bad]:
     yield Bad("Enqueue", "jobs", "none", enqueue())
     yield Bad("Enqueue", "jobs", "too many", enqueue(*[new_job()] * 1001))
     for field, why, job in bad_jobs():
-        # Behind a good one, which must not be stored either.
-        yield Bad("Enqueue", f"jobs[1].{field}", why, enqueue(new_job(), job))
+        # The bad job follows a good one, which must not be stored either.
+        yield Bad("Enqueue", f"jobs[1].{path_of(field)}", why, enqueue(new_job(), job))
 
     good: dict[str, Any] = {"org": ORG, "queues": [QUEUE], "max_jobs": 1}
     dequeue = queue_pb2.DequeueRequest
@@ -297,39 +310,45 @@ def queue_cases() -> Iterator[Bad]:
         "Dequeue", dequeue, "wait", {"negative": Duration(seconds=-1), "too long": Duration(seconds=61)}, good
     )
     yield from each("Dequeue", dequeue, "worker", {**TEXTS, "with a line break": "w\n", "too long": "w" * 129}, good)
+    ack, long = queue_pb2.Ack(lease=LEASE), queue_pb2.Ack(lease=LEASE, result=b"r" * 65_537)
+    yield from each("Dequeue", dequeue, "acks", {"too many": [ack] * 1001}, good)
+    yield Bad("Dequeue", "acks[1].lease", "twice", dequeue(**good, acks=[ack, ack]))
+    yield Bad("Dequeue", "acks[0].result", "too long", dequeue(**good, acks=[long]))
+    for why, lease in LEASES.items():
+        yield Bad("Dequeue", "acks[1].lease", why, dequeue(**good, acks=[ack, queue_pb2.Ack(lease=lease)]))
     names = [f"q{at}" for at in range(65)]
     yield from each("Dequeue", dequeue, "queues", {"none": [], "too many": names, "twice": [QUEUE, QUEUE]}, good)
     for why, name in NAMES.items():
         yield Bad("Dequeue", "queues[1]", why, dequeue(org=ORG, queues=[QUEUE, name]))
 
     for why, org in ORGS.items():
-        yield Bad("Ack", "org", why, acks([LEASE], org))
-        yield Bad("Nack", "org", why, nacks([LEASE], org))
-        yield Bad("Extend", "org", why, queue_pb2.ExtendRequest(org=org, leases=[LEASE]))
-        yield Bad("Release", "org", why, queue_pb2.ReleaseRequest(org=org, leases=[LEASE]))
+        for verb in VERBS:
+            yield Bad(verb.method, "org", why, lease_request(verb, [LEASE], org))
         yield Bad("GetJobs", "org", why, queue_pb2.GetJobsRequest(org=org, ids=[SECOND_JOB]))
         yield Bad("CancelJobs", "org", why, queue_pb2.CancelJobsRequest(org=org, ids=[SECOND_JOB]))
     for why, lease in LEASES.items():
-        yield Bad("Ack", "acks[1].lease", why, acks([LEASE, lease]))
-        yield Bad("Nack", "nacks[1].lease", why, nacks([LEASE, lease]))
-        yield Bad("Extend", "leases[1]", why, queue_pb2.ExtendRequest(org=ORG, leases=[LEASE, lease]))
-        yield Bad("Release", "leases[1]", why, queue_pb2.ReleaseRequest(org=ORG, leases=[LEASE, lease]))
+        for verb in VERBS:
+            of_message = "" if verb.request_field == "leases" else ".lease"
+            request = lease_request(verb, [LEASE, lease], ORG)
+            yield Bad(verb.method, f"{verb.request_field}[1]{of_message}", why, request)
     for why, count in {"none": 0, "too many": 1001}.items():
-        yield Bad("Ack", "acks", why, acks([LEASE] * count))
-        yield Bad("Nack", "nacks", why, nacks([LEASE] * count))
-        yield Bad("Extend", "leases", why, queue_pb2.ExtendRequest(org=ORG, leases=[LEASE] * count))
-        yield Bad("Release", "leases", why, queue_pb2.ReleaseRequest(org=ORG, leases=[LEASE] * count))
+        for verb in VERBS:
+            yield Bad(verb.method, verb.request_field, why, lease_request(verb, [LEASE] * count, ORG))
         yield Bad("GetJobs", "ids", why, queue_pb2.GetJobsRequest(org=ORG, ids=[SECOND_JOB] * count))
         yield Bad("CancelJobs", "ids", why, queue_pb2.CancelJobsRequest(org=ORG, ids=[SECOND_JOB] * count))
-    long = queue_pb2.Ack(lease=LEASE, result=b"r" * 65_537)
     yield Bad("Ack", "acks[0].result", "too long", queue_pb2.AckRequest(org=ORG, acks=[long]))
-    for why, error in {**TEXTS, "too long": "x" * 8193, "too many bytes": "é" * 4097}.items():
-        nack = queue_pb2.Nack(lease=LEASE, error=error)
-        yield Bad("Nack", "nacks[0].error", why, queue_pb2.NackRequest(org=ORG, nacks=[nack]))
+    for field, limit in (("type", 256), ("message", 8192), ("stack", 32_768)):
+        for why, text in {**TEXTS, "too long": "x" * (limit + 1), "too many bytes": "é" * (limit // 2 + 1)}.items():
+            nack = queue_pb2.Nack(lease=LEASE, failure=job_pb2.Failure(**{field: text}))  # type: ignore[arg-type]
+            yield Bad("Nack", f"nacks[0].failure.{field}", why, queue_pb2.NackRequest(org=ORG, nacks=[nack]))
     for why, span in DELAYS.items():
-        nack = queue_pb2.Nack(lease=LEASE, delay=span)
-        yield Bad("Nack", "nacks[0].delay", why, queue_pb2.NackRequest(org=ORG, nacks=[nack]))
-    yield from each("Extend", queue_pb2.ExtendRequest, "visibility_window", WINDOWS, {"org": ORG, "leases": [LEASE]})
+        nack = queue_pb2.Nack(lease=LEASE, retry_after=span)
+        yield Bad("Nack", "nacks[0].retry_after", why, queue_pb2.NackRequest(org=ORG, nacks=[nack]))
+    dead = queue_pb2.Nack(lease=LEASE, failure=job_pb2.Failure(permanent=True), retry_after=Duration(seconds=1))
+    yield Bad("Nack", "nacks[0].retry_after", "permanent", queue_pb2.NackRequest(org=ORG, nacks=[dead]))
+    yield from each(
+        "Extend", queue_pb2.ExtendRequest, "visibility_window", WINDOWS, {"org": ORG, "extends": extends(LEASE)}
+    )
     for why, bad in IDS.items():
         yield Bad("GetJobs", "ids[1]", why, queue_pb2.GetJobsRequest(org=ORG, ids=[SECOND_JOB, bad]))
         yield Bad("CancelJobs", "ids[1]", why, queue_pb2.CancelJobsRequest(org=ORG, ids=[SECOND_JOB, bad]))
@@ -341,7 +360,7 @@ def admin_cases() -> Iterator[Bad]:
     good: dict[str, Any] = {"org": ORG, "queue": QUEUE}
     requests: dict[str, tuple[type[Message], dict[str, Any]]] = {
         "CreateQueue": (admin_pb2.CreateQueueRequest, {"org": ORG, "queue": "new"}),
-        "AlterQueue": (admin_pb2.AlterQueueRequest, {**good, "config": {"max_attempts": 3}}),
+        "UpdateQueue": (admin_pb2.UpdateQueueRequest, {**good, "config": {"max_attempts": 3}}),
         "GetQueue": (admin_pb2.GetQueueRequest, good),
         "ListQueues": (admin_pb2.ListQueuesRequest, {"org": ORG}),
         "DeleteQueue": (admin_pb2.DeleteQueueRequest, good),
@@ -361,20 +380,27 @@ def admin_cases() -> Iterator[Bad]:
         yield from of(rpc, "org", ORGS)
         if rpc != "ListQueues":
             yield from of(rpc, "queue", OPTIONAL_NAMES if rpc in ("GetStats", "ListJobs") else NAMES)
-    for rpc in ("CreateQueue", "AlterQueue"):
+    for rpc in ("CreateQueue", "UpdateQueue"):
         make, fields = requests[rpc]
         for why, number in {**NUMBERS_BELOW_0, "zero": 0, "above 1,000": 1001}.items():
             yield Bad(rpc, "config.max_attempts", why, make(**{**fields, "config": {"max_attempts": number}}))
         for why, (path, policy) in RETRIES.items():
             yield Bad(rpc, f"config.retry{path}", why, make(**{**fields, "config": {"retry": policy}}))
-    alter = admin_pb2.AlterQueueRequest
-    yield Bad("AlterQueue", "config", "absent", alter(org=ORG, queue=QUEUE))
-    yield from of("AlterQueue", "reset", {"twice": ["retry", "retry"]})
+    update, config = admin_pb2.UpdateQueueRequest, admin_pb2.QueueConfig(max_attempts=3)
+    yield Bad("UpdateQueue", "config", "absent", update(org=ORG, queue=QUEUE))
+    for why, paths in {
+        "unknown": ["retry", "paused"],
+        "within a field": ["retry", "retry.fixed"],
+        "empty": ["retry", ""],
+    }.items():
+        request = update(org=ORG, queue=QUEUE, config=config, update_mask=FieldMask(paths=paths))
+        yield Bad("UpdateQueue", "update_mask.paths[1]", why, request)
+    too_many = FieldMask(paths=["retry"] * 101)
     yield Bad(
-        "AlterQueue",
-        "reset[0]",
-        "unknown",
-        alter(org=ORG, queue=QUEUE, config=admin_pb2.QueueConfig(), reset=["paused"]),
+        "UpdateQueue",
+        "update_mask.paths",
+        "too long",
+        update(org=ORG, queue=QUEUE, config=config, update_mask=too_many),
     )
     for rpc in ("ListQueues", "ListJobs"):
         yield from of(rpc, "page_size", PAGE_SIZES)
@@ -382,8 +408,8 @@ def admin_cases() -> Iterator[Bad]:
     yield from of("ListJobs", "page_token", LIVE_TOKENS)
     for state in (job_pb2.JOB_STATE_DEAD, job_pb2.JOB_STATE_SUCCEEDED):
         yield from of("ListJobs", "page_token", UUID_TOKENS, state=state)
-    yield from of("ListJobs", "state", {"unknown": 7, "negative": -1})
-    for field in ("made_after", "made_before"):
+    yield from of("ListJobs", "state", {"unknown": 7, "negative": -1, "unspecified": 0})
+    for field in ("created_after", "created_before"):
         yield from of("ListJobs", field, TIMESTAMPS)
     for rpc in ("ListJobs", "RedriveJobs"):
         yield from of(rpc, "kind", OPTIONAL_NAMES)
@@ -405,7 +431,7 @@ def admin_cases() -> Iterator[Bad]:
         jobs = [one(id=SECOND_JOB, new_id=THIRD_JOB), one(id=SECOND_JOB, new_id=new_id)]
         yield Bad("RestoreJobs", "jobs[1].new_id", why, restore(org=ORG, jobs=jobs))
     for why, shard in {"empty": "", "too long": "s" * 64}.items():
-        yield Bad("CheckShard", "shard", why, admin_pb2.CheckShardRequest(shard=shard))
+        yield Bad("CheckShard", "shard", why, cluster_pb2.CheckShardRequest(shard=shard))
 
 
 # ── The cluster ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -429,7 +455,7 @@ def seed(both: Stubs) -> None:
         timeout=PATIENCE_S,
     ).jobs
     both.queue.Ack(queue_pb2.AckRequest(org=ORG, acks=[queue_pb2.Ack(lease=taken[0].lease)]), timeout=PATIENCE_S)
-    nack = queue_pb2.Nack(lease=taken[1].lease, kill=True)
+    nack = queue_pb2.Nack(lease=taken[1].lease, failure=job_pb2.Failure(permanent=True))
     both.queue.Nack(queue_pb2.NackRequest(org=ORG, nacks=[nack]), timeout=PATIENCE_S)
     both.queue.CancelJobs(queue_pb2.CancelJobsRequest(org=ORG, ids=[taken[2].id]), timeout=PATIENCE_S)
     states = {
@@ -452,7 +478,8 @@ def refusal(call: Callable[[], object]) -> grpc.RpcError:
 
 
 def send(both: Stubs, rpc: str, request: Message) -> object:
-    answer = getattr(both.admin if hasattr(both.admin, rpc) else both.queue, rpc)(request, timeout=PATIENCE_S)
+    service = next(one for one in (both.queue, both.admin, both.cluster) if hasattr(one, rpc))
+    answer = getattr(service, rpc)(request, timeout=PATIENCE_S)
     return list(answer) if rpc == "CheckShard" else answer
 
 
@@ -469,17 +496,21 @@ def test_a_bad_field_is_named_by_its_path_and_nothing_is_stored(cluster: Stubs, 
 
 
 def test_every_rpc_that_takes_input_is_among_the_bad_requests() -> None:
-    services = (queue_pb2.DESCRIPTOR.services_by_name["Queue"], admin_pb2.DESCRIPTOR.services_by_name["Admin"])
+    services = (
+        queue_pb2.DESCRIPTOR.services_by_name["Queue"],
+        admin_pb2.DESCRIPTOR.services_by_name["Admin"],
+        cluster_pb2.DESCRIPTOR.services_by_name["Cluster"],
+    )
     takes_input = {
         (method.name, field.name)
         for one in services
         for method in one.methods
         for field in method.input_type.fields
-        # Bad messages of streams: test_streams.py.
+        # test_streams.py covers bad messages on streams.
         if not method.client_streaming
     }
     seen = {(bad.rpc, bad.field.partition("[")[0].partition(".")[0]) for bad in CASES}
-    # A queue's configuration is bad by its parts only.
+    # A queue's configuration is only bad if one of its fields is.
     free = {"independent", "include_payload", "include_dead", "include_finished"}
     assert {place for place in takes_input - seen if place[1] not in free} == set()
 
@@ -494,7 +525,7 @@ def test_a_bad_job_of_an_independent_enqueue_fails_alone(
     org = f"org-{job_id()}"
     request = queue_pb2.EnqueueRequest(org=org, jobs=[new_job(), job, new_job()], independent=True)
     first, second, third = cluster.queue.Enqueue(request, timeout=PATIENCE_S).results
-    assert [violation.field for violation in second.error.violations] == [f"jobs[1].{field}"]
+    assert fields_of(second.error) == [f"jobs[1].{path_of(field)}"]
     assert (second.id, second.error.code) == ("", grpc.StatusCode.INVALID_ARGUMENT.value[0])
     assert not first.HasField("error")
     assert not third.HasField("error")
@@ -530,16 +561,16 @@ def test_bounds_themselves_are_allowed(cluster: Stubs) -> None:
         job_pb2.JOB_STATE_READY,
         job_pb2.JOB_STATE_SCHEDULED,
     ]
-    assert (dict(found[0].attributes), found[0].payload) == (dict(job.attributes), job.payload)
+    assert (dict(found[0].attributes), found[0].payload) == (dict(job.template.attributes), job.template.payload)
 
 
 @pytest.mark.parametrize("count", [20, 1000])
 def test_a_thousand_bad_jobs_are_still_an_invalid_argument(cluster: Stubs, count: int) -> None:
-    # A status travels in headers, of which a client takes 8 KiB.
+    # A status is sent in headers, of which a client accepts 8 KiB.
     error = refusal(lambda: cluster.queue.Enqueue(enqueue(*[new_job(kind="no name")] * count), timeout=PATIENCE_S))
     assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
     fields = violated_fields(error)
-    assert fields == [f"jobs[{at}].kind" for at in range(len(fields))]
+    assert fields == [f"jobs[{at}].template.kind" for at in range(len(fields))]
     assert len(fields) >= 10
     assert f"and {count - 1} more" in (error.details() or "")
 
@@ -549,7 +580,8 @@ def test_a_message_above_16_mib_is_refused_whole(cluster: Stubs) -> None:
     error = refusal(
         lambda: cluster.queue.Enqueue(enqueue(*[new_job(payload=b"\0" * (1 << 20))] * 17), timeout=PATIENCE_S)
     )
-    assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert re.search(r"the message has 17,\d{3},\d{3} bytes, and at most 16,777,216 are allowed", error.details() or "")
     assert books_of(cluster) == before
 
 
@@ -574,7 +606,10 @@ def test_leases_of_foreign_shards_jobs_and_orgs_are_not_found(cluster: Stubs) ->
         answers: list[Any] = [
             cluster.queue.Ack(acks(leases, org), timeout=PATIENCE_S),
             cluster.queue.Nack(nacks(leases, org), timeout=PATIENCE_S),
-            cluster.queue.Extend(queue_pb2.ExtendRequest(org=org, leases=leases), timeout=PATIENCE_S),
+            cluster.queue.Extend(
+                queue_pb2.ExtendRequest(org=org, extends=extends(*leases)),
+                timeout=PATIENCE_S,
+            ),
             cluster.queue.Release(queue_pb2.ReleaseRequest(org=org, leases=leases), timeout=PATIENCE_S),
         ]
         assert [list(answer.answers) for answer in answers] == [[job_pb2.JOB_ANSWER_NOT_FOUND] * 3] * 4
@@ -583,7 +618,7 @@ def test_leases_of_foreign_shards_jobs_and_orgs_are_not_found(cluster: Stubs) ->
 
 def test_an_unknown_shard_or_queue_is_not_found(cluster: Stubs) -> None:
     requests: dict[str, Message] = {
-        "CheckShard": admin_pb2.CheckShardRequest(shard="nowhere\0\n"),
+        "CheckShard": cluster_pb2.CheckShardRequest(shard="nowhere\0\n"),
         "GetQueue": admin_pb2.GetQueueRequest(org=ORG, queue="nowhere"),
         "GetStats": admin_pb2.GetStatsRequest(org=ORG, queue="nowhere"),
         "DeleteQueue": admin_pb2.DeleteQueueRequest(org="nobody\u2028é", queue=QUEUE),
@@ -600,7 +635,7 @@ _ids = st.sampled_from(
 )
 _names = st.sampled_from([*NAMES.values(), "mail", "a/b", "x" * 128]) | st.text(max_size=3)
 _jobs = st.builds(
-    job_pb2.NewJob,
+    job_message,
     id=_ids,
     queue=_names,
     kind=_names,
@@ -624,7 +659,7 @@ _traces = st.sampled_from(
     ]
 )
 _plain_jobs = st.builds(
-    job_pb2.NewJob,
+    job_message,
     id=_ids,
     queue=st.sampled_from(["mail", "a/b"]),
     kind=st.sampled_from(["k", "a\n"]),
@@ -643,7 +678,7 @@ _requests = st.builds(
 @example(enqueue(new_job(id=SECOND_JOB), new_job()))
 @example(enqueue(*[new_job(id=SECOND_JOB)] * 1001))
 def test_what_the_fast_path_accepts_the_rules_accept(request: queue_pb2.EnqueueRequest) -> None:
-    if validation.plain_jobs(request) is not None:
+    if validate.plain_jobs(request) is not None:
         assert protovalidate.collect_violations(request) == []
 
 
@@ -660,4 +695,12 @@ def test_what_the_fast_path_accepts_the_rules_accept(request: queue_pb2.EnqueueR
     )
 )
 def test_the_fast_path_takes_plain_batches(jobs: Sequence[job_pb2.NewJob]) -> None:
-    assert validation.plain_jobs(enqueue(*jobs)) is not None
+    assert validate.plain_jobs(enqueue(*jobs)) is not None
+
+
+def test_a_compressed_request_is_refused_with_the_reason(cluster: Stubs) -> None:
+    """16 KiB on the wire could become 16 MiB."""
+    request = enqueue(new_job(payload=b"x" * 100_000))
+    refused = refusal(lambda: cluster.queue.Enqueue(request, timeout=PATIENCE_S, compression=grpc.Compression.Gzip))
+    assert refused.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert "gzip" in (refused.details() or "")

@@ -1,5 +1,5 @@
-"""The balancer: slots come to lie as the cluster file wants them, whichever of several balancers leads, whatever is
-away, and wherever another has left off."""
+"""The balancer moves slots to where the cluster file wants them, whichever of several balancers leads, whatever cannot
+be reached, and wherever a previous balancer stopped."""
 
 from __future__ import annotations
 
@@ -17,29 +17,30 @@ from balancer.move import Mover, Pace
 from balancer.plan import transfers
 from balancer.service import AnotherLeads
 from balancer.service import balance_once as balance_until
-from shard import pinning, schema
-from shard.catalog import Move
-from shard.cluster import Cluster
+from proof.proxy import Proxy, open_proxy_before, through
 from shard.errors import Misconfigured, ShardUnavailable
-from shard.leading import candidacy
-from shard.pinning import OnShard
-from shard.placement import SLOTS, slot_of
-from shard.store import Store
+from shard.placement import pins
+from shard.placement.catalog import Move
+from shard.placement.cluster_file import Cluster
+from shard.placement.pins import OnShard
+from shard.placement.slots import SLOTS, slot_of
+from shard.postgres import schema
+from shard.postgres.leader_lock import leader_session
+from shard.queue.store import Store
 from shard.vocabulary import OrgId, ShardName
 from tests import timemachine
 from tests.balancers import Field, balanced, balancer_process, open_field, until
-from tests.fault.proxy import Proxy, open_proxy_before, through
 from tests.jobs import HOUR_US, lease_jobs
 from tests.postgres import Server
 from tests.routers import PATIENCE_S
 
 A, B, C = (ShardName(name) for name in ("s1", "s2", "s3"))
 HALF = SLOTS // 2
-# What s2 gets of s1, for the sake of time: one move.
+# The slots that s2 gets from s1: one move, to save time.
 PART = range(SLOTS - 1024, SLOTS)
 BUT_A_PART = {"weight": 15}
 LEFT = SLOTS - len(PART)
-# What is on its way can be seen.
+# Slow enough that a move can be observed.
 SLOWLY = "[balancer]\njobs_per_second = 40\n"
 MORE_SLOWLY = "[balancer]\njobs_per_second = 10\n"
 Log = pytest.LogCaptureFixture
@@ -69,7 +70,7 @@ async def balance_once(cluster: Cluster) -> Mapping[Move, str]:
 
 
 async def leader(field: Field) -> str | None:
-    async with candidacy(field.dsns[A]) as onlooker:
+    async with leader_session(field.dsns[A]) as onlooker:
         return await onlooker.leader()
 
 
@@ -90,7 +91,7 @@ async def test_shards_are_filled_by_weight_and_emptied_again(field: Field, log: 
     log.clear()
     assert await balance_once(field.cluster) == {}
     assert [record.message for record in log.records if record.name.startswith("balancer")] == [
-        f"leads, by cluster file {field.cluster.digest}"
+        f"leads, with cluster file {field.cluster.digest}"
     ]
 
 
@@ -98,7 +99,7 @@ async def test_a_shard_that_is_added_while_it_runs_is_filled(field: Field, log: 
     field.write(s1={})
     stored = await field.enqueue(20, among=PART)
     async with balanced(field):
-        await says(log, "leads, by cluster file")
+        await says(log, "leads, with cluster file")
         field.config.write_text("[[shard]]\n")
         await says(log, "is refused")
         field.write('[balancer]\njobs_per_second = "many"\n', s1={}, s2={})
@@ -116,7 +117,7 @@ async def test_what_somebody_else_changes_in_the_catalog_is_noticed(field: Field
     field.write(s1={}, s2={"weight": 0})
     await field.admit(B)
     async with balanced(field):
-        await says(log, "leads, by cluster file")
+        await says(log, "leads, with cluster file")
         move = await field.begin(A, B, range(100))
         await says(log, f"{move} has ended")
         await field.until(lambda slots: slots == {"s1": SLOTS})
@@ -132,7 +133,7 @@ async def test_a_move_that_another_balancer_left_is_taken_to_its_end(field: Fiel
     for _ in range(steps):
         assert await mover.step()
     assert await balance_once(cluster) == {}
-    # It has gone there, and back by weight.
+    # The org moved there, and back by weight.
     assert await field.slots() == {"s1": SLOTS}
     assert {owner.shard for one in (await field.known()).slots[PART.start :] for owner in one.former} == {A, B}
     await field.assert_all_there(stored)
@@ -147,7 +148,7 @@ async def test_jobs_under_leases_hold_up_nobody_else(field: Field, log: Log) -> 
     async with balanced(field):
         await says(log, "waits for 1 lease(s) to end")
         await field.until(lambda slots: slots == {"s1": LEFT, "s2": len(PART) - 1, "moving": 1})
-        # Its shards have room for others meanwhile.
+        # Meanwhile its shards accept other moves.
         field.write(s1={"weight": 7}, s2={})
         await field.until(lambda slots: slots == {"s1": LEFT - 1024, "s2": len(PART) + 1023, "moving": 1})
         assert await timemachine.end_leases(field.databases[A], org) == 1
@@ -160,7 +161,7 @@ async def test_jobs_under_leases_hold_up_nobody_else(field: Field, log: Log) -> 
 
 async def test_once_is_refused_where_another_leads(field: Field) -> None:
     cluster = field.write(s1={}, s2={})
-    async with candidacy(field.dsns[A], cluster.digest) as other:
+    async with leader_session(field.dsns[A], cluster.digest) as other:
         assert await other.lead()
         with pytest.raises(
             AnotherLeads, match=r"windrow balancer \S+ \d+ by [0-9a-f]{12} at 127\.0\.0\.1 \(process \d+ of the catalog"
@@ -174,14 +175,14 @@ async def test_where_the_leader_is_killed_another_goes_on(field: Field) -> None:
     stored = await field.enqueue(40, jobs=5, among=PART)
     field.write(SLOWLY, s1=BUT_A_PART, s2={})
     with balancer_process(field.config) as first:
-        await first.says("leads, by cluster file")
+        await first.says("leads, with cluster file")
         with balancer_process(field.config) as second:
             told = await second.says("stands by: ")
             assert f" {first.process.pid} " in told
             await until(lambda: field.count_jobs("s2"), bool)
             first.process.kill()
             async with asyncio.timeout(10):
-                await second.says("leads, by cluster file")
+                await second.says("leads, with cluster file")
             field.write(s1=BUT_A_PART, s2={})
             await field.until(lambda slots: slots == {"s1": LEFT, "s2": len(PART)})
             assert "Traceback" not in second.log.read_text()
@@ -194,18 +195,18 @@ async def test_a_leader_that_loses_its_session_stops_at_once(field: Field, log: 
     field.write(SLOWLY, s1=BUT_A_PART, s2={})
     async with balanced(field):
         await until(lambda: field.count_jobs("s2"), bool)
-        async with candidacy(field.dsns[A]) as other:
+        async with leader_session(field.dsns[A]) as other:
             rows = await field.catalog.run(
                 b"SELECT pg_terminate_backend(pid, 10000) FROM pg_locks WHERE locktype = 'advisory' AND granted", {}
             )
             assert rows == [(True,)]
             assert await other.lead()
-            await says(log, "does not lead")
+            await says(log, "cannot lead")
             await says(log, "stands by: ")
             left = await field.count_jobs("s1")
             await timemachine.pass_time(field.catalog, 1.5)
             assert await field.count_jobs("s1") == left > 0
-        await says(log, "leads, by cluster file", times=2)
+        await says(log, "leads, with cluster file", times=2)
         field.write(s1=BUT_A_PART, s2={})
         await field.until(lambda slots: slots == {"s1": LEFT, "s2": len(PART)})
     await field.assert_all_there(stored)
@@ -218,15 +219,15 @@ async def test_a_leader_that_is_cut_off_from_the_catalog_stops_and_comes_back(fi
         field.write(f"[catalog]\ndsn = '''{through(field.dsns[A], proxy)}'''\n{MORE_SLOWLY}", s1=BUT_A_PART, s2={})
         async with balanced(field):
             await until(lambda: field.count_jobs("s2"), bool)
-            # Nothing is refused, and nothing said.
+            # The proxy neither refuses connections nor passes data.
             proxy.hold()
-            await says(log, "does not lead")
+            await says(log, "cannot lead")
             left = await field.count_jobs("s1")
             await timemachine.pass_time(field.catalog, 1.5)
             assert await field.count_jobs("s1") == left > 0
             proxy.let_go()
             proxy.cut_all()
-            await says(log, "leads, by cluster file", times=2)
+            await says(log, "leads, with cluster file", times=2)
             await until(lambda: field.count_jobs("s1"), lambda jobs: jobs < left)
     assert sum([await field.count_jobs("s1"), await field.count_jobs("s2")]) == sum(map(len, stored.values()))
 
@@ -239,7 +240,7 @@ async def test_a_balancer_that_is_told_to_end_leaves_nothing_half_done(field: Fi
         await until(lambda: field.count_jobs("s2"), bool)
         process.process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.process.wait, PATIENCE_S) == 0
-        assert "is left to whoever leads next" in process.log.read_text()
+        assert "is left to the next leader" in process.log.read_text()
     assert await field.databases[A].run(b"SELECT FROM windrow.departing", {}) == []
     assert await leader(field) is None
     field.write(s1=BUT_A_PART, s2={})
@@ -265,8 +266,8 @@ async def test_a_shard_that_is_away_gets_nothing_and_holds_up_nobody(field: Fiel
             await says(log, "nothing moves from or to shard 's3'")
             proxy.closed = False
             await field.until(lambda slots: slots == {"s1": 14 * 1024, "s2": 1024, "s3": 1024})
-            assert "shard 's3' answers: its moves go on" in log.text
-            # What is looked at again and again is spoken of once.
+            assert "shard 's3' answers again: its moves go on" in log.text
+            # A repeated obstacle is logged once.
             assert log.text.count("nothing moves from or to shard 's3'") <= 2
 
 
@@ -323,9 +324,9 @@ async def test_an_org_on_a_shard_that_may_not_be_changed_waits_and_holds_up_no_o
 ) -> None:
     org = OrgId("org-0")
     await balance_once(field.write(s1={}, s2={"weight": 0}))
-    await pinning.pin(field.catalog, org, OnShard(B))
+    await pins.pin(field.catalog, org, OnShard(B))
     await balance_once(field.cluster)
-    await pinning.pin(field.catalog, org, OnShard(C))
+    await pins.pin(field.catalog, org, OnShard(C))
     field.write(s1=BUT_A_PART, s2={"weight": 0, "state": state}, s3={})
     async with balanced(field):
         await field.until(lambda slots: slots == {"s1": LEFT, "s3": len(PART)})
@@ -339,7 +340,7 @@ async def test_an_org_on_a_shard_that_may_not_be_changed_waits_and_holds_up_no_o
 
 async def test_a_shard_that_holds_nothing_but_a_pinned_org_is_missed_too(field: Field) -> None:
     await balance_once(field.write(s1={}, s2={"weight": 0}))
-    await pinning.pin(field.catalog, OrgId("org-0"), OnShard(B))
+    await pins.pin(field.catalog, OrgId("org-0"), OnShard(B))
     await balance_once(field.cluster)
     with pytest.raises(Misconfigured, match=r"places slots on shard\(s\) s2, which the cluster file does not name"):
         await balance_once(field.write(s1={}))
@@ -350,11 +351,11 @@ async def test_an_org_that_is_unpinned_waits_for_the_shard_of_its_hash(field: Fi
     await balance_once(field.write(s1=BUT_A_PART, s2={}))
     known = await field.known()
     org = next(org for org in map(OrgId, map(str, range(10_000))) if known.placement(org).reads == (B,))
-    await pinning.pin(field.catalog, org, OnShard(A))
+    await pins.pin(field.catalog, org, OnShard(A))
     await balance_once(field.cluster)
-    # Its hash slot is on s2 by now, and it is not.
+    # Its hash slot is on s2 by now; the org is not.
     assert (await field.known()).slots[slot_of(org)].reads == (B,)
-    await pinning.unpin(field.catalog, org)
+    await pins.unpin(field.catalog, org)
     field.write(s1={}, s2={"state": "dequeue_only"})
     async with balanced(field):
         await says(log, f"org {org!r} stays on shard 's1': the state of shard 's2' is dequeue_only")

@@ -1,4 +1,4 @@
-"""Clients that cancel their calls, at every stage: that is their right, and no error in the router's log."""
+"""Clients cancel their calls at every stage. They are allowed to, so the router logs no error."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
 import psycopg
 import pytest
 
+from router.codec.lease_verbs import VERBS
 from tests.jobs import job_id
 from tests.postgres import Server
 from tests.routers import PATIENCE_S, Routers, running_routers, write_cluster
 from tests.streams import QUEUE, Client, Stream, acks, client, new_job, until, window
-from windrow.v1 import admin_pb2, queue_pb2
+from tests.verbs import lease_request
+from windrow.v1 import admin_pb2, cluster_pb2, queue_pb2
 
 ORG = "acme"
-# Large enough that a few of them do not fit into what a connection has room for while nobody reads.
+# Large enough that a few of them exceed what a connection buffers while nobody reads.
 LARGE = bytes(1_000_000)
 
 
@@ -30,14 +33,14 @@ class Cluster:
     routers: Routers
 
     def errors(self) -> list[str]:
-        """What the log says that is worse than a warning."""
+        """Returns the log's lines that are worse than warnings."""
         lines = self.routers.log.read_text().splitlines()
         level = logging.getLevelName(logging.ERROR)
         return [line for line in lines if f" {level} " in line or line.startswith("Traceback")]
 
     @contextlib.asynccontextmanager
     async def locked(self) -> AsyncGenerator[Callable[[], Awaitable[bool]], None]:
-        """Every statement waits in the block. Yields whether one does."""
+        """Makes every statement wait during the block. Yields a function that tells whether one waits."""
         async with (
             await psycopg.AsyncConnection.connect(self.dsn) as holder,
             await psycopg.AsyncConnection.connect(self.dsn, autocommit=True) as watcher,
@@ -94,10 +97,7 @@ def unary_calls(to: Client, lease: bytes) -> dict[str, Callable[[], Any]]:
         "Enqueue, refused": lambda: queue.Enqueue(queue_pb2.EnqueueRequest(org=ORG)),
         "Dequeue": lambda: queue.Dequeue(queue_pb2.DequeueRequest(org=ORG, queues=[QUEUE])),
         "Dequeue that waits": lambda: queue.Dequeue(waiting),
-        "Ack": lambda: queue.Ack(queue_pb2.AckRequest(org=ORG, acks=[queue_pb2.Ack(lease=lease)])),
-        "Nack": lambda: queue.Nack(queue_pb2.NackRequest(org=ORG, nacks=[queue_pb2.Nack(lease=lease)])),
-        "Extend": lambda: queue.Extend(queue_pb2.ExtendRequest(org=ORG, leases=[lease], visibility_window=window(60))),
-        "Release": lambda: queue.Release(queue_pb2.ReleaseRequest(org=ORG, leases=[lease])),
+        **{verb.method: partial(getattr(queue, verb.method), lease_request(verb, [lease], ORG)) for verb in VERBS},
         "GetJobs": lambda: queue.GetJobs(queue_pb2.GetJobsRequest(org=ORG, ids=[job_id()])),
         "CancelJobs": lambda: queue.CancelJobs(queue_pb2.CancelJobsRequest(org=ORG, ids=[job_id()])),
         "CreateQueue": lambda: admin.CreateQueue(admin_pb2.CreateQueueRequest(org=ORG, queue=f"queue-{job_id()}")),
@@ -112,7 +112,7 @@ def unary_calls(to: Client, lease: bytes) -> dict[str, Callable[[], Any]]:
         ),
         "RedriveJobs": lambda: admin.RedriveJobs(admin_pb2.RedriveJobsRequest(org=ORG, queue=QUEUE)),
         "GetStats": lambda: admin.GetStats(admin_pb2.GetStatsRequest(org=ORG)),
-        "ListShards": lambda: admin.ListShards(admin_pb2.ListShardsRequest()),
+        "ListShards": lambda: to.cluster.ListShards(cluster_pb2.ListShardsRequest()),
     }
 
 
@@ -124,7 +124,7 @@ async def test_unary_calls_are_cancelled_at_any_stage_without_an_error_in_the_lo
     (leased,) = await near.dequeue(ORG)
     calls = unary_calls(near, leased.lease)
     for make in calls.values():
-        # Before it is sent, and around the time that it arrives.
+        # Before it is sent, and about when it arrives.
         await cancel(make())
         for turns in range(20):
             call = make()
@@ -134,7 +134,7 @@ async def test_unary_calls_are_cancelled_at_any_stage_without_an_error_in_the_lo
     async with cluster.locked() as waits:
         for name, make in calls.items():
             if name in ("Enqueue, refused", "Dequeue that waits", "ListShards"):
-                # They ask for nothing that is locked.
+                # They need nothing that is locked.
                 continue
             call = make()
             await until(waits, f"{name} waits for the shard")
@@ -144,7 +144,7 @@ async def test_unary_calls_are_cancelled_at_any_stage_without_an_error_in_the_lo
                 return not await waits()
 
             await until(rests, f"{name} has ended")
-    # Also the last one has been told by the time that another call is answered.
+    # When another call is answered, the last cancelled one has been handled too.
     await near.enqueue(ORG)
     assert cluster.errors() == []
 
@@ -159,7 +159,7 @@ async def test_a_dequeue_that_waits_is_cancelled_without_an_error_in_the_log(clu
 
 
 async def test_streams_are_cancelled_at_any_stage_without_an_error_in_the_log(cluster: Cluster, near: Client) -> None:
-    # Before the first message, and around it.
+    # Before the first message, and about when it arrives.
     for turns in range(20):
         stream = Stream(near.queue)
         for _ in range(turns):
@@ -168,19 +168,19 @@ async def test_streams_are_cancelled_at_any_stage_without_an_error_in_the_log(cl
         async with near.stream(ORG, "stream", credit=turns):
             for _ in range(turns):
                 await asyncio.sleep(0)
-    # With jobs, and an answer that is owed.
+    # With jobs, and an ack that is not answered yet.
     await near.enqueue(ORG, *(new_job(queue="stream") for _ in range(3)))
     async with near.stream(ORG, "stream", credit=2) as stream:
         jobs = await stream.until_jobs(1)
         async with cluster.locked() as waits:
-            await stream.send(number=1, acks=acks(jobs))
+            await stream.send(request_id=1, acks=acks(jobs))
             await until(waits, "the ack waits for the shard")
             await stream.cancel()
-    # While it looks for jobs.
+    # While it claims jobs.
     async with cluster.locked() as waits, near.stream(ORG, "stream", credit=2) as stream:
         await until(waits, "it looks for jobs")
         await stream.cancel()
-    async for _ in near.admin.CheckShard(admin_pb2.CheckShardRequest(shard="s1"), timeout=PATIENCE_S):
+    async for _ in near.cluster.CheckShard(cluster_pb2.CheckShardRequest(shard="s1"), timeout=PATIENCE_S):
         break
     await near.enqueue(ORG)
     assert cluster.errors() == []

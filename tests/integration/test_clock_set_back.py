@@ -1,28 +1,33 @@
-"""A shard's clock that goes back hides no finished job, and a shard whose clock went back far takes no calls.
+"""A shard's clock that goes back hides no finished job, and a shard whose clock went back far refuses calls.
 
-The right time is three hours ahead of the server's own clock here, so that the clock can be set back to that."""
+The correct time is three hours ahead of the server's own clock here, so that the clock can be set back to the latter.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 
 import pytest
 
-from shard import clock, statements
-from shard.books import Books
-from shard.database import Database
+from shard.admin.queue_admin import QueueAdmin
 from shard.errors import ClockSetBack
-from shard.settling import Nack
-from shard.store import Store
-from shard.vocabulary import Answer, Lease, NewJobs, OrgId
+from shard.postgres import clock
+from shard.postgres.pool import Database
+from shard.queue.settle import Nack, Settlement
+from shard.queue.store import Store
+from shard.vocabulary import Answer, Failure, Lease, NewJobs, OrgId
 from tests.conftest import SHARD
 from tests.jobs import HOUR_US, QUEUE, ids_of, job_id, lease_jobs, some_jobs
 from tests.timemachine import SetClock
+from tests.verbs import VERBS
 
 RIGHT = timedelta(hours=3)
 AHEAD_MS = 3 * 3600 * 1000
+SHARD_SOURCES = Path(__file__).resolve().parents[2] / "shard"
 
 
 @pytest.fixture
@@ -41,7 +46,7 @@ async def shard(set_clock: SetClock) -> AsyncGenerator[Database, None]:
 
 
 def jobs_of(org: OrgId, count: int = 1) -> NewJobs:
-    """Made now, by the right time."""
+    """Jobs with ids made now, by the correct time."""
     return some_jobs(org, ids=[job_id(ahead_ms=AHEAD_MS) for _ in range(count)])
 
 
@@ -54,7 +59,7 @@ async def held_by(store: Store, org: OrgId, count: int = 1) -> tuple[NewJobs, li
 Finish = Callable[[Database, OrgId, NewJobs, list[Lease]], Awaitable[object]]
 
 FINISH: dict[str, Finish] = {
-    "ack": lambda database, org, _, leases: Store(database).ack(org, leases),
+    "ack": lambda database, org, _, leases: Store(database).settle(Settlement.ack(org, leases)),
     "cancel": lambda database, org, jobs, _: Store(database).cancel(org, ids_of(jobs), reason=""),
     "purge": lambda database, org, _, leases: purge(database, org, leases),
     "purge of the dead": lambda database, org, _, leases: purge_dead(database, org, leases),
@@ -62,15 +67,17 @@ FINISH: dict[str, Finish] = {
 
 
 async def purge(database: Database, org: OrgId, leases: list[Lease]) -> None:
-    assert await Store(database).release(org, leases) == [Answer.OK]
-    # By the clock that was set back, it is not due for three hours.
+    assert await Store(database).settle(Settlement.release(org, leases)) == [Answer.OK]
+    # By the clock that was set back, the job is due in three hours.
     await database.run(b"UPDATE windrow.job SET visible_at = now(), run_at = now()", {})
-    assert await Books(database).purge_queue(org, QUEUE, limit=10, include_dead=False) == 1
+    assert await QueueAdmin(database).purge_queue(org, QUEUE, limit=10, include_dead=False) == 1
 
 
 async def purge_dead(database: Database, org: OrgId, leases: list[Lease]) -> None:
-    assert await Store(database).nack(org, [Nack(lease=lease, kill=True) for lease in leases]) == [Answer.OK]
-    assert await Books(database).purge_queue(org, QUEUE, limit=10, include_dead=True) == 1
+    assert await Store(database).settle(
+        Settlement.nack(org, [Nack(lease=lease, failure=Failure(permanent=True)) for lease in leases])
+    ) == [Answer.OK]
+    assert await QueueAdmin(database).purge_queue(org, QUEUE, limit=10, include_dead=True) == 1
 
 
 @pytest.mark.parametrize("how", FINISH)
@@ -99,13 +106,10 @@ async def test_a_shard_whose_clock_was_set_back_takes_no_calls_until_it_has_caug
     calls: list[Callable[[], Awaitable[object]]] = [
         lambda: store.enqueue(jobs_of(org)),
         lambda: store.claim(org, [QUEUE], max_jobs=1, window_us=HOUR_US, worker="w"),
-        lambda: store.ack(org, [lease]),
-        lambda: store.nack(org, [Nack(lease=lease)]),
-        lambda: store.extend(org, [lease], window_us=HOUR_US),
-        lambda: store.release(org, [lease]),
+        *(partial(verb.act, store, org, [lease]) for verb in VERBS.values()),
         lambda: store.cancel(org, ids_of(jobs), reason=""),
     ]
-    with caplog.at_level(logging.WARNING, "shard.clock"):
+    with caplog.at_level(logging.WARNING, "shard.postgres.clock"):
         for _ in range(3):
             await store.clock.record()
             for call in calls:
@@ -114,7 +118,7 @@ async def test_a_shard_whose_clock_was_set_back_takes_no_calls_until_it_has_caug
                 ):
                     await call()
         assert len(caplog.records) == 1
-        # Who only looks is answered, and a release that nobody waits for is done later.
+        # Reads are answered. Releases that no caller waits for are done later.
         (record,) = await store.get(org, ids_of(jobs), include_payload=False)
         assert record.state == "leased"
         store.release_soon(org, [lease])
@@ -144,7 +148,7 @@ async def test_a_clock_that_was_set_forward_and_is_right_again_is_accepted_by_an
     assert (latest - now) // HOUR_US in (4, 5)
     await store.clock.record()
     jobs, leases = await held_by(store, org)
-    assert await store.ack(org, leases) == [Answer.OK]
+    assert await store.settle(Settlement.ack(org, leases)) == [Answer.OK]
     (record,) = await store.get(org, ids_of(jobs), include_payload=False)
     assert now <= (record.finished_at or 0) < latest
     assert await store.enqueue(jobs) == {0: jobs.ids[0]}
@@ -161,7 +165,7 @@ async def test_a_small_step_back_is_harmless(
     assert (store.clock.trouble is None) is serves
 
 
-async def test_an_enqueue_that_comes_before_anybody_has_noticed_is_not_told_to_make_new_ids(
+async def test_an_enqueue_before_the_clock_change_is_noticed_is_not_asked_for_new_ids(
     set_clock: SetClock, shard: Database, org: OrgId
 ) -> None:
     store = Store(shard)
@@ -183,7 +187,7 @@ async def test_the_time_is_recorded_once_a_second_at_most_and_never_an_earlier_o
         ((latest,),) = await shard.run(b"SELECT last_value FROM windrow.clock", {})
         return int(latest)
 
-    # The server's own clock goes on meanwhile, but not by minutes.
+    # The server's clock continues meanwhile, but not by minutes.
     set_clock.set(RIGHT + timedelta(minutes=10))
     await one.clock.record()
     first = await recorded()
@@ -197,13 +201,7 @@ async def test_the_time_is_recorded_once_a_second_at_most_and_never_an_earlier_o
 
 
 def test_every_statement_that_finishes_jobs_minds_the_latest_time() -> None:
-    finishing = [one for one in vars(statements).values() if b"INSERT INTO windrow.finished (" in _bytes(one)]
-    assert len(finishing) == 8
-    assert all(
-        b"greatest(now(), (SELECT timestamptz 'epoch' + c.last_value * interval '1 us' FROM windrow.clock c))" in one
-        for one in finishing
-    )
-
-
-def _bytes(value: object) -> bytes:
-    return value if isinstance(value, bytes) else b""
+    texts = [path.read_text() for path in SHARD_SOURCES.glob("*/sql/*.sql")]
+    finishing = [text for text in texts if "INSERT INTO windrow.finished (" in text]
+    assert len(finishing) == 7
+    assert all("{{finish_time}}" in text for text in finishing)

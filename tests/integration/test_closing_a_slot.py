@@ -1,5 +1,6 @@
-"""What decision 0017 counts on when it closes a slot: an enqueue takes its snapshot after its locks on tables. So who
-holds windrow.owned_slot alone for a moment has no enqueue beside it that found the slot open, and none after it."""
+"""What decision 0017 relies on when it closes a slot: an enqueue takes its snapshot after its table locks. So while one
+session holds windrow.owned_slot exclusively, no running enqueue has seen the slot open, and none sees it open
+afterwards."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ import asyncio
 import psycopg
 import pytest
 
-from shard import arrays, moving, statements
-from shard.database import Database
 from shard.errors import NotOwned, ShardUnavailable
-from shard.placement import slot_of
-from shard.store import Store
+from shard.placement import move_steps, statements
+from shard.placement.slots import slot_of
+from shard.postgres import arrays
+from shard.postgres.pool import Database
+from shard.queue.store import Store
 from shard.vocabulary import OrgId
 from tests.conftest import SHARD
 from tests.jobs import HOUR_US, some_jobs
@@ -32,7 +34,7 @@ async def test_an_enqueue_that_waits_while_a_slot_is_closed_is_refused(
         await store.names.make({(org, queue) for queue in some_jobs(org).queues})
     balancer = await psycopg.AsyncConnection.connect(fresh_dsn)
     async with balancer, asyncio.TaskGroup() as group:
-        # As moving.close does it, with time to look on.
+        # The same as moving.close_slots, with time to observe.
         await balancer.execute(statements.LOCK_SLOTS, prepare=False)
         await balancer.execute(NO_HURRY)
         enqueue = group.create_task(_refused_since(store, org))
@@ -50,7 +52,7 @@ async def test_a_slot_is_not_closed_while_an_enqueue_that_found_it_open_is_under
     await store.enqueue(some_jobs(org))
     slots = [slot_of(org)]
     async with await psycopg.AsyncConnection.connect(fresh_dsn) as rival, asyncio.TaskGroup() as group:
-        # Holds up the enqueue in the midst of its statement: it must wait to see whether the key is taken.
+        # This stops the enqueue in the middle of its statement: it must wait to learn whether the key is taken.
         await rival.execute(
             "INSERT INTO windrow.dedup SELECT q.queue_id, 'k', gen_random_uuid(), now() + interval '1 hour' "
             "FROM windrow.queue q WHERE q.org = %s",
@@ -58,12 +60,12 @@ async def test_a_slot_is_not_closed_while_an_enqueue_that_found_it_open_is_under
         )
         enqueue = group.create_task(store.enqueue(some_jobs(org, dedup_keys=["k"], dedup_window_us=HOUR_US)))
         await until_blocked(fresh_database)
-        assert not await moving.close(fresh_database, slots, epoch=2)
-        # Nor has it changed anything for the others.
+        assert not await move_steps.close_slots(fresh_database, slots, epoch=2)
+        # It has not changed anything for other sessions either.
         assert await store.enqueue(some_jobs(org)) == {}
         await rival.rollback()
     assert enqueue.result() == {}
-    assert await moving.close(fresh_database, slots, epoch=2)
+    assert await move_steps.close_slots(fresh_database, slots, epoch=2)
     assert await _refused_since(store, org) == 2
 
 
@@ -85,13 +87,13 @@ async def test_who_freezes_while_he_closes_a_slot_does_not_hold_up_enqueues_for_
     try:
         with pytest.raises(ShardUnavailable):
             await close_and_freeze()
-        assert await moving.close(frozen, [slot_of(org)], epoch=2)
+        assert await move_steps.close_slots(frozen, [slot_of(org)], epoch=2)
     finally:
         await frozen.close()
 
 
 async def _refused_since(store: Store, org: OrgId) -> int:
-    """The epoch by which an enqueue is refused."""
+    """Returns the epoch by which an enqueue is refused."""
     with pytest.raises(NotOwned) as caught:
         await store.enqueue(some_jobs(org))
     return caught.value.epoch

@@ -1,4 +1,4 @@
-"""The way of one statement to Postgres and back: its rows, its errors, and what is left when it is cut or cancelled."""
+"""One statement's way to Postgres and back: its rows, its errors, and what remains when it is cut or cancelled."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ import pytest
 import uvloop
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-import shard.connection
-import shard.database
-from shard import arrays
-from shard.connection import Connection
-from shard.database import Database
+import shard.postgres.connection
+import shard.postgres.session_pool
 from shard.errors import ShardUnavailable
+from shard.postgres import arrays
+from shard.postgres.connection import Connection
+from shard.postgres.pool import Database
+from shard.postgres.session import Session
 from tests.conftest import SHARD
 from tests.postgres import Server
 from tests.routers import PATIENCE_S
@@ -29,13 +30,13 @@ from tests.routers import PATIENCE_S
 MIB = 1024 * 1024
 SLEEP = b"SELECT pg_sleep(600)"
 PID = b"SELECT pg_backend_pid()"
-# Whoever holds this lock decides when it ends.
+# It ends when the holder of this lock releases it.
 WAIT = b"SELECT pg_advisory_xact_lock(%(lock)s)::text, pg_backend_pid()"
 
 
 @pytest.fixture
 async def single(module_dsn: str) -> AsyncGenerator[Database, None]:
-    """One connection: whoever comes next gets what the last one left behind."""
+    """A pool of one connection: each statement gets the connection as the previous one left it."""
     opened = Database(SHARD, module_dsn, connections=1)
     await opened.open()
     yield opened
@@ -49,7 +50,7 @@ async def watcher(module_dsn: str) -> AsyncGenerator[Watcher, None]:
 
 
 class Watcher:
-    """Looks at the database's other connections from one of its own."""
+    """Watches the database's other connections over one of its own."""
 
     def __init__(self, connection: psycopg.AsyncConnection[tuple[Any, ...]]) -> None:
         self._connection = connection
@@ -66,7 +67,7 @@ class Watcher:
         )
 
     async def until_waiting_for(self, event: str, count: int = 1) -> list[int]:
-        """Until so many connections are; their pids."""
+        """Waits until this many connections wait for the lock. Returns their pids."""
         async with asyncio.timeout(30):
             while True:
                 found = [pid for pid, state in (await self.states()).items() if state == f"{event} active"]
@@ -165,7 +166,7 @@ async def test_one_statement_takes_its_parameters_in_several_types(single: Datab
 
 
 async def test_more_statements_than_are_prepared_can_be_run(single: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard.connection, "_PREPARED_MAX", 3)
+    monkeypatch.setattr(shard.postgres.connection, "_PREPARED_MAX", 3)
     for number in [*range(6), *range(6)]:
         assert await single.run(b"SELECT %d + %%(n)s" % number, {"n": 1}) == [(number + 1,)]
     assert await single.run(b"SELECT count(*) FROM pg_prepared_statements", {}) == [(3,)]
@@ -203,7 +204,7 @@ async def test_a_statement_whose_columns_have_changed_since_is_prepared_anew(sin
     assert await single.run(b"SELECT * FROM growing", {}) == [(1, "two")]
     await single.run(b"DEALLOCATE ALL", {})
     assert await single.run(b"SELECT * FROM growing", {}) == [(1, "two")]
-    # What was prepared before does not stay behind.
+    # Earlier prepared statements are gone.
     assert await single.run(b"SELECT count(*) FROM pg_prepared_statements", {}) == [(2,)]
 
 
@@ -236,7 +237,7 @@ async def test_a_statement_whose_connection_is_cut_is_tried_again(single: Databa
 def test_the_first_statement_of_a_connection_that_has_been_cut_is_tried_again_on_the_routers_event_loop(
     module_dsn: str,
 ) -> None:
-    """There a reset connection is told of once, with the server's last words still to be read."""
+    """In this case a reset is reported once, while the server's last message has not been read yet."""
 
     async def run() -> None:
         async with await psycopg.AsyncConnection.connect(module_dsn, autocommit=True) as connection:
@@ -245,8 +246,8 @@ def test_the_first_statement_of_a_connection_that_has_been_cut_is_tried_again_on
             await database.open()
             try:
                 async with asyncio.timeout(30):
-                    # Connected and set up; it has run nothing for us yet.
-                    await database._pool.wait()
+                    # Connected and set up, but it has not run a statement yet.
+                    await database._pool.connected()
                     (pid,) = await watcher.states()
                     await watcher.terminate(pid)
                     ((other,),) = await database.run(PID, {})
@@ -257,8 +258,8 @@ def test_the_first_statement_of_a_connection_that_has_been_cut_is_tried_again_on
     uvloop.run(run())
 
 
-def test_who_listens_on_the_routers_event_loop_hears_of_a_reset_that_comes_with_a_notification(module_dsn: str) -> None:
-    """There a reset connection is told of once, with what was still to be read."""
+def test_a_listener_notices_a_reset_that_comes_with_a_notification(module_dsn: str) -> None:
+    """In this case a reset is reported once, while data has not been read yet."""
     with socket.create_server(("127.0.0.1", 0)) as relay:
         was_reset = threading.Event()
         relaying = threading.Thread(
@@ -276,7 +277,7 @@ def test_who_listens_on_the_routers_event_loop_hears_of_a_reset_that_comes_with_
                 assert await asyncio.wait_for(heard.get(), PATIENCE_S) is None
                 with psycopg.connect(module_dsn, autocommit=True) as other:
                     other.execute("NOTIFY news, 'the last words'")
-                # Before the loop has its turn, both are there.
+                # Both events happen before the event loop runs again.
                 assert was_reset.wait(PATIENCE_S)
                 with pytest.raises(psycopg.OperationalError):
                     await asyncio.wait_for(listening, PATIENCE_S)
@@ -289,10 +290,10 @@ def test_who_listens_on_the_routers_event_loop_hears_of_a_reset_that_comes_with_
 
 
 def _relay_until_told(relay: socket.socket, dsn: str, last: bytes, was_reset: threading.Event) -> None:
-    """Passes on what one client and its server say, up to these words of the server's; then resets the connection. In a
-    thread: tests/fault/proxy.py needs the event loop, which is to see both at once."""
+    """Passes on what one client and its server send until the server sends these words; then resets the connection.
+    Runs in a thread, because the event loop must see both at once (proof/proxy.py runs in the loop)."""
     client, _ = relay.accept()
-    # Else the last words might never have been sent.
+    # Otherwise the last words might not be sent before the reset.
     client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     told = conninfo_to_dict(dsn)
     said = b""
@@ -326,13 +327,11 @@ async def test_statements_and_transactions_take_turns_on_one_connection(single: 
         assert await single.run(b"SELECT %(n)s::bigint", {"n": number}) == [(number,)]
 
 
-async def test_the_pool_has_its_connections_back_now_and_then(
-    database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shard.database, "_KEPT_S_MAX", -1.0)
-    answers = await asyncio.gather(*(database.run(b"SELECT %(n)s", {"n": n}) for n in range(100)))
-    assert answers == [[(n,)] for n in range(100)]
-    await asyncio.wait_for(database._pool.wait(), 30)
+async def test_old_connections_are_replaced(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard.postgres.session_pool, "_AGE_S_MAX", 0.0)
+    answers = await asyncio.gather(*(database.run(b"SELECT %(n)s", {"n": n}) for n in range(20)))
+    assert answers == [[(n,)] for n in range(20)]
+    await asyncio.wait_for(database._pool.connected(), 30)
 
 
 # ── Another DSN ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -354,9 +353,29 @@ async def test_another_dsn_holds_for_the_next_statement_and_lets_the_running_one
         ((after,),) = await database.run(where, {})
         assert after != before
     assert await running == [("", before)]
-    # Every connection is one to the new place by now.
+    # By now every connection leads to the new server.
     answers = await asyncio.gather(*(database.run(where, {}) for _ in range(8)))
     assert {row for rows in answers for (row,) in rows} == {after}
+    await database.close()
+
+
+async def test_another_dsn_is_used_even_if_a_connection_was_made_a_moment_ago(
+    module_dsn: str, fresh_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = asyncio.Event()
+    hand_out = shard.postgres.session_pool.SessionPool._hand_out
+
+    def tell(pool: shard.postgres.session_pool.SessionPool, session: Session) -> None:
+        hand_out(pool, session)
+        made.set()
+
+    monkeypatch.setattr(shard.postgres.session_pool.SessionPool, "_hand_out", tell)
+    database = Database(SHARD, module_dsn, connections=1)
+    await database.open()
+    await made.wait()
+    # The task that has made this connection has not ended yet.
+    await database.reconnect(fresh_dsn)
+    assert await database.run(b"SELECT current_database()::text", {}) == [(conninfo_to_dict(fresh_dsn)["dbname"],)]
     await database.close()
 
 
@@ -382,7 +401,8 @@ async def test_under_load_nothing_fails_and_nothing_stays_at_the_old_dsn(
             pass
     over.set()
     await asyncio.gather(*loads)
-    assert len(database._kept) + database._unclaimed == 4
+    await database._pool.connected()
+    assert len(database._pool._idle) == 4
     await database.close()
 
 
@@ -408,7 +428,7 @@ async def test_a_cancelled_statement_ends_on_the_server_and_leaves_the_pool_whol
     for call in calls:
         call.cancel()
     assert all(isinstance(end, asyncio.CancelledError) for end in await asyncio.gather(*calls, return_exceptions=True))
-    # The same connections as before, and none is busy.
+    # The same connections as before, none of them busy.
     assert sorted(await watcher.until_idle()) == sorted(before)
     answers = await asyncio.gather(*(database.run(WAIT, {"lock": at}) for at in range(20)))
     assert {pid for ((_, pid),) in answers} <= set(before)
@@ -427,8 +447,9 @@ async def test_a_call_cancelled_at_any_moment_harms_no_other(database: Database)
             task.cancel()
         assert await asyncio.gather(*safe) == [[(number, "")] for number in range(8)]
         await asyncio.gather(*doomed, return_exceptions=True)
-    assert len(database._kept) + database._unclaimed == 4
-    assert not database._line
+    await database._pool.connected()
+    assert len(database._pool._idle) == 4
+    assert not database._pool._waiting
 
 
 async def test_a_statement_that_will_not_end_loses_its_connection(
@@ -436,8 +457,8 @@ async def test_a_statement_that_will_not_end_loses_its_connection(
 ) -> None:
     async def unheard(*_: object, **__: object) -> None: ...
 
-    monkeypatch.setattr(shard.connection, "_ABANDONED_S_MAX", 0.1)
-    monkeypatch.setattr(shard.connection.Connection, "cancel_safe", unheard)
+    monkeypatch.setattr(shard.postgres.connection, "_ABANDONED_S_MAX", 0.1)
+    monkeypatch.setattr(shard.postgres.connection.Connection, "cancel_safe", unheard)
     call = asyncio.create_task(single.run(SLEEP, {}))
     (pid,) = await watcher.until_waiting_for("PgSleep")
     call.cancel()
@@ -455,7 +476,7 @@ async def test_a_caller_cancelled_twice_does_not_wait_for_the_server(
     async def unheard(*_: object, **__: object) -> None:
         cancelling.set()
 
-    monkeypatch.setattr(shard.connection.Connection, "cancel_safe", unheard)
+    monkeypatch.setattr(shard.postgres.connection.Connection, "cancel_safe", unheard)
     call = asyncio.create_task(single.run(SLEEP, {}))
     (pid,) = await watcher.until_waiting_for("PgSleep")
     call.cancel()

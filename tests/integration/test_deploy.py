@@ -1,7 +1,7 @@
-"""deploy/: the router starts by the very command, environment and files that the Dockerfile and compose.yaml name.
+"""deploy/: the router starts with the exact command, environment and files that the Dockerfile and compose.yaml name.
 
-No container engine is needed. A container's paths are mapped into a temporary root, `windrow` is the installed one, and
-the DSN secrets lead to a database of the tests' server instead of a host on the compose network.
+No container engine is needed. A container's paths are mapped into a temporary root, `windrow` is the installed command,
+and the DSN secrets lead to a database of the tests' server instead of a host on the compose network.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from archiver.settings import settings_of as archiver_settings_of
 from balancer.settings import pace_of
 from embedded import BinariesNotFound, find_binaries
 from router.settings import RouterSettings, host_and_port, router_settings
-from shard import schema
-from shard.cluster import ClusterFileError, parse_cluster, read_cluster
-from shard.database import Database
-from shard.placement import SLOTS, plan, slot_of
+from shard.placement.cluster_file import ClusterFileError, parse_cluster, read_cluster
+from shard.placement.slots import SLOTS, plan, slot_of
+from shard.postgres import schema
+from shard.postgres.pool import Database
 from shard.vocabulary import OrgId, ShardName
-from tests.jobs import job_id
+from tests.jobs import job_id, job_message
 from tests.postgres import Server
 from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
 
@@ -59,7 +59,7 @@ SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 
 
 def stages() -> list[list[tuple[str, str]]]:
-    """The Dockerfile's stages, each as its instructions: word and arguments."""
+    """Returns the Dockerfile's stages, each as its instructions: name and arguments."""
     text = re.sub(r"^#.*\n", "", DOCKERFILE.read_text(), flags=re.MULTILINE)
     found: list[list[tuple[str, str]]] = []
     for line in re.sub(r"\\\n\s*", "", text).splitlines():
@@ -76,7 +76,7 @@ IMAGE = stages()[-1]
 
 
 def the(word: str) -> str:
-    """The arguments of the one such instruction of the final stage."""
+    """Returns the arguments of the final stage's only instruction with this name."""
     (arguments,) = [arguments for instruction, arguments in IMAGE if instruction == word]
     return arguments
 
@@ -88,7 +88,7 @@ def health_command() -> list[str]:
 
 
 def seconds(text: str) -> float:
-    """A duration of compose in seconds: all of ours are plain ones."""
+    """Parses a duration of the compose file in seconds; all of ours have this form."""
     assert text.endswith("s")
     return float(text[:-1])
 
@@ -98,7 +98,7 @@ def seconds(text: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Container:
-    """What a container of one service would be given, below a root of its own."""
+    """What a container of one service would get, under a temporary root."""
 
     root: Path
     command: list[str]
@@ -108,7 +108,7 @@ class Container:
         return self.root / inside.lstrip("/")
 
     def resolved(self, command: list[str]) -> list[str]:
-        """A command in which container paths are ours, and `windrow` is the installed one."""
+        """Returns a command with container paths mapped into the root, and with the installed `windrow`."""
         assert command[0] == "windrow"
         return [
             str(BIN / command[0]),
@@ -117,7 +117,7 @@ class Container:
 
 
 def container(name: str, root: Path, dsns: dict[str, str]) -> Container:
-    """Makes the files of a router service, and reads its command and environment."""
+    """Creates the files of a router service, and reads its command and environment."""
     service = SERVICES[name]
     assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).resolve() == DOCKERFILE
     environment = {"PATH": f"{BIN}{os.pathsep}{os.defpath}"}
@@ -131,7 +131,7 @@ def container(name: str, root: Path, dsns: dict[str, str]) -> Container:
     subprocess.run([DEPLOY / "compose" / "make-secrets.sh", secrets], check=True)
     for secret in service["secrets"]:
         text = (secrets / Path(COMPOSE["secrets"][secret]["file"]).name).read_text()
-        # Where it leads on the compose network: to a shard's service, as the role that role.sql makes.
+        # On the compose network it leads to a shard's service, as the role that role.sql creates.
         dsn = conninfo_to_dict(text.strip())
         assert dsn["host"] in SHARDS
         assert (dsn["user"], dsn["dbname"]) == ("windrow", "windrow")
@@ -140,7 +140,7 @@ def container(name: str, root: Path, dsns: dict[str, str]) -> Container:
         place.write_text(dsns[str(dsn["host"])] + "\n")
     for config in service["configs"]:
         text = (DEPLOY / COMPOSE["configs"][config["source"]]["file"]).read_text()
-        # The container's address and port are its own; here they are shared with whatever else runs.
+        # A container has its own address and port; here they are shared with other processes.
         listen = tomllib.loads(text)["router"]["listen"]
         text = text.replace(f'"{listen}"', '"127.0.0.1:0"').replace('"/run/', f'"{made.path("/run")}/')
         place = made.path(config["target"])
@@ -151,7 +151,7 @@ def container(name: str, root: Path, dsns: dict[str, str]) -> Container:
 
 @contextmanager
 def started(made: Container) -> Generator[tuple[subprocess.Popen[str], str], None, None]:
-    """The running container's process, and the address it serves on."""
+    """Starts the container's process. Returns it and the address it serves on."""
     with subprocess.Popen(
         made.resolved(made.command),
         cwd=made.root,
@@ -171,7 +171,7 @@ def started(made: Container) -> Generator[tuple[subprocess.Popen[str], str], Non
 
 
 def wait_until_serving(channel: grpc.Channel) -> None:
-    # By name: the types of the generated stub know no methods.
+    # Called by name, because the generated stub's types have no such method.
     check = channel.unary_unary(
         "/grpc.health.v1.Health/Check",
         request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
@@ -205,7 +205,7 @@ def test_the_image_and_compose_start_a_router_that_works_and_ends_well(
                 queue = queue_pb2_grpc.QueueStub(channel)
                 for shard in SHARDS:
                     org = an_org_of(shard)
-                    job = job_pb2.NewJob(id=job_id(), queue="mail", kind="greet", payload=b"hello")
+                    job = job_message(id=job_id(), queue="mail", kind="greet", payload=b"hello")
                     queue.Enqueue(queue_pb2.EnqueueRequest(org=org, jobs=[job]), timeout=WAIT_S)
                     (leased,) = queue.Dequeue(queue_pb2.DequeueRequest(org=org, queues=["mail"]), timeout=WAIT_S).jobs
                     assert (leased.id, leased.payload) == (job.id, b"hello")
@@ -237,7 +237,7 @@ def test_compose_starts_a_balancer_that_leads_and_ends_well(tmp_path: Path, post
         ) as process:
             try:
                 assert process.stderr is not None
-                assert any("leads, by cluster file" in line for line in process.stderr)
+                assert any("leads, with cluster file" in line for line in process.stderr)
                 process.send_signal(signal.Signals[the("STOPSIGNAL")])
                 assert process.wait(seconds(SERVICES["balancer"]["stop_grace_period"])) == 0
             finally:
@@ -353,7 +353,7 @@ def test_every_package_of_the_server_is_in_the_image() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     packages: list[str] = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     sources = [source for word, arguments in stages()[0] if word == "COPY" for source in arguments.split()[:-1]]
-    assert {source for source in sources if (ROOT / source).is_dir()} == {"client", *packages}
+    assert {source for source in sources if (ROOT / source).is_dir()} == {"clients/python", *packages}
     allowed = re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(), flags=re.MULTILINE)
     assert sorted(allowed) == sorted(sources)
 
@@ -389,7 +389,7 @@ def test_no_index_is_asked_for_the_name_windrow() -> None:
 
 
 def router_settings_of(path: Path) -> RouterSettings:
-    """The [router] table of a file whose secrets are elsewhere."""
+    """Returns the [router] table of a file whose secrets are elsewhere."""
     text = re.sub(r'dsn_(file|env) = ".*"', 'dsn = "host=nowhere"', path.read_text())
     return router_settings(parse_cluster(text, source=str(path)))
 
@@ -398,7 +398,7 @@ ONE_SHARD = '[[shard]]\nname = "s"\ndsn = "host=nowhere"\n'
 
 
 def known_keys_of(table: str) -> list[str]:
-    """The keys that the code knows, as it names them to someone who writes another."""
+    """Returns the keys that the code knows, as its error message for an unknown key lists them."""
     text = f"{ONE_SHARD}zzzz = 1" if table == "shard" else f"{ONE_SHARD}[{table}]\nzzzz = 1"
 
     def read() -> None:
@@ -413,7 +413,7 @@ def known_keys_of(table: str) -> list[str]:
 
 
 def section(table: str) -> str:
-    """What the example says from the first such header on, to the next header of another table."""
+    """Returns the example's text from the first such header to the header of another table."""
     found = re.search(rf"^\[+{table}\]+\n((?:(?!\[+(?!\[*{table}\])).*\n)*)", EXAMPLE.read_text(), re.MULTILINE)
     assert found is not None
     return found[1]
@@ -430,7 +430,7 @@ def test_the_example_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [shard.name for shard in cluster.shards] == ["s1", "s2", "s3"]
     assert [shard.weight for shard in cluster.shards] == [1, 2, 1]
     assert cluster.catalog_dsn == "host=db dbname=windrow_catalog_dsn"
-    # It says of each value that it is the default.
+    # The example says of each value that it is the default.
     assert router_settings(cluster) == RouterSettings()
     assert pace_of(cluster).jobs_per_s_max == 5000
     assert archiver_settings_of(cluster) == archiver_settings_of(parse_cluster(ONE_SHARD, source="defaults"))

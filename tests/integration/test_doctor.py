@@ -1,5 +1,5 @@
-"""`windrow doctor` beside a real Postgres that is made ill: each illness is named, and what is shown as its fix, pasted
-as it is, cures it."""
+"""`windrow doctor` on a real Postgres with problems that the tests cause: it names each problem, and its fix, pasted
+unchanged, solves it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Findings = list[dict[str, str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ward:
-    """One database, and the command beside it, in this process."""
+    """A database with problems, and the command, run in this process."""
 
     file: Path
     dsn: str
@@ -47,7 +47,7 @@ class Ward:
         return int(ended.value.code or 0), told.out, told.err
 
     def examine(self, *arguments: str) -> tuple[int, dict[str, Any]]:
-        """The exit code, and what is said of the only shard, but for what this server is everywhere."""
+        """Returns the exit code and the findings about the only shard, without those that this server always has."""
         code, out, err = self.windrow("--json", *arguments)
         assert err == ""
         (document,) = map(json.loads, out.splitlines())
@@ -65,7 +65,7 @@ class Ward:
         run(self.superuser_dsn if superuser else self.dsn, *statements)
 
     def is_cured(self, about: str, *arguments: str) -> bool:
-        """Some cures take a moment."""
+        """Waits until a finding is gone: some fixes need a moment."""
         return until(lambda: not self.findings(about, *arguments))
 
 
@@ -98,7 +98,7 @@ def ward(
 
 
 def test_a_new_shard_has_nothing_to_be_warned_of(ward: Ward) -> None:
-    """Also: what is held to be right of tables' options and partitions is what the migrations make."""
+    """This also shows that the doctor's expectations of table options and partitions match the migrations."""
     _, document = ward.examine()
     assert {one["severity"] for one in document["findings"]} <= {"notice"}
     assert {"job", "dead", "tally"} <= {table["table"] for table in document["tables"]}
@@ -113,7 +113,7 @@ def test_a_session_that_is_idle_in_transaction_is_named_and_ended(ward: Ward) ->
     with psycopg.connect(ward.dsn, application_name="forgotten report") as forgotten:
         forgotten.isolation_level = IsolationLevel.REPEATABLE_READ
         forgotten.execute("SELECT 1")
-        # It is young still.
+        # The snapshot is still young.
         assert not ward.findings("snapshot")
         code, document = ward.examine("--held-for", "0s")
         assert code == 1
@@ -130,7 +130,7 @@ def test_a_session_that_is_idle_in_transaction_is_named_and_ended(ward: Ward) ->
     assert ward.is_cured("snapshot", "--held-for", "0s")
 
 
-def test_of_another_roles_session_is_said_what_cannot_be_seen_and_who_may_end_it(ward: Ward) -> None:
+def test_a_finding_on_another_roles_session_says_what_is_hidden_and_who_may_end_it(ward: Ward) -> None:
     with psycopg.connect(ward.superuser_dsn, application_name="nightly dump") as dump:
         dump.isolation_level = IsolationLevel.REPEATABLE_READ
         dump.execute("SELECT 1")
@@ -163,7 +163,7 @@ def test_a_prepared_transaction_is_named_and_rolled_back(ward: Ward) -> None:
         connection.execute("INSERT INTO windrow.tally VALUES (1, 1)")
         connection.execute("PREPARE TRANSACTION 'it''s lost'")
     (finding,) = ward.findings("prepared_transaction", "--held-for", "0s")
-    assert finding["finding"].startswith("prepared transaction 'it''s lost' of role windrow is open for ")
+    assert finding["finding"].startswith("prepared transaction 'it''s lost' of role windrow has been open for ")
     assert "COMMIT PREPARED 'it''s lost';" in finding["fix"]
     ward.paste(finding)
     assert not ward.findings("prepared_transaction", "--held-for", "0s")
@@ -176,7 +176,7 @@ def test_a_slot_that_nobody_uses_is_named_and_dropped(ward: Ward) -> None:
     (finding,) = (one for one in document["findings"] if one["about"] == "slot")
     assert finding["finding"].startswith("physical replication slot 'gone' is used by nobody")
     assert " of WAL" in finding["finding"]
-    assert finding["fix"].startswith("-- as a superuser, or a role with REPLICATION; what has read it needs a new ")
+    assert finding["fix"].startswith("-- as a superuser, or a role with REPLICATION; its reader needs a new ")
     ward.paste(finding, superuser=True)
     assert not ward.findings("slot")
 
@@ -243,7 +243,7 @@ def test_days_without_a_partition_are_given_one(ward: Ward) -> None:
 
 def test_a_table_with_many_rows_that_was_never_analyzed_is(ward: Ward) -> None:
     with psycopg.connect(ward.dsn, autocommit=True) as connection:
-        # Nobody is to be faster than we are.
+        # Autovacuum must not be faster than this test.
         connection.execute("ALTER TABLE windrow.tally SET (autovacuum_enabled = off)")
         connection.execute("INSERT INTO windrow.tally SELECT 1, 1 FROM generate_series(1, 100000)")
         connection.execute("SELECT pg_stat_force_next_flush()")
@@ -304,7 +304,7 @@ def test_a_setting_of_the_server_is_put_right_by_a_superuser(ward: Ward) -> None
 # ── Which shards, and how it ends ────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_shard_that_does_not_answer_is_said_and_the_others_are_examined(ward: Ward) -> None:
+def test_a_shard_that_does_not_answer_is_reported_and_the_others_are_examined(ward: Ward) -> None:
     ward.file.write_text(ward.file.read_text() + f'[[shard]]\nname = "s2"\ndsn = "{NOWHERE}"\n')
     code, out, err = ward.windrow("--json", "--shard", "s2")
     assert code == 3
@@ -313,7 +313,7 @@ def test_a_shard_that_does_not_answer_is_said_and_the_others_are_examined(ward: 
     first, second = map(json.loads, out.splitlines())
     assert (first["shard"], first["answered"], second["shard"], second["answered"]) == ("s1", True, "s2", False)
     assert second["error"] in err
-    # What one suffers from counts more than that the other is away.
+    # A critical finding counts more than an unreachable shard.
     assert code == 1
     code, out, _ = ward.windrow()
     assert out.endswith("\n\ns2: no answer\n")
@@ -324,9 +324,7 @@ def test_a_table_that_somebody_has_locked_holds_nobody_up_for_long(ward: Ward) -
         locker.execute("LOCK TABLE windrow.job")
         code, _, err = ward.windrow()
     assert code == 3
-    assert (
-        "shard 's1' is unavailable: somebody keeps a table of schema windrow locked; who that is, says: SELECT" in err
-    )
+    assert "shard 's1' is unavailable: a session keeps a table of schema windrow locked; to find it: SELECT" in err
 
 
 def test_a_shard_is_named_as_the_file_has_it_and_one_that_is_off_is_left_alone(ward: Ward) -> None:

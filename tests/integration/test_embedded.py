@@ -1,4 +1,4 @@
-"""Local clusters against real servers. Owns every server that it starts, and leaves none."""
+"""Local clusters on real servers. The tests own every server that they start, and leave none running."""
 
 import json
 import os
@@ -52,14 +52,14 @@ sys.stdin.read()
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """One that tests only look at."""
+    """A cluster that tests only read."""
     with Cluster("shared", ephemeral=True) as running:
         yield running
 
 
 @pytest.fixture
 def root() -> Iterator[Path]:
-    """Not tmp_path: as root that has mode 700, and the server's account could not enter it."""
+    """Not tmp_path: root's tmp_path has mode 700, so that the server's account could not enter it."""
     base = Path(tempfile.mkdtemp(prefix="windrow-test-", dir="/tmp")).resolve()
     base.chmod(0o755)
     yield base / "postgres"
@@ -73,7 +73,7 @@ def ask(dsn: str, query: str) -> list[tuple[object, ...]]:
 
 
 def until(holds: Callable[[], bool]) -> None:
-    """Waits for what a server does by and by."""
+    """Waits for something that the server does a little later."""
     deadline = time.monotonic() + WAIT_S
     while not holds():
         assert time.monotonic() < deadline
@@ -82,7 +82,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 @contextmanager
 def ending(pids: Sequence[int]) -> Generator[None, None, None]:
-    """Processes that run now, and must have ended soon after the block."""
+    """Asserts that these processes, which run now, end soon after the block."""
     with ExitStack() as stack:
         handles = [os.pidfd_open(pid) for pid in pids]
         for handle in handles:
@@ -96,7 +96,7 @@ def ending(pids: Sequence[int]) -> Generator[None, None, None]:
 
 @contextmanager
 def owner(root: Path, kind: str) -> Generator[tuple[subprocess.Popen[str], int, str, Path], None, None]:
-    """Another process that runs cluster "a"."""
+    """Another process, which runs cluster "a"."""
     with subprocess.Popen(
         [sys.executable, "-c", OWNER, str(root), kind],
         stdin=subprocess.PIPE,
@@ -331,7 +331,7 @@ def test_a_standby_follows_its_primary_and_takes_over_when_promoted() -> None:
         ask(primary.superuser_dsn, "ALTER SYSTEM SET synchronous_standby_names = '*'")
         ask(primary.superuser_dsn, "SELECT pg_reload_conf()")
         until(lambda: ask(primary.superuser_dsn, "SELECT sync_state FROM pg_stat_replication") == [("sync",)])
-        # Commits wait for the standby from here on: it has what was committed.
+        # From here on commits wait for the standby, so it has what was committed.
         ask(primary.dsn, "CREATE TABLE kept AS SELECT 1 AS n")
         assert ask(standby.dsn, "SELECT pg_is_in_recovery()") == [(True,)]
         primary.kill()
@@ -424,7 +424,7 @@ def test_an_ephemeral_cluster_goes_with_its_killed_owner(root: Path) -> None:
     with owner(root, "ephemeral") as (process, pid, _, folder):
         started = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
         assert pid in started
-        with ending(started):  # The watcher, too: it ends once the folder is gone.
+        with ending(started):  # The watcher too: it ends when the folder is gone.
             os.kill(process.pid, signal.SIGKILL)
         assert not folder.exists()
     assert processes_naming(folder) == []
@@ -447,7 +447,7 @@ def test_it_works_on_every_version_found(root: Path, major: int, monkeypatch: py
         cluster.kill()
         cluster.start()
     assert version == [(major,)]
-    # Nothing names the version now: the data does.
+    # No argument names the version now; the data does.
     with Cluster("a", root=root) as again:
         assert ask(again.dsn, "SELECT FROM kept") == []
 

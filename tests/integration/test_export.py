@@ -1,7 +1,8 @@
-"""Cold days are exported before they are dropped: to a directory or a bucket; they are read back, and never dropped
-without.
+"""Cold days are exported to a directory or a bucket before they are dropped. Exports are read back, and without one no
+day is dropped.
 
-WINDROW_EXPORT_ROWS=1000000 makes the day of the largest test so large; -s shows its figures."""
+`./run test --thorough` makes the day of the largest test a million jobs; -s shows its figures.
+"""
 
 # ruff: noqa: ASYNC240 - the files are small, and nobody waits
 
@@ -24,27 +25,30 @@ from typing import Any
 import duckdb
 import pytest
 
-from archiver import exporting, parquet, service
+from archiver import export, parquet, service
 from archiver.errors import Damaged, ExportFailed, FilesFailed
-from archiver.files import Files
-from archiver.looking import Wanted, find
-from archiver.passing import Pass
-from archiver.place import Place
-from shard import archiving, cold, erasing, partitions
-from shard.archiving import Day, NotExported
-from shard.books import Books
-from shard.database import Database
-from shard.store import Store
+from archiver.export_location import ExportLocation
+from archiver.export_search import ExportFilter, find
+from archiver.object_store import Files
+from archiver.run import Pass
+from shard.admin.queue_admin import QueueAdmin
+from shard.history import cold_day, erasure
+from shard.history.days import Day, NotExported, days_over, days_past, drop, turn_cold
+from shard.postgres import partitions
+from shard.postgres.pool import Database
+from shard.queue.settle import Settlement
+from shard.queue.store import Store
 from shard.vocabulary import JobId, OrgId, ShardName
 from tests.balancers import Field, open_field
 from tests.conftest import CLUSTER, SHARD
+from tests.effort import trials
 from tests.jobs import lease_jobs, some_jobs
 from tests.postgres import Server
 from tests.timemachine import age_finished, make_day
 
 A, B = ShardName("s1"), ShardName("s2")
 STOP = asyncio.Event()
-ROWS = int(os.environ.get("WINDROW_EXPORT_ROWS", "20000"))
+ROWS = trials(20_000, thorough=1_000_000)
 
 
 @pytest.fixture
@@ -60,7 +64,7 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def files(place: Path) -> Files:
-    return Files(Place.parse(str(place)), make=True)
+    return Files(ExportLocation.parse(str(place)), make=True)
 
 
 @pytest.fixture
@@ -75,7 +79,8 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def s3_server() -> Generator[str, None, None]:
-    """In this process. It takes seconds to import: not while connections are made that give up after five."""
+    """An S3 server in this process. Importing it takes seconds, so it must not happen while connections with a timeout
+    of five seconds are being made."""
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
@@ -98,20 +103,22 @@ def bucket(s3_server: str, credentials: None, monkeypatch: pytest.MonkeyPatch) -
 async def finish(database: Database, org: OrgId, count: int, *, queue: str = "mail") -> None:
     store = Store(database)
     await store.enqueue(some_jobs(org, count, queue=queue))
-    await store.ack(
-        org,
-        [lease for _, lease in await lease_jobs(store, org, queue=queue, max_jobs=count)],
+    await store.settle(
+        Settlement.ack(
+            org,
+            [lease for _, lease in await lease_jobs(store, org, queue=queue, max_jobs=count)],
+        )
     )
 
 
-async def cold_day(database: Database, *orgs: OrgId, jobs: int = 2, days: int = 40) -> Day:
-    """Jobs of these orgs that finished so many days ago, on a day that has turned cold."""
+async def make_cold_day(database: Database, *orgs: OrgId, jobs: int = 2, days: int = 40) -> Day:
+    """Makes a cold day of jobs of these orgs that finished this many days ago."""
     for org in orgs:
         await finish(database, org, jobs)
         await age_finished(database, org, days=days)
-    for over in await archiving.days_over(database):
-        await archiving.turn_cold(database, over)
-    (day,) = await archiving.days_past(database)
+    for over in await days_over(database):
+        await turn_cold(database, over)
+    (day,) = await days_past(database)
     return day
 
 
@@ -121,8 +128,8 @@ async def once(field: Field) -> Pass:
     return outcome
 
 
-async def export(files: Files, database: Database, day: Day, *, cluster: str = CLUSTER) -> exporting.Exported:
-    return await exporting.export_day(files, database, day, cluster=cluster, stop=STOP)
+async def run_export(files: Files, database: Database, day: Day, *, cluster: str = CLUSTER) -> export.Exported:
+    return await export.export_day(files, database, day, cluster=cluster, stop=STOP)
 
 
 def manifests(place: Path) -> list[dict[str, Any]]:
@@ -134,7 +141,7 @@ def data_files(place: Path) -> list[Path]:
 
 
 def spoil(path: Path) -> None:
-    """One bit, in the middle."""
+    """Flips one bit in the middle."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
@@ -173,7 +180,7 @@ async def test_a_day_is_exported_and_read_back_before_it_is_dropped(field: Field
         file.stat().st_size,
         hashlib.sha256(file.read_bytes()).hexdigest(),
     )
-    found = list(find(Files(Place.parse(str(place))), Wanted(org=org, payloads=True)))
+    found = list(find(Files(ExportLocation.parse(str(place))), ExportFilter(org=org, payloads=True)))
     assert [job["id"] for job in found] == ids[::-1]
     for job, record in zip(found, records[::-1], strict=True):
         assert (job["queue"], job["kind"], job["state"], job["payload"]) == (
@@ -183,7 +190,7 @@ async def test_a_day_is_exported_and_read_back_before_it_is_dropped(field: Field
             record.payload,
         )
         assert job["finished_at"].timestamp() * 1e6 == pytest.approx(record.finished_at)
-    (books,) = [entry for entry in await Books(field.databases[A]).check() if entry.org == org]
+    (books,) = [entry for entry in await QueueAdmin(field.databases[A]).check() if entry.org == org]
     assert (books.expired, books.balanced) == (3, True)
 
 
@@ -203,8 +210,8 @@ async def test_a_damaged_file_blocks_the_drop_and_is_named_and_the_next_pass_goe
     field: Field, org: OrgId, place: Path, files: Files
 ) -> None:
     field.write(f"[archiver]\nexport = '{place}'\n", s1={}, s2={})
-    day = await cold_day(field.databases[A], org)
-    await export(files, field.databases[A], day)
+    day = await make_cold_day(field.databases[A], org)
+    await run_export(files, field.databases[A], day)
     (file,) = data_files(place)
     spoil(file)
     done = await once(field)
@@ -214,15 +221,15 @@ async def test_a_damaged_file_blocks_the_drop_and_is_named_and_the_next_pass_goe
     assert await tables(field.databases[A]) == [day.name]
     done = await once(field)
     assert ([aged.partition for aged in done.dropped], done.not_exported) == ([day.name], [])
-    assert [one.trouble for one in exporting.check_all(files)] == [""]
+    assert [one.trouble for one in export.check_all(files)] == [""]
 
 
 @pytest.mark.parametrize("how", ["missing", "shorter", "no Parquet"])
 async def test_a_file_that_is_not_as_its_manifest_says_blocks_the_drop(
     fresh_database: Database, org: OrgId, place: Path, files: Files, how: str
 ) -> None:
-    day = await cold_day(fresh_database, org)
-    await export(files, fresh_database, day)
+    day = await make_cold_day(fresh_database, org)
+    await run_export(files, fresh_database, day)
     (file,) = data_files(place)
     match how:
         case "missing":
@@ -232,7 +239,7 @@ async def test_a_file_that_is_not_as_its_manifest_says_blocks_the_drop(
         case _:
             file.write_bytes(b"x" * file.stat().st_size)
     with pytest.raises(Damaged, match=str(file)):
-        await export(files, fresh_database, day)
+        await run_export(files, fresh_database, day)
 
 
 async def test_a_place_that_is_away_leaves_the_day_and_stops_no_other_work(
@@ -241,9 +248,9 @@ async def test_a_place_that_is_away_leaves_the_day_and_stops_no_other_work(
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{nobody.getsockname()[1]}")
-        monkeypatch.setattr("archiver.files._RETRIES", 0)
+        monkeypatch.setattr("archiver.object_store._RETRIES", 0)
         field.write("[archiver]\nexport = 's3://cold/windrow'\n", s1={}, s2={})
-        day = await cold_day(field.databases[A], org)
+        day = await make_cold_day(field.databases[A], org)
         await Store(field.databases[A]).enqueue(some_jobs(other_org, 1, dedup_keys=["a"]))
         await field.databases[A].run(b"UPDATE windrow.dedup SET until = now()", {})
         outcomes = dict(await service.archive_once(field.cluster, stop=asyncio.Event()))
@@ -258,7 +265,7 @@ async def test_a_place_that_is_away_leaves_the_day_and_stops_no_other_work(
 async def test_a_directory_that_cannot_be_written_to_leaves_the_day(field: Field, org: OrgId, place: Path) -> None:
     place.write_text("a file")
     field.write(f"[archiver]\nexport = '{place}'\n", s1={}, s2={})
-    day = await cold_day(field.databases[A], org)
+    day = await make_cold_day(field.databases[A], org)
     done = await once(field)
     assert done.not_exported[0].startswith(f"{day.name} stays: {place}")
     assert await tables(field.databases[A]) == [day.name]
@@ -275,22 +282,22 @@ async def test_every_column_of_a_cold_job_is_exported(fresh_database: Database) 
         """,
         {},
     )
-    # Folders say the retention, and org and queue stand there by their names.
+    # The folder names contain the retention; org and queue are stored by name.
     assert {name for (name,) in rows} - {"queue_id", "retention"} == set(parquet.SCHEMA.names) - {"org", "queue"}
 
 
 async def test_orgs_and_ids_come_in_their_order_however_many_pages_it_takes(
     fresh_database: Database, monkeypatch: pytest.MonkeyPatch, files: Files
 ) -> None:
-    monkeypatch.setattr(cold, "_ROWS", 4)
+    monkeypatch.setattr(cold_day, "_ROWS", 4)
     orgs = [OrgId(name) for name in ("zebra", "Äther", "acme", "Zebra")]
     for org, count in zip(orgs, (9, 1, 3, 2), strict=True):
         await finish(fresh_database, org, count)
         await age_finished(fresh_database, org, days=40)
-    day = await cold_day(fresh_database)
-    exported = await export(files, fresh_database, day)
+    day = await make_cold_day(fresh_database)
+    exported = await run_export(files, fresh_database, day)
     assert exported.rows_by_org == {"Zebra": 2, "acme": 3, "zebra": 9, "Äther": 1}
-    (one,) = exporting.check_all(files)
+    (one,) = export.check_all(files)
     assert one.manifest is not None
     with parquet.Reader(files, one.manifest.path) as reader:
         keys = [(job.org, job.id) for batch in reader.batches() for job in parquet.jobs_of(batch)]
@@ -300,71 +307,71 @@ async def test_orgs_and_ids_come_in_their_order_however_many_pages_it_takes(
 async def test_a_page_ends_before_it_fills_the_memory(
     fresh_database: Database, org: OrgId, monkeypatch: pytest.MonkeyPatch, files: Files
 ) -> None:
-    monkeypatch.setattr(cold, "_BYTES", 3 * 1024)
-    day = await cold_day(fresh_database, org, jobs=10)
-    orgs = await cold.count(fresh_database, day)
-    assert [len(page) async for page in cold.pages(fresh_database, day, orgs)] == [3, 3, 3, 1]
-    assert (await export(files, fresh_database, day)).jobs == 10
+    monkeypatch.setattr(cold_day, "_BYTES", 3 * 1024)
+    day = await make_cold_day(fresh_database, org, jobs=10)
+    orgs = await cold_day.count(fresh_database, day)
+    assert [len(page) async for page in cold_day.pages(fresh_database, day, orgs)] == [3, 3, 3, 1]
+    assert (await run_export(files, fresh_database, day)).jobs == 10
 
 
 async def test_a_row_that_is_not_what_the_table_has_is_found(
     fresh_database: Database, org: OrgId, files: Files, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever writes the file gets it wrong, and its checksum is of what he wrote."""
-    day = await cold_day(fresh_database, org, jobs=3)
+    """The writer makes a mistake, so that the file's checksum matches its wrong content."""
+    day = await make_cold_day(fresh_database, org, jobs=3)
 
     async def lossy(*arguments: Any) -> AsyncGenerator[Any]:
         async for batch in table(*arguments):
             yield batch if list(files.list()) else batch.slice(1)
 
-    table = exporting._table
-    monkeypatch.setattr(exporting, "_table", lossy)
+    table = export._table
+    monkeypatch.setattr(export, "_table", lossy)
     with pytest.raises(Damaged, match="has another row than the day"):
-        await export(files, fresh_database, day)
+        await run_export(files, fresh_database, day)
     assert (data_files(place), manifests(place)) == ([], [])
 
 
 async def test_a_day_that_changes_after_it_was_exported_is_not_dropped_and_the_export_keeps_all(
     fresh_database: Database, org: OrgId, other_org: OrgId, files: Files
 ) -> None:
-    day = await cold_day(fresh_database, org)
-    exported = await export(files, fresh_database, day)
+    day = await make_cold_day(fresh_database, org)
+    exported = await run_export(files, fresh_database, day)
     # The clock had gone back.
     await finish(fresh_database, other_org, 1)
     await age_finished(fresh_database, other_org, days=40)
-    for over in await archiving.days_over(fresh_database):
-        await archiving.turn_cold(fresh_database, over)
+    for over in await days_over(fresh_database):
+        await turn_cold(fresh_database, over)
     with pytest.raises(NotExported, match=f"has 1 job.s. of org '{other_org}', and its export 0"):
-        await archiving.drop(fresh_database, day, exported=exported.rows_by_org)
-    exported = await export(files, fresh_database, day)
+        await drop(fresh_database, day, exported=exported.rows_by_org)
+    exported = await run_export(files, fresh_database, day)
     assert exported.rows_by_org == {org: 2, other_org: 1}
-    await archiving.drop(fresh_database, day, exported=exported.rows_by_org)
-    # And once more, when the day has been dropped.
+    await drop(fresh_database, day, exported=exported.rows_by_org)
+    # Once more after the day was dropped.
     await finish(fresh_database, org, 1)
     await age_finished(fresh_database, org, days=40)
-    day = await cold_day(fresh_database)
-    exported = await export(files, fresh_database, day)
+    day = await make_cold_day(fresh_database)
+    exported = await run_export(files, fresh_database, day)
     assert exported.rows_by_org == {org: 3, other_org: 1}
-    assert [one.trouble for one in exporting.check_all(files)] == [""]
+    assert [one.trouble for one in export.check_all(files)] == [""]
 
 
 async def test_an_org_that_is_being_erased_is_not_exported(
     fresh_database: Database, org: OrgId, other_org: OrgId, files: Files
 ) -> None:
-    day = await cold_day(fresh_database, org, other_org)
-    assert await erasing.begin(fresh_database, org, erasure=str(uuid.uuid4()))
-    exported = await export(files, fresh_database, day)
+    day = await make_cold_day(fresh_database, org, other_org)
+    assert await erasure.begin(fresh_database, org, erasure=str(uuid.uuid4()))
+    exported = await run_export(files, fresh_database, day)
     assert exported.rows_by_org == {other_org: 2}
-    assert (await archiving.drop(fresh_database, day, exported=exported.rows_by_org)).jobs == 4
+    assert (await drop(fresh_database, day, exported=exported.rows_by_org)).jobs == 4
 
 
 async def test_jobs_under_legal_hold_are_exported_before_they_are_set_aside(
     fresh_database: Database, org: OrgId, other_org: OrgId, files: Files
 ) -> None:
-    day = await cold_day(fresh_database, org, other_org)
+    day = await make_cold_day(fresh_database, org, other_org)
     await fresh_database.run(b"UPDATE windrow.org SET held = true WHERE org = %(org)s", {"org": org})
-    exported = await export(files, fresh_database, day)
-    assert (await archiving.drop(fresh_database, day, exported=exported.rows_by_org)).jobs == 2
+    exported = await run_export(files, fresh_database, day)
+    assert (await drop(fresh_database, day, exported=exported.rows_by_org)).jobs == 2
     assert exported.rows_by_org == {org: 2, other_org: 2}
     assert await fresh_database.run(b"SELECT count(*) FROM windrow.cold_held", {}) == [(2,)]
 
@@ -372,22 +379,22 @@ async def test_jobs_under_legal_hold_are_exported_before_they_are_set_aside(
 async def test_what_another_cluster_has_exported_there_is_left_alone(
     fresh_database: Database, org: OrgId, files: Files
 ) -> None:
-    day = await cold_day(fresh_database, org)
-    await export(files, fresh_database, day, cluster="another")
-    with pytest.raises(Damaged, match="has been exported by cluster 'another', and this is 'tests'"):
-        await export(files, fresh_database, day)
+    day = await make_cold_day(fresh_database, org)
+    await run_export(files, fresh_database, day, cluster="another")
+    with pytest.raises(Damaged, match="was exported by cluster 'another', and this is 'tests'"):
+        await run_export(files, fresh_database, day)
 
 
 async def test_a_release_that_knows_a_later_format_is_not_misread(
     fresh_database: Database, org: OrgId, files: Files
 ) -> None:
-    day = await cold_day(fresh_database, org)
-    await export(files, fresh_database, day)
-    (one,) = exporting.check_all(files)
+    day = await make_cold_day(fresh_database, org)
+    await run_export(files, fresh_database, day)
+    (one,) = export.check_all(files)
     assert one.manifest is not None
     parquet.write_manifest(files, replace(one.manifest, format=2, windrow="9.9"))
     with pytest.raises(Damaged, match=r"was written by a later release, 9\.9"):
-        await export(files, fresh_database, day)
+        await run_export(files, fresh_database, day)
 
 
 # ── Cut short ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -398,7 +405,7 @@ async def test_a_pass_that_ends_between_its_steps_is_taken_up_by_the_next(
     field: Field, org: OrgId, place: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     field.write(f"[archiver]\nexport = '{place}'\n", s1={}, s2={})
-    day = await cold_day(field.databases[A], org)
+    day = await make_cold_day(field.databases[A], org)
 
     def killed(*_: object) -> None:
         raise RuntimeError("the end")
@@ -407,7 +414,7 @@ async def test_a_pass_that_ends_between_its_steps_is_taken_up_by_the_next(
         if step == "the manifest":
             patch.setattr(parquet, "write_manifest", killed)
         else:
-            patch.setattr(exporting, "still_there", killed)
+            patch.setattr(export, "still_there", killed)
         outcome = dict(await service.archive_once(field.cluster, stop=asyncio.Event()))[A]
         assert isinstance(outcome, RuntimeError)
     assert len(data_files(place)) == 1
@@ -415,27 +422,27 @@ async def test_a_pass_that_ends_between_its_steps_is_taken_up_by_the_next(
     done = await once(field)
     assert (done.not_exported, len(done.dropped)) == ([], 1)
     assert len(data_files(place)) == 1
-    assert [one.trouble for one in exporting.check_all(Files(Place.parse(str(place))))] == [""]
+    assert [one.trouble for one in export.check_all(Files(ExportLocation.parse(str(place))))] == [""]
 
 
 async def test_what_a_killed_process_had_begun_to_write_is_no_file_and_goes(
     fresh_database: Database, org: OrgId, files: Files, place: Path
 ) -> None:
-    day = await cold_day(fresh_database, org)
+    day = await make_cold_day(fresh_database, org)
     sink = files.writing(f"{parquet.folder_of(SHARD, 30, day.first)}/jobs-cafecafe.parquet")
     sink.write(b"x" * 20_000_000)
     assert [path.name for path in data_files(place)] == ["jobs-cafecafe.parquet#1"]
-    assert list(exporting.check_all(files)) == []
-    await export(files, fresh_database, day)
+    assert list(export.check_all(files)) == []
+    await run_export(files, fresh_database, day)
     assert [path.name.endswith(".parquet") for path in data_files(place)] == [True]
 
 
-async def test_who_is_told_to_stop_leaves_no_file(field: Field, org: OrgId, place: Path, files: Files) -> None:
-    day = await cold_day(field.databases[A], org)
+async def test_an_export_that_is_stopped_leaves_no_file(field: Field, org: OrgId, place: Path, files: Files) -> None:
+    day = await make_cold_day(field.databases[A], org)
     stop = asyncio.Event()
     stop.set()
-    with pytest.raises(exporting.Stopped):
-        await exporting.export_day(files, field.databases[A], day, cluster=CLUSTER, stop=stop)
+    with pytest.raises(export.Stopped):
+        await export.export_day(files, field.databases[A], day, cluster=CLUSTER, stop=stop)
     assert (data_files(place), manifests(place)) == ([], [])
 
 
@@ -445,20 +452,20 @@ async def test_who_is_told_to_stop_leaves_no_file(field: Field, org: OrgId, plac
 async def test_an_erased_org_is_in_no_file_and_the_others_are_as_before(
     fresh_database: Database, org: OrgId, other_org: OrgId, files: Files, place: Path
 ) -> None:
-    day = await cold_day(fresh_database, org, other_org, jobs=3)
-    await export(files, fresh_database, day)
+    day = await make_cold_day(fresh_database, org, other_org, jobs=3)
+    await run_export(files, fresh_database, day)
     (before,) = data_files(place)
-    kept = list(find(files, Wanted(org=other_org, payloads=True)))
-    erased = await exporting.erase_org(files, SHARD, org)
+    kept = list(find(files, ExportFilter(org=other_org, payloads=True)))
+    erased = await export.erase_org(files, SHARD, org)
     assert erased == [(str(before), 3)]
-    assert list(find(files, Wanted(org=other_org, payloads=True))) == kept
+    assert list(find(files, ExportFilter(org=other_org, payloads=True))) == kept
     (after,) = data_files(place)
     assert org.encode() not in after.read_bytes()
     (manifest,) = manifests(place)
     assert (manifest["rows_by_org"], manifest["file"]) == ({other_org: 3}, after.name)
-    assert [one.trouble for one in exporting.check_all(files)] == [""]
-    assert await exporting.erase_org(files, SHARD, org) == []
-    assert await exporting.erase_org(files, SHARD, other_org) == [(str(after), 3)]
+    assert [one.trouble for one in export.check_all(files)] == [""]
+    assert await export.erase_org(files, SHARD, org) == []
+    assert await export.erase_org(files, SHARD, other_org) == [(str(after), 3)]
     assert [path for path in place.rglob("*") if path.is_file()] == []
 
 
@@ -472,9 +479,9 @@ async def test_an_erasure_that_was_cut_short_is_ended_by_the_next(
     monkeypatch: pytest.MonkeyPatch,
     last: bool,
 ) -> None:
-    """After the manifest has been changed, and before the file has gone."""
-    day = await cold_day(fresh_database, org, *([] if last else [other_org]))
-    await export(files, fresh_database, day)
+    """Interrupted after the manifest was changed, and before the file was deleted."""
+    day = await make_cold_day(fresh_database, org, *([] if last else [other_org]))
+    await run_export(files, fresh_database, day)
     (before,) = data_files(place)
     delete = files.delete
 
@@ -486,22 +493,20 @@ async def test_an_erasure_that_was_cut_short_is_ended_by_the_next(
     with monkeypatch.context() as patch:
         patch.setattr(files, "delete", cut_short)
         with pytest.raises(FilesFailed):
-            await exporting.erase_org(files, SHARD, org)
+            await export.erase_org(files, SHARD, org)
     assert before in data_files(place)
-    await exporting.erase_org(files, SHARD, org)
+    await export.erase_org(files, SHARD, org)
     assert before not in data_files(place)
     assert not any(org.encode() in path.read_bytes() for path in place.rglob("*") if path.is_file())
 
 
-async def test_a_damaged_file_is_named_by_who_is_to_erase_from_it(
-    fresh_database: Database, org: OrgId, files: Files, place: Path
-) -> None:
-    day = await cold_day(fresh_database, org)
-    await export(files, fresh_database, day)
+async def test_an_erasure_names_a_damaged_file(fresh_database: Database, org: OrgId, files: Files, place: Path) -> None:
+    day = await make_cold_day(fresh_database, org)
+    await run_export(files, fresh_database, day)
     (file,) = data_files(place)
     spoil(file)
     with pytest.raises(Damaged, match=rf"org '{org}' may still have jobs in what is damaged: {file}"):
-        await exporting.erase_org(files, SHARD, org)
+        await export.erase_org(files, SHARD, org)
 
 
 async def test_jobs_are_found_by_what_is_asked_for_and_other_orgs_files_are_not_read(
@@ -510,49 +515,49 @@ async def test_jobs_are_found_by_what_is_asked_for_and_other_orgs_files_are_not_
     for queue in ("mail", "sms"):
         await finish(fresh_database, org, 2, queue=queue)
     await age_finished(fresh_database, org, days=40)
-    day = await cold_day(fresh_database, other_org)
-    await export(files, fresh_database, day)
-    jobs = list(find(files, Wanted(org=org)))
+    day = await make_cold_day(fresh_database, other_org)
+    await run_export(files, fresh_database, day)
+    jobs = list(find(files, ExportFilter(org=org)))
     assert [(job["queue"], job["shard"], job["day"]) for job in jobs] == [
         (queue, SHARD, day.first) for queue in ("sms", "sms", "mail", "mail")
     ]
     assert "payload" not in jobs[0]
-    assert list(find(files, Wanted(org=org, queue="sms"))) == jobs[:2]
-    assert list(find(files, Wanted(org=org, ids=[JobId(jobs[3]["id"])]))) == jobs[3:]
-    assert list(find(files, Wanted(org=org, states=["cancelled"]))) == []
-    assert list(find(files, Wanted(org=org, kind="greet", shard=SHARD))) == jobs
-    # Two were acked at once.
-    assert list(find(files, Wanted(org=org, since=jobs[1]["finished_at"]))) == jobs[:2]
-    assert list(find(files, Wanted(org=org, until=jobs[1]["finished_at"]))) == jobs[2:]
-    assert list(find(files, Wanted(org=org, shard=B))) == []
+    assert list(find(files, ExportFilter(org=org, queue="sms"))) == jobs[:2]
+    assert list(find(files, ExportFilter(org=org, ids=[JobId(jobs[3]["id"])]))) == jobs[3:]
+    assert list(find(files, ExportFilter(org=org, states=["cancelled"]))) == []
+    assert list(find(files, ExportFilter(org=org, kind="greet", shard=SHARD))) == jobs
+    # Two jobs were acked at the same moment.
+    assert list(find(files, ExportFilter(org=org, since=jobs[1]["finished_at"]))) == jobs[:2]
+    assert list(find(files, ExportFilter(org=org, until=jobs[1]["finished_at"]))) == jobs[2:]
+    assert list(find(files, ExportFilter(org=org, shard=B))) == []
     (file,) = data_files(place)
     file.unlink()
-    assert list(find(files, Wanted(org=OrgId("nobody")))) == []
+    assert list(find(files, ExportFilter(org=OrgId("nobody")))) == []
     with pytest.raises(Damaged, match=str(file)):
-        list(find(files, Wanted(org=org)))
+        list(find(files, ExportFilter(org=org)))
 
 
 async def test_a_look_at_all_files_names_those_that_are_damaged_and_those_that_no_manifest_names(
     fresh_database: Database, org: OrgId, files: Files, place: Path
 ) -> None:
-    day = await cold_day(fresh_database, org)
-    await export(files, fresh_database, day)
+    day = await make_cold_day(fresh_database, org)
+    await run_export(files, fresh_database, day)
     (file,) = data_files(place)
     stray = file.with_name("jobs-cafecafe.parquet")
     stray.write_bytes(file.read_bytes())
     (place / "notes.txt").write_text("mine")
-    assert [(one.file, "named by no manifest" in one.trouble) for one in exporting.check_all(files)] == [
+    assert [(one.file, "named by no manifest" in one.trouble) for one in export.check_all(files)] == [
         (str(file), False),
         (str(stray), True),
     ]
     stray.unlink()
     spoil(file)
-    (one,) = exporting.check_all(files)
+    (one,) = export.check_all(files)
     assert one.trouble.startswith(f"{file} is damaged: ")
     (manifest,) = place.rglob("manifest.json")
     manifest.write_text(manifest.read_text()[:-9])
-    assert [one.trouble.startswith(f"{manifest} cannot be read") for one in exporting.check_all(files)] == [True]
-    assert list(exporting.check_all(files, shard=B)) == []
+    assert [one.trouble.startswith(f"{manifest} cannot be read") for one in export.check_all(files)] == [True]
+    assert list(export.check_all(files, shard=B)) == []
 
 
 # ── A bucket ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -560,10 +565,10 @@ async def test_a_look_at_all_files_names_those_that_are_damaged_and_those_that_n
 
 async def test_a_bucket_does_as_well(field: Field, org: OrgId, other_org: OrgId, bucket: str) -> None:
     field.write(f"[archiver]\nexport = '{bucket}'\n", s1={}, s2={})
-    day = await cold_day(field.databases[A], org, other_org)
-    files = Files(Place.parse(bucket))
-    await export(files, field.databases[A], day)
-    (one,) = exporting.check_all(files)
+    day = await make_cold_day(field.databases[A], org, other_org)
+    files = Files(ExportLocation.parse(bucket))
+    await run_export(files, field.databases[A], day)
+    (one,) = export.check_all(files)
     assert one.manifest is not None
     assert one.file.startswith(f"{bucket}/shard=s1/retention=30/day={day.first}/jobs-")
     data = bytearray(files.read(one.manifest.path))
@@ -573,15 +578,15 @@ async def test_a_bucket_does_as_well(field: Field, org: OrgId, other_org: OrgId,
     assert (done.dropped, one.file in done.not_exported[0]) == ([], True)
     done = await once(field)
     assert ([aged.jobs for aged in done.dropped], done.not_exported) == ([4], [])
-    assert len(list(find(files, Wanted(org=org)))) == 2
-    assert [rows for _, rows in await exporting.erase_org(files, A, org)] == [2]
-    assert list(find(files, Wanted(org=org))) == []
-    assert len(list(find(files, Wanted(org=other_org)))) == 2
-    assert [one.trouble for one in exporting.check_all(files)] == [""]
+    assert len(list(find(files, ExportFilter(org=org)))) == 2
+    assert [rows for _, rows in await export.erase_org(files, A, org)] == [2]
+    assert list(find(files, ExportFilter(org=org))) == []
+    assert len(list(find(files, ExportFilter(org=other_org)))) == 2
+    assert [one.trouble for one in export.check_all(files)] == [""]
 
 
 async def test_a_file_of_many_parts_is_whole_in_a_bucket(bucket: str) -> None:
-    files = Files(Place.parse(bucket))
+    files = Files(ExportLocation.parse(bucket))
     sink = files.writing("a/b")
     block = os.urandom(1024 * 1024)
     for _ in range(20):
@@ -620,6 +625,7 @@ FROM (
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(1800)
 async def test_of_many_jobs_rows_and_checksums_are_equal(fresh_database: Database, files: Files) -> None:
     store = Store(fresh_database)
@@ -627,21 +633,21 @@ async def test_of_many_jobs_rows_and_checksums_are_equal(fresh_database: Databas
         await store.enqueue(some_jobs(OrgId(f"org-{number}"), 1))
     await make_day(fresh_database, retention=30, before="now", days=40)
     await fresh_database.run(_MANY, {"rows": ROWS})
-    day = await cold_day(fresh_database)
+    day = await make_cold_day(fresh_database)
     rows = await fresh_database.run(
         f"SELECT pg_table_size('windrow.{day.name}'), pg_total_relation_size('windrow.{day.name}')".encode(), {}
     )
     table_bytes, with_indexes = rows[0]
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    exported = await export(files, fresh_database, day)
+    exported = await run_export(files, fresh_database, day)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
     assert (exported.jobs, exported.written) == (ROWS, True)
     began_s = time.monotonic()
-    (one,) = exporting.check_all(files)
+    (one,) = export.check_all(files)
     check_s = time.monotonic() - began_s
     assert one.trouble == ""
     began_s = time.monotonic()
-    assert len(list(find(files, Wanted(org=OrgId("org-7"))))) == ROWS / 100
+    assert len(list(find(files, ExportFilter(org=OrgId("org-7"))))) == ROWS / 100
     find_s = time.monotonic() - began_s
     answer = ask(f"SELECT count(*), count(DISTINCT id), count(DISTINCT org) FROM '{exported.file}'")
     assert answer == [(ROWS, ROWS, 100)]

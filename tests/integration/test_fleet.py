@@ -1,4 +1,4 @@
-"""A fleet whose members come and go: nothing of those that have gone is left."""
+"""A fleet whose shards come and go: nothing of removed shards remains."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict
 
 from embedded import Cluster as Server
-from router.fleet import Fleet
-from router.member import Member
-from shard import catalog
-from shard.cluster import Cluster, parse_cluster
-from shard.database import Database
+from router.fleet.fleet import Fleet
+from router.fleet.shard_handle import ShardHandle
 from shard.errors import Misconfigured, ShardUnavailable
-from shard.placement import SLOTS, slot_of
+from shard.placement import catalog
+from shard.placement.cluster_file import Cluster, parse_cluster
+from shard.placement.slots import SLOTS, slot_of
+from shard.postgres.pool import Database
 from shard.vocabulary import OrgId, ShardName
 from tests.jobs import lease_jobs, some_jobs
 from tests.postgres import Server as Postgres
@@ -40,7 +40,7 @@ def server() -> Iterator[Server]:
 
 
 def cluster_of(server: Server, empty_dsn: str, second: str | None) -> Cluster:
-    """s1 on the server of every test, s2 on this module's own; None: there is no s2."""
+    """s1 is on the server of all tests, s2 on this module's own; None: there is no s2."""
     return two(empty_dsn, server.dsn, second)
 
 
@@ -53,7 +53,7 @@ def two(first_dsn: str, second_dsn: str, second: str | None = "") -> Cluster:
 
 @contextlib.asynccontextmanager
 async def opened(cluster: Cluster) -> AsyncGenerator[Fleet, None]:
-    fleet, ready = Fleet(cluster, connections_per_shard=2), asyncio.Event()
+    fleet, ready = Fleet(cluster, connections_per_shard=2, sweep_s=0.2), asyncio.Event()
     running = asyncio.create_task(fleet.run(ready))
     try:
         await asyncio.wait_for(ready.wait(), PATIENCE_S)
@@ -64,14 +64,14 @@ async def opened(cluster: Cluster) -> AsyncGenerator[Fleet, None]:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Waits for a condition that has no signal of its own."""
+    """Waits for a condition that sends no signal."""
     deadline_s = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline_s
         await asyncio.sleep(0.01)
 
 
-async def up(fleet: Fleet) -> Member:
+async def up(fleet: Fleet) -> ShardHandle:
     await asyncio.wait_for(fleet.shards()[S2].up.wait(), PATIENCE_S)
     return fleet.member(S2)
 
@@ -90,7 +90,7 @@ async def test_of_a_shard_that_has_gone_no_task_is_left(server: Server, empty_ds
             assert await call == []
             await until(lambda: asyncio.all_tasks() <= before)
             with pytest.raises(ShardUnavailable, match="the cluster file has changed"):
-                member.to_look_at()
+                member.require_up()
             with pytest.raises(ShardUnavailable, match="has closed its connections"):
                 await member.store.enqueue(some_jobs(OrgId("o"), 1))
     assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -133,7 +133,7 @@ async def test_a_dsn_that_changes_while_it_is_being_proved_is_gone_over_to(
         await fleet.change(with_dsn("right"))
         await until(lambda: member.dsn == text_of["right"])
         assert (fleet.member(S2), member.trouble) == (member, "")
-        # And back, before it has been proved.
+        # Back again, before the new DSN was checked.
         await fleet.change(with_dsn("wrong"))
         await fleet.change(with_dsn("right"))
         assert (fleet.member(S2), member.trouble, member.dsn) == (member, "", text_of["right"])
@@ -163,7 +163,7 @@ def org_on(fleet: Fleet, shard: ShardName) -> OrgId:
 
 async def store(fleet: Fleet, org: OrgId) -> None:
     placement = fleet.placement(org)
-    assert await fleet.writer(placement).to_enqueue().store.enqueue(some_jobs(org, 1), epoch=placement.epoch) == {}
+    assert await fleet.writer(placement).require_open().store.enqueue(some_jobs(org, 1), epoch=placement.epoch) == {}
 
 
 async def until_refused(fleet: Fleet, org: OrgId, why: str) -> None:
@@ -193,7 +193,7 @@ async def test_no_other_database_is_taken_for_a_shard_that_holds_slots(postgres:
             postgres.create(name)
             with pytest.raises(ShardUnavailable):
                 await store(fleet, org)
-            await until_refused(fleet, org, "its DSN leads to another database by now")
+            await until_refused(fleet, org, "its DSN leads to another database .* than it did before")
             await store(fleet, near)
         async with opened(two(first, second)) as fleet:
             await until_refused(fleet, org, "its DSN leads to the database of no shard .* holds 8,192 slots")
@@ -202,8 +202,8 @@ async def test_no_other_database_is_taken_for_a_shard_that_holds_slots(postgres:
             # A backup is found.
             await fleet.change(two(first, kept))
             member = await up(fleet)
-            assert [one.accepted for one in await member.books.check()] == [1]
-            # Or none is, and its operator gives up what was there.
+            assert [one.accepted for one in await member.queue_admin.check()] == [1]
+            # No backup is found, and its operator gives up the old database.
             await fleet.change(two(first, second))
             await until(lambda: "holds 8,192 slots" in member.trouble)
             await store(fleet, org)
@@ -212,7 +212,7 @@ async def test_no_other_database_is_taken_for_a_shard_that_holds_slots(postgres:
                 assert connection.execute(statement).rowcount == 1
             await until(lambda: member.dsn == second)
             await store(fleet, org)
-            assert [one.accepted for one in await member.books.check()] == [1]
+            assert [one.accepted for one in await member.queue_admin.check()] == [1]
         async with opened(two(first, kept)) as fleet:
             await until_refused(fleet, org, "the database of another shard of these very names")
     finally:
@@ -226,7 +226,7 @@ async def test_no_other_catalog_is_taken_for_the_one_that_was_there(
     first, second, third = dsns
     name, another = (str(conninfo_to_dict(dsn)["dbname"]) for dsn in (first, third))
     if whose != "nobody's":
-        # Its shards have the same names, and s2 has nothing there.
+        # Its shards have the same names, and s2 has no data.
         async with opened(two(third, second, 'state = "off"')):
             pass
     async with opened(two(first, second)) as fleet:
@@ -234,12 +234,11 @@ async def test_no_other_catalog_is_taken_for_the_one_that_was_there(
         near, org = org_on(fleet, S1), org_on(fleet, S2)
         postgres.drop(name)
         postgres.create(name, template=another)
-        await until_refused(fleet, near, "its DSN leads to another database by now")
-        with pytest.raises(
-            ShardUnavailable, match="the catalog is unavailable: its DSN leads to another database by now"
-        ):
+        await until_refused(fleet, near, "its DSN leads to another database .* than it did before")
+        refusal = "the catalog is unavailable: its DSN leads to another database .* than it did before"
+        with pytest.raises(ShardUnavailable, match=refusal):
             await fleet.is_current(org, fleet.placement(org))
-        # The other shard is there, and has what it had.
+        # The other shard answers and has its data.
         assert fleet.placement(org).writes == (S2,)
         await store(fleet, org)
 
@@ -248,7 +247,7 @@ async def test_a_new_database_is_given_no_slot_that_has_left_the_shard_and_told_
     dsns: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, empty = dsns
-    monkeypatch.setattr("router.catalog_copy._LOOK_S", 3600)
+    monkeypatch.setattr("router.fleet.catalog_copy._LOOK_S", 3600)
     async with opened(two(first, second)) as fleet:
         await up(fleet)
         slot, pinned = slot_of(org_on(fleet, S2)), org_on(fleet, S1)
@@ -281,9 +280,9 @@ async def test_no_cluster_is_founded_beside_a_shard_of_another(dsns: list[str]) 
         await up(fleet)
     ready = asyncio.Event()
     with pytest.raises(Misconfigured, match=r"the catalog's database is empty, but shard 's2' has slots"):
-        await Fleet(two(empty, second), connections_per_shard=1).run(ready)
+        await Fleet(two(empty, second), connections_per_shard=1, sweep_s=0.2).run(ready)
     assert is_empty(empty)
-    # One that is off is not asked before, and refused when it is.
+    # A shard that is off is not contacted; it is checked, and refused, when it is switched on.
     async with opened(two(empty, second, 'state = "off"')) as fleet:
         await fleet.change(two(empty, second))
         await until(lambda: "another shard of these very names" in fleet.shards()[S2].trouble)
@@ -308,7 +307,8 @@ async def test_routers_that_found_a_cluster_at_once_all_come_up(
         looks, is_founded = itertools.count(), catalog.is_founded
 
         async def founded_later(database: Database, *, cluster: str) -> bool:
-            """As for one that looked just before another founded it, and at the shards after that."""
+            """Simulates a process that reads the catalog just before another process founds it, and the shards after
+            that."""
             return next(looks) > 0 and await is_founded(database, cluster=cluster)
 
         monkeypatch.setattr(catalog, "is_founded", founded_later)

@@ -1,5 +1,5 @@
-"""A shard whose server has a full disk: it answers, but cannot write. Here the server only says so: a function and a
-trigger raise what a full disk makes Postgres raise."""
+"""A shard whose server has a full disk answers but cannot write. Here a function and a trigger raise the error that
+Postgres raises on a full disk."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Disk:
 
 @pytest.fixture
 def disk(postgres: Server) -> Generator[Disk, None, None]:
-    """That of shard s2. What is in schema full_disk goes before what Postgres has."""
+    """The disk of shard s2. Functions of the schema full_disk shadow those of Postgres."""
     made = Disk(dsn=postgres.create("full_s2"))
     made._run("CREATE SCHEMA full_disk", "ALTER DATABASE full_s2 SET search_path = full_disk, pg_catalog, public")
     yield made
@@ -77,7 +77,7 @@ Windrow = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def windrow(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Windrow:
-    """The command, in this process: its exit code and what it prints."""
+    """Runs the command in this process. Returns its exit code and output."""
     import sys
 
     from cli.main import main
@@ -97,12 +97,12 @@ def test_a_shard_with_a_full_disk_is_told_as_such_to_callers_and_by_windrow_shar
 ) -> None:
     near, far, both = running.org_on("s1"), running.org_on("s2"), running.stubs
     shards = ("shards", "--address", running.routers.address)
-    # A connection keeps the plan of what it has run, with the functions that there were.
+    # A connection keeps the plans of statements that it ran before, with the original functions.
     disk.fill()
     error = refusal(lambda: enqueue(both, far))
     assert_unavailable(error)
     assert error.details() == disk.told
-    # What writes nothing goes on, and so do the other shards.
+    # Calls that write nothing succeed, and so do calls to other shards.
     assert dequeue(both, far) == []
     enqueue(both, near)
     code, out = windrow(*shards)

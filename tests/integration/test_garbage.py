@@ -1,32 +1,32 @@
-"""What an ended call leaves to the garbage collector, which a router seldom lets run: nothing of what it was asked."""
+"""What an ended call leaves to the garbage collector, which a router runs rarely: none of the request's data."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import gc
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import grpc
 import pytest
 from google.protobuf.message import Message
 
+from proof.proxy import Proxy, open_proxy_before, through
 from router.buffer import Buffer
-from router.calls import Methods
-from router.fleet import Fleet
-from router.gate import Gate
-from router.queue_service import QueueService
-from router.stream import Stream
-from router.tracing import Tracing
-from shard.arrays import Blobs
-from shard.cluster import parse_cluster
+from router.fleet.fleet import Fleet
+from router.gate.admission import Gate
+from router.gate.calls import Methods
+from router.gate.tracing import Tracing
+from router.services.consume_stream import Stream
+from router.services.queue import QueueService
+from shard.placement.cluster_file import parse_cluster
+from shard.postgres.arrays import Blobs
 from shard.vocabulary import NewJobs
-from tests.fault.proxy import Proxy, open_proxy_before, through
-from tests.jobs import job_id
+from tests.jobs import job_id, job_message
 from tests.routers import PATIENCE_S
 from tests.streams import until
-from windrow.v1 import job_pb2, queue_pb2
+from windrow.v1 import queue_pb2
 
 MADE_LONG_AGO = "01000000-0000-7000-8000-000000000000"
 
@@ -41,7 +41,7 @@ async def proxy(empty_dsn: str) -> AsyncGenerator[Proxy, None]:
 async def channel(empty_dsn: str, proxy: Proxy) -> AsyncGenerator[grpc.aio.Channel, None]:
     """To a router in this process."""
     cluster = parse_cluster(f"[[shard]]\nname = 's1'\ndsn = '''{through(empty_dsn, proxy)}'''\n", source="test")
-    fleet, ready = Fleet(cluster, connections_per_shard=2), asyncio.Event()
+    fleet, ready = Fleet(cluster, connections_per_shard=2, sweep_s=0.2), asyncio.Event()
     running = asyncio.create_task(fleet.run(ready))
     gate = Gate(Tracing(), Buffer(2**30))
     methods = Methods(gate)
@@ -60,19 +60,19 @@ async def channel(empty_dsn: str, proxy: Proxy) -> AsyncGenerator[grpc.aio.Chann
 
 
 def requests() -> list[object]:
-    """What is in memory of what callers asked; they themselves send bytes."""
+    """Returns the request messages in memory; the callers themselves send bytes."""
     return [one for one in gc.get_objects() if isinstance(one, Message | NewJobs | Blobs | Stream)]
 
 
 @contextlib.asynccontextmanager
 async def nothing_kept() -> AsyncGenerator[None, None]:
-    """Of calls within the block nothing is left after it that only the garbage collector would find."""
+    """Asserts that calls within the block leave nothing that only the garbage collector would free."""
     gc.collect()
     gc.disable()
     try:
         before = set(map(id, requests()))
         yield
-        # A client may hear of the end first.
+        # A client may see the end before the router does.
         await until(lambda: not any("HandleExceptions" in task.get_name() for task in asyncio.all_tasks()), "no calls")
         assert [one for one in requests() if id(one) not in before] == []
     finally:
@@ -81,16 +81,18 @@ async def nothing_kept() -> AsyncGenerator[None, None]:
 
 async def enqueue(channel: grpc.aio.Channel, job_id: str) -> None:
     call: Any = channel.unary_unary("/windrow.v1.Queue/Enqueue")
-    # No names for messages: an error keeps them.
+    # Messages get no names here, because a raised error keeps its frame's variables alive.
     await call(
-        queue_pb2.EnqueueRequest(org="o", jobs=[job_pb2.NewJob(id=job_id, queue="q", kind="k")]).SerializeToString()
+        queue_pb2.EnqueueRequest(org="o", jobs=[job_message(id=job_id, queue="q", kind="k")]).SerializeToString()
     )
 
 
-def consume(channel: grpc.aio.Channel, *said: queue_pb2.ConsumeRequest) -> Any:
+def consume(
+    channel: grpc.aio.Channel, *said: queue_pb2.ConsumeRequest, metadata: Sequence[tuple[str, str]] = ()
+) -> Any:
     start = queue_pb2.ConsumeRequest(start=queue_pb2.ConsumeStart(org="o", queues=["q"]), credit=1)
     call: Any = channel.stream_stream("/windrow.v1.Queue/Consume")
-    return call([message.SerializeToString() for message in (start, *said)])
+    return call([message.SerializeToString() for message in (start, *said)], metadata=metadata)
 
 
 async def refused(call: Any) -> grpc.StatusCode:
@@ -117,6 +119,12 @@ async def test_calls_that_a_lost_shard_refuses_together_keep_nothing(channel: gr
 async def test_a_refused_stream_keeps_nothing(channel: grpc.aio.Channel) -> None:
     async with nothing_kept():
         stream = consume(channel, queue_pb2.ConsumeRequest(acks=[queue_pb2.Ack(lease=b"short")]))
+        assert await refused(stream.read()) is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_stream_whose_metadata_names_another_org_keeps_nothing(channel: grpc.aio.Channel) -> None:
+    async with nothing_kept():
+        stream = consume(channel, metadata=[("windrow-org", "another")])
         assert await refused(stream.read()) is grpc.StatusCode.INVALID_ARGUMENT
 
 

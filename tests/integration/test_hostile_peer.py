@@ -1,4 +1,4 @@
-"""The hostile client does to a real router what its name says: the attacks that other tests and benchmarks rely on."""
+"""The hostile client's attacks, which other tests and benchmarks use, do to a real router what their names say."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.jobs import job_id
 from tests.postgres import Server
 from tests.routers import PATIENCE_S, Routers, Stubs, running_routers, stubs, write_cluster
 from tests.streams import new_job, start
-from windrow.v1 import admin_pb2, queue_pb2
+from windrow.v1 import admin_pb2, cluster_pb2, queue_pb2
 
 ENQUEUE, GET_JOBS, CONSUME = (f"/windrow.v1.Queue/{name}" for name in ("Enqueue", "GetJobs", "Consume"))
 OK, UNIMPLEMENTED = 0, 12
@@ -40,7 +40,7 @@ def both(routers: Routers) -> Generator[Stubs, None, None]:
 
 
 def _stored(both: Stubs, org: str, *, count: int, payload_bytes: int) -> bytes:
-    """Stores jobs, and answers with a GetJobs that asks for them."""
+    """Stores jobs. Returns a GetJobs request for them."""
     jobs = [new_job(id=job_id(), payload=bytes(payload_bytes)) for _ in range(count)]
     both.queue.Enqueue(queue_pb2.EnqueueRequest(org=org, jobs=jobs), timeout=PATIENCE_S)
     ids = [job.id for job in jobs]
@@ -82,7 +82,7 @@ async def test_a_request_whose_last_byte_never_comes_stays_open(routers: Routers
     async with open_peer(routers.address, window_bytes=65_535) as peer:
         await peer.begin(ENQUEUE, 200_000)
         assert peer.seen.request_bytes_sent == 5 + 199_999
-        # The router still answers on this connection: it waits for the byte, and for nothing else.
+        # The router still answers on this connection: it only waits for the missing byte.
         await peer.call("/windrow.v1.Queue/Nothing", b"")
         await peer.until(lambda seen: seen.statuses == {UNIMPLEMENTED: 1}, within_s=PATIENCE_S)
 
@@ -112,7 +112,7 @@ async def test_calls_are_opened_and_reset_by_the_thousand_and_the_router_lives(r
     (seen,) = await reset_rapidly(routers.address, ENQUEUE, count=5_000, seconds=PATIENCE_S)
     assert seen.calls_sent == 5_000
     assert seen.lasted_s < PATIENCE_S
-    assert both.admin.ListShards(admin_pb2.ListShardsRequest(), timeout=PATIENCE_S).shards
+    assert both.cluster.ListShards(cluster_pb2.ListShardsRequest(), timeout=PATIENCE_S).shards
 
 
 @pytest.mark.parametrize("silence", Silence)
@@ -132,7 +132,7 @@ async def test_a_dripping_connection_sends_one_byte_at_a_time(routers: Routers, 
 async def test_what_the_server_announces_and_closes_is_reported(routers: Routers, both: Stubs) -> None:
     async with open_peer(routers.address) as peer:
         await peer.until(lambda seen: seen.settings, within_s=PATIENCE_S)
-        # A frame longer than any server takes: it ends the connection, and says why.
+        # A frame longer than any server accepts: the server closes the connection and says why.
         await peer.write(b"\xff\xff\xff\x00\x00\x00\x00\x00\x01")
         await peer.until(lambda _: peer.closed, within_s=PATIENCE_S)
         assert peer.seen.closed_after_s is not None

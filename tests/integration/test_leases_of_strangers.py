@@ -1,4 +1,4 @@
-"""Lease tokens that name a shard which the cluster does not have: one that never was, and one that was forgotten."""
+"""Lease tokens that name a shard which the cluster does not have: one that never existed, or one that was forgotten."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
-from shard import catalog
-from shard.database import Database
-from shard.lease import token, token_prefix
-from shard.placement import slot_of
+from shard.lease_token import token, token_prefix
+from shard.placement import catalog
+from shard.placement.slots import slot_of
+from shard.postgres.pool import Database
 from shard.vocabulary import JobId, OrgId, ShardName
 from tests.integration.test_reload import Live, databases, live, place
 from tests.integration.test_router import (
@@ -31,6 +31,7 @@ from tests.integration.test_router import (
 from tests.jobs import job_id
 from tests.moves import begin_move
 from tests.routers import PATIENCE_S, Stubs, until
+from tests.streams import answers_of
 from windrow.v1 import job_pb2, queue_pb2
 
 __all__ = ["databases"]
@@ -45,7 +46,7 @@ def cluster(databases: dict[str, str], tmp_path: Path) -> Generator[Live, None, 
 
 
 def nacks(leases: Sequence[bytes]) -> list[queue_pb2.Nack]:
-    return [queue_pb2.Nack(lease=lease, delay=Duration()) for lease in leases]
+    return [queue_pb2.Nack(lease=lease, retry_after=Duration()) for lease in leases]
 
 
 def acks(leases: Sequence[bytes]) -> list[queue_pb2.Ack]:
@@ -53,9 +54,11 @@ def acks(leases: Sequence[bytes]) -> list[queue_pb2.Ack]:
 
 
 def settle(both: Stubs, org: str, *leases: bytes) -> dict[str, Answers]:
-    """What every call that names leases answers, unary and on a stream; ack, which ends them, comes last."""
+    """Returns the answers of every call that names leases, unary and on a stream. Ack comes last, because it ends
+    them."""
     queue = both.queue
-    extend = queue_pb2.ExtendRequest(org=org, leases=leases, visibility_window=WINDOW)
+    extends = [queue_pb2.Extend(lease=lease) for lease in leases]
+    extend = queue_pb2.ExtendRequest(org=org, extends=extends, visibility_window=WINDOW)
     unary = {
         "extend": queue.Extend(extend, timeout=PATIENCE_S).answers,
         "nack": queue.Nack(queue_pb2.NackRequest(org=org, nacks=nacks(leases)), timeout=PATIENCE_S).answers,
@@ -65,16 +68,15 @@ def settle(both: Stubs, org: str, *leases: bytes) -> dict[str, Answers]:
     start = queue_pb2.ConsumeStart(org=org, queues=[QUEUE], visibility_window=WINDOW)
     messages = [
         queue_pb2.ConsumeRequest(start=start),
-        queue_pb2.ConsumeRequest(number=1, extends=leases),
-        queue_pb2.ConsumeRequest(number=2, nacks=nacks(leases)),
-        queue_pb2.ConsumeRequest(number=3, releases=leases),
-        queue_pb2.ConsumeRequest(number=4, acks=acks(leases)),
+        queue_pb2.ConsumeRequest(request_id=1, extends=extends),
+        queue_pb2.ConsumeRequest(request_id=2, nacks=nacks(leases)),
+        queue_pb2.ConsumeRequest(request_id=3, releases=leases),
+        queue_pb2.ConsumeRequest(request_id=4, acks=acks(leases)),
     ]
     settled = [one for answer in queue.Consume(iter(messages), timeout=PATIENCE_S) for one in answer.settled]
     assert not any(one.HasField("error") for one in settled), settled
     ways = {1: "extend", 2: "nack", 3: "release", 4: "ack"}
-    # Without answers they are all OK.
-    streamed = {f"stream {ways[one.number]}": list(one.answers) or [OK] * len(leases) for one in settled}
+    streamed = {f"stream {ways[one.request_id]}": answers_of(one, leases) for one in settled}
     return {way: list(answers) for way, answers in unary.items()} | streamed
 
 
@@ -85,11 +87,11 @@ def foreign(job: str, number: int = 7) -> bytes:
     return token(token_prefix(ShardName("another clusters"), number), JobId(job))
 
 
-def test_a_lease_of_a_shard_that_never_was_is_not_found_whoever_is_asked(cluster: Live) -> None:
+def test_a_lease_of_a_shard_that_never_existed_is_not_found_by_any_router(cluster: Live) -> None:
     for shard in ("s1", "s2"):
         org = cluster.org_on(shard)
         assert settle(cluster.stubs, org, foreign(job_id())) == {way: [NOT_FOUND] for way in WAYS}
-        # It harms nobody beside it.
+        # The bad lease does not affect other leases of the call.
         enqueue(cluster.stubs, org)
         (leased,) = dequeue(cluster.stubs, org)
         request = queue_pb2.AckRequest(org=org, acks=acks([foreign(job_id()), leased.lease, foreign(job_id())]))
@@ -105,7 +107,7 @@ def test_a_lease_of_a_shard_that_never_was_on_a_job_that_the_org_has_is_stale(cl
     # Nothing was changed.
     request = queue_pb2.AckRequest(org=org, acks=acks([leased.lease]))
     assert list(cluster.stubs.queue.Ack(request, timeout=PATIENCE_S).answers) == [OK]
-    # Of another org's job nothing is told.
+    # Another org's job is NOT_FOUND.
     other = cluster.org_on("s2")
     assert settle(cluster.stubs, other, foreign(job.id)) == {way: [NOT_FOUND] for way in WAYS}
 
@@ -126,15 +128,15 @@ def test_of_leases_of_a_forgotten_shard_is_told_what_the_shards_that_are_left_kn
         said = {way: [STALE] for way in WAYS}
         return said | others | {f"stream {way}": answers for way, answers in others.items()}
 
-    # Their histories came with them, and tell how the leases ended.
+    # Their histories moved with them, and say how the leases ended.
     assert settle(cluster.stubs, org, leases[nacked.id]) == ways(nack=[OK])
     assert settle(cluster.stubs, org, leases[left.id]) == ways(release=[OK])
-    # It had finished, and is where nobody is asked any more.
+    # It had finished, and is on the shard that is not asked any more.
     assert settle(cluster.stubs, org, leases[acked.id]) == {way: [NOT_FOUND] for way in WAYS}
 
 
 def forget(cluster: Live) -> None:
-    """All other slots leave shard s2; then it is forgotten and left out of the cluster file."""
+    """Moves all other slots away from shard s2, forgets it, and removes it from the cluster file."""
     place(cluster, None, writes="s1", reads=["s1"])
 
     async def forget_owner() -> None:
@@ -145,7 +147,7 @@ def forget(cluster: Live) -> None:
 
     asyncio.run(forget_owner())
     digest = cluster.write({"s1": {"dsn": cluster.dsns["s1"]}})
-    until(lambda: cluster.file().digest == digest, "the file is in force")
+    until(lambda: cluster.file().digest == digest, "the file is in use")
 
 
 def test_a_lease_of_a_shard_that_only_the_catalog_knows_is_unavailable(cluster: Live) -> None:

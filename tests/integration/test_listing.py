@@ -1,4 +1,4 @@
-"""Lists of jobs, a page at a time: each job once, newest first, wherever it is, and by what is asked for alone."""
+"""Job lists page by page: each job once, newest first, wherever it is stored, and only those that match the filter."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from shard import archiving, listing
-from shard.books import Books
-from shard.database import Database
+from shard.admin import job_pages
+from shard.admin.job_pages import Page, Wanted
+from shard.admin.queue_admin import QueueAdmin
 from shard.errors import BadPageToken, UnknownQueue
-from shard.listing import Page, Wanted
-from shard.settling import Nack
-from shard.store import Store
-from shard.vocabulary import JobId, JobState, Micros, OrgId, QueueName
+from shard.history.days import days_over, turn_cold
+from shard.postgres.pool import Database
+from shard.queue.settle import Nack, Settlement
+from shard.queue.store import Store
+from shard.vocabulary import Failure, JobId, JobState, Micros, OrgId, QueueName
 from tests.conftest import SHARD
 from tests.jobs import HOUR_US, QUEUE, ids_of, job_id, lease_jobs, some_jobs
 from tests.timemachine import age_finished
@@ -24,14 +25,14 @@ DAY_US = 24 * HOUR_US
 
 
 @pytest.fixture
-async def fresh_books(fresh_dsn: str) -> AsyncGenerator[Books]:
-    opened = Database(SHARD, fresh_dsn, connections=1, for_books=True)
+async def fresh_books(fresh_dsn: str) -> AsyncGenerator[QueueAdmin]:
+    opened = Database(SHARD, fresh_dsn, connections=1, may_scan=True)
     await opened.open()
-    yield Books(opened)
+    yield QueueAdmin(opened)
     await opened.close()
 
 
-async def pages(books: Books, wanted: Wanted, page_size: int = 2) -> list[list[JobId]]:
+async def pages(books: QueueAdmin, wanted: Wanted, page_size: int = 2) -> list[list[JobId]]:
     found: list[list[JobId]] = []
     token = ""
     while token or not found:
@@ -45,30 +46,30 @@ async def pages(books: Books, wanted: Wanted, page_size: int = 2) -> list[list[J
 async def finish(store: Store, org: OrgId, count: int = 1, *, queue: str = QUEUE) -> list[JobId]:
     jobs = some_jobs(org, count, queue=queue)
     await store.enqueue(jobs)
-    await store.ack(org, [lease for _, lease in await lease_jobs(store, org, queue=queue)])
+    await store.settle(Settlement.ack(org, [lease for _, lease in await lease_jobs(store, org, queue=queue)]))
     return ids_of(jobs)
 
 
 async def finish_cold(database: Database, org: OrgId, *, days: int, count: int = 1) -> list[JobId]:
-    """Finished so many days ago; their day is cold."""
+    """Makes jobs that finished this many days ago; their day is cold."""
     await finish(Store(database), org, count)
     ids = await age_finished(database, org, days=days)
-    for day in await archiving.days_over(database):
-        await archiving.turn_cold(database, day)
+    for day in await days_over(database):
+        await turn_cold(database, day)
     return ids
 
 
-async def test_a_queue_that_is_unknown_and_a_token_of_another_list_are_refused(books: Books, org: OrgId) -> None:
+async def test_a_queue_that_is_unknown_and_a_token_of_another_list_are_refused(books: QueueAdmin, org: OrgId) -> None:
     with pytest.raises(UnknownQueue):
         await books.list_jobs(Wanted(org=org, queue=QUEUE), page_size=1, page_token="")
     assert await pages(books, Wanted(org=org)) == [[]]
-    for token in (listing.pack(5, 0, job_id()), listing.pack("mail")):
+    for token in (job_pages.pack(5, 0, job_id()), job_pages.pack("mail")):
         with pytest.raises(BadPageToken):
             await books.list_jobs(Wanted(org=org), page_size=1, page_token=token)
 
 
 async def test_jobs_of_every_state_are_one_list_newest_first(
-    fresh_database: Database, fresh_books: Books, org: OrgId
+    fresh_database: Database, fresh_books: QueueAdmin, org: OrgId
 ) -> None:
     store = Store(fresh_database)
     other = OrgId(f"{org}-other")
@@ -76,7 +77,11 @@ async def test_jobs_of_every_state_are_one_list_newest_first(
     await finish_cold(fresh_database, other, days=3)
     dead, cancelled, leased = (some_jobs(org, 1) for _ in range(3))
     await store.enqueue(dead)
-    await store.nack(org, [Nack(lease=lease, kill=True) for _, lease in await lease_jobs(store, org)])
+    await store.settle(
+        Settlement.nack(
+            org, [Nack(lease=lease, failure=Failure(permanent=True)) for _, lease in await lease_jobs(store, org)]
+        )
+    )
     await store.enqueue(cancelled)
     await store.cancel(org, ids_of(cancelled), reason="")
     await store.enqueue(leased)
@@ -111,7 +116,7 @@ async def test_jobs_of_every_state_are_one_list_newest_first(
 
 
 async def test_times_before_and_beyond_all_that_there_are_bound_a_list_as_others_do(
-    fresh_database: Database, fresh_books: Books, org: OrgId
+    fresh_database: Database, fresh_books: QueueAdmin, org: OrgId
 ) -> None:
     jobs = some_jobs(org, 1)
     await Store(fresh_database).enqueue(jobs)
@@ -124,7 +129,7 @@ async def test_times_before_and_beyond_all_that_there_are_bound_a_list_as_others
 @pytest.mark.parametrize("queue", [QUEUE, None])
 @pytest.mark.parametrize("state", [JobState.SCHEDULED, JobState.SUCCEEDED, None])
 async def test_a_span_of_time_chooses_by_when_jobs_were_made(
-    fresh_database: Database, fresh_books: Books, org: OrgId, queue: QueueName | None, state: JobState | None
+    fresh_database: Database, fresh_books: QueueAdmin, org: OrgId, queue: QueueName | None, state: JobState | None
 ) -> None:
     store = Store(fresh_database)
     ids: list[JobId] = []
@@ -151,7 +156,7 @@ async def test_a_span_of_time_chooses_by_when_jobs_were_made(
     for at, when in enumerate(made):
         assert await chosen(when, None) == ids[at:]
         assert await chosen(None, when) == ids[:at]
-        # To the millisecond, which is all that an id tells.
+        # To the millisecond, the precision of an id.
         assert await chosen(when + 1, None) == ids[at + 1 :]
         assert await chosen(None, when + 1) == ids[: at + 1]
     assert await chosen(made[1], made[2]) == ids[1:2]
@@ -160,7 +165,7 @@ async def test_a_span_of_time_chooses_by_when_jobs_were_made(
 
 
 async def test_a_job_that_goes_from_state_to_state_meanwhile_is_listed_once(
-    fresh_database: Database, fresh_books: Books, org: OrgId
+    fresh_database: Database, fresh_books: QueueAdmin, org: OrgId
 ) -> None:
     store = Store(fresh_database)
     jobs = some_jobs(org, 8)
@@ -170,9 +175,11 @@ async def test_a_job_that_goes_from_state_to_state_meanwhile_is_listed_once(
     async def leave_one_state() -> Page:
         page = await fresh_books.list_jobs(wanted, page_size=2, page_token=token)
         held = [lease for _, lease in await lease_jobs(store, org, max_jobs=3)]
-        await store.ack(org, held[:1])
-        await store.nack(org, [Nack(lease=lease, kill=True) for lease in held[1:2]])
-        await store.release(org, held[2:])
+        await store.settle(Settlement.ack(org, held[:1]))
+        await store.settle(
+            Settlement.nack(org, [Nack(lease=lease, failure=Failure(permanent=True)) for lease in held[1:2]])
+        )
+        await store.settle(Settlement.release(org, held[2:]))
         return page
 
     while token or not found:
@@ -183,11 +190,11 @@ async def test_a_job_that_goes_from_state_to_state_meanwhile_is_listed_once(
 
 
 async def test_a_look_that_takes_long_ends_with_what_it_has_and_the_next_one_goes_on_there(
-    fresh_database: Database, fresh_books: Books, org: OrgId, monkeypatch: pytest.MonkeyPatch
+    fresh_database: Database, fresh_books: QueueAdmin, org: OrgId, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if every look took too long."""
+    """As if every query took too long."""
     ids = [*await finish_cold(fresh_database, org, days=20), *await finish_cold(fresh_database, org, days=2)]
-    monkeypatch.setattr(listing, "_LOOK_S_MAX", -1.0)
+    monkeypatch.setattr(job_pages, "_SEARCH_S_MAX", -1.0)
     found = await pages(fresh_books, Wanted(org=org), 9)
     assert [one for page in found for one in page] == sorted(ids, reverse=True)
     assert [] in found

@@ -1,5 +1,5 @@
-"""A row that another session keeps locked (a forgotten BEGIN; SELECT … FOR UPDATE in psql) is the trouble of the calls
-that need it: the others, who share statements with them, go on. Until a test says so, nobody lets go of a lock."""
+"""A row that another session keeps locked (a forgotten BEGIN; SELECT … FOR UPDATE in psql) affects only the calls that
+need it. Other calls in the same statement succeed. Each test decides when its locks are released."""
 
 from __future__ import annotations
 
@@ -11,40 +11,30 @@ from typing import Any, LiteralString
 import psycopg
 import pytest
 
-from shard import statements
-from shard.books import Books
-from shard.database import Database
+from shard.admin.queue_admin import QueueAdmin
 from shard.errors import RowLocked
-from shard.settling import Nack
-from shard.store import Store
+from shard.postgres.pool import Database
+from shard.queue import statements
+from shard.queue.settle import Nack, Settlement
+from shard.queue.store import Store
 from shard.vocabulary import Answer, JobId, Lease, OrgId
 from tests.conftest import SHARD
 from tests.jobs import HOUR_US, at_once, ids_of, job_id, lease_jobs, some_jobs
 from tests.recorder import Recorder
 from tests.timemachine import end_dedup_windows, until_blocked
+from tests.verbs import VERBS
 
 OK, STALE, NOT_FOUND = Answer.OK, Answer.STALE, Answer.NOT_FOUND
 OTHERS = 12
 
 Verb = Callable[[Store, OrgId, Sequence[Lease]], Awaitable[list[Answer]]]
 
-VERBS: dict[str, Verb] = {
-    "ack": lambda store, org, leases: store.ack(org, leases),
-    "nack": lambda store, org, leases: store.nack(org, [Nack(lease=lease, delay_us=HOUR_US) for lease in leases]),
-    "kill": lambda store, org, leases: store.nack(org, [Nack(lease=lease, kill=True) for lease in leases]),
-    "extend": lambda store, org, leases: store.extend(org, leases, window_us=2 * HOUR_US),
-    "release": lambda store, org, leases: store.release(org, leases),
+ACTS: dict[str, Verb] = {
+    **{name: verb.act for name, verb in VERBS.items()},
     "cancel": lambda store, org, leases: store.cancel(org, [name_of(lease) for lease in leases], reason="no"),
 }
-STATE = {
-    "ack": "succeeded",
-    "nack": "scheduled",
-    "kill": "dead",
-    "extend": "leased",
-    "release": "ready",
-    "cancel": "cancelled",
-}
-verbs = pytest.mark.parametrize("verb", VERBS)
+STATE = {"cancel": "cancelled"} | {name: verb.state for name, verb in VERBS.items()}
+verbs = pytest.mark.parametrize("verb", ACTS)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -53,7 +43,7 @@ pytestmark = pytest.mark.timeout(60)
 async def forgotten(
     dsn: str, statement: LiteralString, *parameters: object
 ) -> AsyncGenerator[psycopg.AsyncConnection[Any], None]:
-    """A session that has run this, and leaves its transaction open."""
+    """Opens a session that has run this statement and keeps its transaction open."""
     async with await psycopg.AsyncConnection.connect(dsn) as session:
         await session.execute("SET idle_in_transaction_session_timeout = 0")
         await session.execute(statement, parameters)
@@ -84,16 +74,16 @@ def others_of(org: OrgId) -> list[OrgId]:
     return [OrgId(f"{org}-other-{number}") for number in range(OTHERS)]
 
 
-async def balanced(books: Books, org: OrgId) -> bool:
+async def balanced(books: QueueAdmin, org: OrgId) -> bool:
     (entry,) = [entry for entry in await books.check() if entry.org == org]
     return entry.balanced
 
 
 @verbs
 async def test_calls_of_other_orgs_go_on_without_a_job_that_is_locked(
-    recorder: Recorder, books: Books, module_dsn: str, org: OrgId, verb: str
+    recorder: Recorder, books: QueueAdmin, module_dsn: str, org: OrgId, verb: str
 ) -> None:
-    store, act = Store(recorder), VERBS[verb]
+    store, act = Store(recorder), ACTS[verb]
     (mine,) = await held_by(store, org)
     theirs = {other: await held_by(store, other, 2) for other in others_of(org)}
     async with locked_job(module_dsn, mine):
@@ -118,7 +108,7 @@ async def test_calls_of_other_orgs_go_on_without_a_job_that_is_locked(
 async def test_a_call_that_names_a_locked_job_beside_others_settles_the_others(
     recorder: Recorder, module_dsn: str, org: OrgId, verb: str
 ) -> None:
-    store, act = Store(recorder), VERBS[verb]
+    store, act = Store(recorder), ACTS[verb]
     leases = await held_by(store, org, 4)
     async with locked_job(module_dsn, leases[1]):
         with pytest.raises(RowLocked):
@@ -136,8 +126,8 @@ async def test_results_stay_with_their_jobs_where_one_of_them_is_locked(
     results = [b"one", b"two", b"three"]
     async with locked_job(module_dsn, leases[1]):
         with pytest.raises(RowLocked):
-            await store.ack(org, leases, results)
-    assert await store.ack(org, leases, results) == [OK] * 3
+            await store.settle(Settlement.ack(org, leases, results))
+    assert await store.settle(Settlement.ack(org, leases, results)) == [OK] * 3
     names = list(map(name_of, leases))
     found = {record.id: record.result for record in await store.get(org, names, include_payload=True)}
     assert [found[name_of(lease)] for lease in leases] == results
@@ -147,11 +137,11 @@ async def test_results_stay_with_their_jobs_where_one_of_them_is_locked(
 async def test_a_job_that_is_known_to_be_locked_is_waited_for_no_more(
     recorder: Recorder, module_dsn: str, org: OrgId, other_org: OrgId, verb: str
 ) -> None:
-    """Whoever asks for it again is told at once, over one connection of which others have the use."""
-    store, act = Store(recorder), VERBS[verb]
+    """Repeated calls for it fail at once, and share one connection."""
+    store, act = Store(recorder), ACTS[verb]
     (mine,) = await held_by(store, org)
     theirs = await held_by(store, other_org, 20)
-    hot = (statements.ACK, statements.RETRY, statements.BURY, statements.EXTEND, statements.RELEASE, statements.CANCEL)
+    hot = (*(known.statement for known in VERBS.values()), statements.CANCEL)
     async with locked_job(module_dsn, mine):
         with pytest.raises(RowLocked):
             await act(store, org, [mine])
@@ -175,10 +165,10 @@ async def test_one_verb_learns_from_another_that_a_job_is_locked(
     (mine,) = await held_by(store, org)
     async with locked_job(module_dsn, mine):
         with pytest.raises(RowLocked):
-            await store.extend(org, [mine], window_us=HOUR_US)
+            await store.settle(Settlement.extend(org, [mine], window_us=HOUR_US))
         before = len(recorder.runs)
         with pytest.raises(RowLocked):
-            await store.ack(org, [mine])
+            await store.settle(Settlement.ack(org, [mine]))
         assert recorder.count(statements.ACK, since=before) == 0
 
 
@@ -189,7 +179,7 @@ async def test_a_lock_that_is_held_for_a_moment_is_waited_for(
     patient = Database(SHARD, module_dsn, shared_lock_wait_s=30.0)
     await patient.open()
     try:
-        store, act = Store(patient), VERBS[verb]
+        store, act = Store(patient), ACTS[verb]
         (mine,) = await held_by(store, org)
         async with locked_job(module_dsn, mine) as session:
             asked = asyncio.ensure_future(act(store, org, [mine]))
@@ -207,32 +197,34 @@ async def test_of_a_job_that_is_locked_another_org_hears_nothing(
     (mine,) = await held_by(store, org)
     async with locked_job(module_dsn, mine):
         refused, answer = await asyncio.gather(
-            store.ack(org, [mine]), store.ack(other_org, [mine]), return_exceptions=True
+            store.settle(Settlement.ack(org, [mine])),
+            store.settle(Settlement.ack(other_org, [mine])),
+            return_exceptions=True,
         )
         assert isinstance(refused, RowLocked)
         assert answer == [NOT_FOUND]
-        assert await store.ack(other_org, [mine]) == [NOT_FOUND]
+        assert await store.settle(Settlement.ack(other_org, [mine])) == [NOT_FOUND]
         assert await store.cancel(other_org, [name_of(mine)], reason="") == [NOT_FOUND]
 
 
 async def test_a_lease_that_has_ended_is_stale_also_while_its_job_is_deleted_elsewhere(
     recorder: Recorder, module_dsn: str, org: OrgId
 ) -> None:
-    """An ack under way on another router has the row; once that has committed, the other ack finds it finished."""
+    """Another router's ack holds the row. When that has committed, this ack finds the job finished."""
     store = Store(recorder)
     (mine,) = await held_by(store, org)
     async with forgotten(module_dsn, "DELETE FROM windrow.job WHERE id = %s", name_of(mine)) as session:
         with pytest.raises(RowLocked):
-            await store.nack(org, [Nack(lease=mine)])
+            await store.settle(Settlement.nack(org, [Nack(lease=mine)]))
         await session.commit()
-    assert await store.nack(org, [Nack(lease=mine)]) == [NOT_FOUND]
+    assert await store.settle(Settlement.nack(org, [Nack(lease=mine)])) == [NOT_FOUND]
 
 
 # Enqueues
 
 
 async def test_enqueues_of_other_orgs_go_on_without_a_dedup_key_that_is_locked(
-    recorder: Recorder, books: Books, module_dsn: str, org: OrgId
+    recorder: Recorder, books: QueueAdmin, module_dsn: str, org: OrgId
 ) -> None:
     store = Store(recorder)
     first = some_jobs(org, dedup_keys=["key"])
@@ -310,7 +302,7 @@ async def test_enqueues_of_other_orgs_go_on_without_a_queue_that_cannot_be_made_
 async def test_what_is_known_of_queues_and_slots_is_read_past_locks(
     fresh_dsn: str, org: OrgId, table: LiteralString
 ) -> None:
-    """Every verb does what it was asked for, with every row of the table locked."""
+    """Every verb works while every row of the table is locked."""
     database = Database(SHARD, fresh_dsn)
     await database.open()
     try:
@@ -320,9 +312,9 @@ async def test_what_is_known_of_queues_and_slots_is_read_past_locks(
             jobs = some_jobs(org, dedup_keys=["key"])
             assert await store.enqueue(jobs) == {}
             (one, other) = [lease for _, lease in await lease_jobs(store, org)]
-            assert await store.extend(org, [one], window_us=HOUR_US) == [OK]
-            assert await store.ack(org, [one]) == [OK]
-            assert await store.release(org, [other]) == [OK]
+            assert await store.settle(Settlement.extend(org, [one], window_us=HOUR_US)) == [OK]
+            assert await store.settle(Settlement.ack(org, [one])) == [OK]
+            assert await store.settle(Settlement.release(org, [other])) == [OK]
             assert await store.cancel(org, ids_of(jobs), reason="") == [OK]
     finally:
         await database.close()
@@ -331,7 +323,7 @@ async def test_what_is_known_of_queues_and_slots_is_read_past_locks(
 async def test_many_calls_for_locked_jobs_leave_others_the_connections(
     fresh_dsn: str, org: OrgId, other_org: OrgId
 ) -> None:
-    """One session has all of an org's jobs locked, and every verb asks for each of them."""
+    """One session locks all of an org's jobs, and every verb asks for each of them."""
     database = Database(SHARD, fresh_dsn, connections=2)
     await database.open()
     try:
@@ -340,39 +332,47 @@ async def test_many_calls_for_locked_jobs_leave_others_the_connections(
         theirs = await held_by(store, other_org, 20)
         names = list(map(name_of, mine))
         async with forgotten(fresh_dsn, "SELECT FROM windrow.job WHERE id = ANY (%s) FOR UPDATE", names):
-            asking = [asyncio.ensure_future(act(store, org, [lease])) for lease in mine for act in VERBS.values()]
+            asking = [asyncio.ensure_future(act(store, org, [lease])) for lease in mine for act in ACTS.values()]
             for lease in theirs:
                 assert await at_once(
-                    store.ack(other_org, [lease]), store.get(other_org, [name_of(lease)], include_payload=False)
+                    store.settle(Settlement.ack(other_org, [lease])),
+                    store.get(other_org, [name_of(lease)], include_payload=False),
                 )
                 jobs = some_jobs(other_org)
                 assert await store.enqueue(jobs) == {}
                 assert await store.cancel(other_org, ids_of(jobs), reason="") == [OK]
             refused = await asyncio.gather(*asking, return_exceptions=True)
             assert {type(one) for one in refused} == {RowLocked}
-        assert await store.ack(org, mine) == [OK] * 40
+        assert await store.settle(Settlement.ack(org, mine)) == [OK] * 40
     finally:
         await database.close()
 
 
 async def test_where_nothing_is_locked_nobody_looks_for_locks(recorder: Recorder, module_dsn: str, org: OrgId) -> None:
-    """Neither before, nor when a lock is gone that was met."""
+    """Neither before a lock was met, nor after it was released."""
     store = Store(recorder)
     leases = await held_by(store, org, 3)
     before = len(recorder.runs)
-    assert await store.ack(org, leases[:1]) == [OK]
+    assert await store.settle(Settlement.ack(org, leases[:1])) == [OK]
     assert recorder.count(statements.FIND_LOCKED_JOBS, since=before) == 0
     async with locked_job(module_dsn, leases[1]):
         with pytest.raises(RowLocked):
-            await store.ack(org, leases[1:2])
+            await store.settle(Settlement.ack(org, leases[1:2]))
     # Once, for any job of the org.
-    assert await store.ack(org, leases[2:]) == [OK]
+    assert await store.settle(Settlement.ack(org, leases[2:])) == [OK]
     assert recorder.count(statements.FIND_LOCKED_JOBS, since=before) == 2
-    assert await store.ack(org, leases[1:2]) == [OK]
+    assert await store.settle(Settlement.ack(org, leases[1:2])) == [OK]
     assert recorder.count(statements.FIND_LOCKED_JOBS, since=before) == 2
 
 
 def test_statements_that_take_turns_on_a_connection_wait_alike() -> None:
-    """Else lock_timeout would be set anew for each of them: a round trip more."""
-    hot = (statements.ENQUEUE, statements.CLAIM, statements.ACK, statements.RING, statements.PROBE, statements.SWEEP)
+    """Otherwise lock_timeout would be set again for each statement, which costs a round trip."""
+    hot = (
+        statements.ENQUEUE,
+        statements.CLAIM,
+        statements.ACK,
+        statements.NOTIFY_WORK,
+        statements.PROBE,
+        statements.SWEEP,
+    )
     assert all(one.shared for one in hot)

@@ -1,5 +1,5 @@
-"""What callers and operators are told of a row that is locked, and of a clock that was set back: by a router over gRPC,
-and by the command line."""
+"""What callers and operators see when a row is locked, or when a clock was set back: over gRPC and on the command
+line."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from google.rpc import error_details_pb2
 
 from cli.main import main
 from tests.conftest import SHARD
-from tests.jobs import job_id
+from tests.jobs import job_id, job_message
 from tests.routers import PATIENCE_S, Routers, Stubs, detail, running_routers, stubs, until, write_cluster
 from tests.timemachine import SetClock
-from windrow.v1 import admin_pb2, job_pb2, queue_pb2
+from windrow.v1 import cluster_pb2, job_pb2, queue_pb2
 
 OK = job_pb2.JOB_ANSWER_OK
 
@@ -33,12 +33,12 @@ class Running:
     routers: Routers
     stubs: Stubs
 
-    def shard(self) -> admin_pb2.ShardInfo:
-        (shard,) = self.stubs.admin.ListShards(admin_pb2.ListShardsRequest(), timeout=PATIENCE_S).shards
+    def shard(self) -> cluster_pb2.ShardInfo:
+        (shard,) = self.stubs.cluster.ListShards(cluster_pb2.ListShardsRequest(), timeout=PATIENCE_S).shards
         return shard
 
     def enqueue(self, org: str) -> str:
-        job = job_pb2.NewJob(id=job_id(), queue="q", kind="k")
+        job = job_message(id=job_id(), queue="q", kind="k")
         request = queue_pb2.EnqueueRequest(org=org, jobs=[job])
         (result,) = self.stubs.queue.Enqueue(request, timeout=PATIENCE_S).results
         return result.id
@@ -79,7 +79,7 @@ def windrow(running: Running, capsys: pytest.CaptureFixture[str], monkeypatch: p
 
 
 def refusal(call: Callable[[], object], reason: str) -> grpc.RpcError:
-    """What the call is refused with, once its reason is that."""
+    """Repeats the call until it is refused with this reason; returns the error."""
     with pytest.raises(grpc.RpcError) as caught:
         call()
     error = caught.value
@@ -92,7 +92,7 @@ def refusal(call: Callable[[], object], reason: str) -> grpc.RpcError:
     return error
 
 
-def test_the_ack_of_a_locked_job_is_told_who_is_in_its_way_and_others_are_served(running: Running) -> None:
+def test_the_ack_of_a_locked_job_names_the_blocker_and_other_calls_succeed(running: Running) -> None:
     mine, theirs = running.lease("mine"), [(f"org-{n}", running.lease(f"org-{n}")) for n in range(12)]
     with psycopg.connect(running.dsn) as forgotten, ThreadPoolExecutor(13) as threads:
         forgotten.execute("SET idle_in_transaction_session_timeout = 0")
@@ -114,12 +114,10 @@ def test_doctor_names_the_session_that_keeps_a_row_locked(running: Running, wind
         assert finding["fix"] == f"SELECT pg_terminate_backend({forgotten.info.backend_pid});"
 
 
-def test_a_clock_that_was_set_back_is_told_to_callers_and_operators_until_one_accepts_it(
-    running: Running, windrow: Command
-) -> None:
+def test_a_clock_that_was_set_back_is_reported_until_an_operator_accepts_it(running: Running, windrow: Command) -> None:
     config = str(running.routers.config)
     held = running.lease("mine")
-    # Ahead, and right again.
+    # The clock is ahead, then correct again.
     running.clock.set(timedelta(hours=2))
     until(lambda: time_is_recorded(running, hours=1), "the router has recorded the time")
     running.clock.set(timedelta(0))
@@ -139,11 +137,11 @@ def test_a_clock_that_was_set_back_is_told_to_callers_and_operators_until_one_ac
     assert "names no shard 's9'; it names s1" in err
     code, out, _ = windrow("shards", "accept-clock", "s1", "--config", config)
     assert code == 0
-    assert out.startswith("shard s1 goes by its clock again: it shows ")
+    assert out.startswith("shard s1: clock accepted at ")
     until(lambda: running.shard().reachable, "the router has noticed that too")
     assert running.ack("mine", held.lease) == [OK]
     code, out, _ = windrow("shards", "accept-clock", "s1", "--config", config)
-    assert (code, out) == (0, "shard s1 goes by its clock, as before: it was not set back\n")
+    assert (code, out) == (0, "shard s1: nothing to accept, because its clock was not set back\n")
     assert running.routers.log.read_text().count("its clock was set back") == 1
 
 

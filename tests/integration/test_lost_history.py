@@ -1,5 +1,5 @@
-"""A shard whose database has gone back in time: it is refused until somebody accepts that, and its stray jobs are
-brought to where their orgs live, so that none runs twice."""
+"""A shard whose database has gone back in time is refused until an operator accepts that. Its stray jobs are then moved
+to where their orgs live, and none runs twice."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from balancer import recovery
 from balancer.recovery import Recovery, find_loss, recover
 from balancer.service import balance_once
 from balancer.shards import open_shards
-from shard import catalog, history, identity, moving, pinning
-from shard.catalog import Move
-from shard.cluster import parse_cluster
-from shard.database import Database
 from shard.errors import LostHistory, Misconfigured, ShardUnavailable
-from shard.pinning import OnShard
-from shard.settling import Nack
-from shard.vocabulary import CATALOG, Answer, JobId, NewJobs, OrgId, ShardName
+from shard.placement import catalog, identity, marks, move_steps, pins
+from shard.placement.catalog import Move
+from shard.placement.cluster_file import parse_cluster
+from shard.placement.pins import OnShard
+from shard.postgres.pool import Database
+from shard.queue.settle import Nack, Settlement
+from shard.queue_settings import QueueSettings
+from shard.vocabulary import CATALOG, Answer, Failure, JobId, NewJobs, OrgId, ShardName
 from tests import timemachine
 from tests.conftest import CLUSTER
 from tests.integration.test_fleet import opened, org_on, store, two, until, until_refused, up
@@ -43,7 +44,7 @@ DAY_MS = 24 * 3_600_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backups:
-    """Of the database of s2. Nobody may be connected to it when one is made."""
+    """Backups of s2's database. No session may be connected while one is made."""
 
     server: Server
     name: str
@@ -56,7 +57,7 @@ class Backups:
         self.server.create(f"{self.name}_backup", template=self.name)
 
     def put_back(self) -> None:
-        """Whoever is connected is cut off."""
+        """Restores the backup; all sessions are disconnected."""
         self.server.drop(self.name)
         self.server.create(self.name, template=f"{self.name}_backup")
 
@@ -73,9 +74,9 @@ def backups(postgres: Server) -> Iterator[Backups]:
 
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Marks are written often, and the catalog is looked at often."""
-    monkeypatch.setattr("router.member.MARK_S", 0.05)
-    monkeypatch.setattr("router.catalog_copy._LOOK_S", 0.1)
+    """Marks are written often, and the catalog is read often."""
+    monkeypatch.setattr("router.fleet.shard_handle.MARK_S", 0.05)
+    monkeypatch.setattr("router.fleet.catalog_copy._LOOK_S", 0.1)
 
 
 def confirmed_mark(catalog_dsn: str, shard: str = "s2") -> int:
@@ -85,9 +86,9 @@ def confirmed_mark(catalog_dsn: str, shard: str = "s2") -> int:
 
 
 async def mark(catalog_dsn: str, shard_dsn: str) -> None:
-    """What was done on s2 until now is covered by a mark, as routers write them."""
+    """Writes a mark, as routers do, that covers everything done on s2 until now."""
     async with connected({A: catalog_dsn, B: shard_dsn}) as databases:
-        await history.mark(databases[B], databases[A])
+        await marks.mark(databases[B], databases[A])
 
 
 # ── Routers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -108,11 +109,11 @@ async def test_a_backup_put_back_without_a_move_is_refused_until_somebody_accept
         await up(fleet)
         await store(fleet, org)
         await mark(empty_dsn, backups.dsn)
-        # Under a router that runs.
+        # The backup is restored while a router runs.
         backups.put_back()
         await until_refused(fleet, org, "has lost history: .* accept the loss by `windrow shards accept s2`")
         await store(fleet, near)
-    # And for one that starts.
+    # The same for a router that starts.
     async with opened(cluster) as fleet:
         await until_refused(fleet, org, "has lost history")
         await store(fleet, near)
@@ -126,16 +127,16 @@ async def test_a_backup_put_back_without_a_move_is_refused_until_somebody_accept
             assert await find_loss(shards.databases[B], shards.catalog, cluster=cluster.name) is None
         member = await up(fleet)
         await store(fleet, org)
-        assert [(one.accepted, one.balanced) for one in await member.books.check()] == [(2, True)]
-        # The new history is marked as the old one was.
-        marks = confirmed_mark(empty_dsn)
+        assert [(one.accepted, one.balanced) for one in await member.queue_admin.check()] == [(2, True)]
+        # The new history gets a mark with the number that the old one had.
+        before = confirmed_mark(empty_dsn)
         await store(fleet, org)
-        await until(lambda: confirmed_mark(empty_dsn) > marks)
+        await until(lambda: confirmed_mark(empty_dsn) > before)
 
 
 @pytest.mark.usefixtures("fast")
 async def test_a_router_that_learns_of_a_mark_late_refuses_the_shard_then(empty_dsn: str, backups: Backups) -> None:
-    """It was connected to the old copy before it knew that there is more."""
+    """The router connected to the old copy before it learned of the newer mark."""
     cluster = two(empty_dsn, backups.dsn)
     async with opened(cluster) as fleet:
         await up(fleet)
@@ -143,7 +144,7 @@ async def test_a_router_that_learns_of_a_mark_late_refuses_the_shard_then(empty_
         await store(fleet, org)
         await mark(empty_dsn, backups.dsn)
         with psycopg.connect(empty_dsn) as connection:
-            # What another router had confirmed just before the shard went back in time.
+            # Another router confirmed this just before the shard went back in time.
             connection.execute(
                 "UPDATE windrow.shard SET mark = mark + 5, mark_token = gen_random_uuid() WHERE shard = 's2'"
             )
@@ -165,19 +166,19 @@ async def test_a_later_mark_is_never_confirmed_for_a_database_that_lacks_an_earl
     backups.make()
     async with open_shards(cluster) as shards:
         shard = shards.databases[B]
-        await history.mark(shard, shards.catalog)
-        lost = await history.confirmed(shards.catalog, B)
+        await marks.mark(shard, shards.catalog)
+        lost = await marks.confirmed(shards.catalog, B)
     backups.put_back()
     async with open_shards(cluster) as shards:
         shard = shards.databases[B]
-        # Somebody who has not noticed.
+        # By a process that has not noticed.
         for _ in range(5):
-            made = await history.make(shard)
+            made = await marks.make(shard)
             assert made is not None
-            assert not await history.confirm(shards.catalog, B, made)
-        assert await history.confirmed(shards.catalog, B) == lost
+            assert not await marks.confirm(shards.catalog, B, made)
+        assert await marks.confirmed(shards.catalog, B) == lost
         with pytest.raises(LostHistory):
-            await history.mark(shard, shards.catalog)
+            await marks.mark(shard, shards.catalog)
 
 
 @pytest.mark.usefixtures("fast")
@@ -188,27 +189,27 @@ async def test_routers_mark_a_shard_that_they_change_and_no_other(
         await up(fleet)
         member, org = fleet.member(B), org_on(fleet, B)
         await until(lambda: confirmed_mark(empty_dsn) and not any(one.changed for one in member._databases))
-        make, made = history.make, list[Database]()
+        make, made = marks.make, list[Database]()
 
-        async def record(shard: Database, *, apart_s: float) -> history.Made | None:
+        async def record(shard: Database, *, apart_s: float) -> marks.Made | None:
             made.append(shard)
             return await make(shard, apart_s=apart_s)
 
-        monkeypatch.setattr(history, "make", record)
+        monkeypatch.setattr(marks, "make", record)
         await member.store.get(org, [job_id()], include_payload=False)
         assert await lease_jobs(member.store, org) == []
         await member.room.sweep()
         await member._mark()
         assert made == []
-        # Also what operators change.
-        await member.books.create_queue(org, QUEUE, retry=None, max_attempts=3)
+        # Changes by operators count too.
+        await member.queue_admin.create_queue(org, QUEUE, QueueSettings(max_attempts=3))
         await until(lambda: made)
 
 
 async def test_a_router_writes_no_further_mark_before_the_catalog_has_confirmed_the_last(
     empty_dsn: str, backups: Backups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.member.MARK_S", 3600.0)
+    monkeypatch.setattr("router.fleet.shard_handle.MARK_S", 3600.0)
 
     async def away(*_: object) -> bool:
         raise ShardUnavailable(CATALOG, "it is away")
@@ -226,15 +227,15 @@ async def test_a_router_writes_no_further_mark_before_the_catalog_has_confirmed_
         monkeypatch.setattr(member, "_confirm", confirm)
         await member._mark()
         assert confirmed_mark(empty_dsn) == 1
-        # What was done since that mark was written is not covered by it.
+        # This mark does not cover what was done after it was written.
         assert member._queue_database.changed
 
 
 @pytest.mark.usefixtures("fast")
-async def test_a_catalog_that_was_restored_refuses_no_shard_and_is_told_of(
+async def test_a_catalog_that_was_restored_refuses_no_shard_and_is_reported(
     postgres: Server, backups: Backups, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The shard has more than the catalog knows of. Here the catalog is not on a shard."""
+    """The shard is ahead of the catalog. The catalog is not on a shard here."""
     shards, place = [f"history_{next(_numbers)}" for _ in range(2)]
     cluster = two(postgres.create(shards), backups.dsn)
     name = str(conninfo_to_dict(cluster.shards[0].dsn)["dbname"])
@@ -247,12 +248,12 @@ async def test_a_catalog_that_was_restored_refuses_no_shard_and_is_told_of(
         postgres.create(place, template=name)
         async with open_shards(cluster) as opened_shards:
             known = await catalog.read(opened_shards.catalog)
-            move = await catalog.begin(opened_shards.catalog, known, [known.slot(org)], target=A)
+            move = await catalog.begin_move(opened_shards.catalog, known, [known.slot(org)], target=A)
             assert move is not None
             mover = recovery_mover(opened_shards.catalog, opened_shards.databases, move)
             await mover
             for _ in range(120):
-                await history.mark(opened_shards.databases[B], opened_shards.catalog)
+                await marks.mark(opened_shards.databases[B], opened_shards.catalog)
         postgres.drop(name)
         postgres.create(name, template=place)
         async with opened(cluster) as fleet:
@@ -260,11 +261,11 @@ async def test_a_catalog_that_was_restored_refuses_no_shard_and_is_told_of(
             await until(lambda: f"shard 's2' knows of epoch {move.epoch}, and the catalog of 1 only" in caplog.text)
             # Marks are confirmed again.
             other = next(one for one in orgs_of(fleet) if one != org)
-            marks = confirmed_mark(cluster.catalog_dsn)
+            before = confirmed_mark(cluster.catalog_dsn)
             await store(fleet, other)
-            await until(lambda: confirmed_mark(cluster.catalog_dsn) > marks)
+            await until(lambda: confirmed_mark(cluster.catalog_dsn) > before)
         done = await asyncio.to_thread(windrow_on, cluster.catalog_dsn, backups.dsn, "doctor", "--json")
-        assert "the shard knows of later moves than the catalog" in done.stdout
+        assert "the shard knows later moves than the catalog" in done.stdout
     finally:
         for one in (shards, place):
             postgres.drop(one)
@@ -278,7 +279,7 @@ def orgs_of(fleet: object) -> Iterator[OrgId]:
 async def recovery_mover(catalog_database: Database, databases: Mapping[ShardName, Database], move: Move) -> None:
     from balancer.move import Mover, Pace
 
-    pace = Pace(rest=0.0, look_s=0.02)
+    pace = Pace(rest=0.0, poll_s=0.02)
     await Mover(catalog_database, databases, move.epoch, pace=pace, report=lambda _: None).finish()
 
 
@@ -302,16 +303,16 @@ async def test_a_backup_from_before_a_move_is_refused_though_nothing_else_was_do
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gone:
-    """What there was before the backup, on s2: jobs by what became of them since, on s1."""
+    """What s2 had before the backup: jobs, by what has happened to them since on s1."""
 
     ids: dict[str, JobId]
-    # Of the move to s2, and of the one back.
+    # The epochs of the move to s2 and of the move back.
     epoch: int
     back: int
 
 
 async def go_back_in_time(dsn: str, backups: Backups, org: OrgId) -> Gone:
-    """An org moves to s2, and back; then s2 is as it was in between, and somebody accepts that."""
+    """Moves an org to s2 and back; then restores s2 to the time between, and accepts the loss."""
     ids: dict[str, JobId] = {}
     async with open_pair(dsn, backups.dsn) as pair:
         for what in ("acked", "cancelled", "ready", "died", "scheduled", "waits"):
@@ -320,12 +321,14 @@ async def go_back_in_time(dsn: str, backups: Backups, org: OrgId) -> Gone:
             (ids[what],) = ids_of(jobs)
         move = await pair.move([org], target=B)
         ((_, lease),) = await lease_jobs(pair.store(B), org, queue="died")
-        assert await pair.store(B).nack(org, [Nack(lease=lease, kill=True)]) == [Answer.OK]
+        assert await pair.store(B).settle(
+            Settlement.nack(org, [Nack(lease=lease, failure=Failure(permanent=True))])
+        ) == [Answer.OK]
     backups.make()
     async with open_pair(dsn, backups.dsn) as pair:
         back = await pair.move([org], target=A)
         ((_, lease),) = await lease_jobs(pair.store(A), org, queue="acked")
-        assert await pair.store(A).ack(org, [lease]) == [Answer.OK]
+        assert await pair.store(A).settle(Settlement.ack(org, [lease])) == [Answer.OK]
         assert await pair.store(A).cancel(org, [ids["cancelled"]], reason="why") == [Answer.OK]
     backups.put_back()
     return Gone(ids=ids, epoch=move.epoch, back=back.epoch)
@@ -376,7 +379,7 @@ def windrow_on(first: str, second: str, *arguments: str) -> subprocess.Completed
 
 
 @pytest.mark.timeout(300)
-def test_operators_accept_a_loss_are_told_of_stray_jobs_and_bring_them_home(
+def test_operators_accept_a_loss_see_stray_jobs_and_recover_them(
     tmp_path: Path, fresh_dsn: str, backups: Backups, org: OrgId
 ) -> None:
     gone = asyncio.run(go_back_in_time(fresh_dsn, backups, org))
@@ -394,9 +397,9 @@ def test_operators_accept_a_loss_are_told_of_stray_jobs_and_bring_them_home(
         assert "has lost history" in planned.stderr
         refused = windrow(config, "shards", "accept", "s2", *at)
         assert refused.returncode == 2
-        assert "slots that came since: 0" in refused.stdout
+        assert "slots that arrived since: 0" in refused.stdout
         assert "that left since: 1" in refused.stdout
-        assert "say --yes" in refused.stderr
+        assert "confirm with --yes" in refused.stderr
         assert windrow(config, "shards", "recover", "s2", *at).returncode == 5
         accepted = windrow(config, "shards", "accept", "s2", *at, "--yes")
         assert accepted.returncode == 0, accepted.stderr
@@ -426,7 +429,7 @@ def test_operators_accept_a_loss_are_told_of_stray_jobs_and_bring_them_home(
 
 @pytest.fixture
 async def pair(fresh_dsn: str, backups: Backups, org: OrgId) -> AsyncGenerator[Pair, None]:
-    """s2 has gone back in time, which is accepted."""
+    """s2 has gone back in time, and the loss was accepted."""
     await go_back_in_time(fresh_dsn, backups, org)
     await accept_all(fresh_dsn, backups)
     async with open_pair(fresh_dsn, backups.dsn) as opened_pair:
@@ -438,7 +441,7 @@ async def run(pair: Pair, *, older: bool = False) -> Recovery:
 
 
 async def stray(pair: Pair, jobs: NewJobs) -> None:
-    """As routers with an old placement may have stored on s2 before it was refused."""
+    """Stores jobs on s2 as routers with an old placement may have done before they were refused."""
     slot = (await pair.known()).slot(jobs.org)
     ((epoch,),) = await pair.databases[B].run(
         b"UPDATE windrow.owned_slot SET state = 'owned' WHERE slot = %(slot)s RETURNING epoch", {"slot": slot}
@@ -482,19 +485,40 @@ async def test_a_job_that_has_finished_where_its_org_lives_never_runs_again(pair
     await stray(pair, jobs)
     await enqueue(pair, jobs)
     ((_, lease),) = await lease_jobs(pair.store(A), org, max_jobs=1)
-    assert await pair.store(A).ack(org, [lease]) == [Answer.OK]
+    assert await pair.store(A).settle(Settlement.ack(org, [lease])) == [Answer.OK]
     assert counts(await run(pair)) == (0, 2)
     found = await states(pair, org, ids_of(jobs))
-    assert sorted(found.values()) == ["cancelled", "cancelled", "ready", "succeeded"]
-    records = await pair.store(B).get(org, ids_of(jobs), include_payload=False)
-    assert {record.reason for record in records} == {"astray: shard s1 has this job"}
+    assert {shard for shard, _ in found} == {A}
+    assert sorted(found.values()) == ["ready", "succeeded"]
+    await pair.balance()
+
+
+async def test_jobs_that_were_known_at_home_have_one_record_each_when_their_org_comes_back(
+    pair: Pair, org: OrgId
+) -> None:
+    await run(pair)
+    jobs = some_jobs(org, 3)
+    await stray(pair, jobs)
+    await enqueue(pair, jobs)
+    ((job, lease),) = await lease_jobs(pair.store(A), org, max_jobs=1)
+    assert await pair.store(A).settle(Settlement.ack(org, [lease])) == [Answer.OK]
+    assert counts(await run(pair)) == (0, 3)
+    await pair.move([org], target=B)
+    ((_, other),) = await lease_jobs(pair.store(B), org, max_jobs=1)
+    for _ in range(2):
+        # Also if the answer to the first call was lost.
+        assert await pair.store(B).settle(Settlement.ack(org, [other])) == [Answer.OK]
+    found = await states(pair, org, ids_of(jobs))
+    assert found.pop((A, job.id)) == "succeeded"
+    assert {shard for shard, _ in found} == {B}
+    assert sorted(found.values()) == ["ready", "succeeded"]
     await pair.balance()
 
 
 async def test_jobs_that_finish_while_they_are_being_brought_home_are_not_brought(
     pair: Pair, org: OrgId, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They come to the home, and finish there, after it was asked for them."""
+    """They reach the org's shard and finish there after it was asked about them."""
     await run(pair)
     jobs = some_jobs(org, 2)
     await stray(pair, jobs)
@@ -507,7 +531,7 @@ async def test_jobs_that_finish_while_they_are_being_brought_home_are_not_brough
         """,
         {"ids": ids_of(dead)},
     )
-    from shard import strays
+    from shard.admin import strays
 
     bring, tried = strays.bring, list[object]()
 
@@ -517,7 +541,7 @@ async def test_jobs_that_finish_while_they_are_being_brought_home_are_not_brough
             await enqueue(pair, jobs)
             await enqueue(pair, dead)
             for _, lease in await lease_jobs(pair.store(A), org, max_jobs=1):
-                assert await pair.store(A).ack(org, [lease]) == [Answer.OK]
+                assert await pair.store(A).settle(Settlement.ack(org, [lease])) == [Answer.OK]
         return await bring(*arguments, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(strays, "bring", late)
@@ -548,16 +572,16 @@ async def test_jobs_under_a_lease_wait_until_it_ends_and_old_ones_until_it_is_as
 
 
 async def test_jobs_of_an_org_that_was_pinned_elsewhere_since_go_there(pair: Pair, org: OrgId) -> None:
-    """The shard knows it by the slot of its hash alone."""
+    """The restored shard only knows the org by its hash slot."""
     pinned = OrgId(f"{org}-pinned")
     await enqueue(pair, some_jobs(pinned))
     await pair.move([pinned], target=B)
     jobs = some_jobs(pinned)
     await pair.store(B).enqueue(jobs, epoch=(await pair.known()).placement(pinned).epoch)
-    await pinning.pin(pair.catalog, pinned, OnShard(A))
+    await pins.pin(pair.catalog, pinned, OnShard(A))
     slots = await pair.slots([(await pair.known()).slot(pinned)])
     assert slots[B] == []
-    # As though it had moved to s1 and the backup was older than that.
+    # As if it had moved to s1 and the backup was older than that.
     await pair.catalog.run(
         b"UPDATE windrow.placement SET writes = '{s1}', reads = '{s1}', epoch = epoch + 1 WHERE slot = %(slot)s",
         {"slot": (await pair.known()).slot(pinned)},
@@ -568,8 +592,8 @@ async def test_jobs_of_an_org_that_was_pinned_elsewhere_since_go_there(pair: Pai
         {"slot": (await pair.known()).slot(pinned)},
     )
     known = await pair.known()
-    assert await pinning.settle(pair.databases[A], await pinning.read_on(pair.catalog, A))
-    await catalog.grant(pair.databases[A], known)
+    assert await pins.adopt(pair.databases[A], await pins.read_on(pair.catalog, A))
+    await catalog.grant_slots(pair.databases[A], known)
     done = await run(pair)
     assert {one.org: (one.home, one.brought) for one in done.orgs}[pinned] == (A, 2)
     await pair.balance()
@@ -577,7 +601,7 @@ async def test_jobs_of_an_org_that_was_pinned_elsewhere_since_go_there(pair: Pai
 
 async def test_no_slot_moves_to_a_shard_that_has_stray_jobs_of_it(pair: Pair, org: OrgId) -> None:
     """They would be claimed there, and may have run elsewhere."""
-    await pinning.pin(pair.catalog, org, OnShard(B))
+    await pins.pin(pair.catalog, org, OnShard(B))
     text = f'[cluster]\nname = "{CLUSTER}"\n'
     text += "".join(
         f"[[shard]]\nname = '{name}'\ndsn = '''{dsn}'''\nweight = {int(name == A)}\n" for name, dsn in pair.dsns.items()
@@ -598,7 +622,7 @@ async def test_a_recovery_is_finished_by_another_wherever_the_first_one_died(pai
     await run(pair)
     at = 0
     while True:
-        # To be cut off takes long to get over.
+        # Reconnecting after a cut takes long, so fewer steps are cut.
         at += 3 if how == "cut" else 1
         unknown, known = some_jobs(org, 3), some_jobs(org, 2)
         await stray(pair, unknown)
@@ -627,7 +651,7 @@ async def test_a_recovery_is_finished_by_another_wherever_the_first_one_died(pai
     assert at > 10, fate.names
 
 
-async def test_operators_who_recover_at_the_same_time_bring_each_job_once(pair: Pair, org: OrgId) -> None:
+async def test_operators_that_recover_at_the_same_time_move_each_job_once(pair: Pair, org: OrgId) -> None:
     await run(pair)
     stored: dict[OrgId, NewJobs] = {}
     for number in range(4):
@@ -651,7 +675,7 @@ async def test_two_operators_who_accept_at_the_same_time_begin_one_history(
     async with connected({A: fresh_dsn, B: backups.dsn}) as databases:
         assert await identity.examine(databases[B], databases[A], cluster=CLUSTER)
         known = await catalog.read(databases[A])
-        states_of = await moving.read_slots(databases[B], [known.slot(org)])
+        states_of = await move_steps.read_slots(databases[B], [known.slot(org)])
         assert [(one.state, one.epoch) for one in states_of.values()] == [("draining", known.placement(org).epoch)]
 
 
@@ -672,12 +696,12 @@ async def test_a_move_under_way_goes_on_after_its_target_was_restored_and_ends_a
             source = pair.databases[move.source]
             for chunk in (1, 2):
                 chunks = {move.slots[0]: chunk}
-                assert await moving.depart(source, chunks, epoch=move.epoch, rows_max=3, bytes_max=10**6)
-                departed = await moving.read_departing(source, move.slots, epoch=move.epoch)
-                assert await moving.take(pair.databases[target], departed, epoch=move.epoch)
+                assert await move_steps.export_chunk(source, chunks, epoch=move.epoch, rows_max=3, bytes_max=10**6)
+                departed = await move_steps.read_exported(source, move.slots, epoch=move.epoch)
+                assert await move_steps.import_chunk(pair.databases[target], departed, epoch=move.epoch)
                 if chunk == 1:
-                    await moving.forget(source, chunks, epoch=move.epoch)
-        await history.mark(pair.databases[B], pair.catalog)
+                    await move_steps.delete_exported(source, chunks, epoch=move.epoch)
+        await marks.mark(pair.databases[B], pair.catalog)
     backups.put_back()
     await accept_all(fresh_dsn, backups)
     async with open_pair(fresh_dsn, backups.dsn) as pair:
@@ -689,4 +713,84 @@ async def test_a_move_under_way_goes_on_after_its_target_was_restored_and_ends_a
         assert {one.org: (one.brought, one.known) for one in done.orgs} == {other_org: (4, 6)}
         assert len(await lease_jobs(pair.store(B), org, max_jobs=20)) == 7, "the first chunk is lost"
         assert len(await lease_jobs(pair.store(A), other_org, max_jobs=20)) == 10
+        await pair.balance()
+
+
+async def come_again(dsn: str, backups: Backups, org: OrgId) -> dict[str, JobId]:
+    """Moves an org with jobs to s2 and back, and finishes one of the jobs. Then s2 is restored to the time between, and
+    the org is at rest on s1 or on its way to s2. Returns the jobs."""
+    ids: dict[str, JobId] = {}
+    async with open_pair(dsn, backups.dsn) as pair:
+        for what in ("acked", "ready"):
+            jobs = some_jobs(org, 1, queue=what)
+            await pair.store(A).enqueue(jobs)
+            (ids[what],) = ids_of(jobs)
+        await pair.move([org], target=B)
+    backups.make()
+    async with open_pair(dsn, backups.dsn) as pair:
+        await pair.move([org], target=A)
+        ((_, lease),) = await lease_jobs(pair.store(A), org, queue="acked")
+        assert await pair.store(A).settle(Settlement.ack(org, [lease])) == [Answer.OK]
+    return ids
+
+
+@pytest.mark.parametrize("steps", [0, 2, 3, None])
+async def test_jobs_that_had_left_a_restored_shard_do_not_run_there_again_when_their_slot_comes_back(
+    fresh_dsn: str, backups: Backups, org: OrgId, steps: int | None
+) -> None:
+    """The shard is lost while the slot moves to it: the move has begun, is open, has switched, or has moved all
+    jobs."""
+    ids = await come_again(fresh_dsn, backups, org)
+    async with open_pair(fresh_dsn, backups.dsn) as pair:
+        move = await pair.begin([org], target=B)
+        mover = pair.mover(move)
+        if steps is None:
+            await mover.finish()
+        for _ in range(steps or 0):
+            assert await mover.step()
+        await marks.mark(pair.databases[B], pair.catalog)
+    backups.put_back()
+    await accept_all(fresh_dsn, backups)
+    async with open_pair(fresh_dsn, backups.dsn) as pair:
+        # Routers read the shard as soon as the loss is accepted.
+        assert await lease_jobs(pair.store(B), org, queue="acked") == []
+        if steps is not None:
+            assert await lease_jobs(pair.store(B), org, queue="ready") == []
+            await pair.mover(move).finish()
+        assert await pair.placement(org) == ((B,), (B,))
+        ((job, lease),) = await lease_jobs(pair.store(B), org, queue="ready", max_jobs=9)
+        # A copy that had arrived on s2 again is lost, and the backup's copy is the only one.
+        assert job.id == ids["ready"]
+        for _ in range(2):
+            assert await pair.store(B).settle(Settlement.ack(org, [lease])) == [Answer.OK]
+        (record,) = await pair.store(B).get(org, [job.id], include_payload=False)
+        assert record.state == "succeeded"
+        assert await lease_jobs(pair.store(B), org, queue="acked", max_jobs=9) == []
+        assert await states(pair, org, [ids["acked"]]) == {(A, ids["acked"]): "succeeded"}
+        await pair.balance()
+
+
+async def test_a_loss_that_was_accepted_is_not_accepted_again_over_a_move_that_began_since(
+    fresh_dsn: str, backups: Backups, org: OrgId
+) -> None:
+    """Two operators have seen the loss, and the second confirms later."""
+    async with open_pair(fresh_dsn, backups.dsn) as pair:
+        await pair.store(A).enqueue(some_jobs(org, 3))
+        await pair.move([org], target=B)
+    backups.make()
+    async with open_pair(fresh_dsn, backups.dsn) as pair:
+        await marks.mark(pair.databases[B], pair.catalog)
+    backups.put_back()
+    async with connected({A: fresh_dsn, B: backups.dsn}) as databases:
+        loss = await find_loss(databases[B], databases[A], cluster=CLUSTER)
+        assert loss is not None
+    await accept_all(fresh_dsn, backups)
+    async with open_pair(fresh_dsn, backups.dsn) as pair:
+        move = await pair.begin([org], target=A)
+        for _ in range(3):
+            assert await pair.mover(move).step()
+        await recovery.accept(loss, pair.databases, pair.catalog, cluster=CLUSTER)
+        assert await pair.placement(org) == ((A,), (B, A))
+        await pair.mover(move).finish()
+        assert len(await lease_jobs(pair.store(A), org, max_jobs=9)) == 3
         await pair.balance()

@@ -1,33 +1,36 @@
-"""Slots move between two databases: with every sort of job, while balancers die, and while work goes on (I1–I6)."""
+"""Slots move between two databases: with jobs in every state, while balancers die, and while work continues (I1–I6)."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Collection, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import psycopg
 import pytest
 
 from balancer.move import Progress
-from shard import catalog, moving, statements
-from shard.catalog import Move
-from shard.connection import Connection
-from shard.doorbell import Doorbell
 from shard.errors import Misconfigured, NotOwned, ShardUnavailable, UnknownQueue
-from shard.lease import parse_token, token
-from shard.placement import slot_of
-from shard.records import JobRecord
-from shard.retry import Fixed
-from shard.settling import Nack
-from shard.vocabulary import Answer, JobId, Lease, OrgId, Outcome, QueueId, QueueName, ShardName
+from shard.job_record import JobRecord
+from shard.lease_token import parse_token, token
+from shard.placement import catalog, move_steps, statements
+from shard.placement.catalog import Move
+from shard.placement.slots import slot_of
+from shard.postgres.connection import Connection
+from shard.queue.doorbell import Doorbell
+from shard.queue.settle import Nack, Settlement
+from shard.queue_settings import SETTING_COLUMNS, QueueSettings
+from shard.retry_policy import Fixed, to_json
+from shard.vocabulary import Answer, Failure, JobId, Lease, OrgId, Outcome, QueueId, QueueName, ShardName
 from tests import timemachine
 from tests.jobs import HOUR_US, QUEUE, ids_of, lease_jobs, some_jobs
 from tests.pair import A, B, Died, Fate, Pair, mortal_mover, open_pair
 from tests.routers import PATIENCE_S
 
 OTHER = QueueName("other")
+PAUSED, RESUMED = QueueSettings(paused=True), QueueSettings(paused=False)
 
 
 @pytest.fixture
@@ -44,7 +47,7 @@ async def lease_one(pair: Pair, shard: ShardName, org: OrgId, queue: str) -> tup
 
 
 async def populate(pair: Pair, shard: ShardName, org: OrgId, *, epoch: int = 1) -> dict[str, JobId]:
-    """A job of each sort, by what it is; none under a lease."""
+    """Stores a job of each kind, by its description; none is leased."""
     store = pair.store(shard)
     made: dict[str, JobId] = {}
 
@@ -61,19 +64,23 @@ async def populate(pair: Pair, shard: ShardName, org: OrgId, *, epoch: int = 1) 
     await make("ready", dedup_keys=[f"key-{org}"], retry=Fixed(delay_us=5), max_attempts=7)
     await make("failed", priority=1)
     _, lease = await lease_one(pair, shard, org, "failed")
-    assert await store.nack(org, [Nack(lease=lease, error='it "failed" \\ {so}', delay_us=0)]) == [Answer.OK]
+    assert await store.settle(
+        Settlement.nack(org, [Nack(lease=lease, failure=Failure(message='it "failed" \\ {so}'), retry_after_us=0)])
+    ) == [Answer.OK]
     await make("given back")
     _, lease = await lease_one(pair, shard, org, "given back")
-    assert await store.release(org, [lease]) == [Answer.OK]
+    assert await store.settle(Settlement.release(org, [lease])) == [Answer.OK]
     await make("lost")
     await lease_one(pair, shard, org, "lost")
     assert await timemachine.end_leases(pair.databases[shard], org) == 1
     await make("dead")
     _, lease = await lease_one(pair, shard, org, "dead")
-    assert await store.nack(org, [Nack(lease=lease, error="no", kill=True)]) == [Answer.OK]
+    assert await store.settle(
+        Settlement.nack(org, [Nack(lease=lease, failure=Failure(message="no", permanent=True))])
+    ) == [Answer.OK]
     await make("done", dedup_keys=[f"done-{org}"])
     _, lease = await lease_one(pair, shard, org, "done")
-    assert await store.ack(org, [lease], [b"result"]) == [Answer.OK]
+    assert await store.settle(Settlement.ack(org, [lease], [b"result"])) == [Answer.OK]
     await make("cancelled")
     assert await store.cancel(org, [made["cancelled"]], reason="why") == [Answer.OK]
     return made
@@ -83,9 +90,9 @@ FINISHED = {"done", "cancelled"}
 
 
 def told(record: JobRecord) -> JobRecord:
-    """What everybody may know of a job, who notices that a lease has ended or not."""
+    """Returns what any reader may see of a job, whether or not it has noticed that a lease ended."""
     unseen = record.state == "ready" and record.worker is not None
-    history = [(a.attempt, a.worker, a.leased_at, a.ended_at, a.outcome.value, a.error) for a in record.attempts()]
+    history = [(a.attempt, a.worker, a.leased_at, a.ended_at, a.outcome.value, a.failure) for a in record.attempts()]
     record = record._replace(history=json.dumps(history))
     if unseen:
         assert record.deadline is not None
@@ -96,7 +103,8 @@ def told(record: JobRecord) -> JobRecord:
 async def assert_all_there(
     pair: Pair, org: OrgId, before: dict[tuple[ShardName, JobId], JobRecord], at: ShardName, finished_at: ShardName
 ) -> None:
-    """Every job as it was, on exactly one shard: live and dead ones where they went to."""
+    """Asserts that every job is unchanged and on exactly one shard, and that live and dead jobs are where they
+    moved."""
     found = await pair.jobs(org, [job for _, job in before])
     assert len(found) == len(before)
     for (_, job), record in before.items():
@@ -120,7 +128,7 @@ async def take_steps(pair: Pair, move: Move, count: int) -> None:
 async def test_a_move_is_finished_by_another_balancer_wherever_the_first_one_died(
     pair: Pair, org: OrgId, how: str
 ) -> None:
-    """There and back, and one act further each time."""
+    """There and back, and each time the first balancer gets one step further."""
     home, away, epoch = A, B, 1
     at = 0
     while True:
@@ -132,14 +140,14 @@ async def test_a_move_is_finished_by_another_balancer_wherever_the_first_one_die
             try:
                 await asyncio.create_task(mover.finish())
             except (Died, ShardUnavailable, asyncio.CancelledError):
-                # Somebody looks at it before it goes on.
+                # An operator looks at it before it continues.
                 await pair.balance()
         if fate.acts < at:
             break
         await pair.mover(move).finish()
         assert await pair.placement(org) == ((away,), (away,))
         await assert_all_there(pair, org, before, away, home)
-        # The next one has keys of the same names.
+        # The next org uses the same keys.
         for shard in (A, B):
             await pair.store(shard).cancel(org, [job for _, job in before], reason="")
             await timemachine.end_dedup_windows(pair.databases[shard], org)
@@ -158,7 +166,7 @@ async def test_the_books_balance_and_every_job_is_visible_once_at_most_after_eve
         await pair.balance()
         found = await pair.jobs(org, list(made.values()))
         assert all(sum((shard, job) in found for shard in (A, B)) <= 1 for job in made.values())
-        # Nobody is told that a job does not exist.
+        # No caller is told that a job does not exist.
         for job in live:
             known = [await pair.store(shard).get(org, [job], include_payload=False) for shard in (A, B)]
             assert any(known), (name, job)
@@ -166,7 +174,9 @@ async def test_the_books_balance_and_every_job_is_visible_once_at_most_after_eve
     move = await pair.begin([org], target=B)
     async with mortal_mover(pair, move, Fate(at=0, how="", after=look)) as mover:
         await mover.finish()
-    assert {"depart", "take", "forget", "switch", "leave", "transaction"} <= set(seen)
+    assert {"export_chunk", "import_chunk", "delete_exported", "switch_writer", "finish_move", "transaction"} <= set(
+        seen
+    )
     await assert_all_there(pair, org, before, B, A)
 
 
@@ -187,20 +197,23 @@ async def test_balancers_that_work_at_the_same_time_do_no_harm(pair: Pair, org: 
 
 
 async def test_a_step_that_comes_late_changes_nothing(pair: Pair, org: OrgId) -> None:
-    """Each step of the first move, taken again after the second, by somebody who froze in between."""
+    """Each step of the first move is run again after the second, by a process that was frozen in between."""
     made = await populate(pair, A, org)
     slots = [slot_of(org)]
     planned = await pair.known()
-    first = await catalog.begin(pair.catalog, planned, slots, target=B)
+    first = await catalog.begin_move(pair.catalog, planned, slots, target=B)
     assert first is not None
-    queues = await moving.read_queues(pair.databases[A], slots)
+    queues = await move_steps.read_queues(pair.databases[A], slots)
     await pair.mover(first).finish()
     second = await pair.move([org], target=A)
-    # A third is under way: the first one's source is a source again, with a chunk that nobody has taken.
+    # A third move is under way: the first one's source is a source again, with a chunk that nobody has imported.
     third = await pair.begin([org], target=B)
     await take_steps(pair, third, 3)
-    assert await moving.depart(pair.databases[A], {slots[0]: 1}, epoch=third.epoch, rows_max=2, bytes_max=1000) != {}
-    departed = await moving.read_departing(pair.databases[A], slots, epoch=third.epoch)
+    assert (
+        await move_steps.export_chunk(pair.databases[A], {slots[0]: 1}, epoch=third.epoch, rows_max=2, bytes_max=1000)
+        != {}
+    )
+    departed = await move_steps.read_exported(pair.databases[A], slots, epoch=third.epoch)
 
     async def everything() -> object:
         tables = (
@@ -216,26 +229,36 @@ async def test_a_step_that_comes_late_changes_nothing(pair: Pair, org: OrgId) ->
         )
         return [[await database.run(table, {}) for table in tables] for database in pair.databases.values()]
 
-    await pair.books[A].alter_queue(org, QueueName("ready"), paused=True, epoch=third.epoch, draining=True)
+    await pair.books[A].alter_queue(org, QueueName("ready"), PAUSED, epoch=third.epoch, draining=True)
     before = await everything()
     for late in (first, second):
         source, target = pair.databases[late.source], pair.databases[late.target]
-        await moving.close(source, slots, epoch=late.epoch)
-        await moving.open_slots(target, slots, epoch=late.epoch, queues=queues)
-        await catalog.switch(pair.catalog, late)
+        await move_steps.close_slots(source, slots, epoch=late.epoch)
+        await move_steps.open_slots(target, slots, epoch=late.epoch, queues=queues)
+        await catalog.switch_writer(pair.catalog, late)
         for chunk in range(5):
-            assert not await moving.depart(source, {slots[0]: chunk}, epoch=late.epoch, rows_max=9, bytes_max=9999)
-            assert not await moving.take(target, [part._replace(chunk=chunk) for part in departed], epoch=late.epoch)
-            assert await moving.forget(source, {slots[0]: chunk}, epoch=late.epoch) == 0
-        assert await catalog.leave(pair.catalog, late, slots) == 0
+            assert not await move_steps.export_chunk(
+                source, {slots[0]: chunk}, epoch=late.epoch, rows_max=9, bytes_max=9999
+            )
+            assert not await move_steps.import_chunk(
+                target, [part._replace(chunk=chunk) for part in departed], epoch=late.epoch
+            )
+            assert await move_steps.delete_exported(source, {slots[0]: chunk}, epoch=late.epoch) == 0
+        assert await catalog.finish_move(pair.catalog, late, slots) == 0
         for shard in (A, B):
-            await catalog.grant(pair.databases[shard], planned)
-    assert await catalog.begin(pair.catalog, planned, slots, target=B) is None
-    # And of the third itself, what has been done, and what has another number.
-    assert not await moving.depart(pair.databases[A], {slots[0]: 1}, epoch=third.epoch, rows_max=9, bytes_max=9999)
-    assert not await moving.depart(pair.databases[A], {slots[0]: 3}, epoch=third.epoch, rows_max=9, bytes_max=9999)
-    assert not await moving.take(pair.databases[B], [part._replace(chunk=2) for part in departed], epoch=third.epoch)
-    assert await moving.forget(pair.databases[A], {slots[0]: 2}, epoch=third.epoch) == 0
+            await catalog.grant_slots(pair.databases[shard], planned)
+    assert await catalog.begin_move(pair.catalog, planned, slots, target=B) is None
+    # Steps of the third move that are done already, or that have another number.
+    assert not await move_steps.export_chunk(
+        pair.databases[A], {slots[0]: 1}, epoch=third.epoch, rows_max=9, bytes_max=9999
+    )
+    assert not await move_steps.export_chunk(
+        pair.databases[A], {slots[0]: 3}, epoch=third.epoch, rows_max=9, bytes_max=9999
+    )
+    assert not await move_steps.import_chunk(
+        pair.databases[B], [part._replace(chunk=2) for part in departed], epoch=third.epoch
+    )
+    assert await move_steps.delete_exported(pair.databases[A], {slots[0]: 2}, epoch=third.epoch) == 0
     assert await everything() == before
     await pair.mover(third).finish()
     assert len(await pair.jobs(org, list(made.values()))) == len(made)
@@ -248,16 +271,17 @@ async def test_what_comes_late_when_the_next_move_has_only_begun_changes_nothing
     planned = await pair.known()
     first = await pair.move([org], target=B)
     await pair.move([org], target=A)
-    assert await catalog.begin(pair.catalog, planned, slots, target=B) is None, "planned by what is no more"
+    assert await catalog.begin_move(pair.catalog, planned, slots, target=B) is None, "planned by what is no more"
     third = await pair.begin([org], target=B)
     begun = await pair.known()
-    await catalog.switch(pair.catalog, first)
+    await catalog.switch_writer(pair.catalog, first)
     assert await pair.known() == begun
-    # A router that starts tells the shards of slots at rest alone: told of this one, its source could not close it.
+    # A router that starts tells the shards only about slots at rest. If it told them about this one, the source could
+    # not close it.
     for shard in (A, B):
-        await catalog.grant(pair.databases[shard], begun)
+        await catalog.grant_slots(pair.databases[shard], begun)
     for shard in (A, B):
-        assert (await moving.read_slots(pair.databases[shard], slots))[slots[0]].epoch < third.epoch
+        assert (await move_steps.read_slots(pair.databases[shard], slots))[slots[0]].epoch < third.epoch
     await pair.mover(third).finish()
     assert await pair.placement(org) == ((B,), (B,))
     with pytest.raises(NotOwned):
@@ -265,19 +289,19 @@ async def test_what_comes_late_when_the_next_move_has_only_begun_changes_nothing
 
 
 async def test_who_opens_a_slot_late_does_not_bring_back_a_queue_that_was_deleted_since(pair: Pair, org: OrgId) -> None:
-    await pair.books[A].create_queue(org, QUEUE, retry=None, max_attempts=3)
+    await pair.books[A].create_queue(org, QUEUE, QueueSettings(max_attempts=3))
     move = await pair.begin([org], target=B)
-    queues = await moving.read_queues(pair.databases[A], move.slots)
+    queues = await move_steps.read_queues(pair.databases[A], move.slots)
     await pair.mover(move).finish()
     await pair.books[B].delete_queue(org, QUEUE, epoch=move.epoch)
-    await moving.open_slots(pair.databases[B], move.slots, epoch=move.epoch, queues=queues)
+    await move_steps.open_slots(pair.databases[B], move.slots, epoch=move.epoch, queues=queues)
     assert await pair.books[B].list_queues(org, page_size=10, page_token="") == ([], "")
 
 
 async def test_jobs_of_which_nobody_was_told_that_they_departed_are_the_first_to_arrive(
     pair: Pair, org: OrgId, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The source goes away when it has set them aside, and before it has said so."""
+    """The source becomes unreachable after it has set the jobs aside and before it has answered."""
     first, second = sorted((OrgId(f"{org}-{n}") for n in range(2)), key=slot_of)
     jobs = {one: some_jobs(one, 9) for one in (first, second)}
     for one in jobs.values():
@@ -290,7 +314,7 @@ async def test_jobs_of_which_nobody_was_told_that_they_departed_are_the_first_to
         connection: Connection, statement: bytes, parameters: Mapping[str, object]
     ) -> list[tuple[Any, ...]]:
         rows = await run(connection, statement, parameters)
-        if statement == statements.DEPART and not departed:
+        if statement == statements.EXPORT_CHUNK and not departed:
             departed.extend(rows)
             await connection.close()
             raise psycopg.OperationalError("gone")
@@ -298,7 +322,7 @@ async def test_jobs_of_which_nobody_was_told_that_they_departed_are_the_first_to
 
     monkeypatch.setattr(Connection, "run", run_and_go_away)
     mover = pair.mover(move)
-    with pytest.raises(ShardUnavailable, match="may have been done"):
+    with pytest.raises(ShardUnavailable, match="the change may have been made"):
         await mover.finish()
     assert departed == [(slot_of(first), 4)]
     await mover.step()
@@ -331,11 +355,15 @@ async def test_a_move_waits_for_leases_and_moves_what_becomes_of_the_jobs(pair: 
         group.create_task(pair.mover(move, report).finish())
         await waits.wait()
         assert await pair.placement(org) == ((B,), (A, B))
-        assert await store.extend(org, [held["acked"]], window_us=2 * HOUR_US) == [Answer.OK]
-        assert await store.ack(org, [held["acked"]]) == [Answer.OK]
-        assert await store.nack(org, [Nack(lease=held["nacked"], delay_us=HOUR_US)]) == [Answer.OK]
-        assert await store.nack(org, [Nack(lease=held["killed"], kill=True)]) == [Answer.OK]
-        assert await store.release(org, [held["released"]]) == [Answer.OK]
+        assert await store.settle(Settlement.extend(org, [held["acked"]], window_us=2 * HOUR_US)) == [Answer.OK]
+        assert await store.settle(Settlement.ack(org, [held["acked"]])) == [Answer.OK]
+        assert await store.settle(Settlement.nack(org, [Nack(lease=held["nacked"], retry_after_us=HOUR_US)])) == [
+            Answer.OK
+        ]
+        assert await store.settle(
+            Settlement.nack(org, [Nack(lease=held["killed"], failure=Failure(permanent=True))])
+        ) == [Answer.OK]
+        assert await store.settle(Settlement.release(org, [held["released"]])) == [Answer.OK]
         assert await store.cancel(org, [names["cancelled"]], reason="") == [Answer.OK]
         await timemachine.end_leases(pair.databases[A], org)
     states = {
@@ -349,9 +377,9 @@ async def test_a_move_waits_for_leases_and_moves_what_becomes_of_the_jobs(pair: 
         names["released"]: (B, "ready"),
         names["lost"]: (B, "ready"),
     }
-    # The history that travelled tells what became of a lease.
+    # The history that moved with the job says how a lease ended.
     after = pair.store(B)
-    assert await after.ack(org, list(held.values())) == [
+    assert await after.settle(Settlement.ack(org, list(held.values()))) == [
         Answer.NOT_FOUND,
         Answer.STALE,
         Answer.STALE,
@@ -359,8 +387,8 @@ async def test_a_move_waits_for_leases_and_moves_what_becomes_of_the_jobs(pair: 
         Answer.STALE,
         Answer.NOT_FOUND,
     ]
-    assert await after.release(org, [held["released"]]) == [Answer.OK]
-    assert await after.nack(org, [Nack(lease=held["killed"])]) == [Answer.OK]
+    assert await after.settle(Settlement.release(org, [held["released"]])) == [Answer.OK]
+    assert await after.settle(Settlement.nack(org, [Nack(lease=held["killed"])])) == [Answer.OK]
     (record,) = await after.get(org, [names["lost"]], include_payload=False)
     assert [(attempt.attempt, attempt.outcome) for attempt in record.attempts()] == [(1, Outcome.EXPIRED)]
     ((job, _),) = await lease_jobs(after, org, queue="lost")
@@ -368,10 +396,10 @@ async def test_a_move_waits_for_leases_and_moves_what_becomes_of_the_jobs(pair: 
     await pair.balance()
 
 
-async def test_jobs_that_come_late_and_are_older_than_all_others_are_told_of_and_found(pair: Pair, org: OrgId) -> None:
-    """A router's floors lie above them, and a claim begins at its floors."""
+async def test_jobs_that_arrive_late_and_are_the_oldest_are_announced_and_found(pair: Pair, org: OrgId) -> None:
+    """A router's floors are above them, and a claim begins at its floors."""
     there, told = pair.store(B), asyncio.Queue[Collection[QueueId]]()
-    doorbell = Doorbell(pair.databases[B], pair.dsns[B], heard=lambda _: heard.set(), arrived=told.put_nowait)
+    doorbell = Doorbell(pair.databases[B], pair.dsns[B], on_ring=lambda _: heard.set(), on_arrival=told.put_nowait)
     heard = asyncio.Event()
     async with asyncio.TaskGroup() as group:
         listening = group.create_task(doorbell.run())
@@ -394,18 +422,20 @@ async def test_jobs_that_come_late_and_are_older_than_all_others_are_told_of_and
         listening.cancel()
 
 
-async def test_jobs_are_told_of_by_who_finds_that_they_were_taken(pair: Pair, org: OrgId) -> None:
+async def test_the_balancer_that_finds_jobs_already_imported_announces_them(pair: Pair, org: OrgId) -> None:
     await pair.store(A).enqueue(some_jobs(org, 2))
     move = await pair.begin([org], target=B)
     await take_steps(pair, move, 3)
-    assert await moving.depart(pair.databases[A], {move.slots[0]: 1}, epoch=move.epoch, rows_max=9, bytes_max=10**6)
-    departed = await moving.read_departing(pair.databases[A], move.slots, epoch=move.epoch)
-    # Whoever does this dies then.
-    assert await moving.take(pair.databases[B], departed, epoch=move.epoch) == set(move.slots)
+    assert await move_steps.export_chunk(
+        pair.databases[A], {move.slots[0]: 1}, epoch=move.epoch, rows_max=9, bytes_max=10**6
+    )
+    departed = await move_steps.read_exported(pair.databases[A], move.slots, epoch=move.epoch)
+    # The process that does this dies afterwards.
+    assert await move_steps.import_chunk(pair.databases[B], departed, epoch=move.epoch) == set(move.slots)
     fate = Fate(at=0, how="")
     async with mortal_mover(pair, move, fate) as mover:
         await mover.finish()
-    assert fate.names.index("ring_arrivals") < fate.names.index("forget")
+    assert fate.names.index("notify_imported") < fate.names.index("delete_exported")
 
 
 async def test_slots_that_are_empty_do_not_wait_for_the_others_leases(pair: Pair, org: OrgId, other_org: OrgId) -> None:
@@ -428,7 +458,7 @@ async def test_slots_that_are_empty_do_not_wait_for_the_others_leases(pair: Pair
 
 
 async def test_nothing_moves_when_a_shard_knows_of_a_later_epoch_than_the_catalog(pair: Pair, org: OrgId) -> None:
-    """As where the catalog was restored from a backup."""
+    """This happens if the catalog was restored from a backup."""
     made = await populate(pair, A, org)
     await pair.databases[B].run(
         b"INSERT INTO windrow.owned_slot (slot, state, epoch) VALUES (%(slot)s, 'draining', 40)", {"slot": slot_of(org)}
@@ -444,7 +474,7 @@ async def test_nothing_moves_when_a_shard_knows_of_a_later_epoch_than_the_catalo
 async def test_nothing_moves_when_a_shard_has_forgotten_chunks(pair: Pair, org: OrgId, restored: ShardName) -> None:
     await pair.store(A).enqueue(some_jobs(org, 9))
     move = await pair.begin([org], target=B)
-    # begin is done; close, open, switch, one chunk.
+    # begin is done; now close, open, switch, and one chunk.
     await take_steps(pair, move, 3)
     change = b"UPDATE windrow.owned_slot SET chunk = %(chunk)s WHERE slot = %(slot)s"
     for shard in (A, B):
@@ -459,7 +489,7 @@ async def test_no_more_jobs_depart_once_the_target_has_forgotten_chunks(pair: Pa
     move = await pair.begin([org], target=B)
 
     async def restore(name: str) -> None:
-        if name == "take":
+        if name == "import_chunk":
             await pair.databases[B].run(b"UPDATE windrow.owned_slot SET chunk = 0 WHERE epoch > 1", {})
 
     async with mortal_mover(pair, move, Fate(at=0, how="", after=restore)) as mover:
@@ -477,7 +507,7 @@ async def test_a_target_that_does_not_know_a_queue_stores_nothing_and_nothing_is
     with pytest.raises(Misconfigured, match=r"shard 's2' refuses jobs that move there.*kept where they come from"):
         await pair.mover(move).finish()
     await pair.balance()
-    await moving.make_queues(pair.databases[B], await moving.read_queues(pair.databases[A], move.slots))
+    await move_steps.make_queues(pair.databases[B], await move_steps.read_queues(pair.databases[A], move.slots))
     await pair.mover(move).finish()
     assert {shard for shard, _ in await pair.jobs(org, ids_of(jobs))} == {B}
 
@@ -494,7 +524,7 @@ async def test_a_shard_that_is_not_in_the_cluster_file_is_named(pair: Pair, org:
 async def test_a_job_or_key_that_is_sent_again_is_told_its_first_id_before_during_and_after_a_move(
     pair: Pair, org: OrgId
 ) -> None:
-    """As a router does: it asks those who owned the slot before, then stores what none of them knows."""
+    """As a router does: it asks the former owners, then stores what none of them knows."""
     made = await populate(pair, A, org)
     keyed = {made["ready"]: f"key-{org}", made["done"]: f"done-{org}"}
     queues = {job: what for what, job in made.items()}
@@ -516,7 +546,7 @@ async def test_a_job_or_key_that_is_sent_again_is_told_its_first_id_before_durin
                     try:
                         found = await pair.store(writer).enqueue(jobs, epoch=known.epoch)
                     except NotOwned:
-                        # Between close and switch nobody takes jobs.
+                        # Between close and switch no shard accepts jobs.
                         ((_, state, epoch, _),) = (await pair.slots(move.slots))[A]
                         assert (writer, state, epoch) == (A, "draining", known.epoch), name
                         continue
@@ -553,11 +583,12 @@ async def test_a_job_whose_id_was_ahead_is_known_where_it_finished_by_a_clock_th
     move = await pair.move([org], target=B)
     store = pair.store(B)
     ((_, lease),) = await lease_jobs(store, org)
-    assert await store.ack(org, [lease]) == [Answer.OK]
-    # An hour ago the first shard took it, as its id was an hour ahead; the second one's clock is ten minutes behind.
+    assert await store.settle(Settlement.ack(org, [lease])) == [Answer.OK]
+    # The first shard stored it an hour ago, because its id was an hour ahead. The second shard's clock is ten minutes
+    # behind.
     await pair.databases[B].run(b"UPDATE windrow.finished SET finished_at = finished_at - interval '70 min'", {})
     assert await store.enqueue(jobs, epoch=move.epoch) == {0: jobs.ids[0]}
-    assert await store.ack(org, [lease]) == [Answer.OK]
+    assert await store.settle(Settlement.ack(org, [lease])) == [Answer.OK]
     assert len(await store.get(org, ids_of(jobs), include_payload=False)) == 1
 
 
@@ -576,21 +607,39 @@ async def test_a_router_that_does_not_know_of_the_move_is_refused_by_both(pair: 
 # Configuration
 
 
+async def test_a_column_of_a_queue_is_a_setting_or_is_named_here(pair: Pair) -> None:
+    rows = await pair.databases[A].run(
+        b"SELECT attname FROM pg_attribute WHERE attrelid = 'windrow.queue'::regclass AND attnum > 0", {}
+    )
+    no_settings = {"name_id", "org_id", "queue_id", "org", "queue", "slot", "listed", "created_at"}
+    assert {name for (name,) in rows} == no_settings | {"org_retention", "kept"} | {
+        column.name for column in SETTING_COLUMNS.values()
+    }
+
+
 async def test_queues_move_with_their_configuration(pair: Pair, org: OrgId) -> None:
     books = pair.books[A]
-    await books.create_queue(org, QUEUE, retry=Fixed(delay_us=7), max_attempts=3)
-    await books.create_queue(org, OTHER, retry=None, max_attempts=None)
-    await books.alter_queue(org, OTHER, paused=True)
-    await books.create_queue(org, QueueName("gone"), retry=None, max_attempts=5)
+    every = QueueSettings(retry=to_json(Fixed(delay_us=7)), max_attempts=3, retention_days=7, paused=True)
+    assert None not in asdict(every).values()
+    assert (await books.create_queue(org, QUEUE, every)).settings == every
+    await books.create_queue(org, OTHER, QueueSettings())
+    await books.alter_queue(org, OTHER, PAUSED)
+    await books.create_queue(org, QueueName("gone"), QueueSettings(max_attempts=5))
     await books.delete_queue(org, QueueName("gone"))
     before, _ = await books.list_queues(org, page_size=10, page_token="")
     move = await pair.move([org], target=B)
     after, _ = await pair.books[B].list_queues(org, page_size=10, page_token="")
     assert after == before
-    assert [queue.paused for queue in after] == [False, True]
-    # And back, over what is there.
-    await pair.books[B].alter_queue(org, OTHER, paused=False, epoch=move.epoch)
-    await pair.books[B].alter_queue(org, QUEUE, reset=["retry"], epoch=move.epoch)
+    assert [queue.settings for queue in after] == [every, PAUSED]
+    assert [row.settings for row in await move_steps.read_queues(pair.databases[B], move.slots)] == [
+        RESUMED,
+        every,
+        PAUSED,
+    ]
+    # Back again, over the configuration that is there.
+    await pair.books[B].alter_queue(org, OTHER, RESUMED, epoch=move.epoch)
+    reset = await pair.books[B].alter_queue(org, QUEUE, QueueSettings(), reset=list(SETTING_COLUMNS), epoch=move.epoch)
+    assert reset.settings == RESUMED
     changed, _ = await pair.books[B].list_queues(org, page_size=10, page_token="")
     await pair.move([org], target=A)
     back, _ = await books.list_queues(org, page_size=10, page_token="")
@@ -604,30 +653,30 @@ async def test_a_configuration_is_changed_on_its_writer_alone_and_on_the_source_
     await pair.store(A).enqueue(some_jobs(org, 1))
     await lease_one(pair, A, org, QUEUE)
     move = await pair.begin([org], target=B)
-    assert (await a.alter_queue(org, QUEUE, paused=True, epoch=move.epoch)).paused, "its source takes jobs yet"
+    assert (await a.alter_queue(org, QUEUE, PAUSED, epoch=move.epoch)).settings.paused, "its source takes jobs yet"
     await take_steps(pair, move, 4)
-    assert (await b.get_queue(org, QUEUE)).paused
+    assert (await b.get_queue(org, QUEUE)).settings.paused
     for books, epoch in ((a, move.epoch), (a, 1), (b, 1)):
         for change in (
-            books.alter_queue(org, QUEUE, paused=False, epoch=epoch),
-            books.create_queue(org, QueueName(f"new-{epoch}-{books.name}"), retry=None, max_attempts=2, epoch=epoch),
+            books.alter_queue(org, QUEUE, RESUMED, epoch=epoch),
+            books.create_queue(org, QueueName(f"new-{epoch}-{books.name}"), QueueSettings(max_attempts=2), epoch=epoch),
             books.delete_queue(org, QUEUE, epoch=epoch),
         ):
             with pytest.raises(NotOwned) as caught:
                 await change
             assert caught.value.epoch == move.epoch
-    assert not (await b.alter_queue(org, QUEUE, paused=False, epoch=move.epoch)).paused
-    assert not (await a.alter_queue(org, QUEUE, paused=False, epoch=move.epoch, draining=True)).paused
+    assert not (await b.alter_queue(org, QUEUE, RESUMED, epoch=move.epoch)).settings.paused
+    assert not (await a.alter_queue(org, QUEUE, RESUMED, epoch=move.epoch, draining=True)).settings.paused
     with pytest.raises(UnknownQueue):
-        await b.alter_queue(org, QueueName("nowhere"), paused=True, epoch=move.epoch)
+        await b.alter_queue(org, QueueName("nowhere"), PAUSED, epoch=move.epoch)
     await timemachine.end_leases(pair.databases[A], org)
     await pair.mover(move).finish()
     back = await pair.move([org], target=A)
-    # A change for the first move comes late, to a shard that is no source any more.
+    # A change for the first move comes late, to a shard that is not a source any more.
     with pytest.raises(NotOwned):
-        await a.alter_queue(org, QUEUE, paused=True, epoch=move.epoch, draining=True)
-    assert not (await a.get_queue(org, QUEUE)).paused
-    assert (await a.alter_queue(org, QUEUE, paused=True, epoch=back.epoch)).paused
+        await a.alter_queue(org, QUEUE, PAUSED, epoch=move.epoch, draining=True)
+    assert not (await a.get_queue(org, QUEUE)).settings.paused
+    assert (await a.alter_queue(org, QUEUE, PAUSED, epoch=back.epoch)).settings.paused
 
 
 # Jobs that are departing
@@ -638,7 +687,7 @@ async def test_a_departing_job_is_looked_up_but_not_touched(pair: Pair, org: Org
     before = await pair.jobs(org, list(made.values()))
     move = await pair.begin([org], target=B)
     await take_steps(pair, move, 3)
-    await moving.depart(pair.databases[A], {move.slots[0]: 1}, epoch=move.epoch, rows_max=99, bytes_max=10**6)
+    await move_steps.export_chunk(pair.databases[A], {move.slots[0]: 1}, epoch=move.epoch, rows_max=99, bytes_max=10**6)
     store = pair.store(A)
     found = {record.id: record for record in await store.get(org, list(made.values()), include_payload=True)}
     assert {name: told(record) for name, record in found.items()} == {
@@ -658,8 +707,8 @@ async def test_a_chunk_is_bounded_in_bytes(pair: Pair, org: OrgId) -> None:
     jobs = some_jobs(org, 10)
     jobs.payloads = [b"x" * 1000] * 10
     await pair.store(A).enqueue(jobs)
-    await moving.close(pair.databases[A], [slot_of(org)], epoch=5)
+    await move_steps.close_slots(pair.databases[A], [slot_of(org)], epoch=5)
     for chunk, bytes_max, count in ((1, 2500, 3), (2, 1, 1), (3, 99_999, 6)):
         slots = {slot_of(org): chunk}
-        departed = await moving.depart(pair.databases[A], slots, epoch=5, rows_max=99, bytes_max=bytes_max)
+        departed = await move_steps.export_chunk(pair.databases[A], slots, epoch=5, rows_max=99, bytes_max=bytes_max)
         assert departed == {slot_of(org): count}

@@ -1,4 +1,5 @@
-"""A router that is up while a newer release runs a breaking migration: it stops using that database, and no other."""
+"""A router runs while a newer release applies a breaking migration to one database: the router stops using that
+database, and continues with the others."""
 
 from __future__ import annotations
 
@@ -12,16 +13,16 @@ import grpc
 import psycopg
 import pytest
 
-from router.fleet import Fleet
-from shard import schema
-from shard.cluster import read_cluster
-from shard.database import Database
-from shard.schema import Migration
+from router.fleet.fleet import Fleet
+from shard.placement.cluster_file import read_cluster
+from shard.postgres import schema
+from shard.postgres.pool import Database
+from shard.postgres.schema import Migration
 from shard.vocabulary import OrgId, ShardName
-from tests.jobs import job_id, some_jobs
+from tests.jobs import job_id, job_message, some_jobs
 from tests.postgres import Server
 from tests.routers import PATIENCE_S, Routers, Stubs, running_routers, stubs, until, write_cluster
-from windrow.v1 import admin_pb2, job_pb2, queue_pb2
+from windrow.v1 import admin_pb2, cluster_pb2, queue_pb2
 
 WHY = "its schema has migration 9000 of a newer release, which this release cannot work with; upgrade this process"
 _numbers = itertools.count(1)
@@ -34,8 +35,8 @@ class Running:
     stubs: Stubs
 
     def enqueue(self, org: str) -> str:
-        """Stores a job; answers an empty string, or the reason why it was refused."""
-        job = job_pb2.NewJob(id=job_id(), queue="mail", kind="greet")
+        """Stores a job. Returns an empty string, or the reason why it was refused."""
+        job = job_message(id=job_id(), queue="mail", kind="greet")
         try:
             self.stubs.queue.Enqueue(queue_pb2.EnqueueRequest(org=org, jobs=[job]), timeout=PATIENCE_S)
         except grpc.RpcError as error:
@@ -51,8 +52,8 @@ class Running:
                 return request.org
         raise AssertionError
 
-    def shards(self) -> dict[str, admin_pb2.ShardInfo]:
-        listed = self.stubs.admin.ListShards(admin_pb2.ListShardsRequest(), timeout=PATIENCE_S)
+    def shards(self) -> dict[str, cluster_pb2.ShardInfo]:
+        listed = self.stubs.cluster.ListShards(cluster_pb2.ListShardsRequest(), timeout=PATIENCE_S)
         return {shard.name: shard for shard in listed.shards}
 
     def sql(self, database: str, statement: bytes) -> None:
@@ -76,7 +77,7 @@ def running(postgres: Server, tmp_path: Path) -> Generator[Running, None, None]:
 
 @pytest.fixture
 def newer_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is of a release that has one more migration, which the routers' release cannot work with."""
+    """Makes this process a release with one more migration, with which the routers' release cannot work."""
     ours = schema.migrations()
     newer = Migration(number=9000, name="later", script=b"-- BREAKING\nSELECT 1")
     monkeypatch.setattr(schema, "migrations", lambda: [*ours, newer])
@@ -100,16 +101,16 @@ def test_a_router_that_runs_stops_using_a_shard_that_a_newer_release_has_migrate
     assert WHY in running.shards()["s2"].error
     assert running.enqueue(here) == ""
     assert running.shards()["s1"].reachable
-    # Upgraded, it goes on.
+    # After an upgrade it works again.
     assert asyncio.run(enqueue_upgraded(running.routers.config, there)) == {}
-    # So does this one, if the schema is put back, as from a backup.
+    # So does the old release, if the schema is restored, as from a backup.
     running.sql("s2", b"DELETE FROM windrow.migration WHERE number = 9000")
     until(lambda: running.enqueue(there) == "", "the shard is used again")
     until(lambda: running.shards()["s2"].reachable, "`windrow shards` says so")
 
 
 async def enqueue_upgraded(config: Path, org: str) -> object:
-    fleet, ready = Fleet(read_cluster(config), connections_per_shard=1), asyncio.Event()
+    fleet, ready = Fleet(read_cluster(config), connections_per_shard=1, sweep_s=0.2), asyncio.Event()
     running = asyncio.create_task(fleet.run(ready))
     try:
         await asyncio.wait_for(ready.wait(), PATIENCE_S)
@@ -121,7 +122,7 @@ async def enqueue_upgraded(config: Path, org: str) -> object:
         await asyncio.wait({running})
 
 
-def test_a_router_that_nothing_told_of_a_migration_notices_it_when_it_connects(running: Running) -> None:
+def test_a_router_without_a_notification_of_a_migration_notices_it_when_it_connects(running: Running) -> None:
     there = running.org_on("s2")
     running.sql("s2", b"INSERT INTO windrow.migration VALUES (9000, 'later', 'x', true)")
     assert running.enqueue(there) == ""

@@ -1,10 +1,9 @@
-"""One org's history, on all shards that have some: kept for other times than by default, under legal hold, erased."""
+"""One org's history on all shards that have some of it: its own retention, legal hold, erasure."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import time
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
@@ -14,17 +13,21 @@ import pytest
 from pyarrow import parquet  # type: ignore[import-untyped]
 
 from archiver import orgs, service
-from archiver.passing import Pass
-from shard import archiving, arrays, erasing, pinning, policies, statements
-from shard.books import Books
-from shard.connection import Connection
-from shard.database import Database
+from archiver.run import Pass
+from shard.admin.queue_admin import QueueAdmin
 from shard.errors import LegallyHeld, NotHeld, OrgMoves, ShardUnavailable
-from shard.placement import slot_of
-from shard.settling import Nack
-from shard.store import Store
-from shard.vocabulary import Answer, JobId, Lease, OrgId, ShardName
+from shard.history import erasure, org_policies
+from shard.history.days import days_over, days_past, drop, turn_cold
+from shard.placement import pins, statements
+from shard.placement.slots import slot_of
+from shard.postgres import arrays
+from shard.postgres.connection import Connection
+from shard.postgres.pool import Database
+from shard.queue.settle import Nack, Settlement
+from shard.queue.store import Store
+from shard.vocabulary import Answer, Failure, JobId, Lease, OrgId, ShardName
 from tests.balancers import Field, open_field
+from tests.effort import trials
 from tests.jobs import HOUR_US, QUEUE, ids_of, lease_jobs, some_jobs
 from tests.postgres import Server
 from tests.timemachine import age_finished, until_blocked
@@ -44,7 +47,7 @@ async def finish_some(database: Database, org: OrgId, count: int = 2, queue: str
     store = Store(database)
     await store.enqueue(some_jobs(org, count, queue=queue))
     leases = [lease for _, lease in await lease_jobs(store, org, queue=queue)]
-    assert await store.ack(org, leases) == [Answer.OK] * count
+    assert await store.settle(Settlement.ack(org, leases)) == [Answer.OK] * count
     return leases
 
 
@@ -55,24 +58,24 @@ async def pass_once(field: Field, shard: ShardName = A) -> Pass:
 
 
 async def keep(field: Field, org: OrgId, days: int | None) -> None:
-    assert await orgs.change(field.cluster, lambda catalog: policies.keep(catalog, org, days=days)) == (
-        policies.Policy(org, days),
+    assert await orgs.change(field.cluster, lambda catalog: org_policies.set_retention(catalog, org, days=days)) == (
+        org_policies.Policy(org, days),
         {},
     )
 
 
 async def hold(field: Field, org: OrgId) -> None:
-    _, behind = await orgs.change(field.cluster, lambda catalog: policies.hold(catalog, org, reason="case 7"))
+    _, behind = await orgs.change(field.cluster, lambda catalog: org_policies.hold(catalog, org, reason="case 7"))
     assert behind == {}
 
 
 async def release(field: Field, org: OrgId) -> None:
-    _, behind = await orgs.change(field.cluster, lambda catalog: policies.release(catalog, org))
+    _, behind = await orgs.change(field.cluster, lambda catalog: org_policies.release(catalog, org))
     assert behind == {}
 
 
 async def retentions(database: Database, org: OrgId) -> list[tuple[str, int]]:
-    """Of all that the org has finished: the first part of its table's name, and the retention."""
+    """Returns of all the org's finished jobs the kind of table and the retention."""
     return await database.run(
         b"""
         SELECT split_part(c.relname, '_', 1), f.retention
@@ -88,7 +91,7 @@ async def retentions(database: Database, org: OrgId) -> list[tuple[str, int]]:
 
 async def assert_balanced(*databases: Database) -> None:
     for database in databases:
-        for entry in await Books(database).check():
+        for entry in await QueueAdmin(database).check():
             assert entry.balanced, entry
 
 
@@ -106,7 +109,7 @@ async def test_an_orgs_word_holds_for_its_queues_that_say_nothing_on_every_shard
     await finish_some(field.databases[A], other_org)
     assert await retentions(field.databases[A], org) == [("finished", days) for days in (7, 7, 30, 30, 365, 365)]
     assert await retentions(field.databases[A], other_org) == [("finished", 30)] * 2
-    # It is known where the org has nothing yet.
+    # A shard on which the org has no jobs yet learns the retention too.
     ((known,),) = await field.databases[B].run(b"SELECT retention FROM windrow.org WHERE org = %(org)s", {"org": org})
     assert known == 365
     await keep(field, org, None)
@@ -115,7 +118,9 @@ async def test_an_orgs_word_holds_for_its_queues_that_say_nothing_on_every_shard
     assert await orgs.read(field.cluster) == []
 
 
-async def test_a_queue_that_is_made_while_its_org_is_told_otherwise_is_told_too(field: Field, org: OrgId) -> None:
+async def test_a_queue_that_is_made_during_a_change_of_its_orgs_policy_gets_the_change(
+    field: Field, org: OrgId
+) -> None:
     await finish_some(field.databases[A], org)
     async with await psycopg.AsyncConnection.connect(field.dsns[A]) as other:
         await other.execute("UPDATE windrow.org SET retention = 90 WHERE org = %s", [org])
@@ -128,7 +133,7 @@ async def test_a_queue_that_is_made_while_its_org_is_told_otherwise_is_told_too(
 
 async def test_a_shard_that_was_away_is_told_before_an_archiver_works_there(field: Field, org: OrgId) -> None:
     field.write(s1={}, s2={"dsn": "host=127.0.0.1 port=1 connect_timeout=1"})
-    _, behind = await orgs.change(field.cluster, lambda catalog: policies.hold(catalog, org, reason="case 7"))
+    _, behind = await orgs.change(field.cluster, lambda catalog: org_policies.hold(catalog, org, reason="case 7"))
     assert list(behind) == [B]
     assert isinstance(behind[B], ShardUnavailable)
     field.write(s1={}, s2={})
@@ -138,11 +143,11 @@ async def test_a_shard_that_was_away_is_told_before_an_archiver_works_there(fiel
 
 async def test_an_older_copy_never_overwrites_a_newer_one(field: Field, org: OrgId, other_org: OrgId) -> None:
     await hold(field, org)
-    # One of a time before, which knows nothing of it.
+    # The shard's database was restored from a time before the change.
     await field.databases[B].run(b"UPDATE windrow.policies SET changed = 1", {})
-    await policies.copy(field.databases[B], field.databases[A])
+    await org_policies.copy(field.databases[B], field.databases[A])
     assert await field.databases[A].run(b"SELECT FROM windrow.org WHERE org = %(org)s AND held", {"org": org})
-    # A catalog that was restored from a backup has newer ones all the same, once something is said.
+    # A restored catalog still gives higher numbers once something is changed.
     await field.catalog.run(b"UPDATE windrow.policies SET changed = 1", {})
     await field.catalog.run(b"DELETE FROM windrow.policy", {})
     await keep(field, other_org, 7)
@@ -170,7 +175,7 @@ async def test_what_has_finished_is_kept_as_its_queues_say_now_by_command_hot_or
     assert await retentions(database, other_org) == [("cold", 30)] * 4
     await assert_balanced(database)
     assert await orgs.apply_to_past(field.cluster, org, say=print) == 0
-    # What should have gone by now goes with the next pass.
+    # Jobs whose time is over are dropped by the next pass.
     await keep(field, org, 1)
     await orgs.apply_to_past(field.cluster, org, say=print)
     assert [aged.jobs for aged in (await pass_once(field)).dropped] == [3]
@@ -209,17 +214,17 @@ async def test_a_hold_that_is_put_at_the_last_moment_before_a_day_is_dropped_hol
     database = field.databases[A]
     await finish_some(database, org)
     ids = await age_finished(database, org, days=40)
-    real = policies.wait_for_holds
+    real = org_policies.lock_holds
     held = asyncio.Event()
 
     async def wait(connection: object) -> None:
-        # What there was to be set aside has been by now, and that was nothing.
+        # Setting aside has ended by now; there was nothing to set aside.
         if not held.is_set():
             held.set()
             await hold(field, org)
         await real(connection)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(policies, "wait_for_holds", wait)
+    monkeypatch.setattr(org_policies, "lock_holds", wait)
     done = await pass_once(field)
     assert [aged.jobs for aged in done.dropped] == []
     assert len(await Store(database).get(org, ids, include_payload=False)) == 2
@@ -250,15 +255,15 @@ async def test_jobs_of_a_held_org_that_join_a_day_at_the_last_moment_are_not_dro
     database = field.databases[A]
     await finish_some(database, org)
     await age_finished(database, org, days=40)
-    for day in await archiving.days_over(database):
-        await archiving.turn_cold(database, day)
-    (past,) = await archiving.days_past(database)
+    for day in await days_over(database):
+        await turn_cold(database, day)
+    (past,) = await days_past(database)
     await hold(field, org)
     # The clock went back.
     await finish_some(database, org, 3)
     await age_finished(database, org, days=40)
-    (late,) = [day for day in await archiving.days_over(database) if day.cold_already]
-    real = policies.wait_for_holds
+    (late,) = [day for day in await days_over(database) if day.cold_already]
+    real = org_policies.lock_holds
     joined = False
 
     async def wait(connection: Connection) -> None:
@@ -266,26 +271,29 @@ async def test_jobs_of_a_held_org_that_join_a_day_at_the_last_moment_are_not_dro
         await real(connection)
         if not joined:
             joined = True
-            # Another archiver, after what there was has been set aside.
-            await archiving.turn_cold(field.databases[B], late)
+            # Another archiver does it, after the existing jobs were set aside.
+            await turn_cold(other, late)
 
-    field.databases[B] = other = Database(A, field.dsns[A], connections=1, for_books=True)
+    other = Database(A, field.dsns[A], connections=1, may_scan=True)
     await other.open()
-    monkeypatch.setattr(policies, "wait_for_holds", wait)
-    await archiving.drop(database, past)
+    monkeypatch.setattr(org_policies, "lock_holds", wait)
+    try:
+        await drop(database, past)
+    finally:
+        await other.close()
     rows = await database.run(b"SELECT retention, count(*) FROM windrow.cold GROUP BY 1", {})
     assert rows == [(-1, 5)]
     await assert_balanced(database)
 
 
-async def test_a_hold_is_put_once_told_of_and_ended_once(field: Field, org: OrgId) -> None:
+async def test_a_hold_is_set_once_listed_and_ended_once(field: Field, org: OrgId) -> None:
     await hold(field, org)
     with pytest.raises(LegallyHeld, match="case 7"):
         await hold(field, org)
     (told,) = await orgs.read(field.cluster)
     assert (told.org, told.held_for) == (org, "case 7")
-    # It stays when something else is said.
-    await orgs.change(field.cluster, lambda catalog: policies.keep(catalog, org, days=7))
+    # The hold stays when another setting changes.
+    await orgs.change(field.cluster, lambda catalog: org_policies.set_retention(catalog, org, days=7))
     (again,) = await orgs.read(field.cluster)
     assert again == told._replace(retention=7)
     await release(field, org)
@@ -297,8 +305,8 @@ async def test_a_hold_is_put_once_told_of_and_ended_once(field: Field, org: OrgI
 
 
 async def fill(field: Field, org: OrgId, *, many: int = 1) -> list[JobId]:
-    """Jobs in every place of both shards: it lived on the other one before. Answers the ids of those on the first, but
-    for many: they finish, or wait."""
+    """Stores jobs in every place on both shards; the org lived on the other one before. Returns the ids of those on the
+    first shard, except for the many that are only there to be counted."""
     await field.databases[B].run(
         b"INSERT INTO windrow.owned_slot (slot, state, epoch) VALUES (%(slot)s, 'owned', 1)", {"slot": slot_of(org)}
     )
@@ -315,7 +323,7 @@ async def fill(field: Field, org: OrgId, *, many: int = 1) -> list[JobId]:
         await database.run(
             b"UPDATE windrow.queue SET retention = 1 WHERE org = %(org)s AND queue = 'brief'", {"org": org}
         )
-        await store.ack(org, [lease for _, lease in await lease_jobs(store, org, queue="brief")])
+        await store.settle(Settlement.ack(org, [lease for _, lease in await lease_jobs(store, org, queue="brief")]))
         await finish_some(database, org, 1)
         ids = await age_finished(database, org, days=5)
         for at in range(0, many, 1000):
@@ -323,12 +331,12 @@ async def fill(field: Field, org: OrgId, *, many: int = 1) -> list[JobId]:
             await store.enqueue(some_jobs(org, min(1000, many - at), delay_us=HOUR_US))
         await store.enqueue(dying)
         ((_, lease),) = await lease_jobs(store, org)
-        await store.nack(org, [Nack(lease=lease, kill=True)])
+        await store.settle(Settlement.nack(org, [Nack(lease=lease, failure=Failure(permanent=True))]))
         await store.enqueue(leased)
         await lease_jobs(store, org)
         await store.enqueue(waiting)
         ids += [*ids_of(dying), *ids_of(leased), *ids_of(waiting)]
-    # What is cold turns cold, and what is brief is dropped but for its ids.
+    # Turns past days cold, and drops jobs with a short retention except for their ids.
     await service.archive_once(field.cluster, stop=asyncio.Event())
     return ids
 
@@ -339,7 +347,7 @@ async def number_of(database: Database, org: OrgId) -> int:
 
 
 async def numbered(database: Database, number: int) -> list[str]:
-    """The tables of which some row has the org's number, by itself or in its queue's."""
+    """Returns the tables with a row that has the org's number, directly or in a queue's number."""
     columns = await database.run(
         b"""
         SELECT c.oid::regclass::text, a.attname
@@ -359,7 +367,7 @@ async def numbered(database: Database, number: int) -> list[str]:
 
 
 async def traces_of(database: Database, words: Sequence[str]) -> list[str]:
-    """The tables of which some row has one of these words in it, and how many rows."""
+    """Returns the tables with rows that contain one of these words, and the number of rows."""
     names = await database.run(
         b"SELECT oid::regclass::text FROM pg_class WHERE relnamespace = 'windrow'::regnamespace AND relkind = 'r'", {}
     )
@@ -375,14 +383,14 @@ async def traces_of(database: Database, words: Sequence[str]) -> list[str]:
 
 
 def exported(place: Path, org: OrgId) -> int:
-    """How many jobs of the org the files have, by their rows and not by what manifests say."""
+    """Returns the number of the org's jobs in the exported files, by their rows, not by the manifests."""
     return sum(
         parquet.read_table(path, columns=["org"])["org"].to_pylist().count(org) for path in place.rglob("*.parquet")
     )
 
 
 async def whole(database: Database, org: OrgId) -> str:
-    """All that a shard has of an org's jobs and keys, in one order."""
+    """Returns everything that a shard has of an org's jobs and keys, in a fixed order."""
     ((rows,),) = await database.run(
         b"""
         SELECT coalesce(jsonb_agg(r.row ORDER BY r.row), '[]')::text
@@ -401,13 +409,15 @@ async def whole(database: Database, org: OrgId) -> str:
     return str(rows)
 
 
+@pytest.mark.thorough
+@pytest.mark.timeout(900)
 async def test_of_an_org_that_is_erased_nothing_is_left_anywhere_and_others_have_what_they_had(
     field: Field, org: OrgId, other_org: OrgId, tmp_path: Path
 ) -> None:
     gone, kept, place = OrgId(f"{org}-erased"), other_org, tmp_path / "exports"
     field.write(f"[archiver]\nexport = '{place}'\n", s1={}, s2={})
     # In each of four places.
-    each = int(os.environ.get("WINDROW_JOBS", "8")) // 4
+    each = trials(8, thorough=200_000) // 4
     ids = await fill(field, gone, many=each)
     await fill(field, kept)
     databases = [field.databases[A], field.databases[B]]
@@ -439,7 +449,7 @@ async def test_of_an_org_that_is_erased_nothing_is_left_anywhere_and_others_have
     assert exported(place, kept) == 2
     assert not any(gone in path.read_text() for path in place.rglob("*.json"))
     assert await orgs.read(field.cluster) == []
-    # Done again there is nothing to do.
+    # A second erasure finds nothing.
     assert (await orgs.erase(field.cluster, gone, say=print)).shards == {A: [], B: []}
 
 
@@ -448,18 +458,33 @@ async def test_an_erasure_that_was_cut_short_is_ended_by_the_next_pass_and_the_b
 ) -> None:
     await fill(field, org)
     database = field.databases[A]
-    erasure = "0198c0de-0000-7000-8000-000000000001"
-    assert await erasing.begin(database, org, erasure=erasure)
-    assert not await erasing.begin(database, org, erasure=erasure)
-    (one,) = await erasing.unfinished(database)
+    erasure_id = "0198c0de-0000-7000-8000-000000000001"
+    assert await erasure.begin(database, org, erasure=erasure_id)
+    assert not await erasure.begin(database, org, erasure=erasure_id)
+    (one,) = await erasure.unfinished(database)
     for _ in range(3):
-        assert await erasing.go_on(database, one)
+        assert await erasure.go_on(database, one)
         await assert_balanced(database)
     assert (await pass_once(field)).erased == 1
-    (ended,) = await erasing.read(database, [erasure])
+    (ended,) = await erasure.read(database, [erasure_id])
     assert ended.ended_at is not None
     assert (ended.live, ended.dead, ended.finished) == (4, 1, 1)
     assert await traces_of(database, [org, "\x7f"]) == []
+
+
+async def test_an_erasure_that_ends_is_counted_also_if_the_pass_leaves_other_work(
+    field: Field, org: OrgId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = field.databases[A]
+    names = {"orgs": arrays.texts([org]), "queues": arrays.names(["empty"])}
+    await database.run(statements.INSERT_NAMES, {**names, "slots": arrays.numbers([slot_of(org)])})
+    await database.run(statements.INSERT_QUEUES, {**names, "relisted": True})
+    assert await erasure.begin(database, org, erasure="0198c0de-0000-7000-8000-000000000005")
+    # Another step finds something to do, and no step has time to be repeated.
+    await database.run(b"INSERT INTO windrow.dedup VALUES (0, 'old', gen_random_uuid(), now() - interval '1 day')", {})
+    monkeypatch.setattr("archiver.run._PASS_S_MAX", -1.0)
+    done = await pass_once(field)
+    assert (done.more, done.dedup_keys, done.erased) == (True, 1, 1)
 
 
 async def test_who_holds_a_lease_of_an_erased_org_has_lost_it_and_its_next_job_is_another_orgs(
@@ -469,8 +494,8 @@ async def test_who_holds_a_lease_of_an_erased_org_has_lost_it_and_its_next_job_i
     await store.enqueue(some_jobs(org, 2))
     ((_, lease), *_) = await lease_jobs(store, org)
     await orgs.erase(field.cluster, org, say=print)
-    assert await store.ack(org, [lease]) != [Answer.OK]
-    # The store remembers the queue's number still.
+    assert await store.settle(Settlement.ack(org, [lease])) != [Answer.OK]
+    # The store still remembers the queue's number.
     fresh = some_jobs(org, 1)
     assert await store.enqueue(fresh) == {}
     assert [claimed.id for claimed, _ in await lease_jobs(store, org)] == ids_of(fresh)
@@ -482,13 +507,13 @@ async def test_a_pinned_org_keeps_its_slot_when_it_is_erased_and_its_next_job_is
 ) -> None:
     store = Store(field.databases[A])
     await store.enqueue(some_jobs(org, 1))
-    pin = await pinning.pin(field.catalog, org, pinning.OnShard(A))
-    assert await pinning.settle(field.databases[A], [pin])
+    pin = await pins.pin(field.catalog, org, pins.OnShard(A))
+    assert await pins.adopt(field.databases[A], [pin])
     receipt = await orgs.erase(field.cluster, org, say=print)
     assert [one.live for one in receipt.shards[A]] == [1]
     rows = await field.databases[A].run(b"SELECT slot FROM windrow.org WHERE org = %(org)s", {"org": org})
     assert rows == [(pin.slot,)]
-    # Its hash slot may be anywhere by now.
+    # Its hash slot may be on either shard by now.
     await field.databases[A].run(
         b"UPDATE windrow.owned_slot SET state = 'draining' WHERE slot = %(slot)s", {"slot": slot_of(org)}
     )
@@ -498,27 +523,27 @@ async def test_a_pinned_org_keeps_its_slot_when_it_is_erased_and_its_next_job_is
 
 
 async def test_a_queue_that_is_being_made_while_its_org_is_erased_goes_too(field: Field, org: OrgId) -> None:
-    database, erasure = field.databases[A], "0198c0de-0000-7000-8000-000000000004"
+    database, erasure_id = field.databases[A], "0198c0de-0000-7000-8000-000000000004"
     await Store(database).enqueue(some_jobs(org, 1))
     async with database.transaction() as making:
         names = {"orgs": arrays.texts([org]), "queues": arrays.names(["fresh"])}
-        await making.run(statements.INTERN_NAMES, {**names, "slots": arrays.numbers([slot_of(org)])})
-        await making.run(statements.MAKE_QUEUES, {**names, "relisted": True})
-        # It does not wait for long, and does nothing.
+        await making.run(statements.INSERT_NAMES, {**names, "slots": arrays.numbers([slot_of(org)])})
+        await making.run(statements.INSERT_QUEUES, {**names, "relisted": True})
+        # It waits briefly, then does nothing.
         with pytest.raises(ShardUnavailable):
-            await erasing.begin(database, org, erasure=erasure)
-    assert await erasing.begin(database, org, erasure=erasure)
+            await erasure.begin(database, org, erasure=erasure_id)
+    assert await erasure.begin(database, org, erasure=erasure_id)
     assert await traces_of(database, [org]) == []
     assert (await pass_once(field)).erased == 1
 
 
 async def test_an_org_that_comes_again_while_it_is_erased_is_erased_again(field: Field, org: OrgId) -> None:
-    database, erasure = field.databases[A], "0198c0de-0000-7000-8000-000000000003"
+    database, erasure_id = field.databases[A], "0198c0de-0000-7000-8000-000000000003"
     for _ in range(2):
         await Store(database).enqueue(some_jobs(org, 1))
-        assert await erasing.begin(database, org, erasure=erasure)
+        assert await erasure.begin(database, org, erasure=erasure_id)
     assert (await pass_once(field)).erased == 2
-    assert [one.live for one in await erasing.read(database, [erasure])] == [1, 1]
+    assert [one.live for one in await erasure.read(database, [erasure_id])] == [1, 1]
 
 
 async def test_an_org_under_legal_hold_or_on_its_way_is_not_erased(
@@ -531,7 +556,7 @@ async def test_an_org_under_legal_hold_or_on_its_way_is_not_erased(
     with pytest.raises(LegallyHeld):
         await orgs.erase(field.cluster, org, say=print)
     with pytest.raises(LegallyHeld):
-        await erasing.begin(field.databases[A], org, erasure="0198c0de-0000-7000-8000-000000000002")
+        await erasure.begin(field.databases[A], org, erasure="0198c0de-0000-7000-8000-000000000002")
     await release(field, org)
     await field.begin(A, B, [slot_of(org)])
     with pytest.raises(OrgMoves, match="from shard 's1' to 's2'"):

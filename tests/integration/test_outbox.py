@@ -1,4 +1,4 @@
-"""What a relay makes of outages on either side: it goes on, and no org waits for another one's."""
+"""A relay during outages on either side: it continues, and no org waits for another org's outage."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def router() -> AsyncIterator[FakeRouter]:
 
 @pytest.fixture
 async def client(router: FakeRouter) -> AsyncIterator[Client]:
-    """As patient as can be: whoever waits for all of its time fails."""
+    """A client with a long timeout: a test that waits for all of it fails."""
     async with Client(router.address, org="acme", timeout=600, try_timeout=600) as made:
         yield made
 
@@ -45,7 +45,7 @@ async def app(empty_dsn: str) -> AsyncIterator[Connection]:
 
 @asynccontextmanager
 async def running(relay: outbox.Relay) -> AsyncGenerator[None]:
-    """Stops it at the end, and expects it to end well."""
+    """Runs the relay during the block; it must end without an error."""
     async with asyncio.timeout(5 * WAIT_S):
         task = asyncio.create_task(relay.run())
         try:
@@ -57,7 +57,7 @@ async def running(relay: outbox.Relay) -> AsyncGenerator[None]:
 
 
 async def until_none(app: Connection, query: LiteralString, *parameters: Any) -> None:
-    """Until the query finds no row. Looks again every 20 ms: the relay tells nobody."""
+    """Waits until the query finds no row. Polls every 20 ms, because the relay sends no signal."""
     async with asyncio.timeout(2 * WAIT_S):
         while True:
             if not (await app.execute(query, parameters)).rowcount:
@@ -66,12 +66,12 @@ async def until_none(app: Connection, query: LiteralString, *parameters: Any) ->
 
 
 async def until_left(app: Connection, ids: list[str]) -> None:
-    """Until these are no longer in the outbox."""
+    """Waits until these jobs are no longer in the outbox."""
     await until_none(app, "SELECT FROM windrow_outbox WHERE id::text = ANY (%s)", ids)
 
 
 def first_with(options: str, dsn: str) -> Callable[[], Awaitable[Connection]]:
-    """Opens connections; the first one with these options of the server."""
+    """Opens connections. The first one gets these server options."""
     opened: list[Connection] = []
 
     async def connect() -> Connection:
@@ -100,7 +100,7 @@ async def test_a_relay_outlives_the_end_of_a_transaction_that_waited_for_the_rou
     connect = first_with("-c idle_in_transaction_session_timeout=100", empty_dsn)
     async with running(outbox.Relay(connect, client)):
         await until_left(app, ids)
-    # The first answer was lost with the transaction: said again, it is the same job.
+    # The first answer was lost with the transaction; the repeated enqueue sends the same ids.
     assert {job.id for request in router.of("Enqueue") for job in request.jobs} == set(ids)
     first, last = said(caplog)
     assert "cannot be used; trying again: terminating connection due to idle-in-transaction timeout" in first
@@ -120,7 +120,7 @@ async def test_a_relay_outlives_the_demotion_of_its_server(
 
 
 async def test_a_relay_outlives_a_transaction_timeout(client: Client, app: Connection, empty_dsn: str) -> None:
-    """Servers have that since PostgreSQL 17."""
+    """PostgreSQL has this timeout since version 17."""
     errors = [psycopg.errors.TransactionTimeout("terminating connection due to transaction timeout")]
 
     async def connect() -> Connection:
@@ -152,7 +152,7 @@ async def test_an_outage_is_told_once_though_a_standby_lets_connect(
 
 
 async def test_another_error_of_the_database_ends_a_relay(client: Client, empty_dsn: str) -> None:
-    """There is no outbox here, and time does not bring one."""
+    """There is no outbox table here, and waiting does not create one."""
     with pytest.raises(psycopg.errors.UndefinedTable):
         await outbox.Relay(empty_dsn, client).run()
 
@@ -181,14 +181,14 @@ async def test_jobs_of_other_orgs_do_not_wait_for_one_that_cannot_be_reached(
             await until_left(app, await outbox.add(app, org, NewJob("q", "k")))
         back.set()
         await until_left(app, away)
-    # However often they were sent: as the same jobs.
+    # They were sent several times, as the same jobs.
     tries = [[job.id for job in request.jobs] for request in router.of("Enqueue") if request.org == "away"]
     assert len(tries) > 1
     assert tries == [away] * len(tries)
 
 
 class Sending(Client):
-    """Answers as it is told to, without a router."""
+    """Gives the answers that the test prepared, without a router."""
 
     def __init__(self) -> None:
         super().__init__("127.0.0.1:9", org="acme")

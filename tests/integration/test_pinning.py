@@ -1,5 +1,5 @@
-"""Orgs get slots of their own: while operators and balancers die, while work goes on, and while the slots of their
-hashes come and go (I1, I3, I5, I6)."""
+"""Orgs get slots of their own: while operators and balancers die, while work continues, and while their hash slots move
+(I1, I3, I5, I6)."""
 
 from __future__ import annotations
 
@@ -11,18 +11,22 @@ from collections.abc import AsyncGenerator, Mapping
 import pytest
 
 from balancer.pins import plan
-from shard import arrays, catalog, moving, pinning, statements
-from shard.catalog import Catalog
-from shard.cluster import ShardEntry, ShardState
 from shard.errors import NotOwned, NotPinned, ShardUnavailable, SlotMoves, TooManyPins
-from shard.pinning import OnShard, Wish, WithLabel
-from shard.placement import SLOTS, slot_of
+from shard.placement import catalog, move_steps, pins, statements
+from shard.placement.catalog import Catalog
+from shard.placement.cluster_file import ShardEntry, ShardState
+from shard.placement.pins import OnShard, PinTarget, WithLabel
+from shard.placement.slots import SLOTS, slot_of
+from shard.postgres import arrays
+from shard.queue.settle import Settlement
+from shard.queue_settings import QueueSettings
 from shard.vocabulary import JobId, NewJobs, OrgId, QueueName, ShardName
 from tests.jobs import QUEUE, ids_of, lease_jobs, some_jobs
 from tests.pair import A, B, Died, Fate, Mortal, Pair, mortal_mover, open_pair
 from tests.timemachine import NO_HURRY, until_blocked
 
 EU = WithLabel("region", "eu")
+PAUSED, RESUMED = QueueSettings(paused=True), QueueSettings(paused=False)
 
 
 @pytest.fixture
@@ -32,13 +36,13 @@ async def pair(fresh_dsn: str, empty_dsn: str) -> AsyncGenerator[Pair, None]:
 
 
 def neighbour_of(org: OrgId) -> OrgId:
-    """Another org, in the same slot."""
+    """Returns another org in the same slot."""
     names = (OrgId(f"{org}-neighbour-{n}") for n in itertools.count())
     return next(name for name in names if slot_of(name) == slot_of(org))
 
 
 async def slots_there(pair: Pair, shard: ShardName, org: OrgId) -> tuple[int | None, set[int]]:
-    """In which slots a shard has the org, and its queues."""
+    """Returns the slots in which a shard has the org and its queues."""
     parameters = {"org": org}
     orgs = await pair.databases[shard].run(b"SELECT slot FROM windrow.org WHERE org = %(org)s", parameters)
     queues = await pair.databases[shard].run(b"SELECT slot FROM windrow.queue WHERE org = %(org)s", parameters)
@@ -46,7 +50,7 @@ async def slots_there(pair: Pair, shard: ShardName, org: OrgId) -> tuple[int | N
 
 
 async def catalog_rows(pair: Pair) -> object:
-    """All that a pin may change there."""
+    """Returns every row of the catalog that a pin may change."""
     tables = (
         b"SELECT * FROM windrow.placement ORDER BY slot",
         b"SELECT slot, shard, left_at FROM windrow.former_owner ORDER BY slot, shard",
@@ -57,7 +61,7 @@ async def catalog_rows(pair: Pair) -> object:
 
 
 async def send(pair: Pair, known: Catalog, jobs: NewJobs) -> dict[int, JobId]:
-    """As a router does that goes by this copy of the catalog. Raises NotOwned."""
+    """Enqueues as a router does that has this copy of the catalog. Raises NotOwned."""
     placement = known.placement(jobs.org)
     (writer,) = placement.writes
     found: dict[int, JobId] = {}
@@ -70,7 +74,7 @@ async def send(pair: Pair, known: Catalog, jobs: NewJobs) -> dict[int, JobId]:
 
 
 async def move_hash_slot(pair: Pair, org: OrgId, *, target: ShardName) -> None:
-    move = await catalog.begin(pair.catalog, await pair.known(), [slot_of(org)], target=target)
+    move = await catalog.begin_move(pair.catalog, await pair.known(), [slot_of(org)], target=target)
     assert move is not None
     await pair.mover(move).finish()
 
@@ -81,40 +85,40 @@ async def move_hash_slot(pair: Pair, org: OrgId, *, target: ShardName) -> None:
 async def test_a_pinned_org_has_a_slot_of_its_own_at_rest_where_it_lives(pair: Pair, org: OrgId) -> None:
     await pair.move([org], target=B)
     before = await pair.known()
-    pin = await pinning.pin(pair.catalog, org, EU)
+    pin = await pins.pin(pair.catalog, org, EU)
     known = await pair.known()
-    assert (pin.org, pin.slot, pin.epoch, pin.wish) == (org, SLOTS, before.epoch + 1, EU)
+    assert (pin.org, pin.slot, pin.epoch, pin.target) == (org, SLOTS, before.epoch + 1, EU)
     assert (known.epoch, known.slot(org)) == (pin.epoch, pin.slot)
     hashed, own = known.slots[slot_of(org)], known.slots[pin.slot]
     assert hashed == before.slots[slot_of(org)]
     assert (own.writes, own.reads, own.epoch) == ((B,), (B,), pin.epoch)
     assert own.former == hashed.former
     assert [former.shard for former in own.former] == [A]
-    assert await pinning.read(pair.catalog) == await pinning.read_on(pair.catalog, B) == [pin]
-    assert await pinning.read_on(pair.catalog, A) == []
+    assert await pins.read(pair.catalog) == await pins.read_on(pair.catalog, B) == [pin]
+    assert await pins.read_on(pair.catalog, A) == []
 
 
 async def test_an_org_that_is_pinned_again_keeps_its_slot_and_is_wished_elsewhere(pair: Pair, org: OrgId) -> None:
-    first = await pinning.pin(pair.catalog, org, EU)
+    first = await pins.pin(pair.catalog, org, EU)
     before = await catalog_rows(pair)
-    assert await pinning.pin(pair.catalog, org, EU) == first
+    assert await pins.pin(pair.catalog, org, EU) == first
     assert await catalog_rows(pair) == before
-    second = await pinning.pin(pair.catalog, org, OnShard(B))
-    assert (second.slot, second.epoch, second.wish) == (first.slot, first.epoch, OnShard(B))
-    assert await pinning.read(pair.catalog) == [second]
+    second = await pins.pin(pair.catalog, org, OnShard(B))
+    assert (second.slot, second.epoch, second.target) == (first.slot, first.epoch, OnShard(B))
+    assert await pins.read(pair.catalog) == [second]
 
 
 async def test_an_org_that_is_unpinned_keeps_its_slot_and_follows_its_hash(pair: Pair, org: OrgId) -> None:
     with pytest.raises(NotPinned, match=f"org '{org}' is not pinned"):
-        await pinning.unpin(pair.catalog, org)
-    pin = await pinning.pin(pair.catalog, org, OnShard(B))
-    assert (await pinning.unpin(pair.catalog, org)).wish is None
-    (after,) = await pinning.read(pair.catalog)
-    assert (after.slot, after.epoch, after.wish) == (pin.slot, pin.epoch, None)
+        await pins.unpin(pair.catalog, org)
+    pin = await pins.pin(pair.catalog, org, OnShard(B))
+    assert (await pins.unpin(pair.catalog, org)).target is None
+    (after,) = await pins.read(pair.catalog)
+    assert (after.slot, after.epoch, after.target) == (pin.slot, pin.epoch, None)
     with pytest.raises(NotPinned):
-        await pinning.unpin(pair.catalog, org)
+        await pins.unpin(pair.catalog, org)
     assert (await pair.known()).slot(org) == pin.slot
-    assert (await pinning.pin(pair.catalog, org, EU)).slot == pin.slot
+    assert (await pins.pin(pair.catalog, org, EU)).slot == pin.slot
 
 
 async def test_an_org_cannot_be_pinned_while_its_hash_slot_moves(pair: Pair, org: OrgId) -> None:
@@ -122,46 +126,46 @@ async def test_an_org_cannot_be_pinned_while_its_hash_slot_moves(pair: Pair, org
     await lease_jobs(pair.store(A), org)
     move = await pair.begin([org], target=B)
     before = await catalog_rows(pair)
-    why = rf"org '{org}' is in slot {slot_of(org)}, which moves from shard 's1' to 's2'.*try again"
+    why = rf"org '{org}' is in slot {slot_of(org)}, which is moving from shard 's1' to 's2'.*try again"
     for _ in range(4):
         with pytest.raises(SlotMoves, match=why):
-            await pinning.pin(pair.catalog, org, EU)
+            await pins.pin(pair.catalog, org, EU)
         assert await catalog_rows(pair) == before
         # close, open, switch
         assert await pair.mover(move).step()
         before = await catalog_rows(pair)
-    # One that has its slot is wished elsewhere at any time.
+    # An org that has its own slot can be pinned elsewhere at any time.
     await pair.databases[A].run(b"UPDATE windrow.job SET visible_at = now()", {})
     await pair.mover(move).finish()
-    assert (await pinning.pin(pair.catalog, org, EU)).wish == EU
+    assert (await pins.pin(pair.catalog, org, EU)).target == EU
     back = await pair.begin([org], target=A)
-    assert (await pinning.pin(pair.catalog, org, OnShard(A))).wish == OnShard(A)
-    assert (await pinning.unpin(pair.catalog, org)).wish is None
+    assert (await pins.pin(pair.catalog, org, OnShard(A))).target == OnShard(A)
+    assert (await pins.unpin(pair.catalog, org)).target is None
     await pair.mover(back).finish()
 
 
 async def test_operators_at_the_same_time_make_one_slot_for_each_org(pair: Pair, org: OrgId) -> None:
     orgs = [OrgId(f"{org}-{n}") for n in range(8)]
-    wishes: list[Wish] = [EU, OnShard(A), OnShard(B)]
-    pins = await asyncio.gather(*(pinning.pin(pair.catalog, one, wish) for one in orgs for wish in wishes))
-    slots = {pin.org: pin.slot for pin in pins}
-    assert {(pin.org, pin.slot) for pin in pins} == set(slots.items())
+    wishes: list[PinTarget] = [EU, OnShard(A), OnShard(B)]
+    org_pins = await asyncio.gather(*(pins.pin(pair.catalog, one, wish) for one in orgs for wish in wishes))
+    slots = {pin.org: pin.slot for pin in org_pins}
+    assert {(pin.org, pin.slot) for pin in org_pins} == set(slots.items())
     assert sorted(slots.values()) == list(range(SLOTS, SLOTS + len(orgs)))
     known = await pair.known()
     assert dict(known.pins) == slots
-    for pin in await pinning.read(pair.catalog):
-        assert pin.wish in wishes
+    for pin in await pins.read(pair.catalog):
+        assert pin.target in wishes
 
 
 async def test_a_pin_and_a_move_of_the_hash_slot_at_the_same_time_exclude_each_other(pair: Pair, org: OrgId) -> None:
-    """Whoever has the slot's row first."""
+    """Whichever locks the slot's row first succeeds."""
     known = await pair.known()
     async with pair.catalog.transaction() as operator:
         await operator.run(statements.LOCK_PLACEMENT, {"slot": slot_of(org)})
-        beginning = asyncio.create_task(catalog.begin(pair.catalog, known, [slot_of(org)], target=B))
+        beginning = asyncio.create_task(catalog.begin_move(pair.catalog, known, [slot_of(org)], target=B))
         await until_blocked(pair.databases[A])
         wished = {"org": org, "shard": None, "label": None, "value": None}
-        assert await operator.run(statements.PIN, {"hash_slot": slot_of(org), **wished})
+        assert await operator.run(statements.INSERT_PIN, {"hash_slot": slot_of(org), **wished})
     move = await beginning
     assert move is not None
     await pair.mover(move).finish()
@@ -173,10 +177,10 @@ async def test_there_are_no_more_slots_than_their_numbers_allow(pair: Pair, org:
     await pair.catalog.run(
         b"INSERT INTO windrow.placement (slot, writes, reads, epoch) VALUES (32766, '{s1}', '{s1}', 1)", {}
     )
-    assert (await pinning.pin(pair.catalog, org, EU)).slot == 32_767
+    assert (await pins.pin(pair.catalog, org, EU)).slot == 32_767
     before = await catalog_rows(pair)
     with pytest.raises(TooManyPins, match="16,384 orgs have a slot of their own"):
-        await pinning.pin(pair.catalog, OrgId(f"{org}-more"), EU)
+        await pins.pin(pair.catalog, OrgId(f"{org}-more"), EU)
     assert await catalog_rows(pair) == before
 
 
@@ -188,20 +192,20 @@ async def test_a_pin_is_made_once_wherever_its_operator_died(pair: Pair, org: Or
         database = Mortal(A, pair.dsns[A], fate)
         await database.open()
         for verb in (
-            pinning.pin(database, one, EU),
-            pinning.pin(database, one, OnShard(B)),
-            pinning.unpin(database, one),
+            pins.pin(database, one, EU),
+            pins.pin(database, one, OnShard(B)),
+            pins.unpin(database, one),
         ):
             with contextlib.suppress(Died, ShardUnavailable, asyncio.CancelledError, NotPinned):
                 await asyncio.create_task(verb)
         await database.close()
-        # What cuts off one operator may cut off the next.
+        # The next operator may be interrupted in the same way.
         pin = None
         while pin is None:
             with contextlib.suppress(ShardUnavailable):
-                pin = await pinning.pin(pair.catalog, one, EU)
-        assert await pinning.pin(pair.catalog, one, EU) == pin
-        assert [found.org for found in await pinning.read(pair.catalog)].count(one) == 1
+                pin = await pins.pin(pair.catalog, one, EU)
+        assert await pins.pin(pair.catalog, one, EU) == pin
+        assert [found.org for found in await pins.read(pair.catalog)].count(one) == 1
         if fate.acts < at:
             break
     known = await pair.known()
@@ -215,14 +219,14 @@ async def test_pinning_alone_changes_nothing_for_routers_old_and_new(pair: Pair,
     old = await pair.known()
     jobs = some_jobs(org, 1, dedup_keys=["k"])
     assert await send(pair, old, jobs) == {}
-    await pinning.pin(pair.catalog, org, OnShard(B))
+    await pins.pin(pair.catalog, org, OnShard(B))
     new = await pair.known()
     for known in (old, new):
         assert await send(pair, known, jobs) == {0: ids_of(jobs)[0]}
         assert await send(pair, known, some_jobs(org, 1, dedup_keys=["k"])) == {0: ids_of(jobs)[0]}
         assert await send(pair, known, some_jobs(org, 1, queue=f"new-{known.epoch}")) == {}
-    # Nor does a router that starts, and tells the shard of the slot.
-    await catalog.grant(pair.databases[A], new)
+    # A router that starts now, and tells the shard of the slot, changes nothing either.
+    await catalog.grant_slots(pair.databases[A], new)
     for known in (old, new):
         assert await send(pair, known, jobs) == {0: ids_of(jobs)[0]}
 
@@ -236,32 +240,32 @@ async def test_an_old_router_is_refused_and_learns_once_the_shard_knows_the_orgs
     neighbour = neighbour_of(org)
     for one in (jobs, some_jobs(neighbour, 1)):
         assert await send(pair, old, one) == {}
-    pin = await pinning.pin(pair.catalog, org, OnShard(B))
+    pin = await pins.pin(pair.catalog, org, OnShard(B))
     new = await pair.known()
     if granted:
-        await catalog.grant(pair.databases[A], new)
-    assert await pinning.settle(pair.databases[A], [pin])
+        await catalog.grant_slots(pair.databases[A], new)
+    assert await pins.adopt(pair.databases[A], [pin])
     assert await slots_there(pair, A, org) == (pin.slot, {pin.slot})
     assert await slots_there(pair, A, neighbour) == (slot_of(org), {slot_of(org)})
     for again in (jobs, some_jobs(org, 1, queue="new")):
         with pytest.raises(NotOwned) as caught:
             await send(pair, old, again)
         assert (caught.value.slot, caught.value.epoch) == (pin.slot, pin.epoch)
-    # The queue that it has made is the org's all the same.
+    # The queue that it created belongs to the org all the same.
     assert await slots_there(pair, A, org) == (pin.slot, {pin.slot})
     assert await send(pair, new, jobs) == {0: ids_of(jobs)[0]}
     assert await send(pair, new, some_jobs(org, 1, queue="newer")) == {}
     for known in (old, new):
         assert await send(pair, known, some_jobs(neighbour, 1)) == {}
     with pytest.raises(NotOwned):
-        await pair.books[A].alter_queue(org, QUEUE, paused=True, epoch=old.placement(org).epoch)
-    assert (await pair.books[A].alter_queue(org, QUEUE, paused=True, epoch=pin.epoch)).paused
+        await pair.books[A].alter_queue(org, QUEUE, PAUSED, epoch=old.placement(org).epoch)
+    assert (await pair.books[A].alter_queue(org, QUEUE, PAUSED, epoch=pin.epoch)).settings.paused
     await pair.balance()
 
 
 async def test_an_org_that_nobody_has_heard_of_is_pinned_and_never_taken_for_its_hash(pair: Pair, org: OrgId) -> None:
     old = await pair.known()
-    pin = await pinning.pin(pair.catalog, org, OnShard(B))
+    pin = await pins.pin(pair.catalog, org, OnShard(B))
     move = await pair.begin([org], target=B)
     await pair.mover(move).finish()
     assert await pair.placement(org) == ((B,), (B,))
@@ -282,7 +286,7 @@ async def test_a_pinned_org_moves_and_leaves_its_neighbours(pair: Pair, org: Org
     for one in (jobs, others):
         assert await send(pair, old, one) == {}
     await lease_jobs(pair.store(A), neighbour)
-    await pinning.pin(pair.catalog, org, OnShard(B))
+    await pins.pin(pair.catalog, org, OnShard(B))
     between = await pair.known()
     move = await pair.move([org], target=B)
     new = await pair.known()
@@ -301,14 +305,14 @@ async def test_a_pinned_org_moves_and_leaves_its_neighbours(pair: Pair, org: Org
 
 @pytest.mark.parametrize("heard_of", [False, True])
 async def test_a_pinned_org_stays_when_the_slot_of_its_hash_goes(pair: Pair, org: OrgId, heard_of: bool) -> None:
-    """Pinned for good where it lives: nothing but the move of its hash has the shard know its slot."""
+    """It is pinned to the shard where it lives. Only the move of its hash slot tells the shard about its own slot."""
     old = await pair.known()
     neighbour = neighbour_of(org)
     jobs, others = some_jobs(org, 3, dedup_keys=["k"]), some_jobs(neighbour, 2)
     assert await send(pair, old, others) == {}
     if heard_of:
         assert await send(pair, old, jobs) == {}
-    pin = await pinning.pin(pair.catalog, org, OnShard(A))
+    pin = await pins.pin(pair.catalog, org, OnShard(A))
     await move_hash_slot(pair, org, target=B)
     new = await pair.known()
     assert (new.placement(org).reads, new.placement(neighbour).reads) == ((A,), (B,))
@@ -326,18 +330,18 @@ async def test_a_pinned_org_stays_when_the_slot_of_its_hash_goes(pair: Pair, org
 async def test_what_a_shard_remembers_of_an_org_by_its_hash_never_comes_over_what_it_has(
     pair: Pair, org: OrgId
 ) -> None:
-    """The org has lived on B, is pinned on A; its hash slot goes to B and comes back, with what B remembers."""
+    """The org has lived on B and is pinned to A. Its hash slot moves to B and back, with what B remembers."""
     neighbour = neighbour_of(org)
     await pair.store(A).enqueue(some_jobs(neighbour, 1))
     await move_hash_slot(pair, org, target=B)
     done = some_jobs(org, 1)
     assert await send(pair, await pair.known(), done) == {}
-    await pair.books[B].alter_queue(org, QUEUE, paused=False, epoch=(await pair.known()).placement(org).epoch)
+    await pair.books[B].alter_queue(org, QUEUE, RESUMED, epoch=(await pair.known()).placement(org).epoch)
     ((_, lease),) = await lease_jobs(pair.store(B), org)
-    await pair.store(B).ack(org, [lease])
+    await pair.store(B).settle(Settlement.ack(org, [lease]))
     await move_hash_slot(pair, org, target=A)
-    pin = await pinning.pin(pair.catalog, org, OnShard(A))
-    await pair.books[A].alter_queue(org, QUEUE, paused=True, epoch=pin.epoch)
+    pin = await pins.pin(pair.catalog, org, OnShard(A))
+    await pair.books[A].alter_queue(org, QUEUE, PAUSED, epoch=pin.epoch)
     await move_hash_slot(pair, org, target=B)
     assert await slots_there(pair, B, org) == (slot_of(org), {slot_of(org)})
     with pytest.raises(NotOwned):
@@ -345,34 +349,34 @@ async def test_what_a_shard_remembers_of_an_org_by_its_hash_never_comes_over_wha
     await move_hash_slot(pair, org, target=A)
     assert await slots_there(pair, A, org) == (pin.slot, {pin.slot})
     known = await pair.known()
-    assert (await pair.books[A].get_queue(org, QUEUE)).paused
-    # What was done on B is known.
+    assert (await pair.books[A].get_queue(org, QUEUE)).settings.paused
+    # The job that was stored on B is recognised.
     assert await send(pair, known, done) == {0: ids_of(done)[0]}
     assert await send(pair, known, some_jobs(org, 1)) == {}
     await pair.move([org], target=B)
     assert await slots_there(pair, B, org) == (pin.slot, {pin.slot})
-    assert (await pair.books[B].get_queue(org, QUEUE)).paused
+    assert (await pair.books[B].get_queue(org, QUEUE)).settings.paused
     await pair.balance()
 
 
 async def test_a_queue_that_is_being_made_meanwhile_is_waited_for(pair: Pair, org: OrgId) -> None:
     await pair.store(A).enqueue(some_jobs(org, 1))
-    pin = await pinning.pin(pair.catalog, org, OnShard(B))
+    pin = await pins.pin(pair.catalog, org, OnShard(B))
     names = {"orgs": arrays.texts([org]), "queues": arrays.names(["new"])}
-    await pair.databases[A].run(statements.INTERN_NAMES, {**names, "slots": arrays.numbers([slot_of(org)])})
+    await pair.databases[A].run(statements.INSERT_NAMES, {**names, "slots": arrays.numbers([slot_of(org)])})
     async with pair.databases[A].transaction() as router:
-        await router.run(statements.MAKE_QUEUES, {**names, "relisted": True})
-        assert not await pinning.settle(pair.databases[A], [pin])
+        await router.run(statements.INSERT_QUEUES, {**names, "relisted": True})
+        assert not await pins.adopt(pair.databases[A], [pin])
         assert await slots_there(pair, A, org) == (slot_of(org), {slot_of(org)})
         assert await pair.slots([pin.slot]) == {A: [], B: []}
-    assert await pinning.settle(pair.databases[A], [pin])
+    assert await pins.adopt(pair.databases[A], [pin])
     assert await slots_there(pair, A, org) == (pin.slot, {pin.slot})
 
 
 async def test_enqueues_go_on_meanwhile_and_what_would_make_or_change_a_queue_waits(pair: Pair, org: OrgId) -> None:
     old = await pair.known()
     assert await send(pair, old, some_jobs(org, 1)) == {}
-    pin = await pinning.pin(pair.catalog, org, OnShard(B))
+    pin = await pins.pin(pair.catalog, org, OnShard(B))
     named = {"orgs": arrays.texts([org]), "slots": arrays.numbers([pin.slot])}
     database = pair.databases[A]
     async with database.transaction() as balancer:
@@ -384,18 +388,18 @@ async def test_enqueues_go_on_meanwhile_and_what_would_make_or_change_a_queue_wa
         await balancer.run(statements.ADOPT_ORGS, named)
         await balancer.run(statements.ADOPT_QUEUES, named)
         assert await send(pair, old, some_jobs(org, 1)) == {}
-        altering = asyncio.create_task(pair.books[A].alter_queue(org, QUEUE, paused=True, epoch=pin.epoch))
+        altering = asyncio.create_task(pair.books[A].alter_queue(org, QUEUE, PAUSED, epoch=pin.epoch))
         making = asyncio.create_task(pair.store(A).enqueue(some_jobs(org, 1, queue="new"), epoch=pin.epoch))
         await until_blocked(database, sessions=2)
-    assert (await altering).paused
+    assert (await altering).settings.paused
     assert await making == {}
     assert await slots_there(pair, A, org) == (pin.slot, {pin.slot})
 
 
 async def test_what_is_told_a_shard_late_changes_nothing(pair: Pair, org: OrgId) -> None:
-    """The one who settles an org froze before, for as long as it liked."""
+    """The process that adopts the org was frozen before."""
     await pair.store(A).enqueue(some_jobs(org, 2))
-    pin = await pinning.pin(pair.catalog, org, OnShard(B))
+    pin = await pins.pin(pair.catalog, org, OnShard(B))
 
     async def look() -> object:
         return [await pair.slots([pin.slot]), *[await slots_there(pair, shard, org) for shard in (A, B)]]
@@ -403,14 +407,14 @@ async def test_what_is_told_a_shard_late_changes_nothing(pair: Pair, org: OrgId)
     for target in (B, A, B):
         await pair.move([org], target=target)
         before = await look()
-        # The check before it would find nothing to do: without it too.
-        assert await pinning.settle(pair.databases[A], [pin])
+        # The check before it would find nothing to do, so the test also runs the step alone.
+        assert await pins.adopt(pair.databases[A], [pin])
         named = {"orgs": arrays.texts([org]), "slots": arrays.numbers([pin.slot])}
         async with pair.databases[A].transaction() as connection:
             await connection.run(
                 statements.GRANT_SLOTS, {"slots": arrays.numbers([pin.slot]), "epochs": arrays.numbers([pin.epoch])}
             )
-            await connection.run(statements.INTERN_NAMES, {**named, "queues": "{}"})
+            await connection.run(statements.INSERT_NAMES, {**named, "queues": "{}"})
             await connection.run(statements.ADOPT_ORGS, named)
             await connection.run(statements.ADOPT_QUEUES, named)
         assert await look() == before
@@ -421,26 +425,26 @@ async def test_what_is_told_a_shard_late_changes_nothing(pair: Pair, org: OrgId)
 async def test_an_org_is_settled_by_another_balancer_wherever_the_first_one_died(
     pair: Pair, org: OrgId, how: str
 ) -> None:
-    """Up to the close, and one act further each time: what comes then is as in any move. One org moves, and one stays
-    while the slot of its hash moves."""
+    """The first balancer stops before the close, each time one step further; after the close it is a normal move. One
+    org moves, and one stays while its hash slot moves."""
     at = 0
     while True:
         at += 1
         goes, stays = OrgId(f"{org}-{at}-goes"), OrgId(f"{org}-{at}-stays")
         old = await pair.known()
         jobs = {one: some_jobs(one, 3, dedup_keys=["k"]) for one in (goes, stays)}
-        pins = {}
+        org_pins = {}
         for one in (goes, stays):
             assert await send(pair, old, jobs[one]) == {}
-            pins[one] = await pinning.pin(pair.catalog, one, OnShard(B))
+            org_pins[one] = await pins.pin(pair.catalog, one, OnShard(B))
         new = await pair.known()
-        move = await catalog.begin(pair.catalog, new, [pins[goes].slot, slot_of(stays)], target=B)
+        move = await catalog.begin_move(pair.catalog, new, [org_pins[goes].slot, slot_of(stays)], target=B)
         assert move is not None
         fate = Fate(at=at, how=how)
         async with mortal_mover(pair, move, fate) as mover:
             with contextlib.suppress(Died, ShardUnavailable, asyncio.CancelledError):
                 await asyncio.create_task(mover.step())
-        # Whatever has been done, nobody is told a second id.
+        # At every stage a repeated enqueue is answered with the first id.
         for one in (goes, stays):
             for known in (old, new):
                 with contextlib.suppress(NotOwned):
@@ -450,16 +454,16 @@ async def test_an_org_is_settled_by_another_balancer_wherever_the_first_one_died
         for one, home in ((goes, B), (stays, A)):
             assert (new.placement(one).writes, new.placement(one).reads) == ((home,), (home,))
             assert {shard for shard, _ in await pair.jobs(one, ids_of(jobs[one]))} == {home}
-            assert await slots_there(pair, home, one) == (pins[one].slot, {pins[one].slot})
+            assert await slots_there(pair, home, one) == (org_pins[one].slot, {org_pins[one].slot})
             assert await send(pair, new, jobs[one]) == dict(enumerate(ids_of(jobs[one])))
             with pytest.raises(NotOwned):
                 await send(pair, old, some_jobs(one, 1))
         await pair.balance()
         if fate.acts < at:
             break
-    # settle, before what is made known to the target, and close.
+    # Two: adopt, before the target is told anything, and close.
     assert fate.names.count("transaction") == 2
-    assert fate.names.index("find_unsettled") < fate.names.index("transaction") < fate.names.index("read_queues")
+    assert fate.names.index("find_unadopted") < fate.names.index("transaction") < fate.names.index("read_queues")
 
 
 async def test_ids_and_keys_from_before_the_pin_are_known_after(pair: Pair, org: OrgId) -> None:
@@ -472,7 +476,7 @@ async def test_ids_and_keys_from_before_the_pin_are_known_after(pair: Pair, org:
         for jobs in (done, left):
             assert await send(pair, known, jobs) == {}
         ((_, lease),) = await lease_jobs(pair.store(known.placement(org).writes[0]), org, queue=f"{name}-done")
-        await pair.store(known.placement(org).writes[0]).ack(org, [lease])
+        await pair.store(known.placement(org).writes[0]).settle(Settlement.ack(org, [lease]))
         sent[f"{name}-done"], sent[name] = done, left
         for jobs in sent.values():
             assert await send(pair, known, jobs) == {0: ids_of(jobs)[0]}
@@ -483,12 +487,12 @@ async def test_ids_and_keys_from_before_the_pin_are_known_after(pair: Pair, org:
     await live_on("first")
     await pair.move([org], target=B)
     await live_on("second")
-    await pinning.pin(pair.catalog, org, OnShard(A))
+    await pins.pin(pair.catalog, org, OnShard(A))
     await live_on("pinned")
     await pair.move([org], target=A)
     await live_on("moved")
     await move_hash_slot(pair, org, target=A)
-    await pinning.unpin(pair.catalog, org)
+    await pins.unpin(pair.catalog, org)
     await pair.move([org], target=B)
     await live_on("unpinned")
     assert len(sent) == 10
@@ -499,25 +503,25 @@ async def test_ids_and_keys_from_before_the_pin_are_known_after(pair: Pair, org:
 
 
 async def follow(pair: Pair, entries: list[ShardEntry], begun: list[tuple[OrgId, ShardName]]) -> Mapping[OrgId, str]:
-    """Brings pinned orgs to where they are to be, until all are. Answers who is not, and why."""
+    """Moves pinned orgs until each is where it should be. Returns the orgs that cannot be moved, and why."""
     while True:
-        pins = await pinning.read(pair.catalog)
+        org_pins = await pins.read(pair.catalog)
         known = await pair.known()
-        planned = plan(known, pins, entries)
-        away = [pin for pin in pins if known.slots[pin.slot].reads != (planned.owners[pin.slot],)]
+        planned = plan(known, org_pins, entries)
+        away = [pin for pin in org_pins if known.slots[pin.slot].reads != (planned.owners[pin.slot],)]
         if not away:
             return planned.complaints
         for pin in away:
             target = planned.owners[pin.slot]
             begun.append((pin.org, target))
-            move = await catalog.begin(pair.catalog, known, [pin.slot], target=target)
+            move = await catalog.begin_move(pair.catalog, known, [pin.slot], target=target)
             assert move is not None
             await pair.mover(move).finish()
 
 
 async def test_an_org_that_is_pinned_by_a_label_is_never_sent_to_a_shard_without(pair: Pair, org: OrgId) -> None:
     def file(a: str, b: str, *, draining: ShardName | None = None) -> list[ShardEntry]:
-        """By the region of each."""
+        """A cluster file in which each shard has this region."""
         return [
             ShardEntry(
                 name=name,
@@ -531,7 +535,7 @@ async def test_an_org_that_is_pinned_by_a_label_is_never_sent_to_a_shard_without
     begun: list[tuple[OrgId, ShardName]] = []
     jobs = some_jobs(org, 3)
     await pair.store(A).enqueue(jobs)
-    await pinning.pin(pair.catalog, org, EU)
+    await pins.pin(pair.catalog, org, EU)
     assert await follow(pair, file("us", "eu"), begun) == {}
     assert begun == [(org, B)]
     for entries in (
@@ -542,12 +546,12 @@ async def test_an_org_that_is_pinned_by_a_label_is_never_sent_to_a_shard_without
     ):
         assert f"org '{org}' stays on shard 's2'" in (await follow(pair, entries, begun))[org]
     assert begun == [(org, B)]
-    # Wherever its hash slot goes.
+    # In whichever direction its hash slot moves.
     for target in (B, A):
         await move_hash_slot(pair, org, target=target)
     assert await follow(pair, file("eu", "eu"), begun) == {}
     assert begun == [(org, B)]
-    await pinning.unpin(pair.catalog, org)
+    await pins.unpin(pair.catalog, org)
     assert await follow(pair, file("us", "eu"), begun) == {}
     assert begun == [(org, B), (org, A)]
     assert {shard for shard, _ in await pair.jobs(org, ids_of(jobs))} == {A}
@@ -558,14 +562,14 @@ async def test_an_org_that_is_unpinned_while_it_moves_comes_back(pair: Pair, org
     entries = [ShardEntry(name=name, dsn="") for name in (A, B)]
     jobs = some_jobs(org, 3)
     await pair.store(A).enqueue(jobs)
-    await pinning.pin(pair.catalog, org, OnShard(B))
+    await pins.pin(pair.catalog, org, OnShard(B))
     move = await pair.begin([org], target=B)
     # close, open
     for _ in range(2):
         assert await pair.mover(move).step()
-    await pinning.unpin(pair.catalog, org)
+    await pins.unpin(pair.catalog, org)
     known = await pair.known()
-    assert plan(known, await pinning.read(pair.catalog), entries).owners == {known.slot(org): A}
+    assert plan(known, await pins.read(pair.catalog), entries).owners == {known.slot(org): A}
     await pair.mover(move).finish()
     begun: list[tuple[OrgId, ShardName]] = []
     await follow(pair, entries, begun)
@@ -575,13 +579,13 @@ async def test_an_org_that_is_unpinned_while_it_moves_comes_back(pair: Pair, org
 
 async def test_a_move_waits_for_queues_that_take_their_time(pair: Pair, org: OrgId) -> None:
     await pair.store(A).enqueue(some_jobs(org, 1))
-    await pinning.pin(pair.catalog, org, OnShard(B))
+    await pins.pin(pair.catalog, org, OnShard(B))
     move = await pair.begin([org], target=B)
     async with pair.databases[A].transaction() as somebody:
         await somebody.execute("LOCK TABLE windrow.queue IN ROW EXCLUSIVE MODE")
         moving_on = asyncio.create_task(pair.mover(move).finish())
         await until_blocked(pair.databases[A])
-        assert (await moving.read_slots(pair.databases[A], move.slots)) == {}
+        assert (await move_steps.read_slots(pair.databases[A], move.slots)) == {}
         assert await pair.store(A).enqueue(some_jobs(org, 1, queue=QueueName(QUEUE))) == {}
     await moving_on
     assert await pair.placement(org) == ((B,), (B,))

@@ -1,5 +1,5 @@
-"""`windrow shards pin`, `unpin` and `pins`, by a cluster file of two shards: what operators read, and what bad input
-does not do."""
+"""`windrow shards pin`, `unpin` and `pins` with a cluster file of two shards: what operators read, and that bad input
+changes nothing."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import pytest
 
 from cli.main import main
-from shard import catalog, pinning
-from shard.database import Database
-from shard.placement import SLOTS, slot_of
+from shard.placement import catalog, pins
+from shard.placement.slots import SLOTS, slot_of
+from shard.postgres.pool import Database
 from shard.vocabulary import OrgId
 from tests.conftest import CLUSTER
 from tests.pair import A, B
@@ -37,7 +37,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shell:
-    """Runs the command in this process, beside one cluster."""
+    """Runs the command in this process on one cluster."""
 
     file: Path
     dsn: str
@@ -110,7 +110,7 @@ def test_bad_input_changes_nothing(shell: Shell, arguments: list[str], code: int
     assert done.err.startswith("windrow: ")
     assert why in done.err
     assert shell.catalog(catalog.read) == before
-    assert shell.catalog(pinning.read) == []
+    assert shell.catalog(pins.read) == []
 
 
 @pytest.mark.parametrize("state", ["draining", "read_only", "dequeue_only", "off"])
@@ -120,7 +120,7 @@ def test_an_org_is_not_pinned_to_a_shard_that_takes_none(shell: Shell, state: st
         done = shell.windrow("pin", "acme", *wish)
         assert done.code == 5
         assert f"shard 's2' is {state}, and so takes no orgs" in done.err
-    assert shell.catalog(pinning.read) == []
+    assert shell.catalog(pins.read) == []
 
 
 def test_an_org_is_pinned_shown_and_unpinned(shell: Shell) -> None:
@@ -133,7 +133,7 @@ def test_an_org_is_pinned_shown_and_unpinned(shell: Shell) -> None:
         "org globex is pinned to shard s1: lives on s1, and stays there\n"
     )
     assert shell.windrow("pins").out.splitlines() == [
-        "org     wish       lives on    slot  state",
+        "org     target     lives on    slot  state",
         "acme    region=eu  s1        16,384  waiting",
         "globex  shard s1   s1        16,385  there",
     ]
@@ -151,12 +151,12 @@ def test_an_org_is_pinned_shown_and_unpinned(shell: Shell) -> None:
     assert (second["to"], second["label"], second["state"]) == ("s1", None, "there")
     assert shell.windrow("pin", "acme", "--label", "region=eu", "--json").documents == [first]
     done = shell.windrow("unpin", "acme")
-    assert (done.code, done.out) == (0, "org acme is not pinned any more: lives on s1, and stays there\n")
+    assert (done.code, done.out) == (0, "org acme is no longer pinned: lives on s1, and stays there\n")
     assert shell.windrow("unpin", "acme").code == 4
     assert shell.windrow("pins").out.splitlines()[1] == "acme    its hash  s1        16,384  there"
 
 
-def test_an_org_for_which_nothing_will_do_any_more_is_told_of(shell: Shell) -> None:
+def test_an_org_that_no_shard_can_take_any_more_is_reported(shell: Shell) -> None:
     assert shell.windrow("pin", "acme", "--label", "region=eu").code == 0
     shell.write(cluster_file(shell.dsn, second='labels = { region = "us" }'))
     done = shell.windrow("pins")
@@ -170,13 +170,13 @@ def test_an_org_for_which_nothing_will_do_any_more_is_told_of(shell: Shell) -> N
 def test_an_org_whose_hash_moves_is_refused_until_that_is_over(shell: Shell) -> None:
     async def begin(database: Database) -> None:
         known = await catalog.read(database)
-        assert await catalog.begin(database, known, [slot_of(OrgId("acme"))], target=B)
+        assert await catalog.begin_move(database, known, [slot_of(OrgId("acme"))], target=B)
 
     shell.catalog(begin)
     done = shell.windrow("pin", "acme", "--to", "s2")
     assert done.code == 5
-    assert "moves from shard 's1' to 's2'" in done.err
-    assert shell.catalog(pinning.read) == []
+    assert "moving from shard 's1' to 's2'" in done.err
+    assert shell.catalog(pins.read) == []
 
 
 def test_the_catalog_must_be_there_and_this_clusters(shell: Shell, empty_dsn: str) -> None:
@@ -203,4 +203,4 @@ def test_help_says_that_to_pin_is_how_an_org_is_moved(
     monkeypatch.setattr(sys, "argv", ["windrow", "shards", "pin", "--help"])
     with pytest.raises(SystemExit):
         main()
-    assert "This is how one org is moved" in " ".join(capsys.readouterr().out.split())
+    assert "This moves one org" in " ".join(capsys.readouterr().out.split())

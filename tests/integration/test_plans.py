@@ -1,7 +1,8 @@
-"""The plans of the hot statements: they walk indexes and touch little, whatever the table was when they were planned.
+"""The plans of the hot statements: they use indexes and read few pages, whatever the table contained when they were
+planned.
 
-Each statement is run as the store runs it, on a connection set up as the store's are, until Postgres has settled on a
-generic plan; then that very prepared statement is explained, and rolled back.
+Each statement runs as the store runs it, on a connection with the store's settings, until Postgres has chosen a generic
+plan. Then this prepared statement is explained and rolled back.
 """
 
 from __future__ import annotations
@@ -20,29 +21,35 @@ from psycopg.adapt import Transformer
 from psycopg.postgres import types
 from psycopg.pq import Format
 
-from shard import archiving, arrays, moving, row_locks, statements
-from shard.books import Books
-from shard.connection import Connection
-from shard.database import Database
-from shard.enqueuing import Handover, Taker
-from shard.floor import GUARD_US
-from shard.listing import Wanted
-from shard.placement import slot_of
-from shard.settling import Nack, _Named
-from shard.store import Store
-from shard.vocabulary import PRIORITIES, Claimed, JobState, Lease, OrgId, QueueId, QueueName, Slot
+from shard.admin import statements as admin_statements
+from shard.admin.job_pages import Wanted
+from shard.admin.queue_admin import QueueAdmin
+from shard.history.days import days_over, turn_cold
+from shard.placement import move_steps
+from shard.placement import statements as placement_statements
+from shard.placement.slots import slot_of
+from shard.postgres import arrays
+from shard.postgres.connection import Connection
+from shard.postgres.pool import Database
+from shard.queue import row_locks
+from shard.queue import statements as queue_statements
+from shard.queue.claim_floor import GUARD_US
+from shard.queue.pending_enqueue import Handover, Taker
+from shard.queue.settle import Nack, Settlement, _LeaseColumns
+from shard.queue.store import Store
+from shard.vocabulary import PRIORITIES, Claimed, Failure, JobState, Lease, OrgId, QueueId, QueueName, Slot
 from tests.conftest import SHARD
 from tests.jobs import HOUR_US, ids_of, job_id, lease_jobs, some_jobs
 from tests.recorder import Recorder, Run
 from tests.timemachine import NO_HURRY, make_day, pass_time
 
-# Of one org, and of each of three more.
+# The queues of one org, and of each of three more.
 QUEUES_OF_ORG, QUEUES_OF_OTHERS = 200, 100
 QUEUES = QUEUES_OF_ORG + 3 * QUEUES_OF_OTHERS
 ROWS = 100_000
 BATCH = 100
 GROUPS, TAKERS = 20, 64
-# More runs than Postgres's five custom plans, after which it may keep a generic one.
+# Postgres plans the first five runs for their parameters; after that it may keep a generic plan.
 SETTLED = 8
 
 
@@ -60,7 +67,7 @@ class Plan:
 
     @property
     def buffers(self) -> int:
-        """Pages touched, those of functions and of unique checks included."""
+        """Returns the pages touched, including those of functions and of unique checks."""
         return int(self.root["Shared Hit Blocks"] + self.root["Shared Read Blocks"])
 
     def scans(self, relation: str) -> list[dict[str, Any]]:
@@ -70,7 +77,8 @@ class Plan:
         return {node["Index Name"] for node in self.nodes() if "Index Name" in node}
 
     def pages_of(self, index: str) -> int:
-        """Pages touched by the scans of one index: its own, and the table's to see which rows are alive."""
+        """Returns the pages that the scans of one index touched: its own, and the table's, which show whether rows are
+        visible."""
         scans = [node for node in self.nodes() if node.get("Index Name") == index]
         return sum(int(node["Shared Hit Blocks"] + node["Shared Read Blocks"]) for node in scans)
 
@@ -83,7 +91,7 @@ class Plan:
 
 
 async def explain(connection: Connection, run: Run) -> Plan:
-    """The plan of a statement that this connection has prepared, as it is executed with these parameters."""
+    """Explains a statement that this connection has prepared, executed with these parameters."""
     statement, parameters = run
     cursor = await connection.execute(
         "SELECT name, generic_plans FROM pg_prepared_statements WHERE statement = %s "
@@ -104,7 +112,7 @@ _PLACEHOLDER = re.compile(rb"%\((\w+)\)[sb]")
 
 
 def _keys(statement: bytes) -> list[str]:
-    """The parameters in the order of their numbers."""
+    """Returns the parameters in the order of their numbers."""
     return list(dict.fromkeys(key.decode() for key in _PLACEHOLDER.findall(statement)))
 
 
@@ -129,7 +137,7 @@ async def run(connection: Connection, run: Run) -> None:
 
 @contextmanager
 def undone(connection: Connection) -> Generator[None, None, None]:
-    """What the block does is rolled back, behind psycopg's back: it would drop the prepared statements."""
+    """Rolls back what the block does. psycopg must not notice: it would drop the prepared statements."""
     connection.pgconn.exec_(b"SAVEPOINT before")
     try:
         yield
@@ -159,13 +167,13 @@ JOIN (SELECT queue_id, row_number() OVER () AS turn FROM windrow.queue) q ON q.t
 
 FILL_FINISHED = b"""
 INSERT INTO windrow.finished (
-    id, queue_id, enqueued_at, run_at, priority, attempt, state, kind, payload, reason
+    id, queue_id, enqueued_at, run_at, priority, attempt, state, kind, payload, reason, retention
 )
 SELECT
     (
         lpad(to_hex((extract(epoch FROM now()) * 1000)::bigint), 12, '0') || '7000' || '9' || lpad(to_hex(n), 15, '0')
     )::uuid,
-    (SELECT min(queue_id) FROM windrow.queue), now(), now(), 5, 1, 'cancelled', 'fill', '', 'filled'
+    (SELECT min(queue_id) FROM windrow.queue), now(), now(), 5, 1, 'cancelled', 'fill', '', 'filled', 30
 FROM generate_series(1, %(rows)s) AS n
 """
 
@@ -179,7 +187,7 @@ async def fill(database: Database) -> None:
 async def recorder(fresh_dsn: str, org: OrgId) -> AsyncGenerator[Recorder, None]:
     opened = Recorder(SHARD, fresh_dsn, connections=2)
     await opened.open()
-    # Nothing but the test decides what the planner knows.
+    # Only the test decides which statistics the planner has.
     await opened.run(b"ALTER TABLE windrow.job SET (autovacuum_enabled = off)", {})
     await Store(opened).names.make([(org, QueueName(f"queue-{n}")) for n in range(QUEUES_OF_ORG)])
     for other in others_of(org):
@@ -193,51 +201,59 @@ def others_of(org: OrgId) -> list[OrgId]:
 
 
 async def record(recorder: Recorder, org: OrgId) -> dict[str, Run]:
-    """One run of each hot statement, as the store makes them for a batch of jobs: name → run."""
+    """Runs each hot statement once, as the store does for a batch of jobs. Returns the runs by name."""
     store = Store(recorder)
     jobs = some_jobs(org, BATCH, queue="queue-7", dedup_keys=[f"key-{n}" for n in range(BATCH)])
     await store.enqueue(jobs)
-    enqueue = recorder.last(statements.ENQUEUE)
-    # Enqueued again they would be known: the plan is of jobs that are new.
+    enqueue = recorder.last(queue_statements.ENQUEUE)
+    # New ids: enqueued again, the jobs would be duplicates and the plan would be another one.
     fresh = {
         "ids": "{" + ",".join(job_id() for _ in range(BATCH)) + "}",
         "dedup_keys": [f"new-{n}" for n in range(BATCH)],
     }
     held = leases(await lease_jobs(store, org, queue="queue-7", max_jobs=BATCH, window_us=HOUR_US))
-    claim = recorder.last(statements.CLAIM)
-    await store.extend(org, held, window_us=2 * HOUR_US)
-    named = _Named([org] * BATCH, held).parameters()
+    claim = recorder.last(queue_statements.CLAIM)
+    await store.settle(Settlement.extend(org, held, window_us=2 * HOUR_US))
+    named = _LeaseColumns([org] * BATCH, held).parameters()
     await row_locks.of_jobs(recorder).find([(org, lease.job_hex) for lease in held])
-    texts = ["why"] * BATCH
+    texts, failures = ["why"] * BATCH, ['{"message": "why"}'] * BATCH
+    nacked = {"outcome": "nacked", "counts": True}
+    released = {"outcome": "released", "counts": False, "delays_us": "{}", "failures": []}
     await store.enqueue(jobs)
     await store.get(org, ids_of(jobs), include_payload=True)
-    find_known, get_jobs = recorder.last(statements.FIND_KNOWN), recorder.last(statements.GET_JOBS)
+    find_known, get_jobs = recorder.last(queue_statements.FIND_KNOWN), recorder.last(queue_statements.GET_JOBS)
     await store.sweep()
-    sweep = recorder.last(statements.SWEEP)
+    sweep = recorder.last(queue_statements.SWEEP)
     handed = some_jobs(org, BATCH, queue="queue-7")
     await store.enqueue(handed, Handover(takers=dict.fromkeys(range(BATCH), Taker(1, "w", HOUR_US)), done=ignore))
-    enqueue_handed = recorder.last(statements.ENQUEUE)
+    enqueue_handed = recorder.last(queue_statements.ENQUEUE)
     of_several = await lease_of_several(store, org)
     return {
-        "enqueue": (statements.ENQUEUE, {**enqueue[1], **fresh}),
-        "enqueue handed": (statements.ENQUEUE, {**enqueue_handed[1], "ids": fresh["ids"]}),
+        "enqueue": (queue_statements.ENQUEUE, {**enqueue[1], **fresh}),
+        "enqueue handed": (queue_statements.ENQUEUE, {**enqueue_handed[1], "ids": fresh["ids"]}),
         "find_known": find_known,
         "claim": claim,
         "claim together": await claim_together(recorder, store, org),
-        "extend": recorder.last(statements.EXTEND),
-        "ack": (statements.ACK, {**named, "results": [b"done"] * BATCH, "jobs": BATCH}),
-        "ack of several orgs": (statements.ACK, {**of_several.parameters(), "results": [], "jobs": BATCH}),
-        "inspect_leases": (statements.INSPECT_LEASES, of_several.parameters()),
-        "retry": (statements.RETRY, {**named, "delays_us": "{" + ",".join(["5"] * BATCH) + "}", "errors": texts}),
-        "bury": (statements.BURY, {**named, "outcomes": ["nacked"] * BATCH, "errors": texts, "reasons": texts}),
-        "release": (statements.RELEASE, named),
-        "release of several orgs": (statements.RELEASE, of_several.parameters()),
-        "cancel": (statements.CANCEL, {"org": org, "ids": named["ids"], "reason": "why"}),
+        "extend": recorder.last(queue_statements.EXTEND),
+        "ack": (queue_statements.ACK, {**named, "results": [b"done"] * BATCH, "jobs": BATCH}),
+        "ack of several orgs": (queue_statements.ACK, {**of_several.parameters(), "results": [], "jobs": BATCH}),
+        "inspect_leases": (queue_statements.INSPECT_LEASES, of_several.parameters()),
+        "give_back after a delay": (
+            queue_statements.GIVE_BACK,
+            {**nacked, **named, "delays_us": "{" + ",".join(["5"] * BATCH) + "}", "failures": failures},
+        ),
+        "mark_dead": (
+            queue_statements.MARK_DEAD,
+            {**named, "outcomes": ["nacked"] * BATCH, "failures": failures, "reasons": texts},
+        ),
+        "give_back": (queue_statements.GIVE_BACK, {**released, **named}),
+        "give_back of several orgs": (queue_statements.GIVE_BACK, {**released, **of_several.parameters()}),
+        "cancel": (queue_statements.CANCEL, {"org": org, "ids": named["ids"], "reason": "why"}),
         "explain_miss": (
-            statements.EXPLAIN_MISS,
+            queue_statements.EXPLAIN_MISS,
             {**of_several.parameters(), "oldest_ms": int(held[0].job_hex[:12], 16)},
         ),
-        "find_locked_jobs": recorder.last(statements.FIND_LOCKED_JOBS),
+        "find_locked_jobs": recorder.last(queue_statements.FIND_LOCKED_JOBS),
         "get_jobs": get_jobs,
         "sweep": sweep,
         "probe of all queues": await probe_all(recorder, store, org),
@@ -246,54 +262,60 @@ async def record(recorder: Recorder, org: OrgId) -> dict[str, Run]:
 
 
 async def record_moving(recorder: Recorder, store: Store) -> dict[str, Run]:
-    """A chunk leaves a slot and comes to another one, as if that were on another shard; a second one has departed, and
-    what is left, of which half is dead, may follow."""
+    """A chunk leaves a slot and arrives in another one, as if that were on another shard. A second chunk has departed,
+    and the rest, half of it dead jobs, may follow."""
     org = OrgId("moving")
     for queue in ("queue-1", "queue-2"):
         await store.enqueue(some_jobs(org, 2 * BATCH, queue=queue))
     dead = leases(await lease_jobs(store, org, queue="queue-2", max_jobs=BATCH))
-    await store.nack(org, [Nack(lease=lease, kill=True) for lease in dead])
+    await store.settle(Settlement.nack(org, [Nack(lease=lease, failure=Failure(permanent=True)) for lease in dead]))
     away, here = slot_of(org), Slot(20_000)
-    assert await moving.close(recorder, [away], epoch=2)
-    await moving.open_slots(recorder, [here], epoch=2, queues=[])
-    assert await moving.depart(recorder, {away: 1}, epoch=2, rows_max=BATCH, bytes_max=10**6) == {away: BATCH}
-    departed = await moving.read_departing(recorder, [away], epoch=2)
-    await moving.take(recorder, [part._replace(slot=here) for part in departed], epoch=2)
-    assert await moving.forget(recorder, {away: 1}, epoch=2) == BATCH
-    await moving.depart(recorder, {away: 2}, epoch=2, rows_max=BATCH, bytes_max=10**6)
-    departed = await moving.read_departing(recorder, [away], epoch=2)
-    await moving.count_left(recorder, [away])
-    _, taking = recorder.last(statements.TAKE)
+    assert await move_steps.close_slots(recorder, [away], epoch=2)
+    await move_steps.open_slots(recorder, [here], epoch=2, queues=[])
+    assert await move_steps.export_chunk(recorder, {away: 1}, epoch=2, rows_max=BATCH, bytes_max=10**6) == {away: BATCH}
+    departed = await move_steps.read_exported(recorder, [away], epoch=2)
+    await move_steps.import_chunk(recorder, [part._replace(slot=here) for part in departed], epoch=2)
+    assert await move_steps.delete_exported(recorder, {away: 1}, epoch=2) == BATCH
+    await move_steps.export_chunk(recorder, {away: 2}, epoch=2, rows_max=BATCH, bytes_max=10**6)
+    departed = await move_steps.read_exported(recorder, [away], epoch=2)
+    await move_steps.count_remaining(recorder, [away])
+    _, taking = recorder.last(placement_statements.IMPORT_CHUNK)
     (part,) = departed
     return {
-        "depart": (statements.DEPART, {**recorder.last(statements.DEPART)[1], "chunks": "{3}"}),
-        "depart of the dead": (
-            statements.DEPART,
-            {**recorder.last(statements.DEPART)[1], "chunks": "{3}", "rows": 3 * BATCH},
+        "export_chunk": (
+            placement_statements.EXPORT_CHUNK,
+            {**recorder.last(placement_statements.EXPORT_CHUNK)[1], "chunks": "{3}"},
         ),
-        "read_departing": recorder.last(statements.READ_DEPARTING),
-        "take": (statements.TAKE, {**taking, "chunks": "{2}", "jobs": [part.jobs]}),
-        "forget": (statements.FORGET, {**recorder.last(statements.FORGET)[1], "chunks": "{2}"}),
-        "count_left": recorder.last(statements.COUNT_LEFT),
+        "export_chunk of the dead": (
+            placement_statements.EXPORT_CHUNK,
+            {**recorder.last(placement_statements.EXPORT_CHUNK)[1], "chunks": "{3}", "rows": 3 * BATCH},
+        ),
+        "read_exported": recorder.last(placement_statements.READ_EXPORTED),
+        "import_chunk": (placement_statements.IMPORT_CHUNK, {**taking, "chunks": "{2}", "jobs": [part.jobs]}),
+        "delete_exported": (
+            placement_statements.DELETE_EXPORTED,
+            {**recorder.last(placement_statements.DELETE_EXPORTED)[1], "chunks": "{2}"},
+        ),
+        "count_remaining": recorder.last(placement_statements.COUNT_REMAINING),
     }
 
 
 def ignore(_: object) -> None:
-    """Nobody waits for what is handed over."""
+    """No consumer waits for what is handed over."""
 
 
-async def lease_of_several(store: Store, org: OrgId) -> _Named:
-    """A batch of leases, in turn of each of four orgs."""
+async def lease_of_several(store: Store, org: OrgId) -> _LeaseColumns:
+    """Returns a batch of leases of four orgs in turn."""
     orgs = [org, *others_of(org)]
     share = BATCH // len(orgs)
     for one in orgs:
         await store.enqueue(some_jobs(one, share, queue="queue-8"))
     held = [leases(await lease_jobs(store, one, queue="queue-8", window_us=HOUR_US, max_jobs=share)) for one in orgs]
-    return _Named(orgs * share, [lease for some in zip(*held, strict=True) for lease in some])
+    return _LeaseColumns(orgs * share, [lease for some in zip(*held, strict=True) for lease in some])
 
 
 async def claim_together(recorder: Recorder, store: Store, org: OrgId) -> Run:
-    """What many takers get in one statement: one batch of jobs, of groups of two queues each, of four orgs."""
+    """Claims for many takers in one statement: one batch of jobs, for groups of two queues each, of four orgs."""
     orgs = [org, *others_of(org)]
     wishes = [1 + (taker < BATCH - TAKERS) for taker in range(TAKERS)]
     groups = [
@@ -310,18 +332,18 @@ async def claim_together(recorder: Recorder, store: Store, org: OrgId) -> Run:
         )
     )
     assert [len(some.jobs) for some in taken] == wishes
-    assert recorder.count(statements.CLAIM, since=before) == 1
-    return recorder.last(statements.CLAIM)
+    assert recorder.count(queue_statements.CLAIM, since=before) == 1
+    return recorder.last(queue_statements.CLAIM)
 
 
 async def probe_all(recorder: Recorder, store: Store, org: OrgId) -> Run:
-    """From floors of all queues."""
+    """Probes all queues from their floors."""
     numbers: list[QueueId] = []
     for one, count in [(org, QUEUES_OF_ORG), *((other, QUEUES_OF_OTHERS) for other in others_of(org))]:
         numbers += (await store.names.find([(one, QueueName(f"queue-{n}")) for n in range(count)])).values()
     assert len(numbers) == QUEUES
     await store.probe(numbers)
-    return recorder.last(statements.PROBE)
+    return recorder.last(queue_statements.PROBE)
 
 
 def leases(taken: list[tuple[Claimed, Lease]]) -> list[Lease]:
@@ -329,14 +351,14 @@ def leases(taken: list[tuple[Claimed, Lease]]) -> list[Lease]:
 
 
 async def settle(connection: Connection, runs: Mapping[str, Run]) -> None:
-    """Runs each so often that Postgres keeps one plan for it, and undoes it."""
+    """Runs each statement until Postgres keeps one plan for it, and rolls back."""
     for each in runs.values():
         for _ in range(SETTLED):
             with undone(connection):
                 await run(connection, each)
 
 
-# Pages that one job of a batch may touch: reading the row and its index entries, and writing them anew.
+# How many pages one job of a batch may touch: to read its row and its index entries, and to write them again.
 PAGES_A_JOB = {
     "enqueue": 30,
     "enqueue handed": 30,
@@ -347,25 +369,25 @@ PAGES_A_JOB = {
     "ack": 30,
     "ack of several orgs": 30,
     "inspect_leases": 25,
-    "retry": 30,
-    "bury": 30,
-    "release": 30,
-    "release of several orgs": 30,
+    "give_back after a delay": 30,
+    "mark_dead": 30,
+    "give_back": 30,
+    "give_back of several orgs": 30,
     "cancel": 30,
     "explain_miss": 25,
     "find_locked_jobs": 30,
     "get_jobs": 25,
-    "depart": 40,
-    "depart of the dead": 40,
-    "read_departing": 25,
-    "take": 40,
-    "forget": 25,
-    "count_left": 25,
-    # Not jobs but lanes: nine of each queue.
+    "export_chunk": 40,
+    "export_chunk of the dead": 40,
+    "read_exported": 25,
+    "import_chunk": 40,
+    "delete_exported": 25,
+    "count_remaining": 25,
+    # Counted in lanes, not in jobs: nine lanes per queue.
     "sweep": 9,
     "probe of all queues": 9,
 }
-ROWS_OF = {"depart of the dead": 4 * BATCH, "count_left": 6 * BATCH}
+ROWS_OF = {"export_chunk of the dead": 4 * BATCH, "count_remaining": 6 * BATCH}
 LANES = {"sweep": 3 * len(PRIORITIES), "probe of all queues": QUEUES * len(PRIORITIES)}
 
 
@@ -374,16 +396,17 @@ def assert_bounded(name: str, plan: Plan) -> None:
         node["Node Type"] for node in plan.scans("job") if node["Node Type"] in ("Seq Scan", "Bitmap Heap Scan")
     ]
     for node in plan.nodes():
-        # A sequence is one tuple, and has no index.
+        # A sequence is one tuple without an index.
         assert node["Node Type"] != "Seq Scan" or node["Relation Name"] == "clock", (name, node)
     count = LANES.get(name, ROWS_OF.get(name, BATCH))
-    # Once to find a row, once to act on it; not one row more, but for EXPLAIN's rounding of what one loop reads.
+    # Each row is read once to find it and once to change it. EXPLAIN rounds what one loop reads, so one more is
+    # allowed.
     assert plan.rows_read("job") <= (1 if name in LANES else 2) * count * 1.02, (name, plan.root)
     assert plan.buffers <= PAGES_A_JOB[name] * count, (name, plan.buffers, plan.root)
 
 
 async def nothing(_: Recorder, __: OrgId) -> None:
-    """As a fresh database has it: tables that nobody has ever analyzed."""
+    """As in a fresh database: tables that were never analyzed."""
 
 
 async def analyze_when_full(recorder: Recorder, org: OrgId) -> None:
@@ -392,12 +415,12 @@ async def analyze_when_full(recorder: Recorder, org: OrgId) -> None:
 
 
 async def vacuum_when_empty(recorder: Recorder, org: OrgId) -> None:
-    """What autovacuum does to a queue that has been drained: Postgres then believes that the table has no rows, however
-    long it grows, until the next vacuum."""
+    """Vacuums a drained queue, as autovacuum does. Postgres then believes that the table is empty, however long it
+    becomes, until the next vacuum."""
     store = Store(recorder)
     await store.enqueue(some_jobs(org, BATCH, queue="queue-7"))
     held = leases(await lease_jobs(store, org, queue="queue-7"))
-    await store.ack(org, held, [None] * len(held))
+    await store.settle(Settlement.ack(org, held, [None] * len(held)))
     await recorder.run(b"VACUUM (ANALYZE, TRUNCATE off) windrow.job", {})
 
 
@@ -436,7 +459,7 @@ async def test_hot_statements_walk_indexes_and_touch_little(
 async def test_under_a_held_snapshot_a_claim_from_its_floors_stays_cheap(
     recorder: Recorder, fresh_dsn: str, org: OrgId
 ) -> None:
-    """20,000 jobs are churned through while a snapshot keeps Postgres from removing any of their dead versions."""
+    """20,000 jobs pass through while a snapshot keeps Postgres from removing their dead rows."""
     store = Store(recorder)
     queue = "queue-7"
     async with await AsyncConnection.connect(fresh_dsn) as holder:
@@ -446,12 +469,12 @@ async def test_under_a_held_snapshot_a_claim_from_its_floors_stays_cheap(
             await store.enqueue(some_jobs(org, 1000, queue=queue))
             held = leases(await lease_jobs(store, org, queue=queue))
             assert len(held) == 1000
-            await store.ack(org, held, [None] * 1000)
+            await store.settle(Settlement.ack(org, held, [None] * 1000))
         await pass_time(recorder, GUARD_US / 1_000_000)
         await store.sweep()
         await store.enqueue(some_jobs(org, BATCH, queue=queue))
         assert len(await lease_jobs(store, org, queue=queue, max_jobs=1)) == 1
-        statement, parameters = recorder.last(statements.CLAIM)
+        statement, parameters = recorder.last(queue_statements.CLAIM)
         parameters = {**parameters, "max_jobs": f"{{{BATCH}}}"}
         from_zero = {**parameters, "floors_us": "{" + ",".join(["0"] * 9) + "}"}
         assert parameters["floors_us"] != from_zero["floors_us"]
@@ -473,12 +496,12 @@ async def test_under_a_held_snapshot_a_claim_from_its_floors_stays_cheap(
 
 FILL_DAY = b"""
 INSERT INTO windrow.finished (
-    id, queue_id, enqueued_at, run_at, finished_at, priority, attempt, state, kind, payload, reason
+    id, queue_id, enqueued_at, run_at, finished_at, priority, attempt, state, kind, payload, reason, retention
 )
 SELECT
     (lpad(to_hex(m.ms), 12, '0') || '7000' || '9' || lpad(to_hex(n), 15, '0'))::uuid,
     CASE WHEN n %% 100 = 0 THEN %(small)s::bigint ELSE %(large)s::bigint END,
-    m.made, m.made, m.made, 5, 1, 'cancelled', 'fill', '', 'filled'
+    m.made, m.made, m.made, 5, 1, 'cancelled', 'fill', '', 'filled', 30
 FROM generate_series(1, %(rows)s) AS n
 CROSS JOIN LATERAL (
     SELECT date_trunc('day', now()) - %(days)s * interval '1 day' + n * interval '1 s' AS made
@@ -490,10 +513,10 @@ CROSS JOIN LATERAL (SELECT at.made, (extract(epoch FROM at.made) * 1000)::bigint
 @pytest.mark.parametrize("whose", ["small", "large"])
 @pytest.mark.parametrize("of_queue", [True, False])
 async def test_a_page_of_cold_jobs_costs_what_is_on_it(fresh_dsn: str, org: OrgId, whose: str, of_queue: bool) -> None:
-    """Of one job in a hundred, and of the others."""
+    """The page lists jobs of one kind, which is one job in a hundred; then jobs of the others."""
     page_size, days, rows = 50, 8, 20_000
     async with contextlib.AsyncExitStack() as stack:
-        recorder = Recorder(SHARD, fresh_dsn, connections=2, for_books=True)
+        recorder = Recorder(SHARD, fresh_dsn, connections=2, may_scan=True)
         await recorder.open()
         stack.push_async_callback(recorder.close)
         orgs = {"small": org, "large": OrgId(f"{org}-large")}
@@ -503,21 +526,21 @@ async def test_a_page_of_cold_jobs_costs_what_is_on_it(fresh_dsn: str, org: OrgI
         for ago in range(days + 1, 1, -1):
             await make_day(recorder, retention=30, before="now", days=ago)
             await recorder.run(FILL_DAY, {**lanes, "days": ago, "rows": rows})
-        cold = [await archiving.turn_cold(recorder, day) for day in await archiving.days_over(recorder)]
+        cold = [await turn_cold(recorder, day) for day in await days_over(recorder)]
         assert sum(day.jobs for day in cold) == days * rows
         wanted = Wanted(org=orgs[whose], queue=queue if of_queue else None, state=JobState.CANCELLED)
         token, seen = "", 0
         while token or not seen:
-            page = await Books(recorder).list_jobs(wanted, page_size=page_size, page_token=token)
+            page = await QueueAdmin(recorder).list_jobs(wanted, page_size=page_size, page_token=token)
             seen += len(page.jobs)
             token = page.next_token
             async with recorder.transaction() as connection:
-                await run(connection, recorder.last(statements.LIST_JOBS))
-                plan = await explain(connection, recorder.last(statements.LIST_JOBS))
-            # A page or two for each job, and a look into each day.
+                await run(connection, recorder.last(admin_statements.LIST_JOBS))
+                plan = await explain(connection, recorder.last(admin_statements.LIST_JOBS))
+            # A page or two for each job, and one lookup in each day.
             print(f"{seen:6} {plan.buffers:6} pages")
             assert plan.buffers <= 3 * page_size + 60 * days, plan.root
             if seen >= 12 * page_size:
-                # Further down it is the same.
+                # Later pages cost the same.
                 break
         assert seen == 12 * page_size

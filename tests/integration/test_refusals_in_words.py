@@ -1,4 +1,4 @@
-"""Refusals that callers meet most, through a router: each says what is wrong, what is allowed, and what was given."""
+"""The most frequent refusals, through a router: each says what is wrong, what is allowed, and what was given."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
-from tests.jobs import job_id
+from tests.jobs import job_id, job_message
 from tests.postgres import Server
 from tests.routers import PATIENCE_S, Stubs, running_routers, stubs, write_cluster
-from windrow.v1 import admin_pb2, job_pb2, queue_pb2
+from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2
 
 DAY_S = 86_400
 
@@ -30,7 +30,7 @@ def enqueue(both: Stubs, *jobs: job_pb2.NewJob) -> None:
 
 
 def job(**fields: object) -> job_pb2.NewJob:
-    return job_pb2.NewJob(**{"id": job_id(), "queue": "mail", "kind": "greet", **fields})  # type: ignore[arg-type]
+    return job_message(**{"id": job_id(), "queue": "mail", "kind": "greet", **fields})
 
 
 def dequeue(both: Stubs, **fields: object) -> None:
@@ -42,8 +42,8 @@ def ack(both: Stubs, lease: bytes) -> None:
     both.queue.Ack(queue_pb2.AckRequest(org="acme", acks=[queue_pb2.Ack(lease=lease)]), timeout=PATIENCE_S)
 
 
-def alter(both: Stubs, config: admin_pb2.QueueConfig | None) -> None:
-    both.admin.AlterQueue(admin_pb2.AlterQueueRequest(org="acme", queue="mail", config=config), timeout=PATIENCE_S)
+def update(both: Stubs, config: admin_pb2.QueueConfig | None) -> None:
+    both.admin.UpdateQueue(admin_pb2.UpdateQueueRequest(org="acme", queue="mail", config=config), timeout=PATIENCE_S)
 
 
 def list_jobs(both: Stubs, page_token: str) -> None:
@@ -51,7 +51,7 @@ def list_jobs(both: Stubs, page_token: str) -> None:
 
 
 def check_shard(both: Stubs) -> Iterator[object]:
-    return iter(list(both.admin.CheckShard(admin_pb2.CheckShardRequest(shard="s9"), timeout=PATIENCE_S)))
+    return iter(list(both.cluster.CheckShard(cluster_pb2.CheckShardRequest(shard="s9"), timeout=PATIENCE_S)))
 
 
 NAME = "must be 1 to 128 of A–Z a–z 0–9 . _ : / -, the first a letter or digit"
@@ -67,14 +67,17 @@ REFUSALS: dict[str, tuple[Callable[[Stubs], object], str]] = {
         lambda both: both.queue.GetJobs(queue_pb2.GetJobsRequest(org="ä" * 65, ids=[job_id()]), timeout=PATIENCE_S),
         "org: must be at most 128 bytes, not 130",
     ),
-    "a long queue": (lambda both: enqueue(both, job(queue="q" * 129)), f"jobs[0].queue: {NAME}, not 129 characters"),
+    "a long queue": (
+        lambda both: enqueue(both, job(queue="q" * 129)),
+        f"jobs[0].template.queue: {NAME}, not 129 characters",
+    ),
     "a long value": (
         lambda both: enqueue(both, job(attributes={"a": "x" * 1025})),
-        'jobs[0].attributes["a"]: must be at most 1024 bytes, not 1025',
+        'jobs[0].template.attributes["a"]: must be at most 1024 bytes, not 1025',
     ),
     "many attributes": (
         lambda both: enqueue(both, job(attributes={str(number): "" for number in range(33)})),
-        "jobs[0].attributes: must have at most 32 entries, not 33",
+        "jobs[0].template.attributes: must have at most 32 entries, not 33",
     ),
     "a long delay": (
         lambda both: enqueue(both, job(delay=Duration(seconds=4000 * DAY_S))),
@@ -103,13 +106,13 @@ REFUSALS: dict[str, tuple[Callable[[Stubs], object], str]] = {
         f"acks[0].lease: is no lease token of version 1, but begins with 7: {SEND_BACK}",
     ),
     "an odd retention": (
-        lambda both: alter(both, admin_pb2.QueueConfig(retention_days=5)),
+        lambda both: update(both, admin_pb2.QueueConfig(retention_days=5)),
         "config.retention_days: must be one of 0, 1, 7, 30, 90, 365, 2557, not 5",
     ),
-    "no configuration": (lambda both: alter(both, None), "config: must be set"),
+    "no configuration": (lambda both: update(both, None), "config: must be set"),
     "a page token": (
         lambda both: list_jobs(both, "zzz"),
-        "page_token: 'zzz' is none that this call gave: begin at the first page, without a token",
+        "page_token: 'zzz' is not a page token of this call: begin at the first page, without a token",
     ),
     "an unknown shard": (
         check_shard,

@@ -1,4 +1,4 @@
-"""Finished and dead jobs are stored once more, as new jobs that say what they were made from; once for each new id."""
+"""Finished and dead jobs are stored again as new jobs, which name the old ones; once for each new id."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from shard import archiving
-from shard.database import Database
+from shard.history import days
+from shard.postgres.pool import Database
 from shard.vocabulary import JobId, OrgId, ShardName
-from tests.jobs import job_id
+from tests.jobs import job_id, job_message
 from tests.moves import begin_move
 from tests.postgres import Server
 from tests.routers import PATIENCE_S, Stubs, running_routers, stubs, violated_fields, write_cluster
@@ -24,8 +24,8 @@ from tests.timemachine import age_finished
 from windrow.v1 import admin_pb2, job_pb2, queue_pb2
 
 QUEUE = "mail"
-OK, NOT_FOUND = admin_pb2.RESTORE_REFUSAL_UNSPECIFIED, admin_pb2.RESTORE_REFUSAL_NOT_FOUND
-LIVE, NEW_ID = admin_pb2.RESTORE_REFUSAL_LIVE, admin_pb2.RESTORE_REFUSAL_NEW_ID
+NOT_FOUND = admin_pb2.RESTORE_REFUSAL_NOT_FOUND
+LIVE, NEW_ID = admin_pb2.RESTORE_REFUSAL_LIVE, admin_pb2.RESTORE_REFUSAL_BAD_NEW_ID
 _numbers = itertools.count(1)
 
 
@@ -35,7 +35,7 @@ class Cluster:
     stubs: Stubs
 
     def org(self) -> str:
-        """A new one that lives on s1."""
+        """Returns a new org that lives on s1."""
         for _ in range(1000):
             org = f"org-r{next(_numbers)}"
             request = admin_pb2.CreateQueueRequest(org=org, queue=QUEUE, config=admin_pb2.QueueConfig(max_attempts=7))
@@ -54,7 +54,7 @@ class Cluster:
         self.enqueue(org, *jobs)
         left = len(jobs)
         while left:
-            # A claim has its own bound.
+            # A claim has its own limit.
             leased = self.dequeue(org)
             acks = [queue_pb2.Ack(lease=job.lease, result=b"done") for job in leased]
             self.stubs.queue.Ack(queue_pb2.AckRequest(org=org, acks=acks), timeout=PATIENCE_S)
@@ -62,7 +62,10 @@ class Cluster:
 
     def kill(self, org: str, *jobs: job_pb2.NewJob) -> None:
         self.enqueue(org, *jobs)
-        nacks = [queue_pb2.Nack(lease=job.lease, error="no", kill=True) for job in self.dequeue(org)]
+        nacks = [
+            queue_pb2.Nack(lease=job.lease, failure=job_pb2.Failure(message="no", permanent=True))
+            for job in self.dequeue(org)
+        ]
         self.stubs.queue.Nack(queue_pb2.NackRequest(org=org, nacks=nacks), timeout=PATIENCE_S)
 
     def get(self, org: str, name: str) -> job_pb2.Job:
@@ -88,11 +91,11 @@ def cluster(postgres: Server, tmp_path_factory: pytest.TempPathFactory) -> Gener
 
 def new_job(**fields: object) -> job_pb2.NewJob:
     whole: dict[str, object] = {"id": job_id(), "queue": QUEUE, "kind": "greet", **fields}
-    return job_pb2.NewJob(**whole)  # type: ignore[arg-type]
+    return job_message(**whole)
 
 
 def result(job: str, *, duplicate: bool = False) -> admin_pb2.RestoreResult:
-    return admin_pb2.RestoreResult(id=job, duplicate=duplicate)
+    return admin_pb2.RestoreResult(restored=admin_pb2.RestoredJob(id=job, duplicate=duplicate))
 
 
 def refused(why: admin_pb2.RestoreRefusal.ValueType) -> admin_pb2.RestoreResult:
@@ -128,13 +131,13 @@ def test_a_restored_job_is_as_the_old_one_was_and_says_which_that_is(cluster: Cl
     getattr(cluster, end)(org, old)
     before = cluster.get(org, old.id)
     (restored,) = cluster.restore(org, (old.id, ""))
-    job = cluster.get(org, restored.id)
+    job = cluster.get(org, restored.restored.id)
     for field in ("queue", "kind", "payload", "priority", "max_attempts", "retry"):
         assert getattr(job, field) == getattr(before, field), field
     assert dict(job.attributes) == {"plan": "pro", "windrow.restored_from": old.id}
     assert (job.state, job.attempt, len(job.attempts), job.dedup_key) == (job_pb2.JOB_STATE_READY, 0, 0, "")
     assert (job.HasField("expires_at"), job.result, job.reason) == (False, b"", "")
-    # It stays where it is, as it was.
+    # The old job stays as it was.
     assert cluster.get(org, old.id) == before
 
 
@@ -142,10 +145,12 @@ def test_what_its_queue_said_it_goes_on_saying(cluster: Cluster) -> None:
     org, old = cluster.org(), new_job()
     cluster.finish(org, old)
     (restored,) = cluster.restore(org, (old.id, ""))
-    assert cluster.get(org, restored.id).max_attempts == 7
+    assert cluster.get(org, restored.restored.id).max_attempts == 7
     config = admin_pb2.QueueConfig(max_attempts=8)
-    cluster.stubs.admin.AlterQueue(admin_pb2.AlterQueueRequest(org=org, queue=QUEUE, config=config), timeout=PATIENCE_S)
-    assert cluster.get(org, restored.id).max_attempts == 8
+    cluster.stubs.admin.UpdateQueue(
+        admin_pb2.UpdateQueueRequest(org=org, queue=QUEUE, config=config), timeout=PATIENCE_S
+    )
+    assert cluster.get(org, restored.restored.id).max_attempts == 8
 
 
 def test_a_restore_that_is_repeated_stores_nothing_also_when_the_new_job_has_finished(cluster: Cluster) -> None:
@@ -176,27 +181,30 @@ def test_a_cold_job_is_restored_where_its_org_lives_by_now(cluster: Cluster) -> 
     cluster.finish(org, new_job(payload=b"cold"), new_job(payload=b"cold"))
 
     async def age() -> list[JobId]:
-        database = Database(ShardName("s1"), cluster.dsns["s1"], connections=1, for_books=True)
+        database = Database(ShardName("s1"), cluster.dsns["s1"], connections=1, may_scan=True)
         await database.open()
         try:
             ids = await age_finished(database, OrgId(org), days=9)
-            for day in await archiving.days_over(database):
-                await archiving.turn_cold(database, day)
+            for day in await days.days_over(database):
+                await days.turn_cold(database, day)
             return ids
         finally:
             await database.close()
 
     here, there = asyncio.run(age())
     (restored,) = cluster.restore(org, (here, ""))
-    assert (cluster.get(org, restored.id).shard, cluster.get(org, restored.id).payload) == ("s1", b"cold")
+    assert (cluster.get(org, restored.restored.id).shard, cluster.get(org, restored.restored.id).payload) == (
+        "s1",
+        b"cold",
+    )
     move = begin_move(cluster.dsns, org, to="s2")
     move.switch()
     (restored,) = cluster.restore(org, (there, ""))
-    job = cluster.get(org, restored.id)
+    job = cluster.get(org, restored.restored.id)
     assert (job.shard, job.payload, dict(job.attributes)) == ("s2", b"cold", {"windrow.restored_from": there})
     move.finish()
     (again,) = cluster.restore(org, (there, ""))
-    assert cluster.get(org, again.id).shard == "s2"
+    assert cluster.get(org, again.restored.id).shard == "s2"
     assert cluster.get(org, there).shard == "s1"
     cluster.stubs.books("s1", "s2")
 

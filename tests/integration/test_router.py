@@ -1,4 +1,5 @@
-"""The router as processes: what it answers, what it does when a shard is away or lies, and how it comes and goes."""
+"""Router processes: their answers, their behaviour when a shard is away or gives wrong answers, and how they start and
+stop."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ import errno
 import itertools
 import os
 import signal
-import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,15 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
 from embedded import BinariesNotFound, Clusters, open_clusters
-from router.supervisor import Supervisor
-from shard.database import Database
-from shard.placement import slot_of
+from router.process.supervisor import Supervisor
+from router.services.server_info import server_info
+from shard.placement.slots import slot_of
+from shard.postgres.pool import Database
 from shard.vocabulary import OrgId, ShardName
-from tests.jobs import job_id
+from tests.jobs import job_id, job_message
 from tests.postgres import Server, frozen
 from tests.queues import fill_queues
 from tests.routers import (
@@ -39,6 +41,7 @@ from tests.routers import (
     Stubs,
     detail,
     ending,
+    fields_of,
     first_line,
     running_routers,
     spawned_routers,
@@ -47,9 +50,11 @@ from tests.routers import (
     violated_fields,
     write_cluster,
 )
-from windrow.v1 import admin_pb2, job_pb2, queue_pb2
+from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2, server_pb2
 
 QUEUE = "mail"
+# Longer than any test waits: what ends sooner did not need it.
+LONG_S = 3600.0
 OK, STALE, NOT_FOUND = job_pb2.JOB_ANSWER_OK, job_pb2.JOB_ANSWER_STALE, job_pb2.JOB_ANSWER_NOT_FOUND
 _numbers = itertools.count(1)
 
@@ -63,7 +68,7 @@ class Running:
     stubs: Stubs
 
     def org_on(self, shard: str) -> str:
-        """A new org that lives on this shard."""
+        """Returns a new org that lives on this shard."""
         for _ in range(1000):
             org = f"org-{next(_numbers)}"
             made = self.stubs.admin.CreateQueue(admin_pb2.CreateQueueRequest(org=org, queue="home"), timeout=PATIENCE_S)
@@ -84,7 +89,7 @@ def databases(postgres: Server) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def running(databases: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Generator[Running, None, None]:
-    """Two shards on one server: for what needs no server of its own."""
+    """Two shards on one server, for tests that need no server of their own."""
     config = write_cluster(tmp_path_factory.mktemp("router") / "cluster.toml", databases)
     with running_routers(config) as routers, stubs(routers.address) as both:
         yield Running(dsns=databases, routers=routers, stubs=both)
@@ -92,7 +97,7 @@ def running(databases: dict[str, str], tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[Clusters]:
-    """Two servers of our own, to be stopped, frozen and started again."""
+    """Two servers of this module, which tests stop, freeze and start again."""
     try:
         with open_clusters(["s1", "s2"], ephemeral=True) as clusters:
             yield clusters
@@ -102,7 +107,7 @@ def servers() -> Iterator[Clusters]:
 
 @pytest.fixture(scope="module")
 def breakable(servers: Clusters, tmp_path_factory: pytest.TempPathFactory) -> Generator[Running, None, None]:
-    """Two shards on two servers. The catalog is on s1: s2 is the one to break."""
+    """Two shards on two servers. The catalog is on s1, so tests break s2."""
     config = write_cluster(tmp_path_factory.mktemp("breakable") / "cluster.toml", servers.dsns)
     with running_routers(config) as routers, stubs(routers.address) as both:
         yield Running(dsns=servers.dsns, routers=routers, stubs=both)
@@ -110,7 +115,7 @@ def breakable(servers: Clusters, tmp_path_factory: pytest.TempPathFactory) -> Ge
 
 def new_job(**fields: object) -> job_pb2.NewJob:
     whole: dict[str, object] = {"id": job_id(), "queue": QUEUE, "kind": "greet", **fields}
-    return job_pb2.NewJob(**whole)  # type: ignore[arg-type]
+    return job_message(**whole)
 
 
 def enqueue(both: Stubs, org: str, *jobs: job_pb2.NewJob, independent: bool = False) -> list[queue_pb2.EnqueueResult]:
@@ -143,7 +148,8 @@ def succeeds(call: Callable[[], object]) -> bool:
 
 @contextlib.contextmanager
 def locked_jobs(dsn: str) -> Generator[Callable[[], int], None, None]:
-    """No job of this database can be stored or taken in the block. Yields how to count the statements that wait."""
+    """During the block no job of this database can be stored or taken. Yields a function that counts the waiting
+    statements."""
     with psycopg.connect(dsn) as holder, psycopg.connect(dsn, autocommit=True) as watcher:
         holder.execute("LOCK TABLE windrow.job IN EXCLUSIVE MODE")
 
@@ -168,25 +174,51 @@ def test_an_independent_enqueue_answers_each_job_for_itself(running: Running) ->
     results = enqueue(running.stubs, org, bad, good, known, old, again, new_job(id=""), good, independent=True)
     assert [result.id for result in results[:5]] == ["", good.id, known.id, "", known.id]
     assert [result.duplicate for result in results] == [False, False, True, False, True, False, True]
-    assert [violation.field for result in results for violation in result.error.violations] == [
-        "jobs[0].kind",
+    assert [field for result in results for field in fields_of(result.error)] == [
+        "jobs[0].template.kind",
         "jobs[3].id",
     ]
     ids = {result.id for result in results if result.id}
     assert len(ids) == 3
-    assert found(running.stubs, org, *ids).not_found == []
+    assert found(running.stubs, org, *ids).not_found_ids == []
+
+
+def test_acks_ride_on_the_next_dequeue(running: Running) -> None:
+    org, queue = running.org_on("s1"), running.stubs.queue
+    jobs = [new_job() for _ in range(4)]
+    enqueue(running.stubs, org, *jobs)
+    first = queue.Dequeue(queue_pb2.DequeueRequest(org=org, queues=[QUEUE], max_jobs=3), timeout=PATIENCE_S).jobs
+    done, stale, left = (job.lease for job in first)
+    queue.Release(queue_pb2.ReleaseRequest(org=org, leases=[stale]), timeout=PATIENCE_S)
+    acks = [queue_pb2.Ack(lease=done, result=b"r"), queue_pb2.Ack(lease=stale)]
+    request = queue_pb2.DequeueRequest(org=org, queues=[QUEUE], acks=acks)
+    second = queue.Dequeue(request, timeout=PATIENCE_S)
+    assert list(second.not_ok) == [queue_pb2.LeaseAnswer(lease=stale, answer=STALE)]
+    assert len(second.jobs) == 1
+    # The same request again, as after a lost answer: its acks are answered the same, and it leases another job.
+    third = queue.Dequeue(request, timeout=PATIENCE_S)
+    assert (list(third.not_ok), len(third.jobs)) == (list(second.not_ok), 1)
+    (record,) = found(running.stubs, org, first[0].id).jobs
+    assert record.state == job_pb2.JOB_STATE_SUCCEEDED
+    # Nothing is leased if an ack is refused.
+    queue.Release(queue_pb2.ReleaseRequest(org=org, leases=[left]), timeout=PATIENCE_S)
+    request.acks.add(lease=b"garbage")
+    error = refusal(lambda: queue.Dequeue(request, timeout=PATIENCE_S))
+    assert (error.code(), violated_fields(error)) == (grpc.StatusCode.INVALID_ARGUMENT, ["acks[2].lease"])
+    (record,) = found(running.stubs, org, first[2].id).jobs
+    assert (record.state, record.attempt) == (job_pb2.JOB_STATE_READY, 0)
 
 
 def test_an_enqueue_with_one_bad_job_stores_none(running: Running) -> None:
     org, good = running.org_on("s1"), new_job()
     for bad, field in (
-        (new_job(priority=10), "jobs[1].priority"),
+        (new_job(priority=10), "jobs[1].template.priority"),
         (new_job(id=job_id(ahead_ms=-30 * 86_400_000)), "jobs[1].id"),
         (new_job(id=job_id(ahead_ms=2 * 3_600_000)), "jobs[1].id"),
     ):
         error = refusal(lambda bad=bad: enqueue(running.stubs, org, good, bad))  # type: ignore[misc]
         assert (error.code(), violated_fields(error)) == (grpc.StatusCode.INVALID_ARGUMENT, [field])
-    assert found(running.stubs, org, good.id).not_found == [good.id]
+    assert found(running.stubs, org, good.id).not_found_ids == [good.id]
 
 
 def test_an_org_is_told_which_of_its_jobs_would_need_one_queue_too_many(running: Running) -> None:
@@ -203,12 +235,12 @@ def test_an_org_is_told_which_of_its_jobs_would_need_one_queue_too_many(running:
     more = new_job(queue="one-more")
     for call in (
         lambda: enqueue(running.stubs, org, new_job(), more),
-        lambda: running.stubs.admin.CreateQueue(admin_pb2.CreateQueueRequest(org=org, queue=more.queue)),
+        lambda: running.stubs.admin.CreateQueue(admin_pb2.CreateQueueRequest(org=org, queue=more.template.queue)),
     ):
         error = refusal(call)
         assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert f"org {org!r} has 10,000 queues on shard 's1'" in (error.details() or "")
-        # To try again would not help.
+        # Retrying would not help.
         assert detail(error, error_details_pb2.RetryInfo) is None
     first, second, third, fourth = enqueue(
         running.stubs, org, more, new_job(), new_job(kind="no name"), new_job(), independent=True
@@ -216,7 +248,7 @@ def test_an_org_is_told_which_of_its_jobs_would_need_one_queue_too_many(running:
     assert (first.id, first.error.code) == ("", grpc.StatusCode.RESOURCE_EXHAUSTED.value[0])
     assert "no room for 'one-more'" in first.error.message
     assert (third.id, third.error.code) == ("", grpc.StatusCode.INVALID_ARGUMENT.value[0])
-    assert found(running.stubs, org, second.id, fourth.id).not_found == []
+    assert found(running.stubs, org, second.id, fourth.id).not_found_ids == []
 
 
 def test_a_job_that_is_too_old_is_named_also_behind_twins(running: Running) -> None:
@@ -250,7 +282,7 @@ def test_a_new_queue_takes_many_first_jobs_at_once(running: Running) -> None:
 
 
 def test_lookups_and_lists_of_the_largest_jobs_fit_into_what_grpc_clients_take(running: Running) -> None:
-    """4 MiB by default, as here."""
+    """The default limit of gRPC clients is 4 MiB."""
     org = running.org_on("s1")
     labels = {f"{at:0128}": "x" * 1024 for at in range(32)}
     jobs = [new_job(payload=bytes(1 << 20), attributes=labels) for _ in range(6)]
@@ -260,11 +292,11 @@ def test_lookups_and_lists_of_the_largest_jobs_fit_into_what_grpc_clients_take(r
     while rest:
         request = queue_pb2.GetJobsRequest(org=org, ids=[unknown, *rest], include_payload=True)
         answer = running.stubs.queue.GetJobs(request, timeout=PATIENCE_S)
-        assert answer.not_found == [unknown]
-        assert [*(job.id for job in answer.jobs), *answer.left_out] == rest
+        assert answer.not_found_ids == [unknown]
+        assert [*(job.id for job in answer.jobs), *answer.omitted_ids] == rest
         assert all(len(job.payload) == 1 << 20 for job in answer.jobs)
         answered += [job.id for job in answer.jobs]
-        rest = list(answer.left_out)
+        rest = list(answer.omitted_ids)
     assert answered == [job.id for job in jobs]
     assert [job.id for job in found(running.stubs, org, *answered).jobs] == answered
 
@@ -290,19 +322,24 @@ def test_orgs_do_not_reach_each_other(running: Running, other_shard: str) -> Non
     (leased,) = dequeue(running.stubs, theirs)
     assert [one.id for one in dequeue(running.stubs, mine)] != [job.id]
     queue = running.stubs.queue
-    ack, nack = queue_pb2.Ack(lease=leased.lease), queue_pb2.Nack(lease=leased.lease, kill=True)
+    ack, nack = (
+        queue_pb2.Ack(lease=leased.lease),
+        queue_pb2.Nack(lease=leased.lease, failure=job_pb2.Failure(permanent=True)),
+    )
     assert list(queue.Ack(queue_pb2.AckRequest(org=mine, acks=[ack])).answers) == [NOT_FOUND]
     assert list(queue.Nack(queue_pb2.NackRequest(org=mine, nacks=[nack])).answers) == [NOT_FOUND]
-    assert list(queue.Extend(queue_pb2.ExtendRequest(org=mine, leases=[leased.lease])).answers) == [NOT_FOUND]
+    assert list(
+        queue.Extend(queue_pb2.ExtendRequest(org=mine, extends=[queue_pb2.Extend(lease=leased.lease)])).answers
+    ) == [NOT_FOUND]
     assert list(queue.Release(queue_pb2.ReleaseRequest(org=mine, leases=[leased.lease])).answers) == [NOT_FOUND]
     assert list(queue.CancelJobs(queue_pb2.CancelJobsRequest(org=mine, ids=[job.id])).answers) == [NOT_FOUND]
-    assert found(running.stubs, mine, job.id).not_found == [job.id]
+    assert found(running.stubs, mine, job.id).not_found_ids == [job.id]
     assert found(running.stubs, theirs, job.id).jobs[0].state == job_pb2.JOB_STATE_LEASED
     assert list(queue.Ack(queue_pb2.AckRequest(org=theirs, acks=[ack])).answers) == [OK]
 
 
 def test_one_ack_reaches_leases_of_several_shards(running: Running) -> None:
-    # As after a move: the leases of one org may be on two shards. A shard that has no such org knows no such job.
+    # As after a move, the leases of one org may be on two shards. A shard without the org knows none of its jobs.
     org, other = running.org_on("s1"), running.org_on("s2")
     enqueue(running.stubs, org)
     enqueue(running.stubs, other)
@@ -312,13 +349,86 @@ def test_one_ack_reaches_leases_of_several_shards(running: Running) -> None:
     assert list(running.stubs.queue.Ack(request, timeout=PATIENCE_S).answers) == [NOT_FOUND, OK, OK]
 
 
-def test_reflection_lists_the_services(running: Running) -> None:
-    reflection: Any = reflection_pb2_grpc.ServerReflectionStub(running.stubs.channel)
+def test_a_call_whose_metadata_names_another_org_is_refused(running: Running) -> None:
+    org, both = running.org_on("s1"), running.stubs
+    request = queue_pb2.EnqueueRequest(org=org, jobs=[new_job()])
+    begin = queue_pb2.ConsumeRequest(start=queue_pb2.ConsumeStart(org=org, queues=[QUEUE]))
+    stats = admin_pb2.GetStatsRequest(org=org)
+    mine, others = (("windrow-org", org),), (("windrow-org", "other"),)
+    for call, field in (
+        (lambda metadata: both.queue.Enqueue(request, metadata=metadata, timeout=PATIENCE_S), "org"),
+        (lambda metadata: both.admin.GetStats(stats, metadata=metadata, timeout=PATIENCE_S), "org"),
+        (lambda metadata: list(both.queue.Consume(iter([begin]), metadata=metadata, timeout=PATIENCE_S)), "start.org"),
+    ):
+        call(mine)
+        error = refusal(partial(call, others))
+        assert (error.code(), violated_fields(error)) == (grpc.StatusCode.INVALID_ARGUMENT, [field])
+        info = detail(error, error_details_pb2.ErrorInfo)
+        assert info is not None
+        assert info.reason == "ORG_MISMATCH"
+        assert f"is {org!r}, but the metadata windrow-org says 'other'" in (error.details() or "")
+    # The org's own call is the only one that was done.
+    assert len(dequeue(both, org)) == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "paths", "then"),
+    [
+        ({"max_attempts": 5}, [], (5, 90)),
+        ({"max_attempts": 5}, ["max_attempts"], (5, 90)),
+        # A path whose field is absent resets it, and a field that no path names does not change.
+        ({"max_attempts": 5}, ["retention_days"], (3, 30)),
+        ({"max_attempts": 5, "retention_days": 7}, ["retention_days"], (3, 7)),
+        ({}, ["max_attempts", "retention_days"], (20, 30)),
+        ({"retention_days": 0}, ["*"], (20, 0)),
+        ({}, [], (3, 90)),
+    ],
+)
+def test_an_update_changes_what_its_mask_names(
+    running: Running, config: dict[str, int], paths: list[str], then: tuple[int, int]
+) -> None:
+    org, admin = running.org_on("s1"), running.stubs.admin
+    before = admin_pb2.QueueConfig(max_attempts=3, retention_days=90)
+    admin.CreateQueue(admin_pb2.CreateQueueRequest(org=org, queue=QUEUE, config=before), timeout=PATIENCE_S)
+    changes = admin_pb2.QueueConfig(**config)  # type: ignore[arg-type]
+    request = admin_pb2.UpdateQueueRequest(org=org, queue=QUEUE, config=changes)
+    request.update_mask.paths.extend(paths)
+    after = admin.UpdateQueue(request, timeout=PATIENCE_S).queue.config
+    assert (after.max_attempts, after.retention_days) == then
+
+
+def test_an_update_with_an_unknown_path_changes_nothing(running: Running) -> None:
+    org, admin = running.org_on("s1"), running.stubs.admin
+    request = admin_pb2.UpdateQueueRequest(org=org, queue="home", config=admin_pb2.QueueConfig(max_attempts=5))
+    request.update_mask.paths.extend(["max_attempts", "paused"])
+    error = refusal(lambda: admin.UpdateQueue(request, timeout=PATIENCE_S))
+    assert violated_fields(error) == ["update_mask.paths[1]"]
+    assert "must be one of retry, max_attempts, retention_days or *, not 'paused'" in (error.details() or "")
+    info = admin.GetQueue(admin_pb2.GetQueueRequest(org=org, queue="home"), timeout=PATIENCE_S).queue
+    assert info.config.max_attempts == 20
+
+
+def test_a_router_tells_its_version_and_its_limits(running: Running) -> None:
+    info = running.stubs.queue.GetServerInfo(server_pb2.GetServerInfoRequest(), timeout=PATIENCE_S)
+    assert info == server_info()
+    too_many = queue_pb2.EnqueueRequest(org="acme", jobs=[new_job()] * (info.limits.max_jobs_per_enqueue + 1))
+    error = refusal(lambda: running.stubs.queue.Enqueue(too_many, timeout=PATIENCE_S))
+    assert violated_fields(error) == ["jobs"]
+
+
+@pytest.mark.parametrize("version", ["v1alpha", "v1"])
+def test_reflection_lists_the_services(running: Running, version: str) -> None:
+    reflect: Any = running.stubs.channel.stream_stream(
+        f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+        request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+        response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+    )
     asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
-    (answer,) = reflection.ServerReflectionInfo(asked, timeout=PATIENCE_S)
+    (answer,) = reflect(asked, timeout=PATIENCE_S)
     assert {service.name for service in answer.list_services_response.service} == {
         "windrow.v1.Queue",
         "windrow.v1.Admin",
+        "windrow.v1.Cluster",
         "grpc.health.v1.Health",
         "grpc.reflection.v1alpha.ServerReflection",
     }
@@ -328,9 +438,9 @@ def test_reflection_lists_the_services(running: Running) -> None:
 
 
 def move_slot(running: Running, org: str, *, to: str, grant: bool = True) -> None:
-    """What a balancer does to the catalog and the shards when it begins to move an org's slot away from s1."""
+    """Changes the catalog and the shards as a balancer does when an org's slot begins to move away from s1."""
     slot = slot_of(OrgId(org))
-    # In one statement: a router that reads between two would never hear of the second.
+    # In one statement: a router that reads between two would never learn of the second change.
     ((epoch,),) = running.sql(
         "s1",
         "WITH next AS (UPDATE windrow.catalog SET epoch = epoch + 1 RETURNING epoch) "
@@ -350,7 +460,7 @@ def test_an_enqueue_that_a_shard_refuses_goes_where_the_slot_went(running: Runni
     (result,) = enqueue(running.stubs, org, after)
     assert (result.id, result.duplicate) == (after.id, False)
     assert [job.shard for job in found(running.stubs, org, before.id, after.id).jobs] == ["s1", "s2"]
-    # Jobs of both are served, and their leases find their shard.
+    # Jobs of both shards are delivered, and their leases find their shard.
     leased = dequeue(running.stubs, org)
     assert {job.id for job in leased} == {before.id, after.id}
     request = queue_pb2.AckRequest(org=org, acks=[queue_pb2.Ack(lease=job.lease) for job in leased])
@@ -360,7 +470,7 @@ def test_an_enqueue_that_a_shard_refuses_goes_where_the_slot_went(running: Runni
 
 def test_what_two_shards_give_fits_into_one_answer(running: Running) -> None:
     org = running.org_on("s1")
-    # Two of them leave room for a third in what one shard gives; four are more than gRPC clients take.
+    # Two of them leave room for a third in one shard's answer; four are more than gRPC clients accept.
     large = b"x" * (2**20 - 8)
     stored = [new_job(payload=large) for _ in range(2)]
     enqueue(running.stubs, org, *stored)
@@ -386,7 +496,7 @@ def test_a_router_that_nobody_enqueues_at_learns_of_a_move_too(running: Running)
     )
 
 
-def test_while_nobody_takes_a_slot_an_enqueue_is_told_to_come_again(running: Running) -> None:
+def test_while_no_shard_accepts_a_slot_an_enqueue_gets_a_retry_delay(running: Running) -> None:
     org = running.org_on("s1")
     move_slot(running, org, to="s2", grant=False)
     error = refusal(lambda: enqueue(running.stubs, org))
@@ -419,31 +529,29 @@ def test_a_stopped_shard_is_unavailable_at_once_and_hurts_no_other(breakable: Ru
         lambda: both.queue.Ack(ack, timeout=PATIENCE_S),
         lambda: found(both, far, held.id),
         lambda: both.admin.GetStats(admin_pb2.GetStatsRequest(org=far), timeout=PATIENCE_S),
-        lambda: list(both.admin.CheckShard(admin_pb2.CheckShardRequest(shard="s2"), timeout=PATIENCE_S)),
+        lambda: list(both.cluster.CheckShard(cluster_pb2.CheckShardRequest(shard="s2"), timeout=PATIENCE_S)),
     ]
     servers["s2"].kill()
     try:
         with ThreadPoolExecutor(40) as threads:
-            # The first calls find the connections broken; those that follow know.
-            for turn in range(3):
-                began_s = time.monotonic()
+            # The first calls find the connections broken; the router knows it for the following ones.
+            for _ in range(3):
                 refused = [threads.submit(refusal, call) for call in calls * 6]
                 served = [threads.submit(enqueue, both, near) for _ in range(20)]
                 for one in refused:
                     assert_unavailable(one.result())
+                    # The reason is not that the call's time was over.
+                    assert " within " not in str(one.result().details())
                 for other in served:
                     assert other.result()[0].id
-                took_s = time.monotonic() - began_s
-                assert took_s < 2.0, f"turn {turn} took {took_s:.2f} s"
-        away = both.admin.ListShards(admin_pb2.ListShardsRequest(), timeout=PATIENCE_S).shards
+        away = both.cluster.ListShards(cluster_pb2.ListShardsRequest(), timeout=PATIENCE_S).shards
         assert [(shard.name, shard.reachable) for shard in away] == [("s1", True), ("s2", False)]
         assert "refused" in away[1].error
     finally:
         servers["s2"].start()
-    # However long it was away: a second later it is found.
-    until(lambda: succeeds(lambda: enqueue(both, far)), "the shard is used again", within_s=2)
+    until(lambda: succeeds(lambda: enqueue(both, far)), "the shard is used again")
     assert list(both.queue.Ack(ack, timeout=PATIENCE_S).answers) == [OK]
-    until(lambda: succeeds(lambda: both.books("s2")), "its books are open again", within_s=3)
+    until(lambda: succeeds(lambda: both.books("s2")), "its books are open again")
 
 
 def test_calls_to_a_frozen_shard_end_by_their_deadline(breakable: Running, servers: Clusters) -> None:
@@ -452,26 +560,22 @@ def test_calls_to_a_frozen_shard_end_by_their_deadline(breakable: Running, serve
     pid = servers["s2"].pid
     assert pid is not None
 
-    def hopeless() -> tuple[grpc.StatusCode, float]:
-        began_s = time.monotonic()
-        error = refusal(lambda: both.queue.Enqueue(queue_pb2.EnqueueRequest(org=far, jobs=[new_job()]), timeout=0.5))
-        return error.code(), time.monotonic() - began_s
+    def hopeless() -> grpc.StatusCode:
+        request = queue_pb2.EnqueueRequest(org=far, jobs=[new_job()])
+        return refusal(lambda: both.queue.Enqueue(request, timeout=0.5)).code()
 
     with frozen(pid), ThreadPoolExecutor(20) as threads:
         for _ in range(3):
             stuck = [threads.submit(hopeless) for _ in range(12)]
             for one in [threads.submit(enqueue, both, near) for _ in range(8)]:
                 assert one.result()[0].id
-            for code, took_s in (one.result() for one in stuck):
-                assert code in {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE}
-                assert took_s < 2.0
-        # A caller with all the time in the world does not need it.
-        began_s = time.monotonic()
+            codes = {one.result() for one in stuck}
+            assert codes <= {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE}
+        # Even a caller with a long timeout gets the answer soon.
         error = refusal(lambda: enqueue(both, far))
         assert_unavailable(error)
         assert error.details() == "shard 's2' is unavailable: it does not answer"
-        assert time.monotonic() - began_s < 3
-    until(lambda: succeeds(lambda: enqueue(both, far)), "the thawed shard is used again", within_s=2)
+    until(lambda: succeeds(lambda: enqueue(both, far)), "the thawed shard is used again")
     both.books("s1", "s2")
 
 
@@ -484,13 +588,13 @@ def test_an_org_on_several_shards_is_served_by_those_that_are_there(breakable: R
     try:
         answer = found(both, org, before.id, after.id)
         assert [job.id for job in answer.jobs] == [before.id]
-        assert (list(answer.not_found), list(answer.unavailable_shards)) == ([], ["s2"])
+        assert (list(answer.not_found_ids), list(answer.unavailable_shards)) == ([], ["s2"])
         stats = both.admin.GetStats(admin_pb2.GetStatsRequest(org=org, queue=QUEUE), timeout=PATIENCE_S)
         assert (stats.queues[0].ready, list(stats.unavailable_shards)) == (1, ["s2"])
         assert [job.id for job in dequeue(both, org)] == [before.id]
     finally:
         servers["s2"].start()
-    until(lambda: succeeds(lambda: enqueue(both, org)), "the other is used again", within_s=2)
+    until(lambda: succeeds(lambda: enqueue(both, org)), "the other is used again")
     assert found(both, org, after.id).jobs[0].shard == "s2"
 
 
@@ -524,17 +628,17 @@ def test_two_hundred_cancelled_calls_cost_no_connection(running: Running) -> Non
             for call in calls:
                 call.cancel()
             until(lambda waiting=waiting: waiting() == 0, "the cancelled statements have ended")  # type: ignore[misc]
-    # All four connections are still of use.
+    # All four connections still work.
     with locked_jobs(running.dsns["s1"]) as waiting:
         calls = [both.queue.Enqueue.future(request) for request in requests]
         until(lambda: waiting() == 2, "as many enqueues as may be under way wait for the lock")
-    # A cancelled call may have been heard: each job is there once either way.
+    # A cancelled call may have been executed; either way each job is stored once.
     assert [call.result(PATIENCE_S).results[0].id for call in calls] == [job.id for job in jobs]
     assert running.stubs.books("s1")["s1", org].accepted == 201
 
 
 def test_a_shard_that_became_a_standby_is_unavailable_and_then_found_again(running: Running) -> None:
-    # What a standby answers, word for word.
+    # Exactly the error that a standby gives.
     org, both = running.org_on("s2"), running.stubs
     running.sql(
         "s2",
@@ -550,7 +654,7 @@ def test_a_shard_that_became_a_standby_is_unavailable_and_then_found_again(runni
         error = refusal(lambda: enqueue(both, org))
         assert_unavailable(error)
         assert "read-only" in (error.details() or "")
-        # Reading goes on, and on connections that are new.
+        # Reads still succeed, on new connections.
         assert found(both, org, job_id()).jobs == []
     finally:
         running.sql("s2", "DROP FUNCTION windrow.be_a_standby() CASCADE")
@@ -572,7 +676,7 @@ def test_swapped_shards_are_refused_and_the_right_one_works(postgres: Server, tm
             error = refusal(lambda shard=shard: enqueue(both, orgs[shard]))  # type: ignore[misc]
             assert_unavailable(error)
             assert f"leads to the database of shard {other!r} of cluster 'tests'" in (error.details() or "")
-        told = both.admin.ListShards(admin_pb2.ListShardsRequest(), timeout=PATIENCE_S).shards
+        told = both.cluster.ListShards(cluster_pb2.ListShardsRequest(), timeout=PATIENCE_S).shards
         assert [shard.reachable for shard in told] == [True, False, False]
         assert "correct the dsn or the names in the cluster file" in routers.log.read_text()
     for shard in ("s2", "s3"):
@@ -596,7 +700,7 @@ def test_a_shard_that_fails_in_an_unforeseen_way_hurts_no_other(postgres: Server
 def test_a_shard_that_cannot_be_reached_says_why(running: Running, postgres: Server, tmp_path: Path) -> None:
     dsns = {"s1": running.dsns["s1"], "s2": postgres.dsn("no_such_database")}
     with running_routers(write_cluster(tmp_path / "c.toml", dsns)) as routers, stubs(routers.address) as both:
-        _, away = both.admin.ListShards(admin_pb2.ListShardsRequest(), timeout=PATIENCE_S).shards
+        _, away = both.cluster.ListShards(cluster_pb2.ListShardsRequest(), timeout=PATIENCE_S).shards
         assert 'database "no_such_database" does not exist' in away.error
         assert 'database "no_such_database" does not exist' in routers.log.read_text()
 
@@ -617,7 +721,7 @@ def test_a_cluster_file_whose_first_shard_changed_founds_no_second_catalog(postg
     dsns = {shard: postgres.create(f"first_{shard}") for shard in ("s2", "s1")}
     with running_routers(write_cluster(tmp_path / "before.toml", {"s1": dsns["s1"]})):
         pass
-    # Without [catalog] the first shard's database is the catalog's.
+    # Without [catalog] the catalog is in the first shard's database.
     log = tmp_path / "router.log"
     with spawned_routers(write_cluster(tmp_path / "after.toml", dsns), log, listen="127.0.0.1:0") as supervisor:
         assert supervisor.wait(PATIENCE_S) == 1
@@ -639,7 +743,7 @@ def port_of(address: str) -> int:
 
 def test_every_process_of_a_port_serves(running: Running) -> None:
     with running_routers(running.routers.config, processes=2) as routers, contextlib.ExitStack() as stack:
-        # The kernel deals out connections: that 40 go to one process happens once in a million million.
+        # The kernel distributes connections. All 40 go to one process about once in 10^12 runs.
         for _ in range(40):
             enqueue(stack.enter_context(stubs(routers.address)), "org-1")
         assert len(routers.pids) == 2
@@ -722,12 +826,15 @@ def test_a_drain_lets_calls_in_flight_end_and_takes_no_new_ones(running: Running
             until(lambda: waiting() == 1, "the call is in flight")
             routers.supervisor.terminate()
             until(lambda: not accepts_connections(routers.address), "the port is closed")
-            error = refusal(lambda: both.queue.Dequeue(queue_pb2.DequeueRequest(org=org, queues=[QUEUE]), timeout=5))
-            assert error.code() == grpc.StatusCode.UNAVAILABLE
+            for refused in (
+                lambda: both.queue.Dequeue(queue_pb2.DequeueRequest(org=org, queues=[QUEUE]), timeout=5),
+                lambda: list(both.cluster.CheckShard(cluster_pb2.CheckShardRequest(shard="s1"), timeout=5)),
+            ):
+                assert refusal(refused).code() == grpc.StatusCode.UNAVAILABLE
             assert not call.done()
         assert call.result(PATIENCE_S).results[0].id == job.id
         assert routers.supervisor.wait(PATIENCE_S) == 0
-    assert found(running.stubs, org, job.id).not_found == []
+    assert found(running.stubs, org, job.id).not_found_ids == []
 
 
 def accepts_connections(address: str) -> bool:
@@ -737,9 +844,10 @@ def accepts_connections(address: str) -> bool:
     )
 
 
-def test_health_is_serving_until_the_drain_which_no_watcher_holds_up(running: Running) -> None:
-    services = ("", "windrow.v1.Queue", "windrow.v1.Admin")
-    with running_routers(running.routers.config) as routers, stubs(routers.address) as both:
+def test_health_is_serving_until_the_drain_which_no_watcher_holds_up(running: Running, tmp_path: Path) -> None:
+    services = ("", "windrow.v1.Queue", "windrow.v1.Admin", "windrow.v1.Cluster")
+    config = write_cluster(tmp_path / "cluster.toml", running.dsns, drain_seconds=LONG_S)
+    with running_routers(config) as routers, stubs(routers.address) as both:
         health: Any = health_pb2_grpc.HealthStub(both.channel)
         for service in services:
             request = health_pb2.HealthCheckRequest(service=service)
@@ -747,24 +855,22 @@ def test_health_is_serving_until_the_drain_which_no_watcher_holds_up(running: Ru
         watches = [health.Watch(health_pb2.HealthCheckRequest(service=service)) for service in services]
         for watch in watches:
             assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
-        began_s = time.monotonic()
         routers.supervisor.terminate()
         for watch in watches:
             assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        # It would hold up the drain for longer than this waits.
         assert routers.supervisor.wait(PATIENCE_S) == 0
-        assert time.monotonic() - began_s < 5, "a watcher must not hold up the drain of 10 s"
 
 
-def test_a_drain_ends_in_time_while_a_shard_is_away(breakable: Running, servers: Clusters) -> None:
-    with running_routers(breakable.routers.config) as routers, stubs(routers.address) as both:
+def test_a_drain_ends_while_a_shard_is_away(breakable: Running, servers: Clusters, tmp_path: Path) -> None:
+    config = write_cluster(tmp_path / "cluster.toml", breakable.dsns, drain_seconds=LONG_S)
+    with running_routers(config) as routers, stubs(routers.address) as both:
         far = breakable.org_on("s2")
         servers["s2"].kill()
         try:
             assert_unavailable(refusal(lambda: enqueue(both, far)))
-            began_s = time.monotonic()
             routers.supervisor.terminate()
             assert routers.supervisor.wait(PATIENCE_S) == 0
-            assert time.monotonic() - began_s < 5
         finally:
             servers["s2"].start()
 
@@ -789,7 +895,7 @@ def test_a_lease_that_ended_is_stale_over_the_wire(running: Running) -> None:
     release = queue_pb2.ReleaseRequest(org=org, leases=[first.lease])
     assert list(both.queue.Release(release, timeout=PATIENCE_S).answers) == [OK]
     (second,) = dequeue(both, org)
-    nack = queue_pb2.NackRequest(org=org, nacks=[queue_pb2.Nack(lease=first.lease, delay=Duration())])
+    nack = queue_pb2.NackRequest(org=org, nacks=[queue_pb2.Nack(lease=first.lease, retry_after=Duration())])
     assert list(both.queue.Nack(nack, timeout=PATIENCE_S).answers) == [STALE]
     assert list(both.queue.Release(release, timeout=PATIENCE_S).answers) == [OK]
     ack = queue_pb2.AckRequest(org=org, acks=[queue_pb2.Ack(lease=one.lease) for one in (first, second)])

@@ -1,4 +1,4 @@
-"""Lookups and counts take connections too: one org's leave others theirs (I4)."""
+"""Lookups and counts use connections too: one org's calls leave some for the others (I4)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import psycopg
 import pytest
 
-from shard.books import Books
-from shard.database import Database
-from shard.store import Store
+from shard.admin.queue_admin import QueueAdmin
+from shard.postgres.pool import Database
+from shard.queue.store import Store
 from shard.vocabulary import OrgId
 from tests.conftest import SHARD
 from tests.jobs import QUEUE, ids_of, job_id, lease_jobs, some_jobs
@@ -23,8 +23,8 @@ from tests.timemachine import until_blocked
 async def under_way(
     dsn: str, watcher: Database, calls: int, call: Callable[[], Coroutine[Any, Any, object]], *, at_once: int
 ) -> AsyncGenerator[None]:
-    """So many calls that take long, some at the same time: here for a lock on what few look at, elsewhere for what they
-    look through."""
+    """Runs this many slow calls, some at the same time. Here they wait for a lock; in production they scan much
+    data."""
     async with await psycopg.AsyncConnection.connect(dsn) as holder:
         await holder.execute("LOCK TABLE windrow.departing IN ACCESS EXCLUSIVE MODE")
         tasks = [asyncio.create_task(call()) for _ in range(calls)]
@@ -64,9 +64,9 @@ async def test_counts_that_take_long_hold_up_no_other_orgs_queues(
 ) -> None:
     for one in (org, other_org):
         await Store(fresh_database).enqueue(some_jobs(one, 1))
-    database = Database(SHARD, fresh_dsn, connections=2, for_books=True)
+    database = Database(SHARD, fresh_dsn, connections=2, may_scan=True)
     await database.open()
-    books = Books(database)
+    books = QueueAdmin(database)
     try:
         async with under_way(fresh_dsn, watcher, 9, lambda: books.stats(org, None, include_finished=False), at_once=1):
             assert (await books.get_queue(other_org, QUEUE)).queue == QUEUE

@@ -1,4 +1,4 @@
-"""Lookups and lists have an end, however large the jobs are: an answer ends with the job that fills it."""
+"""Lookups and lists are bounded, however large the jobs are: an answer ends with the job that fills it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from shard.books import Books
-from shard.listing import Wanted
-from shard.records import ANSWER_BYTES_MAX, JobRecord
-from shard.settling import Nack
-from shard.store import Store
-from shard.vocabulary import JobId, JobState, NewJobs, OrgId
+from shard.admin.job_pages import Wanted
+from shard.admin.queue_admin import QueueAdmin
+from shard.job_record import ANSWER_BYTES_MAX, JobRecord
+from shard.queue.settle import Nack, Settlement
+from shard.queue.store import Store
+from shard.vocabulary import Failure, JobId, JobState, NewJobs, OrgId
 from tests.jobs import HOUR_US, QUEUE, ids_of, lease_jobs, some_jobs
 
-# Of these two fill an answer.
+# Two of these fill an answer.
 LARGE = b"x" * (ANSWER_BYTES_MAX // 2)
 COUNT = 5
 
@@ -59,12 +59,12 @@ async def test_attributes_errors_and_results_fill_an_answer_as_payloads_do(store
     async def failed(jobs: NewJobs) -> None:
         await store.enqueue(jobs)
         held = [lease for _, lease in await lease_jobs(store, org, queue=jobs.queues[0])]
-        await store.nack(org, [Nack(lease=lease, error=text) for lease in held])
+        await store.settle(Settlement.nack(org, [Nack(lease=lease, failure=Failure(message=text)) for lease in held]))
 
     async def finished(jobs: NewJobs) -> None:
         await store.enqueue(jobs)
         held = [lease for _, lease in await lease_jobs(store, org, queue=jobs.queues[0])]
-        await store.ack(org, held, [LARGE] * len(held))
+        await store.settle(Settlement.ack(org, held, [LARGE] * len(held)))
 
     for make in (labelled, failed, finished):
         jobs = some_jobs(org, COUNT, queue=make.__name__)
@@ -74,7 +74,7 @@ async def test_attributes_errors_and_results_fill_an_answer_as_payloads_do(store
         assert (found[2].attributes, found[2].history, found[2].result) == (None, None, None)
 
 
-async def test_a_thousand_small_jobs_are_one_answer(store: Store, books: Books, org: OrgId) -> None:
+async def test_a_thousand_small_jobs_are_one_answer(store: Store, books: QueueAdmin, org: OrgId) -> None:
     jobs = some_jobs(org, 1000)
     jobs.payloads = [b"x" * 1000] * 1000
     await store.enqueue(jobs)
@@ -100,7 +100,7 @@ async def scheduled(store: Store, org: OrgId) -> list[JobId]:
 
 async def leased(store: Store, org: OrgId) -> list[JobId]:
     ids = await enqueue_large(store, org)
-    # A claim has its own bound.
+    # A claim has its own limit.
     while await lease_jobs(store, org, window_us=HOUR_US):
         pass
     return ids
@@ -109,14 +109,16 @@ async def leased(store: Store, org: OrgId) -> list[JobId]:
 async def dead(store: Store, org: OrgId) -> list[JobId]:
     ids = await enqueue_large(store, org)
     while held := await lease_jobs(store, org, window_us=HOUR_US):
-        await store.nack(org, [Nack(lease=lease, kill=True) for _, lease in held])
+        await store.settle(
+            Settlement.nack(org, [Nack(lease=lease, failure=Failure(permanent=True)) for _, lease in held])
+        )
     return ids
 
 
 async def succeeded(store: Store, org: OrgId) -> list[JobId]:
     ids = await enqueue_large(store, org)
     while held := await lease_jobs(store, org, window_us=HOUR_US):
-        await store.ack(org, [lease for _, lease in held])
+        await store.settle(Settlement.ack(org, [lease for _, lease in held]))
     return ids
 
 
@@ -128,7 +130,7 @@ async def cancelled(store: Store, org: OrgId) -> list[JobId]:
 
 @pytest.mark.parametrize("brought", [ready, scheduled, leased, dead, succeeded, cancelled], ids=lambda f: f.__name__)
 async def test_a_page_ends_early_with_the_job_that_fills_it_and_the_next_goes_on_there(
-    store: Store, books: Books, org: OrgId, brought: Callable[[Store, OrgId], Awaitable[list[JobId]]]
+    store: Store, books: QueueAdmin, org: OrgId, brought: Callable[[Store, OrgId], Awaitable[list[JobId]]]
 ) -> None:
     ids, state = await brought(store, org), JobState(brought.__name__)
 

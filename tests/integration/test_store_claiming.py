@@ -1,4 +1,5 @@
-"""Several takers in one claim: nobody gets what is another's, and together they get what one would (I2, I4)."""
+"""Several takers in one claim: nobody gets another taker's jobs, and together they get what one taker would get (I2,
+I4)."""
 
 from __future__ import annotations
 
@@ -11,13 +12,14 @@ from typing import Any
 import psycopg
 import pytest
 
-from shard import statements
-from shard.books import Books
-from shard.claiming import CLAIM_BYTES_MAX, Taken
-from shard.database import Database
+from shard.admin.queue_admin import QueueAdmin
 from shard.errors import ShardUnavailable
-from shard.lease import parse_token, token
-from shard.store import Store
+from shard.lease_token import parse_token, token
+from shard.postgres.pool import Database
+from shard.queue import statements
+from shard.queue.claim import CLAIM_BYTES_MAX, ClaimResult
+from shard.queue.settle import Settlement
+from shard.queue.store import Store
 from shard.vocabulary import Answer, Lease, OrgId, Outcome, QueueId, QueueName, ShardName
 from tests.conftest import SHARD
 from tests.jobs import HOUR_US, MINUTE_US, QUEUE, ids_of, lease_jobs, some_jobs
@@ -36,25 +38,25 @@ def ask(
     max_jobs: int = 10,
     window_us: int = MINUTE_US,
     worker: str = "w",
-) -> asyncio.Task[Taken]:
-    """A claim that begins with all others of this turn."""
+) -> asyncio.Task[ClaimResult]:
+    """A claim that begins together with the others of this event loop iteration."""
     return asyncio.create_task(
         store.claim(org, queues or [QUEUE], max_jobs=max_jobs, window_us=window_us, worker=worker)
     )
 
 
-def ids(taken: Taken) -> list[str]:
+def ids(taken: ClaimResult) -> list[str]:
     return [job.id for job in taken.jobs]
 
 
-def leases(taken: Taken) -> list[Lease]:
+def leases(taken: ClaimResult) -> list[Lease]:
     return [parse_token(token(taken.prefix, job.id))[1] for job in taken.jobs]
 
 
 async def enqueue_in_turn(
     store: Store, org: OrgId, count: int, *, queue: str = QUEUE, payload: bytes = b""
 ) -> list[str]:
-    """Jobs that become visible one after another; answers their ids in this order."""
+    """Enqueues jobs that become visible one after another. Returns their ids in this order."""
     names: list[str] = []
     for _ in range(count):
         jobs = some_jobs(org, 1, queue=queue)
@@ -81,7 +83,7 @@ async def test_takers_of_the_same_queues_share_what_one_would_get_in_its_order(r
     assert recorder.count(statements.CLAIM, since=before) == 1
     assert [len(some.jobs) for some in taken] == list(wishes)
     assert [name for some in taken for name in ids(some)] == [name for _, name in expected[: sum(wishes)]]
-    # And where there is not enough for all, the first have it.
+    # If there is not enough for all, the first takers get it.
     rest = await asyncio.gather(ask(store, org, max_jobs=4), ask(store, org, max_jobs=4), ask(store, org, max_jobs=4))
     assert [ids(some) for some in rest] == [
         [name for _, name in expected[18:22]],
@@ -110,7 +112,7 @@ async def test_each_job_has_the_worker_the_window_and_the_lease_of_its_own_taker
         assert len(some.jobs) == 2 + turn % 2
         assert {job.deadline - job.leased_at for job in some.jobs} == {(turn + 1) * MINUTE_US}
         assert {job.lease for job in some.jobs} == {lease.number for lease in leases(some)}
-        assert await store.ack(one, leases(some)) == [Answer.OK] * len(some.jobs)
+        assert await store.settle(Settlement.ack(one, leases(some))) == [Answer.OK] * len(some.jobs)
         records = await store.get(one, [job.id for job in some.jobs], include_payload=False)
         assert {record.worker for record in records} == {f"worker {turn}"}
 
@@ -133,7 +135,7 @@ async def test_takers_whose_queues_overlap_but_differ_get_each_job_once(recorder
             assert len(some.jobs) == 5 or not {job.queue for job in left.jobs} & set(queues), "it found all there was"
         assert sorted([*got, *ids(left)]) == sorted(name for jobs in stored.values() for name in jobs.ids)
         for some in (*taken, left):
-            assert set(await store.ack(org, leases(some))) <= {Answer.OK}
+            assert set(await store.settle(Settlement.ack(org, leases(some)))) <= {Answer.OK}
 
 
 async def test_takers_of_several_orgs_get_their_own_orgs_jobs_and_nothing_else(
@@ -155,8 +157,8 @@ async def test_takers_of_several_orgs_get_their_own_orgs_jobs_and_nothing_else(
         org: sorted(stored[org].ids),
         other_org: sorted(stored[other_org].ids),
     }
-    # Nor does one org's lease fit another's call.
-    assert await store.ack(other_org, leases(taken[1])) == [Answer.NOT_FOUND] * 3
+    # One org's lease is not accepted in another org's call.
+    assert await store.settle(Settlement.ack(other_org, leases(taken[1]))) == [Answer.NOT_FOUND] * 3
 
 
 async def test_takers_of_many_orgs_learn_their_queues_numbers_by_one_statement(recorder: Recorder, org: OrgId) -> None:
@@ -173,7 +175,7 @@ async def test_takers_of_many_orgs_learn_their_queues_numbers_by_one_statement(r
 async def test_a_wrong_memory_of_a_queue_gives_nothing_to_its_org_and_nothing_away_of_another(
     database: Database, org: OrgId, other_org: OrgId
 ) -> None:
-    """As after a failover that lost the making of a queue, whose number is another org's now (I4, I7)."""
+    """As after a failover that lost the creation of a queue whose number now belongs to another org (I4, I7)."""
     for wrong_first in (True, False):
         store = Store(database)
         await store.enqueue(some_jobs(other_org, 3, queue=B))
@@ -214,7 +216,7 @@ async def test_what_the_answers_have_no_room_for_is_left_as_it_was_and_comes_nex
     got: list[str] = []
     for _ in range(9):
         taken = await asyncio.gather(*(ask(store, org, max_jobs=wish) for wish in (1, 2, 3)))
-        # The first takers are served first; nobody is given a job beyond one that was left.
+        # The first takers are served first, and no one gets a job that is older than one left behind.
         now = [name for some in taken for name in ids(some)]
         got += now
         assert got == names[: len(got)]
@@ -229,7 +231,7 @@ async def test_what_the_answers_have_no_room_for_is_left_as_it_was_and_comes_nex
 async def test_an_orgs_large_payloads_leave_room_for_another_orgs_jobs(
     recorder: Recorder, org: OrgId, other_org: OrgId
 ) -> None:
-    """I4: called alone, each would get jobs; called together, each does."""
+    """I4: each org gets jobs when it calls alone, so each must get jobs when they share a statement."""
     store = Store(recorder)
     await enqueue_in_turn(store, org, 6, payload=HALF)
     small = await enqueue_in_turn(store, other_org, 2)
@@ -263,7 +265,7 @@ async def test_an_answer_keeps_its_bound_though_jobs_were_set_aside_on_the_way(r
 
 
 async def test_jobs_past_their_time_are_set_aside_in_their_own_orgs_and_the_rest_is_delivered(
-    recorder: Recorder, books: Books, org: OrgId, other_org: OrgId
+    recorder: Recorder, books: QueueAdmin, org: OrgId, other_org: OrgId
 ) -> None:
     store = Store(recorder)
     orgs = (org, other_org)
@@ -318,7 +320,7 @@ async def test_when_setting_aside_fails_for_one_taker_all_have_what_fits(
     await end_leases(recorder, org)
     fit = {one: some_jobs(one, 2) for one in (org, other_org)}
     await asyncio.gather(*map(store.enqueue, fit.values()))
-    recorder.fail(statements.BURY)
+    recorder.fail(statements.MARK_DEAD)
     one, two = await asyncio.gather(ask(store, org, max_jobs=5), ask(store, other_org, max_jobs=5))
     assert sorted(ids(one)) == sorted(fit[org].ids)
     assert sorted(ids(two)) == sorted(fit[other_org].ids)
@@ -335,7 +337,7 @@ async def test_when_setting_aside_fails_in_an_unforeseen_way_all_have_what_fits_
         await end_leases(recorder, one)
     fit = {one: some_jobs(one, 2) for one in (org, other_org)}
     await asyncio.gather(*map(store.enqueue, fit.values()))
-    recorder.fail(statements.BURY, error=psycopg.InternalError("out of order"))
+    recorder.fail(statements.MARK_DEAD, error=psycopg.InternalError("out of order"))
     failing = ask(store, third)
     first, second = await asyncio.gather(ask(store, org), ask(store, other_org))
     assert sorted(ids(first)) == sorted(fit[org].ids)
@@ -364,7 +366,7 @@ async def test_a_taker_whom_postgres_refuses_costs_those_beside_it_nothing(
 async def test_what_is_leased_is_handed_out_though_the_shard_fails_before_a_second_turn(
     recorder: Recorder, org: OrgId, other_org: OrgId, error: Exception | None
 ) -> None:
-    """They are leased by then: nobody else could give them out before their window ends."""
+    """They are leased by then: nobody else could get them before their windows end."""
     store = Store(recorder)
     expired = some_jobs(org, 1)
     expired.expires_at_us = {0: FAR_FUTURE_US}
@@ -387,17 +389,17 @@ async def test_takers_who_were_served_have_their_jobs_though_the_shard_goes_away
     recorder.fail(statements.CLAIM, after=1)
     first, second = await asyncio.gather(ask(store, org, A), ask(store, org, A, B), return_exceptions=True)
     assert isinstance(second, ShardUnavailable)
-    assert isinstance(first, Taken)
+    assert isinstance(first, ClaimResult)
     assert len(first.jobs) == 2
     recorder.fail_no_more()
-    assert await store.ack(org, leases(first)) == [Answer.OK] * 2
+    assert await store.settle(Settlement.ack(org, leases(first))) == [Answer.OK] * 2
 
 
 # Who asks no more
 
 
 class Answered(Recorder):
-    """Holds a claim's answer back until it is let go: the claim has committed by then."""
+    """Delays a claim's answer; the claim has committed by then."""
 
     def __init__(self, name: ShardName, dsn: str) -> None:
         super().__init__(name, dsn)
@@ -422,9 +424,9 @@ async def answered(module_dsn: str) -> AsyncGenerator[Answered, None]:
 
 
 def given_back(store: Store) -> asyncio.Future[set[QueueId]]:
-    """What the store tells of the next jobs that came back."""
+    """Returns the next jobs that the store gave back."""
     told: asyncio.Future[set[QueueId]] = asyncio.get_running_loop().create_future()
-    store.visible = lambda queues: None if told.done() else told.set_result(queues)
+    store.on_visible = lambda queues: None if told.done() else told.set_result(queues)
     return told
 
 
@@ -469,7 +471,7 @@ async def test_a_claim_cancelled_while_it_is_done_gives_its_jobs_back_uncounted(
 async def test_a_claim_that_had_committed_when_its_caller_left_gives_its_jobs_back(
     answered: Answered, org: OrgId, other_org: OrgId, alone: bool
 ) -> None:
-    """The answer is on its way: nobody else could give out the jobs before their window ends."""
+    """The answer is on its way: without the release nobody else could get the jobs before their windows end."""
     store = Store(answered)
     jobs = some_jobs(org, 2)
     await store.enqueue(jobs)
@@ -491,8 +493,8 @@ async def test_a_claim_that_had_committed_when_its_caller_left_gives_its_jobs_ba
 async def test_a_claim_cancelled_in_the_very_turn_that_answers_it_gives_its_jobs_back(
     database: Database, org: OrgId
 ) -> None:
-    """Its answer is there, and the caller will not read it: nobody else could give out the jobs before their window
-    ends."""
+    """The answer has arrived and the caller will not read it: without the release nobody else could get the jobs before
+    their windows end."""
     store = Store(database)
     jobs = some_jobs(org, 2)
     await store.enqueue(jobs)
@@ -502,7 +504,7 @@ async def test_a_claim_cancelled_in_the_very_turn_that_answers_it_gives_its_jobs
 
     def submit(call: object) -> object:
         future = answered(call)  # type: ignore[arg-type]
-        # Runs when the answer is there, before the caller does, whose own callback comes after this one.
+        # Runs when the answer has arrived, before the caller, whose own callback comes after this one.
         future.add_done_callback(lambda _: claim.cancel())
         return future
 

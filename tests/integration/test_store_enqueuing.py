@@ -1,4 +1,4 @@
-"""Enqueues of many calls and orgs in one statement: nobody's trouble is another's, and each job is stored once (I3)."""
+"""Enqueues of many calls and orgs in one statement: a bad call affects no other, and each job is stored once (I3)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 import psycopg
 import pytest
 
-from shard import statements
-from shard.books import Books
-from shard.database import Database
-from shard.enqueuing import Handed, Handover, Taker
+from shard.admin.queue_admin import QueueAdmin
 from shard.errors import IdsOutsideHorizon, NotOwned, ShardUnavailable
-from shard.placement import slot_of
-from shard.settling import Nack
-from shard.store import Store
-from shard.vocabulary import Answer, JobId, NewJobs, OrgId, QueueName
+from shard.placement import statements as placement_statements
+from shard.placement.slots import slot_of
+from shard.postgres.pool import Database
+from shard.queue import statements as queue_statements
+from shard.queue.pending_enqueue import Handed, Handover, Taker
+from shard.queue.settle import Nack, Settlement
+from shard.queue.store import Store
+from shard.vocabulary import Answer, Failure, JobId, NewJobs, OrgId, QueueName
 from tests.conftest import SHARD
 from tests.jobs import HOUR_US, QUEUE, at_once, ids_of, job_id, lease_jobs, some_jobs
 from tests.queues import fill_queues
@@ -30,7 +31,7 @@ A, B = QueueName("a"), QueueName("b")
 
 
 async def where(database: Database, names: list[JobId]) -> dict[str, tuple[str, str]]:
-    """Of which org, and in which queue, each of these jobs is: none is anywhere twice."""
+    """Returns the org and the queue of each of these jobs; asserts that no job is stored twice."""
     rows = await database.run(
         b"""
         SELECT copy.id::text, q.org, q.queue FROM (
@@ -51,19 +52,19 @@ async def where(database: Database, names: list[JobId]) -> dict[str, tuple[str, 
 
 
 async def test_calls_of_several_orgs_are_one_statement_and_each_job_is_its_orgs(
-    recorder: Recorder, books: Books, org: OrgId, other_org: OrgId
+    recorder: Recorder, books: QueueAdmin, org: OrgId, other_org: OrgId
 ) -> None:
     store = Store(recorder)
     calls = [some_jobs(one, 3, queue=queue) for queue in (A, B) for one in (org, other_org)]
     for at, jobs in enumerate(calls):
-        # A sparse column of one call is not the next one's.
+        # A sparse column of one call must not apply to the next call.
         jobs.priorities = {at % 3: 1 + at}
         jobs.payloads = [f"{at}-{n}".encode() for n in range(3)]
-    # Their queues are made, and told apart from the enqueues.
+    # Their queues are created first, separately from the enqueues.
     await store.names.make([(one, queue) for one in (org, other_org) for queue in (A, B)])
     before = len(recorder.runs)
     assert await asyncio.gather(*map(store.enqueue, calls)) == [{}] * 4
-    assert [run[0] for run in recorder.runs[before:]] == [statements.ENQUEUE]
+    assert [run[0] for run in recorder.runs[before:]] == [queue_statements.ENQUEUE]
     for at, jobs in enumerate(calls):
         assert await where(recorder, ids_of(jobs)) == dict.fromkeys(jobs.ids, (jobs.org, jobs.queues[0]))
         found = {record.id: record for record in await store.get(jobs.org, ids_of(jobs), include_payload=True)}
@@ -80,12 +81,12 @@ async def test_new_queues_of_many_orgs_cost_no_more_statements_than_one(recorder
     calls += [some_jobs(OrgId(f"{org}-0"), 1, queue=f"{org}-another-{n}") for n in range(20)]
     assert await asyncio.gather(*map(store.enqueue, calls)) == [{}] * 40
     assert [run[0] for run in recorder.runs] == [
-        statements.FIND_QUEUE_IDS,
-        statements.COUNT_QUEUES,
-        statements.INTERN_NAMES,
-        statements.MAKE_QUEUES,
-        statements.FIND_QUEUE_IDS,
-        statements.ENQUEUE,
+        queue_statements.FIND_QUEUE_IDS,
+        queue_statements.COUNT_QUEUES,
+        placement_statements.INSERT_NAMES,
+        placement_statements.INSERT_QUEUES,
+        queue_statements.FIND_QUEUE_IDS,
+        queue_statements.ENQUEUE,
     ]
     for jobs in calls:
         assert await where(recorder, ids_of(jobs)) == dict.fromkeys(jobs.ids, (jobs.org, jobs.queues[0]))
@@ -105,9 +106,9 @@ async def test_what_comes_while_enqueues_are_under_way_goes_together(
             await until_blocked(recorder, count)
         later = [asyncio.create_task(store.enqueue(some_jobs(org, 1))) for _ in range(30)]
         await asyncio.sleep(0)
-        assert recorder.count(statements.ENQUEUE, since=before) == 2
+        assert recorder.count(queue_statements.ENQUEUE, since=before) == 2
     assert await asyncio.gather(*under_way, *later) == [{}] * 32
-    assert recorder.count(statements.ENQUEUE, since=before) == 3
+    assert recorder.count(queue_statements.ENQUEUE, since=before) == 3
 
 
 # One call will not do
@@ -151,7 +152,8 @@ SPOILS: dict[Spoil, type[Exception]] = {
 
 
 async def assert_it_fails_alone(store: Store, database: Database, bad: NewJobs, kind: type[Exception]) -> Exception:
-    """Among calls of its own org and of another one, which are stored, and whose jobs are handed over as promised."""
+    """Asserts that only this call fails, among calls of its own org and of another one, which are stored and whose jobs
+    are handed over."""
     orgs = [bad.org, OrgId(f"{bad.org}-beside"), bad.org, OrgId(f"{bad.org}-beside-too")]
     good = [some_jobs(one, 3, queue="beside", dedup_keys=[f"key-{at}"]) for at, one in enumerate(orgs)]
     told: list[list[int]] = []
@@ -175,7 +177,9 @@ async def assert_it_fails_alone(store: Store, database: Database, bad: NewJobs, 
 
 
 @pytest.mark.parametrize("spoil", SPOILS, ids=lambda spoil: spoil.__name__)
-async def test_a_call_that_will_not_do_fails_alone(database: Database, books: Books, org: OrgId, spoil: Spoil) -> None:
+async def test_a_call_that_will_not_do_fails_alone(
+    database: Database, books: QueueAdmin, org: OrgId, spoil: Spoil
+) -> None:
     store = Store(database)
     bad = some_jobs(org, 3, queue=A)
     spoil(bad)
@@ -215,7 +219,7 @@ async def test_an_org_whose_slot_is_not_owned_is_refused_alone(
 
 
 async def too_old(_store: Store, org: OrgId) -> NewJobs:
-    """So little that only the shard can tell."""
+    """Too old by so little that only the shard can tell."""
     return some_jobs(org, ids=[job_id(ahead_ms=-7 * DAY_MS - 60_000)])
 
 
@@ -252,18 +256,18 @@ async def too_many_queues(store: Store, org: OrgId) -> NewJobs:
 
 
 COSTS: dict[Callable[[Store, OrgId], Awaitable[NewJobs]], list[bytes]] = {
-    live: [statements.ENQUEUE, statements.FIND_KNOWN],
-    live_with_a_free_key: [statements.ENQUEUE, statements.FIND_KNOWN, statements.ENQUEUE],
-    finished: [statements.ENQUEUE, statements.FIND_KNOWN, statements.ENQUEUE],
-    too_old: [statements.ENQUEUE, statements.ENQUEUE],
-    far_too_old: [statements.ENQUEUE],
-    not_owned: [statements.ENQUEUE, statements.FIND_REFUSED_SLOTS, statements.ENQUEUE],
-    too_many_queues: [statements.ENQUEUE],
+    live: [queue_statements.ENQUEUE, queue_statements.FIND_KNOWN],
+    live_with_a_free_key: [queue_statements.ENQUEUE, queue_statements.FIND_KNOWN, queue_statements.ENQUEUE],
+    finished: [queue_statements.ENQUEUE, queue_statements.FIND_KNOWN, queue_statements.ENQUEUE],
+    too_old: [queue_statements.ENQUEUE, queue_statements.ENQUEUE],
+    far_too_old: [queue_statements.ENQUEUE],
+    not_owned: [queue_statements.ENQUEUE, queue_statements.FIND_REFUSED_SLOTS, queue_statements.ENQUEUE],
+    too_many_queues: [queue_statements.ENQUEUE],
 }
 
 
 async def among(store: Store, bad: Sequence[NewJobs], count: int) -> None:
-    """These calls and good ones of another org's, so many in all, in one act: the good ones are done."""
+    """Runs these calls in one act with good ones of another org, this many in all; the good ones succeed."""
     beside = OrgId(f"{bad[0].org}-beside")
     await store.names.make([(beside, QUEUE)])
     calls = [*bad, *(some_jobs(beside, 1) for _ in range(count - len(bad)))]
@@ -279,12 +283,17 @@ async def test_calls_whose_fault_is_known_cost_those_beside_them_a_statement_or_
 ) -> None:
     store = Store(fresh_recorder)
     bad = [await spoil(store, org) for _ in range(10)]
-    # The statement that found out is among these; the queue is known by then, whatever it took.
+    # One of these calls runs the statement that finds the bad one; afterwards the queue is known.
     await asyncio.gather(*map(store.enqueue, bad), return_exceptions=True)
     before = len(fresh_recorder.runs)
     await among(store, bad, 100)
     asked = [run[0] for run in fresh_recorder.runs[before:]]
-    named = {statements.FIND_QUEUE_IDS, statements.COUNT_QUEUES, statements.INTERN_NAMES, statements.MAKE_QUEUES}
+    named = {
+        queue_statements.FIND_QUEUE_IDS,
+        queue_statements.COUNT_QUEUES,
+        placement_statements.INSERT_NAMES,
+        placement_statements.INSERT_QUEUES,
+    }
     assert [statement for statement in asked if statement not in named] == COSTS[spoil]
 
 
@@ -297,7 +306,7 @@ async def test_a_call_made_a_hundred_times_in_one_moment_is_one_statement_and_a_
     before = len(recorder.runs)
     answers = await asyncio.gather(*(store.enqueue(again) for _ in range(100)))
     assert answers == [{}] + [dict(enumerate(again.ids))] * 99
-    assert [run[0] for run in recorder.runs[before:]] == [statements.ENQUEUE, statements.FIND_KNOWN]
+    assert [run[0] for run in recorder.runs[before:]] == [queue_statements.ENQUEUE, queue_statements.FIND_KNOWN]
 
 
 @pytest.mark.parametrize(("bad", "most"), [(1, 15), (4, 45)])
@@ -310,7 +319,7 @@ async def test_a_row_that_postgres_refuses_costs_the_calls_beside_it_a_few_state
         no_such_priority(jobs)
     before = len(recorder.runs)
     await among(store, calls, 100)
-    assert recorder.count(statements.ENQUEUE, since=before) <= most
+    assert recorder.count(queue_statements.ENQUEUE, since=before) <= most
 
 
 async def test_two_refused_calls_are_told_each_its_own_reason(
@@ -330,7 +339,7 @@ async def test_two_refused_calls_are_told_each_its_own_reason(
 async def test_a_shard_that_is_away_is_everybodys_trouble(recorder: Recorder, org: OrgId, other_org: OrgId) -> None:
     store = Store(recorder)
     await asyncio.gather(store.enqueue(some_jobs(org, 1)), store.enqueue(some_jobs(other_org, 1)))
-    recorder.fail(statements.ENQUEUE)
+    recorder.fail(queue_statements.ENQUEUE)
     answers = await asyncio.gather(
         store.enqueue(some_jobs(org, 1)), store.enqueue(some_jobs(other_org, 1)), return_exceptions=True
     )
@@ -344,7 +353,7 @@ async def test_a_shard_that_is_away_is_everybodys_trouble(recorder: Recorder, or
 async def test_a_queue_remembered_under_another_orgs_number_never_brings_jobs_into_that_org(
     database: Database, org: OrgId, other_org: OrgId, wrong_first: bool
 ) -> None:
-    """As after a failover that lost the making of a queue, whose number is another org's by now (I4, I7)."""
+    """As after a failover that lost the creation of a queue whose number now belongs to another org (I4, I7)."""
     store = Store(database)
     await store.enqueue(some_jobs(org, 1, queue=A))
     await store.enqueue(some_jobs(other_org, 1, queue=B))
@@ -422,12 +431,12 @@ async def test_the_same_key_of_two_orgs_or_two_queues_is_two_keys(
     await store.names.make([(one, queue) for one in (org, other_org) for queue in (A, B)])
     before = len(recorder.runs)
     assert await asyncio.gather(*map(store.enqueue, calls)) == [{}] * 4
-    assert recorder.count(statements.ENQUEUE, since=before) == 1
+    assert recorder.count(queue_statements.ENQUEUE, since=before) == 1
 
 
 @pytest.mark.parametrize("state", ["live", "finished", "dead"])
 @pytest.mark.parametrize("by", ["id", "key", "id and key"])
-async def test_a_job_that_is_known_is_told_to_its_own_call_among_others(
+async def test_a_known_job_is_reported_only_to_its_own_call(
     database: Database, org: OrgId, other_org: OrgId, state: str, by: str
 ) -> None:
     store = Store(database)
@@ -435,7 +444,11 @@ async def test_a_job_that_is_known_is_told_to_its_own_call_among_others(
     await store.enqueue(old)
     if state != "live":
         ((_, lease),) = await lease_jobs(store, org)
-        await (store.ack(org, [lease]) if state == "finished" else store.cancel(org, ids_of(old), reason=""))
+        await (
+            store.settle(Settlement.ack(org, [lease]))
+            if state == "finished"
+            else store.cancel(org, ids_of(old), reason="")
+        )
     again = some_jobs(
         org,
         ids=[job_id(), ids_of(old)[0] if "id" in by else job_id()],
@@ -455,7 +468,7 @@ async def test_a_call_with_twins_among_others_stores_each_of_its_jobs_once(datab
     old, new = job_id(), job_id()
     await store.enqueue(some_jobs(org, ids=[old], dedup_keys=["k"]))
     ((_, lease),) = await lease_jobs(store, org)
-    await store.ack(org, [lease])
+    await store.settle(Settlement.ack(org, [lease]))
     await end_dedup_windows(database, org)
     one = job_id()
     twins = some_jobs(org, ids=[old, new, one, one], dedup_keys=["k", "k"])
@@ -478,11 +491,15 @@ async def _leased(store: Store, org: OrgId, _ids: list[JobId]) -> None:
 
 
 async def _finished(store: Store, org: OrgId, _ids: list[JobId]) -> None:
-    await store.ack(org, [lease for _, lease in await lease_jobs(store, org)])
+    await store.settle(Settlement.ack(org, [lease for _, lease in await lease_jobs(store, org)]))
 
 
 async def _dead(store: Store, org: OrgId, _ids: list[JobId]) -> None:
-    await store.nack(org, [Nack(lease=lease, kill=True) for _, lease in await lease_jobs(store, org)])
+    await store.settle(
+        Settlement.nack(
+            org, [Nack(lease=lease, failure=Failure(permanent=True)) for _, lease in await lease_jobs(store, org)]
+        )
+    )
 
 
 async def _cancelled(store: Store, org: OrgId, ids: list[JobId]) -> None:
@@ -493,7 +510,7 @@ KNOWN: list[Known] = [_live, _leased, _finished, _dead, _cancelled]
 
 
 async def keys_of(database: Database, org: OrgId) -> dict[tuple[str, str], str]:
-    """By queue and dedup key, of keys whose windows last: the job that holds the key."""
+    """Returns, by queue and dedup key, the job that holds the key, for keys whose windows have not ended."""
     rows = await database.run(
         b"""
         SELECT q.queue, d.key, d.job_id::text FROM windrow.dedup d JOIN windrow.queue q USING (queue_id)
@@ -572,7 +589,7 @@ async def test_of_new_jobs_with_one_key_the_one_that_is_named_first_is_stored(da
 
 
 async def test_a_job_that_another_call_stores_meanwhile_leaves_no_key(database: Database, org: OrgId) -> None:
-    """The enqueue has its snapshot, by which the job is new, and waits for the key while the job is stored."""
+    """By its snapshot the job is new, and it waits for the key while the job is stored."""
     one, other = Store(database), Store(database)
     ids = await one.names.make([(org, QUEUE)])
     job = job_id()
@@ -611,7 +628,7 @@ async def test_what_is_new_in_a_call_is_stored_by_one_statement_also_beside_call
     await store.enqueue(first)
     shared, new = job_id(), job_id()
     keyed, plain = some_jobs(org, ids=[shared], dedup_keys=["held"]), some_jobs(org, ids=[shared, new])
-    recorder.fail(statements.ENQUEUE, after=1)
+    recorder.fail(queue_statements.ENQUEUE, after=1)
     answers = await asyncio.gather(store.enqueue(keyed), store.enqueue(plain), return_exceptions=True)
     assert answers[0] == {0: first.ids[0]}
     assert isinstance(answers[1], ShardUnavailable)
@@ -622,7 +639,7 @@ async def test_what_is_new_in_a_call_is_stored_by_one_statement_also_beside_call
 
 @pytest.fixture
 async def impatient(module_dsn: str) -> AsyncGenerator[Database, None]:
-    """Does not try again after a deadlock, but tells."""
+    """Does not retry after a deadlock, but raises."""
     opened = Database(SHARD, module_dsn, connections=8)
     opened._tries = 0
     await opened.open()
@@ -632,9 +649,9 @@ async def impatient(module_dsn: str) -> AsyncGenerator[Database, None]:
 
 @pytest.mark.parametrize("share", ["ids", "dedup keys", "both"])
 async def test_batches_of_two_routers_that_overlap_in_any_order_never_deadlock(
-    impatient: Database, books: Books, org: OrgId, other_org: OrgId, share: str
+    impatient: Database, books: QueueAdmin, org: OrgId, other_org: OrgId, share: str
 ) -> None:
-    """Each router's calls differ from each other, so that they go together; the other router sends the same ones."""
+    """Each router's calls are all different, so that they share statements; the other router sends the same jobs."""
     stores = [Store(impatient) for _ in range(3)]
     orgs = (org, other_org)
     accepted: Counter[str] = Counter()
@@ -682,4 +699,4 @@ async def test_a_caller_that_leaves_costs_nobody_anything(database: Database, or
     # A retry is told what became of it, whatever that is.
     assert await store.enqueue(gone) in ({}, dict(enumerate(gone.ids)))
     held = [lease for _, lease in await lease_jobs(store, org)]
-    assert await store.ack(org, held) == [Answer.OK] * 2
+    assert await store.settle(Settlement.ack(org, held)) == [Answer.OK] * 2

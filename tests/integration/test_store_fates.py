@@ -1,4 +1,4 @@
-"""How jobs end: retried, out of attempts, past their time; with their history, and whatever partition is missing."""
+"""How jobs end: retried, out of attempts, or expired; with their history, and also if a partition is missing."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable
 import psycopg
 import pytest
 
-from shard.books import Books
-from shard.database import Database
-from shard.retry import Fixed
-from shard.settling import Nack
-from shard.store import Store
-from shard.vocabulary import Answer, JobId, Lease, OrgId, Outcome
+from shard.admin.queue_admin import QueueAdmin
+from shard.postgres.pool import Database
+from shard.queue.settle import Nack, Settlement
+from shard.queue.store import Store
+from shard.retry_policy import Fixed
+from shard.vocabulary import Answer, Failure, JobId, Lease, OrgId, Outcome
 from tests.conftest import SHARD
 from tests.jobs import HOUR_US, MINUTE_US, QUEUE, history_of, ids_of, job_id, lease_jobs, some_jobs
 from tests.timemachine import end_leases, make_due, reach_expiry
@@ -29,7 +29,7 @@ async def test_a_job_whose_leases_all_expire_is_dead_with_its_history(database: 
         held.append(lease)
         await end_leases(database, org)
     await store.enqueue(some_jobs(org, 1))
-    # The claim sets it aside and goes on to the job behind it.
+    # The claim marks it dead and continues with the next job.
     ((behind, _),) = await lease_jobs(store, org, max_jobs=1)
     assert behind.id != jobs.ids[0]
     (record,) = await store.get(org, ids_of(jobs), include_payload=False)
@@ -39,12 +39,12 @@ async def test_a_job_whose_leases_all_expire_is_dead_with_its_history(database: 
         (1, Outcome.EXPIRED, "worker 1"),
         (2, Outcome.EXPIRED, "worker 2"),
     ]
-    assert await store.ack(org, held, [None] * 2) == [Answer.STALE] * 2
+    assert await store.settle(Settlement.ack(org, held, [None] * 2)) == [Answer.STALE] * 2
 
 
 async def test_when_setting_aside_fails_the_jobs_that_fit_are_handed_out(fresh_dsn: str, org: OrgId) -> None:
-    """They are leased by then: nobody else could give them out before their window ends."""
-    # One connection, so that the short patience is its own.
+    """They are leased by then: nobody else could get them before their windows end."""
+    # One connection, so that the short timeout affects only it.
     database = Database(SHARD, fresh_dsn, connections=1)
     await database.open()
     try:
@@ -60,7 +60,7 @@ async def test_when_setting_aside_fails_the_jobs_that_fit_are_handed_out(fresh_d
             await rival.execute("LOCK TABLE windrow.dead IN SHARE MODE")
             held = await lease_jobs(store, org)
         assert {job.id for job, _ in held} == set(fit.ids)
-        assert await store.ack(org, [lease for _, lease in held], [None] * 2) == [Answer.OK] * 2
+        assert await store.settle(Settlement.ack(org, [lease for _, lease in held], [None] * 2)) == [Answer.OK] * 2
         await end_leases(database, org)
         assert await lease_jobs(store, org) == []
         (record,) = await store.get(org, ids_of(exhausted), include_payload=False)
@@ -76,18 +76,53 @@ async def test_a_nack_of_the_last_attempt_buries_the_job(database: Database, org
     for attempt in (1, 2):
         ((job, lease),) = await lease_jobs(store, org, worker="w")
         assert job.attempt == attempt
-        # A delay of one's own does not bring a job back that has no attempts left.
-        nack = Nack(lease=lease, error=f"error {attempt}", delay_us=0 if attempt == 2 else None)
-        assert await store.nack(org, [nack]) == [Answer.OK]
-        assert await store.nack(org, [nack]) == [Answer.OK], "the same call again is answered the same"
-        assert await store.ack(org, [lease], [None]) == [Answer.STALE]
+        # The nack's own delay does not bring back a job that has no attempts left.
+        nack = Nack(
+            lease=lease, failure=Failure(message=f"error {attempt}"), retry_after_us=0 if attempt == 2 else None
+        )
+        assert await store.settle(Settlement.nack(org, [nack])) == [Answer.OK]
+        assert await store.settle(Settlement.nack(org, [nack])) == [Answer.OK], (
+            "the same call again is answered the same"
+        )
+        assert await store.settle(Settlement.ack(org, [lease], [None])) == [Answer.STALE]
     assert await lease_jobs(store, org) == []
     (record,) = await store.get(org, ids_of(jobs), include_payload=False)
     assert (record.state, record.reason) == ("dead", "out of attempts (2 of 2)")
-    assert [(a.outcome, a.error) for a in record.attempts()] == [
-        (Outcome.NACKED, "error 1"),
-        (Outcome.NACKED, "error 2"),
+    assert [(a.outcome, a.failure) for a in record.attempts()] == [
+        (Outcome.NACKED, Failure(message="error 1")),
+        (Outcome.NACKED, Failure(message="error 2")),
     ]
+
+
+async def test_a_failure_is_stored_as_it_was_reported_and_none_if_there_was_none(
+    database: Database, org: OrgId
+) -> None:
+    store = Store(database)
+    jobs = some_jobs(org, 1, retry=Fixed(delay_us=0))
+    await store.enqueue(jobs)
+    told = Failure(type="net.Timeout", message='no "answer" \\ ✓ \x01\n', stack="File a\n  File b")
+    failures = [told, None, told._replace(permanent=True)]
+    for failure in failures:
+        ((_, lease),) = await lease_jobs(store, org)
+        assert await store.settle(Settlement.nack(org, [Nack(lease=lease, failure=failure)])) == [Answer.OK]
+    (record,) = await store.get(org, ids_of(jobs), include_payload=False)
+    assert (record.state, record.reason) == ("dead", "failed permanently")
+    assert [attempt.failure for attempt in record.attempts()] == failures
+    assert "failure" not in history_of(record.history)[1]
+
+
+async def test_the_newest_five_attempts_keep_their_stacks(database: Database, org: OrgId) -> None:
+    store = Store(database)
+    jobs = some_jobs(org, 1, retry=Fixed(delay_us=0))
+    await store.enqueue(jobs)
+    for turn in range(8):
+        ((_, lease),) = await lease_jobs(store, org)
+        failure = Failure(message=f"error {turn}", stack="s" * 32_768)
+        await store.settle(Settlement.nack(org, [Nack(lease=lease, failure=failure)]))
+    (record,) = await store.get(org, ids_of(jobs), include_payload=False)
+    failures = [attempt.failure or Failure() for attempt in record.attempts()]
+    assert [failure.message for failure in failures] == [f"error {turn}" for turn in range(8)]
+    assert [len(failure.stack) for failure in failures] == [0] * 3 + [32_768] * 5
 
 
 async def test_a_policy_delays_a_retry_and_a_nacks_own_delay_wins(database: Database, org: OrgId) -> None:
@@ -95,7 +130,10 @@ async def test_a_policy_delays_a_retry_and_a_nacks_own_delay_wins(database: Data
     jobs = some_jobs(org, 2, retry=Fixed(delay_us=HOUR_US))
     await store.enqueue(jobs)
     (_, one), (_, other) = await lease_jobs(store, org)
-    assert await store.nack(org, [Nack(lease=one), Nack(lease=other, delay_us=0)]) == [Answer.OK] * 2
+    assert (
+        await store.settle(Settlement.nack(org, [Nack(lease=one), Nack(lease=other, retry_after_us=0)]))
+        == [Answer.OK] * 2
+    )
     ((job, _),) = await lease_jobs(store, org)
     assert (job.id.replace("-", ""), job.attempt) == (other.job_hex, 2)
     assert await make_due(database, org) == 1
@@ -110,8 +148,8 @@ async def test_a_release_does_not_count_the_attempt(database: Database, org: Org
     for _ in range(3):
         ((job, lease),) = await lease_jobs(store, org)
         assert job.attempt == 1
-        assert await store.release(org, [lease]) == [Answer.OK]
-        assert await store.release(org, [lease]) == [Answer.OK]
+        assert await store.settle(Settlement.release(org, [lease])) == [Answer.OK]
+        assert await store.settle(Settlement.release(org, [lease])) == [Answer.OK]
     (record,) = await store.get(org, ids_of(jobs), include_payload=False)
     assert [a.outcome for a in record.attempts()] == [Outcome.RELEASED] * 3
 
@@ -126,14 +164,14 @@ async def test_the_newest_fifty_attempts_are_remembered(database: Database, org:
         numbers.append(lease.number)
         match turn % 3:
             case 0:
-                await store.nack(org, [Nack(lease=lease, error=f"error {turn}")])
+                await store.settle(Settlement.nack(org, [Nack(lease=lease, failure=Failure(message=f"error {turn}"))]))
             case 1:
-                await store.release(org, [lease])
+                await store.settle(Settlement.release(org, [lease]))
             case _:
                 await end_leases(database, org)
-    # The last lease expired unseen; the claim that finds it writes its end down, at the cost of the oldest.
+    # The last lease expired unnoticed. The claim that finds it records its end, and drops the oldest attempt.
     ((_, lease),) = await lease_jobs(store, org)
-    assert await store.ack(org, [lease], [None]) == [Answer.OK]
+    assert await store.settle(Settlement.ack(org, [lease], [None])) == [Answer.OK]
     (record,) = await store.get(org, ids_of(jobs), include_payload=False)
     history = history_of(record.history)
     assert [int(str(entry["lease"])) for entry in history] == numbers[6:]
@@ -164,8 +202,8 @@ async def test_a_job_that_runs_when_its_expiry_comes_may_finish(database: Databa
     await store.enqueue(jobs)
     ((_, lease),) = await lease_jobs(store, org)
     await reach_expiry(database, org)
-    assert await store.extend(org, [lease], window_us=HOUR_US) == [Answer.OK]
-    assert await store.ack(org, [lease], [b"done"]) == [Answer.OK]
+    assert await store.settle(Settlement.extend(org, [lease], window_us=HOUR_US)) == [Answer.OK]
+    assert await store.settle(Settlement.ack(org, [lease], [b"done"])) == [Answer.OK]
     (record,) = await store.get(org, ids_of(jobs), include_payload=True)
     assert (record.state, record.result) == ("succeeded", b"done")
 
@@ -182,17 +220,17 @@ async def test_a_lease_lasts_as_long_as_its_window_by_the_databases_clock(databa
     )
     ((again, _),) = await lease_jobs(store, org)
     assert (again.id, again.attempt) == (job.id, 2)
-    assert await store.ack(org, [lease], [None]) == [Answer.STALE]
+    assert await store.settle(Settlement.ack(org, [lease], [None])) == [Answer.STALE]
 
 
 async def test_an_extension_never_shortens_a_lease(database: Database, org: OrgId) -> None:
     store = Store(database)
     await store.enqueue(some_jobs(org, 1))
     ((job, lease),) = await lease_jobs(store, org, window_us=HOUR_US)
-    assert await store.extend(org, [lease], window_us=1) == [Answer.OK]
+    assert await store.settle(Settlement.extend(org, [lease], window_us=1)) == [Answer.OK]
     (record,) = await store.get(org, [job.id], include_payload=False)
     assert record.deadline == job.deadline
-    assert await store.extend(org, [lease], window_us=2 * HOUR_US) == [Answer.OK]
+    assert await store.settle(Settlement.extend(org, [lease], window_us=2 * HOUR_US)) == [Answer.OK]
     (record,) = await store.get(org, [job.id], include_payload=False)
     assert record.deadline is not None
     assert record.deadline >= job.deadline + HOUR_US
@@ -205,8 +243,8 @@ async def test_cancelling_ends_a_lease_and_is_answered_ok_again(database: Databa
     ((job, lease),) = await lease_jobs(store, org)
     assert await store.cancel(org, [job.id, job_id()], reason="no more") == [Answer.OK, Answer.NOT_FOUND]
     assert await store.cancel(org, [job.id], reason="again") == [Answer.OK]
-    assert await store.ack(org, [lease], [None]) == [Answer.STALE]
-    assert await store.nack(org, [Nack(lease=lease)]) == [Answer.STALE]
+    assert await store.settle(Settlement.ack(org, [lease], [None])) == [Answer.STALE]
+    assert await store.settle(Settlement.nack(org, [Nack(lease=lease)])) == [Answer.STALE]
     (record,) = await store.get(org, [job.id], include_payload=False)
     assert (record.state, record.reason) == ("cancelled", "no more")
 
@@ -217,7 +255,7 @@ End = Callable[[Store, OrgId, JobId, Lease], Awaitable[object]]
 
 
 async def _ack(store: Store, org: OrgId, job: JobId, lease: Lease) -> object:
-    return await store.ack(org, [lease], [None]) == [Answer.OK]
+    return await store.settle(Settlement.ack(org, [lease], [None])) == [Answer.OK]
 
 
 async def _cancel(store: Store, org: OrgId, job: JobId, lease: Lease) -> object:
@@ -226,7 +264,7 @@ async def _cancel(store: Store, org: OrgId, job: JobId, lease: Lease) -> object:
 
 async def _expire(store: Store, org: OrgId, job: JobId, lease: Lease) -> object:
     await store._database.run(b"UPDATE windrow.job SET expires_at = now()", {})
-    await store.release(org, [lease])
+    await store.settle(Settlement.release(org, [lease]))
     return await lease_jobs(store, org) == []
 
 
@@ -254,16 +292,20 @@ async def test_a_result_is_kept_with_the_job_that_has_one(database: Database, or
     await store.enqueue(jobs)
     held = await lease_jobs(store, org, window_us=MINUTE_US)
     results = [b"one", None, b""]
-    assert await store.ack(org, [lease for _, lease in held], results) == [Answer.OK] * 3
+    assert await store.settle(Settlement.ack(org, [lease for _, lease in held], results)) == [Answer.OK] * 3
     found = {r.id: r.result for r in await store.get(org, [job.id for job, _ in held], include_payload=True)}
     assert found == {job.id: result for (job, _), result in zip(held, results, strict=True)}
 
 
-async def test_purge_and_redrive_touch_no_more_than_their_limit(database: Database, books: Books, org: OrgId) -> None:
+async def test_purge_and_redrive_touch_no_more_than_their_limit(
+    database: Database, books: QueueAdmin, org: OrgId
+) -> None:
     store = Store(database)
     await store.enqueue(some_jobs(org, 7))
     held = await lease_jobs(store, org, max_jobs=5)
-    await store.nack(org, [Nack(lease=lease, kill=True) for _, lease in held[:4]])
+    await store.settle(
+        Settlement.nack(org, [Nack(lease=lease, failure=Failure(permanent=True)) for _, lease in held[:4]])
+    )
     assert await books.redrive(org, QUEUE, kind="another", died_after=None, died_before=None, limit=9) == 0
     assert await books.redrive(org, QUEUE, kind="", died_after=None, died_before=None, limit=1) == 1
     # Three ready, one leased, three dead.

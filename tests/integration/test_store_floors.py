@@ -1,4 +1,4 @@
-"""Floors are hints (I7): what committed late is late, never lost."""
+"""Floors are hints (I7): jobs that were committed late are found late, but never lost."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import asyncio
 
 import pytest
 
-from shard import statements
-from shard.database import Database
-from shard.floor import GUARD_US
-from shard.store import Store
+from shard.postgres.pool import Database
+from shard.queue import statements
+from shard.queue.claim_floor import GUARD_US
+from shard.queue.settle import Settlement
+from shard.queue.store import Store
 from shard.vocabulary import OrgId, QueueName
 from tests.conftest import SHARD
 from tests.jobs import QUEUE, job_id, lease_jobs, some_jobs
@@ -30,7 +31,7 @@ async def test_a_job_that_commits_below_the_floor_is_missed_by_a_claim_and_found
     queue_id = (await store.names.find([(org, QUEUE)]))[org, QUEUE]
     late = job_id()
     async with database.transaction() as connection:
-        # Its now() is this moment, and its commit is more than the guard away.
+        # Its now() is this moment, and it commits later than the guard allows.
         await connection.execute(LATE, [late, queue_id])
         await pass_time(database, GUARD_US / 1_000_000 + 0.1)
         await store.enqueue(some_jobs(org, 3))
@@ -43,8 +44,8 @@ async def test_a_job_that_commits_below_the_floor_is_missed_by_a_claim_and_found
 async def test_after_a_sweep_that_took_long_the_next_one_passes_by_what_was_claimed_and_finds_what_commits_late(
     fresh_dsn: str, org: OrgId, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shard.store._SWEEP_S_MAX", 0.0)
-    monkeypatch.setattr("shard.store._REST", 1e9)
+    monkeypatch.setattr("shard.queue.store._FULL_SWEEP_S_MAX", 0.0)
+    monkeypatch.setattr("shard.queue.store._FULL_SWEEP_PAUSE", 1e9)
     recorder = Recorder(SHARD, fresh_dsn, connections=2)
     await recorder.open()
     store = Store(recorder)
@@ -88,7 +89,7 @@ async def test_a_job_that_commits_within_the_guard_is_found_without_a_sweep(data
 async def test_a_job_that_another_claim_had_locked_and_let_go_is_found_after_a_sweep(
     database: Database, org: OrgId
 ) -> None:
-    """A claim steps over what others have locked; should they roll back, it is behind the floor."""
+    """A claim skips rows that others have locked. If those transactions roll back, the rows are behind the floor."""
     store = Store(database)
     jobs = some_jobs(org, 5)
     await store.enqueue(jobs)
@@ -102,7 +103,7 @@ async def test_a_job_that_another_claim_had_locked_and_let_go_is_found_after_a_s
 
 
 async def test_floors_never_hide_what_becomes_due(database: Database, org: OrgId) -> None:
-    """Retries, expired leases and scheduled jobs all become visible ahead of the floors of two routers."""
+    """Retried jobs, expired leases and scheduled jobs all become visible ahead of the floors of two routers."""
     stores = Store(database), Store(database)
     for turn in range(4):
         one, other = stores if turn % 2 else stores[::-1]
@@ -111,14 +112,14 @@ async def test_floors_never_hide_what_becomes_due(database: Database, org: OrgId
         await pass_time(database, 0.4)
         held = await lease_jobs(one, org)
         assert len(held) == 2
-        await one.release(org, [held[0][1]])
+        await one.settle(Settlement.release(org, [held[0][1]]))
         assert len(await lease_jobs(other, org)) == 1
         await other.sweep()
         assert await end_leases(database, org) == 2
         assert await make_due(database, org) == 1
         found = await lease_jobs(other, org)
         assert len(found) == 3
-        await other.ack(org, [lease for _, lease in found], [None] * 3)
+        await other.settle(Settlement.ack(org, [lease for _, lease in found], [None] * 3))
         await one.sweep()
 
 

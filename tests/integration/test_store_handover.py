@@ -1,4 +1,5 @@
-"""Jobs that are leased to waiting consumers in the very insert: leases like any other (I2), told of exactly once."""
+"""Jobs that are leased to waiting consumers in the insert itself: their leases are like any others (I2), and each is
+reported exactly once."""
 
 from __future__ import annotations
 
@@ -9,18 +10,19 @@ from dataclasses import dataclass, field
 import psycopg
 import pytest
 
-from shard import statements
-from shard.books import Books
-from shard.coalescing import TooManyWaiting
-from shard.database import Database
-from shard.enqueuing import Handed, Handover, Taker
+from shard.admin.queue_admin import QueueAdmin
 from shard.errors import IdsOutsideHorizon, NotOwned, ShardUnavailable
-from shard.floor import GUARD_US
-from shard.placement import slot_of
-from shard.places import Places
-from shard.settling import Nack
-from shard.store import Store
-from shard.vocabulary import Answer, JobId, Lease, NewJobs, OrgId, Outcome, QueueName
+from shard.fair_quota import FairQuota
+from shard.placement.slots import slot_of
+from shard.postgres.pool import Database
+from shard.queue import statements
+from shard.queue.claim_floor import GUARD_US
+from shard.queue.coalescer import TooManyWaiting
+from shard.queue.pending_enqueue import Handed, Handover, Taker
+from shard.queue.settle import Nack, Settlement
+from shard.queue.store import Store
+from shard.queue_settings import QueueSettings
+from shard.vocabulary import Answer, Failure, JobId, Lease, NewJobs, OrgId, Outcome, QueueName
 from tests.jobs import HOUR_US, MINUTE_US, QUEUE, at_once, ids_of, job_id, lease_jobs, some_jobs
 from tests.recorder import Recorder
 from tests.timemachine import end_leases, pass_time, until_blocked
@@ -30,7 +32,7 @@ A, B = QueueName("a"), QueueName("b")
 
 @dataclass(kw_only=True)
 class Told:
-    """What a handover's `done` heard: exactly one thing, in the end."""
+    """What a handover's `done` was called with: in the end exactly one thing."""
 
     calls: list[Handed] = field(default_factory=list[Handed])
     heard: asyncio.Event = field(default_factory=asyncio.Event)
@@ -46,7 +48,7 @@ class Told:
 
     async def in_the_end(self) -> list[int]:
         await asyncio.wait_for(self.heard.wait(), 30)
-        # Whatever else there may be to say would be said by now.
+        # By now a second call would have happened.
         for _ in range(20):
             await asyncio.sleep(0)
         return self.positions
@@ -72,7 +74,7 @@ def leases_of(jobs: NewJobs, number: int = 42) -> list[Lease]:
 # What is handed over
 
 
-async def test_a_job_handed_over_is_leased_to_its_taker(recorder: Recorder, books: Books, org: OrgId) -> None:
+async def test_a_job_handed_over_is_leased_to_its_taker(recorder: Recorder, books: QueueAdmin, org: OrgId) -> None:
     store = Store(recorder)
     jobs = some_jobs(org, 4)
     takers = {0: Taker(1, "one", MINUTE_US), 1: Taker(2, "two", HOUR_US), 3: Taker(1, "one", MINUTE_US)}
@@ -98,7 +100,7 @@ async def test_a_job_handed_over_is_leased_to_its_taker(recorder: Recorder, book
 
 
 async def test_whatever_ends_or_prolongs_a_lease_does_so_to_one_that_was_handed_over(
-    database: Database, books: Books, org: OrgId, other_org: OrgId
+    database: Database, books: QueueAdmin, org: OrgId, other_org: OrgId
 ) -> None:
     store = Store(database)
     jobs = some_jobs(org, 5)
@@ -106,14 +108,18 @@ async def test_whatever_ends_or_prolongs_a_lease_does_so_to_one_that_was_handed_
     await store.enqueue(jobs, handed)
     assert told.positions == [0, 1, 2, 3, 4]
     one, two, three, four, five = leases_of(jobs)
-    assert await store.ack(other_org, [one]) == [Answer.NOT_FOUND]
-    assert await store.ack(org, [lease_of(jobs.ids[0], 43)]) == [Answer.STALE]
+    assert await store.settle(Settlement.ack(other_org, [one])) == [Answer.NOT_FOUND]
+    assert await store.settle(Settlement.ack(org, [lease_of(jobs.ids[0], 43)])) == [Answer.STALE]
     for _ in range(2):
-        assert await store.ack(org, [one], [b"done"]) == [Answer.OK]
-        assert await store.nack(org, [Nack(lease=two, error="no", delay_us=HOUR_US)]) == [Answer.OK]
-        assert await store.nack(org, [Nack(lease=three, kill=True)]) == [Answer.OK]
-        assert await store.extend(org, [four], window_us=2 * HOUR_US) == [Answer.OK]
-        assert await store.release(org, [five]) == [Answer.OK]
+        assert await store.settle(Settlement.ack(org, [one], [b"done"])) == [Answer.OK]
+        assert await store.settle(
+            Settlement.nack(org, [Nack(lease=two, failure=Failure(message="no"), retry_after_us=HOUR_US)])
+        ) == [Answer.OK]
+        assert await store.settle(Settlement.nack(org, [Nack(lease=three, failure=Failure(permanent=True))])) == [
+            Answer.OK
+        ]
+        assert await store.settle(Settlement.extend(org, [four], window_us=2 * HOUR_US)) == [Answer.OK]
+        assert await store.settle(Settlement.release(org, [five])) == [Answer.OK]
     found = {record.id: record for record in await store.get(org, ids_of(jobs), include_payload=True)}
     ended = [found[name] for name in ids_of(jobs)]
     assert [record.state for record in ended] == ["succeeded", "scheduled", "dead", "leased", "ready"]
@@ -148,8 +154,8 @@ async def test_a_job_handed_over_that_expires_comes_back_with_its_attempt_counte
     assert sorted((job.id, job.attempt) for job, _ in again) == sorted((name, 2) for name in jobs.ids)
     for record in await store.get(org, ids_of(jobs), include_payload=False):
         assert [(a.attempt, a.outcome, a.worker) for a in record.attempts()] == [(1, Outcome.EXPIRED, "waiter")]
-    assert await store.ack(org, leases_of(jobs)) == [Answer.STALE] * 2
-    # The last attempt: expired again, they are dead.
+    assert await store.settle(Settlement.ack(org, leases_of(jobs))) == [Answer.STALE] * 2
+    # It was the last attempt: after another expiry the jobs are dead.
     await end_leases(database, org)
     assert await lease_jobs(store, org) == []
     assert {r.state for r in await store.get(org, ids_of(jobs), include_payload=False)} == {"dead"}
@@ -202,12 +208,12 @@ async def test_a_probe_tells_when_the_lease_of_a_job_handed_over_ends(database: 
 
 
 async def test_a_paused_queue_hands_nothing_over_and_its_jobs_are_ready(
-    database: Database, books: Books, org: OrgId, other_org: OrgId
+    database: Database, books: QueueAdmin, org: OrgId, other_org: OrgId
 ) -> None:
     store = Store(database)
     await store.names.make([(org, A), (org, B)])
     await store.names.make([(other_org, A)])
-    await books.alter_queue(org, A, paused=True)
+    await books.alter_queue(org, A, QueueSettings(paused=True))
     jobs, others = some_jobs(org, 4), some_jobs(other_org, 2, queue=A)
     jobs.queues = [A, B, A, B]
     handed, told = handover(to_all(jobs))
@@ -218,8 +224,8 @@ async def test_a_paused_queue_hands_nothing_over_and_its_jobs_are_ready(
     found = {record.id: record for record in await store.get(org, ids_of(jobs), include_payload=False)}
     assert [found[name].state for name in ids_of(jobs)] == ["ready", "leased", "ready", "leased"]
     assert [found[name].attempt for name in ids_of(jobs)] == [0, 1, 0, 1]
-    assert await store.release(org, [lease_of(jobs.ids[0])]) == [Answer.STALE]
-    await books.alter_queue(org, A, paused=False)
+    assert await store.settle(Settlement.release(org, [lease_of(jobs.ids[0])])) == [Answer.STALE]
+    await books.alter_queue(org, A, QueueSettings(paused=False))
     assert sorted(job.id for job, _ in await lease_jobs(store, org, queue=A)) == sorted([jobs.ids[0], jobs.ids[2]])
 
 
@@ -235,9 +241,11 @@ async def test_a_job_known_already_is_not_handed_over(
     if state != "ready":
         held = [lease for _, lease in await lease_jobs(store, org)]
         if state == "finished":
-            await store.ack(org, held)
+            await store.settle(Settlement.ack(org, held))
         elif state == "dead":
-            await store.nack(org, [Nack(lease=lease, kill=True) for lease in held])
+            await store.settle(
+                Settlement.nack(org, [Nack(lease=lease, failure=Failure(permanent=True)) for lease in held])
+            )
     before = {record.id: record for record in await store.get(org, ids_of(old), include_payload=False)}
     jobs = some_jobs(org, ids=[JobId(old.ids[0]), job_id(), job_id()], dedup_keys=["", "k"])
     del jobs.dedup_keys[0]
@@ -253,7 +261,7 @@ async def test_a_job_known_already_is_not_handed_over(
     after = {record.id: record for record in await store.get(org, ids_of(old), include_payload=False)}
     assert after == before
     assert told.positions == [2]
-    assert set(await store.release(org, leases_of(jobs)[:1])) <= {Answer.STALE}
+    assert set(await store.settle(Settlement.release(org, leases_of(jobs)[:1]))) <= {Answer.STALE}
     (new,) = await store.get(org, [JobId(jobs.ids[2])], include_payload=False)
     assert new.state == "leased"
 
@@ -261,7 +269,7 @@ async def test_a_job_known_already_is_not_handed_over(
 async def test_what_is_told_as_handed_over_is_what_is_leased_when_calls_share_jobs(
     database: Database, org: OrgId
 ) -> None:
-    """Whoever stored a job leased it, and nobody else is told so."""
+    """Whoever stored a job has leased it, and no one else is told so."""
     store = Store(database)
     for _ in range(20):
         shared = [job_id(), job_id()]
@@ -277,16 +285,18 @@ async def test_what_is_told_as_handed_over_is_what_is_leased_when_calls_share_jo
                 assert owners.setdefault(jobs.ids[at], 100 + number) == 100 + number
         for number, (jobs, _, _) in enumerate(calls):
             expected = [Answer.OK if owners[name] == 100 + number else Answer.STALE for name in jobs.ids]
-            assert await store.extend(org, leases_of(jobs, 100 + number), window_us=HOUR_US) == expected
+            assert (
+                await store.settle(Settlement.extend(org, leases_of(jobs, 100 + number), window_us=HOUR_US)) == expected
+            )
         for number, (jobs, _, _) in enumerate(calls):
-            await store.ack(org, leases_of(jobs, 100 + number))
+            await store.settle(Settlement.ack(org, leases_of(jobs, 100 + number)))
 
 
 # Told exactly once
 
 
 async def assert_nothing_was_handed(store: Store, jobs: NewJobs) -> None:
-    assert set(await store.release(jobs.org, leases_of(jobs))) <= {Answer.NOT_FOUND, Answer.STALE}
+    assert set(await store.settle(Settlement.release(jobs.org, leases_of(jobs)))) <= {Answer.NOT_FOUND, Answer.STALE}
 
 
 def old_ids(jobs: NewJobs) -> None:
@@ -358,7 +368,7 @@ async def test_a_handover_is_told_when_the_shard_is_away(
 async def test_a_handover_is_told_when_too_much_is_waiting(database: Database, module_dsn: str, org: OrgId) -> None:
     store = Store(database)
     await store.enqueue(some_jobs(org, 1))
-    store._enqueues._places = Places(1)
+    store._enqueues._quota = FairQuota(1)
     async with await psycopg.AsyncConnection.connect(module_dsn) as rival:
         await rival.execute("LOCK TABLE windrow.job IN SHARE MODE")
         under_way: list[asyncio.Task[object]] = []
@@ -421,17 +431,17 @@ async def test_a_handover_is_told_though_its_caller_has_left(
     positions = await told.in_the_end()
     assert len(told.calls) == 1
     await asyncio.gather(*others)
-    # Done, and told as it is; or not done, unless an answer was lost on the way: a release makes sure.
+    # The call is done and reported as done, or not done; only if an answer was lost, a release makes sure.
     assert positions in ([0, 1], [])
     if positions:
-        assert await store.ack(org, leases_of(jobs)) == [Answer.OK] * 2
+        assert await store.settle(Settlement.ack(org, leases_of(jobs))) == [Answer.OK] * 2
     else:
-        assert len(set(await store.release(org, leases_of(jobs)))) == 1
+        assert len(set(await store.settle(Settlement.release(org, leases_of(jobs))))) == 1
         assert {r.state for r in await store.get(org, ids_of(jobs), include_payload=False)} <= {"ready"}
 
 
 async def test_nothing_is_handed_over_twice_by_a_call_that_is_repeated(database: Database, org: OrgId) -> None:
-    """As a producer does who missed the answer, while a consumer waits each time."""
+    """As by a producer that missed the answer, while a consumer waits each time."""
     store = Store(database)
     jobs = some_jobs(org, 3)
     first, told_first = handover(to_all(jobs, number=1))
@@ -440,5 +450,5 @@ async def test_nothing_is_handed_over_twice_by_a_call_that_is_repeated(database:
     assert sorted(map(len, answers)) == [0, 3]
     assert sorted([told_first.positions, told_again.positions]) == [[], [0, 1, 2]]
     owner, other = (1, 2) if told_first.positions else (2, 1)
-    assert await store.ack(org, leases_of(jobs, other)) == [Answer.STALE] * 3
-    assert await store.ack(org, leases_of(jobs, owner)) == [Answer.OK] * 3
+    assert await store.settle(Settlement.ack(org, leases_of(jobs, other))) == [Answer.STALE] * 3
+    assert await store.settle(Settlement.ack(org, leases_of(jobs, owner))) == [Answer.OK] * 3

@@ -1,4 +1,4 @@
-"""A server that goes away: nothing hangs, nothing is lost, and nobody waits once it is back."""
+"""A server goes away: nothing hangs, nothing is lost, and no call waits once the server is back."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from embedded import Cluster
-from shard import catalog, schema
-from shard.books import Books
-from shard.database import Database
+from proof.proxy import open_proxy_before, through
+from shard.admin.queue_admin import QueueAdmin
 from shard.errors import ShardUnavailable
-from shard.store import Store
+from shard.placement import catalog
+from shard.postgres import schema
+from shard.postgres.pool import Database
+from shard.queue.settle import Settlement
+from shard.queue.store import Store
 from shard.vocabulary import Answer, OrgId
 from tests.conftest import CLUSTER, SHARD
-from tests.fault.proxy import open_proxy_before, through
 from tests.jobs import HOUR_US, QUEUE, lease_jobs, some_jobs
 from tests.postgres import frozen
 from tests.streams import until
 
-WAIT_S = 3.0
-# What a machine under load may add to a wait.
-SLACK_S = 3.0
+# How long a call waits for a connection if nothing finds out that the server is away: longer than a test waits.
+WAIT_S = 3600.0
+PATIENCE_S = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,7 @@ def server() -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(server: Cluster) -> Cluster:
-    """Whatever the test before did to it, it is there."""
+    """The server, running again whatever the previous test did to it."""
     server.start()
     return server
 
@@ -47,9 +49,9 @@ def cluster(server: Cluster) -> Cluster:
 async def database(cluster: Cluster) -> AsyncGenerator[Database, None]:
     opened = Database(SHARD, cluster.dsn, wait_s=WAIT_S)
     await opened.open()
-    await opened._pool.wait(timeout=30)
+    await asyncio.wait_for(opened._pool.connected(), 30)
     await schema.migrate(opened, cluster=CLUSTER)
-    await catalog.grant(opened, await catalog.found(opened, cluster=CLUSTER, weights={SHARD: 1}))
+    await catalog.grant_slots(opened, await catalog.found(opened, cluster=CLUSTER, weights={SHARD: 1}))
     yield opened
     await opened.close()
 
@@ -63,9 +65,9 @@ async def test_a_server_that_was_killed_and_is_back_is_not_noticed(
     held = [lease for _, lease in await lease_jobs(store, org, window_us=HOUR_US, max_jobs=5)]
     cluster.kill()
     cluster.start()
-    # Every pooled connection is broken, and all are asked for at once.
+    # Every pooled connection is broken, and all are needed at once.
     answers, known, claimed, again = await asyncio.gather(
-        store.ack(org, held, [None] * 5),
+        store.settle(Settlement.ack(org, held, [None] * 5)),
         store.enqueue(some_jobs(org, 1, queue="another")),
         lease_jobs(store, org),
         store.enqueue(jobs),
@@ -74,7 +76,7 @@ async def test_a_server_that_was_killed_and_is_back_is_not_noticed(
     assert known == {}
     assert again == dict(enumerate(jobs.ids)), "what was acknowledged before the crash was kept (I1)"
     assert len(claimed) == 5
-    (found,) = [entry for entry in await Books(database).check() if entry.org == org]
+    (found,) = [entry for entry in await QueueAdmin(database).check() if entry.org == org]
     assert (found.accepted, found.succeeded, found.balanced) == (11, 5, True)
 
 
@@ -85,32 +87,30 @@ async def test_while_the_server_is_away_every_call_is_told_so_in_time(
     await store.enqueue(some_jobs(org, 1))
     awaited = await store.names.find([(org, QUEUE)])
     cluster.kill()
-    began = time.monotonic()
-    answers = await asyncio.gather(
-        *(store.enqueue(some_jobs(org, 1)) for _ in range(10)),
-        *(lease_jobs(store, org) for _ in range(10)),
-        store.sweep(awaited.values()),
-        store.probe(awaited.values()),
-        return_exceptions=True,
-    )
-    assert time.monotonic() - began < WAIT_S + SLACK_S
+    async with asyncio.timeout(PATIENCE_S):
+        answers = await asyncio.gather(
+            *(store.enqueue(some_jobs(org, 1)) for _ in range(10)),
+            *(lease_jobs(store, org) for _ in range(10)),
+            store.sweep(awaited.values()),
+            store.probe(awaited.values()),
+            return_exceptions=True,
+        )
     for answer in answers:
         assert isinstance(answer, ShardUnavailable)
         assert str(answer).startswith("shard 's1' is unavailable: ")
-    # It is found again by itself, soon after it is back.
+    # The store finds the server soon after it is back.
     cluster.start()
-    await database._pool.wait(timeout=SLACK_S)
+    await asyncio.wait_for(database._pool.connected(), PATIENCE_S)
     assert await store.enqueue(some_jobs(org, 1)) == {}
 
 
 async def test_a_server_that_is_not_there_yet_keeps_nobody_waiting(cluster: Cluster, database: Database) -> None:
     cluster.kill()
     early = Database(SHARD, cluster.dsn, wait_s=WAIT_S)
-    began = time.monotonic()
-    await early.open()
-    with pytest.raises(ShardUnavailable):
-        await early.run(b"SELECT 1", {})
-    assert time.monotonic() - began < WAIT_S + SLACK_S
+    async with asyncio.timeout(PATIENCE_S):
+        await early.open()
+        with pytest.raises(ShardUnavailable):
+            await early.run(b"SELECT 1", {})
     await early.close()
 
 
@@ -123,24 +123,25 @@ def pid_of(cluster: Cluster) -> int:
     return pid
 
 
-async def test_silence_is_noticed_within_seconds_and_its_end_within_one(
-    cluster: Cluster, database: Database, org: OrgId
-) -> None:
+async def test_silence_is_noticed_and_so_is_its_end(cluster: Cluster, database: Database, org: OrgId) -> None:
     store = Store(database)
     await store.enqueue(some_jobs(org, 1))
     with frozen(pid_of(cluster)):
-        for within_s in (2.0, 0.1, 0.1):
-            began = time.monotonic()
+        for _ in range(3):
             calls = [store.enqueue(some_jobs(org, 1)) for _ in range(50)]
-            answers = await asyncio.gather(*calls, lease_jobs(store, org), return_exceptions=True)
-            assert time.monotonic() - began < within_s + SLACK_S / 3
+            async with asyncio.timeout(PATIENCE_S):
+                answers = await asyncio.gather(*calls, lease_jobs(store, org), return_exceptions=True)
             for answer in answers:
                 assert isinstance(answer, ShardUnavailable)
                 assert str(answer) == "shard 's1' is unavailable: it does not answer"
-    began = time.monotonic()
-    await database._breaker.until_closed()
-    assert await store.enqueue(some_jobs(org, 1, queue="after")) == {}
-    assert time.monotonic() - began < 1.0 + SLACK_S / 3
+            # Now it is known: whoever comes is told before anything else happens.
+            late = asyncio.create_task(database.run(b"SELECT 1", {}))
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert isinstance(late.exception(), ShardUnavailable)
+    async with asyncio.timeout(PATIENCE_S):
+        await database._breaker.until_closed()
+        assert await store.enqueue(some_jobs(org, 1, queue="after")) == {}
 
 
 async def test_a_silence_in_the_midst_of_a_transaction_ends_it(cluster: Cluster, database: Database) -> None:
@@ -162,7 +163,7 @@ async def test_a_transaction_that_is_cancelled_in_a_silence_stays_cancelled(
 
     with frozen(pid_of(cluster)):
         acting = [asyncio.create_task(act()) for _ in range(4)]
-        # They have begun, and nobody has found out yet.
+        # They have begun, and none has noticed the silence.
         await asyncio.sleep(0.1)
         for task in acting:
             task.cancel()
@@ -172,7 +173,8 @@ async def test_a_transaction_that_is_cancelled_in_a_silence_stays_cancelled(
 
 @contextlib.asynccontextmanager
 async def silent_servers(count: int) -> AsyncGenerator[tuple[list[int], list[float]], None]:
-    """The ports of servers that take every connection and never answer, and when they took each."""
+    """Returns the ports of servers that accept connections and never answer, and a list of the times when they
+    accepted."""
     taken: list[float] = []
 
     class Silent(asyncio.Protocol):
@@ -207,7 +209,7 @@ async def test_the_last_of_four_silent_servers_is_found_soon_after_it_speaks_aga
             assert time.monotonic() - began > 2, "and not all the time"
 
             proxy.let_go()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_S):
                 await database._breaker.until_closed()
                 assert await database.run(b"SELECT 1", {}) == [(1,)]
         finally:
@@ -215,15 +217,17 @@ async def test_the_last_of_four_silent_servers_is_found_soon_after_it_speaks_aga
 
 
 async def test_a_statement_that_takes_long_is_let_be_and_so_are_the_others(
-    database: Database, caplog: pytest.LogCaptureFixture
+    database: Database, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # All of the connections are busy for so long that the server is asked on another one.
+    # A busy machine may answer late; that is not silence.
+    monkeypatch.setattr("shard.postgres.breaker._SILENCE_S", 20.0)
+    # All connections are busy for so long that the server is probed on another one.
     assert await asyncio.gather(*(database.run(b"SELECT pg_sleep(3)::text", {}) for _ in range(4))) == [[("",)]] * 4
     assert "is unavailable" not in caplog.text
     assert database._breaker._asked_s > 0, "the server was asked"
 
 
-async def test_callers_who_gave_up_on_a_silent_server_hold_up_nobody_after_it(
+async def test_callers_that_gave_up_on_a_silent_server_delay_no_later_caller(
     cluster: Cluster, database: Database
 ) -> None:
     with frozen(pid_of(cluster)):
@@ -243,13 +247,17 @@ async def test_more_callers_than_connections_wait_their_turn(database: Database)
     assert len(answers) == 40
 
 
-async def test_a_caller_who_waits_too_long_for_a_connection_is_told_so(database: Database) -> None:
+async def test_a_caller_that_waits_too_long_for_a_connection_gets_an_error(cluster: Cluster) -> None:
+    database = Database(SHARD, cluster.dsn, wait_s=0.5)
+    await database.open()
     async with contextlib.AsyncExitStack() as stack:
-        for _ in range(4):
-            await stack.enter_async_context(database.transaction())
-        with pytest.raises(ShardUnavailable, match="no connection within 3 s"):
-            await database.run(b"SELECT 1", {})
-    assert await database.run(b"SELECT 1", {}) == [(1,)]
+        stack.push_async_callback(database.close)
+        async with contextlib.AsyncExitStack() as held:
+            for _ in range(4):
+                await held.enter_async_context(database.transaction())
+            with pytest.raises(ShardUnavailable, match=r"no connection within 0\.5 s"):
+                await database.run(b"SELECT 1", {})
+        assert await database.run(b"SELECT 1", {}) == [(1,)]
 
 
 async def test_the_connection_of_a_cancelled_caller_is_of_use_to_others(cluster: Cluster, database: Database) -> None:

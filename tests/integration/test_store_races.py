@@ -1,55 +1,56 @@
-"""Races on one job: one lease at a time (I2), one copy of each (I3), no deadlock. WINDROW_TRIALS says how often."""
+"""Races on one job: one lease at a time (I2), one copy of each job (I3), no deadlock."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import os
-import random
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 import pytest
 
-from shard import arrays, statements
-from shard.database import Database
-from shard.settling import Nack
-from shard.store import Store
-from shard.vocabulary import Answer, Claimed, JobId, Lease, OrgId, QueueName
+from shard.postgres import arrays
+from shard.postgres.pool import Database
+from shard.queue import statements
+from shard.queue.settle import Nack, Settlement
+from shard.queue.store import Store
+from shard.vocabulary import Answer, Claimed, Failure, JobId, Lease, OrgId, QueueName
 from tests.conftest import SHARD
+from tests.effort import luck_of, trials
 from tests.jobs import HOUR_US, MINUTE_US, QUEUE, history_of, ids_of, job_id, lease_jobs, some_jobs
 from tests.timemachine import until_blocked
 
-TRIALS = int(os.environ.get("WINDROW_TRIALS", "1000"))
+TRIALS = trials(400, thorough=10_000)
 LANES = 4
-# How far the search for the window in which half of the acks come too late may go.
+luck = luck_of("races")
+# The bounds of the search for the window with which half of the acks come too late.
 WINDOW_US_MIN, WINDOW_US_MAX = 50.0, 200_000.0
 
-Taken = list[tuple[Claimed, Lease]]
+ClaimResult = list[tuple[Claimed, Lease]]
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
 async def wide(module_dsn: str) -> AsyncGenerator[Database, None]:
-    """Connections enough for every racer."""
+    """Enough connections for every racer."""
     opened = Database(SHARD, module_dsn, connections=3 * LANES)
     await opened.open()
     yield opened
     await opened.close()
 
 
-def leases_of(*takings: Taken) -> list[Lease]:
+def leases_of(*takings: ClaimResult) -> list[Lease]:
     return [lease for taken in takings for _, lease in taken]
 
 
 async def ack(store: Store, org: OrgId, leases: Sequence[Lease]) -> list[Answer]:
-    return await store.ack(org, leases, [None] * len(leases))
+    return await store.settle(Settlement.ack(org, leases, [None] * len(leases)))
 
 
-async def assert_one_lease_at_a_time(database: Database, org: OrgId, takings: Sequence[Taken]) -> None:
-    """What the consumers were told and what the books remember are the same leases, and no two of a job overlap."""
+async def assert_one_lease_at_a_time(database: Database, org: OrgId, takings: Sequence[ClaimResult]) -> None:
+    """Asserts that the consumers' leases are those in the history, and that no two leases of a job overlap."""
     told = [(job.id, lease.number) for taken in takings for job, lease in taken]
     booked: list[tuple[str, int]] = []
     rows = await database.run(
@@ -86,16 +87,16 @@ async def _as_coroutine(awaitable: Awaitable[None]) -> None:
 
 
 async def test_an_ack_that_races_with_its_deadline_wins_or_is_stale(wide: Database, org: OrgId) -> None:
-    """Two consumers are after the jobs, too: each job has one winner, and who was late changes nothing."""
-    takings: list[Taken] = []
+    """Two consumers also try to claim the jobs. Each job has one winner, and the others change nothing."""
+    takings: list[ClaimResult] = []
     outcomes: Counter[Answer] = Counter()
 
-    async def lane(queue: str, trials: int) -> None:
+    async def lane(queue: str, left: int) -> None:
         owner, one, two = Store(wide), Store(wide), Store(wide)
         window_us = 3000.0
-        while trials > 0:
-            count = min(trials, random.randint(1, 6))
-            trials -= count
+        while left > 0:
+            count = min(left, luck.randint(1, 6))
+            left -= count
             await owner.enqueue(some_jobs(org, count, queue=queue))
             first = await lease_jobs(owner, org, queue=queue, window_us=round(window_us), worker="owner")
             assert len(first) == count
@@ -109,12 +110,12 @@ async def test_an_ack_that_races_with_its_deadline_wins_or_is_stale(wide: Databa
             answers = [*some, *others]
             assert set(answers) <= {Answer.OK, Answer.STALE}
             late = [lease for lease, answer in zip(leases, answers, strict=True) if answer is Answer.STALE]
-            # Where the ack was too late the lease has ended: a claim finds the job now, if none did before.
+            # If the ack was too late, the lease has ended: a claim finds the job now, unless another one did before.
             rest = await lease_jobs(one, org, queue=queue, worker="one")
             second = leases_of(hunted, hunted_too, rest)
             assert sorted(lease.job_hex for lease in second) == sorted(lease.job_hex for lease in late)
             assert set(await ack(owner, org, late)) <= {Answer.STALE}
-            assert set(await owner.extend(org, late, window_us=MINUTE_US)) <= {Answer.STALE}
+            assert set(await owner.settle(Settlement.extend(org, late, window_us=MINUTE_US))) <= {Answer.STALE}
             assert set(await ack(two, org, second)) <= {Answer.OK}
             assert set(await ack(owner, org, late)) <= {Answer.STALE}
             takings.extend((first, hunted, hunted_too, rest))
@@ -125,24 +126,24 @@ async def test_an_ack_that_races_with_its_deadline_wins_or_is_stale(wide: Databa
     await in_lanes(lane)
     await assert_one_lease_at_a_time(wide, org, takings)
     print(f"\n{outcomes[Answer.OK]} acks in time, {outcomes[Answer.STALE]} too late")
-    # Both must have won often, or nothing was raced.
+    # Both must have won often; otherwise there was no race.
     assert min(outcomes[Answer.OK], outcomes[Answer.STALE]) > TRIALS // 10
 
 
 async def test_two_consumers_never_get_one_job(wide: Database, org: OrgId) -> None:
-    takings: list[Taken] = []
+    takings: list[ClaimResult] = []
     contested = 0
 
-    async def lane(queue: str, trials: int) -> None:
+    async def lane(queue: str, left: int) -> None:
         nonlocal contested
         stores = [Store(wide), Store(wide), Store(wide)]
-        while trials > 0:
-            count = min(trials, random.randint(1, 6))
-            trials -= count
+        while left > 0:
+            count = min(left, luck.randint(1, 6))
+            left -= count
             await stores[0].enqueue(some_jobs(org, count, queue=queue))
             found = await asyncio.gather(
                 *(
-                    lease_jobs(store, org, queue=queue, max_jobs=random.randint(1, count), worker=f"w{number}")
+                    lease_jobs(store, org, queue=queue, max_jobs=luck.randint(1, count), worker=f"w{number}")
                     for number, store in enumerate(stores)
                 )
             )
@@ -159,17 +160,18 @@ async def test_two_consumers_never_get_one_job(wide: Database, org: OrgId) -> No
 
 
 async def test_a_lease_that_is_extended_at_its_end_is_not_given_away(wide: Database, org: OrgId) -> None:
-    takings: list[Taken] = []
+    takings: list[ClaimResult] = []
     outcomes: Counter[Answer] = Counter()
 
-    async def lane(queue: str, trials: int) -> None:
+    async def lane(queue: str, left: int) -> None:
         owner, other = Store(wide), Store(wide)
         window_us = 2000.0
-        for _ in range(trials // 4):
+        for _ in range(left // 4):
             await owner.enqueue(some_jobs(org, 1, queue=queue))
             first = await lease_jobs(owner, org, queue=queue, window_us=round(window_us))
             (answer,), hunted = await asyncio.gather(
-                owner.extend(org, leases_of(first), window_us=MINUTE_US), lease_jobs(other, org, queue=queue)
+                owner.settle(Settlement.extend(org, leases_of(first), window_us=MINUTE_US)),
+                lease_jobs(other, org, queue=queue),
             )
             rest = await lease_jobs(other, org, queue=queue)
             outcomes[answer] += 1
@@ -206,7 +208,9 @@ End = Callable[[Store, OrgId, list[Lease]], Awaitable[list[Answer]]]
 
 
 async def _kill(store: Store, org: OrgId, leases: list[Lease]) -> list[Answer]:
-    return await store.nack(org, [Nack(lease=lease, kill=True) for lease in leases])
+    return await store.settle(
+        Settlement.nack(org, [Nack(lease=lease, failure=Failure(permanent=True)) for lease in leases])
+    )
 
 
 async def _cancel(store: Store, org: OrgId, leases: list[Lease]) -> list[Answer]:
@@ -223,14 +227,14 @@ async def test_a_retried_enqueue_that_races_with_the_end_of_its_job_stores_no_se
     producer, consumer = Store(wide), Store(wide)
     everything: list[str] = []
     for _ in range(max(20, TRIALS // 40)):
-        jobs = some_jobs(org, random.randint(1, 8))
+        jobs = some_jobs(org, luck.randint(1, 8))
         await producer.enqueue(jobs)
         leases = leases_of(await lease_jobs(consumer, org))
-        fresh = some_jobs(org, random.randint(0, 3), queue="other")
-        retried = some_jobs(org, ids=random.sample([*ids_of(jobs), *ids_of(fresh)], len(jobs) + len(fresh)))
+        fresh = some_jobs(org, luck.randint(0, 3), queue="other")
+        retried = some_jobs(org, ids=luck.sample([*ids_of(jobs), *ids_of(fresh)], len(jobs) + len(fresh)))
         known, answers = await asyncio.gather(producer.enqueue(retried), end(consumer, org, leases))
         assert set(answers) == {Answer.OK}
-        # Known are those of the first call, each as itself; and nothing else is.
+        # The jobs of the first call are recognised by their ids, and no others.
         assert known == {at: name for at, name in enumerate(retried.ids) if name in jobs.ids}
         left = leases_of(await lease_jobs(consumer, org))
         assert sorted(lease.job_hex for lease in left) == sorted(name.replace("-", "") for name in fresh.ids)
@@ -244,8 +248,8 @@ async def test_a_retried_enqueue_that_races_with_the_end_of_its_job_stores_no_se
 async def test_an_enqueue_whose_snapshot_is_older_than_the_end_of_its_job_looks_again(
     fresh_database: Database, org: OrgId, end: End, refuses: bool
 ) -> None:
-    """The race above, made to happen: the enqueue has its snapshot, and waits for a dedup key while the job ends.
-    Without the function that looks again there is a second copy, so this test can tell."""
+    """The race above, forced: the enqueue has its snapshot and waits for a dedup key while the job ends. Without the
+    function that looks again there would be a second copy, so this test detects its absence."""
     database = fresh_database
     store = Store(database)
     if not refuses:
@@ -287,7 +291,7 @@ async def test_an_enqueue_waits_for_the_ack_that_has_its_job_in_hand(database: D
         "ids": arrays.plain([lease.job_hex]),
         "leases": arrays.numbers([lease.number]),
         "orgs": [org],
-        "turns": "{}",
+        "org_positions": "{}",
         "results": [],
         "jobs": 1,
     }
@@ -304,7 +308,7 @@ async def test_producers_that_race_for_one_dedup_key_are_told_one_id(wide: Datab
     stores = [Store(wide) for _ in range(4)]
     for turn in range(max(10, TRIALS // 40)):
         keys = [f"{turn}-{n}" for n in range(5)]
-        batches = [some_jobs(org, 5, dedup_keys=random.sample(keys, 5)) for _ in stores]
+        batches = [some_jobs(org, 5, dedup_keys=luck.sample(keys, 5)) for _ in stores]
         answers = await asyncio.gather(*(s.enqueue(b) for s, b in zip(stores, batches, strict=True)))
         told: dict[str, set[str]] = {key: set() for key in keys}
         for jobs, known in zip(batches, answers, strict=True):
@@ -321,7 +325,7 @@ async def test_producers_that_race_for_one_dedup_key_are_told_one_id(wide: Datab
 
 @pytest.fixture
 async def impatient(module_dsn: str) -> AsyncGenerator[Database, None]:
-    """Does not try again after a deadlock, but tells."""
+    """Does not retry after a deadlock, but raises."""
     opened = Database(SHARD, module_dsn, connections=8)
     opened._tries = 0
     await opened.open()
@@ -340,9 +344,9 @@ async def test_enqueues_that_overlap_in_any_order_never_deadlock(impatient: Data
             some_jobs(
                 org,
                 40,
-                ids=random.sample(ids, 40) if share != "dedup keys" else None,
-                dedup_keys=random.sample(keys, 40) if share != "ids" else (),
-                dedup_window_us=random.choice([1, HOUR_US]),
+                ids=luck.sample(ids, 40) if share != "dedup keys" else None,
+                dedup_keys=luck.sample(keys, 40) if share != "ids" else (),
+                dedup_window_us=luck.choice([1, HOUR_US]),
             )
             for _ in stores
         ]
@@ -356,12 +360,14 @@ async def test_calls_on_the_same_leases_in_any_order_never_deadlock(impatient: D
         leases = leases_of(await lease_jobs(stores[0], org))
 
         def shuffled(held: list[Lease] = leases) -> list[Lease]:
-            return random.sample(held, len(held))
+            return luck.sample(held, len(held))
 
         acks = [ack(store, org, shuffled()) for store in stores[:2]]
-        extends = [store.extend(org, shuffled(), window_us=MINUTE_US) for store in stores[2:4]]
-        nacks = [store.nack(org, [Nack(lease=lease) for lease in shuffled()]) for store in stores[4:5]]
-        releases = [store.release(org, shuffled()) for store in stores[5:6]]
+        extends = [store.settle(Settlement.extend(org, shuffled(), window_us=MINUTE_US)) for store in stores[2:4]]
+        nacks = [
+            store.settle(Settlement.nack(org, [Nack(lease=lease) for lease in shuffled()])) for store in stores[4:5]
+        ]
+        releases = [store.settle(Settlement.release(org, shuffled())) for store in stores[5:6]]
         cancels = [_cancel(store, org, shuffled()) for store in stores[6:8]]
         await asyncio.gather(*acks, *extends, *nacks, *releases, *cancels)
         await ack(stores[0], org, leases_of(await lease_jobs(stores[0], org)))
@@ -374,6 +380,6 @@ async def test_routers_that_make_the_same_new_queues_in_any_order_never_deadlock
     stores = [Store(impatient) for _ in range(6)]
     for turn in range(15):
         queues = [(OrgId(f"{org}-{turn}-{n % 5}"), QueueName(f"{org}-{turn}-{n}")) for n in range(20)]
-        made = await asyncio.gather(*(store.names.make(random.sample(queues, 20)) for store in stores))
+        made = await asyncio.gather(*(store.names.make(luck.sample(queues, 20)) for store in stores))
         assert made == [made[0]] * len(stores)
         assert set(made[0]) == set(queues)

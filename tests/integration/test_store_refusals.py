@@ -1,4 +1,4 @@
-"""What the store refuses, it refuses whole: nothing is stored (I6), and no wrong memory is obeyed (I7)."""
+"""What the store refuses it refuses completely: nothing is stored (I6), and no outdated queue number is used (I7)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
-from shard import erasing, statements
-from shard.books import Books
-from shard.database import Database
+from shard.admin.job_pages import Wanted
+from shard.admin.queue_admin import QueueAdmin
 from shard.errors import IdsOutsideHorizon, NotOwned, QueueNotEmpty, TooManyQueues, UnknownQueue
-from shard.interning import QUEUES_MAX
-from shard.listing import Wanted
-from shard.placement import slot_of
-from shard.settling import Nack
-from shard.store import Store
-from shard.vocabulary import Answer, JobId, JobState, Lease, NewJobs, OrgId, QueueName
+from shard.history import erasure
+from shard.placement import statements as placement_statements
+from shard.placement.slots import slot_of
+from shard.postgres.pool import Database
+from shard.queue import statements as queue_statements
+from shard.queue.queue_ids import QUEUES_MAX
+from shard.queue.settle import Nack, Settlement
+from shard.queue.store import Store
+from shard.queue_settings import QueueSettings
+from shard.vocabulary import Answer, Failure, JobId, JobState, Lease, NewJobs, OrgId, QueueName
 from tests.conftest import SHARD
 from tests.jobs import HOUR_US, MINUTE_US, QUEUE, ids_of, job_id, lease_jobs, some_jobs
 from tests.queues import fill_queues
@@ -30,7 +33,7 @@ A, B = QueueName("a"), QueueName("b")
 
 
 async def everything(database: Database) -> dict[str, int]:
-    """How many rows an enqueue could have left behind."""
+    """Counts the rows that an enqueue could have left behind."""
     (row,) = await database.run(
         b"""
         SELECT (SELECT count(*) FROM windrow.job), (SELECT count(*) FROM windrow.dedup),
@@ -64,9 +67,9 @@ async def test_a_slot_that_is_not_owned_takes_nothing(fresh_database: Database, 
     assert caught.value.epoch == (7 if state == "draining" else 0)
     assert f"slot {slot_of(org)} is {state} there" in str(caught.value)
     assert await everything(fresh_database) == before
-    # What is there already can be finished.
+    # Existing jobs can be finished.
     held = [lease for queue in (A, B) for _, lease in await lease_jobs(store, org, queue=queue)]
-    assert await store.ack(org, held, [None] * 4) == [Answer.OK] * 4
+    assert await store.settle(Settlement.ack(org, held, [None] * 4)) == [Answer.OK] * 4
 
 
 @pytest.mark.parametrize(
@@ -94,7 +97,7 @@ async def test_ids_made_outside_the_horizon_are_refused_with_their_positions(
 async def test_an_id_at_the_very_edge_of_the_horizon_is_refused_with_its_position(
     fresh_dsn: str, org: OrgId, ahead_ms: int, fits: bool
 ) -> None:
-    """The database compares microseconds, and an id tells milliseconds: both must draw the line at the same id."""
+    """The database compares microseconds, and an id has milliseconds: both must put the limit at the same id."""
     inside = job_id()
     made_ms = int(inside.replace("-", "")[:12], 16)
     edge = f"{made_ms + ahead_ms:012x}"
@@ -105,7 +108,8 @@ async def test_an_id_at_the_very_edge_of_the_horizon_is_refused_with_its_positio
             f"CREATE FUNCTION frozen.now() RETURNS timestamptz LANGUAGE sql STABLE RETURN "
             f"timestamptz 'epoch' + bigint '{made_ms}500' * interval '1 us'".encode()
         )
-    # now() is found in the first schema of the path: the clock stands still, half a millisecond after `inside`.
+    # A now() in the first schema of the path replaces the real one: the clock stands still, half a millisecond after
+    # `inside`.
     database = Database(SHARD, make_conninfo(fresh_dsn, options="-c search_path=frozen,pg_catalog"), connections=1)
     await database.open()
     try:
@@ -120,12 +124,12 @@ async def test_an_id_at_the_very_edge_of_the_horizon_is_refused_with_its_positio
 
 
 async def test_a_finished_job_of_an_hours_future_id_is_still_known(database: Database, org: OrgId) -> None:
-    """A client whose clock is ahead: its ids are of a time at which the job had long finished."""
+    """The client's clock is ahead: its ids are from a time when the job had long finished."""
     store = Store(database)
     jobs = some_jobs(org, ids=[job_id(ahead_ms=3_500_000)])
     await store.enqueue(jobs)
     ((_, lease),) = await lease_jobs(store, org)
-    await store.ack(org, [lease], [None])
+    await store.settle(Settlement.ack(org, [lease], [None]))
     assert await store.enqueue(jobs) == {0: jobs.ids[0]}
 
 
@@ -146,7 +150,7 @@ async def test_a_new_job_is_stored_though_a_finished_job_of_its_key_is_sent_agai
     old, new = job_id(), job_id()
     await store.enqueue(some_jobs(org, ids=[old], dedup_keys=["k"]))
     ((_, lease),) = await lease_jobs(store, org)
-    await store.ack(org, [lease], [None])
+    await store.settle(Settlement.ack(org, [lease], [None]))
     await end_dedup_windows(database, org)
     both = some_jobs(org, ids=[old, new], dedup_keys=["k", "k"])
     assert await store.enqueue(both) == {0: old}
@@ -183,7 +187,7 @@ async def test_an_enqueue_finds_out_that_it_remembers_queues_wrongly(database: D
 async def test_a_store_that_knows_an_org_from_before_a_restore_never_touches_the_org_that_has_its_number_now(
     fresh_database: Database, org: OrgId, other_org: OrgId
 ) -> None:
-    """I4, I7: a backup from before the org was known gives its number to the next one that comes."""
+    """I4, I7: in a backup from before the org existed, the org's number goes to the next org that comes."""
     numbers = b"SELECT org_id, org FROM windrow.org"
     store = Store(fresh_database)
     await store.enqueue(some_jobs(org, 1))
@@ -196,11 +200,11 @@ async def test_a_store_that_knows_an_org_from_before_a_restore_never_touches_the
     assert await fresh_database.run(numbers, {}) == [(number, other_org)]
     held = [lease for _, lease in await lease_jobs(restored, other_org)]
     before = sorted(await restored.get(other_org, ids_of(jobs), include_payload=True))
-    assert await store.ack(org, held, [None] * 2) == [Answer.NOT_FOUND] * 2
-    assert await store.extend(org, held, window_us=HOUR_US) == [Answer.NOT_FOUND] * 2
+    assert await store.settle(Settlement.ack(org, held, [None] * 2)) == [Answer.NOT_FOUND] * 2
+    assert await store.settle(Settlement.extend(org, held, window_us=HOUR_US)) == [Answer.NOT_FOUND] * 2
     assert await store.cancel(org, ids_of(jobs), reason="") == [Answer.NOT_FOUND] * 2
     assert sorted(await restored.get(other_org, ids_of(jobs), include_payload=True)) == before
-    assert await restored.ack(other_org, held, [None] * 2) == [Answer.OK] * 2
+    assert await restored.settle(Settlement.ack(other_org, held, [None] * 2)) == [Answer.OK] * 2
 
 
 async def test_a_batch_of_which_one_queue_is_remembered_wrongly_is_stored_once_and_told_so(
@@ -212,7 +216,7 @@ async def test_a_batch_of_which_one_queue_is_remembered_wrongly_is_stored_once_a
     store.names._queue_ids[org, B] = foreign
     ids = [job_id() for _ in range(4)]
     jobs = two_queues(org, ids)
-    # Not "known": they are new, whatever it took to store them.
+    # Not reported as duplicates: they are new, whatever it took to store them.
     assert await store.enqueue(jobs) == {}
     assert await queues_of(store, org, ids) == dict(zip(ids, jobs.queues, strict=True))
     assert await store.get(other_org, ids, include_payload=False) == []
@@ -232,7 +236,7 @@ async def test_a_claim_never_obeys_a_wrong_memory_of_a_queue(database: Database,
 
 
 async def test_a_store_that_remembers_queues_wrongly_recovers_within_a_sweep(database: Database, org: OrgId) -> None:
-    """As after a failover that lost the making of a queue: no job waits for longer than the sweep's interval (I7)."""
+    """As after a failover that lost the creation of a queue: no job waits longer than the sweep interval (I7)."""
     store = Store(database)
     ids = [job_id(), job_id()]
     await store.enqueue(two_queues(org, ids))
@@ -264,26 +268,32 @@ async def test_one_org_cannot_touch_anothers_jobs(database: Database, org: OrgId
     await store.enqueue(some_jobs(other_org, 1))
     ((job, lease),) = await lease_jobs(store, org)
     ids = [job.id]
-    assert await store.ack(other_org, [lease], [None]) == [Answer.NOT_FOUND]
-    assert await store.nack(other_org, [Nack(lease=lease, kill=True)]) == [Answer.NOT_FOUND]
-    assert await store.extend(other_org, [lease], window_us=HOUR_US) == [Answer.NOT_FOUND]
-    assert await store.release(other_org, [lease]) == [Answer.NOT_FOUND]
+    assert await store.settle(Settlement.ack(other_org, [lease], [None])) == [Answer.NOT_FOUND]
+    assert await store.settle(Settlement.nack(other_org, [Nack(lease=lease, failure=Failure(permanent=True))])) == [
+        Answer.NOT_FOUND
+    ]
+    assert await store.settle(Settlement.extend(other_org, [lease], window_us=HOUR_US)) == [Answer.NOT_FOUND]
+    assert await store.settle(Settlement.release(other_org, [lease])) == [Answer.NOT_FOUND]
     assert await store.cancel(other_org, ids, reason="") == [Answer.NOT_FOUND]
     assert await store.get(other_org, ids, include_payload=True) == []
-    assert await store.ack(org, [lease], [b"done"]) == [Answer.OK]
+    assert await store.settle(Settlement.ack(org, [lease], [b"done"])) == [Answer.OK]
     assert await store.get(other_org, ids, include_payload=True) == []
     assert await store.cancel(other_org, ids, reason="") == [Answer.NOT_FOUND]
 
 
 @pytest.mark.parametrize("state", ["live", "finished", "dead"])
 async def test_an_id_is_an_orgs_own(database: Database, org: OrgId, other_org: OrgId, state: str) -> None:
-    """As where one environment is a copy of another: neither org learns of the other's jobs, nor touches them."""
+    """As if one environment is a copy of another: neither org sees or changes the other's jobs."""
     store = Store(database)
     theirs = some_jobs(other_org, 1, dedup_keys=["k"])
     await store.enqueue(theirs)
     if state != "live":
         ((_, lease),) = await lease_jobs(store, other_org)
-        await (store.ack(other_org, [lease]) if state == "finished" else store.nack(other_org, [killed(lease)]))
+        await (
+            store.settle(Settlement.ack(other_org, [lease]))
+            if state == "finished"
+            else store.settle(Settlement.nack(other_org, [killed(lease)]))
+        )
     ours = some_jobs(org, ids=[job_id(), *ids_of(theirs)], dedup_keys=["a", "k"])
     assert await store.known(ours) == {}
     assert await store.enqueue(ours) == {}
@@ -292,25 +302,27 @@ async def test_an_id_is_an_orgs_own(database: Database, org: OrgId, other_org: O
     held = {job.id: lease for job, lease in await lease_jobs(store, org)}
     assert held.keys() == set(ours.ids)
     twin = held[ids_of(theirs)[0]]
-    assert await store.ack(other_org, [twin]) == [Answer.STALE], "a lease of the other org's job is none of its own"
-    assert await store.nack(org, [killed(lease) for lease in held.values()]) == [Answer.OK] * 2
+    assert await store.settle(Settlement.ack(other_org, [twin])) == [Answer.STALE], (
+        "a lease of the other org's job is none of its own"
+    )
+    assert await store.settle(Settlement.nack(org, [killed(lease) for lease in held.values()])) == [Answer.OK] * 2
     assert await store.enqueue(ours) == dict(enumerate(ours.ids))
     (record,) = await store.get(other_org, ids_of(theirs), include_payload=False)
     assert record.state == {"live": "ready", "finished": "succeeded", "dead": "dead"}[state]
 
 
 def killed(lease: Lease) -> Nack:
-    return Nack(lease=lease, kill=True)
+    return Nack(lease=lease, failure=Failure(permanent=True))
 
 
 async def test_what_is_redriven_or_purged_is_one_orgs_though_two_have_the_id(
-    database: Database, books: Books, org: OrgId, other_org: OrgId
+    database: Database, books: QueueAdmin, org: OrgId, other_org: OrgId
 ) -> None:
     store = Store(database)
     ids = [job_id(), job_id()]
     for one in (org, other_org):
         await store.enqueue(some_jobs(one, ids=ids))
-        await store.nack(one, [killed(lease) for _, lease in await lease_jobs(store, one)])
+        await store.settle(Settlement.nack(one, [killed(lease) for _, lease in await lease_jobs(store, one)]))
     assert await books.redrive(org, QUEUE, kind="", died_after=None, died_before=None, limit=1) == 1
     assert await books.purge_queue(org, QUEUE, limit=10, include_dead=True) == 2
     states = {record.state for record in await store.get(other_org, ids, include_payload=False)}
@@ -326,13 +338,13 @@ async def test_calls_of_two_orgs_with_the_same_ids_and_keys_are_stored_in_one_st
     before = len(recorder.runs)
     calls = [some_jobs(one, ids=ids, dedup_keys=["k", "l"]) for one in (org, other_org)]
     assert await asyncio.gather(*map(store.enqueue, calls)) == [{}, {}]
-    assert recorder.count(statements.ENQUEUE, since=before) == 1
+    assert recorder.count(queue_statements.ENQUEUE, since=before) == 1
 
 
-async def test_of_two_orgs_with_the_same_ids_each_is_told_of_its_own_jobs_and_keys_alone(
+async def test_two_orgs_with_the_same_ids_each_see_only_their_own_jobs_and_keys(
     database: Database, org: OrgId, other_org: OrgId
 ) -> None:
-    """One statement stores the one's job, and not the other's, whose key is held by an earlier one."""
+    """One statement stores one org's job, and not the other org's, whose key belongs to an earlier job."""
     store = Store(database)
     holder = some_jobs(other_org, 1, dedup_keys=["k"])
     await store.enqueue(holder)
@@ -346,12 +358,12 @@ async def test_of_two_orgs_with_the_same_ids_each_is_told_of_its_own_jobs_and_ke
 async def test_another_orgs_job_that_ends_meanwhile_holds_up_no_enqueue_of_its_id(
     fresh_database: Database, fresh_dsn: str, org: OrgId, other_org: OrgId
 ) -> None:
-    """The enqueue waits at its second job, and takes its second look when the other org's twin of the first has
-    finished."""
+    """The enqueue waits at its second job, and takes its second look when the other org's job with the id of the first
+    has finished."""
     store = Store(fresh_database)
     await store.enqueue(some_jobs(org, 1))
     (queue_id,) = (await store.names.find([(org, QUEUE)])).values()
-    # Jobs are stored in the order of their ids: the twin comes first.
+    # Jobs are stored in the order of their ids, so the other org's job comes first.
     twin, own = job_id(ahead_ms=-1000), job_id()
     await store.enqueue(some_jobs(other_org, ids=[twin]))
     ((_, lease),) = await lease_jobs(store, other_org)
@@ -363,7 +375,7 @@ async def test_another_orgs_job_that_ends_meanwhile_holds_up_no_enqueue_of_its_i
         )
         batch = group.create_task(store.enqueue(some_jobs(org, ids=[twin, own], dedup_keys=["k"])))
         await until_blocked(fresh_database)
-        assert await store.ack(other_org, [lease], [None]) == [Answer.OK]
+        assert await store.settle(Settlement.ack(other_org, [lease], [None])) == [Answer.OK]
         await rival.rollback()
     assert batch.result() == {}
 
@@ -403,7 +415,7 @@ async def test_of_calls_in_one_statement_those_by_an_older_placement_are_refused
     assert isinstance(two, NotOwned)
     assert (one, three) == ({}, {})
     asked = [run[0] for run in fresh_recorder.runs[before:]]
-    assert asked == [statements.ENQUEUE, statements.FIND_REFUSED_SLOTS, statements.ENQUEUE]
+    assert asked == [queue_statements.ENQUEUE, queue_statements.FIND_REFUSED_SLOTS, queue_statements.ENQUEUE]
     assert {job.id for job, _ in await lease_jobs(store, org)} == set(new.ids)
 
 
@@ -412,8 +424,8 @@ async def test_an_org_that_was_never_seen_finds_nothing(database: Database, org:
     await store.enqueue(some_jobs(org, 1))
     ((job, lease),) = await lease_jobs(store, org)
     assert await lease_jobs(store, other_org) == []
-    assert await store.ack(other_org, [lease], [None]) == [Answer.NOT_FOUND]
-    assert await store.nack(other_org, [Nack(lease=lease)]) == [Answer.NOT_FOUND]
+    assert await store.settle(Settlement.ack(other_org, [lease], [None])) == [Answer.NOT_FOUND]
+    assert await store.settle(Settlement.nack(other_org, [Nack(lease=lease)])) == [Answer.NOT_FOUND]
     assert await store.cancel(other_org, [job.id], reason="") == [Answer.NOT_FOUND]
 
 
@@ -421,17 +433,21 @@ async def test_a_lease_and_the_lease_before_it_are_answered_apart_in_one_call(da
     store = Store(database)
     await store.enqueue(some_jobs(org, 1))
     ((_, old),) = await lease_jobs(store, org)
-    await store.release(org, [old])
+    await store.settle(Settlement.release(org, [old]))
     ((_, live),) = await lease_jobs(store, org)
-    assert await store.extend(org, [old, live], window_us=HOUR_US) == [Answer.STALE, Answer.OK]
-    assert await store.ack(org, [live, old, live], [None] * 3) == [Answer.OK, Answer.STALE, Answer.OK]
+    assert await store.settle(Settlement.extend(org, [old, live], window_us=HOUR_US)) == [Answer.STALE, Answer.OK]
+    assert await store.settle(Settlement.ack(org, [live, old, live], [None] * 3)) == [
+        Answer.OK,
+        Answer.STALE,
+        Answer.OK,
+    ]
 
 
 # As many queues as an org may have
 
 
 async def test_an_org_with_as_many_queues_as_it_may_have_gets_no_more_and_no_name_is_kept(
-    recorder: Recorder, books: Books, org: OrgId
+    recorder: Recorder, books: QueueAdmin, org: OrgId
 ) -> None:
     store, new = Store(recorder), [QueueName(f"{org}-{at}") for at in range(3)]
     await store.enqueue(two_queues(org, [job_id(), job_id()]))
@@ -445,7 +461,7 @@ async def test_an_org_with_as_many_queues_as_it_may_have_gets_no_more_and_no_nam
     ):
         await store.enqueue(jobs)
     with pytest.raises(TooManyQueues):
-        await books.create_queue(org, new[1], retry=None, max_attempts=None)
+        await books.create_queue(org, new[1], QueueSettings())
     assert await everything(recorder) == before
     assert (
         await recorder.run(
@@ -453,13 +469,13 @@ async def test_an_org_with_as_many_queues_as_it_may_have_gets_no_more_and_no_nam
         )
         == []
     )
-    # What there is goes on, a queue that was deleted too; and nobody counts where none is to be made.
+    # Existing queues work, also a deleted one; and queues are counted only when one must be created.
     runs = len(recorder.runs)
     await store.enqueue(two_queues(org, [job_id(), job_id()]))
     await Store(recorder).enqueue(some_jobs(org, 1, queue="full-1"))
-    assert recorder.count(statements.COUNT_QUEUES, since=runs) == 0
+    assert recorder.count(queue_statements.COUNT_QUEUES, since=runs) == 0
     await books.delete_queue(org, QueueName("full-2"))
-    assert (await books.create_queue(org, QueueName("full-2"), retry=None, max_attempts=None)).queue == "full-2"
+    assert (await books.create_queue(org, QueueName("full-2"), QueueSettings())).queue == "full-2"
 
 
 async def test_of_several_calls_those_of_an_org_that_may_have_no_more_queues_are_refused_alone(
@@ -472,7 +488,7 @@ async def test_of_several_calls_those_of_an_org_that_may_have_no_more_queues_are
     rivals = [some_jobs(org, 1, queue=f"{org}-{at}") for at in range(5)]
     answers = await asyncio.gather(*map(store.enqueue, [*calls, *rivals]), return_exceptions=True)
     assert answers[:2] == [{}, {}]
-    # One of them has taken the last place.
+    # One of them has got the last free place.
     assert sorted(map(type, answers[2:]), key=str) == sorted([dict, *[TooManyQueues] * 4], key=str)
 
 
@@ -480,47 +496,49 @@ async def test_of_several_calls_those_of_an_org_that_may_have_no_more_queues_are
 
 
 async def test_a_deleted_queue_comes_back_with_its_next_job_even_if_that_dies(
-    database: Database, books: Books, org: OrgId
+    database: Database, books: QueueAdmin, org: OrgId
 ) -> None:
     store = Store(database)
     await store.enqueue(some_jobs(org, 1, queue=A))
     with pytest.raises(QueueNotEmpty):
         await books.delete_queue(org, A)
     held = [lease for _, lease in await lease_jobs(store, org, queue=A)]
-    await store.ack(org, held, [None])
+    await store.settle(Settlement.ack(org, held, [None]))
     await books.delete_queue(org, A)
     with pytest.raises(UnknownQueue):
         await books.get_queue(org, A)
-    # This router remembers the queue's number, and so does not make the queue again.
+    # This router remembers the queue's number, and so does not create the queue again.
     await store.enqueue(some_jobs(org, 1, queue=A))
     assert (await books.get_queue(org, A)).queue == A
     held = [lease for _, lease in await lease_jobs(store, org, queue=A)]
-    await store.nack(org, [Nack(lease=held[0], kill=True)])
+    await store.settle(Settlement.nack(org, [Nack(lease=held[0], failure=Failure(permanent=True))]))
     assert [q.queue for q in (await books.list_queues(org, page_size=9, page_token=""))[0]] == [A]
     page = await books.list_jobs(Wanted(org=org, queue=A, state=JobState.DEAD), page_size=9, page_token="")
     assert len(page.jobs) == 1
     assert await books.redrive(org, A, kind="", died_after=None, died_before=None, limit=9) == 1
 
 
-@pytest.mark.parametrize("moment", [statements.MAKE_QUEUES, statements.FIND_QUEUE_IDS], ids=["made", "found"])
+@pytest.mark.parametrize(
+    "moment", [placement_statements.INSERT_QUEUES, queue_statements.FIND_QUEUE_IDS], ids=["made", "found"]
+)
 async def test_an_org_that_is_erased_while_it_gets_a_queue_has_not_too_many(
     fresh_recorder: Recorder, org: OrgId, moment: bytes
 ) -> None:
-    """The job is stored for the org that comes after, whichever of them the queue was made for."""
+    """The job is stored for the org that comes after, whichever org the queue was created for."""
     store = Store(fresh_recorder)
     for number in range(20):
         await store.enqueue(some_jobs(org, queue=f"queue-{number}"))
 
     async def erase() -> None:
-        assert await erasing.begin(fresh_recorder, org, erasure=str(uuid.uuid4()))
+        assert await erasure.begin(fresh_recorder, org, erasure=str(uuid.uuid4()))
 
     async def erase_once_made() -> None:
-        fresh_recorder.before(statements.FIND_QUEUE_IDS, erase)
+        fresh_recorder.before(queue_statements.FIND_QUEUE_IDS, erase)
 
-    if moment == statements.MAKE_QUEUES:
-        fresh_recorder.before(statements.MAKE_QUEUES, erase)
+    if moment == placement_statements.INSERT_QUEUES:
+        fresh_recorder.before(placement_statements.INSERT_QUEUES, erase)
     else:
-        fresh_recorder.before(statements.MAKE_QUEUES, erase_once_made)
+        fresh_recorder.before(placement_statements.INSERT_QUEUES, erase_once_made)
     jobs = some_jobs(org, queue="one-more")
     assert await store.enqueue(jobs) == {}
     (job,) = await store.get(org, ids_of(jobs), include_payload=False)
@@ -530,16 +548,16 @@ async def test_an_org_that_is_erased_while_it_gets_a_queue_has_not_too_many(
 async def test_an_org_that_is_erased_while_an_operator_makes_it_a_queue_has_not_too_many(
     fresh_dsn: str, org: OrgId
 ) -> None:
-    recorder = Recorder(SHARD, fresh_dsn, connections=2, for_books=True)
+    recorder = Recorder(SHARD, fresh_dsn, connections=2, may_scan=True)
     await recorder.open()
     try:
         await Store(recorder).enqueue(some_jobs(org))
 
         async def erase() -> None:
-            assert await erasing.begin(recorder, org, erasure=str(uuid.uuid4()))
+            assert await erasure.begin(recorder, org, erasure=str(uuid.uuid4()))
 
-        recorder.before(statements.MAKE_QUEUES, erase)
-        made = await Books(recorder).create_queue(org, QueueName("one-more"), retry=None, max_attempts=None)
+        recorder.before(placement_statements.INSERT_QUEUES, erase)
+        made = await QueueAdmin(recorder).create_queue(org, QueueName("one-more"), QueueSettings())
         assert made.queue == "one-more"
     finally:
         await recorder.close()

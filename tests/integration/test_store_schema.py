@@ -1,5 +1,5 @@
-"""A shard makes its own schema, once, whoever comes first; and refuses a database that is not its own, which
-it only looks at."""
+"""A shard creates its own schema once, whoever comes first. A database that belongs to something else is refused and
+not changed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from shard import catalog, identity, schema
-from shard.books import Books
-from shard.database import Database
+from shard.admin.queue_admin import QueueAdmin
 from shard.errors import Misconfigured
-from shard.partitions import make_ahead
-from shard.placement import SLOTS
-from shard.store import Store
+from shard.placement import catalog, identity
+from shard.placement.slots import SLOTS
+from shard.postgres import schema
+from shard.postgres.partitions import make_ahead
+from shard.postgres.pool import Database
+from shard.queue.store import Store
 from shard.vocabulary import OrgId, ShardName, Slot
 from tests.conftest import CLUSTER, SHARD
 from tests.jobs import some_jobs
@@ -44,7 +45,7 @@ async def test_of_many_that_migrate_at_once_each_migration_is_run_by_one(empty_d
         done = await asyncio.gather(*(schema.migrate(database, cluster=CLUSTER) for database in databases))
         run = sorted(migration.number for part in done for migration in part)
         assert run == [migration.number for migration in schema.migrations()]
-        assert (await Books(databases[0]).versions())[1] == run[-1]
+        assert (await QueueAdmin(databases[0]).versions())[1] == run[-1]
         # Yesterday, today and three days ahead, each once.
         rows = await databases[0].run(
             b"SELECT count(*) FROM pg_inherits WHERE inhparent = 'windrow.finished_30'::regclass", {}
@@ -86,7 +87,7 @@ async def test_a_schema_of_a_newer_release_is_refused_only_if_it_breaks_this_one
                 await schema.migrate(database, cluster=CLUSTER)
         else:
             assert await schema.migrate(database, cluster=CLUSTER) == []
-            assert (await Books(database).versions())[1] == 9000
+            assert (await QueueAdmin(database).versions())[1] == 9000
 
 
 @pytest.mark.parametrize(("shard", "cluster"), [("s2", CLUSTER), (SHARD, "another")])
@@ -102,7 +103,7 @@ async def test_a_dsn_that_leads_to_another_shards_database_is_refused(fresh_dsn:
 
 @pytest.fixture
 def stranger_dsn(postgres: Server, empty_dsn: str) -> str:
-    """A role that may connect to the database, and owns nothing there."""
+    """A role that may connect to the database and owns nothing in it."""
     with psycopg.connect(postgres.superuser_dsn, autocommit=True) as connection:
         connection.execute("DROP ROLE IF EXISTS stranger")
         connection.execute("CREATE ROLE stranger LOGIN PASSWORD 'stranger'")
@@ -119,7 +120,7 @@ async def test_a_role_that_may_not_make_the_schema_is_told_what_to_do(stranger_d
 
 
 async def let_in(empty_dsn: str) -> None:
-    """Makes the schema, and lets the stranger use what is there."""
+    """Creates the schema, and grants the stranger access to it."""
     async with opened(empty_dsn) as owner:
         await schema.migrate(owner, cluster=CLUSTER)
     with psycopg.connect(empty_dsn) as connection:
@@ -169,7 +170,7 @@ async def test_a_database_of_another_encoding_is_refused_and_left_empty(postgres
 
 @pytest.fixture
 def database_of(postgres: Server) -> Iterator[Callable[..., str]]:
-    """Makes empty databases, or copies of others; answers their DSNs."""
+    """Creates empty databases, or copies of others. Returns their DSNs."""
     made: list[str] = []
 
     def make(like: str | None = None) -> str:
@@ -189,25 +190,25 @@ async def is_empty(dsn: str) -> bool:
 
 
 async def admit(dsn: str, at: Database) -> identity.Identity | None:
-    """As shard s2 of the cluster that has its catalog there."""
+    """Admits the database as shard s2 of the cluster whose catalog is there."""
     async with opened(dsn, name=S2) as database:
         return await identity.admit(database, at, cluster=CLUSTER)
 
 
 async def give_slots(at: Database, slots: int) -> None:
     known = await catalog.read(at)
-    move = await catalog.begin(at, known, map(Slot, range(slots)), target=S2)
+    move = await catalog.begin_move(at, known, map(Slot, range(slots)), target=S2)
     assert move is not None
-    await catalog.switch(at, move)
-    await catalog.leave(at, move, move.slots)
+    await catalog.switch_writer(at, move)
+    await catalog.finish_move(at, move, move.slots)
 
 
 async def take_slots_away(at: Database) -> None:
     known = await catalog.read(at)
-    move = await catalog.begin(at, known, known.slots_written_by(S2), target=SHARD)
+    move = await catalog.begin_move(at, known, known.slots_written_by(S2), target=SHARD)
     assert move is not None
-    await catalog.switch(at, move)
-    await catalog.leave(at, move, move.slots)
+    await catalog.switch_writer(at, move)
+    await catalog.finish_move(at, move, move.slots)
 
 
 async def test_an_empty_database_is_made_a_shards_only_while_nothing_is_lost_with_the_one_before(
@@ -215,7 +216,7 @@ async def test_an_empty_database_is_made_a_shards_only_while_nothing_is_lost_wit
 ) -> None:
     first, second, third = database_of(), database_of(), database_of()
     await admit(first, fresh_database)
-    # It held nothing: a typing error may be mended.
+    # It held nothing, so a typing error may be corrected.
     assert await admit(second, fresh_database)
     await give_slots(fresh_database, 1200)
     with pytest.raises(Misconfigured) as caught:
@@ -253,7 +254,7 @@ async def test_a_shard_of_another_cluster_of_the_same_name_is_refused(
         await schema.migrate(other, cluster=None)
         known = await catalog.found(other, cluster=CLUSTER, weights={S2: 1})
         await identity.admit(other, other, cluster=CLUSTER)
-        assert await catalog.grant(other, known) == SLOTS
+        assert await catalog.grant_slots(other, known) == SLOTS
 
     async def is_refused() -> None:
         with pytest.raises(Misconfigured, match="database of another shard of these very names"):
@@ -266,7 +267,7 @@ async def test_a_shard_of_another_cluster_of_the_same_name_is_refused(
     await is_refused()
 
 
-async def test_who_stops_before_the_catalog_knows_of_a_shard_is_followed_by_one_who_goes_on(
+async def test_another_process_finishes_admitting_a_shard_that_the_catalog_does_not_know_yet(
     fresh_database: Database, database_of: Callable[..., str]
 ) -> None:
     await give_slots(fresh_database, 1)
@@ -294,17 +295,3 @@ async def test_of_two_databases_that_are_made_a_shards_at_once_one_is_refused(
     assert sorted(isinstance(one, Misconfigured) for one in done) == [False, True]
     right = made[isinstance(done[0], Misconfigured)]
     assert await admit(right, fresh_database) in done
-
-
-async def test_a_database_of_a_release_that_gave_no_ids_is_known_by_its_names(
-    fresh_database: Database, database_of: Callable[..., str]
-) -> None:
-    await admit(dsn := database_of(), fresh_database)
-    await give_slots(fresh_database, 1)
-    await fresh_database.run(b"UPDATE windrow.shard SET id = NULL", {})
-    async with opened(dsn, name=S2) as database:
-        await database.run(b"ALTER TABLE windrow.identity DROP COLUMN id", {})
-        assert await identity.examine(database, fresh_database, cluster=CLUSTER)
-    async with opened(database_of(), name=S2) as database:
-        with pytest.raises(Misconfigured, match="no shard"):
-            await identity.examine(database, fresh_database, cluster=CLUSTER)

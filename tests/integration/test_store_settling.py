@@ -1,44 +1,28 @@
-"""Acks, nacks, extends and releases of many calls and orgs in one statement: each is answered as though alone."""
+"""Acks, nacks, extends and releases of many calls and orgs in one statement: each is answered as if it were alone."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import psycopg
 import pytest
 
-from shard import statements
-from shard.books import Books
-from shard.retry import Fixed
-from shard.settling import Nack
-from shard.store import Store
-from shard.vocabulary import Answer, Lease, OrgId, Outcome
+from shard.admin.queue_admin import QueueAdmin
+from shard.queue import statements
+from shard.queue.settle import Nack, Settlement
+from shard.queue.store import Store
+from shard.retry_policy import Fixed
+from shard.vocabulary import Answer, Failure, Lease, OrgId
 from tests.jobs import HOUR_US, MINUTE_US, at_once, job_id, lease_jobs, some_jobs
 from tests.recorder import Recorder
 from tests.timemachine import end_leases, until_blocked
+from tests.verbs import VERBS
 
 OK, STALE, NOT_FOUND = Answer.OK, Answer.STALE, Answer.NOT_FOUND
 
-Verb = Callable[[Store, OrgId, Sequence[Lease]], Coroutine[Any, Any, list[Answer]]]
-
-VERBS: dict[str, Verb] = {
-    "ack": lambda store, org, leases: store.ack(org, leases),
-    "nack": lambda store, org, leases: store.nack(org, [Nack(lease=lease, delay_us=HOUR_US) for lease in leases]),
-    "kill": lambda store, org, leases: store.nack(org, [Nack(lease=lease, kill=True) for lease in leases]),
-    "extend": lambda store, org, leases: store.extend(org, leases, window_us=2 * HOUR_US),
-    "release": lambda store, org, leases: store.release(org, leases),
-}
-STATE = {"ack": "succeeded", "nack": "scheduled", "kill": "dead", "extend": "leased", "release": "ready"}
-HOT = {
-    "ack": statements.ACK,
-    "nack": statements.RETRY,
-    "kill": statements.BURY,
-    "extend": statements.EXTEND,
-    "release": statements.RELEASE,
-}
 verbs = pytest.mark.parametrize("verb", VERBS)
 
 
@@ -68,7 +52,7 @@ async def test_calls_of_several_orgs_share_a_statement_and_each_hears_its_own(
     await end_leases(recorder, org)
     mine = await held_by(store, org)
     unknown = Lease(job_hex=job_id().replace("-", ""), number=7)
-    act = VERBS[verb]
+    act = VERBS[verb].act
     before = len(recorder.runs)
     answers = await at_once(
         act(store, org, [mine[0], ended[0]]),
@@ -77,9 +61,9 @@ async def test_calls_of_several_orgs_share_a_statement_and_each_hears_its_own(
         act(store, other_org, others[2:]),
     )
     assert answers == [[OK, STALE], [OK, OK], [NOT_FOUND, OK, OK], [OK]]
-    assert recorder.count(HOT[verb], since=before) == 1
-    assert await states(store, org, mine) == [STATE[verb]] * 3
-    assert await states(store, other_org, others) == [STATE[verb]] * 3
+    assert recorder.count(VERBS[verb].statement, since=before) == 1
+    assert await states(store, org, mine) == [VERBS[verb].state] * 3
+    assert await states(store, other_org, others) == [VERBS[verb].state] * 3
     assert await states(store, org, ended) == ["ready"]
 
 
@@ -87,9 +71,9 @@ async def test_calls_of_several_orgs_share_a_statement_and_each_hears_its_own(
 async def test_a_lease_that_two_orgs_name_is_its_owners_alone(
     recorder: Recorder, org: OrgId, other_org: OrgId, verb: str
 ) -> None:
-    """Whoever asks first, and whatever else they name in the same call, and however the calls are joined."""
+    """Whoever asks first, whatever else the call names, and however the calls are combined."""
     store = Store(recorder)
-    act = VERBS[verb]
+    act = VERBS[verb].act
     for owner_first, with_own in itertools.product((True, False), repeat=2):
         mine, others = await held_by(store, org), await held_by(store, other_org)
         foreign = [*mine, *others] if with_own else mine
@@ -101,9 +85,9 @@ async def test_a_lease_that_two_orgs_name_is_its_owners_alone(
         calls += [(bystander, theirs, [OK]), (org, [mine[1]], [OK])]
         answers = await at_once(*(act(store, one, named) for one, named, _ in calls))
         assert answers == [expected for _, _, expected in calls]
-        assert await states(store, org, mine) == [STATE[verb]] * 3
-        assert await states(store, other_org, others) == [STATE[verb] if with_own else "leased"] * 3
-        # And the same again, one after another: nobody learns anything from asking twice.
+        assert await states(store, org, mine) == [VERBS[verb].state] * 3
+        assert await states(store, other_org, others) == [VERBS[verb].state if with_own else "leased"] * 3
+        # The same again, one after another: repeating the call reveals nothing.
         for one, named, expected in calls:
             assert await act(store, one, named) == expected
         for one in (org, other_org, bystander):
@@ -117,14 +101,19 @@ async def test_an_error_that_postgres_refuses_costs_the_nacks_beside_it_a_few_st
     good, (bad,) = await held_by(store, org, 99), await held_by(store, other_org, 1)
     before = len(recorder.runs)
     answers = await asyncio.gather(
-        store.nack(other_org, [Nack(lease=bad, error="\0")]),
-        *(store.nack(org, [Nack(lease=lease, error="no", delay_us=HOUR_US)]) for lease in good),
+        store.settle(Settlement.nack(other_org, [Nack(lease=bad, failure=Failure(message="\0"))])),
+        *(
+            store.settle(
+                Settlement.nack(org, [Nack(lease=lease, failure=Failure(message="no"), retry_after_us=HOUR_US)])
+            )
+            for lease in good
+        ),
         return_exceptions=True,
     )
     assert isinstance(answers[0], psycopg.DataError)
     assert answers[1:] == [[OK]] * 99
     assert await states(store, org, good) == ["scheduled"] * 99
-    assert recorder.count(statements.RETRY, since=before) <= 15
+    assert recorder.count(statements.GIVE_BACK, since=before) <= 15
 
 
 async def test_leases_that_many_calls_of_another_org_name_cost_their_owner_one_act(
@@ -133,7 +122,9 @@ async def test_leases_that_many_calls_of_another_org_name_cost_their_owner_one_a
     store = Store(recorder)
     held = await held_by(store, org, 50)
     before = len(recorder.runs)
-    answers = await asyncio.gather(*(store.ack(one, [lease]) for lease in held for one in (org, other_org)))
+    answers = await asyncio.gather(
+        *(store.settle(Settlement.ack(one, [lease])) for lease in held for one in (org, other_org))
+    )
     assert answers == [[OK], [NOT_FOUND]] * 50
     assert recorder.count(statements.ACK, since=before) == 2
 
@@ -144,7 +135,7 @@ async def test_a_foreign_org_that_names_a_lease_alone_beside_other_calls_changes
 ) -> None:
     store = Store(recorder)
     mine, others = await held_by(store, org), await held_by(store, other_org)
-    act = VERBS[verb]
+    act = VERBS[verb].act
     answers = await at_once(act(store, other_org, mine), act(store, org, others))
     assert answers == [[NOT_FOUND] * 3] * 2
     assert await states(store, org, mine) == await states(store, other_org, others) == ["leased"] * 3
@@ -152,18 +143,18 @@ async def test_a_foreign_org_that_names_a_lease_alone_beside_other_calls_changes
 
 @verbs
 async def test_repeated_calls_in_one_batch_all_hear_ok_and_count_once(
-    recorder: Recorder, books: Books, org: OrgId, verb: str
+    recorder: Recorder, books: QueueAdmin, org: OrgId, verb: str
 ) -> None:
     store = Store(recorder)
     mine = await held_by(store, org)
-    act = VERBS[verb]
+    act = VERBS[verb].act
     twice = [mine[0], mine[1], mine[0]]
     assert await at_once(act(store, org, mine), act(store, org, mine[::-1]), act(store, org, twice)) == [[OK] * 3] * 3
     assert await act(store, org, mine) == [OK] * 3
-    assert await states(store, org, mine) == [STATE[verb]] * 3
-    outcomes = {"ack": Outcome.ACKED, "nack": Outcome.NACKED, "kill": Outcome.NACKED, "release": Outcome.RELEASED}
+    assert await states(store, org, mine) == [VERBS[verb].state] * 3
+    outcome = VERBS[verb].outcome
     for record in await store.get(org, [name_of(lease) for lease in mine], include_payload=False):
-        assert [attempt.outcome for attempt in record.attempts()] == ([outcomes[verb]] if verb != "extend" else [])
+        assert [attempt.outcome for attempt in record.attempts()] == ([outcome] if outcome else [])
     (entry,) = [entry for entry in await books.check() if entry.org == org]
     assert (entry.accepted, entry.balanced) == (3, True)
 
@@ -174,9 +165,9 @@ async def test_each_job_has_the_result_of_its_own_call(recorder: Recorder, org: 
     plain = await held_by(store, org, 1)
     before = len(recorder.runs)
     await at_once(
-        store.ack(org, plain),
-        store.ack(org, mine, [b"a", None, b""]),
-        store.ack(other_org, others, [None, b"b", b"c"]),
+        store.settle(Settlement.ack(org, plain)),
+        store.settle(Settlement.ack(org, mine, [b"a", None, b""])),
+        store.settle(Settlement.ack(other_org, others, [None, b"b", b"c"])),
     )
     assert recorder.count(statements.ACK, since=before) == 1
     for one, leases, results in ((org, mine, [b"a", None, b""]), (other_org, others, [None, b"b", b"c"])):
@@ -192,10 +183,16 @@ async def test_nacks_of_several_orgs_meet_each_its_own_fate(recorder: Recorder, 
     mine = [lease for _, lease in await lease_jobs(store, org)]
     others = [lease for _, lease in await lease_jobs(store, other_org)]
     answers = await at_once(
-        store.nack(org, [Nack(lease=mine[0], error="mine")]),
-        store.nack(other_org, [Nack(lease=others[0], error="theirs", delay_us=0)]),
-        store.nack(org, [Nack(lease=mine[1], error="mine too", delay_us=0)]),
-        store.nack(other_org, [Nack(lease=others[1], error="theirs too", kill=True)]),
+        store.settle(Settlement.nack(org, [Nack(lease=mine[0], failure=Failure(message="mine"))])),
+        store.settle(
+            Settlement.nack(other_org, [Nack(lease=others[0], failure=Failure(message="theirs"), retry_after_us=0)])
+        ),
+        store.settle(
+            Settlement.nack(org, [Nack(lease=mine[1], failure=Failure(message="mine too"), retry_after_us=0)])
+        ),
+        store.settle(
+            Settlement.nack(other_org, [Nack(lease=others[1], failure=Failure(message="theirs too", permanent=True))])
+        ),
     )
     assert answers == [[OK]] * 4
     assert await states(store, org, mine) == ["scheduled", "ready"]
@@ -203,7 +200,7 @@ async def test_nacks_of_several_orgs_meet_each_its_own_fate(recorder: Recorder, 
     for one, leases, errors in ((org, mine, ["mine", "mine too"]), (other_org, others, ["theirs", "theirs too"])):
         for lease, error in zip(leases, errors, strict=True):
             (record,) = await store.get(one, [name_of(lease)], include_payload=False)
-            assert [attempt.error for attempt in record.attempts()] == [error]
+            assert [attempt.failure and attempt.failure.message for attempt in record.attempts()] == [error]
 
 
 # Windows
@@ -225,9 +222,9 @@ async def test_each_lease_is_extended_by_the_window_of_its_own_call(
     others = [lease for _, lease in await lease_jobs(store, other_org, window_us=MINUTE_US)]
     before = len(recorder.runs)
     await at_once(
-        store.extend(org, mine[:1], window_us=HOUR_US),
-        store.extend(other_org, others, window_us=2 * HOUR_US),
-        store.extend(org, mine[1:], window_us=3 * HOUR_US),
+        store.settle(Settlement.extend(org, mine[:1], window_us=HOUR_US)),
+        store.settle(Settlement.extend(other_org, others, window_us=2 * HOUR_US)),
+        store.settle(Settlement.extend(org, mine[1:], window_us=3 * HOUR_US)),
     )
     assert recorder.count(statements.EXTEND, since=before) == 1
     first, second = await deadlines(store, org, mine)
@@ -239,11 +236,11 @@ async def test_each_lease_is_extended_by_the_window_of_its_own_call(
 async def test_of_several_extends_of_one_lease_the_longest_is_in_force(
     recorder: Recorder, org: OrgId, windows: tuple[int, ...]
 ) -> None:
-    """Each caller was told OK, and so that its lease lasts as long as its window."""
+    """Each caller was told OK, so its lease must last as long as its window."""
     store = Store(recorder)
     await store.enqueue(some_jobs(org, 1))
     ((job, lease),) = await lease_jobs(store, org, window_us=MINUTE_US)
-    answers = await at_once(*(store.extend(org, [lease], window_us=window) for window in windows))
+    answers = await at_once(*(store.settle(Settlement.extend(org, [lease], window_us=window)) for window in windows))
     assert answers == [[OK]] * len(windows)
     (deadline,) = await deadlines(store, org, [lease])
     assert deadline >= job.leased_at + 4 * HOUR_US
@@ -256,14 +253,10 @@ async def test_calls_that_name_nothing_are_answered_with_nothing(recorder: Recor
     store = Store(recorder)
     mine = await held_by(store, org, 2)
     answers = await at_once(
-        store.ack(org, []),
-        store.ack(org, mine),
-        store.nack(org, []),
-        store.extend(org, [], window_us=1),
-        store.release(org, []),
+        store.settle(Settlement.ack(org, mine)), *(each.act(store, org, []) for each in VERBS.values())
     )
-    assert answers == [[], [OK, OK], [], [], []]
-    assert await store.ack(org, []) == []
+    assert answers == [[OK, OK], *([] for _ in VERBS)]
+    assert await store.settle(Settlement.ack(org, [])) == []
 
 
 async def test_a_call_whose_caller_leaves_while_others_are_served_is_done_with_theirs(
@@ -273,8 +266,8 @@ async def test_a_call_whose_caller_leaves_while_others_are_served_is_done_with_t
     mine, others = await held_by(store, org), await held_by(store, other_org)
     async with await psycopg.AsyncConnection.connect(module_dsn) as rival:
         await rival.execute("SELECT FROM windrow.job WHERE id = %s FOR UPDATE", [name_of(mine[0])])
-        leaver = asyncio.create_task(store.ack(org, mine))
-        stayer = asyncio.create_task(store.ack(other_org, others))
+        leaver = asyncio.create_task(store.settle(Settlement.ack(org, mine)))
+        stayer = asyncio.create_task(store.settle(Settlement.ack(other_org, others)))
         await until_blocked(recorder)
         leaver.cancel()
         await asyncio.wait([leaver])
@@ -288,8 +281,8 @@ async def test_a_call_that_is_cancelled_before_it_begins_is_not_done(
 ) -> None:
     store = Store(recorder)
     mine, others = await held_by(store, org), await held_by(store, other_org)
-    leaver = asyncio.create_task(store.ack(org, mine))
-    stayer = asyncio.create_task(store.ack(other_org, others))
+    leaver = asyncio.create_task(store.settle(Settlement.ack(org, mine)))
+    stayer = asyncio.create_task(store.settle(Settlement.ack(other_org, others)))
     await asyncio.sleep(0)
     leaver.cancel()
     assert await stayer == [OK] * 3

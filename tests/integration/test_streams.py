@@ -1,10 +1,9 @@
-"""Consume: what a stream is told, in which order, how it ends, and what goes back when it does."""
+"""Consume: what a stream sends and in which order, how it ends, and which jobs go back when it does."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,21 +15,21 @@ import grpc
 import psutil
 import pytest
 from google.protobuf.duration_pb2 import Duration
-from google.rpc import code_pb2
+from google.rpc import code_pb2, error_details_pb2
 
 from embedded import BinariesNotFound, Clusters, open_clusters
 from router.buffer import Buffer
-from router.calls import Methods, Received
-from router.fleet import Fleet
-from router.gate import Call, Context, Gate
-from router.queue_service import QueueService
-from router.status import InvalidRequest
-from router.stream import Stream as RoutersStream
-from router.tracing import Tracing
-from router.wire import Given
-from shard.lease import lease_of, token, token_prefix
-from shard.placement import Placement
-from shard.store import Store
+from router.codec.fast_write import Delivery
+from router.codec.status import InvalidRequest
+from router.fleet.fleet import Fleet
+from router.gate.admission import Call, Context, Gate
+from router.gate.calls import Methods, Received
+from router.gate.tracing import Tracing
+from router.services.consume_stream import Stream as RoutersStream
+from router.services.queue import QueueService
+from shard.lease_token import lease_of, token, token_prefix
+from shard.placement.slots import Placement
+from shard.queue.store import Store
 from shard.vocabulary import Lease, Micros, ShardName
 from tests.jobs import job_id
 from tests.postgres import Server
@@ -44,17 +43,19 @@ from tests.streams import (
     Stream,
     acks,
     client,
+    extends,
     new_job,
     refused_fields,
     retry_after_s,
     sql,
     start,
     until,
+    window,
 )
 from windrow.v1 import admin_pb2, job_pb2, queue_pb2
 
 SHARDS = ("s1", "s2")
-# What is at once here, on a busy machine; less than a sweep, which would hide a lost wake-up.
+# "At once" on a busy machine; shorter than the sweep interval, so that a sweep cannot hide a lost wake-up.
 SOON_S = 2.0
 
 
@@ -112,7 +113,7 @@ BAD_MESSAGES: dict[str, tuple[dict[str, Any], str]] = {
     "credit above 10,000": ({"credit": 10_001}, "credit"),
     "too many acks": ({"acks": [queue_pb2.Ack(lease=TOKEN)] * 1001}, "acks"),
     "too many nacks": ({"nacks": [NACK] * 1001}, "nacks"),
-    "too many extends": ({"extends": [TOKEN] * 1001}, "extends"),
+    "too many extends": ({"extends": extends(TOKEN) * 1001}, "extends"),
     "too many releases": ({"releases": [TOKEN] * 1001}, "releases"),
     "a result of more than 64 KiB": ({"acks": [queue_pb2.Ack(lease=TOKEN, result=b"r" * 65_537)]}, "acks[0].result"),
     "an empty lease to ack": ({"acks": [queue_pb2.Ack()]}, "acks[0].lease"),
@@ -121,12 +122,29 @@ BAD_MESSAGES: dict[str, tuple[dict[str, Any], str]] = {
         "acks[1].lease",
     ),
     "a malformed lease to nack": ({"nacks": [NACK, queue_pb2.Nack(lease=TOKEN[:28])]}, "nacks[1].lease"),
-    "a malformed lease to extend": ({"extends": [TOKEN, TOKEN + b"x"]}, "extends[1]"),
+    "a malformed lease to extend": ({"extends": extends(TOKEN, TOKEN + b"x")}, "extends[1].lease"),
     "a malformed lease to release": ({"releases": [TOKEN, b"x"]}, "releases[1]"),
-    "a lease of more than 64 bytes to release": ({"releases": [b"x" * 65]}, "releases[0]"),
-    "a delay below 0": ({"nacks": [queue_pb2.Nack(lease=TOKEN, delay=Duration(seconds=-1))]}, "nacks[0].delay"),
-    "an error with NUL": ({"nacks": [queue_pb2.Nack(lease=TOKEN, error="a\0b")]}, "nacks[0].error"),
-    "an error of more than 8 KiB": ({"nacks": [queue_pb2.Nack(lease=TOKEN, error="e" * 8193)]}, "nacks[0].error"),
+    "a lease of more than 255 bytes to release": ({"releases": [b"x" * 256]}, "releases[0]"),
+    "a delay below 0": (
+        {"nacks": [queue_pb2.Nack(lease=TOKEN, retry_after=Duration(seconds=-1))]},
+        "nacks[0].retry_after",
+    ),
+    "a permanent failure to retry": (
+        {"nacks": [queue_pb2.Nack(lease=TOKEN, retry_after=Duration(), failure=job_pb2.Failure(permanent=True))]},
+        "nacks[0].retry_after",
+    ),
+    "a message with NUL": (
+        {"nacks": [queue_pb2.Nack(lease=TOKEN, failure=job_pb2.Failure(message="a\0b"))]},
+        "nacks[0].failure.message",
+    ),
+    "a stack of more than 32 KiB": (
+        {"nacks": [queue_pb2.Nack(lease=TOKEN, failure=job_pb2.Failure(stack="e" * 32_769))]},
+        "nacks[0].failure.stack",
+    ),
+    "a window of 99 ms": ({"extends": extends(TOKEN), "visibility_window": window(0.099)}, "visibility_window"),
+    "a window of more than 12 h, without extends": ({"visibility_window": window(43_201)}, "visibility_window"),
+    "a lease that is acked twice": ({"acks": [queue_pb2.Ack(lease=TOKEN)] * 2}, "acks[1].lease"),
+    "a lease that is acked and released": ({"acks": [queue_pb2.Ack(lease=TOKEN)], "releases": [TOKEN]}, "releases[0]"),
     "a second start": ({"start": start("other")}, "start"),
 }
 
@@ -157,7 +175,7 @@ async def test_a_stream_that_says_nothing_and_closes_its_side_ends_in_order(near
 async def test_a_bad_message_ends_its_stream_by_path_and_no_other(near: Client, org: str, why: str) -> None:
     fields, field = BAD_MESSAGES[why]
     async with near.stream(org, credit=1) as stream, near.stream(org, "other", credit=1) as other:
-        await stream.send(number=1, **fields)
+        await stream.send(request_id=1, **fields)
         error = await stream.refusal()
         assert (error.code(), refused_fields(error)) == (grpc.StatusCode.INVALID_ARGUMENT, [field])
         await near.enqueue(org, new_job(queue="other"))
@@ -168,7 +186,7 @@ async def test_a_bad_message_ends_its_stream_by_path_and_no_other(near: Client, 
 async def test_a_bad_message_with_the_start_is_refused_too(near: Client, org: str, why: str) -> None:
     fields, field = BAD_MESSAGES[why]
     stream = Stream(near.queue)
-    await stream.send(start=start(org), **fields)
+    await stream.send(start=start(org), request_id=1, **fields)
     error = await stream.refusal()
     assert (error.code(), refused_fields(error)) == (grpc.StatusCode.INVALID_ARGUMENT, [field])
 
@@ -177,7 +195,7 @@ async def test_credit_is_counted_up_to_ten_thousand_outstanding(near: Client, or
     async with near.stream(org, credit=10_000) as stream:
         await near.enqueue(org, new_job())
         await stream.until_jobs(1)
-        # One is used up, and may be given again.
+        # One credit is used up and may be given again.
         await stream.send(credit=1)
         await stream.settle(1, acks=acks(stream.jobs))
         await stream.send(credit=1)
@@ -194,20 +212,21 @@ async def test_jobs_that_wait_to_be_sent_go_back_uncounted_when_a_stream_is_refu
         error = await stream.refusal()
         assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
         assert len(stream.jobs) < 100
-        # The message that was being written has gone back, whether it has arrived or not: its leases are stale then.
+        # The message that was being written was released too, whether it arrived or not: its leases are stale then.
         await assert_back(near, org, ids, stream, unsure=25)
 
 
 async def leased(near: Client, org: str, ids: Sequence[str]) -> bool:
-    """Whether more of these jobs are leased than fit into a client's windows."""
+    """Returns whether more of these jobs are leased than fit into a client's windows."""
     return (await states(near, org, *ids))["LEASED"] >= 60
 
 
 async def assert_back(
     near: Client, org: str, ids: Sequence[str], *streams: Stream, unsure: int = 0, being_sent: int = 0
 ) -> None:
-    """All but the jobs that these streams got are to be had at once, as though nobody had ever taken them; so may be
-    some that they got. `being_sent`: so many may have been in messages that were handed to gRPC, and stay leased."""
+    """Asserts that all jobs except those that these streams got can be claimed at once, with no attempt counted; some
+    of those that they got may be claimed too. Up to `being_sent` jobs may have been in messages that gRPC had already
+    taken, and stay leased."""
     got = {job.id for stream in streams for job in stream.jobs}
     rest = {one for one in ids if one not in got}
     found: dict[str, int] = {}
@@ -232,14 +251,14 @@ async def test_never_more_jobs_come_than_there_is_credit_for(near: Client, org: 
             seen += credit
             await stream.send(credit=credit)
             await stream.until_jobs(seen)
-            # While a backlog waits, and jobs are enqueued past it.
+            # While a backlog waits and new jobs are enqueued.
             ids += await near.enqueue(org, *(new_job() for _ in range(3)))
-            # An answer that is asked for now comes after all that was on its way.
+            # The answer to this request comes after everything that was on its way.
             await stream.settle(seen, releases=[TOKEN])
             assert len(stream.jobs) == seen
         await stream.send(credit=1000)
         await stream.until_jobs(len(ids))
-    # What came first is given first.
+    # The oldest jobs come first.
     assert {job.id for job in stream.jobs[:32]} <= set(ids[:40])
     assert {job.id for job in stream.jobs} == set(ids)
     assert len(stream.jobs) == len(ids)
@@ -260,14 +279,14 @@ async def test_a_backlog_comes_by_priority_and_then_by_time(near: Client, org: s
         await stream.until_jobs(3)
         await stream.send(credit=100)
         got = await stream.until_jobs(len(jobs))
-    assert [job.id for job in got] == [job.id for job in sorted(jobs, key=lambda job: job.priority)]
+    assert [job.id for job in got] == [job.id for job in sorted(jobs, key=lambda job: job.template.priority)]
     assert [(job.priority, job.attempt, job.max_attempts, job.queue, job.kind) for job in got][:1] == [
         (1, 1, 20, QUEUE, "greet")
     ]
 
 
 async def test_a_large_backlog_comes_in_messages_that_any_client_takes(near: Client, org: str) -> None:
-    # 4 MiB is the most that this client takes: one byte more would end the stream.
+    # 4 MiB is this client's limit: one byte more would end the stream.
     payloads = [size * 1024 for size in (1024, 900, 1024, 1, 600, 1024, 1023, 0, 700, 1024)]
     ids = [(await near.enqueue(org, new_job(payload=b"\xff" * size)))[0] for size in payloads]
     async with near.stream(org, credit=100) as stream:
@@ -284,7 +303,7 @@ async def test_jobs_are_handed_over_whole(near: Client, org: str) -> None:
         await near.enqueue(org, job)
         got = (await stream.until_jobs(before + 1))[-1]
         record = await near.job(org, job.id)
-        assert (got.payload, got.priority, got.kind, got.queue) == (job.payload, 2, "a/b", QUEUE)
+        assert (got.payload, got.priority, got.kind, got.queue) == (job.template.payload, 2, "a/b", QUEUE)
         assert (got.attempt, got.max_attempts, dict(got.attributes)) == (1, 20, {})
         assert (got.enqueued_at, got.run_at) == (record.enqueued_at, record.run_at)
         assert (record.state, record.worker, record.attempt) == (job_pb2.JOB_STATE_LEASED, "me", 1)
@@ -299,12 +318,12 @@ async def test_jobs_with_attributes_and_traces_come_whole(near: Client, org: str
         else new_job(attributes={"a": "b"}, max_attempts=3)
         for at in range(2)
     ]
-    del jobs[1].attributes[""]
+    del jobs[1].template.attributes[""]
     async with near.stream(org, credit=10) as stream:
         await near.dequeue(org)
         await near.enqueue(org, *jobs)
         got = {job.id: job for job in await stream.until_jobs(2)}
-    assert [dict(got[job.id].attributes) for job in jobs] == [dict(job.attributes) for job in jobs]
+    assert [dict(got[job.id].attributes) for job in jobs] == [dict(job.template.attributes) for job in jobs]
     assert got[jobs[1].id].trace == trace
     assert not got[jobs[0].id].HasField("trace")
     assert [got[job.id].max_attempts for job in jobs] == [3, 20]
@@ -334,8 +353,10 @@ async def test_orgs_do_not_get_each_others_jobs_nor_settle_them(near: Client) ->
         for foreign in (other.jobs, distant.jobs):
             leases = [job.lease for job in foreign]
             assert await stream.settle(1, acks=acks(foreign)) == [NOT_FOUND]
-            assert await stream.settle(2, nacks=[queue_pb2.Nack(lease=leases[0], kill=True)]) == [NOT_FOUND]
-            assert await stream.settle(3, extends=leases) == [NOT_FOUND]
+            assert await stream.settle(
+                2, nacks=[queue_pb2.Nack(lease=leases[0], failure=job_pb2.Failure(permanent=True))]
+            ) == [NOT_FOUND]
+            assert await stream.settle(3, extends=extends(*leases)) == [NOT_FOUND]
             assert await stream.settle(4, releases=leases) == [NOT_FOUND]
             stream.settled.clear()
         for which, one in ((stream, mine), (other, theirs), (distant, far)):
@@ -347,7 +368,7 @@ async def test_a_paused_queue_gives_nothing_until_it_is_resumed(near: Client, or
     async with near.stream(org, "mail", "other", credit=10) as stream:
         await near.dequeue(org)
         await near.admin.PauseQueue(admin_pb2.PauseQueueRequest(org=org, queue=QUEUE))
-        # Neither by hand-over nor by claim; the queue beside it goes on.
+        # Neither by hand-over nor by claim; another queue is served.
         paused = await near.enqueue(org, new_job(), new_job(attributes={"a": "b"}))
         ids = await near.enqueue(org, new_job(queue="other"))
         assert [job.id for job in await stream.until_jobs(1)] == ids
@@ -375,13 +396,13 @@ async def test_a_batch_is_dealt_evenly_to_those_who_wait(near: Client, org: str)
 
 
 async def parked(near: Client, org: str, streams: Sequence[Stream]) -> bool:
-    """Whether every stream is handed its share of a batch, and so waits."""
+    """Returns whether every stream has got its share of a batch, and so waits."""
     before = [len(stream.jobs) for stream in streams]
     count = len(streams)
     ids = await near.enqueue(org, *(new_job() for _ in range(count)))
     await until(lambda: sum(len(stream.jobs) for stream in streams) == sum(before) + count, "the probe has come")
     handed_over = [
-        # A claim comes later than the enqueue; a hand-over is the enqueue.
+        # A claim comes later than the enqueue; a hand-over happens in it.
         job.lease_deadline.ToNanoseconds() - job.enqueued_at.ToNanoseconds() == 60_000_000_000
         for job in await near.get(org, *ids)
     ]
@@ -407,18 +428,18 @@ async def test_no_stream_starves_while_several_share_a_backlog(near: Client, org
 
         async def work(stream: Stream) -> None:
             done = 0
-            # Until one has had enough to tell.
+            # Until one stream has enough jobs for the comparison.
             while max(len(one.jobs) for one in streams) < 800 and sum(len(one.jobs) for one in streams) < 2000:
                 await stream.until(
                     lambda: len(stream.jobs) > done or sum(len(one.jobs) for one in streams) >= 2000,  # noqa: B023
                     "more jobs",
                 )
                 fresh, done = stream.jobs[done:], len(stream.jobs)
-                await stream.send(number=done, acks=acks(fresh), credit=len(fresh))
+                await stream.send(request_id=done, acks=acks(fresh), credit=len(fresh))
 
         async with asyncio.timeout(PATIENCE_S):
             working = [asyncio.create_task(work(stream)) for stream in streams]
-            # Whoever waits for a last job that another got waits for nothing.
+            # A stream that waits for a last job which another one got waits for nothing.
             await asyncio.wait(working, return_when=asyncio.FIRST_COMPLETED)
             for one in working:
                 one.cancel()
@@ -433,23 +454,26 @@ async def test_no_stream_starves_while_several_share_a_backlog(near: Client, org
 # ── Settling ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_one_message_is_answered_acks_first_then_nacks_extends_and_releases(near: Client, org: str) -> None:
+async def test_one_message_is_answered_by_the_leases_that_are_not_ok(near: Client, org: str) -> None:
     ids = await near.enqueue(org, *(new_job() for _ in range(8)))
-    unknown = token(token_prefix(ShardName("s1"), 1), job_id())
+    unknown = [token(token_prefix(ShardName("s1"), 1), job_id()) for _ in range(2)]
     elsewhere = token(token_prefix(ShardName("no such shard"), 1), job_id())
     async with near.stream(org, credit=8) as stream:
         jobs = {job.id: job for job in await stream.until_jobs(8)}
+        assert {job.org for job in jobs.values()} == {org}
         held = [jobs[one].lease for one in ids]
-        stale = held[7]
-        assert await stream.settle(1, acks=[queue_pb2.Ack(lease=stale, result=b"first")]) == []
+        acked, stale_nack, stale_extend = held[5:]
+        assert await stream.settle(1, acks=[queue_pb2.Ack(lease=lease, result=b"first") for lease in held[5:]]) == []
         assert await stream.settle(
             -(2**63),
-            acks=[queue_pb2.Ack(lease=lease) for lease in (held[0], unknown, held[1], stale)],
-            nacks=[queue_pb2.Nack(lease=lease, error="e") for lease in (stale, held[2])],
-            extends=[held[3], elsewhere, stale],
-            releases=[unknown, held[4]],
+            acks=[queue_pb2.Ack(lease=lease) for lease in (held[0], unknown[0], held[1], acked)],
+            nacks=[
+                queue_pb2.Nack(lease=lease, failure=job_pb2.Failure(message="e")) for lease in (stale_nack, held[2])
+            ],
+            extends=extends(held[3], elsewhere, stale_extend),
+            releases=[unknown[1], held[4]],
         ) == [OK, NOT_FOUND, OK, OK, STALE, OK, OK, NOT_FOUND, STALE, NOT_FOUND, OK]
-        # Everything again: what this very lease was told before is told again.
+        # The same requests again get the same answers.
         assert (
             await stream.settle(
                 2**63 - 1,
@@ -464,23 +488,92 @@ async def test_one_message_is_answered_acks_first_then_nacks_extends_and_release
     assert (record.state, record.attempt) == (job_pb2.JOB_STATE_LEASED, 1)
 
 
-async def test_a_message_that_is_all_ok_has_no_answers_and_keeps_its_number(near: Client, org: str) -> None:
+async def test_an_extend_of_a_lease_that_the_same_message_settles_is_left_out(near: Client, org: str) -> None:
+    await near.enqueue(org, *(new_job() for _ in range(4)))
+    async with near.stream(org, credit=4) as stream:
+        jobs = await stream.until_jobs(4)
+        held = [job.lease for job in jobs]
+        await stream.send(
+            request_id=1,
+            acks=[queue_pb2.Ack(lease=held[0])],
+            nacks=[queue_pb2.Nack(lease=held[1], retry_after=Duration(seconds=60))],
+            releases=[held[2]],
+            extends=extends(*held),
+        )
+        assert await stream.answer(1) == queue_pb2.Settled(request_id=1)
+    states = [(await near.job(org, job.id)).state for job in jobs]
+    assert states == [
+        job_pb2.JOB_STATE_SUCCEEDED,
+        job_pb2.JOB_STATE_SCHEDULED,
+        job_pb2.JOB_STATE_READY,
+        job_pb2.JOB_STATE_LEASED,
+    ]
+
+
+async def test_a_message_that_is_all_ok_is_answered_with_its_request_id_only(near: Client, org: str) -> None:
     await near.enqueue(org, *(new_job() for _ in range(1000)))
     async with near.stream(org, credit=1000) as stream:
         jobs = await stream.until_jobs(1000)
-        await stream.send(number=77, acks=acks(jobs))
-        settled = await stream.answer(77)
-        assert settled == queue_pb2.Settled(number=77)
-        # Absent, the number is 0; and an answer comes nevertheless.
-        await stream.send(acks=acks(jobs[:1]))
-        assert await stream.answer(0) == queue_pb2.Settled()
+        await stream.send(request_id=77, acks=acks(jobs))
+        assert await stream.answer(77) == queue_pb2.Settled(request_id=77)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"acks": [queue_pb2.Ack(lease=TOKEN)]},
+        {"nacks": [NACK]},
+        {"extends": [queue_pb2.Extend(lease=TOKEN)]},
+        {"releases": [TOKEN]},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+async def test_a_message_that_names_leases_without_a_request_id_is_refused(
+    near: Client, org: str, fields: dict[str, Any]
+) -> None:
+    async with near.stream(org) as stream:
+        await stream.send(**fields)
+        error = await stream.refusal()
+        assert (error.code(), refused_fields(error)) == (grpc.StatusCode.INVALID_ARGUMENT, ["request_id"])
+
+
+async def test_a_message_that_is_too_large_is_answered_with_the_limit_and_the_stream_goes_on(
+    near: Client, org: str
+) -> None:
+    await near.enqueue(org, *(new_job() for _ in range(300)))
+    async with near.stream(org, credit=300) as stream:
+        jobs = await stream.until_jobs(300)
+        large = [queue_pb2.Ack(lease=job.lease, result=b"r" * 65_536) for job in jobs]
+        await stream.send(request_id=3_000_000_000, acks=large, credit=7)
+        settled = await stream.answer(3_000_000_000)
+        assert (settled.error.code, list(settled.not_ok)) == (code_pb2.INVALID_ARGUMENT, [])
+        assert "bytes, and at most 16,777,216 are allowed" in settled.error.message
+        reason = error_details_pb2.ErrorInfo()
+        assert settled.error.details[0].Unpack(reason)
+        assert reason.reason == "MESSAGE_TOO_LARGE"
+        # Nothing of it was done. Its halves are accepted, on the same stream.
+        assert await stream.settle(1, acks=large[:150]) == []
+        assert await stream.settle(2, acks=large[150:]) == []
+    assert await states(near, org, *(job.id for job in jobs)) == {"SUCCEEDED": 300}
+
+
+async def test_a_message_that_is_too_large_and_has_no_request_id_ends_the_stream(near: Client, org: str) -> None:
+    large = [queue_pb2.Ack(lease=TOKEN, result=b"r" * 65_536)] * 300
+    async with near.stream(org) as stream:
+        await stream.send(acks=large)
+        error = await stream.refusal()
+    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "bytes, and at most 16,777,216 are allowed" in (error.details() or "")
+    first = Stream(near.queue)
+    await first.send(start=start(org), acks=large, request_id=1)
+    assert (await first.refusal()).code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_messages_with_nothing_to_settle_are_not_answered(near: Client, org: str) -> None:
     async with near.stream(org) as stream:
-        await stream.send(number=1, credit=0)
-        await stream.send(number=2)
-        await stream.send(number=3, credit=5)
+        await stream.send(request_id=1, credit=0)
+        await stream.send(request_id=2)
+        await stream.send(request_id=3, credit=5)
         assert await stream.settle(4, releases=[TOKEN]) == [NOT_FOUND]
         await stream.half_close()
     assert list(stream.settled) == [4]
@@ -507,21 +600,32 @@ async def test_what_a_stream_releases_or_nacks_comes_back_to_it_at_once(near: Cl
         assert await stream.settle(1, releases=[first.lease]) == []
         second = (await stream.until_jobs(2, within_s=SOON_S))[1]
         assert (second.id, second.attempt) == (one, 1)
-        assert await stream.settle(2, nacks=[queue_pb2.Nack(lease=second.lease, error="no", delay=Duration())]) == []
+        assert (
+            await stream.settle(
+                2,
+                nacks=[
+                    queue_pb2.Nack(lease=second.lease, failure=job_pb2.Failure(message="no"), retry_after=Duration())
+                ],
+            )
+            == []
+        )
         third = (await stream.until_jobs(3, within_s=SOON_S))[2]
         assert (third.id, third.attempt) == (one, 2)
         assert len({job.lease for job in stream.jobs}) == 3
         assert await stream.settle(3, acks=acks(stream.jobs)) == [STALE, STALE, OK]
 
 
-async def test_an_extend_lasts_for_the_streams_own_window(near: Client, org: str) -> None:
+async def test_an_extend_lasts_for_its_messages_window_or_the_streams(near: Client, org: str) -> None:
     (one,) = await near.enqueue(org)
     (job,) = await near.dequeue(org, window_s=10)
     async with near.stream(org, window_s=3600) as stream:
-        assert await stream.settle(1, extends=[job.lease]) == []
+        assert await stream.settle(1, extends=extends(job.lease)) == []
         record = await near.job(org, one)
         left_s = (record.lease_deadline.ToNanoseconds() - record.run_at.ToNanoseconds()) / 1e9
         assert left_s > 3599
+        assert await stream.settle(2, extends=extends(job.lease), visibility_window=window(7200)) == []
+        record = await near.job(org, one)
+        assert (record.lease_deadline.ToNanoseconds() - record.run_at.ToNanoseconds()) / 1e9 > 7199
 
 
 # ── How a stream ends ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -532,11 +636,11 @@ async def test_a_half_close_ends_in_order_after_every_answer(near: Client, org: 
     async with near.stream(org, credit=300) as stream:
         jobs = list(await stream.until_jobs(300))
         for at, job in enumerate(jobs):
-            await stream.send(number=at + 1, acks=acks([job]))
+            await stream.send(request_id=at + 1, acks=acks([job]))
         await stream.half_close()
         assert await stream.end() == grpc.StatusCode.OK
     assert set(stream.settled) == set(range(1, 301))
-    assert [settled for settled in stream.settled.values() if settled.answers or settled.HasField("error")] == []
+    assert [settled for settled in stream.settled.values() if settled.not_ok or settled.HasField("error")] == []
     assert await states(near, org, *(job.id for job in jobs)) == {"SUCCEEDED": 300}
 
 
@@ -552,7 +656,7 @@ async def test_jobs_that_were_not_sent_are_anothers_at_once_and_uncounted(near: 
             await assert_back(near, org, ids, stream)
         else:
             await stream.cancel()
-            # What was sent and never read stays leased; it is not much.
+            # Jobs that were sent and never read stay leased; they are few.
             found: dict[str, int] = {}
 
             async def take() -> bool:
@@ -570,7 +674,7 @@ async def test_streams_that_close_while_jobs_are_claimed_for_them_leave_none_beh
     for turn in range(60):
         ids += await near.enqueue(org, *(new_job() for _ in range(3)))
         async with near.stream(org, credit=3) as stream:
-            # Any moment will do: before, within and after its first claim.
+            # Cut at various moments: before, during and after its first claim.
             await asyncio.sleep(turn % 12 / 2000)
             await stream.half_close()
             assert await stream.end() == grpc.StatusCode.OK
@@ -621,17 +725,17 @@ async def test_a_consumer_that_does_not_read_neither_grows_the_router_nor_blocks
         near.stream(org, "other", credit=1000) as other,
         apart.stream(org, credit=10_000, reads=False),
     ):
-        # It waits, so that jobs are handed to it.
+        # It waits, so that jobs are handed over to it.
         await until(lambda: handed(near, org), "the consumer that does not read has been handed a job")
         before_mb = router.memory_info().rss / 1e6
         for turn in range(50):
-            # 80 MB together.
+            # 80 MB in total.
             await near.enqueue(org, *(new_job(payload=b"x" * 16_000) for _ in range(100)))
             await near.enqueue(org, new_job(queue="other"))
             await other.until_jobs(turn + 1, within_s=SOON_S)
         grown_mb = router.memory_info().rss / 1e6 - before_mb
         assert grown_mb < 50, f"the router grew by {grown_mb:.0f} MB"
-        # Whoever reads gets what the other has no room for.
+        # A consumer that reads gets the jobs for which the other has no room.
         async with near.stream(org, credit=10_000) as reader:
             await reader.until_jobs(3000)
 
@@ -643,7 +747,7 @@ async def handed(near: Client, org: str) -> bool:
 
 @dataclass(kw_only=True)
 class Blocked:
-    """Of a call's context, the part that a stream uses: it takes nothing."""
+    """A gRPC context, as far as a stream uses it, whose writes never finish."""
 
     writing: asyncio.Event
 
@@ -657,12 +761,12 @@ class Blocked:
 
 
 class _NoShards:
-    """A fleet of which no token names a shard, so that everything is answered at once: NOT_FOUND."""
+    """A fleet in which no token names a shard, so that every lease is answered NOT_FOUND at once."""
 
     def by_tag(self, tag: int) -> None:
         del tag
 
-    def givers(self, org: str) -> list[object]:
+    def shards_to_claim_from(self, org: str) -> list[object]:
         del org
         return []
 
@@ -695,9 +799,9 @@ async def test_a_consumer_that_sends_and_does_not_read_is_not_heard_any_more() -
         nonlocal heard
         while heard < 20_000:
             heard += 1
-            # As a message arrives: not before the router has had its turn.
+            # A message from the network also arrives only in a later event loop iteration.
             await asyncio.sleep(0)
-            yield Received(queue_pb2.ConsumeRequest(number=heard, releases=[TOKEN]), 0)
+            yield Received(queue_pb2.ConsumeRequest(request_id=heard, releases=[TOKEN]), 0)
 
     blocked = Blocked(writing=asyncio.Event())
     first = queue_pb2.ConsumeRequest(start=start("org"), credit=1)
@@ -718,7 +822,7 @@ async def test_a_consumer_that_sends_and_does_not_read_is_not_heard_any_more() -
 
 @dataclass(kw_only=True)
 class Slow(Blocked):
-    """A stream's context that takes one message at a time, when it is told to read."""
+    """A stream's context that writes one message at a time, when the test lets it read."""
 
     reads: asyncio.Semaphore
 
@@ -731,7 +835,7 @@ class Slow(Blocked):
 
 @dataclass
 class _Released:
-    """A store that jobs go back to."""
+    """A store that records released jobs."""
 
     released: asyncio.Queue[list[Lease]]
 
@@ -740,8 +844,8 @@ class _Released:
         self.released.put_nowait(leases)
 
 
-def some_given(store: _Released, *ids: str) -> Given:
-    return Given(cast("Store", store), 7, Micros(0), ids, [b"job"] * len(ids))
+def some_given(store: _Released, *ids: str) -> Delivery:
+    return Delivery(cast("Store", store), 7, Micros(0), ids, [b"job"] * len(ids))
 
 
 async def test_jobs_that_wait_half_their_window_for_a_consumer_that_does_not_read_go_back() -> None:
@@ -759,11 +863,11 @@ async def test_jobs_that_wait_half_their_window_for_a_consumer_that_does_not_rea
         consumer.credit = 0
         began_s = asyncio.get_running_loop().time()
         stream.receive(some_given(store, *late))
-        # Not the one that is on its way: it may have arrived.
+        # Not the message that is being written: it may have arrived.
         gone = await asyncio.wait_for(store.released.get(), PATIENCE_S)
         assert gone == [lease_of(name, 7) for name in late]
         assert asyncio.get_running_loop().time() - began_s >= 0.1 * 0.99
-        # It has room for as many others, and gets none before it has read.
+        # It has credit for as many others, and gets none before it has read.
         assert (consumer.credit, stream.is_full()) == (2, True)
         context.reads.release()
         await asyncio.wait_for(stream.has_room(), PATIENCE_S)
@@ -772,7 +876,7 @@ async def test_jobs_that_wait_half_their_window_for_a_consumer_that_does_not_rea
     finally:
         serving.cancel()
         await asyncio.wait({serving})
-    # The stream ended while this one was on its way: it may have arrived.
+    # The stream ended while this message was being written: it may have arrived.
     assert store.released.empty()
 
 
@@ -782,7 +886,7 @@ async def test_what_a_slow_consumer_does_not_read_is_anothers_before_its_window_
         for _ in range(7):
             await near.enqueue(org, *(new_job(payload=b"x" * 16_000) for _ in range(100)))
         async with near.stream(org, credit=10_000, worker="reader") as reader:
-            # The others are on their way to the first one, or were for as long as this one had to wait.
+            # The others are on their way to the first stream, or were while this one waited.
             await reader.until_jobs(200)
             assert {job.attempt for job in reader.jobs[:200]} == {1}
         assert slow.jobs == []
@@ -794,7 +898,7 @@ async def test_a_stream_is_refused_without_any_shard_too() -> None:
 
 
 async def said(*requests: queue_pb2.ConsumeRequest) -> AsyncGenerator[Received, None]:
-    """What a consumer says that then is silent."""
+    """Yields the consumer's messages, then nothing more."""
     for request in requests:
         yield Received(request, 0)
     await asyncio.Event().wait()
@@ -802,7 +906,7 @@ async def said(*requests: queue_pb2.ConsumeRequest) -> AsyncGenerator[Received, 
 
 @dataclass(kw_only=True)
 class Counted(Blocked):
-    """A stream's context that tells whether it was let in."""
+    """A stream's context that records whether it was admitted."""
 
     let_in: asyncio.Future[bool]
     says: list[queue_pb2.ConsumeRequest]
@@ -812,8 +916,11 @@ class Counted(Blocked):
     def peer(self) -> str:
         return self.connection
 
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
     async def read(self) -> bytes:
-        """What the consumer says. Then it is silent."""
+        """Yields the consumer's messages, then nothing more."""
         if not self.says:
             await asyncio.Event().wait()
         return self.says.pop(0).SerializeToString()
@@ -828,7 +935,7 @@ class Counted(Blocked):
 
 
 def guarded_consume() -> Callable[[object, Context], Coroutine[Any, Any, None]]:
-    """Consume of a router without shards, behind its gate."""
+    """Consume of a router without shards, behind its admission."""
     gate = a_gate()
     methods = Methods(gate)
     methods.add(QueueService(cast("Fleet", _NoShards()), gate), queue_pb2.DESCRIPTOR.services_by_name["Queue"])
@@ -839,7 +946,7 @@ def guarded_consume() -> Callable[[object, Context], Coroutine[Any, Any, None]]:
 
 
 async def test_streams_of_one_org_leave_as_many_places_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.gate.STREAMS_MAX", 6)
+    monkeypatch.setattr("router.gate.admission.STREAMS_MAX", 6)
     consume = guarded_consume()
     async with asyncio.TaskGroup() as group:
         tasks: list[asyncio.Task[None]] = []
@@ -850,10 +957,10 @@ async def test_streams_of_one_org_leave_as_many_places_to_others(monkeypatch: py
             tasks.append(group.create_task(consume(None, cast("Context", context))))
             contexts.append(context)
             await asyncio.wait_for(context.let_in, PATIENCE_S)
-        # Half of the places; as many as were left; and one is.
+        # One org gets half of the places; the next ones get as many as are left free.
         assert [context.let_in.result() for context in contexts] == [True, True, True, False, True, True, False, True]
         assert contexts[3].refusal.code == grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "takes 6 streams and waiting calls at a time, and never more of one org" in contexts[3].refusal.details
+        assert "takes 6 streams and waiting calls at a time, and from one org never more" in contexts[3].refusal.details
         for task in tasks:
             task.cancel()
 
@@ -861,8 +968,8 @@ async def test_streams_of_one_org_leave_as_many_places_to_others(monkeypatch: py
 async def test_streams_that_do_not_say_whose_they_are_keep_no_other_connection_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("router.gate.STREAMS_MAX", 6)
-    monkeypatch.setattr("router.stream._START_S_MAX", 0.2)
+    monkeypatch.setattr("router.gate.admission.STREAMS_MAX", 6)
+    monkeypatch.setattr("router.services.consume_stream._START_S_MAX", 0.2)
     consume = guarded_consume()
 
     def begin(connection: str, *says: queue_pb2.ConsumeRequest) -> Counted:
@@ -876,11 +983,11 @@ async def test_streams_that_do_not_say_whose_they_are_keep_no_other_connection_o
         silent = [begin("one") for _ in range(6)]
         other = begin("other", queue_pb2.ConsumeRequest(start=start("org"), credit=1))
         assert await asyncio.wait_for(other.let_in, PATIENCE_S)
-        # Half of the places were theirs, and not for long.
+        # They held half of the places, and not for long.
         assert [await asyncio.wait_for(one.let_in, PATIENCE_S) for one in silent] == [False] * 6
-        invalid, full = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert [one.refusal.code for one in silent] == [invalid] * 3 + [full] * 3
-        assert silent[0].refusal.details == "start: did not come within 0.2 s"
+        late, full = grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert [one.refusal.code for one in silent] == [late] * 3 + [full] * 3
+        assert silent[0].refusal.details == "the first message of the stream did not arrive completely within 0.2 s"
         tasks[-1].cancel()
 
 
@@ -916,7 +1023,7 @@ async def test_a_router_that_ends_answers_what_it_owes_and_then_says_where_to_go
         async with client(ends.address) as other, other.stream(org, credit=1) as stream:
             jobs = await stream.until_jobs(1)
             with locked(dsns, "s1"):
-                await stream.send(number=5, acks=acks(jobs))
+                await stream.send(request_id=5, acks=acks(jobs))
                 await until(lambda: waiting_for_lock(dsns, "s1"), "the ack waits for the lock")
                 ends.supervisor.terminate()
                 await until(lambda: "draining" in ends.log.read_text(), "the router drains")
@@ -924,14 +1031,17 @@ async def test_a_router_that_ends_answers_what_it_owes_and_then_says_where_to_go
             error = await stream.refusal()
             assert error.code() == grpc.StatusCode.UNAVAILABLE
             assert retry_after_s(error) is not None
-            assert stream.settled == {5: queue_pb2.Settled(number=5)}
+            assert stream.settled == {5: queue_pb2.Settled(request_id=5)}
             await asyncio.to_thread(ends.supervisor.wait, PATIENCE_S)
     assert await states(near, org, one) == {"SUCCEEDED": 1}
 
 
-async def test_streams_of_all_sorts_end_with_their_router_in_time(routers: Routers, near: Client, org: str) -> None:
+async def test_streams_of_all_sorts_end_with_their_router(
+    near: Client, org: str, dsns: dict[str, str], tmp_path: Path
+) -> None:
     ids = await near.enqueue(org, *(new_job(payload=b"x" * 100_000) for _ in range(100)))
-    with running_routers(routers.config) as ends:
+    # What holds up the drain holds it up for longer than this test waits.
+    with running_routers(write_cluster(tmp_path / "cluster.toml", dsns, drain_seconds=3600)) as ends:
         async with (
             client(ends.address) as other,
             other.stream(org, "idle", credit=1) as idle,
@@ -945,15 +1055,12 @@ async def test_streams_of_all_sorts_end_with_their_router_in_time(routers: Route
                 await busy.until_jobs(10)
                 await other.dequeue(org, "idle")
                 with ending(ends.pids):
-                    began_s = time.monotonic()
                     ends.supervisor.terminate()
                     for stream in (idle, poor, busy, silent):
-                        error = await stream.refusal(within_s=5)
+                        error = await stream.refusal()
                         assert error.code() == grpc.StatusCode.UNAVAILABLE
                         assert retry_after_s(error) is not None
                     assert await waiting == []
-                # 10 s is the drain time.
-                assert time.monotonic() - began_s < 5
             await assert_back(near, org, ids, busy)
 
 
@@ -963,7 +1070,7 @@ async def test_a_router_that_ends_gives_back_what_a_consumer_never_read(
     ids = await near.enqueue(org, *(new_job(payload=b"x" * 100_000) for _ in range(100)))
     config = write_cluster(tmp_path / "cluster.toml", dsns, drain_seconds=1)
     with running_routers(config) as ends:
-        # Its windows do not grow: by themselves they may, until they hold all the jobs.
+        # Keeps the connection's windows small: otherwise gRPC may enlarge them until they hold all the jobs.
         small = ("grpc.http2.bdp_probe", 0)
         async with client(ends.address, small) as other, other.stream(org, credit=1000, reads=False) as stream:
             await until(lambda: leased(near, org, ids), "the router took jobs that it cannot send")
@@ -1001,11 +1108,11 @@ async def test_streams_of_a_shard_that_is_away_end_and_those_of_others_go_on(ser
                 (held,) = await far.until_jobs(1)
                 servers["s2"].kill()
                 try:
-                    # Settlements are told on the stream, which goes on.
-                    await poor.send(number=1, acks=acks([held]))
+                    # Settlements are answered on the stream, which continues.
+                    await poor.send(request_id=1, acks=acks([held]))
                     settled = await poor.answer(1, within_s=5)
-                    assert (settled.error.code, list(settled.answers)) == (code_pb2.UNAVAILABLE, [])
-                    # One that wants jobs ends at once.
+                    assert (settled.error.code, list(settled.not_ok)) == (code_pb2.UNAVAILABLE, [])
+                    # A stream that wants jobs ends at once.
                     await far.send(credit=1)
                     error = await far.refusal(within_s=5)
                     assert error.code() == grpc.StatusCode.UNAVAILABLE
@@ -1021,11 +1128,11 @@ async def test_streams_of_a_shard_that_is_away_end_and_those_of_others_go_on(ser
 
                 async def acked() -> bool:
                     number = 2 + len(poor.settled)
-                    await poor.send(number=number, acks=acks([held]))
+                    await poor.send(request_id=number, acks=acks([held]))
                     settled = await poor.answer(number)
-                    return not settled.HasField("error") and not settled.answers
+                    return not settled.HasField("error") and not settled.not_ok
 
-                # Asked again on the stream that stayed.
+                # The stream that stayed open asks again.
                 await until(acked, "the shard is used again", within_s=5)
                 await poor.send(credit=1)
                 assert [job.id for job in await poor.until_jobs(1)] == [one for one in ids if one != held.id]
@@ -1045,13 +1152,13 @@ async def test_a_shard_that_fails_in_an_unforeseen_way_while_consumers_wait_hurt
                 await far.until_jobs(1)
                 before = running.pids
                 sql(dsns, "s2", "ALTER TABLE windrow.job RENAME TO lost")
-                # Somebody rings: the router looks what there is.
+                # Ring the doorbell, so that the router looks for jobs.
                 sql(dsns, "s2", "SELECT pg_notify('windrow_work', 'somebody *')")
                 sql(dsns, "s2", "SELECT pg_notify('windrow_work', 'nobody''s number, x')")
                 for turn in range(10):
                     await both.enqueue(here)
                     await near.until_jobs(turn + 1, within_s=SOON_S)
-                    # Longer than a pause between two probes, all in all.
+                    # In total longer than a pause between two probes.
                     await asyncio.sleep(0.02)
                 sql(dsns, "s2", "ALTER TABLE windrow.lost RENAME TO job")
                 assert running.pids == before

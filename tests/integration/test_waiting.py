@@ -1,14 +1,14 @@
-"""Waiting for work: who is woken, by what, how soon, and at what cost while nothing happens."""
+"""Waiting for work: who is woken, by what, how soon, and what waiting costs while nothing happens."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Generator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
@@ -17,30 +17,32 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from psycopg.conninfo import make_conninfo
 
+from proof.proxy import open_proxy_before, through
 from router.buffer import Account, Buffer
-from router.waiting import SWEEP_S, Room
-from shard import erasing, statements
-from shard.database import Database
-from shard.doorbell import Doorbell
-from shard.enqueuing import Handed
+from router.fleet.wait_room import WaitRoom
 from shard.errors import ShardUnavailable
-from shard.placement import slot_of
-from shard.store import Store
+from shard.history import erasure
+from shard.placement.slots import slot_of
+from shard.postgres.pool import Database
+from shard.queue import statements
+from shard.queue.doorbell import Doorbell
+from shard.queue.pending_enqueue import Handed
+from shard.queue.store import Store
 from shard.vocabulary import Micros, NewJobs, OrgId, QueueId, QueueName, ShardName
 from tests.conftest import SHARD
-from tests.fault.proxy import open_proxy_before, through
+from tests.effort import luck_of, trials
 from tests.jobs import job_id, some_jobs
 from tests.postgres import Server
 from tests.recorder import Recorder
 from tests.routers import PATIENCE_S, Routers, running_routers, write_cluster
 from tests.streams import QUEUE, Client, acks, client, new_job, sql, until, window
-from windrow.v1 import admin_pb2, job_pb2, queue_pb2
+from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2
 
 SHARDS = ("s1", "s2")
-# Sooner than any sweep: what comes within this has been told of.
-SOON_S = 1.5
-# The sweep's interval varies by a tenth, and two of them may pass where one is needed to forget what is wrong.
-SWEPT_S = 1.1 * SWEEP_S + SOON_S
+# No router sweeps during a test: a job that comes was announced.
+NEVER_S = 3600.0
+# These routers sweep: their tests are about jobs that nothing announces.
+OFTEN_S = 0.2
 
 
 @pytest.fixture(scope="module")
@@ -52,31 +54,52 @@ def dsns(postgres: Server) -> dict[str, str]:
 def both_routers(
     dsns: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Generator[tuple[Routers, Routers], None, None]:
-    """Two routers of one cluster, each on a port of its own: who knocks at which is the test's choice."""
+    """Two routers of one cluster, each on a port of its own, so that the test chooses one. Neither sweeps."""
     folder = tmp_path_factory.mktemp("waiting")
     with (
-        running_routers(write_cluster(folder / "one.toml", dsns)) as one,
-        running_routers(write_cluster(folder / "other.toml", dsns)) as other,
+        running_routers(write_cluster(folder / "one.toml", dsns, sweep_seconds=NEVER_S)) as one,
+        running_routers(write_cluster(folder / "other.toml", dsns, sweep_seconds=NEVER_S)) as other,
     ):
         yield one, other
 
 
+@pytest.fixture(scope="module")
+def sweeping(
+    dsns: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Generator[tuple[Routers, Routers], None, None]:
+    """Two more, which sweep often."""
+    folder = tmp_path_factory.mktemp("sweeping")
+    with (
+        running_routers(write_cluster(folder / "one.toml", dsns, sweep_seconds=OFTEN_S)) as one,
+        running_routers(write_cluster(folder / "other.toml", dsns, sweep_seconds=OFTEN_S)) as other,
+    ):
+        yield one, other
+
+
+def routers_of(request: pytest.FixtureRequest) -> tuple[Routers, Routers]:
+    """Those that the test's mark `usefixtures("sweeping")` asks for, otherwise those that never sweep."""
+    marked = any("sweeping" in mark.args for mark in request.node.iter_markers("usefixtures"))
+    name = "sweeping" if marked else "both_routers"
+    routers: tuple[Routers, Routers] = request.getfixturevalue(name)
+    return routers
+
+
 @pytest.fixture
-async def near(both_routers: tuple[Routers, Routers]) -> AsyncGenerator[Client, None]:
-    async with client(both_routers[0].address) as opened:
+async def near(request: pytest.FixtureRequest) -> AsyncGenerator[Client, None]:
+    async with client(routers_of(request)[0].address) as opened:
         yield opened
 
 
 @pytest.fixture
-async def far(both_routers: tuple[Routers, Routers]) -> AsyncGenerator[Client, None]:
+async def far(request: pytest.FixtureRequest) -> AsyncGenerator[Client, None]:
     """The other router."""
-    async with client(both_routers[1].address) as opened:
+    async with client(routers_of(request)[1].address) as opened:
         yield opened
 
 
 @pytest.fixture(params=["the same router", "another router"])
 def producer(request: pytest.FixtureRequest, near: Client, far: Client) -> Client:
-    """Where jobs are enqueued that somebody waits for at `near`."""
+    """The router where jobs are enqueued for which a consumer waits at `near`."""
     return near if request.param == "the same router" else far
 
 
@@ -87,11 +110,11 @@ async def org(near: Client) -> str:
 
 @contextlib.asynccontextmanager
 async def waiter(
-    near: Client, org: str, *queues: str, max_jobs: int = 10, wait_s: float = 20
+    near: Client, org: str, *queues: str, max_jobs: int = 10, wait_s: float = 60
 ) -> AsyncGenerator[asyncio.Task[list[job_pb2.LeasedJob]], None]:
-    """A Dequeue that waits. It has looked and found nothing by the time the block begins, most likely."""
+    """A Dequeue that waits. When the block begins, it has most likely looked for jobs and found none."""
     task = asyncio.create_task(near.dequeue(org, *queues, max_jobs=max_jobs, wait_s=wait_s))
-    # Statements of a router go in turn: two rounds of our own come after its first.
+    # A router runs statements in turn, so two of the test's calls come after the waiter's first claim.
     await asyncio.sleep(0)
     for _ in range(2):
         await near.dequeue(org, "nothing")
@@ -102,8 +125,8 @@ async def waiter(
         await asyncio.wait({task})
 
 
-async def soon(task: asyncio.Task[list[job_pb2.LeasedJob]], within_s: float = SOON_S) -> list[job_pb2.LeasedJob]:
-    async with asyncio.timeout(within_s):
+async def jobs_of(task: asyncio.Task[list[job_pb2.LeasedJob]]) -> list[job_pb2.LeasedJob]:
+    async with asyncio.timeout(PATIENCE_S):
         return await task
 
 
@@ -112,8 +135,10 @@ async def soon(task: asyncio.Task[list[job_pb2.LeasedJob]], within_s: float = SO
 
 async def test_a_wait_ends_at_once_where_there_is_a_job(near: Client, org: str) -> None:
     ids = await near.enqueue(org, *(new_job() for _ in range(5)))
-    async with asyncio.timeout(SOON_S):
-        assert {job.id for job in await near.dequeue(org, max_jobs=3, wait_s=30)} < set(ids)
+    # Less patient than the call waits: its answer does not wait for its time to be over.
+    async with asyncio.timeout(PATIENCE_S):
+        got = {job.id for job in await near.dequeue(org, max_jobs=3, wait_s=60)}
+    assert (len(got), got < set(ids)) == (3, True)
 
 
 async def test_a_wait_in_vain_ends_empty_when_its_time_is_over(near: Client, org: str) -> None:
@@ -121,9 +146,9 @@ async def test_a_wait_in_vain_ends_empty_when_its_time_is_over(near: Client, org
     answer = await near.queue.Dequeue(
         queue_pb2.DequeueRequest(org=org, queues=[QUEUE], wait=window(0.3)), timeout=PATIENCE_S
     )
-    took_s = time.monotonic() - began_s
+    # Not before. However late a busy machine is, it is not late for this.
+    assert time.monotonic() - began_s >= 0.3
     assert (list(answer.jobs), answer.HasField("lease_deadline"), answer.visibility_window.seconds) == ([], False, 30)
-    assert 0.3 <= took_s < SOON_S
 
 
 @pytest.mark.parametrize("fields", [{}, {"attributes": {"a": "b"}}, {"payload": b"x" * 100_000}])
@@ -133,8 +158,8 @@ async def test_a_wait_ends_with_the_first_jobs_that_come(
     async with waiter(near, org) as waiting:
         job = new_job(**fields)
         await producer.enqueue(org, job, new_job(queue="other"))
-        (got,) = await soon(waiting)
-    assert (got.id, got.attempt, got.payload) == (job.id, 1, job.payload)
+        (got,) = await jobs_of(waiting)
+    assert (got.id, got.attempt, got.payload) == (job.id, 1, job.template.payload)
     ack = queue_pb2.AckRequest(org=org, acks=acks([got]))
     assert list((await near.queue.Ack(ack)).answers) == [job_pb2.JOB_ANSWER_OK]
 
@@ -145,7 +170,7 @@ async def test_a_wait_for_a_queue_that_does_not_exist_yet_ends_with_its_first_jo
     for queue in ("new", "newer"):
         async with waiter(near, org, queue) as waiting:
             ids = await producer.enqueue(org, new_job(queue=queue))
-            assert [job.id for job in await soon(waiting)] == ids
+            assert [job.id for job in await jobs_of(waiting)] == ids
 
 
 async def test_a_wait_for_an_org_that_does_not_exist_yet_ends_with_its_first_job(
@@ -154,19 +179,21 @@ async def test_a_wait_for_an_org_that_does_not_exist_yet_ends_with_its_first_job
     org = f"org-{job_id()}"
     async with waiter(near, org) as waiting:
         ids = await producer.enqueue(org)
-        assert [job.id for job in await soon(waiting)] == ids
+        assert [job.id for job in await jobs_of(waiting)] == ids
 
 
+@pytest.mark.usefixtures("sweeping")
 async def test_a_wait_for_a_queue_that_was_deleted_and_made_again_ends_with_its_first_job(
     near: Client, producer: Client, org: str
 ) -> None:
     async with waiter(near, org) as waiting:
         await producer.admin.DeleteQueue(admin_pb2.DeleteQueueRequest(org=org, queue=QUEUE))
         ids = await producer.enqueue(org)
-        # A number that is remembered wrongly is found out by the sweep.
-        assert [job.id for job in await soon(waiting, 2 * SWEPT_S)] == ids
+        # The sweep detects that the remembered number is wrong.
+        assert [job.id for job in await jobs_of(waiting)] == ids
 
 
+@pytest.mark.usefixtures("sweeping")
 async def test_a_wait_for_an_org_that_was_erased_ends_with_the_first_job_that_it_has_again(
     near: Client, producer: Client, dsns: dict[str, str], org: str
 ) -> None:
@@ -177,37 +204,36 @@ async def test_a_wait_for_an_org_that_was_erased_ends_with_the_first_job_that_it
         for shard, dsn in dsns.items():
             database = Database(ShardName(shard), dsn, connections=1)
             await database.open()
-            erased.append(await erasing.begin(database, OrgId(org), erasure=str(uuid.uuid4())))
+            erased.append(await erasure.begin(database, OrgId(org), erasure=str(uuid.uuid4())))
             await database.close()
         assert any(erased)
         ids = await producer.enqueue(org)
-        # As of a queue that was deleted.
-        assert [job.id for job in await soon(waiting, 2 * SWEPT_S)] == ids
+        # As if the queue had been deleted.
+        assert [job.id for job in await jobs_of(waiting)] == ids
 
 
 async def test_a_delayed_job_comes_when_it_is_due(near: Client, producer: Client, org: str) -> None:
     for delay_s in (0.05, 0.4):
         async with waiter(near, org) as waiting:
-            began_s = time.monotonic()
             await producer.enqueue(org, new_job(delay=window(delay_s)))
-            # One that is due later does not hide it.
+            # A job that is due later does not hide it.
             await producer.enqueue(org, new_job(delay=window(3600)))
-            (job,) = await soon(waiting)
-            late_s = time.monotonic() - began_s - delay_s
+            # No sweep finds it, and no other job's timer: it has one of its own.
+            (job,) = await jobs_of(waiting)
         assert job.run_at.ToNanoseconds() - job.enqueued_at.ToNanoseconds() == delay_s * 1e9
-        assert late_s < 0.25, f"{late_s * 1000:.0f} ms late; 50 ms where nobody else is busy"
 
 
 async def test_a_job_nacked_with_a_delay_comes_when_it_is_due_again(near: Client, producer: Client, org: str) -> None:
     await near.enqueue(org)
     (held,) = await near.dequeue(org)
     async with waiter(near, org) as waiting:
-        nack = queue_pb2.Nack(lease=held.lease, error="e", delay=window(0.3))
+        nack = queue_pb2.Nack(lease=held.lease, failure=job_pb2.Failure(message="e"), retry_after=window(0.3))
         began_s = time.monotonic()
         await producer.queue.Nack(queue_pb2.NackRequest(org=org, nacks=[nack]), timeout=PATIENCE_S)
-        (job,) = await soon(waiting)
+        (job,) = await jobs_of(waiting)
     assert (job.id, job.attempt) == (held.id, 2)
-    assert 0.3 <= time.monotonic() - began_s < 0.3 + 0.25
+    # Not before it is due; and no sweep finds it afterwards.
+    assert time.monotonic() - began_s >= 0.3
 
 
 async def test_a_released_job_comes_at_once(near: Client, producer: Client, org: str) -> None:
@@ -215,15 +241,16 @@ async def test_a_released_job_comes_at_once(near: Client, producer: Client, org:
     (held,) = await near.dequeue(org)
     async with waiter(near, org) as waiting:
         await producer.queue.Release(queue_pb2.ReleaseRequest(org=org, leases=[held.lease]), timeout=PATIENCE_S)
-        (job,) = await soon(waiting)
+        (job,) = await jobs_of(waiting)
     assert (job.id, job.attempt) == (held.id, 1)
 
 
+@pytest.mark.usefixtures("sweeping")
 async def test_a_job_whose_lease_expires_comes_within_a_sweep(near: Client, producer: Client, org: str) -> None:
     await near.enqueue(org)
     (held,) = await producer.dequeue(org, window_s=0.5)
     async with waiter(near, org) as waiting:
-        (job,) = await soon(waiting, SWEPT_S)
+        (job,) = await jobs_of(waiting)
     assert (job.id, job.attempt) == (held.id, 2)
 
 
@@ -234,34 +261,34 @@ async def test_a_new_job_beside_one_that_has_finished_comes_at_once(near: Client
     await near.queue.Ack(ack, timeout=PATIENCE_S)
     async with near.stream(org, credit=100) as stream:
         for turn in range(5):
-            # The insert is refused as a whole, and what is new goes again, without a hand-over.
+            # The insert is refused as a whole. The new job is then stored without a hand-over.
             fresh = new_job()
             assert await near.enqueue(org, known, fresh) == [known.id, fresh.id]
-            assert (await stream.until_jobs(turn + 1, within_s=0.7))[-1].id == fresh.id
+            assert (await stream.until_jobs(turn + 1))[-1].id == fresh.id
 
 
-async def test_a_redriven_job_and_a_resumed_queue_are_told_of(near: Client, producer: Client, org: str) -> None:
+async def test_a_redriven_job_and_a_resumed_queue_wake_consumers(near: Client, producer: Client, org: str) -> None:
     await near.enqueue(org)
     (held,) = await near.dequeue(org)
-    kill = queue_pb2.Nack(lease=held.lease, kill=True)
+    kill = queue_pb2.Nack(lease=held.lease, failure=job_pb2.Failure(permanent=True))
     await near.queue.Nack(queue_pb2.NackRequest(org=org, nacks=[kill]), timeout=PATIENCE_S)
-    # So that it knows the queue's number, and can ring.
+    # So that it knows the queue's number, and can ring the doorbell.
     await producer.dequeue(org)
     async with waiter(near, org) as waiting:
         await producer.admin.RedriveJobs(admin_pb2.RedriveJobsRequest(org=org, queue=QUEUE), timeout=PATIENCE_S)
-        (job,) = await soon(waiting)
+        (job,) = await jobs_of(waiting)
     assert job.id == held.id
     await producer.admin.PauseQueue(admin_pb2.PauseQueueRequest(org=org, queue=QUEUE), timeout=PATIENCE_S)
     ids = await producer.enqueue(org)
     async with waiter(near, org) as waiting:
         await producer.admin.ResumeQueue(admin_pb2.ResumeQueueRequest(org=org, queue=QUEUE), timeout=PATIENCE_S)
-        assert [job.id for job in await soon(waiting)] == ids
+        assert [job.id for job in await jobs_of(waiting)] == ids
 
 
 async def test_a_wait_that_is_cancelled_while_it_is_handed_a_job_gives_it_back(
     near: Client, dsns: dict[str, str], org: str
 ) -> None:
-    # The waiter is known by then, and so is the queue.
+    # By now the router knows the waiter and the queue.
     await near.enqueue(org)
     await near.dequeue(org)
     async with contextlib.AsyncExitStack() as stack:
@@ -274,11 +301,11 @@ async def test_a_wait_that_is_cancelled_while_it_is_handed_a_job_gives_it_back(
         waiting.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await waiting
-        # On the same connection, and so heard after the cancel.
-        await near.admin.ListShards(admin_pb2.ListShardsRequest(), timeout=PATIENCE_S)
+        # On the same connection, so it arrives after the cancel.
+        await near.cluster.ListShards(cluster_pb2.ListShardsRequest(), timeout=PATIENCE_S)
     ids = await enqueuing
     async with waiter(near, org) as again:
-        (job,) = await soon(again, PATIENCE_S)
+        (job,) = await jobs_of(again)
     assert ([job.id], job.attempt) == (ids, 1)
 
 
@@ -290,7 +317,7 @@ async def waits_for_tally(dsns: dict[str, str]) -> bool:
 async def test_of_waits_that_are_cancelled_no_job_is_lost(near: Client, org: str) -> None:
     ids: list[str] = []
     got: list[str] = []
-    luck = random.Random("cancelled waits")
+    luck = luck_of("cancelled waits")
     for _ in range(80):
         waiting = asyncio.create_task(near.dequeue(org, max_jobs=2, wait_s=10, window_s=2))
         await asyncio.sleep(luck.uniform(0, 0.006))
@@ -307,7 +334,8 @@ async def test_of_waits_that_are_cancelled_no_job_is_lost(near: Client, org: str
         found.update(job.id for job in await near.dequeue(org, max_jobs=1000))
         return found >= rest
 
-    # An answer that had left the router when the cancel came is nobody's to give back: its job waits for its window.
+    # An answer that had left the router before the cancel came cannot be taken back: its job comes back when its window
+    # ends.
     await until(take, "what nobody got is to be had", within_s=PATIENCE_S)
     assert found <= set(ids)
 
@@ -329,11 +357,11 @@ async def test_consumers_of_both_routers_share_what_one_of_them_stores(near: Cli
             await near.enqueue(org, new_job(), new_job())
             got += 2
             # Neither has room for both.
-            await until(lambda: len(here.jobs) + len(there.jobs) >= got, "both came", within_s=SOON_S)  # noqa: B023
+            await until(lambda: len(here.jobs) + len(there.jobs) >= got, "both came")  # noqa: B023
             for stream in (here, there):
                 fresh = stream.jobs[len(stream.settled) :]
                 for job in fresh:
-                    await stream.send(number=len(stream.jobs), acks=acks([job]), credit=1)
+                    await stream.send(request_id=len(stream.jobs), acks=acks([job]), credit=1)
                     await stream.answer(len(stream.jobs))
         assert len(here.jobs) == len(there.jobs) == 30
 
@@ -345,7 +373,13 @@ SELECT pg_terminate_backend(pid) FROM pg_stat_activity
 WHERE datname = current_database() AND application_name = 'windrow doorbell'
 """
 
+_LISTENING = """
+SELECT pid FROM pg_stat_activity
+WHERE datname = current_database() AND application_name = 'windrow doorbell' AND query ~ '^LISTEN'
+"""
 
+
+@pytest.mark.usefixtures("sweeping")
 async def test_with_the_doorbell_cut_again_and_again_every_job_comes_within_a_sweep(
     near: Client, far: Client, dsns: dict[str, str], org: str
 ) -> None:
@@ -364,33 +398,41 @@ async def test_with_the_doorbell_cut_again_and_again_every_job_comes_within_a_sw
     try:
         async with near.stream(org, credit=1000) as stream:
             for turn in range(4):
-                # Whoever listens again is cut again.
+                # The listener connects again and is cut again.
                 await until(lambda: killed >= 2 * turn + 2, "the doorbells were cut")  # noqa: B023
                 ids = await far.enqueue(org, new_job(), new_job(attributes={"a": "b"}))
-                got = await stream.until_jobs(2 * turn + 2, within_s=SWEPT_S)
+                got = await stream.until_jobs(2 * turn + 2)
                 assert {job.id for job in got[-2:]} == set(ids)
-            # On the same router nobody needs the doorbell.
+            # On the same router no doorbell is needed.
             await near.enqueue(org)
-            await stream.until_jobs(9, within_s=SOON_S)
+            await stream.until_jobs(9)
     finally:
         over.set()
         await cutting
 
 
 async def test_after_a_cut_the_doorbell_is_heard_again(
-    near: Client, far: Client, dsns: dict[str, str], org: str
+    near: Client,
+    far: Client,
+    both_routers: tuple[Routers, Routers],
+    sweeping: tuple[Routers, Routers],
+    dsns: dict[str, str],
+    org: str,
 ) -> None:
     async with near.stream(org, credit=1000) as stream:
         await far.enqueue(org)
-        await stream.until_jobs(1, within_s=SOON_S)
-        await until(lambda: sql(dsns, "s1", _KILL), "the doorbell was cut")
-        listening = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()" + (
-            " AND application_name = 'windrow doorbell' AND query ~ '^LISTEN'"
+        await stream.until_jobs(1)
+        # The test before this one has cut the doorbells too, also those of the routers that sweep often.
+        routers = len(both_routers) + len(sweeping)
+        await until(lambda: len(sql(dsns, "s1", _LISTENING)) == routers, "all routers listen")
+        cut = {pid for (pid,) in sql(dsns, "s1", _LISTENING)}
+        await until(lambda: sql(dsns, "s1", _KILL), "the doorbells were cut")
+        await until(
+            lambda: len({pid for (pid,) in sql(dsns, "s1", _LISTENING)} - cut) == routers, "all routers listen again"
         )
-        await until(lambda: sql(dsns, "s1", listening) == [(2,)], "both routers listen again", within_s=5)
         for turn in range(3):
             await far.enqueue(org)
-            await stream.until_jobs(2 + turn, within_s=SOON_S)
+            await stream.until_jobs(2 + turn)
 
 
 async def test_the_doorbell_goes_over_with_its_shard_when_a_server_says_nothing_any_more(module_dsn: str) -> None:
@@ -405,17 +447,18 @@ async def test_the_doorbell_goes_over_with_its_shard_when_a_server_says_nothing_
         for one in (database, other):
             await one.open()
             stack.push_async_callback(one.close)
-        bell = Doorbell(database, dsn, heard=heard.put_nowait, arrived=heard.put_nowait)
+        bell = Doorbell(database, dsn, on_ring=heard.put_nowait, on_arrival=heard.put_nowait)
         ringing = asyncio.create_task(bell.run())
         stack.callback(ringing.cancel)
         assert await asyncio.wait_for(heard.get(), PATIENCE_S) is None
         assert await database.run(b"SELECT 1", {}) == [(1,)]
         old.hold()
-        with pytest.raises(ShardUnavailable):
+        # Whether this call is told of the silence, or ends on the other server: somebody has found out.
+        with contextlib.suppress(ShardUnavailable):
             await database.run(b"SELECT 1", {})
         assert await asyncio.wait_for(heard.get(), PATIENCE_S) is None, "what was said meanwhile may have been missed"
-        await other.run(statements.RING, {"message": "another 7"})
-        assert await asyncio.wait_for(heard.get(), SOON_S) == [7]
+        await other.run(statements.NOTIFY_WORK, {"message": "another 7"})
+        assert await asyncio.wait_for(heard.get(), PATIENCE_S) == [7]
 
 
 async def test_the_more_ask_for_a_ring_at_once_the_longer_the_next_one_waits(module_dsn: str) -> None:
@@ -426,13 +469,13 @@ async def test_the_more_ask_for_a_ring_at_once_the_longer_the_next_one_waits(mod
             database = Database(SHARD, module_dsn, connections=1)
             await database.open()
             stack.push_async_callback(database.close)
-            bells.append(Doorbell(database, module_dsn, heard=hear, arrived=hear))
+            bells.append(Doorbell(database, module_dsn, on_ring=hear, on_arrival=hear))
             ringing = asyncio.create_task(bells[-1].run())
             stack.callback(ringing.cancel)
         assert await asyncio.wait_for(heard.get(), PATIENCE_S) is None
 
         async def rung(times: int) -> float:
-            """How long twenty rings take, for each of which so many ask."""
+            """Returns how long twenty rings take when this many consumers wait for each."""
             began_s = time.monotonic()
             for number in range(20):
                 for _ in range(times):
@@ -451,7 +494,7 @@ async def test_a_ring_that_no_router_made_harms_nobody(
         for message in ("", "x", "x y", "x 1,", "x 1,2,3", "x *", "x 99999999999999999999999", " ", "x -1", "ü ü"):
             sql(dsns, "s1", "SELECT pg_notify('windrow_work', %s)", message)
         await far.enqueue(org)
-        await stream.until_jobs(1, within_s=SOON_S)
+        await stream.until_jobs(1)
 
 
 # ── What waiting costs ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -467,14 +510,16 @@ def commits(dsns: dict[str, str], shard: str) -> int:
 
 
 async def statements_a_second(dsns: dict[str, str], *, seconds: float = 4.0) -> float:
-    """Of s1, all routers together. A server process that works tells what it did up to a second late."""
+    """Returns the statements per second on s1, of all routers together. An active server process reports its statistics
+    up to a second late."""
     before, began_s = commits(dsns, "s1"), time.monotonic()
     await asyncio.sleep(seconds)
     return (commits(dsns, "s1") - before) / (time.monotonic() - began_s)
 
 
 async def until_statements_a_second(dsns: dict[str, str], *, below: float) -> None:
-    """One that has come to rest tells it up to ten seconds late: what is found at first may be of before."""
+    """Waits for this rate. An idle server process reports its statistics up to ten seconds late, so the first values
+    may be old."""
     rates: list[float] = []
     for _ in range(8):
         rates.append(await statements_a_second(dsns, seconds=2))
@@ -496,9 +541,7 @@ async def test_two_hundred_consumers_who_wait_cost_next_to_nothing(
         ]
         await until_statements_a_second(dsns, below=60)
         await near.enqueue(org, *(new_job(queue=queue) for queue in queues))
-        await until(
-            lambda: sum(len(stream.jobs) for stream in streams) == 100, "every queue is served", within_s=SOON_S
-        )
+        await until(lambda: sum(len(stream.jobs) for stream in streams) == 100, "every queue is served")
 
 
 async def test_a_consumer_of_a_paused_queue_with_a_backlog_costs_next_to_nothing(
@@ -534,27 +577,26 @@ async def test_rings_for_queues_that_nobody_waits_for_cost_those_who_wait_next_t
         rate = await statements_a_second(dsns, seconds=3)
         over = True
         await producing
-        # An enqueue, a ring, and upkeep.
+        # An enqueue, a ring, and periodic work.
         assert rate < 3 * enqueues / 3 + 60
 
 
 # ── No lost wake-up ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.thorough
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("how", ["streams", "waits"])
-async def test_single_jobs_that_race_with_consumers_who_come_and_go_are_all_delivered_soon(
+async def test_single_jobs_that_race_with_consumers_who_come_and_go_are_all_delivered(
     near: Client, far: Client, org: str, how: str
 ) -> None:
-    luck = random.Random(how)
-    sent_s: dict[str, float] = {}
-    took_s: dict[str, float] = {}
+    luck = luck_of(how)
     over = asyncio.Event()
-    count = 1500
+    count = trials(1000, thorough=20_000)
+    delivered: set[str] = set()
 
     def note(jobs: list[job_pb2.LeasedJob]) -> None:
-        now_s = time.monotonic()
-        for job in jobs:
-            took_s.setdefault(job.id, now_s)
+        delivered.update(job.id for job in jobs)
 
     async def by_stream(which: Client) -> None:
         async with which.stream(org, credit=luck.randint(1, 3)) as stream:
@@ -563,7 +605,7 @@ async def test_single_jobs_that_race_with_consumers_who_come_and_go_are_all_deli
                 await stream.until(lambda: len(stream.jobs) > seen or over.is_set(), "a job", within_s=60)  # noqa: B023
                 fresh, seen = stream.jobs[seen:], len(stream.jobs)
                 note(fresh)
-                await stream.send(number=seen, acks=acks(fresh), credit=len(fresh))
+                await stream.send(request_id=seen, acks=acks(fresh), credit=len(fresh))
             await stream.half_close()
             note(stream.jobs)
             late = stream.jobs[seen:]
@@ -583,29 +625,31 @@ async def test_single_jobs_that_race_with_consumers_who_come_and_go_are_all_deli
     async def produce(which: Client) -> None:
         for number in range(count // 2):
             job = new_job(attributes={"a": "b"}) if number % 3 == 0 else new_job()
-            sent_s[job.id] = time.monotonic()
             await which.enqueue(org, job)
             if luck.random() < 0.1:
                 await asyncio.sleep(luck.uniform(0, 0.02))
 
     act = by_stream if how == "streams" else by_wait
-    async with asyncio.timeout(100):
+    async with asyncio.timeout(540):
         consuming = [asyncio.create_task(consume(which, act)) for which in (near, far) for _ in range(4)]
         try:
             await asyncio.gather(produce(near), produce(far))
-            await until(lambda: len(took_s) >= count, "every job is delivered", within_s=20)
+            # No sweep comes: a job whose wake-up was lost stays where it is.
+            with contextlib.suppress(AssertionError):
+                await until(lambda: len(delivered) >= count, "every job is delivered", within_s=20)
         finally:
             over.set()
             for one in consuming:
                 one.cancel()
             outcomes = await asyncio.gather(*consuming, return_exceptions=True)
     assert [one for one in outcomes if isinstance(one, Exception)] == []
-    late = [one for one, when_s in sent_s.items() if took_s[one] - when_s > SWEEP_S * 0.8]
-    assert len(late) <= count // 500, f"{len(late)} of {count} jobs waited for a sweep"
+    # On a busy machine a few commit more than a second late, below the floors: these are the sweep's (I7).
+    lost = count - len(delivered)
+    assert lost <= count // 500, f"{lost} of {count} jobs would wait for a sweep"
 
 
 class _Waits:
-    """Who waits in a room, as the room sees it."""
+    """A waiting consumer, as the wait room sees it."""
 
     def __init__(self, org: OrgId, *queues: str, credit: int = 1) -> None:
         self.org = org
@@ -629,7 +673,7 @@ class _Waits:
 
 
 class _Nothing:
-    """A store and a doorbell that are never asked."""
+    """A store and a doorbell that are never used."""
 
     names: Any = None
 
@@ -637,17 +681,17 @@ class _Nothing:
 
 
 @pytest.fixture
-def room() -> Room:
+def room() -> WaitRoom:
     nothing = _Nothing()
     nothing.names = type("Names", (), {"known": lambda *_: []})()
-    return Room(cast("Store", nothing), cast("Doorbell", nothing))
+    return WaitRoom(cast("Store", nothing), cast("Doorbell", nothing), sweep_s=NEVER_S)
 
 
-def stored(room: Room, jobs: NewJobs) -> None:
+def stored(room: WaitRoom, jobs: NewJobs) -> None:
     room.stored(jobs, (), None)
 
 
-def test_a_consumer_that_leaves_passes_on_what_it_was_woken_for(room: Room) -> None:
+def test_a_consumer_that_leaves_passes_on_what_it_was_woken_for(room: WaitRoom) -> None:
     first, second = _Waits(OrgId("o"), "mail", "other"), _Waits(OrgId("o"), "mail")
     room.enter(first)
     room.enter(second)
@@ -657,7 +701,7 @@ def test_a_consumer_that_leaves_passes_on_what_it_was_woken_for(room: Room) -> N
     assert second.woken == 1
 
 
-def test_a_consumer_that_leaves_and_was_not_woken_wakes_nobody(room: Room) -> None:
+def test_a_consumer_that_leaves_and_was_not_woken_wakes_nobody(room: WaitRoom) -> None:
     first, second = _Waits(OrgId("o"), "mail"), _Waits(OrgId("o"), "mail")
     room.enter(first)
     room.enter(second)
@@ -665,7 +709,7 @@ def test_a_consumer_that_leaves_and_was_not_woken_wakes_nobody(room: Room) -> No
     assert second.woken == 0
 
 
-def test_one_who_is_full_is_woken_and_not_counted_on(room: Room) -> None:
+def test_a_consumer_that_is_full_is_woken_and_not_counted_on(room: WaitRoom) -> None:
     full, empty = _Waits(OrgId("o"), "mail", credit=1000), _Waits(OrgId("o"), "mail")
     full.full = True
     room.enter(full)
@@ -676,20 +720,20 @@ def test_one_who_is_full_is_woken_and_not_counted_on(room: Room) -> None:
     assert handover is None or len(handover.takers) == 1
 
 
-def test_jobs_are_offered_to_those_with_credit_by_turns(room: Room) -> None:
+def test_jobs_are_offered_to_those_with_credit_by_turns(room: WaitRoom) -> None:
     waiters = [_Waits(OrgId("o"), "mail", credit=credit) for credit in (1, 100, 0, 2)]
     for one in waiters:
         room.enter(one)
     handover = room.offer(some_jobs(OrgId("o"), 30))
     assert handover is not None
-    # As many as each has room for, and no more than its even share; nothing to who has none.
+    # Each gets as many as it has room for, but at most an even share; one without room gets none.
     dealt = Counter(taker.number for taker in handover.takers.values())
     assert sorted(dealt.values()) == [1, 2, 15]
     assert [one.credit for one in waiters] == [0, 85, 0, 0]
     assert room.offer(some_jobs(OrgId("another"), 3)) is None
 
 
-def test_a_call_that_jobs_are_on_their_way_to_is_not_woken_for_others(room: Room) -> None:
+def test_a_call_that_jobs_are_on_their_way_to_is_not_woken_for_others(room: WaitRoom) -> None:
     call, stream = _Waits(OrgId("o"), "mail", credit=1000), _Waits(OrgId("o"), "mail", credit=1000)
     call.takes_once = True
     room.enter(call)
@@ -697,7 +741,7 @@ def test_a_call_that_jobs_are_on_their_way_to_is_not_woken_for_others(room: Room
     assert handover is not None
     room.enter(stream)
     stored(room, some_jobs(OrgId("o"), 5))
-    # Its answer has no room for what it would find.
+    # The call's answer has no room for the job.
     assert (call.woken, stream.woken) == (0, 1)
     handover.tell(Handed([], Micros(0), {}, sure=True))
     assert (call.woken, call.credit) == (1, 1000)
@@ -705,10 +749,19 @@ def test_a_call_that_jobs_are_on_their_way_to_is_not_woken_for_others(room: Room
     assert call.woken == 2
 
 
+def test_a_call_for_whose_jobs_there_is_no_memory_keeps_waiting(room: WaitRoom) -> None:
+    call = _Waits(OrgId("o"), "mail", credit=1000)
+    call.takes_once = True
+    call.account = cast("Account", SimpleNamespace(take=lambda _: False))
+    room.enter(call)
+    assert room.offer(some_jobs(OrgId("o"), 3)) is None
+    assert (call.idle, call.promised, call.credit) == (True, False, 1000)
+
+
 async def test_a_sweep_learns_the_queues_of_all_orgs_by_one_statement(recorder: Recorder, org: str) -> None:
     orgs = [OrgId(f"{org}-{number}") for number in range(20)]
     await asyncio.gather(*(Store(recorder).enqueue(some_jobs(one, 1)) for one in orgs))
-    room = Room(Store(recorder), cast("Doorbell", _Nothing()))
+    room = WaitRoom(Store(recorder), cast("Doorbell", _Nothing()), sweep_s=NEVER_S)
     waiting = [_Waits(one, QUEUE, "never-made") for one in orgs]
     for one in waiting:
         room.enter(one)
@@ -718,7 +771,7 @@ async def test_a_sweep_learns_the_queues_of_all_orgs_by_one_statement(recorder: 
     assert [one.woken for one in waiting] == [1] * 20
 
 
-def test_two_streams_have_nothing_in_common_but_their_room(room: Room) -> None:
+def test_two_streams_have_nothing_in_common_but_their_room(room: WaitRoom) -> None:
     same, other = _Waits(OrgId("o"), "mail"), _Waits(OrgId("p"), "mail")
     room.enter(same)
     room.enter(other)
@@ -726,6 +779,7 @@ def test_two_streams_have_nothing_in_common_but_their_room(room: Room) -> None:
     assert (same.woken, other.woken) == (1, 0)
 
 
+@pytest.mark.usefixtures("sweeping")
 @pytest.mark.parametrize("how", ["stream", "dequeue"])
 async def test_who_waits_follows_an_org_whose_slot_moves(
     near: Client, far: Client, dsns: dict[str, str], how: str
@@ -738,7 +792,7 @@ async def test_who_waits_follows_an_org_whose_slot_moves(
             moved = "INSERT INTO windrow.owned_slot VALUES ({0}, '{1}', {2}) ON CONFLICT (slot) DO UPDATE "
             sql(dsns, shard, (moved + "SET state = '{1}', epoch = {2} RETURNING slot").format(slot, state, epoch))
         placed = f"writes = '{{s2}}', reads = '{{s2}}', epoch = {epoch}, changed = {epoch}"
-        # In one statement: a router that reads between two would never hear of the second.
+        # In one statement: a router that reads between two would never learn of the second change.
         sql(
             dsns,
             "s1",
@@ -746,5 +800,5 @@ async def test_who_waits_follows_an_org_whose_slot_moves(
             f"UPDATE windrow.placement SET {placed} WHERE slot = {slot} RETURNING slot",
         )
         ids = await far.enqueue(org, new_job(queue=QUEUE if how == "stream" else "idle"))
-        got = await (stream.until_jobs(1, within_s=2 * SWEPT_S) if how == "stream" else soon(waiting, 2 * SWEPT_S))
+        got = await (stream.until_jobs(1) if how == "stream" else jobs_of(waiting))
         assert [job.id for job in got] == ids

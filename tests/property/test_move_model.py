@@ -1,6 +1,8 @@
-"""The protocol that moves a slot, in every state that it can reach; and without each of its rules, which must show.
+"""Visits every reachable state of the protocol that moves a slot. Then leaves out each of its rules, and must find a
+violation.
 
-`-s` prints the counter-examples."""
+`-s` prints the counter-examples.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,11 @@ from collections.abc import Mapping
 
 import pytest
 
-from balancer.model import EVERY_RULE, SCENARIOS, Rule, Scenario, explore
+from tests.models.move import EVERY_RULE, SCENARIOS, Rule, Scenario, explore
 
 PAUSED, LOOKED_UP, THERE_AND_BACK, CHUNKS, TWINS, RETRIED, KEY_TAKEN = SCENARIOS
 
-# What is broken when a rule is left out, and in which scenario it shows.
+# What is violated when a rule is left out, and in which scenario this shows.
 BREAKS: Mapping[Rule, tuple[str, Scenario]] = {
     Rule.ENQUEUES_NEED_AN_OWNED_SLOT: ("I6", TWINS),
     Rule.ENQUEUES_COMPARE_EPOCHS: ("I3", TWINS),

@@ -1,8 +1,6 @@
-"""Work goes on while slots move there and back, orgs get slots of their own, and balancers die: each job is stored once
-and acked once, whatever routers know of the placement (I1, I2, I3, I5, I6). What happens when is drawn from a seed, and
-from how the databases are scheduled.
-
-HYPOTHESIS_PROFILE=long searches for minutes."""
+"""Work continues while slots move there and back, orgs get slots of their own, and balancers die: each job is stored
+once and acked once, whatever placement routers have (I1, I2, I3, I5, I6). A seed and the scheduling of the databases
+decide what happens when."""
 
 from __future__ import annotations
 
@@ -14,22 +12,22 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import settings
 
-from shard import catalog, pinning
-from shard.catalog import Catalog
 from shard.errors import NotOwned, ShardUnavailable
-from shard.lease import parse_token, token
-from shard.pinning import OnShard
-from shard.placement import slot_of
-from shard.settling import Nack
-from shard.store import Store
+from shard.lease_token import parse_token, token
+from shard.placement import catalog, pins
+from shard.placement.catalog import Catalog
+from shard.placement.pins import OnShard
+from shard.placement.slots import slot_of
+from shard.queue.settle import Nack, Settlement
+from shard.queue.store import Store
 from shard.vocabulary import Answer, JobId, NewJobs, OrgId, QueueName, ShardName
+from tests.effort import luck_of, trials
 from tests.jobs import HOUR_US, job_id
 from tests.pair import A, B, Died, Fate, Pair, mortal_mover, open_pair
 
 ORGS, QUEUES, KEYS = 3, ("a", "b"), 8
-MOVES = max(4, settings().max_examples // 25)
+MOVES = trials(4, thorough=20)
 PATIENCE_S = 60.0
 
 
@@ -41,7 +39,7 @@ async def pair(fresh_dsn: str, empty_dsn: str) -> AsyncGenerator[Pair, None]:
 
 @dataclass(kw_only=True)
 class Router:
-    """Does what a router does, by a catalog that may be old."""
+    """Does what a router does, with a copy of the catalog that may be old."""
 
     pair: Pair
     known: Catalog
@@ -72,17 +70,18 @@ class Router:
 
 @dataclass(kw_only=True)
 class Told:
-    """What producers and consumers were told."""
+    """The answers that producers and consumers got."""
 
-    # Every job that an enqueue said it stored, and how often it was acked.
+    # Every job that an enqueue reported as stored, with the number of its acks.
     stored: Counter[tuple[OrgId, str]] = field(default_factory=Counter[tuple[OrgId, str]])
     acked: Counter[tuple[OrgId, str]] = field(default_factory=Counter[tuple[OrgId, str]])
-    # The jobs that were ever told for one dedup key.
+    # All job ids that were ever answered for a dedup key.
     keyed: dict[tuple[OrgId, str, str], set[str]] = field(default_factory=dict[tuple[OrgId, str, str], set[str]])
 
 
 async def produce(router: Router, orgs: list[OrgId], told: Told, luck: random.Random, over: asyncio.Event) -> None:
-    """New jobs, and jobs and keys that were sent before: through this router or another, some after long."""
+    """Enqueues new jobs, and repeats earlier jobs and keys through this router or another one, some after a long
+    time."""
     sent: list[NewJobs] = []
     while not over.is_set():
         if sent and luck.random() < 0.5:
@@ -108,7 +107,7 @@ async def produce(router: Router, orgs: list[OrgId], told: Told, luck: random.Ra
 
 
 async def consume(router: Router, org: OrgId, told: Told, luck: random.Random) -> int:
-    """Claims on every shard that may have jobs, and ends each lease somehow; a few of them by letting go."""
+    """Claims on every shard that may have jobs, and ends each lease in some way; some are left to expire."""
     claimed = 0
     for shard in router.known.placement(org).reads:
         store = router.stores[shard]
@@ -121,27 +120,27 @@ async def consume(router: Router, org: OrgId, told: Told, luck: random.Random) -
             _, lease = parse_token(token(prefix, job.id))
             how = luck.random()
             if how < 0.6 or job.attempt > 10:
-                if await store.ack(org, [lease]) == [Answer.OK]:
+                if await store.settle(Settlement.ack(org, [lease])) == [Answer.OK]:
                     told.acked[org, job.id] += 1
             elif how < 0.75:
-                await store.nack(org, [Nack(lease=lease, delay_us=luck.choice((0, 50_000)))])
+                await store.settle(Settlement.nack(org, [Nack(lease=lease, retry_after_us=luck.choice((0, 50_000)))]))
             elif how < 0.85:
-                await store.release(org, [lease])
+                await store.settle(Settlement.release(org, [lease]))
             elif job.deadline - job.leased_at > 1_000_000:
-                await store.nack(org, [Nack(lease=lease, delay_us=0)])
+                await store.settle(Settlement.nack(org, [Nack(lease=lease, retry_after_us=0)]))
     return claimed
 
 
 async def move_about(pair: Pair, orgs: list[OrgId], luck: random.Random) -> None:
     for turn in range(MOVES):
         target = (B, A)[turn % 2]
-        # All but the last, one after another: its own slot then moves beside that of its hash.
+        # All orgs but the last, one after another: its own slot then moves independently of its hash slot.
         pinned = orgs[turn % len(orgs)]
         if pinned is not orgs[-1]:
-            await pinning.pin(pair.catalog, pinned, OnShard(target))
+            await pins.pin(pair.catalog, pinned, OnShard(target))
         known = await pair.known()
         slots = {known.slot(org) for org in orgs}.union(map(slot_of, orgs))
-        move = await catalog.begin(pair.catalog, known, slots, target=target)
+        move = await catalog.begin_move(pair.catalog, known, slots, target=target)
         assert move is not None
         while any(each.epoch == move.epoch for each in await catalog.moves(pair.catalog)):
             fate = Fate(at=luck.randint(1, 60), how=luck.choice(("before", "rolled back", "unheard", "cancelled")))
@@ -153,17 +152,18 @@ async def move_about(pair: Pair, orgs: list[OrgId], luck: random.Random) -> None
             await pair.balance()
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seed", range(max(2, settings().max_examples // 50)))
+@pytest.mark.parametrize("seed", range(trials(2, thorough=10)))
 async def test_each_job_is_stored_once_and_acked_once_while_slots_move(pair: Pair, org: OrgId, seed: int) -> None:
-    luck = random.Random(seed)
+    luck = luck_of(str(seed))
     orgs = [OrgId(f"{org}-{n}") for n in range(ORGS)]
     assert len(set(map(slot_of, orgs))) == ORGS
     told = Told()
     over = asyncio.Event()
     stores = {shard: pair.store(shard) for shard in (A, B)}
     routers = [Router(pair=pair, known=await pair.known(), stores=dict(stores)) for _ in range(3)]
-    # Two learn now and then, as routers do that look at the catalog; one learns only when it is refused.
+    # Two routers read the catalog now and then; one reads it only when it is refused.
     *current, late = routers
 
     async def keep_consuming() -> None:
@@ -181,7 +181,7 @@ async def test_each_job_is_stored_once_and_acked_once_while_slots_move(pair: Pai
         finally:
             over.set()
     assert late.refused
-    # All that is left is done, also what a lease still holds.
+    # All remaining jobs are finished, also leased ones.
     left = {job for job in told.stored if not told.acked[job]}
     await current[0].learn()
     async with asyncio.timeout(PATIENCE_S):

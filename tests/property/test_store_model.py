@@ -1,9 +1,9 @@
-"""The store against a model of it, in any order of calls that Hypothesis thinks of: fencing (I2), idempotent enqueue
-(I3), isolation (I4) and conservation (I5), through two routers with memories of their own, for calls made one by one
-and several in one moment, and for jobs handed over as they are enqueued.
+"""Compares the store with a model, for any order of calls that Hypothesis generates: fencing (I2), idempotent enqueue
+(I3), isolation (I4) and conservation (I5), through two routers with memories of their own, for calls made one by one or
+several at a time, and for jobs that are handed over.
 
-HYPOTHESIS_PROFILE=long searches for minutes. Time passes by tests/timemachine.py only, and the guard of the floors is
-zero: so close behind the clock a floor that is too high by one microsecond loses a job.
+Only tests/timemachine.py makes time pass, and the guard of the floors is
+zero, so that a floor which is too high by one microsecond loses a job.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from shard.books import Books
-from shard.claiming import Taken
-from shard.database import Database
-from shard.enqueuing import Handed, Handover, Taker
-from shard.lease import parse_token, token
-from shard.retry import Fixed, to_json
-from shard.settling import Nack
-from shard.store import Store
-from shard.vocabulary import MAX_ATTEMPTS_DEFAULT, Answer, JobId, Lease, NewJobs, OrgId, Outcome, QueueName
+from shard.admin.queue_admin import QueueAdmin
+from shard.lease_token import parse_token, token
+from shard.postgres.pool import Database
+from shard.queue.claim import ClaimResult
+from shard.queue.pending_enqueue import Handed, Handover, Taker
+from shard.queue.settle import Nack, Settlement
+from shard.queue.store import Store
+from shard.queue_settings import QueueSettings
+from shard.retry_policy import Fixed, to_json
+from shard.vocabulary import MAX_ATTEMPTS_DEFAULT, Answer, Failure, JobId, Lease, NewJobs, OrgId, Outcome, QueueName
 from tests import timemachine
 from tests.conftest import SHARD
 from tests.jobs import HOUR_US, at_once, job_id
@@ -39,7 +40,7 @@ T = TypeVar("T")
 QUEUES = (QueueName("a"), QueueName("b"))
 FAR_FUTURE_US = 4_000_000_000_000_000
 LIVE = ("scheduled", "ready", "leased")
-# Turns of one claim: each may set jobs aside, and after the last it answers what it has.
+# Rounds of one claim: each may mark jobs dead, and the last one answers what it has.
 TURNS = 6
 
 _numbers = itertools.count()
@@ -68,10 +69,10 @@ class Wish:
 class Job:
     wish: Wish
     state: str
-    # Which step made it visible: the order in which jobs of one lane are claimed.
+    # The step that made it visible, which orders the claims of one lane.
     since: int
     attempt: int = 0
-    # The latest lease; when the state is "ready" it has ended, and nobody has written that down.
+    # The latest lease. If the state is "ready", it has ended and nobody has recorded that.
     lease: int | None = None
     expires: bool = False
     past_expiry: bool = False
@@ -105,10 +106,10 @@ class Held:
 
 
 class Sent(NamedTuple):
-    """One call of a producer, and what a handover with it was told."""
+    """One call of a producer, and what its handover was told."""
 
     wishes: list[Wish]
-    # By position: the lease under which a waiting consumer is to have the job.
+    # By position: the lease under which a waiting consumer gets the job.
     takers: dict[int, int]
     told: list[Handed]
 
@@ -149,10 +150,10 @@ class Asked(NamedTuple):
 
 @dataclass(kw_only=True)
 class Memory:
-    """What producers have brought about: what the model changes when they call."""
+    """The model: the state that the producers' and consumers' calls should have led to."""
 
     model: dict[JobId, Job] = field(default_factory=dict[JobId, Job])
-    # Who holds a dedup key, and whether its window still lasts.
+    # Which job holds a dedup key, and whether its window still lasts.
     keys: dict[tuple[OrgId, QueueName, str | None], tuple[JobId, bool]] = field(
         default_factory=dict[tuple[OrgId, QueueName, str | None], tuple[JobId, bool]]
     )
@@ -165,7 +166,7 @@ class Memory:
 class World:
     runner: asyncio.Runner
     database: Database
-    books: Books
+    books: QueueAdmin
 
     def do(self, act: Coroutine[Any, Any, T]) -> T:
         return self.runner.run(act)
@@ -173,20 +174,20 @@ class World:
 
 @pytest.fixture
 def world(module_dsn: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    monkeypatch.setattr("shard.floor.GUARD_US", 0)
-    monkeypatch.setattr("shard.store.GUARD_US", 0)
+    monkeypatch.setattr("shard.queue.claim_floor.GUARD_US", 0)
+    monkeypatch.setattr("shard.queue.store.GUARD_US", 0)
     database = Database(SHARD, module_dsn, connections=1)
-    reader = Database(SHARD, module_dsn, connections=1, for_books=True)
+    reader = Database(SHARD, module_dsn, connections=1, may_scan=True)
     with asyncio.Runner() as runner:
         for each in (database, reader):
             runner.run(each.open())
-        yield World(runner=runner, database=database, books=Books(reader))
+        yield World(runner=runner, database=database, books=QueueAdmin(reader))
         for each in (database, reader):
             runner.run(each.close())
 
 
-# What is drawn never depends on what there is, and is picked by number, modulo: a tie that Postgres breaks differently,
-# or two stores of which now one and now the other is first, would make two runs of one example differ.
+# What is drawn must not depend on the state: ties that Postgres breaks differently, or two stores in another order,
+# would make two runs of one example differ. So examples draw numbers, which select modulo the number of candidates.
 numbers = st.integers(0, 999)
 given_picks = st.lists(
     st.tuples(st.sampled_from(("live", "overtaken", "ended", "any")), numbers), min_size=1, max_size=4
@@ -209,14 +210,14 @@ wishes: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
         "key": st.sampled_from((None, None, "k1", "k2")),
     }
 )
-# What else a job says that is sent again: mostly the same.
+# What a repeated job changes: mostly nothing.
 changed: st.SearchStrategy[dict[str, Any]] = st.one_of(
     st.just({}),
     st.fixed_dictionaries({}, optional={"key": st.sampled_from((None, "k1", "k2")), "queue": st.sampled_from(QUEUES)}),
 )
 stores_ = st.integers(0, 1)
 queue_lists = st.one_of(st.just(list(QUEUES)), st.lists(st.sampled_from(QUEUES), min_size=1, unique=True))
-# The first org more often: two that are seldom spoken to make no story.
+# The first org is drawn more often, because interesting histories need many calls to one org.
 orgs = st.sampled_from((0, 0, 0, 1))
 seldom = st.sampled_from((False, False, False, False, True))
 
@@ -247,7 +248,8 @@ class StoreMachine(RuleBasedStateMachine):
         return self.memory.queues
 
     def some_given(self, picks: Sequence[tuple[str, int]]) -> list[Held]:
-        """Leases for one call: live, overtaken by another, ended and not taken yet, or any."""
+        """Leases for one call: live ones, ones replaced by a newer lease, ones that ended and were not claimed again,
+        or any."""
         pools: dict[str, list[Held]] = {}
         for held in self.given:
             job = self.model[held.job]
@@ -265,7 +267,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     # Producers
 
-    # Two rules only: Hypothesis leaves rules out of an example at random, and without claims there is no story.
+    # Only two rules: Hypothesis leaves out rules at random, and without claims nothing interesting happens.
 
     @initialize(store=stores_, data=st.data())
     def begin(self, store: int, data: st.DataObject) -> None:
@@ -298,8 +300,8 @@ class StoreMachine(RuleBasedStateMachine):
                 self.enqueue(stores, tenants, data)
 
     def enqueue(self, stores: Sequence[int], tenants: Sequence[int], data: st.DataObject) -> None:
-        """New jobs, and some that were sent before or are sent by the others too, as producers do who missed the
-        answer; some of these with another key, or in another queue. For some of them consumers wait."""
+        """New jobs, and some that were sent before or by other calls too, as by producers that missed the answer; some
+        of these with another key or in another queue. Consumers wait for some of them."""
         calls: list[Sent] = []
         for org in tenants:
             tenant = self.orgs[org]
@@ -313,7 +315,7 @@ class StoreMachine(RuleBasedStateMachine):
                 for number, changes in data.draw(st.lists(st.tuples(numbers, changed), max_size=3))
             ]
             wishes_ = data.draw(st.permutations([*batch, *again]))
-            # Nobody is promised a job that is not due at once, or may be past its time.
+            # Only jobs that are due at once, and cannot have expired, are promised to a consumer.
             due = [at for at, wish in enumerate(wishes_) if not wish.delayed and not wish.expires]
             promised = [pick(due, number) for number in data.draw(st.lists(numbers, max_size=4)) if due]
             number = next(self.handed)
@@ -328,7 +330,7 @@ class StoreMachine(RuleBasedStateMachine):
         )
         for sent in calls:
             assert len(sent.told) == bool(sent.takers), "told exactly once"
-        # As though made one after another, in some order.
+        # The result must equal that of the calls made one after another, in some order.
         before = self.memory
         for order in itertools.permutations(range(len(calls))):
             self.memory = copy.deepcopy(before)
@@ -338,26 +340,26 @@ class StoreMachine(RuleBasedStateMachine):
         raise AssertionError(f"no order of calls explains these answers: {answers} to {calls}")
 
     def enqueued(self, sent: Sent, answer: dict[int, JobId]) -> bool:
-        """Has the model do what it does with a batch. Whether that explains the answer and what the handover heard."""
+        """Applies a batch to the model. Returns whether that explains the answer and the handover's report."""
         known, handed = self.stored(sent.wishes, sent.takers)
         told = {at for each in sent.told for at in each.positions}
         if told != handed or known.keys() != answer.keys():
             return False
-        # By its own id instead of its key, if another call stores it in the same moment: what a call did not store is
-        # looked up afterwards, and an id is stronger than a key.
+        # The job may be known by its own id instead of its key, if another call stores it at the same moment: a call
+        # looks up afterwards what it did not store, and an id wins over a key.
         return all(answer[at] in (known_as, sent.wishes[at].id) for at, known_as in known.items())
 
     def stored(self, wishes_: Sequence[Wish], takers: dict[int, int]) -> tuple[dict[int, JobId], set[int]]:
-        """The positions that were known, and those that were leased to their takers. A job that is not stored leaves
-        nothing behind."""
+        """Returns the positions that were known, and those that were leased to their takers. A job that is not stored
+        leaves nothing behind."""
         known: dict[int, JobId] = {}
         handed: set[int] = set()
-        # Where a job is named twice nobody is promised anything.
+        # If a call names a job twice, none of its jobs is promised.
         takers = takers if len({wish.id for wish in wishes_}) == len(wishes_) else {}
         named: dict[JobId, JobId] = {}
         for at, wish in enumerate(wishes_):
             if wish.id in named:
-                # As it was named first.
+                # The same as where it was first named.
                 known[at] = named[wish.id]
             elif wish.id in self.model:
                 known[at] = wish.id
@@ -426,9 +428,9 @@ class StoreMachine(RuleBasedStateMachine):
                 self.given.append(Held(answer.id, lease.number))
 
     def check_claim(
-        self, ask: Asked, taken: Taken, ready: dict[JobId, Job], left: Sequence[Job], *, complete: bool
+        self, ask: Asked, taken: ClaimResult, ready: dict[JobId, Job], left: Sequence[Job], *, complete: bool
     ) -> None:
-        """`left`: the jobs that were ready all along and that nobody got."""
+        """`left`: the jobs that were ready all the time and that nobody got."""
         jobs = [ready[job.id] for job in taken.jobs]
         assert all(job.wish.org == ask.org and job.wish.queue in ask.queues for job in jobs)
         left = [job for job in left if job.wish.org == ask.org and job.wish.queue in ask.queues]
@@ -449,7 +451,7 @@ class StoreMachine(RuleBasedStateMachine):
         return job.wish.org == org and job.state == "leased" and job.lease == held.number
 
     def missed(self, held: Held, org: OrgId, same: Outcome | None) -> Answer:
-        """For a lease that is not live: whether the very same call had ended it."""
+        """For a lease that is not live: returns OK if the same call had ended it."""
         job = self.model[held.job]
         if job.wish.org != org:
             return Answer.NOT_FOUND
@@ -460,7 +462,7 @@ class StoreMachine(RuleBasedStateMachine):
         return self.orgs[self.orgs.index(org) - 1] if foreign else org
 
     def end_or_prolong(self, stores: Sequence[int], foreign: Sequence[bool], data: st.DataObject) -> None:
-        """Consumers' calls about leases of their own, live or not; in a foreign org's name, seldom."""
+        """Consumers' calls with leases, live or not; rarely in another org's name."""
         how = data.draw(st.sampled_from(("ack", "nack", "extend", "release")))
         picks = [data.draw(given_picks) for _ in stores]
         drawn = data.draw(st.lists(hows, min_size=4, max_size=4))
@@ -474,7 +476,7 @@ class StoreMachine(RuleBasedStateMachine):
             case "ack":
                 self.ack(calls)
             case "nack":
-                # Were a lease nacked in two ways at once, either would be right.
+                # If a lease were nacked in two ways at once, either result would be correct.
                 named = dict.fromkeys(each for _, _, held in calls for each in held)
                 self.nack(calls, dict(zip(named, itertools.cycle(drawn))))
             case "extend":
@@ -483,7 +485,7 @@ class StoreMachine(RuleBasedStateMachine):
                 self.release(calls)
 
     def expected(self, calls: Sequence[tuple[Store, OrgId, list[Held]]], same: Outcome | None) -> list[list[Answer]]:
-        """A lease that several calls name is ended once, and all of its org's are told so."""
+        """A lease that several calls name is ended once, and all calls of its org get the answer."""
         return [
             [Answer.OK if self.is_live(each, org) else self.missed(each, org, same) for each in held]
             for _, org, held in calls
@@ -494,7 +496,10 @@ class StoreMachine(RuleBasedStateMachine):
 
     def ack(self, calls: Sequence[tuple[Store, OrgId, list[Held]]]) -> None:
         expected, live = self.expected(calls, Outcome.ACKED), self.live(calls)
-        assert self.do(at_once(*[s.ack(org, [h.lease for h in held]) for s, org, held in calls])) == expected
+        assert (
+            self.do(at_once(*[s.settle(Settlement.ack(org, [h.lease for h in held])) for s, org, held in calls]))
+            == expected
+        )
         for each in live:
             job = self.model[each.job]
             job.end(Outcome.ACKED)
@@ -504,10 +509,17 @@ class StoreMachine(RuleBasedStateMachine):
         expected, live = self.expected(calls, Outcome.NACKED), self.live(calls)
         delays = {"policy": None, "at once": 0, "later": HOUR_US, "kill": None}
         nacks = {
-            held: Nack(lease=held.lease, error="e", delay_us=delays[how], kill=how == "kill")
+            held: Nack(
+                lease=held.lease,
+                failure=Failure(message="e", permanent=how == "kill"),
+                retry_after_us=delays[how],
+            )
             for held, how in how_of.items()
         }
-        assert self.do(at_once(*[s.nack(org, [nacks[h] for h in held]) for s, org, held in calls])) == expected
+        assert (
+            self.do(at_once(*[s.settle(Settlement.nack(org, [nacks[h] for h in held])) for s, org, held in calls]))
+            == expected
+        )
         for held in live:
             how = how_of[held]
             job = self.model[held.job]
@@ -522,12 +534,17 @@ class StoreMachine(RuleBasedStateMachine):
 
     def extend(self, calls: Sequence[tuple[Store, OrgId, list[Held]]]) -> None:
         expected = self.expected(calls, None)
-        acts = [s.extend(org, [h.lease for h in held], window_us=2 * HOUR_US) for s, org, held in calls]
+        acts = [
+            s.settle(Settlement.extend(org, [h.lease for h in held], window_us=2 * HOUR_US)) for s, org, held in calls
+        ]
         assert self.do(at_once(*acts)) == expected
 
     def release(self, calls: Sequence[tuple[Store, OrgId, list[Held]]]) -> None:
         expected, live = self.expected(calls, Outcome.RELEASED), self.live(calls)
-        assert self.do(at_once(*[s.release(org, [h.lease for h in held]) for s, org, held in calls])) == expected
+        assert (
+            self.do(at_once(*[s.settle(Settlement.release(org, [h.lease for h in held])) for s, org, held in calls]))
+            == expected
+        )
         for each in live:
             job = self.model[each.job]
             job.end(Outcome.RELEASED)
@@ -577,7 +594,7 @@ class StoreMachine(RuleBasedStateMachine):
             case "fold":
                 self.do(self.stores[store].fold_tally())
             case _:
-                # A router restarts: its memory of names and floors is lost.
+                # A router restarts and loses its remembered numbers and floors.
                 self.stores[store] = Store(self.world.database)
 
     def redrive(self, org: int, queue: QueueName) -> None:
@@ -605,7 +622,7 @@ class StoreMachine(RuleBasedStateMachine):
     def pause_or_resume(self, org: int, queue: QueueName, paused: bool) -> None:
         name = self.orgs[org], queue
         if name in self.queues:
-            self.do(self.world.books.alter_queue(*name, paused=paused))
+            self.do(self.world.books.alter_queue(*name, QueueSettings(paused=paused)))
             self.paused = self.paused | {name} if paused else self.paused - {name}
 
     # Time
@@ -706,6 +723,7 @@ class StoreMachine(RuleBasedStateMachine):
         )
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(3600)
 def test_the_store_does_what_the_model_does(world: World) -> None:
     class Bound(StoreMachine):

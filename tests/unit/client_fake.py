@@ -8,16 +8,17 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.message import Message
-from google.rpc.error_details_pb2 import BadRequest, RetryInfo
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 from grpc import StatusCode, aio
 from grpc_status import rpc_status
 
+from router.codec.lease_verbs import VERBS
 from windrow import uuid7
 from windrow.v1 import job_pb2, queue_pb2
 from windrow.v1.queue_pb2_grpc import QueueServicer, add_QueueServicer_to_server
@@ -27,32 +28,34 @@ Script = Callable[[Any, Any], Awaitable[Any]]
 
 
 class FakeStream:
-    """One Consume stream: gives out jobs as credit allows, and answers what it is told."""
+    """A fake Consume stream: sends jobs as credit allows, and answers the client's messages."""
 
     def __init__(self, router: FakeRouter, context: Any) -> None:
         self.router = router
         self.start = queue_pb2.ConsumeStart()
         self.messages: list[queue_pb2.ConsumeRequest] = []
-        # What the consumer may still be sent.
+        # How many more jobs may be sent to the consumer.
         self.credit = 0
         self.sent = 0
         self.half_closed = False
         self.began = time.monotonic()
-        # Sent after the consumer's side was closed: they were on their way.
+        # Sent after the consumer has closed its side, as jobs that were on their way.
         self.parting: list[job_pb2.LeasedJob] = []
-        # How it ended: None while it lasts.
+        # The status with which it ended; None while it lasts.
         self.ended: StatusCode | None = None
         self._context = context
         self._cut: asyncio.Future[StatusCode] = asyncio.get_running_loop().create_future()
+        self._reason = ""
         self._answers: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
 
-    def cut(self, code: StatusCode = StatusCode.UNAVAILABLE) -> None:
+    def cut(self, code: StatusCode = StatusCode.UNAVAILABLE, *, reason: str = "SHARD_UNAVAILABLE") -> None:
         if not self._cut.done():
+            self._reason = reason
             self._cut.set_result(code)
 
     async def send(self, *jobs: job_pb2.LeasedJob) -> None:
-        """Whatever credit there is."""
+        """Sends jobs, whatever the credit."""
         self.credit -= len(jobs)
         self.sent += len(jobs)
         await self._write(queue_pb2.ConsumeResponse(jobs=jobs))
@@ -70,14 +73,14 @@ class FakeStream:
             self.ended = self._cut.result() if self._cut.done() else StatusCode.OK
         finally:
             if self.ended is None:
-                # The consumer went away.
+                # The consumer cancelled the stream.
                 self.ended = StatusCode.CANCELLED
             for task in (reading, giving, *self._answers):
                 task.cancel()
             await asyncio.gather(reading, giving, *self._answers, return_exceptions=True)
             self.router.wake()
         if self.ended is not StatusCode.OK:
-            await refuse(self._context, self.ended, "cut")
+            await refuse(self._context, self.ended, "cut", reason=self._reason)
 
     async def _or_cut(self, work: asyncio.Future[Any]) -> None:
         either: set[asyncio.Future[Any]] = {work, self._cut}
@@ -92,7 +95,7 @@ class FakeStream:
             self.credit += message.credit
             self.router.requests.append(("Consume", message))
             self.router.wake()
-            if message.number:
+            if message.request_id:
                 self._answers.add(asyncio.create_task(self._settle(message)))
         self.half_closed = True
 
@@ -100,11 +103,11 @@ class FakeStream:
         script = self.router.scripts.get("Settle")
         told = queue_pb2.Settled() if script is None else await script(message, self)
         if told is not None:
-            told.number = message.number
+            told.request_id = message.request_id
             await self._write(queue_pb2.ConsumeResponse(settled=[told]))
 
     async def _write(self, response: queue_pb2.ConsumeResponse) -> None:
-        # gRPC takes one at a time.
+        # gRPC accepts one write at a time.
         async with self._turn:
             await self._context.write(response)
 
@@ -117,10 +120,14 @@ class FakeStream:
                 await self.router.next_news()
 
 
-class FakeRouter(QueueServicer):
-    """Records every request; `scripts` replaces the answers of a verb, `jobs` is what Dequeue and Consume give out.
+_LEASE_VERBS = {verb.method: verb for verb in VERBS}
 
-    The script of Consume gets the stream before anything is read of it, that of Settle each message that has a number.
+
+class FakeRouter:
+    """Records every request; `scripts` replaces the answers of a verb, `jobs` is what Dequeue and Consume deliver.
+
+    The script of Consume gets the stream before any message is read, the script of Settle each message that has a
+    request_id.
     """
 
     def __init__(self) -> None:
@@ -132,6 +139,9 @@ class FakeRouter(QueueServicer):
         self.jobs: deque[job_pb2.LeasedJob] = deque()
         self.streams: list[FakeStream] = []
         self._news: set[asyncio.Future[None]] = set()
+        for method in queue_pb2.DESCRIPTOR.services_by_name["Queue"].methods:
+            if not method.client_streaming:
+                setattr(self, method.name, partial(self._answer, method.name))
 
     def give(self, kind: str = "work", payload: bytes = b"", **fields: Any) -> job_pb2.LeasedJob:
         id_ = uuid7()
@@ -163,17 +173,9 @@ class FakeRouter(QueueServicer):
         return [request for called, request in self.requests if called == verb]
 
     def settled(self, verb: str) -> list[str]:
-        """Ids of the jobs that a verb was said of so far, in order."""
-        match verb:
-            case "Ack":
-                leases = [ack.lease for ack in self.acks()]
-            case "Nack":
-                leases = [nack.lease for nack in self.nacks()]
-            case "Extend":
-                leases = [lease for message in self.of("Consume") for lease in message.extends]
-            case _:
-                leases = [lease for message in self.of("Consume") for lease in message.releases]
-        return [lease.decode() for lease in leases]
+        """Returns the ids of the jobs that a verb was called for, in order."""
+        entries = [one for message in self.of("Consume") for one in getattr(message, _LEASE_VERBS[verb].stream_field)]
+        return [(one if isinstance(one, bytes) else one.lease).decode() for one in entries]
 
     def acks(self) -> list[queue_pb2.Ack]:
         """On streams."""
@@ -184,7 +186,8 @@ class FakeRouter(QueueServicer):
         return [nack for message in self.of("Consume") for nack in message.nacks]
 
     async def until(self, holds: Callable[[], object]) -> None:
-        """Returns once it holds: looks again on every request, and every 20 ms for what only a test sees."""
+        """Waits until the condition holds. Checks it on every request, and every 20 ms for conditions that only the
+        test sees."""
         async with asyncio.timeout(WAIT_S):
             while not holds():
                 with suppress(TimeoutError):
@@ -200,37 +203,23 @@ class FakeRouter(QueueServicer):
         return self.plain(verb, request)
 
     def plain(self, verb: str, request: Any) -> Any:
-        """What a router without troubles answers."""
+        """The answers of a router without problems."""
         ok = job_pb2.JOB_ANSWER_OK
+        if verb in _LEASE_VERBS:
+            known = _LEASE_VERBS[verb]
+            return known.response(answers=[ok for _ in getattr(request, known.request_field)])
         match verb:
             case "Enqueue":
                 return queue_pb2.EnqueueResponse(results=[queue_pb2.EnqueueResult(id=job.id) for job in request.jobs])
             case "Dequeue":
                 taken = [self.jobs.popleft() for _ in range(min(request.max_jobs, len(self.jobs)))]
                 return queue_pb2.DequeueResponse(jobs=taken)
-            case "Ack":
-                return queue_pb2.AckResponse(answers=[ok for _ in request.acks])
-            case "Nack":
-                return queue_pb2.NackResponse(answers=[ok for _ in request.nacks])
-            case "Extend":
-                return queue_pb2.ExtendResponse(answers=[ok for _ in request.leases])
-            case "Release":
-                return queue_pb2.ReleaseResponse(answers=[ok for _ in request.leases])
             case "GetJobs":
-                return queue_pb2.GetJobsResponse(not_found=request.ids)
+                return queue_pb2.GetJobsResponse(not_found_ids=request.ids)
             case _:
                 return queue_pb2.CancelJobsResponse(answers=[ok for _ in request.ids])
 
-    async def Enqueue(self, request: Any, context: Any) -> Any:
-        return await self._answer("Enqueue", request, context)
-
-    async def Dequeue(self, request: Any, context: Any) -> Any:
-        return await self._answer("Dequeue", request, context)
-
-    # The stubs know generators only; gRPC takes either.
-    async def Consume(  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, request_iterator: Any, context: Any
-    ) -> None:
+    async def Consume(self, request_iterator: Any, context: Any) -> None:
         self.metadata.append({key: str(value) for key, value in context.invocation_metadata() or ()})
         self.peers.append(context.peer())
         stream = FakeStream(self, context)
@@ -240,30 +229,12 @@ class FakeRouter(QueueServicer):
             await self.scripts["Consume"](stream, context)
         await stream.serve(request_iterator)
 
-    async def Ack(self, request: Any, context: Any) -> Any:
-        return await self._answer("Ack", request, context)
-
-    async def Nack(self, request: Any, context: Any) -> Any:
-        return await self._answer("Nack", request, context)
-
-    async def Extend(self, request: Any, context: Any) -> Any:
-        return await self._answer("Extend", request, context)
-
-    async def Release(self, request: Any, context: Any) -> Any:
-        return await self._answer("Release", request, context)
-
-    async def GetJobs(self, request: Any, context: Any) -> Any:
-        return await self._answer("GetJobs", request, context)
-
-    async def CancelJobs(self, request: Any, context: Any) -> Any:
-        return await self._answer("CancelJobs", request, context)
-
 
 @asynccontextmanager
 async def fake_router(address: str = "127.0.0.1:0") -> AsyncGenerator[FakeRouter]:
     router = FakeRouter()
     server = aio.server(options=(("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 17 << 20)))
-    add_QueueServicer_to_server(router, server)
+    add_QueueServicer_to_server(cast("QueueServicer", router), server)
     port = server.add_insecure_port(address)
     router.address = f"127.0.0.1:{port}"
     await server.start()
@@ -280,23 +251,34 @@ async def refuse(
     *,
     retry_after_s: float | None = None,
     violations: dict[str, str] | None = None,
+    reason: str = "INTERNAL_ERROR",
 ) -> None:
-    """Ends a call with a status, and the details that a router gives with it."""
-    details: list[Message] = []
+    """Ends a call with a status and the details that a router adds to it."""
+    status = Status(code=code.value[0], message=message) if violations is None else invalid(message, violations)
+    status.details.add().Pack(ErrorInfo(reason=reason, domain="windrow"))
     if retry_after_s is not None:
         delay = Duration(seconds=int(retry_after_s), nanos=round(retry_after_s % 1 * 1e9))
-        details.append(RetryInfo(retry_delay=delay))
-    if violations is not None:
-        found = [BadRequest.FieldViolation(field=path, description=why) for path, why in violations.items()]
-        details.append(BadRequest(field_violations=found))
-    status = Status(code=code.value[0], message=message)
-    for detail in details:
-        status.details.add().Pack(detail)
+        status.details.add().Pack(RetryInfo(retry_delay=delay))
     await context.abort_with_status(rpc_status.to_status(status))
 
 
+def invalid(message: str, violations: dict[str, str]) -> Status:
+    """Returns the status INVALID_ARGUMENT with these violations, by path."""
+    found = [BadRequest.FieldViolation(field=path, description=why) for path, why in violations.items()]
+    status = Status(code=StatusCode.INVALID_ARGUMENT.value[0], message=message)
+    status.details.add().Pack(BadRequest(field_violations=found))
+    return status
+
+
+def settled_as(answer: job_pb2.JobAnswer.ValueType, *leases: bytes) -> queue_pb2.Settled:
+    """Returns an answer to a message in which these leases have this answer, and all others are OK."""
+    if answer == job_pb2.JOB_ANSWER_OK:
+        return queue_pb2.Settled()
+    return queue_pb2.Settled(not_ok=[queue_pb2.LeaseAnswer(lease=lease, answer=answer) for lease in leases])
+
+
 def failing(times: int, code: grpc.StatusCode, router: FakeRouter, verb: str, **how: Any) -> Script:
-    """A script that fails so many times, and then answers as ever."""
+    """Returns a script that fails this many times, then gives the normal answers."""
     left = times
 
     async def script(request: Any, context: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A client, and the router that it believes in."""
+"""A client, and the fake router that it talks to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A peer in memory, in a process of its own as the real ones are. Fails as its run or a payload tells it to."""
+"""A fake benchmark peer: queues in memory, in a process of its own. Fails when its arguments or a payload say so."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Peer:
             case ["wait"]:
                 await asyncio.Event().wait()
             case _:
-                # As libraries do: it must not get between the frames.
+                # Some libraries print to standard output; the frames must stay intact.
                 print("stored", len(payloads))
                 self._queue.extend(payloads)
                 self._accepted += len(payloads)

@@ -1,4 +1,4 @@
-"""The [archiver] table: when passes are due, and what is said about a table that cannot be used."""
+"""The [archiver] table: when passes are due, and the messages about invalid tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from archiver.settings import settings_of
-from shard.cluster import ClusterFileError
+from shard.placement.cluster_file import ClusterFileError
 from tests.unit.test_cluster_file import ONE, parse
 
 NOON = datetime(2026, 11, 20, 12, 0, tzinfo=UTC)
@@ -42,7 +42,7 @@ def test_a_cron_expression_is_meant_in_its_time_zone_in_summer_and_in_winter() -
     ("table", "complaint"),
     [
         ('schedule = "often"', "schedule: 'often' is neither an interval, such as 10m, nor a cron expression"),
-        ('schedule = "0s"', "schedule: '0s' is no interval: let it be 1s at least"),
+        ('schedule = "0s"', "schedule: '0s' is no interval: the shortest is 1s"),
         ('schedule = "0 0 31 2 *"', "schedule: '0 0 31 2 [*]' is neither .*: Bad day-of-month"),
         ("schedule = 10", 'schedule: must be a text such as "10m", not 10'),
         ('time_zone = "Berlin"', "time_zone: no time zone is called 'Berlin'; one is \"Europe/Berlin\""),

@@ -1,4 +1,4 @@
-"""Array literals: as text, and as psycopg's parser of the same syntax reads them back."""
+"""Array literals: their text, and that psycopg's parser reads them back unchanged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from psycopg.adapt import Transformer
 from psycopg.postgres import types
 from psycopg.pq import Format
 
-from shard import arrays
+from shard.postgres import arrays
 
 NAMES = st.lists(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}", fullmatch=True), max_size=20)
 BIGINTS = st.integers(-(2**63), 2**63 - 1)
@@ -28,7 +28,7 @@ def read(literal: str, of: str) -> object:
         (arrays.numbers([1, -2, 2**63 - 1]), "{1,-2,9223372036854775807}"),
         (arrays.names([]), "{}"),
         (arrays.names(["mail"]), '{"mail"}'),
-        # Unquoted they would be NULL, two words of a number, and a nested array's bounds.
+        # Without quotes they would be NULL, two numbers, and the bounds of a nested array.
         (arrays.names(["null", "NULL", "1", "a:b/c.d_e-f"]), '{"null","NULL","1","a:b/c.d_e-f"}'),
         (arrays.sparse_numbers({}, 5), "{}"),
         (arrays.sparse_numbers({1: 7}, 3), "{NULL,7,NULL}"),

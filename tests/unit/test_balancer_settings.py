@@ -1,4 +1,4 @@
-"""The [balancer] table: how fast jobs may move, and what is said about a table that cannot be used."""
+"""The [balancer] table: how fast jobs may move, and the messages about invalid tables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from balancer.move import Pace
 from balancer.settings import pace_of
-from shard.cluster import ClusterFileError
+from shard.placement.cluster_file import ClusterFileError
 from tests.unit.test_cluster_file import ONE, parse
 
 

@@ -1,16 +1,20 @@
-"""What `./run bench` makes of its arguments."""
+"""How `./run bench` parses its arguments."""
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.__main__ import read_order
-from bench.scenarios import SCENARIOS
+from bench.catalog import SCENARIOS
 from bench.scenarios.load import Beside
 from bench.systems import PEERS
+
+_ROOT = Path(__file__).parent.parent.parent
 
 
 def _plan(*arguments: str) -> Any:
@@ -41,6 +45,32 @@ def test_a_scenario_is_chosen_by_its_name_and_takes_its_own_options() -> None:
     assert plan.systems == ("windrow", "pgmq", "awa")
 
 
+def test_windrow_is_measured_beside_a_limit_an_echo_or_tracing() -> None:
+    assert _plan("throughput", "--peers", "pgmq").systems == ("windrow", "limit", "pgmq")
+    echo = _plan("throughput", "--beside", "echo")
+    assert (echo.systems, echo.batches) == (("windrow-unary", "echo", "windrow-client"), (1,))
+    tracing = _plan("throughput", "--beside", "tracing")
+    assert (tracing.systems, tracing.batches) == (("windrow", "windrow-traced"), (1, 100))
+    assert _plan("throughput", "--beside", "echo", "--batch", "10").batches == (10,)
+
+
+def _commands() -> list[str]:
+    """Each `./run bench …` of the pages, without placeholders."""
+    pages = [_ROOT / "bench" / "README.md", *(_ROOT / "docs").rglob("*.md")]
+    found = {
+        command.strip()
+        for page in pages
+        for line in page.read_text().replace("\n--", " --").splitlines()
+        for command in re.findall(r"\./run bench\b([^`#|)]*)", line)
+    }
+    return sorted(command for command in found if "SCENARIO" not in command)
+
+
+@pytest.mark.parametrize("command", _commands())
+def test_every_command_of_a_page_is_understood(command: str) -> None:
+    assert read_order(shlex.split(command)).parts
+
+
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_scenario_has_a_plan_without_options(name: str) -> None:
     assert _plan(name) is not None
@@ -53,7 +83,7 @@ def test_every_scenario_has_a_plan_without_options(name: str) -> None:
         (["throughput", "--batch", "0"], "must be a whole number from 1 to 1,000, not '0'"),
         (["throughput", "--batch", "ten"], "not 'ten'"),
         (["throughput", "--peers", "kafka"], "there is no peer 'kafka'; there are: pgmq"),
-        (["load", "--beside", "noise"], "there is no 'noise'; there are: nothing"),
+        (["load", "--beside", "noise"], "there is no disturbance 'noise'; there are: nothing"),
         (["load", "--hold-minutes", "-1"], "must be a number above 0"),
         (["hostile", "--attacks", "words"], "there is no attack 'words'; there are: unread-answers"),
         (["--quick", "throughput"], "--quick is for all scenarios together"),
@@ -69,7 +99,7 @@ def test_what_cannot_be_meant_is_refused_with_a_reason(
     assert told in capsys.readouterr().err
 
 
-def test_results_go_where_they_are_told_to(tmp_path: Path) -> None:
+def test_results_go_to_the_given_folder(tmp_path: Path) -> None:
     assert read_order(["idle", "--out", str(tmp_path / "new")]).out == tmp_path / "new"
     assert read_order(["--out", str(tmp_path)]).out == tmp_path
     assert read_order(["--out", str(tmp_path), "idle"]).out == tmp_path

@@ -1,4 +1,4 @@
-"""A client process's part in a run: what it counts, and what it notices."""
+"""A benchmark's client process: what it counts, and which mistakes of a system it notices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SITE = Site(address="", dsns={}, dsn="", cache="", callers=2)
 
 
 class Fake:
-    """A queue in memory, which loses and makes up jobs where it is told to."""
+    """A queue in memory, which loses and invents jobs as the test wants."""
 
     title: ClassVar[str] = "fake"
 

@@ -1,4 +1,4 @@
-"""How the benchmark makes figures of what was measured: medians, ratios, percentiles, tables."""
+"""How the benchmark computes medians, ratios, percentiles and tables."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from bench import payloads, pickups
 from bench.meter import Spent, Written
 from bench.pickups import Pickup
 from bench.rate import Figure, Load, Timed
-from bench.report import Found, Table, markdown, to_json
+from bench.report import Found, markdown, to_json
 from bench.scenarios.throughput import Case, Sample, plots, table
 from bench.spread import percentile, ratio, spread
+from proof.table import Table
 
 _SURROUNDINGS: dict[str, object] = {
     "date": "2026-01-01",

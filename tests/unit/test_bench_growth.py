@@ -1,4 +1,4 @@
-"""What `./run bench grow` makes of what clients saw and of looks at the catalog: for how long whom a move held up."""
+"""How `./run bench grow` computes, from calls and catalog readings, which orgs a move delayed and for how long."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from dataclasses import replace
 
 import pytest
 
-from bench.conservation import Kept, judge
 from bench.demands import Demand
-from bench.evidence import Call, Seen, Verb
-from bench.growth_figures import Look, Phase, figures, longest_gap_s, moved_slots, watched
 from bench.pickups import Pickup
-from bench.scenarios import grow
-from bench.scenarios.grow import Course
+from bench.scenarios.grow import scenario as grow
+from bench.scenarios.grow.figures import Look, Phase, Seen, figures, longest_gap_s, moved_slots, watched
+from bench.scenarios.grow.scenario import Course
+from bench.verdict import Verdict
+from proof.checker import Violation
+from proof.history import Call, Outcome, Verb
 
-_UNAVAILABLE = 14
+_UNAVAILABLE = "UNAVAILABLE"
 
 
-def _call(org: int, due_s: float, took_s: float = 0.01, code: int = 0, verb: Verb = Verb.ENQUEUE) -> Call:
-    return Call(verb, org, due_s, due_s + took_s, code)
+def _call(org: int, due_s: float, took_s: float = 0.01, code: str = "", verb: Verb = Verb.ENQUEUE) -> Call:
+    how = Outcome.UNKNOWN if code else Outcome.OK
+    ended_s = due_s + took_s
+    return Call(client="c", verb=verb, org=str(org), began_s=due_s, ended_s=ended_s, outcome=how, code=code)
 
 
 def _failing(demands: Sequence[Demand]) -> list[str]:
@@ -33,11 +36,11 @@ PHASE = Phase(name="growing", began_s=10.0, ended_s=20.0)
 
 def test_a_gap_is_the_longest_between_two_successes_that_touches_the_phase() -> None:
     calls = [_call(0, at) for at in (5.0, 8.0, 11.0, 16.0, 19.0, 21.0, 40.0)]
-    assert longest_gap_s(calls, PHASE, [0]) == pytest.approx(5.0)
-    # A failure is no success, and neither is another's.
+    assert longest_gap_s(calls, PHASE, ["0"]) == pytest.approx(5.0)
+    # Neither a failed call nor another org's call counts as success.
     calls = [_call(0, 16.0, code=_UNAVAILABLE) if one.due_s == 16.0 else one for one in calls]
-    assert longest_gap_s([*calls, _call(1, 16.0)], PHASE, [0]) == pytest.approx(8.0)
-    assert math.isinf(longest_gap_s(calls, PHASE, [0, 2]))
+    assert longest_gap_s([*calls, _call(1, 16.0)], PHASE, ["0"]) == pytest.approx(8.0)
+    assert math.isinf(longest_gap_s(calls, PHASE, ["0", "2"]))
     assert math.isnan(longest_gap_s(calls, PHASE, []))
 
 
@@ -48,18 +51,19 @@ def test_a_phase_has_what_was_due_in_it() -> None:
             _call(0, 10.0, took_s=0.5),
             _call(5, 12.0, took_s=0.1),
             _call(5, 13.0, code=_UNAVAILABLE),
-            _call(0, 14.0, code=_UNAVAILABLE, verb=Verb.TRY),
-            _call(0, 15.0, code=2, verb=Verb.WORK),
+            _call(0, 14.0, code=_UNAVAILABLE, verb=Verb.RETRY),
+            _call(0, 15.0, code="UNKNOWN", verb=Verb.WORK),
             _call(0, 21.0),
         ],
         pickups=[Pickup(due_s=due_s, waited_ms=due_s) for due_s in (9.0, 10.0, 15.0, 20.0)],
+        dequeues=[],
     )
-    found = figures(seen, PHASE, moved={5}, watched={0})
+    found = figures(seen, PHASE, moved={"5"}, watched={"0"})
     # One job of the watched org, and ten of the other.
     assert found.stored_per_s == pytest.approx(1.1)
     assert found.pickup is not None
     assert found.pickup.jobs == 2
-    # A failed enqueue, and what a worker could not do; what the client made up for is told apart.
+    # A failed enqueue, and a worker's failed call; calls that succeeded after retries are counted separately.
     assert found.failed == 2
     assert found.retries == Counter({_UNAVAILABLE: 1})
     assert (found.longest_stayed_s, found.longest_moved_s) == pytest.approx((0.5, 0.1))
@@ -67,8 +71,8 @@ def test_a_phase_has_what_was_due_in_it() -> None:
 
 
 def test_watched_orgs_are_spread_over_all() -> None:
-    assert watched(5000)[:3] == [0, 312, 625]
-    assert watched(10) == list(range(10))
+    assert watched([str(number) for number in range(5000)])[:3] == ["0", "312", "625"]
+    assert watched("abcdefghij") == list("abcdefghij")
 
 
 def _course(slots: int) -> tuple[Course, list[str], list[str]]:
@@ -98,7 +102,7 @@ def test_each_demand_on_growing_can_fail() -> None:
     seen = Seen(calls=[], pickups=pickups, dequeues=pickups)
     found = [figures(seen, phase, moved=(), watched=()) for phase in phases]
     moves = [grow.moved(course, "growing", before, after, jobs)]
-    sound = judge(Seen(), Kept(), faultless=True)
+    sound = Verdict(jobs=1, violations=(), faultless=True)
     assert _failing(grow.demands(found, moves, sound)) == []
     for slots in (5461 - 56, 5461 + 56):
         _, _, other = _course(slots)
@@ -107,5 +111,7 @@ def test_each_demand_on_growing_can_fail() -> None:
     slow = replace(seen, pickups=[one if one.due_s != 15 else replace(one, waited_ms=11.0) for one in pickups])
     growing = figures(slow, phases[1], moved=(), watched=())
     assert _failing(grow.demands([found[0], growing, *found[2:]], moves, sound)) == ["pickup p99, growing ÷ before"]
-    lost = judge(Seen(offered={b"j"}, stored={b"j": 1.0}), Kept(), faultless=True)
-    assert _failing(grow.demands(found, moves, lost)) == ["acknowledged jobs that are gone, of 1"]
+    lost = replace(sound, violations=[Violation(invariant="I1", what="job j is nowhere")])
+    assert _failing(grow.demands(found, moves, lost)) == ["Nothing acknowledged is lost: violations (I1), of 1 jobs"]
+    twice = replace(sound, violations=[Violation(invariant="once", what="job j came to workers 2 times")])
+    assert len(_failing(grow.demands(found, moves, twice))) == 1

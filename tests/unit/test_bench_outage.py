@@ -1,4 +1,4 @@
-"""What `./run bench outage` makes of calls: who was hurt by an outage, and for how long."""
+"""How `./run bench outage` computes, from calls, which orgs an outage affected and for how long."""
 
 from __future__ import annotations
 
@@ -8,24 +8,28 @@ from dataclasses import replace
 
 import pytest
 
-from bench.conservation import Kept, judge
 from bench.demands import Demand, at_most, none_of, table
-from bench.evidence import Call, Seen, Verb
-from bench.outage_figures import Outcome, Sort, Strike, outcome
-from bench.scenarios import outage
+from bench.scenarios.outage import scenario as outage
+from bench.scenarios.outage.figures import Outcome, Sort, Strike, outcome
 from bench.times import times
+from bench.verdict import Verdict
+from proof import history
+from proof.checker import Violation
+from proof.history import Call, Verb
 
-OK, UNAVAILABLE, DEADLINE = 0, 14, 4
-HOMES = ("s1", "s2", "s2")
+OK, UNAVAILABLE, DEADLINE = "", "UNAVAILABLE", "DEADLINE_EXCEEDED"
+HOMES = {"0": "s1", "1": "s2", "2": "s2"}
 STRIKE = Strike(sort=Sort.RESTART, shard="s2", began_s=100.0, killed_s=110.0, back_s=120.0, up_s=120.5, ended_s=130.0)
 
 
-def call(org: int, due_s: float, took_s: float = 0.01, code: int = OK, verb: Verb = Verb.ENQUEUE) -> Call:
-    return Call(verb, org, due_s, due_s + took_s, code)
+def call(org: int, due_s: float, took_s: float = 0.01, code: str = OK, verb: Verb = Verb.ENQUEUE) -> Call:
+    how = history.Outcome.OK if code == OK else history.Outcome.UNKNOWN
+    ended_s = due_s + took_s
+    return Call(client="c", verb=verb, org=str(org), began_s=due_s, ended_s=ended_s, outcome=how, code=code)
 
 
 def an_outage() -> list[Call]:
-    """One call of each org a second; those of s2 fail from the kill on, at once, until 2 s after the restart."""
+    """One call per org and second. Those of s2 fail at once, from the kill until 2 s after the restart."""
     calls: list[Call] = []
     for at in range(100, 130):
         calls.append(call(0, at + 0.1))
@@ -64,18 +68,20 @@ def test_an_answer_that_is_neither_ok_nor_unavailable_is_odd() -> None:
 
 
 def test_an_org_is_served_again_when_nothing_fails_any_more() -> None:
-    # One org alone has one more failure, long after.
+    # Only one org has another failure, long after.
     calls = [*an_outage(), call(1, 127.5, code=UNAVAILABLE)]
     assert outcome(STRIKE, calls, HOMES).served_s == pytest.approx(8.11)
     calls = [*an_outage(), call(1, 129.5, code=UNAVAILABLE)]
     assert math.isinf(outcome(STRIKE, calls, HOMES).served_s)
-    # An org of which nothing was heard again has not been served.
-    calls = [one for one in an_outage() if one.org != 2 or one.due_s < 120]
+    # An org without any later call counts as not served.
+    calls = [one for one in an_outage() if one.org != "2" or one.due_s < 120]
     assert math.isinf(outcome(STRIKE, calls, HOMES).served_s)
 
 
 def test_slower_calls_of_others_show_in_the_ratio() -> None:
-    calls = [one._replace(ended_s=one.due_s + 0.03) if one.org == 0 and one.due_s > 110 else one for one in an_outage()]
+    calls = [
+        replace(one, ended_s=one.due_s + 0.03) if one.org == "0" and one.due_s > 110 else one for one in an_outage()
+    ]
     found = outcome(STRIKE, calls, HOMES)
     assert found.ratio_p99 == pytest.approx(3.0)
     before, away = found.by_verb["enqueue"]
@@ -88,15 +94,15 @@ def _failing(demands: Sequence[Demand]) -> list[str]:
     return [one.what for one in demands if not one.holds]
 
 
-def _judged(outcomes: Sequence[Outcome], stored: Seen | None = None) -> list[str]:
-    return _failing(outage.demands(outcomes, judge(stored or Seen(), Kept(), faultless=False)))
+def _judged(outcomes: Sequence[Outcome], *violations: Violation) -> list[str]:
+    return _failing(outage.demands(outcomes, Verdict(jobs=1, violations=violations, faultless=False)))
 
 
 def test_each_demand_on_an_outage_can_fail() -> None:
     fine = outcome(STRIKE, an_outage(), HOMES)
     over = replace(fine, strike=replace(STRIKE, sort=Sort.FAIL_OVER))
     assert _judged([fine, over]) == []
-    # Of three the median counts, but every failed call.
+    # The median of three counts, but all failed calls do.
     slow = replace(fine, silent_s=1.5, served_s=6.0)
     assert _judged([fine, fine, slow, over]) == []
     assert len(_judged([fine, slow, slow, over])) == 2
@@ -104,9 +110,10 @@ def test_each_demand_on_an_outage_can_fail() -> None:
     assert len(_judged([fine, replace(over, odd={DEADLINE: 1})])) == 1
     assert len(_judged([fine, replace(over, served_s=math.inf)])) == 1
     assert _failing([at_most("x", math.nan, 1.0)]) == ["x"]
-    # What was not measured does not hold.
+    # A value that was not measured fails the check.
     assert len(_judged([fine])) == 1
-    assert _judged([fine, over], Seen(offered={b"j"}, stored={b"j": 1.0})) == ["acknowledged jobs that are gone, of 1"]
+    lost = Violation(invariant="I1", what="job j is nowhere")
+    assert _judged([fine, over], lost) == ["Nothing acknowledged is lost: violations (I1), of 1 jobs"]
 
 
 def test_a_demand_is_told_with_its_bound() -> None:

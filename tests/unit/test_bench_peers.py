@@ -1,5 +1,5 @@
-"""How a peer is tied in: the frames, the process, and what is told of one that fails. The real peers are tried by
-`./run bench`, which checks all that they answer."""
+"""How the benchmark runs a peer: the frames, the process, and the message if it fails. `./run bench` itself runs the
+real peers, and checks all their answers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_payloads_that_a_peer_would_have_to_store_otherwise_are_refused(pe
     assert await peer.left() == 0
 
 
-async def test_a_peer_that_dies_is_told_to_all_who_wait_and_to_all_who_come(peer: FakePeer) -> None:
+async def test_the_death_of_a_peer_fails_all_present_and_later_calls(peer: FakePeer) -> None:
     await peer.prepare("run")
     calls = [
         asyncio.create_task(peer.enqueue([b"wait"])),
@@ -73,7 +73,7 @@ async def test_what_is_wrong_with_a_taken_job_ends_the_work(peer: FakePeer) -> N
     await peer.enqueue(stamped(1))
     with pytest.raises(Wrong, match="not as it was stored"):
         await peer.work(batch=1, concurrency=1, taken=refuse, finished=lambda _: None)
-    # What it had begun it has finished meanwhile.
+    # By now it has finished what it had begun.
     assert await peer.left() == 0
 
 

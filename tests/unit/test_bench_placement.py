@@ -13,7 +13,7 @@ from bench.scenario import Bench
 from bench.scenarios import placement
 from bench.scenarios.placement import Plan, changes_of, load_of, measure, populate
 from bench.system import Wrong
-from shard.placement import SLOTS, plan, slot_of
+from shard.placement.slots import SLOTS, plan, slot_of
 from shard.vocabulary import OrgId, ShardName
 
 
@@ -26,7 +26,7 @@ def bench(tmp_path: Path) -> Bench:
 def test_a_new_shard_moves_its_share_and_a_drained_one_what_it_has(shards: int) -> None:
     added, drained, heavier = changes_of(shards, jobs=1_000_000, rate=1000.0)
     assert 0 < added.moved <= 1.05 * SLOTS / (shards + 1)
-    # All of it goes to one shard, or comes from one.
+    # All moved load goes to one shard, or comes from one.
     assert added.busiest == added.moved
     assert drained.busiest == drained.moved
     assert SLOTS // shards <= drained.moved <= SLOTS // shards + 1
@@ -55,7 +55,7 @@ async def test_orgs_lie_on_their_slots_and_the_largest_are_known(bench: Bench) -
     assert population.orgs[slot_of(OrgId("org-7"))] >= 1
     for tail, jobs in population.jobs.items():
         size, slot = max(population.largest[tail])
-        # Every org has one job's worth at least.
+        # Every org counts as at least one job.
         assert sum(jobs) >= 3000
         assert 1 < size <= jobs[slot]
 

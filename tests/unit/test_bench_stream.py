@@ -1,4 +1,4 @@
-"""The benchmark's consumer on the Consume stream, against a servicer that gives what it is told to."""
+"""The benchmark's consumer on the Consume stream, against a fake service."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
 
 
 class FakeRouter:
-    """Gives `jobs` as credit allows, and answers each settlement."""
+    """Sends `jobs` as credit allows, and answers each settlement."""
 
     def __init__(self) -> None:
         self.jobs: list[job_pb2.LeasedJob] = [
@@ -38,7 +38,8 @@ class FakeRouter:
             self.acked += [ack.lease for ack in request.acks]
             given, self.jobs = self.jobs[:room], self.jobs[room:]
             room -= len(given)
-            settled = [queue_pb2.Settled(number=request.number, answers=self.answers)] if request.acks else []
+            not_ok = [queue_pb2.LeaseAnswer(answer=answer) for answer in self.answers]
+            settled = [queue_pb2.Settled(request_id=request.request_id, not_ok=not_ok)] if request.acks else []
             if given or settled:
                 yield queue_pb2.ConsumeResponse(jobs=given, settled=settled)
 

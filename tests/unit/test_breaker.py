@@ -1,22 +1,23 @@
-"""The circuit breaker: what it takes for an answer, when it opens, and how it closes again."""
+"""The circuit breaker: what counts as an answer, when it opens, and how it closes again."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator
 
 import pytest
 
-import shard.breaker
-from shard.breaker import Breaker
+import shard.postgres.breaker
+from shard.postgres.breaker import Breaker
 from tests.conftest import SHARD
 
 SILENCE_S = 0.2
 
 
 class Server:
-    """One that is asked: it answers, refuses or says nothing, as the test has it."""
+    """A fake server that answers, refuses or stays silent, as the test wants."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -67,8 +68,9 @@ class Server:
 
 @pytest.fixture
 async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Server, None]:
-    for name, value in {"_SILENCE_S": SILENCE_S, "_AGAIN_S": 0.0, "_PROBE_S": 0.01, "_PAUSE_S": 0.01}.items():
-        monkeypatch.setattr(shard.breaker, name, value)
+    intervals = {"_SILENCE_S": SILENCE_S, "_AGAIN_S": 0.0, "_PROBE_PAUSE_S": 0.01, "_REFUSED_PAUSE_S": 0.01}
+    for name, value in intervals.items():
+        monkeypatch.setattr(shard.postgres.breaker, name, value)
     made = Server()
     yield made
     await made.breaker.end()
@@ -92,7 +94,7 @@ async def test_silence_opens_it_and_one_answer_closes_it(server: Server) -> None
 
 
 @pytest.mark.parametrize("refuses", [None, "too many connections"])
-async def test_whoever_answers_is_there_also_with_a_refusal(server: Server, refuses: str | None) -> None:
+async def test_a_refusal_also_proves_that_the_server_answers(server: Server, refuses: str | None) -> None:
     server.refuses = refuses
     server.speaks()
     server.breaker.doubt()
@@ -114,7 +116,7 @@ async def test_a_statement_that_is_answered_meanwhile_settles_a_doubt(server: Se
 async def test_a_process_that_stood_still_hears_what_came_meanwhile(server: Server) -> None:
     server.breaker.doubt()
     await server.until_asked(1)
-    # The answer comes in the turn of the loop in which the time is over.
+    # The answer arrives in the event loop iteration in which the timeout ends.
     asyncio.get_running_loop().call_soon(server.speaks)
     time.sleep(2 * SILENCE_S)  # noqa: ASYNC251 - this is the process that stands still
     await server.until_nobody_asks()
@@ -146,3 +148,59 @@ async def test_once_ended_it_asks_no_more_and_holds_nobody_up(server: Server) ->
     await asyncio.sleep(0)
     assert server.asked == asked
     assert server.opened == ["connection refused"]
+
+
+async def test_a_server_that_is_silent_again_and_again_gets_more_time_each_time(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = asyncio.get_running_loop()
+
+    async def seconds_until_open() -> float:
+        server.says_nothing()
+        server.open.clear()
+        began_s = loop.time()
+        server.breaker.doubt()
+        await asyncio.wait_for(server.open.wait(), 10)
+        lasted_s = loop.time() - began_s
+        server.speaks()
+        await asyncio.wait_for(server.breaker.until_closed(), 10)
+        return lasted_s
+
+    # At least so long: a busy machine may take longer.
+    for silence_s in (SILENCE_S, 2 * SILENCE_S, 4 * SILENCE_S):
+        assert await seconds_until_open() >= silence_s
+    monkeypatch.setattr(shard.postgres.breaker, "_CALM_S", 0.0)
+    server.says_nothing()
+    server.breaker.doubt()
+    assert server.breaker._silence_s == SILENCE_S, "after a calm time it is as at first"
+
+
+async def test_a_doubt_that_is_answered_gives_the_server_no_more_time_for_the_next(server: Server) -> None:
+    # It has been silent before, and not long ago.
+    server.breaker.doubt()
+    await asyncio.wait_for(server.open.wait(), 10)
+    server.speaks()
+    await asyncio.wait_for(server.breaker.until_closed(), 10)
+    for _ in range(3):
+        server.breaker._asked_s = -math.inf
+        server.breaker.doubt()
+        await asyncio.wait({server.breaker._asking})  # type: ignore[type-var]
+    assert server.breaker._silence_s == 2 * SILENCE_S
+
+
+async def test_a_silent_server_is_probed_ever_more_rarely(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses_s: list[float] = []
+    heard = shard.postgres.breaker._heard
+
+    async def noted(probes: set[asyncio.Task[str | None]], *, within_s: float) -> set[str | None]:
+        pauses_s.append(within_s)
+        return await heard(probes, within_s=within_s)
+
+    monkeypatch.setattr(shard.postgres.breaker, "_heard", noted)
+    monkeypatch.setattr(shard.postgres.breaker, "_PROBE_PAUSE_S_MAX", 0.04)
+    server.breaker.open("connection refused")
+    await server.until_asked(4)
+    assert 0.0075 <= pauses_s[0] <= 0.01
+    assert 0.015 <= pauses_s[1] <= 0.02
+    assert all(0.03 <= pause_s <= 0.04 for pause_s in pauses_s[2:])
+    assert server.breaker.trouble == "it does not answer"

@@ -1,4 +1,4 @@
-"""What `./run chaos` may be told."""
+"""How `./run chaos` parses its arguments."""
 
 from __future__ import annotations
 

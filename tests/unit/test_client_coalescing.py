@@ -1,4 +1,4 @@
-"""Callers that share calls: no delay, each its own outcome, deadline and cancellation."""
+"""Callers that share calls: nobody is delayed, and each has its own outcome, deadline and cancellation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from tests.unit.client_fake import FakeRouter, refuse
+from tests.unit.client_fake import WAIT_S, FakeRouter, invalid, refuse
 from windrow import (
     Answer,
     Client,
@@ -51,7 +51,7 @@ async def arrived(router: FakeRouter, calls: int) -> None:
 
 
 async def filled(router: FakeRouter, client: Client, gate: Gate) -> list[asyncio.Task[Any]]:
-    """Takes up all the calls there may be."""
+    """Uses up all calls that may run at a time."""
     tasks: list[asyncio.Task[Any]] = []
     for count in range(1, CALLS_MAX + 1):
         tasks.append(asyncio.create_task(client.enqueue("q", "first")))
@@ -64,7 +64,7 @@ async def test_what_is_enqueued_in_one_turn_leaves_in_one_call_at_once(router: F
     (request,) = router.of("Enqueue")
     assert request.independent
     assert [job.id for job in request.jobs] == [one.id for one in stored]
-    assert [job.payload for job in request.jobs] == [b"%d" % at for at in range(100)]
+    assert [job.template.payload for job in request.jobs] == [b"%d" % at for at in range(100)]
 
 
 async def test_one_job_alone_goes_as_it_ever_did(router: FakeRouter, client: Client) -> None:
@@ -108,10 +108,9 @@ async def test_a_bad_job_fails_its_caller_only_and_as_if_it_had_been_alone(route
     async def pick(request: Any, context: Any) -> Any:
         response = router.plain("Enqueue", request)
         for at, job in enumerate(request.jobs):
-            if job.kind == "bad":
-                error = response.results[at].error
-                error.code, error.message = 3, f"jobs[{at}].kind: is bad"
-                error.violations.add(field=f"jobs[{at}].kind", description="is bad")
+            if job.template.kind == "bad":
+                error = invalid(f"jobs[{at}].kind: is bad", {f"jobs[{at}].kind": "is bad"})
+                response.results[at].error.CopyFrom(error)
                 response.results[at].id = ""
         return response
 
@@ -136,7 +135,7 @@ async def test_a_job_with_no_form_on_the_wire_never_gets_into_a_shared_call(rout
     assert [len(request.jobs) for request in router.of("Enqueue")] == [1]
 
 
-async def test_what_is_wrong_with_the_whole_call_is_told_to_each_by_an_error_of_its_own(
+async def test_an_error_of_the_whole_call_reaches_each_caller_as_its_own_error(
     router: FakeRouter, client: Client
 ) -> None:
     async def forbidden(request: Any, context: Any) -> None:
@@ -166,7 +165,11 @@ async def test_a_caller_cancelled_before_its_job_left_takes_it_along(router: Fak
     gate.open.set()
     await asyncio.gather(*tasks, staying)
     assert going.cancelled()
-    assert [job.kind for request in router.of("Enqueue") for job in request.jobs] == ["first", "first", "staying"]
+    assert [job.template.kind for request in router.of("Enqueue") for job in request.jobs] == [
+        "first",
+        "first",
+        "staying",
+    ]
 
 
 async def test_a_caller_cancelled_when_its_job_had_left_leaves_the_others_theirs(
@@ -195,10 +198,17 @@ async def test_each_caller_has_its_own_deadline(router: FakeRouter) -> None:
         late = [asyncio.create_task(client.enqueue("q", "waits"))]
         await asyncio.sleep(0.2)
         last = [asyncio.create_task(client.enqueue("q", "waits"))]
+        order: list[float] = []
         for tasks, at_s in ((early, 0.5), (late, 0.7), (last, 0.9)):
-            told = await asyncio.gather(*tasks, return_exceptions=True)
+            for task in tasks:
+                task.add_done_callback(lambda _, at_s=at_s: order.append(at_s))  # type: ignore[misc]
+        for tasks, at_s in ((early, 0.5), (late, 0.7), (last, 0.9)):
+            told = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), WAIT_S)
             assert all(isinstance(one, DeadlineExceeded) for one in told)
-            assert at_s - 0.05 <= time.monotonic() - began <= at_s + 0.35
+            # None is told before its own time is over,
+            assert at_s - 0.05 <= time.monotonic() - began
+        # and none waits for those that came later.
+        assert order == [0.5] * len(early) + [0.7, 0.9]
 
 
 async def test_a_shared_call_is_tried_again_with_the_same_jobs(router: FakeRouter, client: Client) -> None:
@@ -258,7 +268,7 @@ async def test_acks_of_one_job_each_share_calls_and_have_their_own_answers(route
 
 
 async def test_a_bad_lease_fails_its_caller_only(router: FakeRouter, client: Client) -> None:
-    """An Ack is refused as a whole: the others go again."""
+    """An Ack is refused as a whole, so the other leases are sent again."""
 
     async def pick(request: Any, context: Any) -> Any:
         bad = {f"acks[{at}].lease": "no lease" for at, ack in enumerate(request.acks) if ack.lease.startswith(b"bad")}
@@ -302,6 +312,6 @@ async def test_each_job_of_a_shared_call_carries_its_callers_trace(router: FakeR
     assert [by_trace[job.trace.traceparent.split("-")[1]] for job in shared.jobs] == [
         f"request {number}" for number in range(3)
     ]
-    # The call itself is of no one's trace.
+    # The call itself belongs to no caller's trace.
     assert "traceparent" not in router.metadata[0]
     assert trace.get_current_span() is trace.INVALID_SPAN

@@ -54,7 +54,7 @@ def test_a_millisecond_that_is_used_up_borrows_the_next(monkeypatch: pytest.Monk
     monkeypatch.setattr(ids, "_current", ids._current)
     monkeypatch.setattr(ids, "_ms", ids._ms)
     monkeypatch.setattr(ids, "time_ns", lambda: now)
-    # The worst luck: the highest beginning and the largest steps.
+    # The worst case: the highest first value and the largest steps.
     monkeypatch.setattr(secrets, "randbits", lambda bits: (1 << bits) - 1)
     made = [uuid7() for _ in range(100_000)]
     assert made == sorted(made)

@@ -1,4 +1,4 @@
-"""Jobs on their way to the wire and back, and the errors that have no wire form."""
+"""Jobs converted to messages and back, and the errors of jobs that cannot be converted."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from windrow import (
     Violation,
 )
 from windrow.errors import from_code, shifted
+from windrow.failures import Failure, stack_of
 from windrow.jobs import enqueue_request, read_leased, read_record
-from windrow.payloads import ERROR_BYTES_MAX, duration, encode, encode_result, error_text, moment, timestamp
+from windrow.payloads import clipped, duration, encode, encode_result, moment, timestamp
 from windrow.v1 import job_pb2, queue_pb2
 
 
 def sent(job: NewJob) -> job_pb2.NewJob:
-    """What arrives at the router."""
+    """Returns the message that arrives at the router."""
     data = enqueue_request("acme", [job]).SerializeToString()
     return queue_pb2.EnqueueRequest.FromString(data).jobs[0]
 
@@ -49,7 +50,7 @@ def sent(job: NewJob) -> job_pb2.NewJob:
 )
 def test_a_payload_is_bytes_text_or_json(value: Any, data: bytes) -> None:
     assert encode(value) == data
-    assert sent(NewJob("q", "k", value)).payload == data
+    assert sent(NewJob("q", "k", value)).template.payload == data
 
 
 def test_a_result_of_none_is_no_result_and_a_long_one_is_refused() -> None:
@@ -61,9 +62,9 @@ def test_a_result_of_none_is_no_result_and_a_long_one_is_refused() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, {"a": object()}, {1, 2}, "\ud800"])
 def test_a_payload_without_a_form_is_refused_by_its_path(value: Any) -> None:
-    with pytest.raises(InvalidJob, match=r"^jobs\[1\]\.payload: ") as caught:
+    with pytest.raises(InvalidJob, match=r"^jobs\[1\]\.template\.payload: ") as caught:
         enqueue_request("acme", [NewJob("q", "k"), NewJob("q", "k", value)])
-    assert caught.value.violations[0].field == "jobs[1].payload"
+    assert caught.value.violations[0].field == "jobs[1].template.payload"
 
 
 @pytest.mark.parametrize(
@@ -73,11 +74,11 @@ def test_a_payload_without_a_form_is_refused_by_its_path(value: Any) -> None:
         ({"delay": math.nan}, "delay"),
         ({"delay": math.inf}, "delay"),
         ({"run_at": "2030-01-01"}, "run_at"),
-        ({"retry": FixedRetry(delay=cast("Any", "5s"))}, "retry"),
-        ({"priority": "high"}, "priority"),
-        ({"max_attempts": 1 << 40}, "max_attempts"),
-        ({"attributes": {"a": 1}}, "attributes"),
-        ({"dedup_key": 7}, "dedup_key"),
+        ({"retry": FixedRetry(delay=cast("Any", "5s"))}, "template.retry"),
+        ({"priority": "high"}, "template.priority"),
+        ({"max_attempts": 1 << 40}, "template.max_attempts"),
+        ({"attributes": {"a": 1}}, "template.attributes"),
+        ({"dedup_key": 7}, "dedup.key"),
         ({"id": ""}, "id"),
     ],
 )
@@ -90,13 +91,13 @@ def test_what_has_no_form_on_the_wire_is_refused_by_its_path(options: dict[str, 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"retry": 5}, "retry: 5 is no retry policy; write FixedRetry"),
-        ({"attributes": {"fine": "yes", "a": 1}}, "attributes: key and value must both be str, not 'a': 1"),
-        ({"attributes": {2: "b"}}, "attributes: key and value must both be str, not 2: 'b'"),
-        ({"attributes": ["a"]}, "attributes: must be a dict of str to str, not ['a']"),
-        ({"dedup_key": 7}, "dedup_key: must be a str, not 7"),
-        ({"priority": 1.5}, "priority: must be an int, not 1.5"),
-        ({"priority": "x" * 1000}, "priority: must be an int, not '" + "x" * 99 + "…"),
+        ({"retry": 5}, "template.retry: 5 is not a retry policy; write FixedRetry"),
+        ({"attributes": {"fine": "yes", "a": 1}}, "template.attributes: key and value must both be str, not 'a': 1"),
+        ({"attributes": {2: "b"}}, "template.attributes: key and value must both be str, not 2: 'b'"),
+        ({"attributes": ["a"]}, "template.attributes: must be a dict of str to str, not ['a']"),
+        ({"dedup_key": 7}, "dedup.key: must be a str, not 7"),
+        ({"priority": 1.5}, "template.priority: must be an int, not 1.5"),
+        ({"priority": "x" * 1000}, "template.priority: must be an int, not '" + "x" * 99 + "…"),
     ],
 )
 def test_a_field_of_the_wrong_type_is_refused_with_its_value_and_what_it_may_be(
@@ -117,10 +118,10 @@ def test_a_payload_or_result_that_is_no_json_is_told_with_its_type_and_what_is_t
         encode_result(endless)
 
 
-@pytest.mark.parametrize("name", ["delay", "dedup_window"])
-def test_a_span_that_is_none_is_named_with_what_to_write(name: str) -> None:
+@pytest.mark.parametrize(("name", "path"), [("delay", "delay"), ("dedup_window", r"dedup\.window")])
+def test_a_span_that_is_none_is_named_with_what_to_write(name: str, path: str) -> None:
     options: dict[str, Any] = {name: "5s"}
-    with pytest.raises(InvalidJob, match=rf"^jobs\[0\]\.{name}: '5s' is neither a number of seconds nor a timedelta$"):
+    with pytest.raises(InvalidJob, match=rf"^jobs\[0\]\.{path}: '5s' is neither a number of seconds nor a timedelta$"):
         enqueue_request("acme", [NewJob("q", "k", **options)])
 
 
@@ -146,12 +147,13 @@ def test_every_field_of_a_new_job_arrives() -> None:
     )
     message = sent(job)
     assert message.id == job.id
-    assert (message.queue, message.kind, message.payload, dict(message.attributes)) == ("q", "k", b"p", {"a": "b"})
-    assert (message.priority, message.max_attempts, message.dedup_key) == (3, 7, "d")
+    template = message.template
+    assert (template.queue, template.kind, template.payload, dict(template.attributes)) == ("q", "k", b"p", {"a": "b"})
+    assert (template.priority, template.max_attempts, message.dedup.key) == (3, 7, "d")
     assert message.delay.ToTimedelta() == timedelta(seconds=1.5)
     assert moment(message.expires_at) == at
-    assert message.dedup_window.seconds == 60
-    told = message.retry.exponential
+    assert message.dedup.window.seconds == 60
+    told = template.retry.exponential
     assert (told.initial_delay.nanos, told.multiplier, told.max_delay.seconds) == (500_000_000, 3, 60)
     assert told.HasField("jitter")
     assert told.jitter == 0
@@ -193,11 +195,11 @@ def test_a_test_of_a_handler_can_make_a_job() -> None:
 def test_a_record_is_read_with_its_retry_policy_and_a_state_of_the_future() -> None:
     message = job_pb2.Job(id="i", state=job_pb2.JOB_STATE_DEAD)
     message.retry.fixed.delay.seconds = 9
-    message.attempts.add(attempt=1, outcome=job_pb2.ATTEMPT_OUTCOME_NACKED, error="e")
+    message.attempts.add(attempt=1, outcome=job_pb2.ATTEMPT_OUTCOME_NACKED, failure=job_pb2.Failure(message="e"))
     record = read_record(message, with_payload=False)
     assert record.state is JobState.DEAD
     assert record.retry == FixedRetry(timedelta(seconds=9))
-    assert record.attempts[0].error == "e"
+    assert record.attempts[0].failure == Failure(message="e")
     assert record.finished_at is None
     newer = job_pb2.Job.FromString(b"\x20\x63")
     assert read_record(newer, with_payload=False).state is JobState.UNKNOWN
@@ -210,11 +212,34 @@ def test_a_record_has_payload_and_result_only_if_they_were_asked_for() -> None:
     assert (empty.payload, empty.result) == (b"p", b"")
 
 
-def test_an_error_text_keeps_its_end_whole_characters_and_no_nul() -> None:
-    assert error_text("a\0b") == "a\N{REPLACEMENT CHARACTER}b"
-    text = error_text("start" + "ä" * ERROR_BYTES_MAX + "end")
-    assert text.endswith("äend")
-    assert len(text.encode()) in (ERROR_BYTES_MAX, ERROR_BYTES_MAX - 1)
+def test_a_text_that_is_too_long_keeps_whole_characters_and_no_nul() -> None:
+    assert clipped("a\0b", 100) == "a\N{REPLACEMENT CHARACTER}b"
+    text = "start" + "ä" * 100 + "end"
+    assert clipped(text, 100, keep_end=True) == "ä" * 48 + "end"
+    assert clipped(text, 100) == "start" + "ä" * 47
+
+
+def test_a_long_stack_keeps_its_newest_frames_as_whole_lines() -> None:
+    stack = cut = ""
+
+    def fall(depth: int) -> None:
+        if depth:
+            fall(depth - 1)
+        else:
+            raise ValueError("x" * 30_000)
+
+    try:
+        fall(1)
+    except ValueError as error:
+        stack = stack_of(error, error.__traceback__)
+        assert stack.startswith("Traceback (most recent call last):")
+        for at in range(5000):
+            error.add_note(f"note {at}")
+        cut = stack_of(error, error.__traceback__)
+    first, second, *_, last = cut.splitlines()
+    assert (first, last) == ("... (older frames are left out)", "note 4999")
+    assert second.startswith("note ")
+    assert 32_000 < len(cut.encode()) <= 32_768
 
 
 def test_an_invalid_request_says_what_and_where_and_survives_pickling() -> None:

@@ -103,7 +103,7 @@ def test_it_works_where_a_loop_is_running_in_the_calling_thread() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-async def test_a_fork_is_told_to_make_its_own(router: FakeRouter) -> None:
+async def test_a_forked_process_is_asked_to_make_its_own_client(router: FakeRouter) -> None:
     client = SyncClient(router.address, org="acme")
     client._pid -= 1
     with pytest.raises(ClientClosed, match="before a fork"):

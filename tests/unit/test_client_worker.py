@@ -1,4 +1,4 @@
-"""The worker's promises about leases, fates and the way out, against a router that answers what the test says."""
+"""The worker's promises about leases, the outcomes of jobs, and shutdown, against a fake router."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from google.rpc import status_pb2
 from grpc import StatusCode, aio
 
-from tests.unit.client_fake import WAIT_S, FakeRouter, FakeStream, Script, refuse
+from tests.unit.client_fake import WAIT_S, FakeRouter, FakeStream, Script, refuse, settled_as
 from windrow import Client, InvalidRequest, Job, Kill, PermissionDenied, Retry, RouterTooOld, Worker
 from windrow.v1 import job_pb2, queue_pb2
 
@@ -26,7 +27,7 @@ OK, STALE = job_pb2.JOB_ANSWER_OK, job_pb2.JOB_ANSWER_STALE
 
 @asynccontextmanager
 async def running(worker: Worker) -> AsyncGenerator[asyncio.Task[None]]:
-    """Runs the worker; stops it at the end, and expects it to end well."""
+    """Runs the worker during the block, then stops it; it must end without an error."""
     async with asyncio.timeout(WAIT_S):
         task = asyncio.create_task(worker.run())
         try:
@@ -38,7 +39,7 @@ async def running(worker: Worker) -> AsyncGenerator[asyncio.Task[None]]:
 
 
 def refusing(times: int, code: StatusCode, message: str = "no") -> Script:
-    """Refuses so many streams."""
+    """Returns a script that refuses this many streams."""
     left = times
 
     async def script(stream: FakeStream, context: Any) -> None:
@@ -115,16 +116,19 @@ async def test_what_a_handler_raises_decides_the_nack(router: FakeRouter, client
         await router.until(lambda: len(router.settled("Nack")) == len(jobs))
     nacks = {nack.lease: nack for nack in router.nacks()}
     told = {kind: nacks[job.lease] for kind, job in jobs.items()}
-    assert (told["later"].error, told["later"].delay.seconds) == ("busy", 90)
-    assert (told["never"].error, told["never"].kill) == ("no such user", True)
-    assert told["broken"].error.endswith(" the end")
-    assert len(told["broken"].error) == 8192
-    assert told["broken"].WhichOneof("fate") is None
-    assert "65,536" in told["huge"].error
-    assert "CancelledError" in told["cancelled"].error
-    assert "worker.py" not in told["cancelled"].error.split("test_client_worker.py")[0]
-    assert "no handler for kind 'unknown'" in told["unknown"].error
-    assert told["unknown"].delay.seconds == 5
+    assert (told["later"].failure.message, told["later"].retry_after.seconds) == ("busy", 90)
+    assert (told["never"].failure.type, told["never"].failure.message) == ("", "no such user")
+    assert [nack.failure.permanent for nack in told.values()] == [False, True, False, False, False, False]
+    broken_one = told["broken"].failure
+    assert (broken_one.type, broken_one.message) == ("ValueError", "x" * 8192)
+    assert broken_one.stack.startswith("Traceback (most recent call last):\n")
+    assert broken_one.stack.endswith("x…")
+    assert not told["broken"].HasField("retry_after")
+    assert "65,536" in told["huge"].failure.message
+    assert told["cancelled"].failure.type == "asyncio.exceptions.CancelledError"
+    assert "worker.py" not in told["cancelled"].failure.stack.split("test_client_worker.py")[0]
+    assert "no handler for kind 'unknown'" in told["unknown"].failure.message
+    assert told["unknown"].retry_after.seconds == 5
 
 
 async def test_a_failed_job_is_logged_once_as_loudly_as_it_matters(
@@ -155,12 +159,12 @@ async def test_a_failed_job_is_logged_once_as_loudly_as_it_matters(
         "broken for good": (logging.ERROR, 3, "failed, its last: ValueError: no such user", True),
         "later": (logging.INFO, 2, "failed: busy", False),
         "later, in vain": (logging.ERROR, 3, "failed, its last: busy", False),
-        "never": (logging.ERROR, 1, "failed, killed: no such user", False),
-        "unknown": (logging.WARNING, 1, "failed: no handler for kind 'unknown' in worker w1", False),
+        "never": (logging.ERROR, 1, "failed, permanently: no such user", False),
+        "unknown": (logging.WARNING, 1, "failed: NoHandler: no handler for kind 'unknown' in worker w1", False),
         "unknown for good": (
             logging.ERROR,
             3,
-            "failed, its last: no handler for kind 'unknown for good' in worker w1",
+            "failed, its last: NoHandler: no handler for kind 'unknown for good' in worker w1",
             False,
         ),
     }
@@ -177,7 +181,7 @@ async def test_a_failed_job_is_logged_once_as_loudly_as_it_matters(
         assert text.count("File ") == text.count(__file__) == traced
 
 
-async def test_an_error_begins_with_what_was_raised_and_ends_with_the_end_of_its_traceback(
+async def test_a_failure_has_the_type_the_message_and_the_stack_of_what_was_raised(
     router: FakeRouter, client: Client
 ) -> None:
     worker = Worker(client, "q")
@@ -193,18 +197,18 @@ async def test_an_error_begins_with_what_was_raised_and_ends_with_the_end_of_its
     jobs = [router.give("long"), router.give("unwritten")]
     async with running(worker):
         await router.until(lambda: len(router.settled("Nack")) == len(jobs))
-    errors = {nack.lease: nack.error for nack in router.nacks()}
-    first, last = errors[jobs[0].lease].splitlines()
-    assert first == "ValueError: " + "é" * 188
-    assert last.endswith("é the end")
-    assert 8191 <= len(errors[jobs[0].lease].encode()) <= 8192
-    assert errors[jobs[1].lease].startswith("SyntaxError: invalid syntax\nTraceback")
+    failures = {nack.lease: nack.failure for nack in router.nacks()}
+    long_one, unwritten_one = failures[jobs[0].lease], failures[jobs[1].lease]
+    assert (long_one.type, long_one.message) == ("ValueError", "é" * 4096)
+    first, *_, last = long_one.stack.splitlines()
+    assert (first, last[:14], last[-2:]) == ("Traceback (most recent call last):", "ValueError: éé", "é…")
+    assert (unwritten_one.type, unwritten_one.message) == ("SyntaxError", "invalid syntax (<rules>, line 1)")
 
 
 async def test_a_plain_function_that_raises_stop_iteration_fails_and_the_worker_goes_on(
     router: FakeRouter, client: Client
 ) -> None:
-    """No future takes a StopIteration: the worker would wait for the thread's answer for ever."""
+    """A future cannot hold a StopIteration: the worker would wait for the thread's answer for ever."""
     worker = Worker(client, "q", concurrency=1)
 
     @worker.handler("empty")
@@ -220,15 +224,15 @@ async def test_a_plain_function_that_raises_stop_iteration_fails_and_the_worker_
         await router.until(lambda: router.settled("Ack") == [done.id])
     assert router.settled("Nack") == [failed.id]
     (nack,) = router.nacks()
-    assert nack.error.endswith("RuntimeError: the handler raised StopIteration")
+    assert (nack.failure.type, nack.failure.message) == ("RuntimeError", "the handler raised StopIteration")
 
 
 class Panic(BaseException):
-    """As pyo3's PanicException, and the outcomes of pytest."""
+    """A BaseException, as pyo3's PanicException and the outcomes of pytest are."""
 
 
 class RateLimited(Retry):
-    """Forgets its own base."""
+    """An exception whose __init__ does not call its base's."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -262,7 +266,7 @@ class WordlessError(Exception):
         (BaseExceptionGroup("several", [Panic("rust")]), "BaseExceptionGroup: several"),
         (RateLimited(3), "AttributeError: 'RateLimited' object has no attribute 'after'"),
         (AskingTooMuch(), "ValueError: after must be 0 s to 3,650 days"),
-        (Kill(Wordless()), "Panic: no words"),  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+        (Kill(Wordless()), ": <exception str() failed>"),  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
         (WordlessError(), "WordlessError: <exception str() failed>"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
@@ -297,8 +301,8 @@ async def test_no_error_of_a_handler_ends_the_worker_or_is_kept_from_its_job(
         await router.until(router.acks)
     (nack,) = router.nacks()
     assert nack.lease == job.lease
-    assert told in nack.error.splitlines()[0]
-    assert nack.WhichOneof("fate") == ("kill" if isinstance(error, Kill) else None)
+    assert told in f"{nack.failure.type}: {nack.failure.message}"
+    assert nack.failure.permanent == isinstance(error, Kill)
     assert router.settled("Ack") == [other.id]
     (record,) = [record for record in caplog.records if job.id in record.getMessage()]
     assert record.levelno == (logging.ERROR if isinstance(error, Kill) else logging.WARNING)
@@ -306,7 +310,7 @@ async def test_no_error_of_a_handler_ends_the_worker_or_is_kept_from_its_job(
 
 
 async def test_an_error_with_half_a_character_is_told_without_it(router: FakeRouter, client: Client) -> None:
-    """As in the name of a file that is not UTF-8; no message can carry it."""
+    """As in the name of a file that is not UTF-8. No protobuf message can carry it."""
     worker = Worker(client, "q")
 
     @worker.handler("broken")
@@ -326,7 +330,7 @@ async def test_an_error_with_half_a_character_is_told_without_it(router: FakeRou
         await router.until(lambda: len(router.settled("Nack")) == len(jobs))
     nacks = router.nacks()
     assert {nack.lease for nack in nacks} == {job.lease for job in jobs}
-    assert [nack.error.endswith("no file ?") for nack in nacks] == [True] * 3
+    assert [nack.failure.message for nack in nacks] == ["no file ?"] * 3
 
 
 async def test_acks_gather_while_messages_are_unanswered(router: FakeRouter, client: Client) -> None:
@@ -335,7 +339,7 @@ async def test_acks_gather_while_messages_are_unanswered(router: FakeRouter, cli
     let_go = asyncio.Event()
 
     async def slow_firsts(message: Any, stream: FakeStream) -> queue_pb2.Settled:
-        if message.number == 2:
+        if message.request_id == 2:
             firsts_are_out.set()
         await let_go.wait()
         return queue_pb2.Settled()
@@ -380,7 +384,7 @@ async def test_leases_are_extended_together(router: FakeRouter, client: Client) 
     jobs = [router.give("slow") for _ in range(4)]
 
     def extended() -> list[Any]:
-        return [message.extends for message in router.of("Consume") if message.extends]
+        return [[one.lease for one in message.extends] for message in router.of("Consume") if message.extends]
 
     async with running(worker):
         await router.until(lambda: len(extended()) >= 4)
@@ -406,13 +410,13 @@ async def test_a_job_that_waits_too_long_goes_back_to_whoever_has_a_free_hand(
 
     router.give("quick")
     async with running(worker):
-        # A quick one first: only then does the worker prefetch.
+        # A quick job first: only then does the worker prefetch.
         await router.until(lambda: router.acks() and router.stream.credit == 3)
         runs, *wait = [router.give("slow") for _ in range(3)]
         await router.until(lambda: len(router.settled("Release")) == 2)
         assert sorted(router.settled("Release")) == sorted(job.id for job in wait)
         assert runs.id not in router.settled("Release")
-        # They would only wait here again.
+        # More jobs would only wait in the worker.
         assert router.stream.credit == 0
         finish.set()
         await router.until(lambda: len(router.acks()) == 2)
@@ -427,9 +431,8 @@ async def test_a_stale_lease_cancels_its_handler_and_is_not_acked(
     kept = router.give("wait")
 
     async def stale(message: Any, stream: FakeStream) -> queue_pb2.Settled:
-        said = [ack.lease for ack in message.acks] + list(message.extends)
-        answers = [STALE if lease == lost.lease else OK for lease in said]
-        return queue_pb2.Settled(answers=answers if STALE in answers else ())
+        named = [one.lease for one in (*message.acks, *message.extends)]
+        return settled_as(STALE, *(lease for lease in named if lease == lost.lease))
 
     router.scripts["Settle"] = stale
 
@@ -456,7 +459,7 @@ async def test_a_thread_that_lost_its_lease_is_told_and_not_acked(router: FakeRo
     saw = threading.Event()
 
     async def stale(message: Any, stream: FakeStream) -> queue_pb2.Settled:
-        return queue_pb2.Settled(answers=[STALE for _ in message.extends])
+        return settled_as(STALE, *(one.lease for one in message.extends))
 
     router.scripts["Settle"] = stale
     done = asyncio.Event()
@@ -505,7 +508,7 @@ async def test_a_lease_that_cannot_be_extended_ends_by_the_workers_own_clock(
 async def test_a_job_whose_lease_is_lost_before_its_first_step_leaves_its_place_to_the_next(
     router: FakeRouter, client: Client
 ) -> None:
-    """A task that is cancelled before it began runs no line of its own."""
+    """A task that is cancelled before its first step runs no line of its coroutine."""
     worker = Worker(client, "q", concurrency=1, prefetch=2)
     finish = asyncio.Event()
     handled: list[str] = []
@@ -520,12 +523,12 @@ async def test_a_job_whose_lease_is_lost_before_its_first_step_leaves_its_place_
         await finish.wait()
         following = worker._waiting[0]
         lost.append(following.job.id)
-        # Comes between the end of this handler, which makes the task of the next job, and that task's first step.
+        # Runs between the end of this handler, which creates the task of the next job, and that task's first step.
         asyncio.get_running_loop().call_soon(worker._leases.lose, following, "the loop had stood still")
 
     router.give("quick")
     async with running(worker):
-        # A quick one first: only then does the worker prefetch.
+        # A quick job first: only then does the worker prefetch.
         await router.until(lambda: router.acks() and router.stream.credit == 3)
         router.give("slow")
         second, third = router.give("quick"), router.give("quick")
@@ -549,7 +552,7 @@ async def test_a_job_cut_off_before_its_first_step_is_released(router: FakeRoute
     @worker.handler("slow")
     async def slow(job: Job) -> None:
         await finish.wait()
-        # Wakes run() before the next job's task, which is about to be made.
+        # This wakes run() before the task of the next job, which is about to be created.
         task.cancel()
 
     router.give("quick")
@@ -567,7 +570,7 @@ async def test_a_job_cut_off_before_its_first_step_is_released(router: FakeRoute
 async def test_a_job_whose_lease_is_over_is_not_begun(
     router: FakeRouter, client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody has noticed: the loop stood still for longer than the window, and keep() had no turn since."""
+    """Nobody has noticed: the loop stood still for longer than the window, and keep() has not run since."""
     worker = Worker(client, "q", visibility_window=600, cancel_lost=False)
     begun: list[str] = []
 
@@ -581,7 +584,7 @@ async def test_a_job_whose_lease_is_over_is_not_begun(
     async def second(job: Job) -> None:
         begun.append(job.id)
 
-    # They come in one message, and both tasks are made in one turn.
+    # They arrive in one message, and both tasks are created in one event loop iteration.
     jobs = [router.give("first"), router.give("second")]
     async with running(worker):
         await router.until(router.acks)
@@ -612,7 +615,7 @@ async def test_stopping_releases_what_waits_and_lets_finish_what_runs(router: Fa
     await router.until(lambda: started.is_set() and not router.jobs)
     worker.stop()
     await router.until(lambda: router.settled("Release"))
-    # On its way when the worker stopped.
+    # The job was on its way when the worker stopped.
     late = router.give("slow")
     await router.until(lambda: len(router.settled("Release")) == 2)
     assert router.settled("Release") == [waits.id, late.id]
@@ -645,7 +648,7 @@ async def test_after_the_grace_handlers_are_cancelled_and_released(
     assert not router.nacks()
     told = [record.getMessage() for record in caplog.records]
     assert "w1: stopping; handlers that have 0.05 s to finish: 1" in told
-    assert "w1: handlers that did not finish in time, and are cut off: 1" in told
+    assert "w1: cancelling handlers that did not finish in time: 1" in told
 
 
 async def test_a_handler_that_blocks_the_event_loop_is_warned_of(
@@ -655,12 +658,12 @@ async def test_a_handler_that_blocks_the_event_loop_is_warned_of(
 
     @worker.handler("blocks")
     async def blocks(job: Job) -> None:
-        # Longer than the lease, and the loop with it.
+        # The handler blocks the event loop for longer than the lease.
         threading.Event().wait(0.2)
 
     router.give("blocks")
     async with running(worker):
-        await router.until(lambda: any("stood still" in record.getMessage() for record in caplog.records))
+        await router.until(lambda: any("was blocked" in record.getMessage() for record in caplog.records))
 
 
 async def test_a_second_stop_does_not_wait_for_the_grace(router: FakeRouter, client: Client) -> None:
@@ -802,7 +805,7 @@ async def test_one_refused_ack_does_not_hold_up_the_others(router: FakeRouter, c
 
     async def picky(message: Any, stream: FakeStream) -> queue_pb2.Settled:
         if any(ack.lease == bad.lease for ack in message.acks):
-            return queue_pb2.Settled(error=queue_pb2.JobError(code=3, message="malformed lease"))
+            return queue_pb2.Settled(error=status_pb2.Status(code=3, message="malformed lease"))
         accepted.extend(ack.lease for ack in message.acks)
         return queue_pb2.Settled()
 
@@ -825,7 +828,7 @@ async def test_an_error_that_time_cannot_heal_ends_the_worker(router: FakeRouter
 
 
 async def test_a_router_that_knows_no_streams_ends_the_worker_and_is_named() -> None:
-    """Waiting for it to learn them would be for ever."""
+    """Waiting would be pointless: the router would never learn them."""
     router = aio.server()
     address = f"127.0.0.1:{router.add_insecure_port('127.0.0.1:0')}"
     await router.start()

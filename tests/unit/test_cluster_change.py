@@ -1,11 +1,11 @@
-"""A cluster file that changes under a running process: what it cannot go over to, and what it says of the rest."""
+"""Changes of the cluster file while a process runs: which are refused, and what is reported about the others."""
 
 from __future__ import annotations
 
 import pytest
 
-from shard.cluster import ClusterFileError
-from shard.cluster_change import described, refuse_change
+from shard.placement.cluster_diff import described, refuse_change
+from shard.placement.cluster_file import ClusterFileError
 from tests.unit.test_cluster_file import DSN, ONE, PASSWORD, parse, two_shards
 
 ELSEWHERE = '[catalog]\ndsn = "host=db9"\n'
@@ -63,10 +63,10 @@ def test_what_is_new_is_told_and_no_secret_with_it() -> None:
         "shard 's1' is added",
         "shard 's2': its state is draining, and was active",
         "shard 's2': its weight is 3, and was 1",
-        "shard 's2': its labels are others",
+        "shard 's2': its labels have changed",
         "shard 's0' is removed",
     ]
     moved = described(parse(ONE), parse(ONE.replace("db1", "db7")))
-    assert moved == ["shard 's1': its DSN is another one"]
+    assert moved == ["shard 's1': its DSN has changed"]
     assert PASSWORD not in str(told + moved)
     assert described(after, after) == []

@@ -1,4 +1,4 @@
-"""The cluster file: what it may say, and what is said about one that cannot be used."""
+"""The cluster file: its valid contents, and the messages about invalid ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shard.cluster import Cluster, ClusterFileError, ShardState, parse_cluster, read_cluster
+from shard.placement.cluster_file import Cluster, ClusterFileError, ShardState, parse_cluster, read_cluster
 from shard.vocabulary import ShardName
 
 PASSWORD = "hunter2-very-secret"
@@ -88,7 +88,7 @@ def test_a_file_is_read_from_disk_and_has_the_digest_that_sha256sum_begins_with(
 @pytest.mark.parametrize(
     ("state", "serves"),
     [
-        # Enqueues, jobs, changes, and its share of the slots.
+        # Whether it takes enqueues, gives jobs and takes changes, and its share of the slots.
         ("active", (True, True, True, 2.0)),
         ("draining", (True, True, True, 0.0)),
         ("enqueue_only", (True, False, True, 2.0)),
@@ -114,7 +114,7 @@ def shard_with(line: str) -> str:
 
 
 def two_shards(line: str) -> str:
-    """The second one with this line."""
+    """A file with two shards; the second has this extra line."""
     return f'{ONE}[[shard]]\nname = "s2"\ndsn = "host=db2"\n{line}\n'
 
 
@@ -159,6 +159,10 @@ BAD = {
     "shard name with a line break": (
         f'[[shard]]\nname = "a\\nb"\ndsn = "{DSN}"\n',
         "cluster.toml: [[shard]] number 1: name: must be text of 1 to 63 printable characters, not 'a\\nb'",
+    ),
+    "shard with the catalog's name": (
+        f'[[shard]]\nname = "catalog"\ndsn = "{DSN}"\n',
+        "cluster.toml: [[shard]] number 1: name: 'catalog' means the catalog's own database; choose another name",
     ),
     "weight below zero": (
         shard_with("weight = -1"),
@@ -237,11 +241,13 @@ BAD = {
     ),
     "variable that is the dsn": (
         f'[[shard]]\nname = "s1"\ndsn_env = "{DSN}"\n',
-        "cluster.toml: [[shard]] number 1 (s1): dsn_env names what has the DSN, and this is a DSN itself: call it dsn",
+        "cluster.toml: [[shard]] number 1 (s1): dsn_env names where the DSN is stored, but this is a DSN itself: "
+        "use the key dsn",
     ),
     "file that is the dsn": (
         f'[[shard]]\nname = "s1"\ndsn_file = "host=db1 password={PASSWORD}"\n',
-        "cluster.toml: [[shard]] number 1 (s1): dsn_file names what has the DSN, and this is a DSN itself: call it dsn",
+        "cluster.toml: [[shard]] number 1 (s1): dsn_file names where the DSN is stored, but this is a DSN itself: "
+        "use the key dsn",
     ),
     "password with an @": (
         f'[[shard]]\nname = "s1"\ndsn = "postgresql://u:x@{PASSWORD}@db1,db2/x"\n',
@@ -263,7 +269,7 @@ BAD = {
 def test_a_file_that_cannot_be_used_is_refused_with_the_place_the_fault_and_the_remedy(text: str, message: str) -> None:
     with pytest.raises(ClusterFileError) as caught:
         parse(text)
-    # What TOML's own parser says after the colon is its business.
+    # After the colon comes the TOML parser's own message.
     assert str(caught.value) == message or (message.endswith(": ") and str(caught.value).startswith(message))
 
 
@@ -275,7 +281,7 @@ def test_no_message_shows_a_password(text: str) -> None:
     while error is not None:
         assert PASSWORD not in str(error)
         assert PASSWORD not in repr(error)
-        # The message of what the parser said is not shown, and must not be chained either.
+        # The parser's message is not shown, so it must not appear in the exception chain either.
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 

@@ -1,4 +1,4 @@
-"""Calls that share acts: nobody waits for more than need be, and every call is answered once, with what is its own."""
+"""Calls that share acts: no call waits longer than necessary, and each call gets exactly one answer, its own."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shard import coalescing
-from shard.coalescing import Coalescer, TooManyWaiting
+from shard.queue.coalescer import Coalescer, InFlight, TooManyWaiting
 
 
 class Late(Exception):
@@ -21,12 +20,12 @@ class Late(Exception):
 
 
 class Refused(Exception):
-    """This call alone will not do."""
+    """Only this call is refused."""
 
 
 @dataclass
 class Acts:
-    """What a coalescer begins: each act goes on until the test ends it."""
+    """The acts that a coalescer begins; each continues until the test ends it."""
 
     begun: list[list[int]] = field(default_factory=list[list[int]])
     ended: list[list[int]] = field(default_factory=list[list[int]])
@@ -55,7 +54,7 @@ class Acts:
         return [-call for call in calls] if answers is None else answers
 
     async def until_begun(self) -> None:
-        """One more act."""
+        """Waits until one more act has begun."""
         await self._one_more.wait()
         self._one_more.clear()
 
@@ -64,11 +63,11 @@ class Acts:
         return len(self.begun) - len(self.ended) - len(self.cancelled)
 
     def open(self) -> list[int]:
-        """Those that neither have ended nor, from this moment on, are cancelled."""
+        """Returns the calls of an act that have not ended and are not being cancelled."""
         return [act for act, end in enumerate(self._ends) if not end.done()]
 
     def end(self, act: int, answers: Sequence[int | Exception] | Exception | None = None) -> None:
-        """Answers each call with its negative, unless something else is said."""
+        """Ends an act. Answers each call with its negative, unless `outcomes` says otherwise."""
         if isinstance(answers, Exception):
             self._ends[act].set_exception(answers)
         else:
@@ -78,33 +77,33 @@ class Acts:
         self,
         *,
         acts_max: int = 2,
-        weigh: Callable[[int], int] = lambda _: 1,
-        whose: Callable[[int], Hashable] = lambda _: "everybody",
+        weight: Callable[[int], int] = lambda _: 1,
+        key: Callable[[int], Hashable] = lambda _: "everybody",
         wait_s: float = 1000.0,
         weight_max: int = 1000,
         calls_max: int = 1000,
         waiting_max: int = 50_000,
         gives_back: bool = True,
-        beside: coalescing.Acts | None = None,
+        in_flight: InFlight | None = None,
     ) -> Coalescer[int, int]:
         return Coalescer(
             self.act,
-            weigh=weigh,
-            whose=whose,
-            late=Late,
+            weight=weight,
+            key=key,
+            on_timeout=Late,
             acts_max=acts_max,
-            beside=beside,
+            in_flight=in_flight,
             wait_s=wait_s,
             weight_max=weight_max,
             calls_max=calls_max,
             waiting_max=waiting_max,
-            abandoned=(lambda call, result: self.abandoned.append((call, result))) if gives_back else None,
-            dropped=self.dropped.append,
+            on_abandoned=(lambda call, result: self.abandoned.append((call, result))) if gives_back else None,
+            on_dropped=self.dropped.append,
         )
 
 
 async def turns(count: int = 5) -> None:
-    """What is to happen without anybody's doing has happened."""
+    """Lets the event loop run until nothing is left to do."""
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -116,9 +115,11 @@ def acts() -> Acts:
 
 @pytest.fixture(autouse=True, scope="module")
 def patience() -> Iterator[None]:
-    """No act takes its time, however slow the machine: the test says when."""
+    """Acts never take long, and every iteration of the event loop counts as idle, however slow the machine is: only
+    the test decides."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("shard.coalescing._SLOW_S", 1000.0)
+        patched.setattr("shard.queue.coalescer._IDLE_ITERATION_S", math.inf)
+        patched.setattr("shard.queue.coalescer._SECOND_ACT_AFTER_S", 1000.0)
         yield
 
 
@@ -127,7 +128,7 @@ def patience() -> Iterator[None]:
 
 async def test_an_idle_coalescer_begins_at_once(acts: Acts) -> None:
     result = acts.coalescer().submit(1)
-    # As much as it takes a task to begin: nobody waits for more calls.
+    # One iteration, which a task needs to begin: the coalescer does not wait for more calls.
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert acts.begun == [[1]]
@@ -160,7 +161,7 @@ async def test_a_few_calls_wait_for_the_act_under_way_and_then_go_together(acts:
     assert acts.begun == [[1], [2, 3, 4, 5, 6, 7]]
     acts.end(1)
     assert await asyncio.gather(*results) == [-number for number in range(1, 8)]
-    # Idle again: at once again.
+    # Idle again, so the next call begins at once.
     last = coalescer.submit(8)
     await turns()
     assert acts.begun[2:] == [[8]]
@@ -168,15 +169,13 @@ async def test_a_few_calls_wait_for_the_act_under_way_and_then_go_together(acts:
     assert await last == -8
 
 
-async def test_calls_of_two_sorts_take_turns(acts: Acts, monkeypatch: pytest.MonkeyPatch) -> None:
-    # On a slow machine, too, a turn of the event loop counts as one in which nothing else happened.
-    monkeypatch.setattr("shard.coalescing._QUIET_S", math.inf)
-    beside = coalescing.Acts()
-    odd, even = acts.coalescer(beside=beside), acts.coalescer(beside=beside)
+async def test_calls_of_two_kinds_take_turns(acts: Acts) -> None:
+    in_flight = InFlight()
+    odd, even = acts.coalescer(in_flight=in_flight), acts.coalescer(in_flight=in_flight)
     results = [odd.submit(1)]
     for act in range(6):
         await turns()
-        # While one is under way, calls of both sorts come.
+        # While an act runs, calls of both kinds arrive.
         results += [odd.submit(2 * act + 3), even.submit(2 * act + 2)]
         await turns()
         acts.end(act)
@@ -189,7 +188,7 @@ async def test_calls_of_two_sorts_take_turns(acts: Acts, monkeypatch: pytest.Mon
 
 
 async def test_much_need_not_wait_until_as_many_acts_as_may_be_are_under_way(acts: Acts) -> None:
-    coalescer = acts.coalescer(acts_max=2, weigh=lambda call: call)
+    coalescer = acts.coalescer(acts_max=2, weight=lambda call: call)
     results = []
     for number in (1, 99, 1, 100, 2, 500):
         results.append(coalescer.submit(number))
@@ -204,7 +203,7 @@ async def test_much_need_not_wait_until_as_many_acts_as_may_be_are_under_way(act
 
 
 async def test_nobody_waits_for_an_act_that_takes_its_time(acts: Acts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shard.coalescing._SLOW_S", 0.005)
+    monkeypatch.setattr("shard.queue.coalescer._SECOND_ACT_AFTER_S", 0.005)
     coalescer = acts.coalescer(acts_max=2)
     first = coalescer.submit(1)
     await turns()
@@ -219,8 +218,8 @@ async def test_nobody_waits_for_an_act_that_takes_its_time(acts: Acts, monkeypat
 
 
 async def test_an_act_takes_no_more_than_its_weight_in_the_order_of_the_calls(acts: Acts) -> None:
-    coalescer = acts.coalescer(acts_max=1, weigh=lambda call: call, weight_max=10)
-    # One that is heavier goes alone; none overtakes another to fill an act.
+    coalescer = acts.coalescer(acts_max=1, weight=lambda call: call, weight_max=10)
+    # A call that is heavier than the limit goes alone; none overtakes another to fill an act.
     results = [coalescer.submit(weight) for weight in (4, 6, 1, 99, 3, 5, 4)]
     for turn, expected in enumerate([[4, 6], [1], [99], [3, 5], [4]]):
         await turns()
@@ -230,18 +229,19 @@ async def test_an_act_takes_no_more_than_its_weight_in_the_order_of_the_calls(ac
 
 
 async def test_a_call_too_many_is_told_so_at_once_and_costs_the_others_nothing(acts: Acts) -> None:
-    coalescer = acts.coalescer(acts_max=1, weigh=lambda call: call, waiting_max=20)
+    coalescer = acts.coalescer(acts_max=1, weight=lambda call: call, waiting_max=20)
     first = coalescer.submit(3)
     await turns()
     waiting = [coalescer.submit(7), coalescer.submit(3)]
     with pytest.raises(
-        TooManyWaiting, match="20 jobs or leases may wait for it in this router process, and never more of one org than"
+        TooManyWaiting,
+        match="20 jobs or leases may wait for it in this router process, and one org may not take more of them than",
     ):
         coalescer.submit(1)
     assert acts.dropped == [1]
     acts.end(0)
     await turns()
-    # Nobody waits any more: now there is room, for however heavy a call.
+    # Nobody waits any more, so now there is room, however heavy the call.
     waiting.append(coalescer.submit(99))
     acts.end(1)
     await turns()
@@ -250,7 +250,7 @@ async def test_a_call_too_many_is_told_so_at_once_and_costs_the_others_nothing(a
 
 
 async def test_one_caller_leaves_others_as_many_places_as_it_takes(acts: Acts) -> None:
-    coalescer = acts.coalescer(acts_max=1, whose=lambda call: call // 1000, waiting_max=20)
+    coalescer = acts.coalescer(acts_max=1, key=lambda call: call // 1000, waiting_max=20)
     under_way = coalescer.submit(1)
     await turns()
     results: list[asyncio.Future[int]] = []
@@ -265,7 +265,7 @@ async def test_one_caller_leaves_others_as_many_places_as_it_takes(acts: Acts) -
     await turns()
     acts.end(1)
     await asyncio.gather(under_way, *results)
-    # Whose calls are done has places again.
+    # Callers whose calls have ended have places again.
     again = coalescer.submit(1000)
     await turns()
     acts.end(2)
@@ -276,7 +276,7 @@ async def test_one_caller_leaves_others_as_many_places_as_it_takes(acts: Acts) -
 
 
 async def test_one_call_waits_for_one_act_and_not_for_the_thousands_of_another_caller(acts: Acts) -> None:
-    coalescer = acts.coalescer(acts_max=1, whose=lambda call: call >= 5000, weight_max=10)
+    coalescer = acts.coalescer(acts_max=1, key=lambda call: call >= 5000, weight_max=10)
     results = [coalescer.submit(call) for call in range(5000)]
     await turns()
     results.append(coalescer.submit(5000))
@@ -289,13 +289,13 @@ async def test_one_call_waits_for_one_act_and_not_for_the_thousands_of_another_c
 
 
 async def test_an_act_is_dealt_out_evenly_by_weight_and_to_each_in_the_order_of_its_calls(acts: Acts) -> None:
-    coalescer = acts.coalescer(acts_max=1, weigh=lambda call: call % 10, whose=lambda call: call // 100, weight_max=12)
+    coalescer = acts.coalescer(acts_max=1, weight=lambda call: call % 10, key=lambda call: call // 100, weight_max=12)
     under_way = coalescer.submit(1)
     await turns()
     calls = (101, 111, 121, 131, 141, 151, 161, 203, 213, 223, 302)
     results = [coalescer.submit(call) for call in calls]
     for turn, expected in enumerate(
-        # Each of the three has four, or what it asks for; what is left goes on to who comes next.
+        # Each of the three gets four places, or fewer if it asks for fewer; the rest goes to the next ones in turn.
         ([1], [101, 111, 121, 131, 203, 213, 302], [141, 151, 161, 223])
     ):
         assert acts.begun[turn:] == [expected]
@@ -305,10 +305,10 @@ async def test_an_act_is_dealt_out_evenly_by_weight_and_to_each_in_the_order_of_
 
 
 async def test_an_act_takes_so_many_calls_at_most_and_as_many_of_each_caller(acts: Acts) -> None:
-    coalescer = acts.coalescer(calls_max=4, acts_max=1, whose=lambda call: call // 100)
+    coalescer = acts.coalescer(calls_max=4, acts_max=1, key=lambda call: call // 100)
     first = coalescer.submit(0)
     await turns()
-    # One caller has five waiting, another one two.
+    # One caller has five calls waiting, another one two.
     results = [coalescer.submit(call) for call in (101, 102, 103, 104, 105, 201, 202)]
     for act in range(3):
         acts.end(act)
@@ -318,7 +318,7 @@ async def test_an_act_takes_so_many_calls_at_most_and_as_many_of_each_caller(act
 
 
 async def test_a_call_that_an_act_has_no_room_for_is_the_next_ones_first(acts: Acts) -> None:
-    coalescer = acts.coalescer(acts_max=1, weigh=lambda call: call % 10, whose=lambda call: call // 100, weight_max=9)
+    coalescer = acts.coalescer(acts_max=1, weight=lambda call: call % 10, key=lambda call: call // 100, weight_max=9)
     under_way = coalescer.submit(1)
     await turns()
     results = [coalescer.submit(call) for call in (101, 111, 209, 219, 301, 121)]
@@ -329,8 +329,8 @@ async def test_a_call_that_an_act_has_no_room_for_is_the_next_ones_first(acts: A
     await asyncio.gather(under_way, *results)
 
 
-async def test_callers_who_wait_too_long_are_told_so_whoever_else_is_served(acts: Acts) -> None:
-    coalescer = acts.coalescer(acts_max=1, whose=lambda call: call % 3, wait_s=0.01)
+async def test_callers_that_wait_too_long_get_an_error_whoever_else_is_served(acts: Acts) -> None:
+    coalescer = acts.coalescer(acts_max=1, key=lambda call: call % 3, wait_s=0.01)
     under_way = coalescer.submit(0)
     await turns()
     late = [coalescer.submit(call) for call in (1, 2, 3, 4)]
@@ -378,7 +378,7 @@ async def test_one_calls_error_is_its_own(acts: Acts) -> None:
 
 
 async def test_what_an_act_raises_is_everybodys_and_nobody_elses(acts: Acts) -> None:
-    coalescer = acts.coalescer(weigh=lambda _: 100)
+    coalescer = acts.coalescer(weight=lambda _: 100)
     first = [coalescer.submit(number) for number in (1, 2)]
     await turns()
     second = coalescer.submit(3)
@@ -502,10 +502,8 @@ def test_no_call_is_lost_or_answered_twice(
     slow_s: float,
 ) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("shard.coalescing._WORTH_AN_ACT", worth)
-        # However slow this machine is, every turn of the loop counts as a quiet one: then schedules repeat.
-        patched.setattr("shard.coalescing._QUIET_S", math.inf)
-        patched.setattr("shard.coalescing._SLOW_S", slow_s)
+        patched.setattr("shard.queue.coalescer._SECOND_ACT_WEIGHT", worth)
+        patched.setattr("shard.queue.coalescer._SECOND_ACT_AFTER_S", slow_s)
         asyncio.run(_play(steps, acts_max, weight_max, waiting_max, gives_back))
 
 
@@ -523,15 +521,15 @@ async def _play(
     weights: dict[int, int] = {}
     coalescer = acts.coalescer(
         acts_max=acts_max,
-        weigh=weights.__getitem__,
-        whose=_caller,
+        weight=weights.__getitem__,
+        key=_caller,
         weight_max=weight_max,
         waiting_max=waiting_max,
         gives_back=gives_back,
     )
     results: dict[int, asyncio.Future[int]] = {}
     refused: set[int] = set()
-    # What each call is to hear.
+    # The expected outcome of each call.
     told: dict[int, int | type[Exception]] = {}
 
     def end(act: int, how: str) -> None:
@@ -572,7 +570,7 @@ async def _play(
     assert acts.under_way_max <= acts_max
     assert not (gives_back and acts.cancelled)
     begun = [call for calls in acts.begun for call in calls]
-    # Each caller's in their order, each in one act or none.
+    # Each caller's calls are in order, and each is in one act or in none.
     for caller in range(_CALLERS):
         own = [call for call in begun if _caller(call) == caller]
         assert own == sorted(own)
@@ -586,7 +584,7 @@ async def _play(
     for call, result in results.items():
         assert result.done()
         if result.cancelled():
-            # Its result, if there is one, is not lost: it was abandoned, unless nobody at all had stayed.
+            # A result is not lost: the call was abandoned, unless all callers of the act had left.
             continue
         expected = told[call]
         error = result.exception()

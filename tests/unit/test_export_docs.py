@@ -1,4 +1,4 @@
-"""docs/export.md, and `windrow archive`, on files that were written here: what they say can be done as they say."""
+"""Runs the queries of docs/export.md, and `windrow archive`, on exported files that the test writes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import duckdb
 import pytest
 
 from archiver import parquet
-from archiver.files import Files
+from archiver.export_location import ExportLocation
+from archiver.object_store import Files
 from archiver.parquet import Manifest, Writer
-from archiver.place import Place
 from cli.main import main
-from shard.cold import ColdJob
+from shard.history.cold_day import ColdJob
 from shard.vocabulary import JobId, Micros, OrgId, QueueName, ShardName
 from tests.unit.test_cluster_file import ONE
 from tests.unit.test_export_form import JOB, MANIFEST
@@ -26,14 +26,16 @@ from tests.unit.test_export_form import JOB, MANIFEST
 PAGE = (Path(__file__).resolve().parents[2] / "docs/export.md").read_text()
 QUERIES = re.findall(r"^```sql\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 NAME = JobId("019a1f84-57ab-7305-ad66-e6f6eba156c2")
-HISTORY = '[{"error": "550 no such mailbox", "attempt": 1}, {"error": "timed out", "attempt": 2}]'
+HISTORY = json.dumps(
+    [{"failure": {"message": text}, "attempt": at + 1} for at, text in enumerate(("550 no such mailbox", "timed out"))]
+)
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     """Two days of s1 and one of s2."""
     folder = tmp_path / "export"
-    files = Files(Place.parse(str(folder)), make=True)
+    files = Files(ExportLocation.parse(str(folder)), make=True)
     acme = JOB._replace(id=NAME, attributes='{"plan": "pro"}', payload=b"hello", history=HISTORY)
     failed = JOB._replace(
         state="cancelled", reason="no longer\nwanted", lease=None, leased_at=None, result=None, kind="digest"
@@ -57,7 +59,7 @@ def keep(files: Files, shard: str, day: str, jobs: list[ColdJob]) -> None:
 
 
 def run(query: str, place: Path) -> list[tuple[Any, ...]]:
-    # By way of Arrow: for times, DuckDB itself would need another package.
+    # Through Arrow: for times DuckDB itself would need another package.
     with duckdb.connect() as connection:
         found: Any = connection.sql(query.replace("/var/lib/windrow/export", str(place)))
         return [tuple(row.values()) for row in found.to_arrow_table().to_pylist()]
@@ -119,7 +121,7 @@ def shell(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
 def test_who_exports_nothing_is_told_so(shell: Shell) -> None:
     code, out, err = shell.windrow("list", "acme")
     assert (code, out) == (2, "")
-    assert "cluster.toml: [archiver] has no export: nothing is exported" in err
+    assert "cluster.toml: [archiver] sets no export, so nothing is exported" in err
 
 
 def test_a_place_that_is_not_there_is_told_from_one_that_is_empty(shell: Shell, tmp_path: Path) -> None:
@@ -128,7 +130,7 @@ def test_a_place_that_is_not_there_is_told_from_one_that_is_empty(shell: Shell, 
     assert str(tmp_path / "nowhere") in err
     assert not (tmp_path / "nowhere").exists()
     (tmp_path / "empty").mkdir()
-    assert shell.windrow("verify", export=str(tmp_path / "empty")) == (0, "0 files as written: 0 jobs, 0 bytes\n", "")
+    assert shell.windrow("verify", export=str(tmp_path / "empty")) == (0, "0 files verified: 0 jobs, 0 bytes\n", "")
 
 
 def test_exported_jobs_are_listed_the_latest_first(shell: Shell, place: Path) -> None:
@@ -141,26 +143,26 @@ def test_exported_jobs_are_listed_the_latest_first(shell: Shell, place: Path) ->
     assert shell.windrow("list", "nobody", export=str(place)) == (0, "", "no such jobs of org 'nobody' were exported\n")
 
 
-def test_an_exported_job_is_told_to_scripts_with_all_there_is(shell: Shell, place: Path) -> None:
+def test_an_exported_job_as_json_has_all_its_fields(shell: Shell, place: Path) -> None:
     code, out, _ = shell.windrow("list", "acme", "--id", NAME, "--payload", "--json", export=str(place))
     document = json.loads(out)
     assert (code, document["payload"], document["result"]) == (0, "hello", "")
     assert (document["id"], document["attributes"], document["day"]) == (NAME, {"plan": "pro"}, "2026-09-30")
     assert (document["shard"], document["retention_days"], document["max_attempts"]) == ("s1", 30, None)
     assert document["finished_at"] == "2026-09-30T00:00:00Z"
-    assert [attempt["error"] for attempt in document["history"]] == ["550 no such mailbox", "timed out"]
+    assert [attempt["failure"]["message"] for attempt in document["history"]] == ["550 no such mailbox", "timed out"]
 
 
 def test_damaged_files_are_named_with_exit_code_1(shell: Shell, place: Path) -> None:
     code, out, err = shell.windrow("verify", export=str(place))
     assert (code, err) == (0, "")
-    assert out.startswith("3 files as written: 5 jobs, ")
+    assert out.startswith("3 files verified: 5 jobs, ")
     file = place / "shard=s1/retention=30/day=2026-09-30/jobs-cafecafe.parquet"
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     code, out, err = shell.windrow("verify", export=str(place))
-    assert (code, out[:19]) == (1, "2 files as written:")
+    assert (code, out[:17]) == (1, "2 files verified:")
     assert err.startswith(f"{file} is damaged: its SHA-256 is ")
     code, out, _ = shell.windrow("verify", "--shard", "s1", "--json", export=str(place))
     troubles = {document["day"]: document["trouble"] for document in map(json.loads, out.splitlines())}

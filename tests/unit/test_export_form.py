@@ -1,4 +1,4 @@
-"""The form in which days are exported: others rely on it, so what is written here stays. And the places for it."""
+"""The format of exported days, which must not change because others rely on it, and the locations for exports."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 
 from archiver import parquet
 from archiver.errors import Damaged
-from archiver.files import Files
+from archiver.export_location import ExportLocation
+from archiver.object_store import Files
 from archiver.parquet import Manifest, Reader, Writer
-from archiver.place import Place
-from shard.cold import ColdJob
+from shard.history.cold_day import ColdJob
 from shard.vocabulary import JobId, Micros, OrgId, QueueName, ShardName
 
 GOLDEN = """\
@@ -85,7 +85,7 @@ JOB = ColdJob(
 
 @pytest.fixture
 def files(tmp_path: Path) -> Files:
-    return Files(Place.parse(str(tmp_path)))
+    return Files(ExportLocation.parse(str(tmp_path)))
 
 
 def write(files: Files, path: str, jobs: list[ColdJob]) -> parquet.Written:
@@ -94,8 +94,11 @@ def write(files: Files, path: str, jobs: list[ColdJob]) -> parquet.Written:
     return writer.commit()
 
 
-def test_the_columns_are_as_they_always_were() -> None:
-    assert str(parquet.SCHEMA.remove_metadata()) == GOLDEN
+def test_the_first_columns_are_as_they_always_were_and_those_that_were_added_may_be_null() -> None:
+    columns = str(parquet.SCHEMA.remove_metadata()).splitlines()
+    first = len(GOLDEN.splitlines())
+    assert columns[:first] == GOLDEN.splitlines()
+    assert not [column for column in columns[first:] if column.endswith("not null")]
     assert tuple(parquet.SCHEMA.names) == ColdJob._fields
 
 
@@ -118,6 +121,25 @@ def test_groups_end_where_they_are_full_and_those_without_an_org_are_left_out(
     writer.commit()
     with Reader(files, "a.parquet") as reader:
         assert [reader.groups_of(OrgId(org)) for org in ("a", "b", "c", "e", "f")] == [[0], [0], [1], [2], []]
+
+
+def test_in_an_older_file_a_new_column_is_null(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = write(files, "old.parquet", [JOB])
+    (known,) = parquet.batch_of([JOB]).to_pylist()
+    new = parquet.pa.field("group_id", parquet.pa.string())
+    monkeypatch.setattr(parquet, "SCHEMA", parquet.SCHEMA.append(new))
+    with Reader(files, "old.parquet") as reader:
+        (batch,) = reader.batches()
+        assert batch.schema == parquet.SCHEMA
+        assert batch.to_pylist() == [known | {"group_id": None}]
+        (job,) = reader.jobs_of(JOB.org, 0, ["org", "id", "group_id"])
+    assert job == {"org": JOB.org, "id": JOB.id, "group_id": None}
+    # A merge and an erasure write the rows again, now with the new column.
+    writer = Writer(files.writing("new.parquet"))
+    writer.add(batch)
+    assert writer.commit().rows == written.rows
+    with Reader(files, "new.parquet") as reader:
+        assert next(reader.batches()).schema.names == parquet.SCHEMA.names
 
 
 def test_a_file_of_other_columns_is_none_of_ours(files: Files) -> None:
@@ -169,4 +191,4 @@ def test_a_manifest_that_contradicts_itself_is_refused(files: Files, changed: di
     ],
 )
 def test_a_place_is_a_directory_or_a_bucket(text: str, bucket: str | None, folder: str) -> None:
-    assert Place.parse(text) == Place(bucket=bucket, folder=folder)
+    assert ExportLocation.parse(text) == ExportLocation(bucket=bucket, folder=folder)

@@ -1,11 +1,11 @@
-"""How far claims have come in each lane."""
+"""Floors: how far claims have come in each lane."""
 
 from __future__ import annotations
 
 import pytest
 
-from shard import floor
-from shard.floor import GUARD_US, Floors
+from shard.queue import claim_floor
+from shard.queue.claim_floor import GUARD_US, Floors
 from shard.vocabulary import PRIORITIES, Claimed, JobId, Micros, QueueId, QueueName
 
 A, B = QueueId(10), QueueId(20)
@@ -48,9 +48,9 @@ def use(floors: Floors, *queues: QueueId) -> None:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The process's monotonic clock, in its only entry."""
+    """The process's monotonic clock, in a list of one element."""
     now = [1000.0]
-    monkeypatch.setattr("shard.floor.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("shard.queue.claim_floor.time.monotonic", lambda: now[0])
     return now
 
 
@@ -97,7 +97,7 @@ def test_a_sweep_puts_a_floor_at_the_lanes_first_row_and_never_nearer_to_now_tha
     use(floors, A, B)
     floors.claimed([taken(B, run_at=LONG_AGO)], arrivals=0)
     guarded = Micros(NOW - GUARD_US)
-    # Priority 2 has a row that is due, priority 3 one that is leased or scheduled; of the others nothing is known.
+    # Priority 2 has a row that is due, priority 3 one that is leased or scheduled; nothing is known about the others.
     floors.swept([A], guarded, {(A, 2): Micros(LONG_AGO), (A, 3): Micros(NOW + 5), (B, 5): Micros(7)}, arrivals=0)
     found = floors_of(floors, A, B)
     assert found == {
@@ -108,7 +108,7 @@ def test_a_sweep_puts_a_floor_at_the_lanes_first_row_and_never_nearer_to_now_tha
     }
 
 
-def test_what_is_told_of_a_queue_that_nobody_uses_is_not_kept() -> None:
+def test_floors_of_a_queue_that_nobody_uses_are_not_kept() -> None:
     floors = Floors()
     floors.claimed([taken(A, run_at=LONG_AGO)], arrivals=0)
     floors.swept([A], Micros(LONG_AGO), {}, arrivals=0)
@@ -130,7 +130,7 @@ def test_a_queue_out_of_use_is_forgotten_after_a_minute(clock: list[float]) -> N
 
 
 def test_the_number_of_queues_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(floor, "_QUEUES_MAX", 3)
+    monkeypatch.setattr(claim_floor, "_QUEUES_MAX", 3)
     floors = Floors()
     for number in range(10):
         use(floors, QueueId(number))

@@ -1,4 +1,4 @@
-"""A cluster file on disk that is looked at again and again."""
+"""The watcher that notices changes of the cluster file on disk."""
 
 # Files are what this is about, and nothing else runs beside.
 # ruff: noqa: ASYNC240
@@ -11,18 +11,18 @@ from pathlib import Path
 
 import pytest
 
-import shard.following
-from shard.cluster import ClusterFileError, digest_of
-from shard.following import FollowedFile
+import shard.placement.file_watcher
+from shard.placement.cluster_file import ClusterFileError, digest_of
+from shard.placement.file_watcher import WatchedFile
 
 LONG_S = 10.0
-# Long enough for many looks.
+# Long enough for many reads of the file.
 SHORT_S = 0.2
 
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard.following, "_LOOK_S", 0.005)
+    monkeypatch.setattr(shard.placement.file_watcher, "_POLL_S", 0.005)
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def path(tmp_path: Path, secret: Path) -> Path:
     return path
 
 
-async def is_changed(file: FollowedFile) -> bool:
+async def is_changed(file: WatchedFile) -> bool:
     waiting = asyncio.create_task(file.changed())
     done, _ = await asyncio.wait({waiting}, timeout=SHORT_S)
     waiting.cancel()
@@ -48,7 +48,7 @@ async def is_changed(file: FollowedFile) -> bool:
 
 
 def replace(path: Path, text: str) -> None:
-    """As editors and deployment tools do it: another file takes its place."""
+    """Replaces the file, as editors and deployment tools do: by renaming another one."""
     other = path.with_suffix(".new")
     other.write_text(text)
     os.replace(other, path)
@@ -57,7 +57,7 @@ def replace(path: Path, text: str) -> None:
 async def test_a_file_that_cannot_be_read_is_told_and_waited_for(path: Path) -> None:
     text = path.read_text()
     path.unlink()
-    file = FollowedFile(path)
+    file = WatchedFile(path)
     with pytest.raises(ClusterFileError, match="No such file"):
         file.read()
     assert file.digest == ""
@@ -72,7 +72,7 @@ async def test_a_file_that_cannot_be_read_is_told_and_waited_for(path: Path) -> 
 
 
 async def test_it_is_changed_when_it_or_its_secret_is_written_or_replaced(path: Path, secret: Path) -> None:
-    file = FollowedFile(path)
+    file = WatchedFile(path)
     assert file.read().shards[0].dsn == "host=db1"
     assert not await is_changed(file)
     secret.write_text("host=db2")
@@ -88,7 +88,7 @@ async def test_it_is_changed_when_it_or_its_secret_is_written_or_replaced(path: 
 
 
 async def test_a_secret_that_is_named_from_now_on_is_looked_at_from_now_on(path: Path, tmp_path: Path) -> None:
-    file = FollowedFile(path)
+    file = WatchedFile(path)
     file.read()
     other = tmp_path / "other"
     other.write_text("host=db5")
@@ -101,8 +101,8 @@ async def test_a_secret_that_is_named_from_now_on_is_looked_at_from_now_on(path:
 
 
 async def test_it_is_not_read_while_it_is_being_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard.following, "_LOOK_S", 0.1)
-    file = FollowedFile(path)
+    monkeypatch.setattr(shard.placement.file_watcher, "_POLL_S", 0.1)
+    file = WatchedFile(path)
     file.read()
     waiting = asyncio.create_task(file.changed())
     with path.open("a") as writing:
@@ -115,9 +115,9 @@ async def test_it_is_not_read_while_it_is_being_written(path: Path, monkeypatch:
     assert file.read().digest == digest_of(path.read_text())
 
 
-async def test_whoever_is_in_a_hurry_does_not_wait_for_a_change(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard.following, "_LOOK_S", 3600.0)
-    file = FollowedFile(path)
+async def test_hurry_ends_the_wait_for_a_change(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard.placement.file_watcher, "_POLL_S", 3600.0)
+    file = WatchedFile(path)
     file.read()
     waiting = asyncio.create_task(file.changed())
     await asyncio.sleep(0)

@@ -1,19 +1,21 @@
-"""The way into a router: nobody fills it, whoever left is not counted, and memory is reserved before work is done."""
+"""Admission to a router: no org fills it, calls that have ended are not counted, and memory is reserved before work is
+done."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import cast
 
 import pytest
 
 from router import buffer
-from router import gate as gates
 from router.buffer import Account, Buffer
-from router.calls import DEADLINE_S_MAX
-from router.gate import CALLS_MAX, STREAMS_MAX, Call, Context, Gate
-from router.status import RequestLate, RouterFull, ShuttingDown
-from router.tracing import Tracing
+from router.codec.status import RequestLate, RouterFull, ShuttingDown
+from router.gate import admission as gates
+from router.gate.admission import CALLS_MAX, STREAMS_MAX, Call, Context, Gate
+from router.gate.calls import DEADLINE_S_MAX
+from router.gate.tracing import Tracing
 from tests.routers import PATIENCE_S
 
 KIB = 1024
@@ -25,7 +27,7 @@ def gate() -> Gate:
 
 
 class Peer:
-    """The context of a call, from a connection of this name, whose request never comes."""
+    """The context of a call from a connection with this name, whose request never arrives."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -60,7 +62,7 @@ TASKS: set[asyncio.Task[None]] = set()
 
 
 async def entered(gate: Gate, org: str, *, at_most: int = CALLS_MAX) -> list[Call]:
-    """As many calls as get in."""
+    """Lets as many calls in as the gate admits. Returns them."""
     calls: list[Call] = []
     for _ in range(at_most):
         call = Call(gate.buffer, peer="ipv4:127.0.0.1:1")
@@ -74,7 +76,7 @@ async def entered(gate: Gate, org: str, *, at_most: int = CALLS_MAX) -> list[Cal
 
 async def test_one_org_has_half_of_the_calls_and_others_get_in(gate: Gate) -> None:
     assert len(await entered(gate, "busy")) == CALLS_MAX // 2
-    with pytest.raises(RouterFull, match="takes 4,000 calls at a time, and never more of one org than"):
+    with pytest.raises(RouterFull, match="takes 4,000 calls at a time, and from one org never more than"):
         await gate.enter(Call(gate.buffer, peer="p"), "busy", 0)
     assert len(await entered(gate, "other")) == CALLS_MAX // 4
 
@@ -97,7 +99,7 @@ async def test_calls_that_wait_for_jobs_leave_their_places_to_others(gate: Gate)
     calls = await entered(gate, "busy")
     with gate.waiting(calls[0]):
         assert len(await entered(gate, "busy")) == 1
-    # It is inside again, whether or not there is room.
+    # It is inside again, although there is no room.
     assert await entered(gate, "busy") == []
 
 
@@ -114,12 +116,28 @@ def test_one_org_has_half_of_the_streams(gate: Gate) -> None:
         pass
 
 
+async def test_connections_that_have_all_the_calls_they_may_leave_some_to_another(gate: Gate) -> None:
+    count = 0
+    for number in range(15):
+        with contextlib.suppress(RouterFull):
+            for _ in range(1000):
+                await begun(gate, f"ipv4:127.0.0.1:{number}")
+                count += 1
+    assert count > CALLS_MAX
+    for _ in range(100):
+        await begun(gate, "ipv4:127.0.0.2:1")
+    tasks = list(TASKS)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+
+
 async def test_a_request_that_does_not_come_whole_in_time_is_refused(
     gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gate._receiving, "_limit_s", 0.05)
     context = cast("Context", Peer("p"))
-    with pytest.raises(RequestLate, match="has not come whole within"):
+    with pytest.raises(RequestLate, match="did not arrive completely within"):
         await asyncio.wait_for(gate.receive(context, Call(gate.buffer, peer="p")), PATIENCE_S)
     assert gates.RECEIVE_S_MAX < DEADLINE_S_MAX
 
@@ -135,7 +153,7 @@ async def test_a_caller_that_leaves_while_its_request_comes_is_cancelled_and_not
 async def test_the_connection_of_a_peer_that_leaves_an_answer_unread_is_hung_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("router.gate.UNREAD_S_MAX", 0.05)
+    monkeypatch.setattr("router.gate.admission.UNREAD_S_MAX", 0.05)
     hung_up: asyncio.Queue[str] = asyncio.Queue()
     gate = Gate(Tracing(), Buffer(KIB), hung_up.put_nowait)
     slow, read = Call(gate.buffer, peer="slow"), Call(gate.buffer, peer="reads")
@@ -219,3 +237,62 @@ async def test_whoever_stops_waiting_for_memory_leaves_its_place_to_the_next(fir
     await asyncio.wait({leaving})
     await asyncio.wait_for(waiting, PATIENCE_S)
     assert (shared.held, gone.held, stays.held) == (0, 0, 0)
+
+
+async def test_whoever_stops_waiting_for_memory_holds_up_nobody_behind_it_any_more() -> None:
+    shared = Buffer(100)
+    assert account(shared, "busy").take(40)
+    large, small = account(shared, "busy", "large"), account(shared, "busy", "small")
+    leaving, waiting = asyncio.create_task(large.reserve(30)), asyncio.create_task(small.reserve(5))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    leaving.cancel()
+    await asyncio.wait_for(waiting, PATIENCE_S)
+    assert shared.held == 45
+
+
+async def test_a_connection_that_is_full_holds_up_none_of_the_same_org_on_another_connection() -> None:
+    shared = Buffer(100)
+    # A proxy's connection, which other clients of the proxy fill.
+    assert account(shared, "others", "proxy").take(45)
+    stuck = asyncio.create_task(account(shared, "org", "proxy").until_room())
+    behind = asyncio.create_task(account(shared, "org", "proxy").reserve(20))
+    await asyncio.sleep(0)
+    free = account(shared, "org", "its own")
+    await asyncio.wait_for(free.reserve(10), PATIENCE_S)
+    assert free.held == 10
+    assert not behind.done()
+    stuck.cancel()
+    behind.cancel()
+    await asyncio.wait({stuck, behind})
+    assert not shared.waits("org")
+
+
+async def test_requests_that_wait_for_memory_have_a_bound_of_their_own() -> None:
+    shared = Buffer(800)
+    assert account(shared, "busy", "holder").take(400)
+    waiting = [
+        asyncio.create_task(account(shared, "busy", f"connection {number}").reserve(30, received=30))
+        for number in range(20)
+    ]
+    refused, stay = await asyncio.wait(waiting, timeout=1, return_when=asyncio.FIRST_EXCEPTION)
+    assert len(stay) * 30 <= 100
+    assert len(refused) == 20 - len(stay)
+    assert all(isinstance(one.exception(), RouterFull) for one in refused)
+    for one in stay:
+        one.cancel()
+    await asyncio.wait(stay)
+    again = asyncio.create_task(account(shared, "busy", "later").reserve(30, received=30))
+    await asyncio.sleep(0)
+    assert not again.done()
+    again.cancel()
+    await asyncio.wait({again})
+
+
+def test_an_org_that_held_nothing_is_not_remembered() -> None:
+    shared = Buffer(100)
+    gone = account(shared, "org", "gone")
+    assert gone.take(0)
+    gone.hold(0)
+    gone.close()
+    assert not shared.peers._held

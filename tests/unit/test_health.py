@@ -1,4 +1,4 @@
-"""What is held against a shard's Postgres, and how badly, by facts that no test could wait for."""
+"""The doctor's findings and their severities, computed from given facts, because real ones would take too long."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from shard.findings import Finding, Severity, worst
-from shard.health import (
+from shard.formatting import size_text, span_text
+from shard.health.checks import (
     judge,
     judge_clock,
     judge_holders,
@@ -16,9 +16,9 @@ from shard.health import (
     judge_server,
     judge_tables,
 )
-from shard.server_settings import judge_checkpoints, judge_settings
-from shard.vitals import Checkpoints, Clock, Facts, Holder, Index, MissingPartition, Server, Setting, Table
-from shard.words import size_text, span_text
+from shard.health.facts import Checkpoints, Clock, Facts, Holder, Index, MissingPartition, Server, Setting, Table
+from shard.health.finding import Finding, Severity, worst
+from shard.health.setting_checks import judge_checkpoints, judge_settings
 
 MB, GB = 1024**2, 1024**3
 OK, NOTICE, WARNING, CRITICAL = Severity
@@ -197,7 +197,7 @@ def test_a_prepared_transaction_is_as_bad_as_a_session_and_its_name_is_quoted() 
     assert finding.severity is CRITICAL
     assert finding.fix.splitlines() == [
         "-- as role ada, or a superuser",
-        "-- what it did is undone by this; to keep it: COMMIT PREPARED 'it''s';",
+        "-- this undoes its changes; to keep them: COMMIT PREPARED 'it''s';",
         "ROLLBACK PREPARED 'it''s';",
     ]
 
@@ -214,17 +214,17 @@ def test_a_prepared_transaction_is_as_bad_as_a_session_and_its_name_is_quoted() 
         ("unused", GB, 100_000, CRITICAL),
     ],
 )
-def test_a_slot_is_bad_where_nobody_uses_it_and_where_it_is_far_behind(
+def test_a_replication_slot_is_bad_if_it_is_unused_or_far_behind(
     state: str, wal_bytes: int | None, transactions: int | None, severity: Severity
 ) -> None:
     slot = SLOT._replace(state=state, wal_bytes=wal_bytes, transactions=transactions)
     assert worst(list(judge_holders([slot], held_s=60.0))) is severity
 
 
-def test_whoever_uses_a_slot_is_ended_before_it_is_dropped() -> None:
+def test_the_process_that_uses_a_replication_slot_is_ended_before_the_slot_is_dropped() -> None:
     slot = SLOT._replace(kind="logical slot", pid=99, wal_bytes=12 * GB)
     assert only(judge_holders([slot], held_s=60.0)).fix.splitlines() == [
-        "-- what has read it needs a new copy of all it reads then",
+        "-- its reader needs a new copy of all it reads afterwards",
         "SELECT pg_terminate_backend(99, 5000);",
         "SELECT pg_drop_replication_slot('db1b');",
     ]
@@ -251,7 +251,7 @@ def test_a_standby_that_holds_a_snapshot_is_mended_where_it_is() -> None:
         ({"multixact_age": 1_600_000_000}, "wraparound", CRITICAL),
     ],
 )
-def test_a_server_that_is_near_its_limits_is_told_of(change: dict[str, Any], about: str, severity: Severity) -> None:
+def test_a_server_that_is_near_its_limits_is_reported(change: dict[str, Any], about: str, severity: Severity) -> None:
     finding = only(judge_server(SERVER._replace(**change)))
     assert (finding.about, finding.severity) == (about, severity)
 
@@ -324,10 +324,10 @@ def test_a_setting_is_put_right_where_that_counts(context: str, source: str, fix
     ("checkpoints", "hurts"),
     [
         (Checkpoints(timed=3, requested=20, wal_bytes=20 * GB), True),
-        # Fewer than would tell anything.
+        # Too few to prove anything.
         (Checkpoints(timed=0, requested=4, wal_bytes=4 * GB), False),
         (Checkpoints(timed=20, requested=20, wal_bytes=20 * GB), False),
-        # Somebody has asked for them.
+        # Somebody requested them.
         (Checkpoints(timed=3, requested=20, wal_bytes=GB), False),
     ],
 )
@@ -353,7 +353,7 @@ def test_checkpoints_that_come_before_their_time_are_told_from_those_asked_for(
         (HOT._replace(options=HOT.options[1:]), "table_option"),
     ],
 )
-def test_a_table_that_is_not_looked_after_is_told_of(table: Table, about: str) -> None:
+def test_a_table_without_maintenance_is_reported(table: Table, about: str) -> None:
     assert only(judge_tables([table])).about == about
 
 
@@ -367,7 +367,7 @@ def test_a_table_that_is_not_looked_after_is_told_of(table: Table, about: str) -
         FINISHED._replace(options=["autovacuum_vacuum_scale_factor=0.5"]),
     ],
 )
-def test_a_table_that_is_as_tables_are_is_not_told_of(table: Table) -> None:
+def test_a_normal_table_is_not_reported(table: Table) -> None:
     assert not list(judge_tables([table]))
 
 
@@ -393,7 +393,7 @@ def test_an_index_is_measured_by_the_rows_of_its_table() -> None:
     assert (finding.severity, finding.about) == (NOTICE, "bloat")
     assert finding.fix.splitlines()[-1] == "REINDEX INDEX CONCURRENTLY windrow.job_ready;"
     assert only(judge_room([HOT], [READY._replace(bytes=2 * GB)])).severity is WARNING
-    # What is dead is told of by itself.
+    # Dead rows have a finding of their own.
     assert not list(judge_room([HOT._replace(dead_rows=2_000_000)], [full]))
 
 

@@ -1,4 +1,4 @@
-"""Which Postgres servers `windrow up` starts, and that it keeps the cluster file as its operators left it."""
+"""Which Postgres servers `windrow up` starts, and that it keeps operators' changes of the cluster file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from cli import local_file
 from cli.exits import CommandFailed
-from shard.cluster import read_cluster
+from shard.placement.cluster_file import read_cluster
 
 ELSEWHERE = '\n[[shard]]\nname = "s2"\ndsn = "postgresql://windrow:x@db2/windrow"\nweight = 3 # a large machine\n'
 
@@ -57,7 +57,7 @@ def test_a_shard_that_was_taken_out_of_the_file_is_started_again_only_where_it_i
 def test_fewer_shards_than_there_are_and_a_file_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     have_data(tmp_path, "s1", "s2")
     path = write(tmp_path, "", "s1", "s2")
-    with pytest.raises(CommandFailed, match="of 2 shards, and 1 would not hold it"):
+    with pytest.raises(CommandFailed, match="has 2 shards, more than 1"):
         local_file.servers(tmp_path, 1)
     path.write_text(path.read_text() + "[routr]\n")
     with pytest.raises(CommandFailed, match=f"{path}: unknown key 'routr'"):

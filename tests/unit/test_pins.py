@@ -1,4 +1,4 @@
-"""Where pinned orgs are to live, for any cluster file: no database, no clock."""
+"""Where pinned orgs should live, for any cluster file. Pure: no database, no clock."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balancer.pins import fits, plan, takes_pins, why_not
-from shard.catalog import Catalog
-from shard.cluster import ShardEntry, ShardState
-from shard.pinning import OnShard, Pin, Wish, WithLabel
-from shard.placement import SLOTS, Placement, slot_of
+from shard.placement.catalog import Catalog
+from shard.placement.cluster_file import ShardEntry, ShardState
+from shard.placement.pins import OnShard, Pin, PinTarget, WithLabel
+from shard.placement.slots import SLOTS, Placement, slot_of
 from shard.vocabulary import OrgId, ShardName, Slot
 
 A, B, C = map(ShardName, ("a", "b", "c"))
@@ -29,23 +29,23 @@ def at(*reads: ShardName) -> Placement:
 
 
 def pinned(
-    wishes: Mapping[str, Wish | None], homes: Mapping[str, Placement], *, hashes: Placement | None = None
+    wishes: Mapping[str, PinTarget | None], homes: Mapping[str, Placement], *, hashes: Placement | None = None
 ) -> tuple[Catalog, list[Pin]]:
-    """Orgs that live where `homes` says; all slots of the hash are where `hashes` says."""
+    """Makes orgs that live where `homes` says; all hash slots are where `hashes` says."""
     pins = [
-        Pin(org=OrgId(org), slot=Slot(SLOTS + n), epoch=1, wish=wish) for n, (org, wish) in enumerate(wishes.items())
+        Pin(org=OrgId(org), slot=Slot(SLOTS + n), epoch=1, target=wish) for n, (org, wish) in enumerate(wishes.items())
     ]
     slots = (hashes or at(A),) * SLOTS + tuple(homes[pin.org] for pin in pins)
     return Catalog(epoch=1, slots=slots, pins={pin.org: pin.slot for pin in pins}), pins
 
 
 def planned(
-    wishes: Mapping[str, Wish | None],
+    wishes: Mapping[str, PinTarget | None],
     homes: Mapping[str, Placement],
     *entries: ShardEntry,
     hashes: Placement | None = None,
 ) -> dict[str, ShardName]:
-    """By org, where nobody has anything to complain of."""
+    """Returns the plan by org; asserts that there are no complaints."""
     catalog, pins = pinned(wishes, homes, hashes=hashes)
     found = plan(catalog, pins, entries)
     assert found.complaints == {}
@@ -103,7 +103,7 @@ def test_an_org_leaves_a_shard_that_is_drained_and_no_other() -> None:
         (WithLabel("disk", "fast"), "no shard with the label disk=fast; none has a label 'disk'"),
     ],
 )
-def test_an_org_for_which_nothing_will_do_stays_where_it_is_and_the_reason_is_told(wish: Wish, why: str) -> None:
+def test_an_org_for_which_nothing_will_do_stays_where_it_is_and_the_reason_is_told(wish: PinTarget, why: str) -> None:
     shards = [
         entry(A, region="us"),
         entry(B, ShardState.DRAINING, region="eu"),
@@ -117,8 +117,8 @@ def test_an_org_for_which_nothing_will_do_stays_where_it_is_and_the_reason_is_to
 
 
 @pytest.mark.parametrize("wish", [OnShard(C), WithLabel("disk", "fast"), None])
-def test_an_org_does_not_leave_a_shard_that_may_not_be_changed(wish: Wish | None) -> None:
-    """Nothing may begin that cannot go on."""
+def test_an_org_does_not_leave_a_shard_that_may_not_be_changed(wish: PinTarget | None) -> None:
+    """No move begins that could not continue."""
     others = [entry(A), entry(C, disk="fast")]
     catalog, pins = pinned({"x": wish}, {"x": at(B)})
     for state in ShardState:
@@ -143,7 +143,7 @@ def test_an_org_that_is_no_longer_pinned_waits_until_the_shard_of_its_hash_takes
 
 def test_a_pin_that_is_newer_than_the_copy_of_the_catalog_waits() -> None:
     catalog, pins = pinned({"x": EU}, {"x": at(A)})
-    newer = Pin(org=OrgId("y"), slot=Slot(SLOTS + 1), epoch=2, wish=EU)
+    newer = Pin(org=OrgId("y"), slot=Slot(SLOTS + 1), epoch=2, target=EU)
     assert set(plan(catalog, [*pins, newer], [entry(A, region="eu")]).owners) == {pins[0].slot}
 
 
@@ -165,7 +165,7 @@ def test_a_pin_that_is_newer_than_the_copy_of_the_catalog_waits() -> None:
     ),
 )
 def test_no_org_is_ever_sent_to_a_shard_that_it_was_not_wished_to_be_on(
-    kinds: list[tuple[ShardState, float, str]], orgs: list[tuple[Wish, int]]
+    kinds: list[tuple[ShardState, float, str]], orgs: list[tuple[PinTarget, int]]
 ) -> None:
     shards = [
         entry(ShardName(f"s{n}"), state, weight=weight, region=region)
@@ -177,20 +177,20 @@ def test_no_org_is_ever_sent_to_a_shard_that_it_was_not_wished_to_be_on(
     found = plan(catalog, pins, shards)
     assert set(found.owners) == {pin.slot for pin in pins}
     for pin in pins:
-        assert pin.wish is not None
+        assert pin.target is not None
         here, there = homes[pin.org].reads[0], found.owners[pin.slot]
         if there != here:
-            assert fits(by_name[there], pin.wish)
+            assert fits(by_name[there], pin.target)
             assert takes_pins(by_name[there])
             assert pin.org not in found.complaints
             assert by_name[here].state.takes_changes
         elif pin.org in found.complaints:
             fixed = here not in by_name or not by_name[here].state.takes_changes
-            assert fixed or why_not(pin.wish, shards) is not None
+            assert fixed or why_not(pin.target, shards) is not None
         else:
-            assert fits(by_name[here], pin.wish)
-    # Planned again from there, nothing moves.
-    after, _ = pinned({pin.org: pin.wish for pin in pins}, {pin.org: at(found.owners[pin.slot]) for pin in pins})
+            assert fits(by_name[here], pin.target)
+    # A second plan, made after the first one was executed, moves nothing.
+    after, _ = pinned({pin.org: pin.target for pin in pins}, {pin.org: at(found.owners[pin.slot]) for pin in pins})
     assert plan(after, pins, shards).owners == found.owners
 
 

@@ -1,4 +1,4 @@
-"""Places that are shared: whoever comes finds some, and whoever is alone has half."""
+"""Shares of places: every new org finds some, and an org that is alone has half."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shard.places import Places
+from shard.fair_quota import FairQuota
 
 
-def fill(places: Places, *callers: str) -> Counter[str]:
-    """All of them take what they can get. How many places each has then."""
+def fill(places: FairQuota, *callers: str) -> Counter[str]:
+    """All orgs take as many places as they get. Returns how many each has."""
     got = Counter[str]()
     eager = list(callers)
     while eager:
@@ -21,8 +21,8 @@ def fill(places: Places, *callers: str) -> Counter[str]:
     return got
 
 
-def test_one_who_is_alone_has_half_of_the_places() -> None:
-    places = Places(100)
+def test_an_org_that_is_alone_has_half_of_the_places() -> None:
+    places = FairQuota(100)
     assert fill(places, "one") == {"one": 50}
     assert places.taken == 50
 
@@ -30,7 +30,7 @@ def test_one_who_is_alone_has_half_of_the_places() -> None:
 @pytest.mark.parametrize("count", [2, 3, 9])
 def test_those_who_want_all_have_even_shares_and_as_much_is_left(count: int) -> None:
     callers = [f"caller {number}" for number in range(count)]
-    places = Places(1000)
+    places = FairQuota(1000)
     got = fill(places, *callers)
     even = 1000 // (count + 1)
     assert all(even - 1 <= got[caller] <= even + 1 for caller in callers)
@@ -38,14 +38,14 @@ def test_those_who_want_all_have_even_shares_and_as_much_is_left(count: int) -> 
 
 
 def test_who_comes_late_finds_room_however_much_the_others_want() -> None:
-    places = Places(1000)
+    places = FairQuota(1000)
     fill(places, "first")
     fill(places, "second", "first")
     assert fill(places, "third")["third"] > 100
 
 
 def test_while_all_places_are_free_there_is_room_for_more_than_there_are() -> None:
-    places = Places(10)
+    places = FairQuota(10)
     assert places.take("one", 99)
     assert not places.take("two")
     places.give_back("one", 99)
@@ -54,7 +54,7 @@ def test_while_all_places_are_free_there_is_room_for_more_than_there_are() -> No
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), max_size=60))
 def test_what_is_given_back_is_free_again(wishes: list[tuple[int, int]]) -> None:
-    places = Places(40)
+    places = FairQuota(40)
     taken = [(caller, count) for caller, count in wishes if places.take(caller, count)]
     assert places.taken == sum(count for _, count in taken)
     for caller, count in reversed(taken):

@@ -1,4 +1,4 @@
-"""What is to move by a catalog and a cluster file: no more than must, and nothing for a state that passes."""
+"""What must move, by the catalog and the cluster file: as little as possible, and nothing for a temporary state."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balancer.plan import hindrance, slots_to_go, transfers, wanted
-from shard.catalog import Catalog, Move
-from shard.cluster import Cluster, ShardState, parse_cluster
-from shard.placement import SLOTS, Placement, plan, shares
+from balancer.plan import blocked_reason, slots_to_go, transfers, wanted
+from shard.placement.catalog import Catalog, Move
+from shard.placement.cluster_file import Cluster, ShardState, parse_cluster
+from shard.placement.slots import SLOTS, Placement, plan, shares
 from shard.vocabulary import OrgId, ShardName, Slot
 
 A, B, C = (ShardName(name) for name in "abc")
@@ -171,7 +171,7 @@ def test_part_after_part_the_plan_is_reached_and_no_slot_moves_twice(
     [
         ((ShardState.DRAINING, ShardState.ACTIVE), False, None),
         ((ShardState.DEQUEUE_ONLY, ShardState.ENQUEUE_ONLY), False, None),
-        # It cannot be sent elsewhere while it moves.
+        # It cannot be sent to a third shard while it moves.
         ((ShardState.ACTIVE, ShardState.DRAINING), False, None),
         ((ShardState.ACTIVE, ShardState.DEQUEUE_ONLY), False, "the state of shard 'b' is dequeue_only"),
         ((ShardState.ACTIVE, ShardState.DEQUEUE_ONLY), True, None),
@@ -184,10 +184,10 @@ def test_a_move_goes_on_where_both_shards_may_be_changed(
 ) -> None:
     file = cluster(a=(1, states[0]), b=(1, states[1]), c=(1, ShardState.ACTIVE))
     move = Move(epoch=2, source=A, target=B, switched=switched, slots=(Slot(1),))
-    assert hindrance(move, file) == why
+    assert blocked_reason(move, file) == why
 
 
 def test_a_move_from_a_shard_that_is_gone_from_the_file_waits() -> None:
     move = Move(epoch=2, source=C, target=B, switched=True, slots=(Slot(1),))
     file = cluster(a=(1, ShardState.ACTIVE), b=(1, ShardState.ACTIVE))
-    assert hindrance(move, file) == "the cluster file does not name shard 'c'"
+    assert blocked_reason(move, file) == "the cluster file does not name shard 'c'"

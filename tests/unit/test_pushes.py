@@ -1,4 +1,4 @@
-"""The example's pure part: what a push is, its totals, and how long its job waits."""
+"""The pure part of the example: pushes, their totals, and how long a job waits."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shard import retry
-from shard.retry import Bury, Exponential, Fixed, Policy, RetryAfter
+from shard import retry_policy
+from shard.retry_policy import Exponential, Fixed, MarkDead, Policy, RetryAfter
 
 SECOND_US = 1_000_000
 TEN_YEARS_US = 3650 * 24 * 3600 * SECOND_US
@@ -39,31 +39,33 @@ policies: st.SearchStrategy[Policy] = st.one_of(st.builds(Fixed, delay_us=delays
     ],
 )
 def test_the_default_doubles_from_a_second_to_an_hour(attempt: int, delay_us: int) -> None:
-    # Luck ½ is no jitter.
-    assert retry.delay_us(retry.DEFAULT, attempt=attempt, luck=0.5) == delay_us
+    # A random value of ½ means no jitter.
+    assert retry_policy.delay_us(retry_policy.DEFAULT, attempt=attempt, luck=0.5) == delay_us
 
 
 @pytest.mark.parametrize(("luck", "delay_us"), [(0.0, 900_000), (0.25, 950_000), (0.75, 1_050_000)])
 def test_jitter_takes_or_adds_up_to_its_share(luck: float, delay_us: int) -> None:
-    assert retry.delay_us(Exponential(jitter=0.1), attempt=1, luck=luck) == delay_us
+    assert retry_policy.delay_us(Exponential(jitter=0.1), attempt=1, luck=luck) == delay_us
 
 
 @given(exponentials, attempts, luck)
 def test_a_delay_stays_within_the_jitter_around_the_formula(policy: Exponential, attempt: int, luck: float) -> None:
     grown = min(policy.max_us, policy.initial_us * policy.multiplier ** min(attempt - 1, 150))
-    delay = retry.delay_us(policy, attempt=attempt, luck=luck)
+    delay = retry_policy.delay_us(policy, attempt=attempt, luck=luck)
     assert math.floor(grown * (1 - policy.jitter)) <= delay <= math.ceil(grown * (1 + policy.jitter))
     assert delay >= 0
 
 
 @given(exponentials, attempts)
 def test_no_delay_shrinks_from_one_attempt_to_the_next(policy: Exponential, attempt: int) -> None:
-    assert retry.delay_us(policy, attempt=attempt, luck=0.5) <= retry.delay_us(policy, attempt=attempt + 1, luck=0.5)
+    assert retry_policy.delay_us(policy, attempt=attempt, luck=0.5) <= retry_policy.delay_us(
+        policy, attempt=attempt + 1, luck=0.5
+    )
 
 
 @given(delays, attempts, luck)
-def test_a_fixed_delay_knows_neither_attempt_nor_luck(delay_us: int, attempt: int, luck: float) -> None:
-    assert retry.delay_us(Fixed(delay_us=delay_us), attempt=attempt, luck=luck) == delay_us
+def test_a_fixed_delay_depends_neither_on_the_attempt_nor_on_chance(delay_us: int, attempt: int, luck: float) -> None:
+    assert retry_policy.delay_us(Fixed(delay_us=delay_us), attempt=attempt, luck=luck) == delay_us
 
 
 @pytest.mark.parametrize(
@@ -75,30 +77,32 @@ def test_a_fixed_delay_knows_neither_attempt_nor_luck(delay_us: int, attempt: in
     ],
 )
 def test_a_job_out_of_attempts_is_buried_with_the_reason(attempt: int, max_attempts: int | None, reason: str) -> None:
-    assert retry.fate(Fixed(delay_us=1), attempt=attempt, max_attempts=max_attempts, luck=0.5) == Bury(reason=reason)
+    assert retry_policy.fate(Fixed(delay_us=1), attempt=attempt, max_attempts=max_attempts, luck=0.5) == MarkDead(
+        reason=reason
+    )
 
 
 @pytest.mark.parametrize(("attempt", "max_attempts"), [(19, None), (2, 3), (999, 1000)])
 def test_a_job_with_attempts_left_runs_again(attempt: int, max_attempts: int | None) -> None:
-    fate = retry.fate(Fixed(delay_us=7), attempt=attempt, max_attempts=max_attempts, luck=0.5)
+    fate = retry_policy.fate(Fixed(delay_us=7), attempt=attempt, max_attempts=max_attempts, luck=0.5)
     assert fate == RetryAfter(delay_us=7)
 
 
 @given(policies)
 def test_a_policy_survives_its_json(policy: Policy) -> None:
-    assert retry.from_json(retry.to_json(policy)) == policy
+    assert retry_policy.from_json(retry_policy.to_json(policy)) == policy
 
 
 def test_no_policy_means_the_default() -> None:
-    assert retry.from_json(None) == Exponential(
+    assert retry_policy.from_json(None) == Exponential(
         initial_us=SECOND_US, multiplier=2.0, max_us=3600 * SECOND_US, jitter=0.1
     )
 
 
 def test_json_whose_numbers_postgres_has_shortened_is_read() -> None:
-    # jsonb keeps 2.0 as 2.0, but a policy written by hand may say 2.
+    # jsonb keeps 2.0 as 2.0, but a policy that was written by hand may have 2.
     text = '{"exponential": {"initial_us": 5, "multiplier": 2, "max_us": 9, "jitter": 0}}'
-    assert retry.from_json(text) == Exponential(initial_us=5, multiplier=2.0, max_us=9, jitter=0.0)
+    assert retry_policy.from_json(text) == Exponential(initial_us=5, multiplier=2.0, max_us=9, jitter=0.0)
 
 
 @pytest.mark.parametrize(
@@ -107,4 +111,4 @@ def test_json_whose_numbers_postgres_has_shortened_is_read() -> None:
 )
 def test_json_that_is_no_policy_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a retry policy"):
-        retry.from_json(text)
+        retry_policy.from_json(text)

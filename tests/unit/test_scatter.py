@@ -1,4 +1,4 @@
-"""What several shards say of one org, made one answer."""
+"""Combining the answers of several shards about one org."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import cast
 
 import pytest
 
-from router.fleet import Fleet
-from router.member import Member
-from router.scatter import ask_readers, change_readers, list_readers, summed
-from shard.books import Chunk, LeavingCounts, QueueCounts
-from shard.errors import BadPageToken, QueueExists, ShardUnavailable, UnknownQueue
-from shard.listing import Key, Page, Wanted, merged, pack, unpack
-from shard.placement import Placement
-from shard.records import JobRecord
+from router.fleet.fleet import Fleet
+from router.fleet.shard_handle import ShardHandle
+from router.route.by_org import ask_readers, change_readers, list_readers, summed
+from shard.admin.job_pages import Key, Page, Wanted, merged, pack, unpack
+from shard.admin.queue_admin import Chunk, LeavingCounts, QueueCounts
+from shard.errors import QueueExists, ShardUnavailable, UnknownQueue
+from shard.job_record import JobRecord
+from shard.placement.slots import Placement
 from shard.vocabulary import JobState, Micros, OrgId, QueueName, ShardName
 
 ORG, QUEUE = OrgId("acme"), QueueName("mail")
@@ -23,7 +23,7 @@ WANTED = Wanted(org=ORG, queue=QUEUE, state=JobState.DEAD)
 
 
 class Shards:
-    """A fleet whose shards answer, or raise, what the test has them say."""
+    """A fleet whose shards answer, or raise, as the test says."""
 
     def __init__(self, **says: object) -> None:
         self.says: Mapping[str, object] = says
@@ -43,10 +43,10 @@ class _Shard:
     def __init__(self, says: object) -> None:
         self._says = says
 
-    def to_look_at(self) -> _Shard:
+    def require_up(self) -> _Shard:
         return self
 
-    def to_change(self) -> _Shard:
+    def require_writable(self) -> _Shard:
         return self
 
     async def say(self, *_: object) -> object:
@@ -59,7 +59,7 @@ def fleet(**says: object) -> Fleet:
     return cast("Fleet", Shards(**says))
 
 
-async def say(member: Member) -> object:
+async def say(member: ShardHandle) -> object:
     return await cast("_Shard", member).say()
 
 
@@ -77,10 +77,10 @@ UNKNOWN = UnknownQueue(ORG, QUEUE)
         ({"a": away("a"), "b": away("b")}, ShardUnavailable),
         ({"a": UNKNOWN}, UnknownQueue),
         ({"a": UNKNOWN, "b": UNKNOWN}, UnknownQueue),
-        # It may be known where nobody answers.
+        # The shard that did not answer may know it.
         ({"a": UNKNOWN, "b": away("b")}, ShardUnavailable),
         ({"a": away("a"), "b": UNKNOWN}, ShardUnavailable),
-        # What a shard objects to is nobody's absence.
+        # A shard's refusal counts more than another shard's absence.
         ({"a": 1, "b": QueueExists(ORG, QUEUE)}, QueueExists),
     ],
 )
@@ -89,7 +89,7 @@ async def test_where_nobody_answers_the_call_fails(says: dict[str, object], rais
         await ask_readers(fleet(**says), ORG, say)
 
 
-async def test_those_who_answer_are_heard_and_the_others_named() -> None:
+async def test_the_answers_are_combined_and_silent_shards_named() -> None:
     asked = await ask_readers(fleet(a=1, b=away("b"), c=UNKNOWN, d=4), ORG, say)
     assert (asked.answers, asked.unavailable) == ([("a", 1), ("d", 4)], ["b"])
 
@@ -99,13 +99,13 @@ def numbered(number: int) -> str:
 
 
 class Listing:
-    """Lists the numbers of jobs from the highest to the lowest, two a page; each shard's as it says."""
+    """Lists the numbers of jobs in descending order, two per page, for each shard."""
 
     def __init__(self, page_size: int = 2) -> None:
         self.page_size = page_size
         self.silent: list[str] = []
 
-    async def page(self, member: Member, token: str) -> Page:
+    async def page(self, member: ShardHandle, token: str) -> Page:
         says = cast("list[int]", await cast("_Shard", member).say())
         below = int(str(unpack(token, newest_first=True)[0])[-12:]) if token else 10**9
         found = [one for one in sorted(says, reverse=True) if one < below]
@@ -117,7 +117,7 @@ class Listing:
         )
 
     async def all(self, shards: Fleet) -> list[tuple[str, int]]:
-        """Every page to the last one: each job, and whose it was."""
+        """Returns all pages: each job, and the shard that it came from."""
         found: list[tuple[str, int]] = []
         token = ""
         while True:
@@ -162,15 +162,6 @@ def test_a_page_ends_where_one_shard_has_looked_no_further() -> None:
     assert (jobs, until) == ([], (numbered(7),))
 
 
-async def test_a_token_of_the_release_before_goes_on_where_the_org_is_on_one_shard() -> None:
-    old = pack(numbered(3)) + ".a"
-    listed = await list_readers(fleet(a=[3, 2]), WANTED, Listing().page, page_size=2, page_token=old)
-    assert [one.job.id for one in listed.jobs] == [numbered(2)]
-    for shards in (fleet(b=[]), fleet(a=[], b=[])):
-        with pytest.raises(BadPageToken):
-            await list_readers(shards, WANTED, Listing().page, page_size=2, page_token=old)
-
-
 def counts(queue: str, **more: int | None) -> QueueCounts:
     whole: dict[str, int | None] = dict.fromkeys(QueueCounts._fields[1:7], 0)
     whole |= {"oldest_ready_age_us": None, "next_due": None} | more
@@ -197,16 +188,16 @@ def test_what_is_on_its_way_is_counted_once() -> None:
     also = counts("a", scheduled=1, ready=3, dead=3, oldest_ready_age_us=9, next_due=60)
     before = [counts("b")._replace(chunk=Chunk(7, 1)), counts("c")._replace(chunk=None)]
     assert summed([source, before]) == [also, counts("b"), counts("c")]
-    # An earlier move's is another one.
+    # A chunk of an earlier move does not count.
     assert summed([source, [counts("b")._replace(chunk=Chunk(6, 9))]]) == [also, counts("b")]
-    # Taken, and counted where it is by now.
+    # The target has imported the chunk, so its jobs are counted there.
     taken = [counts("a", scheduled=1, ready=2, dead=3)._replace(chunk=chunk)]
     assert summed([source, taken]) == [counts("a", scheduled=1, ready=3, dead=3)]
 
 
 async def test_what_was_asked_by_a_placement_that_is_in_force_no_more_is_asked_again_by_the_new_one() -> None:
     class Moving(Shards):
-        """The org has moved from a to b, and nobody has told."""
+        """The org has moved from a to b, and this router does not know it yet."""
 
         async def is_current(self, _: OrgId, placement: Placement) -> bool:
             self.says = {"b": [2, 1]}
@@ -219,16 +210,16 @@ async def test_what_was_asked_by_a_placement_that_is_in_force_no_more_is_asked_a
 
 async def test_what_was_changed_by_a_placement_that_is_in_force_no_more_is_changed_again_by_the_new_one() -> None:
     class Moving(Shards):
-        """The org has moved from a to b, and nobody has told."""
+        """The org has moved from a to b, and this router does not know it yet."""
 
         async def is_current(self, _: OrgId, placement: Placement) -> bool:
             self.says = {"b": 2}
             return placement.reads == ("b",)
 
-    async def change(member: Member, most: int) -> int:
+    async def change(member: ShardHandle, most: int) -> int:
         return min(most, cast("int", await say(member)))
 
     moving = cast("Fleet", Moving(a=0))
     assert await change_readers(moving, ORG, QUEUE, 9, change) == 2
-    # As many as it may: nobody need be asked.
+    # The answer is full, so no other shard need be asked.
     assert await change_readers(fleet(a=5), ORG, QUEUE, 5, change) == 5

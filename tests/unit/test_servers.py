@@ -1,4 +1,4 @@
-"""Which servers a DSN names, and which of them one comes to."""
+"""Which servers a DSN names, and to which of them a connection is made."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
-import shard.servers
-from shard.servers import each_of, first_of
+import shard.postgres.multi_host
+from shard.postgres.multi_host import each_of, first_of
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from shard.servers import each_of, first_of
         ("host=a,b hostaddr=::1,127.0.0.1", [("a", "::1", None), ("b", "127.0.0.1", None)]),
         ("host=a", [("a", None, None)]),
         ("dbname=x", [(None, None, None)]),
-        # libpq says what is wrong with it.
+        # libpq's message says what is wrong.
         ("host=a,b port=1,2,3", [("a,b", None, "1,2,3")]),
     ],
 )
@@ -40,7 +40,7 @@ def test_each_server_has_a_dsn_in_the_order_of_the_one_that_names_them(
 
 
 class Servers:
-    """Four that are connected to as the test has it: a connection knows its server, and whether it was hung up."""
+    """Four fake servers, which behave as the test says. A connection knows its server, and whether it was closed."""
 
     dsn = "host=a,b,c,d"
 
@@ -71,7 +71,7 @@ class Connected:
 
 @pytest.fixture
 async def servers(monkeypatch: pytest.MonkeyPatch) -> Servers:
-    monkeypatch.setattr(shard.servers, "NEXT_S", 0.01)
+    monkeypatch.setattr(shard.postgres.multi_host, "NEXT_S", 0.01)
     return Servers()
 
 
@@ -82,7 +82,7 @@ async def test_a_server_that_refuses_has_the_next_one_tried_at_once_and_the_rest
     assert servers.tried == ["a", "b"]
 
 
-async def test_silent_servers_have_the_others_tried_beside_them(servers: Servers) -> None:
+async def test_while_a_server_is_silent_the_others_are_tried_too(servers: Servers) -> None:
     servers.says["d"].set_result(None)
     assert (await first_of(servers.dsn, servers.connect)).name == "d"
     assert servers.tried == list("abcd")

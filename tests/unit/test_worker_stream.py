@@ -1,4 +1,4 @@
-"""What a worker makes of a stream that breaks, hangs, refuses or ends: nothing is lost, and nothing spins."""
+"""How a worker handles a stream that breaks, hangs, refuses or ends: nothing is lost, and nothing spins."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import logging
 from typing import Any
 
 import pytest
+from google.rpc import status_pb2
 from grpc import StatusCode
 
-from tests.unit.client_fake import WAIT_S, FakeRouter, FakeStream, refuse
+from tests.unit.client_fake import WAIT_S, FakeRouter, FakeStream, refuse, settled_as
 from windrow import Client, ClientClosed, InvalidRequest, Job, Worker
 from windrow.v1 import job_pb2, queue_pb2
 
@@ -18,7 +19,7 @@ OK, STALE = job_pb2.JOB_ANSWER_OK, job_pb2.JOB_ANSWER_STALE
 
 
 class Running:
-    """A worker whose handlers of kind `work` wait until they are let go."""
+    """A worker whose handlers of kind `work` wait until the test lets them continue."""
 
     def __init__(self, client: Client, **options: Any) -> None:
         self.worker = Worker(client, "q", **options)
@@ -66,6 +67,23 @@ async def test_handlers_go_on_when_their_stream_is_cut_and_are_acked_on_the_next
     assert len(running.begun) == 3
     assert router.streams[1].messages[0].HasField("start")
     assert router.streams[1].ended is StatusCode.OK
+    assert [metadata["windrow-org"] for metadata in router.metadata] == ["acme", "acme"]
+
+
+@pytest.mark.parametrize(("reason", "warns"), [("STREAM_EXPIRED", False), ("SHARD_UNAVAILABLE", True)])
+async def test_a_stream_that_expires_is_no_outage(
+    router: FakeRouter, client: Client, caplog: pytest.LogCaptureFixture, reason: str, warns: bool
+) -> None:
+    running = Running(client)
+    job = router.give()
+    await router.until(lambda: len(running.begun) == 1)
+    router.stream.cut(reason=reason)
+    await router.until(lambda: len(router.streams) == 2)
+    running.go.set()
+    await acked(router, 1)
+    await running.stop()
+    assert router.settled("Ack") == [job.id]
+    assert ("the router cannot be reached" in caplog.text) == warns
 
 
 async def test_credit_is_counted_anew_on_the_next_stream(router: FakeRouter, client: Client) -> None:
@@ -83,13 +101,13 @@ async def test_credit_is_counted_anew_on_the_next_stream(router: FakeRouter, cli
 
 
 @pytest.mark.parametrize("answer", [OK, STALE])
-async def test_what_was_not_answered_at_the_cut_is_said_again_and_the_answer_taken(
+async def test_settlements_without_an_answer_at_the_cut_are_repeated(
     router: FakeRouter, client: Client, caplog: pytest.LogCaptureFixture, answer: job_pb2.JobAnswer.ValueType
 ) -> None:
     async def first_unanswered(message: Any, stream: FakeStream) -> queue_pb2.Settled | None:
         if stream is router.streams[0]:
             return None
-        return queue_pb2.Settled(answers=[answer for _ in message.acks])
+        return settled_as(answer, *(ack.lease for ack in message.acks))
 
     router.scripts["Settle"] = first_unanswered
     running = Running(client)
@@ -115,7 +133,7 @@ async def test_a_stream_that_is_refused_at_once_again_and_again_is_not_spun_on(
     running = Running(client)
     await router.until(lambda: len(router.streams) == 7)
     pauses = [later.began - one.began for one, later in itertools.pairwise(router.streams)]
-    # 50 ms, doubled each time, between its half and its whole.
+    # 50 ms, doubled each time; each pause is between half and all of that.
     assert all(pause >= 0.025 * 2**at for at, pause in enumerate(pauses))
     await running.stop()
 
@@ -131,6 +149,22 @@ async def test_a_router_that_greets_and_leaves_again_and_again_is_not_spun_on(
     running = Running(client)
     await router.until(lambda: len(router.streams) == 6)
     assert router.streams[-1].began - router.streams[0].began >= 0.025 * (1 + 2 + 4 + 8 + 16)
+    await running.stop()
+
+
+@pytest.mark.parametrize(
+    "code", [StatusCode.DEADLINE_EXCEEDED, StatusCode.INTERNAL, StatusCode.FAILED_PRECONDITION, StatusCode.NOT_FOUND]
+)
+async def test_a_stream_that_ends_with_any_status_that_may_pass_is_opened_again(
+    router: FakeRouter, client: Client, code: StatusCode
+) -> None:
+    async def refused(stream: FakeStream, context: Any) -> None:
+        if len(router.streams) == 1:
+            await refuse(context, code)
+
+    router.scripts["Consume"] = refused
+    running = Running(client)
+    await router.until(lambda: len(router.streams) == 2)
     await running.stop()
 
 
@@ -162,7 +196,7 @@ async def test_a_router_that_asks_for_an_hours_pause_gets_a_bounded_one(
     await running.stop()
 
 
-async def test_a_settlement_that_could_not_be_done_is_said_again_after_a_pause(
+async def test_a_settlement_that_failed_is_repeated_after_a_pause(
     router: FakeRouter, client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "windrow.worker")
@@ -171,7 +205,7 @@ async def test_a_settlement_that_could_not_be_done_is_said_again_after_a_pause(
     async def away(message: Any, stream: FakeStream) -> queue_pb2.Settled:
         times.append(asyncio.get_running_loop().time())
         if len(times) <= 4:
-            return queue_pb2.Settled(error=queue_pb2.JobError(code=14, message="the shard is away"))
+            return queue_pb2.Settled(error=status_pb2.Status(code=14, message="the shard is away"))
         return queue_pb2.Settled()
 
     router.scripts["Settle"] = away
@@ -195,7 +229,7 @@ async def test_a_long_job_keeps_its_lease_across_a_cut(router: FakeRouter, clien
     job = router.give()
     await router.until(lambda: router.settled("Extend"))
     router.stream.cut()
-    # Four thirds of a window: without the extend that is said again the lease would have ended.
+    # Four thirds of a window: the lease would have ended if the extend had not been repeated.
     await router.until(lambda: len(router.settled("Extend")) == 5)
     running.go.set()
     await router.until(router.acks)
@@ -220,7 +254,7 @@ async def test_a_router_that_does_not_answer_is_left_for_another(router: FakeRou
 
 async def test_an_answer_that_does_not_fit_its_question_is_not_believed(router: FakeRouter, client: Client) -> None:
     async def wrong(message: Any, stream: FakeStream) -> queue_pb2.Settled:
-        return queue_pb2.Settled(answers=[OK, OK, OK] if stream is router.streams[0] else [OK for _ in message.acks])
+        return settled_as(STALE, b"never sent") if stream is router.streams[0] else queue_pb2.Settled()
 
     router.scripts["Settle"] = wrong
     running = Running(client)
@@ -339,4 +373,4 @@ async def test_a_worker_stops_in_time_though_nobody_answers(
     await router.until(router.acks)
     running.worker.stop()
     await running.stop()
-    assert "before the fate of every job was told" in caplog.text
+    assert "before every outcome was reported" in caplog.text

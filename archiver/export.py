@@ -1,0 +1,369 @@
+"""Exports cold days before they are dropped, and checks, changes and erases what was exported
+(docs/decisions/0025-cold-days-are-exported.md).
+
+A day is exported in steps that are each done completely or not at all. A file with a new name is written, read back,
+and compared with the table row by row. Then the day's manifest is replaced by one that names this file. Files that no
+manifest names do not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import NamedTuple
+
+from archiver import parquet
+from archiver.errors import Damaged, ExportFailed, NoSuchFile
+from archiver.export_location import ExportLocation
+from archiver.object_store import FileInfo, Files
+from archiver.parquet import MANIFEST, Batch, Manifest, Reader, Writer, Written
+from shard.history import cold_day
+from shard.history.cold_day import ColdJob, OrgDay
+from shard.history.days import Day
+from shard.postgres.pool import Database
+from shard.vocabulary import OrgId, ShardName
+
+# Jobs in one batch of a merge.
+_MERGED_ROWS = 5_000
+
+Source = Callable[[], AsyncIterator[Batch]]
+
+
+class Stopped(Exception):
+    """The process was asked to stop. Nothing is lost: the next pass exports the day from the start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """A day whose export has the same rows as the table."""
+
+    partition: str
+    file: str
+    bytes: int
+    rows_by_org: Mapping[OrgId, int]
+    # False: an earlier pass wrote the file, and this one checked it.
+    written: bool
+    seconds: float
+
+    @property
+    def jobs(self) -> int:
+        return sum(self.rows_by_org.values())
+
+
+class Checked(NamedTuple):
+    """The result of checking one exported file or one manifest."""
+
+    file: str
+    # None: the manifest cannot be read.
+    manifest: Manifest | None
+    # Empty: nothing is wrong.
+    trouble: str
+
+
+class Erased(NamedTuple):
+    """What an org had in an exported file. `file` was deleted; a new file has the other orgs' jobs."""
+
+    file: str
+    rows: int
+
+
+async def open_files(location: ExportLocation) -> Files:
+    """Opens a location for writing. Raises ExportFailed."""
+    return await asyncio.to_thread(Files, location, make=True)
+
+
+async def export_day(files: Files, database: Database, day: Day, *, cluster: str, stop: asyncio.Event) -> Exported:
+    """Makes sure that a cold day is exported, and that its file was read back after this call began. Raises
+    ExportFailed, Stopped, ShardUnavailable."""
+    began_s = time.monotonic()
+    try:
+        manifest, written = await _exported(files, database, day, cluster=cluster, stop=stop)
+    except parquet.pa.ArrowException as error:
+        raise ExportFailed(f"{day.name}: {' '.join(str(error).split())}") from error
+    return Exported(
+        partition=day.name,
+        file=files.name(manifest.path),
+        bytes=manifest.bytes,
+        rows_by_org=manifest.rows_by_org,
+        written=written,
+        seconds=time.monotonic() - began_s,
+    )
+
+
+async def _exported(
+    files: Files, database: Database, day: Day, *, cluster: str, stop: asyncio.Event
+) -> tuple[Manifest, bool]:
+    folder = parquet.folder_of(database.name, day.retention, day.first)
+    orgs = await cold_day.count(database, day)
+    counts = {org.org: org.jobs for org in orgs}
+    existing = await asyncio.to_thread(_manifest, files, folder)
+
+    def source() -> AsyncIterator[Batch]:
+        return _table(database, day, orgs, stop)
+
+    trouble = ""
+    if existing is not None:
+        if existing.cluster != cluster:
+            raise Damaged(
+                f"{files.name(folder)} was exported by cluster {existing.cluster!r}, and this is {cluster!r}: each "
+                "cluster needs an export location of its own"
+            )
+        if existing.rows_by_org == counts and (existing.min_id, existing.max_id) == await cold_day.ends(database, day):
+            try:
+                await asyncio.to_thread(parquet.check, files, existing)
+            except Damaged as error:
+                trouble = f"{error}; it was written again, and the next pass drops the day"
+            else:
+                return existing, False
+        else:
+            # The file has other rows than the table. Either the clock went back, so a dropped day has jobs again or the
+            # day has other jobs. Or an org was erased from the table and not yet from the file. What was exported once
+            # stays exported, so merge the two.
+            await asyncio.to_thread(parquet.check, files, existing)
+
+            def source() -> AsyncIterator[Batch]:
+                return _merged(_table(database, day, orgs, stop), files, existing)
+
+    path = f"{folder}/jobs-{secrets.token_hex(4)}.parquet"
+    await asyncio.to_thread(files.tidy, folder)
+    written = await _write(files, path, source)
+    manifest = Manifest(
+        cluster=cluster,
+        shard=database.name,
+        retention=day.retention,
+        day=day.first,
+        file=path.rpartition("/")[2],
+        written_at=_now(),
+        windrow=version("windrow-server"),
+        **written._asdict(),
+    )
+    if any(manifest.rows_by_org.get(org, 0) < jobs for org, jobs in counts.items()):
+        await asyncio.to_thread(files.delete, path)
+        raise ExportFailed(f"{day.name} changed while it was exported; the next pass exports it again")
+    await asyncio.to_thread(parquet.write_manifest, files, manifest)
+    await asyncio.to_thread(_delete_other_files, files, folder, manifest.file)
+    if trouble:
+        raise Damaged(trouble)
+    return manifest, True
+
+
+async def still_there(files: Files, exported: Exported, day: Day, shard: ShardName) -> None:
+    """Checks that the day's manifest still names this export. Raises ExportFailed."""
+    folder = parquet.folder_of(shard, day.retention, day.first)
+    manifest = await asyncio.to_thread(_manifest, files, folder)
+    if manifest is None or files.name(manifest.path) != exported.file:
+        raise ExportFailed(f"{files.name(folder)} was changed by another process meanwhile")
+    if await asyncio.to_thread(files.size, manifest.path) != manifest.bytes:
+        raise Damaged(f"{exported.file} was changed by another process meanwhile")
+
+
+def check_all(files: Files, *, shard: ShardName | None = None) -> Iterator[Checked]:
+    """Reads all exported files (of one shard, or of all) and yields the result for each, also for files that no
+    manifest names. Raises FilesFailed if the location does not answer."""
+    for folder, found in _folders(files, shard).items():
+        manifest: Manifest | None = None
+        try:
+            manifest = _manifest(files, folder)
+            if manifest is not None:
+                parquet.check(files, manifest)
+                yield Checked(files.name(manifest.path), manifest, "")
+        except Damaged as error:
+            name = f"{folder}/{MANIFEST}" if manifest is None else manifest.path
+            yield Checked(files.name(name), manifest, str(error))
+            if manifest is None:
+                continue
+        for other in found:
+            if other.path.endswith(".parquet") and (manifest is None or other.path != manifest.path):
+                name = files.name(other.path)
+                yield Checked(name, None, f"{name} is named by no manifest: delete it, unless an archiver is at work")
+
+
+async def erase_org(files: Files, shard: ShardName, org: OrgId) -> list[Erased]:
+    """Rewrites each exported file of a shard that has jobs of an org, without them. Returns what was removed. Call it
+    after the org's rows are deleted, while holding the archiver's leader lock on the shard
+    (shard/postgres/leader_lock.py), and again after a crash. Files that cannot be read stay, and are named in the
+    error. Raises ExportFailed."""
+    erased: list[Erased] = []
+    damaged: list[str] = []
+    for folder, found in (await asyncio.to_thread(_folders, files, shard)).items():
+        try:
+            erased += await _erase(files, folder, found, org)
+        except Damaged as error:
+            damaged.append(str(error))
+    if damaged:
+        raise Damaged(f"org {org!r} may still have jobs in what is damaged: {'; '.join(damaged)}")
+    return erased
+
+
+async def _erase(files: Files, folder: str, found: list[FileInfo], org: OrgId) -> list[Erased]:
+    manifest = await asyncio.to_thread(_manifest, files, folder)
+    erased: list[Erased] = []
+    if manifest is not None and org in manifest.rows_by_org:
+        await asyncio.to_thread(parquet.check, files, manifest)
+        erased.append(Erased(files.name(manifest.path), manifest.rows_by_org[org]))
+        remaining = {other: rows for other, rows in manifest.rows_by_org.items() if other != org}
+        if remaining:
+            manifest = await _rewrite(files, manifest, org, remaining)
+        else:
+            await asyncio.to_thread(files.delete, f"{folder}/{MANIFEST}")
+            await asyncio.to_thread(files.delete, manifest.path)
+            return erased
+    await asyncio.to_thread(files.tidy, folder)
+    # Files that an interrupted erasure or export left.
+    for other in found:
+        if not other.path.endswith(".parquet") or (manifest is not None and other.path == manifest.path):
+            continue
+        if manifest is not None or await asyncio.to_thread(_holds, files, other.path, org):
+            await asyncio.to_thread(files.delete, other.path)
+    return erased
+
+
+async def _rewrite(files: Files, manifest: Manifest, org: OrgId, remaining: Mapping[OrgId, int]) -> Manifest:
+    async def source() -> AsyncGenerator[Batch]:
+        async for batch in _stored(files, manifest.path):
+            yield parquet.without(batch, org)
+
+    path = f"{manifest.folder}/jobs-{secrets.token_hex(4)}.parquet"
+    written = await _write(files, path, source)
+    if written.rows_by_org != remaining:
+        await asyncio.to_thread(files.delete, path)
+        raise Damaged(f"{files.name(manifest.path)} has other orgs than its manifest")
+    new = replace(manifest, file=path.rpartition("/")[2], written_at=_now(), **written._asdict())
+    await asyncio.to_thread(parquet.write_manifest, files, new)
+    await asyncio.to_thread(files.delete, manifest.path)
+    return new
+
+
+async def _write(files: Files, path: str, source: Source) -> Written:
+    """Writes a file, reads it back, and compares it with the source. Raises Damaged."""
+    writer = await asyncio.to_thread(lambda: Writer(files.writing(path)))
+    try:
+        async for batch in source():
+            await asyncio.to_thread(writer.add, batch)
+        written = await asyncio.to_thread(writer.commit)
+    except BaseException:
+        writer.give_up()
+        raise
+    try:
+        found = await asyncio.to_thread(files.digest, path)
+        if found != (written.bytes, written.sha256):
+            raise Damaged(f"{files.name(path)} is not what was written: {found[0]:,} bytes with SHA-256 {found[1]}")
+        await _compare(files, path, source)
+    except ExportFailed:
+        await asyncio.to_thread(files.delete, path)
+        raise
+    return written
+
+
+async def _compare(files: Files, path: str, source: Source) -> None:
+    """Compares a file with the source row by row; the batches may have different sizes. Raises Damaged."""
+    at, theirs = 0, _stored(files, path)
+    held: Batch = None
+    async for batch in source():
+        rest = batch
+        while rest.num_rows:
+            if held is None or not held.num_rows:
+                held = await anext(theirs, None)
+                if held is None:
+                    raise Damaged(f"{files.name(path)} ends after {at:,} rows, and the day does not")
+            rows = min(rest.num_rows, held.num_rows)
+            if not rest.slice(0, rows).equals(held.slice(0, rows)):
+                raise Damaged(f"{files.name(path)} has another row than the day, among the {rows:,} after {at:,}")
+            at, rest, held = at + rows, rest.slice(rows), held.slice(rows)
+    while held is not None:
+        if held.num_rows:
+            raise Damaged(f"{files.name(path)} goes on after {at:,} rows, and the day does not")
+        held = await anext(theirs, None)
+
+
+async def _table(database: Database, day: Day, orgs: list[OrgDay], stop: asyncio.Event) -> AsyncGenerator[Batch]:
+    async for page in cold_day.pages(database, day, orgs):
+        if stop.is_set():
+            raise Stopped
+        yield await asyncio.to_thread(parquet.batch_of, page)
+
+
+async def _stored(files: Files, path: str) -> AsyncGenerator[Batch]:
+    reader = await asyncio.to_thread(Reader, files, path)
+    try:
+        batches = reader.batches()
+        while (batch := await asyncio.to_thread(next, batches, None)) is not None:
+            yield batch
+    finally:
+        reader.close()
+
+
+async def _merged(ours: AsyncIterator[Batch], files: Files, existing: Manifest) -> AsyncGenerator[Batch]:
+    """Yields the table's jobs, and those that only the file has, in order."""
+    theirs = _jobs(_stored(files, existing.path))
+    held = await anext(theirs, None)
+    out: list[ColdJob] = []
+    async for job in _jobs(ours):
+        while held is not None and _key(held) <= _key(job):
+            if _key(held) != _key(job):
+                out.append(held)
+            held = await anext(theirs, None)
+        out.append(job)
+        if len(out) >= _MERGED_ROWS:
+            yield parquet.batch_of(out)
+            out = []
+    while held is not None:
+        out.append(held)
+        held = await anext(theirs, None)
+        if len(out) >= _MERGED_ROWS:
+            yield parquet.batch_of(out)
+            out = []
+    if out:
+        yield parquet.batch_of(out)
+
+
+def _key(job: ColdJob) -> tuple[str, str]:
+    return job.org, job.id
+
+
+async def _jobs(batches: AsyncIterator[Batch]) -> AsyncGenerator[ColdJob]:
+    async for batch in batches:
+        for job in parquet.jobs_of(batch):
+            yield job
+
+
+def _manifest(files: Files, folder: str) -> Manifest | None:
+    try:
+        return parquet.read_manifest(files, folder)
+    except NoSuchFile:
+        return None
+
+
+def _folders(files: Files, shard: ShardName | None) -> dict[str, list[FileInfo]]:
+    """Returns the files of each day's folder."""
+    folders: dict[str, list[FileInfo]] = {}
+    for found in files.list("" if shard is None else parquet.shard_folder(shard)):
+        if parquet.day_of(found.path) is not None:
+            folders.setdefault(found.path.rpartition("/")[0], []).append(found)
+    return folders
+
+
+def shards_in(files: Files) -> set[ShardName]:
+    """Returns the shards that have exports, also those that the cluster does not have any more. Raises ExportFailed."""
+    return {parquet.shard_of(folder) for folder in _folders(files, None)}
+
+
+def _delete_other_files(files: Files, folder: str, keep: str) -> None:
+    """Deletes files that an earlier manifest named, or that an interrupted export left."""
+    for found in files.list(folder):
+        if found.path.endswith(".parquet") and found.path != f"{folder}/{keep}":
+            files.delete(found.path)
+
+
+def _holds(files: Files, path: str, org: OrgId) -> bool:
+    with Reader(files, path) as reader:
+        return any(reader.jobs_of(org, group, ["org"]) for group in reader.groups_of(org))
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,36 @@
+"""The scenarios, in the order in which `./run bench` measures them."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from bench.scenario import Scenario
+from bench.scenarios import (
+    archive,
+    depth,
+    hostile,
+    idle,
+    latency,
+    load,
+    lookup,
+    placement,
+    throughput,
+)
+from bench.scenarios.grow import scenario as grow
+from bench.scenarios.outage import scenario as outage
+
+SCENARIOS: MappingProxyType[str, Scenario] = MappingProxyType(
+    {
+        "throughput": throughput.SCENARIO,
+        "latency": latency.SCENARIO,
+        "load": load.SCENARIO,
+        "depth": depth.SCENARIO,
+        "archive": archive.SCENARIO,
+        "idle": idle.SCENARIO,
+        "grow": grow.SCENARIO,
+        "outage": outage.SCENARIO,
+        "hostile": hostile.SCENARIO,
+        "lookup": lookup.SCENARIO,
+        "placement": placement.SCENARIO,
+    }
+)

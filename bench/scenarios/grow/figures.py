@@ -1,0 +1,145 @@
+"""What a cluster's growing was for its clients: read from what they saw, and from looks at the catalog. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Self
+
+from bench import pickups
+from bench.pickups import Pickup, Waits
+from bench.times import Times, due_between, times
+from proof.history import Call, History, Outcome, Verb
+
+# Jobs of a call.
+BATCH = 10
+# Orgs that are called again and again, one job a call, and their share of all jobs.
+_WATCHED = 16
+WATCHED_SHARE = 0.05
+
+
+def watched(orgs: Sequence[str]) -> list[str]:
+    """The orgs that are watched, spread over all."""
+    return [orgs[at] for at in sorted({at * len(orgs) // _WATCHED for at in range(_WATCHED)})]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    name: str
+    began_s: float
+    ended_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.ended_s - self.began_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What all clients saw: their calls, and how long jobs waited since they were due and since they were stored."""
+
+    calls: Sequence[Call]
+    pickups: Sequence[Pickup]
+    dequeues: Sequence[Pickup]
+
+    @classmethod
+    def of(cls, history: History, *, since_s: float) -> Self:
+        """Only the calls that were due after `since_s`."""
+        calls = [call for call in history.calls if call.due_s >= since_s]
+        return cls(
+            calls=calls,
+            pickups=[one for one in pickups.since_due(history) if one.due_s >= since_s],
+            dequeues=[one for one in pickups.since_stored(history) if one.due_s >= since_s],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What the catalog said of slots: how many the shard that comes or goes writes, and how many are on their way."""
+
+    at_s: float
+    written: int
+    moving: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseFigures:
+    phase: Phase
+    # Jobs, when they were due.
+    stored_per_s: float
+    # Since jobs were due to be stored, and since their enqueues were answered.
+    pickup: Waits | None
+    dequeue: Waits | None
+    enqueue: Times | None
+    # Calls that failed, and what workers could not do.
+    failed: int
+    # Tries that the client made up for, by gRPC's code.
+    retries: Mapping[str, int]
+    # The longest that a watched org had no successful enqueue, of those whose slots move, and of the others.
+    gap_moved_s: float
+    gap_stayed_s: float
+    # The longest enqueue of any org whose slot moves, and of any other.
+    longest_moved_s: float
+    longest_stayed_s: float
+
+    def told(self, start_s: float) -> dict[str, object]:
+        """As JSON takes it, with times since the start."""
+        return {
+            "name": self.phase.name,
+            "from_s": self.phase.began_s - start_s,
+            "to_s": self.phase.ended_s - start_s,
+            "stored_per_s": self.stored_per_s,
+            "pickup": self.pickup.told() if self.pickup else None,
+            "dequeue": self.dequeue.told() if self.dequeue else None,
+            "enqueue_ms": asdict(self.enqueue) if self.enqueue else None,
+            "failed": self.failed,
+            "retries_by_code": dict(self.retries),
+            **{
+                name: value if math.isfinite(value := getattr(self, name)) else None
+                for name in ("gap_moved_s", "gap_stayed_s", "longest_moved_s", "longest_stayed_s")
+            },
+        }
+
+
+def figures(seen: Seen, phase: Phase, *, moved: Collection[str], watched: Collection[str]) -> PhaseFigures:
+    """`moved`: the orgs whose slots move; `watched`: those that are watched."""
+    due = due_between(seen.calls, phase.began_s, phase.ended_s)
+    enqueues = [call for call in due if call.verb is Verb.ENQUEUE]
+    return PhaseFigures(
+        phase=phase,
+        stored_per_s=sum(1 if call.org in watched else BATCH for call in enqueues if call.outcome is Outcome.OK)
+        / phase.seconds,
+        pickup=pickups.waits(pickups.due_between(seen.pickups, phase.began_s, phase.ended_s)),
+        dequeue=pickups.waits(pickups.due_between(seen.dequeues, phase.began_s, phase.ended_s)),
+        enqueue=times(enqueues),
+        failed=sum(call.outcome is not Outcome.OK for call in due if call.verb in {Verb.ENQUEUE, Verb.WORK}),
+        retries=Counter(call.code for call in due if call.verb is Verb.RETRY),
+        gap_moved_s=longest_gap_s(seen.calls, phase, [org for org in watched if org in moved]),
+        gap_stayed_s=longest_gap_s(seen.calls, phase, [org for org in watched if org not in moved]),
+        longest_moved_s=max((call.took_s for call in enqueues if call.org in moved), default=math.nan),
+        longest_stayed_s=max((call.took_s for call in enqueues if call.org not in moved), default=math.nan),
+    )
+
+
+def longest_gap_s(calls: Iterable[Call], phase: Phase, orgs: Collection[str]) -> float:
+    """Between two successful enqueues of one of these orgs, of which some part lies in the phase. Infinity: one had
+    none before or after. NaN: there are no such orgs."""
+    ends: defaultdict[str, list[float]] = defaultdict(list)
+    for call in calls:
+        if call.verb is Verb.ENQUEUE and call.outcome is Outcome.OK and call.ended_s is not None:
+            ends[call.org].append(call.ended_s)
+    longest_s = 0.0 if orgs else math.nan
+    for org in orgs:
+        edges = [-math.inf, *sorted(ends[org]), math.inf]
+        for before_s, after_s in itertools.pairwise(edges):
+            if before_s < phase.ended_s and after_s > phase.began_s:
+                longest_s = max(longest_s, after_s - before_s)
+    return longest_s
+
+
+def moved_slots(before: Sequence[str], after: Sequence[str]) -> set[int]:
+    """The slots whose shard is another one."""
+    return {slot for slot, (old, new) in enumerate(zip(before, after, strict=True)) if old != new}

@@ -1,0 +1,66 @@
+"""What the Python client makes up for without telling, overheard and written down."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import grpc
+
+from proof.history import Outcome, Recorder, Verb
+from windrow import calls, leases
+from windrow.errors import WindrowError
+
+_UNKNOWN = grpc.StatusCode.UNKNOWN.name
+
+
+def code_of(error: WindrowError) -> str:
+    """The name of the status of the last try."""
+    cause = error.__cause__
+    return cause.code().name if isinstance(cause, grpc.aio.AioRpcError) else _UNKNOWN
+
+
+@contextmanager
+def overheard(recorder: Recorder) -> Generator[None, None, None]:
+    """Writes down each try that failed and that the client repeats by itself: it tells nobody, so it is overheard where
+    it decides on that. And what a worker says in its log that it could not do: a lease lost, an ack that came late."""
+
+    def note(verb: Verb, code: str) -> None:
+        recorder.end(recorder.begin(verb, "", None), Outcome.UNKNOWN, code=code)
+
+    pause_s, failed = calls.pause_s, leases.Connectivity.failed
+
+    def heard_pause_s(failure: calls.CallFailure, **rest: Any) -> float | None:
+        pause = pause_s(failure, **rest)
+        if pause is not None:
+            note(Verb.RETRY, failure.code.name)
+        return pause
+
+    def heard_failed(self: leases.Connectivity, error: WindrowError) -> None:
+        note(Verb.RETRY, code_of(error))
+        failed(self, error)
+
+    listener = _Listener(lambda: note(Verb.WORK, _UNKNOWN))
+    leases.log.addHandler(listener)
+    try:
+        with patch.object(calls, "pause_s", heard_pause_s), patch.object(leases.Connectivity, "failed", heard_failed):
+            yield
+    finally:
+        leases.log.removeHandler(listener)
+
+
+class _Listener(logging.Handler):
+    """Hears of what went wrong, but for what `Connectivity` says: that is tried again."""
+
+    def __init__(self, note: Callable[[], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._note = note
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "cannot be reached" not in str(record.msg):
+            self._note()
+            print(self.format(record), file=sys.stderr, flush=True)

@@ -1,0 +1,49 @@
+"""`python -m bench.scenarios.grow.worker`: a `windrow.Worker` with a stream for each of its orgs. Its handler does
+nothing but write down which job it has. Ends when all is acked."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+import windrow
+from bench.scenarios.grow.producer import CHANNELS
+from bench.scenarios.grow.retries import overheard
+from bench.systems.windrow import QUEUE
+from proof.clients.site import Orders, Site, main
+from proof.history import Recorder, Verb, leased
+
+_CONCURRENCY = 10
+# As in router/process/child.py: thousands of streams are alive, and a full garbage collection would stop the
+# measurement for a second at a time.
+_COLLECT_AFTER = 10_000, 10, 10
+
+
+def _worker(client: windrow.Client, site: Site, recorder: Recorder) -> windrow.Worker:
+    worker = windrow.Worker(client, [QUEUE], concurrency=_CONCURRENCY, visibility_window=site.window_s)
+    stream = recorder.begin(Verb.CONSUME, client.org, {"window_s": site.window_s})
+
+    @worker.handler("no-op")
+    async def no_op(job: windrow.Job) -> None:  # pyright: ignore[reportUnusedFunction]
+        recorder.got(stream, [leased(lease=job.lease, attempt=job.attempt, payload=job.payload)])
+        # The worker tells nobody what becomes of it: in the history it stays open.
+        recorder.begin(Verb.ACK, client.org, {"leases": [job.lease.hex()]})
+
+    return worker
+
+
+async def _work(site: Site, orders: Orders) -> None:
+    gc.set_threshold(*_COLLECT_AFTER)
+    made = windrow.Client(site.address, org=site.orgs[0], channels=CHANNELS, create_spans=False)
+    with site.recorder() as recorder, overheard(recorder):
+        async with made as client, asyncio.TaskGroup() as group:
+            workers = [_worker(client.for_org(org), site, recorder) for org in site.orgs[site.mine :: site.places]]
+            for worker in workers:
+                group.create_task(worker.run())
+            await orders.over.wait()
+            for worker in workers:
+                worker.stop()
+
+
+if __name__ == "__main__":
+    main(_work)

@@ -1,0 +1,1 @@
+"""The outage of one shard: the scenario and its figures."""

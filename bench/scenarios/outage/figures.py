@@ -1,0 +1,143 @@
+"""What an outage of one shard was for its own orgs, and for those of the others: read from clients' calls. Pure."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+
+from bench.times import Times, due_between, times
+from proof.history import Call, Verb
+from proof.history import Outcome as Answered
+
+_UNAVAILABLE = "UNAVAILABLE"
+
+
+class Sort(enum.StrEnum):
+    RESTART = "restart"
+    FAIL_OVER = "fail-over"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strike:
+    """One shard's Postgres, killed and brought back. Times of the monotonic clock, in this order."""
+
+    sort: Sort
+    shard: str
+    # From when on its calls count as those before.
+    began_s: float
+    killed_s: float
+    # When its restart, or its standby's promotion, was ordered, and when Postgres said that it was there.
+    back_s: float
+    up_s: float
+    ended_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    strike: Strike
+    # Calls of orgs on other shards: before, while it was away, and while it came back.
+    before: Times | None
+    away: Times | None
+    back: Times | None
+    # By verb: p99 before, and while it was away.
+    by_verb: Mapping[str, tuple[Times | None, Times | None]]
+    # Of those, since the kill.
+    others_failed: int
+    # Calls of its own orgs. From the kill to the first that was answered UNAVAILABLE; and the longest that one had no
+    # answer, from the kill on, of those that were due before it was ordered back.
+    first_refused_s: float
+    silent_s: float
+    # Answers since the kill that are neither OK nor UNAVAILABLE, by code.
+    odd: Mapping[str, int]
+    # Since it was ordered back, until the last of its orgs was served, and from then on always.
+    served_s: float
+
+    @property
+    def ratio_p99(self) -> float:
+        return self.away.p99 / self.before.p99 if self.before and self.away else math.nan
+
+    @property
+    def ratio_p50(self) -> float:
+        return self.away.p50 / self.before.p50 if self.before and self.away else math.nan
+
+    def told(self, start_s: float) -> dict[str, object]:
+        """As JSON takes it, with times since the start."""
+        strike = self.strike
+        named = ("began_s", "killed_s", "back_s", "up_s", "ended_s")
+        return {
+            "sort": str(strike.sort),
+            "shard": strike.shard,
+            **{name: getattr(strike, name) - start_s for name in named},
+            "others_ms": {
+                name: asdict(times) if times else None
+                for name, times in (("before", self.before), ("away", self.away), ("back", self.back))
+            },
+            "others_by_verb_ms": {
+                verb: {"before": before and asdict(before), "away": away and asdict(away)}
+                for verb, (before, away) in self.by_verb.items()
+            },
+            "others_failed": self.others_failed,
+            "first_refused_s": _finite(self.first_refused_s),
+            "silent_s": _finite(self.silent_s),
+            "odd_answers_by_code": dict(self.odd),
+            "served_s": _finite(self.served_s),
+        }
+
+
+def outcome(strike: Strike, calls: Iterable[Call], homes: Mapping[str, str]) -> Outcome:
+    """`homes`: each org's shard. Calls belong to a time by when they were due."""
+    mine: list[Call] = []
+    others: list[Call] = []
+    for call in calls:
+        if strike.began_s <= call.due_s < strike.ended_s:
+            (mine if homes[call.org] == strike.shard else others).append(call)
+    before = due_between(others, strike.began_s, strike.killed_s)
+    away = due_between(others, strike.killed_s, strike.back_s)
+    # Also those that were under way.
+    struck = [call for call in mine if _ended_s(call) >= strike.killed_s]
+    refused = [_ended_s(call) for call in struck if call.code == _UNAVAILABLE]
+    odd = Counter(call.code for call in struck if call.outcome is not Answered.OK and call.code != _UNAVAILABLE)
+    return Outcome(
+        strike=strike,
+        before=times(before),
+        away=times(away),
+        back=times(due_between(others, strike.back_s, strike.ended_s)),
+        by_verb={
+            verb.value: (
+                times(call for call in before if call.verb is verb),
+                times(call for call in away if call.verb is verb),
+            )
+            for verb in (Verb.ENQUEUE, Verb.DEQUEUE, Verb.ACK)
+        },
+        others_failed=sum(call.outcome is not Answered.OK and _ended_s(call) >= strike.killed_s for call in others),
+        first_refused_s=min(refused, default=math.inf) - strike.killed_s,
+        silent_s=max(
+            (_ended_s(call) - max(call.due_s, strike.killed_s) for call in struck if call.due_s < strike.back_s),
+            default=math.nan,
+        ),
+        odd=odd,
+        served_s=_served_s(strike, mine, [org for org, home in homes.items() if home == strike.shard]),
+    )
+
+
+def _served_s(strike: Strike, mine: Iterable[Call], orgs: Iterable[str]) -> float:
+    """Infinity, if an org's last call failed, or none came after the last failure."""
+    served = dict.fromkeys(orgs, math.inf)
+    for call in sorted(mine, key=_ended_s):
+        if call.outcome is not Answered.OK:
+            served[call.org] = math.inf
+        elif _ended_s(call) >= strike.back_s:
+            served[call.org] = min(served[call.org], _ended_s(call))
+    return max(served.values(), default=math.nan) - strike.back_s
+
+
+def _ended_s(call: Call) -> float:
+    """Infinity: it was never answered."""
+    return math.inf if call.ended_s is None else call.ended_s
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,34 @@
+"""`python -m chaos.clients.consumer`: a worker that takes jobs by Consume, one stream for each org."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+
+from proof.clients import calls
+from proof.clients.consumer import Consumer
+from proof.clients.site import Orders, Site, main
+from windrow.v1 import queue_pb2_grpc
+
+_CHANNELS = 3
+# Orgs with most of the jobs have a stream in every process; the others have one in a single process.
+_EVERYWHERE = 20
+
+
+async def _work(site: Site, orders: Orders) -> None:
+    async with AsyncExitStack() as stack:
+        recorder = stack.enter_context(site.recorder())
+        channels = [await stack.enter_async_context(calls.connect(site.address)) for _ in range(_CHANNELS)]
+        stubs = [queue_pb2_grpc.QueueStub(channel) for channel in channels]
+        consumers = [
+            Consumer(site, orders, stubs[at % _CHANNELS], recorder, org=org)
+            for at, org in enumerate(site.orgs)
+            if at < _EVERYWHERE or at % site.places == site.mine
+        ]
+        async with asyncio.TaskGroup() as group:
+            for consumer in consumers:
+                group.create_task(consumer.run())
+
+
+if __name__ == "__main__":
+    main(_work)

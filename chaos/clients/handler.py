@@ -1,0 +1,81 @@
+"""`python -m chaos.clients.handler`: windrow.Worker, as users have it, for the orgs with most of the jobs.
+
+It tells its handlers nothing of what became of their acks: in the history they stay open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import windrow
+from proof.clients.fates import NACK_DELAY_S_MAX, Fate, draw
+from proof.clients.site import QUEUE, Orders, Site, main
+from proof.history import Recorder, Verb, leased
+
+_ORGS = 10
+_CONCURRENCY = 5
+_WORK_S = 0.05
+
+
+def _worker(
+    client: windrow.Client, site: Site, orders: Orders, recorder: Recorder, luck: random.Random
+) -> windrow.Worker:
+    worker = windrow.Worker(
+        client, QUEUE, concurrency=_CONCURRENCY, visibility_window=site.window_s, name=site.name, grace=2.0
+    )
+    org = client.org
+    stream = recorder.begin(Verb.CONSUME, org, {"window_s": site.window_s})
+
+    @worker.handler("work")
+    async def work(job: windrow.Job) -> None:  # pyright: ignore[reportUnusedFunction]
+        recorder.got(stream, [leased(lease=job.lease, attempt=job.attempt, payload=job.payload)])
+
+        def about_to(verb: Verb, span_s: float = 0.0) -> None:
+            recorder.begin(verb, org, {"leases": [job.lease.hex()], "span_s": span_s})
+
+        fate = draw(luck, calm=orders.calm.is_set())
+        try:
+            match fate:
+                case Fate.EXTEND | Fate.OVERSLEEP:
+                    # The worker keeps the lease.
+                    await asyncio.sleep(site.window_s * luck.uniform(0.9, 1.5))
+                case Fate.ACK | Fate.RELEASE | Fate.FORGET:
+                    await asyncio.sleep(luck.expovariate(1 / _WORK_S))
+                case _:
+                    pass
+        except asyncio.CancelledError:
+            # The worker stops, and releases what it cuts off.
+            about_to(Verb.RELEASE)
+            raise
+        match fate:
+            case Fate.NACK:
+                after_s = luck.uniform(0.0, NACK_DELAY_S_MAX)
+                about_to(Verb.NACK, after_s)
+                raise windrow.Retry("chaos", after=after_s)
+            case Fate.KILL:
+                about_to(Verb.KILL)
+                raise windrow.Kill("chaos")
+            case _:
+                pass
+        about_to(Verb.ACK)
+
+    return worker
+
+
+async def _work(site: Site, orders: Orders) -> None:
+    made = windrow.Client(site.address, org=site.orgs[0], channels=2, create_spans=False)
+    with site.recorder() as recorder:
+        async with made as client, asyncio.TaskGroup() as group:
+            workers = [
+                _worker(client.for_org(org), site, orders, recorder, site.luck(org)) for org in site.orgs[:_ORGS]
+            ]
+            for worker in workers:
+                group.create_task(worker.run())
+            await orders.over.wait()
+            for worker in workers:
+                worker.stop()
+
+
+if __name__ == "__main__":
+    main(_work)

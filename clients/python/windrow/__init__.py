@@ -1,0 +1,85 @@
+"""Windrow's client: enqueues jobs and runs them.
+
+    async with windrow.Client(org="acme") as client:
+        await client.enqueue("emails", "send_email", {"to": "ada@example.com"})
+
+`Client` is for asyncio, `SyncClient` has the same methods for synchronous code, `Worker` runs handlers, and
+`windrow.outbox` (install `windrow[outbox]`) enqueues jobs inside your own Postgres transactions.
+"""
+
+from windrow.client import Client
+from windrow.errors import (
+    AlreadyExists,
+    ClientClosed,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidJob,
+    InvalidRequest,
+    NotFound,
+    PermissionDenied,
+    ResourceExhausted,
+    RouterError,
+    RouterTooOld,
+    Unavailable,
+    Violation,
+    WindrowError,
+)
+from windrow.failures import Failure
+from windrow.ids import uuid7
+from windrow.jobs import (
+    Answer,
+    Attempt,
+    AttemptOutcome,
+    Enqueued,
+    ExponentialRetry,
+    FixedRetry,
+    Job,
+    JobOptions,
+    JobRecord,
+    JobState,
+    NewJob,
+    RetryPolicy,
+)
+from windrow.outcomes import Kill, Retry
+from windrow.payloads import Payload
+from windrow.signals import run
+from windrow.sync_client import SyncClient
+from windrow.worker import Worker
+
+__all__ = [
+    "AlreadyExists",
+    "Answer",
+    "Attempt",
+    "AttemptOutcome",
+    "Client",
+    "ClientClosed",
+    "DeadlineExceeded",
+    "Enqueued",
+    "ExponentialRetry",
+    "FailedPrecondition",
+    "Failure",
+    "FixedRetry",
+    "InvalidJob",
+    "InvalidRequest",
+    "Job",
+    "JobOptions",
+    "JobRecord",
+    "JobState",
+    "Kill",
+    "NewJob",
+    "NotFound",
+    "Payload",
+    "PermissionDenied",
+    "ResourceExhausted",
+    "Retry",
+    "RetryPolicy",
+    "RouterError",
+    "RouterTooOld",
+    "SyncClient",
+    "Unavailable",
+    "Violation",
+    "WindrowError",
+    "Worker",
+    "run",
+    "uuid7",
+]

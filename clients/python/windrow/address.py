@@ -1,0 +1,19 @@
+"""Checks the address of a router."""
+
+from __future__ import annotations
+
+import re
+
+# gRPC's own name syntax is allowed, too: https://github.com/grpc/grpc/blob/master/doc/naming.md
+_NAME = re.compile(r"(?:dns|ipv4|ipv6|unix|unix-abstract|vsock|xds|passthrough):.+")
+_HOST_AND_PORT = re.compile(r"(?:\[[0-9A-Fa-f:.%\w]+\]|[^\s\[\]:/@]+):([0-9]{1,5})")
+_URL = re.compile(r"https?://")
+
+
+def address_fault(address: str) -> str | None:
+    """Returns what is wrong with an address and how to write one, or None if it is valid."""
+    found = _HOST_AND_PORT.fullmatch(address)
+    if _NAME.fullmatch(address) or (found is not None and 0 < int(found[1]) < 65536):
+        return None
+    fault = "is a web address" if _URL.match(address) else "is not an address"
+    return f"{address!r} {fault}: write HOST:PORT, such as 127.0.0.1:7419"

@@ -1,0 +1,344 @@
+"""Calls to the routers: connections, deadlines, retries. Owns the channels; does not know what a job is.
+
+Every call may be retried, because ids and lease tokens make calls idempotent (windrow/v1/queue.proto). When a router
+process dies, its connections break; the next try reaches another process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import os
+import random
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import grpc
+from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError, Message
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
+from grpc import StatusCode, aio
+
+from windrow import tracing
+from windrow.address import address_fault
+from windrow.errors import ClientClosed, InvalidRequest, Violation, WindrowError, from_code, shifted
+from windrow.org_header import org_metadata
+from windrow.v1.queue_pb2_grpc import QueueStub
+
+if TYPE_CHECKING:
+    # Only the stubs know it.
+    from windrow.v1.queue_pb2_grpc import QueueAsyncStub
+
+# The contract allows requests of 16 MiB; the margin is for the envelope around one.
+MESSAGE_BYTES_MAX = 16 * 1024 * 1024
+_CHANNEL_BYTES_MAX = MESSAGE_BYTES_MAX + 65536
+CHANNELS_MAX = 64
+TRY_S = 10.0
+_PAUSE_FIRST_S = 0.05
+_PAUSE_MAX_S = 2.0
+# A router may ask for a pause of any length. A caller that retries for ever waits no longer than this, plus jitter.
+ASKED_S_MAX = 30.0
+
+# CANCELLED comes from a router that shuts down. The caller's own cancellation is not a status.
+RETRIED = frozenset(
+    {
+        StatusCode.UNAVAILABLE,
+        StatusCode.DEADLINE_EXCEEDED,
+        StatusCode.ABORTED,
+        StatusCode.RESOURCE_EXHAUSTED,
+        StatusCode.CANCELLED,
+    }
+)
+# A dequeue that ran into its deadline may have leased jobs, and a retry would lease more. A router that answers
+# RESOURCE_EXHAUSTED has leased none.
+RETRIED_DEQUEUE = frozenset({StatusCode.UNAVAILABLE, StatusCode.RESOURCE_EXHAUSTED, StatusCode.CANCELLED})
+
+# The ErrorInfo.domain of the routers' errors.
+_DOMAIN = "windrow"
+_TOO_OLD = "this is not a router, or it is older than this client: upgrade the routers first, then their clients"
+
+_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", _CHANNEL_BYTES_MAX),
+    # The caller's request limits the answer's size. If the client refused a large answer, its jobs would stay leased
+    # with no consumer.
+    ("grpc.max_receive_message_length", -1),
+    # Detect a router that hangs within 18 s, so that a call of 30 s has time for another try. Only pings detect it: the
+    # kernel still acknowledges packets for a stopped process.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 8_000),
+    # The default of 60 s would override keepalive_timeout_ms.
+    ("grpc.http2.ping_timeout_ms", 8_000),
+    # By default gRPC sends only one ping a minute after two pings on an idle stream.
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    # This is also the timeout of one connection attempt.
+    ("grpc.min_reconnect_backoff_ms", 2_000),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    # By default channels to one address share a connection, and a connection reaches only one router process.
+    ("grpc.use_local_subchannel_pool", 1),
+    # This module decides about retries, not a service config from the resolver.
+    ("grpc.service_config_disable_resolution", 1),
+    ("grpc.enable_retries", 0),
+)
+
+_Request = TypeVar("_Request", bound=Message)
+_Response = TypeVar("_Response")
+_Sent = TypeVar("_Sent")
+_Received = TypeVar("_Received")
+
+
+class _Method(Protocol[_Request, _Response]):
+    def __call__(
+        self, request: _Request, /, *, timeout: float | None = None, metadata: tuple[tuple[str, str], ...] | None = None
+    ) -> aio.UnaryUnaryCall[_Request, _Response]: ...
+
+
+class _StreamMethod(Protocol[_Sent, _Received]):
+    def __call__(
+        self, *, metadata: tuple[tuple[str, str], ...] | None = None
+    ) -> aio.StreamStreamCall[_Sent, _Received]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallFailure:
+    """The status of a failed try and its details."""
+
+    code: StatusCode
+    message: str
+    violations: tuple[Violation, ...] = ()
+    # How long the router asked the client to wait.
+    retry_after_s: float | None = None
+    # A reason of docs/errors.md; empty if the error is not a router's own.
+    reason: str = ""
+
+    @classmethod
+    def of(cls, error: aio.AioRpcError) -> CallFailure:
+        violations, retry_after_s, reason = _read_details(_details(error))
+        return cls(
+            code=error.code(),
+            message=error.details() or error.code().name,
+            violations=violations,
+            retry_after_s=retry_after_s,
+            reason=reason,
+        )
+
+
+def pause_s(failure: CallFailure, *, tries: int, retried: frozenset[StatusCode], luck: float) -> float | None:
+    """Returns how long to wait before the next try, or None if there must be none. `luck` is uniform in [0, 1).
+
+    This is the time that the router asked for, plus exponential backoff with full jitter
+    (aws.amazon.com/builders-library/timeouts-retries-and-backoff-with-jitter). The jitter spans at least half of the
+    time asked for, because the router asks many clients at once.
+    """
+    if failure.code not in retried:
+        return None
+    # Without RetryInfo the message is too large; the router is not full.
+    if failure.code is StatusCode.RESOURCE_EXHAUSTED and failure.retry_after_s is None:
+        return None
+    asked_s = failure.retry_after_s or 0.0
+    own_s = min(_PAUSE_MAX_S, _PAUSE_FIRST_S * 2.0 ** min(tries - 1, 10))
+    return asked_s + luck * max(own_s, asked_s / 2)
+
+
+def patient_pause_s(error: WindrowError, *, own_s: float) -> float:
+    """Returns the pause of a caller that retries for ever: `own_s`, or longer if the router asked for that."""
+    asked_s = min(error.retry_after or 0.0, ASKED_S_MAX)
+    return max(own_s, asked_s * random.uniform(1.0, 1.5))
+
+
+class Calls:
+    """Calls to the routers behind one address. Connects on the first call, in the event loop that makes it."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        channels: int = 1,
+        credentials: grpc.ChannelCredentials | None = None,
+        timeout_s: float = 30.0,
+        try_s: float = TRY_S,
+    ) -> None:
+        if fault := address_fault(address):
+            raise InvalidRequest(fault)
+        if not 1 <= channels <= CHANNELS_MAX:
+            raise InvalidRequest(f"channels must be 1 to {CHANNELS_MAX}, not {channels}")
+        if not (timeout_s > 0 and try_s > 0):
+            raise InvalidRequest(f"timeouts must be more than 0 s, not {timeout_s} and {try_s}")
+        self.address = address
+        self.timeout_s = timeout_s
+        self.try_s = try_s
+        self._credentials = credentials
+        self._channels: list[aio.Channel] = []
+        self._stubs: list[QueueAsyncStub] = []
+        self._turn = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pid = 0
+        self.closed = False
+        self.channels = channels
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def call(
+        self,
+        method: Callable[[QueueAsyncStub], _Method[_Request, _Response]],
+        request: _Request,
+        *,
+        retried: frozenset[StatusCode] = RETRIED,
+        timeout_s: float | None = None,
+        wait_s: float = 0.0,
+        before_try: Callable[[float], object] | None = None,
+    ) -> _Response:
+        """Makes one call, with as many tries as its timeout allows. Raises WindrowError.
+
+        `wait_s` is added to the timeouts, for a call that asks the router to wait for jobs. `before_try` is called
+        before each try with the part of `wait_s` that is left.
+        """
+        budget_s = (self.timeout_s if timeout_s is None else timeout_s) + wait_s
+        metadata = _metadata(getattr(request, "org", ""))
+        began = time.monotonic()
+        tries = 0
+        while True:
+            spent_s = time.monotonic() - began if tries else 0.0
+            wait_left_s = max(0.0, wait_s - spent_s)
+            if before_try is not None:
+                before_try(wait_left_s)
+            try_s = min(budget_s - spent_s, self.try_s + wait_left_s)
+            tries += 1
+            try:
+                return await method(self._stub())(request, timeout=try_s, metadata=metadata)
+            except aio.AioRpcError as error:
+                cause = error
+            except asyncio.CancelledError:
+                # Closing a channel cancels its calls; the caller's own cancellation passes through.
+                task = asyncio.current_task()
+                if self.closed and task is not None and not task.cancelling():
+                    raise ClientClosed(f"{_verb(request)} at {self.address}: the client was closed meanwhile") from None
+                raise
+            failure = CallFailure.of(cause)
+            spent_s = time.monotonic() - began
+            pause = pause_s(failure, tries=tries, retried=retried, luck=random.random())
+            if pause is None or spent_s + pause >= budget_s:
+                asked_s = failure.retry_after_s or 0.0
+                late = pause is not None and spent_s + asked_s >= budget_s
+                why = f"a retry in {asked_s:g} s would exceed the timeout of {round(budget_s, 1):g} s" if late else ""
+                raise self._error(_verb(request), failure, tries=tries, spent_s=spent_s, no_retry=why) from cause
+            await asyncio.sleep(pause)
+
+    async def close(self) -> None:
+        """Closes the connections, which ends the calls under way. A second close does nothing."""
+        self.closed = True
+        channels, self._channels, self._stubs = self._channels, [], []
+        if self._loop is asyncio.get_running_loop() and self._pid == os.getpid():
+            for channel in channels:
+                await channel.close()
+            if self._tasks:
+                # Their calls have just been cancelled.
+                await asyncio.wait(self._tasks)
+
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """Returns the running event loop, and connects in the first one. Raises ClientClosed in any other."""
+        if self.closed:
+            raise ClientClosed(f"this client of {self.address} is closed; make a new one")
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+            self._pid = os.getpid()
+            for _ in range(self.channels):
+                channel = self._connect()
+                self._channels.append(channel)
+                self._stubs.append(QueueStub(channel))
+        if self._loop is not loop or self._pid != os.getpid():
+            raise ClientClosed(
+                f"this client of {self.address} belongs to another event loop or process; "
+                "make one for each, or use SyncClient"
+            )
+        return loop
+
+    def spawn(self, work: Coroutine[Any, Any, None], context: contextvars.Context) -> None:
+        """Runs a shared call, which hands its errors to its callers. close() waits for it."""
+        task = asyncio.get_running_loop().create_task(work, context=context)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def open(
+        self, method: Callable[[QueueAsyncStub], _StreamMethod[_Sent, _Received]], *, org: str
+    ) -> aio.StreamStreamCall[_Sent, _Received]:
+        """Opens a stream of this org over the next connection. If it breaks, stream_error() makes a WindrowError of the
+        cause."""
+        return method(self._stub())(metadata=_metadata(org))
+
+    def stream_error(self, verb: str, cause: aio.AioRpcError, *, spent_s: float) -> WindrowError:
+        return self._error(verb, CallFailure.of(cause), tries=1, spent_s=spent_s)
+
+    def _stub(self) -> QueueAsyncStub:
+        self.loop()
+        self._turn = (self._turn + 1) % self.channels
+        return self._stubs[self._turn]
+
+    def _connect(self) -> aio.Channel:
+        if self._credentials is None:
+            return aio.insecure_channel(self.address, options=_OPTIONS)
+        return aio.secure_channel(self.address, self._credentials, options=_OPTIONS)
+
+    def _error(
+        self, verb: str, failure: CallFailure, *, tries: int, spent_s: float, no_retry: str = ""
+    ) -> WindrowError:
+        """`no_retry`: why the call is not retried, if the status does not show that."""
+        effort = f"{tries} tries in {spent_s:.1f} s" if tries > 1 else f"after {spent_s:.1f} s"
+        effort += f"; {no_retry}" if no_retry else ""
+        why = failure.message + (f"; {_TOO_OLD}" if failure.code is StatusCode.UNIMPLEMENTED else "")
+        error = from_code(
+            failure.code.value[0],
+            f"{verb} at {self.address}: {why} [{failure.code.name}, {effort}]",
+            failure.violations,
+        )
+        error.retry_after = failure.retry_after_s
+        error.reason = failure.reason
+        return error
+
+
+def _metadata(org: str) -> tuple[tuple[str, str], ...]:
+    """Returns the metadata of a call: its org, and the current trace if there is one."""
+    trace = tracing.headers()
+    return org_metadata(org) if trace is None else org_metadata(org) + trace
+
+
+def error_of(status: Status, *, first: int = 0) -> WindrowError:
+    """Returns the error for a status within an answer. `first` is added to the job indexes of its violations."""
+    violations, retry_after_s, reason = _read_details(status.details)
+    error = from_code(status.code, status.message, shifted(violations, first) if first else violations)
+    error.retry_after = retry_after_s
+    error.reason = reason
+    return error
+
+
+def _read_details(details: Iterable[any_pb2.Any]) -> tuple[tuple[Violation, ...], float | None, str]:
+    """Returns the violations, how long the router asked the client to wait, and the reason."""
+    violations: list[Violation] = []
+    retry_after_s: float | None = None
+    reason = ""
+    for detail in details:
+        bad, again, info = BadRequest(), RetryInfo(), ErrorInfo()
+        if detail.Unpack(bad):
+            violations += [Violation(found.field, found.description) for found in bad.field_violations]
+        elif detail.Unpack(again):
+            retry_after_s = max(0.0, again.retry_delay.ToNanoseconds() / 1e9)
+        elif detail.Unpack(info) and info.domain == _DOMAIN:
+            reason = info.reason
+    return tuple(violations), retry_after_s, reason
+
+
+def _verb(request: Message) -> str:
+    return type(request).__name__.removesuffix("Request")
+
+
+def _details(error: aio.AioRpcError) -> list[any_pb2.Any]:
+    for key, value in error.trailing_metadata() or ():
+        if key == "grpc-status-details-bin" and isinstance(value, bytes):
+            try:
+                return list(Status.FromString(value).details)
+            except DecodeError:
+                return []
+    return []

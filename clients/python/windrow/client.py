@@ -1,0 +1,522 @@
+"""The asyncio client: one method for each call of the queue service. calls.py has retries and connections."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Self, TypeVar, Unpack, overload
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from opentelemetry import trace
+
+from windrow.calls import MESSAGE_BYTES_MAX, RETRIED_DEQUEUE, TRY_S, Calls, error_of
+from windrow.coalescer import Coalescer, Coalescers
+from windrow.errors import (
+    InvalidJob,
+    InvalidRequest,
+    RouterError,
+    Span,
+    Unavailable,
+    Violation,
+    WindrowError,
+    alone,
+)
+from windrow.failures import Failure, failure_message, failure_of, stack_of
+from windrow.jobs import (
+    Answer,
+    Enqueued,
+    Job,
+    JobOptions,
+    JobRecord,
+    NewJob,
+    answers,
+    enqueue_request,
+    new_message,
+    read_leased,
+    read_record,
+)
+from windrow.payloads import Payload, duration, encode_result, seconds
+from windrow.tracing import Tracing
+from windrow.v1 import job_pb2, queue_pb2
+
+ADDRESS_DEFAULT = "127.0.0.1:7419"
+ADDRESS_VARIABLE = "WINDROW_ADDRESS"
+# The contract's limit on the jobs, leases or ids of one call.
+JOBS_MAX = 1000
+PAYLOAD_BYTES_MAX = 1024 * 1024
+# What the client sends of results or failures in one call.
+_PART_BYTES_MAX = 8 * 1024 * 1024
+WAIT_S_MAX = 60.0
+# A dequeue with less wait time left than this ends without another call.
+_WORTH_WAITING_S = 0.1
+# A large request delays the others on its connection: independent ones are split well below the limit.
+_SPLIT_BYTES = 8 * 1024 * 1024
+_SPLIT_CALLS_MAX = 4
+# How many shared calls may run at the same time, for each connection.
+_SHARED_CALLS = 2
+
+_NO_FAILURE = Failure()
+
+_Item = TypeVar("_Item")
+
+
+class Client:
+    """The queues of one org. Make one client for each event loop and share it: calls run concurrently.
+
+    - `address`: HOST:PORT; default $WINDROW_ADDRESS, or 127.0.0.1:7419 if that is not set.
+    - `timeout` (s, or timedelta; default 30 s): for a whole call with all its tries.
+    - `try_timeout` (s, or timedelta; default 10 s): for one try.
+    - `channels` (1 to 64; default 1): the number of connections, used in turn. Several router processes share one port,
+      and a connection reaches one of them.
+    - `credentials` (such as grpc.ssl_channel_credentials()): turns TLS on.
+    - `create_spans`, `tracer_provider`: see tracing.py.
+
+    Every method raises WindrowError (see errors.py), and may safely be called again after one.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        org: str,
+        timeout: Span = 30.0,
+        try_timeout: Span = TRY_S,
+        channels: int = 1,
+        credentials: grpc.ChannelCredentials | None = None,
+        create_spans: bool = True,
+        tracer_provider: trace.TracerProvider | None = None,
+    ) -> None:
+        address = address or os.environ.get(ADDRESS_VARIABLE) or ADDRESS_DEFAULT
+        self.org = _checked_org(org)
+        self.calls = Calls(
+            address,
+            channels=channels,
+            credentials=credentials,
+            timeout_s=_seconds("timeout", timeout),
+            try_s=_seconds("try_timeout", try_timeout),
+        )
+        self.tracing = Tracing(provider=tracer_provider, address=address, create_spans=create_spans)
+        self._owns_calls = True
+        self._enqueues = Coalescers[job_pb2.NewJob, Enqueued](
+            self.calls,
+            lambda org, on_idle: Coalescer(
+                self.calls,
+                lambda jobs, left_s: _enqueue_shared(self.calls, org, jobs, left_s),
+                items_max=JOBS_MAX,
+                calls_max=_SHARED_CALLS * channels,
+                on_idle=on_idle,
+            ),
+        )
+        self._acks = Coalescers[queue_pb2.Ack, Answer](
+            self.calls,
+            lambda org, on_idle: Coalescer(
+                self.calls,
+                lambda acks, left_s: _ack(self.calls, org, acks, left_s),
+                items_max=JOBS_MAX,
+                calls_max=_SHARED_CALLS * channels,
+                on_idle=on_idle,
+            ),
+        )
+
+    def for_org(self, org: str) -> Client:
+        """Returns a client of another org over the same connections. They stay open until this client is closed;
+        closing the returned one does nothing."""
+        other = object.__new__(Client)
+        other.org = _checked_org(org)
+        other.calls = self.calls
+        other.tracing = self.tracing
+        other._enqueues = self._enqueues
+        other._acks = self._acks
+        other._owns_calls = False
+        return other
+
+    async def close(self) -> None:
+        """Closes the connections. Calls that are under way raise ClientClosed."""
+        if self._owns_calls:
+            await self.calls.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def enqueue(self, queue: str, kind: str, payload: Payload = b"", **options: Unpack[JobOptions]) -> Enqueued:
+        """Stores one job durably. `options` are the other fields of NewJob. Returns when the job is committed.
+
+        Jobs that are enqueued at the same time share calls of at most 1,000 jobs. This delays none of them, and each
+        has its own outcome. If the caller is cancelled before the job is sent, it is not stored; after that it may be.
+
+        Raises InvalidJob. To retry after DeadlineExceeded or Unavailable without a second job, pass the same `id`
+        (windrow.uuid7()) or `dedup_key`, or make a NewJob and pass it to enqueue_many.
+        """
+        message = new_message(NewJob(queue, kind, payload, **options))
+        with self.tracing.sending((message,)):
+            return await self._enqueues.put(self.org, message, _size(message))
+
+    async def enqueue_many(self, jobs: Iterable[NewJob], *, independent: bool = False) -> list[Enqueued]:
+        """Stores at most 1,000 jobs (16 MiB), all or none. Returns an Enqueued for each, in their order.
+
+        `independent`: each job is stored or refused by itself; the Enqueued of a job that was not stored has an
+        `error`. The number of jobs is then unlimited: they are sent in several calls, a few at a time. Raises only if
+        all calls fail.
+        """
+        listed = list(jobs)
+        if not listed:
+            return []
+        if len(listed) > JOBS_MAX and not independent:
+            raise InvalidRequest(
+                f"{len(listed):,} jobs: at most {JOBS_MAX:,} can be stored together, all or none; "
+                "independent=True stores them in several calls"
+            )
+        return await self.send(enqueue_request(self.org, listed, independent=independent))
+
+    async def send(self, request: queue_pb2.EnqueueRequest, *, timeout: Span | None = None) -> list[Enqueued]:
+        """Stores the jobs of a prepared request: the low-level form of enqueue_many. Splits an independent request.
+
+        `timeout` (s, or timedelta): for each call with all its tries, instead of the client's `timeout`.
+        """
+        timeout_s = None if timeout is None else _seconds("timeout", timeout)
+        with self.tracing.sending(request.jobs):
+            if request.independent and (len(request.jobs) > JOBS_MAX or request.ByteSize() > _SPLIT_BYTES):
+                return await self._send_parts(request, timeout_s)
+            _size(request)
+            response = await self.calls.call(lambda stub: stub.Enqueue, request, timeout_s=timeout_s)
+            return _enqueued(request, response, first=0)
+
+    async def _send_parts(self, request: queue_pb2.EnqueueRequest, timeout_s: float | None) -> list[Enqueued]:
+        parts: list[tuple[int, queue_pb2.EnqueueRequest]] = []
+        size = 0
+        for at, job in enumerate(request.jobs):
+            size += job.ByteSize()
+            if not parts or len(parts[-1][1].jobs) == JOBS_MAX or size > _SPLIT_BYTES:
+                parts.append((at, queue_pb2.EnqueueRequest(org=request.org, independent=True)))
+                size = job.ByteSize()
+            parts[-1][1].jobs.append(job)
+        turns = asyncio.Semaphore(_SPLIT_CALLS_MAX)
+        failures: list[WindrowError] = []
+
+        async def send(first: int, part: queue_pb2.EnqueueRequest) -> list[Enqueued]:
+            async with turns:
+                try:
+                    response = await self.calls.call(lambda stub: stub.Enqueue, part, timeout_s=timeout_s)
+                except WindrowError as error:
+                    failures.append(error)
+                    return [Enqueued(id=job.id, error=error) for job in part.jobs]
+            return _enqueued(part, response, first=first)
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(send(first, part)) for first, part in parts]
+        if len(failures) == len(parts):
+            raise failures[0]
+        return [stored for task in tasks for stored in task.result()]
+
+    async def dequeue(
+        self,
+        queues: str | Iterable[str],
+        *,
+        max_jobs: int = 1,
+        visibility_window: Span = 30.0,
+        worker: str = "",
+        wait: Span = 0.0,
+    ) -> list[Job]:
+        """Leases up to `max_jobs` (1 to 1,000) due jobs and returns them. If no job is due, waits up to `wait` (s, or
+        timedelta; at most 60 s; default 0: no wait) for the first that falls due. Returns an empty list if none does.
+
+        The jobs stay invisible to other consumers for `visibility_window` (100 ms to 12 h; default 30 s). Measure it
+        with a monotonic clock from before this call or, with `wait`, from its return. `worker` is the name to store in
+        the attempt history.
+        """
+        if max_jobs < 1:
+            # To the router 0 means the default, which is 1. A caller that has counted its free places wants no job.
+            raise _invalid("max_jobs", ValueError(f"must be 1 to 1,000, not {max_jobs}"))
+        request = queue_pb2.DequeueRequest(
+            org=self.org,
+            queues=[queues] if isinstance(queues, str) else queues,
+            max_jobs=max_jobs,
+            visibility_window=_span("visibility_window", visibility_window),
+            worker=worker,
+        )
+        wait_s = _seconds("wait", wait)
+        if not 0 <= wait_s <= WAIT_S_MAX:
+            raise _invalid("wait", ValueError(f"must be 0 s to {WAIT_S_MAX:g} s, not {wait_s} s"))
+
+        def wait_for(left_s: float) -> None:
+            if left_s:
+                request.wait.CopyFrom(duration(left_s))
+            else:
+                request.ClearField("wait")
+
+        deadline = time.monotonic() + wait_s
+        while True:
+            response = await self.calls.call(
+                lambda stub: stub.Dequeue, request, retried=RETRIED_DEQUEUE, wait_s=wait_s, before_try=wait_for
+            )
+            wait_s = deadline - time.monotonic()
+            if response.jobs or wait_s < _WORTH_WAITING_S:
+                return [read_leased(job) for job in response.jobs]
+            # A router that shuts down answers early. Wait for the remaining time at another one.
+            await asyncio.sleep(random.uniform(0.2, 0.5) * _WORTH_WAITING_S)
+
+    @overload
+    async def ack(self, jobs: Job, *, result: Payload = None) -> Answer: ...
+    @overload
+    async def ack(self, jobs: Iterable[Job], *, result: Payload = None) -> list[Answer]: ...
+    @overload
+    async def ack(self, jobs: Job | Iterable[Job], *, result: Payload = None) -> Answer | list[Answer]: ...
+    async def ack(self, jobs: Job | Iterable[Job], *, result: Payload = None) -> Answer | list[Answer]:
+        """Finishes one job or several. `result` (at most 64 KiB) is stored with each; get_jobs returns it.
+
+        Acks of single jobs that are made at the same time share calls, as in enqueue.
+
+        Returns Answer.STALE for a job whose lease had ended: nothing was changed, and another consumer may have it.
+        """
+        try:
+            encoded = encode_result(result)
+        except (TypeError, ValueError) as error:
+            raise _invalid("result", error) from error
+
+        if isinstance(jobs, Job):
+            return await self._acks.put(self.org, queue_pb2.Ack(lease=jobs.lease, result=encoded), len(encoded) + 64)
+
+        async def send(part: Sequence[Job]) -> Sequence[int]:
+            acks = [queue_pb2.Ack(lease=job.lease, result=encoded) for job in part]
+            response = await self.calls.call(lambda stub: stub.Ack, queue_pb2.AckRequest(org=self.org, acks=acks))
+            return response.answers
+
+        return await _each(jobs, send, entry_bytes=len(encoded))
+
+    @overload
+    async def nack(
+        self,
+        jobs: Job,
+        *,
+        error: str | BaseException | Failure = "",
+        retry_after: Span | None = None,
+        permanent: bool = False,
+    ) -> Answer: ...
+    @overload
+    async def nack(
+        self,
+        jobs: Iterable[Job],
+        *,
+        error: str | BaseException | Failure = "",
+        retry_after: Span | None = None,
+        permanent: bool = False,
+    ) -> list[Answer]: ...
+    @overload
+    async def nack(
+        self,
+        jobs: Job | Iterable[Job],
+        *,
+        error: str | BaseException | Failure = "",
+        retry_after: Span | None = None,
+        permanent: bool = False,
+    ) -> Answer | list[Answer]: ...
+    async def nack(
+        self,
+        jobs: Job | Iterable[Job],
+        *,
+        error: str | BaseException | Failure = "",
+        retry_after: Span | None = None,
+        permanent: bool = False,
+    ) -> Answer | list[Answer]:
+        """Gives jobs back as failed. They run again after `retry_after` (s, or timedelta) or, without it, after the
+        delay of their retry policy. A job without attempts left is dead; with `permanent` it is dead at once.
+
+        `error` is stored in the attempt history: an exception with its type, message and stack, a str as the message,
+        or a Failure.
+        """
+        failure = _failure(error, permanent=permanent)
+        if failure.permanent and retry_after is not None:
+            raise InvalidRequest("retry_after is given for a permanent failure; a dead job does not run again")
+        template = queue_pb2.Nack()
+        if failure != _NO_FAILURE:
+            template.failure.CopyFrom(failure_message(failure))
+        if retry_after is not None:
+            template.retry_after.CopyFrom(_span("retry_after", retry_after))
+
+        async def send(part: Sequence[Job]) -> Sequence[int]:
+            request = queue_pb2.NackRequest(org=self.org)
+            for job in part:
+                nack = request.nacks.add()
+                nack.CopyFrom(template)
+                nack.lease = job.lease
+            return (await self.calls.call(lambda stub: stub.Nack, request)).answers
+
+        # All have the same failure, which may be 40 KiB long.
+        return await _each(jobs, send, entry_bytes=template.ByteSize())
+
+    @overload
+    async def extend(self, jobs: Job, *, visibility_window: Span = 30.0) -> Answer: ...
+    @overload
+    async def extend(self, jobs: Iterable[Job], *, visibility_window: Span = 30.0) -> list[Answer]: ...
+    @overload
+    async def extend(self, jobs: Job | Iterable[Job], *, visibility_window: Span = 30.0) -> Answer | list[Answer]: ...
+    async def extend(self, jobs: Job | Iterable[Job], *, visibility_window: Span = 30.0) -> Answer | list[Answer]:
+        """Prolongs leases: each lasts at least `visibility_window` from now. Never shortens a lease."""
+        window = _span("visibility_window", visibility_window)
+
+        async def send(part: Sequence[Job]) -> Sequence[int]:
+            extends = [queue_pb2.Extend(lease=job.lease) for job in part]
+            request = queue_pb2.ExtendRequest(org=self.org, extends=extends, visibility_window=window)
+            return (await self.calls.call(lambda stub: stub.Extend, request)).answers
+
+        return await _each(jobs, send)
+
+    @overload
+    async def release(self, jobs: Job) -> Answer: ...
+    @overload
+    async def release(self, jobs: Iterable[Job]) -> list[Answer]: ...
+    @overload
+    async def release(self, jobs: Job | Iterable[Job]) -> Answer | list[Answer]: ...
+    async def release(self, jobs: Job | Iterable[Job]) -> Answer | list[Answer]:
+        """Gives jobs back at once, without counting the attempt."""
+
+        async def send(part: Sequence[Job]) -> Sequence[int]:
+            request = queue_pb2.ReleaseRequest(org=self.org, leases=[job.lease for job in part])
+            return (await self.calls.call(lambda stub: stub.Release, request)).answers
+
+        return await _each(jobs, send)
+
+    async def get_jobs(self, ids: Iterable[str], *, include_payload: bool = False) -> dict[str, JobRecord]:
+        """Looks jobs up by id. Returns a record for each job that this org has, in whatever state.
+
+        Payload and result are None unless `include_payload` is true. Raises Unavailable also if a job was not found
+        while one of the org's shards did not answer.
+        """
+        listed = list(ids)
+        found: dict[str, JobRecord] = {}
+        for at in range(0, len(listed), JOBS_MAX):
+            remaining = listed[at : at + JOBS_MAX]
+            while remaining:
+                request = queue_pb2.GetJobsRequest(org=self.org, ids=remaining, include_payload=include_payload)
+                response = await self.calls.call(lambda stub: stub.GetJobs, request)
+                found.update((job.id, read_record(job, with_payload=include_payload)) for job in response.jobs)
+                if response.unavailable_shards and not {*found, *response.omitted_ids}.issuperset(remaining):
+                    shards = ", ".join(response.unavailable_shards)
+                    raise Unavailable(f"some jobs were not found, and these shards of the org did not answer: {shards}")
+                if len(response.omitted_ids) >= len(remaining):
+                    raise RouterError(
+                        f"GetJobs at {self.calls.address} had no room for even one of {len(remaining)} jobs"
+                    )
+                remaining = list(response.omitted_ids)
+        return found
+
+    async def cancel_jobs(self, ids: Iterable[str], *, reason: str = "") -> list[Answer]:
+        """Cancels jobs that have not finished, and ends their leases. Returns STALE for a job that had finished."""
+
+        async def send(part: Sequence[str]) -> Sequence[int]:
+            request = queue_pb2.CancelJobsRequest(org=self.org, ids=part, reason=reason)
+            return (await self.calls.call(lambda stub: stub.CancelJobs, request)).answers
+
+        return await _in_parts(list(ids), send)
+
+
+async def _enqueue_shared(
+    calls: Calls, org: str, jobs: Sequence[job_pb2.NewJob], timeout_s: float
+) -> list[Enqueued | WindrowError]:
+    # A call with a single job is not independent: a refusal then is a call error, which names the address and tries.
+    request = queue_pb2.EnqueueRequest(org=org, jobs=jobs, independent=len(jobs) > 1)
+    response = await calls.call(lambda stub: stub.Enqueue, request, timeout_s=timeout_s)
+    results: list[Enqueued | WindrowError] = []
+    for at, stored in enumerate(_enqueued(request, response, first=0)):
+        error = stored.error
+        results.append(stored if error is None else alone(error, at) if isinstance(error, InvalidRequest) else error)
+    return results
+
+
+async def _ack(calls: Calls, org: str, acks: Sequence[queue_pb2.Ack], timeout_s: float) -> list[Answer]:
+    request = queue_pb2.AckRequest(org=org, acks=acks)
+    return answers((await calls.call(lambda stub: stub.Ack, request, timeout_s=timeout_s)).answers)
+
+
+def _size(message: queue_pb2.EnqueueRequest | job_pb2.NewJob) -> int:
+    """Returns a message's size in bytes. Raises InvalidRequest if it is too large for a call."""
+    size = message.ByteSize()
+    if size > MESSAGE_BYTES_MAX:
+        for at, job in enumerate(message.jobs if isinstance(message, queue_pb2.EnqueueRequest) else (message,)):
+            if len(job.template.payload) > PAYLOAD_BYTES_MAX:
+                path = f"jobs[{at}].template.payload"
+                fault = f"must be at most {PAYLOAD_BYTES_MAX} bytes, not {len(job.template.payload)}"
+                raise InvalidJob(f"{path}: {fault}", [Violation(path, fault)])
+        raise InvalidRequest(
+            f"the request has {size:,} bytes; at most {MESSAGE_BYTES_MAX:,} can be stored together, all or none; "
+            "independent=True stores the jobs in several calls"
+        )
+    return size
+
+
+def _enqueued(request: queue_pb2.EnqueueRequest, response: queue_pb2.EnqueueResponse, *, first: int) -> list[Enqueued]:
+    if len(response.results) != len(request.jobs):
+        raise RouterError(f"{len(request.jobs)} jobs were sent, but the router answered for {len(response.results)}")
+    return [
+        Enqueued(id=result.id, duplicate=result.duplicate)
+        if not result.HasField("error")
+        else Enqueued(id=request.jobs[at].id, error=error_of(result.error, first=first))
+        for at, result in enumerate(response.results)
+    ]
+
+
+_Answers = Sequence[int]
+
+
+async def _each(
+    jobs: Job | Iterable[Job], send: Callable[[Sequence[Job]], Awaitable[_Answers]], *, entry_bytes: int = 0
+) -> Answer | list[Answer]:
+    """Sends one job, or many in parts. `entry_bytes`: the size of what a request says of each, besides its lease."""
+    if isinstance(jobs, Job):
+        (answer,) = answers(await send([jobs]))
+        return answer
+    return await _in_parts(list(jobs), send, count_max=min(JOBS_MAX, _PART_BYTES_MAX // max(1, entry_bytes)))
+
+
+async def _in_parts(
+    items: Sequence[_Item], send: Callable[[Sequence[_Item]], Awaitable[_Answers]], *, count_max: int = JOBS_MAX
+) -> list[Answer]:
+    results: list[Answer] = []
+    for at in range(0, len(items), count_max):
+        results += answers(await send(items[at : at + count_max]))
+    return results
+
+
+def _failure(error: str | BaseException | Failure, *, permanent: bool) -> Failure:
+    match error:
+        case Failure():
+            return replace(error, permanent=error.permanent or permanent)
+        case BaseException():
+            return failure_of(error, stack=stack_of(error, error.__traceback__), permanent=permanent)
+        case _:
+            return Failure(message=error, permanent=permanent)
+
+
+def _checked_org(org: str) -> str:
+    if not org:
+        raise InvalidRequest("org is empty: every job belongs to an org")
+    return org
+
+
+def _span(name: str, span: Span) -> Duration:
+    try:
+        return duration(span)
+    except (TypeError, ValueError) as error:
+        raise _invalid(name, error) from error
+
+
+def _seconds(name: str, span: Span) -> float:
+    try:
+        return seconds(span)
+    except TypeError as error:
+        raise _invalid(name, error) from error
+
+
+def _invalid(name: str, error: Exception) -> InvalidRequest:
+    return InvalidRequest(f"{name}: {error}", [Violation(name, str(error))])

@@ -1,0 +1,182 @@
+"""Batches the requests of concurrent callers into shared calls. Does not know what the requests contain.
+
+No request waits for others to join it. While fewer than `calls_max` calls are running, the requests of one event loop
+iteration are sent at its end. Later requests collect until a call returns, and then go together. An idle client's call
+is sent at once; a busy client's calls carry hundreds of requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import copy
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Generic, TypeVar
+
+from windrow.calls import Calls
+from windrow.errors import DeadlineExceeded, InvalidRequest, WindrowError, alone, blamed_parts
+
+_Item = TypeVar("_Item")
+_Answer = TypeVar("_Answer")
+
+# A large call delays the others on its connection, and a call must stay well below the largest message.
+_BYTES_MAX = 4 * 1024 * 1024
+# The call's own error says more than a timeout does: give it a moment to arrive first.
+_GRACE_S = 0.1
+
+
+class _Request(Generic[_Item, _Answer]):
+    """What one caller gave, until it is answered."""
+
+    __slots__ = ("answer", "context", "deadline", "item", "size")
+
+    def __init__(
+        self, item: _Item, size: int, deadline: float, answer: asyncio.Future[_Answer], context: contextvars.Context
+    ) -> None:
+        self.item = item
+        self.size = size
+        # By the event loop's clock.
+        self.deadline = deadline
+        self.answer = answer
+        self.context = context
+
+
+class Coalescer(Generic[_Item, _Answer]):
+    """The shared calls of one method for one org.
+
+    `send` makes a call with several items and returns an answer or an error for each. If it raises, every caller gets
+    the error. The exception is an InvalidRequest with violations that name items: only the callers of those items get
+    it, and the other items are sent again.
+    """
+
+    def __init__(
+        self,
+        calls: Calls,
+        send: Callable[[Sequence[_Item], float], Awaitable[Sequence[_Answer | WindrowError]]],
+        *,
+        items_max: int,
+        calls_max: int,
+        on_idle: Callable[[], object],
+    ) -> None:
+        self._calls = calls
+        self._send = send
+        self._on_idle = on_idle
+        self._items_max = items_max
+        self._calls_max = calls_max
+        self._waiting: deque[_Request[_Item, _Answer]] = deque()
+        self._calls_running = 0
+        self._start_scheduled = False
+
+    async def put(self, item: _Item, size: int, loop: asyncio.AbstractEventLoop) -> _Answer:
+        """Sends an item and returns its answer, or raises its error. A caller that is cancelled before its item is sent
+        withdraws it."""
+        deadline = loop.time() + self._calls.timeout_s
+        answer: asyncio.Future[_Answer] = loop.create_future()
+        request = _Request(item, size, deadline, answer, contextvars.copy_context())
+        self._waiting.append(request)
+        if not self._start_scheduled and self._calls_running < self._calls_max:
+            # Start at the end of this event loop iteration, so that its other requests are included.
+            self._start_scheduled = True
+            loop.call_soon(self._start)
+        timer = loop.call_at(deadline + _GRACE_S, self._expire, request)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            if answer.done() and not answer.cancelled():
+                # An error may have arrived together with the cancellation. Read it, or asyncio logs it as unhandled.
+                answer.exception()
+            raise
+        finally:
+            timer.cancel()
+
+    def _start(self) -> None:
+        self._start_scheduled = False
+        while self._calls_running < self._calls_max and (batch := self._take()):
+            self._calls_running += 1
+            # A call for one caller belongs to that caller's trace. A shared call has no trace; each job has its own.
+            context = batch[0].context if len(batch) == 1 else contextvars.Context()
+            self._calls.spawn(self._carry(batch), context)
+        if not (self._waiting or self._calls_running):
+            self._on_idle()
+
+    def _take(self) -> list[_Request[_Item, _Answer]]:
+        batch: list[_Request[_Item, _Answer]] = []
+        size = 0
+        waiting = self._waiting
+        while waiting and len(batch) < self._items_max:
+            request = waiting[0]
+            if request.answer.done():
+                waiting.popleft()
+                continue
+            size += request.size
+            if batch and size > _BYTES_MAX:
+                break
+            batch.append(waiting.popleft())
+        return batch
+
+    async def _carry(self, batch: list[_Request[_Item, _Answer]]) -> None:
+        try:
+            # The newest request has the most time left. The others have timers of their own.
+            timeout_s = max(0.0, batch[-1].deadline - asyncio.get_running_loop().time())
+            answers = await self._send([request.item for request in batch], timeout_s)
+            for request, answer in zip(batch, answers, strict=True):
+                if isinstance(answer, WindrowError):
+                    _fail(request, answer)
+                elif not request.answer.done():
+                    request.answer.set_result(answer)
+        except InvalidRequest as error:
+            self._split_refused(batch, error)
+        except WindrowError as error:
+            for request in batch:
+                _fail(request, error)
+        except BaseException as error:
+            # Nothing else would wake these callers.
+            for request in batch:
+                if isinstance(error, asyncio.CancelledError):
+                    request.answer.cancel()
+                else:
+                    _fail(request, error)
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._calls_running -= 1
+            self._start()
+
+    def _split_refused(self, batch: list[_Request[_Item, _Answer]], error: InvalidRequest) -> None:
+        bad = blamed_parts(error)
+        if len(batch) == 1 or not bad:
+            for request in batch:
+                _fail(request, error)
+            return
+        for at in bad:
+            _fail(batch[at], alone(error, at))
+        self._waiting.extendleft(request for at, request in reversed(list(enumerate(batch))) if at not in bad)
+
+    def _expire(self, request: _Request[_Item, _Answer]) -> None:
+        _fail(request, DeadlineExceeded(f"{self._calls.address}: no answer in {self._calls.timeout_s:g} s"))
+
+
+class Coalescers(Generic[_Item, _Answer]):
+    """One coalescer for each org with requests under way, all over the same connections."""
+
+    def __init__(self, calls: Calls, make: Callable[[str, Callable[[], object]], Coalescer[_Item, _Answer]]) -> None:
+        self._calls = calls
+        self._make = make
+        self._by_org: dict[str, Coalescer[_Item, _Answer]] = {}
+
+    async def put(self, org: str, item: _Item, size: int) -> _Answer:
+        loop = self._calls.loop()
+        coalescer = self._by_org.get(org)
+        if coalescer is None:
+            coalescer = self._by_org[org] = self._make(org, lambda: self._by_org.pop(org, None))
+        return await coalescer.put(item, size, loop)
+
+
+def _fail(request: _Request[_Item, _Answer], error: BaseException) -> None:
+    if request.answer.done():
+        return
+    # Each caller gets a copy: raising one object in several tasks would mix their tracebacks.
+    own = copy.copy(error)
+    own.__cause__ = error.__cause__
+    request.answer.set_exception(own)

@@ -1,0 +1,214 @@
+"""A worker's stream to a router. A stream that breaks is replaced by a new one.
+
+Owns the credit: how many more jobs the router may send. Knows neither how jobs run (worker.py) nor what is reported
+about them (settlements.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, NoReturn, cast
+
+from grpc import aio
+
+from windrow.calls import patient_pause_s
+from windrow.client import Client
+from windrow.errors import FATAL, ClientClosed, InvalidRequest, RouterError, Unavailable, WindrowError
+from windrow.leases import Connectivity
+from windrow.settlements import Backoff, Settlements
+from windrow.v1 import job_pb2, queue_pb2
+
+if TYPE_CHECKING:
+    _Call = aio.StreamStreamCall[queue_pb2.ConsumeRequest, queue_pb2.ConsumeResponse]
+
+AWAY_FIRST_S, AWAY_MAX_S = 0.05, 2.0
+# The reason of an error (docs/errors.md).
+_EXPIRED = "STREAM_EXPIRED"
+# A refused stream ends within this time after its initial metadata.
+_REFUSED_S_MAX = 0.1
+
+
+class ConsumeStream:
+    """The consumer's side of the Consume call.
+
+    `jobs_wanted` returns how many more jobs the worker would take now. `take` is called with received jobs and the time
+    of their receipt (monotonic seconds).
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        start: queue_pb2.ConsumeStart,
+        *,
+        settlements: Settlements,
+        connectivity: Connectivity,
+        jobs_wanted: Callable[[], int],
+        take: Callable[[Sequence[job_pb2.LeasedJob], float], None],
+    ) -> None:
+        self._client = client
+        self._start = start
+        self._settlements = settlements
+        self._connectivity = connectivity
+        self._jobs_wanted = jobs_wanted
+        self._take = take
+        # How many jobs the router may still send on this stream.
+        self._credit = 0
+        # A write found the stream ended.
+        self._write_failed = False
+        self._closing = asyncio.Event()
+        self._backoff = Backoff(AWAY_FIRST_S, AWAY_MAX_S)
+
+    async def run(self) -> None:
+        """Runs until close(). Raises a WindrowError that no retry can fix."""
+        while not (self._closing.is_set() and self._settlements.idle.is_set()):
+            began = time.monotonic()
+            try:
+                await self._session()
+            except FATAL as error:
+                if not isinstance(error, InvalidRequest) or not self._settlements.on_stream_refused(error):
+                    raise
+                await self._pause(self._backoff.next_s())
+            except WindrowError as error:
+                self._settlements.on_disconnect()
+                lasted_s = time.monotonic() - began
+                if lasted_s > AWAY_MAX_S:
+                    self._backoff.reset()
+                if self._may_have_expired(error, lasted_s=lasted_s):
+                    # No outage: a router ends every stream from time to time.
+                    await self._pause(self._backoff.next_s())
+                    continue
+                self._connectivity.failed(error)
+                await self._pause(patient_pause_s(error, own_s=self._backoff.next_s()))
+
+    def _may_have_expired(self, error: WindrowError, *, lasted_s: float) -> bool:
+        """Whether the stream may have ended because of its age. If gRPC is writing while a stream ends, it reports an
+        internal error instead of the router's status. (What the router has sent is read all the same.)"""
+        masked = self._write_failed and isinstance(error, RouterError) and lasted_s > _REFUSED_S_MAX
+        return masked or error.reason == _EXPIRED
+
+    def close(self) -> None:
+        """Ends the stream in order, once everything has been sent and answered."""
+        self._closing.set()
+        self._settlements.wake.set()
+
+    async def _session(self) -> None:
+        """Runs one stream from start to an orderly end. Raises WindrowError if it ends in any other way."""
+        began = time.monotonic()
+        self._credit = 0
+        self._write_failed = False
+        call = self._client.calls.open(lambda stub: stub.Consume, org=self._start.org)
+        try:
+            async with asyncio.TaskGroup() as group:
+                helpers = [
+                    group.create_task(work)
+                    for work in (self._write(call), self._confirm_connected(call), self._watch_answers())
+                ]
+                await self._read(call)
+                for task in helpers:
+                    task.cancel()
+        except BaseExceptionGroup as errors:
+            self._raise(errors, began)
+        finally:
+            call.cancel()
+
+    async def _read(self, call: _Call) -> None:
+        try:
+            # Not call.read(): when the stream ends, it drops messages that arrived before the end, and their jobs.
+            async for response in call:
+                self._on_response(response)
+        except asyncio.CancelledError:
+            # Closing a channel cancels its streams. A cancellation of this task passes through.
+            task = asyncio.current_task()
+            if self._client.calls.closed and task is not None and not task.cancelling():
+                raise ClientClosed(f"Consume at {self._client.calls.address}: the client was closed") from None
+            raise
+        if not self._closing.is_set():
+            raise Unavailable(f"Consume at {self._client.calls.address}: the router ended the stream")
+
+    def _on_response(self, response: queue_pb2.ConsumeResponse) -> None:
+        received_at = time.monotonic()
+        self._backoff.reset()
+        if jobs := response.jobs:
+            self._connectivity.answered()
+            self._credit = max(0, self._credit - len(jobs))
+            self._take(jobs, received_at)
+        for settled in response.settled:
+            self._settlements.answered(settled)
+        self._settlements.wake.set()
+
+    async def _write(self, call: _Call) -> None:
+        wake, settlements = self._settlements.wake, self._settlements
+        request = queue_pb2.ConsumeRequest(start=self._start)
+        while True:
+            wake.clear()
+            has_content = settlements.fill(request) or request.HasField("start")
+            wanted = self._jobs_wanted()
+            more = wanted - self._credit
+            # Grant credit when at least half of the wanted jobs are not covered by it: one message for each job would
+            # be too many. A message that is sent anyway carries any amount.
+            if more > 0 and (has_content or self._credit * 2 <= wanted):
+                request.credit = more
+                self._credit += more
+                has_content = True
+            if has_content:
+                try:
+                    await call.write(request)
+                except (aio.AioRpcError, asyncio.InvalidStateError):
+                    # The stream has ended. _read() raises the reason.
+                    self._write_failed = True
+                    return
+                request = queue_pb2.ConsumeRequest()
+            elif self._closing.is_set() and settlements.idle.is_set():
+                await call.done_writing()
+                return
+            else:
+                await wake.wait()
+
+    async def _confirm_connected(self, call: _Call) -> None:
+        away_since = self._connectivity.away_since
+        await call.initial_metadata()
+        # A refused stream has initial metadata, too, but ends right after it.
+        await asyncio.sleep(_REFUSED_S_MAX)
+        if not call.done() and self._connectivity.away_since == away_since:
+            self._connectivity.answered()
+
+    async def _watch_answers(self) -> None:
+        """Raises Unavailable, which ends the stream, if the router stops answering."""
+        answer_s_max = self._client.calls.try_s
+        while True:
+            since = self._settlements.unanswered_since()
+            left_s = answer_s_max if since is None else since + answer_s_max - time.monotonic()
+            if left_s <= 0:
+                raise Unavailable(
+                    f"Consume at {self._client.calls.address}: no answer to a message in {answer_s_max:g} s"
+                )
+            await asyncio.sleep(left_s)
+
+    def _raise(self, errors: BaseExceptionGroup[BaseException], began: float) -> NoReturn:
+        expected, unexpected = errors.split((WindrowError, aio.AioRpcError))
+        if expected is None or unexpected is not None:
+            raise only_cause(errors) from None
+        # Errors that come together have one cause: any of them will do.
+        cause = expected.exceptions[0]
+        if isinstance(cause, aio.AioRpcError):
+            raise self._client.calls.stream_error("Consume", cause, spent_s=time.monotonic() - began) from cause
+        raise cause from None
+
+    async def _pause(self, pause_s: float) -> None:
+        """Sleeps for `pause_s`, or until the stream is closed and nothing remains to be sent."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self._closing.wait()
+                await self._settlements.idle.wait()
+
+
+def only_cause(error: BaseException) -> BaseException:
+    """Unwraps an exception group that holds a single error, because that error is clearer by itself."""
+    match error:
+        case BaseExceptionGroup(exceptions=(cause,)):
+            return only_cause(cast("BaseException", cause))
+        case _:
+            return error

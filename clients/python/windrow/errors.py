@@ -1,0 +1,164 @@
+"""The client's errors, as one tree. Independent of gRPC's classes: calls.py converts those.
+
+    WindrowError
+    ├── InvalidRequest        correct the request: .violations names the fields; nothing was stored
+    │   └── InvalidJob        correct a job in the request
+    ├── AlreadyExists         the thing to create exists already
+    ├── NotFound              this org has no such thing
+    ├── FailedPrecondition    the current state does not allow this
+    ├── PermissionDenied      ask an administrator for access
+    ├── RouterTooOld          the router does not know this call: upgrade the routers first, then their clients
+    ├── Unavailable           no router or shard answered; try again later, after .retry_after seconds if set
+    ├── ResourceExhausted     too much at once: try again after .retry_after seconds; if that is None, send less
+    ├── DeadlineExceeded      the time ran out; the call may have taken effect: try again with the same ids
+    ├── RouterError           the router failed with any other status: INTERNAL, UNKNOWN, ...
+    └── ClientClosed          this client was closed, or belongs to another event loop or process
+
+Retry and Kill are not errors: a handler raises them to choose what happens to its job (outcomes.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import NamedTuple
+
+Span = timedelta | float
+"""A length of time: a timedelta, or seconds."""
+
+
+class Violation(NamedTuple):
+    """One fault in a request. `field` is a path from the request's root, such as `jobs[3].template.queue`."""
+
+    field: str
+    description: str
+
+
+class WindrowError(Exception):
+    """Any failure of a call.
+
+    `retry_after`: the seconds that the router asked to wait, or None. `reason`: why the call failed, for programs, such
+    as "SHARD_UNAVAILABLE" (docs/errors.md); empty if the error does not come from a router's code.
+    """
+
+    retry_after: float | None = None
+    reason: str = ""
+
+
+class InvalidRequest(WindrowError):
+    """The request can never succeed as it is. Nothing was stored."""
+
+    def __init__(self, message: str, violations: Iterable[Violation] = ()) -> None:
+        super().__init__(message)
+        self.violations = tuple(violations)
+
+
+class InvalidJob(InvalidRequest):
+    """A job in the request can never be stored as it is. No job was stored, unless the request was independent."""
+
+
+class AlreadyExists(WindrowError):
+    """The thing to create exists already."""
+
+
+class NotFound(WindrowError):
+    """This org has no such thing."""
+
+
+class FailedPrecondition(WindrowError):
+    """The current state does not allow the call."""
+
+
+class PermissionDenied(WindrowError):
+    """The caller is not authenticated, or may not do this."""
+
+
+class RouterTooOld(WindrowError):
+    """The router does not know this call."""
+
+
+class Unavailable(WindrowError):
+    """No router could be reached, or the router could not reach the org's shard."""
+
+
+class ResourceExhausted(WindrowError):
+    """The router is full, the message is larger than it accepts, or the org would have too many queues."""
+
+
+class DeadlineExceeded(WindrowError):
+    """The time ran out. The call may have taken effect; trying it again with the same ids is safe."""
+
+
+class RouterError(WindrowError):
+    """Any other status; the message names it."""
+
+
+class ClientClosed(WindrowError):
+    """The client cannot be used: it was closed, or made in another event loop or before a fork."""
+
+
+# Trying again does not help: these end a worker. After any other error it connects again.
+FATAL = (InvalidRequest, PermissionDenied, RouterTooOld, ClientClosed)
+# A later retry may succeed without anybody's help.
+TRANSIENT = (Unavailable, ResourceExhausted, DeadlineExceeded, RouterError)
+
+# By google.rpc.Code. Any other code is a RouterError.
+_BY_CODE: dict[int, type[WindrowError]] = {
+    4: DeadlineExceeded,
+    5: NotFound,
+    6: AlreadyExists,
+    7: PermissionDenied,
+    8: ResourceExhausted,
+    9: FailedPrecondition,
+    10: Unavailable,
+    12: RouterTooOld,
+    14: Unavailable,
+    16: PermissionDenied,
+}
+_INVALID_ARGUMENT = 3
+_IN_JOB = re.compile(r"jobs\[(\d+)\]")
+# The parts of a shared call; each may come from a different caller.
+_IN_PART = re.compile(r"(?:jobs|acks)\[(\d+)\]")
+
+
+def from_code(code: int, message: str, violations: Iterable[Violation] = ()) -> WindrowError:
+    """Returns the error for a google.rpc.Code."""
+    if code == _INVALID_ARGUMENT:
+        found = tuple(violations)
+        # The message often contains the first violation already.
+        unmentioned = [f"{field}: {description}" for field, description in found if field not in message]
+        if len(unmentioned) > 5:
+            unmentioned[5:] = [f"and {len(unmentioned) - 5} more"]
+        text = f"{message} ({'; '.join(unmentioned)})" if unmentioned else message
+        in_job = any(_IN_JOB.match(violation.field) for violation in found)
+        return InvalidJob(text, found) if in_job else InvalidRequest(text, found)
+    return _BY_CODE.get(code, RouterError)(message)
+
+
+def shifted(violations: Iterable[Violation], by: int) -> list[Violation]:
+    """Adds `by` to the job indexes of violations: for a call that was sent as one of several parts."""
+
+    def moved(match: re.Match[str]) -> str:
+        return f"jobs[{int(match[1]) + by}]"
+
+    return [Violation(_IN_JOB.sub(moved, field, count=1), description) for field, description in violations]
+
+
+def alone(error: InvalidRequest, at: int) -> InvalidRequest:
+    """Returns the error that part `at` of the refused call would have caused as the only part of its call."""
+
+    def first(match: re.Match[str]) -> str:
+        return match[0].replace(match[1], "0") if int(match[1]) == at else match[0]
+
+    own = [found for found in error.violations if (path := _IN_PART.match(found.field)) and int(path[1]) == at]
+    renamed = [Violation(_IN_PART.sub(first, field, count=1), _IN_PART.sub(first, text)) for field, text in own]
+    mine = type(error)("; ".join(f"{field}: {text}" for field, text in renamed), renamed)
+    mine.reason = error.reason
+    return mine
+
+
+def blamed_parts(error: InvalidRequest) -> set[int]:
+    """Returns the indexes of the parts that caused the refusal; empty if anything else did."""
+    paths = [_IN_PART.match(violation.field) for violation in error.violations]
+    return {int(path[1]) for path in paths if path} if all(paths) else set()

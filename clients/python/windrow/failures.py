@@ -1,0 +1,82 @@
+"""Why an attempt failed: what a nack reports, and how it is made from an exception. No I/O."""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from dataclasses import dataclass
+from types import TracebackType
+
+from windrow.payloads import FAILURE_MESSAGE_BYTES_MAX, FAILURE_STACK_BYTES_MAX, FAILURE_TYPE_BYTES_MAX, clipped
+from windrow.v1 import job_pb2
+
+# The first line of a stack whose oldest frames do not fit.
+_CUT = "... (older frames are left out)\n"
+# A traceback may be endless, as that of an error in a deep recursion.
+_STACK_PARTS_MAX = 10_000
+# The message of an error is stored by itself: in the stack, a long one must not take the room of the frames.
+_PART_CHARS_MAX = 1_000
+_BARE_MODULES = frozenset({"builtins", "__main__"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why an attempt failed. Longer texts are shortened: a message keeps its beginning, a stack its end."""
+
+    # The kind of error, such as an exception class. At most 256 bytes.
+    type: str = ""
+    # At most 8 KiB.
+    message: str = ""
+    # At most 32 KiB. A job keeps the stacks of its newest 5 attempts.
+    stack: str = ""
+    # No later attempt can succeed: the job is dead at once.
+    permanent: bool = False
+
+    @property
+    def summary(self) -> str:
+        """The type and the first line of the message."""
+        return ": ".join(filter(None, (self.type, self.message.partition("\n")[0])))
+
+
+def failure_of(error: BaseException, *, message: str = "", stack: str = "", permanent: bool = False) -> Failure:
+    """Returns the failure of an exception. `message` is used if the exception has no text."""
+    try:
+        text = str(error)
+    except BaseException:  # noqa: BLE001 - an exception's __str__ may raise anything
+        # As a traceback shows it.
+        text = "<exception str() failed>"
+    text = clipped(text or message, FAILURE_MESSAGE_BYTES_MAX)
+    return Failure(type=type_name(type(error)), message=text, stack=stack, permanent=permanent)
+
+
+def type_name(kind: type[BaseException]) -> str:
+    """Returns the name of an exception class as a traceback shows it."""
+    return kind.__qualname__ if kind.__module__ in _BARE_MODULES else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def stack_of(error: BaseException, frames: TracebackType | None) -> str:
+    """Returns the traceback of an exception from `frames` on, with its causes. If it is too long, its newest frames."""
+    described = traceback.TracebackException(type(error), error, frames)
+    text = "".join(map(_shortened, itertools.islice(described.format(), _STACK_PARTS_MAX))).rstrip()
+    newest = clipped(text, FAILURE_STACK_BYTES_MAX - len(_CUT), keep_end=True)
+    if len(newest) == len(text):
+        return newest
+    # Begin with a whole line.
+    return _CUT + newest.partition("\n")[2]
+
+
+def _shortened(part: str) -> str:
+    return part if len(part) <= _PART_CHARS_MAX else part[:_PART_CHARS_MAX] + "…\n"
+
+
+def failure_message(failure: Failure) -> job_pb2.Failure:
+    return job_pb2.Failure(
+        type=clipped(failure.type, FAILURE_TYPE_BYTES_MAX, keep_end=True),
+        message=clipped(failure.message, FAILURE_MESSAGE_BYTES_MAX),
+        stack=clipped(failure.stack, FAILURE_STACK_BYTES_MAX, keep_end=True),
+        permanent=failure.permanent,
+    )
+
+
+def read_failure(message: job_pb2.Failure) -> Failure:
+    return Failure(type=message.type, message=message.message, stack=message.stack, permanent=message.permanent)

@@ -1,0 +1,429 @@
+"""Jobs as the user sees them, and their conversion from and to protobuf. No I/O.
+
+The router checks sizes and limits, which windrow/v1/job.proto states. This module refuses only values that protobuf
+cannot encode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from datetime import UTC, datetime
+from typing import Any, TypedDict, cast
+
+from windrow.errors import InvalidJob, Span, Violation, WindrowError
+from windrow.failures import Failure, read_failure
+from windrow.ids import uuid7
+from windrow.payloads import Payload, duration, encode, moment, timestamp
+from windrow.v1 import job_pb2, queue_pb2
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class JobState(enum.Enum):
+    """The state of a job."""
+
+    SCHEDULED = "scheduled"
+    READY = "ready"
+    LEASED = "leased"
+    SUCCEEDED = "succeeded"
+    DEAD = "dead"
+    CANCELLED = "cancelled"
+    # A newer router sent a state that this release does not know.
+    UNKNOWN = "unknown"
+
+
+class AttemptOutcome(enum.Enum):
+    """How one attempt ended."""
+
+    ACKED = "acked"
+    NACKED = "nacked"
+    EXPIRED = "expired"
+    RELEASED = "released"
+    UNKNOWN = "unknown"
+
+
+class Answer(enum.Enum):
+    """The result of a call for one of its jobs."""
+
+    OK = "ok"
+    # The lease has ended (for cancel_jobs: the job has finished). Nothing was changed.
+    STALE = "stale"
+    # This org has no such job. Nothing was changed.
+    NOT_FOUND = "not_found"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class FixedRetry:
+    """The same delay before every retry: FixedRetry(30)."""
+
+    delay: Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExponentialRetry:
+    """delay = min(max_delay, initial_delay × multiplier^(attempt − 1)), then × (1 − jitter … 1 + jitter) at random."""
+
+    initial_delay: Span = 1.0
+    multiplier: float = 2.0
+    max_delay: Span = 3600.0
+    # The share of the delay that is random, 0 to 1.
+    jitter: float = 0.1
+
+
+RetryPolicy = FixedRetry | ExponentialRetry
+
+
+class JobOptions(TypedDict, total=False):
+    """The optional fields of a new job: those of NewJob besides queue, kind and payload."""
+
+    attributes: Mapping[str, str] | None
+    priority: int
+    run_at: datetime | None
+    delay: Span | None
+    expires_at: datetime | None
+    max_attempts: int
+    retry: RetryPolicy | None
+    dedup_key: str
+    dedup_window: Span | None
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class NewJob:
+    """A job to store. Its id is made with the object, so enqueueing the same NewJob again stores nothing new."""
+
+    queue: str
+    kind: str
+    # At most 1 MiB.
+    payload: Payload = b""
+    _: KW_ONLY
+    # At most 32 labels, readable without the payload.
+    attributes: Mapping[str, str] | None = None
+    # 1 (first) to 9 (last); 0: the default, 5.
+    priority: int = 0
+    # When the job may run: at `run_at` (with a time zone), or `delay` after it is stored. Neither: at once.
+    run_at: datetime | None = None
+    delay: Span | None = None
+    # A job that is not leased by then is cancelled.
+    expires_at: datetime | None = None
+    # 1 to 1,000; 0: the queue's setting, or 20 without one.
+    max_attempts: int = 0
+    # None: the queue's setting, or exponential from 1 s to 1 h without one.
+    retry: RetryPolicy | None = None
+    # For dedup_window (1 s to 30 days; None: 1 day), enqueueing another job with this key in the queue stores nothing.
+    dedup_key: str = ""
+    dedup_window: Span | None = None
+    # A UUIDv7. The router refuses one that is older than 7 days.
+    id: str = field(default_factory=uuid7)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Enqueued:
+    """The result of enqueueing a job."""
+
+    id: str
+    # The id or the dedup key existed already. Nothing was stored, and `id` is the id of the existing job.
+    duplicate: bool = False
+    # Why this job was not stored. Only set by an independent enqueue_many.
+    error: WindrowError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A leased job. Every field has a default, so that the test of a handler can make one."""
+
+    # An opaque token that identifies this lease to ack, nack, extend and release.
+    lease: bytes = b""
+    id: str = ""
+    queue: str = ""
+    kind: str = ""
+    payload: bytes = b""
+    attributes: Mapping[str, str] = field(default_factory=dict[str, str])
+    priority: int = 5
+    # 1 on the first run.
+    attempt: int = 1
+    max_attempts: int = 20
+    enqueued_at: datetime = _EPOCH
+    # When the job became due.
+    run_at: datetime = _EPOCH
+    traceparent: str = ""
+    tracestate: str = ""
+    # A Worker sets this when the lease ends while the handler runs: another worker may have the job by now. A `def`
+    # handler that runs long should check `job.lost.is_set()` between its steps.
+    lost: asyncio.Event = field(default_factory=asyncio.Event, repr=False, compare=False)
+
+    def json(self) -> Any:
+        """Returns the payload parsed as JSON. Raises ValueError."""
+        return json.loads(self.payload)
+
+    def text(self) -> str:
+        """Returns the payload decoded as UTF-8. Raises ValueError."""
+        return self.payload.decode()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One past lease of a job."""
+
+    attempt: int
+    worker: str
+    leased_at: datetime
+    ended_at: datetime
+    outcome: AttemptOutcome
+    # What the nack reported; None if it reported nothing, and for other outcomes.
+    failure: Failure | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRecord:
+    """A job as it is stored, in whatever state."""
+
+    id: str
+    queue: str
+    kind: str
+    state: JobState
+    # None unless the call asked for them. A job without a result has an empty one.
+    payload: bytes | None
+    result: bytes | None
+    attributes: Mapping[str, str]
+    priority: int
+    # The number of leases counted so far.
+    attempt: int
+    max_attempts: int
+    retry: RetryPolicy | None
+    dedup_key: str
+    enqueued_at: datetime
+    run_at: datetime
+    expires_at: datetime | None
+    lease_deadline: datetime | None
+    finished_at: datetime | None
+    # The worker that holds, or last held, the lease.
+    worker: str
+    # Why the job is dead or cancelled.
+    reason: str
+    # Ended attempts, oldest first. Only the newest 50 are stored.
+    attempts: Sequence[Attempt]
+    shard: str
+
+
+# The fields of a NewJob that must be a str or an int.
+_STR_FIELDS = frozenset({"queue", "kind", "dedup_key", "id"})
+_INT_FIELDS = frozenset({"priority", "max_attempts"})
+_SHOWN_CHARS_MAX = 100
+# The paths in a windrow.v1.NewJob of the fields that have other names there. Violations name these paths.
+_PATHS = {
+    **{field.name: f"template.{field.name}" for field in job_pb2.JobTemplate.DESCRIPTOR.fields},
+    **{f"dedup_{field.name}": f"dedup.{field.name}" for field in job_pb2.Dedup.DESCRIPTOR.fields},
+}
+
+# By the numbers of the contract's enums, which have the same names after a prefix.
+_STATES: dict[int, JobState] = {
+    job_pb2.JobState.Value(f"JOB_STATE_{state.name}"): state for state in JobState if state is not JobState.UNKNOWN
+}
+_OUTCOMES: dict[int, AttemptOutcome] = {
+    job_pb2.AttemptOutcome.Value(f"ATTEMPT_OUTCOME_{outcome.name}"): outcome
+    for outcome in AttemptOutcome
+    if outcome is not AttemptOutcome.UNKNOWN
+}
+_ANSWERS: dict[int, Answer] = {
+    job_pb2.JobAnswer.Value(f"JOB_ANSWER_{answer.name}"): answer for answer in Answer if answer is not Answer.UNKNOWN
+}
+
+
+def answer_of(value: int) -> Answer:
+    return _ANSWERS.get(value, Answer.UNKNOWN)
+
+
+def answers(values: Sequence[int]) -> list[Answer]:
+    return [answer_of(value) for value in values]
+
+
+def enqueue_request(org: str, jobs: Sequence[NewJob], *, independent: bool = False) -> queue_pb2.EnqueueRequest:
+    """Builds a request. Raises InvalidJob with the path of a field that cannot be encoded."""
+    request = queue_pb2.EnqueueRequest(org=org, independent=independent)
+    add = request.jobs.add
+    for at, job in enumerate(jobs):
+        try:
+            write(job, add())
+        except (TypeError, ValueError) as error:
+            raise _invalid(job, at, error) from error
+    return request
+
+
+def new_message(job: NewJob) -> job_pb2.NewJob:
+    """Builds one job's message. Raises InvalidJob with a path as in a request of this job only."""
+    message = job_pb2.NewJob()
+    try:
+        write(job, message)
+    except (TypeError, ValueError) as error:
+        raise _invalid(job, 0, error) from error
+    return message
+
+
+def write(job: NewJob, message: job_pb2.NewJob) -> None:
+    """Fills an empty message. Raises TypeError or ValueError."""
+    if not job.id:
+        raise ValueError("id is empty; leave it out to get a new one")
+    message.id = job.id
+    template = message.template
+    template.queue = job.queue
+    template.kind = job.kind
+    payload = job.payload
+    template.payload = payload if type(payload) is bytes else encode(payload)
+    if job.attributes:
+        template.attributes.update(job.attributes)
+    if job.priority:
+        template.priority = job.priority
+    if job.max_attempts:
+        template.max_attempts = job.max_attempts
+    if job.retry is not None:
+        template.retry.CopyFrom(_retry(job.retry))
+    if job.run_at is not None:
+        if job.delay is not None:
+            raise ValueError("run_at and delay are both given; give only one")
+        message.run_at.CopyFrom(timestamp(job.run_at))
+    elif job.delay is not None:
+        message.delay.CopyFrom(duration(job.delay))
+    if job.expires_at is not None:
+        message.expires_at.CopyFrom(timestamp(job.expires_at))
+    if job.dedup_key:
+        message.dedup.key = job.dedup_key
+    if job.dedup_window is not None:
+        message.dedup.window.CopyFrom(duration(job.dedup_window))
+
+
+def _invalid(job: NewJob, at: int, error: Exception) -> InvalidJob:
+    # protobuf does not name the bad field: try each one alone, in a job that is otherwise valid.
+    valid = NewJob("queue", "kind")
+    for name in NewJob.__dataclass_fields__:
+        if name == "_":
+            continue
+        value = getattr(job, name)
+        fields: dict[str, Any] = {"queue": valid.queue, "kind": valid.kind, "id": valid.id, name: value}
+        try:
+            write(NewJob(**fields), job_pb2.NewJob())
+        except (TypeError, ValueError) as found:
+            path, fault = f"jobs[{at}].{_PATHS.get(name, name)}", _type_fault(name, value) or str(found)
+            return InvalidJob(f"{path}: {fault}", [Violation(path, fault)])
+    path = f"jobs[{at}]"
+    return InvalidJob(f"{path}: {error}", [Violation(path, str(error))])
+
+
+def _type_fault(name: str, value: object) -> str:
+    """Returns what is wrong with a field's type, because protobuf's own message does not show the value; or ""."""
+    if name in _STR_FIELDS:
+        return "" if isinstance(value, str) else f"must be a str, not {_shown(value)}"
+    if name in _INT_FIELDS:
+        return "" if type(value) is int else f"must be an int, not {_shown(value)}"
+    if name == "attributes":
+        if not isinstance(value, Mapping):
+            return f"must be a dict of str to str, not {_shown(value)}"
+        for key, text in cast("Mapping[object, object]", value).items():
+            if not (isinstance(key, str) and isinstance(text, str)):
+                return f"key and value must both be str, not {_shown(key)}: {_shown(text)}"
+    return ""
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARS_MAX else text[:_SHOWN_CHARS_MAX] + "…"
+
+
+def _retry(policy: object) -> job_pb2.RetryPolicy:
+    match policy:
+        case FixedRetry():
+            return job_pb2.RetryPolicy(fixed=job_pb2.FixedRetry(delay=duration(policy.delay)))
+        case ExponentialRetry():
+            return job_pb2.RetryPolicy(
+                exponential=job_pb2.ExponentialRetry(
+                    initial_delay=duration(policy.initial_delay),
+                    multiplier=policy.multiplier,
+                    max_delay=duration(policy.max_delay),
+                    jitter=policy.jitter,
+                )
+            )
+        case _:
+            raise TypeError(
+                f"{_shown(policy)} is not a retry policy; write FixedRetry(seconds) or ExponentialRetry(...); "
+                "max_attempts sets how often a job is tried"
+            )
+
+
+def _read_retry(message: job_pb2.RetryPolicy) -> RetryPolicy | None:
+    match message.WhichOneof("policy"):
+        case "fixed":
+            return FixedRetry(delay=message.fixed.delay.ToTimedelta())
+        case "exponential":
+            policy = message.exponential
+            return ExponentialRetry(
+                initial_delay=policy.initial_delay.ToTimedelta() if policy.HasField("initial_delay") else 1.0,
+                multiplier=policy.multiplier or 2.0,
+                max_delay=policy.max_delay.ToTimedelta() if policy.HasField("max_delay") else 3600.0,
+                jitter=policy.jitter if policy.HasField("jitter") else 0.1,
+            )
+        case _:
+            return None
+
+
+def read_leased(message: job_pb2.LeasedJob) -> Job:
+    # HasField first: reading an absent message field would create an object.
+    traced = message.HasField("trace")
+    enqueued, run = message.enqueued_at, message.run_at
+    enqueued_at = moment(enqueued)
+    at_once = run.nanos == enqueued.nanos and run.seconds == enqueued.seconds
+    return Job(
+        lease=message.lease,
+        id=message.id,
+        queue=message.queue,
+        kind=message.kind,
+        payload=message.payload,
+        attributes=dict(message.attributes),
+        priority=message.priority,
+        attempt=message.attempt,
+        max_attempts=message.max_attempts,
+        enqueued_at=enqueued_at,
+        run_at=enqueued_at if at_once else moment(run),
+        traceparent=message.trace.traceparent if traced else "",
+        tracestate=message.trace.tracestate if traced else "",
+    )
+
+
+def read_record(message: job_pb2.Job, *, with_payload: bool) -> JobRecord:
+    return JobRecord(
+        id=message.id,
+        queue=message.queue,
+        kind=message.kind,
+        state=_STATES.get(message.state, JobState.UNKNOWN),
+        payload=message.payload if with_payload else None,
+        result=message.result if with_payload else None,
+        attributes=dict(message.attributes),
+        priority=message.priority,
+        attempt=message.attempt,
+        max_attempts=message.max_attempts,
+        retry=_read_retry(message.retry),
+        dedup_key=message.dedup_key,
+        enqueued_at=moment(message.enqueued_at),
+        run_at=moment(message.run_at),
+        expires_at=moment(message.expires_at) if message.HasField("expires_at") else None,
+        lease_deadline=moment(message.lease_deadline) if message.HasField("lease_deadline") else None,
+        finished_at=moment(message.finished_at) if message.HasField("finished_at") else None,
+        worker=message.worker,
+        reason=message.reason,
+        attempts=[
+            Attempt(
+                attempt=past.attempt,
+                worker=past.worker,
+                leased_at=moment(past.leased_at),
+                ended_at=moment(past.ended_at),
+                outcome=_OUTCOMES.get(past.outcome, AttemptOutcome.UNKNOWN),
+                failure=read_failure(past.failure) if past.HasField("failure") else None,
+            )
+            for past in message.attempts
+        ],
+        shard=message.shard,
+    )

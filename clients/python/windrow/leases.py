@@ -1,0 +1,172 @@
+"""The leases a worker holds, and when they are prolonged. Does not know what runs under them.
+
+Time is the worker's own monotonic clock. A lease counts from the receipt of its job, or from just before the extend
+that renewed it was sent. Apart from the job's travel time, it therefore ends here no later than at the shard: a worker
+that cannot reach its router gives up a job before another worker gets it, or at that moment. If both run it all the
+same, fencing rejects the older lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from windrow.errors import WindrowError
+from windrow.jobs import Job
+
+log = logging.getLogger("windrow.worker")
+
+
+class HeldLease:
+    """A leased job that the worker holds."""
+
+    __slots__ = ("extending", "job", "over", "renewed_at", "settling", "task", "threaded")
+
+    def __init__(self, job: Job, renewed_at: float) -> None:
+        self.job = job
+        # When the job was received, or when its last successful extend was sent; monotonic seconds.
+        self.renewed_at = renewed_at
+        # An extend waits to be sent or answered.
+        self.extending = False
+        # The job's outcome waits to be sent or answered.
+        self.settling = False
+        # The lease has ended, according to the router or to the clock.
+        self.over = False
+        # The handler runs in a thread, which cannot be cancelled.
+        self.threaded = False
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def lost(self) -> bool:
+        return self.job.lost.is_set()
+
+
+class Connectivity:
+    """Whether the router can be reached. Logs the start and the end of an outage once each."""
+
+    def __init__(self, worker: str) -> None:
+        self._worker = worker
+        self._away_since: float | None = None
+
+    @property
+    def away_since(self) -> float | None:
+        """Returns when the current outage began (monotonic seconds), or None if there is none."""
+        return self._away_since
+
+    def failed(self, error: WindrowError) -> None:
+        if self._away_since is None:
+            self._away_since = time.monotonic()
+            log.warning(
+                "%s: the router cannot be reached; handlers continue while the worker reconnects: %s",
+                self._worker,
+                error,
+            )
+
+    def answered(self) -> None:
+        if self._away_since is not None:
+            away_s = time.monotonic() - self._away_since
+            log.info("%s: the router can be reached again, after %.1f s", self._worker, away_s)
+            self._away_since = None
+
+
+class Leases:
+    """Every lease from a job's receipt until the router has answered its outcome.
+
+    Callbacks: `extend` prolongs leases and sets their `extending`. `on_waited` gets a job that has not begun for a
+    third of the window, `on_lost` a lease that ended before its job did.
+    """
+
+    def __init__(
+        self,
+        *,
+        worker: str,
+        window_s: float,
+        extend: Callable[[Sequence[HeldLease]], None],
+        on_waited: Callable[[HeldLease], None],
+        on_lost: Callable[[HeldLease], None],
+    ) -> None:
+        self._worker = worker
+        self._window_s = window_s
+        self._extend = extend
+        self._on_waited = on_waited
+        self._on_lost = on_lost
+        self._held: dict[HeldLease, None] = {}
+        self._not_empty = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, held: HeldLease) -> bool:
+        return held in self._held
+
+    def hold(self, jobs: Iterable[Job], since: float) -> list[HeldLease]:
+        """Adds jobs that were received at `since` (monotonic seconds), and returns their leases."""
+        new = [HeldLease(job, since) for job in jobs]
+        if new:
+            self._held.update(dict.fromkeys(new))
+            self._not_empty.set()
+        return new
+
+    def drop(self, held: HeldLease) -> None:
+        self._held.pop(held, None)
+
+    def ended(self, held: HeldLease) -> bool:
+        """Whether the lease has ended, even if the router has not reported it."""
+        return held.over or time.monotonic() - held.renewed_at >= self._window_s
+
+    async def keep(self) -> None:
+        """Prolongs each lease after a third of its window, all that are due in one batch. Runs until cancelled."""
+        while True:
+            if not self._held:
+                self._not_empty.clear()
+                await self._not_empty.wait()
+            self._check_deadlines()
+            third_s = self._window_s / 3
+            next_s = min(
+                (held.renewed_at + (3 if held.extending or held.settling else 1) * third_s for held in self._held),
+                default=0.0,
+            )
+            # A lease that is renewed during the pause falls due no sooner than a third of the window from now.
+            pause_s = min(third_s, max(0.001, next_s - time.monotonic()))
+            paused_at = time.monotonic()
+            await asyncio.sleep(pause_s)
+            blocked_s = time.monotonic() - paused_at - pause_s
+            if blocked_s > third_s:
+                log.warning(
+                    "%s: the event loop was blocked for %.1f s, and no lease was extended meanwhile; if a handler "
+                    "blocks it, make that a def, which runs in a thread, instead of an async def",
+                    self._worker,
+                    blocked_s,
+                )
+
+    def _check_deadlines(self) -> None:
+        now = time.monotonic()
+        ended: list[HeldLease] = []
+        due: list[HeldLease] = []
+        for held in self._held:
+            age_s = now - held.renewed_at
+            if age_s >= self._window_s:
+                ended.append(held)
+            # Include leases that are nearly due: one message a tick, not one for each job.
+            elif age_s >= self._window_s / 4 and not (held.extending or held.settling):
+                due.append(held)
+        for held in ended:
+            self.lose(held, "it could not be extended in time")
+        begun = [held for held in due if held.task is not None]
+        for held in due:
+            if held.task is None and now - held.renewed_at >= self._window_s / 3:
+                self._on_waited(held)
+        if begun:
+            self._extend(begun)
+
+    def lose(self, held: HeldLease, why: str) -> None:
+        self.drop(held)
+        held.over = True
+        if held.settling:
+            # The ack that is on its way may have ended the lease. Its answer will tell.
+            return
+        log.warning("%s: lost the lease of job %s (%s): %s", self._worker, held.job.id, held.job.kind, why)
+        held.job.lost.set()
+        self._on_lost(held)

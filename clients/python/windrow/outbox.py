@@ -1,0 +1,366 @@
+"""Enqueues jobs inside your own Postgres transactions: the jobs are stored with your rows, or not at all.
+
+    connection.execute(outbox.SCHEMA)                                 # once
+    with connection.transaction():
+        connection.execute("INSERT INTO orders ...")
+        outbox.add(connection, "acme", NewJob("emails", "send_receipt", {"order": 7}))
+
+    windrow.run(outbox.Relay("postgresql://...", client))             # one or more, anywhere
+
+A job's id is made with the NewJob, so a job that is relayed twice is stored once: a relay may die between the router's
+OK and its own DELETE. Jobs are relayed in the order of their ids. This module owns the table windrow_outbox and needs
+`windrow[outbox]`. The relay polls: your database needs no triggers and no LISTEN.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final, NamedTuple, overload
+
+from google.protobuf.message import DecodeError
+
+try:
+    import psycopg
+    from psycopg.rows import class_row
+except ImportError as error:
+    raise ImportError("windrow.outbox needs psycopg: install windrow[outbox]") from error
+
+from opentelemetry import trace
+
+from windrow.calls import patient_pause_s
+from windrow.client import Client
+from windrow.errors import TRANSIENT, DeadlineExceeded, InvalidRequest, WindrowError
+from windrow.ids import made_at
+from windrow.jobs import NewJob, enqueue_request
+from windrow.payloads import duration
+from windrow.signals import stopped_by_signals
+from windrow.tracing import trace_context
+from windrow.v1 import job_pb2, queue_pb2
+
+log = logging.getLogger("windrow.outbox")
+
+SCHEMA: Final = """
+CREATE TABLE IF NOT EXISTS windrow_outbox (
+    -- The job's id, a UUIDv7.
+    id uuid PRIMARY KEY,
+    org text NOT NULL,
+    -- A windrow.v1.NewJob.
+    job bytea NOT NULL,
+    added_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    -- Set for a job that can never be stored as it is. To try again, set it back to NULL; to give up, delete the row.
+    set_aside_at timestamptz,
+    error text
+) WITH (autovacuum_vacuum_scale_factor = 0.02);
+CREATE INDEX IF NOT EXISTS windrow_outbox_waiting ON windrow_outbox (id) WHERE set_aside_at IS NULL;
+"""
+
+_ADD: Final = """
+INSERT INTO windrow_outbox (id, org, job)
+SELECT new.id::uuid, %(org)s, new.job FROM unnest(%(ids)s::text[], %(jobs)s::bytea[]) AS new (id, job)
+ON CONFLICT (id) DO NOTHING
+"""
+
+# Locks up to rows_max rows that no other relay has locked, and returns the first of them, up to bytes_max.
+_TAKE: Final = """
+WITH taken AS MATERIALIZED (
+    SELECT id, org, job, added_at FROM windrow_outbox
+    WHERE set_aside_at IS NULL AND org <> ALL (%(resting)s::text[])
+    ORDER BY id LIMIT %(rows_max)s FOR UPDATE SKIP LOCKED
+), sized AS (
+    SELECT *, sum(octet_length(job)) OVER (ORDER BY id) - octet_length(job) AS bytes_before FROM taken
+)
+SELECT id::text, org, job, extract(epoch FROM clock_timestamp() - added_at)::float8 AS age_s
+FROM sized WHERE bytes_before < %(bytes_max)s ORDER BY id
+"""
+
+_DELETE: Final = "DELETE FROM windrow_outbox WHERE id = ANY (%s::text[]::uuid[])"
+
+_SET_ASIDE: Final = """
+UPDATE windrow_outbox AS o SET set_aside_at = clock_timestamp(), error = bad.error
+FROM unnest(%s::text[]::uuid[], %s::text[]) AS bad (id, error) WHERE o.id = bad.id
+"""
+
+ROWS_MAX = 1000
+_BYTES_MAX = 8 * 1024 * 1024
+_ORGS_AT_ONCE_MAX = 8
+# The router's dedup horizon: it cannot recognise duplicates of an older id, and refuses it.
+_HORIZON = timedelta(days=7)
+_IDLE_FIRST_S, _IDLE_MAX_S = 0.02, 1.0
+_REST_FIRST_S, _REST_MAX_S = 0.5, 30.0
+# How long to wait for an org's jobs to be stored, which delays the next batch. The limit starts at the first value and
+# doubles after each timeout of the org. It is never longer than the pause that a router asks for when a shard is down,
+# so the relay does not wait here for a dead shard.
+_SEND_FIRST_S, _SEND_MAX_S = 1.0, 10.0
+# Errors after which a retry may succeed. Three are not OperationalErrors: two when a transaction stayed open for longer
+# than the server allows, waiting for the router, and one when the server is a standby, or not yet the primary.
+_OUTAGES = (
+    psycopg.OperationalError,
+    psycopg.errors.IdleInTransactionSessionTimeout,
+    psycopg.errors.TransactionTimeout,
+    psycopg.errors.ReadOnlySqlTransaction,
+)
+
+
+@overload
+def add(connection: psycopg.Connection[Any], org: str, *jobs: NewJob) -> list[str]: ...
+@overload
+def add(connection: psycopg.AsyncConnection[Any], org: str, *jobs: NewJob) -> Awaitable[list[str]]: ...
+def add(
+    connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any], org: str, *jobs: NewJob
+) -> list[str] | Awaitable[list[str]]:
+    """Adds jobs to the outbox in the connection's transaction; returns their ids. Await it for an async connection.
+
+    A `delay` counts from now. Raises InvalidJob for a job that cannot be encoded. A job that exceeds a limit of the
+    router is set aside when it is relayed.
+    """
+    request = enqueue_request(org, jobs)
+    context = trace_context(trace.get_current_span().get_span_context())
+    if context is not None:
+        for job in request.jobs:
+            job.trace.CopyFrom(context)
+    ids = [job.id for job in request.jobs]
+    parameters = {"org": org, "ids": ids, "jobs": [job.SerializeToString() for job in request.jobs]}
+    if isinstance(connection, psycopg.AsyncConnection):
+        return _add_async(connection, parameters, ids)
+    connection.execute(_ADD, parameters)
+    return ids
+
+
+async def _add_async(connection: psycopg.AsyncConnection[Any], parameters: dict[str, Any], ids: list[str]) -> list[str]:
+    await connection.execute(_ADD, parameters)
+    return ids
+
+
+class Relayed(NamedTuple):
+    """How many jobs of one batch were sent, were set aside, and were left for a retry because their org could not be
+    reached."""
+
+    sent: int = 0
+    set_aside: int = 0
+    left: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    id: str
+    org: str
+    job: bytes
+    # By the clock of the database, as added_at is.
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Bad:
+    error: str
+
+
+@dataclass(slots=True)
+class _Rest:
+    """The pause of an org that cannot be reached. Its jobs are skipped, so that they do not delay other orgs."""
+
+    until: float
+    next_s: float
+    # How long the next try may take.
+    timeout_s: float
+
+
+class Relay:
+    """Moves jobs from the outbox to the router. Each job is sent at least once and stored once. Several relays may run
+    at the same time.
+
+    `connect`: a libpq connection string, or a function that opens a psycopg.AsyncConnection. The client's org does not
+    matter, because each row has its own. `rows_max` (1 to 1,000; default 500): the jobs of one batch, which also has at
+    most about 8 MiB.
+
+    The relay waits one second for an org's jobs to be stored; after timeouts it waits longer, up to 10 s. If that
+    fails, it skips the org for up to 30 s, while other orgs' jobs continue. If a failed call stored jobs all the same,
+    their ids make the next try return them as duplicates.
+    """
+
+    def __init__(
+        self,
+        connect: str | Callable[[], Awaitable[psycopg.AsyncConnection[Any]]],
+        client: Client,
+        *,
+        rows_max: int = 500,
+    ) -> None:
+        if not 1 <= rows_max <= ROWS_MAX:
+            raise InvalidRequest(f"rows_max must be 1 to {ROWS_MAX:,}, not {rows_max}")
+        self.client = client
+        self._connect = connect
+        self._rows_max = rows_max
+        self._resting: dict[str, _Rest] = {}
+        # The last pause during an outage of the database; 0 while there is no outage.
+        self._outage_pause_s = 0.0
+        self._stopping = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Ends run() after the current batch. Thread-safe."""
+        self._stopped = True
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._stopping.set)
+
+    async def run(self) -> None:
+        """Relays until stop(), or, in the main thread, until SIGTERM or SIGINT. Continues after outages of the database
+        or the router."""
+        self._loop = asyncio.get_running_loop()
+        if self._stopped:
+            return
+        with stopped_by_signals(self.stop):
+            while not self._stopping.is_set():
+                try:
+                    async with await self._open() as connection:
+                        await self._run_on(connection)
+                except _OUTAGES as error:
+                    if not self._outage_pause_s:
+                        log.warning("the outbox's database cannot be used; trying again: %s", error)
+                    self._outage_pause_s = min(_REST_MAX_S, max(_REST_FIRST_S, self._outage_pause_s * 2))
+                    await self._pause(self._outage_pause_s * random.uniform(0.5, 1.0))
+
+    async def run_once(self) -> Relayed:
+        """Relays one batch and returns its counts. For cron jobs and tests."""
+        async with await self._open() as connection:
+            return await self._relay_batch(connection)
+
+    async def _open(self) -> psycopg.AsyncConnection[Any]:
+        if isinstance(self._connect, str):
+            return await psycopg.AsyncConnection.connect(self._connect, connect_timeout=10)
+        return await self._connect()
+
+    async def _run_on(self, connection: psycopg.AsyncConnection[Any]) -> None:
+        idle_s = _IDLE_FIRST_S
+        while not self._stopping.is_set():
+            relayed = await self._relay_batch(connection)
+            # Only a batch proves that the outage is over: a standby accepts connections, too.
+            if self._outage_pause_s:
+                log.info("the outbox's database can be used again")
+                self._outage_pause_s = 0.0
+            if relayed.sent or relayed.set_aside:
+                idle_s = _IDLE_FIRST_S
+                continue
+            await self._pause(idle_s * random.uniform(0.5, 1.0))
+            idle_s = min(_IDLE_MAX_S, idle_s * 2)
+
+    async def _pause(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
+
+    async def _relay_batch(self, connection: psycopg.AsyncConnection[Any]) -> Relayed:
+        now = time.monotonic()
+        resting = [org for org, rest in self._resting.items() if rest.until > now]
+        # The rows stay locked until the router has answered, so that no other relay sends them meanwhile.
+        async with connection.transaction(), connection.cursor(row_factory=class_row(_Row)) as cursor:
+            await cursor.execute(_TAKE, {"resting": resting, "rows_max": self._rows_max, "bytes_max": _BYTES_MAX})
+            rows = await cursor.fetchall()
+            if not rows:
+                return Relayed()
+            sent, bad = await self._send(rows)
+            await self._conclude(connection, sent, bad)
+        for id, error in bad.items():  # noqa: A001
+            log.error("outbox: job %s is set aside: %s", id, error)
+        return Relayed(sent=len(sent), set_aside=len(bad), left=len(rows) - len(sent) - len(bad))
+
+    async def _conclude(
+        self, connection: psycopg.AsyncConnection[Any], sent: Sequence[str], bad: dict[str, str]
+    ) -> None:
+        if sent:
+            await connection.execute(_DELETE, [sent])
+        if bad:
+            await connection.execute(_SET_ASIDE, [list(bad), list(bad.values())])
+
+    async def _send(self, rows: Sequence[_Row]) -> tuple[list[str], dict[str, str]]:
+        """Sends the rows' jobs. Returns the ids of those stored, and of those that never can be, with the reason."""
+        sent: list[str] = []
+        bad: dict[str, str] = {}
+        requests: dict[str, queue_pb2.EnqueueRequest] = {}
+        for row in rows:
+            match _read(row):
+                case _Bad(error=error):
+                    bad[row.id] = error
+                case job:
+                    request = requests.setdefault(row.org, queue_pb2.EnqueueRequest(org=row.org, independent=True))
+                    request.jobs.append(job)
+        slots = asyncio.Semaphore(_ORGS_AT_ONCE_MAX)
+        deadline = time.monotonic() + _SEND_FIRST_S
+
+        async def send(request: queue_pb2.EnqueueRequest) -> None:
+            async with slots:
+                # After the deadline, leave an org for the next batch, which skips the orgs that could not be reached.
+                if time.monotonic() < deadline:
+                    await self._send_org(request, sent, bad)
+
+        async with asyncio.TaskGroup() as group:
+            # Orgs that could not be reached the last time come last.
+            for request in sorted(requests.values(), key=lambda request: request.org in self._resting):
+                group.create_task(send(request))
+        return sent, bad
+
+    async def _send_org(self, request: queue_pb2.EnqueueRequest, sent: list[str], bad: dict[str, str]) -> None:
+        ids = [job.id for job in request.jobs]
+        rest = self._resting.get(request.org)
+        timeout_s = _SEND_FIRST_S if rest is None else rest.timeout_s
+        try:
+            # Not the client's whole timeout: the other orgs wait meanwhile, and the relay retries anyway.
+            results = await self.client.send(request, timeout=min(timeout_s, self.client.calls.timeout_s))
+        except InvalidRequest as error:
+            # The request is independent, so no single job is the cause: the org is invalid, or every job is too large.
+            bad.update((id, str(error)) for id in ids)  # noqa: A001
+            return
+        except WindrowError as error:
+            self._rest(request.org, error)
+            return
+        failure: WindrowError | None = None
+        for id, result in zip(ids, results, strict=True):  # noqa: A001
+            match result.error:
+                case None:
+                    sent.append(id)
+                case InvalidRequest():
+                    bad[id] = str(result.error)
+                case other:
+                    failure = other
+        if failure is None:
+            self._resting.pop(request.org, None)
+        else:
+            self._rest(request.org, failure)
+
+    def _rest(self, org: str, error: WindrowError) -> None:
+        rest = self._resting.get(org)
+        if rest is None:
+            level = logging.WARNING if isinstance(error, TRANSIENT) else logging.ERROR
+            log.log(level, "outbox: the jobs of org %s wait and will be retried: %s", org, error)
+            rest = self._resting[org] = _Rest(until=0.0, next_s=_REST_FIRST_S, timeout_s=_SEND_FIRST_S)
+        pause_s = patient_pause_s(error, own_s=rest.next_s * random.uniform(0.5, 1.0))
+        rest.until = time.monotonic() + pause_s
+        rest.next_s = min(_REST_MAX_S, rest.next_s * 2)
+        if isinstance(error, DeadlineExceeded):
+            # The org's shard may only be slow: without more time its jobs would never be stored.
+            rest.timeout_s = min(_SEND_MAX_S, rest.timeout_s * 2)
+
+
+def _read(row: _Row) -> job_pb2.NewJob | _Bad:
+    """Returns the job to send. Its delay is shortened by the time that it spent in the outbox."""
+    try:
+        job = job_pb2.NewJob.FromString(row.job)
+        made = made_at(job.id)
+    except (DecodeError, ValueError) as error:
+        return _Bad(f"the row's job cannot be read: {error}")
+    age_s = time.time() - made
+    if age_s > _HORIZON.total_seconds():
+        return _Bad(
+            f"its id was made {age_s / 86400:.1f} days ago; ids older than {_HORIZON.days} days are refused, because "
+            "duplicates of them cannot be recognised; add the job again with a new id and delete this row"
+        )
+    if job.HasField("delay"):
+        left_s = job.delay.ToNanoseconds() / 1e9 - row.age_s
+        job.delay.CopyFrom(duration(max(0.0, left_s)))
+    return job

@@ -1,0 +1,140 @@
+"""What a worker reports about a lease. Each outcome adds itself to a message of the stream. Retry and Kill are what
+handlers raise to choose one."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import ClassVar
+
+from windrow.errors import Span
+from windrow.failures import Failure, failure_message, failure_of, type_name
+from windrow.payloads import duration, seconds
+from windrow.v1 import queue_pb2
+
+_RETRY_AFTER_MAX_S = 3650 * 86400
+
+
+class Action(abc.ABC):
+    """A subclass names its verb."""
+
+    __slots__ = ()
+    verb: ClassVar[str]
+
+    @property
+    def size(self) -> int:
+        """The bytes of its texts, about."""
+        return 0
+
+    @abc.abstractmethod
+    def write(self, request: queue_pb2.ConsumeRequest, lease: bytes) -> None:
+        """Adds an entry about this lease."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done(Action):
+    """The job finished, with a result of at most 64 KiB."""
+
+    verb = "ack"
+    result: bytes = b""
+
+    @property
+    def size(self) -> int:
+        return len(self.result)
+
+    def write(self, request: queue_pb2.ConsumeRequest, lease: bytes) -> None:
+        request.acks.add(lease=lease, result=self.result)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed(Action):
+    """The attempt failed. `retry_after_s` None: the retry policy decides when the job runs again."""
+
+    verb = "nack"
+    failure: Failure
+    retry_after_s: float | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.failure.message) + len(self.failure.stack)
+
+    def write(self, request: queue_pb2.ConsumeRequest, lease: bytes) -> None:
+        nack = request.nacks.add(lease=lease, failure=failure_message(self.failure))
+        if self.retry_after_s is not None:
+            nack.retry_after.CopyFrom(duration(self.retry_after_s))
+
+
+class Extended(Action):
+    """The lease is prolonged."""
+
+    verb = "extend"
+
+    def write(self, request: queue_pb2.ConsumeRequest, lease: bytes) -> None:
+        request.extends.add(lease=lease)
+
+
+class Released(Action):
+    """The job is given back at once, without counting the attempt."""
+
+    verb = "release"
+
+    def write(self, request: queue_pb2.ConsumeRequest, lease: bytes) -> None:
+        request.releases.append(lease)
+
+
+class Outcome(Exception):
+    """What a handler raises to choose the outcome of its job."""
+
+    # Whether the span of the job shows an error.
+    is_failure = False
+
+    def action(self) -> Action:
+        """Returns what to report. May raise anything: a subclass may have changed anything."""
+        raise NotImplementedError
+
+    def _failure(self, *, message: str, permanent: bool = False) -> Failure:
+        """Returns the failure to store. `message` is used if no reason was given. The names Retry and Kill tell
+        nothing, so the type is that of the error from which they were raised, if any."""
+        failure = failure_of(self, message=message, permanent=permanent)
+        if type(self) in (Retry, Kill):
+            cause = self.__cause__
+            failure = replace(failure, type="" if cause is None else type_name(type(cause)))
+        return failure
+
+
+class Retry(Outcome):
+    """Raised by a handler: nack the job, and run it again.
+
+    `after` is a timedelta or seconds; without it the job's retry policy sets the delay. This counts as an attempt: a
+    job without attempts left is dead. `reason` is stored in the attempt history. Raises ValueError if `after` is
+    negative or more than 3,650 days.
+    """
+
+    def __init__(self, reason: str = "", *, after: Span | None = None) -> None:
+        super().__init__(reason)
+        after_s = after.total_seconds() if isinstance(after, timedelta) else after
+        if after_s is not None and not 0 <= after_s <= _RETRY_AFTER_MAX_S:
+            raise ValueError(f"after must be 0 s to 3,650 days, not {after!r}")
+        self.after = after
+
+    def action(self) -> Failed:
+        # Validate again: a subclass may have set a delay that no nack can carry.
+        after = Retry(after=self.after).after
+        return Failed(
+            failure=self._failure(message="the handler asked for a retry"),
+            retry_after_s=None if after is None else seconds(after),
+        )
+
+
+class Kill(Outcome):
+    """Raised by a handler: the failure is permanent. The job is dead at once, even if it has attempts left. `reason` is
+    stored with it."""
+
+    is_failure = True
+
+    def __init__(self, reason: str = "") -> None:
+        super().__init__(reason)
+
+    def action(self) -> Failed:
+        return Failed(failure=self._failure(message="the handler gave the job up", permanent=True))

@@ -1,0 +1,106 @@
+"""Conversions between Python values and the wire: payloads, results, error texts, spans and times. No I/O."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any, TypeAlias
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from windrow.errors import Span
+
+FAILURE_TYPE_BYTES_MAX, FAILURE_MESSAGE_BYTES_MAX, FAILURE_STACK_BYTES_MAX = 256, 8192, 32768
+RESULT_BYTES_MAX = 65536
+
+Payload: TypeAlias = bytes | bytearray | memoryview | str | Mapping[str, Any] | Sequence[Any] | int | float | None
+"""Bytes are sent as they are, str as UTF-8, and anything else as JSON: None becomes `null`."""
+
+
+def encode(value: Payload, *, what: str = "payload") -> bytes:
+    """Returns the bytes for a value. Raises TypeError or ValueError if JSON cannot represent it, as with NaN; `what`
+    names the value in the error."""
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, str):
+        return value.encode()
+    if isinstance(value, bytearray | memoryview):
+        return bytes(value)
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    except TypeError as error:
+        raise TypeError(_no_json(what, value, str(error))) from error
+    except RecursionError as error:
+        raise ValueError(_no_json(what, value, "it is nested too deeply")) from error
+    except ValueError as error:
+        raise ValueError(_no_json(what, value, str(error))) from error
+
+
+def _no_json(what: str, value: object, why: str) -> str:
+    return f"a {what} is bytes, str, or what JSON can hold, and this {type(value).__name__} is none of them: {why}"
+
+
+def encode_result(value: Payload) -> bytes:
+    """Returns the bytes for a handler's return value; None means no result. Raises TypeError or ValueError as encode()
+    does, and ValueError for a result of more than 64 KiB."""
+    result = b"" if value is None else encode(value, what="result")
+    if len(result) > RESULT_BYTES_MAX:
+        raise ValueError(f"the result has {len(result):,} bytes; at most {RESULT_BYTES_MAX:,} are allowed")
+    return result
+
+
+def clipped(text: str, bytes_max: int, *, keep_end: bool = False) -> str:
+    """Returns a text as a Failure accepts it: at most `bytes_max` bytes of UTF-8 without NUL, of a longer text the
+    beginning or the end."""
+    data = text.replace("\0", "�").encode(errors="replace")
+    if len(data) <= bytes_max:
+        return data.decode()
+    return (data[-bytes_max:] if keep_end else data[:bytes_max]).decode(errors="ignore")
+
+
+def seconds(span: Span) -> float:
+    """Returns a span in seconds. Raises TypeError."""
+    try:
+        # Not float(), which accepts "5".
+        return span.total_seconds() if isinstance(span, timedelta) else span * 1.0
+    except TypeError as error:
+        raise TypeError(_no_span(span)) from error
+
+
+def duration(span: Span) -> Duration:
+    """Returns a span as a protobuf Duration. Raises TypeError, and ValueError for NaN and the like."""
+    message = Duration()
+    if isinstance(span, timedelta):
+        message.FromTimedelta(span)
+    else:
+        try:
+            message.FromNanoseconds(round(seconds(span) * 1e9))
+        except (OverflowError, ValueError) as error:
+            raise ValueError(_no_span(span)) from error
+    return message
+
+
+def _no_span(span: object) -> str:
+    return f"{span!r} is neither a number of seconds nor a timedelta"
+
+
+def timestamp(time: datetime) -> Timestamp:
+    """Returns a time as a protobuf Timestamp. Raises TypeError, and ValueError for a time without a zone, because that
+    is ambiguous."""
+    try:
+        zone = time.tzinfo
+    except AttributeError as error:
+        raise TypeError(f"{time!r} is not a datetime; write one with a time zone, such as datetime.now(UTC)") from error
+    if zone is None:
+        raise ValueError(f"{time!r} has no time zone; write datetime.now(UTC) or .astimezone()")
+    message = Timestamp()
+    message.FromDatetime(time)
+    return message
+
+
+def moment(message: Timestamp) -> datetime:
+    """Returns a Timestamp as a datetime in UTC, to the microsecond."""
+    # Three times as fast as ToDatetime(). A double is exact enough for the microseconds of today's times.
+    return datetime.fromtimestamp(message.seconds + message.nanos / 1e9, UTC)

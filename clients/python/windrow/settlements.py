@@ -1,0 +1,266 @@
+"""What a worker reports about its leases: acks, nacks, releases and extends, batched into messages without delay.
+
+Owns the entries that wait to be sent and those that are sent but not answered. Does not know how a message travels.
+A message carries every entry that waits when it is sent. At most UNANSWERED_MAX messages may be unanswered; entries
+that come meanwhile go with the next one. An idle worker's ack is sent at once, a busy worker's acks by the hundred.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from windrow.calls import error_of
+from windrow.errors import InvalidRequest, RouterError, WindrowError
+from windrow.jobs import Answer, answer_of
+from windrow.leases import Connectivity, HeldLease, Leases, log
+from windrow.outcomes import Action, Extended, Released
+from windrow.v1 import queue_pb2
+
+# The contract's limit for each kind of entry in one message.
+ENTRIES_MAX = 1000
+# A result may have 64 KiB. This keeps a message well below the largest allowed one.
+_BYTES_MAX = 4 * 1024 * 1024
+_ENTRY_BYTES = 64
+_RELEASE, _EXTEND = Released(), Extended()
+UNANSWERED_MAX = 2
+
+
+class _Entry:
+    __slots__ = ("action", "alone", "held", "size")
+
+    def __init__(self, held: HeldLease, action: Action) -> None:
+        self.held = held
+        self.action = action
+        self.size = _ENTRY_BYTES + action.size
+        # The entry may be why a whole message was refused: send it in a message of its own.
+        self.alone = False
+
+
+class _Message:
+    """Entries that were sent together and are not answered yet."""
+
+    __slots__ = ("entries", "sent_at")
+
+    def __init__(self, entries: list[_Entry], sent_at: float) -> None:
+        self.entries = entries
+        # Taken just before sending; monotonic seconds.
+        self.sent_at = sent_at
+
+
+class Settlements:
+    """The outcomes of a worker's jobs, on their way to the router."""
+
+    def __init__(self, leases: Leases, connectivity: Connectivity, *, backoff: Backoff) -> None:
+        self._leases = leases
+        self._connectivity = connectivity
+        self._backoff = backoff
+        self._waiting: deque[_Entry] = deque()
+        self._unanswered: dict[int, _Message] = {}
+        self._number = 0
+        # Set while the router has asked for a retry: nothing is sent until it fires.
+        self._retry_timer: asyncio.TimerHandle | None = None
+        self._room = asyncio.Event()
+        self._room.set()
+        # Set whenever there may be something to send.
+        self.wake = asyncio.Event()
+        # Set while nothing waits and nothing is unanswered.
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    async def settle(self, held: HeldLease, fate: Action) -> None:
+        """Queues the outcome of a job. Waits while more than one full message is queued, so that handlers cannot run
+        faster than the router answers."""
+        self._put(held, fate)
+        while len(self._waiting) > ENTRIES_MAX:
+            self._room.clear()
+            await self._room.wait()
+
+    def give_back(self, held: HeldLease) -> None:
+        """Queues the release of a job that has not begun or was cancelled. Never waits, so shutdown can call it."""
+        self._put(held, _RELEASE)
+
+    def extend(self, leases: Sequence[HeldLease]) -> None:
+        for held in leases:
+            held.extending = True
+            self._waiting.append(_Entry(held, _EXTEND))
+        self._notify()
+
+    def fill(self, request: queue_pb2.ConsumeRequest) -> bool:
+        """Adds the entries that may be sent now. Returns whether there were any; they count as sent then."""
+        if self._retry_timer is not None or len(self._unanswered) >= UNANSWERED_MAX:
+            return False
+        if self._is_isolating():
+            # Nothing else is sent until it is known which entry was refused.
+            return False
+        batch = self._take_batch()
+        if not batch:
+            self._update_idle()
+            return False
+        self._number += 1
+        request.request_id = self._number
+        for entry in batch:
+            entry.action.write(request, entry.held.job.lease)
+        self._unanswered[self._number] = _Message(batch, time.monotonic())
+        return True
+
+    def unanswered_since(self) -> float | None:
+        """Returns when the oldest unanswered message was sent (monotonic seconds), or None if all are answered."""
+        return min((message.sent_at for message in self._unanswered.values()), default=None)
+
+    def answered(self, settled: queue_pb2.Settled) -> None:
+        """Applies the router's answer to a message. Raises RouterError if it does not match a message that was sent."""
+        message = self._unanswered.pop(settled.request_id, None)
+        not_ok = {answer.lease: answer.answer for answer in settled.not_ok}
+        if message is None or (not_ok and not not_ok.keys() <= {entry.held.job.lease for entry in message.entries}):
+            if message is not None:
+                self._unanswered[settled.request_id] = message
+            raise RouterError(f"the router's answer to message {settled.request_id} does not match what was sent")
+        if settled.HasField("error"):
+            self._refused(message.entries, error_of(settled.error))
+        else:
+            self._backoff.reset()
+            self._connectivity.answered()
+            for entry in message.entries:
+                value = not_ok.get(entry.held.job.lease)
+                self._end(entry, Answer.OK if value is None else answer_of(value), message.sent_at)
+        self._notify()
+
+    def on_disconnect(self) -> None:
+        """Queues all unanswered entries again, after the stream broke."""
+        entries = [entry for message in self._unanswered.values() for entry in message.entries]
+        self._unanswered.clear()
+        self._requeue(entries)
+
+    def on_stream_refused(self, error: InvalidRequest) -> bool:
+        """Handles an InvalidRequest that ended the stream. If unanswered entries may be its cause, queues each of them
+        for a message of its own, to find the bad one. Returns whether there were any."""
+        entries = [entry for message in self._unanswered.values() for entry in message.entries]
+        self._unanswered.clear()
+        if entries:
+            self._refused(entries, error)
+        return bool(entries)
+
+    def close(self) -> None:
+        """Cancels the retry timer."""
+        if self._retry_timer is not None:
+            self._retry_timer.cancel()
+            self._retry_timer = None
+
+    def _put(self, held: HeldLease, action: Action) -> None:
+        held.settling = True
+        self._waiting.append(_Entry(held, action))
+        self.idle.clear()
+        self.wake.set()
+
+    def _take_batch(self) -> list[_Entry]:
+        batch: list[_Entry] = []
+        size = 0
+        waiting = self._waiting
+        while waiting and len(batch) < ENTRIES_MAX:
+            entry = waiting[0]
+            if entry.action is _EXTEND and (entry.held.settling or entry.held not in self._leases):
+                # The job's outcome is queued by now, or its lease has ended: there is nothing to prolong.
+                waiting.popleft()
+                continue
+            size += entry.size
+            if batch and (size > _BYTES_MAX or entry.alone):
+                break
+            batch.append(waiting.popleft())
+            if entry.alone:
+                break
+        self._room.set()
+        return batch
+
+    def _end(self, entry: _Entry, answer: Answer, sent_at: float) -> None:
+        held = entry.held
+        if entry.action is _EXTEND:
+            held.extending = False
+            if answer is Answer.OK:
+                held.renewed_at = max(held.renewed_at, sent_at)
+            elif held in self._leases:
+                self._leases.lose(held, f"the router answered {answer.name}")
+            return
+        self._leases.drop(held)
+        if answer is not Answer.OK:
+            log.warning(
+                "job %s: its %s was answered %s: the lease had ended", held.job.id, entry.action.verb, answer.name
+            )
+
+    def _is_isolating(self) -> bool:
+        """Whether a suspected entry is being tried, or comes next and must wait for the messages under way."""
+        if not self._unanswered:
+            return False
+        if self._waiting and self._waiting[0].alone:
+            return True
+        return any(message.entries[0].alone for message in self._unanswered.values())
+
+    def _refused(self, entries: list[_Entry], error: WindrowError) -> None:
+        if not isinstance(error, InvalidRequest):
+            # The router asks for these entries again.
+            self._connectivity.failed(error)
+            self._requeue(entries)
+            if self._retry_timer is None:
+                self._retry_timer = asyncio.get_running_loop().call_later(self._backoff.next_s(), self._resume)
+        elif len(entries) > 1:
+            # One bad entry must not block the others: send each in a message of its own.
+            for entry in entries:
+                entry.alone = True
+            self._requeue(entries)
+        else:
+            for entry in entries:
+                self._give_up(entry, error)
+
+    def _give_up(self, entry: _Entry, error: WindrowError) -> None:
+        if entry.action is _EXTEND:
+            self._leases.lose(entry.held, str(error))
+            return
+        log.error("job %s: its %s was refused; its lease will expire: %s", entry.held.job.id, entry.action.verb, error)
+        self._leases.drop(entry.held)
+
+    def _requeue(self, entries: Iterable[_Entry]) -> None:
+        again: list[_Entry] = []
+        for entry in entries:
+            if entry.action is not _EXTEND and self._leases.ended(entry.held):
+                self._leases.drop(entry.held)
+                log.warning(
+                    "job %s: its lease ended before its %s reached the router", entry.held.job.id, entry.action.verb
+                )
+            else:
+                again.append(entry)
+        self._waiting.extendleft(reversed(again))
+        self._notify()
+
+    def _resume(self) -> None:
+        self._retry_timer = None
+        self._notify()
+
+    def _notify(self) -> None:
+        self._update_idle()
+        self.wake.set()
+
+    def _update_idle(self) -> None:
+        if self._waiting or self._unanswered:
+            self.idle.clear()
+        else:
+            self.idle.set()
+
+
+class Backoff:
+    """Exponential backoff: 1, 2, 4, 8 ... times the first pause, up to a maximum, each times a random 0.5 to 1.0."""
+
+    def __init__(self, first_s: float, max_s: float) -> None:
+        self._first_s = first_s
+        self._max_s = max_s
+        self._count = 0
+
+    def next_s(self) -> float:
+        pause_s = min(self._max_s, self._first_s * 2.0 ** min(self._count, 16))
+        self._count += 1
+        return pause_s * random.uniform(0.5, 1.0)
+
+    def reset(self) -> None:
+        self._count = 0

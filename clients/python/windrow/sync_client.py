@@ -1,0 +1,137 @@
+"""The client for synchronous code. Owns a thread with an event loop; each method runs a call there and waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+
+import grpc
+from opentelemetry import trace
+
+from windrow.calls import TRY_S
+from windrow.client import Client
+from windrow.errors import ClientClosed, Span
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+_CLOSE_S = 10.0
+
+
+def _blocking(
+    method: Callable[Concatenate[Client, _Parameters], Coroutine[Any, Any, _Result]],
+) -> Callable[Concatenate[SyncClient, _Parameters], _Result]:
+    """Makes a method of SyncClient from one of Client, with the same signature and docstring."""
+
+    @functools.wraps(method)
+    def act(self: SyncClient, /, *arguments: _Parameters.args, **options: _Parameters.kwargs) -> _Result:
+        # A part of the class.
+        return self._run(method(self._client, *arguments, **options))  # pyright: ignore[reportPrivateUsage]
+
+    return act
+
+
+class SyncClient:
+    """Client without `await`: arguments, return values and errors are the same.
+
+    Any number of threads may share one. It also works in notebooks, where an event loop runs in the calling thread. Do
+    not call it from a coroutine: it would block the event loop. After a fork, make a new one in the child process.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        org: str,
+        timeout: Span = 30.0,
+        try_timeout: Span = TRY_S,
+        channels: int = 1,
+        credentials: grpc.ChannelCredentials | None = None,
+        create_spans: bool = True,
+        tracer_provider: trace.TracerProvider | None = None,
+    ) -> None:
+        self._client = Client(
+            address,
+            org=org,
+            timeout=timeout,
+            try_timeout=try_timeout,
+            channels=channels,
+            credentials=credentials,
+            create_spans=create_spans,
+            tracer_provider=tracer_provider,
+        )
+        self.org = org
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def close(self) -> None:
+        """Closes the connections and ends the thread. A second close does nothing."""
+        with self._lock:
+            self._closed = True
+            loop, thread = self._loop, self._thread
+            self._loop = self._thread = None
+        if loop is None or thread is None or self._pid != os.getpid():
+            return
+        asyncio.run_coroutine_threadsafe(self._client.close(), loop).result(_CLOSE_S)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(_CLOSE_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    enqueue = _blocking(Client.enqueue)
+    enqueue_many = _blocking(Client.enqueue_many)
+    dequeue = _blocking(Client.dequeue)
+    ack = _blocking(Client.ack)
+    nack = _blocking(Client.nack)
+    extend = _blocking(Client.extend)
+    release = _blocking(Client.release)
+    get_jobs = _blocking(Client.get_jobs)
+    cancel_jobs = _blocking(Client.cancel_jobs)
+
+    def _run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        try:
+            future = asyncio.run_coroutine_threadsafe(work, self._running_loop())
+        except BaseException:
+            work.close()
+            raise
+        try:
+            return future.result()
+        except BaseException:
+            # Ctrl-C ends the wait. Cancel the call, because nobody would get its result.
+            future.cancel()
+            raise
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._closed or self._pid != os.getpid():
+                why = "is closed" if self._closed else "was made before a fork"
+                raise ClientClosed(f"this SyncClient of {self._client.calls.address} {why}; make a new one")
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                # A daemon thread, so that a program that forgets close() can still exit.
+                self._thread = threading.Thread(
+                    target=_serve, args=(self._loop,), name="windrow-sync-client", daemon=True
+                )
+                self._thread.start()
+            return self._loop
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()

@@ -1,0 +1,494 @@
+"""The worker: takes jobs from a stream, runs their handlers, and reports the outcomes.
+
+consume_stream.py has the stream, leases.py the leases, and settlements.py the reports. This module runs the handlers,
+decides how many jobs to ask for, and shuts down. A job without a handler is nacked with an error that names its kind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import logging
+import os
+import secrets
+import socket
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import NamedTuple, TypeVar, cast
+
+from opentelemetry import trace
+
+from windrow.client import Client
+from windrow.consume_stream import ConsumeStream, only_cause
+from windrow.errors import InvalidRequest, Span
+from windrow.failures import Failure, failure_of, stack_of
+from windrow.jobs import Job, read_leased
+from windrow.leases import Connectivity, HeldLease, Leases
+from windrow.outcomes import Action, Done, Failed, Kill, Outcome
+from windrow.payloads import Payload, duration, encode_result, seconds
+from windrow.settlements import Backoff, Settlements
+from windrow.signals import stopped_by_signals
+from windrow.tracing import fail
+from windrow.v1 import job_pb2, queue_pb2
+
+log = logging.getLogger("windrow.worker")
+
+Handler = Callable[[Job], Awaitable[Payload]] | Callable[[Job], Payload]
+_HandlerT = TypeVar("_HandlerT", bound=Handler)
+_DONE = Done()
+
+CONCURRENCY_MAX = 1000
+PREFETCH_MAX = 1000
+# Enough jobs to cover the round trip to the router when handlers take almost no time.
+_PREFETCH_MIN = 100
+# A prefetched job waits here for about this long at most, or a tenth of its window: another worker may be idle.
+_PREFETCH_WAIT_S = 0.1
+_AGAIN_FIRST_S, _AGAIN_MAX_S = 0.05, 2.0
+# A rolling deploy ends within minutes; by then a job with 20 attempts has used ten of them.
+_NO_HANDLER_FIRST_S, _NO_HANDLER_MAX_S = 5.0, 600.0
+_FLUSH_S, _FLUSH_HURRIED_S = 5.0, 1.0
+# How much of a failure a line of the log shows.
+_SUMMARY_CHARS_MAX = 200
+
+
+class _Registered(NamedTuple):
+    function: Handler
+    is_async: bool
+
+
+class Worker:
+    """Runs handlers for the jobs of some queues.
+
+        worker = Worker(client, ["emails"])
+
+        @worker.handler("send_email")
+        async def send_email(job): ...
+
+        windrow.run(worker)
+
+    Jobs arrive as they fall due, over one stream to one router. The worker asks only for as many as it has room for.
+
+    - `concurrency` (1 to 1,000; default 10): how many handlers run at the same time.
+    - `prefetch` (0 to 1,000; default: concurrency, at least 100): how many jobs may wait in the worker beyond those
+      that run, so that handlers need not wait for jobs. The worker prefetches fewer jobs the longer handlers take, so
+      that a job waits for about 0.1 s. A job that has waited for a third of its window is released; that does not
+      count as an attempt.
+    - `visibility_window` (100 ms to 12 h; default 30 s): the length of each lease. A lease is renewed after a third.
+    - `name` (default host-pid-xxxx): the worker's name in the attempt history.
+    - `grace` (s, or timedelta; default 20 s): how long running handlers may take to finish when the worker stops.
+    - `cancel_lost` (default True): cancels a coroutine handler when its lease ends. A `def` handler cannot be
+      cancelled: it should check job.lost.is_set(). One that never returns occupies its slot, and keeps the process
+      alive, because Python waits for threads at exit (see run()).
+
+    A handler returns the job's result (see Payload; None: no result; at most 64 KiB); the worker then acks the job. A
+    handler that raises nacks the job. Retry(after=...) and Kill("why") set the outcome; after any other exception the
+    retry policy decides. The exception's type, message (8 KiB) and traceback (the newest frames, 32 KiB) are stored
+    with the attempt. sys.exit() in a handler also ends only the attempt, not the worker. A job of a kind without a
+    handler is nacked with a delay of 5 s, doubling up to 10 minutes, because this may be a worker of an older release.
+
+    Failures are logged to `windrow.worker`, with job, kind and attempt: as WARNING (a Retry as INFO), or as ERROR if
+    the attempt was the last one or raised Kill. Exceptions other than Retry and Kill are logged with their traceback.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        queues: str | Iterable[str],
+        *,
+        concurrency: int = 10,
+        prefetch: int | None = None,
+        visibility_window: Span = 30.0,
+        name: str | None = None,
+        grace: Span = 20.0,
+        cancel_lost: bool = True,
+    ) -> None:
+        self.client = client
+        self.queues = (queues,) if isinstance(queues, str) else tuple(queues)
+        self.concurrency = concurrency
+        self.prefetch = min(PREFETCH_MAX, max(concurrency, _PREFETCH_MIN)) if prefetch is None else prefetch
+        self.name = name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+        self._window_s = seconds(visibility_window)
+        self._grace_s = seconds(grace)
+        self._cancel_lost = cancel_lost
+        self._check()
+        self._handlers: dict[str, _Registered] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stops = 0
+        self._group: asyncio.TaskGroup | None = None
+        self._threads: ThreadPoolExecutor | None = None
+        self._context = contextvars.Context()
+        self._connectivity = Connectivity(self.name)
+        self._leases = Leases(
+            worker=self.name,
+            window_s=self._window_s,
+            extend=self._extend,
+            on_waited=self._on_waited,
+            on_lost=self._on_lost,
+        )
+        self._settlements = Settlements(self._leases, self._connectivity, backoff=Backoff(_AGAIN_FIRST_S, _AGAIN_MAX_S))
+        self._stream = ConsumeStream(
+            client,
+            queue_pb2.ConsumeStart(
+                org=client.org, queues=self.queues, visibility_window=duration(self._window_s), worker=self.name
+            ),
+            settlements=self._settlements,
+            connectivity=self._connectivity,
+            jobs_wanted=self._jobs_wanted,
+            take=self._take,
+        )
+        self._waiting: deque[HeldLease] = deque()
+        self._running: dict[HeldLease, None] = {}
+        # Set whenever a handler ends or stop() is called.
+        self._changed = asyncio.Event()
+        self._stopping = asyncio.Event()
+        # No handler may start any more.
+        self._ending = False
+        # Exponentially weighted mean duration of handlers (s); None before the first one ends.
+        self._mean_handler_s: float | None = None
+
+    def handler(self, *kinds: str) -> Callable[[_HandlerT], _HandlerT]:
+        """Registers a function for jobs of these kinds: an `async def`, or a `def`, which runs in a thread.
+
+        Raises InvalidRequest if a kind already has a handler.
+        """
+
+        def register(function: _HandlerT) -> _HandlerT:
+            registered = _Registered(function, _is_async(function))
+            for kind in kinds:
+                if kind in self._handlers:
+                    raise InvalidRequest(f"kind {kind!r} has a handler already: {self._handlers[kind].function!r}")
+                self._handlers[kind] = registered
+            return function
+
+        return register
+
+    async def run(self) -> None:
+        """Works until stop(), or, in the main thread, until SIGTERM or SIGINT. A worker can run only once.
+
+        To shut down, it takes no more jobs and releases those that have not started. It gives handlers `grace` to
+        finish, then cancels them and releases their jobs, and sends the last acks. It cannot stop a `def` handler: it
+        sets job.lost, lets the lease expire, and returns. The process then ends only when that thread ends, or by a
+        later signal, because the old signal handlers are restored by then.
+
+        Raises a WindrowError that no retry can fix, such as PermissionDenied or RouterTooOld. If this task is
+        cancelled, it cancels its handlers and releases their jobs.
+        """
+        if self._loop is not None:
+            raise InvalidRequest(f"worker {self.name} has run already; make a new one")
+        self._loop = asyncio.get_running_loop()
+        self._context = contextvars.copy_context()
+        self._threads = ThreadPoolExecutor(self.concurrency, thread_name_prefix=f"{self.name}-handler")
+        self._on_stop()
+        with stopped_by_signals(self.stop):
+            try:
+                await self._serve()
+            except BaseExceptionGroup as group:
+                raise only_cause(group) from None
+            finally:
+                self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def stop(self) -> None:
+        """Begins a graceful shutdown (see run()); a second call ends it without waiting for handlers. Thread-safe."""
+        self._stops += 1
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._on_stop)
+
+    def _on_stop(self) -> None:
+        if self._stops:
+            self._stopping.set()
+            self._changed.set()
+
+    async def _serve(self) -> None:
+        if self._stopping.is_set():
+            return
+        async with asyncio.TaskGroup() as services:
+            keeping = services.create_task(self._leases.keep())
+            stream = services.create_task(self._stream.run())
+            try:
+                async with asyncio.TaskGroup() as self._group:
+                    try:
+                        await self._stopping.wait()
+                        await self._wind_down()
+                    finally:
+                        self._ending = True
+            finally:
+                # Also after an error or a cancellation: report the outcomes, and release the other jobs.
+                self._give_back_waiting()
+                if not (keeping.done() or stream.done()):
+                    await self._flush(stream)
+                self._settlements.close()
+                keeping.cancel()
+                stream.cancel()
+
+    # Taking jobs.
+
+    def _jobs_wanted(self) -> int:
+        """Returns how many more jobs the worker would take now."""
+        if self._ending or self._stopping.is_set():
+            return 0
+        return max(0, self.concurrency + self._prefetch_now() - len(self._running) - len(self._waiting))
+
+    def _prefetch_now(self) -> int:
+        if self._mean_handler_s is None:
+            return 0
+        wait_s = min(_PREFETCH_WAIT_S, self._window_s / 10)
+        return int(min(self.prefetch, self.concurrency * wait_s / max(self._mean_handler_s, 1e-6)))
+
+    def _take(self, messages: Sequence[job_pb2.LeasedJob], received_at: float) -> None:
+        self._waiting.extend(self._leases.hold([read_leased(message) for message in messages], received_at))
+        if self._ending or self._stopping.is_set():
+            # The jobs were on their way when stop() was called.
+            self._give_back_waiting()
+        else:
+            self._start_waiting()
+
+    def _extend(self, leases: Sequence[HeldLease]) -> None:
+        self._settlements.extend(leases)
+
+    def _on_waited(self, held: HeldLease) -> None:
+        # Release the job for a worker that is idle. Handlers that take this long have not ended, and so are not yet
+        # part of the mean: raise it here, so that fewer jobs are prefetched.
+        self._mean_handler_s = max(self._mean_handler_s or 0.0, self._window_s / 3)
+        self._waiting.remove(held)
+        self._settlements.give_back(held)
+
+    # Running handlers.
+
+    def _start_waiting(self) -> None:
+        assert self._group is not None
+        if self._ending or self._stopping.is_set():
+            return
+        while self._waiting and len(self._running) < self.concurrency:
+            held = self._waiting.popleft()
+            self._running[held] = None
+            # Handlers start in the context of run(), not in that of the handler that ended before them.
+            held.task = self._group.create_task(
+                self._work(held), name=f"windrow job {held.job.id}", context=self._context.copy()
+            )
+            held.task.add_done_callback(partial(self._on_done, held))
+
+    async def _work(self, held: HeldLease) -> None:
+        try:
+            if not self._leases.ended(held):
+                await self._handle(held)
+            elif not held.lost:
+                # The event loop was blocked. Drop the lease now, not when keep() finds it: until then, the answer to an
+                # extend could renew a lease that nobody works on. This also cancels the task, which does no harm.
+                self._leases.lose(held, "it had ended before the job began")
+        except asyncio.CancelledError:
+            self._on_cancelled(held)
+            raise
+        except BaseException:
+            # This error ends the worker: no other handler may start.
+            self._ending = True
+            raise
+        finally:
+            self._on_finished(held)
+
+    async def _handle(self, held: HeldLease) -> None:
+        began = time.monotonic()
+        fate = await self._fate(held)
+        taken_s = time.monotonic() - began
+        self._mean_handler_s = taken_s if self._mean_handler_s is None else 0.8 * self._mean_handler_s + 0.2 * taken_s
+        if held.lost:
+            log.warning(
+                "%s: attempt %d of job %s (%s) ended after its lease; its outcome is dropped",
+                self.name,
+                held.job.attempt,
+                held.job.id,
+                held.job.kind,
+            )
+        else:
+            await self._settlements.settle(held, fate)
+
+    def _on_cancelled(self, held: HeldLease) -> None:
+        """Handles a job whose task was cancelled."""
+        if held.lost or held.settling:
+            return
+        if held.threaded:
+            # The thread goes on: do not release the job, so that no other worker gets it before the lease ends.
+            log.warning("%s: job %s still runs in its thread; its lease will expire", self.name, held.job.id)
+            held.job.lost.set()
+        else:
+            self._settlements.give_back(held)
+
+    def _on_finished(self, held: HeldLease) -> None:
+        del self._running[held]
+        self._changed.set()
+        self._settlements.wake.set()
+        self._start_waiting()
+
+    def _on_done(self, held: HeldLease, _: asyncio.Task[None]) -> None:
+        # A task that is cancelled before its first step never runs, not even its `finally` block.
+        if held in self._running:
+            self._on_cancelled(held)
+            self._on_finished(held)
+
+    async def _fate(self, held: HeldLease) -> Action:
+        job = held.job
+        handler = self._handlers.get(job.kind)
+        if handler is None:
+            delay_s = min(_NO_HANDLER_MAX_S, _NO_HANDLER_FIRST_S * 2 ** min(job.attempt - 1, 10))
+            return self._log_failure(
+                job,
+                Failed(
+                    failure=Failure(
+                        type="NoHandler", message=f"no handler for kind {job.kind!r} in worker {self.name}"
+                    ),
+                    retry_after_s=delay_s,
+                ),
+            )
+        tracing = self.client.tracing
+        if not tracing.follows(job):
+            return await self._outcome(handler, held, trace.INVALID_SPAN)
+        with tracing.processing(job) as span:
+            return await self._outcome(handler, held, span)
+
+    async def _outcome(self, handler: _Registered, held: HeldLease, span: trace.Span) -> Action:
+        try:
+            if handler.is_async:
+                result = await cast("Awaitable[Payload]", handler.function(held.job))
+            else:
+                result = await self._in_thread(cast("Callable[[Job], Payload]", handler.function), held)
+            return _DONE if result is None else Done(result=encode_result(result))
+        except KeyboardInterrupt:
+            # Ctrl-C is meant for the process, not for the handler.
+            raise
+        except BaseException as error:
+            # Whatever a handler raises becomes its job's error.
+            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+                raise
+            if not isinstance(error, Outcome) or error.is_failure:
+                fail(span, error)
+            action, cause = _action_of(error)
+            return self._log_failure(held.job, action, cause) if isinstance(action, Failed) else action
+
+    def _log_failure(self, job: Job, failed: Failed, error: BaseException | None = None) -> Failed:
+        """Logs a failed attempt, and returns it."""
+        # A handler raises an Outcome on purpose: its traceback is of no use.
+        deliberate = isinstance(error, Outcome)
+        level = logging.INFO if deliberate else logging.WARNING
+        final = ", permanently" if failed.failure.permanent else ", its last" if job.attempt >= job.max_attempts else ""
+        log.log(
+            logging.ERROR if final else level,
+            "%s: job %s (%s), attempt %d of %d failed%s: %s",
+            self.name,
+            job.id,
+            job.kind,
+            job.attempt,
+            job.max_attempts,
+            final,
+            failed.failure.summary[:_SUMMARY_CHARS_MAX],
+            exc_info=None if error is None or deliberate else (type(error), error, _frames(error)),
+        )
+        return failed
+
+    async def _in_thread(self, function: Callable[[Job], Payload], held: HeldLease) -> Payload:
+        context = contextvars.copy_context()
+
+        def run() -> Payload:
+            held.threaded = True
+            try:
+                return context.run(function, held.job)
+            except (StopIteration, GeneratorExit) as error:
+                # A future refuses StopIteration (PEP 479): the worker would wait for this thread, and keep its lease,
+                # for ever. GeneratorExit would close the coroutines that await the future; they could not catch it.
+                raise RuntimeError(f"the handler raised {type(error).__name__}") from error
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, run)
+
+    def _on_lost(self, held: HeldLease) -> None:
+        if held in self._waiting:
+            self._waiting.remove(held)
+            self._settlements.wake.set()
+        # A thread cannot be cancelled: it occupies its slot until it ends.
+        if held.task is not None and self._cancel_lost and not held.threaded:
+            held.task.cancel()
+
+    # Shutdown.
+
+    async def _wind_down(self) -> None:
+        self._give_back_waiting()
+        if self._running:
+            log.info(
+                "%s: stopping; handlers that have %g s to finish: %d", self.name, self._grace_s, len(self._running)
+            )
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._grace_s):
+                while self._running and self._stops < 2:
+                    self._changed.clear()
+                    await self._changed.wait()
+        if self._running:
+            log.warning("%s: cancelling handlers that did not finish in time: %d", self.name, len(self._running))
+        for held in self._running:
+            if held.task is not None:
+                held.task.cancel()
+
+    def _give_back_waiting(self) -> None:
+        while self._waiting:
+            self._settlements.give_back(self._waiting.popleft())
+
+    async def _flush(self, stream: asyncio.Task[None]) -> None:
+        """Waits, for a few seconds at most, until every report is answered and the stream has ended."""
+        self._stream.close()
+        await asyncio.wait([stream], timeout=_FLUSH_S if self._stops < 2 else _FLUSH_HURRIED_S)
+        if not self._settlements.idle.is_set():
+            log.warning("%s: stopped before every outcome was reported; those leases will expire", self.name)
+
+    def _check(self) -> None:
+        if not self.queues:
+            raise InvalidRequest("a worker needs one queue or more")
+        if not 1 <= self.concurrency <= CONCURRENCY_MAX:
+            raise InvalidRequest(f"concurrency must be 1 to {CONCURRENCY_MAX:,}, not {self.concurrency}")
+        if not 0 <= self.prefetch <= PREFETCH_MAX:
+            raise InvalidRequest(f"prefetch must be 0 to {PREFETCH_MAX:,}, not {self.prefetch}")
+        if not 0.1 <= self._window_s <= 43200:
+            raise InvalidRequest(f"visibility_window must be 100 ms to 12 h, not {self._window_s} s")
+
+
+def _is_async(handler: Handler) -> bool:
+    return inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(type(handler).__call__)
+
+
+def _is_cancelled() -> bool:
+    """Whether the current task was cancelled, and not something inside its handler."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _action_of(error: BaseException) -> tuple[Action, BaseException]:
+    """Returns what to report for a handler's error, and the error to log.
+
+    Raises nothing, even if the error's own methods raise.
+    """
+    try:
+        if not isinstance(error, Outcome):
+            return Failed(failure=failure_of(error, stack=stack_of(error, _frames(error)))), error
+        action = error.action()
+        if isinstance(action, Failed) and error.__cause__ is not None:
+            # Raised on purpose, from an error that tells more.
+            action = replace(action, failure=replace(action.failure, stack=stack_of(error, _frames(error))))
+        return action, error
+    except BaseException as worse:  # noqa: BLE001 - such as the AttributeError of a Retry whose __init__ was never called
+        failure = Failure(type=type(error).__qualname__, message="its text cannot be read")
+        with suppress(BaseException):
+            # The stack includes the first error, as the context of the second.
+            failure = failure_of(worse, stack=stack_of(worse, _frames(worse)))
+        return Failed(failure=replace(failure, permanent=isinstance(error, Kill))), worse
+
+
+def _frames(error: BaseException) -> TracebackType | None:
+    """Returns the traceback from the handler on, without the frames of this module and of the thread pool."""
+    handler = frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        if frame.tb_frame.f_code.co_filename == __file__:
+            handler = frame.tb_next
+        frame = frame.tb_next
+    return handler

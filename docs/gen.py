@@ -1,0 +1,154 @@
+"""Generates docs/cli.md from the commands and docs/cli.md.in. With --check, only reports whether it is up to date.
+
+A line `{{windrow …}}` of the template becomes the reference of that command: heading, usage, help, options and their
+defaults. The template adds what the commands themselves cannot tell: examples with their output, and JSON keys.
+"""
+
+import re
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+DOCS = Path(__file__).resolve().parent
+sys.path.insert(0, str(DOCS.parent))
+
+from cli.exits import MEANINGS  # noqa: E402  (the checkout is not on the path when this file runs as a script)
+from cli.main import app  # noqa: E402
+
+TEMPLATE = DOCS / "cli.md.in"
+PAGE = DOCS / "cli.md"
+INCLUDE = re.compile(r"^\{\{(.+)\}\}$", re.MULTILINE)
+# The head of the page explains these. If a command gives one of them another meaning, its own table explains it.
+SHARED = ("ORG", "--config", "--address", "--timeout", "--json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    name: str
+    meaning: str
+    default: str
+
+    @property
+    def row(self) -> str:
+        return f"| `{self.name}` | {self.meaning} | {self.default} |"
+
+    @property
+    def flag(self) -> str:
+        return self.name.split()[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """What a command says of itself."""
+
+    name: str
+    usage: str
+    help: str
+    parameters: tuple[Parameter, ...]
+
+    def page(self, shared: dict[str, Parameter]) -> str:
+        own = [one for one in self.parameters if shared.get(one.flag) != one]
+        also = [f"`{one.flag}`" for one in self.parameters if shared.get(one.flag) == one and one.flag != "ORG"]
+        lines = [f"### {self.name}", "", f"`{self.usage}`", "", self.help]
+        if own:
+            lines += ["", *table(own)]
+        if also:
+            lines += ["", f"{'Also' if own else 'Takes'} {', '.join(also)}."]
+        return "\n".join(lines)
+
+
+def table(parameters: list[Parameter]) -> list[str]:
+    return ["| | | default |", "|---|---|---|", *(one.row for one in parameters)]
+
+
+def references(command: Any, name: str, parent: Any = None) -> Iterator[Reference]:
+    """The command and those below it. A group that only lists its commands has no reference of its own."""
+    context = typer.Context(command, info_name=name, parent=parent)
+    below = getattr(command, "commands", {})
+    if not below or command.invoke_without_command:
+        pieces = [piece for piece in command.collect_usage_pieces(context) if piece != "COMMAND [ARGS]..."]
+        yield Reference(
+            name=context.command_path.removeprefix("windrow "),
+            usage=" ".join([context.command_path, *pieces]).replace("[OPTIONS]", "[options]"),
+            help="\n\n".join(map(wrapped, command.help.split("\n\n"))),
+            parameters=tuple(parameters(command, context)),
+        )
+    for word, one in below.items():
+        yield from references(one, word, context)
+
+
+def parameters(command: Any, context: Any) -> Iterator[Parameter]:
+    for parameter in command.get_params(context):
+        record = parameter.get_help_record(context)
+        if record is None or parameter.name == "help":
+            continue
+        name, text = record
+        meaning, _, notes = text.partition("  [")
+        default = ""
+        for note in filter(None, notes.removesuffix("]").split("; ")):
+            what, colon, value = note.partition(": ")
+            if what == "default":
+                # A default that is no value of the option is in parentheses.
+                default = re.sub(r"^\((.*)\)$", r"\1", value)
+            elif what == "env var":
+                meaning += f" Or set `{value}`."
+            elif what == "required" and not colon:
+                default = "required"
+            else:
+                meaning += f" {bounds(note)}."
+        if parameter.param_type_name == "argument":
+            name, default = re.sub(r" <[^>]*>$", "", name).strip("[]"), "required" if parameter.required else ""
+        yield Parameter(name=name, meaning=escaped(meaning), default=escaped(default))
+
+
+def wrapped(paragraph: str) -> str:
+    return textwrap.fill(escaped(" ".join(paragraph.split())), 120, break_long_words=False, break_on_hyphens=False)
+
+
+def bounds(note: str) -> str:
+    return re.sub(r"x>=(\d+)", r"At least \1", re.sub(r"(\d+)<=x<=(\d+)", r"\1 to \2", note))
+
+
+def escaped(text: str) -> str:
+    """Keeps Markdown from reading option names, `|` and `~` as markup."""
+    quoted = re.sub(r"(?<![`\w-])(--[a-z][a-z-]*)", r"`\1`", text)
+    return quoted.replace("|", "\\|").replace("~", "\\~")
+
+
+def generate() -> str:
+    found = {one.name: one for one in references(typer.main.get_command(app), "windrow")}
+    every = Counter(parameter for one in found.values() for parameter in one.parameters if parameter.flag in SHARED)
+    shared = {flag: max((one for one in every if one.flag == flag), key=every.__getitem__) for flag in SHARED}
+    pages = {f"windrow {name}": one.page(shared) for name, one in found.items()}
+    pages["options"] = "\n".join(table(list(shared.values())))
+    pages["exit codes"] = "\n".join(
+        ["| | |", "|---|---|", *(f"| {code} | {text} |" for code, text in MEANINGS.items())]
+    )
+    template = TEMPLATE.read_text()
+    used = Counter(INCLUDE.findall(template))
+    if wrong := sorted(name for name in {*pages, *used} if name not in pages or used[name] != 1):
+        sys.exit(f"{TEMPLATE.name} must name each of these once, and nothing else: {', '.join(wrong)}")
+    body = INCLUDE.sub(lambda match: pages[match[1]], template)
+    return f"<!-- Generated by ./run gen from the commands and {TEMPLATE.name}: edit those. -->\n\n{body}"
+
+
+def main() -> int:
+    fresh = generate()
+    if PAGE.exists() and PAGE.read_text() == fresh:
+        return 0
+    if "--check" in sys.argv[1:]:
+        print(f"docs/{PAGE.name} does not match the commands: run ./run gen")
+        return 1
+    PAGE.write_text(fresh)
+    print(f"docs/{PAGE.name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

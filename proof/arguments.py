@@ -1,0 +1,42 @@
+"""Readers of numbers for the command lines of bench and chaos. Pure."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Collection
+
+
+def number(most: int, least: int = 1) -> Callable[[str], int]:
+    """A reader of whole numbers in this range."""
+
+    def read(text: str) -> int:
+        if not text.strip().isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"must be a whole number from {least} to {most:,}, not {text!r}")
+        return int(text)
+
+    return read
+
+
+def numbers(most: int) -> Callable[[str], tuple[int, ...]]:
+    """A reader of whole numbers up to `most`, with commas between them."""
+    one = number(most)
+    return lambda text: tuple(map(one, text.split(",")))
+
+
+def positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
+    return value
+
+
+def names(text: str, known: Collection[str], what: str) -> tuple[str, ...]:
+    """The names of a list with commas between them. Raises ArgumentTypeError if one is not known."""
+    found = tuple(text.split(","))
+    for name in found:
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"there is no {what} {name!r}; there are: {', '.join(known)}")
+    return found

@@ -1,0 +1,24 @@
+"""Work that goes on beside a scope."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any
+
+
+@contextlib.asynccontextmanager
+async def background(*works: Coroutine[Any, Any, None]) -> AsyncGenerator[None, None]:
+    """Goes on with these until the end of the scope. Raises what one of them has raised, unless the scope itself has
+    failed."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        yield
+        for task in tasks:
+            if task.done():
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,72 @@
+"""Balancers: `windrow balancer` processes that follow a cluster file, and are restarted when they end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from asyncio.subprocess import DEVNULL, Process
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import IO
+
+from proof.background import background
+from proof.processes import ProcessFailed, start, terminate
+
+_AGAIN_S = 1.0
+_END_S_MAX = 30.0
+
+
+class Balancers:
+    """Each has a name that stays the same when its process is replaced."""
+
+    def __init__(self, names: Sequence[str], *, config: Path, folder: Path) -> None:
+        self.names = names
+        self._config = config
+        self._folder = folder
+        self._running: dict[str, Process] = {}
+
+    def pid(self, name: str) -> int | None:
+        """None while it is being restarted."""
+        process = self._running.get(name)
+        return None if process is None or process.returncode is not None else process.pid
+
+    @property
+    def pids(self) -> list[int]:
+        return [pid for name in self.names if (pid := self.pid(name)) is not None]
+
+    async def keep(self, name: str) -> None:
+        """Keeps it running until cancelled; then ends the process, and kills it if it does not end."""
+        with (self._folder / f"{name}.log").open("ab") as log:
+            while True:
+                process = self._running[name] = await _start(self._config, log)
+                try:
+                    code = await process.wait()
+                finally:
+                    if process.returncode is None:
+                        await terminate(process, seconds_max=_END_S_MAX)
+                log.write(f"ended with {code}; starting another\n".encode())
+                log.flush()
+                await asyncio.sleep(_AGAIN_S)
+
+
+@contextlib.asynccontextmanager
+async def open_balancers(names: Sequence[str], *, config: Path, folder: Path) -> AsyncGenerator[Balancers, None]:
+    balancers = Balancers(names, config=config, folder=folder)
+    async with background(*(balancers.keep(name) for name in names)):
+        yield balancers
+
+
+@contextlib.asynccontextmanager
+async def open_balancer(config: Path) -> AsyncGenerator[Process, None]:
+    """Runs one balancer for this scope. Raises ProcessFailed if it has ended by itself."""
+    process = await _start(config, None)
+    try:
+        yield process
+        if process.returncode is not None:
+            raise ProcessFailed(f"the balancer ended by itself, with exit code {process.returncode}; see above")
+    finally:
+        await terminate(process, seconds_max=_END_S_MAX)
+
+
+async def _start(config: Path, log: IO[bytes] | None) -> Process:
+    return await start("cli.main", "balancer", "--config", str(config), stdin=DEVNULL, stdout=log, stderr=log)

@@ -1,0 +1,151 @@
+"""What a restored backup explains. Pure.
+
+The run keeps the replaced database and the backup. What the backup lacks is the difference between the two, job by job;
+it is not derived from times. Nothing else is excused: a job that the backup has must be there; an ack that the replaced
+database did not know was lost before; what was done later must be there in the end.
+
+Times only separate what happened before the database was replaced from what came after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from proof.checker.evidence import Evidence, Key, Row, State, Version
+from proof.history import Answer, Call, Cancel, Delivery, Enqueue, Settle, Verb
+
+_BOOKED = {Verb.NACK: "nacked", Verb.KILL: "nacked", Verb.RELEASE: "released"}
+_PAST_MAX = 50
+_NOTHING = Version(rows=(), keys=frozenset(), owned=())
+
+
+class Backup:
+    """If no backup was restored, it explains nothing."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        restored = evidence.restored
+        self.shard = "" if restored is None else restored.shard
+        self.swapped_s = float("inf") if restored is None else restored.swapped_s
+        self._accepting_s = float("inf") if restored is None else restored.accepting_s
+        backup = _NOTHING if restored is None else restored.backup
+        replaced = _NOTHING if restored is None else restored.replaced
+        self._kept, self._replaced = _by_job(backup), _by_job(replaced)
+        # Jobs that had not left the shard and were not about to leave it.
+        self._stayed = {row.job for row in replaced.rows if not row.departing}
+        self._to_cancel = {one.job for one in evidence.history.cancels}
+        self._keys = replaced.keys | backup.keys
+        self._lost_keys = replaced.keys - backup.keys
+
+    # ── Of jobs ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def lacks(self, job: str) -> bool:
+        """Returns whether the shard had this job when its database was replaced, and the backup has no trace of it."""
+        return job in self._replaced and job not in self._kept
+
+    def rewinds(self, job: str) -> bool:
+        """Returns whether the backup has an older state of this job, or lacks it. Also true if the job was leased in
+        both: the lease may have been extended."""
+        row, kept = self._replaced.get(job), self._kept.get(job)
+        return row is not None and (row != kept or (row.state is State.LIVE and row.lease is not None))
+
+    def revives(self, job: str) -> bool:
+        """Returns whether the job had left the shard since the backup, so that the backup brought a copy of it back."""
+        kept = self._kept.get(job)
+        return kept is not None and kept.state in {State.LIVE, State.DEAD} and job not in self._stayed
+
+    @property
+    def lost_rows(self) -> list[Row]:
+        """As the replaced database had them, and the backup does not."""
+        return [row for job, row in self._replaced.items() if row != self._kept.get(job)]
+
+    def is_second(self, row: Row) -> bool:
+        """Returns whether this is a copy of a job that lives elsewhere: a client asked to cancel the job, and so the
+        copy that the backup had brought back was ended."""
+        ended = row.shard == self.shard and row.state is State.CANCELLED
+        return ended and row.job in self._to_cancel and self.revives(row.job)
+
+    def lacks_key(self, key: Key) -> bool:
+        return key in self._lost_keys
+
+    def promises(self, enqueue: Enqueue) -> bool:
+        """Returns whether the job in this answer must exist. Not if the backup may lack it, and not if a dedup key on
+        another shard still names a job that has moved here since and is lost."""
+        elsewhere = (
+            enqueue.duplicate
+            and bool(enqueue.key)
+            and Key(enqueue.call.org, enqueue.queue, enqueue.key, enqueue.answered or "") not in self._keys
+        )
+        return self.came_after(enqueue.call) and not elsewhere
+
+    # ── Of what was done to them ─────────────────────────────────────────────────────────────────────────────────────
+
+    def forgot(self, settle: Settle) -> bool:
+        """Returns whether the replaced database has this settle in its history, and the backup does not."""
+        row, kept = self._replaced.get(settle.lease.job), self._kept.get(settle.lease.job)
+        return (
+            not self.came_after(settle.call)
+            and row is not None
+            and books_have(row, settle)
+            and not (kept is not None and books_have(kept, settle))
+        )
+
+    def forgot_cancel(self, cancel: Cancel) -> bool:
+        row, kept = self._replaced.get(cancel.job), self._kept.get(cancel.job)
+        return (
+            not self.came_after(cancel.call)
+            and row is not None
+            and row.state is State.CANCELLED
+            and not (kept is not None and kept.state is State.CANCELLED)
+        )
+
+    def was_given_before(self, delivery: Delivery) -> bool:
+        """Returns whether the lease was given before the backup was restored; the backup counts a job's attempts from
+        its own state. All leases of other jobs are of one kind."""
+        row = self._replaced.get(delivery.lease.job)
+        if row is None or not self.rewinds(delivery.lease.job) or delivery.received_s < self.swapped_s:
+            return True
+        return delivery.lease.number in {row.lease, *(past.lease for past in row.past)}
+
+    # ── Of times ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def came_after(self, call: Call) -> bool:
+        """Returns whether the call began when the replaced database could not be reached any more."""
+        return call.began_s >= self.swapped_s
+
+    def was_answered_before(self, call: Call) -> bool:
+        return call.ended_s is not None and call.ended_s < self.swapped_s
+
+    def may_be_unknown(self, job: str, call: Call) -> bool:
+        """Returns whether the call may have been answered NOT_FOUND. It may not while the shard had to be refused."""
+        return self.lacks(job) and call.ended_s is not None and call.ended_s >= self._accepting_s
+
+    def ends_by(self, job: str, began_s: float) -> float:
+        """Returns by when a lease has ended that was given by a call which began at this time: it ended with the
+        database."""
+        return self.swapped_s if began_s < self.swapped_s and self.rewinds(job) else float("inf")
+
+
+def books_have(row: Row, settle: Settle) -> bool:
+    """Returns whether a job's row contains what was answered OK. True if the row cannot tell."""
+    verb, number = settle.call.verb, settle.lease.number
+    if verb is Verb.EXTEND:
+        return True
+    if verb is Verb.ACK:
+        return row.state is State.SUCCEEDED and row.lease == number
+    if len(row.past) >= _PAST_MAX:
+        return True
+    return any(past.lease == number and past.outcome == _BOOKED[verb] for past in row.past)
+
+
+def answered_ok(settle: Settle) -> bool:
+    return settle.answer is Answer.OK and settle.call.verb is not Verb.EXTEND
+
+
+def _by_job(version: Version) -> dict[str, Row]:
+    return latest_by_job(version.rows, lambda row: row.departing)
+
+
+def latest_by_job(rows: Iterable[Row], is_old: Callable[[Row], bool]) -> dict[str, Row]:
+    """Returns one row for each job. An old row is returned only if the job has no other: a job that has arrived on
+    another shard, for example, may have changed since it departed."""
+    return {row.job: row for row in sorted(rows, key=lambda row: not is_old(row))}

@@ -1,0 +1,30 @@
+"""Without faults each job comes to a worker once, and a job has succeeded exactly if it came to one.
+
+A cluster promises less: a job may come again after a lease has ended. But nothing ends a lease early where no process
+is killed and every worker ends in order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from proof.checker.evidence import Evidence, State, Violation
+
+
+def check(evidence: Evidence) -> Iterator[Violation]:
+    if not evidence.faultless:
+        return
+    came = Counter(delivery.lease.job for delivery in evidence.history.deliveries)
+    for job, times in came.items():
+        if times > 1:
+            yield _violation(f"job {job} came to workers {times} times")
+    succeeded = {row.job for row in evidence.rows if row.state is State.SUCCEEDED}
+    for job in came.keys() - succeeded:
+        yield _violation(f"job {job} came to a worker, and has not succeeded")
+    for job in succeeded - came.keys():
+        yield _violation(f"job {job} has succeeded, and came to no worker")
+
+
+def _violation(what: str) -> Violation:
+    return Violation(invariant="once", what=what)

@@ -1,0 +1,271 @@
+"""I2: one lease at a time, and a lease that has ended changes nothing.
+
+What a client sees of a lease is less than its life: it was made before the job arrived, and ended at a moment that only
+the shard knows. Two things are certain all the same.
+
+- A settle or an extend that was answered OK found the lease live: it was live until the beginning of that call, at
+  least (of its first try, where it was said again: a repeated ack is OK because the first did it).
+- A lease that a Dequeue gave lasts for its window, counted from the beginning of the call, which is earlier than the
+  lease; for longer if it was extended; for less only if its holder ends it, or somebody cancels the job. A stream's
+  lease is not counted on so: nobody knows when it began.
+- A job that a consumer has read is given back by that consumer, and by nobody else. A router gives back jobs that no
+  consumer has read.
+
+A job's attempts are numbered, so that of two leases with different numbers the later one is known. Where the later one
+had arrived before the earlier one had certainly ended, both were live at one time.
+
+Where a backup was restored, what the replaced database had in its books is checked as well, and what the backup lacks
+of that (proof/checker/backup.py) may be done again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from proof.checker.backup import Backup, answered_ok, books_have, latest_by_job
+from proof.checker.evidence import Evidence, Row, State, Violation
+from proof.history import Answer, Cancel, Delivery, LeaseKey, Settle, Verb
+
+# The outcome in the books, and the calls that lead to it.
+_OUTCOMES = {"acked": (Verb.ACK,), "nacked": (Verb.NACK, Verb.KILL), "released": (Verb.RELEASE,)}
+# The system may adjust the shard's wall clock now and then.
+_CLOCK_S = 0.05
+
+
+def check(evidence: Evidence) -> Iterator[Violation]:
+    history = evidence.history
+    settles: defaultdict[LeaseKey, list[Settle]] = defaultdict(list)
+    for settle in history.settles:
+        settles[settle.lease].append(settle)
+    cancels: defaultdict[str, list[Cancel]] = defaultdict(list)
+    for cancel in history.cancels:
+        cancels[cancel.job].append(cancel)
+    deliveries: defaultdict[str, list[Delivery]] = defaultdict(list)
+    for delivery in history.deliveries:
+        deliveries[delivery.lease.job].append(delivery)
+    backup = Backup(evidence)
+    rows = latest_by_job(evidence.rows, lambda row: row.departing or backup.is_second(row))
+
+    for lease, times in Counter(delivery.lease for delivery in history.deliveries).items():
+        if times > 1:
+            yield _violation(f"lease {lease.number} of job {lease.job} was given out {times} times")
+    slack_s = _CLOCK_S + history.drift_s
+    for job, of_job in deliveries.items():
+        yield from _overlaps(of_job, settles, cancels[job], backup, slack_s=slack_s)
+        yield from _after_the_end(of_job, settles, cancels[job], backup)
+        yield from _refused(of_job, settles, cancels[job], backup, slack_s=slack_s)
+    yield from _two_ends(settles, backup)
+    read = {delivery.lease for delivery in history.deliveries}
+    for row in evidence.rows:
+        yield from _in_order(row)
+        yield from _unasked(row, settles, read)
+        if row.state is State.CANCELLED and not cancels[row.job]:
+            yield _violation(f"job {row.job} was cancelled on {row.shard}, and nobody said so")
+    # The replaced database did not give the answers that came after its replacement.
+    before = {
+        lease: [one if backup.was_answered_before(one.call) else replace(one, answer=None) for one in of_lease]
+        for lease, of_lease in settles.items()
+    }
+    for row in backup.lost_rows:
+        yield from _in_order(row)
+        yield from _unasked(row, before, read)
+    for lease, of_lease in settles.items():
+        yield from _undone(rows.get(lease.job), lease, of_lease, backup)
+    for cancel in history.cancels:
+        if cancel.answer is Answer.OK and cancel.job in rows and rows[cancel.job].state is not State.CANCELLED:
+            what = f"job {cancel.job} was cancelled, and is {rows[cancel.job].state}"
+            yield _violation(what, excused=backup.forgot_cancel(cancel))
+
+
+# ── By what clients saw ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _overlaps(
+    of_job: Sequence[Delivery],
+    settles: defaultdict[LeaseKey, list[Settle]],
+    cancels: Sequence[Cancel],
+    backup: Backup,
+    *,
+    slack_s: float,
+) -> Iterator[Violation]:
+    cancelled_s = min((cancel.call.began_s for cancel in cancels), default=float("inf"))
+    for earlier in of_job:
+        live_until_s = _live_until_s(earlier, settles[earlier.lease], cancelled_s, slack_s=slack_s)
+        # The backup knows every answer that the lease's holder got later.
+        went_s = backup.ends_by(earlier.lease.job, earlier.call.began_s)
+        for later in of_job:
+            if _is_later(later, earlier, backup) and later.received_s < live_until_s:
+                yield _violation(
+                    f"job {earlier.lease.job}: {later.call.client} had attempt {later.attempt} while attempt "
+                    f"{earlier.attempt} of {earlier.call.client} was live, {live_until_s - later.received_s:.3f} s "
+                    "before its end",
+                    excused=later.received_s > went_s and not _was_answered_later(settles[earlier.lease], went_s),
+                )
+
+
+def _is_later(one: Delivery, other: Delivery, backup: Backup) -> bool:
+    """Compares attempt numbers, which start again from an older value after a restore."""
+    before = backup.was_given_before(other)
+    return one.attempt > other.attempt if backup.was_given_before(one) == before else before
+
+
+def _was_answered_later(settles: Sequence[Settle], at_s: float) -> bool:
+    return any(one.answer is Answer.OK and one.call.began_s >= at_s for one in settles)
+
+
+def _live_until_s(delivery: Delivery, settles: Sequence[Settle], cancelled_s: float, *, slack_s: float) -> float:
+    """Returns until when the lease was certainly live; a time long ago if nothing is certain."""
+    extends = [one for one in settles if one.call.verb is Verb.EXTEND and one.answer is Answer.OK]
+    ends = [one for one in settles if one.call.verb is not Verb.EXTEND]
+    # The arrival of the job proves nothing: the consumer may have been frozen meanwhile.
+    until_s = max((one.call.began_s for one in extends), default=float("-inf"))
+    for verb in {one.call.verb for one in ends if one.answer is Answer.OK}:
+        until_s = max(until_s, min(one.call.began_s for one in ends if one.call.verb is verb))
+    if delivery.call.verb is Verb.DEQUEUE:
+        windows = [(delivery.call.began_s, delivery.window_s), *((one.call.began_s, one.span_s) for one in extends)]
+        deadline_s = max(began_s + window_s for began_s, window_s in windows)
+        ended_s = min([cancelled_s, *(one.call.began_s for one in ends)])
+        until_s = max(until_s, min(deadline_s, ended_s) - slack_s)
+    return until_s
+
+
+def _after_the_end(
+    of_job: Sequence[Delivery],
+    settles: defaultdict[LeaseKey, list[Settle]],
+    cancels: Sequence[Cancel],
+    backup: Backup,
+) -> Iterator[Violation]:
+    """Yields deliveries of jobs that were already finished, dead or cancelled."""
+    # How and when it became known, by which attempt; whether a restored backup lacks it; and whether the backup had
+    # nothing to do with it.
+    ends: list[tuple[Verb, float | None, int, bool, bool]] = [
+        (
+            settle.call.verb,
+            settle.call.ended_s,
+            delivery.attempt,
+            backup.forgot(settle),
+            backup.was_given_before(delivery),
+        )
+        for delivery in of_job
+        for settle in settles[delivery.lease]
+        if settle.call.verb in {Verb.ACK, Verb.KILL} and settle.answer is Answer.OK
+    ]
+    ends += [
+        (
+            Verb.CANCEL,
+            cancel.call.ended_s,
+            1 << 31,
+            backup.forgot_cancel(cancel),
+            backup.was_answered_before(cancel.call),
+        )
+        for cancel in cancels
+        if cancel.answer is Answer.OK
+    ]
+    for verb, ended_s, attempt, forgotten, before in ends:
+        assert ended_s is not None, "what was answered has ended"
+        for delivery in of_job:
+            came_after = delivery.call.began_s > ended_s
+            if backup.was_given_before(delivery) == before:
+                came_after |= delivery.attempt > attempt
+            elif before:
+                # The lease was given after the restore, and the end was known before it.
+                came_after |= ended_s < backup.swapped_s
+            if came_after:
+                yield _violation(
+                    f"job {delivery.lease.job} came to {delivery.call.client} as attempt {delivery.attempt}, after "
+                    f"its {verb} was answered OK",
+                    excused=forgotten and delivery.received_s > backup.swapped_s,
+                )
+
+
+def _refused(
+    of_job: Sequence[Delivery],
+    settles: defaultdict[LeaseKey, list[Settle]],
+    cancels: Sequence[Cancel],
+    backup: Backup,
+    *,
+    slack_s: float,
+) -> Iterator[Violation]:
+    """Yields acks that were answered STALE within the window of a Dequeue, although no one else had settled or
+    cancelled the job."""
+    for delivery in of_job:
+        if delivery.call.verb is not Verb.DEQUEUE:
+            continue
+        deadline_s = delivery.call.began_s + delivery.window_s - slack_s
+        of_lease = [one for one in settles[delivery.lease] if one.call.verb is not Verb.EXTEND]
+        for ack in of_lease:
+            ended_s = ack.call.ended_s
+            if ack.call.verb is not Verb.ACK or ack.answer is not Answer.STALE or ended_s is None:
+                continue
+            others = [*(one.call for one in of_lease if one is not ack), *(one.call for one in cancels)]
+            if ended_s < deadline_s and all(other.began_s > ended_s for other in others):
+                yield _violation(
+                    f"job {delivery.lease.job}: an ack of attempt {delivery.attempt} of {delivery.call.client} was "
+                    f"answered STALE {deadline_s - ended_s:.3f} s before the end of its window",
+                    excused=ended_s > backup.ends_by(delivery.lease.job, delivery.call.began_s),
+                )
+
+
+def _two_ends(settles: defaultdict[LeaseKey, list[Settle]], backup: Backup) -> Iterator[Violation]:
+    acked: defaultdict[str, set[int]] = defaultdict(set)
+    forgotten: defaultdict[str, set[int]] = defaultdict(set)
+    for lease, of_lease in settles.items():
+        oks = [one for one in of_lease if one.call.verb is Verb.ACK and one.answer is Answer.OK]
+        if oks:
+            acked[lease.job].add(lease.number)
+        if any(map(backup.forgot, oks)):
+            forgotten[lease.job].add(lease.number)
+    for job, leases in acked.items():
+        if len(leases) > 1:
+            what = f"acks of {len(leases)} leases of job {job} were answered OK"
+            yield _violation(what, excused=len(leases - forgotten[job]) <= 1)
+
+
+# ── By the books ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _in_order(row: Row) -> Iterator[Violation]:
+    """Each lease must begin after the previous one had ended, by the shard's clock."""
+    for earlier, later in pairwise(row.past):
+        if later.leased_at_us < earlier.ended_at_us:
+            yield _violation(f"job {row.job}: by the books lease {later.lease} began before {earlier.lease} had ended")
+    last = row.past[-1] if row.past else None
+    if last and row.leased_at_us is not None and row.lease != last.lease and row.leased_at_us < last.ended_at_us:
+        yield _violation(f"job {row.job}: by the books its last lease began before {last.lease} had ended")
+
+
+def _unasked(row: Row, settles: Mapping[LeaseKey, Sequence[Settle]], read: Collection[LeaseKey]) -> Iterator[Violation]:
+    """Yields what the books contain although no client asked for it, or although all who asked were refused."""
+    done = [(past.lease, past.outcome) for past in row.past]
+    if row.state is State.SUCCEEDED and row.lease is not None:
+        done.append((row.lease, "acked"))
+    for number, outcome in done:
+        verbs = _OUTCOMES.get(outcome)
+        if verbs is None or (outcome == "released" and LeaseKey(row.job, number) not in read):
+            continue
+        said = [one for one in settles.get(LeaseKey(row.job, number), ()) if one.call.verb in verbs]
+        if not said:
+            yield _violation(f"job {row.job}: lease {number} was {outcome}, and nobody said so")
+        elif all(one.answer in {Answer.STALE, Answer.NOT_FOUND} for one in said):
+            yield _violation(
+                f"job {row.job}: lease {number} was {outcome} by a call that was answered {said[0].answer}"
+            )
+
+
+def _undone(row: Row | None, lease: LeaseKey, of_lease: Sequence[Settle], backup: Backup) -> Iterator[Violation]:
+    """Finds answers of OK that the job's row does not show. A job without a row is lost, which stored.py reports."""
+    if row is None and not backup.rewinds(lease.job):
+        return
+    for settle in of_lease:
+        if answered_ok(settle) and (row is None or not books_have(row, settle)):
+            what = (
+                f"job {lease.job}: a {settle.call.verb} of lease {lease.number} was answered OK, and the books lack it"
+            )
+            yield _violation(what, excused=backup.forgot(settle))
+
+
+def _violation(what: str, *, excused: bool = False) -> Violation:
+    return Violation(invariant="I2", what=what, excused=excused)

@@ -1,0 +1,37 @@
+"""I4: no org saw another's job. I5: the books balance, and agree with the tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from proof.checker.evidence import Evidence, Violation
+
+
+def check(evidence: Evidence) -> Iterator[Violation]:
+    owner = {enqueue.job: enqueue.call.org for enqueue in evidence.history.enqueues}
+    for delivery in evidence.history.deliveries:
+        job, asker = delivery.lease.job, delivery.call.org
+        if owner.get(job, asker) != asker or delivery.payload_org != asker:
+            yield Violation(invariant="I4", what=f"job {job} of {delivery.payload_org} came to a consumer of {asker}")
+        elif delivery.payload_job != job:
+            yield Violation(invariant="I4", what=f"job {job} came with the payload of {delivery.payload_job}")
+    for row in evidence.rows:
+        if owner.get(row.job, row.org) != row.org:
+            yield Violation(invariant="I4", what=f"job {row.job} of {owner[row.job]} is stored as {row.org}'s")
+    yield from _books(evidence)
+
+
+def _books(evidence: Evidence) -> Iterator[Violation]:
+    rows = Counter((row.shard, row.org) for row in evidence.rows)
+    booked = {(books.shard, books.org): books for books in evidence.books}
+    for place in sorted(rows.keys() | booked.keys()):
+        shard, org = place
+        books = booked.get(place)
+        if books is None:
+            yield Violation(invariant="I5", what=f"the books of {shard} do not know {org}, whose jobs it has")
+        elif not books.balanced:
+            yield Violation(invariant="I5", what=f"the books of {org} on {shard} do not balance")
+        elif books.accepted != rows[place]:
+            what = f"{shard} accepted {books.accepted} jobs of {org}, and has {rows[place]}"
+            yield Violation(invariant="I5", what=what)

@@ -1,0 +1,75 @@
+"""I7: once faults are healed, every job that is due comes to a consumer soon.
+
+A job is due at the latest when its enqueue was answered, or a nack's or release's delay was over, or the window of its
+lease. It may then be behind others of its org: it is late if, for longer than the bound, it was due and no job of the
+org came.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from proof.checker.evidence import Evidence, State, Violation
+from proof.history import Answer, Delivery, LeaseKey, Settle, Verb
+
+
+def check(evidence: Evidence) -> Iterator[Violation]:
+    if evidence.calm_s is None:
+        return
+    acknowledged = {enqueue.answered for enqueue in evidence.history.enqueues}
+    for row in evidence.rows:
+        # A job whose enqueue was not answered may have been stored a moment ago.
+        if row.state is State.LIVE and row.job in acknowledged:
+            yield Violation(invariant="I7", what=f"job {row.job} of {row.org} was not done by the end")
+    yield from _late(evidence, evidence.calm_s)
+
+
+def _late(evidence: Evidence, calm_s: float) -> Iterator[Violation]:
+    history = evidence.history
+    first_due_s: dict[str, float] = {}
+    for enqueue in history.enqueues:
+        if enqueue.answered == enqueue.job and enqueue.call.ended_s is not None:
+            due_s = enqueue.call.ended_s + enqueue.delay_s
+            first_due_s[enqueue.job] = min(first_due_s.get(enqueue.job, due_s), due_s)
+    settles: defaultdict[LeaseKey, list[Settle]] = defaultdict(list)
+    for settle in history.settles:
+        settles[settle.lease].append(settle)
+    came: defaultdict[str, list[float]] = defaultdict(list)
+    of_jobs: defaultdict[str, list[Delivery]] = defaultdict(list)
+    for delivery in sorted(history.deliveries, key=lambda one: one.received_s):
+        came[delivery.call.org].append(delivery.received_s)
+        of_jobs[delivery.lease.job].append(delivery)
+
+    for job, of_job in of_jobs.items():
+        # The enqueue was not answered, so the time of the first delivery proves nothing.
+        due_s = first_due_s.get(job, float("inf"))
+        for delivery in of_job:
+            if delivery.received_s > calm_s:
+                waited_s = delivery.received_s - max(due_s, calm_s, _before(came, delivery))
+                if waited_s > evidence.late_s_max:
+                    what = f"job {job} of {delivery.call.org} waited {waited_s:.1f} s, while no job of the org came"
+                    yield Violation(invariant="I7", what=what)
+            due_s = _due_again_s(delivery, settles)
+
+
+def _before(came: Mapping[str, Sequence[float]], delivery: Delivery) -> float:
+    """Returns when the org's previous job was delivered."""
+    times = came[delivery.call.org]
+    at = bisect_left(times, delivery.received_s)
+    return times[at - 1] if at else 0.0
+
+
+def _due_again_s(delivery: Delivery, settles: Mapping[LeaseKey, Sequence[Settle]]) -> float:
+    """Returns by when the job was due again, if it was. The lease was given before the job arrived."""
+    due_s = delivery.received_s + delivery.window_s
+    for settle in settles.get(delivery.lease, ()):
+        ended_s = settle.call.ended_s
+        verb = settle.call.verb
+        if settle.answer is Answer.OK and verb in {Verb.NACK, Verb.RELEASE} and ended_s is not None:
+            return ended_s + settle.span_s
+        if verb in {Verb.NACK, Verb.EXTEND} and settle.answer not in {Answer.STALE, Answer.NOT_FOUND}:
+            # Answered or not, it may have been executed, at an unknown time if the client died.
+            due_s = max(due_s, float("inf") if ended_s is None else ended_s + settle.span_s)
+    return due_s

@@ -1,0 +1,159 @@
+"""I1: what was acknowledged is there, and a router finds it. I3: it is there once, whoever asked how often.
+
+Where a backup was restored, what it lacks (proof/checker/backup.py) may be missing, and stored anew.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+from proof.checker.backup import Backup
+from proof.checker.evidence import Evidence, Key, Row, Violation
+from proof.history import Answer, Call, Enqueue, Outcome
+
+
+def check(evidence: Evidence) -> Iterator[Violation]:
+    backup = Backup(evidence)
+    yield from _lost(evidence, backup)
+    yield from _overlooked(evidence, backup)
+    yield from _found(evidence, backup)
+    yield from _doubled(evidence, backup)
+    yield from _keys(evidence, backup)
+
+
+def _lost(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
+    # What a backup brought back of a job is the job itself only where somebody asked to have that cancelled.
+    cancelled = {one.job for one in evidence.history.cancels if one.answer in {Answer.OK, None}}
+    there = {row.job for row in evidence.rows if row.job in cancelled or not backup.is_second(row)}
+    acknowledged: defaultdict[str, list[Enqueue]] = defaultdict(list)
+    for enqueue in evidence.history.enqueues:
+        if enqueue.answered is not None:
+            acknowledged[enqueue.answered].append(enqueue)
+    for job, enqueues in acknowledged.items():
+        if job not in there:
+            call = enqueues[-1].call
+            yield Violation(
+                invariant="I1",
+                what=f"job {job} of {call.org}, acknowledged to {call.client}, is nowhere",
+                excused=backup.lacks(job) and not any(map(backup.promises, enqueues)),
+            )
+
+
+def _overlooked(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
+    """Yields calls that were answered NOT_FOUND although the job had been acknowledged or delivered before."""
+    history = evidence.history
+    known_s: dict[str, float] = {}
+    # When it was stored again after a backup was restored.
+    known_again_s: dict[str, float] = {}
+    for job, again, at_s in (
+        *((one.answered, backup.promises(one), one.call.ended_s) for one in history.enqueues if one.answered),
+        *((one.lease.job, backup.came_after(one.call), one.received_s) for one in history.deliveries),
+    ):
+        if at_s is not None:
+            known_s[job] = min(at_s, known_s.get(job, at_s))
+            if again:
+                known_again_s[job] = min(at_s, known_again_s.get(job, at_s))
+    missed: list[tuple[Call, str]] = [
+        *((one.call, one.lease.job) for one in history.settles if one.answer is Answer.NOT_FOUND),
+        *((one.call, one.job) for one in history.cancels if one.answer is Answer.NOT_FOUND),
+        *((one.call, one.job) for one in history.lookups if one.call.outcome is Outcome.OK and not one.found),
+    ]
+    for call, job in missed:
+        if call.began_s > known_s.get(job, float("inf")):
+            yield Violation(
+                invariant="I1",
+                what=f"a {call.verb} of job {job} of {call.org} was told there is no such job",
+                excused=backup.may_be_unknown(job, call) and call.began_s <= known_again_s.get(job, float("inf")),
+            )
+
+
+def _found(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
+    """Every job once, and as the tables have it."""
+    if evidence.found is None:
+        return
+    rows: defaultdict[str, list[Row]] = defaultdict(list)
+    for row in evidence.rows:
+        rows[row.org].append(row)
+    for found in evidence.found:
+        times = Counter(job for job, _ in found.jobs)
+        said = dict(found.jobs)
+        mine = rows.pop(found.org, [])
+        for row in mine:
+            if backup.is_second(row) and any(other.job == row.job and other is not row for other in mine):
+                continue
+            if times[row.job] != 1:
+                what = f"a router finds job {row.job} of {row.org}, on {row.shard}, {times[row.job]} times"
+                yield Violation(invariant="I1", what=what)
+            elif said[row.job] is not row.state:
+                what = f"a router says that job {row.job} is {said[row.job]}, and on {row.shard} it is {row.state}"
+                yield Violation(invariant="I1", what=what)
+        stored = Counter(row.state for row in mine)
+        for state in sorted({*stored, *found.counted}):
+            counted = found.counted.get(state, 0)
+            if stored[state] != counted:
+                what = f"a router counts {counted} {state} jobs of {found.org}, and the tables have {stored[state]}"
+                yield Violation(invariant="I5", what=what)
+    for org in rows:
+        yield Violation(invariant="I1", what=f"no router was asked for the jobs of {org}")
+
+
+def _doubled(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
+    enqueues = evidence.history.enqueues
+    # A departing job may have arrived on the other shard by now.
+    there = [row for row in evidence.rows if not row.departing]
+    seconds = Counter(row.job for row in there if backup.is_second(row))
+    for job, copies in Counter(row.job for row in there).items():
+        if copies > 1:
+            what = f"job {job} is stored {copies} times"
+            # Where the backup had brought it back, it was cancelled.
+            yield Violation(invariant="I3", what=what, excused=seconds[job] == 1 and copies == 2)
+    # Only one call may be told that it stored the job.
+    news: defaultdict[str, list[Call]] = defaultdict(list)
+    for enqueue in enqueues:
+        if enqueue.answered is not None and not enqueue.duplicate:
+            news[enqueue.answered].append(enqueue.call)
+    for job, calls in news.items():
+        if len(calls) > 1:
+            before, after = sum(map(backup.was_answered_before, calls)), sum(map(backup.came_after, calls))
+            what = f"{len(calls)} enqueues of job {job} were each told that it was new"
+            # Once by the replaced database, and once by the backup.
+            once_each = len(calls) == 2 and before <= 1 and after <= 1
+            yield Violation(invariant="I3", what=what, excused=backup.lacks(job) and once_each)
+    asked = {enqueue.job for enqueue in enqueues}
+    for row in evidence.rows:
+        if row.job not in asked:
+            yield Violation(invariant="I3", what=f"job {row.job} of {row.org} is stored, and nobody enqueued it")
+    # An enqueue is answered with its own job, or with one that was sent under the same key.
+    of_key: defaultdict[tuple[str, str, str], set[str]] = defaultdict(set)
+    for enqueue in enqueues:
+        if enqueue.key:
+            of_key[enqueue.call.org, enqueue.queue, enqueue.key].add(enqueue.job)
+    for enqueue in enqueues:
+        same_key = of_key.get((enqueue.call.org, enqueue.queue, enqueue.key), set())
+        if enqueue.answered is not None and enqueue.answered not in {enqueue.job, *same_key}:
+            yield Violation(invariant="I3", what=f"enqueue of job {enqueue.job} was answered with {enqueue.answered}")
+
+
+def _keys(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
+    """The window of a key is longer than a run: one key, one job."""
+    answered: defaultdict[tuple[str, str, str], set[str]] = defaultdict(set)
+    # Those for which the key still stood, for all that a restored backup may lack.
+    standing: defaultdict[tuple[str, str, str], set[str]] = defaultdict(set)
+    for enqueue in evidence.history.enqueues:
+        if enqueue.key and enqueue.answered is not None:
+            place = (enqueue.call.org, enqueue.queue, enqueue.key)
+            answered[place].add(enqueue.answered)
+            if backup.came_after(enqueue.call) or not backup.lacks_key(Key(*place, enqueue.answered)):
+                standing[place].add(enqueue.answered)
+    for row in evidence.rows:
+        if row.key:
+            place = (row.org, row.queue, row.key)
+            answered[place].add(row.job)
+            if not backup.lacks_key(Key(*place, row.job)):
+                standing[place].add(row.job)
+    for place, jobs in answered.items():
+        if len(jobs) > 1:
+            org, queue, key = place
+            what = f"dedup key {key!r} of {org}/{queue} stands for {len(jobs)} jobs: {', '.join(sorted(jobs))}"
+            yield Violation(invariant="I3", what=what, excused=len(standing[place]) <= 1)

@@ -1,0 +1,81 @@
+"""The cluster file of a run, as operators edit it: what it says of each shard, and texts that must be refused."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shard.placement.cluster_file import digest_of
+
+
+@dataclass(slots=True, kw_only=True)
+class Entry:
+    """What is said of one shard."""
+
+    name: str
+    dsn: str
+    weight: float = 1.0
+    state: str = "active"
+
+    def __str__(self) -> str:
+        keys = f"weight = {self.weight:g}\nstate = '{self.state}'\n"
+        return f"\n[[shard]]\nname = '{self.name}'\ndsn = '''{self.dsn}'''\n{keys}"
+
+
+@dataclass(kw_only=True)
+class ClusterFile:
+    """Whoever edits it calls `save`. While it is spoiled, edits are kept until it is mended."""
+
+    path: Path
+    # Of the cluster.
+    name: str
+    entries: list[Entry]
+    # Empty: that of the first shard.
+    catalog_dsn: str = ""
+    # The [router] table, and what else there is.
+    rest: str = ""
+    # Tells those who read it that it has changed. They look for themselves too, now and then.
+    hurry: Callable[[], None] = lambda: None
+    # Of texts that are to be refused.
+    unusable: set[str] = field(default_factory=set[str])
+    _spoiled: str | None = None
+
+    def entry(self, name: str) -> Entry:
+        return next(entry for entry in self.entries if entry.name == name)
+
+    @property
+    def text(self) -> str:
+        """As it should be."""
+        return self.described(self.entries)
+
+    def described(self, entries: Sequence[Entry], *, cluster: str = "", catalog_dsn: str = "") -> str:
+        """The same with other shards, or another name, or another catalog."""
+        catalog = catalog_dsn or self.catalog_dsn
+        head = f"[cluster]\nname = '{cluster or self.name}'\n"
+        head += f"\n[catalog]\ndsn = '''{catalog}'''\n" if catalog else ""
+        return f"{head}{''.join(map(str, entries))}\n{self.rest}"
+
+    @property
+    def digest(self) -> str:
+        return digest_of(self.text)
+
+    def spoil(self, text: str) -> None:
+        """Until it is mended, this is in its place."""
+        self._spoiled = text
+        self.unusable.add(digest_of(text))
+        self.save()
+
+    def mend(self) -> None:
+        self._spoiled = None
+        self.save()
+
+    def save(self, *, hurry: bool = True) -> None:
+        """Replaces the file in one step, as editors do. Does not call `hurry`."""
+        other = self.path.with_suffix(".new")
+        other.touch(mode=0o600)
+        other.write_text(self.text if self._spoiled is None else self._spoiled)
+        os.replace(other, self.path)
+        if hurry:
+            self.hurry()

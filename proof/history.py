@@ -1,0 +1,336 @@
+"""What clients saw: written by each as it happens, read by the checker when all is over.
+
+One file for each client process, one JSON object a line. A call's line is written before the call is made: whatever was
+done to the cluster, its beginning is here, also after a kill -9, which costs the last, torn line at most. Times are of
+CLOCK_MONOTONIC, which is one for all processes of a machine; the wall clock is beside it to show whether it jumped.
+
+    {"at": s, "wall": s, "call": 7, "verb": "ack", "org": "o1", "asked": …}     it begins; "due": s if it was planned
+    {"at": s, "wall": s, "of": 7, "got": [job, …]}                              jobs came: on a stream, again and again
+    {"at": s, "wall": s, "of": 7, "outcome": "ok", "code": "", "answered": …}   it has ended
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, NamedTuple, Self
+
+from shard.lease_token import parse_token
+
+_SUFFIX = ".jsonl"
+
+
+class Verb(enum.StrEnum):
+    ENQUEUE = "enqueue"
+    DEQUEUE = "dequeue"
+    CONSUME = "consume"
+    ACK = "ack"
+    NACK = "nack"
+    KILL = "kill"
+    RELEASE = "release"
+    EXTEND = "extend"
+    CANCEL = "cancel"
+    LOOK_UP = "look_up"
+    # A try that failed and that the Python client repeats by itself.
+    RETRY = "retry"
+    # What a worker of the Python client could not do, as it says in its log.
+    WORK = "work"
+
+
+class Outcome(enum.StrEnum):
+    OK = "ok"
+    # Refused: nothing was done.
+    ERROR = "error"
+    # Whether it was done nobody has said.
+    UNKNOWN = "unknown"
+
+
+class Answer(enum.StrEnum):
+    OK = "ok"
+    STALE = "stale"
+    NOT_FOUND = "not_found"
+
+
+class LeaseKey(NamedTuple):
+    """One lease of one job."""
+
+    job: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of one client, answered or not."""
+
+    client: str
+    verb: Verb
+    org: str
+    began_s: float
+    # None: the client did not live to see it.
+    ended_s: float | None = None
+    outcome: Outcome = Outcome.UNKNOWN
+    # Of the status; empty for OK.
+    code: str = ""
+    # When it was to begin, if that was planned.
+    planned_s: float | None = None
+
+    @property
+    def due_s(self) -> float:
+        return self.began_s if self.planned_s is None else self.planned_s
+
+    @property
+    def took_s(self) -> float:
+        """Since it was due. Infinity: it was never answered."""
+        return math.inf if self.ended_s is None else self.ended_s - self.due_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Enqueue:
+    """One job of one enqueue."""
+
+    call: Call
+    job: str
+    queue: str
+    key: str = ""
+    delay_s: float = 0.0
+    # The id that was acknowledged, this job's or, by a dedup key, another's. None: nothing was.
+    answered: str | None = None
+    duplicate: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """One job that came to a consumer, and under which lease."""
+
+    # The Dequeue, or the stream.
+    call: Call
+    lease: LeaseKey
+    attempt: int
+    received_s: float
+    window_s: float
+    # As the payload says.
+    payload_org: str
+    payload_job: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settle:
+    """One lease named in an ack, nack, kill, release or extend."""
+
+    call: Call
+    lease: LeaseKey
+    # None: nobody has said.
+    answer: Answer | None
+    # Of a nack: when the job is to be there again. Of an extend: the window.
+    span_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    call: Call
+    job: str
+    answer: Answer | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lookup:
+    """Of one job, by its id."""
+
+    call: Call
+    job: str
+    # Where the call was answered.
+    found: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """What all clients saw together."""
+
+    calls: Sequence[Call] = ()
+    enqueues: Sequence[Enqueue] = ()
+    deliveries: Sequence[Delivery] = ()
+    settles: Sequence[Settle] = ()
+    cancels: Sequence[Cancel] = ()
+    lookups: Sequence[Lookup] = ()
+    # By how much the wall clock and the monotonic clock have drifted apart and back.
+    drift_s: float = 0.0
+
+
+class Recorder:
+    """Writes one client's file. Lines go to the kernel at once: what was written before a kill -9 is there after it."""
+
+    def __init__(self, folder: Path, client: str) -> None:
+        self._file: IO[str] = (folder / f"{client}{_SUFFIX}").open("a", buffering=1)
+        self._numbers = itertools.count(1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def begin(self, verb: Verb, org: str, asked: object, *, due_s: float | None = None) -> int:
+        """To be called before the call is made. `due_s`: when it was to begin. Answers the call's number."""
+        number = next(self._numbers)
+        due = {} if due_s is None else {"due": due_s}
+        self._write(call=number, verb=verb, org=org, asked=asked, **due)
+        return number
+
+    def got(self, number: int, jobs: Sequence[Mapping[str, object]]) -> None:
+        self._write(of=number, got=jobs)
+
+    def end(self, number: int, outcome: Outcome, *, code: str = "", answered: object = None) -> None:
+        self._write(of=number, outcome=outcome, code=code, answered=answered)
+
+    def _write(self, **line: object) -> None:
+        stamps = {"at": time.monotonic(), "wall": time.time()}
+        self._file.write(json.dumps(stamps | line, separators=(",", ":")) + "\n")
+
+
+def leased(*, lease: bytes, attempt: int, payload: bytes) -> dict[str, object]:
+    """A job that came, as a line tells of it."""
+    # Enough to see whose it is: payloads are padded.
+    org, _, rest = payload.partition(b" ")
+    job, _, _ = rest.partition(b" ")
+    return {"lease": lease.hex(), "attempt": attempt, "org": org.decode(), "job": job.decode()}
+
+
+def asked_to_store(*, job: str, queue: str, key: str = "", delay_s: float = 0.0) -> dict[str, object]:
+    """A job that is to be enqueued, as a line tells of it."""
+    return {"job": job, "queue": queue, "key": key, "delay_s": delay_s}
+
+
+def payload_of(org: str, job: str, padding: int) -> bytes:
+    return f"{org} {job} ".encode() + b"." * padding
+
+
+def read(folder: Path) -> History:
+    """All files of a folder."""
+    calls: list[Call] = []
+    enqueues: list[Enqueue] = []
+    deliveries: list[Delivery] = []
+    settles: list[Settle] = []
+    cancels: list[Cancel] = []
+    lookups: list[Lookup] = []
+    drifts: list[float] = []
+    for path in sorted(folder.glob(f"*{_SUFFIX}")):
+        for told in _tales(path, drifts):
+            call = told.call(path.stem)
+            calls.append(call)
+            match call.verb:
+                case Verb.ENQUEUE:
+                    enqueues += _enqueues(call, told)
+                case Verb.DEQUEUE | Verb.CONSUME:
+                    deliveries += _deliveries(call, told)
+                case Verb.CANCEL:
+                    cancels += _cancels(call, told)
+                case Verb.LOOK_UP:
+                    lookups += [Lookup(call=call, job=job, found=job in told.answered) for job in told.begun["asked"]]
+                case Verb.RETRY | Verb.WORK:
+                    pass
+                case _:
+                    settles += _settles(call, told)
+    return History(
+        calls=calls,
+        enqueues=enqueues,
+        deliveries=deliveries,
+        settles=settles,
+        cancels=cancels,
+        lookups=lookups,
+        drift_s=max(drifts) - min(drifts) if drifts else 0.0,
+    )
+
+
+@dataclass(slots=True)
+class _Tale:
+    """The lines of one call."""
+
+    begun: dict[str, Any]
+    got: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    ended: dict[str, Any] | None = None
+
+    @property
+    def answered(self) -> list[Any]:
+        return (self.ended or {}).get("answered") or []
+
+    def call(self, client: str) -> Call:
+        ended = self.ended
+        return Call(
+            client=client,
+            verb=Verb(self.begun["verb"]),
+            org=self.begun["org"],
+            began_s=self.begun["at"],
+            ended_s=None if ended is None else ended["at"],
+            outcome=Outcome.UNKNOWN if ended is None else Outcome(ended["outcome"]),
+            code="" if ended is None else ended["code"],
+            planned_s=self.begun.get("due"),
+        )
+
+
+def _tales(path: Path, drifts: list[float]) -> Iterator[_Tale]:
+    tales: dict[int, _Tale] = {}
+    # The last line of a client that was killed may be torn.
+    whole, _, _ = path.read_text().rpartition("\n")
+    for text in whole.splitlines():
+        line = json.loads(text)
+        drifts.append(line["wall"] - line["at"])
+        if "call" in line:
+            tales[line["call"]] = _Tale(line)
+        elif "got" in line:
+            tales[line["of"]].got.append(line)
+        else:
+            tales[line["of"]].ended = line
+    yield from tales.values()
+
+
+def _enqueues(call: Call, told: _Tale) -> Iterator[Enqueue]:
+    for asked, answer in itertools.zip_longest(told.begun["asked"], told.answered):
+        yield Enqueue(
+            call=call,
+            job=asked["job"],
+            queue=asked["queue"],
+            key=asked["key"],
+            delay_s=asked["delay_s"],
+            answered=None if answer is None else answer["job"],
+            duplicate=answer is not None and answer["duplicate"],
+        )
+
+
+def _deliveries(call: Call, told: _Tale) -> Iterator[Delivery]:
+    for line in told.got:
+        for job in line["got"]:
+            yield Delivery(
+                call=call,
+                lease=_key(job["lease"]),
+                attempt=job["attempt"],
+                received_s=line["at"],
+                window_s=told.begun["asked"]["window_s"],
+                payload_org=job["org"],
+                payload_job=job["job"],
+            )
+
+
+def _settles(call: Call, told: _Tale) -> Iterator[Settle]:
+    asked = told.begun["asked"]
+    for lease, answer in itertools.zip_longest(asked["leases"], told.answered):
+        yield Settle(call=call, lease=_key(lease), answer=answer and Answer(answer), span_s=asked.get("span_s", 0.0))
+
+
+def _cancels(call: Call, told: _Tale) -> Iterator[Cancel]:
+    for job, answer in itertools.zip_longest(told.begun["asked"], told.answered):
+        yield Cancel(call=call, job=job, answer=answer and Answer(answer))
+
+
+def _key(lease: str) -> LeaseKey:
+    _, parsed = parse_token(bytes.fromhex(lease))
+    text = parsed.job_hex
+    return LeaseKey("-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:])), parsed.number)

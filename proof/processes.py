@@ -1,0 +1,101 @@
+"""Processes started and ended. Our own say `ready …` when they serve, and end with their input."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncGenerator, Mapping
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+_ROOT = Path(__file__).resolve().parent.parent
+_END_S_MAX = 15.0
+_FINISH_S_MAX = 60.0
+
+
+class ProcessFailed(Exception):
+    """A process did not start, or ended with a failure."""
+
+
+async def start(
+    module: str,
+    *arguments: str,
+    stdin: int = PIPE,
+    stdout: int | IO[bytes] | None = PIPE,
+    stderr: int | IO[bytes] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Process:
+    """Starts a process that runs this module of the checkout. Without `environ` it inherits this process's."""
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", module, *arguments),
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        cwd=_ROOT,
+        env=environ,
+        # Ctrl-C is for this process, which ends what it started in order.
+        start_new_session=True,
+    )
+
+
+@contextlib.asynccontextmanager
+async def serving(module: str, *arguments: str, order: str = "") -> AsyncGenerator[tuple[Process, str], None]:
+    """A process that runs this module for the scope, and what it said after `ready`. `order`: a line that it is told
+    when it starts. Raises ProcessFailed."""
+    process = await start(module, *arguments)
+    try:
+        assert process.stdin is not None
+        if order:
+            process.stdin.write(f"{order}\n".encode())
+        assert process.stdout is not None
+        word, _, rest = (await process.stdout.readline()).decode().strip().partition(" ")
+        if word != "ready":
+            raise ProcessFailed(f"{module} did not start")
+        yield process, rest
+    finally:
+        await end(process)
+
+
+async def finish(process: Process) -> None:
+    """Lets a process do to its end what it has begun. Raises ProcessFailed unless all went well with it."""
+    if process.returncode is None:
+        await end(process, seconds_max=_FINISH_S_MAX)
+    if process.returncode != 0:
+        raise ProcessFailed(f"process {process.pid} ended with exit code {process.returncode}; see above")
+
+
+async def end(process: Process, *, seconds_max: float = _END_S_MAX) -> None:
+    """Ends a process that ends with its input; kills it where it does not."""
+    assert process.stdin is not None
+    process.stdin.close()
+    await _ended(process, seconds_max)
+
+
+async def terminate(process: Process, *, seconds_max: float) -> None:
+    """Ends a process that ends with SIGTERM; kills it where it does not."""
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGTERM)
+    await _ended(process, seconds_max)
+
+
+async def _ended(process: Process, seconds_max: float) -> None:
+    try:
+        async with asyncio.timeout(seconds_max):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+def family(pid: int | None) -> list[psutil.Process]:
+    """A process, then all that it has started; empty if it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if pid is not None:
+            first = psutil.Process(pid)
+            return [first, *first.children(recursive=True)]
+    return []

@@ -1,0 +1,31 @@
+"""Router processes under their supervisor, which runs in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncGenerator, Mapping
+
+from router.process.supervisor import Supervisor
+
+
+@contextlib.asynccontextmanager
+async def running(routers: Supervisor, environ: Mapping[str, str]) -> AsyncGenerator[str, None]:
+    """Runs routers for this scope, and yields their address. Until its end `environ` is added to the environment of
+    this process, because processes that the supervisor starts later inherit it too."""
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    stop = asyncio.Event()
+    os.environ.update(environ)
+    running = asyncio.create_task(routers.run(ready=ready.set_result, stop=stop))
+    try:
+        starts: set[asyncio.Future[str] | asyncio.Future[None]] = {running, ready}
+        await asyncio.wait(starts, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            await running
+        yield await ready
+    finally:
+        stop.set()
+        for name in environ:
+            del os.environ[name]
+        await running

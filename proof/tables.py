@@ -1,0 +1,159 @@
+"""What the shards' tables say when all is over, read past routers; the books, as `windrow check` reads them; and what a
+router finds when it is asked for jobs."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
+
+import grpc
+
+from proof.checker.evidence import Found, Health, Key, OrgBooks, Past, Row, State
+from proof.postgres import Shard, ask
+from windrow.v1 import admin_pb2, admin_pb2_grpc, cluster_pb2, cluster_pb2_grpc, job_pb2, queue_pb2, queue_pb2_grpc
+
+_CHECK_S_MAX = 60.0
+_ASK_AGAIN_S = 0.5
+_JOBS_AT_ONCE = 1000
+_STATES = {
+    job_pb2.JOB_STATE_SCHEDULED: State.LIVE,
+    job_pb2.JOB_STATE_READY: State.LIVE,
+    job_pb2.JOB_STATE_LEASED: State.LIVE,
+    job_pb2.JOB_STATE_SUCCEEDED: State.SUCCEEDED,
+    job_pb2.JOB_STATE_DEAD: State.DEAD,
+    job_pb2.JOB_STATE_CANCELLED: State.CANCELLED,
+}
+_COLUMNS = (
+    "j.id::text, q.org, q.queue, j.dedup_key, j.lease, (extract(epoch FROM j.leased_at) * 1000000)::bigint, j.history"
+)
+_ROWS = f"""
+SELECT {_COLUMNS}, 'live', false FROM windrow.job j JOIN windrow.queue q USING (queue_id)
+UNION ALL SELECT {_COLUMNS}, 'dead', false FROM windrow.dead j JOIN windrow.queue q USING (queue_id)
+UNION ALL SELECT {_COLUMNS}, j.state, false FROM windrow.finished j JOIN windrow.queue q USING (queue_id)
+UNION ALL SELECT {_COLUMNS}, CASE WHEN j.reason IS NULL THEN 'live' ELSE 'dead' END, true
+    FROM windrow.departing j JOIN windrow.queue q USING (queue_id)
+"""
+_KEYS = "SELECT q.org, q.queue, d.key, d.job_id::text FROM windrow.dedup d JOIN windrow.queue q USING (queue_id)"
+
+
+_Answer = TypeVar("_Answer", queue_pb2.GetJobsResponse, admin_pb2.GetStatsResponse)
+
+
+def live_jobs(shards: Iterable[Shard]) -> int:
+    """Reads the live jobs, including those on their way between two shards."""
+    count = "SELECT (SELECT count(*) FROM windrow.job) + (SELECT count(*) FROM windrow.departing WHERE reason IS NULL)"
+    return sum(int(ask(shard.direct_dsn, count)[0][0]) for shard in shards)
+
+
+def read_rows(shards: Iterable[Shard]) -> list[Row]:
+    return [row for shard in shards for row in rows_in(shard.direct_dsn, shard.name)]
+
+
+def keys_in(dsn: str) -> frozenset[Key]:
+    """The dedup keys that a shard's database has."""
+    return frozenset(Key._make(row) for row in ask(dsn, _KEYS))
+
+
+def rows_in(dsn: str, shard: str) -> Iterator[Row]:
+    """What a shard's database has of each job."""
+    for job, org, queue, key, lease, leased_at_us, history, state, departing in ask(dsn, _ROWS):
+        entries = json.loads(history) if isinstance(history, str) else history
+        yield Row(
+            job=job,
+            org=org,
+            queue=queue,
+            shard=shard,
+            state=State(state),
+            key=key or "",
+            lease=lease,
+            leased_at_us=leased_at_us,
+            past=[
+                Past(
+                    lease=int(entry["lease"]),
+                    outcome=entry["outcome"],
+                    leased_at_us=entry["leased_at_us"],
+                    ended_at_us=entry["ended_at_us"],
+                )
+                for entry in entries or ()
+            ],
+            departing=departing,
+        )
+
+
+def read_books(address: str, shards: Iterable[str]) -> list[OrgBooks]:
+    """Raises grpc.RpcError."""
+    with grpc.insecure_channel(address) as channel:
+        cluster = cluster_pb2_grpc.ClusterStub(channel)
+        return [
+            OrgBooks(shard=shard, org=one.org, accepted=one.accepted, balanced=one.balanced)
+            for shard in shards
+            for part in cluster.CheckShard(
+                cluster_pb2.CheckShardRequest(shard=shard), timeout=_CHECK_S_MAX, wait_for_ready=True
+            )
+            for one in part.orgs
+        ]
+
+
+def read_found(address: str, jobs: Mapping[str, Sequence[str]]) -> list[Found]:
+    """By org: what a router says of these jobs, and how many it counts. Raises grpc.RpcError."""
+    with grpc.insecure_channel(address) as channel:
+        queues, admin = queue_pb2_grpc.QueueStub(channel), admin_pb2_grpc.AdminStub(channel)
+        return [
+            Found(org=org, jobs=list(_look_up(queues, org, ids)), counted=_count(admin, org))
+            for org, ids in jobs.items()
+        ]
+
+
+def _look_up(queues: queue_pb2_grpc.QueueStub, org: str, ids: Sequence[str]) -> Iterator[tuple[str, State]]:
+    for at in range(0, len(ids), _JOBS_AT_ONCE):
+        rest = ids[at : at + _JOBS_AT_ONCE]
+        while rest:
+            request = queue_pb2.GetJobsRequest(org=org, ids=rest)
+            answer = _from_all_shards(partial(queues.GetJobs, request, timeout=_CHECK_S_MAX, wait_for_ready=True))
+            yield from ((job.id, _STATES[job.state]) for job in answer.jobs)
+            rest = list(answer.omitted_ids)
+
+
+def _count(admin: admin_pb2_grpc.AdminStub, org: str) -> Mapping[State, int]:
+    request = admin_pb2.GetStatsRequest(org=org, include_finished=True)
+    counted = dict.fromkeys(State, 0)
+    stats = _from_all_shards(lambda: admin.GetStats(request, timeout=_CHECK_S_MAX, wait_for_ready=True))
+    for one in stats.queues:
+        counted[State.LIVE] += one.scheduled + one.ready + one.leased
+        counted[State.SUCCEEDED] += one.succeeded
+        counted[State.DEAD] += one.dead
+        counted[State.CANCELLED] += one.cancelled
+    return counted
+
+
+def read_health(address: str, shard: str, *, seconds_max: float) -> Health:
+    """Returns the health of a shard as one router sees it; the kernel picks the router. Raises grpc.RpcError."""
+    at_s = time.monotonic()
+    with grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+        cluster = cluster_pb2_grpc.ClusterStub(channel)
+        told = cluster.ListShards(cluster_pb2.ListShardsRequest(), timeout=seconds_max)
+        (one,) = [one for one in told.shards if one.name == shard]
+        return Health(at_s=at_s, reachable=one.reachable, error=one.error)
+
+
+def _from_all_shards(ask: Callable[[], _Answer]) -> _Answer:
+    """Asks again while a router names shards that did not answer it: on a busy machine that happens without a fault."""
+    give_up_s = time.monotonic() + _CHECK_S_MAX
+    while True:
+        answer = ask()
+        if not answer.unavailable_shards:
+            return answer
+        if time.monotonic() > give_up_s:
+            raise TimeoutError(f"shards {', '.join(answer.unavailable_shards)} did not answer for {_CHECK_S_MAX:g} s")
+        time.sleep(_ASK_AGAIN_S)
+
+
+def read_digest(address: str, *, seconds_max: float) -> str:
+    """Of the cluster file by which some router goes: each time whichever the kernel picks. Raises grpc.RpcError."""
+    with grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+        cluster = cluster_pb2_grpc.ClusterStub(channel)
+        shards = cluster.ListShards(cluster_pb2.ListShardsRequest(), timeout=seconds_max)
+        return str(shards.cluster_file.digest)

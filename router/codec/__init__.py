@@ -1,0 +1,1 @@
+"""Converts between protobuf messages and the types of shard, and errors to gRPC statuses."""

@@ -1,0 +1,348 @@
+"""Converts between the messages of proto/windrow/v1 and the columns and records of the shard. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import assert_never, cast
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from router.codec.status import InvalidRequest, Violation
+from shard import retry_policy
+from shard.admin.job_pages import Wanted
+from shard.admin.queue_admin import OrgBooks, QueueCounts, QueueRecord
+from shard.job_record import JobRecord
+from shard.lease_token import MalformedLease, parse_token
+from shard.placement.cluster_file import ShardState
+from shard.queue_settings import QueueSettings
+from shard.vocabulary import (
+    MAX_ATTEMPTS_DEFAULT,
+    RETENTION_DEFAULT,
+    Answer,
+    Claimed,
+    Failure,
+    JobState,
+    Lease,
+    Micros,
+    NewJobs,
+    OrgId,
+    Outcome,
+    QueueName,
+    ShardName,
+)
+from windrow.ids import uuid7
+from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2
+
+WINDOW_DEFAULT_US = 30_000_000
+# The path of a field mask that means every field (AIP-134).
+ALL_FIELDS = "*"
+# Control characters except tab and line ends.
+_PRINTABLE = dict.fromkeys(set(range(32)) - set(b"\t\n\r"), "\ufffd")
+_DEDUP_WINDOW_DEFAULT_US = 86_400_000_000
+
+# The contract's enums have the names of the vocabulary's, after a prefix.
+ANSWERS: dict[Answer, job_pb2.JobAnswer.ValueType] = {
+    answer: job_pb2.JobAnswer.Value(f"JOB_ANSWER_{answer.name}") for answer in Answer if answer is not Answer.DEPARTING
+}
+_STATES = {state.value: job_pb2.JobState.Value(f"JOB_STATE_{state.name}") for state in JobState}
+STATES_BY_NUMBER = {number: JobState(name) for name, number in _STATES.items()}
+_OUTCOMES = {outcome: job_pb2.AttemptOutcome.Value(f"ATTEMPT_OUTCOME_{outcome.name}") for outcome in Outcome}
+SHARD_STATES = {state: cluster_pb2.ShardState.Value(f"SHARD_STATE_{state.name}") for state in ShardState}
+
+
+# ── Times ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def timestamp(us: int) -> Timestamp:
+    return Timestamp(seconds=us // 1_000_000, nanos=us % 1_000_000 * 1000)
+
+
+def duration(us: int) -> Duration:
+    return Duration(seconds=us // 1_000_000, nanos=us % 1_000_000 * 1000)
+
+
+def micros(value: Timestamp | Duration) -> int:
+    return value.seconds * 1_000_000 + value.nanos // 1000
+
+
+def moment(value: Timestamp) -> Micros:
+    return Micros(micros(value))
+
+
+def window_us(
+    request: queue_pb2.DequeueRequest | queue_pb2.ExtendRequest | queue_pb2.ConsumeStart | queue_pb2.ConsumeRequest,
+    default_us: int = WINDOW_DEFAULT_US,
+) -> int:
+    return micros(request.visibility_window) if request.HasField("visibility_window") else default_us
+
+
+# ── Jobs in ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def new_jobs(org: OrgId, jobs: Sequence[job_pb2.NewJob], *, trace: str | None) -> NewJobs:
+    """Returns the columns of valid jobs. Jobs without a trace of their own get `trace`."""
+    templates = [job.template for job in jobs]
+    columns = NewJobs(
+        org=org,
+        ids=[job.id or uuid7() for job in jobs],
+        queues=cast("list[QueueName]", [template.queue for template in templates]),
+        kinds=[template.kind for template in templates],
+        payloads=[template.payload for template in templates],
+    )
+    for at, template in enumerate(templates):
+        if template.priority:
+            columns.priorities[at] = template.priority
+        if template.attributes:
+            columns.attributes[at] = json.dumps(dict(template.attributes))
+        if template.max_attempts:
+            columns.max_attempts[at] = template.max_attempts
+        if template.HasField("retry"):
+            columns.retries[at] = retry_policy.to_json(policy(template.retry))
+    for at, job in enumerate(jobs):
+        match job.WhichOneof("when"):
+            case "delay":
+                columns.delay_us[at] = micros(job.delay)
+            case "run_at":
+                columns.run_at_us[at] = micros(job.run_at)
+            case None:
+                pass
+        if job.HasField("expires_at"):
+            columns.expires_at_us[at] = micros(job.expires_at)
+        if job.HasField("dedup"):
+            dedup = job.dedup
+            columns.dedup_keys[at] = dedup.key
+            window = micros(dedup.window) if dedup.HasField("window") else _DEDUP_WINDOW_DEFAULT_US
+            columns.dedup_window_us[at] = window
+        if job.HasField("trace") and job.trace.traceparent:
+            columns.traces[at] = f"{job.trace.traceparent} {job.trace.tracestate}".rstrip()
+        elif trace is not None:
+            columns.traces[at] = trace
+    return columns
+
+
+def policy(message: job_pb2.RetryPolicy) -> retry_policy.Policy:
+    """Returns the retry policy of a message, with its defaults filled in."""
+    which = message.WhichOneof("policy")
+    match which:
+        case "fixed":
+            return retry_policy.Fixed(delay_us=micros(message.fixed.delay))
+        case "exponential":
+            given, default = message.exponential, retry_policy.Exponential()
+            return retry_policy.Exponential(
+                initial_us=micros(given.initial_delay) if given.HasField("initial_delay") else default.initial_us,
+                multiplier=given.multiplier or default.multiplier,
+                max_us=micros(given.max_delay) if given.HasField("max_delay") else default.max_us,
+                jitter=given.jitter if given.HasField("jitter") else default.jitter,
+            )
+        case None:
+            return retry_policy.DEFAULT
+        case _:
+            assert_never(which)
+
+
+def queue_settings(config: admin_pb2.QueueConfig) -> QueueSettings:
+    """Returns the settings that the message has."""
+    return QueueSettings(
+        retry=retry_policy.to_json(policy(config.retry)) if config.HasField("retry") else None,
+        max_attempts=config.max_attempts if config.HasField("max_attempts") else None,
+        retention_days=config.retention_days if config.HasField("retention_days") else None,
+    )
+
+
+def queue_changes(request: admin_pb2.UpdateQueueRequest) -> tuple[admin_pb2.QueueConfig, list[str]]:
+    """Returns the fields to set, and the names of those to reset to their defaults."""
+    paths = set(request.update_mask.paths)
+    if not paths:
+        return request.config, []
+    changed, reset = admin_pb2.QueueConfig(), list[str]()
+    changed.CopyFrom(request.config)
+    # As a plain message, whose fields can be named by any text.
+    message = cast("Message", changed)
+    for field in changed.DESCRIPTOR.fields:
+        if not paths & {field.name, ALL_FIELDS}:
+            message.ClearField(field.name)
+        elif not message.HasField(field.name):
+            reset.append(field.name)
+    return changed, reset
+
+
+def policy_message(stored: retry_policy.Policy) -> job_pb2.RetryPolicy:
+    match stored:
+        case retry_policy.Fixed():
+            return job_pb2.RetryPolicy(fixed=job_pb2.FixedRetry(delay=duration(stored.delay_us)))
+        case retry_policy.Exponential():
+            return job_pb2.RetryPolicy(
+                exponential=job_pb2.ExponentialRetry(
+                    initial_delay=duration(stored.initial_us),
+                    multiplier=stored.multiplier,
+                    max_delay=duration(stored.max_us),
+                    jitter=stored.jitter,
+                )
+            )
+        case _:
+            assert_never(stored)
+
+
+def failure(message: job_pb2.Failure) -> Failure:
+    """Replaces control characters: in JSON each of them would take six bytes."""
+    type_, text, stack = (one.translate(_PRINTABLE) for one in (message.type, message.message, message.stack))
+    return Failure(type=type_, message=text, stack=stack, permanent=message.permanent)
+
+
+def failure_message(stored: Failure) -> job_pb2.Failure:
+    return job_pb2.Failure(**stored._asdict())
+
+
+def leases(tokens: Iterable[bytes], *, field: str) -> list[tuple[int, Lease]]:
+    """Parses lease tokens into shard tags and leases. `field` is the path of a token in the request, with {} for its
+    position. Raises InvalidRequest."""
+    parsed: list[tuple[int, Lease]] = []
+    violations: list[Violation] = []
+    for at, data in enumerate(tokens):
+        try:
+            parsed.append(parse_token(data))
+        except MalformedLease as error:
+            violations.append(Violation(field.format(at), str(error)))
+    if violations:
+        raise InvalidRequest(violations)
+    return parsed
+
+
+def wanted(request: admin_pb2.ListJobsRequest) -> Wanted:
+    return Wanted(
+        org=OrgId(request.org),
+        queue=QueueName(request.queue) if request.queue else None,
+        state=STATES_BY_NUMBER[request.state] if request.HasField("state") else None,
+        kind=request.kind,
+        made_after=moment(request.created_after) if request.HasField("created_after") else None,
+        made_before=moment(request.created_before) if request.HasField("created_before") else None,
+        include_payload=request.include_payload,
+    )
+
+
+# ── Jobs out ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def leased_job(job: Claimed, org: OrgId) -> job_pb2.LeasedJob:
+    """Returns a claimed job without lease, id and payload, in which jobs of one claim always differ."""
+    message = job_pb2.LeasedJob(
+        org=org,
+        queue=job.queue,
+        kind=job.kind,
+        priority=job.priority,
+        attempt=job.attempt,
+        max_attempts=job.max_attempts or MAX_ATTEMPTS_DEFAULT,
+        enqueued_at=timestamp(job.enqueued_at),
+        run_at=timestamp(job.run_at),
+    )
+    if job.attributes is not None:
+        message.attributes.update(json.loads(job.attributes))
+    if job.trace is not None:
+        message.trace.traceparent, _, message.trace.tracestate = job.trace.partition(" ")
+    return message
+
+
+def job(record: JobRecord, shard: ShardName) -> job_pb2.Job:
+    message = job_pb2.Job(
+        id=record.id,
+        queue=record.queue,
+        kind=record.kind,
+        state=_STATES[record.state],
+        payload=record.payload or b"",
+        attributes=json.loads(record.attributes or "{}"),
+        priority=record.priority,
+        enqueued_at=timestamp(record.enqueued_at),
+        run_at=timestamp(record.run_at),
+        attempt=record.attempt,
+        max_attempts=record.max_attempts or MAX_ATTEMPTS_DEFAULT,
+        retry=policy_message(retry_policy.from_json(record.retry)),
+        dedup_key=record.dedup_key or "",
+        worker=record.worker or "",
+        result=record.result or b"",
+        reason=record.reason or "",
+        shard=shard,
+    )
+    if record.expires_at is not None:
+        message.expires_at.CopyFrom(timestamp(record.expires_at))
+    if record.state == "leased" and record.deadline is not None:
+        message.lease_deadline.CopyFrom(timestamp(record.deadline))
+    if record.finished_at is not None:
+        message.finished_at.CopyFrom(timestamp(record.finished_at))
+    for attempt in record.attempts():
+        message.attempts.add(
+            attempt=attempt.attempt,
+            worker=attempt.worker,
+            leased_at=timestamp(attempt.leased_at),
+            ended_at=timestamp(attempt.ended_at),
+            outcome=_OUTCOMES[attempt.outcome],
+            failure=None if attempt.failure is None else failure_message(attempt.failure),
+        )
+    return message
+
+
+# ── Queues and counts out ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def queue_info(org: OrgId, record: QueueRecord, shard: ShardName) -> admin_pb2.QueueInfo:
+    settings = record.settings
+    config = admin_pb2.QueueConfig(
+        retry=policy_message(retry_policy.from_json(settings.retry)),
+        max_attempts=settings.max_attempts or MAX_ATTEMPTS_DEFAULT,
+        retention_days=RETENTION_DEFAULT if settings.retention_days is None else settings.retention_days,
+    )
+    return admin_pb2.QueueInfo(
+        org=org,
+        queue=record.queue,
+        config=config,
+        paused=settings.paused or False,
+        created_at=timestamp(record.created_at),
+        shard=shard,
+    )
+
+
+def queue_stats(counts: QueueCounts) -> admin_pb2.QueueStats:
+    message = admin_pb2.QueueStats(
+        queue=counts.queue,
+        scheduled=counts.scheduled,
+        ready=counts.ready,
+        leased=counts.leased,
+        dead=counts.dead,
+        succeeded=counts.succeeded,
+        cancelled=counts.cancelled,
+        paused=counts.paused,
+    )
+    if counts.oldest_ready_age_us is not None:
+        message.oldest_ready_age.CopyFrom(duration(counts.oldest_ready_age_us))
+    if counts.next_due is not None:
+        message.next_due.CopyFrom(timestamp(counts.next_due))
+    return message
+
+
+def org_books(books: OrgBooks, *, home_shard: str = "") -> cluster_pb2.OrgBooks:
+    """Returns an org's books. `home_shard` names the shard where the org's live jobs belong, if it is another one."""
+    return cluster_pb2.OrgBooks(
+        org=books.org,
+        accepted=books.accepted,
+        scheduled=books.scheduled,
+        ready=books.ready,
+        leased=books.leased,
+        succeeded=books.succeeded,
+        dead=books.dead,
+        cancelled=books.cancelled,
+        archived=books.archived,
+        expired=books.expired,
+        balanced=books.balanced,
+        stray=books.unfinished if home_shard else 0,
+        home_shard=home_shard,
+    )
+
+
+def enqueue_results(ids: Sequence[str], duplicates: Mapping[int, str]) -> list[queue_pb2.EnqueueResult]:
+    """Returns one result for each job. `duplicates` has the ids of already known jobs, by position."""
+    return [
+        queue_pb2.EnqueueResult(id=duplicates.get(at, job_id), duplicate=at in duplicates)
+        for at, job_id in enumerate(ids)
+    ]

@@ -1,0 +1,207 @@
+"""Maps errors to gRPC statuses, with google.rpc details that programs can read. Pure.
+
+INVALID_ARGUMENT carries BadRequest (field violations by path). Errors that may be retried carry RetryInfo. Every error
+carries ErrorInfo with a reason of errors.proto.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+from shard import errors
+from shard.queue.coalescer import TooManyWaiting
+from windrow.org_header import ORG_HEADER
+from windrow.v1 import errors_pb2 as reasons
+
+DOMAIN = "windrow"
+# A status is sent in HTTP headers, and clients accept 8 KiB of those: a longer status would arrive as another error.
+_VIOLATIONS_BYTES_MAX = 4000
+_MESSAGE_CHARS_MAX = 500
+_SHOWN_CHARS_MAX = 128
+INTERNAL: int = code_pb2.INTERNAL
+INVALID_ARGUMENT: int = code_pb2.INVALID_ARGUMENT
+RESOURCE_EXHAUSTED: int = code_pb2.RESOURCE_EXHAUSTED
+# The gRPC code of each reason.
+CODES: dict[reasons.ErrorReason.ValueType, int] = {
+    reasons.ERROR_REASON_INVALID_REQUEST: INVALID_ARGUMENT,
+    reasons.ERROR_REASON_UNDECODABLE_REQUEST: INVALID_ARGUMENT,
+    reasons.ERROR_REASON_MESSAGE_TOO_LARGE: INVALID_ARGUMENT,
+    reasons.ERROR_REASON_ORG_MISMATCH: INVALID_ARGUMENT,
+    reasons.ERROR_REASON_QUEUE_NOT_FOUND: code_pb2.NOT_FOUND,
+    reasons.ERROR_REASON_QUEUE_EXISTS: code_pb2.ALREADY_EXISTS,
+    reasons.ERROR_REASON_QUEUE_NOT_EMPTY: code_pb2.FAILED_PRECONDITION,
+    reasons.ERROR_REASON_TOO_MANY_QUEUES: RESOURCE_EXHAUSTED,
+    reasons.ERROR_REASON_SHARD_NOT_FOUND: code_pb2.NOT_FOUND,
+    reasons.ERROR_REASON_SHARD_UNAVAILABLE: code_pb2.UNAVAILABLE,
+    reasons.ERROR_REASON_DISK_FULL: code_pb2.UNAVAILABLE,
+    reasons.ERROR_REASON_ROW_LOCKED: code_pb2.UNAVAILABLE,
+    reasons.ERROR_REASON_CLOCK_SET_BACK: code_pb2.UNAVAILABLE,
+    reasons.ERROR_REASON_PLACEMENT_CHANGING: code_pb2.UNAVAILABLE,
+    reasons.ERROR_REASON_SHARD_BUSY: RESOURCE_EXHAUSTED,
+    reasons.ERROR_REASON_MISCONFIGURED: code_pb2.FAILED_PRECONDITION,
+    reasons.ERROR_REASON_ROUTER_FULL: RESOURCE_EXHAUSTED,
+    reasons.ERROR_REASON_ROUTER_SHUTTING_DOWN: code_pb2.UNAVAILABLE,
+    reasons.ERROR_REASON_STREAM_EXPIRED: code_pb2.UNAVAILABLE,
+    reasons.ERROR_REASON_REQUEST_LATE: code_pb2.DEADLINE_EXCEEDED,
+    reasons.ERROR_REASON_CALL_TIMED_OUT: code_pb2.DEADLINE_EXCEEDED,
+    reasons.ERROR_REASON_INTERNAL_ERROR: INTERNAL,
+}
+
+
+class Violation(NamedTuple):
+    """What is wrong with one field of a request."""
+
+    # The path from the request's root, such as jobs[3].template.queue.
+    field: str
+    description: str
+
+
+class InvalidRequest(Exception):
+    """The request breaks the contract; nothing was stored."""
+
+    def __init__(self, violations: Sequence[Violation]) -> None:
+        first = violations[0]
+        more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
+        super().__init__(f"{first.field}: {first.description}{more}")
+        self.violations = violations
+
+
+class OrgMismatch(InvalidRequest):
+    """The metadata windrow-org names another org than the request. `field`: the path of the request's org."""
+
+    def __init__(self, field: str, org: str, header: str | bytes) -> None:
+        # Neither has been checked yet, so both may be of any length.
+        told, named = org[:_SHOWN_CHARS_MAX], header[:_SHOWN_CHARS_MAX]
+        super().__init__([Violation(field, f"is {told!r}, but the metadata {ORG_HEADER} says {named!r}")])
+
+
+class ShuttingDown(Exception):
+    """This router process drains: it ends its streams and takes no new calls."""
+
+
+class StreamExpired(Exception):
+    """This stream has been open for as long as a stream may be."""
+
+
+class RequestLate(Exception):
+    """The request, or the first message of a stream, did not arrive completely in time."""
+
+    def __init__(self, limit_s: float, *, what: str = "the request") -> None:
+        super().__init__(f"{what} did not arrive completely within {limit_s:g} s")
+
+
+class MessageTooLarge(Exception):
+    """A request or a message of a stream has more bytes than the contract allows. It was not decoded. `head` is its
+    beginning."""
+
+    def __init__(self, size: int, limit: int, head: bytes) -> None:
+        super().__init__(
+            f"the message has {size:,} bytes, and at most {limit:,} are allowed: send its jobs or leases in several "
+            "messages"
+        )
+        self.head = head
+
+
+class Undecodable(Exception):
+    """The request's bytes are not a valid protobuf message of the method's type."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(
+            f"the request of {size:,} bytes cannot be decoded: it is not the protobuf message that this method takes"
+        )
+
+
+class RouterFull(Exception):
+    """This process can take no more calls or bytes, in total or from the caller's org or connection."""
+
+    def __init__(self, what: str, limit: int) -> None:
+        super().__init__(
+            f"this router process takes {limit:,} {what} at a time, and from one org never more than it has room left "
+            "for others; try again, or start more processes"
+        )
+
+
+def status_of(error: BaseException) -> status_pb2.Status:
+    """Returns the status for an error. An error that is not listed here becomes INTERNAL, without any details."""
+    match error:
+        case InvalidRequest():
+            reason = (
+                reasons.ERROR_REASON_ORG_MISMATCH
+                if isinstance(error, OrgMismatch)
+                else reasons.ERROR_REASON_INVALID_REQUEST
+            )
+            bad = error_details_pb2.BadRequest()
+            for field, description in error.violations:
+                bad.field_violations.add(field=field, description=description)
+                if bad.ByteSize() > _VIOLATIONS_BYTES_MAX:
+                    del bad.field_violations[-1]
+                    break
+            return _status(reason, str(error), bad)
+        case errors.RowLocked():
+            return _status(reasons.ERROR_REASON_ROW_LOCKED, str(error), retry_info(error.retry_after_s))
+        case errors.DiskFull():
+            return _status(reasons.ERROR_REASON_DISK_FULL, str(error), retry_info(error.retry_after_s))
+        case errors.ClockSetBack():
+            return _status(reasons.ERROR_REASON_CLOCK_SET_BACK, str(error), retry_info(error.retry_after_s))
+        case errors.ShardUnavailable():
+            return _status(reasons.ERROR_REASON_SHARD_UNAVAILABLE, str(error), retry_info(error.retry_after_s))
+        case RequestLate():
+            return _status(reasons.ERROR_REASON_REQUEST_LATE, str(error))
+        case MessageTooLarge():
+            return _status(reasons.ERROR_REASON_MESSAGE_TOO_LARGE, str(error))
+        case Undecodable():
+            return _status(reasons.ERROR_REASON_UNDECODABLE_REQUEST, str(error))
+        case RouterFull():
+            return _status(reasons.ERROR_REASON_ROUTER_FULL, str(error), retry_info(0.5))
+        case TooManyWaiting():
+            return _status(reasons.ERROR_REASON_SHARD_BUSY, str(error), retry_info(0.5))
+        case ShuttingDown():
+            message = "this router process is shutting down; call again to reach another one"
+            return _status(reasons.ERROR_REASON_ROUTER_SHUTTING_DOWN, message, retry_info(0.0))
+        case StreamExpired():
+            message = "this router ends streams after some minutes; open another one"
+            return _status(reasons.ERROR_REASON_STREAM_EXPIRED, message, retry_info(0.0))
+        case errors.NotOwned():
+            return _status(reasons.ERROR_REASON_PLACEMENT_CHANGING, str(error), retry_info(0.2))
+        case errors.UnknownQueue():
+            return _status(reasons.ERROR_REASON_QUEUE_NOT_FOUND, str(error))
+        case errors.QueueExists():
+            return _status(reasons.ERROR_REASON_QUEUE_EXISTS, str(error))
+        case errors.QueueNotEmpty():
+            return _status(reasons.ERROR_REASON_QUEUE_NOT_EMPTY, str(error))
+        case errors.TooManyQueues():
+            return _status(reasons.ERROR_REASON_TOO_MANY_QUEUES, str(error))
+        case errors.UnknownShard():
+            return _status(reasons.ERROR_REASON_SHARD_NOT_FOUND, str(error))
+        case errors.BadPageToken():
+            return status_of(InvalidRequest([Violation("page_token", str(error))]))
+        case errors.Misconfigured():
+            return _status(reasons.ERROR_REASON_MISCONFIGURED, str(error))
+        case asyncio.TimeoutError():
+            return _status(reasons.ERROR_REASON_CALL_TIMED_OUT, "the shard did not answer in time")
+        case _:
+            return _status(reasons.ERROR_REASON_INTERNAL_ERROR, "internal error; the router's log has the details")
+
+
+def retry_info(after_s: float) -> error_details_pb2.RetryInfo:
+    delay = duration_pb2.Duration(seconds=int(after_s), nanos=int(after_s % 1 * 1e9))
+    return error_details_pb2.RetryInfo(retry_delay=delay)
+
+
+def _status(
+    reason: reasons.ErrorReason.ValueType,
+    message: str,
+    *details: error_details_pb2.BadRequest | error_details_pb2.RetryInfo,
+) -> status_pb2.Status:
+    status = status_pb2.Status(code=CODES[reason], message=message[:_MESSAGE_CHARS_MAX])
+    name = reasons.ErrorReason.Name(reason).removeprefix("ERROR_REASON_")
+    for detail in (error_details_pb2.ErrorInfo(reason=name, domain=DOMAIN), *details):
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status

@@ -1,0 +1,1 @@
+"""The shards as one router process sees them."""

@@ -1,0 +1,127 @@
+"""This router's copy of the catalog, which says where each org lives. The copy is refreshed after a NOTIFY, whenever a
+call needs to be sure, and every 3 s. It may be old at any time: a shard refuses calls that follow a copy which is too
+old (I6)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+from router.fleet.periodic import attempt, every
+from shard.errors import ShardUnavailable
+from shard.placement import catalog
+from shard.placement.catalog import Catalog
+from shard.placement.slots import Placement
+from shard.postgres.listener import Listener
+from shard.postgres.pool import Database, Mark
+from shard.queue.coalescer import Coalescer
+from shard.vocabulary import CATALOG, OrgId, ShardName
+
+_LOOKING = "look at the catalog"
+_LOOK_S = 3.0
+_LOOK_S_MAX = 5.0
+# The pause between two looks of a call that waits for a change. Most often a notification ends it earlier.
+_WAIT_S = 0.1
+
+
+class CatalogCopy:
+    """Keeps a copy of the catalog.
+
+    `on_change` is called with the old and the new copy when it has changed. `on_marks` is called after each look with
+    the confirmed marks of the shards (shard/placement/marks.py). `database` is the catalog's database.
+    """
+
+    def __init__(
+        self,
+        dsn: str,
+        on_change: Callable[[Catalog, Catalog], None],
+        on_marks: Callable[[Mapping[ShardName, Mark]], None],
+    ) -> None:
+        self.database = Database(CATALOG, dsn, connections=1, may_scan=True)
+        self._dsn = dsn
+        self._on_change = on_change
+        self._on_marks = on_marks
+        self._current: Catalog | None = None
+        self._notified = asyncio.Event()
+        # A migration was run, or a notification of one may have been missed.
+        self._migrated = False
+        self._changed = asyncio.Event()
+        self._listener = Listener(dsn, catalog.CHANNEL, self._hear, application_name="windrow catalog")
+        self.database.went_away = self._listener.hang_up
+        # One look serves all calls that asked before it began.
+        self._looks = Coalescer[None, Catalog](
+            self._look,
+            weight=lambda _: 1,
+            key=lambda _: None,
+            on_timeout=lambda: ShardUnavailable(CATALOG, f"no answer within {_LOOK_S_MAX:g} s"),
+            acts_max=1,
+            wait_s=_LOOK_S_MAX,
+        )
+
+    def begin(self, first: Catalog) -> None:
+        """Sets the first copy of the catalog."""
+        self._current = first
+
+    @property
+    def current(self) -> Catalog:
+        """The newest copy. Raises ShardUnavailable before there is a first one."""
+        if self._current is None:
+            raise ShardUnavailable(CATALOG, "it has not been read yet")
+        return self._current
+
+    async def run(self) -> None:
+        """Keeps the copy up to date until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._listener.run())
+            group.create_task(self._look_when_notified())
+            group.create_task(every(_LOOK_S, _LOOKING, self.look))
+
+    async def reconnect(self, dsn: str) -> None:
+        """Connects to the catalog by this DSN from now on."""
+        if dsn != self._dsn:
+            self._dsn = dsn
+            self._listener.reconnect(dsn)
+            await self.database.reconnect(dsn)
+
+    async def look(self) -> Catalog:
+        """Reads the catalog, beginning after this call, and returns the new copy. Raises ShardUnavailable."""
+        return await self._looks.submit(None)
+
+    async def is_current(self, org: OrgId, placement: Placement) -> bool:
+        """Returns whether the catalog still has this placement for the org. Raises ShardUnavailable."""
+        return (await self.look()).placement(org) == placement
+
+    async def until_changed(self, org: OrgId, placement: Placement) -> None:
+        """Returns once the catalog has another placement for the org. Raises ShardUnavailable."""
+        while await self.is_current(org, placement):
+            try:
+                async with asyncio.timeout(_WAIT_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                # Look again, in case the notification was lost.
+                continue
+
+    async def _look(self, asked: Sequence[None]) -> Sequence[Catalog]:
+        before = self.current
+        after, marks = await catalog.read_with_marks(self.database, before)
+        self._current = after
+        self._on_marks(marks)
+        if after is not before:
+            self._changed.set()
+            self._changed = asyncio.Event()
+            self._on_change(before, after)
+        return [after] * len(asked)
+
+    def _hear(self, epoch: str | None) -> None:
+        # An empty payload means a migration (record_migration.sql). None means that notifications may have been missed.
+        self._migrated = self._migrated or not epoch
+        self._notified.set()
+
+    async def _look_when_notified(self) -> None:
+        while True:
+            await self._notified.wait()
+            self._notified.clear()
+            if self._migrated:
+                self._migrated = False
+                await attempt("check the schema of the catalog", self.database.check_schema)
+            await attempt(_LOOKING, self.look)

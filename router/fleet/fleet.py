@@ -1,0 +1,337 @@
+"""The shards as this router knows them. The cluster file lists them, and a copy of the catalog says where each org
+lives. Both may change.
+
+The copy may be old. If a call goes to the wrong shard, that shard refuses it (I6); the call then waits for a newer copy
+and goes to the right shard. A shard that does not answer affects only the orgs that live on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import TypeVar
+
+from router.fleet.catalog_copy import CatalogCopy
+from router.fleet.shard_handle import ShardHandle
+from shard.errors import Misconfigured, NotOwned, ShardError, ShardUnavailable, UnknownShard
+from shard.lease_token import shard_tag
+from shard.placement import catalog, identity, marks, pins
+from shard.placement.catalog import Catalog, Holding
+from shard.placement.cluster_diff import refuse_change
+from shard.placement.cluster_file import Cluster, ClusterFileError, ShardState
+from shard.placement.identity import Identity
+from shard.placement.marks import Made
+from shard.placement.slots import Placement
+from shard.postgres import schema
+from shard.postgres.pool import Database, Mark
+from shard.vocabulary import OrgId, ShardName
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+# How long a call waits until some shard takes its org's jobs: while a slot moves, no shard does for a moment.
+_UNOWNED_S_MAX = 2.0
+_RETRY_S = 1.0
+# A catalog whose newest mark is lower by more than this was probably restored from a backup.
+_MARKS_LESS_MAX = 20
+_FIRST_TRY_S_MAX = 5.0
+
+
+class Fleet:
+    """All shards of a cluster. Use `run` to open it; every other method needs it open. `sweep_s` is the interval of the
+    sweeps of each shard."""
+
+    def __init__(self, cluster: Cluster, *, connections_per_shard: int, sweep_s: float) -> None:
+        self._cluster = cluster
+        self._connections = connections_per_shard
+        self._sweep_s = sweep_s
+        self._members: dict[ShardName, ShardHandle] = {}
+        self._by_tag: dict[int, ShardHandle] = {}
+        # The identity that each shard's database was last found to have.
+        self._identities: dict[ShardName, Identity | None] = {}
+        # The newest mark that each shard's history must contain, by the catalog (shard/placement/marks.py).
+        self._marks: Mapping[ShardName, Mark] = {}
+        self._catalog = CatalogCopy(cluster.catalog_dsn, self._catalog_changed, self._marked)
+        # Owns the tasks of all shard handles.
+        self._group = asyncio.TaskGroup()
+
+    async def run(self, opened: asyncio.Event) -> None:
+        """Opens the fleet, sets `opened`, and keeps every shard up until cancelled. Raises Misconfigured if only an
+        operator can solve the problem."""
+        try:
+            await self._catalog.database.open()
+            await self._found_catalog()
+            async with self._group as group:
+                group.create_task(self._catalog.run())
+                self._take_up(self._cluster)
+                contacted = [member for member in self._members.values() if member.entry.state is not ShardState.OFF]
+                first_tries = [group.create_task(member.up.wait()) for member in contacted]
+                if first_tries:
+                    # Serve as soon as every shard is up. If one does not come up, serve without it after 5 s.
+                    _, late = await asyncio.wait(first_tries, timeout=_FIRST_TRY_S_MAX)
+                    for wait in late:
+                        wait.cancel()
+                opened.set()
+        finally:
+            await self._catalog.database.close()
+
+    async def finish(self) -> None:
+        """Returns once every shard has ended the calls that it was given."""
+        await asyncio.gather(*(member.finish() for member in self._members.values()))
+
+    # ── A cluster file that changes ──────────────────────────────────────────────────────────────────────────────────
+
+    async def change(self, cluster: Cluster) -> None:
+        """Switches to a changed cluster file. Calls in flight run to their end. Raises ClusterFileError if the change
+        is not allowed; then nothing has changed."""
+        refuse_change(self._cluster, cluster)
+        removed = [name for name in self._members if cluster.shard(name) is None]
+        if removed:
+            await self._refuse_to_remove(removed, cluster.source)
+        self._take_up(cluster)
+
+    async def _refuse_to_remove(self, removed: Sequence[ShardName], source: str) -> None:
+        """Raises ClusterFileError if one of the shards still holds something, by a fresh look at the catalog."""
+        try:
+            await self._catalog.look()
+        except ShardError as error:
+            raise ClusterFileError(
+                f"{source}: shard {removed[0]!r} was removed from it, but it may still hold slots: {error}"
+            ) from error
+        holdings = self.holdings()
+        for name in removed:
+            if name in holdings:
+                raise ClusterFileError(
+                    f"{source}: shard {name!r} was removed from it, but still holds {holdings[name]}: put it back with "
+                    'state = "draining", and wait until `windrow shards` shows 0 for it'
+                )
+            if self._catalog.current.left_by(name) is not None:
+                raise ClusterFileError(
+                    f"{source}: shard {name!r} was removed from it, but is still asked about retried enqueues and "
+                    f"finished jobs: put it back, or give that up with `windrow shards forget {name}`"
+                )
+
+    def _take_up(self, cluster: Cluster) -> None:
+        before, self._members = self._members, {}
+        self._cluster = cluster
+        changed: set[ShardName] = set()
+        for entry in cluster.shards:
+            member = before.get(entry.name)
+            if member is not None and member.goes_on_as(entry):
+                del before[entry.name]
+                if member.entry.state is not entry.state:
+                    changed.add(entry.name)
+                member.update(entry, self._group)
+            else:
+                changed.add(entry.name)
+                member = ShardHandle(
+                    entry,
+                    connections=self._connections,
+                    sweep_s=self._sweep_s,
+                    prove=self._prove,
+                    proved=self._proved,
+                    confirm=self._confirm,
+                )
+                member.start(self._group)
+            self._members[entry.name] = member
+        self._by_tag = {shard_tag(name): member for name, member in self._members.items()}
+        for member in before.values():
+            member.dismiss("the cluster file has changed")
+        self._wake_readers_of(changed | before.keys())
+
+    # ── Routing ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def shards(self) -> Mapping[ShardName, ShardHandle]:
+        """Returns all shards, in the order of the cluster file."""
+        return self._members
+
+    def holdings(self) -> dict[ShardName, Holding]:
+        """Returns what each shard holds, including shards that the cluster file does not name."""
+        return self._catalog.current.holdings()
+
+    def member(self, name: str) -> ShardHandle:
+        """Returns the shard with this name. Raises UnknownShard, and ShardUnavailable while it is not up."""
+        member = self._members.get(ShardName(name))
+        if member is None:
+            raise UnknownShard(ShardName(name))
+        return member.require_up()
+
+    def by_tag(self, tag: int) -> ShardHandle | None:
+        """Returns the shard that a lease token names, or None if the cluster has no such shard. Raises ShardUnavailable
+        unless the shard takes changes."""
+        member = self._by_tag.get(tag)
+        return None if member is None else member.require_writable()
+
+    def placement(self, org: OrgId) -> Placement:
+        """Returns where the org lives, by this router's copy of the catalog. A call must use one placement throughout:
+        for the shards that it asks, the shard that it writes to, and the epoch that it sends."""
+        return self._catalog.current.placement(org)
+
+    async def newest_catalog(self) -> Catalog:
+        """Reads the catalog. Returns this router's copy while the catalog does not answer."""
+        try:
+            return await self._catalog.look()
+        except ShardUnavailable:
+            return self._catalog.current
+
+    async def is_current(self, org: OrgId, placement: Placement) -> bool:
+        """Returns whether the org's placement in the catalog is still this one. Raises ShardUnavailable."""
+        return await self._catalog.is_current(org, placement)
+
+    def shards_to_claim_from(self, org: OrgId) -> list[ShardHandle]:
+        """Returns the shards that may hold jobs of the org and are up, in random order. Raises ShardUnavailable if none
+        of them is up."""
+        names = self.placement(org).reads
+        members = [member for name in names if (member := self._members.get(name)) and member.up.is_set()]
+        if not members:
+            return [self.placed(names[-1]).require_up()]
+        if len(members) > 1:
+            random.shuffle(members)
+        return members
+
+    def placed(self, name: ShardName) -> ShardHandle:
+        """Returns a shard that the catalog names. Raises ShardUnavailable if this process has no such shard: another
+        process may have a newer cluster file."""
+        member = self._members.get(name)
+        if member is None:
+            raise ShardUnavailable(name, "the cluster file of this router does not name it")
+        return member
+
+    def writer(self, placement: Placement) -> ShardHandle:
+        """Returns the shard that takes an org's new jobs and has its queue configurations."""
+        return self.placed(placement.writes[0])
+
+    async def write(self, org: OrgId, act: Callable[[ShardHandle, Placement], Awaitable[_T]]) -> _T:
+        """Runs `act` on the shard that takes the org's new jobs. If that shard refuses because the org has moved, waits
+        for a newer placement and tries again. Raises ShardUnavailable, also if no shard takes the jobs within 2 s."""
+        give_up_s: float | None = None
+        while True:
+            placement = self.placement(org)
+            member = self.writer(placement)
+            try:
+                return await act(member, placement)
+            except NotOwned as error:
+                give_up_s = give_up_s or asyncio.get_running_loop().time() + _UNOWNED_S_MAX
+                try:
+                    async with asyncio.timeout_at(give_up_s):
+                        await self._catalog.until_changed(org, placement)
+                except TimeoutError:
+                    why = f"{error}; no other shard was found to take them within {_UNOWNED_S_MAX:g} s"
+                    raise ShardUnavailable(member.name, why) from error
+
+    def _catalog_changed(self, before: Catalog, after: Catalog) -> None:
+        """Wakes the consumers of orgs whose shards have changed: they may have to wait on other shards."""
+        moved = {
+            slot
+            for slot, (old, new) in enumerate(zip(before.slots, after.slots, strict=False))
+            if old is not new and old.reads != new.reads
+        }
+        # An org that was pinned or unpinned has another slot now, which may be on another shard.
+        self._wake(lambda org: (slot := after.slot(org)) in moved or slot != before.slot(org))
+
+    def _wake_readers_of(self, names: AbstractSet[ShardName]) -> None:
+        """Wakes the consumers on these shards. There may be thousands on other shards, which are not disturbed."""
+        self._wake(lambda org: not names.isdisjoint(self.placement(org).reads))
+
+    def _wake(self, is_affected: Callable[[OrgId], bool]) -> None:
+        """Wakes the consumers of the affected orgs on all shards. Calls `is_affected` once for each org."""
+        rooms = [member.room for member in self._members.values()]
+        orgs = set(filter(is_affected, {org for room in rooms for org in room.orgs()}))
+        for room in rooms:
+            room.wake_orgs(orgs)
+
+    # ── Upkeep ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _found_catalog(self) -> None:
+        database, entries = self._catalog.database, self._cluster.shards
+        weights = {entry.name: entry.share if entry.state.takes_enqueues else 0.0 for entry in entries}
+        warned = False
+        while True:
+            try:
+                if not await catalog.is_founded(database, cluster=self._cluster.name):
+                    await self._refuse_second_catalog()
+                await schema.migrate(database, cluster=None)
+                self._catalog.begin(await catalog.found(database, cluster=self._cluster.name, weights=weights))
+                return
+            except ShardUnavailable as error:
+                if not warned:
+                    _log.warning("waiting for the catalog: %s", error)
+                    warned = True
+                await asyncio.sleep(_RETRY_S)
+
+    async def _refuse_second_catalog(self) -> None:
+        """Raises Misconfigured if a shard has slots of another catalog, or if its database is unusable."""
+        for entry in self._cluster.shards:
+            if entry.state is ShardState.OFF:
+                continue
+            shard = Database(entry.name, entry.dsn, connections=1)
+            try:
+                await shard.open()
+                await identity.examine(shard, None, cluster=self._cluster.name)
+            except Misconfigured:
+                # Another router may have founded this catalog just now; then the slots are this catalog's.
+                if not await catalog.is_founded(self._catalog.database, cluster=self._cluster.name):
+                    raise
+            finally:
+                await shard.close()
+
+    async def _prove(self, database: Database) -> None:
+        name, cluster = database.name, self._cluster
+        found = await identity.read(database)
+        if found is not None and found == self._identities.get(name):
+            # The database is a known one, perhaps on another server after a fail-over. This path must not need the
+            # catalog, which may be in this same database and fail over with it.
+            await marks.refuse_lost(database, self._marks.get(name))
+            await schema.migrate(database, cluster=cluster.name)
+            database.identity = found
+        else:
+            if name == cluster.catalog_shard and not await catalog.is_founded(database, cluster=cluster.name):
+                raise Misconfigured(
+                    f"shard {name!r}: its DSN leads to a database without a catalog ({database.address}), and this "
+                    "shard has the catalog; correct the dsn"
+                )
+            admitted = await identity.admit(database, self._catalog.database, cluster=cluster.name)
+            # Read the catalog again: a new database does not know which slots have left the shard since the last look.
+            await self._catalog.look()
+            # An empty database that replaces a lost one does not know the orgs that are pinned to this shard.
+            if not await pins.adopt(database, await pins.read_on(self._catalog.database, name)):
+                raise ShardUnavailable(name, "its queues are being changed")
+            self._identities[name] = admitted
+        if (ahead := await catalog.newest_epoch(database)) > self._catalog.current.epoch:
+            _log.error(
+                "shard %r knows of epoch %d, and the catalog of %d only: was the catalog restored from a backup? See "
+                'docs/operations.md, "A shard was restored from an old backup"',
+                *(name, ahead, self._catalog.current.epoch),
+            )
+        await catalog.grant_slots(database, self._catalog.current)
+
+    def _marked(self, marks: Mapping[ShardName, Mark]) -> None:
+        """Takes over the marks that the catalog has confirmed."""
+        for name, mark in marks.items():
+            # A look at the catalog that began before this router's last confirmation may miss a few marks.
+            if name in self._marks and self._marks[name].number - mark.number > _MARKS_LESS_MAX:
+                _log.error(
+                    "the catalog knows mark %d of shard %r, and knew %d: was it restored from a backup? See "
+                    'docs/operations.md, "A shard was restored from an old backup"',
+                    *(mark.number, name, self._marks[name].number),
+                )
+        self._marks = marks
+        for name, member in self._members.items():
+            member.must_have(marks.get(name))
+
+    async def _confirm(self, name: ShardName, made: Made) -> bool:
+        """Records a mark in the catalog. Returns whether it did."""
+        if not await marks.confirm(self._catalog.database, name, made):
+            return False
+        self._marked({**self._marks, name: Mark(made.number, made.token)})
+        return True
+
+    async def _proved(self, member: ShardHandle) -> None:
+        # If the catalog is in this shard's database, use the DSN and the identity that were just verified.
+        if self._cluster.catalog_shard == member.name:
+            self._catalog.database.identity = self._identities[member.name]
+            await self._catalog.reconnect(member.dsn)
+        self._wake_readers_of({member.name})

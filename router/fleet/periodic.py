@@ -1,0 +1,35 @@
+"""Periodic tasks of a router."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable
+
+from shard.errors import ShardError
+
+_log = logging.getLogger(__name__)
+
+
+async def every(interval_s: float, what: str, act: Callable[[], Awaitable[object]]) -> None:
+    """Runs `act` about every `interval_s` seconds (±10 %), for ever. The first of several failures in a row is logged
+    as "could not {what}"."""
+    failing = False
+    while True:
+        await asyncio.sleep(interval_s * random.uniform(0.9, 1.1))
+        failing = not await attempt(what, act, level=logging.DEBUG if failing else logging.WARNING)
+
+
+async def attempt(what: str, act: Callable[[], Awaitable[object]], *, level: int = logging.WARNING) -> bool:
+    """Runs `act` once, and returns whether it succeeded. A failure is logged and not raised, because the next run will
+    try again."""
+    try:
+        await act()
+    except ShardError as error:
+        _log.log(level, "could not %s: %s", what, error)
+    except Exception:  # noqa: BLE001 - one failure must not end the other periodic tasks
+        _log.exception("could not %s", what)
+    else:
+        return True
+    return False

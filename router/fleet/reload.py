@@ -1,0 +1,80 @@
+"""Applies changes of the cluster file to a running fleet. A file that cannot be applied is refused: the previous one
+stays in use, the reason is logged, and the file is tried again every second, because the obstacle may go away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, fields
+from datetime import UTC, datetime
+
+from router.fleet.fleet import Fleet
+from router.settings import RouterSettings, router_settings
+from shard.placement.cluster_diff import described
+from shard.placement.cluster_file import Cluster, ClusterFileError
+from shard.placement.file_watcher import WatchedFile
+
+_log = logging.getLogger(__name__)
+
+_RETRY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Why the file in its present form is not in use."""
+
+    # Empty if the file could not be read.
+    digest: str
+    why: str
+    at: datetime
+
+
+class Reloader:
+    """`cluster` is the cluster file in use, since the time `since`. `refusal` is set while the file on disk is
+    refused."""
+
+    def __init__(self, file: WatchedFile, cluster: Cluster, settings: RouterSettings, fleet: Fleet) -> None:
+        self.cluster = cluster
+        self.since = datetime.now(UTC)
+        self.refusal: Refusal | None = None
+        # Keys of [router] that have another value in the file than in this process.
+        self.needs_restart: list[str] = []
+        self._file = file
+        self._settings = settings
+        self._fleet = fleet
+
+    async def run(self) -> None:
+        """Applies every change of the file until cancelled."""
+        while True:
+            await self._file.changed(within_s=None if self.refusal is None else _RETRY_S)
+            try:
+                cluster = await asyncio.to_thread(self._file.read)
+                needs_restart = self._differing(router_settings(cluster, source=cluster.source))
+                if cluster != self.cluster:
+                    await self._fleet.change(cluster)
+                    self._applied(cluster, needs_restart)
+                self.refusal = None
+            except ClusterFileError as error:
+                self._refuse(str(error))
+            except Exception:  # noqa: BLE001 - the fleet must go on with the previous file
+                if self._refuse("an unexpected error; the router's log has the details"):
+                    _log.exception("could not take up the cluster file")
+
+    def _applied(self, cluster: Cluster, needs_restart: list[str]) -> None:
+        changes = described(self.cluster, cluster)
+        if needs_restart != self.needs_restart:
+            changes += [f"{key} takes a restart of this router" for key in needs_restart]
+        self.cluster, self.since, self.needs_restart = cluster, datetime.now(UTC), needs_restart
+        _log.info("cluster file %s is now in use: %s", cluster.digest, "; ".join(changes) or "no changes")
+
+    def _refuse(self, why: str) -> bool:
+        """Records a refusal. Returns whether it is the first one for this file; only that one is logged."""
+        is_first = self.refusal is None or self.refusal.digest != self._file.digest
+        if is_first:
+            _log.error("the cluster file is refused, and %s stays in use: %s", self.cluster.digest, why)
+        self.refusal = Refusal(digest=self._file.digest, why=why, at=datetime.now(UTC))
+        return is_first
+
+    def _differing(self, settings: RouterSettings) -> list[str]:
+        keys = [field.name for field in fields(RouterSettings)]
+        return [f"[router] {key}" for key in keys if getattr(settings, key) != getattr(self._settings, key)]

@@ -1,0 +1,295 @@
+"""One shard as this router knows it: its store, its queue admin, its wait room, and the tasks that keep it up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Self
+
+from router.fleet.periodic import attempt, every
+from router.fleet.wait_room import WaitRoom
+from shard.admin.queue_admin import QueueAdmin
+from shard.errors import Misconfigured, ShardError, ShardUnavailable
+from shard.placement import marks
+from shard.placement.cluster_file import ShardEntry, ShardState
+from shard.placement.marks import MARK_S, Made
+from shard.postgres.pool import Database, Mark
+from shard.queue.doorbell import Doorbell
+from shard.queue.store import Store
+from shard.vocabulary import ShardName
+
+_log = logging.getLogger(__name__)
+
+# The interval of clock checks: a clock that was set back can go unnoticed for that long.
+_RECORD_TIME_S = 3.0
+_FOLD_TALLY_S = 60.0
+_MAKE_PARTITIONS_S = 3600.0
+_RETRY_OPEN_S = 1.0
+_FINISH_S_MAX = 3.0
+
+
+class ShardHandle:
+    """A shard, for as long as the cluster file names it. It is not contacted before `start`.
+
+    `prove` prepares a database for use, and raises a ShardError if it is not the database of this shard. `proved` is
+    called when the shard can be used, and when it is reached by another DSN. `confirm` records a mark of the shard's
+    history in the catalog, and returns whether it did.
+    """
+
+    def __init__(
+        self,
+        entry: ShardEntry,
+        *,
+        connections: int,
+        sweep_s: float,
+        prove: Callable[[Database], Awaitable[None]],
+        proved: Callable[[ShardHandle], Awaitable[None]],
+        confirm: Callable[[ShardName, Made], Awaitable[bool]],
+    ) -> None:
+        # The shard's entry in the current cluster file.
+        self.entry = entry
+        # The DSN in use. A new one from the entry is taken over once it has proved to lead to this shard.
+        self.dsn = entry.dsn
+        self.up = asyncio.Event()
+        # Why the shard is not up, or why its new DSN is not in use yet; empty if there is no such problem.
+        self.trouble = "its state is off" if entry.state is ShardState.OFF else "not contacted yet"
+        self._sweep_s = sweep_s
+        self._prove = prove
+        self._proved = proved
+        self._confirm = confirm
+        self._queue_database = Database(entry.name, entry.dsn, connections=connections, kept=connections)
+        self._admin_database = Database(entry.name, entry.dsn, connections=2, may_scan=True)
+        self._databases = (self._queue_database, self._admin_database)
+        self.store = Store(self._queue_database)
+        self.queue_admin = QueueAdmin(self._admin_database)
+        self._migrated = asyncio.Event()
+        self._doorbell = Doorbell(
+            self._queue_database,
+            entry.dsn,
+            on_ring=lambda queues: self.room.on_doorbell(queues),
+            on_arrival=lambda queues: self.room.arrived(queues),
+            on_migration=lambda: self._migrated.set(),
+        )
+        self.room = WaitRoom(self.store, self._doorbell, sweep_s=sweep_s)
+        self.room.gives = entry.state.gives_jobs
+        self._keeping: asyncio.Task[None] | None = None
+        # Switches to the entry's new DSN.
+        self._switching: asyncio.Task[None] | None = None
+        # A mark that is written to the shard, but perhaps not known to the catalog.
+        self._unconfirmed: Made | None = None
+        self._group: asyncio.TaskGroup | None = None
+        self._checking: asyncio.Task[bool] | None = None
+
+    @property
+    def name(self) -> ShardName:
+        return self.entry.name
+
+    # ── Guards: each returns this handle, or raises ShardUnavailable ─────────────────────────────────────────────────
+
+    def require_up(self) -> Self:
+        """For reads."""
+        if not self.up.is_set():
+            raise ShardUnavailable(self.name, self.trouble)
+        return self
+
+    def require_writable(self) -> Self:
+        """For every change except an enqueue: acks, nacks, queue configurations and so on."""
+        if not self.entry.state.takes_changes:
+            raise self._forbidden("takes no changes")
+        return self.require_up()
+
+    def require_open(self) -> Self:
+        """For enqueues."""
+        if not self.entry.state.takes_enqueues:
+            raise self._forbidden("takes no enqueues")
+        return self.require_up()
+
+    def _forbidden(self, what: str) -> ShardUnavailable:
+        return ShardUnavailable(self.name, f"its state is {self.entry.state.word}, and it {what}")
+
+    # ── The cluster file ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def start(self, group: asyncio.TaskGroup) -> None:
+        """Connects to the shard and keeps it up until `dismiss` or the end of the group. Does nothing if it is off."""
+        self._group = group
+        if self.entry.state is not ShardState.OFF:
+            self._keeping = group.create_task(self._keep())
+
+    def goes_on_as(self, entry: ShardEntry) -> bool:
+        """Returns whether `update` can apply the new entry. If not, a new handle must replace this one: when the state
+        changes from or to off, and when the DSN changes before the shard was ever up."""
+        same_contact = (self.entry.state is ShardState.OFF) == (entry.state is ShardState.OFF)
+        return same_contact and (self.up.is_set() or self.entry.dsn == entry.dsn)
+
+    def update(self, entry: ShardEntry, group: asyncio.TaskGroup) -> None:
+        """Applies a changed entry. Calls under way are not disturbed."""
+        if entry.dsn != self.entry.dsn:
+            if self._switching is not None:
+                self._switching.cancel()
+                self._switching = None
+                self.trouble = ""
+            if entry.dsn != self.dsn:
+                self._switching = group.create_task(self._switch(entry.dsn))
+        self.entry = entry
+        self.room.gives = entry.state.gives_jobs
+
+    def dismiss(self, why: str) -> None:
+        """Stops using the shard. Calls under way may end; new calls fail with `why`."""
+        self.up.clear()
+        self.trouble = why
+        for task in (self._keeping, self._switching, self._checking):
+            if task is not None:
+                task.cancel()
+        # Consumers then wait on the org's other shards, or fail if there is none.
+        self.room.wake_all()
+
+    def must_have(self, mark: Mark | None) -> None:
+        """Requires this mark, which the catalog has confirmed, in the shard's history. Checks every connection that is
+        made from now on, and those that were made since the last call."""
+        for database in self._databases:
+            database.mark = mark
+        if mark is None or not self.up.is_set() or (self._checking is not None and not self._checking.done()):
+            return
+        if self._group is not None and any(database.reconnected for database in self._databases):
+            self._checking = self._group.create_task(
+                attempt(f"compare the history of shard {self.name!r}", lambda: self._compare(mark))
+            )
+
+    # ── Upkeep ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _keep(self) -> None:
+        """Brings the shard up and keeps it up until cancelled. Handles the shard's errors itself, so that they affect
+        only the orgs on this shard."""
+        try:
+            await self._queue_database.open()
+            await self._admin_database.open()
+            await self._until_proved(self._queue_database, "")
+            self._admin_database.identity = self._queue_database.identity
+            self._admin_database.newest_migration = self._queue_database.newest_migration
+            record_time = self._where_allowed(self.store.clock.record)
+            await attempt(f"look at the clock of shard {self.name!r}", record_time)
+            self.up.set()
+            await self._proved(self)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._doorbell.run())
+                group.create_task(self.room.run())
+                group.create_task(self._check_schema())
+                for interval_s, what, act in (
+                    (self._sweep_s, "sweep the lanes", self.room.sweep),
+                    (_RECORD_TIME_S, "look at the clock", self.store.clock.record),
+                    (_FOLD_TALLY_S, "fold the tally", self.store.fold_tally),
+                    (_MAKE_PARTITIONS_S, "make partitions", self.queue_admin.make_partitions),
+                    (MARK_S, "mark the history", self._mark),
+                ):
+                    group.create_task(every(interval_s, f"{what} of shard {self.name!r}", self._where_allowed(act)))
+        finally:
+            await self.finish()
+            await self._queue_database.close()
+            await self._admin_database.close()
+
+    async def _check_schema(self) -> None:
+        """Checks the schema after each migration: a newer release may have made the shard unusable for this one."""
+        while True:
+            await self._migrated.wait()
+            self._migrated.clear()
+            for database in (self._queue_database, self._admin_database):
+                await attempt(f"check the schema of shard {self.name!r}", database.check_schema)
+
+    async def finish(self) -> None:
+        """Waits up to 3 s for the calls under way, including releases of jobs that reached no consumer."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FINISH_S_MAX):
+                await self.store.finish()
+
+    def _where_allowed(self, act: Callable[[], Awaitable[object]]) -> Callable[[], Awaitable[None]]:
+        """Returns `act`, skipped while the shard's state forbids changes."""
+
+        async def allowed() -> None:
+            if self.entry.state.takes_changes:
+                await act()
+
+        return allowed
+
+    async def _mark(self) -> None:
+        """Writes a mark to the shard's history, if this router may have changed something since the last one."""
+        if not any(database.changed for database in self._databases):
+            return
+        for database in self._databases:
+            database.changed = False
+        covered = False
+        try:
+            # Other routers write marks too. If their mark is older than this router's changes, `covered` stays False,
+            # and the next turn writes another one.
+            earlier = self._unconfirmed
+            made = earlier or await marks.make(self._queue_database, apart_s=0.8 * MARK_S)
+            # While the catalog does not answer, this mark is tried again and no further one is written.
+            self._unconfirmed = made
+            if made is not None:
+                confirmed = await self._confirm(self.name, made)
+                self._unconfirmed = None
+                covered = confirmed and earlier is None
+                if not confirmed:
+                    # The catalog may know a mark that this database lacks: compare them after the next look at it.
+                    self._queue_database.reconnected = True
+        finally:
+            if not covered:
+                self._queue_database.changed = True
+
+    async def _compare(self, mark: Mark) -> None:
+        for database in self._databases:
+            database.reconnected = False
+            try:
+                comparison = await marks.compare(database, mark)
+            except ShardError:
+                database.reconnected = True
+                raise
+            if comparison.lost:
+                # New connections are checked, and refused for as long as they lead to a database without the mark.
+                for lost in self._databases:
+                    lost.hang_up()
+                return
+
+    async def _switch(self, dsn: str) -> None:
+        """Switches to another DSN once it has proved to lead to the same shard. Until then the old DSN stays in use."""
+        candidate = Database(self.name, dsn, connections=1)
+        try:
+            await candidate.open()
+            await self._until_proved(candidate, "its new DSN is not in use yet: ")
+        finally:
+            await candidate.close()
+        # From here on the switch must not be cancelled, even if the file changes again.
+        self._switching = None
+        self.dsn = dsn
+        self._doorbell.reconnect(dsn)
+        for database in (self._queue_database, self._admin_database):
+            database.identity = candidate.identity
+            await database.reconnect(dsn)
+        await self._proved(self)
+        _log.info("shard %r is reached by its new DSN", self.name)
+
+    async def _until_proved(self, database: Database, prefix: str) -> None:
+        """Returns once `prove` has accepted the database; tries again every second. `prefix` starts every log line and
+        `trouble`."""
+        logged = ""
+        while True:
+            try:
+                await self._prove(database)
+            except ShardError as error:
+                # The error may be about the catalog, and then its text must name it.
+                why = error.why if isinstance(error, ShardUnavailable) and error.shard == self.name else str(error)
+                if why != logged:
+                    logged = why
+                    level = logging.ERROR if isinstance(error, Misconfigured) else logging.WARNING
+                    _log.log(level, "%s%s", prefix, error)
+            except Exception as error:  # noqa: BLE001 - one shard's trouble must not end the others
+                why = "an unexpected error; the router's log has the details"
+                if str(error) != logged:
+                    logged = str(error)
+                    _log.exception("could not bring up shard %r", self.name)
+            else:
+                self.trouble = ""
+                return
+            self.trouble = prefix + why
+            await asyncio.sleep(_RETRY_OPEN_S)

@@ -1,0 +1,437 @@
+"""Where consumers wait for jobs on one shard, and what wakes them. This is only a set of hints (I7): a consumer that is
+woken in vain waits again, and one that was not woken is found by the sweep.
+
+Consumers are woken by an enqueue of this router, by the doorbell of another router, when a job that a probe found falls
+due, and by the sweep. An enqueue may also hand its jobs over: the insert leases them to waiting consumers, and no claim
+is needed. While no consumer waits, the shard is not queried.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from router.buffer import Account
+from router.codec import fast_write
+from router.codec.fast_write import Delivery
+from shard.errors import ShardError
+from shard.lease_token import draw_number, lease_of
+from shard.queue.claim import CLAIM_BYTES_MAX, JOB_BYTES
+from shard.queue.doorbell import Doorbell
+from shard.queue.pending_enqueue import Handed, Handover, Taker
+from shard.queue.store import Due, Store
+from shard.vocabulary import PRIORITY_DEFAULT, NewJobs, OrgId, QueueId, QueueName
+
+_log = logging.getLogger(__name__)
+
+# A sweep sets no timers for jobs that are due later than after so many sweeps: a later sweep finds them in time, and
+# probes set their own timers. Otherwise each sweep might set thousands of timers again, for nothing.
+_SOON_SWEEPS = 3
+# The pause between two probes.
+_PAUSE_S = 0.010
+# The least age of a queue's last probe before it is probed again without a particular reason.
+_PROBE_AGE_S_MIN = 1.0
+
+_UNAWAITED_MAX = 100_000
+
+# Draws lease numbers. They only need to differ, and need not be secret: a lease is looked up within its org.
+
+_Key = tuple[OrgId, QueueName]
+
+
+class Waiter(Protocol):
+    """A consumer, as the wait room sees it."""
+
+    @property
+    def org(self) -> OrgId: ...
+    @property
+    def queues(self) -> Sequence[QueueName]: ...
+    @property
+    def worker(self) -> str: ...
+    @property
+    def window_us(self) -> int: ...
+    @property
+    def account(self) -> Account:
+        """Its share of the buffer, which includes jobs on their way to it."""
+        ...
+
+    # How many more jobs it takes.
+    credit: int
+    # It has found no jobs and waits.
+    idle: bool
+    # It takes only one delivery, and that is on its way to it: nothing else wakes it.
+    promised: bool
+
+    @property
+    def takes_once(self) -> bool:
+        """Whether it takes only one delivery."""
+        ...
+
+    @property
+    def full(self) -> bool:
+        """Whether it takes no jobs before its client has read, whatever its credit."""
+        ...
+
+    @property
+    def looking(self) -> bool:
+        """Whether it was woken or is claiming, and has not reported yet what it found."""
+        ...
+
+    def wake(self) -> None:
+        """Tells it that there may be jobs."""
+        ...
+
+    def give(self, jobs: Delivery) -> None:
+        """Gives it jobs that are leased to it. Its credit has been reduced already."""
+        ...
+
+
+@dataclass(slots=True)
+class _Queue:
+    """A queue that at least one consumer waits for."""
+
+    # The most recently served consumer comes last.
+    waiters: OrderedDict[Waiter, None] = field(default_factory=OrderedDict[Waiter, None])
+    # There may be jobs that no waiting consumer had room for.
+    backlog: bool = False
+    probed_s: float = -math.inf
+    number: QueueId | None = None
+    # Fires when the next job is due.
+    due_timer: asyncio.TimerHandle | None = None
+
+
+class _Share(NamedTuple):
+    """The jobs of an enqueue that are offered to one waiter. `held`: the bytes that its account holds for them."""
+
+    waiter: Waiter
+    taker: Taker
+    positions: list[int]
+    held: int
+
+
+class WaitRoom:
+    """The consumers of this router that wait for jobs of one shard. Its owner calls `sweep` every `sweep_s` seconds."""
+
+    def __init__(self, store: Store, doorbell: Doorbell, *, sweep_s: float) -> None:
+        # Whether the shard's state lets it give jobs. If not, consumers stay in the room but take no jobs.
+        self.gives = True
+        self._store = store
+        self._doorbell = doorbell
+        self._soon_s = _SOON_SWEEPS * sweep_s
+        self._queues: dict[_Key, _Queue] = {}
+        self._by_number: dict[QueueId, _Key] = {}
+        # Queues that no consumer here waited for when another router's doorbell named them.
+        self._unawaited: set[QueueId] = set()
+        self._to_probe: set[_Key] = set()
+        self._probing = asyncio.Event()
+        store.on_visible = self._visible
+
+    # ── Consumers ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def enter(self, waiter: Waiter) -> None:
+        """Wakes this waiter from now on, and hands jobs over to it while it is idle and has credit."""
+        for queue in waiter.queues:
+            self._queues.setdefault((waiter.org, queue), _Queue()).waiters[waiter] = None
+
+    def leave(self, waiter: Waiter) -> None:
+        """Removes a waiter. Wakes another one if the waiter may leave jobs behind."""
+        for queue in waiter.queues:
+            key = waiter.org, queue
+            awaited = self._queues.get(key)
+            if awaited is None:
+                continue
+            awaited.waiters.pop(waiter, None)
+            if not awaited.waiters:
+                if awaited.due_timer is not None:
+                    awaited.due_timer.cancel()
+                if awaited.number is not None:
+                    self._by_number.pop(awaited.number, None)
+                del self._queues[key]
+            elif awaited.backlog or waiter.looking:
+                # It may have been woken for a job that it does not take any more: wake another one.
+                self._wake(key, 1)
+
+    def orgs(self) -> set[OrgId]:
+        """Returns the orgs whose consumers wait here."""
+        return {org for org, _ in self._queues}
+
+    def wake_all(self) -> None:
+        """Wakes all consumers. Each then claims, and enters the rooms of its org's current shards."""
+        self.wake_orgs(self.orgs())
+
+    def wake_orgs(self, orgs: Collection[OrgId]) -> None:
+        """Wakes all consumers of these orgs. Each then claims, and enters the rooms of its org's current shards."""
+        for (org, _), awaited in self._queues.items():
+            if org in orgs:
+                for waiter in awaited.waiters:
+                    waiter.wake()
+
+    def found_all(self, waiter: Waiter, *, woken: bool) -> None:
+        """The waiter has taken all due jobs. A probe then finds out when the next one is due. `woken`: something had
+        woken the waiter, perhaps just a job that is due later, so the probe must not be skipped."""
+        for queue in waiter.queues:
+            awaited = self._queues.get((waiter.org, queue))
+            if awaited is not None:
+                awaited.backlog = False
+        if woken:
+            self._probe_soon([(waiter.org, queue) for queue in waiter.queues])
+        else:
+            self._probe_old(waiter)
+
+    def found_more(self, waiter: Waiter) -> None:
+        """The waiter took as many jobs as it could, and there may be more: wakes another consumer."""
+        for queue in waiter.queues:
+            awaited = self._queues.get((waiter.org, queue))
+            if awaited is not None:
+                awaited.backlog = True
+                self._wake((waiter.org, queue), 1)
+
+    def is_empty_for(self, waiter: Waiter) -> bool:
+        """Returns whether, for each of its queues, another consumer has found no jobs and still waits."""
+        for queue in waiter.queues:
+            awaited = self._queues.get((waiter.org, queue))
+            if awaited is None or awaited.backlog or not next(iter(awaited.waiters)).idle:
+                return False
+        self._probe_old(waiter)
+        return True
+
+    def has_backlog(self, waiter: Waiter) -> bool:
+        """Returns whether one of its queues may have jobs that no consumer had room for."""
+        return any(
+            awaited.backlog for queue in waiter.queues if (awaited := self._queues.get((waiter.org, queue))) is not None
+        )
+
+    # ── New jobs ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def offer(self, jobs: NewJobs) -> Handover | None:
+        """Chooses waiting consumers for new jobs, which must be due at once and have no fields that only a claim
+        handles. Returns None if no consumer can take any. Offered jobs count against the credit until the handover is
+        done."""
+        if not self._queues or not self.gives:
+            return None
+        positions: dict[QueueName, list[int]] = {}
+        if len(set(jobs.queues)) == 1:
+            positions[jobs.queues[0]] = list(range(len(jobs)))
+        else:
+            for at, queue in enumerate(jobs.queues):
+                positions.setdefault(queue, []).append(at)
+        takers: dict[int, Taker] = {}
+        shares: list[_Share] = []
+        for queue, remaining in positions.items():
+            awaited = self._queues.get((jobs.org, queue))
+            if awaited is None or awaited.backlog:
+                continue
+            ready = (waiter for waiter in awaited.waiters if waiter.idle and waiter.credit > 0 and not waiter.full)
+            willing = list(itertools.islice(ready, len(remaining)))
+            if jobs.priorities:
+                remaining.sort(key=lambda at: jobs.priorities.get(at, PRIORITY_DEFAULT))
+            for turn, waiter in enumerate(willing):
+                if not remaining:
+                    break
+                # Deal the jobs evenly, one share to each waiter. Who gets one is the last in the next turn.
+                count = min(waiter.credit, -(-len(remaining) // (len(willing) - turn)))
+                share, remaining = remaining[:count], remaining[count:]
+                if waiter.takes_once:
+                    # Its answer is a single message of limited size.
+                    fitting = _first_bytes(jobs, share)
+                    share, remaining = share[:fitting], share[fitting:] + remaining
+                held = sum([len(jobs.payloads[at]) for at in share]) + JOB_BYTES * len(share)
+                if not waiter.account.take(held):
+                    # Jobs that its client has not read fill its share of the buffer.
+                    remaining = share + remaining
+                    continue
+                if waiter.takes_once:
+                    waiter.idle = False
+                    waiter.promised = True
+                waiter.credit -= len(share)
+                awaited.waiters.move_to_end(waiter)
+                taker = Taker(draw_number(), waiter.worker, waiter.window_us)
+                takers.update(dict.fromkeys(share, taker))
+                shares.append(_Share(waiter, taker, share, held))
+        if not takers:
+            return None
+        return Handover(takers=takers, done=lambda handed: self._handed(jobs, shares, handed))
+
+    def _handed(self, jobs: NewJobs, shares: Sequence[_Share], handed: Handed) -> None:
+        """Gives each waiter the jobs that were leased to it, and returns the credit for the others."""
+        leased = set(handed.positions)
+        for waiter, taker, share, held in shares:
+            waiter.promised = False
+            got = [at for at in share if at in leased]
+            if len(got) < len(share):
+                waiter.credit += len(share) - len(got)
+                waiter.wake()
+                if not handed.sure:
+                    unsure = [lease_of(jobs.ids[at], taker.number) for at in share if at not in leased]
+                    self._store.release_soon(jobs.org, unsure)
+            if got:
+                delivery = fast_write.handed(self._store, jobs, got, taker, handed)
+                waiter.account.hold(delivery.bytes)
+                waiter.give(delivery)
+            waiter.account.give_back(held)
+
+    def stored(self, jobs: NewJobs, duplicates: Collection[int], handover: Handover | None) -> None:
+        """Wakes consumers for new jobs that have committed. The jobs at the positions `duplicates` are not new."""
+        # If not all offered jobs were handed over, their takers may have claimed before the commit: then wake consumers
+        # as if no job had been offered.
+        takers: Collection[int] = ()
+        if handover is not None and handover.handed == len(handover.takers):
+            takers = handover.takers
+        if len(takers) == len(jobs) or len(duplicates) == len(jobs):
+            return
+        remaining = Counter(jobs.queues)
+        if takers or duplicates:
+            remaining.subtract(jobs.queues[at] for at in {*takers, *duplicates})
+        ring: list[QueueName] = []
+        later = bool(jobs.delay_us or jobs.run_at_us)
+        for queue, count in remaining.items():
+            if count > 0:
+                key = jobs.org, queue
+                if later:
+                    self._probe_soon([key])
+                if self._wake(key, count) < count or later:
+                    ring.append(queue)
+        if ring:
+            self._doorbell.ring(self._store.names.known(jobs.org, ring))
+
+    def on_doorbell(self, numbers: Collection[QueueId] | None) -> None:
+        """Another router's doorbell rang for these queues; None: for any queue."""
+        if not self._queues:
+            return
+        if numbers is None:
+            self._probe_soon(list(self._queues))
+            return
+        for number in numbers:
+            key = self._by_number.get(number)
+            if key is not None:
+                self._wake(key, 1)
+            elif number not in self._unawaited:
+                if len(self._unawaited) >= _UNAWAITED_MAX:
+                    self._unawaited.clear()
+                self._unawaited.add(number)
+                # A consumer may wait for this queue since before it was created, when it had no number.
+                self._probe_soon([key for key, queue in self._queues.items() if queue.number is None])
+
+    def arrived(self, numbers: Collection[QueueId]) -> None:
+        """Jobs of these queues arrived from another shard."""
+        self._store.arrived(numbers)
+        self.on_doorbell(numbers)
+        # A probe finds those that are due later: nothing else would wake consumers for them.
+        self._probe_soon([key for number in numbers if (key := self._by_number.get(number)) is not None])
+
+    def may_have_jobs(self, org: OrgId, queue: QueueName) -> None:
+        """This queue may have due jobs without an enqueue: it was resumed, or its dead jobs were redriven."""
+        self._doorbell.ring(self._store.names.known(org, [queue]))
+        self._probe_soon([(org, queue)])
+
+    def _visible(self, numbers: set[QueueId]) -> None:
+        """Jobs of these queues can be claimed again."""
+        if not numbers:
+            return
+        self._doorbell.ring(numbers)
+        self._probe_soon([key for number in numbers if (key := self._by_number.get(number)) is not None])
+
+    def _wake(self, key: _Key, jobs: int) -> int:
+        """Wakes consumers until they have room for `jobs` jobs. Returns how many jobs they have room for."""
+        awaited = self._queues.get(key)
+        if awaited is None:
+            return 0
+        room = 0
+        for waiter in list(awaited.waiters):
+            if room >= jobs:
+                return room
+            if waiter.credit > 0 and not waiter.promised:
+                waiter.wake()
+                awaited.waiters.move_to_end(waiter)
+                if not waiter.full:
+                    room += waiter.credit
+        awaited.backlog = awaited.backlog or room < jobs
+        return room
+
+    # ── Probes and sweeps ────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def run(self) -> None:
+        """Makes the requested probes until cancelled."""
+        while True:
+            await self._probing.wait()
+            self._probing.clear()
+            keys, self._to_probe = self._to_probe, set()
+            try:
+                numbers = await self._numbers(keys)
+                if numbers:
+                    self._expect(await self._store.probe(numbers))
+            except ShardError:
+                # The next sweep makes up for it.
+                pass
+            except Exception:  # noqa: BLE001 - an error of one shard must not end this router
+                _log.exception("could not look for due jobs on shard %r", self._store.name)
+            await asyncio.sleep(_PAUSE_S)
+
+    async def sweep(self) -> None:
+        """Finds due jobs that every hint has missed, and corrects the store's claim floors."""
+        await self._numbers(list(self._queues))
+        self._expect(await self._store.sweep(self._by_number), within_s=self._soon_s)
+
+    async def _numbers(self, keys: Iterable[_Key]) -> list[QueueId]:
+        """Returns the numbers of those of these queues that exist and that a consumer waits for."""
+        numbers: list[QueueId] = []
+        for key, number in (await self._store.names.find([key for key in keys if key in self._queues])).items():
+            awaited = self._queues.get(key)
+            if awaited is not None:
+                awaited.number = number
+                self._by_number[number] = key
+                numbers.append(number)
+        return numbers
+
+    def _expect(self, due: Due, *, within_s: float = math.inf) -> None:
+        """Wakes the consumers of queues with due jobs, and sets timers for queues with jobs due in `within_s` seconds.
+        Does nothing about later jobs."""
+        loop = asyncio.get_running_loop()
+        for number, when in due.first.items():
+            key = self._by_number.get(number)
+            awaited = self._queues.get(key) if key is not None else None
+            if key is None or awaited is None:
+                continue
+            # Both times are by the shard's clock: only their difference is used with this machine's clock.
+            left_s = (when - due.now) / 1_000_000
+            if left_s > within_s:
+                continue
+            if awaited.due_timer is not None:
+                awaited.due_timer.cancel()
+                awaited.due_timer = None
+            if left_s <= 0:
+                self._wake(key, 1)
+            else:
+                # The consumer that takes the job and finds no more asks for a new probe.
+                awaited.due_timer = loop.call_later(left_s, self._wake, key, 1)
+
+    def _probe_old(self, waiter: Waiter) -> None:
+        """Probes those of the waiter's queues whose last probe is older than 1 s. For the others the timers are still
+        right: every change since then has rung a doorbell or asked for a probe."""
+        now_s = asyncio.get_running_loop().time()
+        for queue in waiter.queues:
+            awaited = self._queues.get((waiter.org, queue))
+            if awaited is not None and now_s - awaited.probed_s > _PROBE_AGE_S_MIN:
+                awaited.probed_s = now_s
+                self._probe_soon([(waiter.org, queue)])
+
+    def _probe_soon(self, keys: Iterable[_Key]) -> None:
+        self._to_probe.update(keys)
+        if self._to_probe:
+            self._probing.set()
+
+
+def _first_bytes(jobs: NewJobs, positions: Sequence[int]) -> int:
+    """Returns how many of these jobs go into one answer. As in a claim, the job that reaches the limit is the last."""
+    room = CLAIM_BYTES_MAX
+    for count, at in enumerate(positions):
+        if room <= 0:
+            return count
+        room -= len(jobs.payloads[at])
+    return len(positions)

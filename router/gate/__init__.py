@@ -1,0 +1,1 @@
+"""Admission, decoding and checks that every call passes first."""

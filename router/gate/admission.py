@@ -1,0 +1,235 @@
+"""Admission to one router process: counts calls, streams and their memory, and limits their time (I9).
+
+A call counts from its first byte until its answer has been sent or its client is gone. It counts for its connection
+from the beginning, and for its org as soon as the org is known. No org and no connection can fill the process: one that
+is alone gets at most half of each limit, and the other half stays free (shard/fair_quota.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Callable, Generator
+from contextvars import ContextVar
+from typing import Any
+
+import grpc
+
+from router.buffer import Account, Buffer
+from router.codec.status import MessageTooLarge, RequestLate, RouterFull, ShuttingDown
+from router.gate.connections import canonical
+from router.gate.deadlines import Deadlines
+from router.gate.tracing import Tracing
+from shard.fair_quota import FairQuota
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+# Limits of one process: calls that are being served; and streams, together with calls that wait for jobs.
+CALLS_MAX = 4_000
+STREAMS_MAX = 10_000
+# The largest request, and the largest message of a stream: 1,000 jobs of 16 KiB, or 15 of the largest.
+MESSAGE_BYTES_MAX = 16 * 1024 * 1024
+# gRPC hands over messages up to this size. Those above MESSAGE_BYTES_MAX are refused without being decoded. A message
+# with 1,000 of the largest results is below it. It must not exceed the smallest buffer (memory_mib = 512).
+RECEIVED_BYTES_MAX = 64 * 1024 * 1024
+# The beginning of a refused message that is kept.
+_HEAD_BYTES = 16
+# How long a unary request may take to arrive, from its first byte to its last.
+RECEIVE_S_MAX = 60.0
+# How long a client may leave an answer unread before its connection is closed.
+UNREAD_S_MAX = 30.0
+# How many calls a connection may reset per second before their requests have arrived. Above that it is closed, because
+# each such call costs as much as a served one.
+RESETS_MAX = 200
+_RESETS_S = 1.0
+# Bytes on the wire for each message besides its own: frame headers, and the metadata of a call if it is short.
+_OVERHEAD_BYTES = 64
+
+_CALL: ContextVar[Call] = ContextVar("call")
+
+
+class Call(Account):
+    """One call or stream, with its account in the buffer."""
+
+    __slots__ = ("counted",)
+
+    def __init__(self, buffer: Buffer, *, peer: str) -> None:
+        super().__init__(buffer, org="", peer=peer)
+        # Whether it is counted among its org's calls.
+        self.counted = False
+
+
+def too_large(raw: bytes) -> MessageTooLarge:
+    """Returns the error for a message above MESSAGE_BYTES_MAX."""
+    return MessageTooLarge(len(raw), MESSAGE_BYTES_MAX, raw[:_HEAD_BYTES])
+
+
+def current_call() -> Call:
+    """Returns the call that the current task serves."""
+    return _CALL.get()
+
+
+class Gate:
+    """Lets calls in and counts them.
+
+    `buffer` is the memory that calls share. `hang_up` closes the connection of a peer soon after it is called.
+    """
+
+    def __init__(self, tracing: Tracing, buffer: Buffer, hang_up: Callable[[str], None] = lambda _: None) -> None:
+        self.tracing = tracing
+        self.buffer = buffer
+        self.draining = False
+        # Bytes of completely received messages, by connection.
+        self.delivered = Counter[str]()
+        # The number of calls and streams, by connection.
+        self.inside = Counter[str]()
+        self._count = 0
+        self._calls = FairQuota(CALLS_MAX)
+        self._streams = FairQuota(STREAMS_MAX)
+        self._hang_up = hang_up
+        self._receiving = Deadlines[asyncio.Task[Any]](RECEIVE_S_MAX, self._receive_timed_out)
+        self._timed_out: set[asyncio.Task[Any]] = set()
+        self._unread = Deadlines[Call](UNREAD_S_MAX, lambda call: hang_up(call.peer))
+        self._resets = Counter[str]()
+        self._resets_until_s = 0.0
+        self._emptied = asyncio.Event()
+
+    # ── Calls ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self, context: Context) -> Call:
+        """Lets a call in. The call counts until the current task, which serves it, ends. Raises ShuttingDown,
+        RouterFull."""
+        if self.draining:
+            raise ShuttingDown
+        call = Call(self.buffer, peer=canonical(context.peer()))
+        # A connection may have as many calls as are left free, as in shard/fair_quota.py.
+        if self.inside[call.peer] >= CALLS_MAX + STREAMS_MAX - self._count:
+            raise RouterFull("calls and streams", CALLS_MAX + STREAMS_MAX)
+        _CALL.set(call)
+        task = asyncio.current_task()
+        assert task is not None
+        self._count += 1
+        self.inside[call.peer] += 1
+        # gRPC sends the answer within this task. A callback of the gRPC context would be a reference cycle.
+        task.add_done_callback(functools.partial(self._ended, call))
+        return call
+
+    def _ended(self, call: Call, _: asyncio.Task[Any]) -> None:
+        self._unread.end(call)
+        if call.counted:
+            self._calls.give_back(call.org)
+        call.close()
+        self._count -= 1
+        self.inside[call.peer] -= 1
+        if not self.inside[call.peer]:
+            del self.inside[call.peer]
+            if self.draining:
+                self._hang_up(call.peer)
+        if self.draining and not self._count:
+            self._emptied.set()
+
+    async def receive(self, context: Context, call: Call) -> bytes:
+        """Returns the request of a unary call. Raises RequestLate after 60 s, MessageTooLarge, and CancelledError if
+        the client has left."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._receiving.begin(task)
+        try:
+            raw: bytes | object = await context.read()
+        except asyncio.CancelledError:
+            if task not in self._timed_out:
+                self._was_reset(call)
+                raise
+            task.uncancel()
+            raise RequestLate(RECEIVE_S_MAX) from None
+        finally:
+            self._receiving.end(task)
+            self._timed_out.discard(task)
+        if not isinstance(raw, bytes):
+            self._was_reset(call)
+            raise asyncio.CancelledError
+        self.received(call, raw)
+        if len(raw) > MESSAGE_BYTES_MAX:
+            raise too_large(raw)
+        return raw
+
+    def _was_reset(self, call: Call) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if now_s >= self._resets_until_s:
+            self._resets.clear()
+            self._resets_until_s = now_s + _RESETS_S
+        self._resets[call.peer] += 1
+        if self._resets[call.peer] == RESETS_MAX:
+            self._hang_up(call.peer)
+
+    def received(self, call: Call, raw: bytes) -> None:
+        """Counts a message of this call that was received completely."""
+        self.delivered[call.peer] += len(raw) + _OVERHEAD_BYTES
+
+    def _receive_timed_out(self, task: asyncio.Task[Any]) -> None:
+        self._timed_out.add(task)
+        task.cancel()
+
+    def admit(self, call: Call, org: str) -> None:
+        """Counts the call for this org from now on. Raises RouterFull."""
+        call.org = org
+        if not self._calls.take(org):
+            raise RouterFull("calls", CALLS_MAX)
+        call.counted = True
+
+    async def enter(self, call: Call, org: str, count: int) -> None:
+        """Counts the call for this org, and reserves `count` bytes for its request until it is answered. Raises
+        RouterFull."""
+        self.admit(call, org)
+        await call.reserve(count, received=count)
+
+    def answered(self, call: Call, count: int) -> None:
+        """gRPC now has an answer of `count` bytes. The client must read it within 30 s."""
+        call.set(count)
+        self._unread.begin(call)
+
+    # ── Streams and waiting calls ────────────────────────────────────────────────────────────────────────────────────
+
+    @contextlib.contextmanager
+    def stream(self, key: str) -> Generator[None, None, None]:
+        """Counts a stream for `key`, an org or a connection, within this scope. Raises RouterFull."""
+        if not self._streams.take(key):
+            raise RouterFull("streams and waiting calls", STREAMS_MAX)
+        try:
+            yield
+        finally:
+            self._streams.give_back(key)
+
+    @contextlib.contextmanager
+    def waiting(self, call: Call) -> Generator[None, None, None]:
+        """Counts a call that waits for jobs as a stream instead of as a call within this scope. Raises RouterFull."""
+        with self.stream(call.org):
+            self._calls.give_back(call.org)
+            call.counted = False
+            try:
+                yield
+            finally:
+                self._calls.hold(call.org)
+                call.counted = True
+
+    def writing(self, call: Call) -> None:
+        """A stream is about to pass a message to gRPC. The client must read it within 30 s."""
+        self._unread.begin(call)
+
+    def written(self, call: Call) -> None:
+        """gRPC has taken the message: the client has read enough of the earlier ones."""
+        self._unread.end(call)
+
+    # ── Drain ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def drain(self) -> None:
+        """Refuses new calls. Closes each connection when its last call ends, so that its client uses another router."""
+        self.draining = True
+        if not self._count:
+            self._emptied.set()
+
+    async def empty(self) -> None:
+        """Returns once the gate drains and all calls have ended."""
+        await self._emptied.wait()

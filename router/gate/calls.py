@@ -1,0 +1,413 @@
+"""What happens to every call, whatever its method: it passes the gate, its request is decoded and checked, it runs in a
+trace span and under a deadline, and its errors become statuses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar, cast
+
+import grpc
+from google.protobuf import message_factory
+from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.rpc.status_pb2 import Status
+from grpc_status import rpc_status
+
+from router.codec.fields import bounded
+from router.codec.status import INTERNAL, MessageTooLarge, OrgMismatch, Undecodable, status_of
+from router.codec.validate import check
+from router.gate.admission import MESSAGE_BYTES_MAX, Call, Context, Gate, too_large
+from shard.job_record import ANSWER_BYTES_MAX
+from windrow.org_header import ORG_HEADER, org_of_header
+
+_log = logging.getLogger(__name__)
+# Without grpc's types: its stubs type the handlers of libraries for the server without asyncio.
+_Handler = Any
+_unary_handler = cast("Callable[..., _Handler]", grpc.stream_unary_rpc_method_handler)
+_stream_handler = cast("Callable[..., _Handler]", grpc.stream_stream_rpc_method_handler)
+_StreamHandler = Callable[[object, Context], Awaitable[None]]
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+# The deadline of a call, also if its caller sets none. It is longer than the longest wait of a Dequeue (60 s).
+DEADLINE_S_MAX = 75.0
+# How much memory is reserved for an answer with jobs. The last job of an answer is the one that reaches
+# ANSWER_BYTES_MAX, and that job may be as large again.
+ANSWER_HELD_BYTES = 2 * ANSWER_BYTES_MAX
+_UNRECORDED = contextlib.nullcontext()
+# Undecodable requests are logged in at most one line per so many seconds.
+_UNDECODABLE_LOG_S = 60.0
+
+
+class Service(Protocol):
+    """A service of this router. Its methods get requests that keep the rules, and may raise any exception."""
+
+    @property
+    def service_name(self) -> str: ...
+
+
+class Received(NamedTuple):
+    """A message of a stream. It holds `bytes` of the buffer; the code that handles the message must give them back."""
+
+    message: Any
+    bytes: int
+    # Set if the message has more bytes than the contract allows. Then `message` is None, and holds no bytes.
+    too_large: MessageTooLarge | None = None
+
+
+def unary(rules: Callable[[Any], None] = check, *, answer_bytes: int = 0) -> Callable[[_Method], _Method]:
+    """Declares a method with one request and one answer. `rules` checks the request. `answer_bytes` is how many bytes
+    the answer may have beyond those of the request; that memory is reserved before the method begins."""
+
+    def mark(method: _Method) -> _Method:
+        cast("Any", method).options = _Options(rules, answer_bytes, DEADLINE_S_MAX)
+        return method
+
+    return mark
+
+
+def streamed_answer(
+    rules: Callable[[Any], None] = check, *, answer_bytes: int = 0, deadline_s: float = DEADLINE_S_MAX
+) -> Callable[[_Method], _Method]:
+    """Declares a method with one request and a stream of answers, as an asynchronous generator. `rules` and
+    `answer_bytes` are as in `unary`; the call ends after `deadline_s`, or earlier by the caller's deadline."""
+
+    def mark(method: _Method) -> _Method:
+        cast("Any", method).options = _Options(rules, answer_bytes, deadline_s)
+        return method
+
+    return mark
+
+
+class _Options(NamedTuple):
+    """What `unary` and `streamed_answer` declare."""
+
+    rules: Callable[[Any], None]
+    answer_bytes: int
+    deadline_s: float
+
+
+class Methods(grpc.GenericRpcHandler):
+    """All methods that this process serves, by their full names, each behind the gate.
+
+    This is one handler for all methods: with one handler per method, grpc.aio would ask all of them, one after the
+    other, for every call.
+    """
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self._handlers: dict[str, _Handler] = {}
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> _Handler | None:
+        return self._handlers.get(handler_call_details.method)
+
+    def add(self, service: Service, descriptor: ServiceDescriptor) -> None:
+        """Adds a service of this router. A method that takes a stream gets its messages and the context; every other
+        method gets its request, and is declared by `unary` or `streamed_answer`."""
+        for method in descriptor.methods:
+            decode = bounded(message_factory.GetMessageClass(method.input_type).FromString, method.input_type)
+            act = getattr(service, method.name)
+            name = f"{descriptor.full_name}/{method.name}"
+            if method.client_streaming:
+                handler = _stream_handler(_stream(self._gate, act, decode, takes_stream=True), None, _serialize)
+            elif method.server_streaming:
+                guarded = _streamed_answer(self._gate, act, decode, name)
+                handler = _stream_handler(guarded, None, _serialize)
+            else:
+                handler = _unary_handler(_unary(self._gate, act, decode, name))
+            self._handlers[f"/{name}"] = handler
+
+    def also_as(self, service: str, name: str) -> None:
+        """Serves the methods of `service` under this other service name too, with the same messages."""
+        prefix = f"/{service}/"
+        found = {path: handler for path, handler in self._handlers.items() if path.startswith(prefix)}
+        self._handlers |= {f"/{name}/{path.removeprefix(prefix)}": handler for path, handler in found.items()}
+
+    # The next two methods are called by the generated code of a library's service, which takes this object for a
+    # server.
+
+    def add_generic_rpc_handlers(self, handlers: Any) -> None:
+        """Does nothing: the generated code also passes each handler to add_registered_method_handlers."""
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, _Handler]) -> None:
+        for name, handler in handlers.items():
+            if handler.request_streaming or handler.response_streaming:
+                act = _message_only(handler.stream_stream or handler.unary_stream)
+                guarded = _stream(self._gate, act, handler.request_deserializer, takes_stream=handler.request_streaming)
+                behind = _stream_handler(guarded, None, handler.response_serializer)
+            else:
+                behind = _unary_handler(_library_unary(self._gate, handler))
+            self._handlers[f"/{service}/{name}"] = behind
+
+
+# Unary methods are registered as methods that take a stream, which is the same on the wire. So this module receives
+# their requests itself: under a deadline, and counted from the first byte.
+
+
+def _unary(
+    gate: Gate,
+    method: Callable[[Any], Awaitable[Message | bytes]],
+    decode: Callable[[bytes], Message],
+    name: str,
+) -> Callable[[object, Context], Awaitable[bytes]]:
+    options: _Options = cast("Any", method).options
+
+    async def act(call: Call, context: Context, raw: bytes) -> bytes:
+        request = await _admitted(gate, call, context, decode, raw, options.answer_bytes)
+        del raw
+        with gate.tracing.begin(name, context) or _UNRECORDED:
+            options.rules(request)
+            callers_own = _seconds_left(context, options.deadline_s) < options.deadline_s
+            work = method(request)
+            # The method may drop it before it waits.
+            del request
+            if callers_own:
+                # gRPC cancels the call at the caller's own deadline.
+                answer = await work
+            else:
+                async with asyncio.timeout(options.deadline_s):
+                    answer = await work
+        return _serialize(answer)
+
+    async def serve(_requests: object, context: Context) -> bytes:
+        try:
+            call = gate.begin(context)
+            answer = await act(call, context, await gate.receive(context, call))
+            gate.answered(call, len(answer))
+            return answer
+        except Exception as error:  # noqa: BLE001 - every error becomes a status; status_for logs the unexpected ones
+            refused = refusal(context, error)
+        del context
+        return await refused
+
+    return serve
+
+
+def _streamed_answer(
+    gate: Gate,
+    method: Callable[[Any], AsyncGenerator[Message, None]],
+    decode: Callable[[bytes], Message],
+    name: str,
+) -> _StreamHandler:
+    options: _Options = cast("Any", method).options
+
+    async def act(call: Call, context: Context) -> None:
+        raw = await gate.receive(context, call)
+        request = await _admitted(gate, call, context, decode, raw, options.answer_bytes)
+        del raw
+        with gate.tracing.begin(name, context) or _UNRECORDED:
+            options.rules(request)
+            async with asyncio.timeout(_seconds_left(context, options.deadline_s)):
+                await _write_answers(gate, call, context, method(request))
+
+    return _streaming(gate, act)
+
+
+async def _write_answers(gate: Gate, call: Call, context: Context, answers: AsyncGenerator[Any, Any]) -> None:
+    async with contextlib.aclosing(answers):
+        async for answer in answers:
+            gate.writing(call)
+            await context.write(answer)
+            gate.written(call)
+
+
+def _library_unary(gate: Gate, handler: _Handler) -> Callable[..., Awaitable[bytes]]:
+    async def serve(_requests: object, context: Context) -> bytes:
+        try:
+            call = gate.begin(context)
+            raw = await gate.receive(context, call)
+            await gate.enter(call, "", len(raw))
+            request = _decoded(handler.request_deserializer, raw)
+        except Exception as error:  # noqa: BLE001 - every error becomes a status; status_for logs the unexpected ones
+            refused = refusal(context, error)
+        else:
+            answer: bytes = handler.response_serializer(await handler.unary_unary(request, context))
+            gate.answered(call, len(answer))
+            return answer
+        del context
+        return await refused
+
+    return serve
+
+
+def _stream(
+    gate: Gate, method: Callable[[Any, Context], Any], decode: Callable[[bytes], Any], *, takes_stream: bool
+) -> _StreamHandler:
+    """Serves a method that takes a stream, or a library's method that answers with one. `method` gets the stream's
+    messages, or its single request, and the context. It writes its answers to the context, or is an asynchronous
+    generator of answers."""
+
+    async def act(call: Call, context: Context) -> None:
+        if takes_stream:
+            received: object = _messages(gate, call, context, decode)
+        else:
+            raw = await gate.receive(context, call)
+            await gate.enter(call, "", len(raw))
+            received = _decoded(decode, raw)
+        answers = method(received, context)
+        if inspect.isasyncgen(answers):
+            await _write_answers(gate, call, context, answers)
+        else:
+            await answers
+
+    return _streaming(gate, act)
+
+
+def _streaming(gate: Gate, act: Callable[[Call, Context], Awaitable[None]]) -> _StreamHandler:
+    """Lets a streaming call in, and ends it with the status of its error, if any."""
+
+    async def serve(_requests: object, context: Context) -> None:
+        try:
+            await act(gate.begin(context), context)
+            return
+        except grpc.aio.InternalError as error:
+            # gRPC could not write: the client is gone, and needs no status.
+            _drop_references(error)
+            refused = None
+        except Exception as error:  # noqa: BLE001 - every error becomes a status; status_for logs the unexpected ones
+            refused = refusal(context, error)
+        del context
+        if refused is None:
+            raise asyncio.CancelledError
+        await refused
+
+    return serve
+
+
+async def _messages(
+    gate: Gate, call: Call, context: Context, decode: Callable[[bytes], Any]
+) -> AsyncGenerator[Received, None]:
+    """Yields the messages of a stream, each once the buffer has room for it. Raises RouterFull, Undecodable."""
+    while isinstance(raw := await context.read(), bytes):
+        gate.received(call, raw)
+        count = len(raw)
+        if count > MESSAGE_BYTES_MAX:
+            refused = too_large(raw)
+            del raw
+            yield Received(None, 0, refused)
+            continue
+        await call.reserve(count, received=count)
+        message = _decoded(decode, raw)
+        del raw
+        yield Received(message, count)
+        del message
+
+
+def _message_only(act: Callable[..., Any]) -> Callable[[Any, Context], Any]:
+    """Adapts a method of a library, which expects a stream of plain messages."""
+
+    async def messages(received: AsyncGenerator[Received, None]) -> AsyncGenerator[Any, None]:
+        async with contextlib.aclosing(received):
+            async for message, _, refused in received:
+                if refused is not None:
+                    raise refused
+                yield message
+
+    def adapted(received: Any, context: Context) -> Any:
+        is_stream = inspect.isasyncgen(received)
+        return act(messages(cast("AsyncGenerator[Received, None]", received)) if is_stream else received, context)
+
+    return adapted
+
+
+async def _admitted(
+    gate: Gate,
+    call: Call,
+    context: Context,
+    decode: Callable[[bytes], Message],
+    raw: bytes,
+    answer_bytes: int,
+) -> Any:
+    """Returns the request, once there is room for it and for its answer. Raises RouterFull, Undecodable,
+    InvalidRequest."""
+    request = _decoded(decode, raw)
+    org = getattr(request, "org", None)
+    if org is not None:
+        # Before the call counts for that org.
+        check_org_header(context, org)
+    # Calls without an org come from operators and share a quota.
+    gate.admit(call, org or "")
+    count = len(raw) + answer_bytes
+    if not call.take_in_turn(count):
+        # While the call waits, keep only the raw bytes: the decoded message takes more memory.
+        del request
+        await call.reserve(count, received=len(raw))
+        request = _decoded(decode, raw)
+    return request
+
+
+def check_org_header(context: Context, org: str, *, field: str = "org") -> None:
+    """Raises OrgMismatch if the call's metadata names another org than its request, in which `field` is the org."""
+    for key, value in context.invocation_metadata() or ():
+        # Always decoded: a proxy that decodes must not see another org than this check.
+        if key == ORG_HEADER and org_of_header(value) != org:
+            raise OrgMismatch(field, org, value)
+
+
+def _decoded(decode: Callable[[bytes], Any], raw: bytes) -> Any:
+    try:
+        return decode(raw)
+    except DecodeError as error:
+        raise Undecodable(len(raw)) from error
+
+
+def _serialize(response: Message | bytes) -> bytes:
+    return response if isinstance(response, bytes) else response.SerializeToString()
+
+
+def refusal(context: Context, error: Exception) -> Awaitable[NoReturn]:
+    """Returns an awaitable that ends the call with the status of the error.
+
+    The awaitable raises an exception. gRPC keeps that exception with the call, and the exception keeps the frames that
+    it passes through. So the caller must leave the `except` block and delete its references to the context and the
+    request before it awaits. Otherwise they would form a reference cycle, and garbage collections are rare here.
+    """
+    return context.abort_with_status(rpc_status.to_status(status_for(error)))  # pyright: ignore[reportUnknownMemberType]
+
+
+class _Undecodables:
+    """Counts requests that cannot be decoded, and logs the count at most once a minute."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._next_s = 0.0
+
+    def count(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        self._count += 1
+        if now_s >= self._next_s:
+            _log.warning("refused %d request(s) that cannot be decoded", self._count)
+            self._count, self._next_s = 0, now_s + _UNDECODABLE_LOG_S
+
+
+_undecodables = _Undecodables()
+
+
+def status_for(error: Exception) -> Status:
+    """Returns the status for an error, logs the error if it is unexpected, and drops its traceback."""
+    status = status_of(error)
+    if status.code == INTERNAL:
+        _log.error("a call failed unexpectedly", exc_info=error)
+    elif isinstance(error, Undecodable):
+        _undecodables.count()
+    _drop_references(error)
+    return status
+
+
+def _drop_references(error: BaseException) -> None:
+    """Removes tracebacks and contexts from an error: their frames refer to the call, which refers to the error."""
+    current: BaseException | None = error
+    while current is not None:
+        context = current.__context__
+        current.__traceback__ = current.__context__ = None
+        current = context
+
+
+def _seconds_left(context: Context, at_most: float) -> float:
+    """Returns the seconds until the caller's deadline, at most `at_most`."""
+    # The type stubs leave out that time_remaining() is None if the caller has set no deadline.
+    left = cast("float | None", context.time_remaining())
+    return at_most if left is None else min(left, at_most)

@@ -1,0 +1,163 @@
+"""Keeps a router process below its memory limit, whatever its clients send.
+
+The memory of calls is reserved in the buffer (router/buffer.py). The buffer does not see incomplete requests: gRPC
+keeps the bytes of each, up to the largest message size, without reporting them. So this module compares the bytes that
+a connection's socket has received with the bytes of the messages that the gate has received completely; the difference
+is what the connection holds in incomplete requests. While the process is above its limit, the connections that hold
+most are closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+from collections.abc import Collection, Container
+from pathlib import Path
+
+from router.gate import connections
+from router.gate.admission import Gate
+
+_log = logging.getLogger(__name__)
+
+_MIB = 1024 * 1024
+# The interval of checks. What the network brings within it comes on top of the limit.
+_LOOK_S = 0.25
+# The pause after a check that found no connection to close. The memory is then in use, or freed but kept by the
+# allocator.
+_REST_S = 2.0
+# A connection that holds less is not closed: that may be a message on its way, or frames that are not counted.
+_BLAMED_BYTES = _MIB
+# Freed memory is given back to the system if the process is larger by this than at its start, at most this often.
+_TRIM_BYTES = 64 * _MIB
+_TRIM_S = 10.0
+_LOG_S = 60.0
+_STATM = Path("/proc/self/statm")
+# File descriptors reserved for this module, so that it still works when clients have opened as many connections as the
+# process may have files.
+_SPARE_FILES = 4
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class MemoryWatch:
+    """`run` checks the memory, and closes the connections that were passed to `hang_up`."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._to_hang_up: set[str] = set()
+        self._wake = asyncio.Event()
+        self._trim_again_s = 0.0
+        self._first_bytes = resident_bytes()
+        self._log_again_s = 0.0
+        self._prune_at = 1000
+        self._spare = _spare_files()
+
+    def hang_up(self, peer: str) -> None:
+        """Closes the connection of a peer soon after this call."""
+        self._to_hang_up.add(peer)
+        self._wake.set()
+
+    async def run(self, gate: Gate, port: int) -> None:
+        """Checks the memory until cancelled. `port` is the one that clients connect to."""
+        pause_s = _LOOK_S
+        while True:
+            try:
+                async with asyncio.timeout(pause_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            peers, self._to_hang_up = self._to_hang_up, set()
+            try:
+                pause_s = await self._act(gate, port, peers)
+            except OSError as error:
+                # Most likely this process cannot open more files. Try again until it can.
+                self._to_hang_up |= peers
+                pause_s = _LOOK_S
+                self._log("could not look at the connections: %s", error)
+
+    async def _act(self, gate: Gate, port: int, peers: Collection[str]) -> float:
+        """Closes the connections of these peers, then checks the memory. Returns the pause until the next check."""
+        for number in self._spare:
+            os.close(number)
+        self._spare = []
+        try:
+            if peers:
+                await asyncio.to_thread(connections.hang_up, port, peers)
+            return await self._look(gate, port)
+        finally:
+            self._spare = _spare_files()
+
+    async def _look(self, gate: Gate, port: int) -> float:
+        """Checks the memory. Returns the pause until the next check, in seconds."""
+        loop = asyncio.get_running_loop()
+        resident = resident_bytes()
+        above = resident > self._limit_bytes
+        if loop.time() >= self._trim_again_s and (above or resident > self._first_bytes + _TRIM_BYTES):
+            await asyncio.to_thread(_trim)
+            resident = resident_bytes()
+            above = resident > self._limit_bytes
+            self._trim_again_s = loop.time() + (_REST_S if above else _TRIM_S)
+        if not above:
+            if len(gate.delivered) > self._prune_at:
+                self._prune(gate, await asyncio.to_thread(connections.peers, port))
+            return _LOOK_S
+        received = await asyncio.to_thread(connections.received_bytes, port)
+        held = {peer: count - gate.delivered[peer] for peer, count in received.items()}
+        self._prune(gate, received.keys())
+        excess = resident - self._limit_bytes
+        blamed: set[str] = set()
+        for peer in sorted(held, key=held.__getitem__, reverse=True):
+            if excess <= 0 or held[peer] < _BLAMED_BYTES:
+                break
+            blamed.add(peer)
+            excess -= held[peer]
+        if blamed:
+            await asyncio.to_thread(connections.hang_up, port, blamed)
+        self._log(
+            "this process uses %d MiB of memory, and its limit is %d MiB: %s",
+            resident // _MIB,
+            self._limit_bytes // _MIB,
+            f"closed {len(blamed)} connection(s) with unfinished requests of "
+            f"{sum(held[peer] for peer in blamed) // _MIB} MiB"
+            if blamed
+            else f"no connection has unfinished requests; calls hold {gate.buffer.held // _MIB} MiB",
+        )
+        return _LOOK_S if blamed else _REST_S
+
+    def _log(self, message: str, *values: object) -> None:
+        """Logs a warning, at most once a minute."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s >= self._log_again_s:
+            self._log_again_s = now_s + _LOG_S
+            _log.warning(message, *values)
+
+    def _prune(self, gate: Gate, connected: Container[str]) -> None:
+        """Forgets peers that are not in `connected`, except those with calls: they may have connected since the list
+        was made."""
+        for peer in [peer for peer in gate.delivered if peer not in connected and peer not in gate.inside]:
+            del gate.delivered[peer]
+        self._prune_at = 1000 + 2 * len(gate.delivered)
+
+
+def _spare_files() -> list[int]:
+    """Opens descriptors that are only held in reserve; fewer if the process cannot open more."""
+    spare: list[int] = []
+    with contextlib.suppress(OSError):
+        while len(spare) < _SPARE_FILES:
+            spare.append(os.open(os.devnull, os.O_RDONLY))
+    return spare
+
+
+def resident_bytes() -> int:
+    """Returns the resident memory of this process."""
+    return int(_STATM.read_text().split()[1]) * _PAGE_BYTES
+
+
+def _trim() -> None:
+    """Gives freed memory back to the system if the C library can: glibc otherwise keeps it."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -1,0 +1,1 @@
+"""The processes of a router: the supervisor and its children."""

@@ -1,0 +1,188 @@
+"""One router process: a gRPC server over a fleet of shards, from the first connection to the last answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, cast
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
+
+from router.buffer import Buffer
+from router.errors import CannotListen
+from router.fleet.fleet import Fleet
+from router.fleet.reload import Reloader
+from router.gate import connections
+from router.gate.admission import CALLS_MAX, RECEIVED_BYTES_MAX, STREAMS_MAX, Gate
+from router.gate.calls import Methods
+from router.gate.memory_watch import MemoryWatch
+from router.gate.tracing import Tracing
+from router.services.admin import AdminService
+from router.services.cluster import ClusterService
+from router.services.health import HealthService
+from router.services.queue import QueueService
+from router.settings import RouterSettings
+from shard.placement.cluster_file import Cluster
+from shard.placement.file_watcher import WatchedFile
+from windrow.v1 import admin_pb2, cluster_pb2, queue_pb2
+
+_log = logging.getLogger(__name__)
+# gRPC logs an error with a traceback whenever a client leaves before its answer was sent: drop those.
+logging.getLogger("grpc._cython.cygrpc").addFilter(
+    lambda record: not record.getMessage().startswith("ExecuteBatchError raised in core")
+)
+
+# How long it may take to tell the watchers of the health service about a drain.
+_HEALTH_DRAIN_S_MAX = 1.0
+SERVICES = (QueueService.service_name, AdminService.service_name, ClusterService.service_name)
+
+
+async def serve(
+    file: WatchedFile, cluster: Cluster, settings: RouterSettings, *, listen: str, ready: Callable[[int], None]
+) -> None:
+    """Serves on `listen` until SIGTERM or SIGINT, then lets calls in flight end.
+
+    Calls `ready` with the port once the process takes calls. `cluster` and `settings` are the first contents of `file`;
+    later changes are applied when they are noticed, or at once on SIGHUP. Raises CannotListen,
+    shard.errors.Misconfigured.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    loop.add_signal_handler(signal.SIGHUP, file.hurry)
+    tracing = Tracing()
+    tracing.start()
+    try:
+        fleet = Fleet(cluster, connections_per_shard=settings.connections_per_shard, sweep_s=settings.sweep_seconds)
+        async with _open(fleet, stop):
+            if stop.is_set():
+                return
+            reloader = Reloader(file, cluster, settings, fleet)
+            watch = MemoryWatch(settings.watched_bytes)
+            gate = Gate(tracing, Buffer(settings.buffer_bytes), watch.hang_up)
+            queue, checks, server = _server(fleet, reloader, gate, settings)
+            try:
+                port = server.add_insecure_port(listen)
+            except RuntimeError as error:
+                raise CannotListen(f"cannot listen on {listen}: {error}") from error
+            await server.start()
+            for service in (health.OVERALL_HEALTH, *SERVICES):
+                await checks.set(service, health_pb2.HealthCheckResponse.SERVING)
+            ready(port)
+            async with _running(watch.run(gate, port)):
+                async with _running(reloader.run()):
+                    await stop.wait()
+                _log.info("draining: calls in flight have %g s", settings.drain_seconds)
+                connections.stop_listening(port)
+                # A watcher that does not read its answers would delay the drain.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_HEALTH_DRAIN_S_MAX):
+                        await checks.enter_graceful_shutdown()
+                queue.drain()
+                gate.drain()
+                for peer in connections.peers(port) - gate.inside.keys():
+                    watch.hang_up(peer)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(settings.drain_seconds):
+                        await gate.empty()
+            # While gRPC stops, it answers a new call with CANCELLED. If its connection is closed instead, the client
+            # sees UNAVAILABLE and tries another router.
+            connections.hang_up(port, connections.peers(port))
+            await server.stop(None)
+            await fleet.finish()
+    finally:
+        tracing.close()
+
+
+@contextlib.asynccontextmanager
+async def _open(fleet: Fleet, stop: asyncio.Event) -> AsyncGenerator[Fleet, None]:
+    """Opens the fleet and keeps it up within this scope. Yields early if `stop` is set. An error of the fleet sets
+    `stop`, and is raised at the end of the scope."""
+    opened = asyncio.Event()
+    keeper = asyncio.create_task(fleet.run(opened))
+    keeper.add_done_callback(lambda _: stop.set())
+    first = asyncio.create_task(opened.wait())
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({first, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        yield fleet
+    finally:
+        for task in (first, stopped, keeper):
+            task.cancel()
+        await asyncio.wait({first, stopped, keeper})
+        if not keeper.cancelled():
+            keeper.result()
+
+
+@contextlib.asynccontextmanager
+async def _running(work: Coroutine[Any, Any, None]) -> AsyncGenerator[None, None]:
+    """Runs `work` as a task until the end of the scope."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+def _server(
+    fleet: Fleet, reloader: Reloader, gate: Gate, settings: RouterSettings
+) -> tuple[QueueService, HealthService, grpc.aio.Server]:
+    methods = Methods(gate)
+    queue, checks = QueueService(fleet, gate, stream_s_max=settings.stream_s_max), HealthService()
+    methods.add(queue, queue_pb2.DESCRIPTOR.services_by_name["Queue"])
+    methods.add(AdminService(fleet), admin_pb2.DESCRIPTOR.services_by_name["Admin"])
+    methods.add(ClusterService(fleet, reloader), cluster_pb2.DESCRIPTOR.services_by_name["Cluster"])
+    # The generated code of these services adds handlers to a server; `methods` takes the server's place.
+    to_methods = cast("grpc.aio.Server", methods)
+    health_pb2_grpc.add_HealthServicer_to_server(checks, to_methods)
+    reflected = reflection.aio.ReflectionServicer((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME))
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, to_methods)  # type: ignore[no-untyped-call]
+    # The installed library only has v1alpha. The messages of v1 are the same on the wire.
+    methods.also_as(reflection.SERVICE_NAME, "grpc.reflection.v1.ServerReflection")
+    server = grpc.aio.server(
+        handlers=(methods,),
+        options=[
+            # Several processes serve one port; the kernel deals the connections out.
+            ("grpc.so_reuseport", 1),
+            # Larger messages than the contract allows are received, so that the gate can refuse them by name. gRPC
+            # would end the call with RESOURCE_EXHAUSTED, and a consumer would take that for a full router.
+            ("grpc.max_receive_message_length", RECEIVED_BYTES_MAX),
+            ("grpc.max_send_message_length", -1),
+            # No compression: a message of 16 KiB could become one of 16 MiB. The memory watch, which compares the sizes
+            # of messages with the bytes received by sockets, would count such a connection as having delivered far more
+            # than it sent.
+            ("grpc.compression_enabled_algorithms_bitset", 1),
+            # A reset call counts until its task has ended here. Without this limit, a client that opens and resets
+            # calls would flood the event loop.
+            ("grpc.max_concurrent_streams", settings.calls_per_connection),
+            # Without bandwidth probes, gRPC buffers up to 64 KiB of a stream that this process does not read; with
+            # them, up to 16 MiB.
+            ("grpc.http2.bdp_probe", 0),
+            ("grpc.server_handshake_timeout_ms", 10_000),
+            # At this age, with a jitter of 10 %, gRPC sends GOAWAY: the client makes its next calls on a new
+            # connection, which the kernel or a load balancer may give to another router. After the grace, gRPC breaks
+            # calls that still run.
+            ("grpc.max_connection_age_ms", round(settings.connection_age_seconds * 1000)),
+            ("grpc.max_connection_age_grace_ms", round(settings.connection_grace_s * 1000)),
+            # The gate decides which calls to refuse. By default gRPC refuses random calls with CANCELLED as soon as
+            # 1,000 are pending.
+            ("grpc.server.max_pending_requests", CALLS_MAX + STREAMS_MAX),
+            ("grpc.server.max_pending_requests_hard_limit", 2 * (CALLS_MAX + STREAMS_MAX)),
+            # Pings find clients that have vanished without closing their connections, so that their streams end.
+            ("grpc.keepalive_time_ms", 30_000),
+            ("grpc.keepalive_timeout_ms", 10_000),
+            # Without this option a ping times out after 60 s, whatever keepalive_timeout_ms is.
+            ("grpc.http2.ping_timeout_ms", 10_000),
+            # Clients send a ping every 10 s (windrow/calls.py).
+            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+            ("grpc.keepalive_permit_without_calls", 1),
+        ],
+    )
+    return queue, checks, server

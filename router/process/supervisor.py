@@ -1,0 +1,157 @@
+"""Runs several router processes on one port: starts them, restarts those that die, and ends them in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import signal
+import socket
+import sys
+import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+from router.errors import EXIT_NO_RETRY, CannotListen, RouterFailed
+from router.settings import host_and_port
+
+_log = logging.getLogger(__name__)
+
+# A process that ran this long is restarted at once; otherwise after a pause.
+_RAN_S_MIN = 5.0
+_PAUSE_S = 1.0
+
+
+class Supervisor:
+    """The router processes of one machine. `pids` are those of the running ones; fault tests kill them."""
+
+    def __init__(self, config: Path, *, listen: str, processes: int, drain_seconds: float) -> None:
+        self._config = config
+        self._listen = listen
+        self._processes = processes
+        self._drain_s = drain_seconds
+        self._running: set[Process] = set()
+        # The processes that take calls.
+        self._serving: set[Process] = set()
+        self._stopping = asyncio.Event()
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._running if process.returncode is None]
+
+    def reload(self) -> None:
+        """Makes every serving process read the cluster file now. A process that is still starting has just read it."""
+        _signal(list(self._serving), signal.SIGHUP)
+
+    async def run(self, *, ready: Callable[[str], None], stop: asyncio.Event) -> None:
+        """Runs the processes until `stop` is set. Calls `ready` with the address once all of them take calls. Raises
+        CannotListen and RouterFailed."""
+        with _reserved(self._listen) as address:
+            up = [asyncio.Event() for _ in range(self._processes)]
+            keepers = [asyncio.create_task(self._keep(address, event)) for event in up]
+            all_up = asyncio.create_task(_all(up))
+            stopped = asyncio.create_task(stop.wait())
+            try:
+                waiting: set[asyncio.Task[None] | asyncio.Task[bool]] = {all_up, stopped, *keepers}
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                if all_up in done:
+                    ready(address)
+                done, _ = await asyncio.wait({stopped, *keepers}, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    await task
+            finally:
+                self._stopping.set()
+                for task in (all_up, stopped):
+                    task.cancel()
+                await self._end_all()
+                for keeper in keepers:
+                    keeper.cancel()
+                await asyncio.wait({all_up, stopped, *keepers})
+
+    async def _keep(self, address: str, up: asyncio.Event) -> None:
+        """Keeps one process running; sets `up` when it has served for the first time."""
+        while not self._stopping.is_set():
+            began_s = time.monotonic()
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "router.process.child", "--config", str(self._config), "--listen", address),
+                    stdin=PIPE,
+                    stdout=PIPE,
+                    # Ctrl-C must reach only the supervisor, which then ends its processes in order.
+                    start_new_session=True,
+                )
+            except OSError as error:
+                # There is no memory, or there are too many processes: the other router processes must go on serving.
+                if not up.is_set():
+                    raise RouterFailed(f"a router process cannot be started: {error.strerror}") from error
+                _log.warning("a router process cannot be started: %s; trying again", error.strerror)
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            self._running.add(process)
+            try:
+                assert process.stdout is not None
+                if (await process.stdout.readline()).startswith(b"ready"):
+                    up.set()
+                    self._serving.add(process)
+                code = await process.wait()
+            finally:
+                self._running.discard(process)
+                self._serving.discard(process)
+            if self._stopping.is_set():
+                return
+            # After it has served once, keep trying: the cluster file may have been broken since, while the other
+            # processes go on with the previous contents.
+            if code == EXIT_NO_RETRY and not up.is_set():
+                raise RouterFailed(f"a router process gave up (exit code {code})")
+            _log.warning("router process %d ended with %d; starting another", process.pid, code)
+            if time.monotonic() - began_s < _RAN_S_MIN:
+                await asyncio.sleep(_PAUSE_S)
+
+    async def _end_all(self) -> None:
+        """Lets every process drain, and kills those that have not ended in time."""
+        processes = list(self._running)
+        _signal(processes, signal.SIGTERM)
+        ends = [asyncio.create_task(process.wait()) for process in processes]
+        if ends:
+            _, late = await asyncio.wait(ends, timeout=self._drain_s + 5.0)
+            if late:
+                _log.warning("%d router process(es) did not end in time; killing them", len(late))
+                _signal(processes, signal.SIGKILL)
+                await asyncio.wait(late)
+
+
+def _signal(processes: list[Process], number: signal.Signals) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(number)
+
+
+async def _all(events: list[asyncio.Event]) -> None:
+    for event in events:
+        await event.wait()
+
+
+@contextlib.contextmanager
+def _reserved(listen: str) -> Generator[str, None, None]:
+    """Reserves an address for the router processes, also while one restarts. Port 0 chooses a free port. Yields
+    HOST:PORT. Raises CannotListen if another program uses the address: with SO_REUSEPORT the kernel would send half of
+    the connections to that program."""
+    host, port = host_and_port(listen, where="listen")
+    bare = host.strip("[]")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(bare, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            address = probe.getsockname()
+        holder = socket.socket(family, socket.SOCK_STREAM)
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind(address)
+    except OSError as error:
+        taken = error.errno == errno.EADDRINUSE
+        remedy = "stop what uses it, or choose another" if taken else "choose an address of this machine"
+        raise CannotListen(f"cannot listen on {listen}: {error.strerror}; {remedy}") from error
+    with holder:
+        yield f"{host}:{holder.getsockname()[1]}"

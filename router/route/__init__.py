@@ -1,0 +1,1 @@
+"""Sends each call to the right shards, and merges their answers."""

@@ -1,0 +1,33 @@
+"""Stores new jobs on the shard that writes for their org, each once, and hands them to waiting consumers."""
+
+from __future__ import annotations
+
+from router.fleet.fleet import Fleet
+from router.fleet.shard_handle import ShardHandle
+from router.route.by_id import find_duplicates
+from shard.errors import BadIds
+from shard.placement.slots import Placement
+from shard.vocabulary import JobId, NewJobs
+
+
+async def store(fleet: Fleet, jobs: NewJobs, *, hand: bool) -> dict[int, JobId]:
+    """Stores jobs and wakes consumers that wait for them. `hand`: leases the jobs to waiting consumers in the same
+    insert. Returns the positions of jobs that were known already, with the id that each is known under. Raises BadIds,
+    TooManyQueues, ShardUnavailable, TooManyWaiting."""
+
+    async def on(member: ShardHandle, placement: Placement) -> dict[int, JobId]:
+        member.require_open()
+        before = await find_duplicates(fleet, placement, jobs) if placement.former else {}
+        remaining = [at for at in range(len(jobs)) if at not in before] if before else []
+        new = jobs.only(remaining) if before else jobs
+        handover = member.room.offer(new) if hand else None
+        try:
+            duplicates = await member.store.enqueue(new, handover, epoch=placement.epoch)
+        except BadIds as error:
+            if before:
+                error.positions = [remaining[at] for at in error.positions]
+            raise
+        member.room.stored(new, duplicates, handover)
+        return before | {remaining[at]: known_as for at, known_as in duplicates.items()} if before else duplicates
+
+    return await fleet.write(jobs.org, on)

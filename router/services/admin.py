@@ -1,0 +1,230 @@
+"""Calls about the queues and jobs of one org, besides those of the Queue service (proto/windrow/v1/admin.proto)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from functools import partial
+
+from router.codec import convert
+from router.codec.status import InvalidRequest
+from router.codec.validate import check_update_queue, unfit_new_ids
+from router.fleet.fleet import Fleet
+from router.fleet.shard_handle import ShardHandle
+from router.gate.calls import ANSWER_HELD_BYTES, unary
+from router.gate.tracing import current_trace
+from router.route.by_org import ask_readers, change_readers, list_readers, paused_queues, summed
+from router.route.restore import Refusal, Restored, restore
+from shard.admin import job_pages
+from shard.admin.job_pages import Page
+from shard.admin.queue_admin import QueueAdmin
+from shard.errors import NotOwned, QueueNotEmpty, ShardUnavailable, UnknownQueue
+from shard.job_record import ANSWER_BYTES_MAX
+from shard.placement.slots import Placement
+from shard.queue_settings import QueueSettings
+from shard.vocabulary import JobId, OrgId, QueueName
+from windrow.ids import uuid7
+from windrow.v1 import admin_pb2
+
+_PAGE_DEFAULT = 100
+_LIMIT_DEFAULT = 1000
+_REFUSALS = {
+    Refusal.NOT_FOUND: admin_pb2.RESTORE_REFUSAL_NOT_FOUND,
+    Refusal.LIVE: admin_pb2.RESTORE_REFUSAL_LIVE,
+    Refusal.NEW_ID: admin_pb2.RESTORE_REFUSAL_BAD_NEW_ID,
+}
+
+
+class AdminService:
+    service_name = "windrow.v1.Admin"
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    @unary()
+    async def CreateQueue(self, request: admin_pb2.CreateQueueRequest) -> admin_pb2.CreateQueueResponse:
+        org, queue, settings = OrgId(request.org), QueueName(request.queue), convert.queue_settings(request.config)
+
+        async def create(member: ShardHandle, placement: Placement) -> admin_pb2.QueueInfo:
+            admin = member.require_writable().queue_admin
+            record = await admin.create_queue(org, queue, settings, epoch=placement.epoch)
+            return convert.queue_info(org, record, member.name)
+
+        return admin_pb2.CreateQueueResponse(queue=await self._fleet.write(org, create))
+
+    @unary(check_update_queue)
+    async def UpdateQueue(self, request: admin_pb2.UpdateQueueRequest) -> admin_pb2.UpdateQueueResponse:
+        config, reset = convert.queue_changes(request)
+        org, queue, settings = OrgId(request.org), QueueName(request.queue), convert.queue_settings(config)
+        return admin_pb2.UpdateQueueResponse(queue=await self._alter(org, queue, settings, reset=reset))
+
+    @unary()
+    async def GetQueue(self, request: admin_pb2.GetQueueRequest) -> admin_pb2.GetQueueResponse:
+        org = OrgId(request.org)
+        member = await self._home(org)
+        record = await member.queue_admin.get_queue(org, QueueName(request.queue))
+        return admin_pb2.GetQueueResponse(queue=convert.queue_info(org, record, member.name))
+
+    @unary()
+    async def ListQueues(self, request: admin_pb2.ListQueuesRequest) -> admin_pb2.ListQueuesResponse:
+        org = OrgId(request.org)
+        member = await self._home(org)
+        records, token = await member.queue_admin.list_queues(
+            org, page_size=request.page_size or _PAGE_DEFAULT, page_token=request.page_token
+        )
+        return admin_pb2.ListQueuesResponse(
+            queues=[convert.queue_info(org, record, member.name) for record in records],
+            next_page_token=token,
+        )
+
+    @unary()
+    async def DeleteQueue(self, request: admin_pb2.DeleteQueueRequest) -> admin_pb2.DeleteQueueResponse:
+        org, queue = OrgId(request.org), QueueName(request.queue)
+
+        async def delete(member: ShardHandle, placement: Placement) -> None:
+            for name in placement.sources:
+                # Jobs that leave the source after this check arrive on the writer, where delete_queue finds them.
+                if await self._fleet.placed(name).require_up().queue_admin.holds_jobs(org, queue):
+                    raise QueueNotEmpty(org, queue)
+            await member.require_writable().queue_admin.delete_queue(org, queue, epoch=placement.epoch)
+
+        await self._fleet.write(org, delete)
+        return admin_pb2.DeleteQueueResponse()
+
+    @unary()
+    async def PauseQueue(self, request: admin_pb2.PauseQueueRequest) -> admin_pb2.PauseQueueResponse:
+        return admin_pb2.PauseQueueResponse(queue=await self._set_paused(request.org, request.queue, paused=True))
+
+    @unary()
+    async def ResumeQueue(self, request: admin_pb2.ResumeQueueRequest) -> admin_pb2.ResumeQueueResponse:
+        return admin_pb2.ResumeQueueResponse(queue=await self._set_paused(request.org, request.queue, paused=False))
+
+    @unary()
+    async def PurgeQueue(self, request: admin_pb2.PurgeQueueRequest) -> admin_pb2.PurgeQueueResponse:
+        org, queue, limit = OrgId(request.org), QueueName(request.queue), request.limit or _LIMIT_DEFAULT
+
+        async def purge(member: ShardHandle, limit_left: int) -> int:
+            return await member.queue_admin.purge_queue(org, queue, limit=limit_left, include_dead=request.include_dead)
+
+        cancelled = await change_readers(self._fleet, org, queue, limit, purge)
+        return admin_pb2.PurgeQueueResponse(cancelled=cancelled, limit_reached=cancelled >= limit)
+
+    @unary(answer_bytes=ANSWER_HELD_BYTES)
+    async def ListJobs(self, request: admin_pb2.ListJobsRequest) -> admin_pb2.ListJobsResponse:
+        wanted, page_size = convert.wanted(request), request.page_size or _PAGE_DEFAULT
+
+        async def page(member: ShardHandle, token: str) -> Page:
+            return await member.queue_admin.list_jobs(wanted, page_size=page_size, page_token=token)
+
+        listed = await list_readers(self._fleet, wanted, page, page_size=page_size, page_token=request.page_token)
+        response = admin_pb2.ListJobsResponse(unavailable_shards=listed.unavailable)
+        room, until = ANSWER_BYTES_MAX, listed.until
+        for at, (shard, record, key) in enumerate(listed.jobs, start=1):
+            job = convert.job(record, shard)
+            room -= job.ByteSize()
+            response.jobs.append(job)
+            # Each shard limits its own part only; the parts together may exceed what fits into an answer.
+            if room <= 0 and at < len(listed.jobs):
+                until = key
+                break
+        response.next_page_token = "" if until is None else job_pages.pack(*until)
+        return response
+
+    @unary(answer_bytes=ANSWER_HELD_BYTES)
+    async def RestoreJobs(self, request: admin_pb2.RestoreJobsRequest) -> admin_pb2.RestoreJobsResponse:
+        jobs = list(request.jobs)
+        violations = unfit_new_ids(jobs)
+        if violations:
+            raise InvalidRequest(violations)
+        restored = await restore(
+            self._fleet,
+            OrgId(request.org),
+            [JobId(job.id) for job in jobs],
+            [JobId(job.new_id or uuid7()) for job in jobs],
+            trace=current_trace(),
+        )
+        return admin_pb2.RestoreJobsResponse(results=map(_restore_result, restored))
+
+    @unary()
+    async def RedriveJobs(self, request: admin_pb2.RedriveJobsRequest) -> admin_pb2.RedriveJobsResponse:
+        org, queue, limit = OrgId(request.org), QueueName(request.queue), request.limit or _LIMIT_DEFAULT
+
+        async def redrive(member: ShardHandle, limit_left: int) -> int:
+            count = await member.queue_admin.redrive(
+                org,
+                queue,
+                kind=request.kind,
+                died_after=convert.moment(request.died_after) if request.HasField("died_after") else None,
+                died_before=convert.moment(request.died_before) if request.HasField("died_before") else None,
+                limit=limit_left,
+            )
+            if count:
+                member.room.may_have_jobs(org, queue)
+            return count
+
+        redriven = await change_readers(self._fleet, org, queue, limit, redrive)
+        return admin_pb2.RedriveJobsResponse(redriven=redriven, limit_reached=redriven >= limit)
+
+    @unary()
+    async def GetStats(self, request: admin_pb2.GetStatsRequest) -> admin_pb2.GetStatsResponse:
+        org = OrgId(request.org)
+        queue = QueueName(request.queue) if request.queue else None
+        asked = await ask_readers(
+            self._fleet,
+            org,
+            lambda member: member.queue_admin.stats(org, queue, include_finished=request.include_finished),
+            finished=request.include_finished,
+        )
+        return admin_pb2.GetStatsResponse(
+            queues=[
+                convert.queue_stats(total)
+                for total in summed([counts for _, counts in asked.answers], paused=paused_queues(asked))
+            ],
+            unavailable_shards=asked.unavailable,
+        )
+
+    async def _home(self, org: OrgId) -> ShardHandle:
+        """Returns the shard that has the org's queue configurations. Other shards may have old ones, so this reads the
+        catalog. While the catalog does not answer, no move makes progress and this router's copy of it is good enough.
+        Raises ShardUnavailable."""
+        with contextlib.suppress(ShardUnavailable):
+            await self._fleet.is_current(org, self._fleet.placement(org))
+        return self._fleet.writer(self._fleet.placement(org)).require_up()
+
+    async def _set_paused(self, org: str, queue: str, *, paused: bool) -> admin_pb2.QueueInfo:
+        return await self._alter(OrgId(org), QueueName(queue), QueueSettings(paused=paused))
+
+    async def _alter(
+        self, org: OrgId, queue: QueueName, settings: QueueSettings, *, reset: Sequence[str] = ()
+    ) -> admin_pb2.QueueInfo:
+        """Changes a queue on the shard that takes the org's new jobs, then on shards from which its jobs still move."""
+
+        async def alter(member: ShardHandle, placement: Placement) -> admin_pb2.QueueInfo:
+            changed = partial(
+                QueueAdmin.alter_queue,
+                org=org,
+                queue=queue,
+                settings=settings,
+                reset=reset,
+                epoch=placement.epoch,
+            )
+            record = await changed(member.require_writable().queue_admin)
+            for name in placement.sources:
+                source = self._fleet.placed(name).require_writable()
+                # The source may not have this queue, or may have finished its move by now.
+                with contextlib.suppress(NotOwned, UnknownQueue):
+                    await changed(source.queue_admin, draining=True)
+                    if settings.paused is False:
+                        source.room.may_have_jobs(org, queue)
+            if settings.paused is False:
+                member.room.may_have_jobs(org, queue)
+            return convert.queue_info(org, record, member.name)
+
+        return await self._fleet.write(org, alter)
+
+
+def _restore_result(restored: Restored | Refusal) -> admin_pb2.RestoreResult:
+    if isinstance(restored, Refusal):
+        return admin_pb2.RestoreResult(refusal=_REFUSALS[restored])
+    job = admin_pb2.RestoredJob(id=restored.id, duplicate=restored.duplicate)
+    return admin_pb2.RestoreResult(restored=job)

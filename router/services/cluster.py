@@ -1,0 +1,117 @@
+"""Calls about the whole cluster, for its operators: its shards and their books (proto/windrow/v1/cluster.proto)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+
+from router.codec import convert
+from router.fleet.fleet import Fleet
+from router.fleet.reload import Reloader
+from router.fleet.shard_handle import ShardHandle
+from router.gate.calls import DEADLINE_S_MAX, streamed_answer, unary
+from shard.admin.queue_admin import OrgBooks
+from shard.errors import DiskFull, ShardError
+from shard.placement.catalog import Catalog, Holding
+from shard.vocabulary import OrgId, ShardName
+from windrow.v1 import cluster_pb2
+
+_BOOKS_A_MESSAGE = 500
+_PROBE_S = 2.0
+
+
+class ClusterService:
+    service_name = "windrow.v1.Cluster"
+
+    def __init__(self, fleet: Fleet, reloader: Reloader) -> None:
+        self._fleet = fleet
+        self._reloader = reloader
+
+    @unary()
+    async def ListShards(self, request: cluster_pb2.ListShardsRequest) -> cluster_pb2.ListShardsResponse:
+        members, holdings = self._fleet.shards(), self._fleet.holdings()
+        shards = await asyncio.gather(
+            *(self._probe(member, holdings.get(name, Holding())) for name, member in members.items())
+        )
+        unnamed = [_not_in_file(name, holding) for name, holding in holdings.items() if name not in members]
+        return cluster_pb2.ListShardsResponse(shards=[*shards, *unnamed], cluster_file=self._cluster_file())
+
+    @streamed_answer(deadline_s=5 * DEADLINE_S_MAX)
+    async def CheckShard(
+        self, request: cluster_pb2.CheckShardRequest
+    ) -> AsyncGenerator[cluster_pb2.CheckShardResponse, None]:
+        member = self._fleet.member(request.shard)
+        before = await self._fleet.newest_catalog()
+        books = await member.queue_admin.check()
+        after = await self._fleet.newest_catalog()
+        homes = _homes_of_strays(member.name, books, before, after)
+        for at in range(0, len(books), _BOOKS_A_MESSAGE):
+            yield cluster_pb2.CheckShardResponse(
+                orgs=[
+                    convert.org_books(org_books, home_shard=homes.get(org_books.org, ""))
+                    for org_books in books[at : at + _BOOKS_A_MESSAGE]
+                ]
+            )
+
+    async def _probe(self, member: ShardHandle, holding: Holding) -> cluster_pb2.ShardInfo:
+        """Returns one shard's state. Errors of the shard go into the result and are not raised."""
+        entry = member.entry
+        info = _info(entry.name, holding, error=member.trouble)
+        info.state, info.weight = convert.SHARD_STATES[entry.state], entry.weight
+        info.labels.update(entry.labels)
+        try:
+            began = time.perf_counter()
+            async with asyncio.timeout(_PROBE_S):
+                info.postgres_version, info.schema_version = await member.require_up().queue_admin.versions()
+                info.latency.CopyFrom(convert.duration(round((time.perf_counter() - began) * 1e6)))
+                # While its clock is set back, a shard that answers is still not usable.
+                member.store.clock.check()
+                info.reachable = True
+                await member.queue_admin.probe_disk()
+        except DiskFull as error:
+            info.disk_full, info.error = True, str(error)
+        except TimeoutError:
+            info.error = f"no answer within {_PROBE_S:g} s"
+        except ShardError as error:
+            info.error = str(error)
+        return info
+
+    def _cluster_file(self) -> cluster_pb2.ClusterFile:
+        current = self._reloader
+        file = cluster_pb2.ClusterFile(digest=current.cluster.digest, needs_restart=current.needs_restart)
+        file.used_since.FromDatetime(current.since)
+        if current.refusal is not None:
+            file.refusal.reason, file.refusal.digest = current.refusal.why, current.refusal.digest
+            file.refusal.last_tried_at.FromDatetime(current.refusal.at)
+        return file
+
+
+def _homes_of_strays(
+    shard: ShardName, books: Sequence[OrgBooks], before: Catalog, after: Catalog
+) -> dict[str, ShardName]:
+    """Finds orgs with unfinished jobs on a shard that no router reads for them. Returns the shard where those jobs
+    belong, by org. `before` and `after` are the catalog before and after the count: an org that moved in between is
+    left out."""
+    homes: dict[str, ShardName] = {}
+    for org_books in books:
+        org = OrgId(org_books.org)
+        placement = after.placement(org)
+        # An org that is being erased has a name that begins with this character (shard/history/erasure.py).
+        if org_books.unfinished and shard not in placement.reads and not org.startswith("\x7f"):
+            old = before.placement(org)
+            if (old.epoch, old.reads) == (placement.epoch, placement.reads):
+                homes[org_books.org] = placement.writes[0]
+    return homes
+
+
+def _not_in_file(name: ShardName, holding: Holding) -> cluster_pb2.ShardInfo:
+    info = _info(name, holding, error="the cluster file of this router does not name it")
+    info.state = cluster_pb2.SHARD_STATE_NOT_IN_FILE
+    return info
+
+
+def _info(name: ShardName, holding: Holding, *, error: str) -> cluster_pb2.ShardInfo:
+    return cluster_pb2.ShardInfo(
+        name=name, slots=holding.slots, leaving_slots=holding.leaving, pinned_orgs=holding.pins, error=error
+    )

@@ -1,0 +1,360 @@
+"""One Consume stream: reads credit and settlements, writes jobs and answers, and releases unsent jobs at its end."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import AsyncIterator
+from itertools import chain
+
+from google.protobuf.message import DecodeError
+
+from router.codec import convert
+from router.codec.fast_write import Delivery
+from router.codec.lease_verbs import VERBS, entries_of, not_ok
+from router.codec.status import InvalidRequest, MessageTooLarge, RequestLate, ShuttingDown, StreamExpired, Violation
+from router.codec.validate import check, check_consume
+from router.fleet.fleet import Fleet
+from router.gate.admission import Call, Context, Gate
+from router.gate.calls import Received, status_for
+from router.route.by_lease import Answers, Leases
+from router.services.consumer import Consumer
+from shard.errors import ShardError
+from shard.queue.coalescer import TooManyWaiting
+from shard.vocabulary import OrgId, QueueName
+from windrow.v1 import queue_pb2
+
+CREDIT_MAX = 10_000
+# Upper bound for the bytes of jobs that wait to be written; above it the stream stops claiming.
+_WAITING_BYTES_MAX = 8 * 1024 * 1024
+# A message ends with the job that reaches this size. Even if that job has the largest payload, the message stays below
+# 4 MiB.
+_MESSAGE_BYTES_MAX = 2 * 1024 * 1024
+# The answers in a message end with the one that reaches this size. One answer has at most 150 KiB.
+_SETTLED_BYTES_MAX = 256 * 1024
+# Messages of one stream that are being settled, or whose answers wait to be written; at this limit reading stops.
+_SETTLING_MAX = 64
+# How long the first message, which names the org, may take to come.
+_START_S_MAX = 10.0
+# The time limit for settling one message. It ends before clients take the silence for a dead connection.
+_SETTLE_S_MAX = 8.0
+# ConsumeRequest.request_id, a varint.
+_REQUEST_ID_TAG = bytes([queue_pb2.ConsumeRequest.REQUEST_ID_FIELD_NUMBER << 3])
+
+
+async def first_message(messages: AsyncIterator[Received], draining: asyncio.Event) -> Received | None:
+    """Returns the first message, or None if the client closed its side without one. Raises RequestLate if none comes
+    within 10 s, ShuttingDown if this router drains before, and MessageTooLarge."""
+
+    async def read() -> Received | None:
+        return await anext(messages, None)
+
+    reading = asyncio.create_task(read())
+    drained = asyncio.create_task(draining.wait())
+    try:
+        await asyncio.wait({reading, drained}, timeout=_START_S_MAX, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (reading, drained):
+            task.cancel()
+        await asyncio.wait({reading, drained})
+    if reading.cancelled():
+        if draining.is_set():
+            raise ShuttingDown
+        # Not INVALID_ARGUMENT, which ends a consumer: its machine may have been paused.
+        raise RequestLate(_START_S_MAX, what="the first message of the stream")
+    received = reading.result()
+    if received is not None and received.too_large is not None:
+        raise received.too_large
+    return received
+
+
+def request_id_of(head: bytes) -> int:
+    """Returns the request_id of a ConsumeRequest by its first bytes, or 0 if it does not begin with one. Libraries
+    write fields in the order of their numbers, and request_id has the lowest."""
+    if head[:1] != _REQUEST_ID_TAG:
+        return 0
+    end = next((at + 1 for at, byte in enumerate(head) if at and byte < 0x80), 0)
+    try:
+        return queue_pb2.ConsumeRequest.FromString(head[:end]).request_id
+    except DecodeError:
+        # Its varint is too long.
+        return 0
+
+
+class Stream:
+    """`run` serves the stream until the client closes its side, the router drains, the stream's time is over, or it is
+    cancelled. The constructor raises InvalidRequest if the first message has no valid `start`."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        gate: Gate,
+        call: Call,
+        received: Received,
+        messages: AsyncIterator[Received],
+        context: Context,
+    ) -> None:
+        first: queue_pb2.ConsumeRequest = received.message
+        check(first)
+        if not first.HasField("start"):
+            raise InvalidRequest([Violation("start", "is missing: the first message says what the stream consumes")])
+        self._leases = Leases(fleet)
+        self._gate = gate
+        self._call = call
+        # From now on its memory counts for the org.
+        call.move(first.start.org)
+        # None once `_read` has taken it.
+        self._first: Received | None = received
+        self._messages = messages
+        self._context = context
+        self._org, self._window_us = OrgId(first.start.org), convert.window_us(first.start)
+        self._consumer = Consumer(
+            fleet,
+            self,
+            call,
+            org=self._org,
+            queues=[QueueName(queue) for queue in first.start.queues],
+            worker=first.start.worker,
+            window_us=self._window_us,
+        )
+        # Jobs to be written, each with the time (of the event loop's clock) since which they wait.
+        self._jobs: deque[tuple[float, Delivery]] = deque()
+        self._jobs_bytes = 0
+        self._take_back_timer: asyncio.TimerHandle | None = None
+        # The client did not read, so jobs were taken back; it has not caught up with reading since.
+        self._behind = False
+        # Answers to be written, each with the bytes that its message holds in the buffer until then.
+        self._settled: deque[tuple[queue_pb2.Settled, int]] = deque()
+        self._to_write = asyncio.Event()
+        self._room = asyncio.Event()
+        # The number of messages that are being settled.
+        self._settling = 0
+        # Set when a message has been settled, or its answer written.
+        self._settled_one = asyncio.Event()
+        self._ending = False
+        # The router has ended the stream because of its age.
+        self._expired = False
+
+    async def run(self, draining: asyncio.Event, *, ends_after_s: float = math.inf) -> None:
+        """Serves the stream to its end, for at most `ends_after_s`. Raises InvalidRequest, MessageTooLarge, ShardError,
+        ShuttingDown, StreamExpired."""
+        expiry: asyncio.TimerHandle | None = None
+        try:
+            # Sent at once, so that a client whose queues are empty also knows that it is served.
+            await self._context.send_initial_metadata(())
+            async with asyncio.TaskGroup() as group:
+                serving = group.create_task(self._consumer.serve())
+                reading = group.create_task(self._read(group))
+                drained = group.create_task(draining.wait())
+
+                def finish(_: object) -> None:
+                    """Stops claiming and reading; `_write` ends after the answers that are still to come."""
+                    if not self._ending:
+                        self._ending = True
+                        for task in (serving, reading, drained):
+                            task.cancel()
+                        self._consumer.close()
+                        self._release_unsent()
+                        self._to_write.set()
+
+                def expire() -> None:
+                    if not self._ending:
+                        self._expired = True
+                        finish(None)
+
+                reading.add_done_callback(finish)
+                drained.add_done_callback(finish)
+                if ends_after_s < math.inf:
+                    expiry = asyncio.get_running_loop().call_later(ends_after_s, expire)
+                group.create_task(self._write())
+        except BaseExceptionGroup as group_error:
+            raise group_error.exceptions[0] from None
+        except asyncio.CancelledError as cancelled:
+            # The traceback refers to the group's frame, and that frame to the exception: break the reference cycle.
+            raise cancelled.with_traceback(None) from None
+        finally:
+            if expiry is not None:
+                expiry.cancel()
+            self._consumer.close()
+            self._release_unsent()
+            # The consumer refers back to this stream. Break the reference cycle, so that the garbage collector need
+            # not.
+            del self._consumer
+        if draining.is_set():
+            raise ShuttingDown
+        if self._expired:
+            raise StreamExpired
+
+    # ── What comes in ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _read(self, group: asyncio.TaskGroup) -> None:
+        received, self._first = self._first, None
+        assert received is not None
+        check_consume(received.message)
+        self._take(received, group)
+        # Keep no reference while waiting for the next message: the buffer already counts this one's memory as free.
+        del received
+        async for received in self._messages:
+            too_large = received.too_large
+            if too_large is None:
+                if received.message.HasField("start"):
+                    raise InvalidRequest([Violation("start", "is set again; a stream is started by its first message")])
+                check_consume(received.message)
+            while self._settling + len(self._settled) >= _SETTLING_MAX:
+                self._settled_one.clear()
+                await self._settled_one.wait()
+            if too_large is None:
+                self._take(received, group)
+            else:
+                self._refuse(too_large)
+            del received
+
+    def _refuse(self, error: MessageTooLarge) -> None:
+        """Answers a message that was not decoded. If the message does not begin with a request_id, raises the error,
+        which ends the stream."""
+        request_id = request_id_of(error.head)
+        if not request_id:
+            raise error
+        self._settled.append((queue_pb2.Settled(request_id=request_id, error=status_for(error)), 0))
+        self._to_write.set()
+
+    def _take(self, received: Received, group: asyncio.TaskGroup) -> None:
+        request: queue_pb2.ConsumeRequest = received.message
+        if request.credit and self._consumer.credit + request.credit > CREDIT_MAX:
+            raise InvalidRequest([Violation("credit", f"more than {CREDIT_MAX:,} jobs would be outstanding")])
+        if request.credit:
+            self._consumer.add_credit(request.credit)
+        if any(entries_of(request)):
+            self._settling += 1
+            group.create_task(self._settle(request, received.bytes))
+        else:
+            self._call.give_back(received.bytes)
+
+    async def _settle(self, request: queue_pb2.ConsumeRequest, held: int) -> None:
+        settled = queue_pb2.Settled(request_id=request.request_id)
+        try:
+            async with asyncio.timeout(_SETTLE_S_MAX):
+                answers = await self._answers(request)
+            settled.not_ok.extend(not_ok(entries_of(request), answers))
+        except (ShardError, TooManyWaiting, TimeoutError) as error:
+            settled.error.CopyFrom(status_for(error))
+        finally:
+            self._settling -= 1
+            self._settled_one.set()
+        self._settled.append((settled, held))
+        self._to_write.set()
+
+    async def _answers(self, request: queue_pb2.ConsumeRequest) -> Answers:
+        window_us = convert.window_us(request, self._window_us)
+        acts = [
+            self._leases.settle(self._org, verb, entries, field=verb.stream_field, window_us=window_us)
+            for verb, entries in zip(VERBS, entries_of(request), strict=True)
+            if entries
+        ]
+        if len(acts) == 1:
+            return await acts[0]
+        return [answer for answers in await asyncio.gather(*acts) for answer in answers]
+
+    # ── What goes out ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def receive(self, jobs: Delivery) -> None:
+        loop = asyncio.get_running_loop()
+        self._jobs.append((loop.time(), jobs))
+        self._jobs_bytes += jobs.bytes
+        self._to_write.set()
+        if self._take_back_timer is None:
+            self._take_back_timer = loop.call_later(self._patience_s, self._take_back)
+
+    @property
+    def _patience_s(self) -> float:
+        """How long a job waits to be written: half of the visibility window, so that the other half is left to work."""
+        return self._window_us / 2_000_000
+
+    def _take_back(self) -> None:
+        """Gives jobs that have waited for too long to other consumers."""
+        loop = asyncio.get_running_loop()
+        while self._jobs and self._jobs[0][0] + self._patience_s <= loop.time():
+            _, jobs = self._jobs.popleft()
+            self._jobs_bytes -= jobs.bytes
+            self._behind = True
+            self._consumer.take_back(jobs)
+        self._take_back_timer = None
+        if self._jobs:
+            self._take_back_timer = loop.call_at(self._jobs[0][0] + self._patience_s, self._take_back)
+
+    @property
+    def takes_once(self) -> bool:
+        return False
+
+    def is_full(self) -> bool:
+        return self._behind or self._jobs_bytes > _WAITING_BYTES_MAX
+
+    async def has_room(self) -> None:
+        while self.is_full():
+            self._room.clear()
+            await self._room.wait()
+        await self._call.until_room()
+
+    async def _write(self) -> None:
+        while True:
+            while self._jobs or self._settled:
+                settled, held = self._next_settled()
+                waiting_bytes = self._jobs_bytes
+                jobs = self._next_jobs()
+                sent_bytes = waiting_bytes - self._jobs_bytes
+                message = b"".join(
+                    [
+                        *chain.from_iterable(delivery.jobs for delivery in jobs),
+                        queue_pb2.ConsumeResponse(settled=settled).SerializeToString() if settled else b"",
+                    ]
+                )
+                self._gate.writing(self._call)
+                # The client may read these jobs even if the stream fails from here on, so they stay leased.
+                await self._context.write(message)
+                self._gate.written(self._call)
+                self._call.give_back(sent_bytes + held)
+                self._room.set()
+                self._settled_one.set()
+            self._behind = False
+            self._room.set()
+            if self._ending and not self._settling:
+                return
+            self._to_write.clear()
+            await self._to_write.wait()
+
+    def _next_settled(self) -> tuple[list[queue_pb2.Settled], int]:
+        """Returns as many answers as fit into one message beside its jobs, and the bytes that their messages hold, and
+        removes them from those that wait."""
+        settled: list[queue_pb2.Settled] = []
+        held, room = 0, _SETTLED_BYTES_MAX
+        while self._settled and room > 0:
+            answer, of_message = self._settled.popleft()
+            settled.append(answer)
+            held += of_message
+            room -= answer.ByteSize()
+        return settled, held
+
+    def _next_jobs(self) -> list[Delivery]:
+        """Returns as many waiting jobs as fit into one message, and removes them from those that wait."""
+        jobs: list[Delivery] = []
+        room = _MESSAGE_BYTES_MAX
+        while self._jobs and room > 0:
+            since_s, delivery = self._jobs.popleft()
+            count = 0
+            while count < len(delivery.jobs) and room > 0:
+                room -= len(delivery.jobs[count])
+                count += 1
+            if count < len(delivery.jobs):
+                delivery, remaining = delivery.split(count)
+                self._jobs.appendleft((since_s, remaining))
+            jobs.append(delivery)
+        self._jobs_bytes -= _MESSAGE_BYTES_MAX - room
+        return jobs
+
+    def _release_unsent(self) -> None:
+        """Releases the jobs that were not sent."""
+        if self._take_back_timer is not None:
+            self._take_back_timer.cancel()
+        while self._jobs:
+            self._consumer.release(self._jobs.popleft()[1])

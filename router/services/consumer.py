@@ -1,0 +1,237 @@
+"""A consumer claims the due jobs of its queues, then waits in the wait rooms of its org's shards for more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+from router.buffer import Account
+from router.codec import fast_write
+from router.codec.fast_write import Delivery
+from router.fleet.fleet import Fleet
+from router.fleet.shard_handle import ShardHandle
+from shard.errors import ShardUnavailable
+from shard.queue.claim import CLAIM_BYTES_MAX
+from shard.vocabulary import OrgId, QueueName
+
+_JOBS_MAX = 1000
+
+
+class Receiver(Protocol):
+    """Takes the jobs of a consumer: a Consume stream, or one Dequeue."""
+
+    @property
+    def takes_once(self) -> bool:
+        """Whether the first delivery is also the last one, as for a Dequeue."""
+        ...
+
+    def receive(self, jobs: Delivery) -> None:
+        """Takes jobs that are leased to this consumer."""
+        ...
+
+    def is_full(self) -> bool:
+        """Whether it can take no more jobs for now."""
+        ...
+
+    async def has_room(self) -> None:
+        """Returns once it can take more jobs."""
+        ...
+
+
+class Consumer:
+    """Finds jobs for one receiver.
+
+    `credit` is how many more jobs the consumer takes. `serve` finds jobs until it is cancelled, `serve_first` until the
+    first ones have come. After `close`, jobs that still arrive are released. `account` holds the memory of received
+    jobs until they have been sent.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        receiver: Receiver,
+        account: Account,
+        *,
+        org: OrgId,
+        queues: Sequence[QueueName],
+        worker: str,
+        window_us: int,
+        credit: int = 0,
+    ) -> None:
+        self.org = org
+        self.queues = queues
+        self.worker = worker
+        self.window_us = window_us
+        self.credit = credit
+        self.account = account
+        self.idle = False
+        self.promised = False
+        # Whether `serve` waits for credit.
+        self._waits_for_credit = False
+        self._fleet = fleet
+        self._receiver = receiver
+        self._woken = asyncio.Event()
+        self._entered: list[ShardHandle] = []
+        self._claiming = False
+        self._only_first = False
+        self._received_any = False
+        self._stopped_waiting = False
+        self._closed = False
+
+    def add_credit(self, jobs: int) -> None:
+        self.credit += jobs
+        if self._waits_for_credit or (self.idle and any(member.room.has_backlog(self) for member in self._entered)):
+            self.wake()
+
+    @property
+    def takes_once(self) -> bool:
+        return self._receiver.takes_once
+
+    @property
+    def full(self) -> bool:
+        return self._receiver.is_full()
+
+    @property
+    def looking(self) -> bool:
+        return self._claiming or self._woken.is_set()
+
+    def wake(self) -> None:
+        if self.promised and not self._stopped_waiting:
+            # Its only delivery is already on its way, so there is nothing to look for.
+            return
+        # It will claim by itself: hand over no jobs until it has.
+        self.idle = False
+        self._woken.set()
+
+    def give(self, jobs: Delivery) -> None:
+        if self._closed:
+            self.release(jobs)
+            return
+        self._receiver.receive(jobs)
+        self._received_any = True
+        if self._only_first:
+            self.wake()
+
+    def take_back(self, jobs: Delivery) -> None:
+        """Releases jobs that were not sent, and gets their credit back."""
+        self.release(jobs)
+        self.add_credit(len(jobs.ids))
+
+    def release(self, jobs: Delivery) -> None:
+        """Releases the leases of jobs that were not sent. Their attempts do not count."""
+        jobs.store.release_soon(self.org, jobs.leases())
+        self.account.give_back(jobs.bytes)
+
+    async def serve(self) -> None:
+        """Finds jobs until cancelled. Raises ShardUnavailable."""
+        is_new = True
+        while True:
+            while self.credit <= 0:
+                self._woken.clear()
+                self._waits_for_credit = True
+                await self._woken.wait()
+                self._waits_for_credit = False
+            await self._receiver.has_room()
+            if not await self._look(is_new=is_new):
+                await self._rest()
+            is_new = False
+
+    async def serve_first(self) -> None:
+        """Returns after the first delivery, or after `stop_waiting`. Raises ShardUnavailable."""
+        self._only_first = True
+        more = await self._look(is_new=True)
+        while not self._is_served():
+            if not more:
+                await self._rest()
+            if not self._is_served():
+                more = await self._look(is_new=False)
+
+    def _is_served(self) -> bool:
+        return self._received_any or self._stopped_waiting
+
+    def stop_waiting(self) -> None:
+        """Ends `serve_first`, with or without jobs."""
+        self._stopped_waiting = True
+        self.wake()
+
+    async def _look(self, *, is_new: bool) -> bool:
+        """Claims due jobs on all shards of the org. Returns whether there may be more. `is_new`: this consumer has not
+        looked before."""
+        self._woken.clear()
+        members = self._fleet.shards_to_claim_from(self.org)
+        self._enter(members)
+        if is_new and all(member.room.is_empty_for(self) for member in members):
+            # Other consumers of these queues have found nothing and still wait: a claim would find nothing either.
+            return False
+        self._claiming = True
+        more = await self.claim(members, woken=not is_new)
+        self._claiming = False
+        return more
+
+    async def _rest(self) -> None:
+        self.idle = True
+        await self._woken.wait()
+        self.idle = False
+
+    async def claim(self, members: Sequence[ShardHandle], *, woken: bool = False) -> bool:
+        """Claims jobs from these shards, up to the credit. Returns whether there may be more. `woken`: something woke
+        this consumer, which may have been a job that is due later. Raises ShardUnavailable if no shard answers."""
+        unavailable = 0
+        if not self.account.has_room():
+            await self._receiver.has_room()
+        # One limit for all shards together: the jobs of a Dequeue go into one message.
+        room = CLAIM_BYTES_MAX
+        for member in members:
+            if not member.room.gives:
+                continue
+            wanted = min(self.credit, _JOBS_MAX)
+            if wanted <= 0:
+                return True
+            try:
+                taken = await member.store.claim(
+                    self.org,
+                    self.queues,
+                    max_jobs=wanted,
+                    window_us=self.window_us,
+                    worker=self.worker,
+                    bytes_max=room,
+                    memory=self.account,
+                )
+            except ShardUnavailable:
+                # Take the jobs of the other shards. When this one is back, its sweep wakes the consumer.
+                unavailable += 1
+                if unavailable == len(members):
+                    raise
+                continue
+            if taken.jobs:
+                self.credit -= len(taken.jobs)
+                delivery = fast_write.claimed(member.store, self.org, taken.jobs)
+                self.account.hold(delivery.bytes)
+                self.account.give_back(taken.held)
+                self.give(delivery)
+            # The claim ended at a limit (credit, memory or bytes): there may be more jobs.
+            if len(taken.jobs) == wanted or taken.was_full or (room := room - taken.bytes) <= 0:
+                if self._entered:
+                    member.room.found_more(self)
+                return True
+            if self._entered:
+                member.room.found_all(self, woken=woken)
+        return False
+
+    def close(self) -> None:
+        self._closed = True
+        self.idle = False
+        self._enter([])
+
+    def _enter(self, members: Sequence[ShardHandle]) -> None:
+        """Enters the wait rooms of these shards, and leaves all others."""
+        if members == self._entered:
+            return
+        for member in self._entered:
+            if member not in members:
+                member.room.leave(self)
+        for member in members:
+            if member not in self._entered:
+                member.room.enter(self)
+        self._entered = list(members)

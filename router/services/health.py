@@ -1,0 +1,35 @@
+"""The standard health service (grpc.health.v1). Its watches end when the router drains, so that they do not delay
+it."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import cast
+
+from grpc_health.v1 import health, health_pb2
+
+from router.gate.admission import Context
+
+
+class HealthService(health.aio.HealthServicer):
+    """Ends each watch after NOT_SERVING has been sent. The base class would keep it open for ever."""
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
+        with contextlib.suppress(_NotServingSent):
+            await super().Watch(request, cast("Context", _WatchContext(context)))
+
+
+class _NotServingSent(Exception):
+    """The client of this watch knows that the router drains."""
+
+
+class _WatchContext:
+    """The context of one watch. Raises _NotServingSent after it has written NOT_SERVING."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    async def write(self, answer: health_pb2.HealthCheckResponse) -> None:
+        await self._context.write(answer)
+        if answer.status == health_pb2.HealthCheckResponse.NOT_SERVING:
+            raise _NotServingSent

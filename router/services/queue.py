@@ -1,0 +1,280 @@
+"""The service that producers and consumers call (proto/windrow/v1/queue.proto)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import random
+import re
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from google.protobuf.message import Message
+
+from router.buffer import WAIT_S_MAX
+from router.codec import convert, fast_write
+from router.codec.fast_write import Delivery
+from router.codec.lease_verbs import ACK, VERBS, LeaseVerb, not_ok
+from router.codec.status import InvalidRequest, Violation, status_of
+from router.codec.validate import check, check_ack, check_dequeue, enqueue_violations, plain_jobs
+from router.fleet.fleet import Fleet
+from router.fleet.shard_handle import ShardHandle
+from router.gate.admission import Call, Context, Gate, current_call
+from router.gate.calls import ANSWER_HELD_BYTES, Received, check_org_header, unary
+from router.gate.tracing import current_trace
+from router.route.by_id import decide, find
+from router.route.by_lease import Leases
+from router.route.enqueue import store
+from router.services.consume_stream import Stream, first_message
+from router.services.consumer import Consumer
+from router.services.server_info import server_info
+from shard.errors import BadIds, TooManyQueues
+from shard.job_record import ANSWER_BYTES_MAX, JobRecord
+from shard.vocabulary import Answer, JobId, OrgId, QueueName, ShardName
+from windrow.v1 import queue_pb2, server_pb2
+
+_JOB_PATH = re.compile(r"jobs\[(\d+)\]")
+
+
+def _checked_by_method(_request: queue_pb2.EnqueueRequest) -> None:
+    """Enqueue checks its request itself: in an independent Enqueue each job is accepted or refused alone."""
+
+
+class QueueService:
+    service_name = "windrow.v1.Queue"
+
+    def __init__(self, fleet: Fleet, gate: Gate, *, stream_s_max: float = math.inf) -> None:
+        self._fleet = fleet
+        self._leases = Leases(fleet)
+        self._gate = gate
+        self._stream_s_max = stream_s_max
+        self._draining = asyncio.Event()
+        self._waiting: set[Consumer] = set()
+        # Ack, Nack, Extend and so on.
+        for verb in VERBS:
+            rules = check_ack if verb.method == "Ack" else check
+            setattr(self, verb.method, unary(rules)(partial(self._settle, verb)))
+
+    @unary(_checked_by_method)
+    async def Enqueue(self, request: queue_pb2.EnqueueRequest) -> queue_pb2.EnqueueResponse | bytes:
+        results: dict[int, queue_pb2.EnqueueResult] = {}
+        # Where in the request the jobs of `columns` stand.
+        positions: Sequence[int] = range(len(request.jobs))
+        columns = plain_jobs(request)
+        is_plain = columns is not None
+        trace = current_trace()
+        if columns is None:
+            violations = enqueue_violations(request)
+            if violations and not request.independent:
+                raise InvalidRequest(violations)
+            # Copied once: each iteration over request.jobs makes new Python objects.
+            jobs = list(request.jobs)
+            results = {at: _error(found) for at, found in _by_job(violations).items()}
+            positions = [at for at in positions if at not in results]
+            columns = convert.new_jobs(OrgId(request.org), [jobs[at] for at in positions], trace=trace)
+        elif trace is not None:
+            columns.traces = dict.fromkeys(range(len(columns)), trace) | columns.traces
+        while len(columns):
+            refused: dict[int, queue_pb2.EnqueueResult] = {}
+            try:
+                duplicates = await store(self._fleet, columns, hand=is_plain)
+            except BadIds as error:
+                violations = [Violation(f"jobs[{positions[at]}].id", str(error)) for at in error.positions]
+                if not request.independent:
+                    raise InvalidRequest(violations) from error
+                refused = {at: _error([violation]) for at, violation in zip(error.positions, violations, strict=True)}
+            except TooManyQueues as error:
+                if not request.independent:
+                    raise
+                refusal = queue_pb2.EnqueueResult(error=status_of(error))
+                refused = {at: refusal for at, queue in enumerate(columns.queues) if queue in error.queues}
+            else:
+                if is_plain and not duplicates and not results:
+                    return fast_write.stored(columns.ids)
+                results.update(zip(positions, convert.enqueue_results(columns.ids, duplicates), strict=True))
+                break
+            # The shard refused these jobs and stored nothing. Send the remaining jobs again without them.
+            results.update((positions[at], result) for at, result in refused.items())
+            remaining = [at for at in range(len(columns)) if at not in refused]
+            positions = [positions[at] for at in remaining]
+            columns = columns.only(remaining)
+        return queue_pb2.EnqueueResponse(results=[results[at] for at in range(len(request.jobs))])
+
+    @unary(check_dequeue)
+    async def Dequeue(self, request: queue_pb2.DequeueRequest) -> bytes:
+        window_us = convert.window_us(request)
+        wait_s = convert.micros(request.wait) / 1_000_000 if request.HasField("wait") else None
+        # If this fails, nothing is leased, and the caller may send the request again.
+        refused = await self._ack_before(request) if request.acks else ()
+        received = _FirstJobs(current_call())
+        consumer = Consumer(
+            self._fleet,
+            received,
+            received.account,
+            org=OrgId(request.org),
+            queues=[QueueName(queue) for queue in request.queues],
+            worker=request.worker,
+            window_us=window_us,
+            credit=request.max_jobs or 1,
+        )
+        # The results of its acks may be large, and the call may wait for a minute.
+        del request
+        try:
+            if wait_s is not None:
+                await self._wait_for_first(consumer, wait_s)
+            else:
+                while await consumer.claim(self._fleet.shards_to_claim_from(consumer.org)) and not received.jobs:
+                    # The buffer had no room for jobs that may exist: try again.
+                    pass
+        except BaseException:
+            consumer.close()
+            for jobs in received.jobs:
+                consumer.release(jobs)
+            raise
+        consumer.close()
+        other_fields = queue_pb2.DequeueResponse(visibility_window=convert.duration(window_us), not_ok=refused)
+        if received.jobs:
+            other_fields.lease_deadline.CopyFrom(convert.timestamp(received.jobs[0].deadline))
+        encoded_jobs = chain.from_iterable(delivery.jobs for delivery in received.jobs)
+        return b"".join([*encoded_jobs, other_fields.SerializeToString()])
+
+    async def _ack_before(self, request: queue_pb2.DequeueRequest) -> list[queue_pb2.LeaseAnswer]:
+        """Finishes the jobs that a Dequeue acks. Returns the leases whose answer is not OK."""
+        acks = request.acks
+        answers = await self._leases.settle(OrgId(request.org), ACK, acks, field="acks", window_us=0)
+        current_call().give_back(sum(ack.ByteSize() for ack in acks))
+        return not_ok([acks], answers)
+
+    async def _wait_for_first(self, consumer: Consumer, wait_s: float) -> None:
+        """Returns when a first job has come, `wait_s` is over, or this router drains."""
+        timer = asyncio.get_running_loop().call_later(0 if self._draining.is_set() else wait_s, consumer.stop_waiting)
+        self._waiting.add(consumer)
+        try:
+            with self._gate.waiting(current_call()):
+                await consumer.serve_first()
+        finally:
+            self._waiting.discard(consumer)
+            timer.cancel()
+
+    def drain(self) -> None:
+        """Ends all waiting calls and streams, because this router is about to end."""
+        self._draining.set()
+        for consumer in self._waiting:
+            consumer.stop_waiting()
+
+    async def Consume(self, messages: AsyncGenerator[Received, None], context: Context) -> None:
+        async with contextlib.aclosing(messages):
+            call = current_call()
+            # The first message names the org. Until it comes, the stream counts as one of its connection.
+            with self._gate.stream(call.peer):
+                first = await first_message(messages, self._draining)
+            if first is not None:
+                if first.message.HasField("start"):
+                    # Before the stream counts for that org.
+                    check_org_header(context, first.message.start.org, field="start.org")
+                with self._gate.stream(first.message.start.org):
+                    stream = Stream(self._fleet, self._gate, call, first, messages, context)
+                    # The stream drops its own reference as soon as it has handled the message.
+                    del first
+                    # The random part keeps streams that began together from ending together.
+                    await stream.run(self._draining, ends_after_s=self._stream_s_max * random.uniform(0.7, 1.0))
+
+    async def _settle(self, verb: LeaseVerb, request: Any) -> Message:
+        window_us = convert.window_us(request) if isinstance(request, queue_pb2.ExtendRequest) else 0
+        field = verb.request_field
+        answers = await self._leases.settle(
+            OrgId(request.org), verb, getattr(request, field), field=field, window_us=window_us
+        )
+        return verb.response(answers=answers)
+
+    @unary(answer_bytes=ANSWER_HELD_BYTES)
+    async def GetJobs(self, request: queue_pb2.GetJobsRequest) -> queue_pb2.GetJobsResponse:
+        org = OrgId(request.org)
+        ids = [JobId(job_id) for job_id in dict.fromkeys(request.ids)]
+        position_of = {job_id: at for at, job_id in enumerate(ids)}
+
+        async def get(member: ShardHandle, positions: Sequence[int]) -> dict[int, tuple[ShardName, JobRecord]]:
+            records = await member.store.get(
+                org,
+                [ids[at] for at in positions],
+                include_payload=request.include_payload,
+                bytes_max=ANSWER_BYTES_MAX,
+            )
+            return {position_of[record.id]: (member.name, record) for record in records}
+
+        found = await find(self._fleet, org, ids, get)
+        response = queue_pb2.GetJobsResponse(unavailable_shards=found.unavailable)
+        room = ANSWER_BYTES_MAX
+        for at, job_id in enumerate(ids):
+            if at in found.answers:
+                shard, record = found.answers[at]
+                if record.whole and room > 0:
+                    job = convert.job(record, shard)
+                    room -= job.ByteSize()
+                    response.jobs.append(job)
+                else:
+                    response.omitted_ids.append(job_id)
+            elif not found.unavailable:
+                # While a shard does not answer, the job may be there, and "not found" would be a guess.
+                response.not_found_ids.append(job_id)
+        return response
+
+    @unary()
+    async def CancelJobs(self, request: queue_pb2.CancelJobsRequest) -> queue_pb2.CancelJobsResponse:
+        org = OrgId(request.org)
+        ids = [JobId(job_id) for job_id in request.ids]
+
+        async def cancel(member: ShardHandle, positions: Sequence[int]) -> list[Answer]:
+            return await member.store.cancel(org, [ids[at] for at in positions], reason=request.reason)
+
+        answers = await decide(self._fleet, org, ids, cancel)
+        return queue_pb2.CancelJobsResponse(answers=[convert.ANSWERS[answer] for answer in answers])
+
+    @unary()
+    async def GetServerInfo(self, _: server_pb2.GetServerInfoRequest) -> server_pb2.GetServerInfoResponse:
+        return server_info()
+
+
+class _FirstJobs:
+    """Receives the jobs of one Dequeue."""
+
+    def __init__(self, account: Call) -> None:
+        self.account = account
+        self.jobs: list[Delivery] = []
+
+    def receive(self, jobs: Delivery) -> None:
+        self.jobs.append(jobs)
+
+    @property
+    def takes_once(self) -> bool:
+        return True
+
+    def is_full(self) -> bool:
+        """Returns False: the credit of a Dequeue already limits its jobs."""
+        return False
+
+    async def has_room(self) -> None:
+        """Returns once the call may hold more memory. Raises RouterFull after WAIT_S_MAX seconds."""
+        await self.account.until_room(WAIT_S_MAX)
+
+
+def _by_job(violations: Sequence[Violation]) -> dict[int, list[Violation]]:
+    """Returns the violations of each job by the job's position. Raises InvalidRequest if any concerns the whole
+    call."""
+    call_violations = [violation for violation in violations if not _JOB_PATH.match(violation.field)]
+    if call_violations:
+        raise InvalidRequest(call_violations)
+    by_job: dict[int, list[Violation]] = defaultdict(list)
+    for violation in violations:
+        path = _JOB_PATH.match(violation.field)
+        if path:
+            by_job[int(path[1])].append(violation)
+    return by_job
+
+
+def _error(violations: Sequence[Violation]) -> queue_pb2.EnqueueResult:
+    return queue_pb2.EnqueueResult(error=status_of(InvalidRequest(violations)))

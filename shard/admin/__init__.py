@@ -1,0 +1,1 @@
+"""What operators ask of one shard: queues, lists of jobs, counts, purge, redrive."""

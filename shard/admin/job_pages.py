@@ -1,0 +1,276 @@
+"""Lists of an org's jobs, one page at a time, by key and never by offset: one shard's list, and those of several shards
+merged.
+
+In the order newest first the key is the id. A job's id never changes, so its position stays the same in every state and
+on every shard. So each page has all jobs of a range of ids as they were at one moment, and no job is on two pages. In
+the order in which jobs will be claimed the key is (priority, visible_at, id). That changes with every lease, so a job
+may appear twice.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, NamedTuple, TypeAlias, cast
+
+from shard.admin import statements
+from shard.errors import BadPageToken
+from shard.job_record import ANSWER_BYTES_MAX, JobRecord
+from shard.postgres import arrays
+from shard.postgres.pool import Database
+from shard.vocabulary import LIVE, JobState, Micros, OrgId, QueueId, QueueName, ShardName, Slot
+
+# (id,), or (priority, visible_at, id).
+Key: TypeAlias = tuple[object, ...]
+
+_UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_MICROS_MAX = 2**62
+# The latest time that a datetime can hold, which is well within the range of ids.
+_MS_MAX = 253_402_300_799_999
+_LAST_UUID = "ffffffff-ffff-ffff-ffff-ffffffffffff"
+_FIRST_UUID = "00000000-0000-0000-0000-000000000000"
+_HOUR_MS = 3_600_000
+_DAY_MS = 24 * _HOUR_MS
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+# How much the clock by which a job finishes may lag behind the one by which its id was made.
+_CLOCKS_MS = 2 * _HOUR_MS
+# Ids are searched in ranges of the time at which they were made, each longer than the one before. A short range is
+# usually enough for a full page and leaves older days alone. Sparse jobs take several ranges; after this much time a
+# page ends early.
+_RANGE_MS, _RANGE_GROWTH = _HOUR_MS, 8
+_SEARCH_S_MAX = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Which jobs of an org to list; None and empty match all. `made_after` (inclusive) and `made_before` (exclusive)
+    compare the times in job ids."""
+
+    org: OrgId
+    queue: QueueName | None = None
+    state: JobState | None = None
+    kind: str = ""
+    made_after: Micros | None = None
+    made_before: Micros | None = None
+    include_payload: bool = False
+
+    @property
+    def newest_first(self) -> bool:
+        """Whether the newest job comes first. Otherwise the list is in the order in which jobs will be claimed."""
+        return self.queue is None or self.state not in LIVE
+
+    @property
+    def first_id(self) -> str:
+        return _FIRST_UUID if self.made_after is None else _made_at(-(-self.made_after // 1000))
+
+    @property
+    def past_id(self) -> str:
+        return _LAST_UUID if self.made_before is None else _made_at(-(-self.made_before // 1000))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    jobs: list[JobRecord]
+    # The key of each job.
+    keys: list[Key]
+    # The page is complete up to this key, which may be the last job's or lie behind it. None: it is the last page.
+    until: Key | None
+
+    @property
+    def next_token(self) -> str:
+        """Empty on the last page."""
+        return "" if self.until is None else pack(*self.until)
+
+
+class Listed(NamedTuple):
+    """One job of a page that was merged from several shards."""
+
+    shard: ShardName
+    job: JobRecord
+    key: Key
+
+
+def merged(
+    pages: Sequence[tuple[ShardName, Page]], *, page_size: int, newest_first: bool
+) -> tuple[list[Listed], Key | None]:
+    """Merges the pages of several shards that begin at the same place into one. Returns its jobs and the key up to
+    which it is complete (None: to the end). Pass the shards in the order in which jobs travel: if two of them know a
+    job, the later one is right."""
+    ends = [page.until for _, page in pages if page.until is not None]
+    # The merged page is complete only up to the nearest end of its parts.
+    end = (max if newest_first else min)(ends, key=_sortable) if ends else None
+    by_id: dict[str, Listed] = {}
+    for shard, page in pages:
+        for job, key in zip(page.jobs, page.keys, strict=True):
+            by_id[job.id] = Listed(shard, job, key)
+    found = sorted(by_id.values(), key=lambda listed: _sortable(listed.key), reverse=newest_first)
+    if end is not None:
+        last = _sortable(end)
+        found = [
+            listed
+            for listed in found
+            if (_sortable(listed.key) >= last if newest_first else _sortable(listed.key) <= last)
+        ]
+    if len(found) > page_size:
+        return found[:page_size], found[page_size - 1].key
+    return found, end
+
+
+def _sortable(key: Key) -> Any:
+    # All keys of a list have parts of the same types.
+    return key
+
+
+class _OrgLookup(NamedTuple):
+    """What is read about an org before its jobs are listed, in the order of find_listed.sql's columns."""
+
+    now: Micros
+    # When the oldest cold day began. None: there is no cold day.
+    oldest_cold: Micros | None
+    org_id: int
+    slot: Slot
+    queue_ids: list[QueueId]
+
+
+async def page(database: Database, wanted: Wanted, *, page_size: int, page_token: str) -> Page:
+    """Returns the next page of one shard's jobs. It ends early with the job that fills ANSWER_BYTES_MAX, or when the
+    search takes long. Raises BadPageToken, ShardUnavailable."""
+    after = unpack(page_token, newest_first=wanted.newest_first) if page_token else None
+    rows = await database.run(statements.FIND_LISTED, {"org": wanted.org, "queue": wanted.queue or ""})
+    if not rows or not (org_lookup := _OrgLookup._make(rows[0])).queue_ids:
+        return Page(jobs=[], keys=[], until=None)
+    parameters: dict[str, object] = {
+        "org": wanted.org,
+        "slot": org_lookup.slot,
+        "state": "" if wanted.state is None else wanted.state.value,
+        "kind": wanted.kind,
+        "include_payload": wanted.include_payload,
+    }
+    if not wanted.newest_first:
+        return await _in_claim_order(database, wanted, org_lookup, parameters, after, page_size=page_size)
+    parameters |= {
+        "queue": wanted.queue or "",
+        "org_id": org_lookup.org_id,
+        "queue_ids": arrays.numbers(org_lookup.queue_ids),
+    }
+    return await _newest_first(database, wanted, org_lookup, parameters, after, page_size=page_size)
+
+
+async def _in_claim_order(
+    database: Database,
+    wanted: Wanted,
+    org_lookup: _OrgLookup,
+    parameters: dict[str, object],
+    after: Key | None,
+    *,
+    page_size: int,
+) -> Page:
+    parameters |= {
+        "queue_id": org_lookup.queue_ids[0],
+        "from_id": wanted.first_id,
+        "before_id": wanted.past_id,
+        "rows": page_size + 1,
+        "bytes_max": ANSWER_BYTES_MAX,
+    }
+    parameters.update(zip(("after_priority", "after_us", "after_id"), after or (0, 0, _FIRST_UUID), strict=True))
+    rows = (await database.run(statements.LIST_LIVE, parameters))[:page_size]
+    jobs = [JobRecord(*row[:-2]) for row in rows]
+    keys: list[Key] = [(job.priority, row[-2], job.id) for job, row in zip(jobs, rows, strict=True)]
+    more = bool(rows) and rows[0][-1] > len(jobs)
+    return Page(jobs=jobs, keys=keys, until=keys[-1] if more else None)
+
+
+async def _newest_first(
+    database: Database,
+    wanted: Wanted,
+    org_lookup: _OrgLookup,
+    parameters: dict[str, object],
+    after: Key | None,
+    *,
+    page_size: int,
+) -> Page:
+    now_ms = org_lookup.now // 1000
+    # A range that reaches further back covers all days in one statement.
+    oldest_ms = now_ms - _DAY_MS if org_lookup.oldest_cold is None else org_lookup.oldest_cold // 1000
+    first_id, below = wanted.first_id, wanted.past_id
+    if after is not None:
+        (last_id,) = after
+        below = min(below, cast("str", last_id))
+    jobs: list[JobRecord] = []
+    bytes_left, range_ms = ANSWER_BYTES_MAX, _RANGE_MS
+    began_s = time.monotonic()
+    until: Key | None = None
+    while first_id < below:
+        from_id = _made_at(min(_made_ms(below), now_ms) - range_ms)
+        if from_id <= first_id or _made_ms(from_id) <= oldest_ms:
+            from_id = first_id
+        # A full page gets no more jobs, but whether it is the last one is still unknown.
+        missing = 0 if bytes_left <= 0 else page_size - len(jobs)
+        rows = await database.run(
+            statements.LIST_JOBS,
+            {
+                **parameters,
+                "from_id": from_id,
+                "before_id": below,
+                "since": _EPOCH + timedelta(milliseconds=_made_ms(from_id) - _CLOCKS_MS),
+                "rows": missing + 1,
+                "bytes_max": bytes_left if missing else 1,
+            },
+        )
+        jobs += [JobRecord(*row[:-2]) for row in rows[:missing]]
+        if rows and rows[0][-1] > min(len(rows), missing):
+            until = (jobs[-1].id,)
+            break
+        below = from_id
+        if rows:
+            bytes_left -= rows[-1][-2]
+        if below > first_id and time.monotonic() - began_s > _SEARCH_S_MAX:
+            until = (below,)
+            break
+        range_ms *= _RANGE_GROWTH
+    return Page(jobs=jobs, keys=[(job.id,) for job in jobs], until=until)
+
+
+def _made_at(ms: int) -> str:
+    """Returns the least id that can have been made at this time."""
+    digits = f"{min(max(ms, 0), _MS_MAX):012x}"
+    return f"{digits[:8]}-{digits[8:]}{_FIRST_UUID[13:]}"
+
+
+def _made_ms(job_id: str) -> int:
+    return int(job_id[:8] + job_id[9:13], 16)
+
+
+def pack(*key: object) -> str:
+    return base64.urlsafe_b64encode(json.dumps(key).encode()).decode()
+
+
+def unpack(token: str, *, newest_first: bool) -> Key:
+    """Returns the key in a page token, which a caller may have forged. Raises BadPageToken."""
+    try:
+        key: Any = json.loads(base64.urlsafe_b64decode(token.encode()))
+    except (ValueError, RecursionError) as error:
+        raise BadPageToken(token) from error
+    fits = (_is_uuid,) if newest_first else (_is_priority, _is_micros, _is_uuid)
+    if not isinstance(key, list) or len(parts := cast("list[object]", key)) != len(fits):
+        raise BadPageToken(token)
+    if not all(fit(part) for fit, part in zip(fits, parts, strict=True)):
+        raise BadPageToken(token)
+    return tuple(parts)
+
+
+def _is_uuid(part: object) -> bool:
+    return isinstance(part, str) and _UUID.fullmatch(part) is not None
+
+
+def _is_priority(part: object) -> bool:
+    return type(part) is int and 0 <= part <= 9
+
+
+def _is_micros(part: object) -> bool:
+    return type(part) is int and 0 <= part <= _MICROS_MAX

@@ -1,0 +1,333 @@
+"""What operators ask of one shard: queue configurations, lists, counts, redrive, purge, and whether the books balance.
+
+It uses connections of its own, so that a long count never takes one from the queue, and so that the planner is free to
+choose plans.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any, NamedTuple, TypeVar, cast
+
+from shard.admin import job_pages, statements
+from shard.admin.job_pages import Page, Wanted
+from shard.errors import BadPageToken, QueueExists, QueueNotEmpty, ShardUnavailable, TooManyQueues, UnknownQueue
+from shard.placement.slots import FIRST_EPOCH
+from shard.postgres import partitions
+from shard.postgres import statements as postgres_statements
+from shard.postgres.pool import Database
+from shard.queue.coalescer import Coalescer, SingleCall, one_by_one
+from shard.queue.enqueue import find_refused
+from shard.queue.queue_ids import QUEUES_MAX, QueueIds
+from shard.queue_settings import QueueSettings
+from shard.vocabulary import Micros, OrgId, QueueName, ShardName
+
+T = TypeVar("T")
+_NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
+# Longest time for one scan, so that others get their turn, and longest wait for the turn.
+_SCAN_S_MAX = 20.0
+_SCAN_WAIT_S_MAX = 60.0
+
+
+class QueueRecord(NamedTuple):
+    """A queue and its settings, with the org's value where the queue has none."""
+
+    queue: QueueName
+    created_at: Micros
+    settings: QueueSettings
+
+
+class Chunk(NamedTuple):
+    """Identifies jobs that were exported to another shard together (shard/placement/move_steps.py)."""
+
+    # The epoch of the move.
+    epoch: int
+    number: int
+
+
+class LeavingCounts(NamedTuple):
+    """Counts of a queue's exported jobs, which are about to leave a shard, in the order of stats.sql's columns. If the
+    other shard has imported their chunk, it counts them too."""
+
+    scheduled: int
+    ready: int
+    dead: int
+    oldest_ready_age_us: int | None
+    next_due: Micros | None
+    chunk: Chunk
+
+
+class QueueCounts(NamedTuple):
+    """Counts of one queue's jobs, in the order of stats.sql's columns."""
+
+    queue: QueueName
+    scheduled: int
+    ready: int
+    leased: int
+    dead: int
+    succeeded: int
+    cancelled: int
+    oldest_ready_age_us: int | None
+    next_due: Micros | None
+    paused: bool
+    # Exported jobs, which are not counted above.
+    leaving: LeavingCounts | None = None
+    # The last chunk that this shard imported or exported.
+    chunk: Chunk | None = None
+
+
+class OrgBooks(NamedTuple):
+    """One org's books on one shard, in the order of check_books.sql's columns."""
+
+    org: str
+    accepted: int
+    scheduled: int
+    ready: int
+    leased: int
+    succeeded: int
+    dead: int
+    cancelled: int
+    # Cold jobs, of either final state.
+    archived: int
+    # Jobs that were dropped after their retention.
+    expired: int
+
+    @property
+    def unfinished(self) -> int:
+        return self.scheduled + self.ready + self.leased + self.dead
+
+    @property
+    def balanced(self) -> bool:
+        """Invariant I5."""
+        return self.accepted == self.unfinished + self.succeeded + self.cancelled + self.archived + self.expired
+
+
+class QueueAdmin:
+    """Administration of one shard. All methods may raise ShardUnavailable, besides what their docstrings name."""
+
+    def __init__(self, database: Database) -> None:
+        self.name: ShardName = database.name
+        self._database = database
+        self._queue_ids = QueueIds(database)
+        # One scan at a time, and orgs in turn: quick statements find a free connection beside it.
+        self._scans = Coalescer[SingleCall, Any](
+            one_by_one,
+            weight=lambda call: call.weight,
+            key=lambda call: call.org,
+            on_timeout=lambda: ShardUnavailable(self.name, "earlier counts and lists take long"),
+            acts_max=1,
+            weight_max=1,
+            wait_s=_SCAN_WAIT_S_MAX,
+        )
+
+    async def create_queue(
+        self, org: OrgId, queue: QueueName, settings: QueueSettings, *, epoch: int = FIRST_EPOCH
+    ) -> QueueRecord:
+        """Creates a queue. `epoch` has the same meaning as for `alter_queue`. Raises QueueExists, TooManyQueues,
+        NotOwned."""
+        existing = await self._database.run(statements.GET_QUEUE, {"org": org, "queue": queue})
+        # Refuse before creating it, too: otherwise the queue would exist here, and a repeated call on the slot's new
+        # shard would be told that it exists already.
+        await self._refuse_unowned(org, epoch)
+        if existing:
+            raise QueueExists(org, queue)
+        if not await self._queue_ids.make([(org, queue)]):
+            raise TooManyQueues(self.name, org, [queue], queues_max=QUEUES_MAX)
+        return await self.alter_queue(org, queue, settings, epoch=epoch)
+
+    async def alter_queue(
+        self,
+        org: OrgId,
+        queue: QueueName,
+        settings: QueueSettings,
+        *,
+        reset: Sequence[str] = (),
+        epoch: int = FIRST_EPOCH,
+        draining: bool = False,
+    ) -> QueueRecord:
+        """Changes the settings that are not None, and puts back to the default what `reset` names. `epoch` is that of
+        the placement by which this shard is the org's writer. With `draining`, this shard is the source of the move
+        under way: `epoch` is that of the move, and the change is made here after the target. Raises UnknownQueue,
+        NotOwned."""
+        rows = await self._database.run(
+            statements.ALTER_QUEUE,
+            {
+                "org": org,
+                "queue": queue,
+                **asdict(settings),
+                "reset": list(reset),
+                "epoch": epoch,
+                "draining": draining,
+            },
+        )
+        if not rows:
+            await self._refuse_unowned(org, epoch)
+            raise UnknownQueue(org, queue)
+        if settings.retention_days is not None:
+            # This may be the first queue with this retention, so create its partitions.
+            await partitions.make_ahead(self._database)
+        return _record(rows[0])
+
+    async def _refuse_unowned(self, org: OrgId, epoch: int) -> None:
+        for error in (await find_refused(self._database, [(org, epoch)])).values():
+            raise error
+
+    async def get_queue(self, org: OrgId, queue: QueueName) -> QueueRecord:
+        """Returns a queue's configuration. Raises UnknownQueue."""
+        rows = await self._database.run(statements.GET_QUEUE, {"org": org, "queue": queue})
+        if not rows:
+            raise UnknownQueue(org, queue)
+        return _record(rows[0])
+
+    async def list_queues(self, org: OrgId, *, page_size: int, page_token: str) -> tuple[list[QueueRecord], str]:
+        """Returns a page of queues by name, and the token of the next page (empty on the last page). Raises
+        BadPageToken."""
+        after = _unpack(page_token) if page_token else ""
+        rows = await self._database.run(statements.LIST_QUEUES, {"org": org, "after": after, "rows": page_size + 1})
+        queues = list(map(_record, rows[:page_size]))
+        return queues, _pack(queues[-1].queue) if len(rows) > page_size else ""
+
+    async def delete_queue(self, org: OrgId, queue: QueueName, *, epoch: int = FIRST_EPOCH) -> None:
+        """Deletes an empty queue. Raises UnknownQueue, QueueNotEmpty, NotOwned."""
+        await self.get_queue(org, queue)
+        if not await self._database.run(statements.DELETE_QUEUE, {"org": org, "queue": queue, "epoch": epoch}):
+            await self._refuse_unowned(org, epoch)
+            # If the queue is gone by now, another call deleted it, or this statement did and its first answer was lost.
+            if await self._database.run(statements.GET_QUEUE, {"org": org, "queue": queue}):
+                raise QueueNotEmpty(org, queue)
+
+    async def holds_jobs(self, org: OrgId, queue: QueueName) -> bool:
+        """Returns whether the shard has unfinished jobs of the queue, including exported ones."""
+        rows = await self._database.run(statements.HOLDS_JOBS, {"org": org, "queue": queue})
+        return bool(rows and rows[0][0])
+
+    async def departs(self, org: OrgId, queue: QueueName) -> bool:
+        """Returns whether exported jobs of the queue are on their way to another shard."""
+        rows = await self._database.run(statements.IS_EXPORTING, {"org": org, "queue": queue})
+        return bool(rows[0][0])
+
+    async def purge_queue(self, org: OrgId, queue: QueueName, *, limit: int, include_dead: bool) -> int:
+        """Cancels up to `limit` jobs that have no valid lease, and returns how many. Raises UnknownQueue. After
+        ShardUnavailable, some may have been cancelled."""
+        await self.get_queue(org, queue)
+        parameters: dict[str, object] = {"org": org, "queue": queue, "rows": limit}
+        cancelled = len(await partitions.finish(self._database, statements.PURGE_LIVE, parameters))
+        if include_dead and cancelled < limit:
+            cancelled += len(
+                await partitions.finish(
+                    self._database, statements.PURGE_DEAD, {**parameters, "rows": limit - cancelled}
+                )
+            )
+        return cancelled
+
+    async def redrive(
+        self,
+        org: OrgId,
+        queue: QueueName,
+        *,
+        kind: str,
+        died_after: Micros | None,
+        died_before: Micros | None,
+        limit: int,
+    ) -> int:
+        """Puts up to `limit` dead jobs back to ready, and returns how many. Raises UnknownQueue. After
+        ShardUnavailable, some may have been put back."""
+        await self.get_queue(org, queue)
+        rows = await self._database.run(
+            statements.REDRIVE,
+            {
+                "org": org,
+                "queue": queue,
+                "kind": kind,
+                "after_us": died_after,
+                "before_us": died_before,
+                "rows": limit,
+            },
+        )
+        return len(rows)
+
+    async def list_jobs(self, wanted: Wanted, *, page_size: int, page_token: str) -> Page:
+        """Returns the next page of jobs. It ends early with the job that fills ANSWER_BYTES_MAX, or when the search
+        takes long. Raises UnknownQueue, BadPageToken."""
+        if wanted.queue is not None:
+            await self.get_queue(wanted.org, wanted.queue)
+        return await self._scan(
+            wanted.org, partial(job_pages.page, self._database, wanted, page_size=page_size, page_token=page_token)
+        )
+
+    async def stats(self, org: OrgId, queue: QueueName | None, *, include_finished: bool) -> list[QueueCounts]:
+        """Counts jobs by queue and state; exported jobs, which are about to leave the shard, are counted separately.
+        Raises UnknownQueue if `queue` is given and does not exist."""
+        parameters = {"org": org, "queue": queue or "", "include_finished": include_finished}
+        rows = await self._scan(org, partial(self._database.run, statements.STATS, parameters))
+        if queue and not rows:
+            raise UnknownQueue(org, queue)
+        return [_counts(row) for row in rows]
+
+    async def check(self) -> list[OrgBooks]:
+        """Returns every org's books, all at one moment."""
+        rows = await self._scan(None, partial(self._database.run, statements.CHECK_BOOKS, {}))
+        return list(map(OrgBooks._make, rows))
+
+    async def _scan(self, org: OrgId | None, act: Callable[[], Awaitable[T]]) -> T:
+        async def in_time() -> T:
+            try:
+                async with asyncio.timeout(None if org is None else _SCAN_S_MAX):
+                    return await act()
+            except TimeoutError:
+                raise ShardUnavailable(
+                    self.name, f"the count or list for org {org!r} takes longer than {_SCAN_S_MAX:g} s"
+                ) from None
+
+        answer: T = await self._scans.submit(SingleCall(org, 1, in_time))
+        return answer
+
+    async def versions(self) -> tuple[str, int]:
+        """Returns the server's version, such as "18.6", and the number of the schema's newest migration."""
+        rows = await self._database.run(statements.READ_VERSIONS, {})
+        version, newest = rows[0]
+        return str(version), int(newest)
+
+    async def probe_disk(self) -> None:
+        """Raises DiskFull if the server cannot write, and ShardUnavailable."""
+        await self._database.run(postgres_statements.PROBE_DISK, {})
+
+    async def make_partitions(self) -> int:
+        return await partitions.make_ahead(self._database)
+
+
+def _record(row: Sequence[Any]) -> QueueRecord:
+    return QueueRecord(row[0], row[1], QueueSettings.from_row(row[2:]))
+
+
+def _counts(row: Sequence[Any]) -> QueueCounts:
+    *counts, leaving_epoch, leaving_chunk, epoch, number = row
+    leaving = None
+    if leaving_epoch is not None:
+        leaving = LeavingCounts._make([*counts[10:], Chunk(leaving_epoch, leaving_chunk)])
+    chunk = None if epoch is None else Chunk(epoch, number)
+    return QueueCounts._make([*counts[:10], leaving, chunk])
+
+
+def _pack(name: QueueName) -> str:
+    return base64.urlsafe_b64encode(json.dumps([name]).encode()).decode()
+
+
+def _unpack(token: str) -> str:
+    """Returns the name in a page token, which a caller may have forged. Raises BadPageToken."""
+    try:
+        key: Any = json.loads(base64.urlsafe_b64decode(token.encode()))
+    except (ValueError, RecursionError) as error:
+        raise BadPageToken(token) from error
+    if not isinstance(key, list) or len(parts := cast("list[object]", key)) != 1:
+        raise BadPageToken(token)
+    (name,) = parts
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        raise BadPageToken(token)
+    return name

@@ -1,0 +1,13 @@
+-- Changes a queue's configuration: sets what is given, and resets what `reset` names. The slot must be owned here, and
+-- the caller must know the epoch by which it came here. Or, if `draining`, the slot must be draining in the move of
+-- this epoch.
+UPDATE windrow.queue AS q
+SET {{altered_settings(q)}}, listed = true
+FROM windrow.owned_slot s
+WHERE q.org = %(org)s AND q.queue = %(queue)s
+    AND s.slot = q.slot
+    AND CASE
+        WHEN %(draining)s THEN s.state = 'draining' AND s.epoch = %(epoch)s
+        ELSE s.state = 'owned' AND s.epoch <= %(epoch)s
+    END
+RETURNING q.queue, q.created_at, {{effective_settings(q)}}

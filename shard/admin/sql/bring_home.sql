@@ -1,0 +1,63 @@
+-- Stores jobs of one org that were stray on another shard, if this shard takes the org's jobs by the placement of this
+-- epoch. Returns how many of the queues were admitted (if not all, nothing is stored) and which jobs were stored,
+-- without those that are live or dead here already. Fails with WD001, and stores nothing, if one of them is here in
+-- another state.
+WITH lane AS MATERIALIZED (
+    -- OFFSET 0 fences: see enqueue.sql.
+    SELECT q.queue_id, n.jobs
+    FROM unnest(%(queues)s::text[], %(jobs)s::text[]) AS n (queue, jobs)
+    CROSS JOIN LATERAL (
+        SELECT q.queue_id, q.slot FROM windrow.queue q WHERE q.org = %(org)s AND q.queue = n.queue OFFSET 0
+    ) q
+    CROSS JOIN LATERAL (SELECT s.state, s.epoch FROM windrow.owned_slot s WHERE s.slot = q.slot OFFSET 0) s
+    WHERE s.state = 'owned' AND s.epoch <= %(epoch)s
+), arrived AS MATERIALIZED (
+    SELECT lane.queue_id AS here, d.*
+    FROM lane
+    CROSS JOIN LATERAL unnest(lane.jobs::windrow.departing[]) d
+    WHERE (SELECT count(*) FROM lane) = cardinality(%(queues)s::text[]) AND d.id = ANY (%(ids)s::uuid[])
+), live AS (
+    INSERT INTO windrow.job (
+        id, queue_id, enqueued_at, run_at, visible_at, expires_at, priority, attempt, max_attempts,
+        {{job_content}}, history
+    )
+    SELECT
+        a.id, a.here, a.enqueued_at, a.run_at, a.run_at, a.expires_at, a.priority, a.attempt, a.max_attempts,
+        {{job_content(a)}}, a.history
+    FROM arrived a
+    WHERE a.reason IS NULL
+    ORDER BY a.id
+    ON CONFLICT DO NOTHING
+    RETURNING id, queue_id
+), aside AS (
+    INSERT INTO windrow.dead (
+        id, queue_id, enqueued_at, run_at, finished_at, lease, leased_at, expires_at, priority, attempt, max_attempts,
+        {{job_content}}, worker, history, reason
+    )
+    SELECT
+        a.id, a.here, a.enqueued_at, a.run_at, a.finished_at, a.lease, a.leased_at, a.expires_at, a.priority, a.attempt,
+        a.max_attempts, {{job_content(a)}}, a.worker, a.history, a.reason
+    FROM arrived a
+    WHERE a.reason IS NOT NULL
+    ORDER BY a.id
+    ON CONFLICT DO NOTHING
+    RETURNING id, queue_id
+), stored AS (
+    SELECT live.id, live.queue_id, false AS is_dead FROM live
+    UNION ALL
+    SELECT aside.id, aside.queue_id, true FROM aside
+), counted AS (
+    INSERT INTO windrow.tally (org_id, accepted)
+    SELECT ({{org_of(s)}})::integer, count(*) FROM stored s GROUP BY 1
+)
+SELECT
+    (SELECT count(*) FROM lane) AS admitted, array_agg(s.id::text) AS stored,
+    windrow.refuse_settled(
+        array_agg(s.id) FILTER (WHERE NOT s.is_dead), array_agg(s.queue_id) FILTER (WHERE NOT s.is_dead),
+        least(to_timestamp(%(oldest_ms)s / 1000.0), now()) - interval '2 hours'
+    ),
+    windrow.refuse_revived(
+        array_agg(s.id) FILTER (WHERE s.is_dead), array_agg(s.queue_id) FILTER (WHERE s.is_dead),
+        least(to_timestamp(%(oldest_ms)s / 1000.0), now()) - interval '2 hours'
+    )
+FROM stored s

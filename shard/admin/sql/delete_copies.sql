@@ -1,0 +1,19 @@
+-- Deletes live and dead jobs of an org that live, or have finished, on another shard. Returns how many. They are not cancelled: a
+-- finished record here would be found instead of the job itself, once the slot comes back.
+WITH live AS (
+    DELETE FROM windrow.job j
+    WHERE j.id = ANY (%(ids)s::uuid[])
+        AND {{org_of(j)}} = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)
+    RETURNING j.queue_id
+), aside AS (
+    DELETE FROM windrow.dead d
+    WHERE d.id = ANY (%(ids)s::uuid[])
+        AND {{org_of(d)}} = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)
+    RETURNING d.queue_id
+), gone AS (
+    SELECT live.queue_id FROM live UNION ALL SELECT aside.queue_id FROM aside
+), forgotten AS (
+    INSERT INTO windrow.tally (org_id, accepted)
+    SELECT ({{org_of(g)}})::integer, -count(*) FROM gone g GROUP BY 1
+)
+SELECT count(*) FROM gone

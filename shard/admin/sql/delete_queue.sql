@@ -1,0 +1,10 @@
+-- Unlists an empty queue of an owned slot and resets its configuration. The row stays, because finished jobs refer to
+-- it.
+UPDATE windrow.queue AS q
+SET {{default_settings}}, listed = false
+FROM windrow.owned_slot s
+WHERE q.org = %(org)s AND q.queue = %(queue)s AND q.listed
+    AND s.slot = q.slot AND s.state = 'owned' AND s.epoch <= %(epoch)s
+    AND NOT EXISTS (SELECT FROM windrow.job j WHERE j.queue_id = q.queue_id)
+    AND NOT EXISTS (SELECT FROM windrow.dead d WHERE d.queue_id = q.queue_id)
+RETURNING q.queue

@@ -1,0 +1,66 @@
+-- One page of a queue's scheduled, ready or leased jobs, including exported ones, in the order in which they will be
+-- claimed. It ends with the job that fills bytes_max; `found` counts the jobs without that limit. A job's other columns
+-- have less than 1 KiB.
+SELECT
+    p.id::text, p.queue, %(state)s::text AS state, p.priority, p.enqueued_at, p.run_at, p.expires_at, p.attempt,
+    coalesce(p.max_attempts, p.queue_max_attempts) AS max_attempts,
+    CASE WHEN %(include_payload)s THEN p.payload END AS payload, p.attributes::text,
+    coalesce(p.retry, p.queue_retry)::text AS retry, {{short_content(p)}},
+    CASE WHEN p.lease IS NOT NULL THEN p.visible_at END AS deadline, p.worker, p.leased_at, NULL::timestamptz AS finished_at, NULL::bytea AS result, NULL::text AS reason, p.history::text,
+    p.visible_at, p.found
+FROM (
+    SELECT
+        l.*, count(*) OVER () AS found,
+        sum(
+            CASE WHEN %(include_payload)s THEN octet_length(l.payload) ELSE 0 END
+            + coalesce(octet_length(l.attributes::text), 0) + coalesce(octet_length(l.history::text), 0) + 1024
+        ) OVER (
+            ORDER BY l.priority, l.visible_at, l.id ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
+        ) AS bytes_before
+    FROM (
+        SELECT f.*, q.queue, q.max_attempts AS queue_max_attempts, q.retry AS queue_retry
+        FROM (
+            (
+                SELECT
+                    j.id, j.queue_id, {{answer_columns(j)}}, j.visible_at, j.lease, j.worker, j.leased_at, j.history
+                FROM windrow.job j
+                -- Compare with the number itself: if the queue were joined, Postgres would not know that there is only
+                -- one, and would sort all its jobs.
+                WHERE j.queue_id = %(queue_id)s AND (%(kind)s = '' OR j.kind = %(kind)s)
+                    AND j.id >= %(from_id)s::uuid AND j.id < %(before_id)s::uuid
+                    AND (j.priority, j.visible_at, j.id)
+                        > (%(after_priority)s::smallint, timestamptz 'epoch' + %(after_us)s * interval '1 us', %(after_id)s::uuid)
+                    AND CASE %(state)s::text
+                        WHEN 'ready' THEN j.visible_at <= now()
+                        WHEN 'scheduled' THEN j.visible_at > now() AND j.lease IS NULL
+                        WHEN 'leased' THEN j.visible_at > now() AND j.lease IS NOT NULL
+                    END
+                ORDER BY j.priority, j.visible_at, j.id
+                LIMIT %(rows)s
+            )
+            UNION ALL
+            (
+                SELECT
+                    d.id, d.queue_id, {{answer_columns(d)}}, d.run_at, NULL, NULL, NULL, d.history
+                FROM windrow.departing d
+                WHERE d.slot = %(slot)s::smallint AND d.queue_id = %(queue_id)s AND d.reason IS NULL
+                    AND (%(kind)s = '' OR d.kind = %(kind)s) AND d.id >= %(from_id)s::uuid AND d.id < %(before_id)s::uuid
+                    AND (d.priority, d.run_at, d.id)
+                        > (%(after_priority)s::smallint, timestamptz 'epoch' + %(after_us)s * interval '1 us', %(after_id)s::uuid)
+                    AND CASE %(state)s::text
+                        WHEN 'ready' THEN d.run_at <= now()
+                        WHEN 'scheduled' THEN d.run_at > now()
+                        ELSE false
+                    END
+                ORDER BY d.priority, d.run_at, d.id
+                LIMIT %(rows)s
+            )
+        ) f
+        JOIN windrow.queue q ON q.queue_id = f.queue_id
+        WHERE q.org = %(org)s
+        ORDER BY f.priority, f.visible_at, f.id
+        LIMIT %(rows)s
+    ) l
+) p
+WHERE coalesce(p.bytes_before, 0) < %(bytes_max)s
+ORDER BY p.priority, p.visible_at, p.id

@@ -1,0 +1,35 @@
+"""The SQL statements of this package, one file in sql/ each. Other packages run them only where
+tests/unit/test_statements.py allows it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from shard.postgres.sql_loader import load
+
+_load = partial(load, Path(__file__).parent / "sql")
+
+GET_QUEUE = _load("get_queue")
+LIST_QUEUES = _load("list_queues")
+ALTER_QUEUE = _load("alter_queue")
+DELETE_QUEUE = _load("delete_queue")
+HOLDS_JOBS = _load("holds_jobs")
+IS_EXPORTING = _load("is_exporting")
+PURGE_LIVE = _load("purge_live", repeatable=False)
+PURGE_DEAD = _load("purge_dead", repeatable=False)
+FIND_LISTED = _load("find_listed")
+LIST_LIVE = _load("list_live")
+LIST_JOBS = _load("list_jobs")
+REDRIVE = _load("redrive", repeatable=False)
+STATS = _load("stats")
+CHECK_BOOKS = _load("check_books")
+
+READ_VERSIONS = _load("read_versions")
+
+READ_STRAYS = _load("read_strays")
+READ_UNFINISHED = _load("read_unfinished")
+DELETE_COPIES = _load("delete_copies")
+BRING_HOME = _load("bring_home")
+END_STRAYS = _load("end_strays")
+RAISE_CHUNKS = _load("raise_chunks")

@@ -1,0 +1,47 @@
+"""A quota that orgs share fairly: no org can take all of it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+
+class FairQuota:
+    """A number of places that several keys (orgs) share. A key may not hold more places than remain free: one key alone
+    can hold half of them; n keys that want as many as possible hold 1/(n + 1) each, and as much remains free for
+    another key. (Dynamic thresholds: Choudhury, Hahne, "Dynamic queue length thresholds for shared-memory packet
+    switches", 1998.)"""
+
+    def __init__(self, places_max: int) -> None:
+        self.places_max = places_max
+        self.taken = 0
+        self._held: dict[Hashable, int] = {}
+
+    def take(self, key: Hashable, count: int = 1) -> bool:
+        """Takes `count` places if there is room. Returns whether it did. If all places are free, any count fits."""
+        if not self.fits(key, count):
+            return False
+        held = self._held.get(key, 0) + count
+        if held:
+            self._held[key] = held
+        self.taken += count
+        return True
+
+    def fits(self, key: Hashable, count: int) -> bool:
+        """Returns whether `take` would succeed."""
+        return self._held.get(key, 0) + count <= self.places_max - self.taken or not self.taken
+
+    def has_room(self, key: Hashable) -> bool:
+        """Returns whether one more place could be taken."""
+        return self._held.get(key, 0) < self.places_max - self.taken
+
+    def hold(self, key: Hashable, count: int = 1) -> None:
+        """Takes `count` places, even if there is no room."""
+        if count:
+            self._held[key] = self._held.get(key, 0) + count
+            self.taken += count
+
+    def give_back(self, key: Hashable, count: int = 1) -> None:
+        self.taken -= count
+        held = self._held.pop(key, 0) - count
+        if held:
+            self._held[key] = held

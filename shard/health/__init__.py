@@ -1,0 +1,1 @@
+"""The doctor: facts about a server, and what they mean."""

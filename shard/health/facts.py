@@ -1,0 +1,235 @@
+"""The facts about a shard's Postgres from which its health is judged, and how they are read.
+
+They are read over a connection of their own that is set up like anybody's, so they are what other sessions see too.
+Reading changes nothing, and waits for locks only briefly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import psycopg
+
+from shard.errors import ShardUnavailable
+from shard.health import statements
+from shard.postgres import statements as postgres_statements
+from shard.postgres.breaker import first_line
+from shard.postgres.multi_host import first_of
+from shard.postgres.partitions import DAYS_AHEAD
+from shard.vocabulary import CATALOG, ShardName
+
+_T = TypeVar("_T")
+
+# How full an index's pages are when keys are inserted in random order.
+_INDEX_FILL = 0.7
+
+_CONNECT_S_MAX = 5
+_READ_S_MAX = 30.0
+_SESSION = """
+SELECT set_config(s.name, s.value, false) FROM (VALUES
+    ('statement_timeout', '10s'), ('lock_timeout', '2s'), ('default_transaction_read_only', 'on')
+) AS s (name, value)
+"""
+# If a table is locked exclusively, not even its size can be read.
+_LOCKED = (
+    "a session keeps a table of schema windrow locked; to find it: "
+    "SELECT pid, relation::regclass FROM pg_locks WHERE mode = 'AccessExclusiveLock' AND granted"
+)
+
+
+class Server(NamedTuple):
+    """Facts about the server, in the order of read_server.sql's columns."""
+
+    version: str
+    version_num: int
+    database: str
+    role: str
+    bytes: int
+    up_s: float
+    is_standby: bool
+    sees_others: bool
+    connections: int
+    connections_max: int
+    age: int
+    multixact_age: int
+
+
+class Setting(NamedTuple):
+    """One setting, in the order of read_settings.sql's columns."""
+
+    name: str
+    value: str
+    unit: str | None
+    shown: str
+    context: str
+    source: str
+
+    @property
+    def number(self) -> float:
+        """The value in bytes or seconds if it has a unit."""
+        return float(self.value) * _UNITS[self.unit]
+
+
+_UNITS = {None: 1, "B": 1, "kB": 1024, "8kB": 8192, "MB": 1024**2, "ms": 0.001, "s": 1, "min": 60}
+
+
+class Table(NamedTuple):
+    """One table, in the order of read_tables.sql's columns."""
+
+    name: str
+    family: str
+    partitioned: bool
+    rows: int
+    dead_rows: int
+    bytes: int
+    heap_bytes: int
+    index_bytes: int
+    row_bytes: float | None
+    vacuumed_s: float | None
+    analyzed_s: float | None
+    options: Sequence[str]
+
+    @property
+    def unused_bytes(self) -> int | None:
+        """About how many bytes its rows, dead ones included, do not fill, as far as the statistics know their width.
+        None: unknown."""
+        return None if self.row_bytes is None else max(0, self.heap_bytes - int(self.versions * self.row_bytes))
+
+    @property
+    def versions(self) -> int:
+        return self.rows + self.dead_rows
+
+
+class Index(NamedTuple):
+    """One index, in the order of read_indexes.sql's columns."""
+
+    name: str
+    table: str
+    bytes: int
+    valid: bool
+    entry_bytes: int
+
+    def unused_bytes(self, versions: int) -> int:
+        """About how many bytes are unused if the table has this many row versions, dead ones included."""
+        return max(0, self.bytes - int(versions * self.entry_bytes / _INDEX_FILL))
+
+
+class Holder(NamedTuple):
+    """What holds back a snapshot or WAL, in the order of read_holders.sql's columns."""
+
+    # One of: process, prepared transaction, physical slot, logical slot, standby.
+    kind: str
+    name: str
+    pid: int | None
+    role: str | None
+    application: str | None
+    client: str | None
+    state: str | None
+    waits_for: str | None
+    held_s: float | None
+    query_s: float | None
+    # How many transactions have begun since. None: it holds no snapshot.
+    transactions: int | None
+    wal_bytes: int | None
+    query: str | None
+    # Whether the role of this connection may end it.
+    may_end: bool
+
+    @property
+    def is_slot(self) -> bool:
+        return self.kind.endswith(" slot")
+
+
+class Checkpoints(NamedTuple):
+    timed: int
+    requested: int
+    wal_bytes: int
+
+
+class Clock(NamedTuple):
+    # By how much the clock is behind the latest time that it has shown.
+    behind_s: float
+
+
+class MissingPartition(NamedTuple):
+    """In the order of find_missing_partitions.sql's columns."""
+
+    name: str
+    retention: int
+    first: str
+    past: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    server: Server
+    settings: Mapping[str, Setting]
+    tables: Sequence[Table]
+    indexes: Sequence[Index]
+    # The oldest first.
+    holders: Sequence[Holder]
+    checkpoints: Checkpoints
+    clock: Clock
+    # Empty for a database that holds only the catalog.
+    missing: Sequence[MissingPartition]
+    # The server's error if it cannot write to its disk. None: it can.
+    disk_full: str | None = None
+
+
+async def read(name: ShardName, dsn: str) -> Facts:
+    """Reads the facts. Raises ShardUnavailable, also if a session keeps one of Windrow's tables locked for seconds."""
+    connect = partial(
+        psycopg.AsyncConnection.connect,
+        autocommit=True,
+        application_name="windrow doctor",
+        client_encoding="utf8",
+        connect_timeout=_CONNECT_S_MAX,
+    )
+    try:
+        async with asyncio.timeout(_READ_S_MAX):
+            connection = await first_of(dsn, connect)
+            async with connection:
+                await connection.execute(_SESSION)
+                return await _read(connection, name)
+    except psycopg.errors.LockNotAvailable as error:
+        raise ShardUnavailable(name, _LOCKED) from error
+    except (psycopg.Error, TimeoutError) as error:
+        raise ShardUnavailable(name, first_line(error)) from error
+
+
+async def _read(connection: psycopg.AsyncConnection[Any], name: ShardName) -> Facts:
+    async def rows(make: Callable[..., _T], statement: bytes, **parameters: object) -> list[_T]:
+        cursor = await connection.execute(statement, parameters or None)
+        return [make(*row) for row in await cursor.fetchall()]
+
+    (server,) = await rows(Server, statements.READ_SERVER)
+    since_17 = server.version_num >= 170_000
+    checkpoints = statements.READ_CHECKPOINTS if since_17 else statements.READ_CHECKPOINTS_16
+    return Facts(
+        server=server,
+        settings={setting.name: setting for setting in await rows(Setting, statements.READ_SETTINGS)},
+        tables=await rows(Table, statements.READ_TABLES),
+        indexes=await rows(Index, statements.READ_INDEXES),
+        holders=await rows(Holder, statements.READ_HOLDERS),
+        checkpoints=(await rows(Checkpoints, checkpoints))[0],
+        clock=(await rows(Clock, statements.READ_CLOCK))[0],
+        missing=[]
+        if name == CATALOG
+        else await rows(MissingPartition, postgres_statements.FIND_MISSING_PARTITIONS, days_ahead=DAYS_AHEAD),
+        disk_full=await _probe_disk(connection),
+    )
+
+
+async def _probe_disk(connection: psycopg.AsyncConnection[Any]) -> str | None:
+    try:
+        await connection.execute(postgres_statements.PROBE_DISK)
+    except psycopg.errors.DiskFull as error:
+        return first_line(error)
+    except psycopg.errors.ConfigurationLimitExceeded:
+        # temp_file_limit is too low for this check.
+        return None
+    return None

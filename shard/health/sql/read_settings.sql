@@ -1,0 +1,2 @@
+-- Every setting as a new session of this role gets it: in its unit, as text, who may change it, and where it was set.
+SELECT s.name, s.setting, s.unit, current_setting(s.name) AS shown, s.context, s.source FROM pg_settings s

@@ -1,0 +1,1 @@
+"""Finished jobs: hot days, cold days, retention, erasure."""

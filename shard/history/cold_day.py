@@ -1,0 +1,167 @@
+"""Reads a cold day from beginning to end, for the export: org by org in the order of their names, and by job id within
+an org.
+
+It reads pages, each with a statement of its own. A single cursor would hold its snapshot for the whole time, and vacuum
+could not remove dead rows of the hot tables meanwhile. Rows of a cold day do not change; if some appear or disappear
+nevertheless, the counts differ. Reading takes no lock that an enqueue or an ack waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import LiteralString, NamedTuple
+
+from psycopg import sql
+
+from shard.history.days import Day
+from shard.postgres.partitions import table
+from shard.postgres.pool import Database
+from shard.vocabulary import JobId, Micros, OrgId, QueueName
+
+# Upper bounds for a page. It ends with the job that fills the bytes; the largest job has 2 MiB.
+_ROWS = 5_000
+_BYTES = 8 * 1024 * 1024
+_NIL = "00000000-0000-0000-0000-000000000000"
+
+
+class OrgDay(NamedTuple):
+    """How many jobs of a day an org has."""
+
+    org: OrgId
+    org_id: int
+    jobs: int
+
+
+class ColdJob(NamedTuple):
+    """A row of windrow.cold with the names of its org and queue. _PAGE reads these columns, and the export writes them
+    (archiver/parquet.py). A new one comes last, and may be NULL."""
+
+    org: OrgId
+    queue: QueueName
+    id: JobId
+    kind: str
+    state: str
+    priority: int
+    attempt: int
+    max_attempts: int | None
+    enqueued_at: Micros
+    run_at: Micros
+    leased_at: Micros | None
+    finished_at: Micros
+    expires_at: Micros | None
+    lease: int | None
+    worker: str | None
+    reason: str | None
+    dedup_key: str | None
+    trace: str | None
+    payload: bytes
+    result: bytes | None
+    attributes: str | None
+    retry: str | None
+    history: str | None
+
+
+_TEXTS = {"id", "attributes", "retry", "history"}
+_COLUMNS = sql.SQL(", ").join(
+    sql.Identifier("q" if column == "queue" else "p", column) + sql.SQL("::text" if column in _TEXTS else "")
+    for column in ColdJob._fields
+)
+_COUNT: LiteralString = """
+SELECT coalesce(o.org, 'unknown org ' || c.org_id) AS org, c.org_id, c.jobs
+FROM (SELECT f.queue_id & 4294967295 AS org_id, count(*) AS jobs FROM {} f GROUP BY 1) c
+LEFT JOIN windrow.org o ON o.org_id = c.org_id
+WHERE o.slot IS DISTINCT FROM -1
+"""
+# `columns` are those of ColdJob. `turn` is an org's position in `org_ids`. For each org the index by org and id is
+# scanned from `after` on.
+_PAGE: LiteralString = """
+SELECT {columns}, p.turn
+FROM (
+    SELECT
+        l.*,
+        sum(
+            octet_length(l.payload) + coalesce(octet_length(l.result), 0) + coalesce(pg_column_size(l.attributes), 0)
+            + coalesce(octet_length(l.history::text), 0) + coalesce(octet_length(l.reason), 0) + 1024
+        ) OVER (ORDER BY l.turn, l.id ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS bytes_before
+    FROM (
+        SELECT o.turn, o.org, c.*
+        FROM unnest(%(org_ids)s::bigint[], %(orgs)s::text[]) WITH ORDINALITY AS o (org_id, org, turn)
+        CROSS JOIN LATERAL (
+            SELECT * FROM {} f
+            WHERE f.queue_id & 4294967295 = o.org_id
+                AND f.id > CASE WHEN o.turn = %(turn)s THEN %(after)s::uuid ELSE %(nil)s::uuid END
+            ORDER BY f.id
+            LIMIT %(rows)s
+        ) c
+        WHERE o.turn >= %(turn)s
+        ORDER BY o.turn, c.id
+        LIMIT %(rows)s
+    ) l
+) p
+CROSS JOIN LATERAL (SELECT q.queue FROM windrow.queue q WHERE q.queue_id = p.queue_id OFFSET 0) q
+WHERE coalesce(p.bytes_before, 0) < %(bytes_max)s
+ORDER BY p.turn, p.id
+"""
+_ENDS: LiteralString = """
+SELECT (SELECT f.id FROM {} f ORDER BY f.id LIMIT 1)::text, (SELECT f.id FROM {} f ORDER BY f.id DESC LIMIT 1)::text
+"""
+
+
+async def count(database: Database, day: Day) -> list[OrgDay]:
+    """Returns the orgs that have jobs of this day, in the order of their names, without orgs that are being erased.
+    Reads the whole day."""
+    rows = await database.run(_for_day(_COUNT, day), {})
+    # Sort in Python, which orders text by code points, as Postgres orders bytes.
+    return sorted(OrgDay(OrgId(org), org_id, jobs) for org, org_id, jobs in rows)
+
+
+async def ends(database: Database, day: Day) -> tuple[JobId | None, JobId | None]:
+    """Returns the least and the greatest id of the day, or None for both if it is empty."""
+    rows = await database.run(_for_day(_ENDS, day), {})
+    first, last = rows[0]
+    return first, last
+
+
+async def pages(database: Database, day: Day, orgs: Sequence[OrgDay]) -> AsyncGenerator[list[ColdJob]]:
+    """Yields the jobs of these orgs of this day, in the given order of the orgs, up to the numbers that `count`
+    returned. If some have disappeared since, fewer come; the caller must compare. Raises ShardUnavailable."""
+    statement = _for_day(_PAGE, day)
+    for group in _grouped(orgs):
+        turn, after, remaining = 1, _NIL, sum(org.jobs for org in group)
+        while remaining > 0:
+            rows = await database.run(
+                statement,
+                {
+                    "org_ids": [org.org_id for org in group],
+                    "orgs": [org.org for org in group],
+                    "turn": turn,
+                    "after": after,
+                    "nil": _NIL,
+                    "rows": _ROWS,
+                    "bytes_max": _BYTES,
+                },
+            )
+            if not rows:
+                break
+            page = [ColdJob._make(row[:-1]) for row in rows]
+            yield page
+            turn, after, remaining = rows[-1][-1], page[-1].id, remaining - len(page)
+
+
+def _grouped(orgs: Sequence[OrgDay]) -> Iterator[list[OrgDay]]:
+    """Groups orgs whose jobs fit into one page together: there may be thousands of orgs with a few jobs each."""
+    group: list[OrgDay] = []
+    jobs = 0
+    for org in orgs:
+        if group and jobs + org.jobs > _ROWS:
+            yield group
+            group, jobs = [], 0
+        group.append(org)
+        jobs += org.jobs
+    if group:
+        yield group
+
+
+def _for_day(statement: LiteralString, day: Day) -> bytes:
+    # Name the partition itself: through windrow.cold, the planner would plan for every cold day.
+    return sql.SQL(statement).format(*[table(day.name)] * statement.count("{}"), columns=_COLUMNS).as_bytes(None)

@@ -1,0 +1,324 @@
+"""How finished jobs age: a day that is over turns cold as a whole partition, a cold day is dropped as a whole when its
+retention has passed, and everything else that expires is removed in small steps
+(docs/decisions/0024-whole-days-turn-cold.md).
+
+Each step is one transaction and finds by itself what is left, so several archivers may run at once, and a pass may stop
+at any point. Waiting for locks is bounded: enqueues and acks never wait longer than they may.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from typing import LiteralString, NamedTuple
+
+import psycopg
+from psycopg import sql
+
+from shard.history import org_policies, statements
+from shard.postgres.connection import Connection
+from shard.postgres.partitions import bounds, finish, table, within
+from shard.postgres.pool import Database
+from shard.postgres.sql_loader import Statement
+from shard.vocabulary import OrgId
+
+# Statements queue behind a session that waits for an exclusive lock, so that wait must be short. Behind a weaker lock
+# only writers of a past day queue. That wait may be longer, and must be: an autovacuum gives way only to a session that
+# has waited for deadlock_timeout, which is one second.
+_EXCLUSIVE_LOCK_WAIT, _WEAKER_LOCK_WAIT = "50ms", "2s"
+_SET_LOCK_WAIT: LiteralString = "SELECT set_config('lock_timeout', %s, true)"
+_TRIES = 10
+_PAUSE_S = 0.2
+_ROWS = 2_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aged:
+    """What happened to one partition."""
+
+    partition: str
+    jobs: int
+    bytes: int
+    # For how long it was locked exclusively, so enqueues and acks may have waited.
+    locked_s: float
+
+
+class InUse(Exception):
+    """Other sessions use the partition all the time. The message names it and them."""
+
+
+class NotExported(Exception):
+    """A cold day has jobs that its export lacks. The message names the org."""
+
+
+class Day(NamedTuple):
+    """A partition of finished or cold jobs: those of one UTC day and one retention. In the order of find_days.sql's
+    columns."""
+
+    name: str
+    # For how many days the jobs are kept.
+    retention: int
+    # The day as YYYY-MM-DD, and the day after it.
+    first: str
+    past: str
+    # For a finished day: there already is a cold partition of that day, because the clock went back.
+    cold_already: bool
+    # Whether the CHECK constraint that repeats its bounds is validated. None: there is no such constraint.
+    proved: bool | None
+    # An enqueue may still repeat ids of its jobs.
+    repeatable: bool
+
+    @property
+    def cold_name(self) -> str:
+        return "cold" + self.name.removeprefix("finished")
+
+
+async def days_over(database: Database) -> list[Day]:
+    """Returns the days that may turn cold, the oldest first."""
+    return await _days(database, "finished")
+
+
+async def days_past(database: Database) -> list[Day]:
+    """Returns the cold days whose retention has passed, the oldest first."""
+    return await _days(database, "cold")
+
+
+async def _days(database: Database, kind: str) -> list[Day]:
+    return list(map(Day._make, await database.run(statements.FIND_DAYS, {"kind": kind})))
+
+
+async def turn_cold(database: Database, day: Day) -> Aged:
+    """Moves a day's partition from the finished jobs to the cold ones; its rows are not copied. Drops it if it is
+    empty. Raises InUse, ShardUnavailable."""
+    if not day.cold_already:
+        await _prepare(database, day)
+    async with _transaction(database) as connection:
+        # Wait for present writers to end, and keep new ones out.
+        await _lock(connection, "SHARE ROW EXCLUSIVE", day.name)
+        jobs, size = await _enter_books(connection, day), await _size(connection, day.name)
+        await connection.execute(statements.RAISE_COLD_UNTIL, {"past": day.past})
+        if day.cold_already:
+            await _execute(connection, "INSERT INTO windrow.cold SELECT * FROM {}", day.name)
+        since_s = await _exclude(connection, day.name, f"finished_{day.retention}")
+        if jobs and not day.cold_already:
+            await _reattach(connection, day)
+        else:
+            await _execute(connection, "DROP TABLE {}", day.name)
+    return Aged(partition=day.name, jobs=jobs, bytes=size, locked_s=time.monotonic() - since_s)
+
+
+async def drop(database: Database, day: Day, *, exported: Mapping[OrgId, int] | None = None) -> Aged:
+    """Drops a cold day. Jobs of orgs under legal hold are set aside first. Ids that enqueues may still repeat stay
+    known (I3). `exported`: how many jobs each org has in the day's export; None: do not compare with an export. Raises
+    InUse, NotExported, ShardUnavailable."""
+    for _ in range(_TRIES):
+        async with _transaction(database) as connection:
+            if exported is not None:
+                await _compare(connection, day, exported)
+            # Moving the rows may take long, so do it before anybody has to wait.
+            await connection.run(statements.SET_ASIDE_HELD, _parameters(day))
+            await connection.run(statements.FORGET_EMPTY_DAYS, {})
+        async with _transaction(database, dropping=True) as connection:
+            # Keep rows from being added from here on.
+            await _lock(connection, "SHARE ROW EXCLUSIVE", day.name)
+            if await connection.run(statements.FIND_HELD, _parameters(day)):
+                # An org was put under hold after the rows were set aside.
+                continue
+            if day.repeatable:
+                await _keep_ids(connection, day)
+            size = await _size(connection, day.name)
+            since_s = await _exclude(connection, day.name, f"cold_{day.retention}")
+            if exported is not None:
+                await _compare(connection, day, exported)
+            await _execute(connection, "DROP TABLE {}", day.name)
+            ((jobs,),) = await connection.run(statements.RECORD_EXPIRED_DAY, _parameters(day))
+        return Aged(partition=day.name, jobs=jobs, bytes=size, locked_s=time.monotonic() - since_s)
+    raise InUse(
+        f"{day.name}: its books show jobs of orgs under legal hold, but the table has none; see `windrow check`"
+    )
+
+
+async def drop_past_ids(database: Database) -> None:
+    """Forgets ids that no enqueue may repeat any more. Raises InUse, ShardUnavailable."""
+    for (name,) in await database.run(statements.FIND_PAST_IDS, {}):
+        async with _transaction(database) as connection:
+            await _exclude(connection, name, "past_id")
+            await _execute(connection, "DROP TABLE {}", name)
+
+
+async def expire_dedup(database: Database) -> int:
+    """Forgets some dedup keys whose windows are over. Returns how many; 0: none are left."""
+    return await _run_step(database, statements.EXPIRE_DEDUP)
+
+
+async def expire_waiting(database: Database) -> int:
+    """Cancels some jobs past their expires_at that have no lease and that no claim has reached. Returns how many."""
+    return await _run_step(database, statements.EXPIRE_WAITING)
+
+
+async def retire_dead(database: Database, *, days: int) -> int:
+    """Cancels some jobs that have been dead for `days` days. Returns how many."""
+    return await _run_step(database, statements.RETIRE_DEAD, days=days)
+
+
+async def expire_released(database: Database) -> int:
+    """Drops some jobs that were set aside for a legal hold and whose orgs were released. Returns how many."""
+    async with _transaction(database, dropping=True) as connection:
+        ((jobs,),) = await connection.run(statements.EXPIRE_RELEASED, {"rows": _ROWS})
+        await connection.run(statements.FORGET_EMPTY_DAYS, {})
+    return int(jobs)
+
+
+def _parameters(day: Day) -> dict[str, object]:
+    return {"retention": day.retention, "day": day.first, "past": day.past}
+
+
+async def _run_step(database: Database, statement: Statement, **parameters: object) -> int:
+    rows = await finish(database, statement, {"rows": _ROWS, **parameters})
+    return int(rows[0][0])
+
+
+async def _prepare(database: Database, day: Day) -> None:
+    """Does in advance what takes time and disturbs nobody: creates an index by org, validates the constraint so that
+    moving the partition need not scan it, and collects statistics, without which the planner takes a cold day for
+    empty."""
+    async with _transaction(database) as connection:
+        await _lock(connection, "SHARE ROW EXCLUSIVE", day.name)
+        if day.proved is None:
+            # The partition was created by a release that added no constraint.
+            await _exclude(connection, day.name, f"finished_{day.retention}")
+            await connection.execute(within(day.name, day.retention, day.first, day.past))
+    async with _transaction(database) as connection:
+        await _lock(connection, "SHARE ROW EXCLUSIVE", day.name)
+        if not day.proved:
+            await _execute(connection, "ALTER TABLE {} VALIDATE CONSTRAINT of_its_day", day.name)
+        await connection.execute(
+            sql.SQL("CREATE INDEX IF NOT EXISTS {} ON {} ((queue_id & 4294967295), id)").format(
+                sql.Identifier(f"{day.cold_name}_org"), table(day.name)
+            )
+        )
+        await _execute(connection, "ANALYZE {}", day.name)
+
+
+async def _enter_books(connection: Connection, day: Day) -> int:
+    """Records a day's jobs by org in the books of cold days. Returns how many there are."""
+    cursor = await connection.execute(
+        sql.SQL(
+            """
+            WITH counted AS (
+                SELECT (f.queue_id & 4294967295)::integer AS org_id, count(*) AS jobs FROM {} f GROUP BY 1
+            ), entered AS (
+                INSERT INTO windrow.archived AS a (retention, day, org_id, jobs)
+                SELECT {}, {}::date, c.org_id, c.jobs FROM counted c
+                ON CONFLICT (retention, day, org_id) DO UPDATE SET jobs = a.jobs + excluded.jobs
+            )
+            SELECT coalesce(sum(c.jobs), 0)::bigint FROM counted c
+            """
+        ).format(table(day.name), day.retention, day.first)
+    )
+    (jobs,) = (await cursor.fetchall())[0]
+    return int(jobs)
+
+
+async def _reattach(connection: Connection, day: Day) -> None:
+    # Send all statements at once: enqueues and acks would wait for each further round trip.
+    await connection.execute(
+        sql.SQL(
+            "ALTER TABLE {finished} DETACH PARTITION {day}; ALTER TABLE {day} RENAME TO {cold_name}; "
+            "ALTER TABLE {cold} ATTACH PARTITION {cold_day} {bounds}"
+        ).format(
+            finished=table(f"finished_{day.retention}"),
+            day=table(day.name),
+            cold_name=sql.Identifier(day.cold_name),
+            cold=table(f"cold_{day.retention}"),
+            cold_day=table(day.cold_name),
+            bounds=bounds(day.first, day.past),
+        ),
+        prepare=False,
+    )
+
+
+async def _compare(connection: Connection, day: Day, exported: Mapping[OrgId, int]) -> None:
+    """Compares the day with its export by the books, which change in the same transactions as the rows, so nobody waits
+    for a count. An org that has fewer jobs than were exported loses nothing. Raises NotExported."""
+    for org, jobs in await connection.run(statements.READ_ARCHIVED, _parameters(day)):
+        if jobs > exported.get(org, 0):
+            raise NotExported(f"{day.name} has {jobs:,} job(s) of org {org!r}, and its export {exported.get(org, 0):,}")
+
+
+async def _keep_ids(connection: Connection, day: Day) -> None:
+    name = f"past_id_{day.first.replace('-', '')}"
+    cursor = await connection.execute("SELECT to_regclass(%s) IS NULL", [f"windrow.{name}"])
+    if (await cursor.fetchall())[0][0]:
+        await _execute(connection, "CREATE TABLE {} (LIKE windrow.past_id INCLUDING ALL)", name)
+        await connection.execute(
+            sql.SQL("ALTER TABLE windrow.past_id ATTACH PARTITION {} FOR VALUES IN ({})").format(
+                table(name), sql.Literal(day.first)
+            )
+        )
+    await connection.execute(
+        sql.SQL("INSERT INTO {} (day, id, org_id) SELECT {}, c.id, c.queue_id & 4294967295 FROM {} c").format(
+            table(name), sql.Literal(day.first), table(day.name)
+        )
+    )
+
+
+@contextlib.asynccontextmanager
+async def _transaction(database: Database, *, dropping: bool = False) -> AsyncGenerator[Connection]:
+    """With `dropping`, no org is put under legal hold until the transaction ends."""
+    async with database.transaction() as connection:
+        if dropping:
+            await org_policies.lock_holds(connection)
+        await connection.execute(
+            # Counting and indexing a large day takes long, and should use no more than one core beside the queue's
+            # work.
+            "SELECT set_config('statement_timeout', '1h', true), set_config('lock_timeout', %s, true), "
+            "set_config('max_parallel_maintenance_workers', '0', true), "
+            "set_config('max_parallel_workers_per_gather', '0', true)",
+            [_EXCLUSIVE_LOCK_WAIT],
+        )
+        yield connection
+
+
+async def _exclude(connection: Connection, name: str, parent: str) -> float:
+    """Locks a partition and its parent exclusively until the transaction ends. Returns since when, by time.monotonic().
+    Raises InUse."""
+    # Lock the parent first, as statements do that use it.
+    await _lock(connection, "ACCESS EXCLUSIVE", parent, name)
+    return time.monotonic()
+
+
+async def _lock(connection: Connection, mode: LiteralString, *names: str) -> None:
+    """Raises InUse if other sessions keep one of the tables locked."""
+    lock = sql.SQL("LOCK TABLE ONLY {} IN {} MODE").format(sql.SQL(", ONLY ").join(map(table, names)), sql.SQL(mode))
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            async with connection.transaction():
+                if mode == "ACCESS EXCLUSIVE":
+                    await connection.execute(lock)
+                else:
+                    await connection.execute(_SET_LOCK_WAIT, [_WEAKER_LOCK_WAIT])
+                    await connection.execute(lock)
+                    await connection.execute(_SET_LOCK_WAIT, [_EXCLUSIVE_LOCK_WAIT])
+                return
+        except psycopg.errors.LockNotAvailable as error:
+            if not tries_left:
+                cursor = await connection.execute(
+                    statements.FIND_USERS, {"tables": [f"windrow.{name}" for name in names]}
+                )
+                users = ", ".join(f"process {pid} ({name})" for pid, name in await cursor.fetchall())
+                raise InUse(f"{names[-1]} is in use by {users or 'sessions that come and go'}") from error
+            await asyncio.sleep(_PAUSE_S)
+
+
+async def _execute(connection: Connection, statement: LiteralString, *names: str) -> None:
+    await connection.execute(sql.SQL(statement).format(*map(table, names)))
+
+
+async def _size(connection: Connection, name: str) -> int:
+    cursor = await connection.execute("SELECT pg_total_relation_size(%s::regclass)", [f"windrow.{name}"])
+    (size,) = (await cursor.fetchall())[0]
+    return int(size)

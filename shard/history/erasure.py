@@ -1,0 +1,123 @@
+"""Erases an org: everything that one shard stores about it.
+
+First, in one transaction, the org gets a name that no org can have. A process that still knows the org's numeric ids is
+then refused, as with any stale id, and the next job of that name creates a new org. Then the org's data is deleted in
+small steps. Each step is done completely or not at all, and leaves the books balanced (I5). What one run leaves, the
+next run finds, in whatever process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shard.errors import LegallyHeld, Misconfigured, OrgMoves
+from shard.history import statements
+from shard.placement import statements as placement_statements
+from shard.placement.slots import SLOTS
+from shard.postgres import arrays
+from shard.postgres.pool import Database
+from shard.vocabulary import Micros, OrgId
+
+_ROWS = 2_000
+# For finished and cold jobs: no other session waits for their rows.
+_HISTORY_ROWS = 50_000
+_CHECKS = 3
+
+
+class Erasure(NamedTuple):
+    """What one shard has erased so far, in the order of read_erasures.sql's columns."""
+
+    id: str
+    begun_at: Micros
+    # None: it has not ended.
+    ended_at: Micros | None
+    live: int
+    dead: int
+    finished: int
+    cold: int
+    dedup_keys: int
+    # Remembered ids of jobs that had been dropped.
+    past_ids: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unfinished:
+    """An erasure that has not ended."""
+
+    id: str
+    org_id: int
+
+
+async def begin(database: Database, org: OrgId, *, erasure: str) -> bool:
+    """Renames the org on this shard, which begins its erasure. Returns False if the shard does not have the org.
+    `erasure` is a UUID. Raises OrgMoves, LegallyHeld, and ShardUnavailable, also if an enqueue under way did not end in
+    time; nothing was done then."""
+    async with database.transaction() as connection:
+        # With the slots locked, no enqueue that found the org is under way, and no job is being exported.
+        await connection.execute(placement_statements.LOCK_SLOTS, prepare=False)
+        # With the queues locked, no queue is being created under the org's old name.
+        await connection.execute(placement_statements.LOCK_QUEUES, prepare=False)
+        if await connection.run(statements.FIND_EXPORTED_ORG, {"org": org}):
+            raise OrgMoves(org, [database.name])
+        slots = await connection.run(statements.READ_ORG_SLOT, {"org": org})
+        if await connection.run(statements.BEGIN_ERASURE, {"org": org, "id": erasure, "slots": SLOTS}):
+            ((slot,),) = slots
+            if slot >= SLOTS:
+                # The org has a slot of its own, which the catalog keeps. Insert a new org in that slot, for the next
+                # job of this name.
+                await connection.run(
+                    placement_statements.INSERT_NAMES,
+                    {"orgs": arrays.texts([org]), "slots": arrays.numbers([slot]), "queues": arrays.names(())},
+                )
+            return True
+        if await connection.run(statements.IS_HELD, {"org": org}):
+            raise LegallyHeld(org, "since a moment ago")
+        return False
+
+
+async def unfinished(database: Database) -> list[Unfinished]:
+    """Returns the erasures that have not ended, the oldest first."""
+    return [Unfinished(id=row[0], org_id=row[1]) for row in await database.run(statements.FIND_ERASURES, {})]
+
+
+async def go_on(database: Database, erasure: Unfinished) -> bool:
+    """Erases some more. Returns False when nothing is left and the erasure has ended. Raises Misconfigured if the org's
+    books do not balance, because then they do not show when nothing is left."""
+    at: dict[str, object] = {"org_id": erasure.org_id}
+    # Statements that were under way when the org was renamed may still add rows; no new ones can begin. So check more
+    # than once.
+    for _ in range(_CHECKS):
+        if await _erase_some(database, at):
+            return True
+        async with database.transaction() as connection:
+            if await connection.run(statements.END_ERASURE, at):
+                await connection.run(statements.DELETE_ERASED_ORG, at)
+                return False
+    raise Misconfigured(
+        f"shard {database.name!r}: erasure {erasure.id} finds nothing more, but the books of its org "
+        "show jobs that are left; see `windrow check`"
+    )
+
+
+async def _erase_some(database: Database, at: dict[str, object]) -> bool:
+    for statement in (statements.ERASE_LIVE, statements.ERASE_DEAD):
+        ((jobs,),) = await database.run(statement, {**at, "rows": _ROWS})
+        if jobs:
+            return True
+    ((jobs,),) = await database.run(statements.ERASE_FINISHED, {**at, "rows": _HISTORY_ROWS})
+    if jobs:
+        return True
+    for retention, day in await database.run(statements.FIND_COLD_DAY_OF, at):
+        cold = {**at, "retention": retention, "day": day, "rows": _HISTORY_ROWS}
+        await database.run(statements.ERASE_COLD, cold)
+        return True
+    await database.run(statements.ERASE_KEYS, at)
+    return False
+
+
+async def read(database: Database, ids: Sequence[str]) -> list[Erasure]:
+    """Returns what was erased on this shard under these ids."""
+    rows = await database.run(statements.READ_ERASURES, {"ids": "{" + ",".join(ids) + "}"})
+    return [Erasure._make(row) for row in rows]

@@ -1,0 +1,58 @@
+"""Changes for how long jobs that have already finished are kept: by the present setting of their queue instead of the
+one at the time when they finished.
+
+Jobs move from the partition of one retention to that of another, one day per transaction. Nobody who enqueues, acks or
+claims waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import date, timedelta
+
+from psycopg import sql
+
+from shard.history import statements
+from shard.postgres import arrays, partitions
+from shard.postgres.connection import Connection
+from shard.postgres.partitions import bounds, table
+from shard.postgres.pool import Database
+from shard.vocabulary import OrgId, QueueName
+
+
+async def read(database: Database, org: OrgId) -> dict[QueueName, int]:
+    """Returns for how many days each of the org's queues keeps jobs that finish from now on, as this shard knows it."""
+    return dict(await database.run(statements.READ_KEPT, {"org": org}))
+
+
+async def apply(database: Database, org: OrgId, retentions: Mapping[QueueName, int]) -> int:
+    """Keeps all finished jobs of these queues on this shard for so many days after they finished. Returns for how many
+    jobs that is a change. If it is interrupted, call it again. Raises ShardUnavailable."""
+    parameters = {"org": org, "queues": arrays.names(retentions), "days": arrays.numbers(retentions.values())}
+    jobs = 0
+    for kind, statement in (("finished", statements.KEEP_FINISHED), ("cold", statements.KEEP_COLD)):
+        for retention, day in await database.run(statements.FIND_KEPT_OTHERWISE, {**parameters, "kind": kind}):
+            async with database.transaction() as connection:
+                for days in sorted({*retentions.values()} - {retention}):
+                    await _make_day(connection, kind, days, day)
+                ((moved,),) = await connection.run(statement, {**parameters, "retention": retention, "day": day})
+                await connection.run(statements.FORGET_EMPTY_DAYS, {})
+            jobs += moved
+    return jobs
+
+
+async def _make_day(connection: Connection, kind: str, retention: int, first: str) -> None:
+    name = f"{kind}_{retention}_{first.replace('-', '')}"
+    ((exists,),) = await connection.run(b"SELECT to_regclass(%(name)s) IS NOT NULL", {"name": f"windrow.{name}"})
+    if exists:
+        return
+    end = str(date.fromisoformat(first) + timedelta(days=1))
+    if kind == "finished":
+        await partitions.make(connection, name, retention, first, end)
+        return
+    await connection.execute(
+        sql.SQL("CREATE TABLE {} (LIKE windrow.cold INCLUDING ALL); ALTER TABLE {} ATTACH PARTITION {} {}").format(
+            table(name), table(f"cold_{retention}"), table(name), bounds(first, end)
+        ),
+        prepare=False,
+    )

@@ -1,0 +1,14 @@
+-- Begins to erase an org: its rows get a name that no org can have, and a slot that does not exist. A process that
+-- still knows their ids is refused, as with any stale id, and the next job of that name creates a new org. Runs after
+-- lock_slots. No row: there is no such org. A pinned org that has no queue counts as none.
+WITH gone AS (
+    UPDATE windrow.org o
+    SET org = chr(127) || o.org_id, slot = -1, retention = NULL, held = false
+    WHERE o.org = %(org)s AND NOT o.held
+        AND (o.slot < %(slots)s OR EXISTS (SELECT FROM windrow.queue q WHERE q.org_id = o.org_id))
+    RETURNING o.org_id, o.org
+), queues AS (
+    UPDATE windrow.queue q SET org = gone.org, slot = -1, listed = false FROM gone WHERE q.org = %(org)s
+)
+INSERT INTO windrow.erasure (id, org_id) SELECT %(id)s::uuid, gone.org_id FROM gone
+RETURNING org_id

@@ -1,0 +1,19 @@
+-- Erases up to `rows` live jobs of an org that is being erased, and removes them from the books. Returns how many.
+WITH gone AS (
+    DELETE FROM windrow.job j
+    WHERE j.ctid = ANY (ARRAY(
+        SELECT one.ctid
+        FROM windrow.queue q
+        JOIN windrow.job one ON one.queue_id = q.queue_id
+        WHERE q.org = chr(127) || %(org_id)s::integer::text
+        LIMIT %(rows)s
+        -- Wait for acks under way: their jobs are then among the finished ones.
+        FOR UPDATE OF one
+    ))
+    RETURNING 1
+), struck AS (
+    INSERT INTO windrow.tally (org_id, accepted) SELECT %(org_id)s, -count(*) FROM gone HAVING count(*) > 0
+), noted AS (
+    UPDATE windrow.erasure e SET live = e.live + (SELECT count(*) FROM gone) WHERE e.org_id = %(org_id)s AND e.ended_at IS NULL
+)
+SELECT count(*) FROM gone

@@ -1,0 +1,31 @@
+-- Cancels up to `rows` jobs past their expires_at that have no valid lease. Claims cancel those that they reach; these
+-- are the others.
+WITH ended AS (
+    DELETE FROM windrow.job j
+    WHERE j.ctid = ANY (ARRAY(
+        SELECT late.ctid
+        FROM windrow.job late
+        WHERE late.expires_at <= now() AND (late.lease IS NULL OR late.visible_at <= now())
+        ORDER BY late.expires_at
+        LIMIT %(rows)s
+        FOR UPDATE SKIP LOCKED
+    ))
+    RETURNING j.*
+), moved AS (
+    INSERT INTO windrow.finished (
+        id, queue_id, enqueued_at, run_at, expires_at, priority, attempt, max_attempts,
+        {{job_content}}, history, state, reason, finished_at, retention
+    )
+    SELECT
+        e.id, e.queue_id, e.enqueued_at, e.run_at, e.expires_at, e.priority, e.attempt, e.max_attempts,
+        {{job_content(e)}},
+        CASE
+            WHEN e.lease IS NULL THEN e.history
+            ELSE windrow.remember(e.history, e.attempt, e.worker, e.leased_at, e.visible_at, 'expired', e.lease, NULL)
+        END,
+        'cancelled', 'past its expires_at',
+        {{finish_time}}, {{retention_of(e)}}
+    FROM ended e
+    RETURNING 1
+)
+SELECT count(*) FROM moved

@@ -1,0 +1,17 @@
+-- The days, as retention and date, with jobs of these queues that have another retention than the given one. `kind`
+-- finished scans the jobs; cold uses the books. Jobs that are set aside for a legal hold are left out.
+WITH kept AS MATERIALIZED (
+    SELECT q.queue_id, q.org_id, n.days
+    FROM unnest(%(queues)s::text[], %(days)s::smallint[]) AS n (queue, days)
+    JOIN windrow.queue q ON q.org = %(org)s AND q.queue = n.queue
+)
+SELECT DISTINCT f.retention, to_char(f.finished_at AT TIME ZONE 'UTC', 'YYYY-MM-DD')
+FROM windrow.finished f
+JOIN kept USING (queue_id)
+WHERE %(kind)s::text = 'finished' AND f.retention <> kept.days
+UNION
+SELECT a.retention, to_char(a.day, 'YYYY-MM-DD')
+FROM windrow.archived a
+WHERE %(kind)s::text = 'cold' AND a.org_id = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)
+    AND a.retention <> -1 AND a.jobs > 0 AND EXISTS (SELECT FROM kept WHERE kept.days <> a.retention)
+ORDER BY 2, 1

@@ -1,0 +1,11 @@
+-- Changes the retention of one day's finished jobs of these queues of an org. Returns how many jobs had another one.
+WITH moved AS (
+    UPDATE windrow.finished f SET retention = n.days
+    FROM unnest(%(queues)s::text[], %(days)s::smallint[]) AS n (queue, days)
+    JOIN windrow.queue q ON q.org = %(org)s AND q.queue = n.queue
+    WHERE f.queue_id = q.queue_id AND f.retention = %(retention)s AND n.days <> %(retention)s
+        AND f.finished_at >= %(day)s::date::timestamp AT TIME ZONE 'UTC'
+        AND f.finished_at < (%(day)s::date + 1)::timestamp AT TIME ZONE 'UTC'
+    RETURNING 1
+)
+SELECT count(*) FROM moved

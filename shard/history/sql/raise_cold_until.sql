@@ -1,0 +1,2 @@
+-- Records that days before this one (YYYY-MM-DD) have turned cold.
+UPDATE windrow.archive a SET until = greatest(a.until, %(past)s::date::timestamp AT TIME ZONE 'UTC')

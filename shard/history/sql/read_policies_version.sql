@@ -1,0 +1,2 @@
+-- The version of the policies that this shard has copied.
+SELECT p.copied FROM windrow.policies p

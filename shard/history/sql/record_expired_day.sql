@@ -1,0 +1,12 @@
+-- Records that a cold day was dropped: moves its counts from the books of cold days to those of expired jobs. Returns
+-- how many jobs it had.
+WITH gone AS (
+    DELETE FROM windrow.archived a
+    WHERE a.retention = %(retention)s AND a.day = %(day)s::date
+    RETURNING a.org_id, a.jobs
+), struck AS (
+    INSERT INTO windrow.expired AS e (org_id, jobs)
+    SELECT gone.org_id, gone.jobs FROM gone
+    ON CONFLICT (org_id) DO UPDATE SET jobs = e.jobs + excluded.jobs
+)
+SELECT coalesce(sum(gone.jobs), 0)::bigint FROM gone

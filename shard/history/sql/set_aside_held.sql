@@ -1,0 +1,27 @@
+-- Sets aside the jobs of a cold day whose orgs are under legal hold, in the table and in the books: they get retention
+-- -1. Their ids stay known there. The list of orgs is read once; the caller, which drops the day, handles an org that
+-- is put under hold meanwhile.
+WITH held AS MATERIALIZED (
+    SELECT a.org_id
+    FROM windrow.archived a
+    JOIN windrow.org o ON o.org_id = a.org_id
+    WHERE a.retention = %(retention)s AND a.day = %(day)s::date AND o.held
+), moved AS (
+    UPDATE windrow.cold c SET retention = -1
+    FROM held
+    WHERE {{org_of(c)}} = held.org_id
+        AND c.retention = %(retention)s
+        AND c.finished_at >= %(day)s::date::timestamp AT TIME ZONE 'UTC'
+        AND c.finished_at < %(past)s::date::timestamp AT TIME ZONE 'UTC'
+    RETURNING held.org_id
+), counted AS MATERIALIZED (
+    -- Jobs that joined the day after the books were read are left to the next try.
+    SELECT moved.org_id, count(*) AS jobs FROM moved GROUP BY 1
+), struck AS (
+    UPDATE windrow.archived a SET jobs = a.jobs - counted.jobs
+    FROM counted
+    WHERE a.retention = %(retention)s AND a.day = %(day)s::date AND a.org_id = counted.org_id
+)
+INSERT INTO windrow.archived AS a (retention, day, org_id, jobs)
+SELECT -1, %(day)s::date, counted.org_id, counted.jobs FROM counted
+ON CONFLICT (retention, day, org_id) DO UPDATE SET jobs = a.jobs + excluded.jobs

@@ -1,0 +1,25 @@
+"""Ids of jobs: UUIDv7s, as canonical lower-case text. Pure.
+
+As text, UUIDv7s sort by the time when they were made.
+"""
+
+from __future__ import annotations
+
+from uuid import UUID
+
+from shard.vocabulary import JobId
+
+
+def made_at_ms(job_id: str) -> int:
+    """Returns the milliseconds since 1970 with which a UUIDv7 begins."""
+    return int(job_id[:8] + job_id[9:13], 16)
+
+
+def to_hex(job_id: str) -> str:
+    """Returns the id as 32 hex digits, without dashes."""
+    return job_id.replace("-", "")
+
+
+def from_hex(digits: str) -> JobId:
+    """Returns the id of these 32 hex digits."""
+    return JobId(str(UUID(hex=digits)))

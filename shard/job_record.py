@@ -1,0 +1,100 @@
+"""A job as lookups and lists return it. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shard.vocabulary import JOB_CONTENT, SPARSE_COLUMNS, Failure, JobId, Micros, NewJobs, OrgId, Outcome, QueueName
+
+# An answer ends with the job that fills this many bytes. Together with the largest job (payload 1 MiB, result 64 KiB,
+# attributes 36 KiB, 50 failures of 8 KiB, 5 stacks of 32 KiB) it stays below 4 MiB, the default limit of gRPC clients.
+ANSWER_BYTES_MAX = 2 * 1024 * 1024
+
+# What a new job does not take from the job that it repeats: the dedup key has served its purpose, and the trace is that
+# of the call.
+NOT_REPEATED = frozenset({"dedup_key", "trace"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One ended lease."""
+
+    attempt: int
+    worker: str
+    leased_at: Micros
+    ended_at: Micros
+    outcome: Outcome
+    failure: Failure | None = None
+
+
+class JobRecord(NamedTuple):
+    """A job from any table of a shard. The fields have the order of the columns of get_jobs.sql and list_*.sql. Those
+    of JOB_CONTENT stand together."""
+
+    id: JobId
+    queue: QueueName
+    state: str
+    priority: int
+    enqueued_at: Micros
+    run_at: Micros
+    expires_at: Micros | None
+    attempt: int
+    max_attempts: int | None
+    payload: bytes | None
+    attributes: str | None
+    retry: str | None
+    kind: str
+    dedup_key: str | None
+    deadline: Micros | None
+    worker: str | None
+    leased_at: Micros | None
+    finished_at: Micros | None
+    result: bytes | None
+    reason: str | None
+    history: str | None
+    # False if the answer was full: then payload, attributes, result, reason and history are missing.
+    whole: bool = True
+
+    def attempts(self) -> list[Attempt]:
+        """Returns the ended attempts, oldest first. The latest one may not be in the history: an ack adds no entry, and
+        an expired lease is added by the next claim. It is then made from the job's columns."""
+        ended = [
+            Attempt(
+                attempt=entry["attempt"],
+                worker=entry.get("worker", ""),
+                leased_at=entry["leased_at_us"],
+                ended_at=entry["ended_at_us"],
+                outcome=Outcome(entry["outcome"]),
+                failure=Failure.from_json(entry["failure"]) if "failure" in entry else None,
+            )
+            for entry in json.loads(self.history or "[]")
+        ]
+        if self.leased_at is not None:
+            if self.state == "succeeded" and self.finished_at is not None:
+                ended.append(self._latest(self.leased_at, self.finished_at, Outcome.ACKED))
+            elif self.state == "ready" and self.deadline is not None:
+                ended.append(self._latest(self.leased_at, self.deadline, Outcome.EXPIRED))
+        return ended
+
+    def _latest(self, leased_at: Micros, ended_at: Micros, outcome: Outcome) -> Attempt:
+        return Attempt(
+            attempt=self.attempt, worker=self.worker or "", leased_at=leased_at, ended_at=ended_at, outcome=outcome
+        )
+
+
+def as_new(org: OrgId, records: Sequence[JobRecord], ids: Sequence[JobId]) -> NewJobs:
+    """Returns new jobs with these ids that equal the old ones, as they were stored (`as_stored`). They are due at once.
+    They have no dedup keys, traces and expiry times: those of the old jobs no longer apply."""
+    jobs = NewJobs(org=org, ids=list(ids), queues=[record.queue for record in records])
+    columns = {array: name for name, array in JOB_CONTENT.items() if name not in NOT_REPEATED}
+    columns |= {"priorities": "priority", "max_attempts": "max_attempts"}
+    for array, name in columns.items():
+        column = [getattr(record, name) for record in records]
+        if array in SPARSE_COLUMNS:
+            setattr(jobs, array, {at: value for at, value in enumerate(column) if value is not None})
+        else:
+            setattr(jobs, array, column)
+    return jobs

@@ -1,0 +1,62 @@
+"""Lease tokens on the wire. Pure.
+
+A token names the shard, the job and the lease. An ack therefore finds its shard even if the org has moved since, and
+fits one lease only. A token has 29 bytes: version 1, the shard's tag, the lease's number, the job's id; integers are
+big-endian.
+"""
+
+from __future__ import annotations
+
+import secrets
+import struct
+
+import xxhash
+
+from shard.job_id import to_hex
+from shard.vocabulary import JobId, Lease, ShardName
+
+TOKEN_VERSION = 1
+_ADVICE = "send `lease` unchanged, as Dequeue or Consume gave it"
+_PREFIX = struct.Struct(">BIq")
+TOKEN_BYTES = _PREFIX.size + 16
+
+
+class MalformedLease(ValueError):
+    """These bytes are not a lease token of this cluster."""
+
+
+def shard_tag(shard: ShardName) -> int:
+    """Returns the 32 bits that name a shard in tokens. shard/placement/cluster_file.py refuses shards with equal
+    tags."""
+    return xxhash.xxh32_intdigest(shard.encode())
+
+
+def draw_number() -> int:
+    """Returns a number for new leases. It is random, so that a lease that was lost in a failover never matches a later
+    one."""
+    return secrets.randbits(63)
+
+
+def token_prefix(shard: ShardName, number: int) -> bytes:
+    """Returns the prefix that the tokens of all jobs of one claim have in common. `number`: the lease's number."""
+    return _PREFIX.pack(TOKEN_VERSION, shard_tag(shard), number)
+
+
+def token(prefix: bytes, job: JobId) -> bytes:
+    """Returns the lease token of one job of a claim."""
+    return prefix + bytes.fromhex(to_hex(job))
+
+
+def lease_of(job: str, number: int) -> Lease:
+    """Returns the lease with this number on the job with this id."""
+    return Lease(job_hex=to_hex(job), number=number)
+
+
+def parse_token(data: bytes) -> tuple[int, Lease]:
+    """Returns the shard's tag and the lease. Raises MalformedLease."""
+    if len(data) != TOKEN_BYTES:
+        raise MalformedLease(f"is no lease token, which has {TOKEN_BYTES} bytes, not {len(data)}: {_ADVICE}")
+    if data[0] != TOKEN_VERSION:
+        raise MalformedLease(f"is no lease token of version {TOKEN_VERSION}, but begins with {data[0]}: {_ADVICE}")
+    _, tag, number = _PREFIX.unpack_from(data)
+    return tag, Lease(job_hex=data[_PREFIX.size :].hex(), number=number)

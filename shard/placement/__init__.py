@@ -1,0 +1,1 @@
+"""Where orgs live: slots, the catalog, pins, moves, and the cluster file."""

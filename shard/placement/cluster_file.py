@@ -1,0 +1,280 @@
+"""The cluster file: which shards there are and how to reach them. Reads TOML; opens no connection.
+
+    [cluster]
+    name = "production"
+
+    [[shard]]
+    name = "s1"
+    dsn = "postgresql://windrow@db1/windrow"      # or dsn_env = "S1_DSN", or dsn_file = "/run/secrets/s1"
+    weight = 1                                    # share of the slots; default 1
+    state = "active"                              # what it does; default active
+    labels = { region = "eu" }                    # for operators and tools; default none
+
+    [catalog]                                     # optional; default: the first shard's database
+    dsn = "..."
+
+    [router]                                      # optional; see router/settings.py
+
+    [balancer]                                    # optional; see balancer/settings.py
+
+    [archiver]                                    # optional; see archiver/settings.py
+
+deploy/cluster.example.toml explains every key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import hashlib
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self, cast
+
+from psycopg import ProgrammingError
+from psycopg.conninfo import conninfo_to_dict
+
+from shard.lease_token import shard_tag
+from shard.vocabulary import CATALOG, ShardName
+
+_LABELS_MAX = 16
+
+
+class ClusterFileError(ValueError):
+    """The cluster file cannot be used. The message says where, what is wrong and what to do. Nothing was changed."""
+
+
+class ShardState(enum.Enum):
+    """What a shard should do, as its operator set it. In every state except `off` it can be read."""
+
+    # Per state: takes_enqueues, gives_jobs (claims), takes_changes (settles leases, changes queues).
+    ACTIVE = "active", True, True, True
+    # Its share of the slots is 0, so the balancer moves them away.
+    DRAINING = "draining", True, True, True
+    ENQUEUE_ONLY = "enqueue_only", True, False, True
+    DEQUEUE_ONLY = "dequeue_only", False, True, True
+    READ_ONLY = "read_only", False, False, False
+    # Nothing connects to it.
+    OFF = "off", False, False, False
+
+    takes_enqueues: bool
+    gives_jobs: bool
+    takes_changes: bool
+
+    def __new__(cls, word: str, takes_enqueues: bool, gives_jobs: bool, takes_changes: bool) -> Self:
+        state = object.__new__(cls)
+        state._value_ = word
+        state.takes_enqueues = takes_enqueues
+        state.gives_jobs = gives_jobs
+        state.takes_changes = takes_changes
+        return state
+
+    @property
+    def word(self) -> str:
+        """The state as the cluster file spells it."""
+        return str(self._value_)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardEntry:
+    name: ShardName
+    # May hold a password: never shown.
+    dsn: str = field(repr=False)
+    weight: float = 1.0
+    state: ShardState = ShardState.ACTIVE
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def share(self) -> float:
+        """The weight with which slots are placed."""
+        return 0.0 if self.state is ShardState.DRAINING else self.weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    name: str
+    shards: tuple[ShardEntry, ...]
+    catalog_dsn: str = field(repr=False)
+    # The shard whose database holds the catalog. None: the file names a database for the catalog.
+    catalog_shard: ShardName | None = None
+    # The [router], [balancer] and [archiver] tables, each parsed by the package that it configures.
+    tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+    # Prefix of error messages about the file, such as its path.
+    source: str = "cluster file"
+    # The first 12 digits of the SHA-256 of the file's text, as `sha256sum` prints it.
+    digest: str = ""
+    # The files that `dsn_file` keys name.
+    dsn_files: tuple[Path, ...] = ()
+
+    def shard(self, name: str) -> ShardEntry | None:
+        return next((entry for entry in self.shards if entry.name == name), None)
+
+
+def read_cluster(path: Path) -> Cluster:
+    """Reads and parses a cluster file. Raises ClusterFileError."""
+    return parse_cluster(read_text(path), source=str(path))
+
+
+def read_text(path: Path) -> str:
+    """Returns the text of a cluster file. Raises ClusterFileError."""
+    try:
+        # Decode bytes instead of reading text: line endings must stay as they are, or the digest would differ.
+        return path.read_bytes().decode()
+    except OSError as error:
+        raise ClusterFileError(f"{path}: {error.strerror}; name another with --config or WINDROW_CONFIG") from error
+    except UnicodeDecodeError as error:
+        raise ClusterFileError(f"{path}: not TOML: not UTF-8 at byte {error.start}") from error
+
+
+def digest_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def parse_cluster(text: str, *, source: str, environ: Mapping[str, str] = os.environ) -> Cluster:
+    """Parses the text of a cluster file. `source` is the prefix of error messages. Raises ClusterFileError."""
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ClusterFileError(f"{source}: not TOML: {error}") from error
+    known_keys(document, {"cluster", "shard", "catalog", "router", "balancer", "archiver"}, where=source)
+    cluster = _table(document, "cluster", source)
+    known_keys(cluster, {"name"}, where=f"{source}: [cluster]")
+    entries: object = document.get("shard")
+    if not isinstance(entries, list) or not entries:
+        raise ClusterFileError(f"{source}: no [[shard]]: a cluster needs one or more")
+    shards = tuple(_shard(entry, at, source, environ) for at, entry in enumerate(cast("list[object]", entries), 1))
+    _refuse_duplicates(shards, source)
+    if all(entry.share == 0 for entry in shards):
+        raise ClusterFileError(f"{source}: every shard has weight 0 or is draining; at least one must take slots")
+    catalog = _table(document, "catalog", source)
+    known_keys(catalog, {"dsn", "dsn_env", "dsn_file"}, where=f"{source}: [catalog]")
+    named = [catalog, *cast("list[dict[str, object]]", entries)]
+    return Cluster(
+        name=_text(cluster.get("name", "windrow"), f"{source}: [cluster] name"),
+        shards=shards,
+        catalog_dsn=_dsn(catalog, f"{source}: [catalog]", environ) if catalog else shards[0].dsn,
+        catalog_shard=None if catalog else shards[0].name,
+        tables={name: _table(document, name, source) for name in ("router", "balancer", "archiver")},
+        source=source,
+        digest=digest_of(text),
+        dsn_files=tuple(Path(str(table["dsn_file"])) for table in named if "dsn_file" in table),
+    )
+
+
+def known_keys(table: Mapping[str, Any], known: set[str], *, where: str) -> None:
+    """Raises ClusterFileError for an unknown key: it is probably a typing error, and ignoring it would hide that."""
+    for key in table:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
+            raise ClusterFileError(f"{where}: unknown key {key!r}; {hint}")
+
+
+def _table(document: Mapping[str, Any], name: str, source: str) -> Mapping[str, Any]:
+    table: object = document.get(name, {})
+    if not isinstance(table, dict):
+        raise ClusterFileError(f"{source}: {name} must be a table, [{name}]")
+    return cast("dict[str, Any]", table)
+
+
+def _text(value: object, where: str) -> str:
+    if not isinstance(value, str) or not 1 <= len(value) <= 63 or not value.isprintable():
+        raise ClusterFileError(f"{where}: must be text of 1 to 63 printable characters, not {value!r}")
+    return value
+
+
+def _shard(value: object, at: int, source: str, environ: Mapping[str, str]) -> ShardEntry:
+    where = f"{source}: [[shard]] number {at}"
+    if not isinstance(value, dict):
+        raise ClusterFileError(f"{where}: must be a table")
+    entry = cast("dict[str, Any]", value)
+    known_keys(entry, {"name", "dsn", "dsn_env", "dsn_file", "weight", "state", "labels"}, where=where)
+    if "name" not in entry:
+        raise ClusterFileError(f"{where}: has no name")
+    name = ShardName(_text(entry["name"], f"{where}: name"))
+    if name == CATALOG:
+        # In `unavailable_shards`, `windrow doctor --shard` and error messages this name means the catalog's database.
+        raise ClusterFileError(f"{where}: name: {name!r} means the catalog's own database; choose another name")
+    where = f"{where} ({name})"
+    weight: object = entry.get("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= 1_000_000:
+        raise ClusterFileError(f"{where}: weight must be a number from 0 to 1000000, not {weight!r}")
+    return ShardEntry(
+        name=name,
+        dsn=_dsn(entry, where, environ),
+        weight=float(weight),
+        state=_state(entry.get("state", "active"), where),
+        labels=_labels(entry.get("labels", {}), where),
+    )
+
+
+def _state(value: object, where: str) -> ShardState:
+    states = {state.word: state for state in ShardState}
+    if not isinstance(value, str) or value not in states:
+        near = difflib.get_close_matches(str(value), states, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it is one of {', '.join(states)}"
+        raise ClusterFileError(f"{where}: unknown state {value!r}; {hint}")
+    return states[value]
+
+
+def _labels(value: object, where: str) -> Mapping[str, str]:
+    if not isinstance(value, dict):
+        raise ClusterFileError(f'{where}: labels must be a table, such as {{ region = "eu" }}, not {value!r}')
+    labels = cast("dict[str, object]", value)
+    if len(labels) > _LABELS_MAX:
+        raise ClusterFileError(f"{where}: {len(labels)} labels; a shard has {_LABELS_MAX} at most")
+    return {_text(key, f"{where}: label"): _text(text, f"{where}: label {key}") for key, text in labels.items()}
+
+
+def _dsn(table: Mapping[str, Any], where: str, environ: Mapping[str, str]) -> str:
+    sources = [key for key in ("dsn", "dsn_env", "dsn_file") if key in table]
+    if len(sources) != 1:
+        raise ClusterFileError(
+            f"{where}: needs exactly one of dsn, dsn_env and dsn_file, and has {' and '.join(sources) or 'none'}"
+        )
+    key, value = sources[0], table[sources[0]]
+    if not isinstance(value, str):
+        raise ClusterFileError(f"{where}: {key} must be text")
+    if key != "dsn" and ("://" in value or "password=" in value):
+        # Not shown: it holds a password.
+        raise ClusterFileError(
+            f"{where}: {key} names where the DSN is stored, but this is a DSN itself: use the key dsn"
+        )
+    match key:
+        case "dsn_env":
+            dsn = environ.get(value, "")
+            if not dsn:
+                raise ClusterFileError(f"{where}: the environment variable {value} (dsn_env) is not set")
+        case "dsn_file":
+            try:
+                dsn = Path(value).read_bytes().decode().strip()
+            except OSError as error:
+                raise ClusterFileError(f"{where}: dsn_file {value}: {error.strerror}") from error
+            except UnicodeDecodeError:
+                # Drop the cause: it shows the bytes that could not be decoded.
+                raise ClusterFileError(f"{where}: dsn_file {value}: is not UTF-8") from None
+            if not dsn:
+                raise ClusterFileError(f"{where}: dsn_file {value}: is empty")
+        case _:
+            dsn = value
+    try:
+        hosts = str(conninfo_to_dict(dsn).get("host", "")).split(",")
+    except ProgrammingError:
+        # Drop the cause: the parser's message quotes the DSN with its password.
+        raise ClusterFileError(f"{where}: {key} is not a libpq connection string or postgresql:// URI") from None
+    if any("@" in host[1:] for host in hosts):
+        # An unescaped @ would put the end of the password into the host name, which connection errors show.
+        raise ClusterFileError(f"{where}: {key} has a host with an @ in it: in a URI, an @ of the password is %40")
+    return dsn
+
+
+def _refuse_duplicates(shards: tuple[ShardEntry, ...], source: str) -> None:
+    tags: dict[int, ShardName] = {}
+    for entry in shards:
+        other = tags.setdefault(shard_tag(entry.name), entry.name)
+        if other is not entry.name:
+            why = "appears twice" if other == entry.name else f"collides with {other!r} in lease tokens; rename one"
+            raise ClusterFileError(f"{source}: shard name {entry.name!r} {why}")

@@ -1,0 +1,104 @@
+"""Watches a cluster file on disk by polling it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from shard.placement.cluster_diff import described, refuse_change
+from shard.placement.cluster_file import Cluster, ClusterFileError, digest_of, parse_cluster, read_text
+
+_log = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+# A refused file is read again this often, because what it depends on may appear: a secret file, an environment.
+_RETRY_S = 1.0
+
+# For each file: modification time in ns, size and inode number. None: the file does not exist.
+_Stats = tuple[tuple[int, int, int] | None, ...]
+
+
+class WatchedFile:
+    """A cluster file on disk. `read` it, wait until it has `changed`, and `read` it again."""
+
+    def __init__(self, path: Path) -> None:
+        # The digest of the text that was read last, whether or not it could be used. Empty: there was nothing to read.
+        self.digest = ""
+        self._path = path
+        # The file, and the files that its `dsn_file` keys named when it could last be used.
+        self._files: tuple[Path, ...] = (path,)
+        self._stats: _Stats = ()
+        self._hurry = asyncio.Event()
+
+    def read(self) -> Cluster:
+        """Returns the cluster that the file describes now. Raises ClusterFileError."""
+        while True:
+            # Take the stats before reading: a write in between must count as a change.
+            self._stats = self._stat_all()
+            self.digest = ""
+            text = read_text(self._path)
+            self.digest = digest_of(text)
+            cluster = parse_cluster(text, source=str(self._path))
+            files = (self._path, *cluster.dsn_files)
+            if files == self._files:
+                return cluster
+            self._files = files
+
+    def hurry(self) -> None:
+        """Makes `changed` return at once: somebody says that the file has changed."""
+        self._hurry.set()
+
+    async def changed(self, *, within_s: float | None = None) -> None:
+        """Returns when the file differs from the one that was read and nobody is writing to it; at once after `hurry`;
+        and after `within_s` seconds in any case."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._wait_for_stable_change()
+        self._hurry.clear()
+
+    async def _wait_for_stable_change(self) -> None:
+        before = self._stats
+        while not self._hurry.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._hurry.wait(), _POLL_S)
+            # Run in a thread: the file may be on a slow disk.
+            now = await asyncio.to_thread(self._stat_all)
+            if now == before != self._stats:
+                return
+            before = now
+
+    def _stat_all(self) -> _Stats:
+        return tuple(map(_stat, self._files))
+
+
+async def next_usable(file: WatchedFile, before: Cluster, *, judge: Callable[[Cluster], object]) -> Cluster:
+    """Returns the next usable cluster file that differs from `before`. A file that cannot be parsed, or for which
+    `judge` raises ClusterFileError, is logged once as refused, and `before` stays in use."""
+    refused: str | None = None
+    while True:
+        await file.changed(within_s=None if refused is None else _RETRY_S)
+        try:
+            cluster = await asyncio.to_thread(file.read)
+            judge(cluster)
+            refuse_change(before, cluster)
+        except ClusterFileError as error:
+            if file.digest != refused:
+                refused = file.digest
+                _log.error("the cluster file is refused, %s stays in use: %s", before.digest, error)
+            continue
+        refused = None
+        if cluster != before:
+            changes = described(before, cluster)
+            _log.info("cluster file %s is in use: %s", cluster.digest, "; ".join(changes) or "no change to the shards")
+            return cluster
+
+
+def _stat(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino

@@ -1,0 +1,241 @@
+"""Moves slots from one shard to another: the steps of docs/decisions/0017-moving-slots.md that run on shards, for many
+slots at a time. The catalog's steps are in shard/placement/catalog.py. balancer/move.py decides which step comes next.
+
+Each step compares epochs and chunk numbers before it writes. So a step that comes late, comes twice, or is taken by two
+processes at once changes nothing. Every step may raise ShardUnavailable; the step may then have been taken or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Literal, NamedTuple, TypeVar
+
+import psycopg
+
+from shard.errors import Misconfigured, ShardUnavailable
+from shard.placement import statements
+from shard.postgres import arrays
+from shard.postgres.pool import Database
+from shard.queue_settings import SETTING_COLUMNS, QueueSettings
+from shard.vocabulary import Micros, OrgId, QueueName, Slot
+
+T = TypeVar("T")
+
+_ROWS_MAX = 1000
+
+
+class SlotState(NamedTuple):
+    """What a shard knows about a slot, in the order of read_slots.sql's columns."""
+
+    slot: Slot
+    state: Literal["owned", "draining"]
+    epoch: int
+    # The last chunk that the shard exported or imported in the move of this epoch.
+    chunk: int
+
+
+class QueueOfSlot(NamedTuple):
+    """A queue and its configuration. An org without queues has one, in which the queue is None."""
+
+    slot: Slot
+    org: OrgId
+    queue: QueueName | None
+    listed: bool | None
+    created_at: Micros | None
+    settings: QueueSettings
+
+
+class Remaining(NamedTuple):
+    """How many unfinished jobs of a slot remain on a shard, in the order of count_remaining.sql's columns."""
+
+    slot: Slot
+    # Live jobs that may be exported now: no lease is valid.
+    free: int
+    leased: int
+    dead: int
+    # Exported jobs that are not deleted yet.
+    departing: int
+
+
+class ExportedJobs(NamedTuple):
+    """The jobs of one queue in one exported chunk, in the order of read_exported.sql's columns."""
+
+    slot: Slot
+    chunk: int
+    org: OrgId
+    queue: QueueName
+    # Rows of windrow.departing, as Postgres writes them.
+    jobs: str
+
+
+async def read_slots(database: Database, slots: Sequence[Slot]) -> dict[Slot, SlotState]:
+    """Returns what the shard knows about these slots. Slots that it does not know are left out."""
+    rows = await database.run(statements.READ_SLOTS, {"slots": arrays.numbers(slots)})
+    return {row[0]: SlotState._make(row) for row in rows}
+
+
+async def read_queues(database: Database, slots: Sequence[Slot]) -> list[QueueOfSlot]:
+    """Returns the queues of these slots, sorted by org and queue name."""
+    rows = await database.run(statements.READ_QUEUES, {"slots": arrays.numbers(slots)})
+    return [QueueOfSlot._make([*row[:5], QueueSettings.from_row(row[5:])]) for row in rows]
+
+
+async def make_queues(database: Database, queues: Sequence[QueueOfSlot]) -> None:
+    """Creates those of the queues that do not exist here, with the default configuration. Existing queues, even deleted
+    ones, stay as they are, so this may be called at any time."""
+    for batch in _batches(queues):
+        orgs = {row.org: row.slot for row in batch}
+        named = [row for row in batch if row.queue is not None]
+        await database.run(
+            statements.INSERT_NAMES,
+            {
+                "orgs": arrays.texts(list(orgs)),
+                "slots": arrays.numbers(orgs.values()),
+                "queues": arrays.names({row.queue for row in named if row.queue is not None}),
+            },
+        )
+        await database.run(statements.INSERT_QUEUES, {**_names(named), "relisted": False})
+
+
+async def close_slots(database: Database, slots: Sequence[Slot], *, epoch: int) -> bool:
+    """Stops the source from taking jobs of these slots, including those of enqueues that have already begun. Returns
+    False if an enqueue under way did not end in time: nothing was done, and the caller may try again. Other enqueues
+    wait for at most 0.1 s, plus the time of the update."""
+    try:
+        async with database.transaction() as connection:
+            await connection.execute(statements.LOCK_SLOTS, prepare=False)
+            await connection.run(statements.CLOSE_SLOTS, {"slots": arrays.numbers(slots), "epoch": epoch})
+    except ShardUnavailable as error:
+        if isinstance(error.__cause__, psycopg.errors.LockNotAvailable):
+            return False
+        raise
+    return True
+
+
+async def open_slots(database: Database, slots: Sequence[Slot], *, epoch: int, queues: Sequence[QueueOfSlot]) -> None:
+    """Lets the target take jobs of these slots, and gives its queues the configuration that they have on the closed
+    source."""
+    await make_queues(database, queues)
+    async with database.transaction() as connection:
+        # This comes first because it locks the slots: a second caller then finds nothing to do.
+        rows = await connection.run(statements.OPEN_SLOTS, {"slots": arrays.numbers(slots), "epoch": epoch})
+        opened = {slot for (slot,) in rows}
+        for batch in _batches([row for row in queues if row.slot in opened]):
+            orgs = {row.org: row.slot for row in batch}
+            names = arrays.texts(list(orgs))
+            await connection.run(statements.ADOPT_ORGS, {"orgs": names, "slots": arrays.numbers(orgs.values())})
+            await connection.run(statements.ADOPT_QUEUES, {"orgs": names})
+            await connection.run(
+                statements.CONFIGURE_QUEUES, _configuration([row for row in batch if row.queue is not None])
+            )
+
+
+async def count_remaining(database: Database, slots: Sequence[Slot]) -> list[Remaining]:
+    """Counts the unfinished jobs of these slots that remain on this shard, in slot order. Slots without any are left
+    out."""
+    remaining: list[Remaining] = []
+    for batch in _batches(slots):
+        rows = await database.run(statements.COUNT_REMAINING, {"slots": arrays.numbers(batch)})
+        remaining += map(Remaining._make, rows)
+    return remaining
+
+
+async def export_chunk(
+    database: Database, chunks: Mapping[Slot, int], *, epoch: int, rows_max: int, bytes_max: int
+) -> dict[Slot, int]:
+    """Sets jobs of these slots aside for the target. `chunks` gives each slot the number of its next chunk. Goes
+    through the slots in ascending order until `rows_max` jobs are found or `bytes_max` bytes are filled. Returns how
+    many jobs were set aside in each slot."""
+    slots = sorted(chunks)
+    rows = await database.run(
+        statements.EXPORT_CHUNK,
+        {
+            "slots": arrays.numbers(slots),
+            "chunks": arrays.numbers(chunks[slot] for slot in slots),
+            "epoch": epoch,
+            "rows": rows_max,
+            "bytes": bytes_max,
+        },
+    )
+    return dict(rows)
+
+
+async def read_exported(database: Database, slots: Sequence[Slot], *, epoch: int) -> list[ExportedJobs]:
+    """Returns the jobs that were exported from the source and not deleted there yet. A slot has at most one such chunk:
+    the next one is exported only after this one is deleted."""
+    rows = await database.run(statements.READ_EXPORTED, {"slots": arrays.numbers(slots), "epoch": epoch})
+    return list(map(ExportedJobs._make, rows))
+
+
+async def import_chunk(database: Database, exported: Sequence[ExportedJobs], *, epoch: int) -> set[Slot]:
+    """Stores exported jobs on the target. Returns the slots whose chunks were stored: those whose numbers were the
+    next. Raises Misconfigured if the target refuses the rows."""
+    chunks = {part.slot: part.chunk for part in exported}
+    slots = sorted(chunks)
+    try:
+        rows = await database.run(
+            statements.IMPORT_CHUNK,
+            {
+                "slots": arrays.numbers(slots),
+                "chunks": arrays.numbers(chunks[slot] for slot in slots),
+                "epoch": epoch,
+                "of_slots": arrays.numbers(part.slot for part in exported),
+                "orgs": arrays.texts([part.org for part in exported]),
+                "queues": arrays.names(part.queue for part in exported),
+                "jobs": arrays.texts([part.jobs for part in exported]),
+            },
+        )
+    except (psycopg.IntegrityError, psycopg.DataError) as error:
+        raise Misconfigured(
+            f"shard {database.name!r} refuses jobs that move there: {error.diag.message_primary}; they are kept where "
+            "they come from. Its schema differs from theirs, or it was restored from a backup: see that both run the "
+            "same migrations, and check the books of both"
+        ) from error
+    return {slot for (slot,) in rows}
+
+
+async def notify_imported(database: Database, exported: Sequence[ExportedJobs]) -> None:
+    """Tells routers that wait on the target for jobs of these queues to claim again, from the oldest job on. This is a
+    hint (I7)."""
+    queues = {(part.org, part.queue): None for part in exported}
+    await database.run(
+        statements.NOTIFY_IMPORTED,
+        {"orgs": arrays.texts([org for org, _ in queues]), "queues": arrays.names(queue for _, queue in queues)},
+    )
+
+
+async def delete_exported(database: Database, chunks: Mapping[Slot, int], *, epoch: int) -> int:
+    """Deletes exported chunks on the source, after the target has stored them. Returns how many jobs were deleted."""
+    rows = await database.run(
+        statements.DELETE_EXPORTED,
+        {"slots": arrays.numbers(chunks), "chunks": arrays.numbers(chunks.values()), "epoch": epoch},
+    )
+    return int(rows[0][0])
+
+
+def _batches(rows: Sequence[T]) -> Iterator[Sequence[T]]:
+    iterator = iter(rows)
+    while batch := list(islice(iterator, _ROWS_MAX)):
+        yield batch
+
+
+def _names(queues: Sequence[QueueOfSlot]) -> dict[str, object]:
+    return {
+        "orgs": arrays.texts([row.org for row in queues]),
+        "queues": arrays.names(row.queue for row in queues if row.queue is not None),
+    }
+
+
+def _configuration(queues: Sequence[QueueOfSlot]) -> dict[str, object]:
+    settings = {name: [getattr(row.settings, name) for row in queues] for name in SETTING_COLUMNS}
+    return {
+        **_names(queues),
+        **{
+            name: arrays.sparse_texts({at: str(v) for at, v in enumerate(values) if v is not None}, len(queues))
+            for name, values in settings.items()
+        },
+        "listed": arrays.names(str(row.listed) for row in queues),
+        "created_at_us": arrays.numbers(row.created_at or 0 for row in queues),
+        "of_slots": arrays.numbers(row.slot for row in queues),
+    }

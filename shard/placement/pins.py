@@ -1,0 +1,152 @@
+"""Pinned orgs. Each has a slot of its own (docs/decisions/0017-moving-slots.md), and the catalog says on which shard,
+or on shards with which label, the org should live.
+
+Pinning is one transaction in the catalog. The shard that holds the org must file it under its own slot (`adopt`) only
+before the org's slot or its hash slot leaves that shard; `adopt` runs before the shard closes the slot. Moving the slot
+to its target shard is the balancer's task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import psycopg
+
+from shard.errors import NotPinned, ShardUnavailable, SlotMoves, TooManyPins
+from shard.placement import catalog, statements
+from shard.placement.slots import slot_of
+from shard.postgres import arrays
+from shard.postgres.pool import Database
+from shard.vocabulary import OrgId, ShardName, Slot
+
+# A slot number is a signed 16-bit integer (up to 32,767), and the hash slots use the numbers below 16,384.
+PINS_MAX = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class OnShard:
+    """The org should live on the shard of this name."""
+
+    shard: ShardName
+
+    def __str__(self) -> str:
+        return f"shard {self.shard}"
+
+
+@dataclass(frozen=True, slots=True)
+class WithLabel:
+    """The org should live on any shard with this label."""
+
+    label: str
+    value: str
+
+    def __str__(self) -> str:
+        return f"{self.label}={self.value}"
+
+
+PinTarget: TypeAlias = OnShard | WithLabel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """An org with a slot of its own. It keeps that slot for ever, even when it is unpinned."""
+
+    org: OrgId
+    slot: Slot
+    # The epoch under which the org's shard owned the slot when the slot was created.
+    epoch: int
+    # None: the org is no longer pinned, and lives where its hash slot is.
+    target: PinTarget | None
+
+
+async def pin(database: Database, org: OrgId, target: PinTarget) -> Pin:
+    """Sets where the org should live, and gives it a slot of its own if it has none. `database` is the catalog's.
+    Calling it again with the same target changes nothing; of two concurrent calls, the later one wins. Raises SlotMoves
+    while the org's hash slot moves, and TooManyPins; nothing has changed then. After ShardUnavailable, call it again.
+    """
+    async with catalog.exclusive(database) as connection:
+        parameters = {"org": org, **_columns(target)}
+        rows = await connection.run(statements.SET_PIN_TARGET, parameters)
+        if not rows:
+            slot = slot_of(org)
+            # Lock the hash slot's placement in a statement of its own, so that INSERT_PIN copies it as it is after the
+            # latest move.
+            ((reads,),) = await connection.run(statements.LOCK_PLACEMENT, {"slot": slot})
+            if len(reads) > 1:
+                raise SlotMoves(org, slot, reads)
+            rows = await connection.run(statements.INSERT_PIN, {"hash_slot": slot, **parameters})
+        if not rows:
+            raise TooManyPins(org, pins_max=PINS_MAX)
+        return _pin(*rows[0])
+
+
+async def unpin(database: Database, org: OrgId) -> Pin:
+    """Lets the org live where its hash slot is. The org keeps its own slot. Raises NotPinned if it is not pinned."""
+    async with catalog.exclusive(database) as connection:
+        rows = await connection.run(statements.READ_PIN, {"org": org})
+        if not rows or _pin(*rows[0]).target is None:
+            raise NotPinned(org)
+        rows = await connection.run(statements.SET_PIN_TARGET, {"org": org, **_columns(None)})
+        return _pin(*rows[0])
+
+
+async def read(database: Database) -> list[Pin]:
+    """Returns all orgs that have a slot of their own, also those that are no longer pinned, ordered by slot."""
+    return [_pin(*row) for row in await database.run(statements.READ_PINS, {})]
+
+
+async def read_on(database: Database, shard: ShardName) -> list[Pin]:
+    """Returns those of them whose jobs this shard takes, ordered by org."""
+    return [_pin(*row) for row in await database.run(statements.READ_PINS_ON, {"shard": shard})]
+
+
+async def adopt(shard: Database, pins: Sequence[Pin]) -> bool:
+    """Makes the shard file these orgs under their own slots. `pins` are the orgs whose jobs the shard takes, from any
+    reading of the catalog since they were pinned. Returns False if queues were being created or changed: nothing was
+    done, and the caller may try again. Calling it late or twice changes nothing. Raises ShardUnavailable."""
+    rows = await shard.run(
+        statements.FIND_UNADOPTED,
+        {
+            "orgs": arrays.texts([pin.org for pin in pins]),
+            "slots": arrays.numbers(pin.slot for pin in pins),
+            "epochs": arrays.numbers(pin.epoch for pin in pins),
+        },
+    )
+    if not rows:
+        return True
+    orgs, slots, epochs = zip(*rows, strict=True)
+    named = {"orgs": arrays.texts(orgs), "slots": arrays.numbers(slots)}
+    try:
+        async with shard.transaction() as connection:
+            await connection.execute(statements.LOCK_QUEUES, prepare=False)
+            await connection.run(
+                statements.GRANT_SLOTS, {"slots": arrays.numbers(slots), "epochs": arrays.numbers(epochs)}
+            )
+            # Insert orgs that the shard does not know: a router would otherwise insert them with their hash slots.
+            await connection.run(statements.INSERT_NAMES, {**named, "queues": arrays.names(())})
+            await connection.run(statements.ADOPT_ORGS, named)
+            await connection.run(statements.ADOPT_QUEUES, {"orgs": named["orgs"]})
+    except ShardUnavailable as error:
+        if isinstance(error.__cause__, psycopg.errors.LockNotAvailable):
+            return False
+        raise
+    return True
+
+
+def _columns(target: PinTarget | None) -> dict[str, str | None]:
+    return {
+        "shard": target.shard if isinstance(target, OnShard) else None,
+        "label": target.label if isinstance(target, WithLabel) else None,
+        "value": target.value if isinstance(target, WithLabel) else None,
+    }
+
+
+def _pin(org: OrgId, slot: Slot, epoch: int, shard: ShardName | None, label: str | None, value: str | None) -> Pin:
+    target: PinTarget | None = None
+    if shard is not None:
+        target = OnShard(shard)
+    elif label is not None and value is not None:
+        target = WithLabel(label, value)
+    return Pin(org=org, slot=slot, epoch=epoch, target=target)

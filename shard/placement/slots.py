@@ -1,0 +1,109 @@
+"""Where an org lives: org → slot → shards. Pure: no I/O, no clock, no config.
+
+An org's hash slot never changes. The shard on which a slot lives may change. It is planned here with minimal movement:
+a shard gives up only what exceeds its share, and takes only what it lacks
+(docs/decisions/0002-slots-instead-of-a-hash-ring.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from shard.vocabulary import Micros, OrgId, ShardName, Slot
+
+SLOTS = 16_384
+# The epoch of a new cluster's placement. A caller with this epoch knows of no move.
+FIRST_EPOCH = 1
+
+_HOUR_US = 3_600_000_000
+_IDS_KNOWN_US = 2 * _HOUR_US
+KEYS_KNOWN_US = 31 * 24 * _HOUR_US
+
+
+def slot_of(org: OrgId) -> Slot:
+    """Returns the top 14 bits of xxh3_64 over the org's UTF-8 bytes. Stored data depends on this, so it can never
+    change."""
+    return Slot(xxhash.xxh3_64_intdigest(org.encode()) >> 50)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormerOwner:
+    """A shard that a slot has left. It may still know ids and dedup keys of the slot's jobs, and hold finished jobs."""
+
+    shard: ShardName
+    left_at: Micros
+
+    def may_know(self, made_at_ms: int, *, keyed: bool) -> bool:
+        """Returns whether this shard may have stored the first copy of a job whose id was made at `made_at_ms`, with
+        (`keyed`) or without a dedup key. A shard accepts no id that is more than one hour ahead, and no dedup window
+        over 30 days; the rest of the limits is room for clock differences."""
+        return made_at_ms * 1000 <= (self.keys_known_until if keyed else self.ids_known_until)
+
+    @property
+    def ids_known_until(self) -> Micros:
+        return Micros(self.left_at + _IDS_KNOWN_US)
+
+    @property
+    def keys_known_until(self) -> Micros:
+        return Micros(self.left_at + KEYS_KNOWN_US)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """One slot's shards. At rest on A: writes (A,), reads (A,). While it moves from A to B: writes (A,), then (B,), and
+    reads (A, B), in the order in which jobs travel. `epoch` is that of the latest move; before the first move, that of
+    the pin that created the slot."""
+
+    writes: tuple[ShardName, ...]
+    reads: tuple[ShardName, ...]
+    epoch: int
+    former: tuple[FormerOwner, ...] = ()
+
+    @property
+    def at_rest(self) -> bool:
+        return len(self.reads) == 1
+
+    @property
+    def sources(self) -> tuple[ShardName, ...]:
+        """The shards from which jobs still move to the writer."""
+        return self.reads[: self.reads.index(self.writes[0])]
+
+    @property
+    def former_only(self) -> tuple[FormerOwner, ...]:
+        """The former owners that are not read any more: they have only finished jobs, remembered ids and dedup keys."""
+        return tuple(owner for owner in self.former if owner.shard not in self.reads)
+
+
+def shares(weights: Mapping[ShardName, float], slots: int = SLOTS) -> dict[ShardName, int]:
+    """Returns how many of `slots` each shard should hold: proportional to its weight, off by less than one, and `slots`
+    in total (Hamilton's largest remainder method; ties go to the name that sorts first). Raises ValueError unless all
+    weights are ≥ 0 and at least one is above 0."""
+    total = sum(weights.values())
+    if total <= 0 or min(weights.values()) < 0:
+        raise ValueError(f"weights must be ≥ 0 and not all 0: {dict(weights)}")
+    exact = {shard: slots * weight / total for shard, weight in weights.items()}
+    share = {shard: int(value) for shard, value in exact.items()}
+    by_remainder = sorted(exact, key=lambda shard: (share[shard] - exact[shard], shard))
+    for shard in by_remainder[: slots - sum(share.values())]:
+        share[shard] += 1
+    return share
+
+
+def plan(owners: Sequence[ShardName | None], weights: Mapping[ShardName, float]) -> list[ShardName]:
+    """Returns the new owner of each slot. `owners` are the present ones (None: not placed yet); as few of them change
+    as the shares allow."""
+    room = shares(weights, len(owners))
+    planned: list[ShardName | None] = []
+    for owner in owners:
+        keeps = owner is not None and room.get(owner, 0) > 0
+        if keeps and owner is not None:
+            room[owner] -= 1
+        planned.append(owner if keeps else None)
+    # Distribute free slots evenly: the k-th of a shard's n free slots sorts at (k + ½) / n, so every range of slots has
+    # a mix of shards.
+    turns = sorted(((k + 0.5) / n, shard) for shard, n in room.items() for k in range(n))
+    takers = iter(shard for _, shard in turns)
+    return [owner if owner is not None else next(takers) for owner in planned]

@@ -1,0 +1,6 @@
+-- Puts all queues of these orgs into the slots of their orgs. Run it after adopt_orgs, for which inserts of queues
+-- wait.
+UPDATE windrow.queue q SET slot = o.slot
+FROM unnest(%(orgs)s::text[]) AS n (org)
+JOIN windrow.org o ON o.org = n.org
+WHERE q.org = o.org AND q.slot <> o.slot

@@ -1,0 +1,16 @@
+-- Deletes exported jobs that another shard has stored: those of these chunks of this move. Returns how many.
+WITH forgotten AS (
+    DELETE FROM windrow.departing d
+    WHERE d.ctid = ANY (ARRAY(
+        SELECT d.ctid
+        FROM unnest(%(slots)s::smallint[], %(chunks)s::integer[]) AS n (slot, chunk)
+        -- OFFSET 0 fence: makes the planner use the index by slot alone.
+        CROSS JOIN LATERAL (SELECT d.ctid, d.epoch, d.chunk FROM windrow.departing d WHERE d.slot = n.slot OFFSET 0) d
+        WHERE d.epoch = %(epoch)s AND d.chunk = n.chunk
+    ))
+    RETURNING d.queue_id
+), counted AS (
+    INSERT INTO windrow.tally (org_id, accepted)
+    SELECT ({{org_of(f)}})::integer, -count(*) FROM forgotten f GROUP BY 1
+)
+SELECT count(*) FROM forgotten

@@ -1,0 +1,22 @@
+-- Stops routers from asking this shard for what it remembers about slots that have left it. Returns for how many slots.
+-- Returns 0 and changes nothing while the shard holds any slot, or while a slot left it less than `left_us` ago.
+WITH gone AS (
+    DELETE FROM windrow.former_owner f
+    WHERE f.shard = %(shard)s AND NOT EXISTS (SELECT FROM windrow.placement p WHERE %(shard)s = ANY (p.reads))
+        AND NOT EXISTS (
+            SELECT FROM windrow.former_owner late
+            WHERE late.shard = %(shard)s AND late.left_at + %(left_us)s * interval '1 microsecond' > now()
+        )
+    RETURNING f.slot
+), next AS (
+    UPDATE windrow.catalog c SET epoch = c.epoch + 1 WHERE EXISTS (SELECT FROM gone) RETURNING c.epoch
+), changed AS (
+    UPDATE windrow.placement p SET changed = next.epoch
+    FROM gone, next
+    WHERE p.slot = gone.slot
+    RETURNING p.slot
+)
+SELECT (SELECT count(*) FROM changed) AS slots
+FROM (SELECT 1) one
+-- Every copy of the catalog listens for this.
+LEFT JOIN (SELECT pg_notify('windrow_catalog', next.epoch::text) FROM next) told ON true

@@ -1,0 +1,24 @@
+-- Gives an org a slot of its own, at rest where its hash slot is. Former owners of the hash slot become former owners
+-- of the new one, because they may know jobs of the org. Runs after lock_placement and under the catalog's lock, so the
+-- next number is free and what is copied is up to date. Returns no row if no number is left.
+WITH free AS MATERIALIZED (
+    SELECT n.slot FROM (SELECT greatest(max(p.slot), 16383) + 1 AS slot FROM windrow.placement p) n WHERE n.slot <= 32767
+), next AS (
+    UPDATE windrow.catalog c SET epoch = c.epoch + 1 WHERE EXISTS (SELECT FROM free) RETURNING c.epoch
+), placed AS (
+    INSERT INTO windrow.placement (slot, writes, reads, epoch, changed)
+    SELECT free.slot, home.writes, home.reads, next.epoch, next.epoch
+    FROM free, next, windrow.placement home
+    WHERE home.slot = %(hash_slot)s
+    RETURNING slot, epoch
+), former AS (
+    INSERT INTO windrow.former_owner (slot, shard, left_at)
+    SELECT placed.slot, f.shard, f.left_at FROM placed, windrow.former_owner f WHERE f.slot = %(hash_slot)s
+), pinned AS (
+    INSERT INTO windrow.pin (org, slot, epoch, shard, label, value)
+    SELECT %(org)s, placed.slot, placed.epoch, %(shard)s, %(label)s, %(value)s FROM placed
+    RETURNING org, slot, epoch, shard, label, value
+)
+SELECT pinned.* FROM pinned
+-- Every copy of the catalog listens for this.
+CROSS JOIN (SELECT pg_notify('windrow_catalog', next.epoch::text) FROM next) told

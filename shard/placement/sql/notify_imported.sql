@@ -1,0 +1,9 @@
+-- Tells routers which queues got jobs from another shard, because these may be older than any that was here: see
+-- notify_work.sql. A notification holds less than 8,000 bytes.
+SELECT pg_notify('windrow_work', 'balancer +' || string_agg(q.queue_id::text, ','))
+FROM (
+    SELECT q.queue_id, (row_number() OVER () - 1) / 390 AS part
+    FROM unnest(%(orgs)s::text[], %(queues)s::text[]) AS n (org, queue)
+    JOIN windrow.queue q ON q.org = n.org AND q.queue = n.queue
+) q
+GROUP BY q.part

@@ -1,0 +1,12 @@
+-- The slots that are not at rest, grouped by move. Moves that are not switched come first, because their slots may have
+-- no writer.
+SELECT
+    p.epoch, p.reads[1] AS source, p.reads[2] AS target, p.writes = p.reads[2:2] AS switched,
+    array_agg(p.slot ORDER BY p.slot) AS slots
+FROM windrow.placement p
+WHERE cardinality(p.reads) > 1
+    -- Other shards act on this answer, so it must survive a failover: force it to the standby first. See
+    -- find_known.sql.
+    AND (SELECT pg_logical_emit_message(true, 'windrow', '')) IS NOT NULL
+GROUP BY p.epoch, p.reads, p.writes
+ORDER BY switched, p.epoch

@@ -1,0 +1,9 @@
+-- The orgs with a slot of their own that this shard writes.
+SELECT pin.org, pin.slot, pin.epoch, pin.shard, pin.label, pin.value
+FROM windrow.pin
+JOIN windrow.placement p ON p.slot = pin.slot
+WHERE p.writes = ARRAY[%(shard)s::text]
+    -- Other shards act on this answer, so it must survive a failover: force it to the standby first. See
+    -- find_known.sql.
+    AND (SELECT pg_logical_emit_message(true, 'windrow', '')) IS NOT NULL
+ORDER BY pin.org

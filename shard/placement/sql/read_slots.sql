@@ -1,0 +1,6 @@
+-- What this shard knows about these slots.
+SELECT o.slot, o.state, o.epoch, o.chunk
+FROM unnest(%(slots)s::smallint[]) AS n (slot)
+CROSS JOIN LATERAL (SELECT o.* FROM windrow.owned_slot o WHERE o.slot = n.slot OFFSET 0) o
+-- Other shards act on this answer, so it must survive a failover: force it to the standby first. See find_known.sql.
+WHERE (SELECT pg_logical_emit_message(true, 'windrow', '')) IS NOT NULL

@@ -1,0 +1,6 @@
+-- Records which database belongs to a shard. Another database may take its place only while the shard holds no slots
+-- and is no former owner, so nothing is lost with the first one.
+INSERT INTO windrow.shard AS s (shard, id) VALUES (%(shard)s, %(id)s::uuid)
+ON CONFLICT (shard) DO UPDATE SET id = excluded.id, mark = NULL, mark_token = NULL, marked_at = NULL
+WHERE NOT EXISTS (SELECT FROM windrow.placement p WHERE s.shard = ANY (p.reads))
+    AND NOT EXISTS (SELECT FROM windrow.former_owner f WHERE f.shard = s.shard)

@@ -1,0 +1,63 @@
+"""The SQL statements of this package, one file in sql/ each. Other packages run them only where
+tests/unit/test_statements.py allows it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from shard.postgres.sql_loader import load
+
+_load = partial(load, Path(__file__).parent / "sql")
+
+INSERT_NAMES = _load("insert_names", shared=True)
+INSERT_QUEUES = _load("insert_queues", shared=True)
+
+LOCATE_DATABASE = _load("locate_database")
+
+READ_CATALOG_CLUSTER = _load("read_catalog_cluster")
+FOUND_CATALOG = _load("found_catalog")
+PLACE_SLOTS = _load("place_slots")
+READ_CATALOG = _load("read_catalog")
+GRANT_SLOTS = _load("grant_slots")
+COUNT_OWNED_SLOTS = _load("count_owned_slots")
+READ_SHARD = _load("read_shard")
+READ_NEWEST_EPOCH = _load("read_newest_epoch")
+LOCK_CATALOG = _load("lock_catalog")
+RECORD_SHARD = _load("record_shard")
+READ_MOVES = _load("read_moves")
+BEGIN_MOVE = _load("begin_move")
+SWITCH_WRITER = _load("switch_writer")
+FINISH_MOVE = _load("finish_move")
+FORGET_OWNER = _load("forget_owner")
+READ_PIN = _load("read_pin")
+READ_PINS = _load("read_pins")
+READ_PINS_ON = _load("read_pins_on")
+LOCK_PLACEMENT = _load("lock_placement")
+INSERT_PIN = _load("insert_pin")
+SET_PIN_TARGET = _load("set_pin_target")
+
+MAKE_MARK = _load("make_mark")
+# A mark stands for what other statements write, so it need not count as a write itself.
+MAKE_MARK.writes = False
+CONFIRM_MARK = _load("confirm_mark")
+READ_MARK = _load("read_mark")
+
+READ_SLOTS = _load("read_slots")
+READ_QUEUES = _load("read_queues")
+FIND_UNADOPTED = _load("find_unadopted")
+LOCK_QUEUES = _load("lock_queues")
+LOCK_SLOTS = _load("lock_slots")
+CLOSE_SLOTS = _load("close_slots")
+OPEN_SLOTS = _load("open_slots")
+ADOPT_ORGS = _load("adopt_orgs")
+ADOPT_QUEUES = _load("adopt_queues")
+CONFIGURE_QUEUES = _load("configure_queues")
+COUNT_REMAINING = _load("count_remaining")
+# Not repeatable: a second run would export other jobs and not return those of the first run, which then nobody would
+# see for long.
+EXPORT_CHUNK = _load("export_chunk", repeatable=False)
+READ_EXPORTED = _load("read_exported")
+IMPORT_CHUNK = _load("import_chunk")
+NOTIFY_IMPORTED = _load("notify_imported")
+DELETE_EXPORTED = _load("delete_exported")

@@ -1,0 +1,1 @@
+"""One Postgres server: connections, statements, schema, leader lock."""

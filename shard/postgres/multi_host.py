@@ -1,0 +1,62 @@
+"""Connects to the first available server of a DSN that names several, without waiting long for a silent one.
+
+libpq itself waits the whole timeout for a silent server before it tries the next one. With four servers, the last one
+would be tried only after the caller has given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+# If a server has not accepted a connection after this long, the next one is tried beside it.
+NEXT_S = 0.5
+_Connection = TypeVar("_Connection", bound=psycopg.AsyncConnection[Any])
+
+
+def each_of(dsn: str) -> list[str]:
+    """Returns a DSN for each server that this DSN names, in order. A DSN whose lists have different lengths is returned
+    as it is: libpq reports the error."""
+    named = conninfo_to_dict(dsn)
+    lists = {key: str(named[key]).split(",") for key in ("host", "hostaddr", "port") if named.get(key) is not None}
+    count = max(map(len, lists.values()), default=1)
+    if any(len(values) not in ({1, count} if key == "port" else {count}) for key, values in lists.items()):
+        return [dsn]
+    return [
+        make_conninfo(dsn, **{key: values[at % len(values)] for key, values in lists.items()}) for at in range(count)
+    ]
+
+
+async def first_of(dsn: str, connect: Callable[[str], Coroutine[Any, Any, _Connection]]) -> _Connection:
+    """Returns a connection to the first server of a DSN that accepts one. The servers are tried in order; while one has
+    not answered after NEXT_S, the next is tried beside it. If all fail, raises the error of the last one."""
+    remaining = each_of(dsn)
+    if len(remaining) == 1:
+        return await connect(dsn)
+    tasks: list[asyncio.Task[_Connection]] = []
+    chosen: asyncio.Task[_Connection] | None = None
+    try:
+        while remaining or not all(task.done() for task in tasks):
+            if remaining:
+                tasks.append(asyncio.create_task(connect(remaining.pop(0))))
+            running = [task for task in tasks if not task.done()]
+            await asyncio.wait(running, timeout=NEXT_S if remaining else None, return_when=asyncio.FIRST_COMPLETED)
+            chosen = next((task for task in tasks if task.done() and task.exception() is None), None)
+            if chosen is not None:
+                return chosen.result()
+        return tasks[-1].result()
+    finally:
+        # Do not await the cancelled tasks: if the caller were cancelled meanwhile, the chosen connection would be lost.
+        for task in tasks:
+            if task is not chosen:
+                task.cancel()
+                task.add_done_callback(_close)
+
+
+def _close(task: asyncio.Task[_Connection]) -> None:
+    if not task.cancelled() and task.exception() is None:
+        task.result().pgconn.finish()

@@ -1,0 +1,388 @@
+"""Runs statements on one shard's Postgres, and translates its errors.
+
+Every statement runs in a transaction of its own (autocommit): it is done wholly or not at all. After a lost connection
+a statement is tried again a few times, because nearly every statement of the queue may be repeated: it names the ids or
+the lease that it changes. For the other statements the caller learns that they may have been done. A server that does
+not answer gets no statements until it answers again (shard/postgres/breaker.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, LiteralString, NamedTuple
+
+import psycopg
+from opentelemetry import trace
+from psycopg.conninfo import make_conninfo
+
+from shard.errors import DiskFull, RowLocked, ShardUnavailable, lost_history
+from shard.postgres import statements
+from shard.postgres.breaker import OVERDUE_S, Breaker, first_line
+from shard.postgres.connection import CONNECT_OPTIONS, CONNECT_S_MAX, Connection, hang_up
+from shard.postgres.multi_host import first_of
+from shard.postgres.session import LOCK_WAIT_S, QUEUE_SETTINGS, SCAN_SETTINGS, Session
+from shard.postgres.session_pool import SessionPool
+from shard.vocabulary import ShardName
+
+_TRACER = trace.get_tracer("windrow.shard")
+# How long shared statements wait for a lock: two of them may need the same row, and each delays many calls.
+_SHARED_LOCK_WAIT_S = 0.2
+# The pause between two tries to connect while the server still answers on other connections.
+_RECONNECT_S = 0.5
+# For each server; the smallest value that libpq accepts. While a probe takes longer, other probes run beside it.
+_PROBE_CONNECT_S_MAX = 2
+# The errors of a statement in a database that has no schema yet.
+NO_SCHEMA = (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName)
+
+
+class Mark(NamedTuple):
+    """A point in the history of a shard (shard/placement/marks.py)."""
+
+    number: int
+    token: str
+
+
+class Database:
+    """A shard's Postgres, by at most `connections` connections. `kept` of them are made at once and kept; the others
+    are made while calls wait for one.
+
+    `run` and `transaction` raise ShardUnavailable if the server cannot be reached, does not answer, or no connection is
+    free within `wait_s` seconds; at once while the server is known to be unavailable. Other errors of the database are
+    raised as psycopg's exceptions.
+
+    `may_scan`: for statements that count and list, with other planner settings and a longer timeout.
+    """
+
+    def __init__(
+        self,
+        name: ShardName,
+        dsn: str,
+        *,
+        connections: int = 4,
+        kept: int = 1,
+        wait_s: float = 5.0,
+        shared_lock_wait_s: float = _SHARED_LOCK_WAIT_S,
+        may_scan: bool = False,
+    ) -> None:
+        self.name = name
+        # The identity that the database has proved (shard/placement/identity.py). A connection to a database with
+        # another identity is refused. None: the identity is not checked.
+        self.identity: tuple[Any, ...] | None = None
+        # A mark that the database must have; a connection to a database without it is refused. None: no mark is
+        # checked.
+        self.mark: Mark | None = None
+        # True if something may have been written since this was set to False.
+        self.changed = False
+        # True if a connection was made since this was set to False.
+        self.reconnected = False
+        # The newest migration of this release. None: the schema has not been migrated yet. Afterwards a schema with a
+        # newer, breaking migration is refused.
+        self.newest_migration: int | None = None
+        # The server and the database of the latest connection, without secrets.
+        self.address = ""
+        # Called when the server becomes unavailable, so that other connections to it can be closed too.
+        self.went_away: Callable[[], None] = _ignore
+        self._wait_s = wait_s
+        self._shared_lock_wait_s = shared_lock_wait_s
+        self._tries = connections + 2
+        self._settings: LiteralString = SCAN_SETTINGS if may_scan else QUEUE_SETTINGS
+        self._dsn = dsn
+        self._breaker = Breaker(name, ask=self._ask, opened=self._went_away)
+        # Why the latest try to connect failed. None: it succeeded.
+        self._connect_error: str | None = None
+        # The sessions in use, each with the time since when; the longest in use comes first.
+        self._busy: dict[Session, float] = {}
+        self._overdue_timer: asyncio.TimerHandle | None = None
+        self._check_task: asyncio.Task[None] | None = None
+        self._pool = SessionPool(name, self._connect, sessions_min=kept, sessions_max=connections)
+
+    async def open(self) -> None:
+        """Starts to connect. Does not wait for the server, which may start later."""
+        self._pool.open()
+
+    async def close(self) -> None:
+        if self._overdue_timer is not None:
+            self._overdue_timer.cancel()
+        await self._pool.close()
+        await self._breaker.end()
+
+    async def reconnect(self, dsn: str) -> None:
+        """Changes to another DSN. Running statements end on the connections that they have."""
+        self._dsn = dsn
+        self._pool.replace_all()
+
+    def hang_up(self) -> None:
+        """Breaks all connections. Their users find them lost; new connections are checked before use."""
+        for session in self._pool.sessions:
+            hang_up(session)
+
+    async def check_schema(self) -> None:
+        """Opens the breaker if a newer release has run a breaking migration: all statements are refused while the
+        schema has it. Raises ShardUnavailable if the server does not answer."""
+        if self.newest_migration is None:
+            return
+        rows = await self.run(statements.FIND_BREAKING, {"known": self.newest_migration})
+        if rows[0][0] is not None:
+            self._breaker.open(too_new(rows[0][0]))
+
+    async def run(self, statement: bytes, parameters: Mapping[str, object]) -> list[Any]:
+        """Runs one statement in a transaction of its own. Returns its rows. Raises ShardUnavailable, DiskFull;
+        RowLocked if a shared statement does not get a lock within a moment: it has done nothing then."""
+        shared = getattr(statement, "shared", False)
+        lock_wait_s = self._shared_lock_wait_s if shared else LOCK_WAIT_S
+        try:
+            for tries_left in range(self._tries, -1, -1):
+                try:
+                    async with self._connection() as connection:
+                        if connection.lock_wait_s != lock_wait_s:
+                            await connection.set_lock_wait(lock_wait_s)
+                        if trace.get_current_span().is_recording():
+                            with self._span(statement):
+                                return await connection.run(statement, parameters)
+                        return await connection.run(statement, parameters)
+                except (psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure):
+                    if not tries_left:
+                        raise
+                except (psycopg.OperationalError, psycopg.errors.ReadOnlySqlTransaction) as error:
+                    if shared and isinstance(error, psycopg.errors.LockNotAvailable):
+                        raise RowLocked(self.name, "something that this needs") from error
+                    if not getattr(statement, "repeatable", True) and _in_doubt(error):
+                        raise ShardUnavailable(
+                            self.name, f"{first_line(error)}; the change may have been made nevertheless"
+                        ) from error
+                    if isinstance(error, psycopg.errors.DiskFull):
+                        raise DiskFull(self.name, self.address, first_line(error)) from error
+                    if not tries_left or not _connection_lost(error) or self._breaker.trouble is not None:
+                        raise self._unavailable(first_line(error)) from error
+                    # This connection was lost with its server, and so most likely were the idle ones.
+                    await self._check_idle()
+            raise AssertionError("unreachable")
+        finally:
+            if getattr(statement, "writes", True):
+                self.changed = True
+
+    @contextlib.asynccontextmanager
+    async def transaction(self) -> AsyncGenerator[Connection]:
+        """Runs the block in one transaction. It is not tried again: only the caller knows whether it may be repeated.
+        Raises ShardUnavailable, DiskFull."""
+        try:
+            async with self._connection() as connection:
+                if connection.lock_wait_s != LOCK_WAIT_S:
+                    await connection.set_lock_wait(LOCK_WAIT_S)
+                async with connection.transaction():
+                    yield connection
+        except psycopg.errors.DiskFull as error:
+            raise DiskFull(self.name, self.address, first_line(error)) from error
+        except (
+            psycopg.OperationalError,
+            psycopg.errors.ReadOnlySqlTransaction,
+            psycopg.errors.IdleInTransactionSessionTimeout,
+        ) as error:
+            raise self._unavailable(first_line(error)) from error
+        finally:
+            self.changed = True
+
+    @contextlib.asynccontextmanager
+    async def _connection(self) -> AsyncGenerator[Session]:
+        if self._breaker.trouble is not None:
+            raise ShardUnavailable(self.name, self._breaker.trouble)
+        connection = await self._pool.take(wait_s=self._wait_s)
+        loop = asyncio.get_running_loop()
+        self._busy[connection] = loop.time()
+        if self._overdue_timer is None:
+            self._overdue_timer = loop.call_later(OVERDUE_S, self._check_overdue)
+        connection.unreplicated = False
+        try:
+            yield connection
+            while connection.unreplicated:
+                # Somebody has cancelled a commit's wait for the synchronous standby. No answer is given before the
+                # standby has what was committed (I1).
+                connection.unreplicated = False
+                await connection.run(statements.WAIT_FOR_STANDBY, {})
+        except psycopg.errors.ReadOnlySqlTransaction:
+            # The server has become a standby. Another connection may lead to the primary; this one does not.
+            await connection.close()
+            raise
+        finally:
+            del self._busy[connection]
+            if connection.closed:
+                self._check_cut_off()
+            else:
+                self._breaker.answers += 1
+            self._pool.give_back(connection)
+
+    async def _connect(self) -> Session:
+        """Returns a new session. Tries until it succeeds: at once after the breaker has closed."""
+        connect = partial(Session.connect, application_name="windrow", prepare_threshold=None, **CONNECT_OPTIONS)
+        while True:
+            dsn = self._dsn
+            try:
+                session = await first_of(dsn, connect)
+                try:
+                    async with asyncio.timeout(CONNECT_S_MAX):
+                        await self._set_up(session)
+                except BaseException:
+                    session.discard()
+                    raise
+                if dsn == self._dsn:
+                    return session
+                # The DSN was changed meanwhile.
+                session.discard()
+            except (psycopg.Error, OSError) as error:
+                self._connect_failed(error)
+                if self._breaker.trouble is None:
+                    await asyncio.sleep(_RECONNECT_S * random.uniform(0.5, 1.0))
+                await self._breaker.until_closed()
+
+    def _connect_failed(self, error: Exception) -> None:
+        self._connect_error = first_line(error)
+        self._check_cut_off()
+
+    def _check_cut_off(self) -> None:
+        """Opens the breaker if no connection is left and the latest try to make one failed: no call needs to wait
+        then."""
+        if self._connect_error is not None and all(session.closed for session in self._pool.sessions):
+            self._breaker.open(self._connect_error)
+
+    def _check_overdue(self) -> None:
+        """Asks the breaker to check the server if a statement takes long."""
+        self._overdue_timer = None
+        if self._busy:
+            loop = asyncio.get_running_loop()
+            if loop.time() - next(iter(self._busy.values())) >= OVERDUE_S:
+                self._breaker.doubt()
+            self._overdue_timer = loop.call_later(OVERDUE_S / 2, self._check_overdue)
+
+    async def _ask(self) -> None:
+        """Returns once the server has answered. Raises TimeoutError, and psycopg.Error if the connection is refused."""
+        if self._pool.has_idle and self._breaker.trouble is None:
+            async with self._connection() as idle:
+                await idle.run(b"SELECT 1", {})
+            return
+        dsn = make_conninfo(self._dsn, connect_timeout=_PROBE_CONNECT_S_MAX, application_name="windrow probe")
+        busy = next((connection for connection in self._busy if not connection.closed), None)
+        if busy is not None and self._breaker.trouble is None:
+            # Asks the server that is in doubt, not another one that the DSN names before it.
+            server = busy.info
+            dsn = make_conninfo(dsn, host=server.host, hostaddr=server.hostaddr or None, port=server.port)
+        try:
+            async with await first_of(dsn, partial(psycopg.AsyncConnection.connect, autocommit=True)) as new:
+                await new.execute("SELECT 1")
+                await self._recognize(new)
+        except psycopg.errors.ConnectionTimeout as error:
+            raise TimeoutError from error
+
+    def _went_away(self) -> None:
+        self._pool.refuse_waiting(self._breaker.trouble or "it does not answer")
+        self.hang_up()
+        self.went_away()
+        self._pool.replace_all()
+
+    async def _check_idle(self) -> None:
+        """Drops the broken ones of the idle sessions. This runs in a task of its own, so that it is not cancelled with
+        a caller."""
+        # The check itself may get no answer.
+        self._breaker.doubt()
+        if self._check_task is None or self._check_task.done():
+            self._check_task = asyncio.create_task(self._check())
+        await asyncio.shield(self._check_task)
+
+    async def _check(self) -> None:
+        async def check(session: Session) -> None:
+            try:
+                with contextlib.suppress(psycopg.Error):
+                    await session.run(b"SELECT 1", {})
+            finally:
+                self._pool.give_back(session)
+
+        await asyncio.gather(*map(check, self._pool.take_all_idle()))
+        self._check_cut_off()
+
+    async def _set_up(self, session: Session) -> None:
+        await session.set_up(self._settings)
+        self.address = f"database {session.info.dbname!r} at {session.info.host}:{session.info.port}"
+        await self._recognize(session)
+        self.reconnected = True
+        self._connect_error = None
+
+    async def _recognize(self, connection: psycopg.AsyncConnection[Any]) -> None:
+        """Refuses a database that this process must not use: the DSN may lead to another database than before, or a
+        newer release may have migrated this one."""
+        if self.identity is not None:
+            await self._compare_identity(connection)
+        if self.newest_migration is not None:
+            cursor = await connection.execute(statements.FIND_BREAKING, {"known": self.newest_migration})
+            row = await cursor.fetchone()
+            if row is not None and row[0] is not None:
+                # The other connections lead to the same schema, so all statements are refused.
+                self._breaker.open(too_new(row[0]))
+                raise psycopg.OperationalError(too_new(row[0]))
+
+    async def _compare_identity(self, connection: psycopg.AsyncConnection[Any]) -> None:
+        try:
+            cursor = await connection.execute(statements.READ_IDENTITY)
+            found = await cursor.fetchone()
+        except NO_SCHEMA:
+            found = None
+        if found != self.identity:
+            raise psycopg.OperationalError(
+                f"its DSN leads to another database ({self.address}) than it did before; restore this shard's backup "
+                '(docs/operations.md, "A database that is refused")'
+            )
+        if self.mark is not None and not await _has(connection, self.mark):
+            raise psycopg.OperationalError(lost_history(self.name, self.address))
+
+    def _span(self, statement: bytes) -> AbstractContextManager[trace.Span]:
+        name = getattr(statement, "name", "statement")
+        return _TRACER.start_as_current_span(
+            f"{name} {self.name}",
+            kind=trace.SpanKind.CLIENT,
+            attributes={
+                "db.system.name": "postgresql",
+                "db.operation.name": name,
+                "db.query.summary": name,
+                "windrow.shard": self.name,
+            },
+        )
+
+    def _unavailable(self, why: str) -> ShardUnavailable:
+        """The breaker's reason, if it is open, is more precise than the error of one connection."""
+        return ShardUnavailable(self.name, self._breaker.trouble or why)
+
+
+async def _has(connection: psycopg.AsyncConnection[Any], mark: Mark) -> bool:
+    """Returns whether the database has this mark, or keeps only newer marks."""
+    try:
+        cursor = await connection.execute(statements.COMPARE_MARK, mark._asdict())
+        found = await cursor.fetchone()
+    except NO_SCHEMA:
+        return False
+    return found is not None and bool(found[0] or found[1])
+
+
+def too_new(migration: int) -> str:
+    """Returns why a schema with this breaking migration of a newer release is refused."""
+    return (
+        f"its schema has migration {migration:04} of a newer release, which this release cannot work with; "
+        "upgrade this process"
+    )
+
+
+def _ignore() -> None:
+    """The default of Database.went_away."""
+
+
+def _connection_lost(error: psycopg.Error) -> bool:
+    """Returns whether another connection may succeed: the server went away, restarted, or has become a standby."""
+    return _in_doubt(error) or error.sqlstate == "25006"
+
+
+def _in_doubt(error: psycopg.Error) -> bool:
+    """Returns whether the server went away without telling if the statement was done."""
+    state = error.sqlstate
+    return state is None or state.startswith("08") or state in {"57P01", "57P02", "57P03"}

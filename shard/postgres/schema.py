@@ -1,0 +1,145 @@
+"""A shard's schema: forward-only numbered migrations (migrations/), and the identity of the shard's database. Both are
+checked, and made if necessary, on the first connection to a database."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psycopg
+from psycopg import AsyncConnection
+
+from shard.errors import Misconfigured
+from shard.postgres import partitions, statements
+from shard.postgres.pool import Database, too_new
+
+_FILES = Path(__file__).parent / "migrations"
+# The advisory lock of processes that migrate a shard. Any number, but the same in every release.
+_LOCK = 0x77696E64_6D696772
+
+Connection = AsyncConnection[tuple[Any, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Migration:
+    number: int
+    name: str
+    script: bytes
+
+    @property
+    def checksum(self) -> str:
+        return hashlib.sha256(self.script).hexdigest()
+
+    @property
+    def breaking(self) -> bool:
+        """True if older releases must not work with this migration. Its file then begins with "-- BREAKING"."""
+        return self.script.startswith(b"-- BREAKING")
+
+
+def migrations() -> list[Migration]:
+    """Returns every migration of this release, in order."""
+    return [
+        Migration(number=int(path.name[:4]), name=path.stem[5:], script=path.read_bytes())
+        for path in sorted(_FILES.glob("[0-9][0-9][0-9][0-9]_*.sql"))
+    ]
+
+
+async def migrate(database: Database, *, cluster: str | None) -> list[Migration]:
+    """Migrates the schema to this release. Unless `cluster` is None (for a database that holds only the catalog), also
+    makes the database a shard of this cluster, and makes its partitions. Many processes may call this at the same time.
+
+    Returns the migrations that were run. Raises Misconfigured, ShardUnavailable."""
+    done: list[Migration] = []
+    await refuse_encoding(database)
+    try:
+        while (migration := await _next(database)) is not None:
+            done.append(migration)
+        database.newest_migration = migrations()[-1].number
+        if cluster is not None:
+            await _identify(database, cluster)
+            await partitions.make_ahead(database)
+    except psycopg.errors.InsufficientPrivilege as error:
+        raise Misconfigured(
+            f"shard {database.name!r}: the role in its DSN may not make the schema: {error.diag.message_primary}; "
+            "make it the owner of the database, or run `windrow migrate` with a role that is"
+        ) from error
+    return done
+
+
+async def refuse_encoding(database: Database) -> None:
+    """Raises Misconfigured if the database's encoding is not UTF8."""
+    rows = await database.run(statements.READ_ENCODING, {})
+    encoding = rows[0][0]
+    if encoding != "UTF8":
+        raise Misconfigured(
+            f"shard {database.name!r}: its database's encoding is {encoding}, and Windrow needs UTF8; "
+            "make it with: createdb -T template0 -E UTF8 NAME"
+        )
+
+
+async def _next(database: Database) -> Migration | None:
+    """Runs the first migration that has not been run yet, in a transaction of its own. Returns it, or None if there is
+    none."""
+    async with database.transaction() as connection:
+        await connection.execute(statements.LOCK_EXCLUSIVE, {"lock": _LOCK})
+        applied = await _applied(connection, database)
+        for migration in migrations():
+            checksum = applied.get(migration.number)
+            if checksum is None:
+                # A script has several statements. Only the simple protocol, without prepared statements, can run it.
+                await connection.execute(migration.script, prepare=False)
+                await connection.execute(
+                    statements.RECORD_MIGRATION,
+                    {
+                        "number": migration.number,
+                        "name": migration.name,
+                        "checksum": migration.checksum,
+                        "breaking": migration.breaking,
+                    },
+                )
+                return migration
+            if checksum != migration.checksum:
+                raise Misconfigured(
+                    f"shard {database.name!r}: migration {migration.number:04} ({migration.name}) was changed after "
+                    "it had been run there; migrations are forward-only: restore the file, and write a new migration"
+                )
+    return None
+
+
+async def _applied(connection: Connection, database: Database) -> dict[int, str]:
+    """Returns the checksums of the migrations that have been run, by their numbers. Raises Misconfigured if a newer
+    release has run a breaking migration."""
+    cursor = await connection.execute("SELECT to_regclass('windrow.migration') IS NOT NULL")
+    row = await cursor.fetchone()
+    if row is None or not row[0]:
+        await connection.execute("CREATE SCHEMA IF NOT EXISTS windrow")
+        await connection.execute(
+            """
+            CREATE TABLE windrow.migration (
+                number integer PRIMARY KEY, name text NOT NULL, checksum text NOT NULL, breaking boolean NOT NULL,
+                applied_at timestamptz NOT NULL DEFAULT now()
+            )
+            """
+        )
+    cursor = await connection.execute(statements.LIST_MIGRATIONS)
+    rows = await cursor.fetchall()
+    ours = {migration.number for migration in migrations()}
+    newer = sorted(number for number, _, breaking in rows if breaking and number not in ours)
+    if newer:
+        raise Misconfigured(f"shard {database.name!r}: {too_new(newer[0])}")
+    return {number: checksum for number, checksum, _ in rows}
+
+
+async def _identify(database: Database, cluster: str) -> None:
+    async with database.transaction() as connection:
+        await connection.execute(statements.CLAIM_IDENTITY, {"cluster": cluster, "shard": database.name})
+        cursor = await connection.execute(statements.READ_IDENTITY)
+        row = await cursor.fetchone()
+        if row is None or row[:2] != (cluster, database.name):
+            found = f"shard {row[1]!r} of cluster {row[0]!r}" if row else "no shard"
+            raise Misconfigured(
+                f"shard {database.name!r} of cluster {cluster!r}: its DSN leads to the database of {found}; "
+                "correct the dsn or the names in the cluster file"
+            )

@@ -1,0 +1,13 @@
+-- Finds the missing partitions of the table finished: one for each retention in use and each UTC day from yesterday on.
+-- Returns the partition's name, its retention, its day, and the day after. Days that have turned cold need no
+-- partition; today and later days do even then, because the clock may have been set back.
+SELECT p.name, p.retention, to_char(p.day, 'YYYY-MM-DD'), to_char(p.day + 1, 'YYYY-MM-DD')
+FROM (
+    SELECT 'finished_' || kept.retention || '_' || to_char(days.day, 'YYYYMMDD') AS name, kept.retention, days.day
+    FROM (SELECT DISTINCT coalesce(q.kept, {{retention_default}}) AS retention FROM windrow.queue q UNION SELECT {{retention_default}}) kept
+    CROSS JOIN generate_series(-1, %(days_ahead)s) AS n
+    CROSS JOIN LATERAL (SELECT (now() AT TIME ZONE 'UTC')::date + n::integer AS day) days
+    WHERE n >= 0 OR days.day + 1 > (SELECT a.until AT TIME ZONE 'UTC' FROM windrow.archive a)
+) p
+WHERE to_regclass('windrow.' || p.name) IS NULL
+ORDER BY p.name

@@ -1,0 +1,2 @@
+-- Returns the encoding of this database.
+SELECT current_setting('server_encoding')

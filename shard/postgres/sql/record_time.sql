@@ -1,0 +1,9 @@
+-- Records the time of the shard's clock if it is later than the recorded one, at most once a second. Returns the time
+-- of the clock, and the recorded one, in microseconds since 1970.
+WITH clock AS MATERIALIZED (
+    SELECT (extract(epoch FROM now()) * 1000000)::bigint AS shown_us, c.last_value AS latest_us FROM windrow.clock c
+)
+SELECT
+    clock.shown_us, clock.latest_us,
+    CASE WHEN clock.latest_us < clock.shown_us - 1000000 THEN setval('windrow.clock', clock.shown_us) END
+FROM clock

@@ -1,0 +1,122 @@
+"""Reads SQL statements from files, once, as the bytes that psycopg takes.
+
+What several statements share is written once, here, and included by name:
+
+    {{job_columns}}      the columns that the tables job, dead and finished have in common
+    {{job_content}}      those of them that the producer gave and that never change: JOB_CONTENT in shard/vocabulary.py
+    {{new_job_arrays}}   job_content as the parameters of enqueue.sql: an array for each column
+    {{new_job_values(n)}}  job_content of row n, which comes from these arrays: JSON is still text there
+    {{claimed_content}}  those of job_content that a claim returns: the fields that Claimed has
+    {{answer_columns}}   what lookups and lists read of a job in every table
+    {{short_content}}    those of answer_columns that the producer gave, without payload, attributes and retry: each
+                         statement says how it returns these three
+    {{setting_columns}}  the settings of a queue: the columns of SETTING_COLUMNS in shard/queue_settings.py
+    {{queue_settings(q)}}  the same, as QueueSettings.from_row takes them
+    {{effective_settings(q)}}  the same, with the org's value where the queue has none
+    {{setting_arrays}}   the same as parameters, for many queues: an array of texts for each setting
+    {{altered_settings(q)}}  the SET items that change the given settings and put back to the default what `reset` names
+    {{default_settings}}  the SET items that put back all of them
+    {{gives_jobs(q)}}    GIVES_JOBS in shard/queue_settings.py: whether the queue q gives jobs now
+    {{org_of(e)}}        the id of the org to which the queue e.queue_id belongs
+    {{org_id_of(n)}}     the id of the org that must own row n: `orgs` is a list of names, and n.org_position is a
+                         position in it; NULL means the first one
+    {{retention_of(e)}}  the retention in days of jobs in the queue e.queue_id
+    {{retention_default}}  the retention in days of jobs whose queue and org have none
+    {{finish_time}}      when a job finishes: now, but never before the latest recorded time. If the clock was set back,
+                         a lookup by id would not find the job otherwise (shard/postgres/clock.py)
+
+`{{job_content(e)}}` is a column list with each column qualified: `e.kind, e.payload, …`. A new column of JOB_CONTENT is
+in these lists by itself, so every statement stores and moves it. It is in claims, lookups and lists if Claimed and
+JobRecord have a field of that name.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from shard.job_record import JobRecord
+from shard.queue_settings import GIVES_JOBS, SETTING_COLUMNS
+from shard.vocabulary import JOB_CONTENT, RETENTION_DEFAULT, Claimed
+
+# The other columns of JOB_CONTENT are texts.
+_BINARY, _JSON = {"payload"}, {"attributes", "retry"}
+_CLAIMED = tuple(column for column in Claimed._fields if column in JOB_CONTENT)
+_ANSWERED = tuple(column for column in JobRecord._fields if column in JOB_CONTENT)
+_SETTINGS = tuple(f"{c.name}::text" if c.type == "jsonb" else c.name for c in SETTING_COLUMNS.values())
+_COLUMN_LISTS = {
+    "job_columns": (
+        *("id", "queue_id", "enqueued_at", "run_at", "lease", "leased_at", "expires_at", "priority", "attempt"),
+        *("max_attempts", *JOB_CONTENT, "worker", "history"),
+    ),
+    "job_content": tuple(JOB_CONTENT),
+    "new_job_values": tuple(f"{column}::jsonb" if column in _JSON else column for column in JOB_CONTENT),
+    "claimed_content": tuple(f"{column}::text" if column in _JSON else column for column in _CLAIMED),
+    "answer_columns": ("priority", "enqueued_at", "run_at", "expires_at", "attempt", "max_attempts", *_ANSWERED),
+    "short_content": tuple(column for column in _ANSWERED if column not in _BINARY | _JSON),
+    "setting_columns": tuple(column.name for column in SETTING_COLUMNS.values()),
+    "queue_settings": _SETTINGS,
+    # kept: the queue's retention, or else the org's.
+    "effective_settings": tuple("kept" if column == "retention" else column for column in _SETTINGS),
+}
+_EXPRESSIONS = {
+    "new_job_arrays": ", ".join(
+        f"%({array})b::bytea[]" if column in _BINARY else f"%({array})s::text[]"
+        for column, array in JOB_CONTENT.items()
+    ),
+    "setting_arrays": ", ".join(f"%({name})s::text[]::{column.type}[]" for name, column in SETTING_COLUMNS.items()),
+    "default_settings": ", ".join(f"{column.name} = {column.default}" for column in SETTING_COLUMNS.values()),
+    "altered_settings": ", ".join(
+        f"{column.name} = CASE WHEN '{name}' = ANY (%(reset)s::text[]) THEN {column.default} "
+        f"ELSE coalesce(%({name})s::{column.type}, {{0}}.{column.name}) END"
+        for name, column in SETTING_COLUMNS.items()
+    ),
+    "gives_jobs": GIVES_JOBS,
+    "org_of": "{}.queue_id & 4294967295",
+    "org_id_of": "(SELECT windrow.org_ids(%(orgs)s::text[]))[coalesce({}.org_position, 1)]",
+    "retention_of": (
+        "coalesce((SELECT q.kept FROM windrow.queue q WHERE q.queue_id = {}.queue_id AND q.kept IS NOT NULL), "  # noqa: S608
+        f"{RETENTION_DEFAULT})"
+    ),
+    "retention_default": str(RETENTION_DEFAULT),
+    "finish_time": (
+        "greatest(now(), (SELECT timestamptz 'epoch' + c.last_value * interval '1 us' FROM windrow.clock c))"
+    ),
+}
+_INCLUDE = re.compile(r"\{\{(\w+)(?:\((\w+)\))?\}\}")
+_WRITES = re.compile(rb"\b(?:INSERT INTO|UPDATE|DELETE FROM) windrow\.")
+
+
+class Statement(bytes):
+    """One SQL statement, and how it may be run."""
+
+    # The name of its file. Traces use it as the name of the operation.
+    name: str
+    # True if the statement may run again after a lost connection, when nobody knows whether the first run committed.
+    # Most statements may: they name the ids or the lease that they change.
+    repeatable: bool
+    # True if the statement serves calls of several orgs at once. It then waits only briefly for a row lock, and changes
+    # nothing if it does not get the lock (shard/queue/row_locks.py).
+    shared: bool
+    # True if the statement writes to tables.
+    writes: bool
+
+
+def load(folder: Path, name: str, *, repeatable: bool = True, shared: bool = False) -> Statement:
+    """Reads `folder`/`name`.sql and expands its includes. Comments are removed: psycopg caches how it parsed a
+    statement only up to 4,096 bytes. Raises KeyError for an unknown include."""
+    lines = (folder / f"{name}.sql").read_text().splitlines()
+    text = "\n".join(bare for line in lines if not (bare := line.strip()).startswith("--"))
+    statement = Statement(_INCLUDE.sub(_expand, text).encode())
+    statement.name = name
+    statement.repeatable = repeatable
+    statement.shared = shared
+    statement.writes = _WRITES.search(statement) is not None
+    return statement
+
+
+def _expand(include: re.Match[str]) -> str:
+    name, alias = include.groups()
+    if name in _EXPRESSIONS:
+        return _EXPRESSIONS[name].format(alias)
+    return ", ".join(f"{alias}.{column}" if alias else column for column in _COLUMN_LISTS[name])

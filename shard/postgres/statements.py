@@ -1,0 +1,31 @@
+"""The SQL statements of this package, each from its file in sql/. Other packages may run only those that
+tests/unit/test_statements.py names."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from shard.postgres.sql_loader import load
+
+_load = partial(load, Path(__file__).parent / "sql")
+
+WAIT_FOR_STANDBY = _load("wait_for_standby", shared=True)
+
+RECORD_TIME = _load("record_time", shared=True)
+ACCEPT_CLOCK = _load("accept_clock")
+
+LOCK_EXCLUSIVE = _load("lock_exclusive")
+READ_ENCODING = _load("read_encoding")
+LIST_MIGRATIONS = _load("list_migrations")
+RECORD_MIGRATION = _load("record_migration")
+FIND_BREAKING = _load("find_breaking")
+CLAIM_IDENTITY = _load("claim_identity")
+READ_IDENTITY = _load("read_identity")
+PROBE_DISK = _load("probe_disk")
+FIND_MISSING_PARTITIONS = _load("find_missing_partitions")
+
+TRY_LEADER_LOCK = _load("try_leader_lock")
+READ_LEADER = _load("read_leader")
+
+COMPARE_MARK = _load("compare_mark")

@@ -1,0 +1,1 @@
+"""The queue of one shard: enqueue, claim, ack, nack, extend, release."""

@@ -1,0 +1,312 @@
+"""Claims jobs: leases due jobs of one shard, to several claim requests in one statement."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from shard.errors import ShardUnavailable
+from shard.lease_token import draw_number, token_prefix
+from shard.postgres import arrays, partitions
+from shard.postgres.pool import Database
+from shard.queue import statements
+from shard.queue.bisect_errors import bisect_errors
+from shard.queue.claim_floor import Floors
+from shard.queue.queue_ids import QueueIds
+from shard.vocabulary import MAX_ATTEMPTS_DEFAULT, Claimed, OrgId, QueueId, QueueName
+
+# How often a claim runs again after it took only jobs that were expired or out of attempts.
+_TRIES_MAX = 6
+# Groups (sets of queues) in one statement. The statement reads all lanes of the batch for each group.
+_GROUPS_MAX = 32
+# A claim ends with the job that fills this many bytes of payload and attributes. Together with the largest job (1 MiB
+# of payload, 36 KiB of attributes), the other fields of 1,000 jobs (up to 1,081 bytes each) and the answers to 1,000
+# acks (37 bytes each), the answer stays below 4 MiB, the default limit of gRPC clients.
+CLAIM_BYTES_MAX = 2 * 1024 * 1024 - 128 * 1024
+# What a job needs in memory beside payload and attributes.
+JOB_BYTES = 500
+
+
+class Memory(Protocol):
+    """A budget, in bytes, for the jobs of a claim. Claimed jobs are counted in it; while it is full, nothing is
+    claimed."""
+
+    def has_room(self) -> bool: ...
+    def hold(self, count: int) -> None: ...
+    def give_back(self, count: int) -> None: ...
+
+
+class ClaimRequest(NamedTuple):
+    """Asks for up to `max_jobs` jobs, with up to `bytes_max` of payload and attributes, from these queues of one org,
+    leased for `window_us` (microseconds)."""
+
+    org: OrgId
+    queues: tuple[QueueName, ...]
+    max_jobs: int
+    window_us: int
+    worker: str
+    # The last job may exceed it.
+    bytes_max: int = CLAIM_BYTES_MAX
+    # None: the jobs are not counted.
+    memory: Memory | None = None
+
+
+class ClaimResult(NamedTuple):
+    """The leased jobs, ordered by priority, then by run_at. `prefix` is the prefix of their lease tokens
+    (shard/lease_token.py). `held`: bytes that the request's memory holds for the jobs; the caller gives them back."""
+
+    prefix: bytes
+    jobs: list[Claimed]
+    held: int = 0
+    # The request's memory was full: there may be more jobs than these.
+    was_full: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of payload and attributes, as `bytes_max` counts them."""
+        return sum(map(_size, self.jobs))
+
+
+@dataclass(slots=True, kw_only=True)
+class _Taker:
+    """One request of a batch, and what it has received so far."""
+
+    request: ClaimRequest
+    # The number of its leases.
+    number: int = field(default_factory=draw_number)
+    jobs: list[Claimed] = field(default_factory=list[Claimed])
+    # True if the statement must run again for it: some jobs that it received were expired or out of attempts, or the
+    # batch had no room for its jobs.
+    again: bool = True
+    error: Exception | None = None
+    held: int = 0
+    was_full: bool = False
+
+    def has_room(self) -> bool:
+        memory = self.request.memory
+        self.was_full = memory is not None and not memory.has_room()
+        return not self.was_full
+
+    def count(self) -> None:
+        """Updates its memory to the bytes of its jobs."""
+        memory = self.request.memory
+        if memory is not None:
+            held = sum(map(_size, self.jobs)) + JOB_BYTES * len(self.jobs)
+            if held > self.held:
+                memory.hold(held - self.held)
+            elif held < self.held:
+                memory.give_back(self.held - held)
+            self.held = held
+
+    @property
+    def remaining_jobs(self) -> int:
+        return self.request.max_jobs - len(self.jobs)
+
+    @property
+    def remaining_bytes(self) -> int:
+        return self.request.bytes_max - sum(map(_size, self.jobs))
+
+
+class Claimer:
+    def __init__(self, database: Database, names: QueueIds, floors: Floors) -> None:
+        self._database = database
+        self._names = names
+        self._floors = floors
+
+    async def claim(self, requests: Sequence[ClaimRequest]) -> list[ClaimResult | Exception]:
+        """Leases jobs to each request. Returns the result or the error of each, in order. A request that has jobs gets
+        a result even if an error followed: nobody else could run those jobs before their window ends."""
+        takers = [_Taker(request=request) for request in requests]
+        unavailable: ShardUnavailable | None = None
+        # A run that ends for lack of room has served at least one taker, which bounds the number of runs.
+        for _ in range(_TRIES_MAX + len(takers)):
+            waiting = [
+                taker
+                for taker in takers
+                if taker.again and taker.remaining_jobs > 0 and taker.remaining_bytes > 0 and taker.has_room()
+            ]
+            if not waiting or unavailable is not None:
+                break
+            while waiting and unavailable is None:
+                batch, waiting = _next_batch(waiting)
+                # The batches before may have filled a memory that takers share.
+                batch = [taker for taker in batch if taker.has_room()]
+                if not batch:
+                    continue
+                for taker, error in zip(batch, await bisect_errors(self._claim, batch), strict=True):
+                    taker.error = error
+                    if isinstance(error, ShardUnavailable):
+                        unavailable = error
+        results: list[ClaimResult | Exception] = []
+        for taker in takers:
+            error = taker.error or unavailable
+            if taker.jobs or error is None:
+                taker.jobs.sort(key=_order)
+                prefix = token_prefix(self._database.name, taker.number)
+                results.append(ClaimResult(prefix, taker.jobs, taker.held, taker.was_full))
+            else:
+                results.append(error)
+        return results
+
+    async def _claim(self, takers: Sequence[_Taker]) -> list[Exception | None]:
+        """Runs the claim statement once. The sets of queues of any two takers must be equal or disjoint. Returns for
+        each taker an error that occurred after its jobs were leased, or None. Raises errors that occurred before
+        anything was leased.
+
+        If the connection is lost before the answer arrives, the statement runs again on another one. Jobs that the
+        first run may have leased then have no consumer: this process does not know them, and leases have no index. They
+        come back when their window ends. There are at most as many of them as the takers asked for."""
+        groups: dict[tuple[OrgId, tuple[QueueName, ...]], list[_Taker]] = {}
+        for taker in takers:
+            taker.again = False
+            groups.setdefault((taker.request.org, taker.request.queues), []).append(taker)
+        columns = _Columns()
+        queue_names: dict[QueueId, QueueName] = {}
+        queue_ids = await self._names.find([(org, queue) for org, queues in groups for queue in queues])
+        for (org, queues), group in groups.items():
+            found = {queue: queue_ids[org, queue] for queue in queues if (org, queue) in queue_ids}
+            if not found:
+                continue
+            columns.add(org, found, group, self._floors)
+            queue_names.update((queue_id, queue) for queue, queue_id in found.items())
+        if not queue_names:
+            return [None] * len(takers)
+        bytes_max = min(taker.remaining_bytes for taker in takers)
+        arrivals = self._floors.arrivals
+        rows = await self._database.run(statements.CLAIM, {**columns.parameters(), "bytes_max": bytes_max})
+        by_lease = {taker.number: taker for taker in takers}
+        claimed = [Claimed(row[0], queue_names[row[1]], *row[2:]) for row in rows]
+        # A window may end while a claim runs several times. A job of an earlier run can then be leased again, even
+        # under the same number (I2): only the new lease counts.
+        leased_again = {(by_lease[job.lease].request.org, job.id) for job in claimed}
+        for taker in takers:
+            taker.jobs = [job for job in taker.jobs if (taker.request.org, job.id) not in leased_again]
+        unfit: dict[int, list[Claimed]] = {}
+        for job in claimed:
+            if job.expired or job.attempt > (job.max_attempts or MAX_ATTEMPTS_DEFAULT):
+                unfit.setdefault(job.lease, []).append(job)
+            else:
+                by_lease[job.lease].jobs.append(job)
+        for taker in takers:
+            taker.count()
+        self._floors.claimed(zip([row[1] for row in rows], claimed, strict=True), arrivals=arrivals)
+        if sum(map(_size, claimed)) >= bytes_max:
+            # The jobs of one taker may have left no room for those of another.
+            for taker in takers:
+                taker.again = True
+        errors: dict[int, Exception] = {}
+        for number, jobs in unfit.items():
+            taker = by_lease[number]
+            try:
+                await self._set_aside(taker.request.org, jobs, number)
+            except Exception as error:  # noqa: BLE001 - the other takers must not fail because of it
+                # The jobs stay leased and come back after their window. Released now, they would be claimed again at
+                # once, and fail again.
+                errors[number] = error
+            else:
+                taker.again = True
+        return [errors.get(taker.number) for taker in takers]
+
+    async def _set_aside(self, org: OrgId, jobs: list[Claimed], lease: int) -> None:
+        """Cancels the jobs that are past their expires_at, and marks the others, which are out of attempts, dead."""
+        expired = [job.id for job in jobs if job.expired]
+        if expired:
+            parameters = {"ids": arrays.plain(expired), "lease": lease, "org": org}
+            await partitions.finish(self._database, statements.EXPIRE_UNRUN, parameters)
+        exhausted = [job for job in jobs if not job.expired]
+        if exhausted:
+            count = len(exhausted)
+            await self._database.run(
+                statements.MARK_DEAD,
+                {
+                    "ids": arrays.plain(job.id for job in exhausted),
+                    "leases": arrays.numbers([lease] * count),
+                    "orgs": arrays.texts([org]),
+                    "org_positions": "{}",
+                    "outcomes": arrays.texts(()),
+                    "failures": arrays.texts(()),
+                    "reasons": arrays.texts(
+                        [f"out of attempts ({job.attempt - 1}), the last one expired" for job in exhausted]
+                    ),
+                },
+            )
+
+
+class _Columns:
+    """Collects the parameters of the claim statement, one group of takers after another."""
+
+    def __init__(self) -> None:
+        self._groups: list[int] = []
+        self._queue_ids: list[QueueId] = []
+        self._orgs: list[str] = []
+        self._queues: list[str] = []
+        self._floors: list[int] = []
+        self._max_jobs: list[int] = []
+        self._firsts: list[int] = []
+        self._takers: list[_Taker] = []
+        self._taker_firsts: list[int] = []
+        self._next = 1
+
+    def add(self, org: OrgId, queues: Mapping[QueueName, QueueId], takers: Sequence[_Taker], floors: Floors) -> None:
+        # The first queue is chosen at random: otherwise, among jobs of one priority, a busy queue that is named first
+        # would starve one that is named last.
+        names = list(queues)
+        first = random.randrange(len(names))
+        self._firsts.append(self._next)
+        for name in names[first:] + names[:first]:
+            self._groups.append(len(self._firsts))
+            self._queue_ids.append(queues[name])
+            self._orgs.append(org)
+            self._queues.append(name)
+            self._floors += floors.of(queues[name])
+        self._max_jobs.append(sum(taker.remaining_jobs for taker in takers))
+        for taker in takers:
+            self._takers.append(taker)
+            self._taker_firsts.append(self._next)
+            self._next += taker.remaining_jobs
+
+    def parameters(self) -> dict[str, object]:
+        return {
+            "groups": arrays.numbers(self._groups),
+            "queue_ids": arrays.numbers(self._queue_ids),
+            "orgs": arrays.texts(self._orgs),
+            "queues": arrays.names(self._queues),
+            "floors_us": arrays.numbers(self._floors),
+            "max_jobs": arrays.numbers(self._max_jobs),
+            "firsts": arrays.numbers(self._firsts),
+            "taker_firsts": arrays.numbers(self._taker_firsts),
+            "leases": arrays.numbers([taker.number for taker in self._takers]),
+            "workers": arrays.texts([taker.request.worker for taker in self._takers]),
+            "windows_us": arrays.numbers([taker.request.window_us for taker in self._takers]),
+        }
+
+
+def _next_batch(takers: Sequence[_Taker]) -> tuple[list[_Taker], list[_Taker]]:
+    """Splits takers into those for the next statement and those for a later one. A taker waits if there are too many
+    groups, or if its queues overlap with those of another group without being equal: SKIP LOCKED does not skip rows
+    that the same statement has locked, so the statement would take such rows twice."""
+    batch: list[_Taker] = []
+    later: list[_Taker] = []
+    owners: dict[tuple[OrgId, QueueName], tuple[QueueName, ...]] = {}
+    groups: set[tuple[OrgId, tuple[QueueName, ...]]] = set()
+    for taker in takers:
+        org, queues = group = taker.request.org, taker.request.queues
+        if len(groups) == _GROUPS_MAX and group not in groups:
+            later.append(taker)
+        elif all(owners.get((org, queue), queues) == queues for queue in queues):
+            groups.add(group)
+            owners.update(((org, queue), queues) for queue in queues)
+            batch.append(taker)
+        else:
+            later.append(taker)
+    return batch, later
+
+
+def _size(job: Claimed) -> int:
+    return len(job.payload) + (len(job.attributes.encode()) if job.attributes else 0)
+
+
+def _order(job: Claimed) -> tuple[int, int]:
+    return job.priority, job.run_at

@@ -1,0 +1,102 @@
+"""Remembers how far claims have come in each lane, so that they need not read the index entries of claimed jobs again.
+
+A lane is one priority of one queue. The first index entries of a lane in the ready index are those of dead versions of
+claimed jobs. While any transaction holds an old snapshot, vacuum cannot remove them, and every claim would read them
+all again. Therefore a claim begins at the lane's floor, a point in time. The floor is a hint (I7). It can be too high
+only for jobs that committed late; the sweep looks below the floor and lowers it within seconds. Jobs that arrive from
+another shard may be older than any job here, and set the floor back to zero. Pure: no I/O, and jobs are compared only
+with times of the shard's clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from shard.vocabulary import PRIORITIES, Claimed, Micros, QueueId
+
+# How long an enqueue may take from its now() to its commit before only the sweep finds its jobs.
+GUARD_US = 1_000_000
+# How long an enqueue may take and still be found by every sweep. After that only a full sweep finds its jobs.
+_LATE_US = 10_000_000
+# A queue without claims for this long is forgotten. Its next claim begins at zero.
+_FORGET_AFTER_S = 60.0
+_QUEUES_MAX = 100_000
+
+
+@dataclass(slots=True)
+class _Queue:
+    # Indexed by priority − 1; 0 is the beginning of time.
+    floors: list[Micros] = field(default_factory=lambda: [Micros(0)] * len(PRIORITIES))
+    used_s: float = 0.0
+    # The value of Floors.arrivals when jobs last arrived in this queue.
+    arrived: int = 0
+
+
+class Floors:
+    """The floors of the queues that one router claims from on one shard."""
+
+    def __init__(self) -> None:
+        self._queues: dict[QueueId, _Queue] = {}
+        # How often jobs have arrived from another shard. A claim or sweep that began before an arrival has not seen
+        # the jobs that came with it.
+        self.arrivals = 0
+
+    def of(self, queue_id: QueueId) -> list[Micros]:
+        """Returns the queue's floors, by priority, and counts this as a use of the queue."""
+        queue = self._queues.get(queue_id)
+        if queue is None:
+            if len(self._queues) >= _QUEUES_MAX:
+                del self._queues[next(iter(self._queues))]
+            queue = self._queues[queue_id] = _Queue()
+        queue.used_s = time.monotonic()
+        return queue.floors
+
+    def late(self, queue_id: QueueId) -> list[Micros]:
+        """Returns from where to look for jobs that committed late, by priority. This is no use of the queue."""
+        queue = self._queues.get(queue_id)
+        floors = [Micros(0)] * len(PRIORITIES) if queue is None else queue.floors
+        return [Micros(max(0, floor - _LATE_US)) for floor in floors]
+
+    def claimed(self, jobs: Iterable[tuple[QueueId, Claimed]], *, arrivals: int) -> None:
+        """Raises the floors after a claim. A claim takes the first jobs of each lane, so no unclaimed job is left
+        before the last of them, unless it arrived after the claim began. `arrivals`: the count when the claim began."""
+        for queue_id, job in jobs:
+            queue = self._queues.get(queue_id)
+            if queue is not None and queue.arrived <= arrivals:
+                reached = Micros(min(job.run_at, job.leased_at - GUARD_US))
+                at = job.priority - 1
+                if reached > queue.floors[at]:
+                    queue.floors[at] = reached
+
+    def arrived(self, queues: Iterable[QueueId]) -> None:
+        """Jobs of any age have arrived from another shard: sets the floors of these queues to zero."""
+        self.arrivals += 1
+        for queue_id in queues:
+            queue = self._queues.get(queue_id)
+            if queue is not None:
+                queue.arrived = self.arrivals
+                queue.floors = [Micros(0)] * len(PRIORITIES)
+
+    def to_sweep(self) -> list[QueueId]:
+        """Forgets the queues that are no longer in use, and returns the others."""
+        now_s = time.monotonic()
+        for queue_id in [key for key, queue in self._queues.items() if now_s - queue.used_s > _FORGET_AFTER_S]:
+            del self._queues[queue_id]
+        return list(self._queues)
+
+    def swept(
+        self,
+        queues: Iterable[QueueId],
+        guarded: Micros,
+        first: Mapping[tuple[QueueId, int], Micros],
+        *,
+        arrivals: int,
+    ) -> None:
+        """Sets the floors after a sweep: a lane's floor is the time of its first live row, or `guarded` (now() minus
+        the guard) if that is earlier. `arrivals`: the count when the sweep began."""
+        for queue_id in queues:
+            queue = self._queues.get(queue_id)
+            if queue is not None and queue.arrived <= arrivals:
+                queue.floors = [min(guarded, first.get((queue_id, priority), guarded)) for priority in PRIORITIES]

@@ -1,0 +1,332 @@
+"""Group commit: calls that wait at the same time share one act, that is one statement and one commit.
+
+When nothing is under way, a call begins an act at once. While acts are under way, new calls wait, and the next act
+takes all of them; an act never waits for more calls to come. If more calls wait than one act takes, each caller gets
+an even share of it, so that a caller with a thousand calls does not delay a caller with one. This module does not know
+what an act does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from opentelemetry import trace
+
+from shard.fair_quota import FairQuota
+from shard.vocabulary import OrgId
+
+# A second act begins beside a running one only if this much weight is waiting, or if a call has waited for this long.
+# Fewer calls wait for the running act to end, and then share one act.
+_SECOND_ACT_WEIGHT = 100
+_SECOND_ACT_AFTER_S = 0.010
+# If one iteration of the event loop takes less than this, the loop is idle.
+_IDLE_ITERATION_S = 0.000_060
+# The longest time that a first act waits for a busy event loop.
+_BUSY_S_MAX = 0.002
+
+Call = TypeVar("Call")
+Result = TypeVar("Result")
+
+
+class TooManyWaiting(Exception):
+    """Too many calls are waiting, of this org or of all orgs; try again later."""
+
+
+class SingleCall(NamedTuple):
+    """A call that shares no statement with others and runs by itself. A Coalescer with `one_by_one` as its act runs
+    such calls, so that one org's calls leave connections for the others (I4). `org`: None if the call is about no
+    org."""
+
+    org: OrgId | None
+    weight: int
+    act: Callable[[], Awaitable[Any]]
+
+
+async def one_by_one(calls: Sequence[SingleCall]) -> list[Any]:
+    """Runs the calls one after another. Returns the result or the error of each, in order."""
+    answers: list[Any] = []
+    for call in calls:
+        try:
+            answers.append(await call.act())
+        except Exception as error:  # noqa: BLE001 - the caller handles it
+            answers.append(error)
+    return answers
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting(Generic[Call, Result]):
+    call: Call
+    weight: int
+    result: asyncio.Future[Result]
+    # The caller's span, if it is recorded.
+    span: trace.Span | None
+    since_s: float
+
+
+class InFlight:
+    """Counts the running acts of several coalescers that share connections, and lets the coalescers begin in turn."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        # What begins an act of each coalescer. The coalescer that began one last comes last.
+        self._callbacks: deque[Callable[[], None]] = deque()
+
+    def join(self, begin: Callable[[], None]) -> None:
+        """Adds a coalescer. `begin` is called each time that an act of any of them has ended."""
+        self._callbacks.append(begin)
+
+    def began(self, begin: Callable[[], None]) -> None:
+        """An act of the coalescer with this callback has begun."""
+        self.count += 1
+        self._callbacks.remove(begin)
+        self._callbacks.append(begin)
+
+    def ended(self) -> None:
+        """An act has ended: lets the coalescers begin another."""
+        self.count -= 1
+        for begin in list(self._callbacks):
+            begin()
+
+
+class Coalescer(Generic[Call, Result]):
+    """Runs calls together.
+
+    `act` runs several calls and returns the result or the error of each, in order. If it raises, every call of the act
+    fails with that error. `key` returns the key of a call (its org), by which calls share fairly; `weight` returns how
+    much of an act the call takes. At most `acts_max` acts run at a time, each with up to `calls_max` calls and up to
+    `weight_max` in weight, or with one heavier call. A few light calls also wait for the acts of other coalescers that
+    share `in_flight`.
+
+    Calls of up to `waiting_max` in weight may wait; one key may not take more of it than remains free. A call that has
+    waited for `wait_s` fails with the error that `on_timeout` makes. `on_abandoned` gets each call that was cancelled
+    after its act had begun, with its result. `on_dropped` gets each call for which no act began."""
+
+    def __init__(
+        self,
+        act: Callable[[list[Call]], Awaitable[Sequence[Result | Exception]]],
+        *,
+        weight: Callable[[Call], int],
+        key: Callable[[Call], Hashable],
+        on_timeout: Callable[[], Exception],
+        acts_max: int = 2,
+        in_flight: InFlight | None = None,
+        wait_s: float = 5.0,
+        weight_max: int = 1000,
+        calls_max: int = 1000,
+        waiting_max: int = 50_000,
+        on_abandoned: Callable[[Call, Result], None] | None = None,
+        on_dropped: Callable[[Call], None] | None = None,
+    ) -> None:
+        self._act = act
+        self._weight_of = weight
+        self._key_of = key
+        self._on_timeout = on_timeout
+        self._acts_max = acts_max
+        self._wait_s = wait_s
+        self._weight_max = weight_max
+        self._calls_max = calls_max
+        self._on_abandoned = on_abandoned
+        self._on_dropped = on_dropped
+        # The waiting calls of each key, in order of arrival. The key that was served last comes last.
+        self._queues: OrderedDict[Hashable, deque[_Waiting[Call, Result]]] = OrderedDict()
+        # All waiting calls, in order of arrival.
+        self._by_age: OrderedDict[_Waiting[Call, Result], None] = OrderedDict()
+        self._quota = FairQuota(waiting_max)
+        # True while `_begin_when_idle` is scheduled.
+        self._beginning = False
+        self._second_act_timer: asyncio.TimerHandle | None = None
+        self._timeout_timer: asyncio.TimerHandle | None = None
+        # The running acts. The event loop keeps only weak references to its tasks.
+        self._acts: set[asyncio.Task[None]] = set()
+        self._in_flight = in_flight or InFlight()
+        self._in_flight.join(self._begin_soon)
+
+    def submit(self, call: Call) -> asyncio.Future[Result]:
+        """Queues a call. Returns a future of its result; cancelling the future withdraws the call. A running act is
+        cancelled once all its callers have cancelled, unless the coalescer has `on_abandoned`. Raises TooManyWaiting.
+        """
+        weight = self._weight_of(call)
+        key = self._key_of(call)
+        if not self._quota.take(key, weight):
+            self._drop(call)
+            raise TooManyWaiting(
+                f"the shard is behind: at most {self._quota.places_max:,} jobs or leases may wait for it in this "
+                "router process, and one org may not take more of them than remain free for others; try again, or send "
+                "less"
+            )
+        loop = asyncio.get_running_loop()
+        span = trace.get_current_span()
+        result: asyncio.Future[Result] = loop.create_future()
+        queue = self._queues.get(key)
+        if queue is None:
+            queue = self._queues[key] = deque()
+        waiting = _Waiting(call, weight, result, span if span.is_recording() else None, loop.time())
+        queue.append(waiting)
+        self._by_age[waiting] = None
+        if not self._may_begin(loop):
+            self._set_timers(loop)
+        else:
+            self._begin_soon()
+        return result
+
+    def _begin_soon(self) -> None:
+        if self._queues and not self._beginning:
+            self._beginning = True
+            now_s = time.perf_counter()
+            asyncio.get_running_loop().call_soon(self._begin_when_idle, now_s, now_s)
+
+    def _begin_when_idle(self, since_s: float, iteration_s: float) -> None:
+        """Begins once the event loop is idle, or after _BUSY_S_MAX: a busy loop most likely takes in more calls, which
+        can then share the act. `since_s`: when this was scheduled first; `iteration_s`: when the loop's latest
+        iteration began."""
+        # Not by the loop's clock, which may stand still within an iteration.
+        now_s = time.perf_counter()
+        is_idle = now_s - iteration_s < _IDLE_ITERATION_S
+        if is_idle or now_s - since_s > _BUSY_S_MAX or self._quota.taken >= _SECOND_ACT_WEIGHT:
+            self._begin()
+        else:
+            asyncio.get_running_loop().call_soon(self._begin_when_idle, since_s, now_s)
+
+    async def finish(self) -> None:
+        """Returns once no call waits and no act runs."""
+        while self._acts or self._queues:
+            # Waiting calls begin within a few iterations of the loop, or when an act ends.
+            await (asyncio.wait(self._acts) if self._acts else asyncio.sleep(0))
+
+    def _fail_overdue(self) -> None:
+        """Fails the calls that have waited for `wait_s`."""
+        loop = asyncio.get_running_loop()
+        self._timeout_timer = None
+        for key, queue in list(self._queues.items()):
+            while queue and queue[0].since_s + self._wait_s <= loop.time():
+                waiting = self._pop(key, queue)
+                if not waiting.result.done():
+                    waiting.result.set_exception(self._on_timeout())
+                self._drop(waiting.call)
+        if self._queues:
+            self._timeout_timer = loop.call_at(self._oldest_s() + self._wait_s, self._fail_overdue)
+
+    def _begin(self) -> None:
+        self._beginning = False
+        loop = asyncio.get_running_loop()
+        while self._queues and self._may_begin(loop):
+            batch = self._next_batch()
+            if batch:
+                self._in_flight.began(self._begin_soon)
+                self._acts.add(loop.create_task(self._run(batch)))
+        if self._queues:
+            self._set_timers(loop)
+
+    def _may_begin(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """A first act may always begin. A second one may if much weight waits, or if the oldest call waits for long."""
+        if not self._in_flight.count:
+            return True
+        return len(self._acts) < self._acts_max and (
+            self._quota.taken >= _SECOND_ACT_WEIGHT or loop.time() - self._oldest_s() >= _SECOND_ACT_AFTER_S
+        )
+
+    def _oldest_s(self) -> float:
+        """When the oldest waiting call was submitted."""
+        return next(iter(self._by_age)).since_s
+
+    def _set_timers(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Schedules a second act, and the timeout of the oldest waiting call."""
+        if self._second_act_timer is None and len(self._acts) < self._acts_max:
+            self._second_act_timer = loop.call_at(self._oldest_s() + _SECOND_ACT_AFTER_S, self._begin_second)
+        if self._timeout_timer is None:
+            self._timeout_timer = loop.call_at(self._oldest_s() + self._wait_s, self._fail_overdue)
+
+    def _begin_second(self) -> None:
+        self._second_act_timer = None
+        self._begin()
+
+    def _next_batch(self) -> list[_Waiting[Call, Result]]:
+        """Takes the calls for one act. Each key in turn gets an even share of it, or one heavier call; then each gets
+        another share while there is room. The key whose next call does not fit comes first in the next act."""
+        batch: list[_Waiting[Call, Result]] = []
+        room = self._weight_max
+        share = room // len(self._queues)
+        calls_share = max(1, self._calls_max // len(self._queues))
+        while self._queues and len(batch) < self._calls_max:
+            key, queue = next(iter(self._queues.items()))
+            if batch and queue[0].weight > room:
+                break
+            self._queues.move_to_end(key)
+            enough = room - share
+            last = min(len(batch) + calls_share, self._calls_max)
+            while queue and len(batch) < last and (not batch or queue[0].weight <= room):
+                waiting = self._pop(key, queue)
+                if waiting.result.done():
+                    self._drop(waiting.call)
+                    continue
+                batch.append(waiting)
+                room -= waiting.weight
+                if room <= enough:
+                    break
+        return batch
+
+    def _pop(self, key: Hashable, queue: deque[_Waiting[Call, Result]]) -> _Waiting[Call, Result]:
+        waiting = queue.popleft()
+        del self._by_age[waiting]
+        if not queue:
+            del self._queues[key]
+        self._quota.give_back(key, waiting.weight)
+        return waiting
+
+    def _drop(self, call: Call) -> None:
+        if self._on_dropped is not None:
+            self._on_dropped(call)
+
+    async def _run(self, batch: list[_Waiting[Call, Result]]) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        callers = len(batch)
+
+        def on_done(result: asyncio.Future[Result]) -> None:
+            nonlocal callers
+            if result.cancelled():
+                callers -= 1
+                # The act goes on if `on_abandoned` needs its results: it may have committed already.
+                if not callers and self._on_abandoned is None:
+                    task.cancel()
+
+        for waiting in batch:
+            waiting.result.add_done_callback(on_done)
+        try:
+            results = await self._traced(batch)
+            for waiting, result in zip(batch, results, strict=True):
+                if isinstance(result, Exception):
+                    if not waiting.result.done():
+                        waiting.result.set_exception(result)
+                elif not waiting.result.done():
+                    waiting.result.set_result(result)
+                elif self._on_abandoned is not None:
+                    self._on_abandoned(waiting.call, result)
+        except Exception as error:  # noqa: BLE001 - the callers handle it
+            for waiting in batch:
+                if not waiting.result.done():
+                    waiting.result.set_exception(error)
+        finally:
+            for waiting in batch:
+                waiting.result.remove_done_callback(on_done)
+                waiting.result.cancel()
+            self._acts.discard(task)
+            self._in_flight.ended()
+
+    async def _traced(self, batch: list[_Waiting[Call, Result]]) -> Sequence[Result | Exception]:
+        """Runs the act in the span of the first caller that has one; the spans of the other callers link to it."""
+        calls = [waiting.call for waiting in batch]
+        spans = [waiting.span for waiting in batch if waiting.span is not None]
+        if not spans:
+            # Without this the act would run in the span of the call that happened to begin it.
+            with trace.use_span(trace.INVALID_SPAN):
+                return await self._act(calls)
+        for span in spans[1:]:
+            span.add_link(spans[0].get_span_context())
+        with trace.use_span(spans[0]):
+            return await self._act(calls)

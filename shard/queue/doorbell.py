@@ -1,0 +1,114 @@
+"""The doorbell: notifies the other routers of a shard that queues may have new jobs, and listens to their
+notifications.
+
+A ring is a hint (I7): if one is lost, waiting consumers get their jobs at the next sweep.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Collection
+
+import psycopg
+
+from shard.errors import ShardUnavailable
+from shard.postgres.listener import Listener
+from shard.postgres.pool import Database
+from shard.queue import statements
+from shard.vocabulary import QueueId
+
+_log = logging.getLogger(__name__)
+
+# The pause after a ring; queues that come meanwhile go with the next one. The pause is longer the more calls of `ring`
+# a notification stood for: to send it, and to wake all its listeners, costs a busy server as much as a statement.
+_PAUSE_S = 0.010
+_PAUSE_S_MAX = 0.040
+# The payload of a notification must be shorter than 8,000 bytes.
+_QUEUES_MAX = 390
+_ALL = "*"
+# Sent in the place of a router's name: a migration was run (record_migration.sql).
+_MIGRATION = "migration"
+# Sent before the queue ids: jobs have arrived from another shard, and may have been due for long.
+_ARRIVED = "+"
+
+
+class Doorbell:
+    """Rings and listens on one shard. `on_ring` is called with the queues that another router rang for; None means that
+    any queue may have jobs. `on_arrival` is called with the queues in which jobs arrived from another shard.
+    `on_migration` is called after a migration, and when notifications may have been missed."""
+
+    def __init__(
+        self,
+        database: Database,
+        dsn: str,
+        on_ring: Callable[[Collection[QueueId] | None], None],
+        on_arrival: Callable[[Collection[QueueId]], None],
+        on_migration: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._database = database
+        self._on_ring = on_ring
+        self._on_arrival = on_arrival
+        self._on_migration = on_migration
+        self._listener = Listener(dsn, "windrow_work", self._on_message, application_name="windrow doorbell")
+        database.went_away = self._listener.hang_up
+        self._me = secrets.token_hex(8)
+        self._queues: set[QueueId] = set()
+        self._calls = 0
+        self._has_queues = asyncio.Event()
+
+    def ring(self, queues: Collection[QueueId]) -> None:
+        """Notifies the other routers soon. The jobs must have been committed."""
+        if not queues:
+            return
+        self._queues.update(queues)
+        self._calls += 1
+        self._has_queues.set()
+
+    def reconnect(self, dsn: str) -> None:
+        """Listens by another DSN from now on."""
+        self._listener.reconnect(dsn)
+
+    async def run(self) -> None:
+        """Rings and listens until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._ring())
+            group.create_task(self._listener.run())
+
+    async def _ring(self) -> None:
+        while True:
+            await self._has_queues.wait()
+            self._has_queues.clear()
+            queues, self._queues = self._queues, set()
+            calls, self._calls = self._calls, 0
+            text = ",".join(map(str, queues)) if len(queues) <= _QUEUES_MAX else _ALL
+            try:
+                await self._database.run(statements.NOTIFY_WORK, {"message": f"{self._me} {text}"})
+            except (ShardUnavailable, psycopg.Error) as error:
+                _log.debug("could not notify the other routers: %s", error)
+            except Exception:  # noqa: BLE001 - a lost hint must not end this router
+                _log.exception("could not notify the other routers")
+            await asyncio.sleep(min(calls * _PAUSE_S, _PAUSE_S_MAX))
+
+    def _on_message(self, message: str | None) -> None:
+        if message is None:
+            self._on_ring(None)
+            self._on_migration()
+            return
+        sender, _, text = message.partition(" ")
+        if sender == _MIGRATION:
+            self._on_migration()
+        if sender == self._me:
+            return
+        try:
+            if text.startswith(_ARRIVED):
+                self._on_arrival(_queue_ids(text.removeprefix(_ARRIVED)))
+            else:
+                self._on_ring(None if text == _ALL else _queue_ids(text))
+        except ValueError:
+            _log.warning("a notification on windrow_work is not from a router: %.100r", message)
+
+
+def _queue_ids(text: str) -> list[QueueId]:
+    return [QueueId(int(number)) for number in text.split(",")]

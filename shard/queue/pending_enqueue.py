@@ -1,0 +1,143 @@
+"""Calls of an enqueue that have not been answered yet, and the handover of their jobs to waiting consumers. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shard.queue.queue_ids import Name
+from shard.vocabulary import JobId, Micros, NewJobs, OrgId, QueueName
+
+
+class Taker(NamedTuple):
+    """A consumer that waits for a job, and the lease that it would get."""
+
+    number: int
+    worker: str
+    window_us: int
+
+
+class Handed(NamedTuple):
+    """The result of a handover."""
+
+    # The positions of the jobs that are now leased to their takers. For the other jobs see Handover.
+    positions: list[int]
+    leased_at: Micros
+    # The setting of each queue. None: the default.
+    max_attempts: Mapping[tuple[OrgId, QueueName], int | None]
+    # True if this call certainly stored, and so leased, none of the other jobs.
+    sure: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Handover:
+    """Leases jobs to waiting consumers while they are enqueued. `takers` maps positions of jobs that are due at once to
+    their takers. `done` is called exactly once with the result, even if the caller was cancelled.
+
+    A job that is not in `Handed.positions` was not leased, unless the shard's answer was lost. To be sure, the caller
+    releases the job's lease."""
+
+    takers: Mapping[int, Taker]
+    done: Callable[[Handed], None]
+    _is_done: bool = False
+    # How many jobs were handed over.
+    handed: int = 0
+
+    def tell(self, handed: Handed) -> None:
+        """Calls `done`, unless it was called before."""
+        if not self._is_done:
+            self._is_done = True
+            self.handed = len(handed.positions)
+            self.done(handed)
+
+
+class Call(NamedTuple):
+    jobs: NewJobs
+    handover: Handover | None
+    # The epoch of the placement by which the caller sends the jobs here.
+    epoch: int
+
+
+class Inserted(NamedTuple):
+    """The result of one run of the enqueue statement."""
+
+    # The jobs that were stored. None: all of them.
+    stored: set[tuple[OrgId, str]] | None
+    now: Micros
+    # The queues that give jobs.
+    giving: set[Name]
+    # The setting of each queue. None: the default.
+    max_attempts: dict[Name, int | None]
+
+
+class PendingEnqueue:
+    """A call that has not been answered yet, and what is known of its jobs."""
+
+    __slots__ = ("call", "duplicates", "error", "known", "remaining")
+
+    def __init__(self, call: Call) -> None:
+        # Its handover is removed once it is done.
+        self.call = call
+        # The positions of its jobs that are neither stored nor known yet.
+        self.remaining: Sequence[int] = range(len(call.jobs.ids))
+        self.known: dict[int, JobId] = {}
+        self.error: Exception | None = None
+        # Positions whose id occurred before in this call, each with its first position. An id is one job: only the
+        # first position is sent to the shard, and the others get its answer.
+        self.duplicates: dict[int, int] = {}
+        ids = call.jobs.ids
+        if len(set(ids)) < len(ids):
+            first: dict[str, int] = {}
+            for at, job_id in enumerate(ids):
+                if first.setdefault(job_id, at) != at:
+                    self.duplicates[at] = first[job_id]
+            self.remaining = list(first.values())
+            # No handover: to release the lease of a duplicate would end the lease of the first position.
+            self.call = call._replace(handover=None)
+
+    @property
+    def jobs(self) -> NewJobs:
+        return self.call.jobs
+
+    def remaining_call(self) -> Call:
+        """Returns a call with the remaining jobs only."""
+        jobs, handover, epoch = self.call
+        if len(self.remaining) == len(jobs.ids):
+            return self.call
+        if handover is not None:
+            takers = {new: handover.takers[old] for new, old in enumerate(self.remaining) if old in handover.takers}
+            handover = Handover(takers=takers, done=handover.done)
+        return Call(jobs.only(self.remaining), handover, epoch)
+
+    def answer(self) -> dict[int, JobId] | Exception:
+        if self.error is not None:
+            return self.error
+        for at, first in self.duplicates.items():
+            self.known[at] = self.known.get(first, JobId(self.call.jobs.ids[first]))
+        return self.known
+
+    def add_stored(self, inserted: Inserted) -> None:
+        """Removes the stored jobs from the remaining ones, and completes the handover."""
+        jobs, handover, epoch = self.call
+        if inserted.stored is None:
+            stored = self.remaining
+        else:
+            stored = [at for at in self.remaining if (jobs.org, jobs.ids[at]) in inserted.stored]
+        if handover is not None:
+            self.call = Call(jobs, None, epoch)
+            leased = [at for at in stored if at in handover.takers and (jobs.org, jobs.queues[at]) in inserted.giving]
+            handover.tell(Handed(leased, inserted.now, inserted.max_attempts))
+        if stored is self.remaining:
+            self.remaining = ()
+        else:
+            done = set(stored)
+            self.remaining = [at for at in self.remaining if at not in done]
+
+    def refuse(self, error: Exception) -> None:
+        self.error = error
+        self.remaining = ()
+
+
+NOTHING_HANDED = Handed([], Micros(0), {}, sure=True)
+RESULT_UNKNOWN = Handed([], Micros(0), {})

@@ -1,0 +1,157 @@
+"""Maps queue names to the queue ids of one shard. The ids are made by the database and remembered here. The enqueue and
+claim statements check every id against its name, so a wrong id (after a backup was restored, or with another database
+behind the same DSN) is noticed and does no harm."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from shard.errors import RowLocked, ShardUnavailable
+from shard.placement import statements as placement_statements
+from shard.placement.slots import slot_of
+from shard.postgres import arrays
+from shard.postgres.pool import Database
+from shard.queue import row_locks, statements
+from shard.vocabulary import OrgId, QueueId, QueueName, ShardName
+
+# Queues of one org on one shard. A queue's row is never deleted, so a program that invents names would add rows
+# forever.
+QUEUES_MAX = 10_000
+_REMEMBERED_MAX = 200_000
+# Queues per statement.
+_BATCH_MAX = 1000
+# How often the database is asked again after two names had the same id.
+_TRIES_MAX = 6
+
+# The name of a queue: that of its org, and its own.
+Name = tuple[OrgId, QueueName]
+
+
+class NewQueuesLocked(RowLocked):
+    """These queues cannot be made now; the other queues of the call were made."""
+
+    def __init__(self, shard: ShardName, names: Collection[Name]) -> None:
+        org, queue = min(names)
+        more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+        super().__init__(
+            shard, f"the org or the name of queue {queue!r} of org {org!r}{more}, which does not exist yet,"
+        )
+        self.names = names
+
+
+class QueueIds:
+    """The remembered queue ids of one shard. All methods that ask the database raise ShardUnavailable."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._queue_ids: dict[Name, QueueId] = {}
+        self._locks = row_locks.of_names(database)
+
+    async def find(self, queues: Collection[Name]) -> dict[Name, QueueId]:
+        """Returns the ids of the queues that exist; no two are equal."""
+        for _ in range(_TRIES_MAX):
+            found = {queue: known for queue in queues if (known := self._queue_ids.get(queue)) is not None}
+            if len(found) < len(queues):
+                found.update(await self._ask([queue for queue in queues if queue not in found]))
+            if len(set(found.values())) == len(found):
+                return found
+            # Two names have the same id. One of them is remembered wrongly, but it is not known which.
+            self.forget()
+        raise ShardUnavailable(self._database.name, "the ids of its queues keep changing")
+
+    async def _ask(self, queues: list[Name]) -> dict[Name, QueueId]:
+        found: dict[Name, QueueId] = {}
+        for at in range(0, len(queues), _BATCH_MAX):
+            part = queues[at : at + _BATCH_MAX]
+            for org, queue, queue_id in await self._database.run(statements.FIND_QUEUE_IDS, _columns(part)):
+                if len(self._queue_ids) >= _REMEMBERED_MAX:
+                    del self._queue_ids[next(iter(self._queue_ids))]
+                found[org, queue] = self._queue_ids[org, queue] = queue_id
+        return found
+
+    def known(self, org: OrgId, queues: Collection[QueueName]) -> list[QueueId]:
+        """Returns the ids that are remembered, without asking the database."""
+        return [known for queue in queues if (known := self._queue_ids.get((org, queue))) is not None]
+
+    async def make(self, queues: Collection[Name]) -> dict[Name, QueueId]:
+        """Returns the ids of these queues, and makes the queues that do not exist. A queue is missing from the result
+        if its org already has QUEUES_MAX queues. Raises NewQueuesLocked."""
+        # If an org is erased meanwhile, its new queues are erased too. They are made again, for a new org of that name.
+        for _ in range(_TRIES_MAX):
+            found = await self.find(queues)
+            missing = [queue for queue in queues if queue not in found]
+            fitting: list[Name] = []
+            locked: set[Name] = set()
+            for at in range(0, len(missing), _BATCH_MAX):
+                part = await self._within_limit(missing[at : at + _BATCH_MAX])
+                fitting += part
+                locked |= await self._make(part)
+            if len(locked) == len(fitting):
+                if locked:
+                    raise NewQueuesLocked(self._database.name, locked)
+                return found
+        raise ShardUnavailable(self._database.name, "orgs that need new queues are being erased; try again")
+
+    async def _make(self, queues: list[Name]) -> set[Name]:
+        """Makes queues. Returns those that could not be made because another session locks the row of their org or of
+        their name."""
+        locked = await self._locks.expect(queues)
+        for _ in range(row_locks.TRIES_MAX):
+            free = [queue for queue in queues if queue not in locked]
+            if not free:
+                return locked
+            try:
+                await self._make_all(free)
+            except RowLocked:
+                locked |= await self._locks.find(free)
+            else:
+                return locked
+        raise RowLocked(self._database.name, "something that new queues need")
+
+    async def _make_all(self, queues: list[Name]) -> None:
+        # The slots are used for orgs that have no row here yet. A pinned org keeps the slot in its row; if it has no
+        # row, it gets its own slot before anything moves (shard/placement/pins.py).
+        slots = {org: slot_of(org) for org, _ in queues}
+        names = {
+            "orgs": arrays.texts(list(slots)),
+            "slots": arrays.numbers(slots.values()),
+            "queues": arrays.names({queue for _, queue in queues}),
+        }
+        # Two transactions, so that the second sees rows that other sessions have committed. Both may be repeated.
+        await self._database.run(placement_statements.INSERT_NAMES, names)
+        await self._database.run(placement_statements.INSERT_QUEUES, {**_columns(queues), "relisted": True})
+
+    async def _within_limit(self, queues: list[Name]) -> list[Name]:
+        """Returns the queues for which their orgs have room. Concurrent calls may exceed the limit by a few queues."""
+        orgs = {org for org, _ in queues}
+        parameters = {"orgs": arrays.texts(list(orgs)), "queues_max": QUEUES_MAX}
+        room = {org: QUEUES_MAX - count for org, count in await self._database.run(statements.COUNT_QUEUES, parameters)}
+        fitting: list[Name] = []
+        for org, queue in queues:
+            if room[org]:
+                room[org] -= 1
+                fitting.append((org, queue))
+        return fitting
+
+    async def prove(self, queue_ids: Collection[QueueId]) -> None:
+        """Checks these ids, and forgets all ids if one of them is remembered for the wrong queue: claims of that queue
+        would find nothing until then."""
+        checked = set(queue_ids)
+        remembered = [(number, *name) for name, number in self._queue_ids.items() if number in checked]
+        for at in range(0, len(remembered), _BATCH_MAX):
+            numbers, orgs, queues = zip(*remembered[at : at + _BATCH_MAX], strict=True)
+            parameters = {"queue_ids": arrays.numbers(numbers), "orgs": list(orgs), "queues": arrays.names(queues)}
+            if await self._database.run(statements.FIND_WRONG_NAMES, parameters):
+                self.forget()
+                return
+
+    def forget(self) -> None:
+        """Forgets all ids, after one proved wrong."""
+        self._queue_ids.clear()
+
+
+def _columns(queues: Collection[Name]) -> dict[str, object]:
+    return {
+        "orgs": arrays.texts([org for org, _ in queues]),
+        "queues": arrays.names(queue for _, queue in queues),
+    }

@@ -1,0 +1,125 @@
+"""Rows that other sessions keep locked, and the calls that need them.
+
+A statement that serves many calls waits only a moment for a lock (shard/postgres/pool.py). If it does not get the lock,
+it has done nothing. Then the locked rows are found without waiting, the calls that need them are refused, and the other
+calls run again. Locked rows are remembered, so that the next call for one of them makes nobody wait. The memory is a
+hint: each row in it is looked at again before a call is refused because of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from typing import Generic, TypeVar
+
+from shard.errors import RowLocked
+from shard.postgres import arrays
+from shard.postgres.pool import Database
+from shard.queue import statements
+from shard.vocabulary import OrgId, QueueName
+
+# How often a statement runs while it waits for a lock that is on none of these rows, for example on a table, which
+# migrations and moves of slots lock for a moment. Each run waits for 0.2 s (shard/postgres/pool.py): 10 s in all.
+TRIES_MAX = 50
+_ORGS_MAX = 1_000
+_ROWS_OF_ORG_MAX = 1_000
+
+# A job: its org, and its id as 32 hexadecimal digits.
+JobRow = tuple[OrgId, str]
+KeyRow = tuple[OrgId, QueueName, str]
+# A queue to be made; it needs the rows of its org and of its name.
+NameRow = tuple[OrgId, QueueName]
+
+Row = TypeVar("Row", bound=tuple[object, ...])
+
+
+class RowLocks(Generic[Row]):
+    """Remembers which rows of one kind are locked. `find` returns those of the given rows that are locked, without
+    waiting for any lock."""
+
+    def __init__(self, find: Callable[[Sequence[Row]], Awaitable[Collection[Row]]]) -> None:
+        self._find = find
+        self._remembered: dict[object, set[Row]] = {}
+
+    async def expect(self, rows: Iterable[Row]) -> set[Row]:
+        """Returns the rows that are locked, asking only about orgs that had a locked row lately. Asks nothing if there
+        is no such org."""
+        if not self._remembered:
+            return set()
+        suspects = [row for row in rows if row[0] in self._remembered]
+        if not suspects:
+            return set()
+        # Asks about the remembered rows too: if none of them is locked any more, the org is forgotten.
+        remembered = [row for org in {row[0] for row in suspects} for row in self._remembered[org]]
+        return await self.find([*suspects, *remembered]) & set(suspects)
+
+    async def find(self, rows: Iterable[Row]) -> set[Row]:
+        """Returns the rows that are locked; none if the whole table is locked."""
+        asked = list(dict.fromkeys(rows))
+        if not asked:
+            return set()
+        try:
+            locked = set(await self._find(asked))
+        except RowLocked:
+            return set()
+        for row in asked:
+            if row in locked:
+                self._remember(row)
+            else:
+                self._forget(row)
+        return locked
+
+    def _remember(self, row: Row) -> None:
+        if row[0] not in self._remembered and len(self._remembered) >= _ORGS_MAX:
+            del self._remembered[next(iter(self._remembered))]
+        rows = self._remembered.setdefault(row[0], set())
+        if len(rows) < _ROWS_OF_ORG_MAX:
+            rows.add(row)
+
+    def _forget(self, row: Row) -> None:
+        rows = self._remembered.get(row[0])
+        if rows is not None:
+            rows.discard(row)
+            if not rows:
+                del self._remembered[row[0]]
+
+
+def of_jobs(database: Database) -> RowLocks[JobRow]:
+    """The row locks of live and dead jobs."""
+
+    async def find(rows: Sequence[JobRow]) -> list[JobRow]:
+        orgs = {org: position for position, org in enumerate(dict.fromkeys(org for org, _ in rows), start=1)}
+        parameters = {
+            "ids": arrays.plain([job_hex for _, job_hex in rows]),
+            "orgs": arrays.texts(list(orgs)),
+            "org_positions": arrays.numbers([orgs[org] for org, _ in rows]),
+        }
+        return [rows[place - 1] for (place,) in await database.run(statements.FIND_LOCKED_JOBS, parameters)]
+
+    return RowLocks(find)
+
+
+def of_keys(database: Database) -> RowLocks[KeyRow]:
+    """The row locks of dedup keys."""
+
+    async def find(rows: Sequence[KeyRow]) -> list[KeyRow]:
+        parameters = {
+            "orgs": arrays.texts([org for org, _, _ in rows]),
+            "queues": arrays.names([queue for _, queue, _ in rows]),
+            "keys": arrays.texts([key for _, _, key in rows]),
+        }
+        return [rows[place - 1] for (place,) in await database.run(statements.FIND_LOCKED_KEYS, parameters)]
+
+    return RowLocks(find)
+
+
+def of_names(database: Database) -> RowLocks[NameRow]:
+    """The row locks of orgs and of queue names."""
+
+    async def find(rows: Sequence[NameRow]) -> list[NameRow]:
+        parameters = {
+            "orgs": arrays.texts([org for org, _ in rows]),
+            "queues": arrays.names([queue for _, queue in rows]),
+        }
+        return [rows[place - 1] for (place,) in await database.run(statements.FIND_LOCKED_NAMES, parameters)]
+
+    return RowLocks(find)

@@ -1,0 +1,358 @@
+"""Ends and prolongs leases, each by a verb of VERBS. One statement serves many calls, of many orgs.
+
+A call is about leases of one org. A lease of another org is NOT_FOUND (I4); a lease that has ended is STALE (I2)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from shard import retry_policy
+from shard.errors import RowLocked
+from shard.postgres import arrays, partitions
+from shard.postgres.pool import Database
+from shard.queue import row_locks, statements
+from shard.queue.bisect_errors import bisect_errors
+from shard.queue.row_locks import JobRow, RowLocks
+from shard.vocabulary import Answer, Failure, JobId, Lease, OrgId, Outcome, QueueId
+
+# The bytes of payloads and results that weigh as much as one job. A statement takes at most 4 MiB of them, or one call.
+# The other calls wait, and the other orgs get their share of the next statement.
+BYTES_PER_WEIGHT = 4 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nack:
+    """Ends one attempt that failed. `retry_after_us` is the delay until the job's next run; None: the retry policy
+    decides. A permanent failure makes the job dead at once."""
+
+    lease: Lease
+    # None: nothing is stored.
+    failure: Failure | None = None
+    retry_after_us: int | None = None
+
+    @property
+    def permanent(self) -> bool:
+        return self.failure is not None and self.failure.permanent
+
+    @property
+    def size(self) -> int:
+        """The characters of its texts."""
+        return 0 if self.failure is None else len(self.failure.message) + len(self.failure.stack)
+
+
+class Settlement(NamedTuple):
+    """One call: ends or prolongs leases of one org. Made by the method that is named like its verb."""
+
+    # One of VERBS.
+    verb: str
+    org: OrgId
+    leases: Sequence[Lease]
+    # What the verb must know about each lease: one for each, or none at all.
+    details: Sequence[Any] = ()
+
+    @classmethod
+    def ack(cls, org: OrgId, leases: Sequence[Lease], results: Sequence[bytes | None] = ()) -> Settlement:
+        """Finishes jobs and stores their results (at most 64 KiB each)."""
+        return cls("ack", org, leases, results)
+
+    @classmethod
+    def nack(cls, org: OrgId, nacks: Sequence[Nack]) -> Settlement:
+        """Gives jobs back to run again after a delay. A job whose attempts are used up, or whose failure is permanent,
+        becomes dead."""
+        return cls("nack", org, [nack.lease for nack in nacks], nacks)
+
+    @classmethod
+    def extend(cls, org: OrgId, leases: Sequence[Lease], *, window_us: int) -> Settlement:
+        """Prolongs leases to at least `window_us` (microseconds) from now."""
+        return cls("extend", org, leases, [window_us] * len(leases))
+
+    @classmethod
+    def release(cls, org: OrgId, leases: Sequence[Lease]) -> Settlement:
+        """Gives jobs back at once; the attempt does not count."""
+        return cls("release", org, leases)
+
+    def only(self, positions: Sequence[int]) -> Settlement:
+        """Returns the same for the leases at these positions."""
+        leases = [self.leases[at] for at in positions]
+        return Settlement(self.verb, self.org, leases, [self.details[at] for at in positions if self.details])
+
+    def weight(self) -> int:
+        """How much of a statement the call takes: its leases, and the size of its results and failures."""
+        match self.verb:
+            case "ack":
+                size = sum([len(result) for result in self.details if result])
+            case "nack":
+                size = sum([nack.size for nack in self.details])
+            case _:
+                size = 0
+        return len(self.leases) + size // BYTES_PER_WEIGHT
+
+
+_Fate = TypeVar("_Fate", int, str)
+# The leases that a statement found: job id and lease number. A call may name a live and an ended lease of one job.
+_Done = set[tuple[str, int]]
+_Answers = Sequence[list[Answer] | Exception]
+_NO_FAILURES: Mapping[int, str] = {}
+
+
+class LeaseSettler:
+    """Settles leases. `visible` is called with the queues of jobs that can be claimed again, now or later. `locks`: the
+    row locks of jobs."""
+
+    def __init__(self, database: Database, locks: RowLocks[JobRow], visible: Callable[[set[QueueId]], None]) -> None:
+        self._database = database
+        self._locks = locks
+        self._visible = visible
+
+    async def settle(self, calls: Sequence[Settlement]) -> _Answers:
+        """Settles the leases of calls with the same verb, if possible in one statement.
+
+        Returns for every call the answers to its leases, or its error: RowLocked if it names a job that another session
+        keeps locked; the other leases of that call are settled nevertheless. Raises ShardUnavailable."""
+        if len(calls) == 1:
+            return await self._past_locks(calls)
+        answers: dict[int, list[Answer] | Exception] = {}
+        for part in split_by_owner(calls):
+            answers.update(zip(map(id, part), await bisect_errors(self._past_locks, part), strict=True))
+        return [answers[id(call)] for call in calls]
+
+    async def _past_locks(self, calls: Sequence[Settlement]) -> _Answers:
+        """Settles all leases except those of jobs that another session keeps locked."""
+        locked = await self._locks.expect(_rows(calls))
+        for _ in range(row_locks.TRIES_MAX):
+            try:
+                if not locked:
+                    return await self._run(calls)
+                return await self._settle_unlocked(calls, locked)
+            except RowLocked:
+                locked |= await self._locks.find(row for row in _rows(calls) if row not in locked)
+        raise RowLocked(self._database.name, "something that leases need to be settled")
+
+    async def _settle_unlocked(self, calls: Sequence[Settlement], locked: Collection[JobRow]) -> _Answers:
+        answers: dict[int, list[Answer] | Exception] = {}
+        parts: dict[int, Settlement] = {}
+        for index, call in enumerate(calls):
+            leases = call.leases
+            free = [at for at, lease in enumerate(leases) if (call.org, lease.job_hex) not in locked]
+            if len(free) < len(leases):
+                answers[index] = self._row_locked(call, locked)
+            if free:
+                parts[index] = call.only(free)
+        if parts:
+            for index, answer in zip(parts, await self._run(list(parts.values())), strict=True):
+                answers.setdefault(index, answer)
+        return [answers.get(index, []) for index in range(len(calls))]
+
+    def _row_locked(self, call: Settlement, locked: Collection[JobRow]) -> RowLocked:
+        refused = [lease for lease in call.leases if (call.org, lease.job_hex) in locked]
+        more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
+        return RowLocked(self._database.name, f"job {_dashed(refused[0].job_hex)}{more}")
+
+    async def _run(self, calls: Sequence[Settlement]) -> list[list[Answer]]:
+        verb = VERBS[calls[0].verb]
+        done = await verb.run(self, calls)
+        if done is None:
+            return [[Answer.OK] * len(call.leases) for call in calls]
+        return await self._answers(calls, done, ended_as=verb.ended_as)
+
+    async def ack(self, calls: Sequence[Settlement]) -> _Done | None:
+        columns = _LeaseColumns.of(calls)
+        results = [result for call in calls for result in call.details or [None] * len(call.leases)]
+        rows = await partitions.finish(
+            self._database,
+            statements.ACK,
+            {
+                **columns.parameters(),
+                "results": arrays.blobs(results if any(result is not None for result in results) else ()),
+                "jobs": len(columns.leases),
+            },
+        )
+        acked, acked_ids, acked_leases = rows[0]
+        return None if acked == len(columns.leases) else set(zip(acked_ids or (), acked_leases or (), strict=True))
+
+    async def nack(self, calls: Sequence[Settlement]) -> _Done:
+        rows = await self._database.run(statements.INSPECT_LEASES, _LeaseColumns.of(calls).parameters())
+        held = {(job_id, number): settings for job_id, number, *settings in rows}
+        retries = _NackColumns[int]()
+        deaths = _NackColumns[str]()
+        for call in calls:
+            for nack in call.details:
+                if _key(nack.lease) not in held:
+                    continue
+                attempt, max_attempts, policy = held[_key(nack.lease)]
+                if nack.permanent:
+                    deaths.add(call.org, nack, "failed permanently")
+                    continue
+                luck = random.random()
+                fate = retry_policy.fate(
+                    retry_policy.from_json(policy), attempt=attempt, max_attempts=max_attempts, luck=luck
+                )
+                match fate:
+                    case retry_policy.MarkDead(reason=reason):
+                        deaths.add(call.org, nack, reason)
+                    case retry_policy.RetryAfter(delay_us=delay):
+                        retries.add(call.org, nack, delay if nack.retry_after_us is None else nack.retry_after_us)
+        done: _Done = set()
+        if retries.nacks:
+            columns = _LeaseColumns(retries.orgs, [nack.lease for nack in retries.nacks])
+            done |= await self._give_back(
+                columns, Outcome.NACKED, counts=True, delays_us=retries.fates, failures=retries.failures()
+            )
+        if deaths.nacks:
+            parameters = {
+                **_LeaseColumns(deaths.orgs, [nack.lease for nack in deaths.nacks]).parameters(),
+                "outcomes": arrays.texts(["nacked"] * len(deaths.nacks)),
+                "failures": arrays.sparse_texts(deaths.failures(), len(deaths.nacks)),
+                "reasons": arrays.texts(deaths.fates),
+            }
+            done.update(await self._database.run(statements.MARK_DEAD, parameters))
+        return done
+
+    async def extend(self, calls: Sequence[Settlement]) -> _Done:
+        windows = arrays.numbers(chain.from_iterable(call.details for call in calls))
+        parameters = {**_LeaseColumns.of(calls).parameters(), "windows_us": windows}
+        return set(await self._database.run(statements.EXTEND, parameters))
+
+    async def release(self, calls: Sequence[Settlement]) -> _Done:
+        return await self._give_back(_LeaseColumns.of(calls), Outcome.RELEASED, counts=False)
+
+    async def _give_back(
+        self,
+        columns: _LeaseColumns,
+        outcome: Outcome,
+        *,
+        counts: bool,
+        delays_us: Sequence[int] = (),
+        failures: Mapping[int, str] = _NO_FAILURES,
+    ) -> _Done:
+        """Makes jobs visible again. `counts`: the attempt does. `delays_us`: one for each lease, or none. `failures`:
+        by the lease's position."""
+        parameters = {
+            **columns.parameters(),
+            "outcome": outcome.value,
+            "counts": counts,
+            "delays_us": arrays.numbers(delays_us),
+            "failures": arrays.sparse_texts(failures, len(columns.leases)),
+        }
+        rows = await self._database.run(statements.GIVE_BACK, parameters)
+        self._visible({queue_id for _, _, queue_id in rows})
+        return {(job_id, number) for job_id, number, _ in rows}
+
+    async def _answers(
+        self, calls: Sequence[Settlement], done: _Done, *, ended_as: Outcome | None
+    ) -> list[list[Answer]]:
+        """Returns OK for leases that were settled now, or by an earlier try of the same call (`ended_as` is the outcome
+        of such a try); STALE or NOT_FOUND for the others."""
+        orgs: list[OrgId] = []
+        missed: list[Lease] = []
+        for call in calls:
+            missed_of_call = [lease for lease in call.leases if _key(lease) not in done]
+            missed += missed_of_call
+            orgs += [call.org] * len(missed_of_call)
+        if not missed:
+            return [[Answer.OK] * len(call.leases) for call in calls]
+        oldest_ms = min(int(lease.job_hex[:12], 16) for lease in missed)
+        parameters = {**_LeaseColumns(orgs, missed).parameters(), "oldest_ms": oldest_ms}
+        rows = await self._database.run(statements.EXPLAIN_MISS, parameters)
+        explained: dict[tuple[OrgId, Lease], Answer] = {}
+        for org, lease, (outcome, is_known) in zip(orgs, missed, rows, strict=True):
+            is_repeated = ended_as is not None and outcome == ended_as.value
+            explained[org, lease] = Answer.OK if is_repeated else Answer.STALE if is_known else Answer.NOT_FOUND
+        return [[explained.get((call.org, lease), Answer.OK) for lease in call.leases] for call in calls]
+
+
+class _Verb(NamedTuple):
+    # Runs calls. Returns the leases that it found, or None if it found all.
+    run: Callable[[LeaseSettler, Sequence[Settlement]], Awaitable[_Done | None]]
+    # How the attempt ended, or None if it goes on. A repeated call finds this outcome, and is answered OK.
+    ended_as: Outcome | None
+
+
+VERBS = {
+    "ack": _Verb(LeaseSettler.ack, Outcome.ACKED),
+    "nack": _Verb(LeaseSettler.nack, Outcome.NACKED),
+    "extend": _Verb(LeaseSettler.extend, None),
+    "release": _Verb(LeaseSettler.release, Outcome.RELEASED),
+}
+
+
+def split_by_owner(calls: Sequence[Settlement]) -> list[list[Settlement]]:
+    """Splits calls into parts, so that in each part a lease is named by calls of one org only. If calls of two orgs
+    name one lease, it belongs to one of them at most, and the other must not learn its outcome (I4)."""
+    remaining = list(calls)
+    if len({call.org for call in remaining}) == 1:
+        # The usual case: the leases need not be compared.
+        return [remaining]
+    parts: list[list[Settlement]] = []
+    while remaining:
+        owners: dict[Lease, OrgId] = {}
+        part: list[Settlement] = []
+        later: list[Settlement] = []
+        for call in remaining:
+            is_only_owner = all(owners.setdefault(lease, call.org) == call.org for lease in call.leases)
+            (part if is_only_owner else later).append(call)
+        parts.append(part)
+        remaining = later
+    return parts
+
+
+class _LeaseColumns(NamedTuple):
+    """Leases, each with the org that it must belong to."""
+
+    orgs: Sequence[OrgId]
+    leases: Sequence[Lease]
+
+    @classmethod
+    def of(cls, calls: Sequence[Settlement]) -> _LeaseColumns:
+        leases: list[Lease] = []
+        orgs: list[OrgId] = []
+        for call in calls:
+            leases_of_call = call.leases
+            leases += leases_of_call
+            orgs += [call.org] * len(leases_of_call)
+        return cls(orgs, leases)
+
+    def parameters(self) -> dict[str, object]:
+        positions = {org: position for position, org in enumerate(dict.fromkeys(self.orgs), start=1)}
+        return {
+            "ids": arrays.plain([lease.job_hex for lease in self.leases]),
+            "leases": arrays.numbers([lease.number for lease in self.leases]),
+            "orgs": arrays.texts(list(positions)),
+            # Empty: all leases are of the first org.
+            "org_positions": "{}" if len(positions) == 1 else arrays.numbers([positions[org] for org in self.orgs]),
+        }
+
+
+class _NackColumns(Generic[_Fate]):
+    """Nacks with fates of one kind: delays for jobs that run again, or reasons for jobs that become dead."""
+
+    def __init__(self) -> None:
+        self.orgs: list[OrgId] = []
+        self.nacks: list[Nack] = []
+        self.fates: list[_Fate] = []
+
+    def add(self, org: OrgId, nack: Nack, fate: _Fate) -> None:
+        self.orgs.append(org)
+        self.nacks.append(nack)
+        self.fates.append(fate)
+
+    def failures(self) -> dict[int, str]:
+        """Returns the failures as JSON, by the position of their nack."""
+        return {at: nack.failure.to_json() for at, nack in enumerate(self.nacks) if nack.failure is not None}
+
+
+def _key(lease: Lease) -> tuple[str, int]:
+    """Returns a lease as the statements return it."""
+    return _dashed(lease.job_hex), lease.number
+
+
+def _dashed(text: str) -> JobId:
+    return JobId(f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}")
+
+
+def _rows(calls: Sequence[Settlement]) -> Iterator[JobRow]:
+    return ((call.org, lease.job_hex) for call in calls for lease in call.leases)

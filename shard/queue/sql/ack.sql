@@ -1,0 +1,27 @@
+-- Finishes leased jobs: moves them from the table job to the day's partition of the table finished. Returns one row:
+-- the number of finished jobs, and, if not all jobs were found, which ones were finished.
+WITH ended AS (
+    DELETE FROM windrow.job j
+    USING (
+        -- Ordered by id, as in all statements that end leases, so that calls about the same jobs cannot deadlock.
+        SELECT n.id, n.lease, n.org_position, n.result
+        FROM unnest(%(ids)s::uuid[], %(leases)s::bigint[], %(org_positions)s::smallint[], %(results)b::bytea[])
+            AS n (id, lease, org_position, result)
+        ORDER BY n.id
+    ) a
+    -- By id alone: see extend.sql.
+    WHERE j.id = ANY (ARRAY[a.id])
+        AND (j.lease = a.lease AND j.visible_at > now()
+            AND {{org_of(j)}} = {{org_id_of(a)}}) IS TRUE
+    RETURNING j.*, a.result
+), moved AS (
+    INSERT INTO windrow.finished ({{job_columns}}, state, result, finished_at, retention)
+    SELECT {{job_columns(e)}}, 'succeeded', e.result, {{finish_time}}, {{retention_of(e)}}
+    FROM ended e
+    RETURNING id, lease
+)
+SELECT
+    count(*) AS acked,
+    CASE WHEN count(*) < %(jobs)s THEN array_agg(moved.id::text) END AS acked_ids,
+    CASE WHEN count(*) < %(jobs)s THEN array_agg(moved.lease) END AS acked_leases
+FROM moved

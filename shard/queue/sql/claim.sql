@@ -1,0 +1,91 @@
+-- Leases visible jobs to several takers. Takers with the same set of queues form a group. A group gets up to max_jobs
+-- jobs, ordered by priority, then by visible_at; its takers get them one after another. No queue is in two groups. The
+-- scan of the ready index starts at each lane's floor, because the index entries of claimed jobs come before it
+-- (shard/queue/claim_floor.py).
+WITH source AS MATERIALIZED (
+    SELECT s.grp, s.queue_id, s.turn, q.max_attempts
+    FROM unnest(%(groups)s::integer[], %(queue_ids)s::bigint[], %(orgs)s::text[], %(queues)s::text[])
+        WITH ORDINALITY AS s (grp, queue_id, org, queue, turn)
+    -- OFFSET 0 fence: finds the queue by its id, never by a scan of all queues of the org.
+    CROSS JOIN LATERAL (
+        SELECT q.org, q.queue, {{gives_jobs(q)}} AS gives_jobs, q.max_attempts
+        FROM windrow.queue q WHERE q.queue_id = s.queue_id OFFSET 0
+    ) q
+    -- A wrong remembered queue_id, which names a queue of another org (I4) or another queue, gives no jobs.
+    WHERE q.org = s.org AND q.queue = s.queue AND q.gives_jobs
+), lane AS MATERIALIZED (
+    SELECT
+        source.grp, source.queue_id, p.priority::smallint AS priority,
+        timestamptz 'epoch' + (%(floors_us)s::bigint[])[(source.turn - 1) * 9 + p.priority] * interval '1 us' AS floor
+    FROM source
+    CROSS JOIN generate_series(1, 9) AS p (priority)
+    ORDER BY source.grp, p.priority, source.turn
+), taken AS MATERIALIZED (
+    -- MATERIALIZED fence, and no ORDER BY at this level: the lanes are scanned lazily, one after another, so that no
+    -- more than max_jobs rows are locked.
+    SELECT g.first, visible.ctid, visible.bytes
+    FROM unnest(%(max_jobs)s::integer[], %(firsts)s::integer[]) WITH ORDINALITY AS g (max_jobs, first, grp)
+    CROSS JOIN LATERAL (
+        SELECT v.ctid, v.bytes
+        FROM lane
+        CROSS JOIN LATERAL (
+            SELECT j.ctid, octet_length(j.payload) + coalesce(octet_length(j.attributes::text), 0) AS bytes
+            FROM windrow.job j
+            WHERE j.queue_id = lane.queue_id AND j.priority = lane.priority
+                AND j.visible_at >= lane.floor AND j.visible_at <= now()
+            ORDER BY j.visible_at
+            LIMIT g.max_jobs
+            FOR UPDATE SKIP LOCKED
+        ) v
+        WHERE lane.grp = g.grp
+        LIMIT g.max_jobs
+    ) visible
+), fitting AS (
+    -- The jobs that fit into bytes_max, at least one. The other rows were locked, but are not changed.
+    SELECT
+        sized.ctid,
+        -- The position in the list of all jobs that all groups asked for. taker_firsts maps it to a taker.
+        sized.first + sized.turn - min(sized.turn) OVER (PARTITION BY sized.first) AS place
+    FROM (
+        SELECT
+            numbered.*,
+            sum(numbered.bytes) OVER (ORDER BY numbered.turn ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS bytes_before
+        FROM (SELECT taken.*, row_number() OVER () AS turn FROM taken) numbered
+    ) sized
+    WHERE coalesce(sized.bytes_before, 0) < %(bytes_max)s
+), chosen AS MATERIALIZED (
+    SELECT
+        array_agg(fitting.ctid ORDER BY fitting.ctid) AS ctids,
+        array_agg(width_bucket(fitting.place::integer, %(taker_firsts)s::integer[]) ORDER BY fitting.ctid) AS takers
+    FROM fitting
+)
+UPDATE windrow.job AS j
+SET
+    (lease, worker, visible_at) = (
+        SELECT
+            (%(leases)s::bigint[])[t.taker], (%(workers)s::text[])[t.taker],
+            now() + (%(windows_us)s::bigint[])[t.taker] * interval '1 us'
+        FROM (
+            SELECT
+                CASE
+                    WHEN cardinality(%(leases)s::bigint[]) = 1 THEN 1
+                    ELSE chosen.takers[width_bucket(j.ctid, chosen.ctids)]
+                END AS taker
+            FROM chosen
+        ) t
+    ),
+    leased_at = now(),
+    attempt = j.attempt + 1,
+    history = CASE
+        -- A lease that is still on the row has expired. Nothing else has recorded that, so this claim does.
+        WHEN j.lease IS NOT NULL THEN windrow.remember(j.history, j.attempt, j.worker, j.leased_at, j.visible_at, 'expired', j.lease, NULL)
+        ELSE j.history
+    END
+-- No join here: if the table was empty at the last vacuum, the planner expects it to be empty, and would find the rows
+-- of a join by a scan of the whole ready index.
+WHERE j.ctid = ANY (ARRAY(SELECT unnest(chosen.ctids) FROM chosen))
+RETURNING
+    j.id::text, j.queue_id, j.priority, j.attempt,
+    coalesce(j.max_attempts, (SELECT source.max_attempts FROM source WHERE source.queue_id = j.queue_id)) AS max_attempts,
+    j.enqueued_at, j.run_at, j.lease, j.leased_at, j.visible_at AS deadline,
+    coalesce(j.expires_at <= now(), false) AS expired, {{claimed_content(j)}}

@@ -1,0 +1,5 @@
+-- Counts the queues of each org, up to queues_max. Deleted queues count too, because their rows stay.
+SELECT n.org, (
+    SELECT count(*) FROM (SELECT FROM windrow.queue q WHERE q.org = n.org LIMIT %(queues_max)s) counted
+)
+FROM unnest(%(orgs)s::text[]) AS n (org)

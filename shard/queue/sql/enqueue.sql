@@ -1,0 +1,95 @@
+-- Stores a batch of jobs, each once, in the queues whose slots this shard owns. A job may come with a lease, for a
+-- consumer that waits for it: the consumer gets it without a claim. Returns one row: whether the times of the ids are
+-- acceptable (ids_fit), the queue ids that were accepted (admitted), the number of stored jobs, and, if not all were
+-- stored, which ones and in which queues.
+WITH clock AS MATERIALIZED (
+    -- An id contains the time when it was made. If it is older than the horizon, an earlier job with this id may have
+    -- been deleted already. If it is far in the future, an earlier job with this id may have finished before that time,
+    -- where nobody looks for it. `since` allows one hour for ids of the future, and one more for clocks that differ:
+    -- the job may have finished by another server's clock.
+    SELECT
+        to_timestamp(%(oldest_ms)s / 1000.0) >= now() - %(horizon_us)s * interval '1 us'
+            AND to_timestamp(%(newest_ms)s / 1000.0) <= now() + interval '1 hour' AS ids_fit,
+        least(to_timestamp(%(oldest_ms)s / 1000.0), now()) - interval '2 hours' AS since
+), lane AS MATERIALIZED (
+    -- A remembered queue_id must still name this org's queue. A slot that has moved away admits no jobs. Neither does a
+    -- slot that arrived by a move that the caller does not know (I6): the caller has not asked its former owner for the
+    -- ids. OFFSET 0 fences: find queues and slots by their numbers, never by a scan of all of them.
+    SELECT l.queue_id, q.gives_jobs, q.max_attempts
+    FROM unnest(%(lane_ids)s::bigint[], %(lane_orgs)s::text[], %(lane_queues)s::text[], %(lane_epochs)s::bigint[])
+        AS l (queue_id, org, queue, epoch)
+    CROSS JOIN LATERAL (
+        SELECT q.org, q.queue, q.slot, {{gives_jobs(q)}} AS gives_jobs, q.max_attempts
+        FROM windrow.queue q WHERE q.queue_id = l.queue_id OFFSET 0
+    ) q
+    CROSS JOIN LATERAL (SELECT s.state, s.epoch FROM windrow.owned_slot s WHERE s.slot = q.slot OFFSET 0) s
+    WHERE q.org = l.org AND q.queue = l.queue AND s.state = 'owned' AND s.epoch <= l.epoch
+), incoming AS MATERIALIZED (
+    -- A column that no job of the batch uses is an empty array; unnest fills it with NULLs.
+    SELECT
+        n.id, n.queue_id, n.priority, n.max_attempts, {{new_job_values(n)}}, n.position,
+        -- Never before now(): claims do not look below the floor.
+        greatest(now(), coalesce(timestamptz 'epoch' + n.run_at_us * interval '1 us', now() + n.delay_us * interval '1 us')) AS run_at,
+        timestamptz 'epoch' + n.expires_at_us * interval '1 us' AS expires_at,
+        now() + n.dedup_window_us * interval '1 us' AS dedup_until,
+        -- Leased at once to a waiting consumer, if the queue gives jobs.
+        CASE WHEN lane.gives_jobs THEN n.taker END AS taker
+    FROM unnest(
+        %(ids)s::uuid[], %(queue_ids)s::bigint[], %(priorities)s::smallint[], %(max_attempts)s::smallint[],
+        %(run_at_us)s::bigint[], %(delay_us)s::bigint[], %(expires_at_us)s::bigint[], %(dedup_window_us)s::bigint[],
+        {{new_job_arrays}}, %(takers)s::smallint[]
+    ) WITH ORDINALITY AS n (
+        id, queue_id, priority, max_attempts, run_at_us, delay_us, expires_at_us, dedup_window_us,
+        {{job_content}}, taker, position
+    )
+    JOIN lane ON lane.queue_id = n.queue_id
+    -- All or none: if one queue is not admitted, nothing is stored.
+    WHERE (SELECT clock.ids_fit FROM clock)
+        AND (SELECT count(*) FROM lane) = cardinality(%(lane_ids)s::bigint[])
+), reserved AS (
+    -- Takes dedup keys that are new or whose windows are over, each for the first job that has it. Sorted by key, so
+    -- that two batches cannot deadlock.
+    INSERT INTO windrow.dedup AS d (queue_id, key, job_id, until)
+    SELECT DISTINCT ON (i.queue_id, i.dedup_key) i.queue_id, i.dedup_key, i.id, i.dedup_until
+    FROM incoming i
+    WHERE i.dedup_key IS NOT NULL
+    ORDER BY i.queue_id, i.dedup_key, i.position
+    ON CONFLICT (queue_id, key) DO UPDATE SET job_id = excluded.job_id, until = excluded.until WHERE d.until <= now()
+    RETURNING d.queue_id, d.job_id
+), stored AS (
+    INSERT INTO windrow.job (
+        id, queue_id, priority, max_attempts, {{job_content}}, run_at, visible_at, expires_at, lease, leased_at, worker,
+        attempt
+    )
+    SELECT
+        i.id, i.queue_id, coalesce(i.priority, 5), i.max_attempts, {{job_content(i)}}, i.run_at,
+        coalesce(now() + (%(windows_us)s::bigint[])[i.taker] * interval '1 us', i.run_at), i.expires_at,
+        (%(leases)s::bigint[])[i.taker],
+        CASE WHEN i.taker IS NOT NULL THEN now() END, (%(workers)s::text[])[i.taker], (i.taker IS NOT NULL)::integer
+    FROM incoming i
+    WHERE i.dedup_key IS NULL OR (i.queue_id, i.id) IN (SELECT r.queue_id, r.job_id FROM reserved r)
+    ORDER BY i.id
+    ON CONFLICT DO NOTHING
+    RETURNING id, queue_id, dedup_key
+), counted AS (
+    INSERT INTO windrow.tally (org_id, accepted)
+    SELECT ({{org_of(s)}})::integer, count(*) FROM stored s GROUP BY 1
+)
+SELECT
+    now() AS now, clock.ids_fit, l.admitted, l.gives_jobs, l.max_attempts, s.stored,
+    CASE WHEN s.stored < %(jobs)s THEN s.ids::text[] END AS stored_ids,
+    CASE WHEN s.stored < %(jobs)s THEN s.queue_ids END AS stored_in,
+    CASE
+        -- A key was taken for a job that was not stored, because a live job has its id.
+        WHEN s.keyed < (SELECT count(*) FROM reserved) THEN windrow.refuse_unstored_keys()
+        ELSE windrow.refuse_settled(s.ids, s.queue_ids, clock.since)
+    END
+FROM clock
+CROSS JOIN (
+    SELECT array_agg(lane.queue_id) AS admitted, array_agg(lane.gives_jobs) AS gives_jobs, array_agg(lane.max_attempts) AS max_attempts
+    FROM lane
+) l
+CROSS JOIN (
+    SELECT count(*) AS stored, count(stored.dedup_key) AS keyed, array_agg(stored.id) AS ids, array_agg(stored.queue_id) AS queue_ids
+    FROM stored
+) s

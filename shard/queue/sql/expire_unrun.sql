@@ -1,0 +1,18 @@
+-- Cancels jobs that a claim found past their expires_at. The lease of that claim does not count as an attempt.
+WITH ended AS (
+    DELETE FROM windrow.job j
+    WHERE j.id = ANY (%(ids)s::uuid[]) AND j.lease = %(lease)s AND j.expires_at <= now()
+        AND {{org_of(j)}} = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)
+    RETURNING j.*
+)
+INSERT INTO windrow.finished (
+    id, queue_id, enqueued_at, run_at, expires_at, priority, attempt, max_attempts,
+    {{job_content}}, history, state, reason, finished_at, retention
+)
+SELECT
+    e.id, e.queue_id, e.enqueued_at, e.run_at, e.expires_at, e.priority, e.attempt - 1, e.max_attempts,
+    {{job_content(e)}}, e.history, 'cancelled', 'past its expires_at',
+    {{finish_time}},
+    {{retention_of(e)}}
+FROM ended e
+RETURNING id::text

@@ -1,0 +1,47 @@
+-- Tells what became of the jobs whose leases an ack, nack, extend or release did not find. `ended_as` is how this lease
+-- ended, so that a call that is repeated after a lost answer gets OK again.
+WITH cold AS MATERIALIZED (
+    SELECT c.*
+    FROM windrow.find_cold(
+        %(ids)s::uuid[], least(to_timestamp(%(oldest_ms)s / 1000.0), now()) - interval '2 hours', NULL
+    ) c
+)
+SELECT found.ended_as, found.id IS NOT NULL AS known
+FROM unnest(%(ids)s::uuid[], %(leases)s::bigint[], %(org_positions)s::smallint[])
+    WITH ORDINALITY AS m (id, lease, org_position, place)
+LEFT JOIN LATERAL (
+    SELECT
+        f.id,
+        CASE
+            WHEN f.lease = m.lease AND f.state = 'succeeded' THEN 'acked'
+            ELSE windrow.outcome_of(f.history, m.lease)
+        END AS ended_as
+    FROM windrow.finished f
+    WHERE f.id = m.id AND {{org_of(f)}} = {{org_id_of(m)}}
+        AND f.finished_at >= least(to_timestamp(%(oldest_ms)s / 1000.0), now()) - interval '2 hours'
+    UNION ALL
+    SELECT j.id, windrow.outcome_of(j.history, m.lease)
+    FROM windrow.job j
+    WHERE j.id = m.id AND {{org_of(j)}} = {{org_id_of(m)}}
+    UNION ALL
+    SELECT d.id, windrow.outcome_of(d.history, m.lease)
+    FROM windrow.dead d
+    WHERE d.id = m.id AND {{org_of(d)}} = {{org_id_of(m)}}
+    UNION ALL
+    SELECT d.id, windrow.outcome_of(d.history, m.lease)
+    FROM windrow.departing d
+    WHERE d.id = m.id AND {{org_of(d)}} = {{org_id_of(m)}}
+    UNION ALL
+    SELECT
+        c.id,
+        CASE
+            WHEN c.lease = m.lease AND c.state = 'succeeded' THEN 'acked'
+            ELSE windrow.outcome_of(c.history, m.lease)
+        END
+    FROM cold c
+    WHERE c.id = m.id AND {{org_of(c)}} = {{org_id_of(m)}}
+    LIMIT 1
+) found ON true
+-- The commit that ended the lease may not be on the standby yet: see find_known.sql.
+WHERE (SELECT pg_logical_emit_message(true, 'windrow', '')) IS NOT NULL
+ORDER BY m.place

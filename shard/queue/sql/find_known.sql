@@ -1,0 +1,48 @@
+-- Finds jobs that this shard knows, for an enqueue that did not store them, or before one. Returns each job's place in
+-- the arrays, and the id of the known job: the one with the same id, or else the one with the same dedup key.
+WITH cold AS MATERIALIZED (
+    SELECT c.id, c.org_id
+    FROM windrow.known_cold(
+        %(ids)s::uuid[], least(to_timestamp(%(oldest_ms)s / 1000.0), now()) - interval '2 hours'
+    ) c
+)
+SELECT n.place, known.id::text AS known_as
+FROM unnest(%(ids)s::uuid[], %(org_positions)s::smallint[], %(queues)s::text[], %(dedup_keys)s::text[])
+    WITH ORDINALITY AS n (id, org_position, queue, dedup_key, place)
+CROSS JOIN LATERAL (
+    SELECT j.id
+    FROM windrow.job j
+    WHERE j.id = n.id AND {{org_of(j)}} = {{org_id_of(n)}}
+    UNION ALL
+    SELECT d.id
+    FROM windrow.dead d
+    WHERE d.id = n.id AND {{org_of(d)}} = {{org_id_of(n)}}
+    UNION ALL
+    SELECT d.id
+    FROM windrow.departing d
+    WHERE d.id = n.id AND {{org_of(d)}} = {{org_id_of(n)}}
+    UNION ALL
+    SELECT f.id
+    FROM windrow.finished f
+    WHERE f.id = n.id AND {{org_of(f)}} = {{org_id_of(n)}}
+        AND f.finished_at >= least(to_timestamp(%(oldest_ms)s / 1000.0), now()) - interval '2 hours'
+    UNION ALL
+    SELECT c.id
+    FROM cold c
+    WHERE c.id = n.id AND c.org_id = {{org_id_of(n)}}
+    UNION ALL
+    SELECT d.job_id
+    -- OFFSET 0 fence: finds the queue by its name, never by a scan of all queues or keys.
+    FROM (
+        SELECT q.queue_id
+        FROM windrow.queue q
+        WHERE q.org = (%(orgs)s::text[])[coalesce(n.org_position, 1)] AND q.queue = n.queue
+        OFFSET 0
+    ) q
+    JOIN windrow.dedup d ON d.queue_id = q.queue_id AND d.key = n.dedup_key AND d.until > now()
+    LIMIT 1
+) known
+-- A commit whose wait for the synchronous standby was interrupted is visible, but a failover may still lose it. An
+-- answer that relies on it must wait for the standby too. Only a transaction that has written something waits, so this
+-- one does.
+WHERE (SELECT pg_logical_emit_message(true, 'windrow', '')) IS NOT NULL

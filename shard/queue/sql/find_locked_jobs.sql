@@ -1,0 +1,26 @@
+-- Returns the places of the jobs, live or dead, that another session keeps locked. Waits for no lock. The other jobs
+-- are locked while this statement runs.
+WITH named AS MATERIALIZED (
+    SELECT n.place, n.id, {{org_id_of(n)}} AS org_id
+    FROM unnest(%(ids)s::uuid[], %(org_positions)s::smallint[]) WITH ORDINALITY AS n (id, org_position, place)
+), free AS MATERIALIZED (
+    SELECT n.place
+    FROM named n
+    -- By id alone: see extend.sql.
+    JOIN windrow.job j ON j.id = ANY (ARRAY[n.id]) AND ({{org_of(j)}} = n.org_id) IS TRUE
+    FOR UPDATE OF j SKIP LOCKED
+), free_dead AS MATERIALIZED (
+    SELECT n.place
+    FROM named n
+    JOIN windrow.dead d ON d.id = ANY (ARRAY[n.id]) AND ({{org_of(d)}} = n.org_id) IS TRUE
+    FOR UPDATE OF d SKIP LOCKED
+)
+SELECT n.place
+FROM named n
+JOIN windrow.job j ON j.id = ANY (ARRAY[n.id]) AND ({{org_of(j)}} = n.org_id) IS TRUE
+WHERE n.place NOT IN (SELECT free.place FROM free)
+UNION ALL
+SELECT n.place
+FROM named n
+JOIN windrow.dead d ON d.id = ANY (ARRAY[n.id]) AND ({{org_of(d)}} = n.org_id) IS TRUE
+WHERE n.place NOT IN (SELECT free_dead.place FROM free_dead)

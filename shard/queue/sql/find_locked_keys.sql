@@ -1,0 +1,17 @@
+-- Returns the places of the dedup keys that another session keeps locked. Waits for no lock. The other keys are locked
+-- while this statement runs.
+WITH named AS MATERIALIZED (
+    SELECT n.place, n.key, q.queue_id
+    FROM unnest(%(orgs)s::text[], %(queues)s::text[], %(keys)s::text[]) WITH ORDINALITY AS n (org, queue, key, place)
+    -- OFFSET 0 fence: finds the queue by its name, never by a scan of all queues.
+    CROSS JOIN LATERAL (SELECT q.queue_id FROM windrow.queue q WHERE q.org = n.org AND q.queue = n.queue OFFSET 0) q
+), free AS MATERIALIZED (
+    SELECT n.place
+    FROM named n
+    JOIN windrow.dedup d ON d.queue_id = n.queue_id AND d.key = n.key
+    FOR NO KEY UPDATE OF d SKIP LOCKED
+)
+SELECT n.place
+FROM named n
+JOIN windrow.dedup d ON d.queue_id = n.queue_id AND d.key = n.key
+WHERE n.place NOT IN (SELECT free.place FROM free)

@@ -1,0 +1,22 @@
+-- Ends leases with this outcome. Each job becomes visible again after its delay, or at once if there are no delays.
+UPDATE windrow.job AS j
+SET
+    history = windrow.remember(
+        j.history, j.attempt, j.worker, j.leased_at, now(), %(outcome)s::text, j.lease, n.failure::jsonb
+    ),
+    attempt = j.attempt - CASE WHEN %(counts)s::boolean THEN 0 ELSE 1 END,
+    run_at = now() + coalesce(n.delay_us, 0) * interval '1 us',
+    visible_at = now() + coalesce(n.delay_us, 0) * interval '1 us',
+    lease = NULL, leased_at = NULL, worker = NULL
+FROM (
+    SELECT g.id, g.lease, g.org_position, g.delay_us, g.failure
+    FROM unnest(
+        %(ids)s::uuid[], %(leases)s::bigint[], %(org_positions)s::smallint[], %(delays_us)s::bigint[], %(failures)s::text[]
+    ) AS g (id, lease, org_position, delay_us, failure)
+    ORDER BY g.id
+) n
+-- By id alone: see extend.sql.
+WHERE j.id = ANY (ARRAY[n.id])
+    AND (j.lease = n.lease AND j.visible_at > now()
+        AND {{org_of(j)}} = {{org_id_of(n)}}) IS TRUE
+RETURNING j.id::text, n.lease, j.queue_id

@@ -1,0 +1,31 @@
+-- Moves leased jobs to the table dead: their last attempt was nacked, an attempt failed permanently, or a claim found them out of
+-- attempts. In the last case `outcome` is NULL, and the latest lease does not count as an attempt.
+WITH ended AS (
+    DELETE FROM windrow.job j
+    USING (
+        SELECT g.id, g.lease, g.org_position, g.outcome, g.failure, g.reason
+        FROM unnest(
+            %(ids)s::uuid[], %(leases)s::bigint[], %(org_positions)s::smallint[], %(outcomes)s::text[],
+            %(failures)s::text[], %(reasons)s::text[]
+        ) AS g (id, lease, org_position, outcome, failure, reason)
+        ORDER BY g.id
+    ) b
+    -- By id alone: see extend.sql.
+    WHERE j.id = ANY (ARRAY[b.id])
+        AND (j.lease = b.lease AND j.visible_at > now()
+            AND {{org_of(j)}} = {{org_id_of(b)}}) IS TRUE
+    RETURNING j.*, b.outcome, b.failure, b.reason
+)
+INSERT INTO windrow.dead ({{job_columns}}, reason)
+SELECT
+    e.id, e.queue_id, e.enqueued_at, e.run_at, e.lease, e.leased_at, e.expires_at, e.priority,
+    CASE WHEN e.outcome IS NULL THEN e.attempt - 1 ELSE e.attempt END,
+    e.max_attempts, {{job_content(e)}},
+    CASE WHEN e.outcome IS NULL THEN e.history -> -1 ->> 'worker' ELSE e.worker END,
+    CASE
+        WHEN e.outcome IS NULL THEN e.history
+        ELSE windrow.remember(e.history, e.attempt, e.worker, e.leased_at, now(), e.outcome, e.lease, e.failure::jsonb)
+    END,
+    e.reason
+FROM ended e
+RETURNING id::text, lease

@@ -1,0 +1,23 @@
+-- Finds for each lane of these queues, from its floor on, when its first live row is or becomes visible. Returns one
+-- row, with arrays of the lanes that have jobs. Takes no locks. Includes queues that give no jobs, because their
+-- floors are needed too.
+SELECT now() AS now, array_agg(first.queue_id) AS queue_ids, array_agg(first.priority) AS priorities,
+    array_agg(first.visible_at) AS visible_at, array_agg(first.gives_jobs) AS gives_jobs
+FROM (
+    SELECT q.queue_id, p.priority::smallint AS priority, j.visible_at, w.gives_jobs
+    FROM unnest(%(queue_ids)s::bigint[]) WITH ORDINALITY AS q (queue_id, turn)
+    -- OFFSET 0 fence: finds the queue by its id, as in claim.sql.
+    CROSS JOIN LATERAL (
+        SELECT {{gives_jobs(w)}} AS gives_jobs FROM windrow.queue w WHERE w.queue_id = q.queue_id OFFSET 0
+    ) w
+    CROSS JOIN generate_series(1, 9) AS p (priority)
+    CROSS JOIN LATERAL (
+        SELECT j.visible_at
+        FROM windrow.job j
+        WHERE j.queue_id = q.queue_id AND j.priority = p.priority
+            AND j.visible_at >= timestamptz 'epoch'
+                + (%(floors_us)s::bigint[])[(q.turn - 1) * 9 + p.priority] * interval '1 us'
+        ORDER BY j.visible_at
+        LIMIT 1
+    ) j
+) first

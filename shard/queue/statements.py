@@ -1,0 +1,37 @@
+"""The SQL statements of this package, each from its file in sql/. Other packages may run only those that
+tests/unit/test_statements.py names."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from shard.postgres.sql_loader import load
+
+_load = partial(load, Path(__file__).parent / "sql")
+
+ENQUEUE = _load("enqueue", shared=True)
+FIND_KNOWN = _load("find_known", shared=True)
+FIND_REFUSED_SLOTS = _load("find_refused_slots", shared=True)
+COUNT_QUEUES = _load("count_queues", shared=True)
+FIND_QUEUE_IDS = _load("find_queue_ids", shared=True)
+FIND_WRONG_NAMES = _load("find_wrong_names", shared=True)
+
+CLAIM = _load("claim", shared=True)
+PROBE = _load("probe", shared=True)
+SWEEP = _load("sweep", shared=True)
+NOTIFY_WORK = _load("notify_work", shared=True)
+ACK = _load("ack", shared=True)
+EXTEND = _load("extend", shared=True)
+GIVE_BACK = _load("give_back", shared=True)
+INSPECT_LEASES = _load("inspect_leases", shared=True)
+MARK_DEAD = _load("mark_dead", shared=True)
+EXPIRE_UNRUN = _load("expire_unrun", shared=True)
+FIND_LOCKED_JOBS = _load("find_locked_jobs", shared=True)
+FIND_LOCKED_KEYS = _load("find_locked_keys", shared=True)
+FIND_LOCKED_NAMES = _load("find_locked_names", shared=True)
+EXPLAIN_MISS = _load("explain_miss", shared=True)
+CANCEL = _load("cancel", shared=True)
+GET_JOBS = _load("get_jobs", shared=True)
+
+FOLD_TALLY = _load("fold_tally")

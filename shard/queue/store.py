@@ -1,0 +1,410 @@
+"""The queue of one shard: enqueue, claim, settle, cancel, get.
+
+Calls of one kind that arrive while others are running share a statement and a commit (shard/queue/coalescer.py). The
+store remembers only hints (floors, queue ids): without them its answers are the same, only slower. It knows no gRPC,
+and never compares a Python clock with a time of the database.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from shard.errors import IdsOutsideHorizon, RowLocked, ShardUnavailable
+from shard.job_id import made_at_ms, to_hex
+from shard.job_record import ANSWER_BYTES_MAX, JobRecord
+from shard.lease_token import lease_of
+from shard.placement.slots import FIRST_EPOCH
+from shard.postgres import arrays, partitions
+from shard.postgres import statements as postgres_statements
+from shard.postgres.clock import ShardClock
+from shard.postgres.pool import Database
+from shard.queue import row_locks, statements
+from shard.queue.claim import CLAIM_BYTES_MAX, Claimer, ClaimRequest, ClaimResult, Memory
+from shard.queue.claim_floor import GUARD_US, Floors
+from shard.queue.coalescer import Coalescer, InFlight, SingleCall, TooManyWaiting, one_by_one
+from shard.queue.enqueue import Enqueuer
+from shard.queue.pending_enqueue import NOTHING_HANDED, Call, Handover
+from shard.queue.queue_ids import QueueIds
+from shard.queue.settle import BYTES_PER_WEIGHT, VERBS, LeaseSettler, Settlement
+from shard.vocabulary import Answer, JobId, Lease, Micros, NewJobs, OrgId, QueueId, QueueName, ShardName
+
+_log = logging.getLogger(__name__)
+
+# How old the time in a new job's id may be.
+ID_AGE_DAYS_MAX = 7.0
+# How often a cancel is tried again for jobs that moved between tables, or were locked, while it ran.
+_TRIES_MAX = 6
+# Queues per probe statement.
+_PROBE_QUEUES_MAX = 500
+# After a full sweep (from the beginning of time) that took longer than this, the next sweeps are partial ones, for this
+# many times as long as the full sweep took.
+_FULL_SWEEP_S_MAX = 0.1
+_FULL_SWEEP_PAUSE = 50.0
+_UNRELEASED_MAX = 10_000
+# Effectively no bound: the number of waiting claims is bounded elsewhere, by the number of callers.
+_CLAIMS_WEIGHT_MAX = 20_000_000
+# Claims in one act. With large payloads a statement may serve only two of them, and each claim of an act waits until
+# all of them are served.
+_CLAIMS_MAX = 100
+# Calls that share no statement are bounded as well: otherwise one org's calls could take all connections (I4).
+_SINGLE_CALLS_WEIGHT_MAX = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Due:
+    """When the next job of each queue is or becomes visible, by the shard's clock. Queues without jobs, and queues
+    that give none, are missing."""
+
+    now: Micros
+    first: dict[QueueId, Micros]
+
+
+class Store:
+    """One shard's queue. `horizon_days` is the maximum age of a job id, and therefore how long a repeated enqueue is
+    recognised by its id. `visible` is called with the queues of jobs that can be claimed again.
+
+    Every method that changes jobs raises ClockSetBack while `clock` knows that the shard's clock was set back."""
+
+    def __init__(self, database: Database, *, horizon_days: float = ID_AGE_DAYS_MAX) -> None:
+        self.name: ShardName = database.name
+        self.names = QueueIds(database)
+        self.clock = ShardClock(database)
+        self.on_visible: Callable[[set[QueueId]], None] = _ignore
+        self._database = database
+        self._floors = Floors()
+        # The earliest time of the next full sweep, by time.monotonic.
+        self._full_sweep_from_s = 0.0
+        self._accepted_since_fold = False
+        # Releases that failed in an outage; the next sweep sends them again.
+        self._unreleased: list[Settlement] = []
+        self._locks = row_locks.of_jobs(database)
+        self._enqueuer = Enqueuer(database, self.names, self._locks, self.clock, horizon_days=horizon_days)
+        settler = LeaseSettler(database, self._locks, lambda queues: self.on_visible(queues))
+        claimer = Claimer(database, self.names, self._floors)
+
+        def overdue() -> ShardUnavailable:
+            return ShardUnavailable(self.name, "earlier calls have not been answered yet")
+
+        in_flight = InFlight()
+        self._enqueues = Coalescer(
+            self._enqueuer.enqueue,
+            weight=_weight,
+            key=lambda call: call.jobs.org,
+            on_timeout=overdue,
+            in_flight=in_flight,
+            on_dropped=_tell_not_handed,
+        )
+        self._lookups = Coalescer(
+            self._enqueuer.known, weight=len, key=lambda jobs: jobs.org, on_timeout=overdue, in_flight=in_flight
+        )
+        self._claims = Coalescer(
+            claimer.claim,
+            weight=lambda request: request.max_jobs,
+            key=_org,
+            calls_max=_CLAIMS_MAX,
+            waiting_max=_CLAIMS_WEIGHT_MAX,
+            on_timeout=overdue,
+            in_flight=in_flight,
+            on_abandoned=self._return_claim,
+        )
+        self._settlements = {
+            verb: Coalescer(settler.settle, weight=Settlement.weight, key=_org, on_timeout=overdue, in_flight=in_flight)
+            for verb in VERBS
+        }
+        self._single_calls = Coalescer[SingleCall, Any](
+            one_by_one,
+            weight=lambda call: call.weight,
+            key=_org,
+            on_timeout=overdue,
+            in_flight=in_flight,
+            weight_max=_SINGLE_CALLS_WEIGHT_MAX,
+        )
+
+    # ── Producers ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def enqueue(
+        self, jobs: NewJobs, handover: Handover | None = None, *, epoch: int = FIRST_EPOCH
+    ) -> dict[int, JobId]:
+        """Stores the jobs, all or none, each once. `epoch` is that of the placement by which the caller sends the jobs
+        to this shard and has asked its former owners for them (`known`).
+
+        Returns the positions of jobs that the shard knew already, each with the id of the known job; all other jobs are
+        newly stored. Raises NotOwned, BadIds, TooManyQueues, ShardUnavailable, TooManyWaiting."""
+        call = Call(jobs, handover, epoch)
+        if not len(jobs):
+            _tell_not_handed(call)
+            return {}
+        if self.clock.trouble is not None:
+            _tell_not_handed(call)
+            self.clock.check()
+        self._accepted_since_fold = True
+        try:
+            self._enqueuer.refuse_outside_horizon(jobs.ids)
+        except IdsOutsideHorizon:
+            _tell_not_handed(call)
+            raise
+        return await self._enqueues.submit(call)
+
+    async def known(self, jobs: NewJobs) -> dict[int, JobId]:
+        """Looks jobs up by id and dedup key. Routers ask this of the former owners of a slot before an enqueue.
+
+        Returns the positions of jobs that this shard knows, each with the id of the known job. Raises ShardUnavailable,
+        TooManyWaiting."""
+        return await self._lookups.submit(jobs) if len(jobs) else {}
+
+    # ── Consumers ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def claim(
+        self,
+        org: OrgId,
+        queues: Sequence[QueueName],
+        *,
+        max_jobs: int,
+        window_us: int,
+        worker: str,
+        bytes_max: int = CLAIM_BYTES_MAX,
+        memory: Memory | None = None,
+    ) -> ClaimResult:
+        """Leases up to `max_jobs` due jobs for `window_us` (microseconds), fewer if they fill `bytes_max` or `memory`.
+        Raises ShardUnavailable, TooManyWaiting."""
+        self.clock.check()
+        request = ClaimRequest(org, tuple(queues), max_jobs, window_us, worker, bytes_max, memory)
+        result = self._claims.submit(request)
+        try:
+            return await result
+        except asyncio.CancelledError:
+            if not result.cancelled() and result.exception() is None:
+                # The jobs were leased just before the caller was cancelled.
+                self._return_claim(request, result.result())
+            raise
+
+    async def settle(self, call: Settlement) -> list[Answer]:
+        """Ends or prolongs leases. Returns an answer for each. Raises RowLocked, ShardUnavailable, TooManyWaiting."""
+        self.clock.check()
+        return await self._settlements[call.verb].submit(call)
+
+    def release_soon(self, org: OrgId, leases: Sequence[Lease]) -> None:
+        """Releases jobs that will not reach their consumer, without waiting for it. While the shard is unavailable,
+        every sweep tries again."""
+        if not leases:
+            return
+        call = Settlement.release(org, leases)
+        try:
+            self.clock.check()
+            result = self._settlements[call.verb].submit(call)
+        except (ShardUnavailable, TooManyWaiting) as error:
+            self._release_later(call, error)
+        else:
+            result.add_done_callback(partial(self._on_released, call))
+
+    def _on_released(self, call: Settlement, result: asyncio.Future[list[Answer]]) -> None:
+        if not result.cancelled() and (error := result.exception()) is not None:
+            self._release_later(call, error)
+
+    def _release_later(self, call: Settlement, error: BaseException) -> None:
+        if isinstance(error, ShardUnavailable | TooManyWaiting) and len(self._unreleased) < _UNRELEASED_MAX:
+            self._unreleased.append(call)
+        else:
+            _log.warning("%d job(s) stay leased until their window ends: %s", len(call.leases), error)
+
+    def _return_claim(self, request: ClaimRequest, result: ClaimResult) -> None:
+        """Releases the jobs, and their memory, of a claim whose caller was cancelled."""
+        if result.jobs:
+            self.release_soon(request.org, [lease_of(job.id, job.lease) for job in result.jobs])
+        if request.memory is not None:
+            request.memory.give_back(result.held)
+
+    # ── Both ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def cancel(self, org: OrgId, ids: Sequence[JobId], *, reason: str) -> list[Answer]:
+        """Cancels jobs that have not finished. Returns an answer for each: STALE if the job has finished, DEPARTING if
+        it is on its way to another shard. Raises RowLocked, ShardUnavailable, TooManyWaiting."""
+        self.clock.check()
+        answers: list[Answer] = await self._single_calls.submit(
+            SingleCall(org, len(ids), partial(self._cancel, org, ids, reason=reason))
+        )
+        return answers
+
+    async def _cancel(self, org: OrgId, ids: Sequence[JobId], *, reason: str) -> list[Answer]:
+        answers: dict[JobId, Answer] = {}
+        was_cancelled_before = False
+        remaining: Sequence[JobId] = list(dict.fromkeys(ids))
+        ids_by_row = {(org, to_hex(job_id)): job_id for job_id in remaining}
+        locked = {ids_by_row[row] for row in await self._locks.expect(ids_by_row)}
+        for _ in range(_TRIES_MAX):
+            free = [job_id for job_id in remaining if job_id not in locked]
+            if not free:
+                break
+            try:
+                rows = await partitions.finish(
+                    self._database,
+                    statements.CANCEL,
+                    {"ids": arrays.plain(free), "org": org, "reason": reason or "cancelled"},
+                )
+            except RowLocked:
+                locked |= {ids_by_row[row] for row in await self._locks.find(ids_by_row) if ids_by_row[row] in free}
+                continue
+            answers.update((JobId(name), Answer.DEPARTING if departing else Answer.OK) for name, departing in rows)
+            missed = [job_id for job_id in free if job_id not in answers]
+            records = await self._get(org, missed, include_payload=False, bytes_max=0)
+            states = {record.id: record.state for record in records}
+            for job_id in missed:
+                match states.get(job_id):
+                    case None:
+                        answers[job_id] = Answer.NOT_FOUND
+                    case "cancelled":
+                        answers[job_id], was_cancelled_before = Answer.OK, True
+                    case "succeeded":
+                        answers[job_id] = Answer.STALE
+                    case _:
+                        # It moved between the tables job and dead while the statement read them: try again.
+                        pass
+            remaining = [job_id for job_id in missed if job_id not in answers]
+        if locked:
+            more = f" (and {len(locked) - 1} more)" if len(locked) > 1 else ""
+            raise RowLocked(self.name, f"job {min(locked)}{more}")
+        if not remaining:
+            if was_cancelled_before:
+                # The commit of the earlier cancel may still be waiting for the standby.
+                await self._database.run(postgres_statements.WAIT_FOR_STANDBY, {})
+            return [answers[job_id] for job_id in ids]
+        raise ShardUnavailable(
+            self.name, f"{len(remaining)} job(s) of org {org!r} kept changing while they were cancelled; try again"
+        )
+
+    async def get(
+        self,
+        org: OrgId,
+        ids: Sequence[JobId],
+        *,
+        include_payload: bool,
+        bytes_max: int = ANSWER_BYTES_MAX,
+        as_stored: bool = False,
+    ) -> list[JobRecord]:
+        """Returns the jobs with these ids, in their order, from any table of this shard. Jobs after the one that fills
+        `bytes_max` are not whole: they lack their large columns. A job without retry settings of its own has those of
+        its queue, unless `as_stored`. Raises ShardUnavailable, TooManyWaiting."""
+        call = partial(self._get, org, ids, include_payload=include_payload, bytes_max=bytes_max, as_stored=as_stored)
+        records: list[JobRecord] = await self._single_calls.submit(SingleCall(org, len(ids), call))
+        return records
+
+    async def _get(
+        self, org: OrgId, ids: Sequence[JobId], *, include_payload: bool, bytes_max: int, as_stored: bool = False
+    ) -> list[JobRecord]:
+        if not ids:
+            return []
+        rows = await self._database.run(
+            statements.GET_JOBS,
+            {
+                "org": org,
+                "ids": arrays.plain(ids),
+                "include_payload": include_payload,
+                "bytes_max": bytes_max,
+                "as_stored": as_stored,
+                "oldest_ms": made_at_ms(min(ids)),
+            },
+        )
+        return list(map(JobRecord._make, rows))
+
+    async def finish(self) -> None:
+        """Returns once all calls have ended, including releases that no caller waits for."""
+        await self._enqueues.finish()
+        await self._lookups.finish()
+        # Abandoned claims call release, so the settlements come after the claims.
+        await self._claims.finish()
+        for settlements in self._settlements.values():
+            await settlements.finish()
+        await self._single_calls.finish()
+
+    # ── Upkeep ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def fold_tally(self) -> None:
+        """Folds the tally of accepted jobs into one row per org, if this store has accepted any since the last time."""
+        if self._accepted_since_fold:
+            self._accepted_since_fold = False
+            await self._database.run(statements.FOLD_TALLY, {})
+
+    async def probe(self, queues: Iterable[QueueId]) -> Due:
+        """Returns when these queues have their next job, not counting jobs below the floors."""
+        return await self._probe(list(queues), self._floors.of)
+
+    def arrived(self, queues: Collection[QueueId]) -> None:
+        """Jobs of these queues have arrived from another shard. They may be older than any job claimed here."""
+        self._floors.arrived(queues)
+
+    async def sweep(self, awaited: Iterable[QueueId] = ()) -> Due:
+        """Returns when the `awaited` queues, and all queues that claims use, have their next job, also below the floors
+        (I7). Corrects the floors, checks the remembered queue ids, and sends failed releases again.
+
+        Normally it looks from the beginning of time. If that has just taken long, an old snapshot is keeping dead
+        versions of jobs; then it looks only for jobs that may have committed late. Raises ShardUnavailable."""
+        unreleased, self._unreleased = self._unreleased, []
+        for call in unreleased:
+            self.release_soon(call.org, call.leases)
+        queues = list({*self._floors.to_sweep(), *awaited})
+        await self.names.prove(queues)
+        began_s = time.monotonic()
+        if began_s < self._full_sweep_from_s:
+            return await self._probe(queues, self._floors.late, is_sweep=True)
+        try:
+            return await self._probe(queues, is_sweep=True)
+        finally:
+            # Also if it failed: it may have run into statement_timeout.
+            ended_s = time.monotonic()
+            if ended_s - began_s > _FULL_SWEEP_S_MAX:
+                self._full_sweep_from_s = ended_s + _FULL_SWEEP_PAUSE * (ended_s - began_s)
+
+    async def _probe(
+        self,
+        queues: list[QueueId],
+        floors_of: Callable[[QueueId], Sequence[Micros]] | None = None,
+        *,
+        is_sweep: bool = False,
+    ) -> Due:
+        """Finds the first live job of each queue, from these floors on, or from the beginning of time."""
+        first: dict[QueueId, Micros] = {}
+        now = Micros(0)
+        for at in range(0, len(queues), _PROBE_QUEUES_MAX):
+            part = queues[at : at + _PROBE_QUEUES_MAX]
+            arrivals = self._floors.arrivals
+            parameters = {"queue_ids": arrays.numbers(part)}
+            if floors_of is None:
+                rows = await self._database.run(statements.SWEEP, parameters)
+            else:
+                floors = [floor for queue in part for floor in floors_of(queue)]
+                rows = await self._database.run(statements.PROBE, {**parameters, "floors_us": arrays.numbers(floors)})
+            now, found, priorities, visible_at, gives_jobs = rows[0]
+            lanes: dict[tuple[QueueId, int], Micros] = {}
+            giving: set[QueueId] = set()
+            if found is not None:
+                lanes.update(zip(zip(found, priorities, strict=True), visible_at, strict=True))
+                giving.update(queue for queue, gives in zip(found, gives_jobs, strict=True) if gives)
+            if is_sweep:
+                self._floors.swept(part, Micros(now - GUARD_US), lanes, arrivals=arrivals)
+            for (queue, _), when in lanes.items():
+                if queue in giving:
+                    first[queue] = min(when, first.get(queue, when))
+        return Due(now=now, first=first)
+
+
+def _tell_not_handed(call: Call) -> None:
+    if call.handover is not None:
+        call.handover.tell(NOTHING_HANDED)
+
+
+def _weight(call: Call) -> int:
+    return len(call.jobs) + sum(map(len, call.jobs.payloads)) // BYTES_PER_WEIGHT
+
+
+def _org(call: SingleCall | ClaimRequest | Settlement) -> OrgId | None:
+    return call.org
+
+
+def _ignore(_: set[QueueId]) -> None:
+    """The default of Store.on_visible."""

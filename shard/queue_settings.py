@@ -1,0 +1,44 @@
+"""The settings of a queue: what operators may set, and the columns of windrow.queue that store it. Pure: no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueSettings:
+    """The settings of one queue. None: the default; in a change: no change."""
+
+    # JSON, as in shard/retry_policy.py.
+    retry: str | None = None
+    max_attempts: int | None = None
+    # How long finished jobs are kept.
+    retention_days: int | None = None
+    paused: bool | None = None
+
+    @classmethod
+    def from_row(cls, values: Iterable[object]) -> QueueSettings:
+        """Returns the settings that a statement read with {{queue_settings}} or {{effective_settings}}."""
+        return cls(**dict(zip(SETTING_COLUMNS, values, strict=True)))  # type: ignore[arg-type]
+
+
+class Column(NamedTuple):
+    """A column of windrow.queue that stores a setting."""
+
+    name: str
+    type: str
+    default: str = "NULL"
+
+
+# The columns by the settings' names. Every statement that changes, returns or copies the settings of a queue includes
+# all of them (shard/postgres/sql_loader.py).
+SETTING_COLUMNS: Mapping[str, Column] = {
+    "retry": Column("retry", "jsonb"),
+    "max_attempts": Column("max_attempts", "smallint"),
+    "retention_days": Column("retention", "smallint"),
+    "paused": Column("paused", "boolean", default="false"),
+}
+# Whether a queue gives jobs now. Claims, hand-overs, probes and sweeps all ask this. {0} is a row of windrow.queue.
+GIVES_JOBS = "NOT {0}.paused"

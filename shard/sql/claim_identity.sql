@@ -1,2 +1,0 @@
--- Makes this database a shard's, unless it is one already.
-INSERT INTO windrow.identity (cluster, shard, id) VALUES (%(cluster)s, %(shard)s, gen_random_uuid()) ON CONFLICT DO NOTHING

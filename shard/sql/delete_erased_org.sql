@@ -1,5 +1,0 @@
--- Its queues have gone before. A fold of the tally that was under way then has left a row.
-WITH folded AS (
-    DELETE FROM windrow.tally t WHERE t.org_id = %(org_id)s
-)
-DELETE FROM windrow.org o WHERE o.org_id = %(org_id)s AND o.org = chr(127) || %(org_id)s::integer::text

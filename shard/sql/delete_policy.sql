@@ -1,2 +1,0 @@
--- Tells an org nothing any more.
-DELETE FROM windrow.policy p WHERE p.org = %(org)s

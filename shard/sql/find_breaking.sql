@@ -1,2 +1,0 @@
--- The first breaking migration that is newer than those that this release knows; NULL if there is none.
-SELECT min(m.number) FROM windrow.migration m WHERE m.breaking AND m.number > %(known)s

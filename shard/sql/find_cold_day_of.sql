@@ -1,4 +1,0 @@
--- The first cold day, as retention and date, that has jobs of this org by the books.
-SELECT a.retention, to_char(a.day, 'YYYY-MM-DD') FROM windrow.archived a WHERE a.org_id = %(org_id)s
-ORDER BY a.day, a.retention
-LIMIT 1

@@ -1,6 +1,0 @@
--- Whether a cold day has jobs of orgs that are under legal hold.
-SELECT
-FROM windrow.archived a
-JOIN windrow.org o ON o.org_id = a.org_id
-WHERE a.retention = %(retention)s AND a.day = %(day)s::date AND o.held AND a.jobs > 0
-LIMIT 1

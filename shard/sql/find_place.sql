@@ -1,2 +1,0 @@
--- Which database of which server this is, by whatever address it is reached.
-SELECT (SELECT d.oid FROM pg_database d WHERE d.datname = current_database())::bigint, pg_postmaster_start_time()

@@ -1,9 +1,0 @@
--- Of which of these orgs this shard takes no jobs by callers who know these epochs: their places, their slots, and what
--- the shard knows of those. An org that it does not know has the slot of its hash.
-SELECT n.place, slot.slot, coalesce(s.state, 'foreign') AS state, coalesce(s.epoch, 0) AS epoch
-FROM unnest(%(orgs)s::text[], %(slots)s::smallint[], %(epochs)s::bigint[]) WITH ORDINALITY AS n (org, slot, epoch, place)
-CROSS JOIN LATERAL (
-    SELECT coalesce((SELECT o.slot FROM windrow.org o WHERE o.org = n.org), n.slot) AS slot OFFSET 0
-) slot
-LEFT JOIN windrow.owned_slot s ON s.slot = slot.slot
-WHERE s.state IS DISTINCT FROM 'owned' OR s.epoch > n.epoch

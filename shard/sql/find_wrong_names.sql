@@ -1,4 +1,0 @@
--- Which of these numbers do not name the queues that they are remembered for.
-SELECT l.queue_id
-FROM unnest(%(queue_ids)s::bigint[], %(orgs)s::text[], %(queues)s::text[]) AS l (queue_id, org, queue)
-WHERE (SELECT q.org = l.org AND q.queue = l.queue FROM windrow.queue q WHERE q.queue_id = l.queue_id) IS NOT TRUE

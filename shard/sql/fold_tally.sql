@@ -1,6 +1,0 @@
--- Folds the tally into one row for each org. Whoever comes second finds the rows locked and gone, and folds nothing.
-WITH folded AS (
-    DELETE FROM windrow.tally RETURNING org_id, accepted
-)
-INSERT INTO windrow.tally (org_id, accepted)
-SELECT folded.org_id, sum(folded.accepted) FROM folded GROUP BY folded.org_id

@@ -1,9 +1,0 @@
--- One queue and its configuration.
-SELECT q.queue, q.retry::text, q.max_attempts, q.kept, q.paused, q.created_at
-FROM windrow.queue q
-WHERE q.org = %(org)s AND q.queue = %(queue)s
-    AND (
-        q.listed
-        OR EXISTS (SELECT FROM windrow.job j WHERE j.queue_id = q.queue_id)
-        OR EXISTS (SELECT FROM windrow.dead d WHERE d.queue_id = q.queue_id)
-    )

@@ -1,2 +1,0 @@
--- The migrations run here.
-SELECT m.number, m.checksum, m.breaking FROM windrow.migration m

@@ -1,6 +1,0 @@
--- How many cold jobs of a day (YYYY-MM-DD) and a retention each org has, by the books; but for orgs that are being erased.
-SELECT coalesce(o.org, 'unknown org ' || a.org_id) AS org, a.jobs
-FROM windrow.archived a
-LEFT JOIN windrow.org o ON o.org_id = a.org_id
-WHERE a.retention = %(retention)s AND a.day = %(day)s::date AND o.slot IS DISTINCT FROM -1
-ORDER BY 1

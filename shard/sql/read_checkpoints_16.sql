@@ -1,2 +1,0 @@
--- Same, up to PostgreSQL 16.
-SELECT b.checkpoints_timed, b.checkpoints_req, w.wal_bytes::bigint FROM pg_stat_bgwriter b, pg_stat_wal w

@@ -1,2 +1,0 @@
--- How this database encodes text.
-SELECT current_setting('server_encoding')

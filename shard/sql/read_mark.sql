@@ -1,2 +1,0 @@
--- The mark of a shard that the catalog has confirmed last, and when.
-SELECT s.mark, s.mark_token::text, s.marked_at FROM windrow.shard s WHERE s.shard = %(shard)s AND s.mark IS NOT NULL

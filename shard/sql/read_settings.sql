@@ -1,2 +1,0 @@
--- Every setting as a new session of this role has it: in its unit, in words, who may change it, and where it was set.
-SELECT s.name, s.setting, s.unit, current_setting(s.name) AS shown, s.context, s.source FROM pg_settings s

@@ -1,6 +1,0 @@
--- What this shard knows of these slots.
-SELECT o.slot, o.state, o.epoch, o.chunk
-FROM unnest(%(slots)s::smallint[]) AS n (slot)
-CROSS JOIN LATERAL (SELECT o.* FROM windrow.owned_slot o WHERE o.slot = n.slot OFFSET 0) o
--- What is done elsewhere because of this must not be lost here: it is on the standby first. See find_known.sql.
-WHERE (SELECT pg_logical_emit_message(true, 'windrow', '')) IS NOT NULL

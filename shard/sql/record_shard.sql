@@ -1,5 +1,0 @@
--- The catalog remembers which database a shard's is. Another takes its place only while nothing is lost with the first.
-INSERT INTO windrow.shard AS s (shard, id) VALUES (%(shard)s, %(id)s::uuid)
-ON CONFLICT (shard) DO UPDATE SET id = excluded.id, mark = NULL, mark_token = NULL, marked_at = NULL
-WHERE NOT EXISTS (SELECT FROM windrow.placement p WHERE s.shard = ANY (p.reads))
-    AND NOT EXISTS (SELECT FROM windrow.former_owner f WHERE f.shard = s.shard)

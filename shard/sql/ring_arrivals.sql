@@ -1,9 +1,0 @@
--- Tells routers to which queues jobs have come from another shard, as they may be older than any that was here: see ring.sql.
--- A notification holds less than 8,000 bytes.
-SELECT pg_notify('windrow_work', 'balancer +' || string_agg(q.queue_id::text, ','))
-FROM (
-    SELECT q.queue_id, (row_number() OVER () - 1) / 390 AS part
-    FROM unnest(%(orgs)s::text[], %(queues)s::text[]) AS n (org, queue)
-    JOIN windrow.queue q ON q.org = n.org AND q.queue = n.queue
-) q
-GROUP BY q.part

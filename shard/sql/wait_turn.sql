@@ -1,2 +1,0 @@
--- Waits until nobody else holds this advisory lock, and holds it until the transaction ends.
-SELECT pg_advisory_xact_lock(%(lock)s)

@@ -1,7 +1,0 @@
--- Tells an org this, instead of what it was told; a hold that stands keeps its time.
-INSERT INTO windrow.policy AS p (org, retention, held_since, held_for)
-VALUES (%(org)s, %(retention)s::smallint, CASE WHEN %(held_for)s::text IS NOT NULL THEN now() END, %(held_for)s::text)
-ON CONFLICT (org) DO UPDATE SET
-    retention = excluded.retention,
-    held_since = CASE WHEN excluded.held_for IS NOT NULL THEN coalesce(p.held_since, excluded.held_since) END,
-    held_for = excluded.held_for

@@ -1,0 +1,1 @@
+"""Tests of commands, as a user runs them."""

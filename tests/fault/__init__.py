@@ -1,0 +1,1 @@
+"""Tests of what clients see when connections, processes and servers fail."""

@@ -1,0 +1,1 @@
+"""Tests of modules against a Postgres server."""

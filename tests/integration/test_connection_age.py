@@ -1,0 +1,93 @@
+"""Routers end old connections and streams: clients move to new ones, and no job is lost or worked twice."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Generator
+
+import grpc
+import psutil
+import pytest
+from google.rpc import error_details_pb2
+
+from router.settings import RouterSettings
+from tests.postgres import Server
+from tests.routers import PATIENCE_S, Routers, running_routers, write_cluster
+from tests.streams import OK, QUEUE, acks, client, detail, new_job, retry_after_s, until
+from windrow import Client, Job, JobState, Worker
+from windrow.v1 import queue_pb2
+
+# Connections are told to end after 1.8 to 2.2 s, and break 0.7 s later. Streams end after 0.4 to 0.6 s.
+AGE_S = 2.0
+CONNECTIONS = 3
+
+
+@pytest.fixture(scope="module")
+def routers(postgres: Server, tmp_path_factory: pytest.TempPathFactory) -> Generator[Routers, None, None]:
+    config = tmp_path_factory.mktemp("age") / "cluster.toml"
+    write_cluster(config, {"s1": postgres.create("connection_age")}, connection_age_seconds=AGE_S)
+    with running_routers(config) as running:
+        yield running
+
+
+def connections_to(address: str) -> set[int]:
+    """Returns the local ports of this process's connections to a router."""
+    port = int(address.rpartition(":")[2])
+    open_ones = [one for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_ESTABLISHED]
+    return {one.laddr.port for one in open_ones if one.raddr.port == port}
+
+
+def test_the_default_grace_is_longer_than_any_call_and_streams_end_within_it() -> None:
+    settings = RouterSettings()
+    assert settings.connection_grace_s == 600
+    assert settings.stream_s_max < settings.connection_grace_s < settings.connection_age_seconds
+
+
+async def test_an_old_stream_ends_in_order_and_its_job_can_be_acked(routers: Routers) -> None:
+    async with client(routers.address) as near, near.stream("streams", credit=1) as stream:
+        await near.enqueue("streams", new_job(), new_job())
+        refused = await stream.refusal()
+        info = detail(refused, error_details_pb2.ErrorInfo())
+        assert (refused.code(), info.reason) == (grpc.StatusCode.UNAVAILABLE, "STREAM_EXPIRED")
+        assert retry_after_s(refused) == 0
+        # It came before the stream ended, or the stream ended before it was stored.
+        jobs = stream.jobs or await near.dequeue("streams", max_jobs=1)
+        acked = await near.queue.Ack(queue_pb2.AckRequest(org="streams", acks=acks(jobs)), timeout=PATIENCE_S)
+        assert list(acked.answers) == [OK]
+        (left,) = await near.dequeue("streams", wait_s=PATIENCE_S / 2)
+        assert left.attempt == 1
+
+
+async def test_a_worker_follows_to_new_connections_and_works_each_job_once(
+    routers: Routers, caplog: pytest.LogCaptureFixture
+) -> None:
+    worked = Counter[str]()
+    stored: list[str] = []
+    ports: set[int] = set()
+    async with Client(routers.address, org="workers") as producer:
+        worker = Worker(producer, [QUEUE], concurrency=5, visibility_window=5)
+
+        @worker.handler("greet")
+        async def greet(job: Job) -> None:
+            worked[job.id] += 1
+
+        with caplog.at_level(logging.INFO, "windrow.worker"):
+            running = asyncio.create_task(worker.run())
+            async with asyncio.timeout(PATIENCE_S):
+                while len(ports) < CONNECTIONS:
+                    stored += [(await producer.enqueue(QUEUE, "greet")).id for _ in range(5)]
+                    ports |= connections_to(routers.address)
+            await until(lambda: len(worked) == len(stored), "every job was worked")
+
+            async def finished() -> bool:
+                records = await producer.get_jobs(stored)
+                return {record.state for record in records.values()} == {JobState.SUCCEEDED}
+
+            await until(finished, "every job is finished")
+            worker.stop()
+            await asyncio.wait_for(running, PATIENCE_S)
+    assert worked == Counter(stored)
+    # A stream that expires is no outage.
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []

@@ -1,0 +1,1 @@
+"""Models of protocols, explored state by state."""

@@ -1,0 +1,1 @@
+"""Tests by generated examples, against models."""

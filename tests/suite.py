@@ -1,0 +1,143 @@
+"""`./run test`: the checks, and then the tests: which of them run, how hard they try, and how many run at once."""
+
+import argparse
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import FrameType
+
+from tests import changed, checks
+from tests.checks import ROOT
+
+CORES = os.cpu_count() or 1
+# A third of a test's time is spent waiting: for processes that start, for leases that expire, for servers that are
+# away. So three workers keep two cores busy. More workers only let each test take longer.
+WORKERS = CORES + CORES // 2
+# The tests of a file stay on one worker and share its clusters and routers. tests/conftest.py sorts the files: the
+# slowest start first, so that no worker is left with a slow file when the others are done.
+SIDE_BY_SIDE = ("-n", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reorder")
+
+# The tests of `--generators`.
+CLIENTS = "tests/e2e/test_generated_clients.py"
+
+HELP = """\
+Without arguments: every check, then every test, several at once.
+
+With arguments for pytest: the checks, then those tests one after another, so that -x, -s and --pdb work as in pytest.
+For example: ./run test -k fencing
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    checks: bool
+    # Arguments for pytest. None: there is nothing to run.
+    arguments: tuple[str, ...] | None
+    environ: dict[str, str]
+    # Printed first, and again when a test has failed.
+    said: str = ""
+
+
+def parse(given: Sequence[str]) -> Wanted:
+    """Reads the command line. Raises SystemExit if it makes no sense."""
+    parser = argparse.ArgumentParser(
+        prog="./run test",
+        description=HELP,
+        epilog="All other arguments are pytest's.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--changed",
+        action="store_true",
+        help="only test files that the changes since the merge base with the main branch can touch, nearest first, "
+        "for about two minutes; tests/e2e and tests/fault only if they or their helpers changed; no checks",
+    )
+    parser.add_argument(
+        "--thorough",
+        action="store_true",
+        help="only the tests that try many things at random, with many more tries than usual; no checks",
+    )
+    parser.add_argument(
+        "--seed",
+        metavar="TEXT",
+        help="with --thorough: what is drawn at random, and in which order the test files run; default: a new one",
+    )
+    parser.add_argument(
+        "--minutes", metavar="N", type=float, help="with --thorough: begin no test after so many minutes"
+    )
+    parser.add_argument(
+        "--generators",
+        action="store_true",
+        help="only the builds of docs/clients.md, in each language whose tools are installed; they download packages, "
+        "and take minutes; no checks",
+    )
+    options, rest = parser.parse_known_args(given)
+    if options.changed + options.thorough + options.generators > 1:
+        parser.error("--changed, --thorough and --generators exclude one another")
+    if not options.thorough and (options.seed is not None or options.minutes is not None):
+        parser.error("--seed and --minutes need --thorough")
+    how = () if rest else SIDE_BY_SIDE
+    if options.changed:
+        choice = changed.choose(workers=WORKERS)
+        arguments = (*SIDE_BY_SIDE, *choice.files, *rest) if choice.files else None
+        return Wanted(checks=False, arguments=arguments, environ={}, said=str(choice))
+    if options.generators:
+        # One after another: each build takes all cores. Skipped languages are named with the reason.
+        return Wanted(checks=False, arguments=("-rs", CLIENTS, *rest), environ={"WINDROW_GENERATORS": "1"})
+    if options.thorough:
+        seed = options.seed or secrets.token_hex(4)
+        environ = {"WINDROW_THOROUGH": "1", "WINDROW_SEED": seed}
+        if options.minutes is not None:
+            environ["WINDROW_TEST_MINUTES"] = str(options.minutes)
+        number = int.from_bytes(seed.encode()) % 2**32
+        return Wanted(
+            checks=False,
+            arguments=(*how, f"--hypothesis-seed={number}", *rest),
+            environ=environ,
+            said=f"seed {seed}; the same again, for one test: ./run test --thorough --seed {seed} TEST",
+        )
+    return Wanted(checks=True, arguments=(*how, *rest), environ={})
+
+
+def run_tests(arguments: Sequence[str], environ: dict[str, str]) -> int:
+    tests = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-q", "--durations=15", *arguments], cwd=ROOT, env=os.environ | environ
+    )
+
+    def pass_on(_number: int, _frame: FrameType | None) -> None:
+        tests.terminate()
+
+    # Ctrl-C reaches pytest by itself; a polite kill of this process must be passed on.
+    signal.signal(signal.SIGTERM, pass_on)
+    while tests.returncode is None:
+        with suppress(KeyboardInterrupt):
+            tests.wait()
+    # As a shell tells it: 128 and the number of the signal that ended it.
+    return tests.returncode if tests.returncode >= 0 else 128 - tests.returncode
+
+
+def main(given: Sequence[str]) -> int:
+    wanted = parse(given)
+    if wanted.said:
+        print(wanted.said, flush=True)
+    if wanted.arguments is None:
+        return 0
+    if not wanted.checks:
+        code = run_tests(wanted.arguments, wanted.environ)
+        if code and wanted.said:
+            print(wanted.said, flush=True)
+        return code
+    # Before the tests and not beside them: a type checker takes a whole core, for which tests would have to wait. The
+    # tests run even if a check has failed, so that one run tells everything that is wrong.
+    checks_failed = checks.main()
+    return run_tests(wanted.arguments, wanted.environ) or checks_failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

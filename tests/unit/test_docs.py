@@ -1,0 +1,66 @@
+"""Every page's links lead somewhere: relative paths exist, anchors exist, and files that a page names exist."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+TOP = {folder.name for folder in ROOT.iterdir() if folder.is_dir() and not folder.name.startswith(".")}
+PAGES = sorted(
+    str(page.relative_to(ROOT))
+    for found in (ROOT.glob("*.md"), *((ROOT / top).rglob("*.md") for top in TOP))
+    for page in found
+)
+FENCE = re.compile(r"^(```|~~~).*?^\1", re.DOTALL | re.MULTILINE)
+CODE = re.compile(r"`[^`]+`")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+# What a page names as a file of this repository: a path with a folder, and only characters of our paths.
+FILE = re.compile(r"`((?:[\w.-]+/)+[\w.-]*)`")
+# The reader creates it.
+NOT_FILES = {"deploy/compose/secrets"}
+# Old entries name files that existed then.
+HISTORY = {"CHANGELOG.md"}
+
+
+def prose(page: str) -> str:
+    return FENCE.sub("", (ROOT / page).read_text())
+
+
+@cache
+def anchors(page: str) -> frozenset[str]:
+    """Returns the anchors that GitHub makes of the headings. A second heading with the same text gets -1."""
+    found: list[str] = re.findall(r'<a id="([^"]+)">', prose(page))
+    for heading in re.findall(r"^#{1,6} (.+)$", prose(page), re.MULTILINE):
+        shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip()
+        slug = re.sub(r"[^\w\- ]", "", shown.lower()).replace(" ", "-")
+        count = len([one for one in found if re.fullmatch(rf"{re.escape(slug)}(-\d+)?", one)])
+        found.append(f"{slug}-{count}" if count and slug in found else slug)
+    return frozenset(found)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_of_a_page_leads_somewhere(page: str) -> None:
+    wrong: list[str] = []
+    for link in LINK.findall(CODE.sub("", prose(page))):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = ((ROOT / page).parent / path).resolve() if path else ROOT / page
+        known = target.is_relative_to(ROOT) and target.exists()
+        if known and anchor and target.suffix == ".md":
+            known = anchor in anchors(str(target.relative_to(ROOT)))
+        if not known:
+            wrong.append(link)
+    assert not wrong
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in HISTORY])
+def test_every_file_that_a_page_names_exists(page: str) -> None:
+    named = {path for path in FILE.findall(prose(page)) if path.split("/")[0] in TOP}
+    assert not sorted(path for path in named - NOT_FILES if not (ROOT / path).exists())

@@ -1,0 +1,101 @@
+"""The reasons of errors: errors.proto, docs/errors.md and the router agree."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+from router.codec import status
+from router.codec.status import CODES, DOMAIN, status_of
+from shard import errors
+from shard.queue.coalescer import TooManyWaiting
+from shard.vocabulary import OrgId, QueueName, ShardName, Slot
+from windrow.v1 import errors_pb2
+
+ROOT = Path(__file__).resolve().parents[2]
+PREFIX = "ERROR_REASON_"
+IN_PROTO = {value.name for value in errors_pb2.ErrorReason.DESCRIPTOR.values if value.number}
+# Comments of the proto begin with the code, and a value follows.
+IN_COMMENTS = re.findall(
+    r"^  // ([A-Z_]+)[. ].*?^  (ERROR_REASON_\w+) = ",
+    re.sub(r"(?s)^.*ERROR_REASON_UNSPECIFIED = 0;", "", (ROOT / "proto/windrow/v1/errors.proto").read_text()),
+    flags=re.MULTILINE | re.DOTALL,
+)
+ROWS = re.findall(
+    r"^\| `([A-Z_]+)` \| ([A-Z_]+) \| (.+) \| (.+) \| (yes|no) \|$",
+    (ROOT / "docs/errors.md").read_text(),
+    flags=re.MULTILINE,
+)
+S1, ACME, MAIL = ShardName("s1"), OrgId("acme"), QueueName("mail")
+RAISED: dict[str, Callable[[], BaseException]] = {
+    "INVALID_REQUEST": lambda: status.InvalidRequest([status.Violation("org", "must not be empty")]),
+    "UNDECODABLE_REQUEST": lambda: status.Undecodable(7),
+    "MESSAGE_TOO_LARGE": lambda: status.MessageTooLarge(17 << 20, 16 << 20, b""),
+    "ORG_MISMATCH": lambda: status.OrgMismatch("org", "acme", "other"),
+    "QUEUE_NOT_FOUND": lambda: errors.UnknownQueue(ACME, MAIL),
+    "QUEUE_EXISTS": lambda: errors.QueueExists(ACME, MAIL),
+    "QUEUE_NOT_EMPTY": lambda: errors.QueueNotEmpty(ACME, MAIL),
+    "TOO_MANY_QUEUES": lambda: errors.TooManyQueues(S1, ACME, [MAIL], queues_max=1),
+    "SHARD_NOT_FOUND": lambda: errors.UnknownShard(S1),
+    "SHARD_UNAVAILABLE": lambda: errors.ShardUnavailable(S1, "connection refused"),
+    "DISK_FULL": lambda: errors.DiskFull(S1, "database", "no space left"),
+    "ROW_LOCKED": lambda: errors.RowLocked(S1, "a job"),
+    "CLOCK_SET_BACK": lambda: errors.ClockSetBack(S1, "its clock was set back"),
+    "PLACEMENT_CHANGING": lambda: errors.NotOwned(S1, ACME, Slot(1), state="draining", epoch=2, known=1),
+    "SHARD_BUSY": lambda: TooManyWaiting(1),
+    "MISCONFIGURED": lambda: errors.Misconfigured("another cluster's database"),
+    "ROUTER_FULL": lambda: status.RouterFull("calls", 1),
+    "ROUTER_SHUTTING_DOWN": status.ShuttingDown,
+    "STREAM_EXPIRED": status.StreamExpired,
+    "REQUEST_LATE": lambda: status.RequestLate(60),
+    "CALL_TIMED_OUT": TimeoutError,
+    "INTERNAL_ERROR": lambda: ZeroDivisionError("a fault"),
+}
+
+
+def details(sent: status_pb2.Status) -> tuple[str, bool]:
+    """Returns the reason of a status, and whether it has RetryInfo."""
+    info = error_details_pb2.ErrorInfo()
+    assert sent.details[0].Unpack(info)
+    assert info.domain == DOMAIN
+    return info.reason, any(detail.Unpack(error_details_pb2.RetryInfo()) for detail in sent.details)
+
+
+def test_every_reason_has_a_code_and_the_form_of_aip_193() -> None:
+    assert {errors_pb2.ErrorReason.Name(reason) for reason in CODES} == IN_PROTO
+    for name in IN_PROTO:
+        assert re.fullmatch(r"[A-Z][A-Z0-9_]+[A-Z0-9]", name.removeprefix(PREFIX))
+        assert len(name.removeprefix(PREFIX)) <= 63
+
+
+def test_the_page_lists_every_reason_with_the_code_that_the_router_sends() -> None:
+    codes = {
+        errors_pb2.ErrorReason.Name(reason).removeprefix(PREFIX): code_pb2.Code.Name(code)
+        for reason, code in CODES.items()
+    }
+    assert [name for name, *_ in ROWS] == [
+        value.name.removeprefix(PREFIX) for value in errors_pb2.ErrorReason.DESCRIPTOR.values if value.number
+    ]
+    assert {name: code for name, code, *_ in ROWS} == codes
+    assert {name.removeprefix(PREFIX): code for code, name in IN_COMMENTS} == codes
+
+
+def test_the_router_names_every_reason_of_the_proto_and_sends_each_for_an_error() -> None:
+    source = (ROOT / "router/codec/status.py").read_text()
+    assert set(re.findall(r"reasons\.(ERROR_REASON_\w+)", source[source.index("def status_of") :])) == IN_PROTO
+    assert {PREFIX + name for name in RAISED} == IN_PROTO
+
+
+@pytest.mark.parametrize("reason", RAISED)
+def test_an_error_has_its_reason_and_says_whether_to_retry(reason: str) -> None:
+    sent = status_of(RAISED[reason]())
+    name, retry_info = details(sent)
+    assert name == reason
+    assert sent.code == CODES[errors_pb2.ErrorReason.Value(PREFIX + reason)]
+    (on_page,) = [retry for row, *_, retry in ROWS if row == reason]
+    # A deadline may be retried too, but the router cannot know when.
+    assert (on_page == "yes") == (retry_info or sent.code == code_pb2.DEADLINE_EXCEEDED)

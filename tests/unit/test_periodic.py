@@ -1,0 +1,31 @@
+"""Periodic tasks of a router: what they log when they fail."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from router.fleet.periodic import every
+from shard.errors import ShardUnavailable
+from shard.vocabulary import ShardName
+
+
+async def test_a_failure_is_logged_once_until_the_task_has_succeeded_again(caplog: pytest.LogCaptureFixture) -> None:
+    outcomes = iter([False, False, False, True, False, False])
+    over = asyncio.Event()
+
+    async def act() -> None:
+        succeeds = next(outcomes, None)
+        if succeeds is None:
+            over.set()
+        elif not succeeds:
+            raise ShardUnavailable(ShardName("s1"), "it does not answer")
+
+    with caplog.at_level(logging.INFO, "router.fleet.periodic"):
+        task = asyncio.create_task(every(0.001, "look at s1", act))
+        await asyncio.wait_for(over.wait(), 10)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert caplog.messages == ["could not look at s1: shard 's1' is unavailable: it does not answer"] * 2

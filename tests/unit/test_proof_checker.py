@@ -1,0 +1,1333 @@
+"""The checker on histories made by hand: it accepts a clean one, and finds each violation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+
+from proof.checker import Evidence, check, examine
+from proof.checker.evidence import (
+    Alone,
+    Files,
+    Found,
+    Health,
+    InForce,
+    Key,
+    OrgBooks,
+    Owned,
+    Past,
+    Placed,
+    Restored,
+    Row,
+    State,
+    Version,
+)
+from proof.history import Answer, Call, Cancel, Delivery, Enqueue, History, LeaseKey, Lookup, Outcome, Settle, Verb
+from shard.placement.slots import SLOTS, slot_of
+from shard.vocabulary import OrgId
+
+ORG, OTHER, QUEUE, SHARD = "acme", "evil", "load", "s1"
+CALM_S, LATE_S_MAX = 100.0, 10.0
+WINDOW_S = 3.0
+
+
+def call(verb: Verb, began_s: float, ended_s: float | None = None, *, client: str = "c1", org: str = ORG) -> Call:
+    """A call that is answered after a tenth of a second, unless the test says otherwise."""
+    return Call(
+        client=client,
+        verb=verb,
+        org=org,
+        began_s=began_s,
+        ended_s=began_s + 0.1 if ended_s is None else ended_s,
+        outcome=Outcome.OK,
+    )
+
+
+def enqueue(
+    job: str,
+    at_s: float,
+    *,
+    answered: str | None = "",
+    duplicate: bool = False,
+    key: str = "",
+    org: str = ORG,
+    delay_s: float = 0.0,
+) -> Enqueue:
+    """An enqueue that stores the job under its own id, unless the test says otherwise."""
+    return Enqueue(
+        call=call(Verb.ENQUEUE, at_s, org=org),
+        job=job,
+        queue=QUEUE,
+        key=key,
+        delay_s=delay_s,
+        answered=job if answered == "" else answered,
+        duplicate=duplicate,
+    )
+
+
+def delivery(
+    job: str,
+    at_s: float,
+    *,
+    lease: int,
+    attempt: int = 1,
+    client: str = "w1",
+    org: str = ORG,
+    of: Verb = Verb.DEQUEUE,
+    payload_org: str = ORG,
+    payload_job: str = "",
+) -> Delivery:
+    return Delivery(
+        call=call(of, at_s - 0.1, at_s, client=client, org=org),
+        lease=LeaseKey(job, lease),
+        attempt=attempt,
+        received_s=at_s,
+        window_s=WINDOW_S,
+        payload_org=payload_org,
+        payload_job=payload_job or job,
+    )
+
+
+def settle(
+    verb: Verb, job: str, at_s: float, *, lease: int, answer: Answer | None = Answer.OK, span_s: float = 0.0
+) -> Settle:
+    return Settle(call=call(verb, at_s), lease=LeaseKey(job, lease), answer=answer, span_s=span_s)
+
+
+def past(lease: int, outcome: str, leased_at_us: int, ended_at_us: int) -> Past:
+    return Past(lease=lease, outcome=outcome, leased_at_us=leased_at_us, ended_at_us=ended_at_us)
+
+
+def succeeded(job: str, *, lease: int = 1, history: Sequence[Past] = (), **fields: str) -> Row:
+    row = Row(
+        job=job,
+        org=ORG,
+        queue=QUEUE,
+        shard=SHARD,
+        state=State.SUCCEEDED,
+        lease=lease,
+        leased_at_us=1_000_000,
+        past=history,
+    )
+    return replace(row, **fields)  # type: ignore[arg-type]
+
+
+def evidence(
+    *,
+    enqueues: Sequence[Enqueue] = (),
+    deliveries: Sequence[Delivery] = (),
+    settles: Sequence[Settle] = (),
+    cancels: Sequence[Cancel] = (),
+    rows: Sequence[Row] = (),
+    books: Sequence[OrgBooks] | None = None,
+    drift_s: float = 0.0,
+) -> Evidence:
+    """Without `books`, makes books that agree with the rows."""
+    places = [(row.shard, row.org) for row in rows]
+    agreeing = [
+        OrgBooks(shard=shard, org=org, accepted=places.count((shard, org)), balanced=True)
+        for shard, org in sorted(set(places))
+    ]
+    return Evidence(
+        history=History(enqueues=enqueues, deliveries=deliveries, settles=settles, cancels=cancels, drift_s=drift_s),
+        rows=rows,
+        books=agreeing if books is None else books,
+        calm_s=CALM_S,
+        late_s_max=LATE_S_MAX,
+    )
+
+
+def found(given: Evidence) -> list[str]:
+    return [violation.invariant for violation in check(given)]
+
+
+def whole_life(job: str = "j1", at_s: float = 10.0) -> Evidence:
+    """One job, enqueued, delivered, acked and finished."""
+    return evidence(
+        enqueues=[enqueue(job, at_s)],
+        deliveries=[delivery(job, at_s + 1, lease=1)],
+        settles=[settle(Verb.ACK, job, at_s + 2, lease=1)],
+        rows=[succeeded(job)],
+    )
+
+
+def changed(given: Evidence, **history: object) -> Evidence:
+    return replace(given, history=replace(given.history, **history))  # type: ignore[arg-type]
+
+
+# ── Nothing is wrong ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_whole_life_passes() -> None:
+    assert found(whole_life()) == []
+
+
+def test_a_job_that_nobody_acknowledged_may_be_there_or_not() -> None:
+    open_ended = [enqueue("j1", 10.0, answered=None)]
+    assert found(evidence(enqueues=open_ended)) == []
+    assert found(changed(whole_life(), enqueues=open_ended)) == []
+
+
+def test_a_lease_that_expired_and_went_to_another_passes() -> None:
+    given = evidence(
+        enqueues=[enqueue("j1", 10.0)],
+        deliveries=[
+            delivery("j1", 11.0, lease=1),
+            delivery("j1", 15.0, lease=2, attempt=2, client="w2"),
+        ],
+        settles=[
+            settle(Verb.ACK, "j1", 16.0, lease=1, answer=Answer.STALE),
+            settle(Verb.ACK, "j1", 16.5, lease=2),
+        ],
+        rows=[succeeded("j1", lease=2, history=[past(1, "expired", 10_000, 900_000)])],
+    )
+    assert found(given) == []
+
+
+def test_an_ack_said_again_after_it_was_done_passes() -> None:
+    # The first try was executed, and its answer was lost. A router released nothing, and the second try got the first
+    # one's answer.
+    given = changed(
+        whole_life(),
+        settles=[
+            settle(Verb.ACK, "j1", 12.0, lease=1, answer=None),
+            settle(Verb.ACK, "j1", 20.0, lease=1),
+        ],
+    )
+    assert found(given) == []
+
+
+def test_a_nack_said_again_while_another_has_the_job_passes() -> None:
+    given = evidence(
+        enqueues=[enqueue("j1", 10.0)],
+        deliveries=[delivery("j1", 11.0, lease=1), delivery("j1", 13.0, lease=2, attempt=2, client="w2")],
+        settles=[
+            settle(Verb.NACK, "j1", 12.0, lease=1, answer=None),
+            settle(Verb.NACK, "j1", 13.5, lease=1),
+            settle(Verb.ACK, "j1", 14.0, lease=2),
+        ],
+        rows=[succeeded("j1", lease=2, history=[past(1, "nacked", 10_000, 900_000)])],
+    )
+    assert found(given) == []
+
+
+def test_a_job_that_its_router_gave_back_before_anybody_read_it_passes() -> None:
+    given = evidence(
+        enqueues=[enqueue("j1", 10.0)],
+        deliveries=[delivery("j1", 11.5, lease=2, client="w2")],
+        settles=[settle(Verb.ACK, "j1", 12.0, lease=2)],
+        rows=[succeeded("j1", lease=2, history=[past(1, "released", 10_000, 900_000)])],
+    )
+    assert found(given) == []
+
+
+@pytest.mark.parametrize("of", [Verb.DEQUEUE, Verb.CONSUME])
+def test_a_consumer_that_stood_still_and_got_its_job_after_another_passes(of: Verb) -> None:
+    late = delivery("j1", 11.0, lease=1, of=of)
+    given = evidence(
+        enqueues=[enqueue("j1", 10.0)],
+        deliveries=[
+            replace(late, received_s=20.0),
+            delivery("j1", 15.0, lease=2, attempt=2, client="w2"),
+        ],
+        settles=[
+            settle(Verb.ACK, "j1", 21.0, lease=1, answer=Answer.STALE),
+            settle(Verb.ACK, "j1", 16.0, lease=2),
+        ],
+        rows=[succeeded("j1", lease=2, history=[past(1, "expired", 10_000, 900_000)])],
+    )
+    assert found(given) == []
+
+
+def test_a_cancelled_job_may_have_been_leased_again_before_its_end() -> None:
+    given = evidence(
+        enqueues=[enqueue("j1", 10.0)],
+        deliveries=[delivery("j1", 11.0, lease=1)],
+        settles=[settle(Verb.ACK, "j1", 12.5, lease=1, answer=Answer.STALE)],
+        cancels=[Cancel(call=call(Verb.CANCEL, 12.0), job="j1", answer=Answer.OK)],
+        rows=[replace(succeeded("j1"), state=State.CANCELLED, lease=None, leased_at_us=None)],
+    )
+    assert found(given) == []
+
+
+def test_a_wall_clock_that_jumped_excuses_a_lease_that_ended_early() -> None:
+    given = overlapping(later_at_s=13.0)
+    assert found(given) == ["I2"]
+    assert found(changed(given, drift_s=3600.0)) == []
+
+
+# ── I1: lost ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_acknowledged_job_that_is_nowhere_is_found() -> None:
+    assert found(evidence(enqueues=[enqueue("j1", 10.0)])) == ["I1"]
+
+
+def test_an_acknowledged_duplicate_that_is_nowhere_is_found() -> None:
+    assert found(evidence(enqueues=[enqueue("j1", 10.0, duplicate=True)])) == ["I1"]
+
+
+# ── I2: leases ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def overlapping(*, later_at_s: float) -> Evidence:
+    """A lease of a Dequeue, whose window ends at 13.9, and a lease of another consumer."""
+    return evidence(
+        enqueues=[enqueue("j1", 10.0)],
+        deliveries=[
+            delivery("j1", 11.0, lease=1),
+            delivery("j1", later_at_s, lease=2, attempt=2, client="w2"),
+        ],
+        settles=[settle(Verb.ACK, "j1", 20.0, lease=2)],
+        rows=[succeeded("j1", lease=2, history=[past(1, "expired", 10_000, 900_000)])],
+    )
+
+
+def test_a_job_given_to_another_within_its_window_is_found() -> None:
+    assert found(overlapping(later_at_s=13.5)) == ["I2"]
+    assert found(overlapping(later_at_s=14.0)) == []
+
+
+def test_an_extended_lease_lasts_longer() -> None:
+    extended = changed(
+        overlapping(later_at_s=14.0),
+        settles=[
+            settle(Verb.EXTEND, "j1", 13.0, lease=1, span_s=WINDOW_S),
+            settle(Verb.ACK, "j1", 20.0, lease=2),
+        ],
+    )
+    assert found(extended) == ["I2"]
+
+
+def test_a_lease_that_was_released_ends_there() -> None:
+    released = changed(
+        overlapping(later_at_s=13.0),
+        settles=[
+            settle(Verb.RELEASE, "j1", 12.0, lease=1, answer=None),
+            settle(Verb.ACK, "j1", 20.0, lease=2),
+        ],
+    )
+    assert found(released) == []
+
+
+@pytest.mark.parametrize("verb", [Verb.EXTEND, Verb.NACK, Verb.RELEASE])
+def test_a_lease_that_is_used_after_another_has_the_job_is_found(verb: Verb) -> None:
+    outcome = {Verb.EXTEND: "expired", Verb.NACK: "nacked", Verb.RELEASE: "released"}[verb]
+    given = evidence(
+        enqueues=[enqueue("j1", 10.0)],
+        deliveries=[
+            delivery("j1", 11.0, lease=1, of=Verb.CONSUME),
+            delivery("j1", 15.0, lease=2, attempt=2, client="w2", of=Verb.CONSUME),
+        ],
+        settles=[
+            settle(verb, "j1", 16.0, lease=1),
+            settle(Verb.ACK, "j1", 20.0, lease=2),
+        ],
+        rows=[succeeded("j1", lease=2, history=[past(1, outcome, 10_000, 900_000)])],
+    )
+    assert found(given) == ["I2"]
+
+
+def test_two_acks_of_one_job_are_found() -> None:
+    given = evidence(
+        enqueues=[enqueue("j1", 10.0)],
+        deliveries=[
+            delivery("j1", 11.0, lease=1, of=Verb.CONSUME),
+            delivery("j1", 15.0, lease=2, attempt=2, client="w2", of=Verb.CONSUME),
+        ],
+        settles=[settle(Verb.ACK, "j1", 12.0, lease=1), settle(Verb.ACK, "j1", 16.0, lease=2)],
+        rows=[succeeded("j1", lease=2, history=[past(1, "expired", 10_000, 900_000)])],
+    )
+    # Also: the job was delivered after its ack, and the books lack the first lease.
+    assert found(given) == ["I2"] * 3
+
+
+@pytest.mark.parametrize("verb", [Verb.ACK, Verb.KILL])
+def test_a_job_that_comes_after_its_end_is_found(verb: Verb) -> None:
+    row = succeeded("j1")
+    if verb is Verb.KILL:
+        row = replace(row, state=State.DEAD, past=[past(1, "nacked", 1_000_000, 2_000_000)])
+    given = evidence(
+        enqueues=[enqueue("j1", 10.0)],
+        deliveries=[delivery("j1", 11.0, lease=1), delivery("j1", 30.0, lease=2, client="w2")],
+        settles=[settle(verb, "j1", 12.0, lease=1)],
+        rows=[row],
+    )
+    assert found(given) == ["I2"]
+
+
+def test_a_job_that_comes_after_it_was_cancelled_is_found() -> None:
+    given = evidence(
+        enqueues=[enqueue("j1", 10.0)],
+        deliveries=[delivery("j1", 30.0, lease=1)],
+        cancels=[Cancel(call=call(Verb.CANCEL, 12.0), job="j1", answer=Answer.OK)],
+        rows=[replace(succeeded("j1"), state=State.CANCELLED, lease=None, leased_at_us=None)],
+    )
+    assert found(given) == ["I2"]
+
+
+def test_a_cancelled_job_that_succeeded_is_found() -> None:
+    given = changed(
+        whole_life(), cancels=[Cancel(call=call(Verb.CANCEL, 11.5), job="j1", answer=Answer.OK)], deliveries=[]
+    )
+    assert found(given) == ["I2"]
+
+
+def test_one_lease_given_to_two_is_found() -> None:
+    given = whole_life()
+    twice = [*given.history.deliveries, delivery("j1", 11.1, lease=1, client="w2")]
+    assert found(changed(given, deliveries=twice)) == ["I2"]
+
+
+def test_an_ack_that_was_refused_and_finished_the_job_is_found() -> None:
+    # After the end of its window, when the refusal is correct.
+    given = changed(whole_life(), settles=[settle(Verb.ACK, "j1", 15.0, lease=1, answer=Answer.STALE)])
+    assert found(given) == ["I2"]
+
+
+def test_a_nack_that_was_refused_and_is_in_the_books_is_found() -> None:
+    given = whole_life()
+    nacked = evidence(
+        enqueues=given.history.enqueues,
+        settles=[
+            settle(Verb.NACK, "j1", 11.0, lease=7, answer=Answer.STALE),
+            settle(Verb.ACK, "j1", 12.0, lease=1),
+        ],
+        rows=[succeeded("j1", history=[past(7, "nacked", 10_000, 900_000)])],
+    )
+    assert found(nacked) == ["I2"]
+
+
+def test_a_success_that_nobody_asked_for_is_found() -> None:
+    assert found(changed(whole_life(), settles=[])) == ["I2"]
+
+
+@pytest.mark.parametrize("verb", [Verb.ACK, Verb.NACK, Verb.KILL, Verb.RELEASE])
+def test_what_was_answered_ok_and_is_not_in_the_books_is_found(verb: Verb) -> None:
+    given = evidence(
+        enqueues=[enqueue("j1", 10.0)],
+        settles=[settle(verb, "j1", 11.0, lease=7), settle(Verb.ACK, "j1", 12.0, lease=1, answer=None)],
+        rows=[succeeded("j1")],
+    )
+    assert found(given) == ["I2"]
+
+
+def given_back(*settles: Settle) -> Evidence:
+    """A consumer read the job, and by the books its lease was released."""
+    return evidence(
+        enqueues=[enqueue("j1", 10.0)],
+        deliveries=[delivery("j1", 11.0, lease=1, of=Verb.CONSUME), delivery("j1", 13.0, lease=2, client="w2")],
+        settles=[*settles, settle(Verb.ACK, "j1", 13.5, lease=2)],
+        rows=[succeeded("j1", lease=2, history=[past(1, "released", 10_000, 900_000)])],
+    )
+
+
+def test_a_job_that_a_consumer_has_read_and_its_router_gave_back_is_found() -> None:
+    assert found(given_back()) == ["I2"]
+    assert found(given_back(settle(Verb.ACK, "j1", 12.0, lease=1, answer=Answer.STALE))) == ["I2"]
+
+
+def test_a_job_that_its_consumer_gave_back_passes_whether_it_was_answered_or_not() -> None:
+    for answer in (Answer.OK, None):
+        assert found(given_back(settle(Verb.RELEASE, "j1", 11.5, lease=1, answer=answer))) == []
+
+
+def refused_ack(at_s: float, *others: Settle, cancels: Sequence[Cancel] = ()) -> Evidence:
+    """An ack with a Dequeue's lease, whose window ends at 13.9, is answered STALE."""
+    return evidence(
+        enqueues=[enqueue("j1", 10.0)],
+        deliveries=[delivery("j1", 11.0, lease=1), delivery("j1", 15.0, lease=2, attempt=2, client="w2")],
+        settles=[
+            *others,
+            settle(Verb.ACK, "j1", at_s, lease=1, answer=Answer.STALE),
+            settle(Verb.ACK, "j1", 15.5, lease=2),
+        ],
+        cancels=cancels,
+        rows=[succeeded("j1", lease=2)],
+    )
+
+
+def test_an_ack_that_is_stale_although_its_window_had_not_ended_is_found() -> None:
+    assert found(refused_ack(12.0)) == ["I2"]
+    assert found(refused_ack(14.0)) == []
+
+
+def test_an_ack_that_is_stale_after_its_consumer_or_a_cancel_ended_the_lease_passes() -> None:
+    assert found(refused_ack(12.0, settle(Verb.NACK, "j1", 11.5, lease=1, answer=None))) == []
+    assert found(refused_ack(12.0, cancels=[Cancel(call=call(Verb.CANCEL, 11.5), job="j1", answer=None)])) == []
+
+
+@pytest.mark.parametrize("last_leased_at_us", [1_400_000, 1_600_000])
+def test_leases_that_overlap_by_the_books_are_found(last_leased_at_us: int) -> None:
+    history = [past(7, "expired", 500_000, 1_000_000), past(8, "expired", 1_000_000, 1_500_000)]
+    row = replace(succeeded("j1", history=history), leased_at_us=last_leased_at_us)
+    given = replace(whole_life(), rows=[row])
+    assert found(given) == (["I2"] if last_leased_at_us < 1_500_000 else [])
+    row = replace(row, leased_at_us=2_000_000, past=[history[0], replace(history[1], leased_at_us=999_999)])
+    assert found(replace(given, rows=[row])) == ["I2"]
+
+
+# ── I3: twice ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_job_that_is_stored_twice_is_found() -> None:
+    given = whole_life()
+    twice = replace(given, rows=[*given.rows, replace(given.rows[0], shard="s2")])
+    assert found(replace(twice, books=[*given.books, replace(given.books[0], shard="s2")])) == ["I3"]
+
+
+def test_two_enqueues_that_were_each_told_new_are_found() -> None:
+    given = whole_life()
+    assert found(changed(given, enqueues=[enqueue("j1", 10.0), enqueue("j1", 10.5)])) == ["I3"]
+    assert found(changed(given, enqueues=[enqueue("j1", 10.0), enqueue("j1", 10.5, duplicate=True)])) == []
+
+
+def test_a_job_that_nobody_enqueued_is_found() -> None:
+    assert found(changed(whole_life(), enqueues=[])) == ["I3"]
+
+
+def test_an_enqueue_answered_with_another_job_is_found() -> None:
+    given = changed(whole_life(), enqueues=[enqueue("j1", 10.0), enqueue("j2", 10.0, answered="j1", duplicate=True)])
+    assert found(given) == ["I3"]
+    with_key = [enqueue("j1", 10.0, key="k"), enqueue("j2", 10.0, answered="j1", duplicate=True, key="k")]
+    assert found(changed(given, enqueues=with_key)) == []
+
+
+def test_an_enqueue_with_a_key_answered_with_a_job_of_another_key_is_found() -> None:
+    enqueues = [enqueue("j1", 10.0, key="one"), enqueue("j2", 11.0, answered="j1", duplicate=True, key="other")]
+    given = changed(replace(whole_life(), rows=[succeeded("j1", key="one")]), enqueues=enqueues)
+    assert "I3" in found(given)
+
+
+def test_an_enqueue_said_again_is_answered_with_its_own_job_or_the_first_of_its_key() -> None:
+    enqueues = [
+        enqueue("j1", 10.0, key="k"),
+        enqueue("j2", 11.0, answered=None, key="k"),
+        enqueue("j2", 12.0, answered="j1", duplicate=True, key="k"),
+        enqueue("j1", 13.0, duplicate=True, key="k"),
+    ]
+    assert found(changed(replace(whole_life(), rows=[succeeded("j1", key="k")]), enqueues=enqueues)) == []
+
+
+def test_two_jobs_of_one_dedup_key_are_found() -> None:
+    first, second = whole_life("j1"), whole_life("j2")
+    given = evidence(
+        enqueues=[enqueue("j1", 10.0, key="k"), enqueue("j2", 11.0, key="k")],
+        deliveries=[*first.history.deliveries, *second.history.deliveries],
+        settles=[*first.history.settles, *second.history.settles],
+        rows=[succeeded("j1", key="k"), succeeded("j2", key="k")],
+    )
+    assert found(given) == ["I3"]
+    # Nobody was told that the second was stored, and it is there.
+    unheard = [enqueue("j1", 10.0, key="k"), enqueue("j2", 11.0, key="k", answered=None)]
+    assert found(changed(given, enqueues=unheard)) == ["I3"]
+
+
+# ── I4: others' jobs ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        delivery("j1", 11.0, lease=1, org=OTHER),
+        delivery("j1", 11.0, lease=1, payload_org=OTHER),
+        delivery("j1", 11.0, lease=1, payload_job="j2"),
+    ],
+)
+def test_a_job_or_a_payload_that_came_to_the_wrong_consumer_is_found(seen: Delivery) -> None:
+    assert found(changed(whole_life(), deliveries=[seen])) == ["I4"]
+
+
+def test_a_job_stored_as_another_orgs_is_found() -> None:
+    given = evidence(
+        enqueues=[enqueue("j1", 10.0)],
+        settles=[settle(Verb.ACK, "j1", 12.0, lease=1)],
+        rows=[succeeded("j1", org=OTHER)],
+    )
+    assert found(given) == ["I4"]
+
+
+# ── I5: books ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "books",
+    [
+        [],
+        [OrgBooks(shard=SHARD, org=ORG, accepted=1, balanced=False)],
+        [OrgBooks(shard=SHARD, org=ORG, accepted=2, balanced=True)],
+    ],
+)
+def test_books_that_do_not_agree_are_found(books: list[OrgBooks]) -> None:
+    assert found(replace(whole_life(), books=books)) == ["I5"]
+
+
+# ── I7: late ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_job_that_was_never_done_is_found() -> None:
+    given = evidence(
+        enqueues=[enqueue("j1", 10.0)],
+        rows=[replace(succeeded("j1"), state=State.LIVE, lease=None, leased_at_us=None)],
+    )
+    assert found(given) == ["I7"]
+    # As far as its producer knows, it may have been stored a moment ago.
+    assert found(changed(given, enqueues=[enqueue("j1", 10.0, answered=None)])) == []
+
+
+def came(at_s: float, *, delay_s: float = 0.0, others_at_s: Sequence[float] = ()) -> Evidence:
+    """A job that was enqueued when no fault was active, with its delivery and those of other jobs of its org."""
+    lives = [whole_life(f"other-{number}", at_s=other_s - 1) for number, other_s in enumerate(others_at_s)]
+    return evidence(
+        enqueues=[
+            enqueue("j1", CALM_S + 10, delay_s=delay_s),
+            *(one for life in lives for one in life.history.enqueues),
+        ],
+        deliveries=[delivery("j1", at_s, lease=1), *(one for life in lives for one in life.history.deliveries)],
+        settles=[
+            settle(Verb.ACK, "j1", at_s + 1, lease=1),
+            *(one for life in lives for one in life.history.settles),
+        ],
+        rows=[succeeded("j1"), *(row for life in lives for row in life.rows)],
+    )
+
+
+def test_a_job_that_came_late_is_found() -> None:
+    assert found(came(CALM_S + 20)) == []
+    assert found(came(CALM_S + 21)) == ["I7"]
+
+
+def test_a_job_that_was_behind_others_or_was_to_come_later_is_not_late() -> None:
+    assert found(came(CALM_S + 21, others_at_s=[CALM_S + 15])) == []
+    assert found(came(CALM_S + 21, delay_s=5.0)) == []
+
+
+def test_a_job_from_before_has_time_from_when_all_was_calm() -> None:
+    def given(at_s: float) -> Evidence:
+        life = whole_life()
+        return changed(
+            life,
+            deliveries=[delivery("j1", at_s, lease=1)],
+            settles=[settle(Verb.ACK, "j1", at_s + 1, lease=1)],
+        )
+
+    assert found(given(CALM_S + 9)) == []
+    assert found(given(CALM_S + 11)) == ["I7"]
+
+
+def again(at_s: float, said: Sequence[Settle]) -> Evidence:
+    """A job that was first delivered at CALM_S + 1, the calls about it, and its next delivery."""
+    nacked = [past(1, "nacked", 10_000, 900_000)] if any(one.call.verb is Verb.NACK for one in said) else []
+    return evidence(
+        enqueues=[enqueue("j1", CALM_S)],
+        deliveries=[
+            delivery("j1", CALM_S + 1, lease=1),
+            delivery("j1", at_s, lease=2, attempt=2, client="w2"),
+        ],
+        settles=[*said, settle(Verb.ACK, "j1", at_s + 1, lease=2)],
+        rows=[succeeded("j1", lease=2, history=nacked or [past(1, "expired", 10_000, 900_000)])],
+    )
+
+
+def test_a_job_that_comes_again_late_is_found() -> None:
+    # Its window ends at CALM_S + 4 at the latest.
+    assert found(again(CALM_S + 13, [])) == []
+    assert found(again(CALM_S + 15, [])) == ["I7"]
+    # A nack sets the time of the next delivery.
+    nack = settle(Verb.NACK, "j1", CALM_S + 2, lease=1, span_s=5.0)
+    assert found(again(CALM_S + 17, [nack])) == []
+    assert found(again(CALM_S + 18, [nack])) == ["I7"]
+
+
+# ── I1: what calls are told, and what a router finds in the end ──────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("at_s", [9.0, 20.0])
+def test_a_call_that_is_told_there_is_no_such_job_is_found_if_it_was_known(at_s: float) -> None:
+    given, expected = whole_life(), [] if at_s < 10 else ["I1"]
+    looked = Lookup(call=call(Verb.LOOK_UP, at_s), job="j1", found=False)
+    cancelled = Cancel(call=call(Verb.CANCEL, at_s), job="j1", answer=Answer.NOT_FOUND)
+    extended = settle(Verb.EXTEND, "j1", at_s, lease=1, answer=Answer.NOT_FOUND)
+    assert found(changed(given, lookups=[looked])) == expected
+    assert found(changed(given, cancels=[cancelled])) == expected
+    assert found(changed(given, settles=[*given.history.settles, extended])) == expected
+    # A call without an answer proves nothing.
+    unanswered = replace(looked, call=replace(looked.call, outcome=Outcome.UNKNOWN))
+    assert found(changed(given, lookups=[unanswered, replace(looked, found=True)])) == []
+
+
+def by_router(*jobs: tuple[str, State], counted: int = 1) -> list[Found]:
+    return [Found(org=ORG, jobs=jobs, counted={State.SUCCEEDED: counted})]
+
+
+def test_what_a_router_finds_once_as_the_tables_have_it_passes() -> None:
+    assert found(replace(whole_life(), found=by_router(("j1", State.SUCCEEDED)))) == []
+
+
+@pytest.mark.parametrize(
+    "jobs", [[], [("j1", State.SUCCEEDED), ("j1", State.SUCCEEDED)], [("j1", State.LIVE)], [("j1", State.DEAD)]]
+)
+def test_a_job_that_a_router_does_not_find_once_as_it_is_is_found(jobs: Sequence[tuple[str, State]]) -> None:
+    assert found(replace(whole_life(), found=by_router(*jobs))) == ["I1"]
+
+
+@pytest.mark.parametrize("counted", [0, 2])
+def test_a_count_that_is_not_that_of_the_tables_is_found(counted: int) -> None:
+    assert found(replace(whole_life(), found=by_router(("j1", State.SUCCEEDED), counted=counted))) == ["I5"]
+
+
+def test_an_org_that_no_router_was_asked_about_is_found() -> None:
+    assert found(replace(whole_life(), found=[])) == ["I1"]
+
+
+# ── I6: slots that move ──────────────────────────────────────────────────────────────────────────────────────────────
+
+SLOT = slot_of(OrgId(ORG))
+
+
+def placed(writes: str, reads: str, epoch: int, *, slot: int = SLOT, at_s: float = 0.0) -> Placed:
+    return Placed(at_s=at_s, slots=[slot], writes=writes.split(), reads=reads.split(), epoch=epoch)
+
+
+def owned(shard: str, at_s: float, state: str, epoch: int, *, chunk: int = 0, slots: Sequence[int] = (SLOT,)) -> Owned:
+    return Owned(shard=shard, at_s=at_s, slots=slots, state=state, epoch=epoch, chunk=chunk)
+
+
+# The slot moves from s1 to s2, with the job.
+PLACED = (
+    placed("s1", "s1", 1),
+    placed("s1", "s1 s2", 5),
+    placed("s2", "s1 s2", 5),
+    placed("s2", "s2", 5),
+)
+ON_S1 = (owned("s1", 0.0, "owned", 1), owned("s1", 20.0, "draining", 5), owned("s1", 22.0, "draining", 5, chunk=1))
+ON_S2 = (owned("s2", 21.0, "owned", 5), owned("s2", 23.0, "owned", 5, chunk=1))
+
+
+def moved(
+    *,
+    catalog: Sequence[Placed] = PLACED,
+    s1: Sequence[Owned] = ON_S1,
+    s2: Sequence[Owned] = ON_S2,
+    row: Row | None = None,
+    pins: Mapping[str, int] | None = None,
+) -> Evidence:
+    given = replace(whole_life(), rows=[row or succeeded("j1", shard="s2")])
+    books = [OrgBooks(shard=given.rows[0].shard, org=ORG, accepted=1, balanced=True)]
+    return replace(given, books=books, placed=catalog, owned=[*s1, *s2], pins=pins or {})
+
+
+def test_a_move_and_its_way_back_pass() -> None:
+    back = [
+        placed("s2", "s2 s1", 8),
+        placed("s1", "s2 s1", 8),
+        placed("s1", "s1", 8),
+    ]
+    given = moved(
+        catalog=[*PLACED, *back],
+        s1=[*ON_S1, owned("s1", 31.0, "owned", 8)],
+        s2=[*ON_S2, owned("s2", 30.0, "draining", 8)],
+    )
+    assert found(moved()) == []
+    assert found(given) == []
+
+
+@pytest.mark.parametrize(
+    "catalog",
+    [
+        # Two writers; no writer; a writer that is not read; three shards that are read.
+        [placed("s1 s2", "s1 s2", 1)],
+        [placed("", "s1", 1)],
+        [placed("s1", "s2", 1)],
+        [placed("s1", "s1 s2 s3", 1)],
+        # Switched without having begun; begun without a new epoch; moved to its own source; switched under another
+        # epoch.
+        [PLACED[0], placed("s2", "s2", 5)],
+        [PLACED[0], placed("s1", "s1 s2", 1)],
+        [*PLACED[:2], placed("s1", "s1", 5)],
+        [*PLACED[:2], placed("s2", "s1 s2", 6)],
+        [*PLACED[:3], placed("s1", "s1", 5)],
+        [*PLACED[:3], placed("s1", "s1 s2", 5)],
+        [*PLACED[:2], placed("s3", "s1 s3", 5)],
+    ],
+)
+def test_what_is_no_step_of_a_move_is_found(catalog: Sequence[Placed]) -> None:
+    assert "I6" in found(moved(catalog=catalog, s1=(), s2=()))
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        # Opened again under the epoch that closed it, or under an older one; one chunk twice, and one left out.
+        [*ON_S1, owned("s1", 24.0, "owned", 5, chunk=2)],
+        [*ON_S1, owned("s1", 24.0, "owned", 1)],
+        [*ON_S1, ON_S1[-1]],
+        [*ON_S1, owned("s1", 24.0, "draining", 5, chunk=3)],
+    ],
+)
+def test_a_shard_that_forgets_what_it_knew_of_a_slot_is_found(known: Sequence[Owned]) -> None:
+    assert "I6" in found(moved(s1=known))
+
+
+def test_two_owners_at_one_time_are_found_unless_the_clock_jumped() -> None:
+    early = moved(s2=[owned("s2", 19.5, "owned", 5), *ON_S2[1:]])
+    assert found(early) == ["I6"]
+    assert found(changed(early, drift_s=1.0)) == []
+    # One record for all slots of a step.
+    slots = [SLOT, SLOT + 1, SLOT + 2]
+    several = [owned(shard, at_s, "owned", 1, slots=slots) for shard, at_s in (("s1", 0.0), ("s2", 1.0))]
+    assert found(moved(catalog=(), s1=several[:1], s2=several[1:])) == ["I6"]
+
+
+def test_an_owner_that_never_closed_is_found() -> None:
+    # While the other shard owns it too, and at the end.
+    assert found(moved(s1=ON_S1[:1])) == ["I6", "I6"]
+
+
+def test_an_owner_that_does_not_know_that_it_is_one_is_found() -> None:
+    assert found(moved(s2=[])) == []  # The records of s2 are missing.
+    assert found(moved(s2=[owned("s2", 21.0, "owned", 4)])) == ["I6"]
+    assert found(moved(s2=[*ON_S2, owned("s2", 30.0, "draining", 7)])) == ["I6"]
+
+
+def test_slots_that_are_still_on_their_way_in_the_end_are_found() -> None:
+    assert found(moved(catalog=PLACED[:3])) == ["I6"]
+
+
+@pytest.mark.parametrize("state", [State.DEAD, State.LIVE])
+def test_a_job_that_was_left_behind_is_found(state: State) -> None:
+    row = replace(succeeded("j1", shard="s1"), state=state)
+    assert "I6" in found(moved(row=row))
+    assert "I6" not in found(moved(row=replace(row, shard="s2")))
+
+
+def test_a_job_that_has_finished_before_its_slot_left_passes() -> None:
+    assert found(moved(row=succeeded("j1", shard="s1"))) == []
+    assert found(moved(row=succeeded("j1", shard="s3"))) == ["I6"]
+
+
+def departing(given: Evidence, *, shard: str) -> Evidence:
+    """The same job is set aside there too."""
+    row = replace(succeeded("j1", shard=shard), state=State.LIVE, departing=True, lease=None, leased_at_us=None)
+    books = [*given.books, OrgBooks(shard=shard, org=ORG, accepted=1, balanced=True)]
+    return replace(given, rows=[*given.rows, row], books=books)
+
+
+def test_a_job_that_still_departs_is_no_second_copy_and_must_not_be_left_when_its_slot_rests() -> None:
+    under_way = departing(moved(catalog=PLACED[:3]), shard="s1")
+    assert found(changed(under_way, enqueues=[enqueue("j1", 10.0, answered=None)])) == ["I6"]
+    left = departing(moved(), shard="s1")
+    assert found(changed(left, enqueues=[enqueue("j1", 10.0, answered=None)])) == ["I6"]
+    assert "departs" in check(left)[0].what or "departs" in check(left)[-1].what
+
+
+def test_a_pinned_org_is_looked_for_where_its_own_slot_is() -> None:
+    own = SLOTS + 3
+    pinned = [
+        PLACED[0],
+        placed("s1", "s1", 3, slot=own),
+        placed("s1", "s1 s2", 5, slot=own),
+        placed("s2", "s1 s2", 5, slot=own),
+        placed("s2", "s2", 5, slot=own),
+    ]
+    s1 = [ON_S1[0], owned("s1", 19.0, "owned", 3, slots=[own]), owned("s1", 20.0, "draining", 5, slots=[own])]
+    s2 = [owned("s2", 21.0, "owned", 5, slots=[own])]
+    dead = replace(succeeded("j1"), state=State.DEAD)
+
+    def given(shard: str, *, pins: Mapping[str, int]) -> list[str]:
+        return found(moved(catalog=pinned, s1=s1, s2=s2, row=replace(dead, shard=shard), pins=pins))
+
+    assert "I6" not in given("s2", pins={ORG: own})
+    assert "I6" in given("s1", pins={ORG: own})
+    assert "I6" in given("s2", pins={})
+    # It has finished while its org was in the hash slot, or in its own.
+    assert found(moved(catalog=pinned, s1=s1, s2=s2, row=succeeded("j1", shard="s1"), pins={ORG: own})) == []
+
+
+def test_a_shard_need_not_know_an_orgs_slot_that_has_never_moved() -> None:
+    own = SLOTS + 3
+    catalog = [PLACED[0], placed("s1", "s1", 3, slot=own)]
+    assert found(moved(catalog=catalog, s1=ON_S1[:1], s2=(), row=succeeded("j1"), pins={ORG: own})) == []
+    # A shard with wrong records is a violation.
+    wrong = owned("s1", 20.0, "draining", 3, slots=[own])
+    assert found(moved(catalog=catalog, s1=[ON_S1[0], wrong], s2=(), row=succeeded("j1"), pins={ORG: own})) == ["I6"]
+
+
+# ── Cluster files ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def gone_by(*digests: str, at_s: float) -> Evidence:
+    in_force = [InForce(at_s=at_s, digest=digest) for digest in digests]
+    return replace(whole_life(), files=Files(in_force=in_force, unusable=frozenset({"bad"}), last="last"))
+
+
+def test_a_cluster_file_that_was_to_be_refused_and_is_in_force_is_found() -> None:
+    assert found(gone_by("first", "last", at_s=20.0)) == []
+    assert found(gone_by("first", "bad", at_s=20.0)) == ["file"]
+
+
+def test_an_old_cluster_file_that_stays_in_force_is_found() -> None:
+    assert found(gone_by("last", at_s=CALM_S + 1)) == []
+    assert found(gone_by("first", at_s=CALM_S + 1)) == ["file"]
+
+
+# ── Faults that were alone ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def restarted(*calls: Call) -> Evidence:
+    """The history of a router that was restarted from 20 to 25, without other faults."""
+    alone = [Alone(fault="restart-router", began_s=20.0, ended_s=25.0)]
+    return changed(replace(whole_life(), alone=alone), calls=calls)
+
+
+def failed(verb: Verb, began_s: float, code: str) -> Call:
+    return replace(call(verb, began_s), outcome=Outcome.UNKNOWN, code=code)
+
+
+def test_an_orderly_restart_that_shows_more_than_unavailable_is_found() -> None:
+    assert found(restarted(failed(Verb.ACK, 21.0, "CANCELLED"))) == ["restart"]
+    assert found(restarted(failed(Verb.DEQUEUE, 21.0, "DEADLINE_EXCEEDED"))) == ["restart"]
+    assert found(restarted(failed(Verb.CONSUME, 21.0, "INTERNAL"))) == ["restart"]
+
+
+def test_an_orderly_restart_that_shows_unavailable_passes() -> None:
+    calls = [
+        failed(Verb.ACK, 21.0, "UNAVAILABLE"),
+        failed(Verb.ACK, 21.0, "SETTLED_UNAVAILABLE"),
+        failed(Verb.ACK, 21.0, "STREAM_ENDED"),
+        # The client's own deadline for a stream was over; or it wrote to a stream that had ended.
+        failed(Verb.CONSUME, 21.0, "DEADLINE_EXCEEDED"),
+        failed(Verb.CONSUME, 21.0, "WRITE_FAILED"),
+        # Before it, and after it.
+        failed(Verb.ACK, 12.0, "CANCELLED"),
+        failed(Verb.ACK, 26.0, "CANCELLED"),
+        # A client that was killed.
+        Call(client="c1", verb=Verb.ACK, org=ORG, began_s=21.0),
+    ]
+    assert found(restarted(*calls)) == []
+
+
+def locked(*acks: Call) -> Evidence:
+    """The history of one org whose rows were locked from 20 to 26, without other faults."""
+    alone = [Alone(fault="lock-rows", began_s=20.0, ended_s=26.0, orgs=[OTHER])]
+    return changed(replace(whole_life(), alone=alone, answer_s_max=2.0), calls=acks)
+
+
+def test_an_ack_that_waits_for_another_orgs_locked_row_is_found() -> None:
+    assert found(locked(call(Verb.ACK, 21.0, 26.1))) == ["I4"]
+    assert found(locked(failed(Verb.ACK, 21.0, "DEADLINE_EXCEEDED"))) == []
+    assert found(locked(replace(failed(Verb.ACK, 20.5, "DEADLINE_EXCEEDED"), ended_s=25.5))) == ["I4"]
+
+
+def test_an_ack_that_is_answered_soon_or_is_of_the_org_whose_row_is_locked_passes() -> None:
+    acks = [
+        call(Verb.ACK, 21.0, 22.0),
+        call(Verb.ACK, 21.0, 26.1, org=OTHER),
+        # It has not waited long when the lock ends.
+        call(Verb.ACK, 25.0, 28.0),
+        call(Verb.ACK, 10.0, 19.0),
+    ]
+    assert found(locked(*acks)) == []
+
+
+# ── I9: memory ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_router_that_grows_beyond_its_bound_is_found() -> None:
+    given = replace(whole_life(), resident_bytes={41: 100, 42: 201})
+    assert found(replace(given, resident_bytes_max=200)) == ["I9"]
+    assert found(replace(given, resident_bytes_max=201)) == []
+    assert found(given) == []
+
+
+# ── A restored backup ────────────────────────────────────────────────────────────────────────────────────────────────
+
+COPIED_S, SWAPPED_S, BACK_S, ACCEPTING_S, ACCEPTED_S = 12.0, 20.0, 20.5, 26.0, 28.0
+REFUSED = Health(at_s=22.0, reachable=False, error="its database has lost history: …")
+
+
+def live(job: str, *, lease: int | None = None, history: Sequence[Past] = (), key: str = "") -> Row:
+    row = replace(succeeded(job, key=key), state=State.LIVE, past=history, lease=lease)
+    return row if lease is not None else replace(row, leased_at_us=None)
+
+
+def restored(
+    given: Evidence,
+    *,
+    backup: Sequence[Row] = (),
+    replaced: Sequence[Row] = (),
+    backup_keys: Sequence[Key] = (),
+    replaced_keys: Sequence[Key] = (),
+    owned: Sequence[Owned] = (),
+    told: Sequence[Health] = (REFUSED,),
+) -> Evidence:
+    """The same history, with s1 copied at 12, replaced by the copy at 20, and the loss accepted from 26 to 28."""
+    return replace(
+        given,
+        restored=Restored(
+            shard=SHARD,
+            backup=Version(rows=backup, keys=frozenset(backup_keys), owned=()),
+            replaced=Version(rows=replaced, keys=frozenset(replaced_keys), owned=owned),
+            copied_s=COPIED_S,
+            swapped_s=SWAPPED_S,
+            back_s=BACK_S,
+            accepting_s=ACCEPTING_S,
+            accepted_s=ACCEPTED_S,
+            told=told,
+        ),
+    )
+
+
+def excused(given: Evidence) -> list[str]:
+    return [one.invariant for one in examine(given) if one.excused]
+
+
+def test_a_job_that_the_backup_lacks_may_be_lost_and_no_other() -> None:
+    given = evidence(enqueues=[enqueue("j1", 13.0)])
+    lost = restored(given, replaced=[live("j1")])
+    assert (found(lost), excused(lost)) == ([], ["I1"])
+    # The backup had it.
+    assert found(restored(given, backup=[live("j1")], replaced=[live("j1")])) == ["I1"]
+    # It was lost before, or was on another shard.
+    assert found(restored(given, replaced=[live("j2")])) == ["I1"]
+    assert found(restored(given)) == ["I1"]
+
+
+def test_a_job_that_was_acknowledged_once_the_backup_was_in_place_must_be_there() -> None:
+    for duplicate in (False, True):
+        given = evidence(enqueues=[enqueue("j1", 13.0), enqueue("j1", 30.0, duplicate=duplicate)])
+        assert "I1" in found(restored(given, replaced=[live("j1")]))
+
+
+def test_a_key_of_another_shard_may_still_stand_for_a_job_that_moved_here_and_is_lost() -> None:
+    key = Key(ORG, QUEUE, "k", "j1")
+    again = enqueue("j2", 30.0, answered="j1", duplicate=True, key="k")
+    given = evidence(enqueues=[enqueue("j1", 5.0, key="k"), again])
+    assert found(restored(given, replaced=[live("j1", key="k")])) == []
+    # The key was on this shard.
+    assert found(restored(given, replaced=[live("j1", key="k")], replaced_keys=[key])) == ["I1"]
+
+
+def run_again(at_s: float = 30.0) -> Evidence:
+    """A job was acked at 14, and was delivered again."""
+    return evidence(
+        enqueues=[enqueue("j1", 5.0)],
+        deliveries=[delivery("j1", 13.0, lease=1), delivery("j1", at_s, lease=2, client="w2")],
+        settles=[settle(Verb.ACK, "j1", 14.0, lease=1), settle(Verb.ACK, "j1", at_s + 1, lease=2)],
+        rows=[succeeded("j1", lease=2)],
+    )
+
+
+def test_a_job_whose_ack_the_backup_lacks_may_run_again_and_no_other() -> None:
+    given = restored(run_again(), backup=[live("j1")], replaced=[succeeded("j1")])
+    # It was delivered after its ack and acked twice, and the books lack the first ack.
+    assert (found(given), excused(given)) == ([], ["I2"] * 3)
+    # The backup has the ack; or the replaced database lacked it; or the job was never on the shard.
+    assert found(restored(run_again(), backup=[succeeded("j1")], replaced=[succeeded("j1")])) == ["I2"] * 3
+    assert found(restored(run_again(), backup=[live("j1")], replaced=[live("j1")])) == ["I2"] * 3
+    assert found(restored(run_again())) == ["I2"] * 3
+    # The backup lacks the job's last lease but has its ack.
+    assert "I2" in found(restored(run_again(), backup=[succeeded("j1")], replaced=[succeeded("j1", lease=2)]))
+
+
+def test_a_job_that_ran_again_before_the_backup_was_in_place_is_found() -> None:
+    early = restored(run_again(17.0), backup=[live("j1")], replaced=[succeeded("j1")])
+    assert found(early) == ["I2"]
+
+
+def test_attempts_are_counted_anew_by_the_backup() -> None:
+    settles = [
+        settle(Verb.NACK, "j1", 14.0, lease=1),
+        settle(Verb.ACK, "j1", 16.0, lease=2),
+        settle(Verb.ACK, "j1", 31.0, lease=3),
+    ]
+    given = evidence(
+        enqueues=[enqueue("j1", 5.0)],
+        deliveries=[
+            delivery("j1", 13.0, lease=1),
+            delivery("j1", 15.0, lease=2, attempt=2),
+            # On a stream that was opened before.
+            replace(delivery("j1", 30.0, lease=3, of=Verb.CONSUME), call=call(Verb.CONSUME, 2.0, 50.0)),
+        ],
+        settles=settles,
+        rows=[succeeded("j1", lease=3)],
+    )
+    acked = succeeded("j1", lease=2, history=[past(1, "nacked", 10_000, 900_000)])
+    again = restored(given, backup=[live("j1")], replaced=[acked])
+    # It was delivered after its ack and acked twice, and the books lack the nack and the first ack.
+    assert (found(again), excused(again)) == ([], ["I2"] * 4)
+    assert "I2" in found(restored(given, backup=[acked], replaced=[acked]))
+
+
+def test_a_cancel_that_the_backup_lacks_may_be_undone_and_no_other() -> None:
+    given = changed(
+        whole_life(at_s=29.0),
+        enqueues=[enqueue("j1", 5.0)],
+        cancels=[Cancel(call=call(Verb.CANCEL, 14.0), job="j1", answer=Answer.OK)],
+    )
+    cancelled = replace(live("j1"), state=State.CANCELLED)
+    lacking = restored(given, backup=[live("j1")], replaced=[cancelled])
+    # It was delivered, and it succeeded.
+    assert (found(lacking), excused(lacking)) == ([], ["I2"] * 2)
+    assert found(restored(given, backup=[cancelled], replaced=[cancelled])) == ["I2"] * 2
+    assert found(restored(given, backup=[live("j1")], replaced=[live("j1")])) == ["I2"] * 2
+    late = changed(given, cancels=[Cancel(call=call(Verb.CANCEL, 28.5), job="j1", answer=Answer.OK)])
+    assert found(restored(late, backup=[live("j1")], replaced=[cancelled])) == ["I2"] * 2
+
+
+def cut_off(later_at_s: float, *, stale_at_s: float = 40.0) -> Evidence:
+    """A lease until 22.8, and a lease of another consumer."""
+    return evidence(
+        enqueues=[enqueue("j1", 5.0)],
+        deliveries=[delivery("j1", 19.9, lease=1), delivery("j1", later_at_s, lease=2, attempt=2, client="w2")],
+        settles=[
+            settle(Verb.ACK, "j1", stale_at_s, lease=1, answer=Answer.STALE),
+            settle(Verb.ACK, "j1", 41.0, lease=2),
+        ],
+        rows=[succeeded("j1", lease=2)],
+    )
+
+
+def test_a_lease_may_end_with_the_database_that_gave_it_and_no_sooner() -> None:
+    leased = live("j1", lease=1)
+    given = restored(cut_off(22.0), backup=[live("j1")], replaced=[leased])
+    assert (found(given), excused(given)) == ([], ["I2"])
+    # It was in the backup, and may have been extended since.
+    assert found(restored(cut_off(22.0), backup=[leased], replaced=[leased])) == []
+    assert found(restored(cut_off(19.95), backup=[live("j1")], replaced=[leased])) == ["I2"]
+    assert found(restored(cut_off(22.0))) == ["I2"]
+    # Its ack is answered STALE.
+    stale = restored(cut_off(30.0, stale_at_s=21.0), backup=[live("j1")], replaced=[leased])
+    assert (found(stale), excused(stale)) == ([], ["I2"])
+    assert found(restored(cut_off(30.0, stale_at_s=19.8), backup=[live("j1")], replaced=[leased])) == ["I2"]
+    assert found(restored(cut_off(30.0, stale_at_s=21.0))) == ["I2"]
+
+
+def test_a_lease_that_went_with_its_database_and_is_used_once_more_is_found() -> None:
+    given = changed(
+        cut_off(22.0),
+        settles=[
+            settle(Verb.EXTEND, "j1", 30.0, lease=1, span_s=WINDOW_S),
+            settle(Verb.ACK, "j1", 41.0, lease=2),
+        ],
+    )
+    assert found(restored(given, backup=[live("j1")], replaced=[live("j1", lease=1)])) == ["I2"]
+
+
+def test_what_the_replaced_database_had_in_its_books_is_checked_as_well() -> None:
+    given = evidence(enqueues=[enqueue("j1", 13.0)])
+    # Nobody acked it.
+    assert found(restored(given, replaced=[succeeded("j1")])) == ["I2"]
+    refused = changed(given, settles=[settle(Verb.ACK, "j1", 15.0, lease=1, answer=Answer.STALE)])
+    assert found(restored(refused, replaced=[succeeded("j1")])) == ["I2"]
+    # The backup's shard refused the repeated call.
+    again = [
+        settle(Verb.ACK, "j1", 15.0, lease=1, answer=None),
+        settle(Verb.ACK, "j1", 30.0, lease=1, answer=Answer.STALE),
+    ]
+    assert found(restored(changed(given, settles=again), replaced=[succeeded("j1")])) == []
+    history = [past(1, "expired", 500_000, 1_000_000), past(2, "expired", 900_000, 1_500_000)]
+    assert found(restored(given, replaced=[live("j1", history=history)])) == ["I2"]
+
+
+def test_what_was_answered_ok_and_neither_database_has_in_its_books_is_found() -> None:
+    given = evidence(
+        enqueues=[enqueue("j1", 5.0)],
+        settles=[settle(Verb.NACK, "j1", 14.0, lease=7), settle(Verb.ACK, "j1", 31.0, lease=2)],
+        rows=[succeeded("j1", lease=2)],
+    )
+    nacked = live("j1", history=[past(7, "nacked", 10_000, 900_000)])
+    lacking = restored(given, backup=[live("j1")], replaced=[nacked])
+    assert (found(lacking), excused(lacking)) == ([], ["I2"])
+    assert found(restored(given, backup=[live("j1")], replaced=[live("j1", lease=9)])) == ["I2"]
+    assert found(restored(given, backup=[nacked], replaced=[nacked])) == ["I2"]
+    # Also for a job that is on no shard.
+    gone = evidence(enqueues=[enqueue("j1", 13.0)], settles=[settle(Verb.NACK, "j1", 14.0, lease=7)])
+    assert found(restored(gone, replaced=[nacked])) == []
+    assert found(restored(gone, replaced=[live("j1")])) == ["I2"]
+
+
+@pytest.mark.parametrize(("at_s", "expected"), [(15.0, ["I1"]), (22.0, ["I1"]), (30.0, [])])
+def test_a_job_that_the_backup_lacks_may_be_unknown_once_that_is_accepted(at_s: float, expected: list[str]) -> None:
+    looked = Lookup(call=call(Verb.LOOK_UP, at_s), job="j1", found=False)
+    given = changed(evidence(enqueues=[enqueue("j1", 13.0)]), lookups=[looked])
+    assert found(restored(given, replaced=[live("j1")])) == expected
+
+
+def test_a_job_that_the_backup_has_or_that_was_stored_again_is_never_unknown() -> None:
+    looked = Lookup(call=call(Verb.LOOK_UP, 30.0), job="j1", found=False)
+    kept = changed(whole_life(at_s=5.0), lookups=[looked])
+    assert found(restored(kept, backup=kept.rows, replaced=kept.rows)) == ["I1"]
+    again = changed(whole_life(at_s=28.5), enqueues=[enqueue("j1", 13.0), enqueue("j1", 28.5)], lookups=[looked])
+    assert found(restored(again, replaced=[live("j1")])) == ["I1"]
+
+
+def astray(
+    second: Row, *, backup: Sequence[Row] = (live("j1"),), replaced: Sequence[Row] = (), asked: bool = True
+) -> list[str]:
+    """After the copy was made, the job moved from s1 to s2 and succeeded there. A client asked to cancel it."""
+    given = whole_life()
+    rows = [succeeded("j1", shard="s2"), second]
+    books = [OrgBooks(shard=shard, org=ORG, accepted=1, balanced=True) for shard in (SHARD, "s2")]
+    by_router = [Found(org=ORG, jobs=[("j1", State.SUCCEEDED)], counted={row.state: 1 for row in rows})]
+    given = replace(given, rows=rows, books=books, found=by_router)
+    if asked:
+        given = changed(given, cancels=[Cancel(call=call(Verb.CANCEL, 29.0), job="j1", answer=Answer.STALE)])
+    return found(restored(given, backup=backup, replaced=replaced))
+
+
+def test_a_job_that_had_left_and_was_there_once_more_may_be_cancelled_there() -> None:
+    second = replace(live("j1"), state=State.CANCELLED)
+    assert astray(second) == []
+    # No client asked to cancel it.
+    assert "I3" in astray(second, asked=False)
+    # The backup did not have the job, or the job had not left.
+    assert "I3" in astray(second, backup=())
+    assert "I3" in astray(second, replaced=[live("j1")])
+    # It is not cancelled, or it is on another shard.
+    assert "I3" in astray(live("j1"))
+    assert "I3" in astray(replace(second, shard="s3"))
+
+
+@pytest.mark.parametrize(("answer", "expected"), [(Answer.OK, []), (None, []), (Answer.STALE, ["I1"])])
+def test_a_job_of_which_only_a_cancelled_copy_is_left_is_lost_unless_it_was_the_job(
+    answer: Answer | None, expected: list[str]
+) -> None:
+    second = replace(live("j1"), state=State.CANCELLED)
+    given = evidence(
+        enqueues=[enqueue("j1", 5.0)],
+        cancels=[Cancel(call=call(Verb.CANCEL, 30.0), job="j1", answer=answer)],
+        rows=[second],
+    )
+    assert found(restored(given, backup=[live("j1")])) == expected
+
+
+def test_a_job_that_is_cancelled_and_nobody_said_so_is_found() -> None:
+    given = evidence(enqueues=[enqueue("j1", 5.0)], rows=[replace(live("j1"), state=State.CANCELLED)])
+    assert found(given) == ["I2"]
+
+
+def test_a_job_that_the_backup_lacks_may_be_told_new_once_more() -> None:
+    def told(*at_s: float, replaced: Sequence[Row] = (live("j1"),), backup: Sequence[Row] = ()) -> list[str]:
+        given = changed(whole_life(at_s=29.0), enqueues=[enqueue("j1", one) for one in at_s])
+        return found(restored(given, replaced=replaced, backup=backup))
+
+    assert told(13.0, 29.0) == []
+    # The answer was on its way when the database was replaced.
+    assert told(19.95, 29.0) == []
+    assert told(13.0, 14.0) == ["I3"]
+    assert told(28.0, 29.0) == ["I3"]
+    assert told(13.0, 28.0, 29.0) == ["I3"]
+    assert told(13.0, 29.0, backup=[live("j1")]) == ["I3"]
+    assert told(13.0, 29.0, replaced=()) == ["I3"]
+
+
+def test_a_key_that_the_backup_lacks_may_stand_for_another_job_and_no_other_key() -> None:
+    key = Key(ORG, QUEUE, "k", "j1")
+    second = whole_life("j2", at_s=29.0)
+
+    def given(*enqueues: Enqueue) -> Evidence:
+        return changed(replace(second, rows=[succeeded("j2", key="k")]), enqueues=enqueues)
+
+    first, other = enqueue("j1", 13.0, key="k"), enqueue("j2", 29.0, key="k")
+    gone = live("j1", key="k")
+    assert found(restored(given(first, other), replaced=[gone], replaced_keys=[key])) == []
+    assert "I3" in found(restored(given(first, other), replaced=[gone], replaced_keys=[key], backup_keys=[key]))
+    assert "I3" in found(restored(given(first, other), replaced=[gone]))
+    # It is answered with the first job's id again, or with those of two others.
+    again = enqueue("j1", 28.5, key="k", duplicate=True)
+    assert "I3" in found(restored(given(first, again, other), replaced=[gone], replaced_keys=[key]))
+    third = enqueue("j3", 30.0, key="k")
+    assert "I3" in found(restored(given(first, other, third), replaced=[gone], replaced_keys=[key]))
+
+
+LEFT_S1 = (owned("s1", 0.0, "owned", 1), owned("s1", 14.0, "draining", 5), owned("s1", 16.0, "draining", 5, chunk=1))
+CAME_TO_S2 = (owned("s2", 15.0, "owned", 5), owned("s2", 17.0, "owned", 5, chunk=1))
+
+
+def slots_of_backup(*since: Owned, replaced: Sequence[Owned] = LEFT_S1, s2: Sequence[Owned] = CAME_TO_S2) -> list[str]:
+    """The slot has moved to s2 since the copy was made."""
+    given = moved(s1=[LEFT_S1[0], *since], s2=s2)
+    return found(restored(given, replaced=[], owned=replaced))
+
+
+def test_a_slot_that_had_left_is_owned_once_more_by_the_backup_until_that_is_accepted() -> None:
+    closed = owned("s1", 27.0, "draining", 5)
+    assert slots_of_backup(closed) == []
+    # It was never closed, or only later; the same at the end.
+    assert slots_of_backup(owned("s1", 40.0, "draining", 5)) == ["I6"]
+    assert "I6" in slots_of_backup()
+    # Before the database was replaced the normal rule applies.
+    assert slots_of_backup(closed, replaced=LEFT_S1[:1]) == ["I6"]
+    assert "I6" in slots_of_backup(closed, replaced=[*LEFT_S1[:2], owned("s1", 19.0, "owned", 1)])
+
+
+@pytest.mark.parametrize(("at_s", "expected"), [(27.0, []), (40.0, ["I6"])])
+def test_a_restored_shard_may_skip_chunks_that_it_lost_when_that_is_accepted(at_s: float, expected: list[str]) -> None:
+    came = owned("s1", 26.5, "owned", 9)
+    skipped = replace(came, at_s=at_s, chunk=3)
+    catalog = [placed("s2", "s2", 1), placed("s2", "s2 s1", 9), placed("s1", "s2 s1", 9), placed("s1", "s1", 9)]
+    s2 = [owned("s2", 0.0, "owned", 1), owned("s2", 15.0, "draining", 9)]
+    given = moved(catalog=catalog, s1=[came, skipped], s2=s2, row=succeeded("j1"))
+    assert found(restored(given, replaced=[])) == expected
+
+
+LIVES_ON_S1 = [placed("s1", "s1", 1)]
+# A hash slot that has never been on s1.
+LIVES_ON_S2 = [placed("s2", "s2", 1, slot=slot_of(OrgId(OTHER)))]
+
+
+def refused(*calls: Call, told: Sequence[Health] = (REFUSED,), **history: object) -> list[str]:
+    given = replace(whole_life(), placed=[*LIVES_ON_S1, *LIVES_ON_S2], owned=[owned("s1", 0.0, "owned", 1)])
+    given = changed(given, calls=[call(Verb.DEQUEUE, 22.0), *calls], **history)
+    return found(restored(given, told=told, backup=given.rows, replaced=given.rows))
+
+
+def test_a_shard_that_lost_history_and_is_served_is_found() -> None:
+    assert refused() == []
+    assert refused(told=[]) == ["restore"]
+    assert refused(told=[replace(REFUSED, error="timeout")]) == ["restore"]
+    assert refused(told=[REFUSED, replace(REFUSED, reachable=True, error="")]) == ["restore"]
+    again = enqueue("j1", 22.0, duplicate=True)
+    assert refused(enqueues=[enqueue("j1", 10.0), again]) == []
+    assert "restore" in refused(enqueues=[enqueue("j1", 10.0), replace(again, duplicate=False)])
+    assert "restore" in refused(deliveries=[delivery("j1", 22.0, lease=1)])
+
+
+def test_orgs_of_other_shards_that_are_refused_as_well_are_found() -> None:
+    refusal = replace(failed(Verb.ENQUEUE, 22.0, "UNAVAILABLE"), org=OTHER)
+    assert refused(refusal) == ["restore"]
+    assert refused(replace(refusal, code="DEADLINE_EXCEEDED")) == []
+    # Violations of the shard's own orgs, and those before and after, are not excused.
+    assert refused(failed(Verb.ENQUEUE, 22.0, "UNAVAILABLE")) == []
+    assert refused(replace(refusal, began_s=20.1, ended_s=20.2), replace(refusal, began_s=26.0, ended_s=26.1)) == []
+
+
+# ── Without faults ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_without_faults_a_job_comes_once_and_has_succeeded_exactly_if_it_came() -> None:
+    stored = [enqueue("j1", 1.0), enqueue("j2", 1.0), enqueue("j3", 1.0)]
+    came = [delivery("j1", 2.0, lease=1)]
+    acked = [settle(Verb.ACK, "j1", 2.1, lease=1, answer=None), settle(Verb.ACK, "j2", 2.1, lease=1, answer=None)]
+    scheduled = replace(succeeded("j3"), state=State.LIVE, lease=None, leased_at_us=None)
+
+    def found(deliveries: Sequence[Delivery], *rows: Row) -> list[str]:
+        seen = evidence(enqueues=stored[: len(rows)], deliveries=deliveries, settles=acked, rows=rows)
+        return [one.what for one in check(replace(seen, calm_s=None, faultless=True)) if one.invariant == "once"]
+
+    assert found(came, succeeded("j1")) == []
+    assert found(came, succeeded("j1"), succeeded("j2")) == ["job j2 has succeeded, and came to no worker"]
+    twice = [*came, delivery("j1", 9.0, lease=2, attempt=2)]
+    assert found(twice, succeeded("j1")) == ["job j1 came to workers 2 times"]
+    (what,) = found([*came, delivery("j3", 2.0, lease=1)], succeeded("j1"), scheduled)
+    assert what == "job j3 came to a worker, and has not succeeded"
+
+
+def test_whether_a_job_comes_is_not_examined_where_nothing_says_by_when() -> None:
+    waiting = replace(succeeded("j1"), state=State.LIVE, lease=None, leased_at_us=None)
+    seen = evidence(enqueues=[enqueue("j1", 1.0)], rows=[waiting])
+    assert [one.invariant for one in check(seen)] == ["I7"]
+    assert check(replace(seen, calm_s=None)) == []

@@ -1,0 +1,61 @@
+"""What ./run test makes of its arguments."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import changed
+from tests.changed import Choice
+from tests.effort import luck_of
+from tests.suite import SIDE_BY_SIDE, parse
+
+
+def test_without_arguments_everything_runs_side_by_side_and_the_checks_beside_it() -> None:
+    wanted = parse([])
+    assert (wanted.checks, wanted.arguments, wanted.environ) == (True, SIDE_BY_SIDE, {})
+
+
+def test_arguments_are_for_pytest_and_tests_run_one_after_another() -> None:
+    assert parse(["-k", "fencing", "-x"]).arguments == ("-k", "fencing", "-x")
+
+
+def test_a_thorough_run_says_its_seed_and_repeats_it() -> None:
+    first = parse(["--thorough", "--minutes", "3"])
+    seed = first.environ["WINDROW_SEED"]
+    assert f"--seed {seed}" in first.said
+    assert first.environ["WINDROW_TEST_MINUTES"] == "3.0"
+    assert not first.checks
+    again = parse(["--thorough", "--seed", seed, "tests/fault"])
+    assert again.environ == {"WINDROW_THOROUGH": "1", "WINDROW_SEED": seed}
+    assert first.arguments is not None
+    assert again.arguments is not None
+    (drawn,) = [argument for argument in again.arguments if argument.startswith("--hypothesis-seed=")]
+    assert drawn in first.arguments
+
+
+def test_the_builds_in_other_languages_run_one_after_another_and_say_what_was_skipped() -> None:
+    wanted = parse(["--generators", "-k", "rust"])
+    assert (wanted.checks, wanted.environ) == (False, {"WINDROW_GENERATORS": "1"})
+    assert wanted.arguments == ("-rs", "tests/e2e/test_generated_clients.py", "-k", "rust")
+
+
+def test_a_change_that_touches_no_test_runs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = Choice(changed=["README.md"], files=[], left_out=0)
+    monkeypatch.setattr(changed, "choose", lambda **_: chosen)
+    wanted = parse(["--changed"])
+    assert wanted.arguments is None
+    assert "nothing to run" in wanted.said
+
+
+@pytest.mark.parametrize(
+    "line", ["--changed --thorough", "--generators --changed", "--seed 1", "--minutes 3", "--thorough --minutes soon"]
+)
+def test_what_makes_no_sense_is_refused(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        parse(line.split())
+    assert refused.value.code == 2
+    assert "--" in capsys.readouterr().err
+
+
+def test_the_same_test_draws_the_same() -> None:
+    assert luck_of("one").random() == luck_of("one").random() != luck_of("other").random()
