@@ -109,9 +109,12 @@ async def test_streams_take_jobs_that_they_never_read(routers: Routers, both: St
 
 
 async def test_calls_are_opened_and_reset_by_the_thousand_and_the_router_lives(routers: Routers, both: Stubs) -> None:
-    (seen,) = await reset_rapidly(routers.address, ENQUEUE, count=5_000, seconds=PATIENCE_S)
-    assert seen.calls_sent == 5_000
-    assert seen.lasted_s < PATIENCE_S
+    (few,) = await reset_rapidly(routers.address, ENQUEUE, count=100, seconds=PATIENCE_S)
+    assert (few.calls_sent, few.closed_after_s) == (100, None)
+    (many,) = await reset_rapidly(routers.address, ENQUEUE, count=5_000, seconds=PATIENCE_S)
+    # The router may close the connection before the last calls are sent.
+    assert many.calls_sent >= 1_000
+    assert many.lasted_s < PATIENCE_S
     assert both.cluster.ListShards(cluster_pb2.ListShardsRequest(), timeout=PATIENCE_S).shards
 
 
