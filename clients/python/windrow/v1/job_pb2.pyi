@@ -143,6 +143,8 @@ class _JobAnswerEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JobAnswer.V
     retention. Nothing was changed. This is also the answer for a lease of another cluster, and for a job that finished
     on a shard which was removed with `windrow shards forget`.
     """
+    JOB_ANSWER_CANCELLED: _JobAnswer.ValueType  # 4
+    """The lease has ended, and the job is CANCELLED: no consumer will run it again. Nothing was changed."""
 
 class JobAnswer(_JobAnswer, metaclass=_JobAnswerEnumTypeWrapper):
     """The outcome for one job that a call named."""
@@ -161,6 +163,8 @@ JOB_ANSWER_NOT_FOUND: JobAnswer.ValueType  # 3
 retention. Nothing was changed. This is also the answer for a lease of another cluster, and for a job that finished
 on a shard which was removed with `windrow shards forget`.
 """
+JOB_ANSWER_CANCELLED: JobAnswer.ValueType  # 4
+"""The lease has ended, and the job is CANCELLED: no consumer will run it again. Nothing was changed."""
 Global___JobAnswer: _TypeAlias = JobAnswer  # noqa: Y015
 
 @_typing.final
@@ -505,6 +509,7 @@ class LeasedJob(_message.Message):
     RUN_AT_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
     ORG_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
     lease: _builtins.bytes
     """Names this lease in Ack, Nack, Extend and Release. At most 255 bytes. Callers must not read anything out of it; the
     router finds the job's shard by it.
@@ -527,6 +532,8 @@ class LeasedJob(_message.Message):
     """
     org: _builtins.str
     """The tenant that owns the job. Calls that name the lease must name this org."""
+    checkpoint: _builtins.bytes
+    """What an earlier attempt stored by Extend.checkpoint. Empty: nothing."""
     @_builtins.property
     def attributes(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """The labels that the producer gave. A restored job also has `windrow.restored_from`: the id of the old job."""
@@ -563,14 +570,45 @@ class LeasedJob(_message.Message):
         run_at: _timestamp_pb2.Timestamp | None = ...,
         trace: Global___TraceContext | None = ...,
         org: _builtins.str = ...,
+        checkpoint: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["enqueued_at", b"enqueued_at", "run_at", b"run_at", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "attributes", b"attributes", "enqueued_at", b"enqueued_at", "id", b"id", "kind", b"kind", "lease", b"lease", "max_attempts", b"max_attempts", "org", b"org", "payload", b"payload", "priority", b"priority", "queue", b"queue", "run_at", b"run_at", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "attributes", b"attributes", "checkpoint", b"checkpoint", "enqueued_at", b"enqueued_at", "id", b"id", "kind", b"kind", "lease", b"lease", "max_attempts", b"max_attempts", "org", b"org", "payload", b"payload", "priority", b"priority", "queue", b"queue", "run_at", b"run_at", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LeasedJob: _TypeAlias = LeasedJob  # noqa: Y015
+
+@_typing.final
+class Progress(_message.Message):
+    """How far an attempt has come, as its worker reports it. Windrow only stores and shows it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DONE_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
+    done: _builtins.int
+    """The units of work that are done. 0 or more."""
+    total: _builtins.int
+    """The units of work in all. 0: not known."""
+    note: _builtins.str
+    """What is being done, for people. At most 1,024 bytes, no NUL. Control characters are stored as U+FFFD."""
+    def __init__(
+        self,
+        *,
+        done: _builtins.int = ...,
+        total: _builtins.int = ...,
+        note: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "note", b"note", "total", b"total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Progress: _TypeAlias = Progress  # noqa: Y015
 
 @_typing.final
 class Failure(_message.Message):
@@ -703,6 +741,8 @@ class Job(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     ATTEMPTS_FIELD_NUMBER: _builtins.int
     SHARD_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """A UUIDv7 in canonical lower-case text. The time in it is when the id was made, by its maker's clock."""
     queue: _builtins.str
@@ -731,6 +771,8 @@ class Job(_message.Message):
     """Why it is DEAD or CANCELLED, for people: CancelJobsRequest.reason, or a text of the shard. Empty in other states."""
     shard: _builtins.str
     """The name of the shard that holds the job, for operators."""
+    checkpoint: _builtins.bytes
+    """What the newest Extend with a checkpoint stored; empty unless the request asked for payloads."""
     @_builtins.property
     def attributes(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """The labels that the producer gave. A restored job also has `windrow.restored_from`: the id of the old job."""
@@ -763,6 +805,10 @@ class Job(_message.Message):
     def attempts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Attempt]:
         """Ended attempts, oldest first; the newest 50 are kept. A lease that CancelJobs ended is not among them."""
 
+    @_builtins.property
+    def progress(self) -> Global___Progress:
+        """What the newest Extend with a progress reported, in whatever attempt. Absent: none has."""
+
     def __init__(
         self,
         *,
@@ -787,10 +833,12 @@ class Job(_message.Message):
         reason: _builtins.str = ...,
         attempts: _abc.Iterable[Global___Attempt] | None = ...,
         shard: _builtins.str = ...,
+        progress: Global___Progress | None = ...,
+        checkpoint: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["enqueued_at", b"enqueued_at", "expires_at", b"expires_at", "finished_at", b"finished_at", "lease_deadline", b"lease_deadline", "retry", b"retry", "run_at", b"run_at"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["enqueued_at", b"enqueued_at", "expires_at", b"expires_at", "finished_at", b"finished_at", "lease_deadline", b"lease_deadline", "progress", b"progress", "retry", b"retry", "run_at", b"run_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "attempts", b"attempts", "attributes", b"attributes", "dedup_key", b"dedup_key", "enqueued_at", b"enqueued_at", "expires_at", b"expires_at", "finished_at", b"finished_at", "id", b"id", "kind", b"kind", "lease_deadline", b"lease_deadline", "max_attempts", b"max_attempts", "payload", b"payload", "priority", b"priority", "queue", b"queue", "reason", b"reason", "result", b"result", "retry", b"retry", "run_at", b"run_at", "shard", b"shard", "state", b"state", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "attempts", b"attempts", "attributes", b"attributes", "checkpoint", b"checkpoint", "dedup_key", b"dedup_key", "enqueued_at", b"enqueued_at", "expires_at", b"expires_at", "finished_at", b"finished_at", "id", b"id", "kind", b"kind", "lease_deadline", b"lease_deadline", "max_attempts", b"max_attempts", "payload", b"payload", "priority", b"priority", "progress", b"progress", "queue", b"queue", "reason", b"reason", "result", b"result", "retry", b"retry", "run_at", b"run_at", "shard", b"shard", "state", b"state", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

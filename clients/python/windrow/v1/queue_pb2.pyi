@@ -393,6 +393,13 @@ class ConsumeResponse(_message.Message):
 
     JOBS_FIELD_NUMBER: _builtins.int
     SETTLED_FIELD_NUMBER: _builtins.int
+    REVOKED_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    draining: _builtins.bool
+    """True, in one message: the router will end this stream, because it shuts down or because of the stream's age, and it
+    sends no more jobs. The consumer should send what it has to say, close its side, and open another stream when this
+    one has ended. The router waits 2 s for that, and then ends the stream with UNAVAILABLE.
+    """
     @_builtins.property
     def jobs(self) -> _containers.RepeatedCompositeFieldContainer[_job_pb2.LeasedJob]:
         """Jobs that are now leased to the consumer. Each uses one credit. Together they are smaller than 4 MiB, which gRPC
@@ -403,15 +410,26 @@ class ConsumeResponse(_message.Message):
     def settled(self) -> _containers.RepeatedCompositeFieldContainer[Global___Settled]:
         """Answers to messages, in any order."""
 
+    @_builtins.property
+    def revoked(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseAnswer]:
+        """Leases that have ended without the consumer: CANCELLED (CancelJobs named the job) or STALE (the lease expired, and
+        another consumer has the job). The consumer should stop working on these jobs; it need not answer. The router sends
+        them to every stream of the org whose `worker` is the name with which the job was leased, so a stream also hears of
+        leases that came by another stream, and must ignore those that it does not know. This is a hint, which may get lost:
+        the answer to an extend tells the same.
+        """
+
     def __init__(
         self,
         *,
         jobs: _abc.Iterable[_job_pb2.LeasedJob] | None = ...,
         settled: _abc.Iterable[Global___Settled] | None = ...,
+        revoked: _abc.Iterable[Global___LeaseAnswer] | None = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["jobs", b"jobs", "settled", b"settled"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "jobs", b"jobs", "revoked", b"revoked", "settled", b"settled"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -468,7 +486,7 @@ class LeaseAnswer(_message.Message):
     lease: _builtins.bytes
     """The token as the request had it."""
     answer: _job_pb2.JobAnswer.ValueType
-    """STALE or NOT_FOUND: OK is never listed."""
+    """STALE, NOT_FOUND or CANCELLED: OK is never listed."""
     def __init__(
         self,
         *,
@@ -691,23 +709,37 @@ Global___ExtendRequest: _TypeAlias = ExtendRequest  # noqa: Y015
 
 @_typing.final
 class Extend(_message.Message):
-    """One lease to prolong. It is a message so that later releases can add what the consumer reports with it."""
+    """One lease to prolong, and what the consumer reports about its work so far."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
     lease: _builtins.bytes
     """LeasedJob.lease of the job. 1 to 255 bytes."""
+    checkpoint: _builtins.bytes
+    """What the next attempt needs in order to go on from here, in any encoding. It replaces LeasedJob.checkpoint; empty
+    bytes remove it. Absent: the earlier checkpoint stays. At most 64 KiB.
+    """
+    @_builtins.property
+    def progress(self) -> _job_pb2.Progress:
+        """How far the attempt has come. It replaces Job.progress. Absent: the earlier progress stays."""
+
     def __init__(
         self,
         *,
         lease: _builtins.bytes = ...,
+        progress: _job_pb2.Progress | None = ...,
+        checkpoint: _builtins.bytes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint", b"_checkpoint", "checkpoint", b"checkpoint", "progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint", b"_checkpoint", "checkpoint", b"checkpoint", "lease", b"lease", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__checkpoint: _TypeAlias = _typing.Literal["checkpoint"]  # noqa: Y015
+    _WhichOneofArgType__checkpoint: _TypeAlias = _typing.Literal["_checkpoint", b"_checkpoint"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__checkpoint) -> _WhichOneofReturnType__checkpoint | None: ...
 
 Global___Extend: _TypeAlias = Extend  # noqa: Y015
 
@@ -720,8 +752,9 @@ class ExtendResponse(_message.Message):
     ANSWERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def answers(self) -> _containers.RepeatedScalarFieldContainer[_job_pb2.JobAnswer.ValueType]:
-        """One for each extend, in the request's order. After STALE the consumer should stop working on the job: another
-        consumer has run it, or will.
+        """One for each extend, in the request's order. After any other answer than OK the consumer should stop working on the
+        job: another consumer has run it or will (STALE), or nobody will run it again (CANCELLED). Progress and checkpoint
+        were then not stored.
         """
 
     def __init__(

@@ -131,7 +131,7 @@ class QueueServicer:
         released, and their credit is given back. If it leaves a message unread for 30 s, the router closes the connection.
 
         To end the stream, the consumer closes its side: the router sends no more jobs, answers what the consumer has sent,
-        and ends the stream with OK. However a stream ends, jobs that were not sent yet are released at once, and their
+        and ends the stream with OK. The router announces its own end of a stream by `draining`. However a stream ends, jobs that were not sent yet are released at once, and their
         attempts do not count. Jobs that were sent stay leased until they are settled, on another stream or by Ack, Nack or
         Release, or until their window ends. A router ends a stream with UNAVAILABLE when it shuts down, when no shard of
         the org can be reached, and after some minutes (reason STREAM_EXPIRED), so that consumers spread over all routers.
@@ -177,7 +177,8 @@ class QueueServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CancelJobs(self, request, context):
-        """Cancels jobs that have not finished. If a job is leased, its lease ends: the consumer's Ack is then answered STALE.
+        """Cancels jobs that have not finished. If a job is leased, its lease ends: the consumer is told by
+        ConsumeResponse.revoked, and whatever it then says about the lease is answered CANCELLED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

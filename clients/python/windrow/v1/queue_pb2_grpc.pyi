@@ -100,7 +100,7 @@ class QueueStub:
     released, and their credit is given back. If it leaves a message unread for 30 s, the router closes the connection.
 
     To end the stream, the consumer closes its side: the router sends no more jobs, answers what the consumer has sent,
-    and ends the stream with OK. However a stream ends, jobs that were not sent yet are released at once, and their
+    and ends the stream with OK. The router announces its own end of a stream by `draining`. However a stream ends, jobs that were not sent yet are released at once, and their
     attempts do not count. Jobs that were sent stay leased until they are settled, on another stream or by Ack, Nack or
     Release, or until their window ends. A router ends a stream with UNAVAILABLE when it shuts down, when no shard of
     the org can be reached, and after some minutes (reason STREAM_EXPIRED), so that consumers spread over all routers.
@@ -117,7 +117,9 @@ class QueueStub:
     GetJobs: _grpc.UnaryUnaryMultiCallable[_queue_pb2.GetJobsRequest, _queue_pb2.GetJobsResponse]
     """Returns jobs by id, in any state and on whatever shard they are, as many as fit into one answer."""
     CancelJobs: _grpc.UnaryUnaryMultiCallable[_queue_pb2.CancelJobsRequest, _queue_pb2.CancelJobsResponse]
-    """Cancels jobs that have not finished. If a job is leased, its lease ends: the consumer's Ack is then answered STALE."""
+    """Cancels jobs that have not finished. If a job is leased, its lease ends: the consumer is told by
+    ConsumeResponse.revoked, and whatever it then says about the lease is answered CANCELLED.
+    """
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_server_pb2.GetServerInfoRequest, _server_pb2.GetServerInfoResponse]
     """Returns the router's version and its limits, for client libraries. Needs no org and no shard."""
 
@@ -156,7 +158,7 @@ class QueueAsyncStub(QueueStub):
     released, and their credit is given back. If it leaves a message unread for 30 s, the router closes the connection.
 
     To end the stream, the consumer closes its side: the router sends no more jobs, answers what the consumer has sent,
-    and ends the stream with OK. However a stream ends, jobs that were not sent yet are released at once, and their
+    and ends the stream with OK. The router announces its own end of a stream by `draining`. However a stream ends, jobs that were not sent yet are released at once, and their
     attempts do not count. Jobs that were sent stay leased until they are settled, on another stream or by Ack, Nack or
     Release, or until their window ends. A router ends a stream with UNAVAILABLE when it shuts down, when no shard of
     the org can be reached, and after some minutes (reason STREAM_EXPIRED), so that consumers spread over all routers.
@@ -173,7 +175,9 @@ class QueueAsyncStub(QueueStub):
     GetJobs: _aio.UnaryUnaryMultiCallable[_queue_pb2.GetJobsRequest, _queue_pb2.GetJobsResponse]  # type: ignore[assignment]
     """Returns jobs by id, in any state and on whatever shard they are, as many as fit into one answer."""
     CancelJobs: _aio.UnaryUnaryMultiCallable[_queue_pb2.CancelJobsRequest, _queue_pb2.CancelJobsResponse]  # type: ignore[assignment]
-    """Cancels jobs that have not finished. If a job is leased, its lease ends: the consumer's Ack is then answered STALE."""
+    """Cancels jobs that have not finished. If a job is leased, its lease ends: the consumer is told by
+    ConsumeResponse.revoked, and whatever it then says about the lease is answered CANCELLED.
+    """
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_server_pb2.GetServerInfoRequest, _server_pb2.GetServerInfoResponse]  # type: ignore[assignment]
     """Returns the router's version and its limits, for client libraries. Needs no org and no shard."""
 
@@ -227,7 +231,7 @@ class QueueServicer(metaclass=_abc_1.ABCMeta):
         released, and their credit is given back. If it leaves a message unread for 30 s, the router closes the connection.
 
         To end the stream, the consumer closes its side: the router sends no more jobs, answers what the consumer has sent,
-        and ends the stream with OK. However a stream ends, jobs that were not sent yet are released at once, and their
+        and ends the stream with OK. The router announces its own end of a stream by `draining`. However a stream ends, jobs that were not sent yet are released at once, and their
         attempts do not count. Jobs that were sent stay leased until they are settled, on another stream or by Ack, Nack or
         Release, or until their window ends. A router ends a stream with UNAVAILABLE when it shuts down, when no shard of
         the org can be reached, and after some minutes (reason STREAM_EXPIRED), so that consumers spread over all routers.
@@ -280,7 +284,9 @@ class QueueServicer(metaclass=_abc_1.ABCMeta):
         request: _queue_pb2.CancelJobsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_queue_pb2.CancelJobsResponse, _abc.Awaitable[_queue_pb2.CancelJobsResponse]]:
-        """Cancels jobs that have not finished. If a job is leased, its lease ends: the consumer's Ack is then answered STALE."""
+        """Cancels jobs that have not finished. If a job is leased, its lease ends: the consumer is told by
+        ConsumeResponse.revoked, and whatever it then says about the lease is answered CANCELLED.
+        """
 
     @_abc_1.abstractmethod
     def GetServerInfo(
