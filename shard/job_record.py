@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from shard.vocabulary import JOB_CONTENT, SPARSE_COLUMNS, Failure, JobId, Micros, NewJobs, OrgId, Outcome, QueueName
 
-# An answer ends with the job that fills this many bytes. Together with the largest job (payload 1 MiB, result 64 KiB,
-# attributes 36 KiB, 50 failures of 8 KiB, 5 stacks of 32 KiB) it stays below 4 MiB, the default limit of gRPC clients.
+# An answer ends with the job that fills this many bytes. Together with the largest job (payload 1 MiB, result and
+# checkpoint 64 KiB each, attributes 36 KiB, 50 failures of 8 KiB, 5 stacks of 32 KiB) it stays below 4 MiB, the default
+# limit of gRPC clients.
 ANSWER_BYTES_MAX = 2 * 1024 * 1024
 
 # What a new job does not take from the job that it repeats: the dedup key has served its purpose, and the trace is that
@@ -55,7 +56,9 @@ class JobRecord(NamedTuple):
     result: bytes | None
     reason: str | None
     history: str | None
-    # False if the answer was full: then payload, attributes, result, reason and history are missing.
+    progress: str | None
+    checkpoint: bytes | None
+    # False if the answer was full: then payload, attributes, result, reason, history and checkpoint are missing.
     whole: bool = True
 
     def attempts(self) -> list[Attempt]:

@@ -59,8 +59,26 @@ class Answer(enum.Enum):
     OK = "ok"
     STALE = "stale"
     NOT_FOUND = "not_found"
+    CANCELLED = "cancelled"
     # The job is on its way to another shard: the router asks there, and then here again. Clients never see this answer.
     DEPARTING = "departing"
+
+
+class Progress(NamedTuple):
+    """How far an attempt has come, as its worker reported it. `total` 0: not known."""
+
+    done: int = 0
+    total: int = 0
+    note: str = ""
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> Progress:
+        """Returns the progress that a job has. A newer release may have stored further fields."""
+        return cls(**{name: stored[name] for name in cls._fields if name in stored})
+
+    def to_json(self) -> str:
+        """Returns what the job stores: the fields that are not empty."""
+        return _without_empty(self)
 
 
 class Failure(NamedTuple):
@@ -78,8 +96,12 @@ class Failure(NamedTuple):
 
     def to_json(self) -> str:
         """Returns what the attempt history stores: the fields that are not empty."""
-        told = {name: value for name, value in zip(self._fields, self, strict=True) if value}
-        return json.dumps(told, ensure_ascii=False, separators=(",", ":"))
+        return _without_empty(self)
+
+
+def _without_empty(stored: Progress | Failure) -> str:
+    told = {name: value for name, value in stored._asdict().items() if value}
+    return json.dumps(told, ensure_ascii=False, separators=(",", ":"))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -139,12 +161,13 @@ JOB_CONTENT: Mapping[str, str] = {
     "dedup_key": "dedup_keys",
     "trace": "traces",
 }
+# What consumers report while they hold a lease (Extend): columns of the tables of jobs.
+REPORTED = ("progress", "checkpoint")
 
 
 class Claimed(NamedTuple):
     """A job with a new lease. The fields have the order of claim.sql's columns, with the queue's name instead of its
-    id. Those of JOB_CONTENT come last.
-    """
+    id."""
 
     id: JobId
     queue: QueueName
@@ -161,6 +184,10 @@ class Claimed(NamedTuple):
     payload: bytes
     attributes: str | None = None
     trace: str | None = None
+    checkpoint: bytes | None = None
+    # The lease before this one, and its consumer, if that lease expired.
+    expired_lease: int | None = None
+    expired_worker: str | None = None
 
 
 class Lease(NamedTuple):

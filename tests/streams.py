@@ -20,6 +20,7 @@ from windrow.v1 import admin_pb2, admin_pb2_grpc, cluster_pb2, cluster_pb2_grpc,
 
 QUEUE = "mail"
 OK, STALE, NOT_FOUND = job_pb2.JOB_ANSWER_OK, job_pb2.JOB_ANSWER_STALE, job_pb2.JOB_ANSWER_NOT_FOUND
+CANCELLED = job_pb2.JOB_ANSWER_CANCELLED
 _numbers = itertools.count(1)
 
 
@@ -83,6 +84,9 @@ class Stream:
         self.messages: list[queue_pb2.ConsumeResponse] = []
         self.jobs: list[job_pb2.LeasedJob] = []
         self.settled: dict[int, queue_pb2.Settled] = {}
+        # The newest answer for each lease that ended without this consumer.
+        self.revoked: dict[bytes, job_pb2.JobAnswer.ValueType] = {}
+        self.draining = False
         self.error: grpc.aio.AioRpcError | None = None
         self.ended = False
         self._reader: asyncio.Task[None] | None = None
@@ -99,6 +103,8 @@ class Stream:
                 self.messages.append(message)
                 self.jobs += message.jobs
                 self.settled.update((settled.request_id, settled) for settled in message.settled)
+                self.revoked.update((one.lease, one.answer) for one in message.revoked)
+                self.draining |= message.draining
                 await self._tell()
         except grpc.aio.AioRpcError as error:
             self.error = error

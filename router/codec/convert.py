@@ -30,6 +30,7 @@ from shard.vocabulary import (
     NewJobs,
     OrgId,
     Outcome,
+    Progress,
     QueueName,
     ShardName,
 )
@@ -192,6 +193,11 @@ def failure(message: job_pb2.Failure) -> Failure:
     return Failure(type=type_, message=text, stack=stack, permanent=message.permanent)
 
 
+def progress(message: job_pb2.Progress) -> Progress:
+    """Replaces control characters: in JSON each of them would take six bytes."""
+    return Progress(done=message.done, total=message.total, note=message.note.translate(_PRINTABLE))
+
+
 def failure_message(stored: Failure) -> job_pb2.Failure:
     return job_pb2.Failure(**stored._asdict())
 
@@ -242,6 +248,8 @@ def leased_job(job: Claimed, org: OrgId) -> job_pb2.LeasedJob:
         message.attributes.update(json.loads(job.attributes))
     if job.trace is not None:
         message.trace.traceparent, _, message.trace.tracestate = job.trace.partition(" ")
+    if job.checkpoint is not None:
+        message.checkpoint = job.checkpoint
     return message
 
 
@@ -264,7 +272,10 @@ def job(record: JobRecord, shard: ShardName) -> job_pb2.Job:
         result=record.result or b"",
         reason=record.reason or "",
         shard=shard,
+        checkpoint=record.checkpoint or b"",
     )
+    if record.progress is not None:
+        message.progress.CopyFrom(job_pb2.Progress(**Progress.from_json(json.loads(record.progress))._asdict()))
     if record.expires_at is not None:
         message.expires_at.CopyFrom(timestamp(record.expires_at))
     if record.state == "leased" and record.deadline is not None:

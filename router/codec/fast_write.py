@@ -40,7 +40,9 @@ _FIXED_BYTES = len(_LEASE) + TOKEN_BYTES + len(_ID) + _ID_CHARS + len(_PAYLOAD)
 _RESULT = f"\x0a{chr(_ID_CHARS + 2)}\x0a{chr(_ID_CHARS)}"
 # Fields of Claimed that convert.leased_job does not read. Jobs that agree in all other fields share the encoding of
 # those; a field that is new in Claimed is one of them by itself.
-NOT_SHARED = frozenset({"id", "payload", "lease", "leased_at", "deadline", "expired"})
+NOT_SHARED = frozenset(
+    {"id", "payload", "lease", "leased_at", "deadline", "expired", "expired_lease", "expired_worker"}
+)
 _shared_fields = attrgetter(*(field for field in Claimed._fields if field not in NOT_SHARED))
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from google.protobuf.message import Message
 
 from router.codec import convert
-from shard.queue.settle import Nack, Settlement
+from shard.queue.settle import Nack, Report, Settlement
 from shard.vocabulary import Lease, OrgId
 from windrow.v1 import job_pb2, queue_pb2
 
@@ -47,8 +47,15 @@ def _nack(org: OrgId, leases: Sequence[Lease], nacks: Sequence[queue_pb2.Nack], 
     )
 
 
-def _extend(org: OrgId, leases: Sequence[Lease], _: Sequence[queue_pb2.Extend], window_us: int) -> Settlement:
-    return Settlement.extend(org, leases, window_us=window_us)
+def _extend(org: OrgId, leases: Sequence[Lease], extends: Sequence[queue_pb2.Extend], window_us: int) -> Settlement:
+    reports = [
+        Report(
+            progress=convert.progress(extend.progress) if extend.HasField("progress") else None,
+            checkpoint=extend.checkpoint if extend.HasField("checkpoint") else None,
+        )
+        for extend in extends
+    ]
+    return Settlement.extend(org, leases, window_us=window_us, reports=reports)
 
 
 def _release(org: OrgId, leases: Sequence[Lease], _: Sequence[bytes], _window_us: int) -> Settlement:

@@ -15,6 +15,7 @@ from collections.abc import Set as AbstractSet
 from typing import TypeVar
 
 from router.fleet.catalog_copy import CatalogCopy
+from router.fleet.revocations import Revocations
 from router.fleet.shard_handle import ShardHandle
 from shard.errors import Misconfigured, NotOwned, ShardError, ShardUnavailable, UnknownShard
 from shard.lease_token import shard_tag
@@ -48,6 +49,7 @@ class Fleet:
         self._cluster = cluster
         self._connections = connections_per_shard
         self._sweep_s = sweep_s
+        self.revocations = Revocations()
         self._members: dict[ShardName, ShardHandle] = {}
         self._by_tag: dict[int, ShardHandle] = {}
         # The identity that each shard's database was last found to have.
@@ -134,6 +136,7 @@ class Fleet:
                     prove=self._prove,
                     proved=self._proved,
                     confirm=self._confirm,
+                    revoked=self.revocations.tell,
                 )
                 member.start(self._group)
             self._members[entry.name] = member

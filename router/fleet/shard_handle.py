@@ -17,6 +17,7 @@ from shard.placement.cluster_file import ShardEntry, ShardState
 from shard.placement.marks import MARK_S, Made
 from shard.postgres.pool import Database, Mark
 from shard.queue.doorbell import Doorbell
+from shard.queue.revocation import Revocation
 from shard.queue.store import Store
 from shard.vocabulary import ShardName
 
@@ -35,7 +36,8 @@ class ShardHandle:
 
     `prove` prepares a database for use, and raises a ShardError if it is not the database of this shard. `proved` is
     called when the shard can be used, and when it is reached by another DSN. `confirm` records a mark of the shard's
-    history in the catalog, and returns whether it did.
+    history in the catalog, and returns whether it did. `revoked` is called with leases of this shard that ended without
+    their consumer, here or at another router.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class ShardHandle:
         prove: Callable[[Database], Awaitable[None]],
         proved: Callable[[ShardHandle], Awaitable[None]],
         confirm: Callable[[ShardName, Made], Awaitable[bool]],
+        revoked: Callable[[ShardName, Revocation], None],
     ) -> None:
         # The shard's entry in the current cluster file.
         self.entry = entry
@@ -70,8 +73,15 @@ class ShardHandle:
             entry.dsn,
             on_ring=lambda queues: self.room.on_doorbell(queues),
             on_arrival=lambda queues: self.room.arrived(queues),
+            on_revocation=lambda revocation: revoked(entry.name, revocation),
             on_migration=lambda: self._migrated.set(),
         )
+
+        def tell_all(revocation: Revocation) -> None:
+            revoked(entry.name, revocation)
+            self._doorbell.revoke(revocation)
+
+        self.store.on_revoked = tell_all
         self.room = WaitRoom(self.store, self._doorbell, sweep_s=sweep_s)
         self.room.gives = entry.state.gives_jobs
         self._keeping: asyncio.Task[None] | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from itertools import chain
 
 from google.protobuf.message import DecodeError
@@ -33,12 +33,17 @@ _WAITING_BYTES_MAX = 8 * 1024 * 1024
 _MESSAGE_BYTES_MAX = 2 * 1024 * 1024
 # The answers in a message end with the one that reaches this size. One answer has at most 150 KiB.
 _SETTLED_BYTES_MAX = 256 * 1024
+# The most revoked leases that wait to be written; further ones are not told. Each takes so many bytes of memory.
+_REVOKED_MAX = 1000
+_REVOKED_BYTES = 64
 # Messages of one stream that are being settled, or whose answers wait to be written; at this limit reading stops.
 _SETTLING_MAX = 64
 # How long the first message, which names the org, may take to come.
 _START_S_MAX = 10.0
 # The time limit for settling one message. It ends before clients take the silence for a dead connection.
 _SETTLE_S_MAX = 8.0
+# How long a stream that the router ends waits for the client to close its side.
+DRAIN_S = 2.0
 # ConsumeRequest.request_id, a varint.
 _REQUEST_ID_TAG = bytes([queue_pb2.ConsumeRequest.REQUEST_ID_FIELD_NUMBER << 3])
 
@@ -84,7 +89,8 @@ def request_id_of(head: bytes) -> int:
 
 class Stream:
     """`run` serves the stream until the client closes its side, the router drains, the stream's time is over, or it is
-    cancelled. The constructor raises InvalidRequest if the first message has no valid `start`."""
+    cancelled. In the second and third case it announces the end, and leaves the client 2 s to close its side. The
+    constructor raises InvalidRequest if the first message has no valid `start`."""
 
     def __init__(
         self,
@@ -100,6 +106,7 @@ class Stream:
         if not first.HasField("start"):
             raise InvalidRequest([Violation("start", "is missing: the first message says what the stream consumes")])
         self._leases = Leases(fleet)
+        self._revocations = fleet.revocations
         self._gate = gate
         self._call = call
         # From now on its memory counts for the org.
@@ -126,20 +133,27 @@ class Stream:
         self._behind = False
         # Answers to be written, each with the bytes that its message holds in the buffer until then.
         self._settled: deque[tuple[queue_pb2.Settled, int]] = deque()
+        # Leases that ended without the client, to be written after all jobs.
+        self._revoked: list[queue_pb2.LeaseAnswer] = []
+        # `draining` is to be written.
+        self._announcing = False
         self._to_write = asyncio.Event()
         self._room = asyncio.Event()
         # The number of messages that are being settled.
         self._settling = 0
         # Set when a message has been settled, or its answer written.
         self._settled_one = asyncio.Event()
+        # No more jobs are sent: the router drains, or the stream's time is over.
+        self._winding_down = False
         self._ending = False
-        # The router has ended the stream because of its age.
-        self._expired = False
+        self._client_closed = False
 
     async def run(self, draining: asyncio.Event, *, ends_after_s: float = math.inf) -> None:
         """Serves the stream to its end, for at most `ends_after_s`. Raises InvalidRequest, MessageTooLarge, ShardError,
         ShuttingDown, StreamExpired."""
-        expiry: asyncio.TimerHandle | None = None
+        loop = asyncio.get_running_loop()
+        timers: list[asyncio.TimerHandle] = []
+        self._revocations.join(self._org, self._consumer.worker, self._on_revoked)
         try:
             # Sent at once, so that a client whose queues are empty also knows that it is served.
             await self._context.send_initial_metadata(())
@@ -158,15 +172,21 @@ class Stream:
                         self._release_unsent()
                         self._to_write.set()
 
-                def expire() -> None:
-                    if not self._ending:
-                        self._expired = True
-                        finish(None)
+                def wind_down(left_s: float) -> None:
+                    """Sends no more jobs, announces the end, and leaves the client time to close its side."""
+                    if not (self._ending or self._winding_down):
+                        self._winding_down = self._announcing = True
+                        serving.cancel()
+                        self._consumer.close()
+                        self._release_unsent()
+                        self._to_write.set()
+                        timers.append(loop.call_later(left_s, finish, None))
 
                 reading.add_done_callback(finish)
-                drained.add_done_callback(finish)
+                drained.add_done_callback(lambda _: wind_down(DRAIN_S))
                 if ends_after_s < math.inf:
-                    expiry = asyncio.get_running_loop().call_later(ends_after_s, expire)
+                    left_s = min(DRAIN_S, ends_after_s / 2)
+                    timers.append(loop.call_later(ends_after_s - left_s, wind_down, left_s))
                 group.create_task(self._write())
         except BaseExceptionGroup as group_error:
             raise group_error.exceptions[0] from None
@@ -174,17 +194,16 @@ class Stream:
             # The traceback refers to the group's frame, and that frame to the exception: break the reference cycle.
             raise cancelled.with_traceback(None) from None
         finally:
-            if expiry is not None:
-                expiry.cancel()
+            for timer in timers:
+                timer.cancel()
+            self._revocations.leave(self._org, self._consumer.worker, self._on_revoked)
             self._consumer.close()
             self._release_unsent()
             # The consumer refers back to this stream. Break the reference cycle, so that the garbage collector need
             # not.
             del self._consumer
-        if draining.is_set():
-            raise ShuttingDown
-        if self._expired:
-            raise StreamExpired
+        if self._winding_down and not self._client_closed:
+            raise ShuttingDown if draining.is_set() else StreamExpired
 
     # ── What comes in ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -209,6 +228,7 @@ class Stream:
             else:
                 self._refuse(too_large)
             del received
+        self._client_closed = True
 
     def _refuse(self, error: MessageTooLarge) -> None:
         """Answers a message that was not decoded. If the message does not begin with a request_id, raises the error,
@@ -223,7 +243,7 @@ class Stream:
         request: queue_pb2.ConsumeRequest = received.message
         if request.credit and self._consumer.credit + request.credit > CREDIT_MAX:
             raise InvalidRequest([Violation("credit", f"more than {CREDIT_MAX:,} jobs would be outstanding")])
-        if request.credit:
+        if request.credit and not self._winding_down:
             self._consumer.add_credit(request.credit)
         if any(entries_of(request)):
             self._settling += 1
@@ -298,17 +318,16 @@ class Stream:
 
     async def _write(self) -> None:
         while True:
-            while self._jobs or self._settled:
-                settled, held = self._next_settled()
+            while self._jobs or self._settled or self._revoked or self._announcing:
+                rest, held = self._next_rest()
                 waiting_bytes = self._jobs_bytes
                 jobs = self._next_jobs()
                 sent_bytes = waiting_bytes - self._jobs_bytes
-                message = b"".join(
-                    [
-                        *chain.from_iterable(delivery.jobs for delivery in jobs),
-                        queue_pb2.ConsumeResponse(settled=settled).SerializeToString() if settled else b"",
-                    ]
-                )
+                if not self._jobs:
+                    # A client is told of a revoked lease after it has got the job.
+                    held += self._take_revoked(rest)
+                # Both parts are messages of the same type: one after the other, they are one message.
+                message = b"".join([*chain.from_iterable(delivery.jobs for delivery in jobs), rest.SerializeToString()])
                 self._gate.writing(self._call)
                 # The client may read these jobs even if the stream fails from here on, so they stay leased.
                 await self._context.write(message)
@@ -323,17 +342,30 @@ class Stream:
             self._to_write.clear()
             await self._to_write.wait()
 
-    def _next_settled(self) -> tuple[list[queue_pb2.Settled], int]:
-        """Returns as many answers as fit into one message beside its jobs, and the bytes that their messages hold, and
-        removes them from those that wait."""
-        settled: list[queue_pb2.Settled] = []
+    def _next_rest(self) -> tuple[queue_pb2.ConsumeResponse, int]:
+        """Returns a message without jobs: as many answers as fit beside the jobs, and the announcement. Removes them
+        from what waits. Also returns the bytes that the answered messages hold."""
+        rest = queue_pb2.ConsumeResponse(draining=self._announcing)
+        self._announcing = False
         held, room = 0, _SETTLED_BYTES_MAX
         while self._settled and room > 0:
             answer, of_message = self._settled.popleft()
-            settled.append(answer)
+            rest.settled.append(answer)
             held += of_message
             room -= answer.ByteSize()
-        return settled, held
+        return rest, held
+
+    def _on_revoked(self, answers: Sequence[queue_pb2.LeaseAnswer]) -> None:
+        told = answers[: _REVOKED_MAX - len(self._revoked)]
+        if told and self._call.take(_REVOKED_BYTES * len(told)):
+            self._revoked += told
+            self._to_write.set()
+
+    def _take_revoked(self, rest: queue_pb2.ConsumeResponse) -> int:
+        """Moves the revoked leases into the message. Returns the bytes that they hold."""
+        revoked, self._revoked = self._revoked, []
+        rest.revoked.extend(revoked)
+        return _REVOKED_BYTES * len(revoked)
 
     def _next_jobs(self) -> list[Delivery]:
         """Returns as many waiting jobs as fit into one message, and removes them from those that wait."""

@@ -59,9 +59,11 @@ class ColdJob(NamedTuple):
     attributes: str | None
     retry: str | None
     history: str | None
+    progress: str | None = None
+    checkpoint: bytes | None = None
 
 
-_TEXTS = {"id", "attributes", "retry", "history"}
+_TEXTS = {"id", "attributes", "retry", "history", "progress"}
 _COLUMNS = sql.SQL(", ").join(
     sql.Identifier("q" if column == "queue" else "p", column) + sql.SQL("::text" if column in _TEXTS else "")
     for column in ColdJob._fields
@@ -81,7 +83,8 @@ FROM (
         l.*,
         sum(
             octet_length(l.payload) + coalesce(octet_length(l.result), 0) + coalesce(pg_column_size(l.attributes), 0)
-            + coalesce(octet_length(l.history::text), 0) + coalesce(octet_length(l.reason), 0) + 1024
+            + coalesce(octet_length(l.history::text), 0) + coalesce(octet_length(l.checkpoint), 0)
+            + coalesce(octet_length(l.reason), 0) + 1024
         ) OVER (ORDER BY l.turn, l.id ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS bytes_before
     FROM (
         SELECT o.turn, o.org, c.*

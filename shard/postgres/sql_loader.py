@@ -4,12 +4,13 @@ What several statements share is written once, here, and included by name:
 
     {{job_columns}}      the columns that the tables job, dead and finished have in common
     {{job_content}}      those of them that the producer gave and that never change: JOB_CONTENT in shard/vocabulary.py
+    {{kept_content}}     job_content, and what consumers reported: what a job keeps wherever it goes
     {{new_job_arrays}}   job_content as the parameters of enqueue.sql: an array for each column
     {{new_job_values(n)}}  job_content of row n, which comes from these arrays: JSON is still text there
     {{claimed_content}}  those of job_content that a claim returns: the fields that Claimed has
     {{answer_columns}}   what lookups and lists read of a job in every table
-    {{short_content}}    those of answer_columns that the producer gave, without payload, attributes and retry: each
-                         statement says how it returns these three
+    {{short_content}}    those of answer_columns that the producer gave as texts: each statement says how it returns the
+                         others (payload, attributes, retry, progress, checkpoint)
     {{setting_columns}}  the settings of a queue: the columns of SETTING_COLUMNS in shard/queue_settings.py
     {{queue_settings(q)}}  the same, as QueueSettings.from_row takes them
     {{effective_settings(q)}}  the same, with the org's value where the queue has none
@@ -37,19 +38,21 @@ from pathlib import Path
 
 from shard.job_record import JobRecord
 from shard.queue_settings import GIVES_JOBS, SETTING_COLUMNS
-from shard.vocabulary import JOB_CONTENT, RETENTION_DEFAULT, Claimed
+from shard.vocabulary import JOB_CONTENT, REPORTED, RETENTION_DEFAULT, Claimed
 
-# The other columns of JOB_CONTENT are texts.
-_BINARY, _JSON = {"payload"}, {"attributes", "retry"}
+_KEPT = (*JOB_CONTENT, *REPORTED)
+# The other columns of these are texts.
+_BINARY, _JSON = {"payload", "checkpoint"}, {"attributes", "retry", "progress"}
 _CLAIMED = tuple(column for column in Claimed._fields if column in JOB_CONTENT)
-_ANSWERED = tuple(column for column in JobRecord._fields if column in JOB_CONTENT)
+_ANSWERED = tuple(column for column in JobRecord._fields if column in _KEPT)
 _SETTINGS = tuple(f"{c.name}::text" if c.type == "jsonb" else c.name for c in SETTING_COLUMNS.values())
 _COLUMN_LISTS = {
     "job_columns": (
         *("id", "queue_id", "enqueued_at", "run_at", "lease", "leased_at", "expires_at", "priority", "attempt"),
-        *("max_attempts", *JOB_CONTENT, "worker", "history"),
+        *("max_attempts", *_KEPT, "worker", "history"),
     ),
     "job_content": tuple(JOB_CONTENT),
+    "kept_content": _KEPT,
     "new_job_values": tuple(f"{column}::jsonb" if column in _JSON else column for column in JOB_CONTENT),
     "claimed_content": tuple(f"{column}::text" if column in _JSON else column for column in _CLAIMED),
     "answer_columns": ("priority", "enqueued_at", "run_at", "expires_at", "attempt", "max_attempts", *_ANSWERED),

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from shard.errors import ShardUnavailable
-from shard.lease_token import draw_number, token_prefix
+from shard.lease_token import draw_number, lease_of, token_prefix
 from shard.postgres import arrays, partitions
 from shard.postgres.pool import Database
 from shard.queue import statements
 from shard.queue.bisect_errors import bisect_errors
 from shard.queue.claim_floor import Floors
 from shard.queue.queue_ids import QueueIds
-from shard.vocabulary import MAX_ATTEMPTS_DEFAULT, Claimed, OrgId, QueueId, QueueName
+from shard.queue.revocation import Revocation
+from shard.vocabulary import MAX_ATTEMPTS_DEFAULT, Answer, Claimed, Lease, OrgId, QueueId, QueueName
 
 # How often a claim runs again after it took only jobs that were expired or out of attempts.
 _TRIES_MAX = 6
 # Groups (sets of queues) in one statement. The statement reads all lanes of the batch for each group.
 _GROUPS_MAX = 32
-# A claim ends with the job that fills this many bytes of payload and attributes. Together with the largest job (1 MiB
-# of payload, 36 KiB of attributes), the other fields of 1,000 jobs (up to 1,081 bytes each) and the answers to 1,000
-# acks (37 bytes each), the answer stays below 4 MiB, the default limit of gRPC clients.
-CLAIM_BYTES_MAX = 2 * 1024 * 1024 - 128 * 1024
-# What a job needs in memory beside payload and attributes.
+# A claim ends with the job that fills this many bytes of payload, attributes and checkpoint. Together with the largest
+# job (1 MiB of payload, 36 KiB of attributes, 64 KiB of checkpoint), the other fields of 1,000 jobs (up to 1,081 bytes
+# each) and the answers to 1,000 acks (37 bytes each), the answer stays below 4 MiB, the default limit of gRPC clients.
+CLAIM_BYTES_MAX = 2 * 1024 * 1024 - 192 * 1024
+# What a job needs in memory beside these.
 JOB_BYTES = 500
 
 
@@ -39,8 +40,8 @@ class Memory(Protocol):
 
 
 class ClaimRequest(NamedTuple):
-    """Asks for up to `max_jobs` jobs, with up to `bytes_max` of payload and attributes, from these queues of one org,
-    leased for `window_us` (microseconds)."""
+    """Asks for up to `max_jobs` jobs, with up to `bytes_max` of payload, attributes and checkpoint, from these queues
+    of one org, leased for `window_us` (microseconds)."""
 
     org: OrgId
     queues: tuple[QueueName, ...]
@@ -65,7 +66,7 @@ class ClaimResult(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes of payload and attributes, as `bytes_max` counts them."""
+        """Bytes of payload, attributes and checkpoint, as `bytes_max` counts them."""
         return sum(map(_size, self.jobs))
 
 
@@ -110,8 +111,13 @@ class _Taker:
 
 
 class Claimer:
-    def __init__(self, database: Database, names: QueueIds, floors: Floors) -> None:
+    """`revoked` is called with the leases that had expired before a job was leased again."""
+
+    def __init__(
+        self, database: Database, names: QueueIds, floors: Floors, revoked: Callable[[Revocation], None]
+    ) -> None:
         self._database = database
+        self._revoked = revoked
         self._names = names
         self._floors = floors
 
@@ -178,6 +184,7 @@ class Claimer:
         rows = await self._database.run(statements.CLAIM, {**columns.parameters(), "bytes_max": bytes_max})
         by_lease = {taker.number: taker for taker in takers}
         claimed = [Claimed(row[0], queue_names[row[1]], *row[2:]) for row in rows]
+        self._revoke_expired((by_lease[job.lease].request.org, job) for job in claimed if job.expired_lease is not None)
         # A window may end while a claim runs several times. A job of an earlier run can then be leased again, even
         # under the same number (I2): only the new lease counts.
         leased_again = {(by_lease[job.lease].request.org, job.id) for job in claimed}
@@ -208,6 +215,15 @@ class Claimer:
             else:
                 taker.again = True
         return [errors.get(taker.number) for taker in takers]
+
+    def _revoke_expired(self, claimed: Iterable[tuple[OrgId, Claimed]]) -> None:
+        expired: dict[OrgId, list[tuple[str, Lease]]] = {}
+        for org, job in claimed:
+            lease = lease_of(job.id, job.expired_lease or 0)
+            expired.setdefault(org, []).append((job.expired_worker or "", lease))
+        for org, leases in expired.items():
+            for revocation in Revocation.by_worker(org, Answer.STALE, leases):
+                self._revoked(revocation)
 
     async def _set_aside(self, org: OrgId, jobs: list[Claimed], lease: int) -> None:
         """Cancels the jobs that are past their expires_at, and marks the others, which are out of attempts, dead."""
@@ -305,7 +321,10 @@ def _next_batch(takers: Sequence[_Taker]) -> tuple[list[_Taker], list[_Taker]]:
 
 
 def _size(job: Claimed) -> int:
-    return len(job.payload) + (len(job.attributes.encode()) if job.attributes else 0)
+    size = len(job.payload)
+    if job.attributes:
+        size += len(job.attributes.encode())
+    return size + len(job.checkpoint) if job.checkpoint else size
 
 
 def _order(job: Claimed) -> tuple[int, int]:

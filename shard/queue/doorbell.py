@@ -1,12 +1,14 @@
-"""The doorbell: notifies the other routers of a shard that queues may have new jobs, and listens to their
-notifications.
+"""The doorbell: notifies the other routers of a shard that queues may have new jobs and that leases have ended, and
+listens to their notifications.
 
-A ring is a hint (I7): if one is lost, waiting consumers get their jobs at the next sweep.
+Notifications are hints (I7). If one about jobs is lost, waiting consumers get them at the next sweep. If one about
+leases is lost, their consumer learns it from the answer to its next extend.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import secrets
 from collections.abc import Callable, Collection
@@ -14,9 +16,11 @@ from collections.abc import Callable, Collection
 import psycopg
 
 from shard.errors import ShardUnavailable
+from shard.postgres import arrays
 from shard.postgres.listener import Listener
 from shard.postgres.pool import Database
 from shard.queue import statements
+from shard.queue.revocation import Revocation
 from shard.vocabulary import QueueId
 
 _log = logging.getLogger(__name__)
@@ -32,11 +36,16 @@ _ALL = "*"
 _MIGRATION = "migration"
 # Sent before the queue ids: jobs have arrived from another shard, and may have been due for long.
 _ARRIVED = "+"
+# Sent before the text of a revocation.
+_REVOKED = "-"
+# The most revocations that wait to be sent; further ones are dropped.
+_REVOCATIONS_MAX = 100
 
 
 class Doorbell:
     """Rings and listens on one shard. `on_ring` is called with the queues that another router rang for; None means that
-    any queue may have jobs. `on_arrival` is called with the queues in which jobs arrived from another shard.
+    any queue may have jobs. `on_arrival` is called with the queues in which jobs arrived from another shard, and
+    `on_revocation` with leases that ended at another router.
     `on_migration` is called after a migration, and when notifications may have been missed."""
 
     def __init__(
@@ -45,18 +54,21 @@ class Doorbell:
         dsn: str,
         on_ring: Callable[[Collection[QueueId] | None], None],
         on_arrival: Callable[[Collection[QueueId]], None],
+        on_revocation: Callable[[Revocation], None] = lambda _: None,
         on_migration: Callable[[], None] = lambda: None,
     ) -> None:
         self._database = database
         self._on_ring = on_ring
         self._on_arrival = on_arrival
+        self._on_revocation = on_revocation
         self._on_migration = on_migration
         self._listener = Listener(dsn, "windrow_work", self._on_message, application_name="windrow doorbell")
         database.went_away = self._listener.hang_up
         self._me = secrets.token_hex(8)
         self._queues: set[QueueId] = set()
+        self._revoked: list[str] = []
         self._calls = 0
-        self._has_queues = asyncio.Event()
+        self._has_news = asyncio.Event()
 
     def ring(self, queues: Collection[QueueId]) -> None:
         """Notifies the other routers soon. The jobs must have been committed."""
@@ -64,7 +76,13 @@ class Doorbell:
             return
         self._queues.update(queues)
         self._calls += 1
-        self._has_queues.set()
+        self._has_news.set()
+
+    def revoke(self, revocation: Revocation) -> None:
+        """Notifies the other routers soon of leases that have ended. That must have been committed."""
+        room = _REVOCATIONS_MAX - len(self._revoked)
+        self._revoked += itertools.islice(revocation.texts(), room)
+        self._has_news.set()
 
     def reconnect(self, dsn: str) -> None:
         """Listens by another DSN from now on."""
@@ -78,13 +96,17 @@ class Doorbell:
 
     async def _ring(self) -> None:
         while True:
-            await self._has_queues.wait()
-            self._has_queues.clear()
+            await self._has_news.wait()
+            self._has_news.clear()
             queues, self._queues = self._queues, set()
+            revoked, self._revoked = self._revoked, []
             calls, self._calls = self._calls, 0
-            text = ",".join(map(str, queues)) if len(queues) <= _QUEUES_MAX else _ALL
+            texts = [_REVOKED + text for text in revoked]
+            if queues:
+                texts.append(",".join(map(str, queues)) if len(queues) <= _QUEUES_MAX else _ALL)
             try:
-                await self._database.run(statements.NOTIFY_WORK, {"message": f"{self._me} {text}"})
+                messages = arrays.texts([f"{self._me} {text}" for text in texts])
+                await self._database.run(statements.NOTIFY_WORK, {"messages": messages})
             except (ShardUnavailable, psycopg.Error) as error:
                 _log.debug("could not notify the other routers: %s", error)
             except Exception:  # noqa: BLE001 - a lost hint must not end this router
@@ -102,7 +124,9 @@ class Doorbell:
         if sender == self._me:
             return
         try:
-            if text.startswith(_ARRIVED):
+            if text.startswith(_REVOKED):
+                self._on_revocation(Revocation.from_text(text.removeprefix(_REVOKED)))
+            elif text.startswith(_ARRIVED):
                 self._on_arrival(_queue_ids(text.removeprefix(_ARRIVED)))
             else:
                 self._on_ring(None if text == _ALL else _queue_ids(text))

@@ -17,7 +17,7 @@ from shard.postgres.pool import Database
 from shard.queue import row_locks, statements
 from shard.queue.bisect_errors import bisect_errors
 from shard.queue.row_locks import JobRow, RowLocks
-from shard.vocabulary import Answer, Failure, JobId, Lease, OrgId, Outcome, QueueId
+from shard.vocabulary import Answer, Failure, JobId, Lease, OrgId, Outcome, Progress, QueueId
 
 # The bytes of payloads and results that weigh as much as one job. A statement takes at most 4 MiB of them, or one call.
 # The other calls wait, and the other orgs get their share of the next statement.
@@ -44,6 +44,22 @@ class Nack:
         return 0 if self.failure is None else len(self.failure.message) + len(self.failure.stack)
 
 
+class Report(NamedTuple):
+    """What a consumer reports about a job while it holds the lease. None: what was reported before stays. An empty
+    checkpoint removes the earlier one."""
+
+    progress: Progress | None = None
+    checkpoint: bytes | None = None
+
+
+class Extension(NamedTuple):
+    """What an extend does to one lease."""
+
+    window_us: int
+    progress: Progress | None
+    checkpoint: bytes | None
+
+
 class Settlement(NamedTuple):
     """One call: ends or prolongs leases of one org. Made by the method that is named like its verb."""
 
@@ -66,9 +82,14 @@ class Settlement(NamedTuple):
         return cls("nack", org, [nack.lease for nack in nacks], nacks)
 
     @classmethod
-    def extend(cls, org: OrgId, leases: Sequence[Lease], *, window_us: int) -> Settlement:
-        """Prolongs leases to at least `window_us` (microseconds) from now."""
-        return cls("extend", org, leases, [window_us] * len(leases))
+    def extend(
+        cls, org: OrgId, leases: Sequence[Lease], *, window_us: int, reports: Sequence[Report] = ()
+    ) -> Settlement:
+        """Prolongs leases to at least `window_us` (microseconds) from now, and stores what the consumer reports: one
+        report for each lease, or none at all."""
+        return cls(
+            "extend", org, leases, [Extension(window_us, *report) for report in reports or [Report()] * len(leases)]
+        )
 
     @classmethod
     def release(cls, org: OrgId, leases: Sequence[Lease]) -> Settlement:
@@ -87,6 +108,8 @@ class Settlement(NamedTuple):
                 size = sum([len(result) for result in self.details if result])
             case "nack":
                 size = sum([nack.size for nack in self.details])
+            case "extend":
+                size = sum([len(extension.checkpoint) for extension in self.details if extension.checkpoint])
             case _:
                 size = 0
         return len(self.leases) + size // BYTES_PER_WEIGHT
@@ -213,8 +236,15 @@ class LeaseSettler:
         return done
 
     async def extend(self, calls: Sequence[Settlement]) -> _Done:
-        windows = arrays.numbers(chain.from_iterable(call.details for call in calls))
-        parameters = {**_LeaseColumns.of(calls).parameters(), "windows_us": windows}
+        extensions: list[Extension] = list(chain.from_iterable(call.details for call in calls))
+        progress = {at: one.progress.to_json() for at, one in enumerate(extensions) if one.progress is not None}
+        checkpoints = [one.checkpoint for one in extensions]
+        parameters = {
+            **_LeaseColumns.of(calls).parameters(),
+            "windows_us": arrays.numbers([one.window_us for one in extensions]),
+            "progress": arrays.sparse_texts(progress, len(extensions)),
+            "checkpoints": arrays.blobs(checkpoints if any(one is not None for one in checkpoints) else ()),
+        }
         return set(await self._database.run(statements.EXTEND, parameters))
 
     async def release(self, calls: Sequence[Settlement]) -> _Done:
@@ -246,7 +276,7 @@ class LeaseSettler:
         self, calls: Sequence[Settlement], done: _Done, *, ended_as: Outcome | None
     ) -> list[list[Answer]]:
         """Returns OK for leases that were settled now, or by an earlier try of the same call (`ended_as` is the outcome
-        of such a try); STALE or NOT_FOUND for the others."""
+        of such a try); CANCELLED, STALE or NOT_FOUND for the others."""
         orgs: list[OrgId] = []
         missed: list[Lease] = []
         for call in calls:
@@ -259,9 +289,14 @@ class LeaseSettler:
         parameters = {**_LeaseColumns(orgs, missed).parameters(), "oldest_ms": oldest_ms}
         rows = await self._database.run(statements.EXPLAIN_MISS, parameters)
         explained: dict[tuple[OrgId, Lease], Answer] = {}
-        for org, lease, (outcome, is_known) in zip(orgs, missed, rows, strict=True):
-            is_repeated = ended_as is not None and outcome == ended_as.value
-            explained[org, lease] = Answer.OK if is_repeated else Answer.STALE if is_known else Answer.NOT_FOUND
+        for org, lease, (outcome, is_known, is_cancelled) in zip(orgs, missed, rows, strict=True):
+            if ended_as is not None and outcome == ended_as.value:
+                answer = Answer.OK
+            elif is_cancelled:
+                answer = Answer.CANCELLED
+            else:
+                answer = Answer.STALE if is_known else Answer.NOT_FOUND
+            explained[org, lease] = answer
         return [[explained.get((call.org, lease), Answer.OK) for lease in call.leases] for call in calls]
 
 

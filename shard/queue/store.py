@@ -31,6 +31,7 @@ from shard.queue.coalescer import Coalescer, InFlight, SingleCall, TooManyWaitin
 from shard.queue.enqueue import Enqueuer
 from shard.queue.pending_enqueue import NOTHING_HANDED, Call, Handover
 from shard.queue.queue_ids import QueueIds
+from shard.queue.revocation import Revocation
 from shard.queue.settle import BYTES_PER_WEIGHT, VERBS, LeaseSettler, Settlement
 from shard.vocabulary import Answer, JobId, Lease, Micros, NewJobs, OrgId, QueueId, QueueName, ShardName
 
@@ -67,7 +68,8 @@ class Due:
 
 class Store:
     """One shard's queue. `horizon_days` is the maximum age of a job id, and therefore how long a repeated enqueue is
-    recognised by its id. `visible` is called with the queues of jobs that can be claimed again.
+    recognised by its id. `on_visible` is called with the queues of jobs that can be claimed again, `on_revoked` with
+    leases that ended without their consumer.
 
     Every method that changes jobs raises ClockSetBack while `clock` knows that the shard's clock was set back."""
 
@@ -76,6 +78,7 @@ class Store:
         self.names = QueueIds(database)
         self.clock = ShardClock(database)
         self.on_visible: Callable[[set[QueueId]], None] = _ignore
+        self.on_revoked: Callable[[Revocation], None] = _ignore
         self._database = database
         self._floors = Floors()
         # The earliest time of the next full sweep, by time.monotonic.
@@ -86,7 +89,7 @@ class Store:
         self._locks = row_locks.of_jobs(database)
         self._enqueuer = Enqueuer(database, self.names, self._locks, self.clock, horizon_days=horizon_days)
         settler = LeaseSettler(database, self._locks, lambda queues: self.on_visible(queues))
-        claimer = Claimer(database, self.names, self._floors)
+        claimer = Claimer(database, self.names, self._floors, lambda revocation: self.on_revoked(revocation))
 
         def overdue() -> ShardUnavailable:
             return ShardUnavailable(self.name, "earlier calls have not been answered yet")
@@ -250,7 +253,10 @@ class Store:
             except RowLocked:
                 locked |= {ids_by_row[row] for row in await self._locks.find(ids_by_row) if ids_by_row[row] in free}
                 continue
-            answers.update((JobId(name), Answer.DEPARTING if departing else Answer.OK) for name, departing in rows)
+            answers.update((JobId(name), Answer.DEPARTING if departing else Answer.OK) for name, departing, *_ in rows)
+            ended = [(worker, lease_of(name, lease)) for name, _, lease, worker in rows if lease is not None]
+            for revocation in Revocation.by_worker(org, Answer.CANCELLED, ended):
+                self.on_revoked(revocation)
             missed = [job_id for job_id in free if job_id not in answers]
             records = await self._get(org, missed, include_payload=False, bytes_max=0)
             states = {record.id: record.state for record in records}
@@ -406,5 +412,5 @@ def _org(call: SingleCall | ClaimRequest | Settlement) -> OrgId | None:
     return call.org
 
 
-def _ignore(_: set[QueueId]) -> None:
-    """The default of Store.on_visible."""
+def _ignore(_: object) -> None:
+    """The default of Store.on_visible and on_revoked."""

@@ -23,6 +23,7 @@ from router.fleet.wait_room import WaitRoom
 from shard.errors import ShardUnavailable
 from shard.history import erasure
 from shard.placement.slots import slot_of
+from shard.postgres import arrays
 from shard.postgres.pool import Database
 from shard.queue import statements
 from shard.queue.doorbell import Doorbell
@@ -457,7 +458,7 @@ async def test_the_doorbell_goes_over_with_its_shard_when_a_server_says_nothing_
         with contextlib.suppress(ShardUnavailable):
             await database.run(b"SELECT 1", {})
         assert await asyncio.wait_for(heard.get(), PATIENCE_S) is None, "what was said meanwhile may have been missed"
-        await other.run(statements.NOTIFY_WORK, {"message": "another 7"})
+        await other.run(statements.NOTIFY_WORK, {"messages": arrays.texts(["another 7"])})
         assert await asyncio.wait_for(heard.get(), PATIENCE_S) == [7]
 
 

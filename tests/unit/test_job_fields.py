@@ -13,7 +13,18 @@ from google.protobuf.message import Message
 from router.codec import convert
 from shard.job_record import NOT_REPEATED, JobRecord, as_new
 from shard.queue import statements
-from shard.vocabulary import JOB_CONTENT, SPARSE_COLUMNS, Claimed, JobId, Micros, NewJobs, OrgId, QueueName, ShardName
+from shard.vocabulary import (
+    JOB_CONTENT,
+    REPORTED,
+    SPARSE_COLUMNS,
+    Claimed,
+    JobId,
+    Micros,
+    NewJobs,
+    OrgId,
+    QueueName,
+    ShardName,
+)
 from tests.jobs import fullest_job
 from tests.unit.test_statements import PACKAGES, SHARD, loaded
 from windrow.v1 import job_pb2
@@ -37,6 +48,8 @@ RECORD = JobRecord(
     result=b"result",
     reason="reason",
     history=None,
+    progress='{"done": 3}',
+    checkpoint=b"checkpoint",
     **{
         column: getattr(fullest_job(ORG), array)[0]
         for column, array in JOB_CONTENT.items()
@@ -55,6 +68,7 @@ CLAIMED = Claimed(
     leased_at=Micros(3),
     deadline=Micros(4),
     expired=False,
+    checkpoint=b"checkpoint",
     **{
         column: getattr(fullest_job(ORG), array)[0]
         for column, array in JOB_CONTENT.items()
@@ -68,6 +82,14 @@ def test_every_insert_of_a_job_names_all_that_its_producer_gave(package: str) ->
     for statement in loaded(package).values():
         for columns in INSERT.findall(statement.decode()):
             assert set(re.findall(r"\w+", columns)) >= set(JOB_CONTENT), statement.name
+
+
+def test_every_insert_of_a_stored_job_names_what_consumers_reported() -> None:
+    for package in PACKAGES:
+        for statement in loaded(package).values():
+            for columns in INSERT.findall(statement.decode()):
+                if statement != statements.ENQUEUE:
+                    assert set(re.findall(r"\w+", columns)) >= set(REPORTED), statement.name
 
 
 def test_other_inserts_of_jobs_copy_whole_rows() -> None:
@@ -131,7 +153,7 @@ def test_a_field_of_a_new_job_is_in_its_columns(kind: type[Message]) -> None:
         assert convert.new_jobs(ORG, [job], trace=None) != plain, field.name
 
 
-@pytest.mark.parametrize("column", [column for column in JOB_CONTENT if column in JobRecord._fields])
+@pytest.mark.parametrize("column", [column for column in (*JOB_CONTENT, *REPORTED) if column in JobRecord._fields])
 def test_a_column_of_a_record_is_in_its_message(column: str) -> None:
     shard = ShardName("s1")
     nothing: Any = "" if column == "kind" else None
@@ -139,7 +161,7 @@ def test_a_column_of_a_record_is_in_its_message(column: str) -> None:
     assert convert.job(without, shard) != convert.job(RECORD, shard)
 
 
-@pytest.mark.parametrize("column", [column for column in JOB_CONTENT if column in Claimed._fields])
+@pytest.mark.parametrize("column", [column for column in (*JOB_CONTENT, *REPORTED) if column in Claimed._fields])
 def test_a_column_of_a_claim_is_in_its_message(column: str) -> None:
     if column == "payload":
         pytest.skip("fast_write adds it")

@@ -7,14 +7,16 @@ SELECT
     coalesce(p.max_attempts, p.queue_max_attempts) AS max_attempts,
     CASE WHEN %(include_payload)s THEN p.payload END AS payload, p.attributes::text,
     coalesce(p.retry, p.queue_retry)::text AS retry, {{short_content(p)}}, p.deadline, p.worker, p.leased_at,
-    p.finished_at, CASE WHEN %(include_payload)s THEN p.result END AS result, p.reason, p.history::text,
-    p.bytes_through, p.found
+    p.finished_at, CASE WHEN %(include_payload)s THEN p.result END AS result, p.reason, p.history::text, p.progress::text,
+    CASE WHEN %(include_payload)s THEN p.checkpoint END AS checkpoint, p.bytes_through, p.found
 FROM (
     SELECT l.*, count(*) OVER () AS found, sum(l.bytes) OVER (ORDER BY l.id DESC ROWS UNBOUNDED PRECEDING)::bigint AS bytes_through
     FROM (
         SELECT
             f.*, q.queue, q.max_attempts AS queue_max_attempts, q.retry AS queue_retry,
             CASE WHEN %(include_payload)s THEN octet_length(f.payload) + coalesce(octet_length(f.result), 0) ELSE 0 END
+                + CASE WHEN %(include_payload)s THEN coalesce(octet_length(f.checkpoint), 0) ELSE 0 END
+                + coalesce(octet_length(f.progress::text), 0)
                 + coalesce(octet_length(f.attributes::text), 0) + coalesce(octet_length(f.history::text), 0)
                 + coalesce(octet_length(f.reason), 0) + 1024 AS bytes
         FROM (

@@ -7,13 +7,16 @@ SELECT
     CASE WHEN %(include_payload)s THEN p.payload END AS payload, p.attributes::text,
     coalesce(p.retry, p.queue_retry)::text AS retry, {{short_content(p)}},
     CASE WHEN p.lease IS NOT NULL THEN p.visible_at END AS deadline, p.worker, p.leased_at, NULL::timestamptz AS finished_at, NULL::bytea AS result, NULL::text AS reason, p.history::text,
+    p.progress::text, CASE WHEN %(include_payload)s THEN p.checkpoint END AS checkpoint,
     p.visible_at, p.found
 FROM (
     SELECT
         l.*, count(*) OVER () AS found,
         sum(
             CASE WHEN %(include_payload)s THEN octet_length(l.payload) ELSE 0 END
-            + coalesce(octet_length(l.attributes::text), 0) + coalesce(octet_length(l.history::text), 0) + 1024
+            + CASE WHEN %(include_payload)s THEN coalesce(octet_length(l.checkpoint), 0) ELSE 0 END
+            + coalesce(octet_length(l.attributes::text), 0) + coalesce(octet_length(l.history::text), 0)
+            + coalesce(octet_length(l.progress::text), 0) + 1024
         ) OVER (
             ORDER BY l.priority, l.visible_at, l.id ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
         ) AS bytes_before

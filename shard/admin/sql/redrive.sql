@@ -15,9 +15,9 @@ WITH chosen AS (
     RETURNING d.*
 )
 INSERT INTO windrow.job (
-    id, queue_id, enqueued_at, run_at, visible_at, priority, max_attempts, {{job_content}}, history
+    id, queue_id, enqueued_at, run_at, visible_at, priority, max_attempts, {{kept_content}}, history
 )
 SELECT
-    c.id, c.queue_id, c.enqueued_at, now(), now(), c.priority, c.max_attempts, {{job_content(c)}}, c.history
+    c.id, c.queue_id, c.enqueued_at, now(), now(), c.priority, c.max_attempts, {{kept_content(c)}}, c.history
 FROM chosen c
 RETURNING id::text

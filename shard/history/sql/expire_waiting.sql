@@ -14,11 +14,11 @@ WITH ended AS (
 ), moved AS (
     INSERT INTO windrow.finished (
         id, queue_id, enqueued_at, run_at, expires_at, priority, attempt, max_attempts,
-        {{job_content}}, history, state, reason, finished_at, retention
+        {{kept_content}}, history, state, reason, finished_at, retention
     )
     SELECT
         e.id, e.queue_id, e.enqueued_at, e.run_at, e.expires_at, e.priority, e.attempt, e.max_attempts,
-        {{job_content(e)}},
+        {{kept_content(e)}},
         CASE
             WHEN e.lease IS NULL THEN e.history
             ELSE windrow.remember(e.history, e.attempt, e.worker, e.leased_at, e.visible_at, 'expired', e.lease, NULL)

@@ -24,7 +24,8 @@ WITH slot AS MATERIALIZED (
         SELECT
             j.ctid,
             octet_length(j.payload) + coalesce(octet_length(j.attributes::text), 0)
-                + coalesce(octet_length(j.history::text), 0) AS bytes
+                + coalesce(octet_length(j.history::text), 0)
+                + coalesce(octet_length(j.checkpoint), 0) AS bytes
         FROM windrow.job j
         WHERE j.queue_id = q.queue_id AND (j.lease IS NULL OR j.visible_at <= now())
         LIMIT %(rows)s
@@ -40,7 +41,8 @@ WITH slot AS MATERIALIZED (
         SELECT
             d.ctid,
             octet_length(d.payload) + coalesce(octet_length(d.attributes::text), 0)
-                + coalesce(octet_length(d.history::text), 0) AS bytes
+                + coalesce(octet_length(d.history::text), 0)
+                + coalesce(octet_length(d.checkpoint), 0) AS bytes
         FROM windrow.dead d
         WHERE d.queue_id = q.queue_id
         LIMIT %(rows)s
@@ -71,7 +73,7 @@ WITH slot AS MATERIALIZED (
     INSERT INTO windrow.departing (
         slot, epoch, chunk,
         id, queue_id, enqueued_at, run_at, finished_at, lease, leased_at, expires_at, priority, attempt, max_attempts,
-        {{job_content}}, worker, history, reason
+        {{kept_content}}, worker, history, reason
     )
     SELECT
         o.slot, %(epoch)s, (%(chunks)s::integer[])[width_bucket(o.slot, %(slots)s::smallint[])], leaving.*
@@ -80,7 +82,7 @@ WITH slot AS MATERIALIZED (
             g.id, g.queue_id, g.enqueued_at,
             -- If a lease expired unnoticed, its end is recorded here, by the clock of the server that gave it.
             g.visible_at AS run_at, NULL::timestamptz AS finished_at, NULL::bigint AS lease,
-            NULL::timestamptz AS leased_at, g.expires_at, g.priority, g.attempt, g.max_attempts, {{job_content(g)}},
+            NULL::timestamptz AS leased_at, g.expires_at, g.priority, g.attempt, g.max_attempts, {{kept_content(g)}},
             NULL::text AS worker,
             CASE
                 WHEN g.lease IS NOT NULL THEN windrow.remember(g.history, g.attempt, g.worker, g.leased_at, g.visible_at, 'expired', g.lease, NULL)
@@ -91,7 +93,7 @@ WITH slot AS MATERIALIZED (
         UNION ALL
         SELECT
             t.id, t.queue_id, t.enqueued_at, t.run_at, t.finished_at, t.lease, t.leased_at, t.expires_at, t.priority,
-            t.attempt, t.max_attempts, {{job_content(t)}}, t.worker, t.history, t.reason
+            t.attempt, t.max_attempts, {{kept_content(t)}}, t.worker, t.history, t.reason
         FROM taken_up t
     ) leaving
     CROSS JOIN LATERAL (

@@ -19,21 +19,21 @@ WITH taken AS (
 ), live AS (
     INSERT INTO windrow.job (
         id, queue_id, enqueued_at, run_at, visible_at, expires_at, priority, attempt, max_attempts,
-        {{job_content}}, history
+        {{kept_content}}, history
     )
     SELECT
         a.id, a.here, a.enqueued_at, a.run_at, a.run_at, a.expires_at, a.priority, a.attempt, a.max_attempts,
-        {{job_content(a)}}, a.history
+        {{kept_content(a)}}, a.history
     FROM arrived a
     WHERE a.reason IS NULL
 ), aside AS (
     INSERT INTO windrow.dead (
         id, queue_id, enqueued_at, run_at, finished_at, lease, leased_at, expires_at, priority, attempt, max_attempts,
-        {{job_content}}, worker, history, reason
+        {{kept_content}}, worker, history, reason
     )
     SELECT
         a.id, a.here, a.enqueued_at, a.run_at, a.finished_at, a.lease, a.leased_at, a.expires_at, a.priority, a.attempt,
-        a.max_attempts, {{job_content(a)}}, a.worker, a.history, a.reason
+        a.max_attempts, {{kept_content(a)}}, a.worker, a.history, a.reason
     FROM arrived a
     WHERE a.reason IS NOT NULL
 ), counted AS (

@@ -1,11 +1,11 @@
--- Cancels jobs that have not finished, also leased and dead ones. Returns the cancelled jobs, and those on their way to
--- another shard (departing), which are not changed.
+-- Cancels jobs that have not finished, also leased and dead ones. Returns the cancelled jobs, with the leases that ended,
+-- and the jobs on their way to another shard (departing), which are not changed.
 WITH live AS (
     DELETE FROM windrow.job j
     WHERE j.id = ANY (%(ids)s::uuid[])
         AND {{org_of(j)}} = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)
-    -- No history entry for a lease that ends here: its consumer gets STALE.
-    RETURNING {{job_columns}}
+    -- No history entry for a lease that ends here: its consumer gets CANCELLED.
+    RETURNING {{job_columns}}, visible_at
 ), aside AS (
     DELETE FROM windrow.dead d
     WHERE d.id = ANY (%(ids)s::uuid[])
@@ -17,12 +17,15 @@ WITH live AS (
         ended.*, 'cancelled', %(reason)s,
         {{finish_time}},
         {{retention_of(ended)}}
-    FROM (SELECT * FROM live UNION ALL SELECT * FROM aside) ended
+    FROM (SELECT {{job_columns}} FROM live UNION ALL SELECT {{job_columns}} FROM aside) ended
     RETURNING id
 )
-SELECT c.id::text, false AS departing FROM cancelled c
+SELECT
+    c.id::text, false AS departing, CASE WHEN l.visible_at > now() THEN l.lease END AS ended_lease, l.worker
+FROM cancelled c
+LEFT JOIN live l ON l.id = c.id
 UNION ALL
-SELECT d.id::text, true
+SELECT d.id::text, true, NULL, NULL
 FROM windrow.departing d
 WHERE d.id = ANY (%(ids)s::uuid[])
     AND {{org_of(d)}} = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)

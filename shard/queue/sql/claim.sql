@@ -29,7 +29,8 @@ WITH source AS MATERIALIZED (
         SELECT v.ctid, v.bytes
         FROM lane
         CROSS JOIN LATERAL (
-            SELECT j.ctid, octet_length(j.payload) + coalesce(octet_length(j.attributes::text), 0) AS bytes
+            SELECT j.ctid, octet_length(j.payload) + coalesce(octet_length(j.attributes::text), 0)
+                    + coalesce(octet_length(j.checkpoint), 0) AS bytes
             FROM windrow.job j
             WHERE j.queue_id = lane.queue_id AND j.priority = lane.priority
                 AND j.visible_at >= lane.floor AND j.visible_at <= now()
@@ -88,4 +89,6 @@ RETURNING
     j.id::text, j.queue_id, j.priority, j.attempt,
     coalesce(j.max_attempts, (SELECT source.max_attempts FROM source WHERE source.queue_id = j.queue_id)) AS max_attempts,
     j.enqueued_at, j.run_at, j.lease, j.leased_at, j.visible_at AS deadline,
-    coalesce(j.expires_at <= now(), false) AS expired, {{claimed_content(j)}}
+    coalesce(j.expires_at <= now(), false) AS expired, {{claimed_content(j)}}, j.checkpoint,
+    CASE WHEN j.history -> -1 ->> 'outcome' = 'expired' THEN (j.history -> -1 ->> 'lease')::bigint END AS expired_lease,
+    CASE WHEN j.history -> -1 ->> 'outcome' = 'expired' THEN j.history -> -1 ->> 'worker' END AS expired_worker

@@ -7,11 +7,11 @@ WITH ended AS (
 )
 INSERT INTO windrow.finished (
     id, queue_id, enqueued_at, run_at, expires_at, priority, attempt, max_attempts,
-    {{job_content}}, history, state, reason, finished_at, retention
+    {{kept_content}}, history, state, reason, finished_at, retention
 )
 SELECT
     e.id, e.queue_id, e.enqueued_at, e.run_at, e.expires_at, e.priority, e.attempt - 1, e.max_attempts,
-    {{job_content(e)}}, e.history, 'cancelled', 'past its expires_at',
+    {{kept_content(e)}}, e.history, 'cancelled', 'past its expires_at',
     {{finish_time}},
     {{retention_of(e)}}
 FROM ended e

@@ -6,12 +6,12 @@ WITH cold AS MATERIALIZED (
         %(ids)s::uuid[], least(to_timestamp(%(oldest_ms)s / 1000.0), now()) - interval '2 hours', NULL
     ) c
 )
-SELECT found.ended_as, found.id IS NOT NULL AS known
+SELECT found.ended_as, found.id IS NOT NULL AS known, coalesce(found.state = 'cancelled', false) AS cancelled
 FROM unnest(%(ids)s::uuid[], %(leases)s::bigint[], %(org_positions)s::smallint[])
     WITH ORDINALITY AS m (id, lease, org_position, place)
 LEFT JOIN LATERAL (
     SELECT
-        f.id,
+        f.id, f.state,
         CASE
             WHEN f.lease = m.lease AND f.state = 'succeeded' THEN 'acked'
             ELSE windrow.outcome_of(f.history, m.lease)
@@ -20,20 +20,20 @@ LEFT JOIN LATERAL (
     WHERE f.id = m.id AND {{org_of(f)}} = {{org_id_of(m)}}
         AND f.finished_at >= least(to_timestamp(%(oldest_ms)s / 1000.0), now()) - interval '2 hours'
     UNION ALL
-    SELECT j.id, windrow.outcome_of(j.history, m.lease)
+    SELECT j.id, NULL, windrow.outcome_of(j.history, m.lease)
     FROM windrow.job j
     WHERE j.id = m.id AND {{org_of(j)}} = {{org_id_of(m)}}
     UNION ALL
-    SELECT d.id, windrow.outcome_of(d.history, m.lease)
+    SELECT d.id, NULL, windrow.outcome_of(d.history, m.lease)
     FROM windrow.dead d
     WHERE d.id = m.id AND {{org_of(d)}} = {{org_id_of(m)}}
     UNION ALL
-    SELECT d.id, windrow.outcome_of(d.history, m.lease)
+    SELECT d.id, NULL, windrow.outcome_of(d.history, m.lease)
     FROM windrow.departing d
     WHERE d.id = m.id AND {{org_of(d)}} = {{org_id_of(m)}}
     UNION ALL
     SELECT
-        c.id,
+        c.id, c.state,
         CASE
             WHEN c.lease = m.lease AND c.state = 'succeeded' THEN 'acked'
             ELSE windrow.outcome_of(c.history, m.lease)

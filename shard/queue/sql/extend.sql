@@ -1,11 +1,20 @@
--- Prolongs live leases; never shortens one.
+-- Prolongs live leases; never shortens one. Stores what the consumer reported with it: NULL leaves what is there, and an
+-- empty checkpoint removes it.
 UPDATE windrow.job AS j
-SET visible_at = greatest(j.visible_at, now() + x.window_us * interval '1 us')
+SET
+    visible_at = greatest(j.visible_at, now() + x.window_us * interval '1 us'),
+    progress = coalesce(x.progress::jsonb, j.progress),
+    checkpoint = CASE WHEN x.checkpoint IS NULL THEN j.checkpoint ELSE nullif(x.checkpoint, '') END
 FROM (
-    -- If several calls name one lease, the longest window counts, and each of the calls gets OK.
-    SELECT g.id, g.lease, g.org_position, max(g.window_us) AS window_us
-    FROM unnest(%(ids)s::uuid[], %(leases)s::bigint[], %(org_positions)s::smallint[], %(windows_us)s::bigint[])
-        AS g (id, lease, org_position, window_us)
+    -- If several calls name one lease, the longest window counts and the last report, and each of the calls gets OK.
+    SELECT
+        g.id, g.lease, g.org_position, max(g.window_us) AS window_us,
+        (array_agg(g.progress ORDER BY g.place DESC) FILTER (WHERE g.progress IS NOT NULL))[1] AS progress,
+        (array_agg(g.checkpoint ORDER BY g.place DESC) FILTER (WHERE g.checkpoint IS NOT NULL))[1] AS checkpoint
+    FROM unnest(
+        %(ids)s::uuid[], %(leases)s::bigint[], %(org_positions)s::smallint[], %(windows_us)s::bigint[],
+        %(progress)s::text[], %(checkpoints)b::bytea[]
+    ) WITH ORDINALITY AS g (id, lease, org_position, window_us, progress, checkpoint, place)
     GROUP BY g.id, g.lease, g.org_position
     ORDER BY g.id
 ) x

@@ -9,13 +9,16 @@ SELECT
     coalesce(k.retry, CASE WHEN NOT %(as_stored)s THEN k.queue_retry END)::text AS retry,
     {{short_content(k)}}, k.deadline, k.worker, k.leased_at, k.finished_at,
     CASE WHEN k.whole AND %(include_payload)s THEN k.result END AS result, CASE WHEN k.whole THEN k.reason END AS reason,
-    CASE WHEN k.whole THEN k.history::text END AS history, k.whole
+    CASE WHEN k.whole THEN k.history::text END AS history,
+    k.progress::text, CASE WHEN k.whole AND %(include_payload)s THEN k.checkpoint END AS checkpoint, k.whole
 FROM (
     SELECT
         f.*, q.queue, q.max_attempts AS queue_max_attempts, q.retry AS queue_retry,
         coalesce(
             sum(
                 CASE WHEN %(include_payload)s THEN octet_length(f.payload) + coalesce(octet_length(f.result), 0) ELSE 0 END
+                + CASE WHEN %(include_payload)s THEN coalesce(octet_length(f.checkpoint), 0) ELSE 0 END
+                + coalesce(octet_length(f.progress::text), 0)
                 + coalesce(octet_length(f.attributes::text), 0) + coalesce(octet_length(f.history::text), 0)
                 + coalesce(octet_length(f.reason), 0) + 1024
             ) OVER (

@@ -20,7 +20,7 @@ INSERT INTO windrow.dead ({{job_columns}}, reason)
 SELECT
     e.id, e.queue_id, e.enqueued_at, e.run_at, e.lease, e.leased_at, e.expires_at, e.priority,
     CASE WHEN e.outcome IS NULL THEN e.attempt - 1 ELSE e.attempt END,
-    e.max_attempts, {{job_content(e)}},
+    e.max_attempts, {{kept_content(e)}},
     CASE WHEN e.outcome IS NULL THEN e.history -> -1 ->> 'worker' ELSE e.worker END,
     CASE
         WHEN e.outcome IS NULL THEN e.history

@@ -1,0 +1,47 @@
+"""The consumers of this router that are told when leases end without them: see shard/queue/revocation.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from router.codec import convert
+from shard.job_id import from_hex
+from shard.lease_token import token, token_prefix
+from shard.queue.revocation import Revocation
+from shard.vocabulary import OrgId, ShardName
+from windrow.v1 import queue_pb2
+
+Told = Callable[[Sequence[queue_pb2.LeaseAnswer]], None]
+
+
+class Revocations:
+    """A lease names no stream, so all streams of its org with the name of its worker are told. The consumer knows which
+    leases it has."""
+
+    def __init__(self) -> None:
+        self._consumers: dict[tuple[OrgId, str], dict[Told, None]] = {}
+
+    def join(self, org: OrgId, worker: str, told: Told) -> None:
+        """Calls `told` from now on, until `leave`."""
+        self._consumers.setdefault((org, worker), {})[told] = None
+
+    def leave(self, org: OrgId, worker: str, told: Told) -> None:
+        consumers = self._consumers.get((org, worker), {})
+        consumers.pop(told, None)
+        if not consumers:
+            self._consumers.pop((org, worker), None)
+
+    def tell(self, shard: ShardName, revocation: Revocation) -> None:
+        """Tells the consumers of this router about leases of this shard."""
+        consumers = self._consumers.get((revocation.org, revocation.worker))
+        if not consumers:
+            return
+        answer = convert.ANSWERS[revocation.answer]
+        answers = [
+            queue_pb2.LeaseAnswer(
+                lease=token(token_prefix(shard, lease.number), from_hex(lease.job_hex)), answer=answer
+            )
+            for lease in revocation.leases
+        ]
+        for told in list(consumers):
+            told(answers)

@@ -1,0 +1,240 @@
+"""Consumers are told of leases that end without them and of streams that are about to end, and they report how far they
+have come. Each test uses two routers: what one of them does, the consumers of the other hear."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import AsyncGenerator, Generator
+from contextlib import AsyncExitStack
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from tests.postgres import Server
+from tests.routers import PATIENCE_S, Routers, running_routers, write_cluster
+from tests.streams import CANCELLED, OK, QUEUE, STALE, Client, acks, client, new_job, until
+from windrow.v1 import admin_pb2, job_pb2, queue_pb2
+
+_KIB = 1024
+
+
+@pytest.fixture(scope="module")
+def routers(postgres: Server, tmp_path_factory: pytest.TempPathFactory) -> Generator[list[Routers], None, None]:
+    config = write_cluster(tmp_path_factory.mktemp("told") / "cluster.toml", {"s1": postgres.create("told")})
+    with running_routers(config) as one, running_routers(config) as other:
+        yield [one, other]
+
+
+@pytest_asyncio.fixture
+async def both(routers: list[Routers]) -> AsyncGenerator[tuple[Client, Client], None]:
+    async with AsyncExitStack() as stack:
+        one, other = [await stack.enter_async_context(client(running.address)) for running in routers]
+        yield one, other
+
+
+async def _cancel(near: Client, org: str, *ids: str) -> None:
+    request = queue_pb2.CancelJobsRequest(org=org, ids=ids)
+    assert set((await near.queue.CancelJobs(request, timeout=PATIENCE_S)).answers) == {OK}
+
+
+async def _extend(near: Client, org: str, *extends: queue_pb2.Extend) -> list[job_pb2.JobAnswer.ValueType]:
+    request = queue_pb2.ExtendRequest(org=org, extends=extends)
+    return list((await near.queue.Extend(request, timeout=PATIENCE_S)).answers)
+
+
+@pytest.mark.parametrize("cancelled_at", [0, 1], ids=["its own router", "another router"])
+async def test_the_worker_of_a_cancelled_job_is_told(both: tuple[Client, Client], cancelled_at: int) -> None:
+    near, org = both[0], f"cancels-{cancelled_at}"
+    async with (
+        near.stream(org, credit=2, worker="busy") as busy,
+        near.stream(org, worker="idle") as idle,
+        near.stream(f"{org}-stranger", worker="busy") as stranger,
+    ):
+        await near.enqueue(org, new_job(), new_job())
+        kept, lost = await busy.until_jobs(2)
+        await _cancel(both[cancelled_at], org, lost.id)
+        await busy.until(lambda: busy.revoked, "a revoked lease")
+        assert busy.revoked == {lost.lease: CANCELLED}
+        assert await busy.settle(1, acks=acks([kept, lost])) == [OK, CANCELLED]
+        # Both have had an answer since, so they would have been told by now.
+        for other, other_org in ((idle, org), (stranger, f"{org}-stranger")):
+            await near.enqueue(other_org)
+            await other.send(credit=1)
+            await other.until_jobs(1)
+            assert other.revoked == {}
+
+
+async def test_a_worker_hears_of_a_lease_that_came_by_an_earlier_stream(both: tuple[Client, Client]) -> None:
+    one, other = both
+    async with one.stream("earlier", credit=1, worker="moving") as first:
+        await one.enqueue("earlier")
+        (job,) = await first.until_jobs(1)
+    async with other.stream("earlier", worker="moving") as second:
+        # A release of no lease of this org, to be sure that the stream has begun.
+        assert await second.settle(1, extends=[queue_pb2.Extend(lease=job.lease)]) == []
+        await _cancel(one, "earlier", job.id)
+        await second.until(lambda: second.revoked, "a revoked lease")
+        assert second.revoked == {job.lease: CANCELLED}
+
+
+async def test_the_worker_of_an_expired_lease_is_told_when_another_one_gets_the_job(
+    both: tuple[Client, Client],
+) -> None:
+    one, other = both
+    async with one.stream("expiries", credit=1, worker="slow", window_s=0.2) as slow:
+        await one.enqueue("expiries")
+        (job,) = await slow.until_jobs(1)
+        (again,) = await other.dequeue("expiries", wait_s=PATIENCE_S)
+        assert (again.id, again.attempt) == (job.id, 2)
+        await slow.until(lambda: slow.revoked, "a revoked lease")
+        assert slow.revoked == {job.lease: STALE}
+
+
+async def test_a_cancel_of_jobs_that_nobody_has_revokes_nothing(both: tuple[Client, Client]) -> None:
+    near = both[0]
+    async with near.stream("waiting", worker="idle") as stream:
+        ids = await near.enqueue("waiting", *[new_job() for _ in range(3)])
+        await _cancel(near, "waiting", *ids)
+        await near.enqueue("waiting")
+        await stream.send(credit=1)
+        await stream.until_jobs(1)
+        assert stream.revoked == {}
+
+
+async def test_whatever_is_said_about_the_lease_of_a_cancelled_job_is_answered_cancelled(
+    both: tuple[Client, Client],
+) -> None:
+    near = both[0]
+    ids = await near.enqueue("answers", *[new_job() for _ in range(4)])
+    jobs = await near.dequeue("answers")
+    await _cancel(near, "answers", *ids)
+    leases = [job.lease for job in jobs]
+    acked = await near.queue.Ack(queue_pb2.AckRequest(org="answers", acks=acks(jobs)), timeout=PATIENCE_S)
+    nacks = [queue_pb2.Nack(lease=lease) for lease in leases]
+    nacked = await near.queue.Nack(queue_pb2.NackRequest(org="answers", nacks=nacks), timeout=PATIENCE_S)
+    released = await near.queue.Release(queue_pb2.ReleaseRequest(org="answers", leases=leases), timeout=PATIENCE_S)
+    extended = await _extend(near, "answers", *[queue_pb2.Extend(lease=lease) for lease in leases])
+    for answers in (acked.answers, nacked.answers, released.answers, extended):
+        assert list(answers) == [CANCELLED] * 4
+
+
+async def test_progress_and_checkpoint_stay_with_the_job_until_its_next_attempt(both: tuple[Client, Client]) -> None:
+    one, other = both
+    (job_id,) = await one.enqueue("reports")
+    (job,) = await one.dequeue("reports")
+    assert job.checkpoint == b""
+    progress = job_pb2.Progress(done=3, total=7, note="files\x07 copied")
+    assert await _extend(one, "reports", queue_pb2.Extend(lease=job.lease, progress=progress, checkpoint=b"at 3")) == [
+        OK
+    ]
+    # Neither is named: both stay.
+    assert await _extend(one, "reports", queue_pb2.Extend(lease=job.lease)) == [OK]
+    stored = await other.job("reports", job_id)
+    assert stored.progress == job_pb2.Progress(done=3, total=7, note="files\ufffd copied")
+    assert stored.checkpoint == b"", "only with payloads"
+    await one.queue.Nack(
+        queue_pb2.NackRequest(org="reports", nacks=[queue_pb2.Nack(lease=job.lease, retry_after={"seconds": 0})]),
+        timeout=PATIENCE_S,
+    )
+    async with other.stream("reports", credit=1) as stream:
+        (again,) = await stream.until_jobs(1)
+        assert (again.attempt, again.checkpoint) == (2, b"at 3")
+        at_5 = queue_pb2.Extend(lease=again.lease, progress=job_pb2.Progress(done=5), checkpoint=b"x" * 64 * _KIB)
+        assert await stream.settle(1, extends=[at_5]) == []
+        assert await stream.settle(2, extends=[queue_pb2.Extend(lease=again.lease, checkpoint=b"")]) == []
+        assert await stream.settle(3, acks=acks([again])) == []
+    request = queue_pb2.GetJobsRequest(org="reports", ids=[job_id], include_payload=True)
+    (done,) = (await one.queue.GetJobs(request, timeout=PATIENCE_S)).jobs
+    assert (done.state, done.progress, done.checkpoint) == (
+        job_pb2.JOB_STATE_SUCCEEDED,
+        job_pb2.Progress(done=5),
+        b"",
+    )
+
+
+async def test_a_dead_job_keeps_its_checkpoint_through_a_redrive(both: tuple[Client, Client]) -> None:
+    near = both[0]
+    (job_id,) = await near.enqueue("redriven")
+    (job,) = await near.dequeue("redriven")
+    await _extend(near, "redriven", queue_pb2.Extend(lease=job.lease, checkpoint=b"half way"))
+    dead = queue_pb2.Nack(lease=job.lease, failure=job_pb2.Failure(permanent=True))
+    await near.queue.Nack(queue_pb2.NackRequest(org="redriven", nacks=[dead]), timeout=PATIENCE_S)
+    await near.admin.RedriveJobs(admin_pb2.RedriveJobsRequest(org="redriven", queue=QUEUE), timeout=PATIENCE_S)
+    (again,) = await near.dequeue("redriven", wait_s=PATIENCE_S)
+    assert (again.id, again.attempt, again.checkpoint) == (job_id, 1, b"half way")
+
+
+async def test_a_stale_extend_stores_nothing(both: tuple[Client, Client]) -> None:
+    near = both[0]
+    (job_id,) = await near.enqueue("stale")
+    (job,) = await near.dequeue("stale")
+    await near.queue.Release(queue_pb2.ReleaseRequest(org="stale", leases=[job.lease]), timeout=PATIENCE_S)
+    late = queue_pb2.Extend(lease=job.lease, progress=job_pb2.Progress(done=1), checkpoint=b"late")
+    assert await _extend(near, "stale", late) == [STALE]
+    assert not (await near.job("stale", job_id)).HasField("progress")
+    (again,) = await near.dequeue("stale", wait_s=PATIENCE_S)
+    assert again.checkpoint == b""
+
+
+@pytest.mark.parametrize(
+    ("extend", "field"),
+    [
+        (queue_pb2.Extend(checkpoint=b"x" * (64 * _KIB + 1)), "checkpoint"),
+        (queue_pb2.Extend(progress=job_pb2.Progress(done=-1)), "progress.done"),
+        (queue_pb2.Extend(progress=job_pb2.Progress(note="x" * 1025)), "progress.note"),
+    ],
+)
+async def test_reports_that_are_too_large_are_refused(
+    both: tuple[Client, Client], extend: queue_pb2.Extend, field: str
+) -> None:
+    extend.lease = b"any"
+    with pytest.raises(grpc.aio.AioRpcError, match="INVALID_ARGUMENT") as refused:
+        await _extend(both[0], "large", extend)
+    assert f"extends[0].{field}" in str(refused.value)
+
+
+async def test_a_claim_ends_with_the_job_whose_checkpoint_fills_the_answer(both: tuple[Client, Client]) -> None:
+    near, count = both[0], 64
+    await near.enqueue("checkpoints", *[new_job() for _ in range(count)])
+    jobs = await near.dequeue("checkpoints")
+    large = [queue_pb2.Extend(lease=job.lease, checkpoint=b"x" * 64 * _KIB) for job in jobs]
+    assert await _extend(near, "checkpoints", *large) == [OK] * count
+    leases = [job.lease for job in jobs]
+    await near.queue.Release(queue_pb2.ReleaseRequest(org="checkpoints", leases=leases), timeout=PATIENCE_S)
+    taken: list[job_pb2.LeasedJob] = []
+    while len(taken) < count:
+        some = await near.dequeue("checkpoints", wait_s=PATIENCE_S)
+        assert 0 < len(some) < count
+        assert all(len(job.checkpoint) == 64 * _KIB for job in some)
+        taken += some
+    # A look-up of all of them stays within one answer, too.
+    request = queue_pb2.GetJobsRequest(org="checkpoints", ids=[job.id for job in taken], include_payload=True)
+    answer = await near.queue.GetJobs(request, timeout=PATIENCE_S)
+    assert 0 < len(answer.jobs) < count
+    assert len(answer.jobs) + len(answer.omitted_ids) == count
+
+
+async def test_a_draining_router_tells_its_consumers_and_takes_what_they_still_have_to_say(
+    postgres: Server, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    config = write_cluster(tmp_path_factory.mktemp("drain") / "cluster.toml", {"s1": postgres.create("told_drain")})
+    with running_routers(config) as running:
+        async with client(running.address) as near:
+            await near.make_queue("drain")
+            async with (
+                near.stream("drain", credit=10, worker="orderly") as orderly,
+                near.stream("drain", worker="deaf") as deaf,
+            ):
+                await near.enqueue("drain", new_job(), new_job())
+                jobs = await orderly.until_jobs(2)
+                running.supervisor.send_signal(signal.SIGTERM)
+                await orderly.until(lambda: orderly.draining, "the announcement")
+                assert await orderly.settle(1, acks=acks(jobs)) == []
+                await orderly.half_close()
+                assert orderly.error is None, "it ended in order"
+                # The other one does not close its side, and is ended a little later.
+                refused = await deaf.refusal()
+                assert deaf.draining
+                assert refused.code() is grpc.StatusCode.UNAVAILABLE
+        await until(lambda: running.supervisor.poll() is not None, "the end of the router")
