@@ -167,6 +167,14 @@ def failure_text(failure: job_pb2.Failure) -> str:
     return ": ".join(filter(None, (failure.type, failure.message)))
 
 
+def _progress_json(progress: job_pb2.Progress | str | None) -> dict[str, object] | None:
+    """An exported job has its progress as the shard stores it: as JSON text without empty fields."""
+    if progress is None:
+        return None
+    stored = json.loads(progress) if isinstance(progress, str) else _fields(progress)
+    return {"done": stored.get("done", 0), "total": stored.get("total") or None, "note": stored.get("note") or None}
+
+
 # The keys of a job's JSON, in their order, and how each field is written. None: as it is.
 _JOB_JSON: Mapping[str, Callable[[Any], object] | None] = {
     "id": None,
@@ -188,6 +196,7 @@ _JOB_JSON: Mapping[str, Callable[[Any], object] | None] = {
     "dedup_key": _text_json,
     "attributes": _attributes_json,
     "retry": retry_json,
+    "progress": _progress_json,
     "attempts": lambda attempts: list(map(_attempt_json, attempts)),
     "history": lambda history: json.loads(history or "[]"),
     "shard": None,
@@ -203,7 +212,7 @@ def job_json(job: job_pb2.LeasedJob | job_pb2.Job | Mapping[str, Any], *, payloa
         if name in fields
     }
     if payloads:
-        for name in ("payload", "result"):
+        for name in ("payload", "result", "checkpoint"):
             if name in fields:
                 document |= bytes_json(name, fields[name] or b"")
     return document
@@ -233,13 +242,20 @@ def job_facts(job: job_pb2.LeasedJob | job_pb2.Job) -> list[tuple[str, str]]:
         ("expires", shown("expires_at", time)),
         ("leased until", shown("lease_deadline", time)),
         ("worker", shown("worker")),
+        ("progress", shown("progress", _progress_text)),
         ("finished", shown("finished_at", time)),
         ("dedup key", shown("dedup_key")),
         ("attributes", "\n".join(f"{key}={value}" for key, value in sorted(job.attributes.items()))),
         ("shard", shown("shard")),
         ("payload", bytes_shown(job.payload)),
         ("result", shown("result", bytes_shown)),
+        ("checkpoint", shown("checkpoint", bytes_shown)),
     ]
+
+
+def _progress_text(progress: job_pb2.Progress) -> str:
+    done = f"{progress.done:,} of {progress.total:,}" if progress.total else f"{progress.done:,}"
+    return f"{done}: {progress.note}" if progress.note else done
 
 
 def _fields(message: Message) -> dict[str, Any]:

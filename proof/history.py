@@ -56,6 +56,11 @@ class Answer(enum.StrEnum):
     OK = "ok"
     STALE = "stale"
     NOT_FOUND = "not_found"
+    CANCELLED = "cancelled"
+
+
+# The answers about a lease that had ended: nothing was changed.
+ENDED = frozenset({Answer.STALE, Answer.NOT_FOUND, Answer.CANCELLED})
 
 
 class LeaseKey(NamedTuple):

@@ -27,7 +27,7 @@ from itertools import pairwise
 
 from proof.checker.backup import Backup, answered_ok, books_have, latest_by_job
 from proof.checker.evidence import Evidence, Row, State, Violation
-from proof.history import Answer, Cancel, Delivery, LeaseKey, Settle, Verb
+from proof.history import ENDED, Answer, Cancel, Delivery, LeaseKey, Settle, Verb
 
 # The outcome in the books, and the calls that lead to it.
 _OUTCOMES = {"acked": (Verb.ACK,), "nacked": (Verb.NACK, Verb.KILL), "released": (Verb.RELEASE,)}
@@ -249,14 +249,15 @@ def _unasked(row: Row, settles: Mapping[LeaseKey, Sequence[Settle]], read: Colle
         said = [one for one in settles.get(LeaseKey(row.job, number), ()) if one.call.verb in verbs]
         if not said:
             yield _violation(f"job {row.job}: lease {number} was {outcome}, and nobody said so")
-        elif all(one.answer in {Answer.STALE, Answer.NOT_FOUND} for one in said):
+        elif all(one.answer in ENDED for one in said):
             yield _violation(
                 f"job {row.job}: lease {number} was {outcome} by a call that was answered {said[0].answer}"
             )
 
 
 def _undone(row: Row | None, lease: LeaseKey, of_lease: Sequence[Settle], backup: Backup) -> Iterator[Violation]:
-    """Finds answers of OK that the job's row does not show. A job without a row is lost, which stored.py reports."""
+    """Finds answers of OK or CANCELLED that the job's row does not show. A job without a row is lost, which stored.py
+    reports."""
     if row is None and not backup.rewinds(lease.job):
         return
     for settle in of_lease:
@@ -265,6 +266,9 @@ def _undone(row: Row | None, lease: LeaseKey, of_lease: Sequence[Settle], backup
                 f"job {lease.job}: a {settle.call.verb} of lease {lease.number} was answered OK, and the books lack it"
             )
             yield _violation(what, excused=backup.forgot(settle))
+        if settle.answer is Answer.CANCELLED and row is not None and row.state is not State.CANCELLED:
+            what = f"job {lease.job}: a {settle.call.verb} was answered CANCELLED, and the job is {row.state}"
+            yield _violation(what, excused=backup.rewinds(lease.job))
 
 
 def _violation(what: str, *, excused: bool = False) -> Violation:

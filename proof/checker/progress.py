@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from proof.checker.evidence import Evidence, State, Violation
-from proof.history import Answer, Delivery, LeaseKey, Settle, Verb
+from proof.history import ENDED, Answer, Delivery, LeaseKey, Settle, Verb
 
 
 def check(evidence: Evidence) -> Iterator[Violation]:
@@ -69,7 +69,7 @@ def _due_again_s(delivery: Delivery, settles: Mapping[LeaseKey, Sequence[Settle]
         verb = settle.call.verb
         if settle.answer is Answer.OK and verb in {Verb.NACK, Verb.RELEASE} and ended_s is not None:
             return ended_s + settle.span_s
-        if verb in {Verb.NACK, Verb.EXTEND} and settle.answer not in {Answer.STALE, Answer.NOT_FOUND}:
+        if verb in {Verb.NACK, Verb.EXTEND} and settle.answer not in ENDED:
             # Answered or not, it may have been executed, at an unknown time if the client died.
             due_s = max(due_s, float("inf") if ended_s is None else ended_s + settle.span_s)
     return due_s

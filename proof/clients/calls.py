@@ -23,6 +23,7 @@ _ANSWERS = {
     job_pb2.JOB_ANSWER_OK: Answer.OK,
     job_pb2.JOB_ANSWER_STALE: Answer.STALE,
     job_pb2.JOB_ANSWER_NOT_FOUND: Answer.NOT_FOUND,
+    job_pb2.JOB_ANSWER_CANCELLED: Answer.CANCELLED,
 }
 _REFUSALS = frozenset(
     {

@@ -49,4 +49,6 @@ def _limits() -> server_pb2.ServerLimits:
         max_delay=span_limit(job_pb2.NewJob, "delay", SpanRule.LTE),
         max_dedup_window=span_limit(job_pb2.Dedup, "window", SpanRule.LTE),
         max_id_age=Duration(seconds=round(ID_AGE_DAYS_MAX * 86_400)),
+        max_checkpoint_bytes=limit(queue_pb2.Extend, "checkpoint", Rule.BYTES_MAX_LEN),
+        max_progress_note_bytes=limit(job_pb2.Progress, "note", Rule.STRING_MAX_BYTES),
     )

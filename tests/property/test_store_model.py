@@ -455,7 +455,9 @@ class StoreMachine(RuleBasedStateMachine):
         job = self.model[held.job]
         if job.wish.org != org:
             return Answer.NOT_FOUND
-        return Answer.OK if same is not None and job.ended.get(held.number) is same else Answer.STALE
+        if same is not None and job.ended.get(held.number) is same:
+            return Answer.OK
+        return Answer.CANCELLED if job.state == "cancelled" else Answer.STALE
 
     def caller(self, held: Sequence[Held], foreign: bool) -> OrgId:
         org = self.model[held[0].job].wish.org

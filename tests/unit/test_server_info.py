@@ -85,6 +85,8 @@ def test_the_client_has_the_same_limits() -> None:
     assert LIMITS.max_payload_bytes == windrow.client.PAYLOAD_BYTES_MAX
     assert LIMITS.max_wait.seconds == windrow.client.WAIT_S_MAX
     assert LIMITS.max_result_bytes == windrow.payloads.RESULT_BYTES_MAX
+    assert LIMITS.max_checkpoint_bytes == windrow.payloads.CHECKPOINT_BYTES_MAX
+    assert LIMITS.max_progress_note_bytes == windrow.payloads.NOTE_BYTES_MAX
     assert LIMITS.max_failure_type_bytes == windrow.payloads.FAILURE_TYPE_BYTES_MAX
     assert LIMITS.max_failure_message_bytes == windrow.payloads.FAILURE_MESSAGE_BYTES_MAX
     assert LIMITS.max_failure_stack_bytes == windrow.payloads.FAILURE_STACK_BYTES_MAX

@@ -42,6 +42,7 @@ from windrow.jobs import (
 )
 from windrow.outcomes import Kill, Retry
 from windrow.payloads import Payload
+from windrow.reports import Progress
 from windrow.signals import run
 from windrow.sync_client import SyncClient
 from windrow.worker import Worker
@@ -70,6 +71,7 @@ __all__ = [
     "NotFound",
     "Payload",
     "PermissionDenied",
+    "Progress",
     "ResourceExhausted",
     "Retry",
     "RetryPolicy",

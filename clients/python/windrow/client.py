@@ -41,7 +41,8 @@ from windrow.jobs import (
     read_leased,
     read_record,
 )
-from windrow.payloads import Payload, duration, encode_result, seconds
+from windrow.payloads import NOTE_BYTES_MAX, Payload, duration, encode_result, seconds
+from windrow.reports import Progress, report_of
 from windrow.tracing import Tracing
 from windrow.v1 import job_pb2, queue_pb2
 
@@ -356,21 +357,50 @@ class Client:
         return await _each(jobs, send, entry_bytes=template.ByteSize())
 
     @overload
-    async def extend(self, jobs: Job, *, visibility_window: Span = 30.0) -> Answer: ...
+    async def extend(
+        self, jobs: Job, *, visibility_window: Span = 30.0, progress: Progress | None = None, checkpoint: Payload = None
+    ) -> Answer: ...
     @overload
-    async def extend(self, jobs: Iterable[Job], *, visibility_window: Span = 30.0) -> list[Answer]: ...
+    async def extend(
+        self,
+        jobs: Iterable[Job],
+        *,
+        visibility_window: Span = 30.0,
+        progress: Progress | None = None,
+        checkpoint: Payload = None,
+    ) -> list[Answer]: ...
     @overload
-    async def extend(self, jobs: Job | Iterable[Job], *, visibility_window: Span = 30.0) -> Answer | list[Answer]: ...
-    async def extend(self, jobs: Job | Iterable[Job], *, visibility_window: Span = 30.0) -> Answer | list[Answer]:
-        """Prolongs leases: each lasts at least `visibility_window` from now. Never shortens a lease."""
+    async def extend(
+        self,
+        jobs: Job | Iterable[Job],
+        *,
+        visibility_window: Span = 30.0,
+        progress: Progress | None = None,
+        checkpoint: Payload = None,
+    ) -> Answer | list[Answer]: ...
+    async def extend(
+        self,
+        jobs: Job | Iterable[Job],
+        *,
+        visibility_window: Span = 30.0,
+        progress: Progress | None = None,
+        checkpoint: Payload = None,
+    ) -> Answer | list[Answer]:
+        """Prolongs leases: each lasts at least `visibility_window` from now. Never shortens a lease. Stores how far the
+        jobs have come, and what their next attempts need to go on from here, as Job.report does."""
         window = _span("visibility_window", visibility_window)
+        try:
+            report = report_of(progress, checkpoint)
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(str(error)) from error
 
         async def send(part: Sequence[Job]) -> Sequence[int]:
-            extends = [queue_pb2.Extend(lease=job.lease) for job in part]
-            request = queue_pb2.ExtendRequest(org=self.org, extends=extends, visibility_window=window)
+            request = queue_pb2.ExtendRequest(org=self.org, visibility_window=window)
+            for job in part:
+                report.write(request.extends.add(lease=job.lease))
             return (await self.calls.call(lambda stub: stub.Extend, request)).answers
 
-        return await _each(jobs, send)
+        return await _each(jobs, send, entry_bytes=len(report.checkpoint or b"") + NOTE_BYTES_MAX)
 
     @overload
     async def release(self, jobs: Job) -> Answer: ...

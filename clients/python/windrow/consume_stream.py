@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn, cast
 
@@ -17,6 +17,7 @@ from grpc import aio
 from windrow.calls import patient_pause_s
 from windrow.client import Client
 from windrow.errors import FATAL, ClientClosed, InvalidRequest, RouterError, Unavailable, WindrowError
+from windrow.jobs import Answer, answer_of
 from windrow.leases import Connectivity
 from windrow.settlements import Backoff, Settlements
 from windrow.v1 import job_pb2, queue_pb2
@@ -35,7 +36,7 @@ class ConsumeStream:
     """The consumer's side of the Consume call.
 
     `jobs_wanted` returns how many more jobs the worker would take now. `take` is called with received jobs and the time
-    of their receipt (monotonic seconds).
+    of their receipt (monotonic seconds), `revoked` with leases that ended without the worker.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class ConsumeStream:
         connectivity: Connectivity,
         jobs_wanted: Callable[[], int],
         take: Callable[[Sequence[job_pb2.LeasedJob], float], None],
+        revoked: Callable[[Mapping[bytes, Answer]], None],
     ) -> None:
         self._client = client
         self._start = start
@@ -54,8 +56,11 @@ class ConsumeStream:
         self._connectivity = connectivity
         self._jobs_wanted = jobs_wanted
         self._take = take
+        self._revoked = revoked
         # How many jobs the router may still send on this stream.
         self._credit = 0
+        # The router has announced that it will end this stream.
+        self._draining = False
         # A write found the stream ended.
         self._write_failed = False
         self._closing = asyncio.Event()
@@ -67,6 +72,9 @@ class ConsumeStream:
             began = time.monotonic()
             try:
                 await self._session()
+                if self._draining:
+                    # The router closes the connection now: let it, so that the next stream uses another router.
+                    await self._pause(self._backoff.next_s())
             except FATAL as error:
                 if not isinstance(error, InvalidRequest) or not self._settlements.on_stream_refused(error):
                     raise
@@ -98,6 +106,7 @@ class ConsumeStream:
         """Runs one stream from start to an orderly end. Raises WindrowError if it ends in any other way."""
         began = time.monotonic()
         self._credit = 0
+        self._draining = False
         self._write_failed = False
         call = self._client.calls.open(lambda stub: stub.Consume, org=self._start.org)
         try:
@@ -125,7 +134,7 @@ class ConsumeStream:
             if self._client.calls.closed and task is not None and not task.cancelling():
                 raise ClientClosed(f"Consume at {self._client.calls.address}: the client was closed") from None
             raise
-        if not self._closing.is_set():
+        if not (self._closing.is_set() or self._draining):
             raise Unavailable(f"Consume at {self._client.calls.address}: the router ended the stream")
 
     def _on_response(self, response: queue_pb2.ConsumeResponse) -> None:
@@ -137,6 +146,10 @@ class ConsumeStream:
             self._take(jobs, received_at)
         for settled in response.settled:
             self._settlements.answered(settled)
+        if response.revoked:
+            self._revoked({one.lease: answer_of(one.answer) for one in response.revoked})
+        if response.draining:
+            self._draining = True
         self._settlements.wake.set()
 
     async def _write(self, call: _Call) -> None:
@@ -144,6 +157,13 @@ class ConsumeStream:
         request = queue_pb2.ConsumeRequest(start=self._start)
         while True:
             wake.clear()
+            if self._draining:
+                # Send no more: what is said from now on goes with the next stream.
+                if settlements.unanswered_since() is None:
+                    await call.done_writing()
+                    return
+                await wake.wait()
+                continue
             has_content = settlements.fill(request) or request.HasField("start")
             wanted = self._jobs_wanted()
             more = wanted - self._credit

@@ -18,6 +18,7 @@ from windrow.errors import InvalidJob, Span, Violation, WindrowError
 from windrow.failures import Failure, read_failure
 from windrow.ids import uuid7
 from windrow.payloads import Payload, duration, encode, moment, timestamp
+from windrow.reports import Progress, Reporter, ignore, read_progress, report_of
 from windrow.v1 import job_pb2, queue_pb2
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -52,6 +53,8 @@ class Answer(enum.Enum):
     OK = "ok"
     # The lease has ended (for cancel_jobs: the job has finished). Nothing was changed.
     STALE = "stale"
+    # The lease has ended, and the job was cancelled. Nothing was changed.
+    CANCELLED = "cancelled"
     # This org has no such job. Nothing was changed.
     NOT_FOUND = "not_found"
     UNKNOWN = "unknown"
@@ -153,9 +156,22 @@ class Job:
     run_at: datetime = _EPOCH
     traceparent: str = ""
     tracestate: str = ""
-    # A Worker sets this when the lease ends while the handler runs: another worker may have the job by now. A `def`
-    # handler that runs long should check `job.lost.is_set()` between its steps.
+    # What an earlier attempt stored by report(); empty if none did.
+    checkpoint: bytes = b""
+    # A Worker sets this when the lease ends while the handler runs: the job was cancelled, or another worker may have
+    # it by now. A `def` handler that runs long should check `job.lost.is_set()` between its steps.
     lost: asyncio.Event = field(default_factory=asyncio.Event, repr=False, compare=False)
+    # Takes the reports; a Worker sets it.
+    reporter: Reporter = field(default=ignore, repr=False, compare=False)
+
+    def report(self, progress: Progress | None = None, *, checkpoint: Payload = None) -> None:
+        """Reports from the handler how far it has come, and what the next attempt needs in order to go on from here
+        (job.checkpoint; at most 64 KiB; b"" removes an earlier one). None: what was reported before stays.
+
+        Returns at once. The worker sends the newest report with its next message and renews the lease with it, and it
+        does not send the job's outcome before the report is stored. A report that was not sent is lost if the worker
+        crashes. May be called in a thread. Raises TypeError or ValueError."""
+        self.reporter(self.lease, report_of(progress, checkpoint))
 
     def json(self) -> Any:
         """Returns the payload parsed as JSON. Raises ValueError."""
@@ -209,6 +225,9 @@ class JobRecord:
     # Ended attempts, oldest first. Only the newest 50 are stored.
     attempts: Sequence[Attempt]
     shard: str
+    # What handlers reported last; None if none did. The checkpoint is None unless the call asked for payloads.
+    progress: Progress | None = None
+    checkpoint: bytes | None = None
 
 
 # The fields of a NewJob that must be a str or an int.
@@ -370,7 +389,7 @@ def _read_retry(message: job_pb2.RetryPolicy) -> RetryPolicy | None:
             return None
 
 
-def read_leased(message: job_pb2.LeasedJob) -> Job:
+def read_leased(message: job_pb2.LeasedJob, *, reporter: Reporter = ignore) -> Job:
     # HasField first: reading an absent message field would create an object.
     traced = message.HasField("trace")
     enqueued, run = message.enqueued_at, message.run_at
@@ -390,6 +409,8 @@ def read_leased(message: job_pb2.LeasedJob) -> Job:
         run_at=enqueued_at if at_once else moment(run),
         traceparent=message.trace.traceparent if traced else "",
         tracestate=message.trace.tracestate if traced else "",
+        checkpoint=message.checkpoint,
+        reporter=reporter,
     )
 
 
@@ -426,4 +447,6 @@ def read_record(message: job_pb2.Job, *, with_payload: bool) -> JobRecord:
             for past in message.attempts
         ],
         shard=message.shard,
+        progress=read_progress(message.progress) if message.HasField("progress") else None,
+        checkpoint=message.checkpoint if with_payload else None,
     )

@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from windrow.errors import WindrowError
-from windrow.jobs import Job
+from windrow.jobs import Answer, Job
 
 log = logging.getLogger("windrow.worker")
 
@@ -22,7 +22,7 @@ log = logging.getLogger("windrow.worker")
 class HeldLease:
     """A leased job that the worker holds."""
 
-    __slots__ = ("extending", "job", "over", "renewed_at", "settling", "task", "threaded")
+    __slots__ = ("extending", "job", "over", "renewed_at", "reports", "settling", "task", "threaded")
 
     def __init__(self, job: Job, renewed_at: float) -> None:
         self.job = job
@@ -30,6 +30,8 @@ class HeldLease:
         self.renewed_at = renewed_at
         # An extend waits to be sent or answered.
         self.extending = False
+        # How many reports of the handler wait to be sent or answered.
+        self.reports = 0
         # The job's outcome waits to be sent or answered.
         self.settling = False
         # The lease has ended, according to the router or to the clock.
@@ -160,6 +162,11 @@ class Leases:
                 self._on_waited(held)
         if begun:
             self._extend(begun)
+
+    def revoked(self, answers: Mapping[bytes, Answer]) -> None:
+        """Loses those of these leases that the worker holds."""
+        for held in [held for held in self._held if held.job.lease in answers]:
+            self.lose(held, f"the router revoked it ({answers[held.job.lease].name})")
 
     def lose(self, held: HeldLease, why: str) -> None:
         self.drop(held)

@@ -11,6 +11,7 @@ from typing import ClassVar
 from windrow.errors import Span
 from windrow.failures import Failure, failure_message, failure_of, type_name
 from windrow.payloads import duration, seconds
+from windrow.reports import Report
 from windrow.v1 import queue_pb2
 
 _RETRY_AFTER_MAX_S = 3650 * 86400
@@ -65,13 +66,21 @@ class Failed(Action):
             nack.retry_after.CopyFrom(duration(self.retry_after_s))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Extended(Action):
-    """The lease is prolonged."""
+    """The lease is prolonged. `report`: what the handler has reported with it."""
 
     verb = "extend"
+    report: Report | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.report.checkpoint or b"") if self.report is not None else 0
 
     def write(self, request: queue_pb2.ConsumeRequest, lease: bytes) -> None:
-        request.extends.add(lease=lease)
+        extend = request.extends.add(lease=lease)
+        if self.report is not None:
+            self.report.write(extend)
 
 
 class Released(Action):

@@ -14,6 +14,7 @@ from windrow.errors import Span
 
 FAILURE_TYPE_BYTES_MAX, FAILURE_MESSAGE_BYTES_MAX, FAILURE_STACK_BYTES_MAX = 256, 8192, 32768
 RESULT_BYTES_MAX = 65536
+CHECKPOINT_BYTES_MAX, NOTE_BYTES_MAX = 65536, 1024
 
 Payload: TypeAlias = bytes | bytearray | memoryview | str | Mapping[str, Any] | Sequence[Any] | int | float | None
 """Bytes are sent as they are, str as UTF-8, and anything else as JSON: None becomes `null`."""
@@ -52,8 +53,8 @@ def encode_result(value: Payload) -> bytes:
 
 
 def clipped(text: str, bytes_max: int, *, keep_end: bool = False) -> str:
-    """Returns a text as a Failure accepts it: at most `bytes_max` bytes of UTF-8 without NUL, of a longer text the
-    beginning or the end."""
+    """Returns a text as a Failure or a Progress accepts it: at most `bytes_max` bytes of UTF-8 without NUL, of a longer
+    text the beginning or the end."""
     data = text.replace("\0", "�").encode(errors="replace")
     if len(data) <= bytes_max:
         return data.decode()

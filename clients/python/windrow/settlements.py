@@ -18,6 +18,7 @@ from windrow.errors import InvalidRequest, RouterError, WindrowError
 from windrow.jobs import Answer, answer_of
 from windrow.leases import Connectivity, HeldLease, Leases, log
 from windrow.outcomes import Action, Extended, Released
+from windrow.reports import Report
 from windrow.v1 import queue_pb2
 
 # The contract's limit for each kind of entry in one message.
@@ -30,14 +31,21 @@ UNANSWERED_MAX = 2
 
 
 class _Entry:
-    __slots__ = ("action", "alone", "held", "size")
+    __slots__ = ("action", "alone", "held")
 
     def __init__(self, held: HeldLease, action: Action) -> None:
         self.held = held
         self.action = action
-        self.size = _ENTRY_BYTES + action.size
         # The entry may be why a whole message was refused: send it in a message of its own.
         self.alone = False
+
+    @property
+    def size(self) -> int:
+        return _ENTRY_BYTES + self.action.size
+
+    @property
+    def is_extend(self) -> bool:
+        return isinstance(self.action, Extended)
 
 
 class _Message:
@@ -59,12 +67,16 @@ class Settlements:
         self._connectivity = connectivity
         self._backoff = backoff
         self._waiting: deque[_Entry] = deque()
+        # Those of the waiting entries that have a report: a later report about the same job joins it.
+        self._reports: dict[HeldLease, _Entry] = {}
         self._unanswered: dict[int, _Message] = {}
         self._number = 0
         # Set while the router has asked for a retry: nothing is sent until it fires.
         self._retry_timer: asyncio.TimerHandle | None = None
         self._room = asyncio.Event()
         self._room.set()
+        # Set when a report is no longer on its way.
+        self._reported = asyncio.Event()
         # Set whenever there may be something to send.
         self.wake = asyncio.Event()
         # Set while nothing waits and nothing is unanswered.
@@ -73,7 +85,11 @@ class Settlements:
 
     async def settle(self, held: HeldLease, fate: Action) -> None:
         """Queues the outcome of a job. Waits while more than one full message is queued, so that handlers cannot run
-        faster than the router answers."""
+        faster than the router answers; and before, while a report about the job is on its way: the router settles
+        messages in parallel, and takes no report about a lease that has ended."""
+        while held.reports:
+            self._reported.clear()
+            await self._reported.wait()
         self._put(held, fate)
         while len(self._waiting) > ENTRIES_MAX:
             self._room.clear()
@@ -87,6 +103,21 @@ class Settlements:
         for held in leases:
             held.extending = True
             self._waiting.append(_Entry(held, _EXTEND))
+        self._notify()
+
+    def report(self, held: HeldLease, report: Report) -> None:
+        """Queues what a handler reports about its job. It is sent with an extend."""
+        if held.settling or held.lost:
+            return
+        entry = self._reports.get(held)
+        if entry is None:
+            entry = self._reports[held] = _Entry(held, Extended(report=report))
+            held.reports += 1
+            held.extending = True
+            self._waiting.append(entry)
+        else:
+            assert isinstance(entry.action, Extended)
+            entry.action = Extended(report=report if entry.action.report is None else entry.action.report.then(report))
         self._notify()
 
     def fill(self, request: queue_pb2.ConsumeRequest) -> bool:
@@ -162,14 +193,17 @@ class Settlements:
         waiting = self._waiting
         while waiting and len(batch) < ENTRIES_MAX:
             entry = waiting[0]
-            if entry.action is _EXTEND and (entry.held.settling or entry.held not in self._leases):
+            if entry.is_extend and (entry.held.settling or entry.held not in self._leases):
                 # The job's outcome is queued by now, or its lease has ended: there is nothing to prolong.
                 waiting.popleft()
+                self._end_report(entry)
                 continue
             size += entry.size
             if batch and (size > _BYTES_MAX or entry.alone):
                 break
             batch.append(waiting.popleft())
+            if self._reports.get(entry.held) is entry:
+                del self._reports[entry.held]
             if entry.alone:
                 break
         self._room.set()
@@ -177,8 +211,9 @@ class Settlements:
 
     def _end(self, entry: _Entry, answer: Answer, sent_at: float) -> None:
         held = entry.held
-        if entry.action is _EXTEND:
+        if entry.is_extend:
             held.extending = False
+            self._end_report(entry)
             if answer is Answer.OK:
                 held.renewed_at = max(held.renewed_at, sent_at)
             elif held in self._leases:
@@ -189,6 +224,14 @@ class Settlements:
             log.warning(
                 "job %s: its %s was answered %s: the lease had ended", held.job.id, entry.action.verb, answer.name
             )
+
+    def _end_report(self, entry: _Entry) -> None:
+        """An extend is no longer on its way."""
+        if isinstance(entry.action, Extended) and entry.action.report is not None:
+            entry.held.reports -= 1
+            if self._reports.get(entry.held) is entry:
+                del self._reports[entry.held]
+            self._reported.set()
 
     def _is_isolating(self) -> bool:
         """Whether a suspected entry is being tried, or comes next and must wait for the messages under way."""
@@ -215,7 +258,8 @@ class Settlements:
                 self._give_up(entry, error)
 
     def _give_up(self, entry: _Entry, error: WindrowError) -> None:
-        if entry.action is _EXTEND:
+        if entry.is_extend:
+            self._end_report(entry)
             self._leases.lose(entry.held, str(error))
             return
         log.error("job %s: its %s was refused; its lease will expire: %s", entry.held.job.id, entry.action.verb, error)
@@ -224,7 +268,7 @@ class Settlements:
     def _requeue(self, entries: Iterable[_Entry]) -> None:
         again: list[_Entry] = []
         for entry in entries:
-            if entry.action is not _EXTEND and self._leases.ended(entry.held):
+            if not entry.is_extend and self._leases.ended(entry.held):
                 self._leases.drop(entry.held)
                 log.warning(
                     "job %s: its lease ended before its %s reached the router", entry.held.job.id, entry.action.verb

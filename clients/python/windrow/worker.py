@@ -33,6 +33,7 @@ from windrow.jobs import Job, read_leased
 from windrow.leases import Connectivity, HeldLease, Leases
 from windrow.outcomes import Action, Done, Failed, Kill, Outcome
 from windrow.payloads import Payload, duration, encode_result, seconds
+from windrow.reports import Report
 from windrow.settlements import Backoff, Settlements
 from windrow.signals import stopped_by_signals
 from windrow.tracing import fail
@@ -86,6 +87,9 @@ class Worker:
     - `cancel_lost` (default True): cancels a coroutine handler when its lease ends. A `def` handler cannot be
       cancelled: it should check job.lost.is_set(). One that never returns occupies its slot, and keeps the process
       alive, because Python waits for threads at exit (see run()).
+
+    A handler that runs long can report how far it has come, for people, and a checkpoint for the job's next attempt
+    (see Job.report). A job that is cancelled loses its lease: see `cancel_lost`.
 
     A handler returns the job's result (see Payload; None: no result; at most 64 KiB); the worker then acks the job. A
     handler that raises nacks the job. Retry(after=...) and Kill("why") set the outcome; after any other exception the
@@ -142,6 +146,7 @@ class Worker:
             connectivity=self._connectivity,
             jobs_wanted=self._jobs_wanted,
             take=self._take,
+            revoked=self._leases.revoked,
         )
         self._waiting: deque[HeldLease] = deque()
         self._running: dict[HeldLease, None] = {}
@@ -242,7 +247,9 @@ class Worker:
         return int(min(self.prefetch, self.concurrency * wait_s / max(self._mean_handler_s, 1e-6)))
 
     def _take(self, messages: Sequence[job_pb2.LeasedJob], received_at: float) -> None:
-        self._waiting.extend(self._leases.hold([read_leased(message) for message in messages], received_at))
+        self._waiting.extend(
+            self._leases.hold([read_leased(message, reporter=self._report) for message in messages], received_at)
+        )
         if self._ending or self._stopping.is_set():
             # The jobs were on their way when stop() was called.
             self._give_back_waiting()
@@ -307,6 +314,26 @@ class Worker:
             )
         else:
             await self._settlements.settle(held, fate)
+
+    def _report(self, lease: bytes, report: Report) -> None:
+        """Takes a report of a handler, which may run in a thread."""
+        assert self._loop is not None
+        try:
+            is_here = asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            is_here = False
+        if is_here:
+            self._on_report(lease, report)
+        else:
+            # A thread may outlive the worker, whose event loop is then closed.
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._on_report, lease, report)
+
+    def _on_report(self, lease: bytes, report: Report) -> None:
+        for held in self._running:
+            if held.job.lease == lease:
+                self._settlements.report(held, report)
+                return
 
     def _on_cancelled(self, held: HeldLease) -> None:
         """Handles a job whose task was cancelled."""

@@ -291,7 +291,7 @@ class ConsumeRequest(_message.Message):
     0 to 10,000, and the sum may not exceed 10,000. A new stream begins with none.
     The next four fields name leases, which may come from this stream or from any other call of the org. A message may
     settle each lease only once: by an ack, a nack or a release. An extend of a lease that the same message settles is
-    left out. One Settled answers all four fields.
+    left out, with what it reports. One Settled answers all four fields.
 
     Messages are settled in parallel, so of two messages about one lease either may be done first. After an ack, nack
     or release the consumer sends nothing else about the lease, except the same message again. If it acks a lease while

@@ -129,6 +129,8 @@ class ServerLimits(_message.Message):
     MAX_DELAY_FIELD_NUMBER: _builtins.int
     MAX_DEDUP_WINDOW_FIELD_NUMBER: _builtins.int
     MAX_ID_AGE_FIELD_NUMBER: _builtins.int
+    MAX_CHECKPOINT_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_PROGRESS_NOTE_BYTES_FIELD_NUMBER: _builtins.int
     max_message_bytes: _builtins.int
     """The size of one request, or of one message of a stream."""
     max_jobs_per_enqueue: _builtins.int
@@ -169,6 +171,10 @@ class ServerLimits(_message.Message):
     """Bounds Dedup.key, in UTF-8."""
     max_org_bytes: _builtins.int
     """Bounds the name of an org in every request, in UTF-8."""
+    max_checkpoint_bytes: _builtins.int
+    """Bounds Extend.checkpoint."""
+    max_progress_note_bytes: _builtins.int
+    """Bounds Progress.note, in UTF-8."""
     @_builtins.property
     def min_visibility_window(self) -> _duration_pb2.Duration:
         """The shortest window of a lease. Later releases may allow shorter ones."""
@@ -221,10 +227,12 @@ class ServerLimits(_message.Message):
         max_delay: _duration_pb2.Duration | None = ...,
         max_dedup_window: _duration_pb2.Duration | None = ...,
         max_id_age: _duration_pb2.Duration | None = ...,
+        max_checkpoint_bytes: _builtins.int = ...,
+        max_progress_note_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["max_dedup_window", b"max_dedup_window", "max_delay", b"max_delay", "max_id_age", b"max_id_age", "max_visibility_window", b"max_visibility_window", "max_wait", b"max_wait", "min_visibility_window", b"min_visibility_window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_attributes", b"max_attributes", "max_credit", b"max_credit", "max_dedup_key_bytes", b"max_dedup_key_bytes", "max_dedup_window", b"max_dedup_window", "max_delay", b"max_delay", "max_failure_message_bytes", b"max_failure_message_bytes", "max_failure_stack_bytes", b"max_failure_stack_bytes", "max_failure_type_bytes", b"max_failure_type_bytes", "max_id_age", b"max_id_age", "max_ids_per_call", b"max_ids_per_call", "max_jobs_per_change", b"max_jobs_per_change", "max_jobs_per_dequeue", b"max_jobs_per_dequeue", "max_jobs_per_enqueue", b"max_jobs_per_enqueue", "max_jobs_per_restore", b"max_jobs_per_restore", "max_leases_per_call", b"max_leases_per_call", "max_message_bytes", b"max_message_bytes", "max_org_bytes", b"max_org_bytes", "max_page_size", b"max_page_size", "max_payload_bytes", b"max_payload_bytes", "max_queues_per_dequeue", b"max_queues_per_dequeue", "max_queues_per_org", b"max_queues_per_org", "max_result_bytes", b"max_result_bytes", "max_visibility_window", b"max_visibility_window", "max_wait", b"max_wait", "min_visibility_window", b"min_visibility_window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_attributes", b"max_attributes", "max_checkpoint_bytes", b"max_checkpoint_bytes", "max_credit", b"max_credit", "max_dedup_key_bytes", b"max_dedup_key_bytes", "max_dedup_window", b"max_dedup_window", "max_delay", b"max_delay", "max_failure_message_bytes", b"max_failure_message_bytes", "max_failure_stack_bytes", b"max_failure_stack_bytes", "max_failure_type_bytes", b"max_failure_type_bytes", "max_id_age", b"max_id_age", "max_ids_per_call", b"max_ids_per_call", "max_jobs_per_change", b"max_jobs_per_change", "max_jobs_per_dequeue", b"max_jobs_per_dequeue", "max_jobs_per_enqueue", b"max_jobs_per_enqueue", "max_jobs_per_restore", b"max_jobs_per_restore", "max_leases_per_call", b"max_leases_per_call", "max_message_bytes", b"max_message_bytes", "max_org_bytes", b"max_org_bytes", "max_page_size", b"max_page_size", "max_payload_bytes", b"max_payload_bytes", "max_progress_note_bytes", b"max_progress_note_bytes", "max_queues_per_dequeue", b"max_queues_per_dequeue", "max_queues_per_org", b"max_queues_per_org", "max_result_bytes", b"max_result_bytes", "max_visibility_window", b"max_visibility_window", "max_wait", b"max_wait", "min_visibility_window", b"min_visibility_window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

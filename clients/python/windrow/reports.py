@@ -1,0 +1,68 @@
+"""What a handler reports about its job while it runs. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from windrow.payloads import CHECKPOINT_BYTES_MAX, NOTE_BYTES_MAX, Payload, clipped, encode
+from windrow.v1 import job_pb2, queue_pb2
+
+_COUNT_MAX = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far an attempt has come. Windrow stores it, and shows it to people."""
+
+    # The units of work that are done, and those in all; total 0: not known.
+    done: int = 0
+    total: int = 0
+    # What is being done. At most 1 KiB; of a longer note, its beginning.
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """None: what was reported before stays. An empty checkpoint removes the earlier one."""
+
+    progress: Progress | None = None
+    checkpoint: bytes | None = None
+
+    def then(self, later: Report) -> Report:
+        """Returns both reports as one."""
+        return Report(
+            progress=self.progress if later.progress is None else later.progress,
+            checkpoint=self.checkpoint if later.checkpoint is None else later.checkpoint,
+        )
+
+    def write(self, extend: queue_pb2.Extend) -> None:
+        if self.progress is not None:
+            progress = self.progress
+            extend.progress.CopyFrom(
+                job_pb2.Progress(done=progress.done, total=progress.total, note=clipped(progress.note, NOTE_BYTES_MAX))
+            )
+        if self.checkpoint is not None:
+            extend.checkpoint = self.checkpoint
+
+
+Reporter = Callable[[bytes, Report], None]
+"""Takes a lease token, and what was reported about its job."""
+
+
+def ignore(_lease: bytes, _report: Report) -> None:
+    """The reporter of a job that no Worker runs."""
+
+
+def report_of(progress: Progress | None, checkpoint: Payload) -> Report:
+    """Returns a report; a checkpoint of None means none. Raises TypeError or ValueError."""
+    if progress is not None and not (0 <= progress.done <= _COUNT_MAX and 0 <= progress.total <= _COUNT_MAX):
+        raise ValueError(f"done and total must be 0 or more, not {progress.done} and {progress.total}")
+    data = None if checkpoint is None else encode(checkpoint, what="checkpoint")
+    if data is not None and len(data) > CHECKPOINT_BYTES_MAX:
+        raise ValueError(f"the checkpoint has {len(data):,} bytes; at most {CHECKPOINT_BYTES_MAX:,} are allowed")
+    return Report(progress=progress, checkpoint=data)
+
+
+def read_progress(message: job_pb2.Progress) -> Progress:
+    return Progress(done=message.done, total=message.total, note=message.note)
