@@ -3,6 +3,7 @@ have come. Each test uses two routers: what one of them does, the consumers of t
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections.abc import AsyncGenerator, Generator
 from contextlib import AsyncExitStack
@@ -13,7 +14,9 @@ import pytest_asyncio
 
 from tests.postgres import Server
 from tests.routers import PATIENCE_S, Routers, running_routers, write_cluster
-from tests.streams import CANCELLED, OK, QUEUE, STALE, Client, acks, client, new_job, until
+from tests.streams import CANCELLED, OK, QUEUE, STALE, Client, acks, client, new_job, until, window
+from windrow import Answer, Job, JobState, Progress, Retry, Worker
+from windrow import Client as WindrowClient
 from windrow.v1 import admin_pb2, job_pb2, queue_pb2
 
 _KIB = 1024
@@ -134,7 +137,7 @@ async def test_progress_and_checkpoint_stay_with_the_job_until_its_next_attempt(
     assert stored.progress == job_pb2.Progress(done=3, total=7, note="files\ufffd copied")
     assert stored.checkpoint == b"", "only with payloads"
     await one.queue.Nack(
-        queue_pb2.NackRequest(org="reports", nacks=[queue_pb2.Nack(lease=job.lease, retry_after={"seconds": 0})]),
+        queue_pb2.NackRequest(org="reports", nacks=[queue_pb2.Nack(lease=job.lease, retry_after=window(0))]),
         timeout=PATIENCE_S,
     )
     async with other.stream("reports", credit=1) as stream:
@@ -238,3 +241,60 @@ async def test_a_draining_router_tells_its_consumers_and_takes_what_they_still_h
                 assert deaf.draining
                 assert refused.code() is grpc.StatusCode.UNAVAILABLE
         await until(lambda: running.supervisor.poll() is not None, "the end of the router")
+
+
+async def test_a_handler_goes_on_from_the_checkpoint_of_the_attempt_before(routers: list[Routers]) -> None:
+    seen: list[bytes] = []
+    async with WindrowClient(routers[0].address, org="resumed") as producer:
+        worker = Worker(producer, [QUEUE])
+        done = asyncio.Event()
+
+        @worker.handler("greet")
+        async def greet(job: Job) -> None:
+            seen.append(job.checkpoint)
+            if job.attempt == 3:
+                done.set()
+                return
+            job.report(Progress(done=job.attempt, total=3), checkpoint=job.checkpoint + b"x")
+            raise Retry(after=0)
+
+        enqueued = await producer.enqueue(QUEUE, "greet")
+        running = asyncio.create_task(worker.run())
+        async with asyncio.timeout(PATIENCE_S):
+            await done.wait()
+        worker.stop()
+        await running
+        record = (await producer.get_jobs([enqueued.id], include_payload=True))[enqueued.id]
+    assert seen == [b"", b"x", b"xx"]
+    assert (record.state, record.progress, record.checkpoint) == (
+        JobState.SUCCEEDED,
+        Progress(done=2, total=3),
+        b"xx",
+    )
+
+
+async def test_a_cancel_stops_the_handler_at_once(routers: list[Routers]) -> None:
+    async with (
+        WindrowClient(routers[0].address, org="stopped") as near,
+        WindrowClient(routers[1].address, org="stopped") as far,
+    ):
+        # It would extend, and so learn of the cancel, only after hours.
+        worker = Worker(near, [QUEUE], visibility_window=43_200)
+        begun, ended = asyncio.Event(), asyncio.Event()
+
+        @worker.handler("greet")
+        async def greet(_: Job) -> None:
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+
+        running = asyncio.create_task(worker.run())
+        async with asyncio.timeout(PATIENCE_S):
+            enqueued = await far.enqueue(QUEUE, "greet")
+            await begun.wait()
+            assert await far.cancel_jobs([enqueued.id]) == [Answer.OK]
+            await ended.wait()
+        worker.stop()
+        await running

@@ -60,6 +60,10 @@ class FakeStream:
         self.sent += len(jobs)
         await self._write(queue_pb2.ConsumeResponse(jobs=jobs))
 
+    async def tell(self, **fields: Any) -> None:
+        """Sends a message."""
+        await self._write(queue_pb2.ConsumeResponse(**fields))
+
     async def serve(self, messages: Any) -> None:
         await self._context.send_initial_metadata(())
         reading = asyncio.create_task(self._read(messages))
