@@ -50,7 +50,9 @@ async def test_a_revoked_lease_cancels_its_handler_and_frees_its_place(
     assert "CANCELLED" in caplog.text
 
 
-async def test_a_job_that_is_revoked_before_it_begins_never_begins(router: FakeRouter, client: Client) -> None:
+async def test_a_job_that_is_revoked_before_it_begins_never_begins(
+    router: FakeRouter, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
     worker = Worker(client, "q", concurrency=1, prefetch=1)
     begun: list[str] = []
     go = asyncio.Event()
@@ -67,6 +69,7 @@ async def test_a_job_that_is_revoked_before_it_begins_never_begins(router: FakeR
         router.jobs.clear()
         await router.stream.send(second, third)
         await router.stream.tell(revoked=[answer(second.lease, CANCELLED)])
+        await router.until(lambda: f"lost the lease of job {second.id}" in caplog.text)
         go.set()
         await router.until(lambda: len(router.acks()) == 2)
     assert begun == [first.id, third.id]
@@ -141,6 +144,39 @@ async def test_the_newest_report_goes_with_the_next_message_and_before_the_outco
     (extend,) = extends(router)
     assert (extend.progress.done, extend.progress.total, len(extend.progress.note)) == (2, 3, 1024)
     assert extend.checkpoint == b"row 3"
+
+
+async def test_a_later_report_waits_until_the_earlier_one_is_answered(router: FakeRouter, client: Client) -> None:
+    worker = Worker(client, "q")
+    answering, go = asyncio.Event(), asyncio.Event()
+
+    async def late(message: Any, _: FakeStream) -> queue_pb2.Settled:
+        if message.extends:
+            await answering.wait()
+        return queue_pb2.Settled()
+
+    router.scripts["Settle"] = late
+
+    @worker.handler("work")
+    async def work(job: Job) -> None:
+        job.report(checkpoint=b"first")
+        await go.wait()
+        job.report(Progress(done=2), checkpoint=b"second")
+        job.report(Progress(done=3))
+
+    @worker.handler("quick")
+    async def quick(_: Job) -> None: ...
+
+    router.give("work")
+    async with running(worker):
+        await router.until(lambda: extends(router))
+        go.set()
+        other = router.give("quick")
+        await router.until(lambda: router.settled("Ack") == [other.id])
+        assert [extend.checkpoint for extend in extends(router)] == [b"first"]
+        answering.set()
+        await router.until(lambda: len(router.acks()) == 2)
+    assert [(extend.checkpoint, extend.progress.done) for extend in extends(router)] == [(b"first", 0), (b"second", 3)]
 
 
 async def test_a_thread_reports_too(router: FakeRouter, client: Client) -> None:

@@ -22,7 +22,7 @@ log = logging.getLogger("windrow.worker")
 class HeldLease:
     """A leased job that the worker holds."""
 
-    __slots__ = ("extending", "job", "over", "renewed_at", "reports", "settling", "task", "threaded")
+    __slots__ = ("extending", "job", "over", "renewed_at", "settling", "task", "threaded")
 
     def __init__(self, job: Job, renewed_at: float) -> None:
         self.job = job
@@ -30,8 +30,6 @@ class HeldLease:
         self.renewed_at = renewed_at
         # An extend waits to be sent or answered.
         self.extending = False
-        # How many reports of the handler wait to be sent or answered.
-        self.reports = 0
         # The job's outcome waits to be sent or answered.
         self.settling = False
         # The lease has ended, according to the router or to the clock.

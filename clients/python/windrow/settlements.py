@@ -31,13 +31,16 @@ UNANSWERED_MAX = 2
 
 
 class _Entry:
-    __slots__ = ("action", "alone", "held")
+    __slots__ = ("action", "alone", "held", "later", "sent")
 
     def __init__(self, held: HeldLease, action: Action) -> None:
         self.held = held
         self.action = action
         # The entry may be why a whole message was refused: send it in a message of its own.
         self.alone = False
+        self.sent = False
+        # What was reported after this entry, which has a report, was sent.
+        self.later: Report | None = None
 
     @property
     def size(self) -> int:
@@ -67,7 +70,8 @@ class Settlements:
         self._connectivity = connectivity
         self._backoff = backoff
         self._waiting: deque[_Entry] = deque()
-        # Those of the waiting entries that have a report: a later report about the same job joins it.
+        # The entry with a report of each job, if there is one. A second one must wait until the first is answered: the
+        # router settles messages in parallel, and the older report could be stored last.
         self._reports: dict[HeldLease, _Entry] = {}
         self._unanswered: dict[int, _Message] = {}
         self._number = 0
@@ -75,7 +79,7 @@ class Settlements:
         self._retry_timer: asyncio.TimerHandle | None = None
         self._room = asyncio.Event()
         self._room.set()
-        # Set when a report is no longer on its way.
+        # Set when a job has no report on its way any more.
         self._reported = asyncio.Event()
         # Set whenever there may be something to send.
         self.wake = asyncio.Event()
@@ -87,7 +91,7 @@ class Settlements:
         """Queues the outcome of a job. Waits while more than one full message is queued, so that handlers cannot run
         faster than the router answers; and before, while a report about the job is on its way: the router settles
         messages in parallel, and takes no report about a lease that has ended."""
-        while held.reports:
+        while held in self._reports:
             self._reported.clear()
             await self._reported.wait()
         self._put(held, fate)
@@ -111,14 +115,17 @@ class Settlements:
             return
         entry = self._reports.get(held)
         if entry is None:
-            entry = self._reports[held] = _Entry(held, Extended(report=report))
-            held.reports += 1
-            held.extending = True
-            self._waiting.append(entry)
+            self._queue_report(held, report)
+        elif entry.sent:
+            entry.later = report if entry.later is None else entry.later.then(report)
         else:
-            assert isinstance(entry.action, Extended)
-            entry.action = Extended(report=report if entry.action.report is None else entry.action.report.then(report))
+            _add_report(entry, report)
         self._notify()
+
+    def _queue_report(self, held: HeldLease, report: Report) -> None:
+        entry = self._reports[held] = _Entry(held, Extended(report=report))
+        held.extending = True
+        self._waiting.append(entry)
 
     def fill(self, request: queue_pb2.ConsumeRequest) -> bool:
         """Adds the entries that may be sent now. Returns whether there were any; they count as sent then."""
@@ -202,8 +209,7 @@ class Settlements:
             if batch and (size > _BYTES_MAX or entry.alone):
                 break
             batch.append(waiting.popleft())
-            if self._reports.get(entry.held) is entry:
-                del self._reports[entry.held]
+            entry.sent = True
             if entry.alone:
                 break
         self._room.set()
@@ -226,11 +232,14 @@ class Settlements:
             )
 
     def _end_report(self, entry: _Entry) -> None:
-        """An extend is no longer on its way."""
-        if isinstance(entry.action, Extended) and entry.action.report is not None:
-            entry.held.reports -= 1
-            if self._reports.get(entry.held) is entry:
-                del self._reports[entry.held]
+        """An extend is no longer on its way. Queues what its handler has reported meanwhile."""
+        held = entry.held
+        if self._reports.get(held) is not entry:
+            return
+        del self._reports[held]
+        if entry.later is not None and not held.settling and held in self._leases:
+            self._queue_report(held, entry.later)
+        else:
             self._reported.set()
 
     def _is_isolating(self) -> bool:
@@ -274,6 +283,10 @@ class Settlements:
                     "job %s: its lease ended before its %s reached the router", entry.held.job.id, entry.action.verb
                 )
             else:
+                entry.sent = False
+                if entry.later is not None:
+                    _add_report(entry, entry.later)
+                    entry.later = None
                 again.append(entry)
         self._waiting.extendleft(reversed(again))
         self._notify()
@@ -291,6 +304,12 @@ class Settlements:
             self.idle.clear()
         else:
             self.idle.set()
+
+
+def _add_report(entry: _Entry, later: Report) -> None:
+    assert isinstance(entry.action, Extended)
+    earlier = entry.action.report
+    entry.action = Extended(report=later if earlier is None else earlier.then(later))
 
 
 class Backoff:
