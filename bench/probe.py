@@ -51,7 +51,7 @@ class Compared:
 
 
 class Probe:
-    """Of a cluster with one shard; made by `open_probe`. Its jobs are an org's of its own."""
+    """A client of a cluster with one shard, made by `open_probe`. Its jobs belong to an org of its own."""
 
     def __init__(self, stage: Stage, channel: grpc.aio.Channel) -> None:
         ((_, self.dsn),) = stage.dsns.items()

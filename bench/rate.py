@@ -22,9 +22,9 @@ _JOBS_MAX = 400_000
 class Figure(StrEnum):
     # Into empty queues.
     ENQUEUE = "enqueue"
-    # What was filled in before, until all of it is finished.
+    # Finishes the jobs that were stored before the measurement.
     DRAIN = "drain"
-    # Both at once, from the first job in to the last job finished.
+    # Enqueues and drains at the same time: from the first job stored to the last job finished.
     LIFE = "whole life"
 
 
@@ -122,7 +122,7 @@ class Turn:
         return found[0], found[1]
 
     def _shares(self, total: int) -> list[int]:
-        """Of each client process."""
+        """Divides a total over the client processes."""
         count = len(self.clients.pids)
         return [total * (at + 1) // count - total * at // count for at in range(count)]
 

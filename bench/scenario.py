@@ -25,7 +25,7 @@ class Bench:
     say: Callable[[str], None]
     # Peers that failed, and why: the others go on without them.
     failed: dict[str, str] = field(default_factory=dict[str, str])
-    # Of Postgres, once one has run.
+    # Facts about Postgres, once a server has run.
     postgres: dict[str, object] = field(default_factory=dict[str, object])
     _stages: list[Stage] = field(default_factory=list[Stage])
 

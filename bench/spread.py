@@ -31,13 +31,14 @@ def spread(values: Iterable[float]) -> Spread:
 
 
 def ratio(above: Mapping[int, float], below: Mapping[int, float]) -> Spread | None:
-    """Of the rounds' own ratios, for values by round; None where no round has both."""
+    """Returns the spread of the ratios of each round; None if no round has both values."""
     both = [above[run] / below[run] for run in above if below.get(run)]
     return spread(both) if both else None
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """Of values in ascending order: the least that at least `share` (0 to 1) of them do not exceed (nearest rank)."""
+    """Returns the least of these ascending values that at least `share` (0 to 1) of them do not exceed (nearest
+    rank)."""
     if not ordered:
         raise ValueError("no values have no percentile")
     # Rounded, because 0.07 * 100 is 7.000000000000001.

@@ -102,7 +102,7 @@ class Stage:
     async def passing_clients(
         self, system: str, *, addresses: Sequence[str], callers: int, connections: int = CONNECTIONS
     ) -> AsyncGenerator[Clients, None]:
-        """Same, for a scope of their own."""
+        """Yields client processes that end with this scope."""
         dsn = await self.database(system)
         sites = [
             Site(

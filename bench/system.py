@@ -16,7 +16,8 @@ class Wrong(Exception):
     """The system did something else than it was asked: its figures are worth nothing."""
 
 
-# Of a client process. The kernel deals connections out to the server's processes: several, or all might go to one.
+# The connections of a client process. The kernel deals them out to the server's processes, and could give a single one
+# to always the same process.
 CONNECTIONS = 4
 
 
@@ -26,15 +27,15 @@ class Site:
 
     # HOST:PORT of what speaks gRPC: the routers, or the echo.
     address: str
-    # Of each shard's Postgres, as Windrow's own role.
+    # The DSN of each shard's database, for Windrow's own role.
     dsns: Mapping[str, str]
-    # Of a database of this system's own, on the first shard's server. Its role owns it.
+    # The DSN of a database for this system alone, on the first shard's server. Its role owns it.
     dsn: str
     # The folder that peers are installed in.
     cache: str
     # The most calls that this client process has under way at a time, of each sort (enqueue; work).
     callers: int
-    # Of this client process, at most, where it speaks gRPC.
+    # The most connections of this client process, if it uses gRPC.
     connections: int = CONNECTIONS
 
 

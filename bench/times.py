@@ -33,7 +33,7 @@ def due_between(calls: Iterable[Call], first_s: float, past_s: float) -> list[Ca
 
 
 def p99_by_time(calls: Iterable[Call], *, start_s: float, step_s: float) -> list[tuple[float, float]]:
-    """Of each step's calls, by when they were due: seconds since the start, and ms."""
+    """Returns the p99 of the calls that were due in each step: the step's start in seconds, and the p99 in ms."""
     steps: defaultdict[int, list[float]] = defaultdict(list)
     for call in calls:
         steps[int((call.due_s - start_s) // step_s)].append(call.took_s * 1000)

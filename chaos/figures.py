@@ -24,7 +24,7 @@ class Second:
     acked: int = 0
     # Calls that were refused, or not answered.
     failed: int = 0
-    # Of jobs that were due at once and came for the first time, in this second.
+    # The pickup times of jobs that were due at once and arrived for the first time, in this second.
     pickups_s: Sequence[float] = ()
 
 

@@ -42,8 +42,8 @@ _SLACK_S = 7.0
 _STALLS = 3.0
 _DRAIN_S_MAX = 300.0
 _STUCK_S_MAX = 30.0
-# Of moves, once all is healed: several thousand slots have to go back, and one that could not go on pauses for half a
-# minute.
+# How long moves may take once all faults are over: several thousand slots have to go back, and a move that could not
+# continue pauses for half a minute.
 _REST_S_MAX = 180.0
 _REST_LOOK_S = 1.0
 # Before a fault that is alone: calls that earlier faults held up have ended, and clients are connected again.

@@ -29,7 +29,7 @@ class ClusterFile:
     """Whoever edits it calls `save`. While it is spoiled, edits are kept until it is mended."""
 
     path: Path
-    # Of the cluster.
+    # The name of the cluster.
     name: str
     entries: list[Entry]
     # Empty: that of the first shard.
@@ -38,7 +38,7 @@ class ClusterFile:
     rest: str = ""
     # Tells those who read it that it has changed. They look for themselves too, now and then.
     hurry: Callable[[], None] = lambda: None
-    # Of texts that are to be refused.
+    # The texts that a reader must refuse.
     unusable: set[str] = field(default_factory=set[str])
     _spoiled: str | None = None
 

@@ -81,7 +81,7 @@ class Call:
     # None: the client did not live to see it.
     ended_s: float | None = None
     outcome: Outcome = Outcome.UNKNOWN
-    # Of the status; empty for OK.
+    # The code of the status; empty for OK.
     code: str = ""
     # When it was to begin, if that was planned.
     planned_s: float | None = None
@@ -133,7 +133,7 @@ class Settle:
     lease: LeaseKey
     # None: nobody has said.
     answer: Answer | None
-    # Of a nack: when the job is to be there again. Of an extend: the window.
+    # For a nack: the delay until the job is due again. For an extend: the window.
     span_s: float = 0.0
 
 
@@ -146,7 +146,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lookup:
-    """Of one job, by its id."""
+    """One look-up of one job by its id."""
 
     call: Call
     job: str

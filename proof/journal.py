@@ -35,7 +35,7 @@ def read_placed(catalog: Shard) -> list[Placed]:
 
 
 def read_owned(shards: Iterable[Shard]) -> list[Owned]:
-    """Of each shard in order."""
+    """Returns the slots that each shard owns, in the order of the shards."""
     return [now for shard in shards for now in owned_in(shard.direct_dsn, shard.name)]
 
 

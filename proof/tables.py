@@ -152,7 +152,8 @@ def _from_all_shards(ask: Callable[[], _Answer]) -> _Answer:
 
 
 def read_digest(address: str, *, seconds_max: float) -> str:
-    """Of the cluster file by which some router goes: each time whichever the kernel picks. Raises grpc.RpcError."""
+    """Returns the digest of the cluster file that a router uses. The kernel picks the router process, and may pick
+    another one for each call. Raises grpc.RpcError."""
     with grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
         cluster = cluster_pb2_grpc.ClusterStub(channel)
         shards = cluster.ListShards(cluster_pb2.ListShardsRequest(), timeout=seconds_max)

@@ -50,7 +50,7 @@ _DISK = "SELECT pg_database_size(current_database())"
 class Plan:
     # Finished jobs that the shard has, one depth after the other.
     depths: tuple[int, ...] = (0, 1_000_000, 10_000_000)
-    # Of the deepest, those that go through the API.
+    # How many jobs of the greatest depth are made through the API; the others are inserted.
     api: int = 100_000
     batch: int = 10
     calls: int = 1000

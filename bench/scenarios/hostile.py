@@ -42,7 +42,7 @@ class Plan:
     # How long an attack lasts, and how long the router is watched after it.
     seconds: float = 60.0
     after_s: float = 60.0
-    # Of the quiet org: an enqueue, a dequeue and an ack each.
+    # The load of the quiet org. A turn is an enqueue, a dequeue and an ack.
     turns_per_s: int = 50
     routers: int = 1
     # What a router process may have resident; None: no bound is drawn.

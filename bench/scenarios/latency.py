@@ -34,7 +34,7 @@ _PRODUCER, _WORKER = 0, 1
 class Plan:
     systems: tuple[str, ...] = (STREAMS,)
     workers: tuple[int, ...] = (1, 8, 64)
-    # Of a run; systems that poll get fewer done in `seconds_max`.
+    # The jobs of a run. Systems that poll finish fewer in `seconds_max`.
     jobs: int = 200
     seconds_max: float = 8.0
     runs: int = 5

@@ -52,7 +52,7 @@ CROSS JOIN LATERAL (SELECT at.ms, timestamptz 'epoch' + at.ms * interval '1 ms' 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     days: int = 30
-    # Of each day and retention.
+    # The jobs of each day and retention.
     jobs: int = 100_000
     # Days that jobs are kept for: each has partitions of its own.
     retentions: tuple[int, ...] = (RETENTION_DEFAULT,)
@@ -158,7 +158,7 @@ def _calls(shard: _Shard, channel: grpc.aio.Channel) -> dict[str, tuple[Callable
         await admin.ListJobs(request, timeout=_PATIENCE_S)
 
     async def any_page(org: OrgId) -> None:
-        """Of jobs made before a random moment."""
+        """Reads a page of jobs made before a random moment."""
         request = admin_pb2.ListJobsRequest(org=org, queue=_QUEUE, state=job_pb2.JOB_STATE_SUCCEEDED)
         request.created_before.FromMilliseconds(shard.day_ms(shard.luck.randint(1, plan.days)))
         await page(request)

@@ -54,7 +54,7 @@ class Change:
     least: int
     # How far the slots of two shards of one weight are apart at most, before and after.
     apart: tuple[int, int]
-    # Of the shard that gives or takes most.
+    # The slots that the busiest shard gives or takes.
     busiest: int
     seconds: float
 

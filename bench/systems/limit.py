@@ -22,7 +22,7 @@ from windrow.ids import uuid7
 _QUEUE = QueueName("work")
 _WINDOW_US = 30_000_000
 _POLL_S = 0.002
-# Of one client process to one shard: more than that only wait for each other.
+# The most connections of one client process to one shard. More of them would only wait for each other.
 _CONNECTIONS_MAX = 4
 
 

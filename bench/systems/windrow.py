@@ -130,7 +130,7 @@ class Windrow(WindrowPull):
     """By the stubs; a few Consume streams, which have room for as many jobs as all workers together."""
 
     title: ClassVar[str] = "Windrow"
-    # Of one client process.
+    # The most streams of one client process.
     streams_max: ClassVar[int] = 1
 
     async def work(self, *, batch: int, concurrency: int, taken: Taken, finished: Finished) -> None:

@@ -27,7 +27,8 @@ _LOOK_S = 0.1
 
 
 class _EntryChange(Fault):
-    """Of what the cluster file says of one shard. Of some changes nobody is told: they are noticed."""
+    """Changes what the cluster file says about one shard. Routers are not always told, and must then notice the change
+    themselves."""
 
     @classmethod
     def targets(cls, cast: Cast) -> Sequence[str]:

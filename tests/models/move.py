@@ -97,7 +97,7 @@ class Shard(NamedTuple):
     epoch: int
     # The number of the last chunk that this shard exported or imported.
     chunk: int
-    # Of each job.
+    # One row for each job.
     rows: tuple[Row, ...]
     # The keys in windrow.dedup. They stay when jobs leave.
     keys: frozenset[str]

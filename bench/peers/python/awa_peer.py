@@ -12,8 +12,8 @@ import psycopg
 
 from bench.peers.python.serve import Report, serve
 
-# Of this process. A worker holds its place until its job has finished in the database, so that there must be many; from
-# this number on awa writes by four connections at a time.
+# The workers of this process. A worker is busy until its job has finished in the database, so there must be many. From
+# this number on, awa writes by four connections at a time.
 _WORKERS = 512
 _CLAIM_JOBS_MAX = 512
 _CONNECTIONS = 20

@@ -14,7 +14,7 @@ _KIND = "no-op"
 _COUNTS = """
 SELECT status::text AS status, count(*) AS jobs FROM procrastinate_jobs WHERE queue_name = %(run)s GROUP BY status
 """
-# Of one worker.
+# How many jobs one worker runs at a time.
 _JOBS_AT_A_TIME = 10
 
 

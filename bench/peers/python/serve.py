@@ -76,7 +76,8 @@ class Peer(Protocol):
     def rest(self) -> None: ...
 
     async def counts(self) -> dict[str, int | None]:
-        """Of the last run prepared: left, accepted, finished; None where nothing is kept that could tell."""
+        """Returns the jobs of the last prepared run that are left, accepted and finished; None for a count that the
+        system does not keep."""
         ...
 
     async def close(self) -> None: ...

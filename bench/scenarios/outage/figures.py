@@ -44,7 +44,7 @@ class Outcome:
     back: Times | None
     # By verb: p99 before, and while it was away.
     by_verb: Mapping[str, tuple[Times | None, Times | None]]
-    # Of those, since the kill.
+    # How many calls of the other orgs failed since the kill.
     others_failed: int
     # Calls of its own orgs. From the kill to the first that was answered UNAVAILABLE; and the longest that one had no
     # answer, from the kill on, of those that were due before it was ordered back.

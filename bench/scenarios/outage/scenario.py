@@ -54,7 +54,7 @@ _FAILED_OVER_S_MAX = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    # Of each sort.
+    # How many kills of each kind there are.
     kills: int = 5
     # An enqueue, a dequeue and an ack each.
     turns_per_s: int = 300
