@@ -15,7 +15,7 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 from opentelemetry import trace
 
-from windrow.calls import MESSAGE_BYTES_MAX, RETRIED_DEQUEUE, TRY_S, Calls, error_of
+from windrow.calls import MESSAGE_BYTES_MAX, TRY_S, Calls, error_of
 from windrow.coalescer import Coalescer, Coalescers
 from windrow.errors import (
     InvalidJob,
@@ -257,9 +257,7 @@ class Client:
 
         deadline = time.monotonic() + wait_s
         while True:
-            response = await self.calls.call(
-                lambda stub: stub.Dequeue, request, retried=RETRIED_DEQUEUE, wait_s=wait_s, before_try=wait_for
-            )
+            response = await self.calls.call(lambda stub: stub.Dequeue, request, wait_s=wait_s, before_try=wait_for)
             wait_s = deadline - time.monotonic()
             if response.jobs or wait_s < _WORTH_WAITING_S:
                 return [read_leased(job) for job in response.jobs]

@@ -9,9 +9,8 @@ The reasons of errors. Every error of a router has a google.rpc.ErrorInfo in its
 Programs should decide by the gRPC code, and by the reason if the code is not enough; never by the message, whose
 words may change. A client must accept reasons that it does not know: new routers may send new ones.
 
-A call may be retried without a change if its error has a google.rpc.RetryInfo: after `retry_delay`, plus a random
-part of it. After DEADLINE_EXCEEDED, which has no RetryInfo, it may be retried with exponential backoff. Errors that
-come from gRPC itself or from a proxy have no ErrorInfo. docs/errors.md lists what to do for each reason.
+After which errors a client makes a call again is said in queue.proto: "The rule for retries". Errors that come from
+gRPC itself or from a proxy have no ErrorInfo. docs/errors.md lists what to do for each reason.
 """
 
 from google.protobuf import descriptor as _descriptor
