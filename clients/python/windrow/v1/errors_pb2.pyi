@@ -67,8 +67,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     have been done.
     """
     ERROR_REASON_CLOCK_SET_BACK: _ErrorReason.ValueType  # 13
-    """UNAVAILABLE. The clock of the shard's database was set back. The shard's jobs can be read, but they are not stored,
-    leased, settled or cancelled.
+    """UNAVAILABLE. The clock of the shard's database was set back. The shard can be read, but takes no changes: its jobs
+    are not stored, leased, settled or cancelled, and its queues stay as they are.
     """
     ERROR_REASON_PLACEMENT_CHANGING: _ErrorReason.ValueType  # 14
     """UNAVAILABLE. The org's jobs are moving to another shard, and at this moment none takes the call."""
@@ -137,8 +137,8 @@ ERROR_REASON_ROW_LOCKED: ErrorReason.ValueType  # 12
 have been done.
 """
 ERROR_REASON_CLOCK_SET_BACK: ErrorReason.ValueType  # 13
-"""UNAVAILABLE. The clock of the shard's database was set back. The shard's jobs can be read, but they are not stored,
-leased, settled or cancelled.
+"""UNAVAILABLE. The clock of the shard's database was set back. The shard can be read, but takes no changes: its jobs
+are not stored, leased, settled or cancelled, and its queues stay as they are.
 """
 ERROR_REASON_PLACEMENT_CHANGING: ErrorReason.ValueType  # 14
 """UNAVAILABLE. The org's jobs are moving to another shard, and at this moment none takes the call."""
