@@ -24,7 +24,8 @@ from windrow.v1 import queue_pb2
 ENTRIES_MAX = 1000
 # A result may have 64 KiB. This keeps a message well below the largest allowed one.
 _BYTES_MAX = 4 * 1024 * 1024
-_ENTRY_BYTES = 64
+# What an entry has at most besides its lease and its texts: tags, lengths, a retry_after.
+_ENTRY_BYTES = 32
 _RELEASE, _EXTEND = Released(), Extended()
 UNANSWERED_MAX = 2
 
@@ -35,7 +36,7 @@ class _Entry:
     def __init__(self, held: HeldLease, action: Action) -> None:
         self.held = held
         self.action = action
-        self.size = _ENTRY_BYTES + action.size
+        self.size = _ENTRY_BYTES + len(held.job.lease) + action.size
         # The entry may be why a whole message was refused: send it in a message of its own.
         self.alone = False
 
