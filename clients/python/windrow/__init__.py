@@ -42,6 +42,7 @@ from windrow.jobs import (
 )
 from windrow.outcomes import Kill, Retry
 from windrow.payloads import Payload
+from windrow.server_info import ServerInfo
 from windrow.signals import run
 from windrow.sync_client import SyncClient
 from windrow.worker import Worker
@@ -75,6 +76,7 @@ __all__ = [
     "RetryPolicy",
     "RouterError",
     "RouterTooOld",
+    "ServerInfo",
     "SyncClient",
     "Unavailable",
     "Violation",

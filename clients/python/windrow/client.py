@@ -42,8 +42,9 @@ from windrow.jobs import (
     read_record,
 )
 from windrow.payloads import Payload, duration, encode_result, seconds
+from windrow.server_info import ServerInfo, read_server_info
 from windrow.tracing import Tracing
-from windrow.v1 import job_pb2, queue_pb2
+from windrow.v1 import job_pb2, queue_pb2, server_pb2
 
 ADDRESS_DEFAULT = "127.0.0.1:7419"
 ADDRESS_VARIABLE = "WINDROW_ADDRESS"
@@ -417,6 +418,11 @@ class Client:
             return (await self.calls.call(lambda stub: stub.CancelJobs, request)).answers
 
         return await _in_parts(list(ids), send)
+
+    async def server_info(self) -> ServerInfo:
+        """Returns the version and the limits of the router that answers. Needs no shard."""
+        request = server_pb2.GetServerInfoRequest()
+        return read_server_info(await self.calls.call(lambda stub: stub.GetServerInfo, request))
 
 
 async def _enqueue_shared(
