@@ -13,7 +13,7 @@ from router.codec import status
 from router.codec.status import CODES, DOMAIN, status_of
 from shard import errors
 from shard.queue.coalescer import TooManyWaiting
-from shard.vocabulary import OrgId, QueueName, ShardName, Slot
+from shard.vocabulary import OrgId, QueueName, ShardName
 from windrow.v1 import errors_pb2
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +45,7 @@ RAISED: dict[str, Callable[[], BaseException]] = {
     "DISK_FULL": lambda: errors.DiskFull(S1, "database", "no space left"),
     "ROW_LOCKED": lambda: errors.RowLocked(S1, "a job"),
     "CLOCK_SET_BACK": lambda: errors.ClockSetBack(S1, "its clock was set back"),
-    "PLACEMENT_CHANGING": lambda: errors.NotOwned(S1, ACME, Slot(1), state="draining", epoch=2, known=1),
+    "PLACEMENT_CHANGING": lambda: errors.PlacementChanging(S1, "slot 1 is draining there"),
     "SHARD_BUSY": lambda: TooManyWaiting(1),
     "MISCONFIGURED": lambda: errors.Misconfigured("another cluster's database"),
     "ROUTER_FULL": lambda: status.RouterFull("calls", 1),
