@@ -227,7 +227,7 @@ def _books_json(books: _Books, *, every_org: bool) -> dict[str, object]:
         "orgs": len(books.orgs),
         **_sums(books.orgs),
         "unbalanced": [_org_json(org) for org in books.unbalanced],
-        "stray": [{"org": org.org, "jobs": org.stray, "lives_on": org.home_shard} for org in books.astray],
+        "stray": [{"org": org.org, "jobs": org.stray, "home_shard": org.home_shard} for org in books.astray],
     }
     if every_org:
         document["books"] = [_org_json(org) for org in books.orgs]

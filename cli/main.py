@@ -25,6 +25,7 @@ from cli import (
     pins,
     queues,
     recovery,
+    server_info,
     servers,
     shards,
     stats,
@@ -108,6 +109,7 @@ app.add_typer(orgs.app, name="orgs", rich_help_panel=_OPERATE)
 app.add_typer(archive.app, name="archive", rich_help_panel=_OPERATE)
 app.command("stats", rich_help_panel=_OPERATE)(stats.stats)
 app.add_typer(shards.app, name="shards", rich_help_panel=_OPERATE)
+app.command("server", rich_help_panel=_OPERATE)(server_info.server)
 app.command("check", rich_help_panel=_OPERATE)(cluster.check)
 app.command("doctor", rich_help_panel=_OPERATE)(doctor.doctor)
 app.command("health", rich_help_panel=_OPERATE)(cluster.health)

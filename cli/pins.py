@@ -126,7 +126,7 @@ class _Shown:
 
     pin: Pin
     # One shard; during a move two, the source first.
-    lives_on: tuple[str, ...]
+    shards: tuple[str, ...]
     # The shard that the current plan has for it.
     planned: str
     # Why the org cannot be moved to where it should live; empty if it can, or if it is there.
@@ -134,11 +134,11 @@ class _Shown:
 
     @property
     def state(self) -> str:
-        if len(self.lives_on) > 1:
+        if len(self.shards) > 1:
             return "moving"
         if self.trouble:
             return "stuck"
-        return "there" if self.lives_on == (self.planned,) else "waiting"
+        return "there" if self.shards == (self.planned,) else "waiting"
 
 
 def _target(to: str | None, label: str | None) -> PinTarget:
@@ -208,7 +208,7 @@ async def _all(database: Database, cluster: Cluster) -> list[_Shown]:
     return [
         _Shown(
             pin=one,
-            lives_on=known.slots[one.slot].reads,
+            shards=known.slots[one.slot].reads,
             planned=planned.owners[one.slot],
             trouble=planned.complaints.get(one.org, ""),
         )
@@ -227,8 +227,8 @@ def _say(shown: _Shown, *, as_json: bool) -> None:
     status = f"is pinned to {shown.pin.target}" if shown.pin.target else "is no longer pinned"
     where = {
         "there": f"lives on {shown.planned}, and stays there",
-        "moving": f"moves from {shown.lives_on[0]} to {shown.lives_on[-1]}",
-        "waiting": f"lives on {shown.lives_on[0]}; a balancer moves it to {shown.planned}",
+        "moving": f"moves from {shown.shards[0]} to {shown.shards[-1]}",
+        "waiting": f"lives on {shown.shards[0]}; a balancer moves it to {shown.planned}",
         "stuck": shown.trouble,
     }[shown.state]
     output.say(output.visible(f"org {shown.pin.org} {status}: {where}"))
@@ -238,7 +238,7 @@ def _row(shown: _Shown) -> Sequence[str]:
     return (
         shown.pin.org,
         str(shown.pin.target) if shown.pin.target else "its hash",
-        " → ".join(shown.lives_on),
+        " → ".join(shown.shards),
         f"{shown.pin.slot:,}",
         shown.state,
     )
@@ -252,7 +252,7 @@ def _json(shown: _Shown) -> dict[str, object]:
         "org": shown.pin.org,
         "to": target.shard if isinstance(target, OnShard) else None,
         "label": str(target) if isinstance(target, WithLabel) else None,
-        "lives_on": list(shown.lives_on),
+        "shards": list(shown.shards),
         "slot": shown.pin.slot,
         "state": shown.state,
         "planned": shown.planned,

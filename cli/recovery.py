@@ -202,7 +202,7 @@ def _recovery_json(shard: str, done: Recovery) -> dict[str, object]:
     return {
         "shard": shard,
         "orgs": [
-            {"org": one.org, "lives_on": one.home, "brought": one.brought, "known": one.known} for one in done.orgs
+            {"org": one.org, "home_shard": one.home, "brought": one.brought, "known": one.known} for one in done.orgs
         ],
         "left_moving": done.moving,
         "left_leased": done.leased,

@@ -21,6 +21,8 @@ LISTEN_DEFAULT = "127.0.0.1:7419"
 _MIB = 1024 * 1024
 # Memory of the interpreter, the libraries and a thousand waiting streams.
 _PROCESS_MIB = 256
+# More than a unary call can take: 60 s to arrive, 75 s in the router, 30 s until its answer is read.
+_GRACE_S_MIN, _GRACE_S_MAX = 180.0, 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +49,8 @@ class RouterSettings:
     @property
     def connection_grace_s(self) -> float:
         """How long calls may still take after their client was asked to connect again. Then gRPC breaks the connection.
-        By default this is longer than any call with a deadline takes."""
-        return min(600.0, self.connection_age_seconds / 3)
+        This is longer than any unary call takes, and by default longer than any call with a deadline."""
+        return min(_GRACE_S_MAX, max(_GRACE_S_MIN, self.connection_age_seconds / 3))
 
     @property
     def stream_s_max(self) -> float:

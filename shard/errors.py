@@ -4,6 +4,7 @@ routers meet to gRPC statuses.
 ShardError
 ├── ShardUnavailable      possibly nothing was done: try again later
 │   ├── RowLocked         try again, or end the transaction that holds the lock
+│   ├── PlacementChanging try again: the org is moving to another shard
 │   ├── ClockSetBack      try again; an operator corrects the server's clock, or accepts what it shows
 │   └── DiskFull          an operator must free disk space first
 ├── NotOwned              this shard does not take the org's jobs, or has a later placement than the caller: read the
@@ -67,6 +68,10 @@ class RowLocked(ShardUnavailable):
             f"{row} is locked by another session of its database; try again. `windrow doctor --held-for 1s` names the "
             "sessions that keep a transaction open",
         )
+
+
+class PlacementChanging(ShardUnavailable):
+    """Every shard that was asked refused the org's jobs (NotOwned), as it should while the org moves."""
 
 
 class ClockSetBack(ShardUnavailable):

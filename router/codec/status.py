@@ -148,6 +148,8 @@ def status_of(error: BaseException) -> status_pb2.Status:
             return _status(reasons.ERROR_REASON_DISK_FULL, str(error), retry_info(error.retry_after_s))
         case errors.ClockSetBack():
             return _status(reasons.ERROR_REASON_CLOCK_SET_BACK, str(error), retry_info(error.retry_after_s))
+        case errors.PlacementChanging():
+            return _status(reasons.ERROR_REASON_PLACEMENT_CHANGING, str(error), retry_info(error.retry_after_s))
         case errors.ShardUnavailable():
             return _status(reasons.ERROR_REASON_SHARD_UNAVAILABLE, str(error), retry_info(error.retry_after_s))
         case RequestLate():
@@ -166,8 +168,6 @@ def status_of(error: BaseException) -> status_pb2.Status:
         case StreamExpired():
             message = "this router ends streams after some minutes; open another one"
             return _status(reasons.ERROR_REASON_STREAM_EXPIRED, message, retry_info(0.0))
-        case errors.NotOwned():
-            return _status(reasons.ERROR_REASON_PLACEMENT_CHANGING, str(error), retry_info(0.2))
         case errors.UnknownQueue():
             return _status(reasons.ERROR_REASON_QUEUE_NOT_FOUND, str(error))
         case errors.QueueExists():

@@ -17,7 +17,7 @@ from typing import TypeVar
 from router.fleet.catalog_copy import CatalogCopy
 from router.fleet.revocations import Revocations
 from router.fleet.shard_handle import ShardHandle
-from shard.errors import Misconfigured, NotOwned, ShardError, ShardUnavailable, UnknownShard
+from shard.errors import Misconfigured, NotOwned, PlacementChanging, ShardError, ShardUnavailable, UnknownShard
 from shard.lease_token import shard_tag
 from shard.placement import catalog, identity, marks, pins
 from shard.placement.catalog import Catalog, Holding
@@ -209,7 +209,8 @@ class Fleet:
 
     async def write(self, org: OrgId, act: Callable[[ShardHandle, Placement], Awaitable[_T]]) -> _T:
         """Runs `act` on the shard that takes the org's new jobs. If that shard refuses because the org has moved, waits
-        for a newer placement and tries again. Raises ShardUnavailable, also if no shard takes the jobs within 2 s."""
+        for a newer placement and tries again. Raises ShardUnavailable: PlacementChanging if no shard takes the jobs
+        within 2 s."""
         give_up_s: float | None = None
         while True:
             placement = self.placement(org)
@@ -223,7 +224,7 @@ class Fleet:
                         await self._catalog.until_changed(org, placement)
                 except TimeoutError:
                     why = f"{error}; no other shard was found to take them within {_UNOWNED_S_MAX:g} s"
-                    raise ShardUnavailable(member.name, why) from error
+                    raise PlacementChanging(member.name, why) from error
 
     def _catalog_changed(self, before: Catalog, after: Catalog) -> None:
         """Wakes the consumers of orgs whose shards have changed: they may have to wait on other shards."""

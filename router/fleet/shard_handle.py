@@ -66,7 +66,7 @@ class ShardHandle:
         self._admin_database = Database(entry.name, entry.dsn, connections=2, may_scan=True)
         self._databases = (self._queue_database, self._admin_database)
         self.store = Store(self._queue_database)
-        self.queue_admin = QueueAdmin(self._admin_database)
+        self.queue_admin = QueueAdmin(self._admin_database, self.store.clock)
         self._migrated = asyncio.Event()
         self._doorbell = Doorbell(
             self._queue_database,

@@ -21,6 +21,7 @@ from shard.errors import BadPageToken, QueueExists, QueueNotEmpty, ShardUnavaila
 from shard.placement.slots import FIRST_EPOCH
 from shard.postgres import partitions
 from shard.postgres import statements as postgres_statements
+from shard.postgres.clock import ShardClock
 from shard.postgres.pool import Database
 from shard.queue.coalescer import Coalescer, SingleCall, one_by_one
 from shard.queue.enqueue import find_refused
@@ -109,11 +110,15 @@ class OrgBooks(NamedTuple):
 
 
 class QueueAdmin:
-    """Administration of one shard. All methods may raise ShardUnavailable, besides what their docstrings name."""
+    """Administration of one shard. All methods may raise ShardUnavailable, besides what their docstrings name.
 
-    def __init__(self, database: Database) -> None:
+    Every method that changes jobs or queues raises ClockSetBack while `clock` knows that the shard's clock was set
+    back. Without a `clock` nothing is known of it."""
+
+    def __init__(self, database: Database, clock: ShardClock | None = None) -> None:
         self.name: ShardName = database.name
         self._database = database
+        self._clock = clock or ShardClock(database)
         self._queue_ids = QueueIds(database)
         # One scan at a time, and orgs in turn: quick statements find a free connection beside it.
         self._scans = Coalescer[SingleCall, Any](
@@ -131,6 +136,7 @@ class QueueAdmin:
     ) -> QueueRecord:
         """Creates a queue. `epoch` has the same meaning as for `alter_queue`. Raises QueueExists, TooManyQueues,
         NotOwned."""
+        self._clock.check()
         existing = await self._database.run(statements.GET_QUEUE, {"org": org, "queue": queue})
         # Refuse before creating it, too: otherwise the queue would exist here, and a repeated call on the slot's new
         # shard would be told that it exists already.
@@ -155,6 +161,7 @@ class QueueAdmin:
         the placement by which this shard is the org's writer. With `draining`, this shard is the source of the move
         under way: `epoch` is that of the move, and the change is made here after the target. Raises UnknownQueue,
         NotOwned."""
+        self._clock.check()
         rows = await self._database.run(
             statements.ALTER_QUEUE,
             {
@@ -195,6 +202,7 @@ class QueueAdmin:
 
     async def delete_queue(self, org: OrgId, queue: QueueName, *, epoch: int = FIRST_EPOCH) -> None:
         """Deletes an empty queue. Raises UnknownQueue, QueueNotEmpty, NotOwned."""
+        self._clock.check()
         await self.get_queue(org, queue)
         if not await self._database.run(statements.DELETE_QUEUE, {"org": org, "queue": queue, "epoch": epoch}):
             await self._refuse_unowned(org, epoch)
@@ -215,6 +223,7 @@ class QueueAdmin:
     async def purge_queue(self, org: OrgId, queue: QueueName, *, limit: int, include_dead: bool) -> int:
         """Cancels up to `limit` jobs that have no valid lease, and returns how many. Raises UnknownQueue. After
         ShardUnavailable, some may have been cancelled."""
+        self._clock.check()
         await self.get_queue(org, queue)
         parameters: dict[str, object] = {"org": org, "queue": queue, "rows": limit}
         cancelled = len(await partitions.finish(self._database, statements.PURGE_LIVE, parameters))
@@ -238,6 +247,7 @@ class QueueAdmin:
     ) -> int:
         """Puts up to `limit` dead jobs back to ready, and returns how many. Raises UnknownQueue. After
         ShardUnavailable, some may have been put back."""
+        self._clock.check()
         await self.get_queue(org, queue)
         rows = await self._database.run(
             statements.REDRIVE,

@@ -39,6 +39,7 @@ from cli.jobs import print_job
 from cli.main import app, main
 from cli.options import ADDRESS_DEFAULT
 from router.codec.status import status_of
+from router.services.server_info import server_info
 from router.settings import LISTEN_DEFAULT
 from shard.errors import ShardUnavailable
 from shard.vocabulary import ShardName
@@ -607,6 +608,19 @@ def test_a_watch_looks_again_until_it_is_interrupted(running: Running, windrow: 
         assert process.wait(WAIT_S) == 130
         assert process.stderr.read() == ""
     assert all(look["queues"][0]["ready"] == 1 for look in looks)
+
+
+def test_a_router_tells_its_version_and_its_limits(windrow: Windrow) -> None:
+    (told,) = windrow("server", "--json").documents
+    info = server_info()
+    assert (told["version"], told["features"]) == (info.version, ["org_metadata"])
+    fields = {name.removesuffix("_s"): value for name, value in told["limits"].items()}
+    assert list(fields) == [field.name for field in info.limits.DESCRIPTOR.fields]
+    assert (fields["max_message_bytes"], fields["min_visibility_window"]) == (info.limits.max_message_bytes, 0.1)
+    shown = windrow("server").out.splitlines()
+    assert len(shown) == 1 + len(fields) + 1
+    assert shown[-1] == f"router {info.version}, features: org_metadata"
+    assert re.search(r"^max_delay +3650d$", "\n".join(shown), re.MULTILINE)
 
 
 def test_a_reader_that_has_gone_away_is_no_trouble(running: Running) -> None:

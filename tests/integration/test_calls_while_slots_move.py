@@ -15,11 +15,22 @@ import grpc
 import psycopg
 import pytest
 from google.protobuf.duration_pb2 import Duration
+from google.rpc import error_details_pb2
 
 from tests.jobs import job_id, job_message
 from tests.moves import Moving, begin_move, pin
 from tests.postgres import Server
-from tests.routers import PATIENCE_S, Routers, Stubs, running_routers, stubs, until, violated_fields, write_cluster
+from tests.routers import (
+    PATIENCE_S,
+    Routers,
+    Stubs,
+    detail,
+    running_routers,
+    stubs,
+    until,
+    violated_fields,
+    write_cluster,
+)
 from windrow.v1 import admin_pb2, job_pb2, queue_pb2
 
 QUEUE = "mail"
@@ -144,6 +155,10 @@ def test_when_no_shard_accepts_jobs_for_long_a_producer_gets_a_retry_delay(clust
     error = refused(lambda: enqueue(cluster.near, org))
     assert error.code() == grpc.StatusCode.UNAVAILABLE
     assert "is draining there" in (error.details() or "")
+    info, retry = detail(error, error_details_pb2.ErrorInfo), detail(error, error_details_pb2.RetryInfo)
+    assert info is not None
+    assert info.reason == "PLACEMENT_CHANGING"
+    assert retry is not None
     move.finish()
     assert [duplicate for _, duplicate in enqueue(cluster.near, org)] == [False]
 

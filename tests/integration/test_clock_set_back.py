@@ -19,7 +19,8 @@ from shard.postgres import clock
 from shard.postgres.pool import Database
 from shard.queue.settle import Nack, Settlement
 from shard.queue.store import Store
-from shard.vocabulary import Answer, Failure, Lease, NewJobs, OrgId
+from shard.queue_settings import QueueSettings
+from shard.vocabulary import Answer, Failure, Lease, NewJobs, OrgId, QueueName
 from tests.conftest import SHARD
 from tests.jobs import HOUR_US, QUEUE, ids_of, job_id, lease_jobs, some_jobs
 from tests.timemachine import SetClock
@@ -100,6 +101,7 @@ async def test_a_shard_whose_clock_was_set_back_takes_no_calls_until_it_has_caug
     set_clock: SetClock, shard: Database, org: OrgId, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = Store(shard)
+    admin = QueueAdmin(shard, store.clock)
     jobs, (lease,) = await held_by(store, org)
     await store.clock.record()
     set_clock.set(timedelta(0))
@@ -108,6 +110,11 @@ async def test_a_shard_whose_clock_was_set_back_takes_no_calls_until_it_has_caug
         lambda: store.claim(org, [QUEUE], max_jobs=1, window_us=HOUR_US, worker="w"),
         *(partial(verb.act, store, org, [lease]) for verb in VERBS.values()),
         lambda: store.cancel(org, ids_of(jobs), reason=""),
+        lambda: admin.purge_queue(org, QUEUE, limit=10, include_dead=True),
+        lambda: admin.redrive(org, QUEUE, kind="", died_after=None, died_before=None, limit=10),
+        lambda: admin.create_queue(org, QueueName("new"), QueueSettings()),
+        lambda: admin.alter_queue(org, QUEUE, QueueSettings(paused=True)),
+        lambda: admin.delete_queue(org, QUEUE),
     ]
     with caplog.at_level(logging.WARNING, "shard.postgres.clock"):
         for _ in range(3):
@@ -118,7 +125,11 @@ async def test_a_shard_whose_clock_was_set_back_takes_no_calls_until_it_has_caug
                 ):
                     await call()
         assert len(caplog.records) == 1
-        # Reads are answered. Releases that no caller waits for are done later.
+        # Reads are answered.
+        assert (await admin.get_queue(org, QUEUE)).queue == QUEUE
+        (counts,) = await admin.stats(org, QUEUE, include_finished=True)
+        assert counts.leased == 1
+        # Releases that no caller waits for are done later.
         (record,) = await store.get(org, ids_of(jobs), include_payload=False)
         assert record.state == "leased"
         store.release_soon(org, [lease])

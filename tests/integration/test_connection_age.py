@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Generator
+from subprocess import PIPE
 
 import grpc
 import psutil
 import pytest
 from google.rpc import error_details_pb2
 
+from router.gate.admission import RECEIVE_S_MAX, UNREAD_S_MAX
+from router.gate.calls import DEADLINE_S_MAX
 from router.settings import RouterSettings
 from tests.postgres import Server
-from tests.routers import PATIENCE_S, Routers, running_routers, write_cluster
+from tests.routers import CHECKOUT, PATIENCE_S, first_line, write_cluster
 from tests.streams import OK, QUEUE, acks, client, detail, new_job, retry_after_s, until
 from windrow import Client, Job, JobState, Worker
 from windrow.v1 import queue_pb2
@@ -22,14 +27,29 @@ from windrow.v1 import queue_pb2
 # Connections are told to end after 1.8 to 2.2 s, and break 0.7 s later. Streams end after 0.4 to 0.6 s.
 AGE_S = 2.0
 CONNECTIONS = 3
+# A router process whose grace has no minimum: otherwise the streams would last for minutes.
+IMPATIENT = """
+import sys
+from router import settings
+settings._GRACE_S_MIN = 0
+from router.process.child import main
+sys.exit(main())
+"""
 
 
 @pytest.fixture(scope="module")
-def routers(postgres: Server, tmp_path_factory: pytest.TempPathFactory) -> Generator[Routers, None, None]:
+def address(postgres: Server, tmp_path_factory: pytest.TempPathFactory) -> Generator[str, None, None]:
     config = tmp_path_factory.mktemp("age") / "cluster.toml"
     write_cluster(config, {"s1": postgres.create("connection_age")}, connection_age_seconds=AGE_S)
-    with running_routers(config) as running:
-        yield running
+    command = [sys.executable, "-c", IMPATIENT, "--config", str(config), "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(command, cwd=CHECKOUT, stdin=PIPE, stdout=PIPE, text=True) as router:
+        try:
+            said, port = first_line(router).split()
+            assert said == "ready"
+            yield f"127.0.0.1:{port}"
+        finally:
+            router.terminate()
+            router.wait(PATIENCE_S)
 
 
 def connections_to(address: str) -> set[int]:
@@ -39,14 +59,23 @@ def connections_to(address: str) -> set[int]:
     return {one.laddr.port for one in open_ones if one.raddr.port == port}
 
 
-def test_the_default_grace_is_longer_than_any_call_and_streams_end_within_it() -> None:
+def test_the_default_grace_is_longer_than_any_call_with_a_deadline() -> None:
     settings = RouterSettings()
     assert settings.connection_grace_s == 600
-    assert settings.stream_s_max < settings.connection_grace_s < settings.connection_age_seconds
+    # CheckShard has five times as long as other calls.
+    assert 5 * DEADLINE_S_MAX < settings.connection_grace_s < settings.connection_age_seconds
 
 
-async def test_an_old_stream_ends_in_order_and_its_job_can_be_acked(routers: Routers) -> None:
-    async with client(routers.address) as near, near.stream("streams", credit=1) as stream:
+@pytest.mark.parametrize("age_s", [1.0, 200.0, 540.0, 1800.0, 86_400.0])
+def test_no_age_breaks_a_unary_call_and_streams_end_within_the_grace(age_s: float) -> None:
+    settings = RouterSettings(connection_age_seconds=age_s)
+    assert settings.connection_grace_s > RECEIVE_S_MAX + DEADLINE_S_MAX + UNREAD_S_MAX
+    assert settings.connection_grace_s <= 600
+    assert settings.stream_s_max < settings.connection_grace_s
+
+
+async def test_an_old_stream_ends_in_order_and_its_job_can_be_acked(address: str) -> None:
+    async with client(address) as near, near.stream("streams", credit=1) as stream:
         await near.enqueue("streams", new_job(), new_job())
         refused = await stream.refusal()
         info = detail(refused, error_details_pb2.ErrorInfo())
@@ -61,12 +90,12 @@ async def test_an_old_stream_ends_in_order_and_its_job_can_be_acked(routers: Rou
 
 
 async def test_a_worker_follows_to_new_connections_and_works_each_job_once(
-    routers: Routers, caplog: pytest.LogCaptureFixture
+    address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     worked = Counter[str]()
     stored: list[str] = []
     ports: set[int] = set()
-    async with Client(routers.address, org="workers") as producer:
+    async with Client(address, org="workers") as producer:
         worker = Worker(producer, [QUEUE], concurrency=5, visibility_window=5)
 
         @worker.handler("greet")
@@ -78,7 +107,7 @@ async def test_a_worker_follows_to_new_connections_and_works_each_job_once(
             async with asyncio.timeout(PATIENCE_S):
                 while len(ports) < CONNECTIONS:
                     stored += [(await producer.enqueue(QUEUE, "greet")).id for _ in range(5)]
-                    ports |= connections_to(routers.address)
+                    ports |= connections_to(address)
             await until(lambda: len(worked) == len(stored), "every job was worked")
 
             async def finished() -> bool:

@@ -21,7 +21,7 @@ from tests.conftest import SHARD
 from tests.jobs import job_id, job_message
 from tests.routers import PATIENCE_S, Routers, Stubs, detail, running_routers, stubs, until, write_cluster
 from tests.timemachine import SetClock
-from windrow.v1 import cluster_pb2, job_pb2, queue_pb2
+from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2
 
 OK = job_pb2.JOB_ANSWER_OK
 
@@ -123,7 +123,15 @@ def test_a_clock_that_was_set_back_is_reported_until_an_operator_accepts_it(runn
     running.clock.set(timedelta(0))
     until(lambda: not running.shard().reachable, "the router has noticed")
     assert "its clock was set back" in running.shard().error
-    for call in (lambda: running.ack("mine", held.lease), lambda: running.enqueue("mine")):
+    admin = running.stubs.admin
+    refused: list[Callable[[], object]] = [
+        lambda: running.ack("mine", held.lease),
+        lambda: running.enqueue("mine"),
+        lambda: admin.PurgeQueue(admin_pb2.PurgeQueueRequest(org="mine", queue="q"), timeout=PATIENCE_S),
+        lambda: admin.RedriveJobs(admin_pb2.RedriveJobsRequest(org="mine", queue="q"), timeout=PATIENCE_S),
+        lambda: admin.PauseQueue(admin_pb2.PauseQueueRequest(org="mine", queue="q"), timeout=PATIENCE_S),
+    ]
+    for call in refused:
         assert "windrow shards accept-clock s1" in str(refusal(call, "CLOCK_SET_BACK").details())
     code, out, _ = windrow("shards", "--address", running.routers.address)
     assert code == 1

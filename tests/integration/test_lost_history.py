@@ -411,13 +411,13 @@ def test_operators_accept_a_loss_see_stray_jobs_and_recover_them(
 
         checked = windrow(config, "check", "--json", *to)
         assert checked.returncode == 1
-        assert f'"stray": [{{"org": "{org}", "jobs": 6, "lives_on": "s1"}}]' in checked.stdout
+        assert f'"stray": [{{"org": "{org}", "jobs": 6, "home_shard": "s1"}}]' in checked.stdout
         told = windrow(config, "check", *to)
         assert "6 stray: the org lives on s1" in " ".join(told.stdout.split())
         assert "shard s2 has 6 stray jobs" in told.stderr
         recovered = windrow(config, "shards", "recover", "s2", *at, "--json")
         assert recovered.returncode == 0, recovered.stderr
-        assert f'{{"org": "{org}", "lives_on": "s1", "brought": 0, "known": 6}}' in recovered.stdout
+        assert f'{{"org": "{org}", "home_shard": "s1", "brought": 0, "known": 6}}' in recovered.stdout
         assert windrow(config, "check", *to).returncode == 0
         assert "no stray jobs" in windrow(config, "shards", "recover", "s2", *at).stdout
         job = windrow(config, "jobs", "get", org, gone.ids["acked"], "--json", *to)

@@ -142,7 +142,7 @@ def test_an_org_is_pinned_shown_and_unpinned(shell: Shell) -> None:
         "org": "acme",
         "to": None,
         "label": "region=eu",
-        "lives_on": ["s1"],
+        "shards": ["s1"],
         "slot": SLOTS,
         "state": "waiting",
         "planned": "s2",

@@ -20,7 +20,7 @@ from grpc_status import rpc_status
 
 from router.codec.lease_verbs import VERBS
 from windrow import uuid7
-from windrow.v1 import job_pb2, queue_pb2
+from windrow.v1 import job_pb2, queue_pb2, server_pb2
 from windrow.v1.queue_pb2_grpc import QueueServicer, add_QueueServicer_to_server
 
 WAIT_S = 10.0
@@ -220,6 +220,8 @@ class FakeRouter:
                 return queue_pb2.DequeueResponse(jobs=taken)
             case "GetJobs":
                 return queue_pb2.GetJobsResponse(not_found_ids=request.ids)
+            case "GetServerInfo":
+                return server_pb2.GetServerInfoResponse(version="0.0.1")
             case _:
                 return queue_pb2.CancelJobsResponse(answers=[ok for _ in request.ids])
 

@@ -34,7 +34,7 @@ from windrow import (
     Violation,
     uuid7,
 )
-from windrow.calls import RETRIED, CallFailure, patient_pause_s, pause_s
+from windrow.calls import FINAL, CallFailure, patient_pause_s, pause_s
 from windrow.v1 import job_pb2, queue_pb2
 
 
@@ -44,17 +44,17 @@ def failure(code: StatusCode, retry_after_s: float | None = None) -> CallFailure
 
 def test_pauses_grow_to_two_seconds_with_full_jitter() -> None:
     away = failure(StatusCode.UNAVAILABLE)
-    whole = [pause_s(away, tries=tries, retried=RETRIED, luck=1.0) for tries in range(1, 9)]
+    whole = [pause_s(away, tries=tries, luck=1.0) for tries in range(1, 9)]
     assert whole == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0])
-    assert pause_s(away, tries=8, retried=RETRIED, luck=0.0) == 0
-    assert pause_s(away, tries=10_000, retried=RETRIED, luck=1.0) == 2.0
+    assert pause_s(away, tries=8, luck=0.0) == 0
+    assert pause_s(away, tries=10_000, luck=1.0) == 2.0
 
 
 def test_a_pause_is_never_shorter_than_the_router_asked_for() -> None:
-    assert pause_s(failure(StatusCode.UNAVAILABLE, 3.0), tries=1, retried=RETRIED, luck=0.0) == 3.0
+    assert pause_s(failure(StatusCode.UNAVAILABLE, 3.0), tries=1, luck=0.0) == 3.0
     # Jitter: callers that got the same delay do not all return at once.
-    assert pause_s(failure(StatusCode.RESOURCE_EXHAUSTED, 3.0), tries=1, retried=RETRIED, luck=1.0) == 4.5
-    assert pause_s(failure(StatusCode.UNAVAILABLE, 0.1), tries=9, retried=RETRIED, luck=1.0) == 2.1
+    assert pause_s(failure(StatusCode.RESOURCE_EXHAUSTED, 3.0), tries=1, luck=1.0) == 4.5
+    assert pause_s(failure(StatusCode.UNAVAILABLE, 0.1), tries=9, luck=1.0) == 2.1
 
 
 def test_who_tries_for_ever_waits_as_asked_with_jitter_and_up_to_a_bound() -> None:
@@ -66,15 +66,17 @@ def test_who_tries_for_ever_waits_as_asked_with_jitter_and_up_to_a_bound() -> No
         assert len(pauses) > 1 or least_s == most_s
 
 
-@pytest.mark.parametrize(
-    "refused", [failure(StatusCode.RESOURCE_EXHAUSTED), failure(StatusCode.INTERNAL), failure(StatusCode.NOT_FOUND)]
-)
-def test_what_time_does_not_heal_is_not_tried_again(refused: CallFailure) -> None:
-    assert pause_s(refused, tries=1, retried=RETRIED, luck=0.5) is None
-    assert pause_s(failure(StatusCode.UNAVAILABLE), tries=1, retried=frozenset(), luck=0.5) is None
+@pytest.mark.parametrize("code", [*FINAL, StatusCode.RESOURCE_EXHAUSTED])
+def test_what_time_does_not_heal_is_not_tried_again(code: StatusCode) -> None:
+    assert pause_s(failure(code), tries=1, luck=0.5) is None
 
 
-@pytest.mark.parametrize("code", [StatusCode.UNAVAILABLE, StatusCode.ABORTED])
+@pytest.mark.parametrize("code", set(StatusCode) - FINAL - {StatusCode.OK, StatusCode.RESOURCE_EXHAUSTED})
+def test_everything_else_is_tried_again(code: StatusCode) -> None:
+    assert pause_s(failure(code), tries=1, luck=1.0) == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("code", [StatusCode.UNAVAILABLE, StatusCode.INTERNAL, StatusCode.FAILED_PRECONDITION])
 async def test_every_try_of_an_enqueue_names_the_same_job(router: FakeRouter, client: Client, code: StatusCode) -> None:
     router.scripts["Enqueue"] = failing(3, code, router, "Enqueue")
     stored = await client.enqueue("emails", "send", {"to": "ada"})
@@ -146,15 +148,13 @@ async def test_nobody_listening_is_unavailable_within_the_timeout() -> None:
             await asyncio.wait_for(client.enqueue("emails", "send"), WAIT_S)
 
 
-async def test_a_dequeue_is_tried_again_only_when_it_reached_no_shard(router: FakeRouter) -> None:
-    async with Client(router.address, org="acme", try_timeout=0.2) as client:
-        router.scripts["Dequeue"] = failing(2, StatusCode.UNAVAILABLE, router, "Dequeue")
-        assert await client.dequeue("emails") == []
-        assert len(router.of("Dequeue")) == 3
-        router.scripts["Dequeue"] = failing(1, StatusCode.ABORTED, router, "Dequeue")
-        with pytest.raises(Unavailable):
-            await client.dequeue("emails")
-        assert len(router.of("Dequeue")) == 4
+@pytest.mark.parametrize("code", [StatusCode.UNAVAILABLE, StatusCode.ABORTED, StatusCode.DEADLINE_EXCEEDED])
+async def test_a_dequeue_is_tried_again_as_every_other_call(
+    router: FakeRouter, client: Client, code: StatusCode
+) -> None:
+    router.scripts["Dequeue"] = failing(2, code, router, "Dequeue")
+    assert await client.dequeue("emails") == []
+    assert len(router.of("Dequeue")) == 3
 
 
 async def test_a_dequeue_is_tried_again_when_a_full_router_said_so(router: FakeRouter, client: Client) -> None:
@@ -215,12 +215,15 @@ async def test_a_dequeue_tried_again_waits_for_what_is_left(router: FakeRouter) 
         (StatusCode.UNIMPLEMENTED, RouterTooOld),
     ],
 )
-async def test_each_status_has_its_error(
-    router: FakeRouter, client: Client, code: grpc.StatusCode, kind: type[Exception]
-) -> None:
-    router.scripts["Enqueue"] = failing(1, code, router, "Enqueue", message="because")
-    with pytest.raises(kind, match="because") as caught:
-        await client.enqueue("emails", "send")
+async def test_each_status_has_its_error(router: FakeRouter, code: grpc.StatusCode, kind: type[Exception]) -> None:
+    async def fail(request: Any, context: Any) -> None:
+        await refuse(context, code, "because", retry_after_s=3600)
+
+    router.scripts["Enqueue"] = fail
+    async with Client(router.address, org="acme") as client:
+        # Those that are tried again would be in an hour.
+        with pytest.raises(kind, match="because") as caught:
+            await client.enqueue("emails", "send")
     assert type(caught.value) is kind
 
 
@@ -268,7 +271,7 @@ async def test_a_job_too_large_for_any_call_is_told_its_size_and_the_bound(route
 async def test_jobs_that_stand_alone_have_errors_of_their_own(router: FakeRouter, client: Client) -> None:
     async def pick(request: Any, context: Any) -> Any:
         if len(request.jobs) < 1000:
-            await refuse(context, StatusCode.INTERNAL, "broken")
+            await refuse(context, StatusCode.PERMISSION_DENIED, "no")
         response = router.plain("Enqueue", request)
         response.results[7].Clear()
         response.results[7].error.CopyFrom(invalid("", {"jobs[7].kind": "is empty"}))
@@ -281,7 +284,7 @@ async def test_jobs_that_stand_alone_have_errors_of_their_own(router: FakeRouter
     refused = stored[1007].error
     assert isinstance(refused, InvalidJob)
     assert refused.violations[0].field == "jobs[1007].kind"
-    assert isinstance(stored[2000].error, RouterError)
+    assert isinstance(stored[2000].error, PermissionDenied)
     assert stored[2000].id == jobs[2000].id
 
 

@@ -35,6 +35,7 @@ async def test_every_verb_answers_as_the_asyncio_client_does(router: FakeRouter)
             assert client.release([job, job]) == [Answer.OK] * 2
             assert client.get_jobs([job.id]) == {}
             assert client.cancel_jobs([job.id]) == [Answer.OK]
+            assert client.server_info().version == "0.0.1"
 
     await asyncio.to_thread(use)
     assert len(set(router.peers)) == 1

@@ -13,7 +13,7 @@ from router.codec import status
 from router.codec.status import CODES, DOMAIN, status_of
 from shard import errors
 from shard.queue.coalescer import TooManyWaiting
-from shard.vocabulary import OrgId, QueueName, ShardName, Slot
+from shard.vocabulary import OrgId, QueueName, ShardName
 from windrow.v1 import errors_pb2
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +26,7 @@ IN_COMMENTS = re.findall(
     flags=re.MULTILINE | re.DOTALL,
 )
 ROWS = re.findall(
-    r"^\| `([A-Z_]+)` \| ([A-Z_]+) \| (.+) \| (.+) \| (yes|no) \|$",
+    r"^\| `([A-Z_]+)` \| ([A-Z_]+) \| (.+) \| (.+) \| (yes|no|only `Queue`) \|$",
     (ROOT / "docs/errors.md").read_text(),
     flags=re.MULTILINE,
 )
@@ -45,7 +45,7 @@ RAISED: dict[str, Callable[[], BaseException]] = {
     "DISK_FULL": lambda: errors.DiskFull(S1, "database", "no space left"),
     "ROW_LOCKED": lambda: errors.RowLocked(S1, "a job"),
     "CLOCK_SET_BACK": lambda: errors.ClockSetBack(S1, "its clock was set back"),
-    "PLACEMENT_CHANGING": lambda: errors.NotOwned(S1, ACME, Slot(1), state="draining", epoch=2, known=1),
+    "PLACEMENT_CHANGING": lambda: errors.PlacementChanging(S1, "slot 1 is draining there"),
     "SHARD_BUSY": lambda: TooManyWaiting(1),
     "MISCONFIGURED": lambda: errors.Misconfigured("another cluster's database"),
     "ROUTER_FULL": lambda: status.RouterFull("calls", 1),
@@ -91,11 +91,13 @@ def test_the_router_names_every_reason_of_the_proto_and_sends_each_for_an_error(
 
 
 @pytest.mark.parametrize("reason", RAISED)
-def test_an_error_has_its_reason_and_says_whether_to_retry(reason: str) -> None:
+def test_an_error_has_its_reason_and_the_page_says_whether_to_retry(reason: str) -> None:
     sent = status_of(RAISED[reason]())
     name, retry_info = details(sent)
     assert name == reason
     assert sent.code == CODES[errors_pb2.ErrorReason.Value(PREFIX + reason)]
     (on_page,) = [retry for row, *_, retry in ROWS if row == reason]
-    # A deadline may be retried too, but the router cannot know when.
-    assert (on_page == "yes") == (retry_info or sent.code == code_pb2.DEADLINE_EXCEEDED)
+    # After a deadline or a fault the router cannot know when, and after MISCONFIGURED it does not know whether.
+    untold = {code_pb2.DEADLINE_EXCEEDED, code_pb2.INTERNAL}
+    assert (on_page == "yes") == (retry_info or sent.code in untold)
+    assert (on_page == "only `Queue`") == (reason == "MISCONFIGURED")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from google.protobuf.message import Message
@@ -15,7 +16,9 @@ from router.codec import validate
 from router.codec.rules import Rule, limit
 from router.services.consume_stream import CREDIT_MAX
 from router.services.server_info import server_info
-from windrow import calls
+from tests.unit.client_fake import FakeRouter
+from windrow import Client, ServerInfo, calls
+from windrow.server_info import read_server_info
 from windrow.v1 import admin_pb2, queue_pb2, server_pb2
 
 LIMITS = server_info().limits
@@ -76,6 +79,28 @@ def test_the_shortcuts_of_the_checks_have_the_same_limits() -> None:
     assert validate._JOBS_MAX == LIMITS.max_jobs_per_enqueue == LIMITS.max_leases_per_call
     assert CREDIT_MAX == validate._CREDIT_MAX == LIMITS.max_credit
     assert LIMITS.max_result_bytes == validate._RESULT_BYTES_MAX
+
+
+async def test_the_client_shows_what_the_router_tells(router: FakeRouter, client: Client) -> None:
+    async def tell(request: server_pb2.GetServerInfoRequest, context: Any) -> server_pb2.GetServerInfoResponse:
+        return server_info()
+
+    router.scripts["GetServerInfo"] = tell
+    info = await client.server_info()
+    assert info.version == server_info().version
+    assert info.features == {"ORG_METADATA"}
+    assert set(info.limits) == set(LIMITS.DESCRIPTOR.fields_by_name)
+    assert info.limits["max_message_bytes"] == LIMITS.max_message_bytes
+    assert info.limits["max_wait"] == LIMITS.max_wait.ToTimedelta()
+
+
+def test_the_client_shows_what_routers_of_other_releases_tell() -> None:
+    limits = server_pb2.ServerLimits(max_message_bytes=1)
+    told = server_pb2.GetServerInfoResponse(version="9.0.0", limits=limits)
+    # The feature 99.
+    told.MergeFromString(b"\x1a\x01\x63")
+    info = read_server_info(told)
+    assert info == ServerInfo(version="9.0.0", limits={"max_message_bytes": 1}, features=frozenset({"99"}))
 
 
 def test_the_client_has_the_same_limits() -> None:

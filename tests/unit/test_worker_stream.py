@@ -293,6 +293,27 @@ async def test_credit_is_returned_in_halves_not_job_by_job(router: FakeRouter, c
     assert len(router.of("Consume")) < 300
 
 
+async def test_credit_of_a_message_that_was_too_large_is_given_again(router: FakeRouter, client: Client) -> None:
+    too_large = [queue_pb2.Settled(error=status_pb2.Status(code=StatusCode.INVALID_ARGUMENT.value[0], message="no"))]
+
+    async def refuse_first(message: Any, stream: FakeStream) -> queue_pb2.Settled:
+        if not too_large:
+            return queue_pb2.Settled()
+        stream.credit -= message.credit
+        refused.append(message)
+        return too_large.pop()
+
+    refused: list[queue_pb2.ConsumeRequest] = []
+    router.scripts["Settle"] = refuse_first
+    running = Running(client, concurrency=1, prefetch=0)
+    router.give("quick")
+    await router.until(lambda: refused)
+    assert refused[0].credit == 1
+    router.give("quick")
+    await router.until(lambda: len(running.ended) == 2)
+    await running.stop()
+
+
 async def test_jobs_that_come_while_the_stream_is_closed_are_given_back_on_another(
     router: FakeRouter, client: Client
 ) -> None:

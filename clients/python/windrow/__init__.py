@@ -43,6 +43,7 @@ from windrow.jobs import (
 from windrow.outcomes import Kill, Retry
 from windrow.payloads import Payload
 from windrow.reports import Progress
+from windrow.server_info import ServerInfo
 from windrow.signals import run
 from windrow.sync_client import SyncClient
 from windrow.worker import Worker
@@ -77,6 +78,7 @@ __all__ = [
     "RetryPolicy",
     "RouterError",
     "RouterTooOld",
+    "ServerInfo",
     "SyncClient",
     "Unavailable",
     "Violation",

@@ -1,7 +1,7 @@
 """Calls to the routers: connections, deadlines, retries. Owns the channels; does not know what a job is.
 
-Every call may be retried, because ids and lease tokens make calls idempotent (windrow/v1/queue.proto). When a router
-process dies, its connections break; the next try reaches another process.
+Every call may be retried, because ids and lease tokens make calls idempotent (windrow/v1/queue.proto, which also has
+the rule for retries). When a router process dies, its connections break; the next try reaches another process.
 """
 
 from __future__ import annotations
@@ -42,19 +42,16 @@ _PAUSE_MAX_S = 2.0
 # A router may ask for a pause of any length. A caller that retries for ever waits no longer than this, plus jitter.
 ASKED_S_MAX = 30.0
 
-# CANCELLED comes from a router that shuts down. The caller's own cancellation is not a status.
-RETRIED = frozenset(
+# After these a call is not made again, by the rule for retries; and not after RESOURCE_EXHAUSTED without RetryInfo. The
+# caller's own cancellation is not a status: CANCELLED comes from a router that shuts down.
+FINAL = frozenset(
     {
-        StatusCode.UNAVAILABLE,
-        StatusCode.DEADLINE_EXCEEDED,
-        StatusCode.ABORTED,
-        StatusCode.RESOURCE_EXHAUSTED,
-        StatusCode.CANCELLED,
+        StatusCode.INVALID_ARGUMENT,
+        StatusCode.UNIMPLEMENTED,
+        StatusCode.UNAUTHENTICATED,
+        StatusCode.PERMISSION_DENIED,
     }
 )
-# A dequeue that ran into its deadline may have leased jobs, and a retry would lease more. A router that answers
-# RESOURCE_EXHAUSTED has leased none.
-RETRIED_DEQUEUE = frozenset({StatusCode.UNAVAILABLE, StatusCode.RESOURCE_EXHAUSTED, StatusCode.CANCELLED})
 
 # The ErrorInfo.domain of the routers' errors.
 _DOMAIN = "windrow"
@@ -126,14 +123,14 @@ class CallFailure:
         )
 
 
-def pause_s(failure: CallFailure, *, tries: int, retried: frozenset[StatusCode], luck: float) -> float | None:
+def pause_s(failure: CallFailure, *, tries: int, luck: float) -> float | None:
     """Returns how long to wait before the next try, or None if there must be none. `luck` is uniform in [0, 1).
 
     This is the time that the router asked for, plus exponential backoff with full jitter
     (aws.amazon.com/builders-library/timeouts-retries-and-backoff-with-jitter). The jitter spans at least half of the
     time asked for, because the router asks many clients at once.
     """
-    if failure.code not in retried:
+    if failure.code in FINAL:
         return None
     # Without RetryInfo the message is too large; the router is not full.
     if failure.code is StatusCode.RESOURCE_EXHAUSTED and failure.retry_after_s is None:
@@ -185,7 +182,6 @@ class Calls:
         method: Callable[[QueueAsyncStub], _Method[_Request, _Response]],
         request: _Request,
         *,
-        retried: frozenset[StatusCode] = RETRIED,
         timeout_s: float | None = None,
         wait_s: float = 0.0,
         before_try: Callable[[float], object] | None = None,
@@ -218,7 +214,7 @@ class Calls:
                 raise
             failure = CallFailure.of(cause)
             spent_s = time.monotonic() - began
-            pause = pause_s(failure, tries=tries, retried=retried, luck=random.random())
+            pause = pause_s(failure, tries=tries, luck=random.random())
             if pause is None or spent_s + pause >= budget_s:
                 asked_s = failure.retry_after_s or 0.0
                 late = pause is not None and spent_s + asked_s >= budget_s

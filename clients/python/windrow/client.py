@@ -15,7 +15,7 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 from opentelemetry import trace
 
-from windrow.calls import MESSAGE_BYTES_MAX, RETRIED_DEQUEUE, TRY_S, Calls, error_of
+from windrow.calls import MESSAGE_BYTES_MAX, TRY_S, Calls, error_of
 from windrow.coalescer import Coalescer, Coalescers
 from windrow.errors import (
     InvalidJob,
@@ -43,8 +43,9 @@ from windrow.jobs import (
 )
 from windrow.payloads import NOTE_BYTES_MAX, Payload, duration, encode_result, seconds
 from windrow.reports import Progress, report_of
+from windrow.server_info import ServerInfo, read_server_info
 from windrow.tracing import Tracing
-from windrow.v1 import job_pb2, queue_pb2
+from windrow.v1 import job_pb2, queue_pb2, server_pb2
 
 ADDRESS_DEFAULT = "127.0.0.1:7419"
 ADDRESS_VARIABLE = "WINDROW_ADDRESS"
@@ -258,9 +259,7 @@ class Client:
 
         deadline = time.monotonic() + wait_s
         while True:
-            response = await self.calls.call(
-                lambda stub: stub.Dequeue, request, retried=RETRIED_DEQUEUE, wait_s=wait_s, before_try=wait_for
-            )
+            response = await self.calls.call(lambda stub: stub.Dequeue, request, wait_s=wait_s, before_try=wait_for)
             wait_s = deadline - time.monotonic()
             if response.jobs or wait_s < _WORTH_WAITING_S:
                 return [read_leased(job) for job in response.jobs]
@@ -449,6 +448,11 @@ class Client:
             return (await self.calls.call(lambda stub: stub.CancelJobs, request)).answers
 
         return await _in_parts(list(ids), send)
+
+    async def server_info(self) -> ServerInfo:
+        """Returns the version and the limits of the router that answers. Needs no shard."""
+        request = server_pb2.GetServerInfoRequest()
+        return read_server_info(await self.calls.call(lambda stub: stub.GetServerInfo, request))
 
 
 async def _enqueue_shared(

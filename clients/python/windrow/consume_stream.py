@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn, cast
 
-from grpc import aio
+from grpc import StatusCode, aio
 
 from windrow.calls import patient_pause_s
 from windrow.client import Client
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 AWAY_FIRST_S, AWAY_MAX_S = 0.05, 2.0
 # The reason of an error (docs/errors.md).
 _EXPIRED = "STREAM_EXPIRED"
+# The code of Settled.error for a message of which nothing was done.
+_TOO_LARGE: int = StatusCode.INVALID_ARGUMENT.value[0]
 # A refused stream ends within this time after its initial metadata.
 _REFUSED_S_MAX = 0.1
 
@@ -61,6 +63,8 @@ class ConsumeStream:
         self._credit = 0
         # The router has announced that it will end this stream.
         self._draining = False
+        # The credit of messages that are not answered yet, by their request_id.
+        self._unconfirmed: dict[int, int] = {}
         # A write found the stream ended.
         self._write_failed = False
         self._closing = asyncio.Event()
@@ -107,6 +111,7 @@ class ConsumeStream:
         began = time.monotonic()
         self._credit = 0
         self._draining = False
+        self._unconfirmed.clear()
         self._write_failed = False
         call = self._client.calls.open(lambda stub: stub.Consume, org=self._start.org)
         try:
@@ -146,11 +151,18 @@ class ConsumeStream:
             self._take(jobs, received_at)
         for settled in response.settled:
             self._settlements.answered(settled)
+            self._count_refused_credit(settled)
         if response.revoked:
             self._revoked({one.lease: answer_of(one.answer) for one in response.revoked})
         if response.draining:
             self._draining = True
         self._settlements.wake.set()
+
+    def _count_refused_credit(self, settled: queue_pb2.Settled) -> None:
+        """Takes back the credit of a message that was too large: the router has not counted it."""
+        given = self._unconfirmed.pop(settled.request_id, 0)
+        if settled.error.code == _TOO_LARGE:
+            self._credit = max(0, self._credit - given)
 
     async def _write(self, call: _Call) -> None:
         wake, settlements = self._settlements.wake, self._settlements
@@ -172,6 +184,8 @@ class ConsumeStream:
             if more > 0 and (has_content or self._credit * 2 <= wanted):
                 request.credit = more
                 self._credit += more
+                if request.request_id:
+                    self._unconfirmed[request.request_id] = more
                 has_content = True
             if has_content:
                 try:

@@ -25,7 +25,7 @@ class Action(abc.ABC):
 
     @property
     def size(self) -> int:
-        """The bytes of its texts, about."""
+        """The bytes of its texts, as they are sent."""
         return 0
 
     @abc.abstractmethod
@@ -58,7 +58,8 @@ class Failed(Action):
 
     @property
     def size(self) -> int:
-        return len(self.failure.message) + len(self.failure.stack)
+        # Not of the texts themselves: a character may have four bytes, and a long text is shortened.
+        return failure_message(self.failure).ByteSize()
 
     def write(self, request: queue_pb2.ConsumeRequest, lease: bytes) -> None:
         nack = request.nacks.add(lease=lease, failure=failure_message(self.failure))
@@ -75,7 +76,7 @@ class Extended(Action):
 
     @property
     def size(self) -> int:
-        return len(self.report.checkpoint or b"") if self.report is not None else 0
+        return 0 if self.report is None else self.report.size
 
     def write(self, request: queue_pb2.ConsumeRequest, lease: bytes) -> None:
         extend = request.extends.add(lease=lease)

@@ -36,6 +36,11 @@ class Report:
             checkpoint=self.checkpoint if later.checkpoint is None else later.checkpoint,
         )
 
+    @property
+    def size(self) -> int:
+        """The bytes that it takes at most."""
+        return len(self.checkpoint or b"") + (0 if self.progress is None else NOTE_BYTES_MAX + 32)
+
     def write(self, extend: queue_pb2.Extend) -> None:
         if self.progress is not None:
             progress = self.progress

@@ -25,7 +25,8 @@ from windrow.v1 import queue_pb2
 ENTRIES_MAX = 1000
 # A result may have 64 KiB. This keeps a message well below the largest allowed one.
 _BYTES_MAX = 4 * 1024 * 1024
-_ENTRY_BYTES = 64
+# What an entry has at most besides its lease and its texts: tags, lengths, a retry_after.
+_ENTRY_BYTES = 32
 _RELEASE, _EXTEND = Released(), Extended()
 UNANSWERED_MAX = 2
 
@@ -44,7 +45,7 @@ class _Entry:
 
     @property
     def size(self) -> int:
-        return _ENTRY_BYTES + self.action.size
+        return _ENTRY_BYTES + len(self.held.job.lease) + self.action.size
 
     @property
     def is_extend(self) -> bool:

@@ -9,9 +9,8 @@ The reasons of errors. Every error of a router has a google.rpc.ErrorInfo in its
 Programs should decide by the gRPC code, and by the reason if the code is not enough; never by the message, whose
 words may change. A client must accept reasons that it does not know: new routers may send new ones.
 
-A call may be retried without a change if its error has a google.rpc.RetryInfo: after `retry_delay`, plus a random
-part of it. After DEADLINE_EXCEEDED, which has no RetryInfo, it may be retried with exponential backoff. Errors that
-come from gRPC itself or from a proxy have no ErrorInfo. docs/errors.md lists what to do for each reason.
+After which errors a client makes a call again is said in queue.proto: "The rule for retries". Errors that come from
+gRPC itself or from a proxy have no ErrorInfo. docs/errors.md lists what to do for each reason.
 """
 
 from google.protobuf import descriptor as _descriptor
@@ -68,8 +67,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     have been done.
     """
     ERROR_REASON_CLOCK_SET_BACK: _ErrorReason.ValueType  # 13
-    """UNAVAILABLE. The clock of the shard's database was set back. The shard's jobs can be read, but they are not stored,
-    leased, settled or cancelled.
+    """UNAVAILABLE. The clock of the shard's database was set back. The shard can be read, but takes no changes: its jobs
+    are not stored, leased, settled or cancelled, and its queues stay as they are.
     """
     ERROR_REASON_PLACEMENT_CHANGING: _ErrorReason.ValueType  # 14
     """UNAVAILABLE. The org's jobs are moving to another shard, and at this moment none takes the call."""
@@ -138,8 +137,8 @@ ERROR_REASON_ROW_LOCKED: ErrorReason.ValueType  # 12
 have been done.
 """
 ERROR_REASON_CLOCK_SET_BACK: ErrorReason.ValueType  # 13
-"""UNAVAILABLE. The clock of the shard's database was set back. The shard's jobs can be read, but they are not stored,
-leased, settled or cancelled.
+"""UNAVAILABLE. The clock of the shard's database was set back. The shard can be read, but takes no changes: its jobs
+are not stored, leased, settled or cancelled, and its queues stay as they are.
 """
 ERROR_REASON_PLACEMENT_CHANGING: ErrorReason.ValueType  # 14
 """UNAVAILABLE. The org's jobs are moving to another shard, and at this moment none takes the call."""

@@ -17,10 +17,13 @@ Errors of every call (errors.proto lists their reasons):
 
 After UNAVAILABLE, DEADLINE_EXCEEDED and INTERNAL the call, or a part of it, may have been done.
 
-A client should retry after every status except INVALID_ARGUMENT, UNIMPLEMENTED, UNAUTHENTICATED, PERMISSION_DENIED,
-and RESOURCE_EXHAUSTED without RetryInfo. These five do not change by trying again. A stream that ended with
-RESOURCE_EXHAUSTED without RetryInfo had a message of more than 64 MiB: the consumer opens another stream, and sends
-the message in smaller parts.
+The rule for retries: a client makes the same call again after every status except these:
+- INVALID_ARGUMENT, UNIMPLEMENTED, UNAUTHENTICATED and PERMISSION_DENIED;
+- RESOURCE_EXHAUSTED without RetryInfo, if it ended a unary call (a stream that ended with it had a message of more
+  than 64 MiB: the consumer opens another stream, and sends the message in smaller parts);
+- NOT_FOUND, ALREADY_EXISTS and FAILED_PRECONDITION, if they ended a call of Admin or Cluster, where they are answers.
+It tries a unary call for as long as its caller has time, and opens a stream again for ever. Before each further try
+it pauses, longer each time, and at least for the retry_delay of RetryInfo.
 
 A request or message may have 16 MiB. A larger one is refused with INVALID_ARGUMENT and the ErrorInfo reason
 MESSAGE_TOO_LARGE. gRPC itself refuses one of more than 64 MiB, with RESOURCE_EXHAUSTED and without details.
@@ -32,8 +35,9 @@ call is INVALID_ARGUMENT with the reason ORG_MISMATCH. Client libraries should s
 org.
 
 Every call may be retried. Enqueue recognises a retry by job ids or dedup keys; in the other calls the lease tokens
-and job ids make a retry safe. (After a retried Dequeue, jobs of the first try may stay leased although no consumer
-got them; they can be dequeued again when the visibility window ends.)
+and job ids make a retry safe. (A job that has neither an id nor a dedup key may be stored twice. After a retried
+Dequeue, jobs of the first try may stay leased although no consumer got them; they can be dequeued again when the
+visibility window ends.)
 
 Two words: to settle a job is to ack, nack or release it, which ends its lease. The visibility window is the length
 of a lease.

@@ -1,0 +1,43 @@
+"""What a router tells about itself (GetServerInfo). No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+from google.protobuf.duration_pb2 import Duration
+
+from windrow.v1 import server_pb2
+
+_PREFIX = "SERVER_FEATURE_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerInfo:
+    """What the router that answered can do. Routers of one address may differ during an upgrade."""
+
+    # The release of the router, such as "0.1.0". Decide by limits and features, not by the version.
+    version: str
+    # By the names of the contract (ServerLimits in windrow/v1/server.proto), such as limits["max_message_bytes"]. One
+    # that the router does not tell, because it is older than this client, is absent.
+    limits: Mapping[str, int | timedelta]
+    # Without the prefix SERVER_FEATURE_, such as "ORG_METADATA". One that this client does not know is a number.
+    features: frozenset[str]
+
+
+def read_server_info(message: server_pb2.GetServerInfoResponse) -> ServerInfo:
+    return ServerInfo(
+        version=message.version,
+        limits={
+            field.name: value.ToTimedelta() if isinstance(value, Duration) else int(value)
+            for field, value in message.limits.ListFields()
+        },
+        features=frozenset(map(_feature_name, message.features)),
+    )
+
+
+def _feature_name(feature: server_pb2.ServerFeature.ValueType) -> str:
+    if feature not in server_pb2.ServerFeature.values():
+        return str(feature)
+    return server_pb2.ServerFeature.Name(feature).removeprefix(_PREFIX)
