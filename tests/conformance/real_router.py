@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from typing import Any
 
@@ -12,13 +11,13 @@ import psutil
 from grpc import aio
 
 from tests.conformance.reference import ReferenceWorker
+from tests.jobs import job_id
 from tests.postgres import Server
 from tests.routers import PATIENCE_S, Routers
 from tests.streams import OK, Client, new_job, until
 from windrow.v1 import job_pb2, queue_pb2
 
 QUEUE = "mail"
-STEADY, SHAKY = "s1", "s2"
 _STORED_BYTES_MAX = 8 << 20
 _SUCCEEDED = job_pb2.JOB_STATE_SUCCEEDED
 
@@ -75,28 +74,50 @@ class Bench:
 
     @contextlib.asynccontextmanager
     async def outage(self) -> AsyncGenerator[None, None]:
-        """The org's database takes no connections during the block."""
-        await asyncio.to_thread(self._server.shut, self._database)
-        try:
+        """The org's database is away during the block."""
+        with self._server.away(self._database):
             yield
-        finally:
-            await asyncio.to_thread(self._server.reopen, self._database)
+        await self._until_served()
 
     @contextlib.contextmanager
     def frozen_router(self) -> Generator[None, None, None]:
         """The router's process does nothing during the block."""
-        processes = [psutil.Process(pid) for pid in self._routers.pids]
+        processes = self._processes()
         for process in processes:
             process.suspend()
         try:
             yield
         finally:
             for process in processes:
-                process.resume()
+                # It may have been killed meanwhile.
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.resume()
 
     async def drain(self) -> None:
-        """Ends the router process that serves now, in order. The supervisor starts another one."""
-        began_s = time.monotonic()
-        for pid in self._routers.pids:
-            psutil.Process(pid).terminate()
-        assert time.monotonic() - began_s < PATIENCE_S
+        """Ends the router process in order, and returns when its supervisor has started another one."""
+        await self._replace(psutil.Process.terminate)
+
+    async def kill(self) -> None:
+        """Kills the router process, and returns when its supervisor has started another one."""
+        await self._replace(psutil.Process.kill)
+
+    async def _replace(self, end: Callable[[psutil.Process], None]) -> None:
+        ended = self._processes()
+        for process in ended:
+            end(process)
+        await until(lambda: not any(process.is_running() for process in ended), "the end of the router process")
+        await self._until_served()
+
+    def _processes(self) -> list[psutil.Process]:
+        return [psutil.Process(pid) for pid in self._routers.pids]
+
+    async def _until_served(self) -> None:
+        """Returns when the org's jobs can be read."""
+        request = queue_pb2.GetJobsRequest(org=self.org, ids=[job_id()])
+
+        async def served() -> bool:
+            with contextlib.suppress(aio.AioRpcError):
+                return not (await self._client.queue.GetJobs(request, timeout=PATIENCE_S)).unavailable_shards
+            return False
+
+        await until(served, "an answer about the org's jobs", every_s=0.05)

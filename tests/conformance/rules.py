@@ -78,16 +78,18 @@ def _check_message(message: queue_pb2.ConsumeRequest, said: list[tuple[str, byte
 
 def _check_endings(transcript: Transcript) -> None:
     """A lease is ended once. The same is said again only if there was no answer, or an error."""
-    for lease in transcript.jobs:
-        said = transcript.sayings(lease)
-        endings = [one for one in said if one.verb in ENDINGS]
-        answered = [one.answer for one in endings if one.answer and not one.answer.startswith("error")]
+    said_of: dict[bytes, list[Saying]] = {}
+    for said in transcript.sayings():
+        said_of.setdefault(said.lease, []).append(said)
+    for sayings in said_of.values():
+        endings = [said for said in sayings if said.verb in ENDINGS]
+        answered = [said.answer for said in endings if said.answer and not said.answer.startswith("error")]
         require(len(answered) <= 1, "each lease ended once", f"answers for one lease: {', '.join(answered)}")
-        verbs = {one.verb for one in endings}
-        require(len(verbs) <= 1, "the same verb again for a lease that was not answered", f"{' and '.join(verbs)}")
+        verbs = {said.verb for said in endings}
+        require(len(verbs) <= 1, "the same verb again for a lease that was not answered", " and ".join(sorted(verbs)))
         twice = any(_overlap(one, again) for one, again in itertools.pairwise(endings))
         require(not twice, "no second message about a lease while the first is unanswered", "two of them")
-        late = [one for one in said if one.verb == "extend" and endings and _after(one, endings[0])]
+        late = [said for said in sayings if said.verb == "extend" and endings and _after(said, endings[0])]
         require(not late, "no extend of a lease after its ack, nack or release", "an extend after it")
 
 

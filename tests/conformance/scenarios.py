@@ -182,8 +182,9 @@ class Backoff(Scenario):
         await stage.until_acked(*stage.server.give("0"))
 
     async def real(self, bench: Bench) -> Transcript:
-        async with bench.outage(), bench.worker() as worker:
-            await bench.until(lambda: len(_failed(worker.seen)) >= 3, "three streams that are refused")
+        async with bench.outage():
+            async with bench.worker() as worker:
+                await bench.until(lambda: len(_failed(worker.seen)) >= 3, "three streams that are refused")
         return worker.seen
 
     def expect(self, seen: Transcript) -> None:
@@ -204,8 +205,9 @@ class Pause(Scenario):
         await stage.until_acked(*stage.server.give("0"))
 
     async def real(self, bench: Bench) -> Transcript:
-        async with bench.outage(), bench.worker() as worker:
-            await bench.until(lambda: len(worker.seen.streams) >= 2, "a second stream")
+        async with bench.outage():
+            async with bench.worker() as worker:
+                await bench.until(lambda: len(worker.seen.streams) >= 2, "a second stream")
         return worker.seen
 
     def expect(self, seen: Transcript) -> None:
@@ -429,9 +431,10 @@ class StreamEnds(Scenario):
             worker.hold()
             ids = await bench.store("0", "0")
             await bench.until(lambda: len(worker.seen.jobs) == 2, "two leased jobs")
-            async with bench.outage():
+            with bench.frozen_router():
                 worker.let_go()
-                await bench.until(lambda: _failed(worker.seen), "a stream that ends")
+                await bench.until(lambda: worker.seen.sayings(verb="ack"), "an ack")
+                await bench.kill()
             await bench.until_succeeded(ids)
         return worker.seen
 
@@ -477,7 +480,7 @@ class Oversize(Scenario):
     """Splits a message that was too large, and gives its credit again."""
 
     name = "oversize"
-    room_real = 400
+    room_real = 260
     rounds = 6
 
     async def fake(self, stage: Stage) -> None:
@@ -506,10 +509,11 @@ class Oversize(Scenario):
 
     async def real(self, bench: Bench) -> Transcript:
         # No library that follows the contract sends such a message. This one has no limit.
-        async with bench.worker(handlers=300, message_bytes_max=60 << 20) as worker:
+        async with bench.worker(handlers=self.room_real, message_bytes_max=60 << 20) as worker:
             worker.hold()
-            ids = await bench.store(*["0".zfill(64 << 10)] * 300)
-            await bench.until(lambda: len(worker.seen.jobs) == 300, "300 leased jobs")
+            # Together more than 16 MiB.
+            ids = await bench.store(*["0".zfill(64 << 10)] * self.room_real)
+            await bench.until(lambda: len(worker.seen.jobs) == self.room_real, "leased jobs")
             worker.let_go()
             await bench.until_succeeded(ids)
         return worker.seen

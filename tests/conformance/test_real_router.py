@@ -1,0 +1,55 @@
+"""The scenarios against a real router: it says what the fake server says, and the same expectations hold."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import pytest
+
+from tests.conformance.real_router import Bench
+from tests.conformance.rules import check_rules
+from tests.conformance.scenarios import SCENARIOS, Scenario
+from tests.postgres import Server
+from tests.routers import Routers, running_routers, write_cluster
+from tests.streams import client
+
+# The first one has the catalog, and stays.
+STEADY, SHAKY = "s1", "s2"
+DATABASES = {STEADY: "conformance_steady", SHAKY: "conformance_shaky"}
+# What the router does not say yet.
+LATER = pytest.mark.xfail(strict=False, reason="the router does not tell this yet")
+NOT_TOLD = {"cancelled", "revoke", "drain"}
+
+
+@pytest.fixture(scope="module")
+def routers(postgres: Server, tmp_path_factory: pytest.TempPathFactory) -> Generator[Routers, None, None]:
+    dsns = {shard: postgres.create(database) for shard, database in DATABASES.items()}
+    with running_routers(write_cluster(tmp_path_factory.mktemp("conformance") / "cluster.toml", dsns)) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        pytest.param(scenario, id=scenario.name, marks=[LATER] if scenario.name in NOT_TOLD else [])
+        for scenario in SCENARIOS
+        if not scenario.only_fake
+    ],
+)
+async def test_the_reference_client_passes_with_a_real_router(
+    scenario: Scenario, postgres: Server, routers: Routers
+) -> None:
+    async with client(routers.address) as near:
+        org = await near.org_on(SHAKY)
+        seen = await scenario.real(Bench(postgres, DATABASES[SHAKY], routers, near, org))
+    check_rules(seen, room=scenario.room_real)
+    scenario.expect(seen)
+
+
+def test_only_what_no_router_does_is_left_to_the_fake_server() -> None:
+    only_fake = {scenario.name for scenario in SCENARIOS if scenario.only_fake}
+    assert only_fake == {
+        *("end-internal", "end-unknown", "end-exhausted"),
+        *("fatal-unauthenticated", "fatal-permission-denied", "fatal-unimplemented"),
+        "stop-late",
+    }
