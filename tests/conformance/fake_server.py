@@ -12,7 +12,7 @@ import itertools
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2
@@ -20,10 +20,13 @@ from grpc import StatusCode, aio
 
 from tests.conformance.transcript import Enqueue, Event, Stream, Transcript, entries
 from tests.jobs import job_id
-from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
+from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc, server_pb2
 
 DETAILS = "grpc-status-details-bin"
 _JOBS_MAX = 100
+_CANCELLED_S = 0.05
+# For clients that are being killed.
+_STOP_S = 5.0
 Settle = Callable[[queue_pb2.ConsumeRequest], queue_pb2.Settled | None]
 _leases = itertools.count(1)
 
@@ -51,7 +54,7 @@ AWAY = Refusal(code=StatusCode.UNAVAILABLE, reason="SHARD_UNAVAILABLE")
 TOO_LARGE = Refusal(code=StatusCode.INVALID_ARGUMENT, reason="MESSAGE_TOO_LARGE")
 
 
-class FakeServer(queue_pb2_grpc.QueueServicer):
+class FakeServer:
     """Scenarios replace its answers: `greet` says whether a stream is refused, by its number from 1 on; `settle`
     answers a message with leases, with None: never."""
 
@@ -195,6 +198,20 @@ class FakeServer(queue_pb2_grpc.QueueServicer):
     async def Release(self, request: queue_pb2.ReleaseRequest, context: Any) -> queue_pb2.ReleaseResponse:
         return queue_pb2.ReleaseResponse(answers=self._unary(context, releases=request.leases))
 
+    # What no scenario is about.
+
+    async def Dequeue(self, _request: queue_pb2.DequeueRequest, _context: Any) -> queue_pb2.DequeueResponse:
+        return queue_pb2.DequeueResponse()
+
+    async def GetJobs(self, request: queue_pb2.GetJobsRequest, _context: Any) -> queue_pb2.GetJobsResponse:
+        return queue_pb2.GetJobsResponse(not_found_ids=request.ids)
+
+    async def CancelJobs(self, request: queue_pb2.CancelJobsRequest, _context: Any) -> queue_pb2.CancelJobsResponse:
+        return queue_pb2.CancelJobsResponse(answers=[job_pb2.JOB_ANSWER_NOT_FOUND for _ in request.ids])
+
+    async def GetServerInfo(self, _request: Any, _context: Any) -> server_pb2.GetServerInfoResponse:
+        return server_pb2.GetServerInfoResponse()
+
     def _unary(self, context: Any, **fields: Any) -> list[job_pb2.JobAnswer.ValueType]:
         request = queue_pb2.ConsumeRequest(request_id=1, **fields)
         now_s = asyncio.get_running_loop().time()
@@ -241,8 +258,12 @@ class _Call:
         giving = asyncio.create_task(self._give())
         try:
             await self._unless_ended(reading)
+            # A stream that the client cancels looks as if it had closed its side, until this task is cancelled too.
+            await asyncio.wait({self._end}, timeout=_CANCELLED_S)
             if self._end.done():
                 return self._end.result()
+            self.stream.closed_after = len(self.stream.events)
+            self._server.wake()
             if self._server.parting is not None:
                 parting, self._server.parting = self._server.parting, None
                 await self.send(queue_pb2.ConsumeResponse(jobs=[parting]))
@@ -277,8 +298,6 @@ class _Call:
                     task = asyncio.create_task(self._answer(settled))
                     self._answers.add(task)
                     task.add_done_callback(self._answers.discard)
-        self.stream.closed_after = len(self.stream.events)
-        self._server.wake()
 
     async def _answer(self, settled: queue_pb2.Settled) -> None:
         await self._server.until_answering()
@@ -305,14 +324,15 @@ async def serving(server: FakeServer, address: str) -> AsyncGenerator[str, None]
     # A client under test may send large messages; another server must not take a part of its connections.
     options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 64 << 20)]
     listening = aio.server(options=options)
-    queue_pb2_grpc.add_QueueServicer_to_server(server, listening)
+    # Unlike the generated class says, gRPC also takes a Consume that writes.
+    queue_pb2_grpc.add_QueueServicer_to_server(cast("queue_pb2_grpc.QueueServicer", server), listening)
     host = address.rpartition(":")[0]
     port = listening.add_insecure_port(address)
     await listening.start()
     try:
         yield f"{host}:{port}"
     finally:
-        await listening.stop(None)
+        await listening.stop(_STOP_S)
 
 
 async def _abort(context: Any, refusal: Refusal) -> None:

@@ -131,6 +131,9 @@ class ReferenceWorker:
             while not self._is_done():
                 try:
                     await self._session()
+                    if self.draining:
+                        # The router closes the connection now.
+                        await self._pause(None)
                 except aio.AioRpcError as error:
                     if self.is_fatal(error.code()):
                         raise
@@ -321,7 +324,8 @@ class ReferenceWorker:
     def _fill(self, request: queue_pb2.ConsumeRequest, call: Any) -> bool:
         """Adds what may be said now. Returns whether the message says anything."""
         batch: tuple[Entry, ...] = ()
-        if len(self.unanswered) < self.unanswered_max and self._loop.time() >= self._not_before_s:
+        may_say = not self.draining and self._loop.time() >= self._not_before_s
+        if may_say and len(self.unanswered) < self.unanswered_max:
             batch = self.parts.popleft() if self.parts else self._next_batch()
         wanted = self.credit_wanted()
         # Half of the room at a time is enough, unless there is something to say anyway.
@@ -357,9 +361,10 @@ class ReferenceWorker:
             call.cancel()
 
     def _may_close(self) -> bool:
-        if self.outbox or self.parts:
-            return False
-        return self.draining or (self.stopping and not self.has_held())
+        if self.draining:
+            # What is said from now on goes with the next stream.
+            return not self.unanswered
+        return self.stopping and not (self.has_held() or self.outbox or self.parts)
 
     def _is_done(self) -> bool:
         return self.stopping and not (self.has_held() or self.outbox or self.parts or self.unanswered)

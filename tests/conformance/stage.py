@@ -247,10 +247,15 @@ class _ByHand:
         loop = asyncio.get_running_loop()
         typed: asyncio.Future[str] = loop.create_future()
 
+        def tell(line: str) -> None:
+            if not typed.done():
+                typed.set_result(line)
+
         def read() -> None:
             line = sys.stdin.readline()
+            # The loop may be closed by then.
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(lambda: typed.done() or typed.set_result(line))
+                loop.call_soon_threadsafe(tell, line)
 
         # A daemon: the scenario may end before anything is typed.
         threading.Thread(target=read, daemon=True).start()

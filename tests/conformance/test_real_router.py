@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Generator
 
 import pytest
@@ -19,6 +20,12 @@ DATABASES = {STEADY: "conformance_steady", SHAKY: "conformance_shaky"}
 # What the router does not say yet.
 LATER = pytest.mark.xfail(strict=False, reason="the router does not tell this yet")
 NOT_TOLD = {"cancelled", "revoke", "drain"}
+CALM = {scenario.name: scenario for scenario in SCENARIOS if not (scenario.only_fake or scenario.disturbs)}
+DISTURBING = {scenario.name: scenario for scenario in SCENARIOS if scenario.disturbs and not scenario.only_fake}
+
+
+def marked(name: str) -> object:
+    return pytest.param(name, marks=LATER if name in NOT_TOLD else ())
 
 
 @pytest.fixture(scope="module")
@@ -28,22 +35,38 @@ def routers(postgres: Server, tmp_path_factory: pytest.TempPathFactory) -> Gener
         yield running
 
 
-@pytest.mark.parametrize(
-    "scenario",
-    [
-        pytest.param(scenario, id=scenario.name, marks=[LATER] if scenario.name in NOT_TOLD else [])
-        for scenario in SCENARIOS
-        if not scenario.only_fake
-    ],
-)
-async def test_the_reference_client_passes_with_a_real_router(
-    scenario: Scenario, postgres: Server, routers: Routers
-) -> None:
+async def play(scenario: Scenario, postgres: Server, routers: Routers) -> None:
+    """Raises AssertionError."""
     async with client(routers.address) as near:
         org = await near.org_on(SHAKY)
         seen = await scenario.real(Bench(postgres, DATABASES[SHAKY], routers, near, org))
     check_rules(seen, room=scenario.room_real)
     scenario.expect(seen)
+
+
+@pytest.fixture(scope="module")
+def calm_plays(postgres: Server, routers: Routers) -> dict[str, BaseException | None]:
+    """What came of the scenarios that do not disturb others. They run at the same time: most of them wait."""
+
+    async def play_all() -> list[BaseException | None]:
+        return await asyncio.gather(
+            *[play(scenario, postgres, routers) for scenario in CALM.values()], return_exceptions=True
+        )
+
+    return dict(zip(CALM, asyncio.run(play_all()), strict=True))
+
+
+@pytest.mark.parametrize("name", map(marked, CALM))
+def test_the_reference_client_passes_with_a_real_router(name: str, calm_plays: dict[str, BaseException | None]) -> None:
+    if failure := calm_plays[name]:
+        raise failure
+
+
+@pytest.mark.parametrize("name", map(marked, DISTURBING))
+async def test_the_reference_client_passes_with_a_router_in_trouble(
+    name: str, postgres: Server, routers: Routers
+) -> None:
+    await play(DISTURBING[name], postgres, routers)
 
 
 def test_only_what_no_router_does_is_left_to_the_fake_server() -> None:

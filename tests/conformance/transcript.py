@@ -161,7 +161,7 @@ def credit_after(events: list[Event]) -> int:
 
 
 def too_large(settled: queue_pb2.Settled) -> bool:
-    return settled.error.code == code_pb2.INVALID_ARGUMENT
+    return bool(settled.error.code == code_pb2.INVALID_ARGUMENT)
 
 
 def retry_after_s(status: status_pb2.Status) -> float | None:

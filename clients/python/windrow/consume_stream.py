@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn, cast
 
+from google.rpc import code_pb2
 from grpc import aio
 
 from windrow.calls import patient_pause_s
@@ -56,6 +57,8 @@ class ConsumeStream:
         self._take = take
         # How many jobs the router may still send on this stream.
         self._credit = 0
+        # What each unanswered message gave of it.
+        self._credit_of: dict[int, int] = {}
         # A write found the stream ended.
         self._write_failed = False
         self._closing = asyncio.Event()
@@ -98,6 +101,7 @@ class ConsumeStream:
         """Runs one stream from start to an orderly end. Raises WindrowError if it ends in any other way."""
         began = time.monotonic()
         self._credit = 0
+        self._credit_of.clear()
         self._write_failed = False
         call = self._client.calls.open(lambda stub: stub.Consume, org=self._start.org)
         try:
@@ -136,6 +140,10 @@ class ConsumeStream:
             self._credit = max(0, self._credit - len(jobs))
             self._take(jobs, received_at)
         for settled in response.settled:
+            credit = self._credit_of.pop(settled.request_id, 0)
+            if settled.error.code == code_pb2.INVALID_ARGUMENT:
+                # The router has done nothing of the message.
+                self._credit -= credit
             self._settlements.answered(settled)
         self._settlements.wake.set()
 
@@ -154,6 +162,8 @@ class ConsumeStream:
                 self._credit += more
                 has_content = True
             if has_content:
+                if request.request_id:
+                    self._credit_of[request.request_id] = request.credit
                 try:
                     await call.write(request)
                 except (aio.AioRpcError, asyncio.InvalidStateError):
