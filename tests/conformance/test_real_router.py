@@ -56,13 +56,13 @@ def calm_plays(postgres: Server, routers: Routers) -> dict[str, BaseException | 
     return dict(zip(CALM, asyncio.run(play_all()), strict=True))
 
 
-@pytest.mark.parametrize("name", map(marked, CALM))
+@pytest.mark.parametrize("name", [*map(marked, CALM)])
 def test_the_reference_client_passes_with_a_real_router(name: str, calm_plays: dict[str, BaseException | None]) -> None:
     if failure := calm_plays[name]:
         raise failure
 
 
-@pytest.mark.parametrize("name", map(marked, DISTURBING))
+@pytest.mark.parametrize("name", [*map(marked, DISTURBING)])
 async def test_the_reference_client_passes_with_a_router_in_trouble(
     name: str, postgres: Server, routers: Routers
 ) -> None:

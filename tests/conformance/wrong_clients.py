@@ -154,7 +154,7 @@ WRONG: tuple[tuple[str, type[ReferenceWorker], str], ...] = (
     ("revoke", IgnoresRevokedLeases, "an ack of each job"),
     ("revoke", FallsOverStrangeLeases, ""),
     ("drain", IgnoresDraining, "closes its side"),
-    ("drain", WaitsForItsHandlersWhenAStreamDrains, "closes its side"),
+    ("drain", WaitsForItsHandlersWhenAStreamDrains, "an extend of the running job"),
     *[(f"end-{status}", GivesUp, "another stream") for status in ("unavailable", "internal", "unknown", "exhausted")],
     ("end-unavailable", ForgetsWhatWasNotAnswered, "an ack of each job"),
     *[(f"fatal-{code.name.lower().replace('_', '-')}", NeverGivesUp, "no other stream") for code in FATAL],
