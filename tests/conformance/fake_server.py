@@ -25,6 +25,7 @@ from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc, server_pb2
 DETAILS = "grpc-status-details-bin"
 _JOBS_MAX = 100
 _CANCELLED_S = 0.05
+_START_S = 1.0
 # For clients that are being killed.
 _STOP_S = 5.0
 Settle = Callable[[queue_pb2.ConsumeRequest], queue_pb2.Settled | None]
@@ -160,7 +161,10 @@ class FakeServer:
         self.wake()
         refusal = self.greet(len(self.seen.streams))
         try:
-            refusal = refusal or await call.serve(requests)
+            if refusal is None:
+                refusal = await call.serve(requests)
+            else:
+                await call.read_start(requests)
         except asyncio.CancelledError:
             call.over(StatusCode.CANCELLED)
             raise
@@ -250,6 +254,13 @@ class _Call:
         self.stream.ended, self.stream.ended_s = code, self._loop.time()
         self.stream.retry_after_s = retry_after_s
         self._server.wake()
+
+    async def read_start(self, requests: AsyncIterator[queue_pb2.ConsumeRequest]) -> None:
+        """Reads the first message, if it comes soon, before the stream is refused: libraries report an error of their
+        own, and not the server's status, if the stream ends while they write."""
+        with contextlib.suppress(TimeoutError, StopAsyncIteration):
+            async with asyncio.timeout(_START_S):
+                self._write_down(await anext(requests))
 
     async def serve(self, requests: AsyncIterator[queue_pb2.ConsumeRequest]) -> Refusal | None:
         """Serves the stream until the client closes its side, or until `end` is called: then returns its argument."""

@@ -425,17 +425,13 @@ class StreamEnds(Scenario):
         return super().what.format(status=self.status.name)
 
     async def fake(self, stage: Stage) -> None:
-        stage.server.settle = self._only_on_later_streams(stage)
+        stage.server.settle = _answers_on_later_streams(stage)
         unanswered, running = stage.server.give("0", "1500")
         await stage.until(lambda: stage.seen.sayings(unanswered, "ack"), "an ack of the first job")
         await stage.until_sent(running)
         stage.server.end(Refusal(code=self.status))
         await stage.until(lambda: len(stage.seen.streams) > 1, "another stream")
         await stage.until_acked(unanswered, running)
-
-    @staticmethod
-    def _only_on_later_streams(stage: Stage) -> Settle:
-        return lambda request: stage.server.settled(request) if len(stage.seen.streams) > 1 else None
 
     async def real(self, bench: Bench) -> Transcript:
         async with bench.worker() as worker:
@@ -550,7 +546,7 @@ class HalfOpen(Scenario):
     answer_s = 1.0
 
     async def fake(self, stage: Stage) -> None:
-        stage.server.settle = StreamEnds._only_on_later_streams(stage)
+        stage.server.settle = _answers_on_later_streams(stage)
         (lease,) = stage.server.give("0")
         await stage.until(lambda: stage.seen.sayings(lease, "ack"), "an ack of the job")
         # A client that cannot wait for less waits for 10 s.
@@ -644,6 +640,11 @@ class StopLate(Scenario):
             released = [said for said in seen.sayings(lease) if (said.verb, said.answer) == ("release", "OK")]
             require(released, "a release of the job", seen)
         _expect_orderly(seen)
+
+
+def _answers_on_later_streams(stage: Stage) -> Settle:
+    """Answers no message of the first stream."""
+    return lambda request: stage.server.settled(request) if len(stage.seen.streams) > 1 else None
 
 
 def _failed(seen: Transcript) -> list[Stream]:

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "tests/conformance/README.md").read_text()
 PAGE = (ROOT / "docs/clients.md").read_text()
 NAMES = [scenario.name for scenario in SCENARIOS]
+PYTHON_CLIENT = ("-m", "tests.conformance.python_worker")
 REFERENCE = (sys.executable, "-m", "tests.conformance.reference")
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 RUN_S = 240.0
@@ -41,6 +42,7 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 def of_python_client() -> dict[str, dict[str, object]]:
     """The outcomes of the command that docs/clients.md shows."""
     (command,) = commands(PAGE.partition("## Check a client library\n")[2])
+    assert tuple(command[-2:]) == PYTHON_CLIENT
     done = run([*command[:3], "--json", *command[3:]])
     outcomes = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == (0 if all(outcome["passed"] for outcome in outcomes) else 1), done.stderr
