@@ -48,6 +48,18 @@ class Server:
     def drop(self, database: str) -> None:
         self._administer("DROP DATABASE {} WITH (FORCE)", database)
 
+    @contextlib.contextmanager
+    def away(self, database: str) -> Generator[None, None, None]:
+        """Cuts all connections to a database, and allows no new ones during the block."""
+        self._administer("ALTER DATABASE {} ALLOW_CONNECTIONS false", database)
+        try:
+            with psycopg.connect(self.superuser_dsn, autocommit=True) as connection:
+                sessions = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s"
+                connection.execute(sessions, [database])
+            yield
+        finally:
+            self._administer("ALTER DATABASE {} ALLOW_CONNECTIONS true", database)
+
     def _administer(self, statement: LiteralString, *names: str) -> None:
         with psycopg.connect(self.superuser_dsn, autocommit=True) as connection:
             connection.execute(sql.SQL(statement).format(*map(sql.Identifier, names)))

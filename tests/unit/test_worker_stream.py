@@ -8,7 +8,9 @@ import logging
 from typing import Any
 
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from google.rpc import status_pb2
+from google.rpc.error_details_pb2 import RetryInfo
 from grpc import StatusCode
 
 from tests.unit.client_fake import WAIT_S, FakeRouter, FakeStream, refuse, settled_as
@@ -218,6 +220,27 @@ async def test_a_settlement_that_failed_is_repeated_after_a_pause(
     assert all(later - one >= 0.02 * 2**at for at, (one, later) in enumerate(itertools.pairwise(times)))
     told = [record.getMessage() for record in caplog.records if record.name == "windrow.worker"]
     assert sum("the shard is away" in message for message in told) == 1
+
+
+async def test_a_settlement_that_failed_is_repeated_after_the_pause_that_the_router_asks_for(
+    router: FakeRouter, client: Client
+) -> None:
+    times: list[float] = []
+
+    async def busy(message: Any, stream: FakeStream) -> queue_pb2.Settled:
+        times.append(asyncio.get_running_loop().time())
+        if len(times) > 1:
+            return queue_pb2.Settled()
+        error = status_pb2.Status(code=8, message="the shard is busy")
+        error.details.add().Pack(RetryInfo(retry_delay=Duration(nanos=400_000_000)))
+        return queue_pb2.Settled(error=error)
+
+    router.scripts["Settle"] = busy
+    running = Running(client)
+    router.give("quick")
+    await router.until(lambda: len(times) == 2)
+    await running.stop()
+    assert times[1] - times[0] >= 0.4
 
 
 async def test_a_long_job_keeps_its_lease_across_a_cut(router: FakeRouter, client: Client) -> None:

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from windrow.calls import error_of
+from windrow.calls import error_of, patient_pause_s
 from windrow.errors import InvalidRequest, RouterError, WindrowError
 from windrow.jobs import Answer, answer_of
 from windrow.leases import Connectivity, HeldLease, Leases, log
@@ -257,7 +257,8 @@ class Settlements:
             self._connectivity.failed(error)
             self._requeue(entries)
             if self._retry_timer is None:
-                self._retry_timer = asyncio.get_running_loop().call_later(self._backoff.next_s(), self._resume)
+                pause_s = patient_pause_s(error, own_s=self._backoff.next_s())
+                self._retry_timer = asyncio.get_running_loop().call_later(pause_s, self._resume)
         elif len(entries) > 1:
             # One bad entry must not block the others: send each in a message of its own.
             for entry in entries:

@@ -401,8 +401,9 @@ class ConsumeResponse(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     draining: _builtins.bool
     """True, in one message: the router will end this stream, because it shuts down or because of the stream's age, and it
-    sends no more jobs. The consumer should send what it has to say, close its side, and open another stream when this
-    one has ended. The router waits 2 s for that, and then ends the stream with UNAVAILABLE.
+    sends no more jobs. The consumer should send nothing new, wait for the answers to what it has sent, close its side,
+    and open another stream when this one has ended. The router waits 2 s for that, and then ends the stream with
+    UNAVAILABLE. A consumer that ignores it loses no job.
     """
     @_builtins.property
     def jobs(self) -> _containers.RepeatedCompositeFieldContainer[_job_pb2.LeasedJob]:

@@ -1,0 +1,205 @@
+"""What a client and a server said to each other, in order. No I/O, no verdicts.
+
+The fake server writes a transcript at its side, the reference client at its own, and the same expectations judge both.
+An answer is written down before the server sends it, and after the client has received it, so an order that follows
+from the contract (first the answer, then the next message) is the same at both sides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc import StatusCode
+
+from windrow.v1 import job_pb2, queue_pb2
+
+Request, Response = queue_pb2.ConsumeRequest, queue_pb2.ConsumeResponse
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One message. Times are seconds of a monotonic clock."""
+
+    at_s: float
+    message: queue_pb2.ConsumeRequest | queue_pb2.ConsumeResponse
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Stream:
+    """A Consume stream; or a unary call about leases, written down as a stream of one message and its answer."""
+
+    opened_s: float
+    metadata: dict[str, str] = field(default_factory=dict[str, str])
+    events: list[Event] = field(default_factory=list[Event])
+    # How many messages there were when the client closed its side; None: it has not.
+    closed_after: int | None = None
+    # How it ended; None while it lasts.
+    ended: StatusCode | None = None
+    ended_s: float = 0.0
+    # What RetryInfo of its status asked for; None: no RetryInfo.
+    retry_after_s: float | None = None
+
+    @property
+    def requests(self) -> list[queue_pb2.ConsumeRequest]:
+        return [event.message for event in self.events if isinstance(event.message, Request)]
+
+    @property
+    def responses(self) -> list[queue_pb2.ConsumeResponse]:
+        return [event.message for event in self.events if isinstance(event.message, Response)]
+
+    @property
+    def jobs(self) -> list[job_pb2.LeasedJob]:
+        return [job for response in self.responses for job in response.jobs]
+
+    @property
+    def drained_after(self) -> int | None:
+        """How many messages there were before `draining`; None: it was not said."""
+        said = (at for at, event in enumerate(self.events) if isinstance(event.message, Response))
+        return next((at for at in said if getattr(self.events[at].message, "draining", False)), None)
+
+    @property
+    def unanswered(self) -> list[queue_pb2.ConsumeRequest]:
+        """The messages with leases that have no answer."""
+        answered = {settled.request_id for response in self.responses for settled in response.settled}
+        return [request for request in self.requests if entries(request) and request.request_id not in answered]
+
+    @property
+    def credit(self) -> int:
+        """How many jobs may still be sent."""
+        return credit_after(self.events)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Enqueue:
+    """One call of Enqueue, and what was answered."""
+
+    at_s: float
+    answered_s: float
+    metadata: dict[str, str]
+    ids: tuple[str, ...]
+    code: StatusCode
+    retry_after_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saying:
+    """What one message said of one lease, and what was answered."""
+
+    lease: bytes
+    verb: str
+    result: bytes
+    at_s: float
+    answered_s: float
+    # The number of its stream, and its place in it. Unary calls come after the streams.
+    stream: int
+    place: int
+    # OK, STALE, NOT_FOUND, CANCELLED; "error" and the name of its code; empty: not answered.
+    answer: str
+    retry_after_s: float | None
+
+
+@dataclass(slots=True, kw_only=True)
+class Transcript:
+    org: str
+    queue: str
+    streams: list[Stream] = field(default_factory=list[Stream])
+    # Unary Ack, Nack, Extend and Release.
+    calls: list[Stream] = field(default_factory=list[Stream])
+    enqueues: list[Enqueue] = field(default_factory=list[Enqueue])
+    # The client's exit code; None while it runs.
+    code: int | None = None
+
+    @property
+    def jobs(self) -> dict[bytes, job_pb2.LeasedJob]:
+        """By lease."""
+        return {job.lease: job for stream in self.streams for job in stream.jobs}
+
+    def sayings(self, lease: bytes | None = None, verb: str = "") -> list[Saying]:
+        """What was said of this lease, or of all, with this verb, or any."""
+        every = [said for at, stream in enumerate([*self.streams, *self.calls]) for said in _sayings(at, stream)]
+        return [said for said in every if lease in (None, said.lease) and verb in ("", said.verb)]
+
+    def acked(self, *leases: bytes) -> bool:
+        """Whether an ack of each of these leases was answered OK."""
+        return set(leases) <= {said.lease for said in self.sayings(verb="ack") if said.answer == "OK"}
+
+    def __str__(self) -> str:
+        """The streams and the end of what was said, in one line."""
+        ends = [stream.ended.name if stream.ended else "open" for stream in self.streams]
+        said = [f"{one.verb} {one.lease[-8:].hex()}: {one.answer or 'no answer'}" for one in self.sayings()]
+        enqueues = f"; {len(self.enqueues)} Enqueue(s)" if self.enqueues else ""
+        code = "" if self.code is None else f"; the client ended with code {self.code}"
+        credit = f", credit {self.streams[-1].credit}" if self.streams else ""
+        more = ["…"] if len(said) > 6 else []
+        last = f"; {', '.join([*more, *said[-6:]])}" if said else ""
+        return f"{len(ends)} stream(s) ({', '.join(ends)}{credit}), {len(self.jobs)} job(s){enqueues}{last}{code}"
+
+
+def entries(request: queue_pb2.ConsumeRequest) -> list[tuple[str, bytes, bytes]]:
+    """Verb, lease and result of everything that a message says."""
+    return [
+        *[("ack", one.lease, one.result) for one in request.acks],
+        *[("nack", one.lease, b"") for one in request.nacks],
+        *[("extend", one.lease, b"") for one in request.extends],
+        *[("release", lease, b"") for lease in request.releases],
+    ]
+
+
+def credit_after(events: list[Event]) -> int:
+    """The credit that is left after these messages. That of a message that was too large does not count."""
+    credit, of_message = 0, dict[int, int]()
+    for event in events:
+        match event.message:
+            case Request() as request:
+                credit += request.credit
+                of_message[request.request_id] = request.credit
+            case Response() as response:
+                credit -= len(response.jobs)
+                credit -= sum(of_message.get(one.request_id, 0) for one in response.settled if too_large(one))
+    return credit
+
+
+def too_large(settled: queue_pb2.Settled) -> bool:
+    return bool(settled.error.code == code_pb2.INVALID_ARGUMENT)
+
+
+def retry_after_s(status: status_pb2.Status) -> float | None:
+    """What RetryInfo asks for; None: there is none."""
+    info = error_details_pb2.RetryInfo()
+    asked = any(packed.Unpack(info) for packed in status.details)
+    return info.retry_delay.ToNanoseconds() / 1e9 if asked else None
+
+
+def _sayings(number: int, stream: Stream) -> list[Saying]:
+    found: list[Saying] = []
+    answers = dict[int, tuple[float, queue_pb2.Settled]]()
+    # Backwards: a request_id may be used again once it is answered.
+    for place, event in reversed([*enumerate(stream.events)]):
+        match event.message:
+            case Response() as response:
+                answers.update({settled.request_id: (event.at_s, settled) for settled in response.settled})
+            case Request() as request:
+                answered_s, settled = answers.pop(request.request_id, (0.0, None))
+                found += [
+                    Saying(
+                        lease=lease,
+                        verb=verb,
+                        result=result,
+                        at_s=event.at_s,
+                        answered_s=answered_s,
+                        stream=number,
+                        place=place,
+                        answer="" if settled is None else _answer(settled, lease),
+                        retry_after_s=None if settled is None else retry_after_s(settled.error),
+                    )
+                    for verb, lease, result in reversed(entries(request))
+                ]
+    return found[::-1]
+
+
+def _answer(settled: queue_pb2.Settled, lease: bytes) -> str:
+    if settled.HasField("error"):
+        return f"error {code_pb2.Code.Name(code_pb2.Code.ValueType(settled.error.code))}"
+    not_ok = {one.lease: job_pb2.JobAnswer.Name(one.answer).removeprefix("JOB_ANSWER_") for one in settled.not_ok}
+    return not_ok.get(lease, "OK")
