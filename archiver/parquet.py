@@ -51,7 +51,7 @@ SCHEMA = pa.schema(
 )
 # How many columns every file has. Columns that were added later come after them, and may be null.
 _FIRST_COLUMNS = 23
-LARGE = ("payload", "result")
+LARGE = ("payload", "result", "checkpoint")
 # A row group ends with the batch that reaches one of these. Readers skip row groups without the wanted org.
 _GROUP_ROWS, _GROUP_BYTES = 50_000, 32 * 1024 * 1024
 _DICTIONARY_COLUMNS = [

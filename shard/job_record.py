@@ -58,7 +58,8 @@ class JobRecord(NamedTuple):
     history: str | None
     progress: str | None
     checkpoint: bytes | None
-    # False if the answer was full: then payload, attributes, result, reason, history and checkpoint are missing.
+    # False if the answer was full: then payload, attributes, result, reason, history, progress and
+    # checkpoint are missing.
     whole: bool = True
 
     def attempts(self) -> list[Attempt]:

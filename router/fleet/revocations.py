@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 from router.codec import convert
 from shard.job_id import from_hex
@@ -11,7 +11,7 @@ from shard.queue.revocation import Revocation
 from shard.vocabulary import OrgId, ShardName
 from windrow.v1 import queue_pb2
 
-Told = Callable[[Sequence[queue_pb2.LeaseAnswer]], None]
+Told = Callable[[bytes], None]
 
 
 class Revocations:
@@ -22,7 +22,7 @@ class Revocations:
         self._consumers: dict[tuple[OrgId, str], dict[Told, None]] = {}
 
     def join(self, org: OrgId, worker: str, told: Told) -> None:
-        """Calls `told` from now on, until `leave`."""
+        """Calls `told` with encoded ConsumeResponses from now on, until `leave`."""
         self._consumers.setdefault((org, worker), {})[told] = None
 
     def leave(self, org: OrgId, worker: str, told: Told) -> None:
@@ -31,17 +31,20 @@ class Revocations:
         if not consumers:
             self._consumers.pop((org, worker), None)
 
-    def tell(self, shard: ShardName, revocation: Revocation) -> None:
-        """Tells the consumers of this router about leases of this shard."""
-        consumers = self._consumers.get((revocation.org, revocation.worker))
-        if not consumers:
-            return
-        answer = convert.ANSWERS[revocation.answer]
-        answers = [
-            queue_pb2.LeaseAnswer(
-                lease=token(token_prefix(shard, lease.number), from_hex(lease.job_hex)), answer=answer
-            )
-            for lease in revocation.leases
-        ]
-        for told in list(consumers):
-            told(answers)
+    def tell(self, shard: ShardName, revocations: Iterable[Revocation]) -> None:
+        """Tells the consumers of this router about leases of this shard. What many streams are told is encoded once."""
+        for revocation in revocations:
+            consumers = self._consumers.get((revocation.org, revocation.worker))
+            if consumers:
+                encoded = _encoded(shard, revocation)
+                for told in list(consumers):
+                    told(encoded)
+
+
+def _encoded(shard: ShardName, revocation: Revocation) -> bytes:
+    answer = convert.ANSWERS[revocation.answer]
+    message = queue_pb2.ConsumeResponse()
+    for lease in revocation.leases:
+        revoked = token(token_prefix(shard, lease.number), from_hex(lease.job_hex))
+        message.revoked.add(lease=revoked, answer=answer)
+    return message.SerializeToString()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Self
 
 from router.fleet.periodic import attempt, every
@@ -49,7 +49,7 @@ class ShardHandle:
         prove: Callable[[Database], Awaitable[None]],
         proved: Callable[[ShardHandle], Awaitable[None]],
         confirm: Callable[[ShardName, Made], Awaitable[bool]],
-        revoked: Callable[[ShardName, Revocation], None],
+        revoked: Callable[[ShardName, Sequence[Revocation]], None],
     ) -> None:
         # The shard's entry in the current cluster file.
         self.entry = entry
@@ -73,13 +73,13 @@ class ShardHandle:
             entry.dsn,
             on_ring=lambda queues: self.room.on_doorbell(queues),
             on_arrival=lambda queues: self.room.arrived(queues),
-            on_revocation=lambda revocation: revoked(entry.name, revocation),
+            on_revoked=lambda revocations: revoked(entry.name, revocations),
             on_migration=lambda: self._migrated.set(),
         )
 
-        def tell_all(revocation: Revocation) -> None:
-            revoked(entry.name, revocation)
-            self._doorbell.revoke(revocation)
+        def tell_all(revocations: Sequence[Revocation]) -> None:
+            revoked(entry.name, revocations)
+            self._doorbell.revoke(revocations)
 
         self.store.on_revoked = tell_all
         self.room = WaitRoom(self.store, self._doorbell, sweep_s=sweep_s)

@@ -40,6 +40,8 @@ _HEAD_BYTES = 16
 RECEIVE_S_MAX = 60.0
 # How long a client may leave an answer unread before its connection is closed.
 UNREAD_S_MAX = 30.0
+# How long a stream that the router ends waits for its client to close its side.
+DRAIN_S = 2.0
 # How many calls a connection may reset per second before their requests have arrived. Above that it is closed, because
 # each such call costs as much as a served one.
 RESETS_MAX = 200
@@ -81,6 +83,8 @@ class Gate:
         self.tracing = tracing
         self.buffer = buffer
         self.draining = False
+        # While it drains: from when on it refuses all calls, by the event loop's clock.
+        self._refuse_from_s = 0.0
         # Bytes of completely received messages, by connection.
         self.delivered = Counter[str]()
         # The number of calls and streams, by connection.
@@ -101,9 +105,9 @@ class Gate:
     def begin(self, context: Context) -> Call:
         """Lets a call in. The call counts until the current task, which serves it, ends. Raises ShuttingDown,
         RouterFull."""
-        if self.draining:
-            raise ShuttingDown
         call = Call(self.buffer, peer=canonical(context.peer()))
+        if self.draining and (not self.inside[call.peer] or asyncio.get_running_loop().time() >= self._refuse_from_s):
+            raise ShuttingDown
         # A connection may have as many calls as are left free, as in shard/fair_quota.py.
         if self.inside[call.peer] >= CALLS_MAX + STREAMS_MAX - self._count:
             raise RouterFull("calls and streams", CALLS_MAX + STREAMS_MAX)
@@ -225,8 +229,10 @@ class Gate:
     # ── Drain ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def drain(self) -> None:
-        """Refuses new calls. Closes each connection when its last call ends, so that its client uses another router."""
+        """Closes each connection when its last call ends, so that its client uses another router. For a short time,
+        connections with calls may begin more of them: their streams wait for their clients to leave."""
         self.draining = True
+        self._refuse_from_s = asyncio.get_running_loop().time() + DRAIN_S
         if not self._count:
             self._emptied.set()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from itertools import chain
 
 from google.protobuf.message import DecodeError
@@ -16,7 +16,7 @@ from router.codec.lease_verbs import VERBS, entries_of, not_ok
 from router.codec.status import InvalidRequest, MessageTooLarge, RequestLate, ShuttingDown, StreamExpired, Violation
 from router.codec.validate import check, check_consume
 from router.fleet.fleet import Fleet
-from router.gate.admission import Call, Context, Gate
+from router.gate.admission import DRAIN_S, Call, Context, Gate
 from router.gate.calls import Received, status_for
 from router.route.by_lease import Answers, Leases
 from router.services.consumer import Consumer
@@ -33,17 +33,14 @@ _WAITING_BYTES_MAX = 8 * 1024 * 1024
 _MESSAGE_BYTES_MAX = 2 * 1024 * 1024
 # The answers in a message end with the one that reaches this size. One answer has at most 150 KiB.
 _SETTLED_BYTES_MAX = 256 * 1024
-# The most revoked leases that wait to be written; further ones are not told. Each takes so many bytes of memory.
-_REVOKED_MAX = 1000
-_REVOKED_BYTES = 64
+# The most bytes about revoked leases that wait to be written, some 3,000 leases; further ones are not told.
+_REVOKED_BYTES_MAX = 128 * 1024
 # Messages of one stream that are being settled, or whose answers wait to be written; at this limit reading stops.
 _SETTLING_MAX = 64
 # How long the first message, which names the org, may take to come.
 _START_S_MAX = 10.0
 # The time limit for settling one message. It ends before clients take the silence for a dead connection.
 _SETTLE_S_MAX = 8.0
-# How long a stream that the router ends waits for the client to close its side.
-DRAIN_S = 2.0
 # ConsumeRequest.request_id, a varint.
 _REQUEST_ID_TAG = bytes([queue_pb2.ConsumeRequest.REQUEST_ID_FIELD_NUMBER << 3])
 
@@ -133,8 +130,9 @@ class Stream:
         self._behind = False
         # Answers to be written, each with the bytes that its message holds in the buffer until then.
         self._settled: deque[tuple[queue_pb2.Settled, int]] = deque()
-        # Leases that ended without the client, to be written after all jobs.
-        self._revoked: list[queue_pb2.LeaseAnswer] = []
+        # Encoded messages about leases that ended without the client, to be written after all jobs.
+        self._revoked: list[bytes] = []
+        self._revoked_bytes = 0
         # `draining` is to be written.
         self._announcing = False
         self._to_write = asyncio.Event()
@@ -323,16 +321,17 @@ class Stream:
                 waiting_bytes = self._jobs_bytes
                 jobs = self._next_jobs()
                 sent_bytes = waiting_bytes - self._jobs_bytes
-                if not self._jobs:
-                    # A client is told of a revoked lease after it has got the job.
-                    held += self._take_revoked(rest)
-                # Both parts are messages of the same type: one after the other, they are one message.
-                message = b"".join([*chain.from_iterable(delivery.jobs for delivery in jobs), rest.SerializeToString()])
+                # A client that is told of a revoked lease before it gets the job would ignore it.
+                revoked = [] if self._jobs else self._take_revoked()
+                # All parts are messages of the same type: one after the other, they are one message.
+                message = b"".join(
+                    [*chain.from_iterable(delivery.jobs for delivery in jobs), rest.SerializeToString(), *revoked]
+                )
                 self._gate.writing(self._call)
                 # The client may read these jobs even if the stream fails from here on, so they stay leased.
                 await self._context.write(message)
                 self._gate.written(self._call)
-                self._call.give_back(sent_bytes + held)
+                self._call.give_back(sent_bytes + held + sum(map(len, revoked)))
                 self._room.set()
                 self._settled_one.set()
             self._behind = False
@@ -355,17 +354,16 @@ class Stream:
             room -= answer.ByteSize()
         return rest, held
 
-    def _on_revoked(self, answers: Sequence[queue_pb2.LeaseAnswer]) -> None:
-        told = answers[: _REVOKED_MAX - len(self._revoked)]
-        if told and self._call.take(_REVOKED_BYTES * len(told)):
-            self._revoked += told
+    def _on_revoked(self, encoded: bytes) -> None:
+        has_room = self._revoked_bytes + len(encoded) <= _REVOKED_BYTES_MAX
+        if has_room and self._call.take(len(encoded)):
+            self._revoked.append(encoded)
+            self._revoked_bytes += len(encoded)
             self._to_write.set()
 
-    def _take_revoked(self, rest: queue_pb2.ConsumeResponse) -> int:
-        """Moves the revoked leases into the message. Returns the bytes that they hold."""
-        revoked, self._revoked = self._revoked, []
-        rest.revoked.extend(revoked)
-        return _REVOKED_BYTES * len(revoked)
+    def _take_revoked(self) -> list[bytes]:
+        revoked, self._revoked, self._revoked_bytes = self._revoked, [], 0
+        return revoked
 
     def _next_jobs(self) -> list[Delivery]:
         """Returns as many waiting jobs as fit into one message, and removes them from those that wait."""

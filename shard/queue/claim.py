@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -114,7 +114,7 @@ class Claimer:
     """`revoked` is called with the leases that had expired before a job was leased again."""
 
     def __init__(
-        self, database: Database, names: QueueIds, floors: Floors, revoked: Callable[[Revocation], None]
+        self, database: Database, names: QueueIds, floors: Floors, revoked: Callable[[Sequence[Revocation]], None]
     ) -> None:
         self._database = database
         self._revoked = revoked
@@ -184,7 +184,6 @@ class Claimer:
         rows = await self._database.run(statements.CLAIM, {**columns.parameters(), "bytes_max": bytes_max})
         by_lease = {taker.number: taker for taker in takers}
         claimed = [Claimed(row[0], queue_names[row[1]], *row[2:]) for row in rows]
-        self._revoke_expired((by_lease[job.lease].request.org, job) for job in claimed if job.expired_lease is not None)
         # A window may end while a claim runs several times. A job of an earlier run can then be leased again, even
         # under the same number (I2): only the new lease counts.
         leased_again = {(by_lease[job.lease].request.org, job.id) for job in claimed}
@@ -198,6 +197,7 @@ class Claimer:
                 by_lease[job.lease].jobs.append(job)
         for taker in takers:
             taker.count()
+        self._revoke_expired(by_lease, [job for job in claimed if job.expired_lease is not None])
         self._floors.claimed(zip([row[1] for row in rows], claimed, strict=True), arrivals=arrivals)
         if sum(map(_size, claimed)) >= bytes_max:
             # The jobs of one taker may have left no room for those of another.
@@ -216,14 +216,18 @@ class Claimer:
                 taker.again = True
         return [errors.get(taker.number) for taker in takers]
 
-    def _revoke_expired(self, claimed: Iterable[tuple[OrgId, Claimed]]) -> None:
-        expired: dict[OrgId, list[tuple[str, Lease]]] = {}
-        for org, job in claimed:
-            lease = lease_of(job.id, job.expired_lease or 0)
-            expired.setdefault(org, []).append((job.expired_worker or "", lease))
-        for org, leases in expired.items():
-            for revocation in Revocation.by_worker(org, Answer.STALE, leases):
-                self._revoked(revocation)
+    def _revoke_expired(self, takers: Mapping[int, _Taker], claimed: Sequence[Claimed]) -> None:
+        """Tells of the leases that had expired before these jobs were leased again."""
+        ended: dict[tuple[OrgId, Answer], list[tuple[str, Lease]]] = {}
+        for job in claimed:
+            # A claim that runs several times may lease a job twice under one number: that lease is live.
+            if job.expired_lease != job.lease:
+                answer = Answer.CANCELLED if job.expired else Answer.STALE
+                lease = lease_of(job.id, job.expired_lease or 0)
+                of_org = ended.setdefault((takers[job.lease].request.org, answer), [])
+                of_org.append((job.expired_worker or "", lease))
+        for (org, answer), leases in ended.items():
+            self._revoked(Revocation.by_worker(org, answer, leases))
 
     async def _set_aside(self, org: OrgId, jobs: list[Claimed], lease: int) -> None:
         """Cancels the jobs that are past their expires_at, and marks the others, which are out of attempts, dead."""

@@ -8,10 +8,9 @@ leases is lost, their consumer learns it from the answer to its next extend.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import psycopg
 
@@ -19,7 +18,7 @@ from shard.errors import ShardUnavailable
 from shard.postgres import arrays
 from shard.postgres.listener import Listener
 from shard.postgres.pool import Database
-from shard.queue import statements
+from shard.queue import revocation, statements
 from shard.queue.revocation import Revocation
 from shard.vocabulary import QueueId
 
@@ -36,16 +35,16 @@ _ALL = "*"
 _MIGRATION = "migration"
 # Sent before the queue ids: jobs have arrived from another shard, and may have been due for long.
 _ARRIVED = "+"
-# Sent before the text of a revocation.
+# Sent before revocations.
 _REVOKED = "-"
-# The most revocations that wait to be sent; further ones are dropped.
-_REVOCATIONS_MAX = 100
+# The most leases of revocations that wait to be sent; further revocations are dropped.
+_REVOKED_LEASES_MAX = 10_000
 
 
 class Doorbell:
     """Rings and listens on one shard. `on_ring` is called with the queues that another router rang for; None means that
     any queue may have jobs. `on_arrival` is called with the queues in which jobs arrived from another shard, and
-    `on_revocation` with leases that ended at another router.
+    `on_revoked` with leases that ended at another router.
     `on_migration` is called after a migration, and when notifications may have been missed."""
 
     def __init__(
@@ -54,19 +53,20 @@ class Doorbell:
         dsn: str,
         on_ring: Callable[[Collection[QueueId] | None], None],
         on_arrival: Callable[[Collection[QueueId]], None],
-        on_revocation: Callable[[Revocation], None] = lambda _: None,
+        on_revoked: Callable[[Sequence[Revocation]], None] = lambda _: None,
         on_migration: Callable[[], None] = lambda: None,
     ) -> None:
         self._database = database
         self._on_ring = on_ring
         self._on_arrival = on_arrival
-        self._on_revocation = on_revocation
+        self._on_revoked = on_revoked
         self._on_migration = on_migration
         self._listener = Listener(dsn, "windrow_work", self._on_message, application_name="windrow doorbell")
         database.went_away = self._listener.hang_up
         self._me = secrets.token_hex(8)
         self._queues: set[QueueId] = set()
-        self._revoked: list[str] = []
+        self._revoked: list[Revocation] = []
+        self._revoked_leases = 0
         self._calls = 0
         self._has_news = asyncio.Event()
 
@@ -78,10 +78,13 @@ class Doorbell:
         self._calls += 1
         self._has_news.set()
 
-    def revoke(self, revocation: Revocation) -> None:
+    def revoke(self, revocations: Sequence[Revocation]) -> None:
         """Notifies the other routers soon of leases that have ended. That must have been committed."""
-        room = _REVOCATIONS_MAX - len(self._revoked)
-        self._revoked += itertools.islice(revocation.texts(), room)
+        for one in revocations:
+            if self._revoked_leases + len(one.leases) <= _REVOKED_LEASES_MAX:
+                self._revoked.append(one)
+                self._revoked_leases += len(one.leases)
+        self._calls += 1
         self._has_news.set()
 
     def reconnect(self, dsn: str) -> None:
@@ -99,9 +102,9 @@ class Doorbell:
             await self._has_news.wait()
             self._has_news.clear()
             queues, self._queues = self._queues, set()
-            revoked, self._revoked = self._revoked, []
+            revoked, self._revoked, self._revoked_leases = self._revoked, [], 0
             calls, self._calls = self._calls, 0
-            texts = [_REVOKED + text for text in revoked]
+            texts = [_REVOKED + text for text in revocation.texts(revoked)]
             if queues:
                 texts.append(",".join(map(str, queues)) if len(queues) <= _QUEUES_MAX else _ALL)
             try:
@@ -125,7 +128,7 @@ class Doorbell:
             return
         try:
             if text.startswith(_REVOKED):
-                self._on_revocation(Revocation.from_text(text.removeprefix(_REVOKED)))
+                self._on_revoked(revocation.from_text(text.removeprefix(_REVOKED)))
             elif text.startswith(_ARRIVED):
                 self._on_arrival(_queue_ids(text.removeprefix(_ARRIVED)))
             else:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shard.vocabulary import Answer, Lease, OrgId
 
-# A notification must be shorter than 8,000 bytes. A lease takes up to 57 of them, and each of the names, of 128 bytes,
-# up to 768.
+# A notification must be shorter than 8,000 bytes, and its sender's name comes before the text.
+_TEXT_BYTES_MAX = 7_900
+# A lease takes up to 57 bytes. Each of the names, of 128 bytes, takes up to 768.
 _LEASES_MAX = 100
 
 
@@ -25,25 +26,60 @@ class Revocation(NamedTuple):
     answer: Answer
     leases: Sequence[Lease]
 
-    def texts(self) -> Iterator[str]:
-        """Yields the payloads of notifications."""
-        for start in range(0, len(self.leases), _LEASES_MAX):
-            leases = self.leases[start : start + _LEASES_MAX]
-            yield json.dumps([self.org, self.worker, self.answer.value, leases], separators=(",", ":"))
-
     @classmethod
     def by_worker(cls, org: OrgId, answer: Answer, ended: Iterable[tuple[str, Lease]]) -> list[Revocation]:
-        """Returns one for each worker of `ended`, which has workers with their leases."""
+        """Returns one for each worker of `ended`, which has workers with their leases. A consumer without a name cannot
+        be told: all such consumers of the org would be."""
         leases: dict[str, list[Lease]] = {}
         for worker, lease in ended:
-            leases.setdefault(worker, []).append(lease)
+            if worker:
+                leases.setdefault(worker, []).append(lease)
         return [cls(org, worker, answer, of_worker) for worker, of_worker in leases.items()]
 
-    @classmethod
-    def from_text(cls, text: str) -> Revocation:
-        """Raises ValueError."""
-        try:
-            org, worker, answer, leases = json.loads(text)
-            return cls(OrgId(org), worker, Answer(answer), [Lease(job_hex, int(number)) for job_hex, number in leases])
-        except TypeError as error:
-            raise ValueError(str(error)) from error
+
+def texts(revocations: Iterable[Revocation]) -> Iterator[str]:
+    """Yields the payloads of as few notifications as needed."""
+    waiting: list[str] = []
+    size = 2
+    for written in _parts(revocations):
+        if waiting and size + len(written) > _TEXT_BYTES_MAX:
+            yield f"[{','.join(waiting)}]"
+            waiting, size = [], 2
+        waiting.append(written)
+        size += len(written) + 1
+    if waiting:
+        yield f"[{','.join(waiting)}]"
+
+
+def from_text(text: str) -> list[Revocation]:
+    """Raises ValueError."""
+    match json.loads(text):
+        case [*parts]:
+            return [_read(part) for part in parts]
+        case _:
+            raise ValueError(f"is no list of revocations: {text:.100}")
+
+
+def _parts(revocations: Iterable[Revocation]) -> Iterator[str]:
+    for org, worker, answer, leases in revocations:
+        for start in range(0, len(leases), _LEASES_MAX):
+            part = [org, worker, answer.value, leases[start : start + _LEASES_MAX]]
+            yield json.dumps(part, separators=(",", ":"))
+
+
+def _read(part: Any) -> Revocation:
+    match part:
+        case [str(org), str(worker), str(answer), [*leases]]:
+            return Revocation(OrgId(org), worker, Answer(answer), [_read_lease(lease) for lease in leases])
+        case _:
+            raise ValueError(f"is no revocation: {part!r:.100}")
+
+
+def _read_lease(lease: Any) -> Lease:
+    match lease:
+        case [str(job_hex), int(number)] if len(job_hex) == 32 and 0 <= number < 2**63:
+            # Raises ValueError.
+            int(job_hex, 16)
+            return Lease(job_hex, number)
+        case _:
+            raise ValueError(f"is no lease: {lease!r:.100}")

@@ -78,7 +78,7 @@ class Store:
         self.names = QueueIds(database)
         self.clock = ShardClock(database)
         self.on_visible: Callable[[set[QueueId]], None] = _ignore
-        self.on_revoked: Callable[[Revocation], None] = _ignore
+        self.on_revoked: Callable[[Sequence[Revocation]], None] = _ignore
         self._database = database
         self._floors = Floors()
         # The earliest time of the next full sweep, by time.monotonic.
@@ -89,7 +89,7 @@ class Store:
         self._locks = row_locks.of_jobs(database)
         self._enqueuer = Enqueuer(database, self.names, self._locks, self.clock, horizon_days=horizon_days)
         settler = LeaseSettler(database, self._locks, lambda queues: self.on_visible(queues))
-        claimer = Claimer(database, self.names, self._floors, lambda revocation: self.on_revoked(revocation))
+        claimer = Claimer(database, self.names, self._floors, lambda revocations: self.on_revoked(revocations))
 
         def overdue() -> ShardUnavailable:
             return ShardUnavailable(self.name, "earlier calls have not been answered yet")
@@ -255,8 +255,8 @@ class Store:
                 continue
             answers.update((JobId(name), Answer.DEPARTING if departing else Answer.OK) for name, departing, *_ in rows)
             ended = [(worker, lease_of(name, lease)) for name, _, lease, worker in rows if lease is not None]
-            for revocation in Revocation.by_worker(org, Answer.CANCELLED, ended):
-                self.on_revoked(revocation)
+            if ended:
+                self.on_revoked(Revocation.by_worker(org, Answer.CANCELLED, ended))
             missed = [job_id for job_id in free if job_id not in answers]
             records = await self._get(org, missed, include_payload=False, bytes_max=0)
             states = {record.id: record.state for record in records}

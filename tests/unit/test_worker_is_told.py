@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import pickle
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from grpc import StatusCode
 from tests.unit.client_fake import FakeRouter, FakeStream
 from tests.unit.test_client_worker import running
 from windrow import Client, InvalidRequest, Job, Progress, Retry, Worker
+from windrow.reports import Report, Reporter
 from windrow.v1 import job_pb2, queue_pb2
 
 CANCELLED, STALE = job_pb2.JOB_ANSWER_CANCELLED, job_pb2.JOB_ANSWER_STALE
@@ -179,6 +182,97 @@ async def test_a_later_report_waits_until_the_earlier_one_is_answered(router: Fa
     assert [(extend.checkpoint, extend.progress.done) for extend in extends(router)] == [(b"first", 0), (b"second", 3)]
 
 
+@pytest.mark.parametrize("is_async", [True, False])
+async def test_an_outcome_that_waits_for_a_report_survives_the_end_of_the_grace(
+    router: FakeRouter, client: Client, is_async: bool
+) -> None:
+    worker = Worker(client, "q", grace=0)
+    answering = asyncio.Event()
+
+    async def late(message: Any, _: FakeStream) -> queue_pb2.Settled:
+        if message.extends:
+            await answering.wait()
+        return queue_pb2.Settled()
+
+    router.scripts["Settle"] = late
+
+    def work(job: Job) -> str:
+        job.report(checkpoint=b"all of it")
+        return "done"
+
+    async def work_async(job: Job) -> str:
+        return work(job)
+
+    worker.handler("work")(work_async if is_async else work)
+    job = router.give("work")
+    async with running(worker):
+        await router.until(lambda: extends(router) and not worker._running)
+        worker.stop()
+        worker.stop()
+        answering.set()
+    assert router.settled("Ack") == [job.id]
+    assert not router.settled("Release")
+
+
+async def test_a_checkpoint_that_is_reported_while_the_handler_is_cancelled_is_stored_before_the_release(
+    router: FakeRouter, client: Client
+) -> None:
+    worker = Worker(client, "q", grace=0)
+    begun = asyncio.Event()
+
+    @worker.handler("work")
+    async def work(job: Job) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            job.report(checkpoint=b"so far")
+            raise
+
+    job = router.give("work")
+    async with running(worker):
+        await begun.wait()
+    messages = [message for message in router.of("Consume") if message.extends or message.releases]
+    assert [([one.checkpoint for one in m.extends], list(m.releases)) for m in messages] == [
+        ([b"so far"], []),
+        ([], [job.lease]),
+    ]
+
+
+async def test_a_handler_that_goes_on_reporting_after_its_end_does_not_hold_up_its_outcome(
+    router: FakeRouter, client: Client
+) -> None:
+    worker = Worker(client, "q")
+    beats: list[asyncio.Task[None]] = []
+
+    @worker.handler("work")
+    async def work(job: Job) -> None:
+        async def beat() -> None:
+            while True:
+                job.report(Progress(done=1))
+                await asyncio.sleep(0)
+
+        beats.append(asyncio.create_task(beat()))
+        await asyncio.sleep(0.01)
+
+    router.give("work")
+    async with running(worker):
+        await router.until(router.acks)
+    for one in beats:
+        one.cancel()
+
+
+def test_a_job_can_be_sent_to_another_process() -> None:
+    jobs: list[tuple[bytes, Report]] = []
+    job = Job(id="1", checkpoint=b"x", reporter=Reporter(lambda lease, report: jobs.append((lease, report))))
+    job.report(checkpoint=b"here")
+    copied: Job = pickle.loads(pickle.dumps(job))
+    copied.report(checkpoint=b"there")
+    assert copied == job
+    assert asdict(job)["checkpoint"] == b"x"
+    assert [report.checkpoint for _, report in jobs] == [b"here"]
+
+
 async def test_a_thread_reports_too(router: FakeRouter, client: Client) -> None:
     worker = Worker(client, "q")
 
@@ -242,6 +336,9 @@ async def test_a_report_about_a_lost_lease_is_dropped(router: FakeRouter, client
     [
         (Progress(done=-1), None, ValueError),
         (Progress(total=2**63), None, ValueError),
+        (Progress(done=0.5), None, TypeError),  # type: ignore[arg-type]
+        (Progress(done=True), None, TypeError),
+        (Progress(note=None), None, TypeError),  # type: ignore[arg-type]
         (None, b"x" * 65_537, ValueError),
         (None, object(), TypeError),
     ],

@@ -18,10 +18,11 @@ from windrow.errors import InvalidJob, Span, Violation, WindrowError
 from windrow.failures import Failure, read_failure
 from windrow.ids import uuid7
 from windrow.payloads import Payload, duration, encode, moment, timestamp
-from windrow.reports import Progress, Reporter, ignore, read_progress, report_of
+from windrow.reports import Progress, Reporter, read_progress, report_of
 from windrow.v1 import job_pb2, queue_pb2
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_NOBODY = Reporter()
 
 
 class JobState(enum.Enum):
@@ -162,7 +163,7 @@ class Job:
     # it by now. A `def` handler that runs long should check `job.lost.is_set()` between its steps.
     lost: asyncio.Event = field(default_factory=asyncio.Event, repr=False, compare=False)
     # Takes the reports; a Worker sets it.
-    reporter: Reporter = field(default=ignore, repr=False, compare=False)
+    reporter: Reporter = field(default_factory=Reporter, repr=False, compare=False)
 
     def report(self, progress: Progress | None = None, *, checkpoint: Payload = None) -> None:
         """Reports from the handler how far it has come, and what the next attempt needs in order to go on from here
@@ -389,7 +390,7 @@ def _read_retry(message: job_pb2.RetryPolicy) -> RetryPolicy | None:
             return None
 
 
-def read_leased(message: job_pb2.LeasedJob, *, reporter: Reporter = ignore) -> Job:
+def read_leased(message: job_pb2.LeasedJob, *, reporter: Reporter = _NOBODY) -> Job:
     # HasField first: reading an absent message field would create an object.
     traced = message.HasField("trace")
     enqueued, run = message.enqueued_at, message.run_at

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from windrow.payloads import CHECKPOINT_BYTES_MAX, NOTE_BYTES_MAX, Payload, clipped, encode
 from windrow.v1 import job_pb2, queue_pb2
@@ -51,22 +52,45 @@ class Report:
             extend.checkpoint = self.checkpoint
 
 
-Reporter = Callable[[bytes, Report], None]
-"""Takes a lease token, and what was reported about its job."""
+class Reporter:
+    """Takes reports of handlers: passes a lease token and a report to `take`, or to nobody. A copy in another process
+    passes them to nobody."""
 
+    __slots__ = ("_take",)
 
-def ignore(_lease: bytes, _report: Report) -> None:
-    """The reporter of a job that no Worker runs."""
+    def __init__(self, take: Callable[[bytes, Report], None] | None = None) -> None:
+        self._take = take
+
+    def __call__(self, lease: bytes, report: Report) -> None:
+        if self._take is not None:
+            self._take(lease, report)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Reporter, ()
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Reporter:
+        return self
 
 
 def report_of(progress: Progress | None, checkpoint: Payload) -> Report:
     """Returns a report; a checkpoint of None means none. Raises TypeError or ValueError."""
-    if progress is not None and not (0 <= progress.done <= _COUNT_MAX and 0 <= progress.total <= _COUNT_MAX):
-        raise ValueError(f"done and total must be 0 or more, not {progress.done} and {progress.total}")
+    if progress is not None:
+        _check(progress)
     data = None if checkpoint is None else encode(checkpoint, what="checkpoint")
     if data is not None and len(data) > CHECKPOINT_BYTES_MAX:
         raise ValueError(f"the checkpoint has {len(data):,} bytes; at most {CHECKPOINT_BYTES_MAX:,} are allowed")
     return Report(progress=progress, checkpoint=data)
+
+
+def _check(progress: Progress) -> None:
+    for name in ("done", "total"):
+        value = getattr(progress, name)
+        if type(value) is not int:
+            raise TypeError(f"{name} must be an int, not {value!r:.100}")
+        if not 0 <= value <= _COUNT_MAX:
+            raise ValueError(f"{name} must be 0 to {_COUNT_MAX}, not {value}")
+    if type(progress.note) is not str:
+        raise TypeError(f"note must be a str, not {progress.note!r:.100}")
 
 
 def read_progress(message: job_pb2.Progress) -> Progress:

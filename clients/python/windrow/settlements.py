@@ -80,8 +80,9 @@ class Settlements:
         self._retry_timer: asyncio.TimerHandle | None = None
         self._room = asyncio.Event()
         self._room.set()
-        # Set when a job has no report on its way any more.
-        self._reported = asyncio.Event()
+        # Outcomes of jobs whose report is on its way. They wait for its answer: the router settles messages in
+        # parallel, and takes no report about a lease that has ended.
+        self._after_report: dict[HeldLease, Action] = {}
         # Set whenever there may be something to send.
         self.wake = asyncio.Event()
         # Set while nothing waits and nothing is unanswered.
@@ -90,11 +91,7 @@ class Settlements:
 
     async def settle(self, held: HeldLease, fate: Action) -> None:
         """Queues the outcome of a job. Waits while more than one full message is queued, so that handlers cannot run
-        faster than the router answers; and before, while a report about the job is on its way: the router settles
-        messages in parallel, and takes no report about a lease that has ended."""
-        while held in self._reports:
-            self._reported.clear()
-            await self._reported.wait()
+        faster than the router answers."""
         self._put(held, fate)
         while len(self._waiting) > ENTRIES_MAX:
             self._room.clear()
@@ -191,7 +188,10 @@ class Settlements:
 
     def _put(self, held: HeldLease, action: Action) -> None:
         held.settling = True
-        self._waiting.append(_Entry(held, action))
+        if held in self._reports:
+            self._after_report[held] = action
+        else:
+            self._waiting.append(_Entry(held, action))
         self.idle.clear()
         self.wake.set()
 
@@ -201,8 +201,7 @@ class Settlements:
         waiting = self._waiting
         while waiting and len(batch) < ENTRIES_MAX:
             entry = waiting[0]
-            if entry.is_extend and (entry.held.settling or entry.held not in self._leases):
-                # The job's outcome is queued by now, or its lease has ended: there is nothing to prolong.
+            if entry.is_extend and self._is_needless(entry):
                 waiting.popleft()
                 self._end_report(entry)
                 continue
@@ -232,16 +231,23 @@ class Settlements:
                 "job %s: its %s was answered %s: the lease had ended", held.job.id, entry.action.verb, answer.name
             )
 
+    def _is_needless(self, extend: _Entry) -> bool:
+        """Whether there is nothing to prolong: the lease has ended, or the job's outcome is queued by now and does not
+        wait for this report."""
+        held = extend.held
+        return held not in self._leases or (held.settling and self._reports.get(held) is not extend)
+
     def _end_report(self, entry: _Entry) -> None:
-        """An extend is no longer on its way. Queues what its handler has reported meanwhile."""
+        """An extend is no longer on its way. Queues what its handler has reported meanwhile, or else the outcome that
+        waited for it."""
         held = entry.held
         if self._reports.get(held) is not entry:
             return
         del self._reports[held]
-        if entry.later is not None and not held.settling and held in self._leases:
+        if entry.later is not None and held in self._leases:
             self._queue_report(held, entry.later)
-        else:
-            self._reported.set()
+        elif held in self._after_report:
+            self._waiting.append(_Entry(held, self._after_report.pop(held)))
 
     def _is_isolating(self) -> bool:
         """Whether a suspected entry is being tried, or comes next and must wait for the messages under way."""
@@ -302,7 +308,7 @@ class Settlements:
         self.wake.set()
 
     def _update_idle(self) -> None:
-        if self._waiting or self._unanswered:
+        if self._waiting or self._unanswered or self._after_report:
             self.idle.clear()
         else:
             self.idle.set()

@@ -33,7 +33,7 @@ from windrow.jobs import Job, read_leased
 from windrow.leases import Connectivity, HeldLease, Leases
 from windrow.outcomes import Action, Done, Failed, Kill, Outcome
 from windrow.payloads import Payload, duration, encode_result, seconds
-from windrow.reports import Report
+from windrow.reports import Report, Reporter
 from windrow.settlements import Backoff, Settlements
 from windrow.signals import stopped_by_signals
 from windrow.tracing import fail
@@ -148,6 +148,7 @@ class Worker:
             take=self._take,
             revoked=self._leases.revoked,
         )
+        self._reporter = Reporter(self._report)
         self._waiting: deque[HeldLease] = deque()
         self._running: dict[HeldLease, None] = {}
         # Set whenever a handler ends or stop() is called.
@@ -248,7 +249,7 @@ class Worker:
 
     def _take(self, messages: Sequence[job_pb2.LeasedJob], received_at: float) -> None:
         self._waiting.extend(
-            self._leases.hold([read_leased(message, reporter=self._report) for message in messages], received_at)
+            self._leases.hold([read_leased(message, reporter=self._reporter) for message in messages], received_at)
         )
         if self._ending or self._stopping.is_set():
             # The jobs were on their way when stop() was called.

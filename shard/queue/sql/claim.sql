@@ -23,13 +23,15 @@ WITH source AS MATERIALIZED (
 ), taken AS MATERIALIZED (
     -- MATERIALIZED fence, and no ORDER BY at this level: the lanes are scanned lazily, one after another, so that no
     -- more than max_jobs rows are locked.
-    SELECT g.first, visible.ctid, visible.bytes
+    SELECT g.first, visible.ctid, visible.bytes, visible.id, visible.lease, visible.worker
     FROM unnest(%(max_jobs)s::integer[], %(firsts)s::integer[]) WITH ORDINALITY AS g (max_jobs, first, grp)
     CROSS JOIN LATERAL (
-        SELECT v.ctid, v.bytes
+        SELECT v.*
         FROM lane
         CROSS JOIN LATERAL (
-            SELECT j.ctid, octet_length(j.payload) + coalesce(octet_length(j.attributes::text), 0)
+            SELECT
+                j.ctid, j.id, j.lease, j.worker,
+                octet_length(j.payload) + coalesce(octet_length(j.attributes::text), 0)
                     + coalesce(octet_length(j.checkpoint), 0) AS bytes
             FROM windrow.job j
             WHERE j.queue_id = lane.queue_id AND j.priority = lane.priority
@@ -44,7 +46,7 @@ WITH source AS MATERIALIZED (
 ), fitting AS (
     -- The jobs that fit into bytes_max, at least one. The other rows were locked, but are not changed.
     SELECT
-        sized.ctid,
+        sized.ctid, sized.id, sized.lease, sized.worker,
         -- The position in the list of all jobs that all groups asked for. taker_firsts maps it to a taker.
         sized.first + sized.turn - min(sized.turn) OVER (PARTITION BY sized.first) AS place
     FROM (
@@ -57,7 +59,11 @@ WITH source AS MATERIALIZED (
 ), chosen AS MATERIALIZED (
     SELECT
         array_agg(fitting.ctid ORDER BY fitting.ctid) AS ctids,
-        array_agg(width_bucket(fitting.place::integer, %(taker_firsts)s::integer[]) ORDER BY fitting.ctid) AS takers
+        array_agg(width_bucket(fitting.place::integer, %(taker_firsts)s::integer[]) ORDER BY fitting.ctid) AS takers,
+        -- Leases that have expired; NULL if there are none.
+        array_agg(fitting.id ORDER BY fitting.ctid) FILTER (WHERE fitting.lease IS NOT NULL) AS expired_ids,
+        array_agg(fitting.lease ORDER BY fitting.ctid) FILTER (WHERE fitting.lease IS NOT NULL) AS expired_leases,
+        array_agg(fitting.worker ORDER BY fitting.ctid) FILTER (WHERE fitting.lease IS NOT NULL) AS expired_workers
     FROM fitting
 )
 UPDATE windrow.job AS j
@@ -90,5 +96,5 @@ RETURNING
     coalesce(j.max_attempts, (SELECT source.max_attempts FROM source WHERE source.queue_id = j.queue_id)) AS max_attempts,
     j.enqueued_at, j.run_at, j.lease, j.leased_at, j.visible_at AS deadline,
     coalesce(j.expires_at <= now(), false) AS expired, {{claimed_content(j)}}, j.checkpoint,
-    CASE WHEN j.history -> -1 ->> 'outcome' = 'expired' THEN (j.history -> -1 ->> 'lease')::bigint END AS expired_lease,
-    CASE WHEN j.history -> -1 ->> 'outcome' = 'expired' THEN j.history -> -1 ->> 'worker' END AS expired_worker
+    (SELECT c.expired_leases[array_position(c.expired_ids, j.id)] FROM chosen c) AS expired_lease,
+    (SELECT c.expired_workers[array_position(c.expired_ids, j.id)] FROM chosen c) AS expired_worker

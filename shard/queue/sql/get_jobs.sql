@@ -10,7 +10,7 @@ SELECT
     {{short_content(k)}}, k.deadline, k.worker, k.leased_at, k.finished_at,
     CASE WHEN k.whole AND %(include_payload)s THEN k.result END AS result, CASE WHEN k.whole THEN k.reason END AS reason,
     CASE WHEN k.whole THEN k.history::text END AS history,
-    k.progress::text, CASE WHEN k.whole AND %(include_payload)s THEN k.checkpoint END AS checkpoint, k.whole
+    CASE WHEN k.whole THEN k.progress::text END AS progress, CASE WHEN k.whole AND %(include_payload)s THEN k.checkpoint END AS checkpoint, k.whole
 FROM (
     SELECT
         f.*, q.queue, q.max_attempts AS queue_max_attempts, q.retry AS queue_retry,

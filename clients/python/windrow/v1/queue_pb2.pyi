@@ -419,8 +419,8 @@ class ConsumeResponse(_message.Message):
     def revoked(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseAnswer]:
         """Leases that have ended without the consumer: CANCELLED (CancelJobs named the job) or STALE (the lease expired, and
         another consumer has the job). The consumer should stop working on these jobs; it need not answer. The router sends
-        them to every stream of the org whose `worker` is the name with which the job was leased, so a stream also hears of
-        leases that came by another stream, and must ignore those that it does not know. This is a hint, which may get lost:
+        them to every stream of the org whose `worker` is the name with which the job was leased, if it is not empty. So a
+        stream also hears of leases that came by another stream, and must ignore those that it does not know. This is a hint, which may get lost:
         the answer to an extend tells the same.
         """
 
