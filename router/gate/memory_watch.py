@@ -2,8 +2,8 @@
 
 The memory of calls is reserved in the buffer (router/buffer.py). The buffer does not see incomplete requests: gRPC
 keeps the bytes of each, up to the largest message size, without reporting them. So this module compares the bytes that
-a connection's socket has received with the bytes of the messages that the gate has received completely; the difference
-is what the connection holds in incomplete requests. While the process is above its limit, the connections that hold
+a connection's socket has received with those that the process is done with (router/gate/arrivals.py); the difference is
+what the connection may hold in incomplete requests. While the process is above its limit, the connections that hold
 most are closed.
 """
 
@@ -14,7 +14,7 @@ import contextlib
 import ctypes
 import logging
 import os
-from collections.abc import Collection, Container
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from router.gate import connections
@@ -30,6 +30,11 @@ _LOOK_S = 0.25
 _REST_S = 2.0
 # A connection that holds less is not closed: that may be a message on its way, or frames that are not counted.
 _BLAMED_BYTES = _MIB
+# After so many messages the connections are listed, so that the count of the bytes that are done with catches up: until
+# then it falls behind by about 100 bytes for each.
+_LIST_EVERY = 10_000
+# By so long after a connection was listed, gRPC has handed over every call that it had then.
+_HANDED_OVER_S = 1.0
 # Freed memory is given back to the system if the process is larger by this than at its start, at most this often.
 _TRIM_BYTES = 64 * _MIB
 _TRIM_S = 10.0
@@ -51,7 +56,12 @@ class MemoryWatch:
         self._trim_again_s = 0.0
         self._first_bytes = resident_bytes()
         self._log_again_s = 0.0
-        self._prune_at = 1000
+        # The connections are listed at so many messages, or so many connections that have been counted.
+        self._list_at = _LIST_EVERY
+        self._forget_at = 1000
+        # What each connection had received when they were last listed; None once the arrivals know it.
+        self._listed: Mapping[str, int] | None = None
+        self._handed_over_s = 0.0
         self._spare = _spare_files()
 
     def hang_up(self, peer: str) -> None:
@@ -100,13 +110,15 @@ class MemoryWatch:
             resident = resident_bytes()
             above = resident > self._limit_bytes
             self._trim_again_s = loop.time() + (_REST_S if above else _TRIM_S)
+        if self._listed is not None and loop.time() >= self._handed_over_s:
+            gate.arrivals.catch_up(self._listed)
+            self._listed = None
         if not above:
-            if len(gate.delivered) > self._prune_at:
-                self._prune(gate, await asyncio.to_thread(connections.peers, port))
+            if gate.arrivals.count >= self._list_at or len(gate.arrivals.done) > self._forget_at:
+                await self._list(gate, port)
             return _LOOK_S
-        received = await asyncio.to_thread(connections.received_bytes, port)
-        held = {peer: count - gate.delivered[peer] for peer, count in received.items()}
-        self._prune(gate, received.keys())
+        received = await self._list(gate, port)
+        held = {peer: count - gate.arrivals.done[peer] for peer, count in received.items()}
         excess = resident - self._limit_bytes
         blamed: set[str] = set()
         for peer in sorted(held, key=held.__getitem__, reverse=True):
@@ -134,12 +146,16 @@ class MemoryWatch:
             self._log_again_s = now_s + _LOG_S
             _log.warning(message, *values)
 
-    def _prune(self, gate: Gate, connected: Container[str]) -> None:
-        """Forgets peers that are not in `connected`, except those with calls: they may have connected since the list
-        was made."""
-        for peer in [peer for peer in gate.delivered if peer not in connected and peer not in gate.inside]:
-            del gate.delivered[peer]
-        self._prune_at = 1000 + 2 * len(gate.delivered)
+    async def _list(self, gate: Gate, port: int) -> Mapping[str, int]:
+        """Returns how many bytes each connection has received so far."""
+        received = await asyncio.to_thread(connections.received_bytes, port)
+        gate.arrivals.forget(received.keys())
+        if self._listed is None:
+            self._listed = received
+            self._handed_over_s = asyncio.get_running_loop().time() + _HANDED_OVER_S
+        self._list_at = gate.arrivals.count + _LIST_EVERY
+        self._forget_at = 1000 + 2 * len(gate.arrivals.done)
+        return received
 
 
 def _spare_files() -> list[int]:

@@ -87,12 +87,12 @@ async def test_a_call_keeps_its_place_until_its_task_has_ended(gate: Gate) -> No
     gate.answered(call, 20)
     assert len(await entered(gate, "busy")) == CALLS_MAX // 2 - 1
     assert gate.buffer.held == 20
-    assert gate.inside == {"ipv4:127.0.0.1:1": 1}
+    assert gate.arrivals.inside == {"ipv4:127.0.0.1:1": 1}
     end.set()
     await asyncio.gather(*TASKS)
     await asyncio.sleep(0)
     assert len(await entered(gate, "busy")) == 1
-    assert (gate.buffer.held, gate.inside) == (0, {})
+    assert (gate.buffer.held, gate.arrivals.inside) == (0, {})
 
 
 async def test_calls_that_wait_for_jobs_leave_their_places_to_others(gate: Gate) -> None:

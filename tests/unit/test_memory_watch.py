@@ -7,15 +7,22 @@ import contextlib
 import os
 import resource
 from collections.abc import AsyncGenerator, Collection, Generator
+from typing import Any, cast
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from proof.hostile_peer import open_peer
 from router.buffer import Buffer
 from router.gate import connections, memory_watch
-from router.gate.admission import Gate
+from router.gate.admission import RECEIVED_BYTES_MAX, Gate
+from router.gate.calls import Methods
 from router.gate.memory_watch import MemoryWatch
 from router.gate.tracing import Tracing
+from router.services.health import HealthService
 from tests.routers import PATIENCE_S
+from windrow.org_header import ORG_HEADER, VALUE_CHARS_MAX
 
 MIB = 1024 * 1024
 
@@ -88,3 +95,52 @@ async def test_a_look_that_fails_is_followed_by_others_and_forgets_nobody(monkey
     assert await asyncio.wait_for(hung_up.get(), PATIENCE_S) == {"first"}
     watching.cancel()
     await asyncio.wait({watching})
+
+
+@contextlib.asynccontextmanager
+async def serving(gate: Gate) -> AsyncGenerator[int, None]:
+    """Serves the health service behind the gate. Yields the port."""
+    methods = Methods(gate)
+    health_pb2_grpc.add_HealthServicer_to_server(HealthService(), cast("grpc.aio.Server", methods))
+    options = [("grpc.max_receive_message_length", RECEIVED_BYTES_MAX), ("grpc.http2.bdp_probe", 0)]
+    server = grpc.aio.server(handlers=(methods,), options=options)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield port
+    finally:
+        await server.stop(None)
+
+
+async def test_a_connection_whose_calls_have_long_metadata_is_not_blamed_for_what_another_one_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory_watch, "_LOOK_S", 0.01)
+    monkeypatch.setattr(memory_watch, "_LIST_EVERY", 100)
+    monkeypatch.setattr(memory_watch, "_HANDED_OVER_S", 0.0)
+    gate = Gate(Tracing(), Buffer(MIB))
+    watch = MemoryWatch(1 << 60)
+    metadata = ((ORG_HEADER, "o" * VALUE_CHARS_MAX),)
+
+    async with serving(gate) as port, grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        watching = asyncio.create_task(watch.run(gate, port))
+        stub = cast("Any", health_pb2_grpc.HealthStub(channel))
+
+        async def use(count: int) -> None:
+            for _ in range(count):
+                await stub.Check(health_pb2.HealthCheckRequest(), metadata=metadata, timeout=PATIENCE_S)
+
+        # Some of its calls are always inside, and their metadata is more than a connection may seem to hold.
+        await asyncio.gather(*(use(750) for _ in range(4)))
+        ((honest, received),) = connections.received_bytes(port).items()
+        assert received > 3_000 * VALUE_CHARS_MAX > memory_watch._BLAMED_BYTES
+        async with open_peer(f"127.0.0.1:{port}") as hostile:
+            await hostile.begin("/grpc.health.v1.Health/Check", 3 * MIB)
+            await hostile.heard()
+            # From now on the process is above its limit.
+            watch._limit_bytes = 0
+            await hostile.until(lambda _: hostile.closed, within_s=PATIENCE_S)
+            await use(1)
+            assert honest in connections.peers(port)
+        watching.cancel()
+        await asyncio.wait({watching})
