@@ -97,6 +97,83 @@ async def test_a_look_that_fails_is_followed_by_others_and_forgets_nobody(monkey
     await asyncio.wait({watching})
 
 
+class Router:
+    """A router process that is watched, with made-up memory and connections."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, limit_mib: int) -> None:
+        self.resident_mib = 0
+        self.held_mib: dict[str, int] = {}
+        self.listings = 0
+        self.closed: list[str] = []
+        self.gate = Gate(Tracing(), Buffer(MIB))
+        monkeypatch.setattr(connections, "received_bytes", self._received_bytes)
+        monkeypatch.setattr(connections, "hang_up", self._hang_up)
+        monkeypatch.setattr(memory_watch, "_give_back_freed", lambda: None)
+        self.watch = MemoryWatch(limit_mib * MIB, lambda: self.resident_mib * MIB)
+
+    async def look(self, resident_mib: int) -> list[str]:
+        """Looks at the memory. Returns the connections that are closed."""
+        self.resident_mib, self.closed = resident_mib, []
+        await self.watch._look(self.gate, 1, ())
+        return self.closed
+
+    def _received_bytes(self, _: int) -> dict[str, int]:
+        self.listings += 1
+        return {peer: held * MIB for peer, held in self.held_mib.items()}
+
+    def _hang_up(self, _: int, peers: Collection[str]) -> int:
+        self.closed = sorted(peers)
+        for peer in peers:
+            del self.held_mib[peer]
+        return len(peers)
+
+
+async def test_a_process_above_half_of_its_limit_is_looked_at_more_often_and_others_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    router = Router(monkeypatch, limit_mib=400)
+    router.resident_mib = 200
+    assert router.watch._pause_s() == memory_watch._LOOK_S == 0.25
+    router.resident_mib = 201
+    assert router.watch._pause_s() == memory_watch._QUICK_LOOK_S < 0.05
+    # Looks do not list the connections as long as the process is below its limit.
+    assert (await router.look(201), await router.look(400), router.listings) == ([], [], 0)
+
+
+async def test_connections_are_closed_until_what_they_held_covers_what_is_too_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    router = Router(monkeypatch, limit_mib=400)
+    router.held_mib = {"small": 5, "largest": 30, "large": 20}
+    assert await router.look(440) == ["large", "largest"]
+
+
+async def test_while_a_closed_connection_gives_back_its_memory_others_are_closed_only_for_what_comes_on_top(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    router = Router(monkeypatch, limit_mib=400)
+    router.held_mib = {"first": 100, "second": 60, "third": 50, "honest": 5}
+    assert await router.look(450) == ["first"]
+    assert await router.look(455) == []
+    # It has grown by 70 MiB, although the first one's memory may be free already.
+    assert await router.look(520) == ["second", "third"]
+    assert await router.look(440) == []
+    # The time is over, and the process is still too large.
+    router.watch._accepted_until_s = 0
+    assert await router.look(401) == ["honest"]
+
+
+async def test_a_process_that_is_too_large_for_another_reason_is_listed_again_only_when_it_grows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    router = Router(monkeypatch, limit_mib=400)
+    for _ in range(3):
+        assert await router.look(450) == []
+    assert router.listings == 1
+    router.held_mib = {"new": 40}
+    assert await router.look(480) == ["new"]
+
+
 @contextlib.asynccontextmanager
 async def serving(gate: Gate) -> AsyncGenerator[int, None]:
     """Serves the health service behind the gate. Yields the port."""
