@@ -50,13 +50,14 @@ class WindrowPull:
         self._turns = itertools.cycle(self._orgs)
 
     async def enqueue(self, payloads: Sequence[bytes]) -> None:
-        request = queue_pb2.EnqueueRequest(
-            org=next(self._turns),
-            jobs=[
-                job_pb2.NewJob(id=uuid7(), template=job_pb2.JobTemplate(queue=QUEUE, kind="no-op", payload=payload))
-                for payload in payloads
-            ],
-        )
+        request = queue_pb2.EnqueueRequest(org=next(self._turns))
+        add = request.jobs.add
+        # As the client does it: messages that are made first and then copied in cost three times as much.
+        for payload in payloads:
+            job = add()
+            job.id = uuid7()
+            template = job.template
+            template.queue, template.kind, template.payload = QUEUE, "no-op", payload
         response = await next(self._queues).Enqueue(request, timeout=CALL_S_MAX)
         if [result.id for result in response.results] != [job.id for job in request.jobs]:
             raise Wrong("an Enqueue answered other ids than it was sent")

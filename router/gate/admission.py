@@ -19,6 +19,7 @@ import grpc
 
 from router.buffer import Account, Buffer
 from router.codec.status import MessageTooLarge, RequestLate, RouterFull, ShuttingDown
+from router.gate.arrivals import CALL_BYTES, MESSAGE_BYTES, Arrivals
 from router.gate.connections import canonical
 from router.gate.deadlines import Deadlines
 from router.gate.tracing import Tracing
@@ -46,8 +47,6 @@ DRAIN_S = 2.0
 # each such call costs as much as a served one.
 RESETS_MAX = 200
 _RESETS_S = 1.0
-# Bytes on the wire for each message besides its own: frame headers, and the metadata of a call if it is short.
-_OVERHEAD_BYTES = 64
 
 _CALL: ContextVar[Call] = ContextVar("call")
 
@@ -55,10 +54,12 @@ _CALL: ContextVar[Call] = ContextVar("call")
 class Call(Account):
     """One call or stream, with its account in the buffer."""
 
-    __slots__ = ("counted",)
+    __slots__ = ("counted", "round")
 
     def __init__(self, buffer: Buffer, *, peer: str) -> None:
         super().__init__(buffer, org="", peer=peer)
+        # When it began (router/gate/arrivals.py).
+        self.round = 0
         # Whether it is counted among its org's calls.
         self.counted = False
 
@@ -85,10 +86,7 @@ class Gate:
         self.draining = False
         # While it drains: from when on it refuses all calls, by the event loop's clock.
         self._refuse_from_s = 0.0
-        # Bytes of completely received messages, by connection.
-        self.delivered = Counter[str]()
-        # The number of calls and streams, by connection.
-        self.inside = Counter[str]()
+        self.arrivals = Arrivals()
         self._count = 0
         self._calls = FairQuota(CALLS_MAX)
         self._streams = FairQuota(STREAMS_MAX)
@@ -106,16 +104,17 @@ class Gate:
         """Lets a call in. The call counts until the current task, which serves it, ends. Raises ShuttingDown,
         RouterFull."""
         call = Call(self.buffer, peer=canonical(context.peer()))
-        if self.draining and (not self.inside[call.peer] or asyncio.get_running_loop().time() >= self._refuse_from_s):
+        inside = self.arrivals.inside[call.peer]
+        if self.draining and (not inside or asyncio.get_running_loop().time() >= self._refuse_from_s):
             raise ShuttingDown
         # A connection may have as many calls as are left free, as in shard/fair_quota.py.
-        if self.inside[call.peer] >= CALLS_MAX + STREAMS_MAX - self._count:
+        if inside >= CALLS_MAX + STREAMS_MAX - self._count:
             raise RouterFull("calls and streams", CALLS_MAX + STREAMS_MAX)
         _CALL.set(call)
         task = asyncio.current_task()
         assert task is not None
         self._count += 1
-        self.inside[call.peer] += 1
+        call.round = self.arrivals.begin(call.peer)
         # gRPC sends the answer within this task. A callback of the gRPC context would be a reference cycle.
         task.add_done_callback(functools.partial(self._ended, call))
         return call
@@ -126,11 +125,9 @@ class Gate:
             self._calls.give_back(call.org)
         call.close()
         self._count -= 1
-        self.inside[call.peer] -= 1
-        if not self.inside[call.peer]:
-            del self.inside[call.peer]
-            if self.draining:
-                self._hang_up(call.peer)
+        self.arrivals.end(call.peer, call.round)
+        if self.draining and call.peer not in self.arrivals.inside:
+            self._hang_up(call.peer)
         if self.draining and not self._count:
             self._emptied.set()
 
@@ -154,7 +151,7 @@ class Gate:
         if not isinstance(raw, bytes):
             self._was_reset(call)
             raise asyncio.CancelledError
-        self.received(call, raw)
+        self.arrivals.received(call.peer, call.round, CALL_BYTES + MESSAGE_BYTES + len(raw))
         if len(raw) > MESSAGE_BYTES_MAX:
             raise too_large(raw)
         return raw
@@ -169,8 +166,8 @@ class Gate:
             self._hang_up(call.peer)
 
     def received(self, call: Call, raw: bytes) -> None:
-        """Counts a message of this call that was received completely."""
-        self.delivered[call.peer] += len(raw) + _OVERHEAD_BYTES
+        """Counts a message of a stream that was received completely."""
+        self.arrivals.received(call.peer, call.round, MESSAGE_BYTES + len(raw))
 
     def _receive_timed_out(self, task: asyncio.Task[Any]) -> None:
         self._timed_out.add(task)

@@ -2,8 +2,8 @@
 
 The memory of calls is reserved in the buffer (router/buffer.py). The buffer does not see incomplete requests: gRPC
 keeps the bytes of each, up to the largest message size, without reporting them. So this module compares the bytes that
-a connection's socket has received with the bytes of the messages that the gate has received completely; the difference
-is what the connection holds in incomplete requests. While the process is above its limit, the connections that hold
+a connection's socket has received with those that the process is done with (router/gate/arrivals.py); the difference is
+what the connection may hold in incomplete requests. While the process is above its limit, the connections that hold
 most are closed.
 """
 
@@ -14,8 +14,7 @@ import contextlib
 import ctypes
 import logging
 import os
-from collections.abc import Collection, Container
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping
 
 from router.gate import connections
 from router.gate.admission import Gate
@@ -23,18 +22,28 @@ from router.gate.admission import Gate
 _log = logging.getLogger(__name__)
 
 _MIB = 1024 * 1024
-# The interval of checks. What the network brings within it comes on top of the limit.
+# The pause between looks at the memory; and while the process is above half of its limit, so that little comes between
+# two of them: on loopback 25 MiB.
 _LOOK_S = 0.25
-# The pause after a check that found no connection to close. The memory is then in use, or freed but kept by the
-# allocator.
+_QUICK_LOOK_S = 0.025
+# How long it takes until closed connections have given back their memory.
+_CLOSE_S = 0.25
+# The time for which no connection is looked for after none was found that could be closed. The memory is then in use,
+# or freed but kept by the allocator.
 _REST_S = 2.0
+# In both these times connections are closed only if the memory has grown by more than this.
+_GROWTH_BYTES = 8 * _MIB
 # A connection that holds less is not closed: that may be a message on its way, or frames that are not counted.
 _BLAMED_BYTES = _MIB
+# After so many messages the connections are listed, so that the count of the bytes that are done with catches up: until
+# then it falls behind by about 100 bytes for each.
+_LIST_EVERY = 10_000
+# By so long after a connection was listed, gRPC has handed over every call that it had then.
+_HANDED_OVER_S = 1.0
 # Freed memory is given back to the system if the process is larger by this than at its start, at most this often.
 _TRIM_BYTES = 64 * _MIB
 _TRIM_S = 10.0
 _LOG_S = 60.0
-_STATM = Path("/proc/self/statm")
 # File descriptors reserved for this module, so that it still works when clients have opened as many connections as the
 # process may have files.
 _SPARE_FILES = 4
@@ -42,16 +51,26 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class MemoryWatch:
-    """`run` checks the memory, and closes the connections that were passed to `hang_up`."""
+    """`run` checks the memory, and closes the connections that were passed to `hang_up`. `resident` returns the
+    resident memory of the process in bytes."""
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, resident: Callable[[], int] | None = None) -> None:
         self._limit_bytes = limit_bytes
+        self._resident = resident or _resident()
         self._to_hang_up: set[str] = set()
         self._wake = asyncio.Event()
         self._trim_again_s = 0.0
-        self._first_bytes = resident_bytes()
+        self._first_bytes = self._resident()
+        # The size of the process when it last looked for connections to close, which it may keep for a while.
+        self._accepted_bytes = 0
+        self._accepted_until_s = 0.0
         self._log_again_s = 0.0
-        self._prune_at = 1000
+        # The connections are listed at so many messages, or so many connections that have been counted.
+        self._list_at = _LIST_EVERY
+        self._forget_at = 1000
+        # What each connection had received when they were last listed; None once the arrivals know it.
+        self._listed: Mapping[str, int] | None = None
+        self._handed_over_s = 0.0
         self._spare = _spare_files()
 
     def hang_up(self, peer: str) -> None:
@@ -61,53 +80,69 @@ class MemoryWatch:
 
     async def run(self, gate: Gate, port: int) -> None:
         """Checks the memory until cancelled. `port` is the one that clients connect to."""
-        pause_s = _LOOK_S
         while True:
             try:
-                async with asyncio.timeout(pause_s):
+                async with asyncio.timeout(self._pause_s()):
                     await self._wake.wait()
             except TimeoutError:
                 pass
             self._wake.clear()
             peers, self._to_hang_up = self._to_hang_up, set()
             try:
-                pause_s = await self._act(gate, port, peers)
+                await self._look(gate, port, peers)
             except OSError as error:
                 # Most likely this process cannot open more files. Try again until it can.
                 self._to_hang_up |= peers
-                pause_s = _LOOK_S
                 self._log("could not look at the connections: %s", error)
 
-    async def _act(self, gate: Gate, port: int, peers: Collection[str]) -> float:
-        """Closes the connections of these peers, then checks the memory. Returns the pause until the next check."""
+    def _pause_s(self) -> float:
+        return _QUICK_LOOK_S if self._resident() > self._limit_bytes // 2 else _LOOK_S
+
+    async def _look(self, gate: Gate, port: int, peers: Collection[str]) -> None:
+        """Closes the connections of these peers, and others if the process is above its limit."""
+        now_s = asyncio.get_running_loop().time()
+        await self._trim(now_s)
+        if self._listed is not None and now_s >= self._handed_over_s:
+            gate.arrivals.catch_up(self._listed)
+            self._listed = None
+        too_large = self._excess(now_s) > 0
+        stale = gate.arrivals.count >= self._list_at or len(gate.arrivals.done) > self._forget_at
+        if not (peers or too_large or stale):
+            return
         for number in self._spare:
             os.close(number)
         self._spare = []
         try:
             if peers:
                 await asyncio.to_thread(connections.hang_up, port, peers)
-            return await self._look(gate, port)
+            if too_large:
+                await self._shrink(gate, port, now_s)
+            elif stale:
+                await self._list(gate, port)
         finally:
             self._spare = _spare_files()
 
-    async def _look(self, gate: Gate, port: int) -> float:
-        """Checks the memory. Returns the pause until the next check, in seconds."""
-        loop = asyncio.get_running_loop()
-        resident = resident_bytes()
+    def _excess(self, now_s: float) -> int:
+        """Returns by how many bytes the process is too large; 0 or less if it is not."""
+        resident = self._resident()
+        if now_s >= self._accepted_until_s:
+            return resident - self._limit_bytes
+        grown = resident - max(self._accepted_bytes, self._limit_bytes)
+        return grown if grown > _GROWTH_BYTES else 0
+
+    async def _trim(self, now_s: float) -> None:
+        resident = self._resident()
         above = resident > self._limit_bytes
-        if loop.time() >= self._trim_again_s and (above or resident > self._first_bytes + _TRIM_BYTES):
-            await asyncio.to_thread(_trim)
-            resident = resident_bytes()
-            above = resident > self._limit_bytes
-            self._trim_again_s = loop.time() + (_REST_S if above else _TRIM_S)
-        if not above:
-            if len(gate.delivered) > self._prune_at:
-                self._prune(gate, await asyncio.to_thread(connections.peers, port))
-            return _LOOK_S
-        received = await asyncio.to_thread(connections.received_bytes, port)
-        held = {peer: count - gate.delivered[peer] for peer, count in received.items()}
-        self._prune(gate, received.keys())
-        excess = resident - self._limit_bytes
+        if now_s >= self._trim_again_s and (above or resident > self._first_bytes + _TRIM_BYTES):
+            await asyncio.to_thread(_give_back_freed)
+            above = self._resident() > self._limit_bytes
+            self._trim_again_s = now_s + (_REST_S if above else _TRIM_S)
+
+    async def _shrink(self, gate: Gate, port: int, now_s: float) -> None:
+        """Closes the connections that hold most."""
+        received = await self._list(gate, port)
+        held = {peer: count - gate.arrivals.done[peer] for peer, count in received.items()}
+        resident, excess = self._resident(), self._excess(now_s)
         blamed: set[str] = set()
         for peer in sorted(held, key=held.__getitem__, reverse=True):
             if excess <= 0 or held[peer] < _BLAMED_BYTES:
@@ -116,6 +151,8 @@ class MemoryWatch:
             excess -= held[peer]
         if blamed:
             await asyncio.to_thread(connections.hang_up, port, blamed)
+        self._accepted_bytes = resident
+        self._accepted_until_s = now_s + (_CLOSE_S if blamed else _REST_S)
         self._log(
             "this process uses %d MiB of memory, and its limit is %d MiB: %s",
             resident // _MIB,
@@ -125,7 +162,6 @@ class MemoryWatch:
             if blamed
             else f"no connection has unfinished requests; calls hold {gate.buffer.held // _MIB} MiB",
         )
-        return _LOOK_S if blamed else _REST_S
 
     def _log(self, message: str, *values: object) -> None:
         """Logs a warning, at most once a minute."""
@@ -134,12 +170,16 @@ class MemoryWatch:
             self._log_again_s = now_s + _LOG_S
             _log.warning(message, *values)
 
-    def _prune(self, gate: Gate, connected: Container[str]) -> None:
-        """Forgets peers that are not in `connected`, except those with calls: they may have connected since the list
-        was made."""
-        for peer in [peer for peer in gate.delivered if peer not in connected and peer not in gate.inside]:
-            del gate.delivered[peer]
-        self._prune_at = 1000 + 2 * len(gate.delivered)
+    async def _list(self, gate: Gate, port: int) -> Mapping[str, int]:
+        """Returns how many bytes each connection has received so far."""
+        received = await asyncio.to_thread(connections.received_bytes, port)
+        gate.arrivals.forget(received.keys())
+        if self._listed is None:
+            self._listed = received
+            self._handed_over_s = asyncio.get_running_loop().time() + _HANDED_OVER_S
+        self._list_at = gate.arrivals.count + _LIST_EVERY
+        self._forget_at = 1000 + 2 * len(gate.arrivals.done)
+        return received
 
 
 def _spare_files() -> list[int]:
@@ -151,12 +191,14 @@ def _spare_files() -> list[int]:
     return spare
 
 
-def resident_bytes() -> int:
-    """Returns the resident memory of this process."""
-    return int(_STATM.read_text().split()[1]) * _PAGE_BYTES
+def _resident() -> Callable[[], int]:
+    """Returns a function that returns the resident memory of this process. It opens no file each time: it is called
+    often, and there may be no file left to open."""
+    statm = os.open("/proc/self/statm", os.O_RDONLY)
+    return lambda: int(os.pread(statm, 100, 0).split()[1]) * _PAGE_BYTES
 
 
-def _trim() -> None:
+def _give_back_freed() -> None:
     """Gives freed memory back to the system if the C library can: glibc otherwise keeps it."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -86,7 +86,7 @@ async def serve(
                         await checks.enter_graceful_shutdown()
                 queue.drain()
                 gate.drain()
-                for peer in connections.peers(port) - gate.inside.keys():
+                for peer in connections.peers(port) - gate.arrivals.inside.keys():
                     watch.hang_up(peer)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(settings.drain_seconds):

@@ -6,7 +6,11 @@ import os
 
 import protovalidate
 import pytest
+from google.protobuf import message_factory
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
+from google.protobuf.timestamp_pb2 import Timestamp
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,16 +18,19 @@ from router.codec.fields import FIELDS_MAX, bounded
 from router.codec.status import InvalidRequest
 from router.codec.validate import enqueue_violations, plain_jobs
 from tests.jobs import job_message
-from windrow.v1 import queue_pb2
+from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2
 
 MIB = 1024 * 1024
 decode = bounded(queue_pb2.EnqueueRequest.FromString, queue_pb2.EnqueueRequest.DESCRIPTOR)
+# With a limit that messages of examples reach sooner.
+FEW = 5_000
+decode_few = bounded(queue_pb2.EnqueueRequest.FromString, queue_pb2.EnqueueRequest.DESCRIPTOR, fields_max=FEW)
 
 
 # The second and third are longer encodings of the same field.
 @pytest.mark.parametrize("item", [b"\x12\x00", b"\x92\x00\x00", b"\x12\x80\x80\x00"])
 def test_millions_of_empty_items_are_refused_before_they_are_decoded(item: bytes) -> None:
-    with pytest.raises(InvalidRequest, match=r"^jobs: must have at most 1,000 items"):
+    with pytest.raises(InvalidRequest, match=r"^request: must have at most 250,000 fields"):
         decode(b"\x0a\x01a" + item * (15 * MIB // len(item)))
 
 
@@ -36,11 +43,11 @@ def test_payloads_that_look_like_items_are_none() -> None:
 
 @given(st.integers(1, 20), st.binary(max_size=200))
 def test_what_is_no_message_is_left_to_the_decoder(shift: int, end: bytes) -> None:
-    # So many bytes look like items that the fields are counted; and those before the one that never ends are too few.
-    head = b"\x12\x00" * (FIELDS_MAX - shift)
+    # The fields before the one that never ends are too few, whatever follows it is counted as.
+    head = b"\x12\x00" * (FEW - 300)
     raw = head + b"\x12" + b"\xff" * 40 + end + b"\x12" * (2 * shift)
     with pytest.raises(DecodeError):
-        decode(raw)
+        decode_few(raw)
 
 
 # An item that has no fields, in three encodings; one that has; a field that is no item; one that nobody knows.
@@ -56,18 +63,20 @@ FIELDS = (
 
 @given(st.integers(-3, 3), st.lists(st.sampled_from(FIELDS), min_size=20, max_size=50))
 def test_a_message_is_refused_if_it_has_a_field_too_many_and_otherwise_decoded(over: int, some: list[bytes]) -> None:
-    raw = b"".join(some) + b"\x12\x00" * (FIELDS_MAX + over - len(some))
+    # One of them has a field itself.
+    count = len(some) + some.count(FIELDS[3])
+    raw = b"".join(some) + b"\x12\x00" * (FEW + over - count)
     if over > 0:
-        with pytest.raises(InvalidRequest, match=r"^jobs: must have at most 1,000 items"):
-            decode(raw)
+        with pytest.raises(InvalidRequest, match=r"^request: must have at most 5,000 fields"):
+            decode_few(raw)
     else:
-        assert decode(raw) == queue_pb2.EnqueueRequest.FromString(raw)
+        assert decode_few(raw) == queue_pb2.EnqueueRequest.FromString(raw)
 
 
 def test_a_list_that_is_far_too_long_is_refused_without_a_look_at_each_item(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    request = queue_pb2.EnqueueRequest.FromString(b"\x0a\x01a" + b"\x12\x00" * FIELDS_MAX)
+    request = queue_pb2.EnqueueRequest.FromString(b"\x0a\x01a" + b"\x12\x00" * 10_000)
     assert plain_jobs(request) is None
 
     def looks(_: object) -> None:
@@ -75,3 +84,92 @@ def test_a_list_that_is_far_too_long_is_refused_without_a_look_at_each_item(
 
     monkeypatch.setattr(protovalidate, "collect_violations", looks)
     assert enqueue_violations(request) == [("jobs", "must have at most 1,000 items, not 10,000")]
+
+
+def encoded(field: FieldDescriptor, value: bytes = b"") -> bytes:
+    """Returns a field with this value."""
+    length, size = b"", len(value)
+    while size > 127:
+        length += bytes((size & 0x7F | 0x80,))
+        size >>= 7
+    return bytes((field.number << 3 | 2,)) + length + bytes((size,)) + value
+
+
+def ways_down(of: Descriptor) -> list[list[FieldDescriptor]]:
+    """Returns the ways from a message to each of its fields that may take memory each time it occurs: lists, maps and
+    messages, at any depth."""
+    ways: list[list[FieldDescriptor]] = []
+    for field in of.fields:
+        if field.is_repeated or field.message_type is not None:
+            ways.append([field])
+        if field.message_type is not None:
+            ways += [[field, *rest] for rest in ways_down(field.message_type)]
+    return ways
+
+
+REQUESTS = {
+    method.input_type.name: method.input_type
+    for file in (queue_pb2, admin_pb2, cluster_pb2)
+    for service in file.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_no_request_can_have_millions_of_items_wherever_they_stand_in_it(name: str) -> None:
+    request = message_factory.GetMessageClass(REQUESTS[name])
+    decoded: list[bytes] = []
+
+    def to_decoder(raw: bytes) -> object:
+        decoded.append(raw)
+        return request.FromString(raw)
+
+    for way in ways_down(REQUESTS[name]):
+        *parents, field = way
+        # The messages of a oneof replace each other.
+        oneof = field.containing_oneof
+        items = b"".join(encoded(one) for one in (oneof.fields if oneof is not None else [field]))
+        raw = items * (FEW + 1)
+        for parent in reversed(parents):
+            raw = encoded(parent, raw)
+        path = ".".join(one.name for one in way)
+        if field.is_repeated or (oneof is not None and len(oneof.fields) > 1):
+            with pytest.raises(InvalidRequest, match=r"must have at most"):
+                bounded(to_decoder, REQUESTS[name], fields_max=FEW)(raw)
+            assert decoded == [], path
+        else:
+            # All of them become one message.
+            assert request.FromString(raw).ByteSize() < 100, path
+
+
+def test_the_fullest_request_that_the_rules_allow_is_decoded() -> None:
+    time, span = Timestamp(seconds=1, nanos=1), Duration(seconds=1, nanos=1)
+    retry = job_pb2.ExponentialRetry(initial_delay=span, multiplier=2, max_delay=span, jitter=0.5)
+    job = job_message(payload=b"\x12" * 100)
+    template = job.template
+    template.priority = template.max_attempts = 1
+    template.retry.exponential.CopyFrom(retry)
+    template.attributes.update({str(number): "some" for number in range(32)})
+    job.run_at.CopyFrom(time)
+    job.expires_at.CopyFrom(time)
+    job.dedup.CopyFrom(job_pb2.Dedup(key="k", window=span))
+    job.trace.CopyFrom(job_pb2.TraceContext(traceparent="00", tracestate="a=b"))
+    request = queue_pb2.EnqueueRequest(org="a", jobs=[job] * 1_000, independent=True)
+    raw = request.SerializeToString()
+    assert len(raw) > 2 * FIELDS_MAX
+    assert decode(raw) == request
+
+
+@pytest.mark.parametrize("path", [b"\x0a\x00", b"\x8a\x00\x00", b"\x0a\x80\x00", b"\x0a\x01\x0a"])
+@pytest.mark.parametrize("over", [0, 1])
+def test_the_fields_of_inner_messages_are_counted_exactly(path: bytes, over: int) -> None:
+    update = admin_pb2.UpdateQueueRequest
+    mask = update.DESCRIPTOR.fields_by_name["update_mask"]
+    decode_update = bounded(update.FromString, update.DESCRIPTOR, fields_max=FEW)
+    # The mask is a field too.
+    raw = encoded(mask, b"\x0a\x01\x0a" * 100 + path * (FEW - 101 + over))
+    if over > 0:
+        with pytest.raises(InvalidRequest, match=r"^request: must have at most 5,000 fields"):
+            decode_update(raw)
+    else:
+        assert decode_update(raw) == update.FromString(raw)

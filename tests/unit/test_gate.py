@@ -87,12 +87,12 @@ async def test_a_call_keeps_its_place_until_its_task_has_ended(gate: Gate) -> No
     gate.answered(call, 20)
     assert len(await entered(gate, "busy")) == CALLS_MAX // 2 - 1
     assert gate.buffer.held == 20
-    assert gate.inside == {"ipv4:127.0.0.1:1": 1}
+    assert gate.arrivals.inside == {"ipv4:127.0.0.1:1": 1}
     end.set()
     await asyncio.gather(*TASKS)
     await asyncio.sleep(0)
     assert len(await entered(gate, "busy")) == 1
-    assert (gate.buffer.held, gate.inside) == (0, {})
+    assert (gate.buffer.held, gate.arrivals.inside) == (0, {})
 
 
 async def test_calls_that_wait_for_jobs_leave_their_places_to_others(gate: Gate) -> None:
@@ -175,6 +175,25 @@ async def test_a_gate_that_drains_refuses_new_calls_and_is_empty_when_the_last_o
     end.set()
     await asyncio.wait_for(gate.empty(), PATIENCE_S)
     assert hung_up == ["ipv6:[::1]:2"]
+
+
+@pytest.mark.parametrize(("left_s", "serves"), [(PATIENCE_S, True), (0.0, False)])
+async def test_a_connection_whose_stream_winds_down_is_served_for_a_short_time(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch, left_s: float, serves: bool
+) -> None:
+    monkeypatch.setattr(gates, "DRAIN_S", left_s)
+    _, stream_ends = await begun(gate)
+    gate.drain()
+    if serves:
+        _, end = await begun(gate)
+        end.set()
+    else:
+        with pytest.raises(ShuttingDown):
+            await begun(gate)
+    with pytest.raises(ShuttingDown):
+        await begun(gate, "ipv4:127.0.0.1:2")
+    stream_ends.set()
+    await asyncio.wait_for(gate.empty(), PATIENCE_S)
 
 
 # ── Memory ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -7,15 +7,22 @@ import contextlib
 import os
 import resource
 from collections.abc import AsyncGenerator, Collection, Generator
+from typing import Any, cast
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from proof.hostile_peer import open_peer
 from router.buffer import Buffer
 from router.gate import connections, memory_watch
-from router.gate.admission import Gate
+from router.gate.admission import RECEIVED_BYTES_MAX, Gate
+from router.gate.calls import Methods
 from router.gate.memory_watch import MemoryWatch
 from router.gate.tracing import Tracing
+from router.services.health import HealthService
 from tests.routers import PATIENCE_S
+from windrow.org_header import ORG_HEADER, VALUE_CHARS_MAX
 
 MIB = 1024 * 1024
 
@@ -88,3 +95,129 @@ async def test_a_look_that_fails_is_followed_by_others_and_forgets_nobody(monkey
     assert await asyncio.wait_for(hung_up.get(), PATIENCE_S) == {"first"}
     watching.cancel()
     await asyncio.wait({watching})
+
+
+class Router:
+    """A router process that is watched, with made-up memory and connections."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, limit_mib: int) -> None:
+        self.resident_mib = 0
+        self.held_mib: dict[str, int] = {}
+        self.listings = 0
+        self.closed: list[str] = []
+        self.gate = Gate(Tracing(), Buffer(MIB))
+        monkeypatch.setattr(connections, "received_bytes", self._received_bytes)
+        monkeypatch.setattr(connections, "hang_up", self._hang_up)
+        monkeypatch.setattr(memory_watch, "_give_back_freed", lambda: None)
+        self.watch = MemoryWatch(limit_mib * MIB, lambda: self.resident_mib * MIB)
+
+    async def look(self, resident_mib: int) -> list[str]:
+        """Looks at the memory. Returns the connections that are closed."""
+        self.resident_mib, self.closed = resident_mib, []
+        await self.watch._look(self.gate, 1, ())
+        return self.closed
+
+    def _received_bytes(self, _: int) -> dict[str, int]:
+        self.listings += 1
+        return {peer: held * MIB for peer, held in self.held_mib.items()}
+
+    def _hang_up(self, _: int, peers: Collection[str]) -> int:
+        self.closed = sorted(peers)
+        for peer in peers:
+            del self.held_mib[peer]
+        return len(peers)
+
+
+async def test_a_process_above_half_of_its_limit_is_looked_at_more_often_and_others_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    router = Router(monkeypatch, limit_mib=400)
+    router.resident_mib = 200
+    assert router.watch._pause_s() == memory_watch._LOOK_S == 0.25
+    router.resident_mib = 201
+    assert router.watch._pause_s() == memory_watch._QUICK_LOOK_S < 0.05
+    # Looks do not list the connections as long as the process is below its limit.
+    assert (await router.look(201), await router.look(400), router.listings) == ([], [], 0)
+
+
+async def test_connections_are_closed_until_what_they_held_covers_what_is_too_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    router = Router(monkeypatch, limit_mib=400)
+    router.held_mib = {"small": 5, "largest": 30, "large": 20}
+    assert await router.look(440) == ["large", "largest"]
+
+
+async def test_while_a_closed_connection_gives_back_its_memory_others_are_closed_only_for_what_comes_on_top(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    router = Router(monkeypatch, limit_mib=400)
+    router.held_mib = {"first": 100, "second": 60, "third": 50, "honest": 5}
+    assert await router.look(450) == ["first"]
+    assert await router.look(455) == []
+    # It has grown by 70 MiB, although the first one's memory may be free already.
+    assert await router.look(520) == ["second", "third"]
+    assert await router.look(440) == []
+    # The time is over, and the process is still too large.
+    router.watch._accepted_until_s = 0
+    assert await router.look(401) == ["honest"]
+
+
+async def test_a_process_that_is_too_large_for_another_reason_is_listed_again_only_when_it_grows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    router = Router(monkeypatch, limit_mib=400)
+    for _ in range(3):
+        assert await router.look(450) == []
+    assert router.listings == 1
+    router.held_mib = {"new": 40}
+    assert await router.look(480) == ["new"]
+
+
+@contextlib.asynccontextmanager
+async def serving(gate: Gate) -> AsyncGenerator[int, None]:
+    """Serves the health service behind the gate. Yields the port."""
+    methods = Methods(gate)
+    health_pb2_grpc.add_HealthServicer_to_server(HealthService(), cast("grpc.aio.Server", methods))
+    options = [("grpc.max_receive_message_length", RECEIVED_BYTES_MAX), ("grpc.http2.bdp_probe", 0)]
+    server = grpc.aio.server(handlers=(methods,), options=options)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield port
+    finally:
+        await server.stop(None)
+
+
+async def test_a_connection_whose_calls_have_long_metadata_is_not_blamed_for_what_another_one_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory_watch, "_LOOK_S", 0.01)
+    monkeypatch.setattr(memory_watch, "_LIST_EVERY", 100)
+    monkeypatch.setattr(memory_watch, "_HANDED_OVER_S", 0.0)
+    gate = Gate(Tracing(), Buffer(MIB))
+    watch = MemoryWatch(1 << 60)
+    metadata = ((ORG_HEADER, "o" * VALUE_CHARS_MAX),)
+
+    async with serving(gate) as port, grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        watching = asyncio.create_task(watch.run(gate, port))
+        stub = cast("Any", health_pb2_grpc.HealthStub(channel))
+
+        async def use(count: int) -> None:
+            for _ in range(count):
+                await stub.Check(health_pb2.HealthCheckRequest(), metadata=metadata, timeout=PATIENCE_S)
+
+        # Some of its calls are always inside, and their metadata is more than a connection may seem to hold.
+        await asyncio.gather(*(use(750) for _ in range(4)))
+        ((honest, received),) = connections.received_bytes(port).items()
+        assert received > 3_000 * VALUE_CHARS_MAX > memory_watch._BLAMED_BYTES
+        async with open_peer(f"127.0.0.1:{port}") as hostile:
+            await hostile.begin("/grpc.health.v1.Health/Check", 3 * MIB)
+            await hostile.heard()
+            # From now on the process is above its limit.
+            watch._limit_bytes = 0
+            await hostile.until(lambda _: hostile.closed, within_s=PATIENCE_S)
+            await use(1)
+            assert honest in connections.peers(port)
+        watching.cancel()
+        await asyncio.wait({watching})
