@@ -22,6 +22,7 @@ from router.buffer import Buffer
 from router.codec.fast_write import Delivery
 from router.codec.status import InvalidRequest
 from router.fleet.fleet import Fleet
+from router.fleet.revocations import Revocations
 from router.gate.admission import Call, Context, Gate
 from router.gate.calls import Methods, Received
 from router.gate.tracing import Tracing
@@ -762,6 +763,9 @@ class Blocked:
 
 class _NoShards:
     """A fleet in which no token names a shard, so that every lease is answered NOT_FOUND at once."""
+
+    def __init__(self) -> None:
+        self.revocations = Revocations()
 
     def by_tag(self, tag: int) -> None:
         del tag
