@@ -157,7 +157,10 @@ WRONG: tuple[tuple[str, type[ReferenceWorker], str], ...] = (
     ("drain", WaitsForItsHandlersWhenAStreamDrains, "an extend of the running job"),
     *[(f"end-{status}", GivesUp, "another stream") for status in ("unavailable", "internal", "unknown", "exhausted")],
     ("end-unavailable", ForgetsWhatWasNotAnswered, "an ack of each job"),
-    *[(f"fatal-{code.name.lower().replace('_', '-')}", NeverGivesUp, "no other stream") for code in FATAL],
+    *[
+        (f"fatal-{code.name.lower().replace('_', '-')}", NeverGivesUp, "no other stream")
+        for code in sorted(FATAL, key=str)
+    ],
     ("oversize", RepeatsAMessageThatIsTooLarge, ""),
     ("oversize", LosesTheCreditOfAMessageThatIsTooLarge, "credit for the jobs that are due"),
     ("half-open", WaitsForAnswersForEver, "another stream"),
