@@ -827,8 +827,8 @@ def test_a_drain_lets_calls_in_flight_end_and_takes_no_new_ones(running: Running
             routers.supervisor.terminate()
             until(lambda: not accepts_connections(routers.address), "the port is closed")
             for refused in (
-                lambda: both.queue.Dequeue(queue_pb2.DequeueRequest(org=org, queues=[QUEUE]), timeout=5),
-                lambda: list(both.cluster.CheckShard(cluster_pb2.CheckShardRequest(shard="s1"), timeout=5)),
+                lambda: both.queue.Dequeue(queue_pb2.DequeueRequest(org=org, queues=[QUEUE]), timeout=PATIENCE_S),
+                lambda: list(both.cluster.CheckShard(cluster_pb2.CheckShardRequest(shard="s1"), timeout=PATIENCE_S)),
             ):
                 assert refusal(refused).code() == grpc.StatusCode.UNAVAILABLE
             assert not call.done()
