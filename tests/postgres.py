@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import LiteralString
@@ -17,9 +18,10 @@ import psycopg
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from embedded import BinariesNotFound, find_binaries, open_clusters
+from embedded import BinariesNotFound, Cluster, find_binaries, open_clusters
 
 IMAGE = "postgres:18"
+_END_S_MAX = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,13 +76,7 @@ def _wants_docker() -> bool:
 def _on_this_machine() -> Generator[Server, None, None]:
     # No test on this server simulates a power failure, and dropping a database after almost every test would wait for
     # the disk.
-    settings = {
-        "fsync": "off",
-        "full_page_writes": "off",
-        "max_prepared_transactions": "4",
-        "max_wal_size": "256MB",
-        "min_wal_size": "64MB",
-    }
+    settings = {"fsync": "off", "max_prepared_transactions": "4"}
     with open_clusters(["tests"], ephemeral=True, settings=settings) as clusters:
         cluster = clusters["tests"]
         _hash_once(cluster.superuser_dsn, cluster.superuser_dsn, cluster.dsn)
@@ -116,6 +112,25 @@ def _in_docker() -> Generator[Server, None, None]:
             superuser_dsn=dsn,
             owner_dsn=make_conninfo(dsn, user="windrow", password="windrow", dbname="postgres"),
         )
+
+
+def kill(cluster: Cluster) -> None:
+    """Kills the server, and waits until its sessions have ended: one that has not noticed yet executes a statement that
+    comes just then."""
+    assert cluster.pid is not None
+    sessions = psutil.Process(cluster.pid).children()
+    cluster.kill()
+    deadline_s = time.monotonic() + _END_S_MAX
+    while any(map(_runs, sessions)):
+        assert time.monotonic() < deadline_s, "its sessions outlive the server"
+        time.sleep(0.01)
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from shard.placement.slots import Placement
 from shard.queue.store import Store
 from shard.vocabulary import Lease, Micros, ShardName
 from tests.jobs import job_id
-from tests.postgres import Server
+from tests.postgres import Server, kill
 from tests.routers import PATIENCE_S, Routers, ending, running_routers, write_cluster
 from tests.streams import (
     NOT_FOUND,
@@ -1121,7 +1121,7 @@ async def test_streams_of_a_shard_that_is_away_end_and_those_of_others_go_on(ser
                 both.stream(away) as poor,
             ):
                 (held,) = await far.until_jobs(1)
-                servers["s2"].kill()
+                kill(servers["s2"])
                 try:
                     # Settlements are answered on the stream, which continues.
                     await poor.send(request_id=1, acks=acks([held]))
