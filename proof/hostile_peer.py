@@ -375,8 +375,10 @@ async def leave_answers_unread(
     window_bytes: int = 0,
     reads: bool = True,
     ends: bool = True,
+    enough: Callable[[Seen], object] | None = None,
 ) -> list[Seen]:
-    """Makes so many calls, dealt out over the connections, and stays for `seconds` without reading an answer.
+    """Makes so many calls, dealt out over the connections, and stays for `seconds` without reading an answer; or until
+    a connection has seen `enough`.
 
     With `ends` False the requests stay open: this is the form for Consume, where `message` is its first ConsumeRequest.
     """
@@ -387,7 +389,10 @@ async def leave_answers_unread(
 
     shares = _shares(calls, connections)
     return await asyncio.gather(
-        *(_attack(open_peer(address, window_bytes=window_bytes, reads=reads), attack, n, seconds) for n in shares)
+        *(
+            _attack(open_peer(address, window_bytes=window_bytes, reads=reads), attack, n, seconds, enough=enough)
+            for n in shares
+        )
     )
 
 
@@ -475,15 +480,33 @@ async def _attack(
     seconds: float,
     *,
     stays: bool = True,
+    enough: Callable[[Seen], object] | None = None,
 ) -> Seen:
-    """Runs an attack on one connection for `seconds`, or until the server closes it."""
+    """Runs an attack on one connection for `seconds`, or until the server closes it, or it has seen `enough`."""
     async with opening as peer:
         with contextlib.suppress(TimeoutError, OSError):
             async with asyncio.timeout(seconds):
-                await attack(peer, share)
-                if stays:
-                    await peer.until(lambda _: peer.closed, within_s=seconds)
+                if enough is None:
+                    await attack(peer, share)
+                    if stays:
+                        await peer.until(lambda _: peer.closed, within_s=seconds)
+                else:
+                    await _until_enough(peer, attack(peer, share), enough, seconds)
         return peer.seen
+
+
+async def _until_enough(
+    peer: HostilePeer, attack: Coroutine[Any, Any, None], enough: Callable[[Seen], object], seconds: float
+) -> None:
+    attacking = asyncio.create_task(attack)
+    try:
+        await peer.until(lambda seen: peer.closed or enough(seen), within_s=seconds)
+    finally:
+        attacking.cancel()
+        # It may have failed because the connection was closed.
+        await asyncio.wait({attacking})
+        if not attacking.cancelled():
+            attacking.exception()
 
 
 def _prefix(size_bytes: int) -> bytes:

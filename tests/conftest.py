@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import itertools
 import os
+import signal
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Generator, Iterator
@@ -25,10 +26,15 @@ from shard.queue.store import Store
 from shard.vocabulary import OrgId, ShardName
 from tests.durations import remember, seconds_of_files
 from tests.effort import SEED, THOROUGH
+from tests.memory import use_memory
 from tests.postgres import Server, open_server
 
 # Before gRPC is imported: as root, servers are started by a fork, and gRPC's fork handlers may crash the child.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+use_memory()
+# A shell lets what it starts in the background ignore Ctrl-C, and so would every process that the tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHARD = ShardName("s1")
 CLUSTER = "tests"

@@ -183,25 +183,23 @@ async def read_with_marks(database: Database, known: Catalog | None = None) -> t
         return await read_with_marks(database)
     slots = list(known.slots) if known is not None else []
     pins = dict(known.pins) if known is not None else {}
-    # Thousands of slots have equal placements: they share one object.
-    placements: dict[object, Placement] = {}
-    for _, slot, org, writes, reads, epoch, former, left_at, _ in rows:
-        if slot is None:
+    changed: dict[int, Placement] = {}
+    for _, numbers, pinned, orgs, writes, reads, epoch, former, left_at, _ in rows:
+        if numbers is None:
             break
+        owners = zip(former or (), left_at or (), strict=True)
+        placement = Placement(
+            writes=tuple(writes),
+            reads=tuple(reads),
+            epoch=epoch,
+            former=tuple(FormerOwner(shard=shard, left_at=left) for shard, left in owners),
+        )
+        changed.update(dict.fromkeys(numbers, placement))
+        pins.update(zip(orgs or (), pinned or (), strict=True))
+    for slot in sorted(changed):
         if slot > len(slots):
             raise _unplaced(len(slots))
-        key = (*writes, None, *reads, None, epoch, *(former or ()), *(left_at or ()))
-        if (placement := placements.get(key)) is None:
-            owners = zip(former or (), left_at or (), strict=True)
-            placement = placements[key] = Placement(
-                writes=tuple(writes),
-                reads=tuple(reads),
-                epoch=epoch,
-                former=tuple(FormerOwner(shard=shard, left_at=left) for shard, left in owners),
-            )
-        slots[slot : slot + 1] = [placement]
-        if org is not None:
-            pins[org] = slot
+        slots[slot : slot + 1] = [changed[slot]]
     if len(slots) < SLOTS:
         raise _unplaced(len(slots))
     return Catalog(epoch=rows[0][0], slots=tuple(slots), pins=pins), marks

@@ -34,8 +34,6 @@ ORG = OrgId("cut")
 # How many times each ambiguous moment is tried.
 TRIALS = trials(40, thorough=1000)
 CUTS = trials(60, thorough=600)
-# A cut connection fails one call at once; more tries than this mean that something hangs.
-TRIES_MAX = 50
 
 
 @pytest.fixture
@@ -353,16 +351,17 @@ async def routers_beside(config: Path) -> AsyncGenerator[Routers, None]:
 
 async def until_answered(call: Callable[[], Awaitable[object]]) -> tuple[object, int]:
     """Repeats a call that was answered UNAVAILABLE, as a client does. Returns how many tries it took."""
-    for tries in range(1, TRIES_MAX + 1):
-        try:
-            return await call(), tries
-        except grpc.aio.AioRpcError as error:
-            if error.code() not in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}:
-                raise
-            # The first tries wait little, as a cut connection needs; later tries wait longer, as an outage of the shard
-            # needs.
-            await asyncio.sleep(min(0.02 * tries, 0.2))
-    raise AssertionError(f"not answered in {TRIES_MAX} tries")
+    async with asyncio.timeout(PATIENCE_S):
+        for tries in itertools.count(1):
+            try:
+                return await call(), tries
+            except grpc.aio.AioRpcError as error:
+                if error.code() not in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}:
+                    raise
+                # The first tries wait little, as a cut connection needs; later tries wait longer, as an outage of the
+                # shard needs.
+                await asyncio.sleep(min(0.02 * tries, 0.2))
+    raise AssertionError("unreachable")
 
 
 def channel(port: int | str) -> grpc.aio.Channel:

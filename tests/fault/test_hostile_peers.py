@@ -30,8 +30,10 @@ from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
 
 MIB = 1024 * 1024
 MEMORY_MIB = 512
-# The duration of one attack. It ends sooner if the router closes the connections.
+# The duration of one attack. It ends sooner if the router closes the connections, or has done what it is asked.
 ATTACK_S = 8.0
+# The pause of the quiet org between two rounds.
+PAUSE_S = 0.03
 ENQUEUE, GET_JOBS, CONSUME = (f"/windrow.v1.Queue/{name}" for name in ("Enqueue", "GetJobs", "Consume"))
 INVALID_ARGUMENT = grpc.StatusCode.INVALID_ARGUMENT.value[0]
 RESOURCE_EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
@@ -73,7 +75,7 @@ def store(both: Stubs, org: str, *, count: int, payload_bytes: int) -> list[job_
 
 @contextlib.asynccontextmanager
 async def quiet_org(address: str) -> AsyncGenerator[None, None]:
-    """Enqueues, dequeues and acks continuously, at least three times. Fails if one of the calls fails."""
+    """Enqueues, dequeues and acks again and again, at least three times. Fails if one of the calls fails."""
     rounds, served = 0, asyncio.Event()
 
     async def use(queue: queue_pb2_grpc.QueueAsyncStub) -> None:
@@ -81,14 +83,21 @@ async def quiet_org(address: str) -> AsyncGenerator[None, None]:
         while True:
             job = new_job()
             await queue.Enqueue(queue_pb2.EnqueueRequest(org="quiet", jobs=[job]), timeout=PATIENCE_S)
-            request = queue_pb2.DequeueRequest(org="quiet", queues=[job.template.queue], wait=Duration(seconds=5))
-            taken = await queue.Dequeue(request, timeout=PATIENCE_S)
+            request = queue_pb2.DequeueRequest(
+                org="quiet",
+                queues=[job.template.queue],
+                wait=Duration(seconds=60),
+                visibility_window=Duration(seconds=600),
+            )
+            taken = await queue.Dequeue(request, timeout=2 * PATIENCE_S)
             acks = [queue_pb2.Ack(lease=one.lease) for one in taken.jobs]
             answers = await queue.Ack(queue_pb2.AckRequest(org="quiet", acks=acks), timeout=PATIENCE_S)
             assert list(answers.answers) == [job_pb2.JOB_ANSWER_OK]
             rounds += 1
             if rounds == 3:
                 served.set()
+            # It is quiet.
+            await asyncio.sleep(PAUSE_S)
 
     async with grpc.aio.insecure_channel(address) as channel:
         using = asyncio.create_task(use(queue_pb2_grpc.QueueStub(channel)))
@@ -120,7 +129,15 @@ async def test_answers_that_are_never_read_stay_within_the_memory_of_the_router(
     jobs = store(both, "noisy", count=2, payload_bytes=MIB)
     before = resident_mib(routers)
     request = queue_pb2.GetJobsRequest(org="noisy", ids=[job.id for job in jobs], include_payload=True)
-    attack = leave_answers_unread(routers.address, GET_JOBS, request.SerializeToString(), calls=900, seconds=ATTACK_S)
+    attack = leave_answers_unread(
+        routers.address,
+        GET_JOBS,
+        request.SerializeToString(),
+        calls=900,
+        seconds=PATIENCE_S,
+        # Each call was refused, or its answer waits to be read.
+        enough=lambda seen: seen.statuses.total() + len(seen.answering) >= 900,
+    )
     peak, (seen,) = await peak_mib(routers, attack)
     assert peak < MEMORY_MIB
     # Calls for which there was no memory were refused.
@@ -131,7 +148,7 @@ async def test_answers_that_are_never_read_stay_within_the_memory_of_the_router(
 async def test_requests_whose_last_byte_never_comes_stay_within_the_memory_of_the_router(routers: Routers) -> None:
     before = resident_mib(routers)
     attack = leave_requests_unfinished(
-        routers.address, ENQUEUE, size_bytes=15 * MIB, calls=120, connections=4, seconds=4 * ATTACK_S
+        routers.address, ENQUEUE, size_bytes=15 * MIB, calls=120, connections=4, seconds=PATIENCE_S
     )
     peak, seen = await peak_mib(routers, attack)
     assert peak < MEMORY_MIB
@@ -154,8 +171,16 @@ async def test_streams_that_never_read_stay_within_the_memory_of_the_router(rout
 async def test_streams_keep_nothing_of_messages_that_are_done_with(routers: Routers) -> None:
     before = resident_mib(routers)
     first = queue_pb2.ConsumeRequest(start=start("padded")).SerializeToString() + padding(6)
+    # More in all than the router may grow by.
     attack = leave_answers_unread(
-        routers.address, CONSUME, first, calls=120, connections=3, seconds=3 * ATTACK_S, ends=False
+        routers.address,
+        CONSUME,
+        first,
+        calls=120,
+        connections=3,
+        seconds=PATIENCE_S,
+        ends=False,
+        enough=lambda seen: seen.request_bytes_sent > 80 * MIB,
     )
     peak, seen = await peak_mib(routers, attack)
     assert sum(one.request_bytes_sent for one in seen) > 160 * MIB
@@ -181,7 +206,9 @@ async def test_a_request_of_millions_of_empty_items_costs_no_more_than_any_other
     routers: Routers, path: str, message: bytes
 ) -> None:
     before = resident_mib(routers)
-    attack = leave_answers_unread(routers.address, path, message, calls=2, seconds=ATTACK_S)
+    attack = leave_answers_unread(
+        routers.address, path, message, calls=2, seconds=PATIENCE_S, enough=lambda seen: seen.statuses.total() == 2
+    )
     peak, (seen,) = await peak_mib(routers, attack)
     assert seen.statuses == {INVALID_ARGUMENT: 2}
     assert peak < before + 128

@@ -163,8 +163,14 @@ async def freeze_postgres(load: Load) -> None:
     pid = load.cluster.postgres["s2"].pid
     assert pid is not None
     # Frozen for longer than a lease: what it commits afterwards may come too late.
+    retries = load.retries
     with frozen(pid):
         await asyncio.sleep(WINDOW_S + 1.0)
+        await until(lambda: load.retries > retries, "a producer has noticed")
+
+
+# States in which a shard takes no enqueues.
+TAKES_NONE = ("dequeue_only", "read_only", "off")
 
 
 async def rewrite_cluster_file(load: Load) -> None:
@@ -179,6 +185,9 @@ async def rewrite_cluster_file(load: Load) -> None:
         replace(config, text + ('[[shard]]\nname = "s3"\ndsn = "host=127.0.0.1 port=1"\n' if state != "active" else ""))
         for pid in load.cluster.routers.pids:
             os.kill(pid, signal.SIGHUP)
+        retries = load.retries
+        if state in TAKES_NONE:
+            await until(lambda: load.retries > retries, f"a producer is refused: {state}")  # noqa: B023
         await asyncio.sleep(0.4)
     replace(config, original)
     load.cluster.routers.reload()

@@ -377,7 +377,7 @@ def test_an_org_on_two_shards_has_its_jobs_in_the_order_of_priority_on_each_of_t
 def test_a_waiting_consumer_gets_jobs_that_arrive_by_a_move(cluster: Cluster, thread: ThreadPoolExecutor) -> None:
     org, job = cluster.org(), new_job(delay=Duration(seconds=1))
     move = cluster.begin(org)
-    waiting = thread.submit(dequeue, cluster.near, org, wait_s=20)
+    waiting = thread.submit(dequeue, cluster.near, org, wait_s=60)
     enqueue(cluster.far, org, job)
     move.switch()
     move.depart()
@@ -391,7 +391,7 @@ def test_who_waits_through_a_router_that_slept_while_the_org_was_pinned_and_move
 ) -> None:
     org, job = cluster.org(), new_job()
     (pid,) = cluster.routers.pids
-    waiting = thread.submit(dequeue, cluster.near, org, wait_s=25)
+    waiting = thread.submit(dequeue, cluster.near, org, wait_s=60)
     until(lambda: waiting.running(), "a consumer waits")
     os.kill(pid, signal.SIGSTOP)
     try:

@@ -24,8 +24,9 @@ from tests.streams import OK, QUEUE, acks, client, detail, new_job, retry_after_
 from windrow import Client, Job, JobState, Worker
 from windrow.v1 import queue_pb2
 
-# Connections are told to end after 1.8 to 2.2 s, and break 0.7 s later. Streams end after 0.4 to 0.6 s.
-AGE_S = 2.0
+# Connections are told to end after 3.6 to 4.4 s, and break 1.3 s later. Streams end after 0.8 to 1.2 s: much sooner, so
+# that a busy machine ends a stream before its connection breaks.
+AGE_S = 4.0
 CONNECTIONS = 3
 # A router process whose grace has no minimum: otherwise the streams would last for minutes.
 IMPATIENT = """
@@ -35,6 +36,7 @@ settings._GRACE_S_MIN = 0
 from router.process.child import main
 sys.exit(main())
 """
+PAUSE_S = 0.05
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +98,7 @@ async def test_a_worker_follows_to_new_connections_and_works_each_job_once(
     stored: list[str] = []
     ports: set[int] = set()
     async with Client(address, org="workers") as producer:
-        worker = Worker(producer, [QUEUE], concurrency=5, visibility_window=5)
+        worker = Worker(producer, [QUEUE], concurrency=5, visibility_window=PATIENCE_S / 2)
 
         @worker.handler("greet")
         async def greet(job: Job) -> None:
@@ -108,6 +110,7 @@ async def test_a_worker_follows_to_new_connections_and_works_each_job_once(
                 while len(ports) < CONNECTIONS:
                     stored += [(await producer.enqueue(QUEUE, "greet")).id for _ in range(5)]
                     ports |= connections_to(address)
+                    await asyncio.sleep(PAUSE_S)
             await until(lambda: len(worked) == len(stored), "every job was worked")
 
             async def finished() -> bool:

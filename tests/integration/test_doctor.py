@@ -78,7 +78,7 @@ def run(dsn: str, *statements: str) -> None:
 def until(holds: Callable[[], object]) -> bool:
     deadline = time.monotonic() + WAIT_S
     while not (held := holds()) and time.monotonic() < deadline:
-        pass
+        time.sleep(0.05)
     return bool(held)
 
 

