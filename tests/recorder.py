@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from shard.errors import ShardUnavailable
-from shard.postgres.pool import Database
+from shard.postgres.pool import SHARED_LOCK_WAIT_S, Database
 from shard.vocabulary import ShardName
 
 Run = tuple[bytes, Mapping[str, object]]
@@ -15,8 +15,16 @@ Run = tuple[bytes, Mapping[str, object]]
 class Recorder(Database):
     """Records the statements in the order in which they began, with their parameters."""
 
-    def __init__(self, name: ShardName, dsn: str, *, connections: int = 4, may_scan: bool = False) -> None:
-        super().__init__(name, dsn, connections=connections, may_scan=may_scan)
+    def __init__(
+        self,
+        name: ShardName,
+        dsn: str,
+        *,
+        connections: int = 4,
+        may_scan: bool = False,
+        shared_lock_wait_s: float = SHARED_LOCK_WAIT_S,
+    ) -> None:
+        super().__init__(name, dsn, connections=connections, may_scan=may_scan, shared_lock_wait_s=shared_lock_wait_s)
         self.runs: list[Run] = []
         self._failing: dict[bytes, tuple[int, Exception]] = {}
         self._before: dict[bytes, Callable[[], Awaitable[object]]] = {}

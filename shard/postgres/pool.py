@@ -31,7 +31,7 @@ from shard.vocabulary import ShardName
 
 _TRACER = trace.get_tracer("windrow.shard")
 # How long shared statements wait for a lock: two of them may need the same row, and each delays many calls.
-_SHARED_LOCK_WAIT_S = 0.2
+SHARED_LOCK_WAIT_S = 0.2
 # The pause between two tries to connect while the server still answers on other connections.
 _RECONNECT_S = 0.5
 # For each server; the smallest value that libpq accepts. While a probe takes longer, other probes run beside it.
@@ -66,7 +66,7 @@ class Database:
         connections: int = 4,
         kept: int = 1,
         wait_s: float = 5.0,
-        shared_lock_wait_s: float = _SHARED_LOCK_WAIT_S,
+        shared_lock_wait_s: float = SHARED_LOCK_WAIT_S,
         may_scan: bool = False,
     ) -> None:
         self.name = name

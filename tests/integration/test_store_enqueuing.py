@@ -24,6 +24,7 @@ from tests.conftest import SHARD
 from tests.jobs import HOUR_US, QUEUE, at_once, ids_of, job_id, lease_jobs, some_jobs
 from tests.queues import fill_queues
 from tests.recorder import Recorder
+from tests.routers import PATIENCE_S
 from tests.timemachine import end_dedup_windows, until_blocked
 
 DAY_MS = 24 * 3600 * 1000
@@ -92,9 +93,10 @@ async def test_new_queues_of_many_orgs_cost_no_more_statements_than_one(recorder
         assert await where(recorder, ids_of(jobs)) == dict.fromkeys(jobs.ids, (jobs.org, jobs.queues[0]))
 
 
-async def test_what_comes_while_enqueues_are_under_way_goes_together(
-    recorder: Recorder, module_dsn: str, org: OrgId
-) -> None:
+async def test_what_comes_while_enqueues_are_under_way_goes_together(module_dsn: str, org: OrgId) -> None:
+    # Statements that wait for a lock are not run again while this test is slow.
+    recorder = Recorder(SHARD, module_dsn, shared_lock_wait_s=PATIENCE_S)
+    await recorder.open()
     store = Store(recorder)
     await store.enqueue(some_jobs(org, 1))
     before = len(recorder.runs)
@@ -109,6 +111,7 @@ async def test_what_comes_while_enqueues_are_under_way_goes_together(
         assert recorder.count(queue_statements.ENQUEUE, since=before) == 2
     assert await asyncio.gather(*under_way, *later) == [{}] * 32
     assert recorder.count(queue_statements.ENQUEUE, since=before) == 3
+    await recorder.close()
 
 
 # One call will not do

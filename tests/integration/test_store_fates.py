@@ -243,8 +243,8 @@ async def test_cancelling_ends_a_lease_and_is_answered_ok_again(database: Databa
     ((job, lease),) = await lease_jobs(store, org)
     assert await store.cancel(org, [job.id, job_id()], reason="no more") == [Answer.OK, Answer.NOT_FOUND]
     assert await store.cancel(org, [job.id], reason="again") == [Answer.OK]
-    assert await store.settle(Settlement.ack(org, [lease], [None])) == [Answer.STALE]
-    assert await store.settle(Settlement.nack(org, [Nack(lease=lease)])) == [Answer.STALE]
+    assert await store.settle(Settlement.ack(org, [lease], [None])) == [Answer.CANCELLED]
+    assert await store.settle(Settlement.nack(org, [Nack(lease=lease)])) == [Answer.CANCELLED]
     (record,) = await store.get(org, [job.id], include_payload=False)
     assert (record.state, record.reason) == ("cancelled", "no more")
 
