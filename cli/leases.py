@@ -37,6 +37,8 @@ Window = Annotated[
 _WINDOW_DEFAULT = timedelta(seconds=30)
 _NO_WAIT = timedelta()
 # What `dequeue` shows only with --json.
+# The answers about leases that are shown in other words.
+_WORDS = {"not_found": "not found", "cancelled": "job cancelled"}
 _NOT_PRINTED = {"priority", "enqueued", "due"}
 
 
@@ -297,7 +299,7 @@ def _settle(
             if as_json:
                 output.say_json({"lease": lease, "answer": answer} for lease, answer in names)
             else:
-                output.say("\n".join(f"{lease}  {answer.replace('_', ' ')}" for lease, answer in names))
+                output.say("\n".join(f"{lease}  {_WORDS.get(answer, answer)}" for lease, answer in names))
     _judge(answers)
 
 
@@ -306,13 +308,18 @@ def _judge(answers: Sequence[job_pb2.JobAnswer.ValueType]) -> None:
     from windrow.v1 import job_pb2
 
     stale = sum(answer == job_pb2.JOB_ANSWER_STALE for answer in answers)
+    cancelled = sum(answer == job_pb2.JOB_ANSWER_CANCELLED for answer in answers)
     missing = sum(answer == job_pb2.JOB_ANSWER_NOT_FOUND for answer in answers)
     if stale:
         output.note(f"{output.counted(stale, 'lease')} had ended: nothing was changed")
+    if cancelled:
+        output.note(f"{output.counted(cancelled, 'job')} had been cancelled: nothing was changed")
     if missing:
         output.note(f"{output.counted(missing, 'lease')} matched no job of this org")
-    if stale or missing:
-        raise typer.Exit(ExitCode.NO if stale else ExitCode.NOT_FOUND)
+    if stale or cancelled:
+        raise typer.Exit(ExitCode.NO)
+    if missing:
+        raise typer.Exit(ExitCode.NOT_FOUND)
 
 
 def _print_leased(job: job_pb2.LeasedJob, *, first: bool) -> None:

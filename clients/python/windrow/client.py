@@ -441,7 +441,7 @@ class Client:
         return found
 
     async def cancel_jobs(self, ids: Iterable[str], *, reason: str = "") -> list[Answer]:
-        """Cancels jobs that have not finished, and ends their leases. Returns STALE for a job that had finished."""
+        """Cancels jobs that have not finished, and ends their leases. Returns STALE for a job that had succeeded."""
 
         async def send(part: Sequence[str]) -> Sequence[int]:
             request = queue_pb2.CancelJobsRequest(org=self.org, ids=part, reason=reason)

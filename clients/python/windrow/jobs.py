@@ -52,7 +52,7 @@ class Answer(enum.Enum):
     """The result of a call for one of its jobs."""
 
     OK = "ok"
-    # The lease has ended (for cancel_jobs: the job has finished). Nothing was changed.
+    # The lease has ended (for cancel_jobs: the job had succeeded). Nothing was changed.
     STALE = "stale"
     # The lease has ended, and the job was cancelled. Nothing was changed.
     CANCELLED = "cancelled"
@@ -157,7 +157,7 @@ class Job:
     run_at: datetime = _EPOCH
     traceparent: str = ""
     tracestate: str = ""
-    # What an earlier attempt stored by report(); empty if none did.
+    # What an earlier attempt stored by report(), as bytes; empty if none did.
     checkpoint: bytes = b""
     # A Worker sets this when the lease ends while the handler runs: the job was cancelled, or another worker may have
     # it by now. A `def` handler that runs long should check `job.lost.is_set()` between its steps.
@@ -169,8 +169,8 @@ class Job:
         """Reports from the handler how far it has come, and what the next attempt needs in order to go on from here
         (job.checkpoint; at most 64 KiB; b"" removes an earlier one). None: what was reported before stays.
 
-        Returns at once. The worker sends the newest report with its next message and renews the lease with it, and it
-        does not send the job's outcome before the report is stored. A report that was not sent is lost if the worker
+        Only a Worker's handler reports like this; with a job from Client.dequeue, use Client.extend. Returns at once.
+        The worker sends the newest report with its next message and renews the lease with it, and it does not send the job's outcome before the report is stored. A report that was not sent is lost if the worker
         crashes. May be called in a thread. Raises TypeError or ValueError."""
         self.reporter(self.lease, report_of(progress, checkpoint))
 

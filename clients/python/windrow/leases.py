@@ -164,14 +164,27 @@ class Leases:
     def revoked(self, answers: Mapping[bytes, Answer]) -> None:
         """Loses those of these leases that the worker holds."""
         for held in [held for held in self._held if held.job.lease in answers]:
-            self.lose(held, f"the router revoked it ({answers[held.job.lease].name})")
+            self.answered(held, answers[held.job.lease])
+
+    def answered(self, held: HeldLease, answer: Answer) -> None:
+        """Loses a lease of which the router has said that it has ended."""
+        if answer is Answer.CANCELLED:
+            self._end(held)
+            log.info("%s: job %s (%s) was cancelled", self._worker, held.job.id, held.job.kind)
+        else:
+            self.lose(held, f"the router answered {answer.name}")
 
     def lose(self, held: HeldLease, why: str) -> None:
+        if self._end(held):
+            log.warning("%s: lost the lease of job %s (%s): %s", self._worker, held.job.id, held.job.kind, why)
+
+    def _end(self, held: HeldLease) -> bool:
+        """Stops working under a lease. Returns False if the job's outcome is on its way: that may have ended the lease,
+        and its answer will tell."""
         self.drop(held)
         held.over = True
         if held.settling:
-            # The ack that is on its way may have ended the lease. Its answer will tell.
-            return
-        log.warning("%s: lost the lease of job %s (%s): %s", self._worker, held.job.id, held.job.kind, why)
+            return False
         held.job.lost.set()
         self._on_lost(held)
+        return True

@@ -14,12 +14,13 @@ _COUNT_MAX = 2**63 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far an attempt has come. Windrow stores it, and shows it to people."""
+    """How far an attempt has come, for people: `windrow jobs get` shows it.
 
-    # The units of work that are done, and those in all; total 0: not known.
+    `done` and `total` count units of work, of any kind; total 0: not known. `note` tells what is being done. It may
+    have 1 KiB; a longer one is shortened."""
+
     done: int = 0
     total: int = 0
-    # What is being done. At most 1 KiB; of a longer note, its beginning.
     note: str = ""
 
 
@@ -82,7 +83,9 @@ def report_of(progress: Progress | None, checkpoint: Payload) -> Report:
     return Report(progress=progress, checkpoint=data)
 
 
-def _check(progress: Progress) -> None:
+def _check(progress: object) -> None:
+    if not isinstance(progress, Progress):
+        raise TypeError(f"progress must be a windrow.Progress, not {progress!r:.100}")
     for name in ("done", "total"):
         value = getattr(progress, name)
         if type(value) is not int:

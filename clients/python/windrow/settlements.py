@@ -223,7 +223,7 @@ class Settlements:
             if answer is Answer.OK:
                 held.renewed_at = max(held.renewed_at, sent_at)
             elif held in self._leases:
-                self._leases.lose(held, f"the router answered {answer.name}")
+                self._leases.answered(held, answer)
             return
         self._leases.drop(held)
         if answer is not Answer.OK:

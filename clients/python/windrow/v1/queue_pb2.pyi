@@ -358,7 +358,10 @@ class ConsumeStart(_message.Message):
     org: _builtins.str
     """The jobs of this tenant. 1 to 128 bytes, no control characters."""
     worker: _builtins.str
-    """The consumer's name, kept in the attempt history. At most 128 bytes, no control characters; may be empty."""
+    """The consumer's name, kept in the attempt history. The router tells the stream of revoked leases by this name: each
+    consumer should have one of its own. At most 128 bytes, no control characters; may be empty, and then the stream is
+    told of none.
+    """
     @_builtins.property
     def queues(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """1 to 64 distinct queues, with names as in JobTemplate.queue. Among jobs of equal priority, those of a random queue
