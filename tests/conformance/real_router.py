@@ -38,6 +38,8 @@ class Bench:
         running = asyncio.create_task(worker.run())
         try:
             yield worker
+            # A job has succeeded before its ack is answered.
+            await self.until(lambda: running.done() or not worker.unanswered, "the answers to all messages")
         finally:
             running.cancel()
             with contextlib.suppress(asyncio.CancelledError, aio.AioRpcError):

@@ -170,8 +170,9 @@ class Job:
         (job.checkpoint; at most 64 KiB; b"" removes an earlier one). None: what was reported before stays.
 
         Only a Worker's handler reports like this; with a job from Client.dequeue, use Client.extend. Returns at once.
-        The worker sends the newest report with its next message and renews the lease with it, and it does not send the job's outcome before the report is stored. A report that was not sent is lost if the worker
-        crashes. May be called in a thread. Raises TypeError or ValueError."""
+        The worker sends the newest report with its next message and renews the lease with it, and it does not send the
+        job's outcome before the report is stored. A report that was not sent is lost if the worker crashes. May be
+        called in a thread. Raises TypeError or ValueError."""
         self.reporter(self.lease, report_of(progress, checkpoint))
 
     def json(self) -> Any:
