@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from shard.vocabulary import Micros, ShardName, Slot
 
 _LOOK_S = 1.0
+# A balancer that starts, or takes over from another one, may take so long until it leads.
+_LEADERLESS_S = 3.0
 # A balancer notices a new cluster file within less than this.
 _FOLLOWED_WITHIN_S = 3.0
 
@@ -343,12 +345,14 @@ async def _drain(cluster: Cluster, name: ShardName) -> Micros | None:
         total = _held_by(known, name)
         with output.counting_to(total, "slots") as show:
             noted = False
+            led_s = time.monotonic()
             obstacles = _Obstacles(cluster, shards)
             while remaining := _held_by(known, name):
                 show(total - remaining)
                 if leader := await observer.leader():
+                    led_s = time.monotonic()
                     await obstacles.report(leader)
-                elif not noted:
+                elif not noted and time.monotonic() - led_s > _LEADERLESS_S:
                     noted = True
                     output.note(
                         "no balancer leads, so nothing moves: start `windrow balancer`, or `windrow shards rebalance`"

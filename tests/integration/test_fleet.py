@@ -189,8 +189,8 @@ async def test_no_other_database_is_taken_for_a_shard_that_holds_slots(postgres:
         async with opened(two(first, second)) as fleet:
             await up(fleet)
             # Its volume is lost.
-            postgres.drop(name)
-            postgres.create(name)
+            await asyncio.to_thread(postgres.drop, name)
+            await asyncio.to_thread(postgres.create, name)
             with pytest.raises(ShardUnavailable):
                 await store(fleet, org)
             await until_refused(fleet, org, "its DSN leads to another database .* than it did before")
@@ -216,7 +216,7 @@ async def test_no_other_database_is_taken_for_a_shard_that_holds_slots(postgres:
         async with opened(two(first, kept)) as fleet:
             await until_refused(fleet, org, "the database of another shard of these very names")
     finally:
-        postgres.drop(copy)
+        await asyncio.to_thread(postgres.drop, copy)
 
 
 @pytest.mark.parametrize("whose", ["nobody's", "another cluster's"])
@@ -232,8 +232,8 @@ async def test_no_other_catalog_is_taken_for_the_one_that_was_there(
     async with opened(two(first, second)) as fleet:
         await up(fleet)
         near, org = org_on(fleet, S1), org_on(fleet, S2)
-        postgres.drop(name)
-        postgres.create(name, template=another)
+        await asyncio.to_thread(postgres.drop, name)
+        await asyncio.to_thread(postgres.create, name, template=another)
         await until_refused(fleet, near, "its DSN leads to another database .* than it did before")
         refusal = "the catalog is unavailable: its DSN leads to another database .* than it did before"
         with pytest.raises(ShardUnavailable, match=refusal):
