@@ -36,9 +36,9 @@ Window = Annotated[
 ]
 _WINDOW_DEFAULT = timedelta(seconds=30)
 _NO_WAIT = timedelta()
-# What `dequeue` shows only with --json.
 # The answers about leases that are shown in other words.
 _WORDS = {"not_found": "not found", "cancelled": "job cancelled"}
+# What `dequeue` shows only with --json.
 _NOT_PRINTED = {"priority", "enqueued", "due"}
 
 

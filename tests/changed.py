@@ -85,7 +85,7 @@ def within(distances: Mapping[str, int], seconds: Mapping[str, float], *, budget
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """What is to be known of one Python file."""
+    """A Python file: the names and texts in it that show what it depends on."""
 
     path: str
     strings: frozenset[str]
@@ -107,7 +107,7 @@ class Repository:
 
     @cached_property
     def dependents(self) -> Mapping[str, set[str]]:
-        """Who depends on a module, in one step."""
+        """For each module, those that depend on it directly."""
         graph = grimp.build_graph(*PACKAGES, cache_dir=str(CACHE / "imports"))
         steps: dict[str, set[str]] = defaultdict(set)
         for module in graph.modules:

@@ -132,7 +132,6 @@ class Stream:
         self._settled: deque[tuple[queue_pb2.Settled, int]] = deque()
         # Encoded messages about leases that ended without the client, to be written after all jobs.
         self._revoked: list[bytes] = []
-        self._revoked_bytes = 0
         # `draining` is to be written.
         self._announcing = False
         self._to_write = asyncio.Event()
@@ -355,14 +354,13 @@ class Stream:
         return rest, held
 
     def _on_revoked(self, encoded: bytes) -> None:
-        has_room = self._revoked_bytes + len(encoded) <= _REVOKED_BYTES_MAX
+        has_room = sum(map(len, self._revoked)) + len(encoded) <= _REVOKED_BYTES_MAX
         if has_room and self._call.take(len(encoded)):
             self._revoked.append(encoded)
-            self._revoked_bytes += len(encoded)
             self._to_write.set()
 
     def _take_revoked(self) -> list[bytes]:
-        revoked, self._revoked, self._revoked_bytes = self._revoked, [], 0
+        revoked, self._revoked = self._revoked, []
         return revoked
 
     def _next_jobs(self) -> list[Delivery]:

@@ -56,8 +56,7 @@ class Extension(NamedTuple):
     """What an extend does to one lease."""
 
     window_us: int
-    progress: Progress | None
-    checkpoint: bytes | None
+    report: Report
 
 
 class Settlement(NamedTuple):
@@ -88,7 +87,7 @@ class Settlement(NamedTuple):
         """Prolongs leases to at least `window_us` (microseconds) from now, and stores what the consumer reports: one
         report for each lease, or none at all."""
         return cls(
-            "extend", org, leases, [Extension(window_us, *report) for report in reports or [Report()] * len(leases)]
+            "extend", org, leases, [Extension(window_us, report) for report in reports or [Report()] * len(leases)]
         )
 
     @classmethod
@@ -109,7 +108,7 @@ class Settlement(NamedTuple):
             case "nack":
                 size = sum([nack.size for nack in self.details])
             case "extend":
-                size = sum([len(extension.checkpoint) for extension in self.details if extension.checkpoint])
+                size = sum([len(one.report.checkpoint) for one in self.details if one.report.checkpoint])
             case _:
                 size = 0
         return len(self.leases) + size // BYTES_PER_WEIGHT
@@ -237,8 +236,9 @@ class LeaseSettler:
 
     async def extend(self, calls: Sequence[Settlement]) -> _Done:
         extensions: list[Extension] = list(chain.from_iterable(call.details for call in calls))
-        progress = {at: one.progress.to_json() for at, one in enumerate(extensions) if one.progress is not None}
-        checkpoints = [one.checkpoint for one in extensions]
+        reports = [one.report for one in extensions]
+        progress = {at: one.progress.to_json() for at, one in enumerate(reports) if one.progress is not None}
+        checkpoints = [one.checkpoint for one in reports]
         parameters = {
             **_LeaseColumns.of(calls).parameters(),
             "windows_us": arrays.numbers([one.window_us for one in extensions]),

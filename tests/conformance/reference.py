@@ -55,7 +55,7 @@ class NoAnswer(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What is to be said of a lease."""
+    """An ack, nack, extend or release of a lease, which waits to be sent."""
 
     lease: bytes
     verb: str
@@ -362,7 +362,7 @@ class ReferenceWorker:
 
     def _may_close(self) -> bool:
         if self.draining:
-            # What is said from now on goes with the next stream.
+            # The next stream takes everything that comes from now on.
             return not self.unanswered
         return self.stopping and not (self.has_held() or self.outbox or self.parts)
 

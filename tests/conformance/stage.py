@@ -59,7 +59,7 @@ StartClient = Callable[[Mapping[str, str]], AbstractAsyncContextManager[Client]]
 class Outcome:
     scenario: str
     passed: bool
-    # Of a client that passed: what the scenario asks for.
+    # What the scenario asks for, if the client passed; otherwise what it did not do.
     expected: str
     seen: str
     seconds: float

@@ -170,7 +170,7 @@ class ConsumeStream:
         while True:
             wake.clear()
             if self._draining:
-                # Send no more: what is said from now on goes with the next stream.
+                # Send no more: the next stream takes everything that comes from now on.
                 if settlements.unanswered_since() is None:
                     await call.done_writing()
                     return

@@ -40,7 +40,7 @@ class _Entry:
         # The entry may be why a whole message was refused: send it in a message of its own.
         self.alone = False
         self.sent = False
-        # What was reported after this entry, which has a report, was sent.
+        # The handler's report after this entry was sent. Only an entry with a report has one.
         self.later: Report | None = None
 
     @property
