@@ -1,4 +1,4 @@
-"""Makes a data folder: with initdb, or as a copy of a primary.
+"""Makes a data folder: with initdb, or as a copy of a primary or of a stopped server.
 
 Starts no processes itself: the caller runs the commands, with its lock, log and watcher.
 """
@@ -54,7 +54,12 @@ class NewData:
             conf.flush()
             os.fsync(descriptor)
 
-    def copy(self, *, port: int, password: str) -> None:
+    def copy(self, data: Path) -> None:
+        """Copies the data of a server that was stopped in order."""
+        self._empty()
+        self.run(["cp", "-R", f"{data}/.", self.folder])
+
+    def follow(self, *, port: int, password: str) -> None:
         """Copies the data of the primary on `port`, which the new server will follow. `password` is the superuser's."""
         self._empty()
         # Keep this file: the standby needs it to connect for as long as it follows the primary.

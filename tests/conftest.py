@@ -7,17 +7,23 @@ The tests of a module share its database and use different orgs. A test that bre
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import itertools
 import os
+import shutil
 import signal
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Generator, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
 
+from embedded import BinariesNotFound, Cluster
+from embedded.cluster import TEMPLATE_VARIABLE
 from shard.admin.queue_admin import QueueAdmin
 from shard.placement import catalog, identity
 from shard.postgres import schema
@@ -52,6 +58,18 @@ _MINUTES = float(os.environ.get("WINDROW_TEST_MINUTES", "inf"))
 _began_s = time.monotonic()
 # How long each test file took, as reports tell it.
 _took_s: dict[str, float] = defaultdict(float)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Makes the data that the clusters of all workers copy. Whoever runs a few tests starts too few clusters for it."""
+    if config.option.dist == "no" or hasattr(config, "workerinput") or config.option.collectonly:
+        return
+    folder = tempfile.mkdtemp(prefix="windrow-template-")
+    config.add_cleanup(lambda: shutil.rmtree(folder))
+    Path(folder).chmod(0o755)
+    with contextlib.suppress(BinariesNotFound), Cluster("template", root=Path(folder)) as template:
+        os.environ[TEMPLATE_VARIABLE] = str(template.folder)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
