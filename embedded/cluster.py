@@ -49,8 +49,8 @@ from embedded.watcher import Watcher
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")
 _LAUNCHES_MAX = 5  # How many ports to try, if each is taken between the check and the launch.
 _KILL_S_MAX = 10.0
-# Names the folder of a stopped cluster. New ephemeral clusters copy its data and passwords, and run no initdb: that takes
-# a second of CPU, and a test run starts dozens of clusters.
+# Names the folder of a stopped cluster. New ephemeral clusters copy its data and passwords instead of running initdb,
+# which takes half a second of CPU: a test run starts dozens of clusters.
 TEMPLATE_VARIABLE = "WINDROW_CLUSTER_TEMPLATE"
 
 StopMode = Literal["fast", "immediate"]
