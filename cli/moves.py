@@ -389,7 +389,7 @@ def _report_drained(name: ShardName, left_at: Micros | None, config: Path, *, as
 shard {name} holds no slots any more. Keep it in the cluster file
   until {output.time_text(_time(former.ids_known_until))}, so that repeated enqueues are recognised
   until {output.time_text(_time(former.keys_known_until))}, if its orgs use dedup keys
-  for as long as its finished jobs are needed
+  until the archiver has dropped its finished jobs, or you do not need them any more
 Then run `windrow shards forget {name} --config {config}`, and remove it."""
         )
 
@@ -405,14 +405,19 @@ def forget(
     force: Annotated[
         bool, typer.Option("--force", help="Do it even if the shard may still be needed to recognise duplicates.")
     ] = False,
+    lose_history: Annotated[
+        bool,
+        typer.Option("--lose-history", help="Do it even if the shard has finished jobs, which nobody finds any more."),
+    ] = False,
     as_json: options.Json = False,
 ) -> None:
     """Stops all lookups on a drained shard, so that it may be removed from the cluster file.
 
-    Its finished jobs cannot be found afterwards. A repeated enqueue of a job that was stored there would store it
-    again; so the command refuses (exit code 5) for 31 days after the last slot left, unless --force is given.
+    Its finished jobs cannot be found afterwards; so the command refuses (exit code 5) while the shard has any, unless
+    --lose-history is given. A repeated enqueue of a job that was stored there would store it again; so the command
+    refuses for 31 days after the last slot left, unless --force is given.
     """
-    slots = databases.asked(_forget(databases.read(config), shard, force=force))
+    slots = databases.asked(_forget(databases.read(config), shard, force=force, lose_history=lose_history))
     if as_json:
         output.say_json([{"shard": shard, "slots": slots}])
     elif slots:
@@ -421,7 +426,7 @@ def forget(
         output.say(f"shard {shard} is not used: it may be removed from the cluster file")
 
 
-async def _forget(cluster: Cluster, shard: str, *, force: bool) -> int:
+async def _forget(cluster: Cluster, shard: str, *, force: bool, lose_history: bool) -> int:
     from balancer.shards import open_shards
     from shard.placement import catalog
     from shard.placement.slots import FormerOwner
@@ -438,6 +443,8 @@ async def _forget(cluster: Cluster, shard: str, *, force: bool) -> int:
             raise CommandFailed(
                 f"shard {shard!r} still holds {output.counted(held, 'slot')}: drain it first", ExitCode.REFUSED
             )
+        if left_at is not None and not lose_history:
+            await _refuse_history(shards, name)
         slots = await catalog.forget_owner(shards.catalog, name, force=force)
         if left_at is not None and not slots:
             until = output.time_text(_time(FormerOwner(shard=name, left_at=left_at).keys_known_until))
@@ -447,6 +454,33 @@ async def _forget(cluster: Cluster, shard: str, *, force: bool) -> int:
                 ExitCode.REFUSED,
             )
         return slots
+
+
+async def _refuse_history(shards: Shards, name: ShardName) -> None:
+    """Raises CommandFailed if the shard has finished jobs, or does not say whether it has."""
+    from shard.errors import ShardError
+    from shard.history import days
+
+    database = shards.databases.get(name)
+    try:
+        jobs, newest = (None, None) if database is None else await days.count_kept(database)
+    except ShardError as error:
+        raise CommandFailed(
+            f"{error}; nobody knows whether it has finished jobs: try again, or give --lose-history",
+            ExitCode.UNAVAILABLE,
+        ) from error
+    if jobs is None:
+        raise CommandFailed(
+            f"the cluster file does not let this command ask shard {name!r} whether it has finished jobs: give the "
+            "shard the state draining, or give --lose-history",
+            ExitCode.REFUSED,
+        )
+    if jobs:
+        raise CommandFailed(
+            f"shard {name!r} has {output.counted(jobs, 'finished job')}, of {newest} and before, which nobody would "
+            "find any more: wait until the archiver has dropped them, or give --lose-history",
+            ExitCode.REFUSED,
+        )
 
 
 def _time(micros: Micros) -> datetime:

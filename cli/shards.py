@@ -27,8 +27,8 @@ def list_shards(
 ) -> None:
     """Lists the shards, their health, and the router's cluster file.
 
-    Exit code 1: a shard that is not off does not answer or has a full disk, or the router refuses the current cluster
-    file.
+    Exit code 1: a shard that is not off has an error, such as a full disk or a DSN that cannot be used, or the router
+    refuses the current cluster file.
     """
     if context.invoked_subcommand is not None:
         _refuse_lost_options(context)
@@ -63,7 +63,7 @@ def list_shards(
             output.note(
                 f"the current cluster file is refused, and the previous one stays in use: {file.refusal.reason}"
             )
-    if file.HasField("refusal") or any(_health(shard) in ("unreachable", "disk full") for shard in found.shards):
+    if file.HasField("refusal") or any(shard.error and _health(shard) != "off" for shard in found.shards):
         raise typer.Exit(ExitCode.NO)
 
 

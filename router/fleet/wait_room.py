@@ -9,6 +9,7 @@ is needed. While no consumer waits, the shard is not queried.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import math
@@ -325,10 +326,12 @@ class WaitRoom:
         # A probe finds those that are due later: nothing else would wake consumers for them.
         self._probe_soon([key for number in numbers if (key := self._by_number.get(number)) is not None])
 
-    def may_have_jobs(self, org: OrgId, queue: QueueName) -> None:
+    async def may_have_jobs(self, org: OrgId, queue: QueueName) -> None:
         """This queue may have due jobs without an enqueue: it was resumed, or its dead jobs were redriven."""
-        self._doorbell.ring(self._store.names.known(org, [queue]))
         self._probe_soon([(org, queue)])
+        # Unlike an enqueue, what made them due does not need the queue's number: this process may not know it.
+        with contextlib.suppress(ShardError):
+            self._doorbell.ring((await self._store.names.find([(org, queue)])).values())
 
     def _visible(self, numbers: set[QueueId]) -> None:
         """Jobs of these queues can be claimed again."""

@@ -159,7 +159,7 @@ class AdminService:
                 limit=limit_left,
             )
             if count:
-                member.room.may_have_jobs(org, queue)
+                await member.room.may_have_jobs(org, queue)
             return count
 
         redriven = await change_readers(self._fleet, org, queue, limit, redrive)
@@ -215,9 +215,9 @@ class AdminService:
                 with contextlib.suppress(NotOwned, UnknownQueue):
                     await changed(source.queue_admin, draining=True)
                     if settings.paused is False:
-                        source.room.may_have_jobs(org, queue)
+                        await source.room.may_have_jobs(org, queue)
             if settings.paused is False:
-                member.room.may_have_jobs(org, queue)
+                await member.room.may_have_jobs(org, queue)
             return convert.queue_info(org, record, member.name)
 
         return await self._fleet.write(org, alter)

@@ -90,6 +90,12 @@ async def _days(database: Database, kind: str) -> list[Day]:
     return list(map(Day._make, await database.run(statements.FIND_DAYS, {"kind": kind})))
 
 
+async def count_kept(database: Database) -> tuple[int, str | None]:
+    """Returns how many finished jobs the shard has, and the newest day on which one finished, as YYYY-MM-DD."""
+    ((jobs, newest),) = await database.run(statements.COUNT_KEPT, {})
+    return jobs, newest
+
+
 async def turn_cold(database: Database, day: Day) -> Aged:
     """Moves a day's partition from the finished jobs to the cold ones; its rows are not copied. Drops it if it is
     empty. Raises InUse, ShardUnavailable."""

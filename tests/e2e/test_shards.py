@@ -211,14 +211,19 @@ async def test_a_drained_shard_is_forgotten_when_it_can_know_nothing_any_more_or
     done = await windrow(field, "shards", "forget", "s2", "--force")
     assert (done.code, done.out) == (5, "")
     assert "shard 's2' still holds 1,024 slots: drain it first" in done.err
+    ((org, jobs),) = (await field.enqueue(1, jobs=2, among=PART)).items()
+    await Store(field.databases[B]).cancel(org, jobs.ids, reason="")
     field.write(s1={}, s2={"state": "draining"})
     assert (await windrow(field, "balancer", "--once")).code == 0
+    done = await windrow(field, "shards", "forget", "s2", "--force")
+    assert (done.code, done.out) == (5, "")
+    assert re.search(r"shard 's2' has 2 finished jobs, of \d{4}-\d\d-\d\d and before, which nobody would", done.err)
     before = await field.known()
-    done = await windrow(field, "shards", "forget", "s2")
+    done = await windrow(field, "shards", "forget", "s2", "--lose-history")
     assert (done.code, done.out) == (5, "")
     assert "shard 's2' may know dedup keys until " in done.err
     assert (await field.known()).left_by(B) == before.left_by(B) is not None
-    done = await windrow(field, "shards", "forget", "s2", "--force", "--json")
+    done = await windrow(field, "shards", "forget", "s2", "--force", "--lose-history", "--json")
     assert (done.code, done.documents) == (0, [{"shard": "s2", "slots": 1024}])
     assert (await field.known()).left_by(B) is None
     assert (await field.known()).epoch == before.epoch + 1

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import os
 import signal
+import sys
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from psycopg.conninfo import conninfo_to_dict
 
+from cli.main import main
 from shard.placement.cluster_file import digest_of
 from shard.placement.slots import slot_of
 from shard.vocabulary import OrgId
@@ -317,7 +319,14 @@ def test_a_shard_goes_over_to_another_dsn_and_calls_in_flight_end(
     assert (cluster.info("s2").reachable, cluster.info("s2").error) == (True, "")
 
 
-def test_a_dsn_that_leads_to_no_shard_is_not_gone_over_to(cluster: Live, postgres: Server, empty_dsn: str) -> None:
+def test_a_dsn_that_leads_to_no_shard_is_not_gone_over_to(
+    cluster: Live,
+    postgres: Server,
+    empty_dsn: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["windrow", "shards", "--address", cluster.routers.address])
     org = cluster.org_on("s2")
     for dsn, trouble in (
         (postgres.dsn("no_such_database"), 'database "no_such_database" does not exist'),
@@ -330,6 +339,10 @@ def test_a_dsn_that_leads_to_no_shard_is_not_gone_over_to(cluster: Live, postgre
         # The old database still serves.
         assert cluster.info("s2").reachable
         enqueue(cluster.stubs, org)
+        with pytest.raises(SystemExit) as ended:
+            main()
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("s2 ")]
+        assert (ended.value.code, trouble in line) == (1, True)
     with psycopg.connect(empty_dsn) as connection:
         assert connection.execute("SELECT to_regnamespace('windrow')").fetchall() == [(None,)], "it was only looked at"
     cluster.change(cluster.as_they_are())

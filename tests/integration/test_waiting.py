@@ -268,19 +268,37 @@ async def test_a_new_job_beside_one_that_has_finished_comes_at_once(near: Client
             assert (await stream.until_jobs(turn + 1))[-1].id == fresh.id
 
 
-async def test_a_redriven_job_and_a_resumed_queue_wake_consumers(near: Client, producer: Client, org: str) -> None:
+# ── What an operator does ────────────────────────────────────────────────────────────────────────────────────────────
+# Each test has an org of its own: the other router never met its queue.
+
+
+async def a_dead_job(near: Client, org: str) -> str:
     await near.enqueue(org)
     (held,) = await near.dequeue(org)
     kill = queue_pb2.Nack(lease=held.lease, failure=job_pb2.Failure(permanent=True))
     await near.queue.Nack(queue_pb2.NackRequest(org=org, nacks=[kill]), timeout=PATIENCE_S)
-    # So that it knows the queue's number, and can ring the doorbell.
-    await producer.dequeue(org)
+    return held.id
+
+
+async def test_a_redriven_job_wakes_consumers(near: Client, producer: Client, org: str) -> None:
+    dead = await a_dead_job(near, org)
     async with waiter(near, org) as waiting:
         await producer.admin.RedriveJobs(admin_pb2.RedriveJobsRequest(org=org, queue=QUEUE), timeout=PATIENCE_S)
-        (job,) = await jobs_of(waiting)
-    assert job.id == held.id
-    await producer.admin.PauseQueue(admin_pb2.PauseQueueRequest(org=org, queue=QUEUE), timeout=PATIENCE_S)
-    ids = await producer.enqueue(org)
+        assert [job.id for job in await jobs_of(waiting)] == [dead]
+
+
+async def test_a_restored_job_wakes_consumers(near: Client, producer: Client, org: str) -> None:
+    jobs = [admin_pb2.RestoreJob(id=await a_dead_job(near, org))]
+    async with waiter(near, org) as waiting:
+        restored = await producer.admin.RestoreJobs(
+            admin_pb2.RestoreJobsRequest(org=org, jobs=jobs), timeout=PATIENCE_S
+        )
+        assert [job.id for job in await jobs_of(waiting)] == [one.restored.id for one in restored.results]
+
+
+async def test_a_resumed_queue_wakes_consumers(near: Client, producer: Client, org: str) -> None:
+    await near.admin.PauseQueue(admin_pb2.PauseQueueRequest(org=org, queue=QUEUE), timeout=PATIENCE_S)
+    ids = await near.enqueue(org)
     async with waiter(near, org) as waiting:
         await producer.admin.ResumeQueue(admin_pb2.ResumeQueueRequest(org=org, queue=QUEUE), timeout=PATIENCE_S)
         assert [job.id for job in await jobs_of(waiting)] == ids

@@ -10,6 +10,7 @@ import pytest
 from google.protobuf.message import Message
 
 import windrow.client
+import windrow.job_rules
 import windrow.payloads
 import windrow.settlements
 from router.codec import validate
@@ -107,7 +108,7 @@ def test_the_client_has_the_same_limits() -> None:
     assert LIMITS.max_message_bytes == calls.MESSAGE_BYTES_MAX
     jobs_max = windrow.client.JOBS_MAX
     assert jobs_max == LIMITS.max_jobs_per_enqueue == LIMITS.max_leases_per_call == LIMITS.max_ids_per_call
-    assert LIMITS.max_payload_bytes == windrow.client.PAYLOAD_BYTES_MAX
+    assert LIMITS.max_payload_bytes == windrow.job_rules.PAYLOAD_BYTES_MAX
     assert LIMITS.max_wait.seconds == windrow.client.WAIT_S_MAX
     assert LIMITS.max_result_bytes == windrow.payloads.RESULT_BYTES_MAX
     assert LIMITS.max_checkpoint_bytes == windrow.payloads.CHECKPOINT_BYTES_MAX

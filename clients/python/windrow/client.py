@@ -28,6 +28,7 @@ from windrow.errors import (
     alone,
 )
 from windrow.failures import Failure, failure_message, failure_of, stack_of
+from windrow.job_rules import PAYLOAD_BYTES_MAX
 from windrow.jobs import (
     Answer,
     Enqueued,
@@ -51,7 +52,6 @@ ADDRESS_DEFAULT = "127.0.0.1:7419"
 ADDRESS_VARIABLE = "WINDROW_ADDRESS"
 # The contract's limit on the jobs, leases or ids of one call.
 JOBS_MAX = 1000
-PAYLOAD_BYTES_MAX = 1024 * 1024
 # What the client sends of results or failures in one call.
 _PART_BYTES_MAX = 8 * 1024 * 1024
 WAIT_S_MAX = 60.0

@@ -17,11 +17,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Final, NamedTuple, overload
 
 from google.protobuf.message import DecodeError
@@ -36,8 +36,8 @@ from opentelemetry import trace
 
 from windrow.calls import patient_pause_s
 from windrow.client import Client
-from windrow.errors import TRANSIENT, DeadlineExceeded, InvalidRequest, WindrowError
-from windrow.ids import made_at
+from windrow.errors import TRANSIENT, DeadlineExceeded, InvalidJob, InvalidRequest, Violation, WindrowError
+from windrow.job_rules import age_fault, job_faults, org_fault
 from windrow.jobs import NewJob, enqueue_request
 from windrow.payloads import duration
 from windrow.signals import stopped_by_signals
@@ -90,8 +90,9 @@ FROM unnest(%s::text[]::uuid[], %s::text[]) AS bad (id, error) WHERE o.id = bad.
 ROWS_MAX = 1000
 _BYTES_MAX = 8 * 1024 * 1024
 _ORGS_AT_ONCE_MAX = 8
-# The router's dedup horizon: it cannot recognise duplicates of an older id, and refuses it.
-_HORIZON = timedelta(days=7)
+_FAULTS_SHOWN_MAX = 5
+# The place of a job in a relay's request, which says nothing to who reads the row of one job.
+_PLACE = re.compile(r"jobs\[\d+\]\.")
 _IDLE_FIRST_S, _IDLE_MAX_S = 0.02, 1.0
 _REST_FIRST_S, _REST_MAX_S = 0.5, 30.0
 # How long to wait for an org's jobs to be stored, which delays the next batch. The limit starts at the first value and
@@ -117,10 +118,11 @@ def add(
 ) -> list[str] | Awaitable[list[str]]:
     """Adds jobs to the outbox in the connection's transaction; returns their ids. Await it for an async connection.
 
-    A `delay` counts from now. Raises InvalidJob for a job that cannot be encoded. A job that exceeds a limit of the
-    router is set aside when it is relayed.
+    A `delay` counts from now. Raises InvalidRequest or InvalidJob, before anything is added, for what a router would
+    refuse. What only a router can know, such as that an org has too many queues, sets a job aside when it is relayed.
     """
     request = enqueue_request(org, jobs)
+    _refuse_faults(request)
     context = trace_context(trace.get_current_span().get_span_context())
     if context is not None:
         for job in request.jobs:
@@ -131,6 +133,19 @@ def add(
         return _add_async(connection, parameters, ids)
     connection.execute(_ADD, parameters)
     return ids
+
+
+def _refuse_faults(request: queue_pb2.EnqueueRequest) -> None:
+    if fault := org_fault(request.org):
+        raise InvalidRequest(f"org: {fault}", [Violation("org", fault)])
+    faults = [(at, job.id, fault) for at, job in enumerate(request.jobs) for fault in job_faults(job)]
+    if faults:
+        raise InvalidJob(
+            "; ".join(
+                f"job {name}: {fault.field}: {fault.description}" for _, name, fault in faults[:_FAULTS_SHOWN_MAX]
+            ),
+            [Violation(f"jobs[{at}].{fault.field}", fault.description) for at, _, fault in faults],
+        )
 
 
 async def _add_async(connection: psycopg.AsyncConnection[Any], parameters: dict[str, Any], ids: list[str]) -> list[str]:
@@ -314,7 +329,7 @@ class Relay:
             results = await self.client.send(request, timeout=min(timeout_s, self.client.calls.timeout_s))
         except InvalidRequest as error:
             # The request is independent, so no single job is the cause: the org is invalid, or every job is too large.
-            bad.update((id, str(error)) for id in ids)  # noqa: A001
+            bad.update((id, _PLACE.sub("", str(error))) for id in ids)  # noqa: A001
             return
         except WindrowError as error:
             self._rest(request.org, error)
@@ -325,7 +340,7 @@ class Relay:
                 case None:
                     sent.append(id)
                 case InvalidRequest():
-                    bad[id] = str(result.error)
+                    bad[id] = _PLACE.sub("", str(result.error))
                 case other:
                     failure = other
         if failure is None:
@@ -351,15 +366,11 @@ def _read(row: _Row) -> job_pb2.NewJob | _Bad:
     """Returns the job to send. Its delay is shortened by the time that it spent in the outbox."""
     try:
         job = job_pb2.NewJob.FromString(row.job)
-        made = made_at(job.id)
+        too_old = age_fault(job.id)
     except (DecodeError, ValueError) as error:
         return _Bad(f"the row's job cannot be read: {error}")
-    age_s = time.time() - made
-    if age_s > _HORIZON.total_seconds():
-        return _Bad(
-            f"its id was made {age_s / 86400:.1f} days ago; ids older than {_HORIZON.days} days are refused, because "
-            "duplicates of them cannot be recognised; add the job again with a new id and delete this row"
-        )
+    if too_old is not None:
+        return _Bad(f"its id {too_old}; add the job again with a new id and delete this row")
     if job.HasField("delay"):
         left_s = job.delay.ToNanoseconds() / 1e9 - row.age_s
         job.delay.CopyFrom(duration(max(0.0, left_s)))

@@ -1,0 +1,9 @@
+-- How many finished jobs the shard has, hot and cold, and the newest UTC day on which one finished (NULL: there is
+-- none). Exported jobs count until their day is dropped.
+SELECT hot.jobs + cold.jobs, to_char(greatest(hot.day, cold.day), 'YYYY-MM-DD')
+FROM (
+    SELECT count(*) AS jobs, (max(f.finished_at) AT TIME ZONE 'UTC')::date AS day FROM windrow.finished f
+) hot
+CROSS JOIN (
+    SELECT coalesce(sum(a.jobs), 0)::bigint AS jobs, max(a.day) FILTER (WHERE a.jobs > 0) AS day FROM windrow.archived a
+) cold

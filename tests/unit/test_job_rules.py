@@ -1,0 +1,84 @@
+"""The client's rules for new jobs are the router's: both refuse the same fields."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any, cast
+
+import psycopg
+import pytest
+
+from router.codec.validate import enqueue_violations
+from windrow import ExponentialRetry, FixedRetry, InvalidJob, InvalidRequest, NewJob, outbox
+from windrow.job_rules import job_faults, org_fault
+from windrow.jobs import enqueue_request
+
+DAY_S = 86_400
+
+
+def ahead(days: float) -> datetime:
+    return datetime.now(UTC) + timedelta(days=days)
+
+
+# Each at a bound and beyond it.
+FIELDS: list[dict[str, Any]] = [
+    *(
+        {name: value}
+        for name in ("queue", "kind")
+        for value in ("", "a", "-a", "a b", "ä", "a\n", "a" * 128, "a" * 129)
+    ),
+    *({"id": value} for value in ("x", "019A9F5E-7C1D-7A41-8F0E-3F2B6D1C9A55", "019a9f5e-7c1d-4a41-8f0e-3f2b6d1c9a55")),
+    *({"payload": b"x" * size} for size in (0, 1 << 20, (1 << 20) + 1, 3_000_000)),
+    *({"attributes": {str(at): "" for at in range(count)}} for count in (32, 33)),
+    *({"attributes": {key: "v"}} for key in ("", "k" * 128, "k" * 129, "ä" * 65, "a\0", 'a"b')),
+    *({"attributes": {"k": value}} for value in ("", "v" * 1024, "v" * 1025, "a\0")),
+    *({"priority": value} for value in (-1, 1, 9, 10)),
+    *({"max_attempts": value} for value in (-1, 1, 1000, 1001)),
+    *({"delay": value} for value in (-0.001, 0, 3650 * DAY_S, 3650 * DAY_S + 1)),
+    *({"run_at": value} for value in (ahead(-9000), ahead(3649), ahead(3651))),
+    *({"expires_at": value} for value in (ahead(-9000), ahead(7299), ahead(7301))),
+    *({"dedup_key": value} for value in ("k" * 256, "k" * 257, "ä" * 129, "a\0")),
+    *({"dedup_key": "k", "dedup_window": value} for value in (0.9, 1, 30 * DAY_S, 30 * DAY_S + 1)),
+    {"dedup_window": 60},
+    *({"retry": FixedRetry(value)} for value in (-1, 0, 3650 * DAY_S, 3650 * DAY_S + 1)),
+    *({"retry": ExponentialRetry(initial_delay=value)} for value in (-1, 0, 3600, 3601, 3650 * DAY_S + 1)),
+    *({"retry": ExponentialRetry(max_delay=value)} for value in (-1, 0.9, 1, 3650 * DAY_S, 3650 * DAY_S + 1)),
+    *({"retry": ExponentialRetry(multiplier=value)} for value in (0.9, 1, 100, 101)),
+    *({"retry": ExponentialRetry(jitter=value)} for value in (-0.1, 0, 1, 1.1)),
+]
+
+
+@pytest.mark.parametrize("fields", FIELDS, ids=lambda fields: f"{fields!r:.60}")
+def test_the_client_refuses_the_fields_of_a_job_that_a_router_refuses(fields: dict[str, Any]) -> None:
+    request = enqueue_request("acme", [NewJob(**{"queue": "q", "kind": "k", **fields})])
+    # A violation of an attribute names the map.
+    by_router = {found.field.partition('["')[0] for found in enqueue_violations(request)}
+    assert {f"jobs[0].{fault.field}" for fault in job_faults(request.jobs[0])} == by_router
+
+
+@pytest.mark.parametrize("org", ["", "a", "a b", "a\n", "\x7f", "a" * 128, "a" * 129, "ä" * 64, "ä" * 65])
+def test_the_client_refuses_the_orgs_that_a_router_refuses(org: str) -> None:
+    request = enqueue_request(org, [NewJob("q", "k")])
+    assert bool(org_fault(org)) == bool(enqueue_violations(request))
+
+
+# No connection: nothing may be executed on it.
+NOWHERE = cast("psycopg.Connection[Any]", None)
+
+
+def test_the_outbox_refuses_bad_jobs_and_names_them_before_it_adds_any() -> None:
+    good, bad, large = NewJob("q", "k"), NewJob("no spaces", "k"), NewJob("q", "k", b"x" * 3_000_000)
+    old = NewJob("q", "k", id="01900000-0000-7000-8000-000000000000")
+    with pytest.raises(InvalidJob) as refused:
+        outbox.add(NOWHERE, "acme", good, bad, large, old)
+    assert [found.field for found in refused.value.violations] == [
+        "jobs[1].template.queue",
+        "jobs[2].template.payload",
+        "jobs[3].id",
+    ]
+    told = str(refused.value).split("; job ")
+    assert told[0].startswith(f"job {bad.id}: template.queue: must be 1 to 128 of ")
+    assert told[1] == f"{large.id}: template.payload: must be at most 1,048,576 bytes, not 3,000,000"
+    assert told[2].startswith(f"{old.id}: id: was made ")
+    with pytest.raises(InvalidRequest, match=r"^org: must be 1 to 128 bytes, not 0$"):
+        outbox.add(NOWHERE, "", good)
