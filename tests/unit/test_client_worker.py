@@ -103,15 +103,15 @@ async def test_what_a_handler_raises_decides_the_nack(router: FakeRouter, client
     async def broken(job: Job) -> None:
         raise ValueError("x" * 20_000 + " the end")
 
-    @worker.handler("huge")
-    async def huge(job: Job) -> bytes:
-        return bytes(70_000)
+    @worker.handler("no json")
+    async def no_json(job: Job) -> Any:
+        return object()
 
     @worker.handler("cancelled")
     async def cancelled(job: Job) -> None:
         raise asyncio.CancelledError
 
-    jobs = {kind: router.give(kind) for kind in ("later", "never", "broken", "huge", "cancelled", "unknown")}
+    jobs = {kind: router.give(kind) for kind in ("later", "never", "broken", "no json", "cancelled", "unknown")}
     async with running(worker):
         await router.until(lambda: len(router.settled("Nack")) == len(jobs))
     nacks = {nack.lease: nack for nack in router.nacks()}
@@ -124,11 +124,61 @@ async def test_what_a_handler_raises_decides_the_nack(router: FakeRouter, client
     assert broken_one.stack.startswith("Traceback (most recent call last):\n")
     assert broken_one.stack.endswith("x…")
     assert not told["broken"].HasField("retry_after")
-    assert "65,536" in told["huge"].failure.message
+    assert "this object is none of them" in told["no json"].failure.message
     assert told["cancelled"].failure.type == "asyncio.exceptions.CancelledError"
     assert "worker.py" not in told["cancelled"].failure.stack.split("test_client_worker.py")[0]
     assert "no handler for kind 'unknown'" in told["unknown"].failure.message
     assert told["unknown"].retry_after.seconds == 5
+
+
+async def test_a_result_that_is_too_large_is_dropped_with_a_warning_and_its_job_is_acked(
+    router: FakeRouter, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = Worker(client, "q", name="w1")
+
+    @worker.handler("huge")
+    async def huge(job: Job) -> bytes:
+        return bytes(65_537)
+
+    @worker.handler("just fits")
+    async def just_fits(job: Job) -> bytes:
+        return bytes(65_536)
+
+    jobs = [router.give("huge"), router.give("just fits")]
+    async with running(worker):
+        await router.until(lambda: len(router.acks()) == 2)
+    assert {ack.lease: len(ack.result) for ack in router.acks()} == {jobs[0].lease: 0, jobs[1].lease: 65_536}
+    assert not router.nacks()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage() == (
+        f"w1: job {jobs[0].id} (huge), attempt 1: its result has 65,537 bytes and is not stored; at most 65,536 are "
+        "allowed"
+    )
+
+
+@pytest.mark.parametrize("raised", [TimeoutError, asyncio.CancelledError, asyncio.InvalidStateError])
+async def test_an_error_that_futures_replace_keeps_the_traceback_of_its_plain_handler(
+    router: FakeRouter, client: Client, caplog: pytest.LogCaptureFixture, raised: type[BaseException]
+) -> None:
+    worker = Worker(client, "q")
+
+    @worker.handler("broken")
+    def broken(job: Job) -> None:
+        def innermost() -> None:
+            raise raised("the bank did not answer")
+
+        innermost()
+
+    router.give("broken")
+    async with running(worker):
+        await router.until(router.nacks)
+    (nack,) = router.nacks()
+    (record,) = caplog.records
+    for text in (nack.failure.stack, logging.Formatter().format(record)):
+        assert "the bank did not answer" in text
+        assert "in innermost" in text
+        assert text.count("File ") == text.count(__file__) == 2
 
 
 async def test_a_failed_job_is_logged_once_as_loudly_as_it_matters(

@@ -32,7 +32,7 @@ from windrow.failures import Failure, failure_of, stack_of
 from windrow.jobs import Job, read_leased
 from windrow.leases import Connectivity, HeldLease, Leases
 from windrow.outcomes import Action, Done, Failed, Kill, Outcome
-from windrow.payloads import Payload, duration, encode_result, seconds
+from windrow.payloads import RESULT_BYTES_MAX, Payload, duration, encode, seconds
 from windrow.reports import Report, Reporter
 from windrow.settlements import Backoff, Settlements
 from windrow.signals import stopped_by_signals
@@ -91,8 +91,8 @@ class Worker:
     A handler that runs long can report how far it has come, for people, and a checkpoint for the job's next attempt
     (see Job.report). A job that is cancelled loses its lease: see `cancel_lost`.
 
-    A handler returns the job's result (see Payload; None: no result; at most 64 KiB); the worker then acks the job. A
-    handler that raises nacks the job. Retry(after=...) and Kill("why") set the outcome; after any other exception the
+    A handler returns the job's result (see Payload; None: no result); the worker then acks the job. A result of more
+    than 64 KiB is not stored, which a WARNING says. A handler that raises nacks the job. Retry(after=...) and Kill("why") set the outcome; after any other exception the
     retry policy decides. The exception's type, message (8 KiB) and traceback (the newest frames, 32 KiB) are stored
     with the attempt. sys.exit() in a handler also ends only the attempt, not the worker. A job of a kind without a
     handler is nacked with a delay of 5 s, doubling up to 10 minutes, because this may be a worker of an older release.
@@ -385,7 +385,7 @@ class Worker:
                 result = await cast("Awaitable[Payload]", handler.function(held.job))
             else:
                 result = await self._in_thread(cast("Callable[[Job], Payload]", handler.function), held)
-            return _DONE if result is None else Done(result=encode_result(result))
+            return _DONE if result is None else self._done(held.job, encode(result, what="result"))
         except KeyboardInterrupt:
             # Ctrl-C is meant for the process, not for the handler.
             raise
@@ -397,6 +397,21 @@ class Worker:
                 fail(span, error)
             action, cause = _action_of(error)
             return self._log_failure(held.job, action, cause) if isinstance(action, Failed) else action
+
+    def _done(self, job: Job, result: bytes) -> Done:
+        """Drops a result that is too large. The work is done: to fail the attempt would only do it again."""
+        if len(result) <= RESULT_BYTES_MAX:
+            return Done(result=result)
+        log.warning(
+            "%s: job %s (%s), attempt %d: its result has %s bytes and is not stored; at most %s are allowed",
+            self.name,
+            job.id,
+            job.kind,
+            job.attempt,
+            f"{len(result):,}",
+            f"{RESULT_BYTES_MAX:,}",
+        )
+        return _DONE
 
     def _log_failure(self, job: Job, failed: Failed, error: BaseException | None = None) -> Failed:
         """Logs a failed attempt, and returns it."""
@@ -421,16 +436,26 @@ class Worker:
     async def _in_thread(self, function: Callable[[Job], Payload], held: HeldLease) -> Payload:
         context = contextvars.copy_context()
 
-        def run() -> Payload:
+        def run() -> tuple[Payload, BaseException | None]:
             held.threaded = True
             try:
-                return context.run(function, held.job)
-            except (StopIteration, GeneratorExit) as error:
-                # A future refuses StopIteration (PEP 479): the worker would wait for this thread, and keep its lease,
-                # for ever. GeneratorExit would close the coroutines that await the future; they could not catch it.
-                raise RuntimeError(f"the handler raised {type(error).__name__}") from error
+                return context.run(function, held.job), None
+            except BaseException as error:  # noqa: BLE001
+                # Returned, not raised: a future replaces a TimeoutError or a CancelledError by a new one without its
+                # traceback, and it refuses StopIteration (PEP 479).
+                return None, error
 
-        return await asyncio.get_running_loop().run_in_executor(self._threads, run)
+        result, error = await asyncio.get_running_loop().run_in_executor(self._threads, run)
+        try:
+            if isinstance(error, StopIteration | GeneratorExit):
+                # Neither can be raised in a coroutine: StopIteration would end it, and GeneratorExit would close it.
+                raise RuntimeError(f"the handler raised {type(error).__name__}") from error
+            if error is not None:
+                raise error
+            return result
+        finally:
+            # The error's traceback refers to this frame: the garbage collector need not find the cycle.
+            del error
 
     def _on_lost(self, held: HeldLease) -> None:
         if held in self._waiting:
