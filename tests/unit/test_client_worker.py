@@ -10,15 +10,19 @@ import sys
 import threading
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from google.rpc import status_pb2
 from grpc import StatusCode, aio
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from tests.unit.client_fake import WAIT_S, FakeRouter, FakeStream, Script, refuse, settled_as
-from windrow import Client, InvalidRequest, Job, Kill, PermissionDenied, Retry, RouterTooOld, Worker
+from windrow import Client, InvalidRequest, Job, Kill, PermissionDenied, Retry, RouterTooOld, Snooze, Worker
+from windrow.unhandled import pause_s
 from windrow.v1 import job_pb2, queue_pb2
 
 CHECKOUT = Path(__file__).parents[2]
@@ -111,14 +115,14 @@ async def test_what_a_handler_raises_decides_the_nack(router: FakeRouter, client
     async def cancelled(job: Job) -> None:
         raise asyncio.CancelledError
 
-    jobs = {kind: router.give(kind) for kind in ("later", "never", "broken", "no json", "cancelled", "unknown")}
+    jobs = {kind: router.give(kind) for kind in ("later", "never", "broken", "no json", "cancelled")}
     async with running(worker):
         await router.until(lambda: len(router.settled("Nack")) == len(jobs))
     nacks = {nack.lease: nack for nack in router.nacks()}
     told = {kind: nacks[job.lease] for kind, job in jobs.items()}
     assert (told["later"].failure.message, told["later"].retry_after.seconds) == ("busy", 90)
     assert (told["never"].failure.type, told["never"].failure.message) == ("", "no such user")
-    assert [nack.failure.permanent for nack in told.values()] == [False, True, False, False, False, False]
+    assert [nack.failure.permanent for nack in told.values()] == [False, True, False, False, False]
     broken_one = told["broken"].failure
     assert (broken_one.type, broken_one.message) == ("ValueError", "x" * 8192)
     assert broken_one.stack.startswith("Traceback (most recent call last):\n")
@@ -127,8 +131,6 @@ async def test_what_a_handler_raises_decides_the_nack(router: FakeRouter, client
     assert "this object is none of them" in told["no json"].failure.message
     assert told["cancelled"].failure.type == "asyncio.exceptions.CancelledError"
     assert "worker.py" not in told["cancelled"].failure.stack.split("test_client_worker.py")[0]
-    assert "no handler for kind 'unknown'" in told["unknown"].failure.message
-    assert told["unknown"].retry_after.seconds == 5
 
 
 async def test_a_result_that_is_too_large_is_dropped_with_a_warning_and_its_job_is_acked(
@@ -181,6 +183,88 @@ async def test_an_error_that_futures_replace_keeps_the_traceback_of_its_plain_ha
         assert text.count("File ") == text.count(__file__) == 2
 
 
+async def test_a_handler_that_snoozes_gives_its_job_back_for_a_while_and_nothing_failed(
+    router: FakeRouter, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "windrow.worker")
+    worker = Worker(client, "q", name="w1")
+
+    @worker.handler("early")
+    async def early(job: Job) -> None:
+        raise Snooze("the report is not ready", after=timedelta(minutes=5))
+
+    @worker.handler("early thread")
+    def early_thread(job: Job) -> None:
+        raise Snooze(after=0.25)
+
+    jobs = [router.give("early", max_attempts=1), router.give("early thread")]
+    async with running(worker):
+        await router.until(lambda: len(router.settled("Snooze")) == 2)
+    snoozes = {snooze.lease: snooze for message in router.of("Consume") for snooze in message.snoozes}
+    assert [(snoozes[job.lease].after.ToTimedelta(), snoozes[job.lease].reason) for job in jobs] == [
+        (timedelta(minutes=5), "the report is not ready"),
+        (timedelta(seconds=0.25), ""),
+    ]
+    assert not router.nacks()
+    lines = sorted((record.levelno, record.getMessage()) for record in caplog.records)
+    assert lines == sorted(
+        [
+            (
+                logging.INFO,
+                f"w1: job {jobs[0].id} (early), attempt 1 is snoozed for 300 s: the report is not ready",
+            ),
+            (logging.INFO, f"w1: job {jobs[1].id} (early thread), attempt 1 is snoozed for 0.25 s"),
+        ]
+    )
+
+
+@pytest.mark.parametrize("after", [-1, timedelta(days=3651), float("nan")])
+def test_a_snooze_for_less_than_nothing_or_for_more_than_ten_years_is_refused(after: float | timedelta) -> None:
+    with pytest.raises(ValueError, match=r"after must be 0 s to 3,650 days, not "):
+        Snooze(after=after)
+
+
+async def test_jobs_without_a_handler_are_given_back_uncounted_logged_together_and_measured(
+    router: FakeRouter, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader = InMemoryMetricReader()
+    worker = Worker(client, "q", name="w1", meter_provider=MeterProvider([reader]))
+    jobs = [router.give(f"new {n % 20}", max_attempts=1) for n in range(100)]
+    async with running(worker):
+        await router.until(lambda: len(router.settled("Snooze")) == len(jobs))
+    assert not router.nacks()
+    assert sorted(router.settled("Snooze")) == sorted(job.id for job in jobs)
+    snoozes = [snooze for message in router.of("Consume") for snooze in message.snoozes]
+    assert all(2.5 <= snooze.after.ToTimedelta().total_seconds() <= 5 for snooze in snoozes)
+    assert {snooze.reason for snooze in snoozes} == {f"no handler for kind 'new {n}' in worker w1" for n in range(20)}
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "w1: no handler for jobs of these kinds; they are given back uncounted, and run again within 300 s: "
+        "1 of 'new 0'"
+    )
+    (metric,) = reader.get_metrics_data().resource_metrics[0].scope_metrics[0].metrics
+    (point,) = metric.data.data_points
+    assert (metric.name, point.value, dict(point.attributes)) == (
+        "windrow.worker.unhandled_jobs",
+        100,
+        {"messaging.destination.name": "q"},
+    )
+
+
+def test_the_pause_of_a_job_without_a_handler_grows_with_the_time_that_it_is_known() -> None:
+    begin = datetime(2026, 1, 1, tzinfo=UTC)
+    run_at, longest, shortest = begin, list[float](), list[float]()
+    for _ in range(9):
+        job = Job(enqueued_at=begin, run_at=run_at)
+        longest.append(pause_s(job, luck=1.0))
+        shortest.append(pause_s(job, luck=0.0))
+        run_at += timedelta(seconds=longest[-1])
+    assert longest == [5, 5, 10, 20, 40, 80, 160, 300, 300]
+    assert [2 * pause for pause in shortest] == longest
+    # A clock that was set back between both times.
+    assert pause_s(Job(enqueued_at=begin, run_at=begin - timedelta(hours=1)), luck=1.0) == 5
+
+
 async def test_a_failed_job_is_logged_once_as_loudly_as_it_matters(
     router: FakeRouter, client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -210,13 +294,6 @@ async def test_a_failed_job_is_logged_once_as_loudly_as_it_matters(
         "later": (logging.INFO, 2, "failed: busy", False),
         "later, in vain": (logging.ERROR, 3, "failed, its last: busy", False),
         "never": (logging.ERROR, 1, "failed, permanently: no such user", False),
-        "unknown": (logging.WARNING, 1, "failed: NoHandler: no handler for kind 'unknown' in worker w1", False),
-        "unknown for good": (
-            logging.ERROR,
-            3,
-            "failed, its last: NoHandler: no handler for kind 'unknown for good' in worker w1",
-            False,
-        ),
     }
     jobs = {kind: router.give(kind, attempt=attempt, max_attempts=3) for kind, (_, attempt, _, _) in expected.items()}
     async with running(worker):

@@ -40,7 +40,7 @@ from windrow.jobs import (
     NewJob,
     RetryPolicy,
 )
-from windrow.outcomes import Kill, Retry
+from windrow.outcomes import Kill, Retry, Snooze
 from windrow.payloads import Payload
 from windrow.reports import Progress
 from windrow.server_info import ServerInfo
@@ -79,6 +79,7 @@ __all__ = [
     "RouterError",
     "RouterTooOld",
     "ServerInfo",
+    "Snooze",
     "SyncClient",
     "Unavailable",
     "Violation",

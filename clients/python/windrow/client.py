@@ -41,7 +41,15 @@ from windrow.jobs import (
     read_leased,
     read_record,
 )
-from windrow.payloads import NOTE_BYTES_MAX, Payload, duration, encode_result, seconds
+from windrow.payloads import (
+    NOTE_BYTES_MAX,
+    REASON_BYTES_MAX,
+    Payload,
+    clipped,
+    duration,
+    encode_result,
+    seconds,
+)
 from windrow.reports import Progress, report_of
 from windrow.server_info import ServerInfo, read_server_info
 from windrow.tracing import Tracing
@@ -415,6 +423,26 @@ class Client:
             return (await self.calls.call(lambda stub: stub.Release, request)).answers
 
         return await _each(jobs, send)
+
+    @overload
+    async def snooze(self, jobs: Job, *, after: Span, reason: str = "") -> Answer: ...
+    @overload
+    async def snooze(self, jobs: Iterable[Job], *, after: Span, reason: str = "") -> list[Answer]: ...
+    @overload
+    async def snooze(self, jobs: Job | Iterable[Job], *, after: Span, reason: str = "") -> Answer | list[Answer]: ...
+    async def snooze(self, jobs: Job | Iterable[Job], *, after: Span, reason: str = "") -> Answer | list[Answer]:
+        """Gives jobs back for a while, without counting the attempt: they run again `after` s, or a timedelta.
+
+        `reason` is stored in the attempt history; of a text above 1 KiB the beginning."""
+        delay, why = _span("after", after), clipped(reason, REASON_BYTES_MAX)
+
+        async def send(part: Sequence[Job]) -> Sequence[int]:
+            request = queue_pb2.SnoozeRequest(
+                org=self.org, snoozes=[queue_pb2.Snooze(lease=job.lease, after=delay, reason=why) for job in part]
+            )
+            return (await self.calls.call(lambda stub: stub.Snooze, request)).answers
+
+        return await _each(jobs, send, entry_bytes=len(why))
 
     async def get_jobs(self, ids: Iterable[str], *, include_payload: bool = False) -> dict[str, JobRecord]:
         """Looks jobs up by id. Returns a record for each job that this org has, in whatever state.

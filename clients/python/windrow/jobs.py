@@ -193,7 +193,7 @@ class Attempt:
     leased_at: datetime
     ended_at: datetime
     outcome: AttemptOutcome
-    # What the nack reported; None if it reported nothing, and for other outcomes.
+    # What the nack reported, or the reason of a snooze; None if there was none, and for other outcomes.
     failure: Failure | None
 
 

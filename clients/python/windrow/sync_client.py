@@ -98,6 +98,7 @@ class SyncClient:
     nack = _blocking(Client.nack)
     extend = _blocking(Client.extend)
     release = _blocking(Client.release)
+    snooze = _blocking(Client.snooze)
     get_jobs = _blocking(Client.get_jobs)
     cancel_jobs = _blocking(Client.cancel_jobs)
     server_info = _blocking(Client.server_info)

@@ -1,7 +1,7 @@
 """The worker: takes jobs from a stream, runs their handlers, and reports the outcomes.
 
 consume_stream.py has the stream, leases.py the leases, and settlements.py the reports. This module runs the handlers,
-decides how many jobs to ask for, and shuts down. A job without a handler is nacked with an error that names its kind.
+decides how many jobs to ask for, and shuts down. unhandled.py has what becomes of jobs without a handler.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from functools import partial
 from types import TracebackType
 from typing import NamedTuple, TypeVar, cast
 
-from opentelemetry import trace
+from opentelemetry import metrics, trace
 
 from windrow.client import Client
 from windrow.consume_stream import ConsumeStream, only_cause
@@ -31,12 +31,13 @@ from windrow.errors import InvalidRequest, Span
 from windrow.failures import Failure, failure_of, stack_of
 from windrow.jobs import Job, read_leased
 from windrow.leases import Connectivity, HeldLease, Leases
-from windrow.outcomes import Action, Done, Failed, Kill, Outcome
+from windrow.outcomes import Action, Done, Failed, Kill, Outcome, Snoozed
 from windrow.payloads import RESULT_BYTES_MAX, Payload, duration, encode, seconds
 from windrow.reports import Report, Reporter
 from windrow.settlements import Backoff, Settlements
 from windrow.signals import stopped_by_signals
 from windrow.tracing import fail
+from windrow.unhandled import Unhandled
 from windrow.v1 import job_pb2, queue_pb2
 
 log = logging.getLogger("windrow.worker")
@@ -52,8 +53,6 @@ _PREFETCH_MIN = 100
 # A prefetched job waits here for about this long at most, or a tenth of its window: another worker may be idle.
 _PREFETCH_WAIT_S = 0.1
 _AGAIN_FIRST_S, _AGAIN_MAX_S = 0.05, 2.0
-# A rolling deploy ends within minutes; by then a job with 20 attempts has used ten of them.
-_NO_HANDLER_FIRST_S, _NO_HANDLER_MAX_S = 5.0, 600.0
 _FLUSH_S, _FLUSH_HURRIED_S = 5.0, 1.0
 # How much of a failure a line of the log shows.
 _SUMMARY_CHARS_MAX = 200
@@ -92,13 +91,17 @@ class Worker:
     (see Job.report). A job that is cancelled loses its lease: see `cancel_lost`.
 
     A handler returns the job's result (see Payload; None: no result); the worker then acks the job. A result of more
-    than 64 KiB is not stored, which a WARNING says. A handler that raises nacks the job. Retry(after=...) and Kill("why") set the outcome; after any other exception the
-    retry policy decides. The exception's type, message (8 KiB) and traceback (the newest frames, 32 KiB) are stored
-    with the attempt. sys.exit() in a handler also ends only the attempt, not the worker. A job of a kind without a
-    handler is nacked with a delay of 5 s, doubling up to 10 minutes, because this may be a worker of an older release.
+    than 64 KiB is not stored, which a WARNING says. A handler that raises nacks the job. Retry(after=...),
+    Snooze(after=...) and Kill("why") set the outcome; after any other exception the retry policy decides. The
+    exception's type, message (8 KiB) and traceback (the newest frames, 32 KiB) are stored with the attempt. sys.exit()
+    in a handler also ends only the attempt, not the worker.
 
-    Failures are logged to `windrow.worker`, with job, kind and attempt: as WARNING (a Retry as INFO), or as ERROR if
-    the attempt was the last one or raised Kill. Exceptions other than Retry and Kill are logged with their traceback.
+    A job of a kind without a handler is snoozed for 5 s to 5 min, longer each time, because this may be a worker of an
+    older release: its attempt does not count. A WARNING says so once a minute, and the counter
+    `windrow.worker.unhandled_jobs` counts them (OpenTelemetry, with `meter_provider` or the global one).
+
+    Failures are logged to `windrow.worker`, with job, kind and attempt: as WARNING (a Retry or Snooze as INFO), or as
+    ERROR if the attempt was the last one or raised Kill. Exceptions other than these are logged with their traceback.
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class Worker:
         name: str | None = None,
         grace: Span = 20.0,
         cancel_lost: bool = True,
+        meter_provider: metrics.MeterProvider | None = None,
     ) -> None:
         self.client = client
         self.queues = (queues,) if isinstance(queues, str) else tuple(queues)
@@ -148,6 +152,7 @@ class Worker:
             take=self._take,
             revoked=self._leases.revoked,
         )
+        self._unhandled = Unhandled(self.name, meter_provider)
         self._reporter = Reporter(self._report)
         self._waiting: deque[HeldLease] = deque()
         self._running: dict[HeldLease, None] = {}
@@ -363,16 +368,7 @@ class Worker:
         job = held.job
         handler = self._handlers.get(job.kind)
         if handler is None:
-            delay_s = min(_NO_HANDLER_MAX_S, _NO_HANDLER_FIRST_S * 2 ** min(job.attempt - 1, 10))
-            return self._log_failure(
-                job,
-                Failed(
-                    failure=Failure(
-                        type="NoHandler", message=f"no handler for kind {job.kind!r} in worker {self.name}"
-                    ),
-                    retry_after_s=delay_s,
-                ),
-            )
+            return self._unhandled.give_back(job)
         tracing = self.client.tracing
         if not tracing.follows(job):
             return await self._outcome(handler, held, trace.INVALID_SPAN)
@@ -396,7 +392,11 @@ class Worker:
             if not isinstance(error, Outcome) or error.is_failure:
                 fail(span, error)
             action, cause = _action_of(error)
-            return self._log_failure(held.job, action, cause) if isinstance(action, Failed) else action
+            if isinstance(action, Failed):
+                self._log_failure(held.job, action.failure, cause)
+            elif isinstance(action, Snoozed):
+                self._log_snooze(held.job, action)
+            return action
 
     def _done(self, job: Job, result: bytes) -> Done:
         """Drops a result that is too large. The work is done: to fail the attempt would only do it again."""
@@ -413,12 +413,22 @@ class Worker:
         )
         return _DONE
 
-    def _log_failure(self, job: Job, failed: Failed, error: BaseException | None = None) -> Failed:
-        """Logs a failed attempt, and returns it."""
+    def _log_snooze(self, job: Job, snoozed: Snoozed) -> None:
+        log.info(
+            "%s: job %s (%s), attempt %d is snoozed for %g s%s",
+            self.name,
+            job.id,
+            job.kind,
+            job.attempt,
+            snoozed.after_s,
+            f": {snoozed.reason[:_SUMMARY_CHARS_MAX]}" if snoozed.reason else "",
+        )
+
+    def _log_failure(self, job: Job, failure: Failure, error: BaseException) -> None:
         # A handler raises an Outcome on purpose: its traceback is of no use.
         deliberate = isinstance(error, Outcome)
         level = logging.INFO if deliberate else logging.WARNING
-        final = ", permanently" if failed.failure.permanent else ", its last" if job.attempt >= job.max_attempts else ""
+        final = ", permanently" if failure.permanent else ", its last" if job.attempt >= job.max_attempts else ""
         log.log(
             logging.ERROR if final else level,
             "%s: job %s (%s), attempt %d of %d failed%s: %s",
@@ -428,10 +438,9 @@ class Worker:
             job.attempt,
             job.max_attempts,
             final,
-            failed.failure.summary[:_SUMMARY_CHARS_MAX],
-            exc_info=None if error is None or deliberate else (type(error), error, _frames(error)),
+            failure.summary[:_SUMMARY_CHARS_MAX],
+            exc_info=None if deliberate else (type(error), error, _frames(error)),
         )
-        return failed
 
     async def _in_thread(self, function: Callable[[Job], Payload], held: HeldLease) -> Payload:
         context = contextvars.copy_context()
@@ -447,12 +456,14 @@ class Worker:
 
         result, error = await asyncio.get_running_loop().run_in_executor(self._threads, run)
         try:
-            if isinstance(error, StopIteration | GeneratorExit):
-                # Neither can be raised in a coroutine: StopIteration would end it, and GeneratorExit would close it.
-                raise RuntimeError(f"the handler raised {type(error).__name__}") from error
-            if error is not None:
-                raise error
-            return result
+            match error:
+                case None:
+                    return result
+                case StopIteration() | GeneratorExit():
+                    # Neither may be raised in a coroutine: StopIteration ends it, and GeneratorExit closes it.
+                    raise RuntimeError(f"the handler raised {type(error).__name__}") from error
+                case _:
+                    raise error
         finally:
             # The error's traceback refers to this frame: the garbage collector need not find the cycle.
             del error
