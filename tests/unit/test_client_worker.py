@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import signal
 import sys
 import threading
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,18 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from tests.unit.client_fake import WAIT_S, FakeRouter, FakeStream, Script, refuse, settled_as
-from windrow import Client, InvalidRequest, Job, Kill, PermissionDenied, Retry, RouterTooOld, Snooze, Worker
+from windrow import (
+    Client,
+    InvalidRequest,
+    Job,
+    Kill,
+    LostReason,
+    PermissionDenied,
+    Retry,
+    RouterTooOld,
+    Snooze,
+    Worker,
+)
 from windrow.unhandled import pause_s
 from windrow.v1 import job_pb2, queue_pb2
 
@@ -759,12 +771,15 @@ async def test_after_the_grace_handlers_are_cancelled_and_released(
 ) -> None:
     caplog.set_level(logging.INFO, "windrow")
     worker = Worker(client, "q", name="w1", grace=0.05)
-    started = asyncio.Event()
+    started, reasons = asyncio.Event(), list[LostReason | None]()
 
     @worker.handler("slow")
     async def slow(job: Job) -> None:
         started.set()
-        await asyncio.sleep(60)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            reasons.append(job.lost.reason)
 
     job = router.give("slow")
     task = asyncio.create_task(worker.run())
@@ -773,6 +788,7 @@ async def test_after_the_grace_handlers_are_cancelled_and_released(
     await stopped(task)
     assert router.settled("Release") == [job.id]
     assert not router.nacks()
+    assert reasons == [LostReason.STOPPED]
     told = [record.getMessage() for record in caplog.records]
     assert "w1: stopping; handlers that have 0.05 s to finish: 1" in told
     assert "w1: cancelling handlers that did not finish in time: 1" in told
@@ -987,6 +1003,149 @@ async def test_no_more_is_asked_for_than_can_run_until_handlers_prove_quick(rout
         assert len(router.jobs) == 4
         finish.set()
         await router.until(lambda: len(router.settled("Ack")) == 6)
+
+
+async def test_a_handler_that_hangs_is_stopped_at_its_timeout_and_its_place_is_free(
+    router: FakeRouter, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = Worker(client, "q", name="w1", concurrency=1, prefetch=0)
+    reasons: list[LostReason | None] = []
+    hangs = threading.Event()
+    told = threading.Event()
+
+    @worker.handler("coroutine", timeout=0.02)
+    async def coroutine(job: Job) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            reasons.append(job.lost.reason)
+
+    @worker.handler("thread", timeout=timedelta(seconds=0.02))
+    def thread(job: Job) -> None:
+        hangs.wait(WAIT_S)
+        reasons.append(job.lost.reason)
+        told.set()
+
+    @worker.handler("quick", timeout=WAIT_S)
+    async def quick(job: Job) -> None: ...
+
+    jobs = {router.give(kind).id: kind for kind in ("coroutine", "thread", "quick")}
+    async with running(worker):
+        await router.until(router.acks)
+        hangs.set()
+        await asyncio.to_thread(told.wait, WAIT_S)
+    assert reasons == [LostReason.TIMED_OUT] * 2
+    assert [jobs[nack.lease.decode()] for nack in router.nacks()] == ["coroutine", "thread"]
+    assert {nack.failure.message for nack in router.nacks()} == {"the handler did not finish within 0.02 s"}
+    for nack, last in zip(router.nacks(), ("await asyncio.Event().wait()", "hangs.wait(WAIT_S)"), strict=True):
+        failure = nack.failure
+        assert (failure.type, failure.permanent) == ("windrow.TimedOut", False)
+        # What it was doing: from the handler on.
+        assert failure.stack.split("\n")[1].startswith(f'  File "{__file__}"')
+        assert last in failure.stack
+        assert failure.stack.endswith("\nwindrow.TimedOut: the handler did not finish within 0.02 s")
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
+
+
+async def test_a_handler_that_ends_by_its_timeout_or_in_spite_of_it_says_itself_how(
+    router: FakeRouter, client: Client
+) -> None:
+    worker = Worker(client, "q", concurrency=1)
+
+    @worker.handler("own", timeout=WAIT_S)
+    async def own(job: Job) -> None:
+        raise TimeoutError("of the bank")
+
+    @worker.handler("finishes", timeout=0.02)
+    async def finishes(job: Job) -> str:
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return "all the same"
+
+    @worker.handler("cleans up", timeout=0.02)
+    async def cleans_up(job: Job) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise Retry("cleaned up", after=1)
+
+    jobs = [router.give(kind) for kind in ("own", "finishes", "cleans up")]
+    async with running(worker):
+        await router.until(lambda: len(router.nacks()) == 2 and router.acks())
+    assert [(ack.lease, ack.result) for ack in router.acks()] == [(jobs[1].lease, b"all the same")]
+    assert [(nack.failure.type, nack.failure.message) for nack in router.nacks()] == [
+        ("TimeoutError", "of the bank"),
+        ("", "cleaned up"),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["async def", "def"])
+async def test_hundreds_of_hanging_handlers_leave_all_places_free(
+    router: FakeRouter, client: Client, kind: str
+) -> None:
+    worker = Worker(client, "q", concurrency=50)
+    over = threading.Event()
+
+    if kind == "def":
+
+        @worker.handler("hang", timeout=0.02)
+        def hang(job: Job) -> None:
+            over.wait(WAIT_S)
+    else:
+
+        @worker.handler("hang", timeout=0.02)
+        async def wait(job: Job) -> None:
+            await asyncio.Event().wait()
+
+    barrier = asyncio.Barrier(50)
+
+    @worker.handler("all at once")
+    async def all_at_once(job: Job) -> None:
+        await barrier.wait()
+
+    for _ in range(200):
+        router.give("hang")
+    async with running(worker):
+        await router.until(lambda: len(router.nacks()) == 200)
+        for _ in range(50):
+            router.give("all at once")
+        await router.until(lambda: len(router.acks()) == 50)
+        over.set()
+    assert {nack.failure.type for nack in router.nacks()} == {"windrow.TimedOut"}
+
+
+async def test_so_many_threads_are_left_alone_and_then_each_keeps_its_place(
+    router: FakeRouter, client: Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("windrow.worker._ABANDONED_MAX", 1)
+    worker = Worker(client, "q", name="w1", concurrency=2, prefetch=0)
+    over = threading.Event()
+
+    @worker.handler("hang", timeout=0.02)
+    def hang(job: Job) -> None:
+        over.wait(WAIT_S)
+
+    @worker.handler("quick")
+    async def quick(job: Job) -> None: ...
+
+    for _ in range(3):
+        router.give("hang")
+    async with running(worker):
+        await router.until(lambda: len(router.nacks()) == 3)
+        router.give("quick")
+        # Jobs that come in spite of the missing credit wait, too.
+        await router.stream.send(router.jobs.popleft())
+        assert not router.acks()
+        over.set()
+        await router.until(router.acks)
+    (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert "more than 1 threads of handlers that timed out still run" in record.getMessage()
+
+
+@pytest.mark.parametrize("timeout", [0, -1, math.inf, math.nan])
+async def test_a_timeout_that_makes_no_sense_is_refused(client: Client, timeout: float) -> None:
+    with pytest.raises(InvalidRequest, match="timeout must be more than 0 s, not "):
+        Worker(client, "q").handler("kind", timeout=timeout)
 
 
 async def test_a_worker_runs_once_and_takes_one_handler_a_kind(client: Client) -> None:

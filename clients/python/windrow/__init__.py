@@ -24,7 +24,7 @@ from windrow.errors import (
     Violation,
     WindrowError,
 )
-from windrow.failures import Failure
+from windrow.failures import Failure, TimedOut
 from windrow.ids import uuid7
 from windrow.jobs import (
     Answer,
@@ -37,6 +37,8 @@ from windrow.jobs import (
     JobOptions,
     JobRecord,
     JobState,
+    Lost,
+    LostReason,
     NewJob,
     RetryPolicy,
 )
@@ -68,6 +70,8 @@ __all__ = [
     "JobRecord",
     "JobState",
     "Kill",
+    "Lost",
+    "LostReason",
     "NewJob",
     "NotFound",
     "Payload",
@@ -81,6 +85,7 @@ __all__ = [
     "ServerInfo",
     "Snooze",
     "SyncClient",
+    "TimedOut",
     "Unavailable",
     "Violation",
     "WindrowError",

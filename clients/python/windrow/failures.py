@@ -38,6 +38,12 @@ class Failure:
         return ": ".join(filter(None, (self.type, self.message.partition("\n")[0])))
 
 
+class TimedOut(Exception):
+    """A handler did not finish within its `timeout`. Its traceback is that of the handler at that time."""
+
+    __module__ = "windrow"
+
+
 def failure_of(error: BaseException, *, message: str = "", stack: str = "", permanent: bool = False) -> Failure:
     """Returns the failure of an exception. `message` is used if the exception has no text."""
     try:

@@ -10,26 +10,29 @@ import asyncio
 import contextvars
 import inspect
 import logging
+import math
 import os
 import secrets
 import socket
+import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from opentelemetry import metrics, trace
 
 from windrow.client import Client
 from windrow.consume_stream import ConsumeStream, only_cause
 from windrow.errors import InvalidRequest, Span
-from windrow.failures import Failure, failure_of, stack_of
-from windrow.jobs import Job, read_leased
+from windrow.failures import Failure, TimedOut, failure_of, stack_of
+from windrow.jobs import Job, LostReason, read_leased
 from windrow.leases import Connectivity, HeldLease, Leases
 from windrow.outcomes import Action, Done, Failed, Kill, Outcome, Snoozed
 from windrow.payloads import RESULT_BYTES_MAX, Payload, duration, encode, seconds
@@ -54,6 +57,8 @@ _PREFETCH_MIN = 100
 _PREFETCH_WAIT_S = 0.1
 _AGAIN_FIRST_S, _AGAIN_MAX_S = 0.05, 2.0
 _FLUSH_S, _FLUSH_HURRIED_S = 5.0, 1.0
+# Threads of handlers that timed out. Each may run for ever, and cannot be stopped.
+_ABANDONED_MAX = 1000
 # How much of a failure a line of the log shows.
 _SUMMARY_CHARS_MAX = 200
 
@@ -61,6 +66,7 @@ _SUMMARY_CHARS_MAX = 200
 class _Registered(NamedTuple):
     function: Handler
     is_async: bool
+    timeout_s: float | None
 
 
 class Worker:
@@ -84,8 +90,8 @@ class Worker:
     - `name` (default host-pid-xxxx): the worker's name in the attempt history.
     - `grace` (s, or timedelta; default 20 s): how long running handlers may take to finish when the worker stops.
     - `cancel_lost` (default True): cancels a coroutine handler when its lease ends. A `def` handler cannot be
-      cancelled: it should check job.lost.is_set(). One that never returns occupies its slot, and keeps the process
-      alive, because Python waits for threads at exit (see run()).
+      cancelled: it should check job.lost.is_set(). One that never returns occupies its place, unless it has a timeout
+      (see handler()), and keeps the process alive, because Python waits for threads at exit (see run()).
 
     A handler that runs long can report how far it has come, for people, and a checkpoint for the job's next attempt
     (see Job.report). A job that is cancelled loses its lease: see `cancel_lost`.
@@ -156,6 +162,8 @@ class Worker:
         self._reporter = Reporter(self._report)
         self._waiting: deque[HeldLease] = deque()
         self._running: dict[HeldLease, None] = {}
+        # How many threads of handlers that timed out still run.
+        self._abandoned = 0
         # Set whenever a handler ends or stop() is called.
         self._changed = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -164,14 +172,22 @@ class Worker:
         # Exponentially weighted mean duration of handlers (s); None before the first one ends.
         self._mean_handler_s: float | None = None
 
-    def handler(self, *kinds: str) -> Callable[[_HandlerT], _HandlerT]:
+    def handler(self, *kinds: str, timeout: Span | None = None) -> Callable[[_HandlerT], _HandlerT]:
         """Registers a function for jobs of these kinds: an `async def`, or a `def`, which runs in a thread.
 
-        Raises InvalidRequest if a kind already has a handler.
+        A handler that takes longer than `timeout` (s, or timedelta; None: for ever) is stopped, and its attempt fails
+        as `windrow.TimedOut`, with the handler's stack. An `async def` is cancelled. A thread cannot be stopped:
+        job.lost is set, another job gets its place, and the thread goes on alone, beside the job's next attempt. At
+        most 1,000 such threads are left alone; each further one keeps its place until it ends.
+
+        Raises InvalidRequest if a kind already has a handler, or if `timeout` is not more than 0 s.
         """
+        timeout_s = None if timeout is None else seconds(timeout)
+        if timeout_s is not None and not 0 < timeout_s < math.inf:
+            raise InvalidRequest(f"timeout must be more than 0 s, not {timeout_s} s; None: no timeout")
 
         def register(function: _HandlerT) -> _HandlerT:
-            registered = _Registered(function, _is_async(function))
+            registered = _Registered(function, _is_async(function), timeout_s)
             for kind in kinds:
                 if kind in self._handlers:
                     raise InvalidRequest(f"kind {kind!r} has a handler already: {self._handlers[kind].function!r}")
@@ -195,7 +211,8 @@ class Worker:
             raise InvalidRequest(f"worker {self.name} has run already; make a new one")
         self._loop = asyncio.get_running_loop()
         self._context = contextvars.copy_context()
-        self._threads = ThreadPoolExecutor(self.concurrency, thread_name_prefix=f"{self.name}-handler")
+        # A pool makes threads only as it needs them.
+        self._threads = ThreadPoolExecutor(self.concurrency + _ABANDONED_MAX, thread_name_prefix=f"{self.name}-handler")
         self._on_stop()
         with stopped_by_signals(self.stop):
             try:
@@ -244,7 +261,12 @@ class Worker:
         """Returns how many more jobs the worker would take now."""
         if self._ending or self._stopping.is_set():
             return 0
-        return max(0, self.concurrency + self._prefetch_now() - len(self._running) - len(self._waiting))
+        return max(0, self._places + self._prefetch_now() - len(self._running) - len(self._waiting))
+
+    @property
+    def _places(self) -> int:
+        """How many handlers may run now."""
+        return self.concurrency - max(0, self._abandoned - _ABANDONED_MAX)
 
     def _prefetch_now(self) -> int:
         if self._mean_handler_s is None:
@@ -278,7 +300,7 @@ class Worker:
         assert self._group is not None
         if self._ending or self._stopping.is_set():
             return
-        while self._waiting and len(self._running) < self.concurrency:
+        while self._waiting and len(self._running) < self._places:
             held = self._waiting.popleft()
             self._running[held] = None
             # Handlers start in the context of run(), not in that of the handler that ended before them.
@@ -345,10 +367,11 @@ class Worker:
         """Handles a job whose task was cancelled."""
         if held.lost or held.settling:
             return
-        if held.threaded:
+        if held.thread is not None:
             # The thread goes on: do not release the job, so that no other worker gets it before the lease ends.
             log.warning("%s: job %s still runs in its thread; its lease will expire", self.name, held.job.id)
-            held.job.lost.set()
+            held.lost = True
+            held.job.lost.set(LostReason.STOPPED)
         else:
             self._settlements.give_back(held)
 
@@ -377,10 +400,7 @@ class Worker:
 
     async def _outcome(self, handler: _Registered, held: HeldLease, span: trace.Span) -> Action:
         try:
-            if handler.is_async:
-                result = await cast("Awaitable[Payload]", handler.function(held.job))
-            else:
-                result = await self._in_thread(cast("Callable[[Job], Payload]", handler.function), held)
+            result = await self._run_in_time(handler, held)
             return _DONE if result is None else self._done(held.job, encode(result, what="result"))
         except KeyboardInterrupt:
             # Ctrl-C is meant for the process, not for the handler.
@@ -397,6 +417,37 @@ class Worker:
             elif isinstance(action, Snoozed):
                 self._log_snooze(held.job, action)
             return action
+
+    async def _run_in_time(self, handler: _Registered, held: HeldLease) -> Payload:
+        """Runs the handler. Raises TimedOut if it does not finish in time."""
+        if handler.timeout_s is None:
+            return await self._run(handler, held)
+        # It never ends by itself: on_timeout() ends it, once the handler can see why.
+        scope = asyncio.timeout(None)
+        loop = asyncio.get_running_loop()
+
+        def on_timeout() -> None:
+            held.job.lost.set(LostReason.TIMED_OUT)
+            scope.reschedule(loop.time())
+
+        timer = loop.call_later(handler.timeout_s, on_timeout)
+        try:
+            async with scope:
+                return await self._run(handler, held)
+        except TimeoutError as error:
+            cancelled = error.__cause__
+            if not (scope.expired() and isinstance(cancelled, asyncio.CancelledError)):
+                raise
+            frames = _frames(cancelled) if held.thread is None else _frames_now(held.thread)
+            message = f"the handler did not finish within {handler.timeout_s:g} s"
+            raise TimedOut(message).with_traceback(frames) from None
+        finally:
+            timer.cancel()
+
+    async def _run(self, handler: _Registered, held: HeldLease) -> Payload:
+        if handler.is_async:
+            return await cast("Awaitable[Payload]", handler.function(held.job))
+        return await self._in_thread(cast("Callable[[Job], Payload]", handler.function), held)
 
     def _done(self, job: Job, result: bytes) -> Done:
         """Drops a result that is too large. The work is done: to fail the attempt would only do it again."""
@@ -443,10 +494,11 @@ class Worker:
         )
 
     async def _in_thread(self, function: Callable[[Job], Payload], held: HeldLease) -> Payload:
+        assert self._threads is not None
         context = contextvars.copy_context()
 
         def run() -> tuple[Payload, BaseException | None]:
-            held.threaded = True
+            held.thread = threading.get_ident()
             try:
                 return context.run(function, held.job), None
             except BaseException as error:  # noqa: BLE001
@@ -454,7 +506,12 @@ class Worker:
                 # traceback, and it refuses StopIteration (PEP 479).
                 return None, error
 
-        result, error = await asyncio.get_running_loop().run_in_executor(self._threads, run)
+        thread = self._threads.submit(run)
+        try:
+            result, error = await asyncio.wrap_future(thread)
+        except asyncio.CancelledError:
+            self._abandon(thread)
+            raise
         try:
             match error:
                 case None:
@@ -468,12 +525,37 @@ class Worker:
             # The error's traceback refers to this frame: the garbage collector need not find the cycle.
             del error
 
+    def _abandon(self, thread: Future[Any]) -> None:
+        """Leaves a thread alone of which nobody awaits the end."""
+        assert self._loop is not None
+        loop = self._loop
+
+        def on_end(_: Future[Any]) -> None:
+            # A thread may outlive the worker, whose event loop is then closed.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._on_abandoned_end)
+
+        self._abandoned += 1
+        if self._abandoned == _ABANDONED_MAX + 1:
+            log.error(
+                "%s: more than %s threads of handlers that timed out still run; from now on each keeps its place until "
+                "it ends; restart the worker, and find out why the handlers hang",
+                self.name,
+                f"{_ABANDONED_MAX:,}",
+            )
+        thread.add_done_callback(on_end)
+
+    def _on_abandoned_end(self) -> None:
+        self._abandoned -= 1
+        self._start_waiting()
+        self._settlements.wake.set()
+
     def _on_lost(self, held: HeldLease) -> None:
         if held in self._waiting:
             self._waiting.remove(held)
             self._settlements.wake.set()
         # A thread cannot be cancelled: it occupies its slot until it ends.
-        if held.task is not None and self._cancel_lost and not held.threaded:
+        if held.task is not None and self._cancel_lost and held.thread is None:
             held.task.cancel()
 
     # Shutdown.
@@ -493,6 +575,7 @@ class Worker:
             log.warning("%s: cancelling handlers that did not finish in time: %d", self.name, len(self._running))
         for held in self._running:
             if held.task is not None:
+                held.job.lost.set(LostReason.STOPPED)
                 held.task.cancel()
 
     def _give_back_waiting(self) -> None:
@@ -556,3 +639,13 @@ def _frames(error: BaseException) -> TracebackType | None:
             handler = frame.tb_next
         frame = frame.tb_next
     return handler
+
+
+def _frames_now(thread: int) -> TracebackType | None:
+    """Returns what a thread does now, as a traceback from the handler on."""
+    traceback: TracebackType | None = None
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame.f_code.co_filename != __file__:
+        traceback = TracebackType(traceback, frame, frame.f_lasti, frame.f_lineno)
+        frame = frame.f_back
+    return traceback
