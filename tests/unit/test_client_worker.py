@@ -42,9 +42,9 @@ OK, STALE = job_pb2.JOB_ANSWER_OK, job_pb2.JOB_ANSWER_STALE
 
 
 @asynccontextmanager
-async def running(worker: Worker) -> AsyncGenerator[asyncio.Task[None]]:
+async def running(worker: Worker, *, within_s: float = WAIT_S) -> AsyncGenerator[asyncio.Task[None]]:
     """Runs the worker during the block, then stops it; it must end without an error."""
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(within_s):
         task = asyncio.create_task(worker.run())
         try:
             yield task

@@ -44,6 +44,7 @@ from windrow.jobs import (
 )
 from windrow.outcomes import Kill, Retry, Snooze
 from windrow.payloads import Payload
+from windrow.processes import Crashed
 from windrow.reports import Progress
 from windrow.server_info import ServerInfo
 from windrow.signals import run
@@ -57,6 +58,7 @@ __all__ = [
     "AttemptOutcome",
     "Client",
     "ClientClosed",
+    "Crashed",
     "DeadlineExceeded",
     "Enqueued",
     "ExponentialRetry",

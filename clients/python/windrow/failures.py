@@ -71,6 +71,16 @@ def stack_of(error: BaseException, frames: TracebackType | None) -> str:
     return _CUT + newest.partition("\n")[2]
 
 
+def frames_of(error: BaseException, *, runner: str) -> TracebackType | None:
+    """Returns the traceback from the handler on, without the frames of `runner`, the file that called the handler."""
+    handler = frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        if frame.tb_frame.f_code.co_filename == runner:
+            handler = frame.tb_next
+        frame = frame.tb_next
+    return handler
+
+
 def _shortened(part: str) -> str:
     return part if len(part) <= _PART_CHARS_MAX else part[:_PART_CHARS_MAX] + "…\n"
 

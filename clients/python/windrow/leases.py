@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from windrow.errors import WindrowError
 from windrow.jobs import Answer, Job, LostReason
+from windrow.processes import HandlerProcess
 
 log = logging.getLogger("windrow.worker")
 
@@ -22,7 +23,7 @@ log = logging.getLogger("windrow.worker")
 class HeldLease:
     """A leased job that the worker holds."""
 
-    __slots__ = ("extending", "job", "lost", "over", "renewed_at", "settling", "task", "thread")
+    __slots__ = ("extending", "job", "lost", "over", "process", "renewed_at", "settling", "task", "thread")
 
     def __init__(self, job: Job, renewed_at: float) -> None:
         self.job = job
@@ -38,6 +39,8 @@ class HeldLease:
         self.lost = False
         # The thread that runs the handler, which cannot be cancelled.
         self.thread: int | None = None
+        # The process that runs the handler.
+        self.process: HandlerProcess | None = None
         self.task: asyncio.Task[None] | None = None
 
 

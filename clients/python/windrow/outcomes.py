@@ -4,12 +4,13 @@ what handlers raise to choose one."""
 from __future__ import annotations
 
 import abc
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import ClassVar
 
 from windrow.errors import Span
-from windrow.failures import Failure, failure_message, failure_of, type_name
+from windrow.failures import Failure, failure_message, failure_of, frames_of, stack_of, type_name
 from windrow.payloads import REASON_BYTES_MAX, clipped, duration, seconds
 from windrow.reports import Report
 from windrow.v1 import queue_pb2
@@ -184,3 +185,25 @@ def _checked(after: Span) -> Span:
     if not 0 <= after_s <= _AFTER_S_MAX:
         raise ValueError(f"after must be 0 s to 3,650 days, not {after!r}")
     return after
+
+
+def action_of(error: BaseException, *, runner: str) -> tuple[Action, BaseException]:
+    """Returns what to report for a handler's error, and the error to log. `runner`: the file that called the handler.
+
+    Raises nothing, even if the error's own methods raise.
+    """
+    try:
+        if not isinstance(error, Outcome):
+            return Failed(failure=failure_of(error, stack=stack_of(error, frames_of(error, runner=runner)))), error
+        action = error.action()
+        if isinstance(action, Failed) and error.__cause__ is not None:
+            # Raised on purpose, from an error that tells more.
+            stack = stack_of(error, frames_of(error, runner=runner))
+            action = replace(action, failure=replace(action.failure, stack=stack))
+        return action, error
+    except BaseException as worse:  # noqa: BLE001 - such as the AttributeError of a Retry whose __init__ was never called
+        failure = Failure(type=type(error).__qualname__, message="its text cannot be read")
+        with suppress(BaseException):
+            # The stack includes the first error, as the context of the second.
+            failure = failure_of(worse, stack=stack_of(worse, frames_of(worse, runner=runner)))
+        return Failed(failure=replace(failure, permanent=isinstance(error, Kill))), worse

@@ -21,21 +21,21 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from opentelemetry import metrics, trace
 
 from windrow.client import Client
 from windrow.consume_stream import ConsumeStream, only_cause
 from windrow.errors import InvalidRequest, Span
-from windrow.failures import Failure, TimedOut, failure_of, stack_of
+from windrow.failures import Failure, TimedOut, frames_of
 from windrow.jobs import Job, LostReason, read_leased
 from windrow.leases import Connectivity, HeldLease, Leases
-from windrow.outcomes import Action, Done, Failed, Kill, Outcome, Snoozed
+from windrow.outcomes import Action, Done, Failed, Outcome, Snoozed, action_of
 from windrow.payloads import RESULT_BYTES_MAX, Payload, duration, encode, seconds
+from windrow.processes import HandlerProcess, can_be_sent, is_handler_process
 from windrow.reports import Report, Reporter
 from windrow.settlements import Backoff, Settlements
 from windrow.signals import stopped_by_signals
@@ -67,6 +67,7 @@ class _Registered(NamedTuple):
     function: Handler
     is_async: bool
     timeout_s: float | None
+    isolated: bool
 
 
 class Worker:
@@ -162,6 +163,8 @@ class Worker:
         self._reporter = Reporter(self._report)
         self._waiting: deque[HeldLease] = deque()
         self._running: dict[HeldLease, None] = {}
+        # Those that run no job.
+        self._processes: list[HandlerProcess] = []
         # How many threads of handlers that timed out still run.
         self._abandoned = 0
         # Set whenever a handler ends or stop() is called.
@@ -172,7 +175,9 @@ class Worker:
         # Exponentially weighted mean duration of handlers (s); None before the first one ends.
         self._mean_handler_s: float | None = None
 
-    def handler(self, *kinds: str, timeout: Span | None = None) -> Callable[[_HandlerT], _HandlerT]:
+    def handler(
+        self, *kinds: str, timeout: Span | None = None, isolate: Literal["process"] | None = None
+    ) -> Callable[[_HandlerT], _HandlerT]:
         """Registers a function for jobs of these kinds: an `async def`, or a `def`, which runs in a thread.
 
         A handler that takes longer than `timeout` (s, or timedelta; None: for ever) is stopped, and its attempt fails
@@ -180,14 +185,23 @@ class Worker:
         job.lost is set, another job gets its place, and the thread goes on alone, beside the job's next attempt. At
         most 1,000 such threads are left alone; each further one keeps its place until it ends.
 
-        Raises InvalidRequest if a kind already has a handler, or if `timeout` is not more than 0 s.
+        `isolate="process"` runs a `def` in a process of its own, for code that may hang, crash or leak: the process is
+        killed when the handler times out, when its job is lost, and when the worker stops. If the process ends by
+        itself, only this job's attempt fails, as `windrow.Crashed`. A process runs one job at a time, and 1,000 in all.
+        It imports the handler's module by name, so the handler must be a function of a module; the program's own
+        module is imported too, where run() returns at once. job.lost is never set in it.
+
+        Raises InvalidRequest if a kind already has a handler, if `timeout` is not more than 0 s, or for an
+        `async def` in a process.
         """
         timeout_s = None if timeout is None else seconds(timeout)
         if timeout_s is not None and not 0 < timeout_s < math.inf:
             raise InvalidRequest(f"timeout must be more than 0 s, not {timeout_s} s; None: no timeout")
 
         def register(function: _HandlerT) -> _HandlerT:
-            registered = _Registered(function, _is_async(function), timeout_s)
+            registered = _Registered(function, _is_async(function), timeout_s, isolate == "process")
+            if registered.is_async and registered.isolated:
+                raise InvalidRequest(f"only a def can run in a process, and {function!r} is an async def")
             for kind in kinds:
                 if kind in self._handlers:
                     raise InvalidRequest(f"kind {kind!r} has a handler already: {self._handlers[kind].function!r}")
@@ -209,6 +223,15 @@ class Worker:
         """
         if self._loop is not None:
             raise InvalidRequest(f"worker {self.name} has run already; make a new one")
+        if is_handler_process():
+            # It has imported the program that made this worker.
+            return
+        for kind, handler in self._handlers.items():
+            if handler.isolated and not can_be_sent(handler.function):
+                raise InvalidRequest(
+                    f"kind {kind!r}: {handler.function!r} cannot be imported by name in another process; make it a "
+                    "function of a module"
+                )
         self._loop = asyncio.get_running_loop()
         self._context = contextvars.copy_context()
         # A pool makes threads only as it needs them.
@@ -220,6 +243,8 @@ class Worker:
             except BaseExceptionGroup as group:
                 raise only_cause(group) from None
             finally:
+                for process in self._processes:
+                    process.close()
                 self._threads.shutdown(wait=False, cancel_futures=True)
 
     def stop(self) -> None:
@@ -411,9 +436,15 @@ class Worker:
                 raise
             if not isinstance(error, Outcome) or error.is_failure:
                 fail(span, error)
-            action, cause = _action_of(error)
+            process = held.process
+            if process is not None and process.error is error and process.action is not None:
+                # The traceback is in the failure: errors lose theirs on their way from another process.
+                action, cause, frames = process.action, error, None
+            else:
+                action, cause = action_of(error, runner=__file__)
+                frames = frames_of(cause, runner=__file__)
             if isinstance(action, Failed):
-                self._log_failure(held.job, action.failure, cause)
+                self._log_failure(held.job, action.failure, cause, frames)
             elif isinstance(action, Snoozed):
                 self._log_snooze(held.job, action)
             return action
@@ -438,7 +469,10 @@ class Worker:
             cancelled = error.__cause__
             if not (scope.expired() and isinstance(cancelled, asyncio.CancelledError)):
                 raise
-            frames = _frames(cancelled) if held.thread is None else _frames_now(held.thread)
+            if held.thread is not None:
+                frames = _frames_now(held.thread)
+            else:
+                frames = None if held.process is not None else frames_of(cancelled, runner=__file__)
             message = f"the handler did not finish within {handler.timeout_s:g} s"
             raise TimedOut(message).with_traceback(frames) from None
         finally:
@@ -447,7 +481,19 @@ class Worker:
     async def _run(self, handler: _Registered, held: HeldLease) -> Payload:
         if handler.is_async:
             return await cast("Awaitable[Payload]", handler.function(held.job))
-        return await self._in_thread(cast("Callable[[Job], Payload]", handler.function), held)
+        function = cast("Callable[[Job], Payload]", handler.function)
+        if not handler.isolated:
+            return await self._in_thread(function, held)
+        while self._processes and not self._processes[-1].is_reusable:
+            self._processes.pop().close()
+        held.process = process = self._processes.pop() if self._processes else HandlerProcess()
+        try:
+            return await self._in_thread(partial(process.run, function), held)
+        finally:
+            if process.is_reusable and not self._ending:
+                self._processes.append(process)
+            else:
+                process.close()
 
     def _done(self, job: Job, result: bytes) -> Done:
         """Drops a result that is too large. The work is done: to fail the attempt would only do it again."""
@@ -475,14 +521,15 @@ class Worker:
             f": {snoozed.reason[:_SUMMARY_CHARS_MAX]}" if snoozed.reason else "",
         )
 
-    def _log_failure(self, job: Job, failure: Failure, error: BaseException) -> None:
+    def _log_failure(self, job: Job, failure: Failure, error: BaseException, frames: TracebackType | None) -> None:
+        """Logs a failed attempt, with the error's traceback; if it has none, with the stack that the failure has."""
         # A handler raises an Outcome on purpose: its traceback is of no use.
         deliberate = isinstance(error, Outcome)
         level = logging.INFO if deliberate else logging.WARNING
         final = ", permanently" if failure.permanent else ", its last" if job.attempt >= job.max_attempts else ""
         log.log(
             logging.ERROR if final else level,
-            "%s: job %s (%s), attempt %d of %d failed%s: %s",
+            "%s: job %s (%s), attempt %d of %d failed%s: %s%s",
             self.name,
             job.id,
             job.kind,
@@ -490,7 +537,8 @@ class Worker:
             job.max_attempts,
             final,
             failure.summary[:_SUMMARY_CHARS_MAX],
-            exc_info=None if deliberate else (type(error), error, _frames(error)),
+            f"\n{failure.stack}" if frames is None and not deliberate and failure.stack else "",
+            exc_info=None if frames is None or deliberate else (type(error), error, frames),
         )
 
     async def _in_thread(self, function: Callable[[Job], Payload], held: HeldLease) -> Payload:
@@ -498,7 +546,8 @@ class Worker:
         context = contextvars.copy_context()
 
         def run() -> tuple[Payload, BaseException | None]:
-            held.thread = threading.get_ident()
+            if held.process is None:
+                held.thread = threading.get_ident()
             try:
                 return context.run(function, held.job), None
             except BaseException as error:  # noqa: BLE001
@@ -510,7 +559,10 @@ class Worker:
         try:
             result, error = await asyncio.wrap_future(thread)
         except asyncio.CancelledError:
-            self._abandon(thread)
+            if held.process is None:
+                self._abandon(thread)
+            else:
+                held.process.kill()
             raise
         try:
             match error:
@@ -608,37 +660,6 @@ def _is_cancelled() -> bool:
     """Whether the current task was cancelled, and not something inside its handler."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
-
-
-def _action_of(error: BaseException) -> tuple[Action, BaseException]:
-    """Returns what to report for a handler's error, and the error to log.
-
-    Raises nothing, even if the error's own methods raise.
-    """
-    try:
-        if not isinstance(error, Outcome):
-            return Failed(failure=failure_of(error, stack=stack_of(error, _frames(error)))), error
-        action = error.action()
-        if isinstance(action, Failed) and error.__cause__ is not None:
-            # Raised on purpose, from an error that tells more.
-            action = replace(action, failure=replace(action.failure, stack=stack_of(error, _frames(error))))
-        return action, error
-    except BaseException as worse:  # noqa: BLE001 - such as the AttributeError of a Retry whose __init__ was never called
-        failure = Failure(type=type(error).__qualname__, message="its text cannot be read")
-        with suppress(BaseException):
-            # The stack includes the first error, as the context of the second.
-            failure = failure_of(worse, stack=stack_of(worse, _frames(worse)))
-        return Failed(failure=replace(failure, permanent=isinstance(error, Kill))), worse
-
-
-def _frames(error: BaseException) -> TracebackType | None:
-    """Returns the traceback from the handler on, without the frames of this module and of the thread pool."""
-    handler = frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        if frame.tb_frame.f_code.co_filename == __file__:
-            handler = frame.tb_next
-        frame = frame.tb_next
-    return handler
 
 
 def _frames_now(thread: int) -> TracebackType | None:
