@@ -9,8 +9,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -24,18 +25,23 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from tests.unit.client_fake import WAIT_S, FakeRouter, FakeStream, Script, refuse, settled_as
 from windrow import (
     Client,
+    Enqueued,
     InvalidRequest,
     Job,
     Kill,
     LostReason,
+    NewJob,
+    Payload,
     PermissionDenied,
     Retry,
     RouterTooOld,
     Snooze,
     Worker,
 )
+from windrow.client import CallNext as EnqueueNext
 from windrow.unhandled import pause_s
 from windrow.v1 import job_pb2, queue_pb2
+from windrow.worker import CallNext
 
 CHECKOUT = Path(__file__).parents[2]
 OK, STALE = job_pb2.JOB_ANSWER_OK, job_pb2.JOB_ANSWER_STALE
@@ -1146,6 +1152,85 @@ async def test_so_many_threads_are_left_alone_and_then_each_keeps_its_place(
 async def test_a_timeout_that_makes_no_sense_is_refused(client: Client, timeout: float) -> None:
     with pytest.raises(InvalidRequest, match="timeout must be more than 0 s, not "):
         Worker(client, "q").handler("kind", timeout=timeout)
+
+
+async def test_middleware_is_around_every_handler_and_its_timeout_and_may_change_what_comes_and_goes(
+    router: FakeRouter, client: Client
+) -> None:
+    seen: list[str] = []
+
+    async def outer(job: Job, call_next: CallNext) -> Payload:
+        seen.append(f"outer {job.kind}")
+        try:
+            return await call_next(replace(job, payload=b"3"))
+        except Exception as error:
+            seen.append(f"outer saw {type(error).__name__}")
+            raise
+
+    async def inner(job: Job, call_next: CallNext) -> Payload:
+        seen.append(f"inner {job.text()}")
+        if job.kind == "swallowed":
+            with suppress(ValueError):
+                await call_next(job)
+            return "never mind"
+        result = await call_next(job)
+        assert isinstance(result, int)
+        return result + 1
+
+    worker = Worker(client, "q", concurrency=1, prefetch=0, middleware=[outer, inner])
+
+    @worker.handler("coroutine")
+    async def coroutine(job: Job) -> int:
+        return int(job.json())
+
+    @worker.handler("thread")
+    def thread(job: Job) -> int:
+        return 10 * int(job.json())
+
+    @worker.handler("hangs", timeout=0.02)
+    async def hangs(job: Job) -> None:
+        await asyncio.Event().wait()
+
+    @worker.handler("swallowed")
+    async def swallowed(job: Job) -> None:
+        raise ValueError("no such user")
+
+    kinds = ("coroutine", "thread", "hangs", "swallowed")
+    for kind in kinds:
+        router.give(kind, b"1")
+    async with running(worker):
+        await router.until(lambda: len(router.acks()) == 3 and router.nacks())
+    assert [ack.result for ack in router.acks()] == [b"4", b"31", b"never mind"]
+    (nack,) = router.nacks()
+    assert nack.failure.type == "windrow.TimedOut"
+    # From the handler on: neither the middleware nor the worker.
+    assert "in hangs" in nack.failure.stack.split("\n")[1]
+    assert seen == [
+        *("outer coroutine", "inner 3", "outer thread", "inner 3", "outer hangs", "inner 3", "outer saw TimedOut"),
+        *("outer swallowed", "inner 3"),
+    ]
+
+
+async def test_middleware_of_a_client_is_around_every_enqueue(router: FakeRouter) -> None:
+    seen: list[int] = []
+
+    async def outer(jobs: Sequence[NewJob], call_next: EnqueueNext) -> list[Enqueued]:
+        stored = await call_next([replace(job, attributes={"release": "7"}) for job in jobs])
+        assert [job.id for job in jobs] == [one.id for one in stored]
+        return stored
+
+    async def inner(jobs: Sequence[NewJob], call_next: EnqueueNext) -> list[Enqueued]:
+        seen.append(len(jobs))
+        return await call_next(jobs)
+
+    async with Client(router.address, org="acme", middleware=[outer, inner]) as client:
+        stored = await client.enqueue("q", "kind")
+        await client.for_org("other").enqueue_many([NewJob("q", "kind") for _ in range(3)])
+        assert await client.enqueue_many([]) == []
+    assert seen == [1, 3]
+    jobs = [job for request in router.of("Enqueue") for job in request.jobs]
+    assert jobs[0].id == stored.id
+    assert [dict(job.template.attributes) for job in jobs] == [{"release": "7"}] * 4
 
 
 async def test_a_worker_runs_once_and_takes_one_handler_a_kind(client: Client) -> None:

@@ -46,6 +46,8 @@ from windrow.v1 import job_pb2, queue_pb2
 log = logging.getLogger("windrow.worker")
 
 Handler = Callable[[Job], Awaitable[Payload]] | Callable[[Job], Payload]
+CallNext = Callable[[Job], Awaitable[Payload]]
+Middleware = Callable[[Job, CallNext], Awaitable[Payload]]
 _HandlerT = TypeVar("_HandlerT", bound=Handler)
 _DONE = Done()
 
@@ -93,6 +95,9 @@ class Worker:
     - `cancel_lost` (default True): cancels a coroutine handler when its lease ends. A `def` handler cannot be
       cancelled: it should check job.lost.is_set(). One that never returns occupies its place, unless it has a timeout
       (see handler()), and keeps the process alive, because Python waits for threads at exit (see run()).
+    - `middleware`: `async def middleware(job, call_next)` for what belongs around every handler, such as metrics or an
+      error reporter; the first is the outermost. `await call_next(job)` runs the handler, returns what it returns and
+      raises what it raises, TimedOut and Crashed included.
 
     A handler that runs long can report how far it has come, for people, and a checkpoint for the job's next attempt
     (see Job.report). A job that is cancelled loses its lease: see `cancel_lost`.
@@ -122,6 +127,7 @@ class Worker:
         name: str | None = None,
         grace: Span = 20.0,
         cancel_lost: bool = True,
+        middleware: Sequence[Middleware] = (),
         meter_provider: metrics.MeterProvider | None = None,
     ) -> None:
         self.client = client
@@ -132,6 +138,7 @@ class Worker:
         self._window_s = seconds(visibility_window)
         self._grace_s = seconds(grace)
         self._cancel_lost = cancel_lost
+        self._middleware = tuple(middleware)
         self._check()
         self._handlers: dict[str, _Registered] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -425,7 +432,10 @@ class Worker:
 
     async def _outcome(self, handler: _Registered, held: HeldLease, span: trace.Span) -> Action:
         try:
-            result = await self._run_in_time(handler, held)
+            call: CallNext = partial(self._run_in_time, handler, held)
+            for middleware in reversed(self._middleware):
+                call = _around(middleware, call)
+            result = await call(held.job)
             return _DONE if result is None else self._done(held.job, encode(result, what="result"))
         except KeyboardInterrupt:
             # Ctrl-C is meant for the process, not for the handler.
@@ -449,10 +459,10 @@ class Worker:
                 self._log_snooze(held.job, action)
             return action
 
-    async def _run_in_time(self, handler: _Registered, held: HeldLease) -> Payload:
+    async def _run_in_time(self, handler: _Registered, held: HeldLease, job: Job) -> Payload:
         """Runs the handler. Raises TimedOut if it does not finish in time."""
         if handler.timeout_s is None:
-            return await self._run(handler, held)
+            return await self._run(handler, held, job)
         # It never ends by itself: on_timeout() ends it, once the handler can see why.
         scope = asyncio.timeout(None)
         loop = asyncio.get_running_loop()
@@ -464,7 +474,7 @@ class Worker:
         timer = loop.call_later(handler.timeout_s, on_timeout)
         try:
             async with scope:
-                return await self._run(handler, held)
+                return await self._run(handler, held, job)
         except TimeoutError as error:
             cancelled = error.__cause__
             if not (scope.expired() and isinstance(cancelled, asyncio.CancelledError)):
@@ -478,17 +488,17 @@ class Worker:
         finally:
             timer.cancel()
 
-    async def _run(self, handler: _Registered, held: HeldLease) -> Payload:
+    async def _run(self, handler: _Registered, held: HeldLease, job: Job) -> Payload:
         if handler.is_async:
-            return await cast("Awaitable[Payload]", handler.function(held.job))
+            return await cast("Awaitable[Payload]", handler.function(job))
         function = cast("Callable[[Job], Payload]", handler.function)
         if not handler.isolated:
-            return await self._in_thread(function, held)
+            return await self._in_thread(function, held, job)
         while self._processes and not self._processes[-1].is_reusable:
             self._processes.pop().close()
         held.process = process = self._processes.pop() if self._processes else HandlerProcess()
         try:
-            return await self._in_thread(partial(process.run, function), held)
+            return await self._in_thread(partial(process.run, function), held, job)
         finally:
             if process.is_reusable and not self._ending:
                 self._processes.append(process)
@@ -541,7 +551,7 @@ class Worker:
             exc_info=None if frames is None or deliberate else (type(error), error, frames),
         )
 
-    async def _in_thread(self, function: Callable[[Job], Payload], held: HeldLease) -> Payload:
+    async def _in_thread(self, function: Callable[[Job], Payload], held: HeldLease, job: Job) -> Payload:
         assert self._threads is not None
         context = contextvars.copy_context()
 
@@ -549,7 +559,7 @@ class Worker:
             if held.process is None:
                 held.thread = threading.get_ident()
             try:
-                return context.run(function, held.job), None
+                return context.run(function, job), None
             except BaseException as error:  # noqa: BLE001
                 # Returned, not raised: a future replaces a TimeoutError or a CancelledError by a new one without its
                 # traceback, and it refuses StopIteration (PEP 479).
@@ -650,6 +660,10 @@ class Worker:
             raise InvalidRequest(f"prefetch must be 0 to {PREFETCH_MAX:,}, not {self.prefetch}")
         if not 0.1 <= self._window_s <= 43200:
             raise InvalidRequest(f"visibility_window must be 100 ms to 12 h, not {self._window_s} s")
+
+
+def _around(middleware: Middleware, call_next: CallNext) -> CallNext:
+    return lambda job: middleware(job, call_next)
 
 
 def _is_async(handler: Handler) -> bool:
