@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,16 +16,15 @@ from tests.unit import isolated_handlers
 from tests.unit.client_fake import WAIT_S, FakeRouter
 from tests.unit.test_client_worker import CHECKOUT, running
 from windrow import Client, InvalidRequest, Job, Worker
-from windrow.v1 import queue_pb2
 
 # A process imports the client, which takes a while on a busy machine.
 PATIENCE_S = 6 * WAIT_S
 
 
-async def until(router: FakeRouter, count: int) -> dict[bytes, queue_pb2.Nack | queue_pb2.Ack | queue_pb2.Snooze]:
+async def until(router: FakeRouter, count: int) -> dict[bytes, Any]:
     """Waits for the outcomes of so many jobs, and returns them by lease."""
 
-    def ended() -> dict[bytes, queue_pb2.Nack | queue_pb2.Ack | queue_pb2.Snooze]:
+    def ended() -> dict[bytes, Any]:
         messages = router.of("Consume")
         return {one.lease: one for sent in messages for one in (*sent.acks, *sent.nacks, *sent.snoozes)}
 

@@ -70,6 +70,7 @@ class HandlerProcess:
         # Pickled first: a handler that cannot be sent is no reason to give up the process.
         call = pickle.dumps((function, replace(job, lost=Lost(), reporter=Reporter())))
         self._jobs += 1
+        self.error = self.action = None
         try:
             connection = self._started()
             connection.send_bytes(call)
