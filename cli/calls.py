@@ -29,7 +29,7 @@ _Response = TypeVar("_Response")
 _LOOPBACK = re.compile(r"localhost|127\.[0-9.]+|\[::1\]")
 _DETAILS = "grpc-status-details-bin"
 # Submessages of requests, and fields whose option or argument has another name.
-_WITHIN = ("jobs", "template", "dedup", "acks", "nacks", "extends", "failure", "config")
+_WITHIN = ("jobs", "template", "dedup", "acks", "nacks", "extends", "snoozes", "failure", "config")
 _TYPED = {
     "org": "ORG",
     "queue": "QUEUE",

@@ -75,8 +75,8 @@ def dequeue(
 ) -> None:
     """Leases due jobs and prints them, by priority and then by age.
 
-    Without --ack they stay leased for the window. To end a lease earlier, pass it to `windrow ack`, `nack` or
-    `release`. Exit code 1: no job is due, and none falls due within --wait.
+    Without --ack they stay leased for the window. To end a lease earlier, pass it to `windrow ack`, `nack`,
+    `release` or `snooze`. Exit code 1: no job is due, and none falls due within --wait.
     """
     from cli.calls import connect
     from cli.messages import duration, job_json, time_json, time_shown
@@ -272,8 +272,42 @@ def release(
     _settle(leases, act, as_json=as_json, address=address, timeout=timeout)
 
 
+def snooze(
+    org: options.Org,
+    leases: options.Leases,
+    after: Annotated[
+        timedelta,
+        typer.Option(
+            "--after",
+            parser=values.duration,
+            metavar="DURATION",
+            show_default=False,
+            help="The jobs are ready again after this delay.",
+        ),
+    ],
+    reason: Annotated[
+        str, typer.Option("--reason", metavar="TEXT", show_default=False, help="Why, for the attempt history.")
+    ] = "",
+    as_json: options.Json = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: options.Timeout = options.TIMEOUT_DEFAULT,
+) -> None:
+    """Gives jobs back for a while, without counting the attempt.
+
+    Exit codes as of `windrow ack`.
+    """
+    from cli.messages import duration
+    from windrow.v1 import queue_pb2
+
+    def act(router: Router, tokens: Sequence[bytes]) -> Sequence[job_pb2.JobAnswer.ValueType]:
+        snoozes = [queue_pb2.Snooze(lease=token, after=duration(after), reason=reason) for token in tokens]
+        return router.call(router.queue.Snooze, queue_pb2.SnoozeRequest(org=org, snoozes=snoozes)).answers
+
+    _settle(leases, act, as_json=as_json, address=address, timeout=timeout)
+
+
 # In the order of `windrow --help`.
-COMMANDS: Sequence[Callable[..., None]] = (dequeue, ack, nack, extend, release)
+COMMANDS: Sequence[Callable[..., None]] = (dequeue, ack, nack, extend, release, snooze)
 
 
 def _settle(

@@ -155,14 +155,16 @@ class Stream:
         return self.settled[number]
 
     async def settle(self, number: int, **fields: Any) -> list[job_pb2.JobAnswer.ValueType]:
-        """Sends a message with these acks, nacks, extends and releases. Returns an answer for each, in this order, or
-        an empty list if all are OK."""
+        """Sends a message with these acks, nacks, extends, releases and snoozes. Returns an answer for each, in this
+        order, or an empty list if all are OK."""
         await self.send(request_id=number, **fields)
         settled = await self.answer(number)
         assert not settled.HasField("error"), settled
         if not settled.not_ok:
             return []
-        entries = [entry for name in ("acks", "nacks", "extends", "releases") for entry in fields.get(name, ())]
+        entries = [
+            entry for name in ("acks", "nacks", "extends", "releases", "snoozes") for entry in fields.get(name, ())
+        ]
         return answers_of(settled, [entry if isinstance(entry, bytes) else entry.lease for entry in entries])
 
     async def half_close(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from router.codec.lease_verbs import LeaseVerb
 from shard.queue import statements
-from shard.queue.settle import Nack, Settlement
+from shard.queue.settle import Nack, Settlement, Snooze
 from shard.queue.store import Store
 from shard.vocabulary import Answer, Failure, Lease, OrgId, Outcome
 from tests.jobs import HOUR_US
@@ -57,6 +57,12 @@ VERBS = {
     ),
     "extend": Verb(
         lambda org, leases: Settlement.extend(org, leases, window_us=2 * HOUR_US), statements.EXTEND, "leased", None
+    ),
+    "snooze": Verb(
+        lambda org, leases: Settlement.snooze(org, [Snooze(lease, HOUR_US, "not yet") for lease in leases]),
+        statements.GIVE_BACK,
+        "scheduled",
+        Outcome.RELEASED,
     ),
     "release": Verb(Settlement.release, statements.GIVE_BACK, "ready", Outcome.RELEASED),
 }

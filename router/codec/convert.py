@@ -187,15 +187,18 @@ def policy_message(stored: retry_policy.Policy) -> job_pb2.RetryPolicy:
             assert_never(stored)
 
 
-def failure(message: job_pb2.Failure) -> Failure:
+def printable(text: str) -> str:
     """Replaces control characters: in JSON each of them would take six bytes."""
-    type_, text, stack = (one.translate(_PRINTABLE) for one in (message.type, message.message, message.stack))
+    return text.translate(_PRINTABLE)
+
+
+def failure(message: job_pb2.Failure) -> Failure:
+    type_, text, stack = map(printable, (message.type, message.message, message.stack))
     return Failure(type=type_, message=text, stack=stack, permanent=message.permanent)
 
 
 def progress(message: job_pb2.Progress) -> Progress:
-    """Replaces control characters: in JSON each of them would take six bytes."""
-    return Progress(done=message.done, total=message.total, note=message.note.translate(_PRINTABLE))
+    return Progress(done=message.done, total=message.total, note=printable(message.note))
 
 
 def failure_message(stored: Failure) -> job_pb2.Failure:

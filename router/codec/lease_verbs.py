@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from google.protobuf.message import Message
 
 from router.codec import convert
-from shard.queue.settle import Nack, Report, Settlement
+from shard.queue.settle import Nack, Report, Settlement, Snooze
 from shard.vocabulary import Lease, OrgId
 from windrow.v1 import job_pb2, queue_pb2
 
@@ -62,6 +62,16 @@ def _release(org: OrgId, leases: Sequence[Lease], _: Sequence[bytes], _window_us
     return Settlement.release(org, leases)
 
 
+def _snooze(org: OrgId, leases: Sequence[Lease], snoozes: Sequence[queue_pb2.Snooze], _: int) -> Settlement:
+    return Settlement.snooze(
+        org,
+        [
+            Snooze(lease, convert.micros(snooze.after), convert.printable(snooze.reason))
+            for lease, snooze in zip(leases, snoozes, strict=True)
+        ],
+    )
+
+
 ACK = LeaseVerb("Ack", queue_pb2.AckResponse, "acks", "acks", _ack)
 EXTEND = LeaseVerb("Extend", queue_pb2.ExtendResponse, "extends", "extends", _extend)
 # In the order of the fields of ConsumeRequest. Acks come first.
@@ -70,6 +80,7 @@ VERBS = (
     LeaseVerb("Nack", queue_pb2.NackResponse, "nacks", "nacks", _nack),
     EXTEND,
     LeaseVerb("Release", queue_pb2.ReleaseResponse, "leases", "releases", _release),
+    LeaseVerb("Snooze", queue_pb2.SnoozeResponse, "snoozes", "snoozes", _snooze),
 )
 # Returns the entries of a ConsumeRequest, for each verb.
 entries_of: Callable[[queue_pb2.ConsumeRequest], tuple[Sequence[Any], ...]] = attrgetter(

@@ -13,12 +13,12 @@ from shard.queue.queue_ids import QUEUES_MAX
 from shard.queue.store import ID_AGE_DAYS_MAX
 from windrow.v1 import admin_pb2, job_pb2, queue_pb2, server_pb2
 
+_FEATURES = (server_pb2.SERVER_FEATURE_ORG_METADATA, server_pb2.SERVER_FEATURE_SNOOZE)
+
 
 @cache
 def server_info() -> server_pb2.GetServerInfoResponse:
-    return server_pb2.GetServerInfoResponse(
-        version=version("windrow-server"), limits=_limits(), features=[server_pb2.SERVER_FEATURE_ORG_METADATA]
-    )
+    return server_pb2.GetServerInfoResponse(version=version("windrow-server"), limits=_limits(), features=_FEATURES)
 
 
 def _limits() -> server_pb2.ServerLimits:

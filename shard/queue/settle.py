@@ -44,6 +44,15 @@ class Nack:
         return 0 if self.failure is None else len(self.failure.message) + len(self.failure.stack)
 
 
+class Snooze(NamedTuple):
+    """Gives one job back for a while."""
+
+    lease: Lease
+    after_us: int = 0
+    # For the attempt history; may be empty.
+    reason: str = ""
+
+
 class Report(NamedTuple):
     """What a consumer reports about a job while it holds the lease. None: what was reported before stays. An empty
     checkpoint removes the earlier one."""
@@ -95,6 +104,11 @@ class Settlement(NamedTuple):
         """Gives jobs back at once; the attempt does not count."""
         return cls("release", org, leases)
 
+    @classmethod
+    def snooze(cls, org: OrgId, snoozes: Sequence[Snooze]) -> Settlement:
+        """Gives jobs back after a delay each; the attempts do not count."""
+        return cls("snooze", org, [snooze.lease for snooze in snoozes], snoozes)
+
     def only(self, positions: Sequence[int]) -> Settlement:
         """Returns the same for the leases at these positions."""
         leases = [self.leases[at] for at in positions]
@@ -107,6 +121,8 @@ class Settlement(NamedTuple):
                 size = sum([len(result) for result in self.details if result])
             case "nack":
                 size = sum([nack.size for nack in self.details])
+            case "snooze":
+                size = sum([len(snooze.reason) for snooze in self.details])
             case "extend":
                 size = sum([len(one.report.checkpoint) for one in self.details if one.report.checkpoint])
             case _:
@@ -250,6 +266,16 @@ class LeaseSettler:
     async def release(self, calls: Sequence[Settlement]) -> _Done:
         return await self._give_back(_LeaseColumns.of(calls), Outcome.RELEASED, counts=False)
 
+    async def snooze(self, calls: Sequence[Settlement]) -> _Done:
+        snoozes: list[Snooze] = list(chain.from_iterable(call.details for call in calls))
+        return await self._give_back(
+            _LeaseColumns.of(calls),
+            Outcome.RELEASED,
+            counts=False,
+            delays_us=[snooze.after_us for snooze in snoozes],
+            failures={at: Failure(message=one.reason).to_json() for at, one in enumerate(snoozes) if one.reason},
+        )
+
     async def _give_back(
         self,
         columns: _LeaseColumns,
@@ -312,6 +338,7 @@ VERBS = {
     "nack": _Verb(LeaseSettler.nack, Outcome.NACKED),
     "extend": _Verb(LeaseSettler.extend, None),
     "release": _Verb(LeaseSettler.release, Outcome.RELEASED),
+    "snooze": _Verb(LeaseSettler.snooze, Outcome.RELEASED),
 }
 
 

@@ -202,6 +202,9 @@ class FakeServer:
     async def Release(self, request: queue_pb2.ReleaseRequest, context: Any) -> queue_pb2.ReleaseResponse:
         return queue_pb2.ReleaseResponse(answers=self._unary(context, releases=request.leases))
 
+    async def Snooze(self, request: queue_pb2.SnoozeRequest, context: Any) -> queue_pb2.SnoozeResponse:
+        return queue_pb2.SnoozeResponse(answers=self._unary(context, snoozes=request.snoozes))
+
     # What no scenario is about.
 
     async def Dequeue(self, _request: queue_pb2.DequeueRequest, _context: Any) -> queue_pb2.DequeueResponse:

@@ -16,7 +16,7 @@ UNANSWERED_MAX = 2
 ENTRIES_MAX = 1000
 # The part of a pause that a timer may be early.
 EARLY = 0.95
-ENDINGS = {"ack", "nack", "release"}
+ENDINGS = {"ack", "nack", "release", "snooze"}
 
 
 class Unmet(AssertionError):

@@ -104,7 +104,7 @@ class Transcript:
     org: str
     queue: str
     streams: list[Stream] = field(default_factory=list[Stream])
-    # Unary Ack, Nack, Extend and Release.
+    # Unary Ack, Nack, Extend, Release and Snooze.
     calls: list[Stream] = field(default_factory=list[Stream])
     enqueues: list[Enqueue] = field(default_factory=list[Enqueue])
     # The client's exit code; None while it runs.
@@ -143,6 +143,7 @@ def entries(request: queue_pb2.ConsumeRequest) -> list[tuple[str, bytes, bytes]]
         *[("nack", one.lease, b"") for one in request.nacks],
         *[("extend", one.lease, b"") for one in request.extends],
         *[("release", lease, b"") for lease in request.releases],
+        *[("snooze", one.lease, b"") for one in request.snoozes],
     ]
 
 

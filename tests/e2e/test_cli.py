@@ -493,6 +493,18 @@ def test_the_counts_of_an_org_add_up(windrow: Windrow) -> None:
     assert later["next_due"].endswith("Z")
 
 
+def test_a_snoozed_job_waits_uncounted_and_shows_why(windrow: Windrow) -> None:
+    (lease,) = leased(windrow, "snoozed", count=1)
+    refused = windrow("snooze", "snoozed", lease, "--after", "4000d")
+    assert refused.code == 2
+    assert "--after" in refused.err
+    assert windrow("snooze", "snoozed", lease, "--after", "1h", "--reason", "not yet").lines == [f"{lease}  ok"]
+    (job,) = windrow("jobs", "list", "snoozed", "mail", "--json").documents
+    assert (job["state"], job["attempt"]) == ("scheduled", 0)
+    (attempt,) = windrow("jobs", "get", "snoozed", str(job["id"]), "--json").documents[0]["attempts"]
+    assert (attempt["outcome"], attempt["failure"]["message"]) == ("released", "not yet")
+
+
 def test_leases_are_read_from_standard_input_and_answered_one_by_one(windrow: Windrow) -> None:
     first, second, third = leased(windrow, "settle", count=3)
     assert windrow("release", "settle", first).code == 0

@@ -235,7 +235,7 @@ async def test_a_failing_job_is_retried_and_then_dead_with_its_history(client: C
         "flaky": (await client.enqueue("q", "flaky", retry=now)).id,
         "hopeless": (await client.enqueue("q", "hopeless", retry=now, max_attempts=3)).id,
         "killed": (await client.enqueue("q", "killed")).id,
-        "unknown": (await client.enqueue("q", "unknown")).id,
+        "unknown": (await client.enqueue("q", "unknown", max_attempts=1)).id,
     }
     task = asyncio.create_task(worker.run())
     ended = {
@@ -260,6 +260,7 @@ async def test_a_failing_job_is_retried_and_then_dead_with_its_history(client: C
     assert [past.attempt for past in hopeless_one.attempts] == [1, 2, 3]
     assert failures_of(killed_one)[0].message == "no such user"
     assert "no handler for kind 'unknown'" in failures_of(unknown_one)[0].message
+    assert (unknown_one.attempt, unknown_one.attempts[0].outcome) == (0, AttemptOutcome.RELEASED)
 
 
 def failures_of(record: JobRecord) -> list[Failure]:

@@ -9,7 +9,7 @@ import pytest
 
 from shard.admin.queue_admin import QueueAdmin
 from shard.postgres.pool import Database
-from shard.queue.settle import Nack, Settlement
+from shard.queue.settle import Nack, Settlement, Snooze
 from shard.queue.store import Store
 from shard.retry_policy import Fixed
 from shard.vocabulary import Answer, Failure, JobId, Lease, OrgId, Outcome
@@ -152,6 +152,29 @@ async def test_a_release_does_not_count_the_attempt(database: Database, org: Org
         assert await store.settle(Settlement.release(org, [lease])) == [Answer.OK]
     (record,) = await store.get(org, ids_of(jobs), include_payload=False)
     assert [a.outcome for a in record.attempts()] == [Outcome.RELEASED] * 3
+
+
+async def test_a_snooze_gives_a_job_back_for_a_while_and_does_not_count_the_attempt(
+    database: Database, org: OrgId
+) -> None:
+    store = Store(database)
+    jobs = some_jobs(org, 2, max_attempts=1)
+    await store.enqueue(jobs)
+    for _ in range(3):
+        (one, lease), (other, other_lease) = await lease_jobs(store, org)
+        # Each has its own delay, and a call may be repeated.
+        snoozes = Settlement.snooze(org, [Snooze(lease, HOUR_US, "not yet"), Snooze(other_lease, 2 * HOUR_US)])
+        for _ in range(2):
+            assert await store.settle(snoozes) == [Answer.OK] * 2
+        assert await lease_jobs(store, org) == []
+        records = {record.id: record for record in await store.get(org, ids_of(jobs), include_payload=False)}
+        first, second = (records[job.id] for job in (one, other))
+        assert (first.state, first.attempt, second.run_at - first.run_at) == ("scheduled", 0, HOUR_US)
+        reasons = [record.attempts()[-1].failure for record in (first, second)]
+        assert reasons == [Failure(message="not yet"), None]
+        assert await make_due(database, org) == 2
+    (record, _) = await store.get(org, ids_of(jobs), include_payload=False)
+    assert [attempt.outcome for attempt in record.attempts()] == [Outcome.RELEASED] * 3
 
 
 async def test_the_newest_fifty_attempts_are_remembered(database: Database, org: OrgId) -> None:

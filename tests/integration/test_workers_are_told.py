@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 
 import grpc
+import psycopg
 import pytest
 import pytest_asyncio
 
 from tests.postgres import Server
 from tests.routers import PATIENCE_S, Routers, running_routers, write_cluster
 from tests.streams import CANCELLED, OK, QUEUE, STALE, Client, acks, client, new_job, until, window
-from windrow import Answer, Job, JobState, Progress, Retry, Worker
+from windrow import Answer, Job, JobRecord, JobState, NewJob, Progress, Retry, Worker
 from windrow import Client as WindrowClient
 from windrow.v1 import admin_pb2, job_pb2, queue_pb2
 
@@ -23,8 +25,13 @@ _KIB = 1024
 
 
 @pytest.fixture(scope="module")
-def routers(postgres: Server, tmp_path_factory: pytest.TempPathFactory) -> Generator[list[Routers], None, None]:
-    config = write_cluster(tmp_path_factory.mktemp("told") / "cluster.toml", {"s1": postgres.create("told")})
+def dsn(postgres: Server) -> str:
+    return postgres.create("told")
+
+
+@pytest.fixture(scope="module")
+def routers(dsn: str, tmp_path_factory: pytest.TempPathFactory) -> Generator[list[Routers], None, None]:
+    config = write_cluster(tmp_path_factory.mktemp("told") / "cluster.toml", {"s1": dsn})
     with running_routers(config) as one, running_routers(config) as other:
         yield [one, other]
 
@@ -178,6 +185,63 @@ async def test_a_stale_extend_stores_nothing(both: tuple[Client, Client]) -> Non
     assert not (await near.job("stale", job_id)).HasField("progress")
     (again,) = await near.dequeue("stale", wait_s=PATIENCE_S)
     assert again.checkpoint == b""
+
+
+def _has_attempts(count: int, record: JobRecord) -> bool:
+    return len(record.attempts) == count
+
+
+async def test_jobs_that_come_before_their_workers_wait_for_them_and_no_attempt_is_counted(
+    routers: list[Routers], dsn: str
+) -> None:
+    """As in a rolling deploy that ships producers first: the workers of the old release know no such kind."""
+    pauses = dict[str, list[float]]()
+    async with WindrowClient(routers[0].address, org="deploy") as near:
+        jobs = [NewJob(QUEUE, "new", max_attempts=1) for _ in range(20)]
+        ids = [job.id for job in jobs]
+        await near.enqueue_many(jobs)
+
+        async def work(worker: Worker, holds: Callable[[JobRecord], bool]) -> Sequence[JobRecord]:
+            """Runs the worker until each job is so."""
+            records: Sequence[JobRecord] = ()
+
+            async def done() -> bool:
+                nonlocal records
+                records = list((await near.get_jobs(ids)).values())
+                return all(map(holds, records))
+
+            task = asyncio.create_task(worker.run())
+            await until(done, "every job")
+            worker.stop()
+            await task
+            return records
+
+        for turn in range(1, 5):
+            records = await work(Worker(near, QUEUE, name="old"), partial(_has_attempts, turn))
+            assert {(one.state, one.attempt) for one in records} == {(JobState.SCHEDULED, 0)}
+            for one in records:
+                pauses.setdefault(one.id, []).append((one.run_at - one.attempts[-1].ended_at).total_seconds())
+            # The pause is over; it began when the job was due.
+            async with await psycopg.AsyncConnection.connect(dsn) as connection:
+                await connection.execute(
+                    """
+                    UPDATE windrow.job
+                    SET enqueued_at = enqueued_at - (run_at - now()), run_at = now(), visible_at = now()
+                    WHERE id = ANY (%s)
+                    """,
+                    (ids,),
+                )
+        new = Worker(near, QUEUE, name="new")
+
+        @new.handler("new")
+        async def handle(job: Job) -> int:
+            return job.attempt
+
+        records = await work(new, lambda one: one.state is JobState.SUCCEEDED)
+        assert [[past.attempt for past in one.attempts] for one in records] == [[1] * 5] * len(jobs)
+        for of_job in pauses.values():
+            assert 2.5 <= of_job[0] <= 5
+            assert of_job[3] >= sum(of_job[:3]) / 2
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from shard.lease_token import parse_token, token
 from shard.postgres.pool import Database
 from shard.queue.claim import ClaimResult
 from shard.queue.pending_enqueue import Handed, Handover, Taker
-from shard.queue.settle import Nack, Settlement
+from shard.queue.settle import Nack, Settlement, Snooze
 from shard.queue.store import Store
 from shard.queue_settings import QueueSettings
 from shard.retry_policy import Fixed, to_json
@@ -465,7 +465,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def end_or_prolong(self, stores: Sequence[int], foreign: Sequence[bool], data: st.DataObject) -> None:
         """Consumers' calls with leases, live or not; rarely in another org's name."""
-        how = data.draw(st.sampled_from(("ack", "nack", "extend", "release")))
+        how = data.draw(st.sampled_from(("ack", "nack", "extend", "release", "snooze")))
         picks = [data.draw(given_picks) for _ in stores]
         drawn = data.draw(st.lists(hows, min_size=4, max_size=4))
         if not self.given:
@@ -484,7 +484,7 @@ class StoreMachine(RuleBasedStateMachine):
             case "extend":
                 self.extend(calls)
             case _:
-                self.release(calls)
+                self.release(calls, later=how == "snooze")
 
     def expected(self, calls: Sequence[tuple[Store, OrgId, list[Held]]], same: Outcome | None) -> list[list[Answer]]:
         """A lease that several calls name is ended once, and all calls of its org get the answer."""
@@ -541,17 +541,20 @@ class StoreMachine(RuleBasedStateMachine):
         ]
         assert self.do(at_once(*acts)) == expected
 
-    def release(self, calls: Sequence[tuple[Store, OrgId, list[Held]]]) -> None:
+    def release(self, calls: Sequence[tuple[Store, OrgId, list[Held]]], *, later: bool) -> None:
         expected, live = self.expected(calls, Outcome.RELEASED), self.live(calls)
-        assert (
-            self.do(at_once(*[s.settle(Settlement.release(org, [h.lease for h in held])) for s, org, held in calls]))
-            == expected
-        )
+
+        def settlement(org: OrgId, held: Sequence[Held]) -> Settlement:
+            if later:
+                return Settlement.snooze(org, [Snooze(each.lease, HOUR_US, "not yet") for each in held])
+            return Settlement.release(org, [each.lease for each in held])
+
+        assert self.do(at_once(*[s.settle(settlement(org, held)) for s, org, held in calls])) == expected
         for each in live:
             job = self.model[each.job]
             job.end(Outcome.RELEASED)
             job.attempt -= 1
-            job.state, job.lease, job.since = "ready", None, self.step
+            job.state, job.lease, job.since = "scheduled" if later else "ready", None, self.step
 
     # Operators
 

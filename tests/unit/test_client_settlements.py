@@ -8,7 +8,7 @@ from windrow import uuid7
 from windrow.failures import Failure
 from windrow.jobs import Job
 from windrow.leases import Connectivity, HeldLease, Leases
-from windrow.outcomes import Action, Done, Extended, Failed, Released
+from windrow.outcomes import Action, Done, Extended, Failed, Released, Snoozed
 from windrow.settlements import _BYTES_MAX, ENTRIES_MAX, Backoff, Settlements, _Entry
 from windrow.v1 import queue_pb2
 
@@ -21,6 +21,7 @@ ACTIONS: dict[str, Action] = {
     "half characters": Failed(failure=Failure(message="\ud800" * LONG, stack="\0" * LONG)),
     "an extend": Extended(),
     "a release": Released(),
+    "a snooze": Snoozed(after_s=3650 * 86400.0 - 1e-9, reason="€" * 341),
 }
 
 

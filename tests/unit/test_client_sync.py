@@ -33,6 +33,7 @@ async def test_every_verb_answers_as_the_asyncio_client_does(router: FakeRouter)
             assert client.ack(job, result="done") is Answer.OK
             assert client.nack([job], error="e") == [Answer.OK]
             assert client.release([job, job]) == [Answer.OK] * 2
+            assert client.snooze([job, job], after=60, reason="not yet") == [Answer.OK] * 2
             assert client.get_jobs([job.id]) == {}
             assert client.cancel_jobs([job.id]) == [Answer.OK]
             assert client.server_info().version == "0.0.1"

@@ -4,31 +4,53 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from google.rpc import status_pb2
 from grpc import StatusCode, aio
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from tests.unit.client_fake import WAIT_S, FakeRouter, FakeStream, Script, refuse, settled_as
-from windrow import Client, InvalidRequest, Job, Kill, PermissionDenied, Retry, RouterTooOld, Worker
+from windrow import (
+    Client,
+    Enqueued,
+    InvalidRequest,
+    Job,
+    Kill,
+    LostReason,
+    NewJob,
+    Payload,
+    PermissionDenied,
+    Retry,
+    RouterTooOld,
+    Snooze,
+    Worker,
+)
+from windrow.client import CallNext as EnqueueNext
+from windrow.unhandled import pause_s
 from windrow.v1 import job_pb2, queue_pb2
+from windrow.worker import CallNext
 
 CHECKOUT = Path(__file__).parents[2]
 OK, STALE = job_pb2.JOB_ANSWER_OK, job_pb2.JOB_ANSWER_STALE
 
 
 @asynccontextmanager
-async def running(worker: Worker) -> AsyncGenerator[asyncio.Task[None]]:
+async def running(worker: Worker, *, within_s: float = WAIT_S) -> AsyncGenerator[asyncio.Task[None]]:
     """Runs the worker during the block, then stops it; it must end without an error."""
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(within_s):
         task = asyncio.create_task(worker.run())
         try:
             yield task
@@ -103,32 +125,162 @@ async def test_what_a_handler_raises_decides_the_nack(router: FakeRouter, client
     async def broken(job: Job) -> None:
         raise ValueError("x" * 20_000 + " the end")
 
-    @worker.handler("huge")
-    async def huge(job: Job) -> bytes:
-        return bytes(70_000)
+    @worker.handler("no json")
+    async def no_json(job: Job) -> Any:
+        return object()
 
     @worker.handler("cancelled")
     async def cancelled(job: Job) -> None:
         raise asyncio.CancelledError
 
-    jobs = {kind: router.give(kind) for kind in ("later", "never", "broken", "huge", "cancelled", "unknown")}
+    jobs = {kind: router.give(kind) for kind in ("later", "never", "broken", "no json", "cancelled")}
     async with running(worker):
         await router.until(lambda: len(router.settled("Nack")) == len(jobs))
     nacks = {nack.lease: nack for nack in router.nacks()}
     told = {kind: nacks[job.lease] for kind, job in jobs.items()}
     assert (told["later"].failure.message, told["later"].retry_after.seconds) == ("busy", 90)
     assert (told["never"].failure.type, told["never"].failure.message) == ("", "no such user")
-    assert [nack.failure.permanent for nack in told.values()] == [False, True, False, False, False, False]
+    assert [nack.failure.permanent for nack in told.values()] == [False, True, False, False, False]
     broken_one = told["broken"].failure
     assert (broken_one.type, broken_one.message) == ("ValueError", "x" * 8192)
     assert broken_one.stack.startswith("Traceback (most recent call last):\n")
     assert broken_one.stack.endswith("x…")
     assert not told["broken"].HasField("retry_after")
-    assert "65,536" in told["huge"].failure.message
+    assert "this object is none of them" in told["no json"].failure.message
     assert told["cancelled"].failure.type == "asyncio.exceptions.CancelledError"
     assert "worker.py" not in told["cancelled"].failure.stack.split("test_client_worker.py")[0]
-    assert "no handler for kind 'unknown'" in told["unknown"].failure.message
-    assert told["unknown"].retry_after.seconds == 5
+
+
+async def test_a_result_that_is_too_large_is_dropped_with_a_warning_and_its_job_is_acked(
+    router: FakeRouter, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = Worker(client, "q", name="w1")
+
+    @worker.handler("huge")
+    async def huge(job: Job) -> bytes:
+        return bytes(65_537)
+
+    @worker.handler("just fits")
+    async def just_fits(job: Job) -> bytes:
+        return bytes(65_536)
+
+    jobs = [router.give("huge"), router.give("just fits")]
+    async with running(worker):
+        await router.until(lambda: len(router.acks()) == 2)
+    assert {ack.lease: len(ack.result) for ack in router.acks()} == {jobs[0].lease: 0, jobs[1].lease: 65_536}
+    assert not router.nacks()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage() == (
+        f"w1: job {jobs[0].id} (huge), attempt 1: its result has 65,537 bytes and is not stored; at most 65,536 are "
+        "allowed"
+    )
+
+
+@pytest.mark.parametrize("raised", [TimeoutError, asyncio.CancelledError, asyncio.InvalidStateError])
+async def test_an_error_that_futures_replace_keeps_the_traceback_of_its_plain_handler(
+    router: FakeRouter, client: Client, caplog: pytest.LogCaptureFixture, raised: type[BaseException]
+) -> None:
+    worker = Worker(client, "q")
+
+    @worker.handler("broken")
+    def broken(job: Job) -> None:
+        def innermost() -> None:
+            raise raised("the bank did not answer")
+
+        innermost()
+
+    router.give("broken")
+    async with running(worker):
+        await router.until(router.nacks)
+    (nack,) = router.nacks()
+    (record,) = caplog.records
+    for text in (nack.failure.stack, logging.Formatter().format(record)):
+        assert "the bank did not answer" in text
+        assert "in innermost" in text
+        assert text.count("File ") == text.count(__file__) == 2
+
+
+async def test_a_handler_that_snoozes_gives_its_job_back_for_a_while_and_nothing_failed(
+    router: FakeRouter, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "windrow.worker")
+    worker = Worker(client, "q", name="w1")
+
+    @worker.handler("early")
+    async def early(job: Job) -> None:
+        raise Snooze("the report is not ready", after=timedelta(minutes=5))
+
+    @worker.handler("early thread")
+    def early_thread(job: Job) -> None:
+        raise Snooze(after=0.25)
+
+    jobs = [router.give("early", max_attempts=1), router.give("early thread")]
+    async with running(worker):
+        await router.until(lambda: len(router.settled("Snooze")) == 2)
+    snoozes = {snooze.lease: snooze for message in router.of("Consume") for snooze in message.snoozes}
+    assert [(snoozes[job.lease].after.ToTimedelta(), snoozes[job.lease].reason) for job in jobs] == [
+        (timedelta(minutes=5), "the report is not ready"),
+        (timedelta(seconds=0.25), ""),
+    ]
+    assert not router.nacks()
+    lines = sorted((record.levelno, record.getMessage()) for record in caplog.records)
+    assert lines == sorted(
+        [
+            (
+                logging.INFO,
+                f"w1: job {jobs[0].id} (early), attempt 1 is snoozed for 300 s: the report is not ready",
+            ),
+            (logging.INFO, f"w1: job {jobs[1].id} (early thread), attempt 1 is snoozed for 0.25 s"),
+        ]
+    )
+
+
+@pytest.mark.parametrize("after", [-1, timedelta(days=3651), float("nan")])
+def test_a_snooze_for_less_than_nothing_or_for_more_than_ten_years_is_refused(after: float | timedelta) -> None:
+    with pytest.raises(ValueError, match=r"after must be 0 s to 3,650 days, not "):
+        Snooze(after=after)
+
+
+async def test_jobs_without_a_handler_are_given_back_uncounted_logged_together_and_measured(
+    router: FakeRouter, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader = InMemoryMetricReader()
+    worker = Worker(client, "q", name="w1", meter_provider=MeterProvider([reader]))
+    jobs = [router.give(f"new {n % 20}", max_attempts=1) for n in range(100)]
+    async with running(worker):
+        await router.until(lambda: len(router.settled("Snooze")) == len(jobs))
+    assert not router.nacks()
+    assert sorted(router.settled("Snooze")) == sorted(job.id for job in jobs)
+    snoozes = [snooze for message in router.of("Consume") for snooze in message.snoozes]
+    assert all(2.5 <= snooze.after.ToTimedelta().total_seconds() <= 5 for snooze in snoozes)
+    assert {snooze.reason for snooze in snoozes} == {f"no handler for kind 'new {n}' in worker w1" for n in range(20)}
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "w1: no handler for jobs of these kinds; they are given back uncounted, and run again within 300 s: "
+        "1 of 'new 0'"
+    )
+    (metric,) = reader.get_metrics_data().resource_metrics[0].scope_metrics[0].metrics
+    (point,) = metric.data.data_points
+    assert (metric.name, point.value, dict(point.attributes)) == (
+        "windrow.worker.unhandled_jobs",
+        100,
+        {"messaging.destination.name": "q"},
+    )
+
+
+def test_the_pause_of_a_job_without_a_handler_grows_with_the_time_that_it_is_known() -> None:
+    begin = datetime(2026, 1, 1, tzinfo=UTC)
+    run_at, longest, shortest = begin, list[float](), list[float]()
+    for _ in range(9):
+        job = Job(enqueued_at=begin, run_at=run_at)
+        longest.append(pause_s(job, luck=1.0))
+        shortest.append(pause_s(job, luck=0.0))
+        run_at += timedelta(seconds=longest[-1])
+    assert longest == [5, 5, 10, 20, 40, 80, 160, 300, 300]
+    assert [2 * pause for pause in shortest] == longest
+    # A clock that was set back between both times.
+    assert pause_s(Job(enqueued_at=begin, run_at=begin - timedelta(hours=1)), luck=1.0) == 5
 
 
 async def test_a_failed_job_is_logged_once_as_loudly_as_it_matters(
@@ -160,13 +312,6 @@ async def test_a_failed_job_is_logged_once_as_loudly_as_it_matters(
         "later": (logging.INFO, 2, "failed: busy", False),
         "later, in vain": (logging.ERROR, 3, "failed, its last: busy", False),
         "never": (logging.ERROR, 1, "failed, permanently: no such user", False),
-        "unknown": (logging.WARNING, 1, "failed: NoHandler: no handler for kind 'unknown' in worker w1", False),
-        "unknown for good": (
-            logging.ERROR,
-            3,
-            "failed, its last: NoHandler: no handler for kind 'unknown for good' in worker w1",
-            False,
-        ),
     }
     jobs = {kind: router.give(kind, attempt=attempt, max_attempts=3) for kind, (_, attempt, _, _) in expected.items()}
     async with running(worker):
@@ -632,12 +777,15 @@ async def test_after_the_grace_handlers_are_cancelled_and_released(
 ) -> None:
     caplog.set_level(logging.INFO, "windrow")
     worker = Worker(client, "q", name="w1", grace=0.05)
-    started = asyncio.Event()
+    started, reasons = asyncio.Event(), list[LostReason | None]()
 
     @worker.handler("slow")
     async def slow(job: Job) -> None:
         started.set()
-        await asyncio.sleep(60)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            reasons.append(job.lost.reason)
 
     job = router.give("slow")
     task = asyncio.create_task(worker.run())
@@ -646,6 +794,7 @@ async def test_after_the_grace_handlers_are_cancelled_and_released(
     await stopped(task)
     assert router.settled("Release") == [job.id]
     assert not router.nacks()
+    assert reasons == [LostReason.STOPPED]
     told = [record.getMessage() for record in caplog.records]
     assert "w1: stopping; handlers that have 0.05 s to finish: 1" in told
     assert "w1: cancelling handlers that did not finish in time: 1" in told
@@ -860,6 +1009,228 @@ async def test_no_more_is_asked_for_than_can_run_until_handlers_prove_quick(rout
         assert len(router.jobs) == 4
         finish.set()
         await router.until(lambda: len(router.settled("Ack")) == 6)
+
+
+async def test_a_handler_that_hangs_is_stopped_at_its_timeout_and_its_place_is_free(
+    router: FakeRouter, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = Worker(client, "q", name="w1", concurrency=1, prefetch=0)
+    reasons: list[LostReason | None] = []
+    hangs = threading.Event()
+    told = threading.Event()
+
+    @worker.handler("coroutine", timeout=0.02)
+    async def coroutine(job: Job) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            reasons.append(job.lost.reason)
+
+    @worker.handler("thread", timeout=timedelta(seconds=0.02))
+    def thread(job: Job) -> None:
+        hangs.wait(WAIT_S)
+        reasons.append(job.lost.reason)
+        told.set()
+
+    @worker.handler("quick", timeout=WAIT_S)
+    async def quick(job: Job) -> None: ...
+
+    jobs = {router.give(kind).id: kind for kind in ("coroutine", "thread", "quick")}
+    async with running(worker):
+        await router.until(router.acks)
+        hangs.set()
+        await asyncio.to_thread(told.wait, WAIT_S)
+    assert reasons == [LostReason.TIMED_OUT] * 2
+    assert [jobs[nack.lease.decode()] for nack in router.nacks()] == ["coroutine", "thread"]
+    assert {nack.failure.message for nack in router.nacks()} == {"the handler did not finish within 0.02 s"}
+    for nack, last in zip(router.nacks(), ("await asyncio.Event().wait()", "hangs.wait(WAIT_S)"), strict=True):
+        failure = nack.failure
+        assert (failure.type, failure.permanent) == ("windrow.TimedOut", False)
+        # What it was doing: from the handler on.
+        assert failure.stack.split("\n")[1].startswith(f'  File "{__file__}"')
+        assert last in failure.stack
+        assert failure.stack.endswith("\nwindrow.TimedOut: the handler did not finish within 0.02 s")
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
+
+
+async def test_a_handler_that_ends_by_its_timeout_or_in_spite_of_it_says_itself_how(
+    router: FakeRouter, client: Client
+) -> None:
+    worker = Worker(client, "q", concurrency=1)
+
+    @worker.handler("own", timeout=WAIT_S)
+    async def own(job: Job) -> None:
+        raise TimeoutError("of the bank")
+
+    @worker.handler("finishes", timeout=0.02)
+    async def finishes(job: Job) -> str:
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return "all the same"
+
+    @worker.handler("cleans up", timeout=0.02)
+    async def cleans_up(job: Job) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise Retry("cleaned up", after=1)
+
+    jobs = [router.give(kind) for kind in ("own", "finishes", "cleans up")]
+    async with running(worker):
+        await router.until(lambda: len(router.nacks()) == 2 and router.acks())
+    assert [(ack.lease, ack.result) for ack in router.acks()] == [(jobs[1].lease, b"all the same")]
+    assert [(nack.failure.type, nack.failure.message) for nack in router.nacks()] == [
+        ("TimeoutError", "of the bank"),
+        ("", "cleaned up"),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["async def", "def"])
+async def test_hundreds_of_hanging_handlers_leave_all_places_free(
+    router: FakeRouter, client: Client, kind: str
+) -> None:
+    worker = Worker(client, "q", concurrency=50)
+    over = threading.Event()
+
+    if kind == "def":
+
+        @worker.handler("hang", timeout=0.02)
+        def hang(job: Job) -> None:
+            over.wait(WAIT_S)
+    else:
+
+        @worker.handler("hang", timeout=0.02)
+        async def wait(job: Job) -> None:
+            await asyncio.Event().wait()
+
+    barrier = asyncio.Barrier(50)
+
+    @worker.handler("all at once")
+    async def all_at_once(job: Job) -> None:
+        await barrier.wait()
+
+    for _ in range(200):
+        router.give("hang")
+    async with running(worker):
+        await router.until(lambda: len(router.nacks()) == 200)
+        for _ in range(50):
+            router.give("all at once")
+        await router.until(lambda: len(router.acks()) == 50)
+        over.set()
+    assert {nack.failure.type for nack in router.nacks()} == {"windrow.TimedOut"}
+
+
+async def test_so_many_threads_are_left_alone_and_then_each_keeps_its_place(
+    router: FakeRouter, client: Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("windrow.worker._ABANDONED_MAX", 1)
+    worker = Worker(client, "q", name="w1", concurrency=2, prefetch=0)
+    over = threading.Event()
+
+    @worker.handler("hang", timeout=0.02)
+    def hang(job: Job) -> None:
+        over.wait(WAIT_S)
+
+    @worker.handler("quick")
+    async def quick(job: Job) -> None: ...
+
+    for _ in range(3):
+        router.give("hang")
+    async with running(worker):
+        await router.until(lambda: len(router.nacks()) == 3)
+        router.give("quick")
+        # Jobs that come in spite of the missing credit wait, too.
+        await router.stream.send(router.jobs.popleft())
+        assert not router.acks()
+        over.set()
+        await router.until(router.acks)
+    (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert "more than 1 threads of handlers that timed out still run" in record.getMessage()
+
+
+@pytest.mark.parametrize("timeout", [0, -1, math.inf, math.nan])
+async def test_a_timeout_that_makes_no_sense_is_refused(client: Client, timeout: float) -> None:
+    with pytest.raises(InvalidRequest, match="timeout must be more than 0 s, not "):
+        Worker(client, "q").handler("kind", timeout=timeout)
+
+
+async def test_middleware_is_around_every_handler_and_its_timeout_and_may_change_what_comes_and_goes(
+    router: FakeRouter, client: Client
+) -> None:
+    seen: list[str] = []
+
+    async def outer(job: Job, call_next: CallNext) -> Payload:
+        seen.append(f"outer {job.kind}")
+        try:
+            return await call_next(replace(job, payload=b"3"))
+        except Exception as error:
+            seen.append(f"outer saw {type(error).__name__}")
+            raise
+
+    async def inner(job: Job, call_next: CallNext) -> Payload:
+        seen.append(f"inner {job.text()}")
+        if job.kind == "swallowed":
+            with suppress(ValueError):
+                await call_next(job)
+            return "never mind"
+        result = await call_next(job)
+        assert isinstance(result, int)
+        return result + 1
+
+    worker = Worker(client, "q", concurrency=1, prefetch=0, middleware=[outer, inner])
+
+    @worker.handler("coroutine")
+    async def coroutine(job: Job) -> int:
+        return int(job.json())
+
+    @worker.handler("thread")
+    def thread(job: Job) -> int:
+        return 10 * int(job.json())
+
+    @worker.handler("hangs", timeout=0.02)
+    async def hangs(job: Job) -> None:
+        await asyncio.Event().wait()
+
+    @worker.handler("swallowed")
+    async def swallowed(job: Job) -> None:
+        raise ValueError("no such user")
+
+    kinds = ("coroutine", "thread", "hangs", "swallowed")
+    for kind in kinds:
+        router.give(kind, b"1")
+    async with running(worker):
+        await router.until(lambda: len(router.acks()) == 3 and router.nacks())
+    assert [ack.result for ack in router.acks()] == [b"4", b"31", b"never mind"]
+    (nack,) = router.nacks()
+    assert nack.failure.type == "windrow.TimedOut"
+    # From the handler on: neither the middleware nor the worker.
+    assert "in hangs" in nack.failure.stack.split("\n")[1]
+    assert seen == [
+        *("outer coroutine", "inner 3", "outer thread", "inner 3", "outer hangs", "inner 3", "outer saw TimedOut"),
+        *("outer swallowed", "inner 3"),
+    ]
+
+
+async def test_middleware_of_a_client_is_around_every_enqueue(router: FakeRouter) -> None:
+    seen: list[int] = []
+
+    async def outer(jobs: Sequence[NewJob], call_next: EnqueueNext) -> list[Enqueued]:
+        stored = await call_next([replace(job, attributes={"release": "7"}) for job in jobs])
+        assert [job.id for job in jobs] == [one.id for one in stored]
+        return stored
+
+    async def inner(jobs: Sequence[NewJob], call_next: EnqueueNext) -> list[Enqueued]:
+        seen.append(len(jobs))
+        return await call_next(jobs)
+
+    async with Client(router.address, org="acme", middleware=[outer, inner]) as client:
+        stored = await client.enqueue("q", "kind")
+        await client.for_org("other").enqueue_many([NewJob("q", "kind") for _ in range(3)])
+        assert await client.enqueue_many([]) == []
+    assert seen == [1, 3]
+    jobs = [job for request in router.of("Enqueue") for job in request.jobs]
+    assert jobs[0].id == stored.id
+    assert [dict(job.template.attributes) for job in jobs] == [{"release": "7"}] * 4
 
 
 async def test_a_worker_runs_once_and_takes_one_handler_a_kind(client: Client) -> None:

@@ -24,7 +24,13 @@ from windrow.v1 import admin_pb2, queue_pb2, server_pb2
 
 LIMITS = server_info().limits
 PROTO = Path(__file__).resolve().parents[2] / "proto/windrow/v1"
-LEASES = [queue_pb2.AckRequest, queue_pb2.NackRequest, queue_pb2.ExtendRequest, queue_pb2.ReleaseRequest]
+LEASES = [
+    queue_pb2.AckRequest,
+    queue_pb2.NackRequest,
+    queue_pb2.ExtendRequest,
+    queue_pb2.ReleaseRequest,
+    queue_pb2.SnoozeRequest,
+]
 
 
 def test_every_limit_is_told() -> None:
@@ -89,7 +95,7 @@ async def test_the_client_shows_what_the_router_tells(router: FakeRouter, client
     router.scripts["GetServerInfo"] = tell
     info = await client.server_info()
     assert info.version == server_info().version
-    assert info.features == {"ORG_METADATA"}
+    assert info.features == {"ORG_METADATA", "SNOOZE"}
     assert set(info.limits) == set(LIMITS.DESCRIPTOR.fields_by_name)
     assert info.limits["max_message_bytes"] == LIMITS.max_message_bytes
     assert info.limits["max_wait"] == LIMITS.max_wait.ToTimedelta()

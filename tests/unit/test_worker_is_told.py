@@ -13,7 +13,7 @@ from grpc import StatusCode
 
 from tests.unit.client_fake import FakeRouter, FakeStream
 from tests.unit.test_client_worker import running
-from windrow import Client, InvalidRequest, Job, Progress, Retry, Worker
+from windrow import Client, InvalidRequest, Job, LostReason, Progress, Retry, Worker
 from windrow.reports import Report, Reporter
 from windrow.v1 import job_pb2, queue_pb2
 
@@ -52,6 +52,30 @@ async def test_a_revoked_lease_cancels_its_handler_and_frees_its_place(
     assert not router.settled("Release")
     assert f"job {lost.id} (wait) was cancelled" in caplog.text
     assert "WARNING" not in caplog.text
+
+
+@pytest.mark.parametrize(("told", "reason"), [(CANCELLED, LostReason.CANCELLED), (STALE, LostReason.LEASE_ENDED)])
+async def test_a_handler_can_tell_why_it_should_stop(
+    router: FakeRouter, client: Client, told: job_pb2.JobAnswer.ValueType, reason: LostReason
+) -> None:
+    worker = Worker(client, "q")
+    begun, seen = asyncio.Event(), list[LostReason | None]()
+
+    @worker.handler("wait")
+    async def wait(job: Job) -> None:
+        seen.append(job.lost.reason)
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            seen.append(job.lost.reason)
+
+    lost = router.give("wait")
+    async with running(worker):
+        await begun.wait()
+        await router.stream.tell(revoked=[answer(lost.lease, told)])
+        await router.until(lambda: len(seen) == 2)
+    assert seen == [None, reason]
 
 
 async def test_a_job_that_is_revoked_before_it_begins_never_begins(

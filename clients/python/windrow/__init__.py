@@ -24,7 +24,7 @@ from windrow.errors import (
     Violation,
     WindrowError,
 )
-from windrow.failures import Failure
+from windrow.failures import Failure, TimedOut
 from windrow.ids import uuid7
 from windrow.jobs import (
     Answer,
@@ -37,11 +37,14 @@ from windrow.jobs import (
     JobOptions,
     JobRecord,
     JobState,
+    Lost,
+    LostReason,
     NewJob,
     RetryPolicy,
 )
-from windrow.outcomes import Kill, Retry
+from windrow.outcomes import Kill, Retry, Snooze
 from windrow.payloads import Payload
+from windrow.processes import Crashed
 from windrow.reports import Progress
 from windrow.server_info import ServerInfo
 from windrow.signals import run
@@ -55,6 +58,7 @@ __all__ = [
     "AttemptOutcome",
     "Client",
     "ClientClosed",
+    "Crashed",
     "DeadlineExceeded",
     "Enqueued",
     "ExponentialRetry",
@@ -68,6 +72,8 @@ __all__ = [
     "JobRecord",
     "JobState",
     "Kill",
+    "Lost",
+    "LostReason",
     "NewJob",
     "NotFound",
     "Payload",
@@ -79,7 +85,9 @@ __all__ = [
     "RouterError",
     "RouterTooOld",
     "ServerInfo",
+    "Snooze",
     "SyncClient",
+    "TimedOut",
     "Unavailable",
     "Violation",
     "WindrowError",

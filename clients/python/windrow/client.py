@@ -42,7 +42,15 @@ from windrow.jobs import (
     read_leased,
     read_record,
 )
-from windrow.payloads import NOTE_BYTES_MAX, Payload, duration, encode_result, seconds
+from windrow.payloads import (
+    NOTE_BYTES_MAX,
+    REASON_BYTES_MAX,
+    Payload,
+    clipped,
+    duration,
+    encode_result,
+    seconds,
+)
 from windrow.reports import Progress, report_of
 from windrow.server_info import ServerInfo, read_server_info
 from windrow.tracing import Tracing
@@ -66,6 +74,8 @@ _SHARED_CALLS = 2
 _NO_FAILURE = Failure()
 
 _Item = TypeVar("_Item")
+CallNext = Callable[[Sequence[NewJob]], Awaitable[list[Enqueued]]]
+Middleware = Callable[[Sequence[NewJob], CallNext], Awaitable[list[Enqueued]]]
 
 
 class Client:
@@ -78,6 +88,9 @@ class Client:
       and a connection reaches one of them.
     - `credentials` (such as grpc.ssl_channel_credentials()): turns TLS on.
     - `create_spans`, `tracer_provider`: see tracing.py.
+    - `middleware`: `async def middleware(jobs, call_next)` for what belongs around every enqueue and enqueue_many, such
+      as attributes for every job; the first is the outermost. `await call_next(jobs)` stores the jobs and returns an
+      Enqueued for each.
 
     Every method raises WindrowError (see errors.py), and may safely be called again after one.
     """
@@ -93,6 +106,7 @@ class Client:
         credentials: grpc.ChannelCredentials | None = None,
         create_spans: bool = True,
         tracer_provider: trace.TracerProvider | None = None,
+        middleware: Sequence[Middleware] = (),
     ) -> None:
         address = address or os.environ.get(ADDRESS_VARIABLE) or ADDRESS_DEFAULT
         self.org = _checked_org(org)
@@ -104,6 +118,7 @@ class Client:
             try_s=_seconds("try_timeout", try_timeout),
         )
         self.tracing = Tracing(provider=tracer_provider, address=address, create_spans=create_spans)
+        self._middleware = tuple(middleware)
         self._owns_calls = True
         self._enqueues = Coalescers[job_pb2.NewJob, Enqueued](
             self.calls,
@@ -133,6 +148,7 @@ class Client:
         other.org = _checked_org(org)
         other.calls = self.calls
         other.tracing = self.tracing
+        other._middleware = self._middleware
         other._enqueues = self._enqueues
         other._acks = self._acks
         other._owns_calls = False
@@ -160,9 +176,14 @@ class Client:
         Raises InvalidJob. To retry after DeadlineExceeded or Unavailable without a second job, pass the same `id`
         (windrow.uuid7()) or `dedup_key`, or make a NewJob and pass it to enqueue_many.
         """
-        message = new_message(NewJob(queue, kind, payload, **options))
+        (stored,) = await self._through_middleware(self._store_one)([NewJob(queue, kind, payload, **options)])
+        return stored
+
+    async def _store_one(self, jobs: Sequence[NewJob]) -> list[Enqueued]:
+        (job,) = jobs
+        message = new_message(job)
         with self.tracing.sending((message,)):
-            return await self._enqueues.put(self.org, message, _size(message))
+            return [await self._enqueues.put(self.org, message, _size(message))]
 
     async def enqueue_many(self, jobs: Iterable[NewJob], *, independent: bool = False) -> list[Enqueued]:
         """Stores at most 1,000 jobs (16 MiB), all or none. Returns an Enqueued for each, in their order.
@@ -171,6 +192,10 @@ class Client:
         `error`. The number of jobs is then unlimited: they are sent in several calls, a few at a time. Raises only if
         all calls fail.
         """
+
+        async def store(jobs: Sequence[NewJob]) -> list[Enqueued]:
+            return await self.send(enqueue_request(self.org, jobs, independent=independent))
+
         listed = list(jobs)
         if not listed:
             return []
@@ -179,7 +204,12 @@ class Client:
                 f"{len(listed):,} jobs: at most {JOBS_MAX:,} can be stored together, all or none; "
                 "independent=True stores them in several calls"
             )
-        return await self.send(enqueue_request(self.org, listed, independent=independent))
+        return await self._through_middleware(store)(listed)
+
+    def _through_middleware(self, store: CallNext) -> CallNext:
+        for middleware in reversed(self._middleware):
+            store = _around(middleware, store)
+        return store
 
     async def send(self, request: queue_pb2.EnqueueRequest, *, timeout: Span | None = None) -> list[Enqueued]:
         """Stores the jobs of a prepared request: the low-level form of enqueue_many. Splits an independent request.
@@ -416,6 +446,26 @@ class Client:
 
         return await _each(jobs, send)
 
+    @overload
+    async def snooze(self, jobs: Job, *, after: Span, reason: str = "") -> Answer: ...
+    @overload
+    async def snooze(self, jobs: Iterable[Job], *, after: Span, reason: str = "") -> list[Answer]: ...
+    @overload
+    async def snooze(self, jobs: Job | Iterable[Job], *, after: Span, reason: str = "") -> Answer | list[Answer]: ...
+    async def snooze(self, jobs: Job | Iterable[Job], *, after: Span, reason: str = "") -> Answer | list[Answer]:
+        """Gives jobs back for a while, without counting the attempt: they run again `after` s, or a timedelta.
+
+        `reason` is stored in the attempt history; of a text above 1 KiB the beginning."""
+        delay, why = _span("after", after), clipped(reason, REASON_BYTES_MAX)
+
+        async def send(part: Sequence[Job]) -> Sequence[int]:
+            request = queue_pb2.SnoozeRequest(
+                org=self.org, snoozes=[queue_pb2.Snooze(lease=job.lease, after=delay, reason=why) for job in part]
+            )
+            return (await self.calls.call(lambda stub: stub.Snooze, request)).answers
+
+        return await _each(jobs, send, entry_bytes=len(why))
+
     async def get_jobs(self, ids: Iterable[str], *, include_payload: bool = False) -> dict[str, JobRecord]:
         """Looks jobs up by id. Returns a record for each job that this org has, in whatever state.
 
@@ -554,3 +604,7 @@ def _seconds(name: str, span: Span) -> float:
 
 def _invalid(name: str, error: Exception) -> InvalidRequest:
     return InvalidRequest(f"{name}: {error}", [Violation(name, str(error))])
+
+
+def _around(middleware: Middleware, call_next: CallNext) -> CallNext:
+    return lambda jobs: middleware(jobs, call_next)

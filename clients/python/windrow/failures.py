@@ -38,6 +38,12 @@ class Failure:
         return ": ".join(filter(None, (self.type, self.message.partition("\n")[0])))
 
 
+class TimedOut(Exception):
+    """A handler did not finish within its `timeout`. Its traceback is that of the handler at that time."""
+
+    __module__ = "windrow"
+
+
 def failure_of(error: BaseException, *, message: str = "", stack: str = "", permanent: bool = False) -> Failure:
     """Returns the failure of an exception. `message` is used if the exception has no text."""
     try:
@@ -63,6 +69,16 @@ def stack_of(error: BaseException, frames: TracebackType | None) -> str:
         return newest
     # Begin with a whole line.
     return _CUT + newest.partition("\n")[2]
+
+
+def frames_of(error: BaseException, *, runner: str) -> TracebackType | None:
+    """Returns the traceback from the handler on, without the frames of `runner`, the file that called the handler."""
+    handler = frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        if frame.tb_frame.f_code.co_filename == runner:
+            handler = frame.tb_next
+        frame = frame.tb_next
+    return handler
 
 
 def _shortened(part: str) -> str:

@@ -48,6 +48,32 @@ class AttemptOutcome(enum.Enum):
     UNKNOWN = "unknown"
 
 
+class LostReason(enum.Enum):
+    """Why a handler should stop working on its job."""
+
+    # Nobody will run the job.
+    CANCELLED = "cancelled"
+    # The lease has ended: another worker may have the job.
+    LEASE_ENDED = "lease_ended"
+    # The handler has used up its `timeout`; the attempt counts as failed.
+    TIMED_OUT = "timed_out"
+    # The worker has stopped, and `grace` is over.
+    STOPPED = "stopped"
+
+
+class Lost(asyncio.Event):
+    """Set when a handler should stop working on its job. What it returns from then on is dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # None as long as the event is not set. A second reason does not replace the first.
+        self.reason: LostReason | None = None
+
+    def set(self, reason: LostReason = LostReason.LEASE_ENDED) -> None:
+        self.reason = self.reason or reason
+        super().set()
+
+
 class Answer(enum.Enum):
     """The result of a call for one of its jobs."""
 
@@ -159,9 +185,9 @@ class Job:
     tracestate: str = ""
     # What an earlier attempt stored by report(), as bytes; empty if none did.
     checkpoint: bytes = b""
-    # A Worker sets this when the lease ends while the handler runs: the job was cancelled, or another worker may have
-    # it by now. A `def` handler that runs long should check `job.lost.is_set()` between its steps.
-    lost: asyncio.Event = field(default_factory=asyncio.Event, repr=False, compare=False)
+    # A Worker sets this when the handler should stop; `job.lost.reason` says why. A `def` handler that runs long should
+    # check `job.lost.is_set()` between its steps.
+    lost: Lost = field(default_factory=Lost, repr=False, compare=False)
     # Takes the reports; a Worker sets it.
     reporter: Reporter = field(default_factory=Reporter, repr=False, compare=False)
 
@@ -193,7 +219,7 @@ class Attempt:
     leased_at: datetime
     ended_at: datetime
     outcome: AttemptOutcome
-    # What the nack reported; None if it reported nothing, and for other outcomes.
+    # What the nack reported, or the reason of a snooze; None if there was none, and for other outcomes.
     failure: Failure | None
 
 

@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from windrow.errors import WindrowError
-from windrow.jobs import Answer, Job
+from windrow.jobs import Answer, Job, LostReason
+from windrow.processes import HandlerProcess
 
 log = logging.getLogger("windrow.worker")
 
@@ -22,7 +23,7 @@ log = logging.getLogger("windrow.worker")
 class HeldLease:
     """A leased job that the worker holds."""
 
-    __slots__ = ("extending", "job", "over", "renewed_at", "settling", "task", "threaded")
+    __slots__ = ("extending", "job", "lost", "over", "process", "renewed_at", "settling", "task", "thread")
 
     def __init__(self, job: Job, renewed_at: float) -> None:
         self.job = job
@@ -34,13 +35,13 @@ class HeldLease:
         self.settling = False
         # The lease has ended, according to the router or to the clock.
         self.over = False
-        # The handler runs in a thread, which cannot be cancelled.
-        self.threaded = False
+        # Nothing is to be reported about the job any more.
+        self.lost = False
+        # The thread that runs the handler, which cannot be cancelled.
+        self.thread: int | None = None
+        # The process that runs the handler.
+        self.process: HandlerProcess | None = None
         self.task: asyncio.Task[None] | None = None
-
-    @property
-    def lost(self) -> bool:
-        return self.job.lost.is_set()
 
 
 class Connectivity:
@@ -169,22 +170,23 @@ class Leases:
     def answered(self, held: HeldLease, answer: Answer) -> None:
         """Loses a lease of which the router has said that it has ended."""
         if answer is Answer.CANCELLED:
-            self._end(held)
+            self._end(held, LostReason.CANCELLED)
             log.info("%s: job %s (%s) was cancelled", self._worker, held.job.id, held.job.kind)
         else:
             self.lose(held, f"the router answered {answer.name}")
 
     def lose(self, held: HeldLease, why: str) -> None:
-        if self._end(held):
+        if self._end(held, LostReason.LEASE_ENDED):
             log.warning("%s: lost the lease of job %s (%s): %s", self._worker, held.job.id, held.job.kind, why)
 
-    def _end(self, held: HeldLease) -> bool:
+    def _end(self, held: HeldLease, reason: LostReason) -> bool:
         """Stops working under a lease. Returns False if the job's outcome is on its way: that may have ended the lease,
         and its answer will tell."""
         self.drop(held)
         held.over = True
         if held.settling:
             return False
-        held.job.lost.set()
+        held.lost = True
+        held.job.lost.set(reason)
         self._on_lost(held)
         return True

@@ -1,20 +1,21 @@
-"""What a worker reports about a lease. Each outcome adds itself to a message of the stream. Retry and Kill are what
-handlers raise to choose one."""
+"""What a worker reports about a lease. Each outcome adds itself to a message of the stream. Retry, Snooze and Kill are
+what handlers raise to choose one."""
 
 from __future__ import annotations
 
 import abc
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import ClassVar
 
 from windrow.errors import Span
-from windrow.failures import Failure, failure_message, failure_of, type_name
-from windrow.payloads import duration, seconds
+from windrow.failures import Failure, failure_message, failure_of, frames_of, stack_of, type_name
+from windrow.payloads import REASON_BYTES_MAX, clipped, duration, seconds
 from windrow.reports import Report
 from windrow.v1 import queue_pb2
 
-_RETRY_AFTER_MAX_S = 3650 * 86400
+_AFTER_S_MAX = 3650 * 86400
 
 
 class Action(abc.ABC):
@@ -84,6 +85,22 @@ class Extended(Action):
             self.report.write(extend)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snoozed(Action):
+    """The job is given back for a while, without counting the attempt. `reason` has at most 1 KiB."""
+
+    verb = "snooze"
+    after_s: float
+    reason: str = ""
+
+    @property
+    def size(self) -> int:
+        return len(self.reason.encode())
+
+    def write(self, request: queue_pb2.ConsumeRequest, lease: bytes) -> None:
+        request.snoozes.add(lease=lease, after=duration(self.after_s), reason=self.reason)
+
+
 class Released(Action):
     """The job is given back at once, without counting the attempt."""
 
@@ -123,18 +140,30 @@ class Retry(Outcome):
 
     def __init__(self, reason: str = "", *, after: Span | None = None) -> None:
         super().__init__(reason)
-        after_s = after.total_seconds() if isinstance(after, timedelta) else after
-        if after_s is not None and not 0 <= after_s <= _RETRY_AFTER_MAX_S:
-            raise ValueError(f"after must be 0 s to 3,650 days, not {after!r}")
-        self.after = after
+        self.after = None if after is None else _checked(after)
 
     def action(self) -> Failed:
         # Validate again: a subclass may have set a delay that no nack can carry.
-        after = Retry(after=self.after).after
         return Failed(
             failure=self._failure(message="the handler asked for a retry"),
-            retry_after_s=None if after is None else seconds(after),
+            retry_after_s=None if self.after is None else seconds(_checked(self.after)),
         )
+
+
+class Snooze(Outcome):
+    """Raised by a handler: the job cannot be worked on yet. It runs again `after` this (a timedelta, or seconds).
+
+    Nothing has failed: the attempt does not count, so a job can be snoozed for ever. `reason` is stored in the attempt
+    history (1 KiB). Raises ValueError if `after` is negative or more than 3,650 days.
+    """
+
+    def __init__(self, reason: str = "", *, after: Span) -> None:
+        super().__init__(reason)
+        self.after = _checked(after)
+
+    def action(self) -> Snoozed:
+        # Validate again: a subclass may have set a delay that no snooze can carry.
+        return Snoozed(after_s=seconds(_checked(self.after)), reason=clipped(str(self), REASON_BYTES_MAX))
 
 
 class Kill(Outcome):
@@ -148,3 +177,33 @@ class Kill(Outcome):
 
     def action(self) -> Failed:
         return Failed(failure=self._failure(message="the handler gave the job up", permanent=True))
+
+
+def _checked(after: Span) -> Span:
+    """Returns a delay. Raises ValueError if it is negative or too long."""
+    after_s = after.total_seconds() if isinstance(after, timedelta) else after
+    if not 0 <= after_s <= _AFTER_S_MAX:
+        raise ValueError(f"after must be 0 s to 3,650 days, not {after!r}")
+    return after
+
+
+def action_of(error: BaseException, *, runner: str) -> tuple[Action, BaseException]:
+    """Returns what to report for a handler's error, and the error to log. `runner`: the file that called the handler.
+
+    Raises nothing, even if the error's own methods raise.
+    """
+    try:
+        if not isinstance(error, Outcome):
+            return Failed(failure=failure_of(error, stack=stack_of(error, frames_of(error, runner=runner)))), error
+        action = error.action()
+        if isinstance(action, Failed) and error.__cause__ is not None:
+            # Raised on purpose, from an error that tells more.
+            stack = stack_of(error, frames_of(error, runner=runner))
+            action = replace(action, failure=replace(action.failure, stack=stack))
+        return action, error
+    except BaseException as worse:  # noqa: BLE001 - such as the AttributeError of a Retry whose __init__ was never called
+        failure = Failure(type=type(error).__qualname__, message="its text cannot be read")
+        with suppress(BaseException):
+            # The stack includes the first error, as the context of the second.
+            failure = failure_of(worse, stack=stack_of(worse, frames_of(worse, runner=runner)))
+        return Failed(failure=replace(failure, permanent=isinstance(error, Kill))), worse

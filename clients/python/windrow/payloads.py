@@ -14,7 +14,7 @@ from windrow.errors import Span
 
 FAILURE_TYPE_BYTES_MAX, FAILURE_MESSAGE_BYTES_MAX, FAILURE_STACK_BYTES_MAX = 256, 8192, 32768
 RESULT_BYTES_MAX = 65536
-CHECKPOINT_BYTES_MAX, NOTE_BYTES_MAX = 65536, 1024
+CHECKPOINT_BYTES_MAX, NOTE_BYTES_MAX, REASON_BYTES_MAX = 65536, 1024, 1024
 
 Payload: TypeAlias = bytes | bytearray | memoryview | str | Mapping[str, Any] | Sequence[Any] | int | float | None
 """Bytes are sent as they are, str as UTF-8, and anything else as JSON: None becomes `null`."""

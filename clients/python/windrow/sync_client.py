@@ -6,7 +6,7 @@ import asyncio
 import functools
 import os
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -14,7 +14,7 @@ import grpc
 from opentelemetry import trace
 
 from windrow.calls import TRY_S
-from windrow.client import Client
+from windrow.client import Client, Middleware
 from windrow.errors import ClientClosed, Span
 
 _Parameters = ParamSpec("_Parameters")
@@ -53,6 +53,7 @@ class SyncClient:
         credentials: grpc.ChannelCredentials | None = None,
         create_spans: bool = True,
         tracer_provider: trace.TracerProvider | None = None,
+        middleware: Sequence[Middleware] = (),
     ) -> None:
         self._client = Client(
             address,
@@ -63,6 +64,7 @@ class SyncClient:
             credentials=credentials,
             create_spans=create_spans,
             tracer_provider=tracer_provider,
+            middleware=middleware,
         )
         self.org = org
         self._pid = os.getpid()
@@ -98,6 +100,7 @@ class SyncClient:
     nack = _blocking(Client.nack)
     extend = _blocking(Client.extend)
     release = _blocking(Client.release)
+    snooze = _blocking(Client.snooze)
     get_jobs = _blocking(Client.get_jobs)
     cancel_jobs = _blocking(Client.cancel_jobs)
     server_info = _blocking(Client.server_info)

@@ -1,7 +1,7 @@
 """The worker: takes jobs from a stream, runs their handlers, and reports the outcomes.
 
 consume_stream.py has the stream, leases.py the leases, and settlements.py the reports. This module runs the handlers,
-decides how many jobs to ask for, and shuts down. A job without a handler is nacked with an error that names its kind.
+decides how many jobs to ask for, and shuts down. unhandled.py has what becomes of jobs without a handler.
 """
 
 from __future__ import annotations
@@ -10,38 +10,44 @@ import asyncio
 import contextvars
 import inspect
 import logging
+import math
 import os
 import secrets
 import socket
+import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
-from opentelemetry import trace
+from opentelemetry import metrics, trace
 
 from windrow.client import Client
 from windrow.consume_stream import ConsumeStream, only_cause
 from windrow.errors import InvalidRequest, Span
-from windrow.failures import Failure, failure_of, stack_of
-from windrow.jobs import Job, read_leased
+from windrow.failures import Failure, TimedOut, frames_of
+from windrow.jobs import Job, LostReason, read_leased
 from windrow.leases import Connectivity, HeldLease, Leases
-from windrow.outcomes import Action, Done, Failed, Kill, Outcome
-from windrow.payloads import Payload, duration, encode_result, seconds
+from windrow.outcomes import Action, Done, Failed, Outcome, Snoozed, action_of
+from windrow.payloads import RESULT_BYTES_MAX, Payload, duration, encode, seconds
+from windrow.processes import HandlerProcess, can_be_sent, is_handler_process
 from windrow.reports import Report, Reporter
 from windrow.settlements import Backoff, Settlements
 from windrow.signals import stopped_by_signals
 from windrow.tracing import fail
+from windrow.unhandled import Unhandled
 from windrow.v1 import job_pb2, queue_pb2
 
 log = logging.getLogger("windrow.worker")
 
 Handler = Callable[[Job], Awaitable[Payload]] | Callable[[Job], Payload]
+CallNext = Callable[[Job], Awaitable[Payload]]
+Middleware = Callable[[Job, CallNext], Awaitable[Payload]]
 _HandlerT = TypeVar("_HandlerT", bound=Handler)
 _DONE = Done()
 
@@ -52,9 +58,9 @@ _PREFETCH_MIN = 100
 # A prefetched job waits here for about this long at most, or a tenth of its window: another worker may be idle.
 _PREFETCH_WAIT_S = 0.1
 _AGAIN_FIRST_S, _AGAIN_MAX_S = 0.05, 2.0
-# A rolling deploy ends within minutes; by then a job with 20 attempts has used ten of them.
-_NO_HANDLER_FIRST_S, _NO_HANDLER_MAX_S = 5.0, 600.0
 _FLUSH_S, _FLUSH_HURRIED_S = 5.0, 1.0
+# Threads of handlers that timed out. Each may run for ever, and cannot be stopped.
+_ABANDONED_MAX = 1000
 # How much of a failure a line of the log shows.
 _SUMMARY_CHARS_MAX = 200
 
@@ -62,6 +68,8 @@ _SUMMARY_CHARS_MAX = 200
 class _Registered(NamedTuple):
     function: Handler
     is_async: bool
+    timeout_s: float | None
+    isolated: bool
 
 
 class Worker:
@@ -85,20 +93,27 @@ class Worker:
     - `name` (default host-pid-xxxx): the worker's name in the attempt history.
     - `grace` (s, or timedelta; default 20 s): how long running handlers may take to finish when the worker stops.
     - `cancel_lost` (default True): cancels a coroutine handler when its lease ends. A `def` handler cannot be
-      cancelled: it should check job.lost.is_set(). One that never returns occupies its slot, and keeps the process
-      alive, because Python waits for threads at exit (see run()).
+      cancelled: it should check job.lost.is_set(). One that never returns occupies its place, unless it has a timeout
+      (see handler()), and keeps the process alive, because Python waits for threads at exit (see run()).
+    - `middleware`: `async def middleware(job, call_next)` for what belongs around every handler, such as metrics or an
+      error reporter; the first is the outermost. `await call_next(job)` runs the handler, returns what it returns and
+      raises what it raises, TimedOut and Crashed included.
 
     A handler that runs long can report how far it has come, for people, and a checkpoint for the job's next attempt
     (see Job.report). A job that is cancelled loses its lease: see `cancel_lost`.
 
-    A handler returns the job's result (see Payload; None: no result; at most 64 KiB); the worker then acks the job. A
-    handler that raises nacks the job. Retry(after=...) and Kill("why") set the outcome; after any other exception the
-    retry policy decides. The exception's type, message (8 KiB) and traceback (the newest frames, 32 KiB) are stored
-    with the attempt. sys.exit() in a handler also ends only the attempt, not the worker. A job of a kind without a
-    handler is nacked with a delay of 5 s, doubling up to 10 minutes, because this may be a worker of an older release.
+    A handler returns the job's result (see Payload; None: no result); the worker then acks the job. A result of more
+    than 64 KiB is not stored, which a WARNING says. A handler that raises nacks the job. Retry(after=...),
+    Snooze(after=...) and Kill("why") set the outcome; after any other exception the retry policy decides. The
+    exception's type, message (8 KiB) and traceback (the newest frames, 32 KiB) are stored with the attempt. sys.exit()
+    in a handler also ends only the attempt, not the worker.
 
-    Failures are logged to `windrow.worker`, with job, kind and attempt: as WARNING (a Retry as INFO), or as ERROR if
-    the attempt was the last one or raised Kill. Exceptions other than Retry and Kill are logged with their traceback.
+    A job of a kind without a handler is snoozed for 5 s to 5 min, longer each time, because this may be a worker of an
+    older release: its attempt does not count. A WARNING says so once a minute, and the counter
+    `windrow.worker.unhandled_jobs` counts them (OpenTelemetry, with `meter_provider` or the global one).
+
+    Failures are logged to `windrow.worker`, with job, kind and attempt: as WARNING (a Retry or Snooze as INFO), or as
+    ERROR if the attempt was the last one or raised Kill. Exceptions other than these are logged with their traceback.
     """
 
     def __init__(
@@ -112,6 +127,8 @@ class Worker:
         name: str | None = None,
         grace: Span = 20.0,
         cancel_lost: bool = True,
+        middleware: Sequence[Middleware] = (),
+        meter_provider: metrics.MeterProvider | None = None,
     ) -> None:
         self.client = client
         self.queues = (queues,) if isinstance(queues, str) else tuple(queues)
@@ -121,6 +138,7 @@ class Worker:
         self._window_s = seconds(visibility_window)
         self._grace_s = seconds(grace)
         self._cancel_lost = cancel_lost
+        self._middleware = tuple(middleware)
         self._check()
         self._handlers: dict[str, _Registered] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -148,9 +166,14 @@ class Worker:
             take=self._take,
             revoked=self._leases.revoked,
         )
+        self._unhandled = Unhandled(self.name, meter_provider)
         self._reporter = Reporter(self._report)
         self._waiting: deque[HeldLease] = deque()
         self._running: dict[HeldLease, None] = {}
+        # Those that run no job.
+        self._processes: list[HandlerProcess] = []
+        # How many threads of handlers that timed out still run.
+        self._abandoned = 0
         # Set whenever a handler ends or stop() is called.
         self._changed = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -159,14 +182,33 @@ class Worker:
         # Exponentially weighted mean duration of handlers (s); None before the first one ends.
         self._mean_handler_s: float | None = None
 
-    def handler(self, *kinds: str) -> Callable[[_HandlerT], _HandlerT]:
+    def handler(
+        self, *kinds: str, timeout: Span | None = None, isolate: Literal["process"] | None = None
+    ) -> Callable[[_HandlerT], _HandlerT]:
         """Registers a function for jobs of these kinds: an `async def`, or a `def`, which runs in a thread.
 
-        Raises InvalidRequest if a kind already has a handler.
+        A handler that takes longer than `timeout` (s, or timedelta; None: for ever) is stopped, and its attempt fails
+        as `windrow.TimedOut`, with the handler's stack. An `async def` is cancelled. A thread cannot be stopped:
+        job.lost is set, another job gets its place, and the thread goes on alone, beside the job's next attempt. At
+        most 1,000 such threads are left alone; each further one keeps its place until it ends.
+
+        `isolate="process"` runs a `def` in a process of its own, for code that may hang, crash or leak: the process is
+        killed when the handler times out, when its job is lost, and when the worker stops. If the process ends by
+        itself, only this job's attempt fails, as `windrow.Crashed`. A process runs one job at a time, and 1,000 in all.
+        It imports the handler's module by name, so the handler must be a function of a module; the program's own
+        module is imported too, where run() returns at once. job.lost is never set in it.
+
+        Raises InvalidRequest if a kind already has a handler, if `timeout` is not more than 0 s, or for an
+        `async def` in a process.
         """
+        timeout_s = None if timeout is None else seconds(timeout)
+        if timeout_s is not None and not 0 < timeout_s < math.inf:
+            raise InvalidRequest(f"timeout must be more than 0 s, not {timeout_s} s; None: no timeout")
 
         def register(function: _HandlerT) -> _HandlerT:
-            registered = _Registered(function, _is_async(function))
+            registered = _Registered(function, _is_async(function), timeout_s, isolate == "process")
+            if registered.is_async and registered.isolated:
+                raise InvalidRequest(f"only a def can run in a process, and {function!r} is an async def")
             for kind in kinds:
                 if kind in self._handlers:
                     raise InvalidRequest(f"kind {kind!r} has a handler already: {self._handlers[kind].function!r}")
@@ -188,9 +230,19 @@ class Worker:
         """
         if self._loop is not None:
             raise InvalidRequest(f"worker {self.name} has run already; make a new one")
+        if is_handler_process():
+            # It has imported the program that made this worker.
+            return
+        for kind, handler in self._handlers.items():
+            if handler.isolated and not can_be_sent(handler.function):
+                raise InvalidRequest(
+                    f"kind {kind!r}: {handler.function!r} cannot be imported by name in another process; make it a "
+                    "function of a module"
+                )
         self._loop = asyncio.get_running_loop()
         self._context = contextvars.copy_context()
-        self._threads = ThreadPoolExecutor(self.concurrency, thread_name_prefix=f"{self.name}-handler")
+        # A pool makes threads only as it needs them.
+        self._threads = ThreadPoolExecutor(self.concurrency + _ABANDONED_MAX, thread_name_prefix=f"{self.name}-handler")
         self._on_stop()
         with stopped_by_signals(self.stop):
             try:
@@ -198,6 +250,8 @@ class Worker:
             except BaseExceptionGroup as group:
                 raise only_cause(group) from None
             finally:
+                for process in self._processes:
+                    process.close()
                 self._threads.shutdown(wait=False, cancel_futures=True)
 
     def stop(self) -> None:
@@ -239,7 +293,12 @@ class Worker:
         """Returns how many more jobs the worker would take now."""
         if self._ending or self._stopping.is_set():
             return 0
-        return max(0, self.concurrency + self._prefetch_now() - len(self._running) - len(self._waiting))
+        return max(0, self._places + self._prefetch_now() - len(self._running) - len(self._waiting))
+
+    @property
+    def _places(self) -> int:
+        """How many handlers may run now."""
+        return self.concurrency - max(0, self._abandoned - _ABANDONED_MAX)
 
     def _prefetch_now(self) -> int:
         if self._mean_handler_s is None:
@@ -273,7 +332,7 @@ class Worker:
         assert self._group is not None
         if self._ending or self._stopping.is_set():
             return
-        while self._waiting and len(self._running) < self.concurrency:
+        while self._waiting and len(self._running) < self._places:
             held = self._waiting.popleft()
             self._running[held] = None
             # Handlers start in the context of run(), not in that of the handler that ended before them.
@@ -340,10 +399,11 @@ class Worker:
         """Handles a job whose task was cancelled."""
         if held.lost or held.settling:
             return
-        if held.threaded:
+        if held.thread is not None:
             # The thread goes on: do not release the job, so that no other worker gets it before the lease ends.
             log.warning("%s: job %s still runs in its thread; its lease will expire", self.name, held.job.id)
-            held.job.lost.set()
+            held.lost = True
+            held.job.lost.set(LostReason.STOPPED)
         else:
             self._settlements.give_back(held)
 
@@ -363,16 +423,7 @@ class Worker:
         job = held.job
         handler = self._handlers.get(job.kind)
         if handler is None:
-            delay_s = min(_NO_HANDLER_MAX_S, _NO_HANDLER_FIRST_S * 2 ** min(job.attempt - 1, 10))
-            return self._log_failure(
-                job,
-                Failed(
-                    failure=Failure(
-                        type="NoHandler", message=f"no handler for kind {job.kind!r} in worker {self.name}"
-                    ),
-                    retry_after_s=delay_s,
-                ),
-            )
+            return self._unhandled.give_back(job)
         tracing = self.client.tracing
         if not tracing.follows(job):
             return await self._outcome(handler, held, trace.INVALID_SPAN)
@@ -381,11 +432,11 @@ class Worker:
 
     async def _outcome(self, handler: _Registered, held: HeldLease, span: trace.Span) -> Action:
         try:
-            if handler.is_async:
-                result = await cast("Awaitable[Payload]", handler.function(held.job))
-            else:
-                result = await self._in_thread(cast("Callable[[Job], Payload]", handler.function), held)
-            return _DONE if result is None else Done(result=encode_result(result))
+            call: CallNext = partial(self._run_in_time, handler, held)
+            for middleware in reversed(self._middleware):
+                call = _around(middleware, call)
+            result = await call(held.job)
+            return _DONE if result is None else self._done(held.job, encode(result, what="result"))
         except KeyboardInterrupt:
             # Ctrl-C is meant for the process, not for the handler.
             raise
@@ -395,49 +446,178 @@ class Worker:
                 raise
             if not isinstance(error, Outcome) or error.is_failure:
                 fail(span, error)
-            action, cause = _action_of(error)
-            return self._log_failure(held.job, action, cause) if isinstance(action, Failed) else action
+            process = held.process
+            if process is not None and process.error is error and process.action is not None:
+                # The traceback is in the failure: errors lose theirs on their way from another process.
+                action, cause, frames = process.action, error, None
+            else:
+                action, cause = action_of(error, runner=__file__)
+                frames = frames_of(cause, runner=__file__)
+            if isinstance(action, Failed):
+                self._log_failure(held.job, action.failure, cause, frames)
+            elif isinstance(action, Snoozed):
+                self._log_snooze(held.job, action)
+            return action
 
-    def _log_failure(self, job: Job, failed: Failed, error: BaseException | None = None) -> Failed:
-        """Logs a failed attempt, and returns it."""
+    async def _run_in_time(self, handler: _Registered, held: HeldLease, job: Job) -> Payload:
+        """Runs the handler. Raises TimedOut if it does not finish in time."""
+        if handler.timeout_s is None:
+            return await self._run(handler, held, job)
+        # It never ends by itself: on_timeout() ends it, once the handler can see why.
+        scope = asyncio.timeout(None)
+        loop = asyncio.get_running_loop()
+
+        def on_timeout() -> None:
+            held.job.lost.set(LostReason.TIMED_OUT)
+            scope.reschedule(loop.time())
+
+        timer = loop.call_later(handler.timeout_s, on_timeout)
+        try:
+            async with scope:
+                return await self._run(handler, held, job)
+        except TimeoutError as error:
+            cancelled = error.__cause__
+            if not (scope.expired() and isinstance(cancelled, asyncio.CancelledError)):
+                raise
+            if held.thread is not None:
+                frames = _frames_now(held.thread)
+            else:
+                frames = None if held.process is not None else frames_of(cancelled, runner=__file__)
+            message = f"the handler did not finish within {handler.timeout_s:g} s"
+            raise TimedOut(message).with_traceback(frames) from None
+        finally:
+            timer.cancel()
+
+    async def _run(self, handler: _Registered, held: HeldLease, job: Job) -> Payload:
+        if handler.is_async:
+            return await cast("Awaitable[Payload]", handler.function(job))
+        function = cast("Callable[[Job], Payload]", handler.function)
+        if not handler.isolated:
+            return await self._in_thread(function, held, job)
+        while self._processes and not self._processes[-1].is_reusable:
+            self._processes.pop().close()
+        held.process = process = self._processes.pop() if self._processes else HandlerProcess()
+        try:
+            return await self._in_thread(partial(process.run, function), held, job)
+        finally:
+            if process.is_reusable and not self._ending:
+                self._processes.append(process)
+            else:
+                process.close()
+
+    def _done(self, job: Job, result: bytes) -> Done:
+        """Drops a result that is too large. The work is done: to fail the attempt would only do it again."""
+        if len(result) <= RESULT_BYTES_MAX:
+            return Done(result=result)
+        log.warning(
+            "%s: job %s (%s), attempt %d: its result has %s bytes and is not stored; at most %s are allowed",
+            self.name,
+            job.id,
+            job.kind,
+            job.attempt,
+            f"{len(result):,}",
+            f"{RESULT_BYTES_MAX:,}",
+        )
+        return _DONE
+
+    def _log_snooze(self, job: Job, snoozed: Snoozed) -> None:
+        log.info(
+            "%s: job %s (%s), attempt %d is snoozed for %g s%s",
+            self.name,
+            job.id,
+            job.kind,
+            job.attempt,
+            snoozed.after_s,
+            f": {snoozed.reason[:_SUMMARY_CHARS_MAX]}" if snoozed.reason else "",
+        )
+
+    def _log_failure(self, job: Job, failure: Failure, error: BaseException, frames: TracebackType | None) -> None:
+        """Logs a failed attempt, with the error's traceback; if it has none, with the stack that the failure has."""
         # A handler raises an Outcome on purpose: its traceback is of no use.
         deliberate = isinstance(error, Outcome)
         level = logging.INFO if deliberate else logging.WARNING
-        final = ", permanently" if failed.failure.permanent else ", its last" if job.attempt >= job.max_attempts else ""
+        final = ", permanently" if failure.permanent else ", its last" if job.attempt >= job.max_attempts else ""
         log.log(
             logging.ERROR if final else level,
-            "%s: job %s (%s), attempt %d of %d failed%s: %s",
+            "%s: job %s (%s), attempt %d of %d failed%s: %s%s",
             self.name,
             job.id,
             job.kind,
             job.attempt,
             job.max_attempts,
             final,
-            failed.failure.summary[:_SUMMARY_CHARS_MAX],
-            exc_info=None if error is None or deliberate else (type(error), error, _frames(error)),
+            failure.summary[:_SUMMARY_CHARS_MAX],
+            f"\n{failure.stack}" if frames is None and not deliberate and failure.stack else "",
+            exc_info=None if frames is None or deliberate else (type(error), error, frames),
         )
-        return failed
 
-    async def _in_thread(self, function: Callable[[Job], Payload], held: HeldLease) -> Payload:
+    async def _in_thread(self, function: Callable[[Job], Payload], held: HeldLease, job: Job) -> Payload:
+        assert self._threads is not None
         context = contextvars.copy_context()
 
-        def run() -> Payload:
-            held.threaded = True
+        def run() -> tuple[Payload, BaseException | None]:
+            if held.process is None:
+                held.thread = threading.get_ident()
             try:
-                return context.run(function, held.job)
-            except (StopIteration, GeneratorExit) as error:
-                # A future refuses StopIteration (PEP 479): the worker would wait for this thread, and keep its lease,
-                # for ever. GeneratorExit would close the coroutines that await the future; they could not catch it.
-                raise RuntimeError(f"the handler raised {type(error).__name__}") from error
+                return context.run(function, job), None
+            except BaseException as error:  # noqa: BLE001
+                # Returned, not raised: a future replaces a TimeoutError or a CancelledError by a new one without its
+                # traceback, and it refuses StopIteration (PEP 479).
+                return None, error
 
-        return await asyncio.get_running_loop().run_in_executor(self._threads, run)
+        thread = self._threads.submit(run)
+        try:
+            result, error = await asyncio.wrap_future(thread)
+        except asyncio.CancelledError:
+            if held.process is None:
+                self._abandon(thread)
+            else:
+                held.process.kill()
+            raise
+        try:
+            match error:
+                case None:
+                    return result
+                case StopIteration() | GeneratorExit():
+                    # Neither may be raised in a coroutine: StopIteration ends it, and GeneratorExit closes it.
+                    raise RuntimeError(f"the handler raised {type(error).__name__}") from error
+                case _:
+                    raise error
+        finally:
+            # The error's traceback refers to this frame: the garbage collector need not find the cycle.
+            del error
+
+    def _abandon(self, thread: Future[Any]) -> None:
+        """Leaves a thread alone of which nobody awaits the end."""
+        assert self._loop is not None
+        loop = self._loop
+
+        def on_end(_: Future[Any]) -> None:
+            # A thread may outlive the worker, whose event loop is then closed.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._on_abandoned_end)
+
+        self._abandoned += 1
+        if self._abandoned == _ABANDONED_MAX + 1:
+            log.error(
+                "%s: more than %s threads of handlers that timed out still run; from now on each keeps its place until "
+                "it ends; restart the worker, and find out why the handlers hang",
+                self.name,
+                f"{_ABANDONED_MAX:,}",
+            )
+        thread.add_done_callback(on_end)
+
+    def _on_abandoned_end(self) -> None:
+        self._abandoned -= 1
+        self._start_waiting()
+        self._settlements.wake.set()
 
     def _on_lost(self, held: HeldLease) -> None:
         if held in self._waiting:
             self._waiting.remove(held)
             self._settlements.wake.set()
         # A thread cannot be cancelled: it occupies its slot until it ends.
-        if held.task is not None and self._cancel_lost and not held.threaded:
+        if held.task is not None and self._cancel_lost and held.thread is None:
             held.task.cancel()
 
     # Shutdown.
@@ -457,6 +637,7 @@ class Worker:
             log.warning("%s: cancelling handlers that did not finish in time: %d", self.name, len(self._running))
         for held in self._running:
             if held.task is not None:
+                held.job.lost.set(LostReason.STOPPED)
                 held.task.cancel()
 
     def _give_back_waiting(self) -> None:
@@ -481,6 +662,10 @@ class Worker:
             raise InvalidRequest(f"visibility_window must be 100 ms to 12 h, not {self._window_s} s")
 
 
+def _around(middleware: Middleware, call_next: CallNext) -> CallNext:
+    return lambda job: middleware(job, call_next)
+
+
 def _is_async(handler: Handler) -> bool:
     return inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(type(handler).__call__)
 
@@ -491,32 +676,11 @@ def _is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def _action_of(error: BaseException) -> tuple[Action, BaseException]:
-    """Returns what to report for a handler's error, and the error to log.
-
-    Raises nothing, even if the error's own methods raise.
-    """
-    try:
-        if not isinstance(error, Outcome):
-            return Failed(failure=failure_of(error, stack=stack_of(error, _frames(error)))), error
-        action = error.action()
-        if isinstance(action, Failed) and error.__cause__ is not None:
-            # Raised on purpose, from an error that tells more.
-            action = replace(action, failure=replace(action.failure, stack=stack_of(error, _frames(error))))
-        return action, error
-    except BaseException as worse:  # noqa: BLE001 - such as the AttributeError of a Retry whose __init__ was never called
-        failure = Failure(type=type(error).__qualname__, message="its text cannot be read")
-        with suppress(BaseException):
-            # The stack includes the first error, as the context of the second.
-            failure = failure_of(worse, stack=stack_of(worse, _frames(worse)))
-        return Failed(failure=replace(failure, permanent=isinstance(error, Kill))), worse
-
-
-def _frames(error: BaseException) -> TracebackType | None:
-    """Returns the traceback from the handler on, without the frames of this module and of the thread pool."""
-    handler = frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        if frame.tb_frame.f_code.co_filename == __file__:
-            handler = frame.tb_next
-        frame = frame.tb_next
-    return handler
+def _frames_now(thread: int) -> TracebackType | None:
+    """Returns what a thread does now, as a traceback from the handler on."""
+    traceback: TracebackType | None = None
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame.f_code.co_filename != __file__:
+        traceback = TracebackType(traceback, frame, frame.f_lasti, frame.f_lineno)
+        frame = frame.f_back
+    return traceback

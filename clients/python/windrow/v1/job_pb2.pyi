@@ -544,7 +544,7 @@ class LeasedJob(_message.Message):
 
     @_builtins.property
     def run_at(self) -> _timestamp_pb2.Timestamp:
-        """From when on the job was due: as enqueued, or as the last Nack, Release or RedriveJobs put it. A lease that expired
+        """From when on the job was due: as enqueued, or as the last Nack, Release, Snooze or RedriveJobs put it. A lease that expired
         does not change it.
         """
 
@@ -674,7 +674,7 @@ class Attempt(_message.Message):
 
     @_builtins.property
     def failure(self) -> Global___Failure:
-        """What the Nack reported; absent if it reported nothing, and for other outcomes."""
+        """What the Nack reported, or the reason of a Snooze as its message; absent if there was none, and for other outcomes."""
 
     def __init__(
         self,
@@ -783,7 +783,7 @@ class Job(_message.Message):
 
     @_builtins.property
     def run_at(self) -> _timestamp_pb2.Timestamp:
-        """When the job became, or becomes, due: as enqueued, or as the last Nack, Release or RedriveJobs put it."""
+        """When the job became, or becomes, due: as enqueued, or as the last Nack, Release, Snooze or RedriveJobs put it."""
 
     @_builtins.property
     def expires_at(self) -> _timestamp_pb2.Timestamp:

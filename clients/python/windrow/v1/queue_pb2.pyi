@@ -39,7 +39,7 @@ and job ids make a retry safe. (A job that has neither an id nor a dedup key may
 Dequeue, jobs of the first try may stay leased although no consumer got them; they can be dequeued again when the
 visibility window ends.)
 
-Two words: to settle a job is to ack, nack or release it, which ends its lease. The visibility window is the length
+Two words: to settle a job is to ack, nack, release or snooze it, which ends its lease. The visibility window is the length
 of a lease.
 """
 
@@ -283,6 +283,7 @@ class ConsumeRequest(_message.Message):
     EXTENDS_FIELD_NUMBER: _builtins.int
     RELEASES_FIELD_NUMBER: _builtins.int
     VISIBILITY_WINDOW_FIELD_NUMBER: _builtins.int
+    SNOOZES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """A number other than 0 that the consumer chooses. The answer to this message repeats it. Required if the message
     settles or extends leases. It must differ from those of the stream's messages that are not answered yet: the router
@@ -293,12 +294,12 @@ class ConsumeRequest(_message.Message):
     credit: _builtins.int
     """How many more jobs the consumer has room for; it is added to the remaining credit. Each job that is sent takes one.
     0 to 10,000, and the sum may not exceed 10,000. A new stream begins with none.
-    The next four fields name leases, which may come from this stream or from any other call of the org. A message may
-    settle each lease only once: by an ack, a nack or a release. An extend of a lease that the same message settles is
-    left out, with what it reports. One Settled answers all four fields.
+    `snoozes` and the next four fields name leases, which may come from this stream or from any other call of the org. A
+    message may settle each lease only once: by an ack, a nack, a release or a snooze. An extend of a lease that the same
+    message settles is left out, with what it reports. One Settled answers all five fields.
 
-    Messages are settled in parallel, so of two messages about one lease either may be done first. After an ack, nack
-    or release the consumer sends nothing else about the lease, except the same message again. If it acks a lease while
+    Messages are settled in parallel, so of two messages about one lease either may be done first. After an ack, nack,
+    release or snooze the consumer sends nothing else about the lease, except the same message again. If it acks a lease while
     an extend is unanswered, the extend may be STALE, and its answer is to be ignored.
     """
     @_builtins.property
@@ -325,6 +326,10 @@ class ConsumeRequest(_message.Message):
     def visibility_window(self) -> _duration_pb2.Duration:
         """The window for the extends of this message. 100 ms to 12 h; absent: the window in the stream's `start`."""
 
+    @_builtins.property
+    def snoozes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Snooze]:
+        """Jobs to give back for a while. Their attempts do not count. At most 1,000."""
+
     def __init__(
         self,
         *,
@@ -336,10 +341,11 @@ class ConsumeRequest(_message.Message):
         extends: _abc.Iterable[Global___Extend] | None = ...,
         releases: _abc.Iterable[_builtins.bytes] | None = ...,
         visibility_window: _duration_pb2.Duration | None = ...,
+        snoozes: _abc.Iterable[Global___Snooze] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["start", b"start", "visibility_window", b"visibility_window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acks", b"acks", "credit", b"credit", "extends", b"extends", "nacks", b"nacks", "releases", b"releases", "request_id", b"request_id", "start", b"start", "visibility_window", b"visibility_window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acks", b"acks", "credit", b"credit", "extends", b"extends", "nacks", b"nacks", "releases", b"releases", "request_id", b"request_id", "snoozes", b"snoozes", "start", b"start", "visibility_window", b"visibility_window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -457,7 +463,7 @@ class Settled(_message.Message):
     @_builtins.property
     def not_ok(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseAnswer]:
         """The leases whose answer is not OK. All other leases of the ConsumeRequest are OK, unless `error` is set. An extend
-        that was left out has no answer: the answer for its lease is that of the ack, nack or release.
+        that was left out has no answer: the answer for its lease is that of the ack, nack, release or snooze.
         """
 
     @_builtins.property
@@ -829,6 +835,92 @@ class ReleaseResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReleaseResponse: _TypeAlias = ReleaseResponse  # noqa: Y015
+
+@_typing.final
+class SnoozeRequest(_message.Message):
+    """Names leased jobs to give back for a while."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORG_FIELD_NUMBER: _builtins.int
+    SNOOZES_FIELD_NUMBER: _builtins.int
+    org: _builtins.str
+    """The tenant that owns the jobs. 1 to 128 bytes, no control characters."""
+    @_builtins.property
+    def snoozes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Snooze]:
+        """One for each job to give back. 1 to 1,000."""
+
+    def __init__(
+        self,
+        *,
+        org: _builtins.str = ...,
+        snoozes: _abc.Iterable[Global___Snooze] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["org", b"org", "snoozes", b"snoozes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SnoozeRequest: _TypeAlias = SnoozeRequest  # noqa: Y015
+
+@_typing.final
+class Snooze(_message.Message):
+    """Gives one leased job back for a while, because it cannot be worked on yet. It is a release with a delay and a reason:
+    the attempt does not count, and a job with only one attempt left stays live.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    lease: _builtins.bytes
+    """LeasedJob.lease of the job. 1 to 255 bytes."""
+    reason: _builtins.str
+    """Why, for the job's attempt history, which keeps it as Failure.message. At most 1,024 bytes, no NUL; may be empty."""
+    @_builtins.property
+    def after(self) -> _duration_pb2.Duration:
+        """The job is READY again after this. 0 s to 3,650 days; absent: at once."""
+
+    def __init__(
+        self,
+        *,
+        lease: _builtins.bytes = ...,
+        after: _duration_pb2.Duration | None = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["after", b"after"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "lease", b"lease", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Snooze: _TypeAlias = Snooze  # noqa: Y015
+
+@_typing.final
+class SnoozeResponse(_message.Message):
+    """Says for each snooze whether its job was given back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def answers(self) -> _containers.RepeatedScalarFieldContainer[_job_pb2.JobAnswer.ValueType]:
+        """One for each snooze, in the request's order. A snooze that is repeated is OK again."""
+
+    def __init__(
+        self,
+        *,
+        answers: _abc.Iterable[_job_pb2.JobAnswer.ValueType] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SnoozeResponse: _TypeAlias = SnoozeResponse  # noqa: Y015
 
 @_typing.final
 class GetJobsRequest(_message.Message):

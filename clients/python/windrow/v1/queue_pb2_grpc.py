@@ -71,6 +71,11 @@ class QueueStub:
                 request_serializer=windrow_dot_v1_dot_queue__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=windrow_dot_v1_dot_queue__pb2.ReleaseResponse.FromString,
                 _registered_method=True)
+        self.Snooze = channel.unary_unary(
+                '/windrow.v1.Queue/Snooze',
+                request_serializer=windrow_dot_v1_dot_queue__pb2.SnoozeRequest.SerializeToString,
+                response_deserializer=windrow_dot_v1_dot_queue__pb2.SnoozeResponse.FromString,
+                _registered_method=True)
         self.GetJobs = channel.unary_unary(
                 '/windrow.v1.Queue/GetJobs',
                 request_serializer=windrow_dot_v1_dot_queue__pb2.GetJobsRequest.SerializeToString,
@@ -169,6 +174,13 @@ class QueueServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Snooze(self, request, context):
+        """Gives jobs back for a while: each is READY again after its delay. The attempt does not count.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetJobs(self, request, context):
         """Returns jobs by id, in any state and on whatever shard they are, as many as fit into one answer.
         """
@@ -228,6 +240,11 @@ def add_QueueServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=windrow_dot_v1_dot_queue__pb2.ReleaseRequest.FromString,
                     response_serializer=windrow_dot_v1_dot_queue__pb2.ReleaseResponse.SerializeToString,
+            ),
+            'Snooze': grpc.unary_unary_rpc_method_handler(
+                    servicer.Snooze,
+                    request_deserializer=windrow_dot_v1_dot_queue__pb2.SnoozeRequest.FromString,
+                    response_serializer=windrow_dot_v1_dot_queue__pb2.SnoozeResponse.SerializeToString,
             ),
             'GetJobs': grpc.unary_unary_rpc_method_handler(
                     servicer.GetJobs,
@@ -435,6 +452,33 @@ class Queue:
             '/windrow.v1.Queue/Release',
             windrow_dot_v1_dot_queue__pb2.ReleaseRequest.SerializeToString,
             windrow_dot_v1_dot_queue__pb2.ReleaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Snooze(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/windrow.v1.Queue/Snooze',
+            windrow_dot_v1_dot_queue__pb2.SnoozeRequest.SerializeToString,
+            windrow_dot_v1_dot_queue__pb2.SnoozeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,7 +39,7 @@ and job ids make a retry safe. (A job that has neither an id nor a dedup key may
 Dequeue, jobs of the first try may stay leased although no consumer got them; they can be dequeued again when the
 visibility window ends.)
 
-Two words: to settle a job is to ack, nack or release it, which ends its lease. The visibility window is the length
+Two words: to settle a job is to ack, nack, release or snooze it, which ends its lease. The visibility window is the length
 of a lease.
 """
 
@@ -118,6 +118,8 @@ class QueueStub:
     """Prolongs leases: each then lasts at least until now + visibility_window. Never shortens a lease."""
     Release: _grpc.UnaryUnaryMultiCallable[_queue_pb2.ReleaseRequest, _queue_pb2.ReleaseResponse]
     """Gives jobs back at once, so that they are READY again. The attempt does not count."""
+    Snooze: _grpc.UnaryUnaryMultiCallable[_queue_pb2.SnoozeRequest, _queue_pb2.SnoozeResponse]
+    """Gives jobs back for a while: each is READY again after its delay. The attempt does not count."""
     GetJobs: _grpc.UnaryUnaryMultiCallable[_queue_pb2.GetJobsRequest, _queue_pb2.GetJobsResponse]
     """Returns jobs by id, in any state and on whatever shard they are, as many as fit into one answer."""
     CancelJobs: _grpc.UnaryUnaryMultiCallable[_queue_pb2.CancelJobsRequest, _queue_pb2.CancelJobsResponse]
@@ -176,6 +178,8 @@ class QueueAsyncStub(QueueStub):
     """Prolongs leases: each then lasts at least until now + visibility_window. Never shortens a lease."""
     Release: _aio.UnaryUnaryMultiCallable[_queue_pb2.ReleaseRequest, _queue_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Gives jobs back at once, so that they are READY again. The attempt does not count."""
+    Snooze: _aio.UnaryUnaryMultiCallable[_queue_pb2.SnoozeRequest, _queue_pb2.SnoozeResponse]  # type: ignore[assignment]
+    """Gives jobs back for a while: each is READY again after its delay. The attempt does not count."""
     GetJobs: _aio.UnaryUnaryMultiCallable[_queue_pb2.GetJobsRequest, _queue_pb2.GetJobsResponse]  # type: ignore[assignment]
     """Returns jobs by id, in any state and on whatever shard they are, as many as fit into one answer."""
     CancelJobs: _aio.UnaryUnaryMultiCallable[_queue_pb2.CancelJobsRequest, _queue_pb2.CancelJobsResponse]  # type: ignore[assignment]
@@ -273,6 +277,14 @@ class QueueServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_queue_pb2.ReleaseResponse, _abc.Awaitable[_queue_pb2.ReleaseResponse]]:
         """Gives jobs back at once, so that they are READY again. The attempt does not count."""
+
+    @_abc_1.abstractmethod
+    def Snooze(
+        self,
+        request: _queue_pb2.SnoozeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_queue_pb2.SnoozeResponse, _abc.Awaitable[_queue_pb2.SnoozeResponse]]:
+        """Gives jobs back for a while: each is READY again after its delay. The attempt does not count."""
 
     @_abc_1.abstractmethod
     def GetJobs(

@@ -30,6 +30,10 @@ class _ServerFeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ServerF
     """Never sent."""
     SERVER_FEATURE_ORG_METADATA: _ServerFeature.ValueType  # 1
     """The router refuses a call whose metadata `windrow-org` names another org than its request (queue.proto)."""
+    SERVER_FEATURE_SNOOZE: _ServerFeature.ValueType  # 2
+    """The router takes ConsumeRequest.snoozes. One without it ignores them, and answers the message as if they were done:
+    the leases end by their windows, and the attempts count.
+    """
 
 class ServerFeature(_ServerFeature, metaclass=_ServerFeatureEnumTypeWrapper):
     """Something that a client may have to know before it relies on it, because a router without it would silently do
@@ -40,6 +44,10 @@ SERVER_FEATURE_UNSPECIFIED: ServerFeature.ValueType  # 0
 """Never sent."""
 SERVER_FEATURE_ORG_METADATA: ServerFeature.ValueType  # 1
 """The router refuses a call whose metadata `windrow-org` names another org than its request (queue.proto)."""
+SERVER_FEATURE_SNOOZE: ServerFeature.ValueType  # 2
+"""The router takes ConsumeRequest.snoozes. One without it ignores them, and answers the message as if they were done:
+the leases end by their windows, and the attempts count.
+"""
 Global___ServerFeature: _TypeAlias = ServerFeature  # noqa: Y015
 
 @_typing.final
@@ -136,7 +144,7 @@ class ServerLimits(_message.Message):
     max_jobs_per_enqueue: _builtins.int
     """Jobs in one Enqueue."""
     max_leases_per_call: _builtins.int
-    """Leases in one Ack, Nack, Extend or Release, acks in one Dequeue, and leases of each kind in one message of a
+    """Leases in one Ack, Nack, Extend, Release or Snooze, acks in one Dequeue, and leases of each kind in one message of a
     Consume stream.
     """
     max_ids_per_call: _builtins.int
@@ -189,7 +197,9 @@ class ServerLimits(_message.Message):
 
     @_builtins.property
     def max_delay(self) -> _duration_pb2.Duration:
-        """Bounds NewJob.delay, how far ahead NewJob.run_at is, Nack.retry_after and the delays of a RetryPolicy."""
+        """Bounds NewJob.delay, how far ahead NewJob.run_at is, Nack.retry_after, Snooze.after and the delays of
+        a RetryPolicy.
+        """
 
     @_builtins.property
     def max_dedup_window(self) -> _duration_pb2.Duration:

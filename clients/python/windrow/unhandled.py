@@ -1,0 +1,61 @@
+"""Jobs of kinds that a worker has no handler for: when they run again, and who is told. No I/O but the log.
+
+Such a job is usually newer than its worker: a rolling deploy has shipped its producers first. So its attempt does not
+count, and it is given back for a pause that grows until a newer worker is there."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+
+from opentelemetry import metrics
+
+from windrow.jobs import Job
+from windrow.leases import log
+from windrow.outcomes import Snoozed
+from windrow.payloads import REASON_BYTES_MAX, clipped
+
+PAUSE_S_MIN, PAUSE_S_MAX = 5.0, 300.0
+# A worker logs at most one line in this time, with at most this many kinds.
+_LOG_EVERY_S = 60.0
+_KINDS_MAX = 10
+
+
+class Unhandled:
+    def __init__(self, worker: str, meters: metrics.MeterProvider | None) -> None:
+        self._worker = worker
+        self._jobs = metrics.get_meter("windrow", meter_provider=meters).create_counter(
+            "windrow.worker.unhandled_jobs",
+            unit="{job}",
+            description="Jobs given back because their kind has no handler.",
+        )
+        self._since_logged: Counter[str] = Counter()
+        self._logged_at: float | None = None
+
+    def give_back(self, job: Job) -> Snoozed:
+        """Counts and logs the job. Returns what becomes of it."""
+        self._jobs.add(1, {"messaging.destination.name": job.queue})
+        kind = job.kind if job.kind in self._since_logged or len(self._since_logged) < _KINDS_MAX else "others"
+        self._since_logged[kind] += 1
+        now = time.monotonic()
+        if self._logged_at is None or now - self._logged_at >= _LOG_EVERY_S:
+            log.warning(
+                "%s: no handler for jobs of these kinds; they are given back uncounted, and run again within %g s: %s",
+                self._worker,
+                PAUSE_S_MAX,
+                ", ".join(f"{count:,} of {kind!r}" for kind, count in self._since_logged.items()),
+            )
+            self._since_logged.clear()
+            self._logged_at = now
+        reason = f"no handler for kind {job.kind!r} in worker {self._worker}"
+        return Snoozed(after_s=pause_s(job, luck=random.random()), reason=clipped(reason, REASON_BYTES_MAX))
+
+
+def pause_s(job: Job, *, luck: float) -> float:
+    """Returns when the job runs again: after 5 s to 5 min, times 0.5 to 1.0 by `luck` (0.0 to 1.0).
+
+    It grows with the time from the enqueue to `run_at`, which each pause has put later. So it nearly doubles each time,
+    and all workers agree on it, although nothing is stored for it. Both times are of the shard's clock."""
+    known_s = (job.run_at - job.enqueued_at).total_seconds()
+    return min(PAUSE_S_MAX, max(PAUSE_S_MIN, known_s)) * (0.5 + luck / 2)

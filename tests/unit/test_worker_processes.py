@@ -1,0 +1,180 @@
+"""Handlers that run in processes of their own: what they return and raise comes back, and what they do to their process
+is their job's affair alone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit import isolated_handlers
+from tests.unit.client_fake import WAIT_S, FakeRouter
+from tests.unit.test_client_worker import CHECKOUT, running
+from windrow import Client, InvalidRequest, Job, Worker
+
+# A process imports the client, which takes a while on a busy machine.
+PATIENCE_S = 6 * WAIT_S
+
+
+async def until(router: FakeRouter, count: int) -> dict[bytes, Any]:
+    """Waits for the outcomes of so many jobs, and returns them by lease."""
+
+    def ended() -> dict[bytes, Any]:
+        messages = router.of("Consume")
+        return {one.lease: one for sent in messages for one in (*sent.acks, *sent.nacks, *sent.snoozes)}
+
+    async with asyncio.timeout(PATIENCE_S):
+        while len(ended()) < count:
+            await router.next_news()
+    return ended()
+
+
+def isolating(client: Client, *names: str, **timeouts: float) -> Worker:
+    worker = Worker(client, "q", name="w1", concurrency=1, prefetch=0)
+    for name in names:
+        worker.handler(name, isolate="process", timeout=timeouts.get(name))(getattr(isolated_handlers, name))
+    return worker
+
+
+async def test_what_a_handler_in_a_process_returns_raises_and_reports_comes_back(
+    router: FakeRouter, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "windrow.worker")
+    worker = isolating(client, "add", "report", "broken", "unpicklable", "outcome")
+    jobs = [
+        router.give(kind, payload)
+        for kind, payload in (
+            ("add", b"[1,2]"),
+            ("report", b""),
+            ("broken", b""),
+            ("unpicklable", b""),
+            ("outcome", b"retry"),
+            ("outcome", b"snooze"),
+            ("outcome", b"kill"),
+            ("add", b"[3]"),
+        )
+    ]
+    async with running(worker, within_s=PATIENCE_S):
+        ended = await until(router, len(jobs))
+    added, reported, broken, unpicklable, retried, snoozed, killed, again = (ended[job.lease] for job in jobs)
+    first, second = (Job(payload=ack.result).json() for ack in (added, again))
+    assert (first["sum"], second["sum"]) == (3, 3)
+    assert first["process"] == second["process"] != os.getpid()
+    (extend,) = [extend for message in router.of("Consume") for extend in message.extends]
+    assert (extend.lease, extend.checkpoint, extend.progress.done) == (jobs[1].lease, b"half", 1)
+    assert reported.result == b"reported"
+    assert (broken.failure.type, broken.failure.message) == ("LookupError", "ada")
+    assert "in innermost" in broken.failure.stack
+    assert "ValueError: no such user" in broken.failure.stack
+    assert broken.failure.stack.count("File ") == broken.failure.stack.count(isolated_handlers.__file__)
+    assert unpicklable.failure.type == "tests.unit.isolated_handlers.NotPicklable"
+    assert unpicklable.failure.message == "the bank said 7"
+    assert (retried.failure.message, retried.retry_after.seconds) == ("busy", 90)
+    assert (snoozed.reason, snoozed.after.seconds) == ("not yet", 60)
+    assert (killed.failure.type, killed.failure.message, killed.failure.permanent) == (
+        "ValueError",
+        "no such user",
+        True,
+    )
+    logged = {
+        job.kind + job.payload.decode(): record
+        for job in jobs
+        for record in caplog.records
+        if job.id in record.getMessage()
+    }
+    assert {name: record.levelname for name, record in logged.items()} == {
+        "broken": "WARNING",
+        "unpicklable": "WARNING",
+        "outcomeretry": "INFO",
+        "outcomesnooze": "INFO",
+        "outcomekill": "ERROR",
+    }
+    assert "in innermost" in logged["broken"].getMessage()
+
+
+async def test_a_process_that_ends_or_hangs_fails_the_attempt_of_its_own_job_only(
+    router: FakeRouter, client: Client
+) -> None:
+    worker = isolating(client, "crash", "leave", "hang", "add", hang=0.5)
+    jobs = [router.give(kind, b"[1]") for kind in ("crash", "leave", "hang", "add")]
+    async with running(worker, within_s=PATIENCE_S):
+        ended = await until(router, len(jobs))
+    crashed, left, hung, added = (ended[job.lease] for job in jobs)
+    assert (crashed.failure.type, crashed.failure.message) == (
+        "windrow.Crashed",
+        "the handler's process was ended by SIGKILL",
+    )
+    assert (left.failure.type, left.failure.message) == (
+        "windrow.Crashed",
+        "the handler's process ended with exit code 3",
+    )
+    assert (hung.failure.type, hung.failure.message) == (
+        "windrow.TimedOut",
+        "the handler did not finish within 0.5 s",
+    )
+    assert Job(payload=added.result).json()["sum"] == 1
+
+
+async def test_a_worker_that_stops_kills_its_processes_and_gives_their_jobs_back(
+    router: FakeRouter, client: Client
+) -> None:
+    worker = isolating(client, "hang")
+    job = router.give("hang")
+    async with running(worker, within_s=PATIENCE_S):
+        async with asyncio.timeout(PATIENCE_S):
+            while not (extends := [extend for message in router.of("Consume") for extend in message.extends]):
+                await router.next_news()
+        worker.stop()
+        worker.stop()
+    assert router.settled("Release") == [job.id]
+    # Its parent has waited for it, so it is no zombie either.
+    await router.until(lambda: not Path(f"/proc/{extends[0].progress.note}").exists())
+
+
+async def test_only_plain_functions_of_a_module_can_be_isolated(client: Client) -> None:
+    worker = Worker(client, "q")
+
+    async def coroutine(job: Job) -> None: ...
+
+    def nested(job: Job) -> None: ...
+
+    with pytest.raises(InvalidRequest, match="only a def can run in a process"):
+        worker.handler("coroutine", isolate="process")(coroutine)
+    worker.handler("nested", isolate="process")(nested)
+    with pytest.raises(InvalidRequest, match=r"nested.* cannot be imported by name"):
+        await worker.run()
+
+
+PROGRAM = """
+import os, sys, windrow
+
+worker = windrow.Worker(windrow.Client(sys.argv[1], org="acme"), "q")
+
+@worker.handler("where", isolate="process")
+def where(job):
+    return os.getppid()
+
+windrow.run(worker)
+"""
+
+
+async def test_a_program_needs_no_guard_around_its_run(router: FakeRouter, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    job = router.give("where")
+    process = await asyncio.create_subprocess_exec(sys.executable, str(program), router.address, cwd=CHECKOUT)
+    try:
+        ended = await until(router, 1)
+        assert ended[job.lease].result == str(process.pid).encode()
+        process.terminate()
+        async with asyncio.timeout(PATIENCE_S):
+            assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
