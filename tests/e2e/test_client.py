@@ -20,19 +20,24 @@ import pytest
 from tests.collector import Collector
 from tests.e2e.conftest import CHECKOUT, WAIT_S, RunningCluster, eventually
 from windrow import (
+    AlreadyExists,
     Answer,
     AttemptOutcome,
     Client,
     Enqueued,
     ExponentialRetry,
+    FailedPrecondition,
     Failure,
     FixedRetry,
     InvalidJob,
+    InvalidRequest,
     Job,
     JobRecord,
     JobState,
     Kill,
     NewJob,
+    NotFound,
+    RestoreRefusal,
     Retry,
     SyncClient,
     Worker,
@@ -355,6 +360,61 @@ async def test_a_cancelled_job_is_lost_by_its_handler(client: Client) -> None:
     assert await state(client, stored.id) is JobState.CANCELLED
 
 
+async def test_queues_are_configured_paused_and_deleted(client: Client) -> None:
+    made = await client.create_queue("mail", max_attempts=3, retry=FixedRetry(30), retention_days=7)
+    assert (made.queue, made.max_attempts, made.retention_days, made.paused) == ("mail", 3, 7, False)
+    assert made.retry == FixedRetry(timedelta(seconds=30))
+    with pytest.raises(AlreadyExists):
+        await client.create_queue("mail")
+    changed = await client.update_queue("mail", max_attempts=4, reset=["retry"])
+    assert (changed.max_attempts, changed.retention_days) == (4, 7)
+    assert isinstance(changed.retry, ExponentialRetry)
+    with pytest.raises(InvalidRequest, match="'max_attempts', which is given a value too"):
+        await client.update_queue("mail", max_attempts=5, reset=["max_attempts"])
+    assert (await client.pause_queue("mail")).paused
+    assert not (await client.resume_queue("mail")).paused
+    await client.enqueue("other", "k")
+    assert [queue.queue for queue in await client.list_queues()] == ["mail", "other"]
+    assert await client.get_queue("mail") == changed
+    with pytest.raises(FailedPrecondition):
+        await client.delete_queue("other")
+    await client.delete_queue("mail")
+    with pytest.raises(NotFound, match="mail"):
+        await client.get_queue("mail")
+
+
+async def test_jobs_are_listed_counted_purged_redriven_and_restored(client: Client) -> None:
+    stored = await client.enqueue_many([NewJob("q", "k", str(n)) for n in range(5)])
+    for job in await client.dequeue("q", max_jobs=2):
+        await client.nack(job, permanent=True)
+    newest_first = [one.id for one in reversed(stored)]
+    pages = [await client.list_jobs("q", page_size=2, include_payload=True)]
+    while pages[-1].next_page_token:
+        token = pages[-1].next_page_token
+        pages.append(await client.list_jobs("q", page_size=2, include_payload=True, page_token=token))
+    assert [[job.id for job in page.jobs] for page in pages] == [newest_first[:2], newest_first[2:4], newest_first[4:]]
+    assert pages[0].jobs[0].payload == b"4"
+    dead = await client.list_jobs(state=JobState.DEAD, created_before=datetime.now(UTC) + timedelta(hours=1))
+    assert len(dead.jobs) == 2
+    with pytest.raises(InvalidRequest, match=r"page_size: must be 1 to 1,000, not 0"):
+        await client.list_jobs(page_size=0)
+    with pytest.raises(InvalidRequest, match="state: "):
+        await client.list_jobs(state=JobState.UNKNOWN)
+    counts = (await client.stats("q")).queues["q"]
+    assert (counts.ready, counts.dead, counts.succeeded) == (3, 2, None)
+    assert await client.redrive_jobs("q", kind="another") == 0
+    assert await client.redrive_jobs("q", limit=1) == 1
+    assert await client.purge_queue("q", include_dead=True) == 5
+    counted = await client.stats(include_finished=True)
+    assert (counted.queues["q"].cancelled, counted.unavailable_shards) == (5, [])
+    ids, new_ids = [stored[0].id, uuid7()], [uuid7(), uuid7()]
+    for again in (False, True):
+        there, nowhere = await client.restore_jobs(ids, new_ids=new_ids)
+        assert (there.id, there.new_id, there.duplicate, there.refusal) == (ids[0], new_ids[0], again, None)
+        assert nowhere.refusal is RestoreRefusal.NOT_FOUND
+    assert await state(client, new_ids[0]) is JobState.READY
+
+
 def test_the_sync_client_does_the_same(cluster: RunningCluster) -> None:
     with SyncClient(cluster.address, org="sync") as client:
         client.enqueue_many([NewJob("q", "k", {"n": at}) for at in range(3)])
@@ -397,7 +457,7 @@ async def test_a_script_runs_until_a_signal_and_ends_well(cluster: RunningCluste
 async def test_the_readmes_examples_run(cluster: RunningCluster, app_dsn: str, collector: Collector) -> None:
     text = (CHECKOUT / "clients" / "python" / "README.md").read_text()
     examples = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    enqueue, plain, cancel, work, stop, relay, traced = examples
+    enqueue, plain, cancel, admin, work, stop, relay, traced = examples
     environ = os.environ | {
         "WINDROW_ADDRESS": cluster.address,
         "PYTHONUNBUFFERED": "1",
@@ -424,6 +484,7 @@ async def test_the_readmes_examples_run(cluster: RunningCluster, app_dsn: str, c
     await run(enqueue, b"False")
     await run(plain, b"")
     await run(cancel, b"Answer.OK")
+    await run(admin, b"send_invoice")
     await run(work, b"to user99@example.com")
     await run(stop, b"page 3")
     await run(relay.replace("postgresql://localhost/app", app_dsn), b"sent=1")

@@ -7,6 +7,7 @@
 `windrow.outbox` (install `windrow[outbox]`) enqueues jobs inside your own Postgres transactions.
 """
 
+from windrow.admin import JobPage, QueueRecord, QueueStats, Restored, RestoreRefusal, Stats
 from windrow.client import Client
 from windrow.errors import (
     AlreadyExists,
@@ -65,6 +66,7 @@ __all__ = [
     "InvalidRequest",
     "Job",
     "JobOptions",
+    "JobPage",
     "JobRecord",
     "JobState",
     "Kill",
@@ -73,12 +75,17 @@ __all__ = [
     "Payload",
     "PermissionDenied",
     "Progress",
+    "QueueRecord",
+    "QueueStats",
     "ResourceExhausted",
+    "RestoreRefusal",
+    "Restored",
     "Retry",
     "RetryPolicy",
     "RouterError",
     "RouterTooOld",
     "ServerInfo",
+    "Stats",
     "SyncClient",
     "Unavailable",
     "Violation",

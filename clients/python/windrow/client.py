@@ -1,4 +1,5 @@
-"""The asyncio client: one method for each call of the queue service. calls.py has retries and connections."""
+"""The asyncio client: one method for each call of the queue service. admin.py has those of the admin service, calls.py
+has retries and connections."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 from opentelemetry import trace
 
+from windrow.admin import AdminCalls
 from windrow.calls import MESSAGE_BYTES_MAX, TRY_S, Calls, error_of
 from windrow.coalescer import Coalescer, Coalescers
 from windrow.errors import (
@@ -26,6 +28,7 @@ from windrow.errors import (
     Violation,
     WindrowError,
     alone,
+    invalid_argument,
 )
 from windrow.failures import Failure, failure_message, failure_of, stack_of
 from windrow.jobs import (
@@ -68,8 +71,8 @@ _NO_FAILURE = Failure()
 _Item = TypeVar("_Item")
 
 
-class Client:
-    """The queues of one org. Make one client for each event loop and share it: calls run concurrently.
+class Client(AdminCalls):
+    """The queues and jobs of one org. Make one client for each event loop and share it: calls run concurrently.
 
     - `address`: HOST:PORT; default $WINDROW_ADDRESS, or 127.0.0.1:7419 if that is not set.
     - `timeout` (s, or timedelta; default 30 s): for a whole call with all its tries.
@@ -239,7 +242,7 @@ class Client:
         """
         if max_jobs < 1:
             # To the router 0 means the default, which is 1. A caller that has counted its free places wants no job.
-            raise _invalid("max_jobs", ValueError(f"must be 1 to 1,000, not {max_jobs}"))
+            raise invalid_argument("max_jobs", f"must be 1 to 1,000, not {max_jobs}")
         request = queue_pb2.DequeueRequest(
             org=self.org,
             queues=[queues] if isinstance(queues, str) else queues,
@@ -249,7 +252,7 @@ class Client:
         )
         wait_s = _seconds("wait", wait)
         if not 0 <= wait_s <= WAIT_S_MAX:
-            raise _invalid("wait", ValueError(f"must be 0 s to {WAIT_S_MAX:g} s, not {wait_s} s"))
+            raise invalid_argument("wait", f"must be 0 s to {WAIT_S_MAX:g} s, not {wait_s} s")
 
         def wait_for(left_s: float) -> None:
             if left_s:
@@ -282,7 +285,7 @@ class Client:
         try:
             encoded = encode_result(result)
         except (TypeError, ValueError) as error:
-            raise _invalid("result", error) from error
+            raise invalid_argument("result", error) from error
 
         if isinstance(jobs, Job):
             return await self._acks.put(self.org, queue_pb2.Ack(lease=jobs.lease, result=encoded), len(encoded) + 64)
@@ -542,15 +545,11 @@ def _span(name: str, span: Span) -> Duration:
     try:
         return duration(span)
     except (TypeError, ValueError) as error:
-        raise _invalid(name, error) from error
+        raise invalid_argument(name, error) from error
 
 
 def _seconds(name: str, span: Span) -> float:
     try:
         return seconds(span)
     except TypeError as error:
-        raise _invalid(name, error) from error
-
-
-def _invalid(name: str, error: Exception) -> InvalidRequest:
-    return InvalidRequest(f"{name}: {error}", [Violation(name, str(error))])
+        raise invalid_argument(name, error) from error

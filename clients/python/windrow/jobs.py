@@ -256,6 +256,14 @@ _ANSWERS: dict[int, Answer] = {
 }
 
 
+_STATE_VALUES = {state: job_pb2.JobState.ValueType(value) for value, state in _STATES.items()}
+
+
+def state_value(state: JobState) -> job_pb2.JobState.ValueType:
+    """Raises KeyError for UNKNOWN."""
+    return _STATE_VALUES[state]
+
+
 def answer_of(value: int) -> Answer:
     return _ANSWERS.get(value, Answer.UNKNOWN)
 
@@ -303,7 +311,7 @@ def write(job: NewJob, message: job_pb2.NewJob) -> None:
     if job.max_attempts:
         template.max_attempts = job.max_attempts
     if job.retry is not None:
-        template.retry.CopyFrom(_retry(job.retry))
+        template.retry.CopyFrom(retry_message(job.retry))
     if job.run_at is not None:
         if job.delay is not None:
             raise ValueError("run_at and delay are both given; give only one")
@@ -355,7 +363,8 @@ def _shown(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARS_MAX else text[:_SHOWN_CHARS_MAX] + "…"
 
 
-def _retry(policy: object) -> job_pb2.RetryPolicy:
+def retry_message(policy: object) -> job_pb2.RetryPolicy:
+    """Raises TypeError or ValueError."""
     match policy:
         case FixedRetry():
             return job_pb2.RetryPolicy(fixed=job_pb2.FixedRetry(delay=duration(policy.delay)))
@@ -375,7 +384,7 @@ def _retry(policy: object) -> job_pb2.RetryPolicy:
             )
 
 
-def _read_retry(message: job_pb2.RetryPolicy) -> RetryPolicy | None:
+def read_retry(message: job_pb2.RetryPolicy) -> RetryPolicy | None:
     match message.WhichOneof("policy"):
         case "fixed":
             return FixedRetry(delay=message.fixed.delay.ToTimedelta())
@@ -428,7 +437,7 @@ def read_record(message: job_pb2.Job, *, with_payload: bool) -> JobRecord:
         priority=message.priority,
         attempt=message.attempt,
         max_attempts=message.max_attempts,
-        retry=_read_retry(message.retry),
+        retry=read_retry(message.retry),
         dedup_key=message.dedup_key,
         enqueued_at=moment(message.enqueued_at),
         run_at=moment(message.run_at),
