@@ -596,6 +596,23 @@ def test_dead_jobs_come_back_and_waiting_ones_are_cancelled(windrow: Windrow) ->
     assert windrow("queues", "delete", "mend", "mail").code == 0
 
 
+def test_a_watched_job_is_shown_until_its_end_and_then_its_result(running: Running, windrow: Windrow) -> None:
+    (job_id,) = windrow("enqueue", "seen", "mail", "greet").lines
+    (lease,) = leased(windrow, "seen")
+    command = ["windrow", "jobs", "watch", "seen", job_id]
+    with subprocess.Popen(command, env=running.environ, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("leased  attempt 1 of 20")
+        assert windrow("ack", "seen", lease, "--result", "sent").code == 0
+        assert process.stdout.read() == "succeeded  attempt 1 of 20\nsent\n"
+        assert process.wait(WAIT_S) == 0
+    (cancelled,) = windrow("enqueue", "seen", "mail", "greet").lines
+    windrow("jobs", "cancel", "seen", cancelled)
+    ended = windrow("jobs", "watch", "seen", cancelled, "--json")
+    assert (ended.code, [job["state"] for job in ended.documents]) == (1, ["cancelled"])
+    assert windrow("jobs", "watch", "seen", uuid7()).code == 4
+
+
 def test_a_watch_looks_again_until_it_is_interrupted(running: Running, windrow: Windrow) -> None:
     windrow("enqueue", "watched", "q", "k")
     command = ["windrow", "stats", "watched", "--watch", "--interval", "50ms", "--json"]

@@ -24,6 +24,7 @@ from windrow import (
     Answer,
     AttemptOutcome,
     Client,
+    DeadlineExceeded,
     Enqueued,
     ExponentialRetry,
     FailedPrecondition,
@@ -413,6 +414,20 @@ async def test_jobs_are_listed_counted_purged_redriven_and_restored(client: Clie
         assert (there.id, there.new_id, there.duplicate, there.refusal) == (ids[0], new_ids[0], again, None)
         assert nowhere.refusal is RestoreRefusal.NOT_FOUND
     assert await state(client, new_ids[0]) is JobState.READY
+
+
+async def test_a_wait_for_a_job_returns_its_result_or_says_that_the_time_is_over(client: Client) -> None:
+    stored = await client.enqueue("q", "k")
+    with pytest.raises(DeadlineExceeded, match=rf"job {stored.id} is ready after 0\.2 s"):
+        await client.wait(stored.id, timeout=0.2)
+    waiting = asyncio.create_task(client.wait(stored.id, timeout=WAIT_S))
+    (job,) = await client.dequeue("q")
+    await client.ack(job, result={"sum": 6})
+    ended = await waiting
+    assert (ended.state, ended.result) == (JobState.SUCCEEDED, b'{"sum":6}')
+    assert await client.wait(stored.id, timeout=0) == ended
+    with pytest.raises(NotFound, match="has no job"):
+        await client.wait(uuid7(), timeout=WAIT_S)
 
 
 def test_the_sync_client_does_the_same(cluster: RunningCluster) -> None:

@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar, Unpack, overload
 
@@ -20,8 +21,10 @@ from windrow.admin import AdminCalls
 from windrow.calls import MESSAGE_BYTES_MAX, TRY_S, Calls, error_of
 from windrow.coalescer import Coalescer, Coalescers
 from windrow.errors import (
+    DeadlineExceeded,
     InvalidJob,
     InvalidRequest,
+    NotFound,
     RouterError,
     Span,
     Unavailable,
@@ -32,6 +35,7 @@ from windrow.errors import (
 )
 from windrow.failures import Failure, failure_message, failure_of, stack_of
 from windrow.jobs import (
+    ENDED,
     Answer,
     Enqueued,
     Job,
@@ -254,15 +258,11 @@ class Client(AdminCalls):
         if not 0 <= wait_s <= WAIT_S_MAX:
             raise invalid_argument("wait", f"must be 0 s to {WAIT_S_MAX:g} s, not {wait_s} s")
 
-        def wait_for(left_s: float) -> None:
-            if left_s:
-                request.wait.CopyFrom(duration(left_s))
-            else:
-                request.ClearField("wait")
-
         deadline = time.monotonic() + wait_s
         while True:
-            response = await self.calls.call(lambda stub: stub.Dequeue, request, wait_s=wait_s, before_try=wait_for)
+            response = await self.calls.call(
+                lambda stub: stub.Dequeue, request, wait_s=wait_s, before_try=partial(_set_wait, request)
+            )
             wait_s = deadline - time.monotonic()
             if response.jobs or wait_s < _WORTH_WAITING_S:
                 return [read_leased(job) for job in response.jobs]
@@ -443,6 +443,33 @@ class Client(AdminCalls):
                 remaining = list(response.omitted_ids)
         return found
 
+    async def wait(self, id: str, *, timeout: Span) -> JobRecord:  # noqa: A002
+        """Waits until a job has ended: it is succeeded, dead or cancelled. Returns its record, with payload and result.
+
+        `timeout` (s, or timedelta): how long to wait. Raises DeadlineExceeded when it is over, and NotFound if this org
+        has no such job."""
+        request = queue_pb2.WaitJobRequest(org=self.org, id=id, include_payload=True)
+        timeout_s = _seconds("timeout", timeout)
+        deadline = time.monotonic() + timeout_s
+        left_s = timeout_s
+        while True:
+            response = await self.calls.call(
+                lambda stub: stub.WaitJob,
+                request,
+                wait_s=max(0.0, min(left_s, WAIT_S_MAX)),
+                before_try=partial(_set_wait, request),
+            )
+            if not response.HasField("job"):
+                raise NotFound(f"org {self.org!r} has no job {id}")
+            record = read_record(response.job, with_payload=True)
+            if record.state in ENDED:
+                return record
+            left_s = deadline - time.monotonic()
+            if left_s < _WORTH_WAITING_S:
+                raise DeadlineExceeded(f"job {id} is {record.state.value} after {timeout_s:g} s")
+            # A router that shuts down answers early. Wait for the remaining time at another one.
+            await asyncio.sleep(random.uniform(0.2, 0.5) * _WORTH_WAITING_S)
+
     async def cancel_jobs(self, ids: Iterable[str], *, reason: str = "") -> list[Answer]:
         """Cancels jobs that have not finished, and ends their leases. Returns STALE for a job that had succeeded."""
 
@@ -501,6 +528,13 @@ def _enqueued(request: queue_pb2.EnqueueRequest, response: queue_pb2.EnqueueResp
         else Enqueued(id=request.jobs[at].id, error=error_of(result.error, first=first))
         for at, result in enumerate(response.results)
     ]
+
+
+def _set_wait(request: queue_pb2.DequeueRequest | queue_pb2.WaitJobRequest, left_s: float) -> None:
+    if left_s:
+        request.wait.CopyFrom(duration(left_s))
+    else:
+        request.ClearField("wait")
 
 
 _Answers = Sequence[int]

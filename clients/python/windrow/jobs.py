@@ -38,6 +38,10 @@ class JobState(enum.Enum):
     UNKNOWN = "unknown"
 
 
+# A job in one of these states does not run again, unless somebody redrives a dead one.
+ENDED = frozenset({JobState.SUCCEEDED, JobState.DEAD, JobState.CANCELLED})
+
+
 class AttemptOutcome(enum.Enum):
     """How one attempt ended."""
 

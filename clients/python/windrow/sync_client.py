@@ -99,6 +99,7 @@ class SyncClient:
     extend = _blocking(Client.extend)
     release = _blocking(Client.release)
     get_jobs = _blocking(Client.get_jobs)
+    wait = _blocking(Client.wait)
     cancel_jobs = _blocking(Client.cancel_jobs)
     server_info = _blocking(Client.server_info)
     list_queues = _blocking(Client.list_queues)
