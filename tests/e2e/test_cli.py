@@ -953,6 +953,14 @@ def test_a_line_that_is_too_long_is_named_and_those_before_it_are_stored(windrow
     assert len(done.lines) == 1
     assert "line 2 has 1048577 bytes" in done.err
     assert "1 job stored" in done.err
+    # Corrected, and sent again as it says.
+    batch = re.search(rf"--batch ({ID.pattern})", done.err)
+    assert batch is not None
+    again = windrow("enqueue", "long", "q", "k", "--lines", "--batch", batch[1], stdin="fits\nfits now\nfits\n")
+    assert (again.code, again.lines[0], len(again.lines)) == (0, done.lines[0], 3)
+    assert "3 jobs stored, 1 of them before" in again.err
+    (counts,) = windrow("stats", "long", "--json").documents
+    assert counts["queues"][0]["ready"] == 3
 
 
 # ── Light, and well written ──────────────────────────────────────────────────────────────────────────────────────────

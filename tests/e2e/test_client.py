@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from windrow import (
     AlreadyExists,
     Answer,
     AttemptOutcome,
+    Batch,
     Client,
     DeadlineExceeded,
     Enqueued,
@@ -42,6 +43,7 @@ from windrow import (
     Retry,
     SyncClient,
     Worker,
+    nth_id,
     outbox,
     uuid7,
 )
@@ -142,6 +144,32 @@ async def test_the_same_job_twice_is_stored_once(client: Client) -> None:
     assert (again.id, again.duplicate) == (job.id, True)
     by_key = await client.enqueue("q", "k", dedup_key="order-7")
     assert (by_key.id, by_key.duplicate) == (job.id, True)
+
+
+async def test_a_batch_that_was_interrupted_goes_on_and_stores_nothing_twice(client: Client) -> None:
+    batch, seen = uuid7(), list[Batch]()
+
+    def jobs(ends_at: int) -> Iterator[NewJob]:
+        for n in range(2500):
+            if n == ends_at:
+                raise ZeroDivisionError
+            yield NewJob("bulk", "k", str(n))
+
+    with pytest.raises(ZeroDivisionError):
+        await client.enqueue_batch(jobs(2300), batch=batch)
+    done = await client.enqueue_batch(jobs(-1), batch=batch, on_progress=seen.append)
+    assert [one.jobs for one in seen] == [1000, 2000, 2500]
+    assert (done, done.jobs) == (seen[-1], 2500)
+    assert (await client.stats("bulk")).queues["bulk"].ready == 2500
+    (last,) = (await client.get_jobs([nth_id(batch, 2499)], include_payload=True)).values()
+    assert last.payload == b"2499"
+    assert (await client.enqueue_batch(jobs(-1), batch=batch)).duplicates == 2500
+    bad = [*(NewJob("bulk", "k") for _ in range(1000)), NewJob("bulk", "k"), NewJob("", "k")]
+    with pytest.raises(InvalidJob) as refused:
+        await client.enqueue_batch(bad, batch=uuid7())
+    assert [violation.field for violation in refused.value.violations] == ["jobs[1001].template.queue"]
+    with pytest.raises(InvalidRequest, match="batch: 'x' is not a UUIDv7; make one with"):
+        await client.enqueue_batch([], batch="x")
 
 
 async def test_callers_share_calls_and_have_their_own_outcomes(client: Client) -> None:
@@ -472,7 +500,7 @@ async def test_a_script_runs_until_a_signal_and_ends_well(cluster: RunningCluste
 async def test_the_readmes_examples_run(cluster: RunningCluster, app_dsn: str, collector: Collector) -> None:
     text = (CHECKOUT / "clients" / "python" / "README.md").read_text()
     examples = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    enqueue, plain, cancel, admin, work, stop, relay, traced = examples
+    enqueue, many, plain, cancel, admin, work, stop, relay, traced = examples
     environ = os.environ | {
         "WINDROW_ADDRESS": cluster.address,
         "PYTHONUNBUFFERED": "1",
@@ -497,6 +525,7 @@ async def test_the_readmes_examples_run(cluster: RunningCluster, app_dsn: str, c
                 await process.wait()
 
     await run(enqueue, b"False")
+    await run(many, b"5000 0")
     await run(plain, b"")
     await run(cancel, b"Answer.OK")
     await run(admin, b"send_invoice")

@@ -26,11 +26,12 @@ from windrow.errors import (
     WindrowError,
 )
 from windrow.failures import Failure
-from windrow.ids import uuid7
+from windrow.ids import nth_id, uuid7
 from windrow.jobs import (
     Answer,
     Attempt,
     AttemptOutcome,
+    Batch,
     Enqueued,
     ExponentialRetry,
     FixedRetry,
@@ -54,6 +55,7 @@ __all__ = [
     "Answer",
     "Attempt",
     "AttemptOutcome",
+    "Batch",
     "Client",
     "ClientClosed",
     "DeadlineExceeded",
@@ -91,6 +93,7 @@ __all__ = [
     "Violation",
     "WindrowError",
     "Worker",
+    "nth_id",
     "run",
     "uuid7",
 ]

@@ -7,6 +7,7 @@ import asyncio
 import os
 import random
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -32,17 +33,21 @@ from windrow.errors import (
     WindrowError,
     alone,
     invalid_argument,
+    shifted,
 )
 from windrow.failures import Failure, failure_message, failure_of, stack_of
+from windrow.ids import nth_id
 from windrow.jobs import (
     ENDED,
     Answer,
+    Batch,
     Enqueued,
     Job,
     JobOptions,
     JobRecord,
     NewJob,
     answers,
+    batch_requests,
     enqueue_request,
     new_message,
     read_leased,
@@ -67,6 +72,8 @@ _WORTH_WAITING_S = 0.1
 # A large request delays the others on its connection: independent ones are split well below the limit.
 _SPLIT_BYTES = 8 * 1024 * 1024
 _SPLIT_CALLS_MAX = 4
+# A call of a batch is smaller: its progress is visible, and its jobs need not all be in memory.
+_BATCH_CALL_BYTES = 1024 * 1024
 # How many shared calls may run at the same time, for each connection.
 _SHARED_CALLS = 2
 
@@ -187,6 +194,49 @@ class Client(AdminCalls):
                 "independent=True stores them in several calls"
             )
         return await self.send(enqueue_request(self.org, listed, independent=independent))
+
+    async def enqueue_batch(
+        self, jobs: Iterable[NewJob], *, batch: str, on_progress: Callable[[Batch], object] | None = None
+    ) -> Batch:
+        """Stores any number of jobs, such as a million from a generator, a few calls at a time. Calls `on_progress`
+        after each 1,000 jobs or less.
+
+        `batch` is a windrow.uuid7() that the caller keeps. Job n is stored as windrow.nth_id(batch, n), whatever its
+        own id is. So after an error, or if the program died, call again with the same batch and jobs within 7 days:
+        what is stored already is not stored again. Raises InvalidJob for the first job that breaks a rule; all jobs
+        before its call are stored."""
+        try:
+            nth_id(batch, 0)
+        except ValueError as error:
+            raise invalid_argument("batch", f"{error}; make one with windrow.uuid7()") from error
+        done = Batch()
+        # The oldest call first, with the number of its first job.
+        under_way: deque[tuple[int, asyncio.Task[list[Enqueued]]]] = deque()
+
+        async def take_oldest() -> None:
+            nonlocal done
+            first, task = under_way[0]
+            try:
+                stored = await task
+            except InvalidRequest as error:
+                raise type(error)(f"after {first:,} jobs: {error}", shifted(error.violations, first)) from error
+            under_way.popleft()
+            done = Batch(jobs=first + len(stored), duplicates=done.duplicates + sum(one.duplicate for one in stored))
+            if on_progress is not None:
+                on_progress(done)
+
+        try:
+            for first, request in batch_requests(self.org, jobs, batch, jobs_max=JOBS_MAX, bytes_max=_BATCH_CALL_BYTES):
+                if len(under_way) == _SPLIT_CALLS_MAX:
+                    await take_oldest()
+                under_way.append((first, asyncio.create_task(self.send(request))))
+            while under_way:
+                await take_oldest()
+        finally:
+            for _, task in under_way:
+                task.cancel()
+            await asyncio.gather(*(task for _, task in under_way), return_exceptions=True)
+        return done
 
     async def send(self, request: queue_pb2.EnqueueRequest, *, timeout: Span | None = None) -> list[Enqueued]:
         """Stores the jobs of a prepared request: the low-level form of enqueue_many. Splits an independent request.

@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import enum
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import UTC, datetime
 from typing import Any, TypedDict, cast
 
 from windrow.errors import InvalidJob, Span, Violation, WindrowError
 from windrow.failures import Failure, read_failure
-from windrow.ids import uuid7
+from windrow.ids import nth_id, uuid7
 from windrow.payloads import Payload, duration, encode, moment, timestamp
 from windrow.reports import Progress, Reporter, read_progress, report_of
 from windrow.v1 import job_pb2, queue_pb2
@@ -139,6 +139,16 @@ class Enqueued:
     duplicate: bool = False
     # Why this job was not stored. Only set by an independent enqueue_many.
     error: WindrowError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """How far an enqueue_batch has come."""
+
+    # The jobs that are stored: all up to this number.
+    jobs: int = 0
+    # Those of them that were stored before, by an earlier call with the same batch.
+    duplicates: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,6 +296,28 @@ def enqueue_request(org: str, jobs: Sequence[NewJob], *, independent: bool = Fal
         except (TypeError, ValueError) as error:
             raise _invalid(job, at, error) from error
     return request
+
+
+def batch_requests(
+    org: str, jobs: Iterable[NewJob], batch: str, *, jobs_max: int, bytes_max: int
+) -> Iterator[tuple[int, queue_pb2.EnqueueRequest]]:
+    """Yields requests for all jobs of a batch, each with the number of its first job. A request has at most `jobs_max`
+    jobs, and at most `bytes_max` bytes unless it has only one. Raises InvalidJob."""
+    request, first, size = queue_pb2.EnqueueRequest(org=org), 0, 0
+    for at, job in enumerate(jobs):
+        message = job_pb2.NewJob()
+        try:
+            write(job, message)
+            message.id = nth_id(batch, at)
+        except (TypeError, ValueError) as error:
+            raise _invalid(job, at, error) from error
+        size += message.ByteSize()
+        if request.jobs and (len(request.jobs) == jobs_max or size > bytes_max):
+            yield first, request
+            request, first, size = queue_pb2.EnqueueRequest(org=org), at, message.ByteSize()
+        request.jobs.append(message)
+    if request.jobs:
+        yield first, request
 
 
 def new_message(job: NewJob) -> job_pb2.NewJob:

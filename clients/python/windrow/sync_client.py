@@ -93,6 +93,7 @@ class SyncClient:
 
     enqueue = _blocking(Client.enqueue)
     enqueue_many = _blocking(Client.enqueue_many)
+    enqueue_batch = _blocking(Client.enqueue_batch)
     dequeue = _blocking(Client.dequeue)
     ack = _blocking(Client.ack)
     nack = _blocking(Client.nack)
