@@ -109,6 +109,15 @@ def enqueue(
             help="The job's id (UUIDv7): enqueueing it again stores nothing new.",
         ),
     ] = None,
+    batch: Annotated[
+        str | None,
+        typer.Option(
+            "--batch",
+            metavar="ID",
+            show_default=False,
+            help="With --lines: make the jobs' ids from this UUIDv7, so that the same lines are stored only once.",
+        ),
+    ] = None,
     as_json: options.Json = False,
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
@@ -124,6 +133,8 @@ def enqueue(
         raise typer.BadParameter(
             "all lines would be the same job: enqueue them one by one", param_hint="'--dedup-key' / '--id'"
         )
+    if batch is not None and not lines:
+        raise typer.BadParameter("it is for --lines; a single job has --id", param_hint="'--batch'")
     if file is not None and payload is not None:
         raise typer.BadParameter("give the payload or --file, not both", param_hint="'PAYLOAD' / '--file'")
     if lines and payload not in (None, "-"):
@@ -160,7 +171,8 @@ def enqueue(
 
     with connect(address, timeout) as router:
         if lines:
-            _enqueue_lines(router, org, pattern, _lines(file), as_json=as_json)
+            (batch_id,) = values.job_ids([batch]) if batch else _new_ids(1)
+            _enqueue_lines(router, org, pattern, _lines(file), batch_id, as_json=as_json)
         else:
             pattern.template.payload = _payload(payload, file)
             (pattern.id,) = values.job_ids([job_id]) if job_id else _new_ids(1)
@@ -171,32 +183,46 @@ def enqueue(
                     raise
                 hint = f"repeat the command with --id {pattern.id}: the job is then stored only once"
                 raise CommandFailed(str(error), error.code, particulars=[*error.particulars, hint]) from error
-            _print(results, as_json=as_json)
+            _print_ids(results, as_json=as_json)
+            if results[0].duplicate and not as_json:
+                output.note(f"{results[0].id} existed already: nothing new was stored")
 
 
-def _enqueue_lines(router: Router, org: str, pattern: job_pb2.NewJob, lines: Iterable[bytes], *, as_json: bool) -> None:
-    stored = 0
+def _enqueue_lines(
+    router: Router, org: str, pattern: job_pb2.NewJob, lines: Iterable[bytes], batch_id: str, *, as_json: bool
+) -> None:
+    stored = duplicates = 0
+    hint = f"repeat the command with --batch {batch_id}: what is stored is not stored again"
     try:
         with output.counting("jobs stored") as progress:
             task = progress.add_task("", total=None, count=0) if progress else None
             for batch in _batches(lines):
-                results = _store_lines(router, org, pattern, batch)
+                results = _store_lines(router, org, pattern, batch, batch_id)
                 stored += len(results)
+                duplicates += sum(result.duplicate for result in results)
                 if progress is not None and task is not None:
                     progress.update(task, count=stored)
-                _print(results, as_json=as_json)
+                _print_ids(results, as_json=as_json)
+    except CommandFailed as error:
+        raise CommandFailed(str(error), error.code, particulars=[*error.particulars, hint]) from error
+    except KeyboardInterrupt:
+        output.note(hint)
+        raise
     finally:
         # Also after an error: these jobs are stored.
         if stored:
-            output.note(f"{output.counted(stored, 'job')} stored")
+            before = f", {duplicates:,} of them before" if duplicates else ""
+            output.note(f"{output.counted(stored, 'job')} stored{before}")
 
 
 def _store_lines(
-    router: Router, org: str, pattern: job_pb2.NewJob, batch: Sequence[tuple[int, bytes]]
+    router: Router, org: str, pattern: job_pb2.NewJob, batch: Sequence[tuple[int, bytes]], batch_id: str
 ) -> Sequence[queue_pb2.EnqueueResult]:
+    from windrow.ids import nth_id
+
     jobs = [_with_payload(pattern, payload) for _, payload in batch]
-    for job, fresh in zip(jobs, _new_ids(len(jobs)), strict=True):
-        job.id = fresh
+    for job, (number, _) in zip(jobs, batch, strict=True):
+        job.id = nth_id(batch_id, number)
     try:
         return _store(router, org, jobs)
     except CommandFailed as error:
@@ -242,14 +268,11 @@ def _store(router: Router, org: str, jobs: Sequence[job_pb2.NewJob]) -> Sequence
     return router.call(router.queue.Enqueue, queue_pb2.EnqueueRequest(org=org, jobs=jobs)).results
 
 
-def _print(results: Sequence[queue_pb2.EnqueueResult], *, as_json: bool) -> None:
+def _print_ids(results: Sequence[queue_pb2.EnqueueResult], *, as_json: bool) -> None:
     if as_json:
         output.say_json({"id": result.id, "duplicate": result.duplicate} for result in results)
-        return
-    output.say("\n".join(result.id for result in results))
-    for result in results:
-        if result.duplicate:
-            output.note(f"{result.id} existed already: nothing new was stored")
+    else:
+        output.say("\n".join(result.id for result in results))
 
 
 def _payload(text: str | None, file: Path | None) -> bytes:

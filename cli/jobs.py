@@ -23,6 +23,8 @@ _BATCH = 1000
 _PAGE_MAX = 1000
 # The limit of one purge or redrive call: a larger one would hold its locks for too long.
 _CHANGE_MAX = 1000
+# How long one call of `watch` waits for the job's end. After it the command looks for changes.
+_WATCH_S = 1
 
 app = App(help="Shows and cancels jobs, and runs dead and finished ones again.")
 
@@ -37,6 +39,7 @@ class State(StrEnum):
     ALL = "all"
 
 
+_ENDED = (State.SUCCEEDED, State.DEAD, State.CANCELLED)
 _UNFINISHED = (State.READY, State.LEASED, State.SCHEDULED, State.DEAD)
 Kind = Annotated[str, typer.Option("--kind", metavar="KIND", show_default=False, help="Only jobs of this kind.")]
 Limit = Annotated[
@@ -86,6 +89,52 @@ def get(
     output.refuse_away(away)
     if missing:
         raise CommandFailed(f"org {org!r} has no job {', '.join(missing)}", ExitCode.NOT_FOUND)
+
+
+@app.command()
+def watch(
+    org: options.Org,
+    job_id: Annotated[str, typer.Argument(metavar="ID", help="The job's id.", show_default=False)],
+    as_json: options.Json = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: options.Timeout = options.TIMEOUT_DEFAULT,
+) -> None:
+    """Prints a job's state, and each change of it and of its progress, until the job has ended.
+
+    Then prints the result. Sees a change within a second, and the end at once. Exit code 1: the job is dead or
+    cancelled; 4: the org has no such job.
+    """
+    from google.protobuf.duration_pb2 import Duration
+
+    from cli.calls import connect
+    from cli.messages import bytes_shown, job_json, state_name, watch_line
+    from windrow.v1 import queue_pb2
+
+    (wanted,) = values.job_ids([job_id])
+    request = queue_pb2.WaitJobRequest(org=org, id=wanted, include_payload=True)
+    shown = ""
+    with connect(address, timeout) as router:
+        while True:
+            response = router.call(router.queue.WaitJob, request, wait_s=request.wait.seconds)
+            if not response.HasField("job"):
+                raise CommandFailed(f"org {org!r} has no job {wanted}", ExitCode.NOT_FOUND)
+            # The first call does not wait: it shows the state now.
+            request.wait.CopyFrom(Duration(seconds=_WATCH_S))
+            job = response.job
+            line = watch_line(job)
+            if line != shown:
+                shown = line
+                if as_json:
+                    output.say_json([job_json(job, payloads=True)])
+                else:
+                    output.say(output.visible(line))
+            state = state_name(job.state)
+            if state in _ENDED:
+                break
+    if job.result and not as_json:
+        output.say(bytes_shown(job.result))
+    if state != State.SUCCEEDED:
+        raise typer.Exit(ExitCode.NO)
 
 
 @app.command("list")

@@ -253,6 +253,19 @@ def job_facts(job: job_pb2.LeasedJob | job_pb2.Job) -> list[tuple[str, str]]:
     ]
 
 
+def watch_line(job: job_pb2.Job) -> str:
+    """Returns what `jobs watch` shows of a job: its state, and what belongs to it."""
+    state = state_name(job.state)
+    facts = {
+        "attempt": f"{job.attempt} of {job.max_attempts}",
+        "due": time_shown(job, "run_at") if state == "scheduled" else "",
+        "worker": job.worker if state == "leased" else "",
+        "progress": _progress_text(job.progress) if job.HasField("progress") else "",
+        "reason": job.reason,
+    }
+    return "  ".join([state, *(f"{name} {value}" for name, value in facts.items() if value)])
+
+
 def _progress_text(progress: job_pb2.Progress) -> str:
     done = f"{progress.done:,} of {progress.total:,}" if progress.total else f"{progress.done:,}"
     return f"{done}: {progress.note}" if progress.note else done

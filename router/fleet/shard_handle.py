@@ -1,4 +1,4 @@
-"""One shard as this router knows it: its store, its queue admin, its wait room, and the tasks that keep it up."""
+"""One shard as this router knows it: its store, its queue admin, its wait rooms, and the tasks that keep it up."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Self
 
+from router.fleet.end_waits import EndWaits
 from router.fleet.periodic import attempt, every
 from router.fleet.wait_room import WaitRoom
 from shard.admin.queue_admin import QueueAdmin
@@ -75,6 +76,8 @@ class ShardHandle:
             on_arrival=lambda queues: self.room.arrived(queues),
             on_revoked=lambda revocations: revoked(entry.name, revocations),
             on_migration=lambda: self._migrated.set(),
+            on_awaited=lambda jobs: self.ends.awaited_elsewhere(jobs),
+            on_ended=lambda jobs: self.ends.ended(jobs),
         )
 
         def tell_all(revocations: Sequence[Revocation]) -> None:
@@ -84,6 +87,7 @@ class ShardHandle:
         self.store.on_revoked = tell_all
         self.room = WaitRoom(self.store, self._doorbell, sweep_s=sweep_s)
         self.room.gives = entry.state.gives_jobs
+        self.ends = EndWaits(self.store, self._doorbell)
         self._keeping: asyncio.Task[None] | None = None
         # Switches to the entry's new DSN.
         self._switching: asyncio.Task[None] | None = None
@@ -154,6 +158,7 @@ class ShardHandle:
                 task.cancel()
         # Consumers then wait on the org's other shards, or fail if there is none.
         self.room.wake_all()
+        self.ends.wake_all()
 
     def must_have(self, mark: Mark | None) -> None:
         """Requires this mark, which the catalog has confirmed, in the shard's history. Checks every connection that is
@@ -185,6 +190,7 @@ class ShardHandle:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._doorbell.run())
                 group.create_task(self.room.run())
+                group.create_task(self.ends.run())
                 group.create_task(self._check_schema())
                 for interval_s, what, act in (
                     (self._sweep_s, "sweep the lanes", self.room.sweep),

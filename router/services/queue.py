@@ -26,7 +26,7 @@ from router.fleet.shard_handle import ShardHandle
 from router.gate.admission import Call, Context, Gate, current_call
 from router.gate.calls import ANSWER_HELD_BYTES, Received, check_org_header, unary
 from router.gate.tracing import current_trace
-from router.route.by_id import decide, find
+from router.route.by_id import Found, decide, find
 from router.route.by_lease import Leases
 from router.route.enqueue import store
 from router.services.consume_stream import Stream, first_message
@@ -34,7 +34,7 @@ from router.services.consumer import Consumer
 from router.services.server_info import server_info
 from shard.errors import BadIds, TooManyQueues
 from shard.job_record import ANSWER_BYTES_MAX, JobRecord
-from shard.vocabulary import Answer, JobId, OrgId, QueueName, ShardName
+from shard.vocabulary import LIVE, Answer, JobId, JobState, OrgId, QueueName, ShardName
 from windrow.v1 import queue_pb2, server_pb2
 
 _JOB_PATH = re.compile(r"jobs\[(\d+)\]")
@@ -54,6 +54,8 @@ class QueueService:
         self._stream_s_max = stream_s_max
         self._draining = asyncio.Event()
         self._waiting: set[Consumer] = set()
+        # When the calls that wait for the end of a job stop waiting.
+        self._timeouts: set[asyncio.Timeout] = set()
         # Ack, Nack, Extend and so on.
         for verb in VERBS:
             rules = check_ack if verb.method == "Ack" else check
@@ -165,6 +167,9 @@ class QueueService:
         self._draining.set()
         for consumer in self._waiting:
             consumer.stop_waiting()
+        for timeout in self._timeouts:
+            if not timeout.expired():
+                timeout.reschedule(0)
 
     async def Consume(self, messages: AsyncGenerator[Received, None], context: Context) -> None:
         async with contextlib.aclosing(messages):
@@ -193,20 +198,8 @@ class QueueService:
 
     @unary(answer_bytes=ANSWER_HELD_BYTES)
     async def GetJobs(self, request: queue_pb2.GetJobsRequest) -> queue_pb2.GetJobsResponse:
-        org = OrgId(request.org)
         ids = [JobId(job_id) for job_id in dict.fromkeys(request.ids)]
-        position_of = {job_id: at for at, job_id in enumerate(ids)}
-
-        async def get(member: ShardHandle, positions: Sequence[int]) -> dict[int, tuple[ShardName, JobRecord]]:
-            records = await member.store.get(
-                org,
-                [ids[at] for at in positions],
-                include_payload=request.include_payload,
-                bytes_max=ANSWER_BYTES_MAX,
-            )
-            return {position_of[record.id]: (member.name, record) for record in records}
-
-        found = await find(self._fleet, org, ids, get)
+        found = await self._find(OrgId(request.org), ids, include_payload=request.include_payload)
         response = queue_pb2.GetJobsResponse(unavailable_shards=found.unavailable)
         room = ANSWER_BYTES_MAX
         for at, job_id in enumerate(ids):
@@ -222,6 +215,48 @@ class QueueService:
                 # While a shard does not answer, the job may be there, and "not found" would be a guess.
                 response.not_found_ids.append(job_id)
         return response
+
+    @unary()
+    async def WaitJob(self, request: queue_pb2.WaitJobRequest) -> queue_pb2.WaitJobResponse:
+        org, job_id = OrgId(request.org), JobId(request.id)
+        if request.HasField("wait"):
+            await self._until_ended(org, job_id, convert.micros(request.wait) / 1_000_000)
+        # Not before: many calls may wait, and each for long.
+        await current_call().reserve(ANSWER_HELD_BYTES)
+        found = await self._find(org, [job_id], include_payload=request.include_payload)
+        found.require(1)
+        if not found.answers:
+            return queue_pb2.WaitJobResponse()
+        shard, record = found.answers[0]
+        return queue_pb2.WaitJobResponse(job=convert.job(record, shard))
+
+    async def _until_ended(self, org: OrgId, job_id: JobId, wait_s: float) -> None:
+        """Returns when the job is not live, `wait_s` is over, or this router drains."""
+        timeout = asyncio.timeout(0 if self._draining.is_set() else wait_s)
+        with self._gate.waiting(current_call()), contextlib.suppress(TimeoutError):
+            async with timeout:
+                self._timeouts.add(timeout)
+                try:
+                    while (found := await self._find(org, [job_id], include_payload=False, bytes_max=0)).answers:
+                        shard, record = found.answers[0]
+                        if JobState(record.state) not in LIVE:
+                            return
+                        await self._fleet.placed(shard).require_up().ends.until_ended(org, job_id)
+                finally:
+                    self._timeouts.discard(timeout)
+
+    async def _find(
+        self, org: OrgId, ids: Sequence[JobId], *, include_payload: bool, bytes_max: int = ANSWER_BYTES_MAX
+    ) -> Found[tuple[ShardName, JobRecord]]:
+        """Looks jobs up on every shard that may know them. Raises ShardUnavailable if no shard answers."""
+        position_of = {job_id: at for at, job_id in enumerate(ids)}
+
+        async def get(member: ShardHandle, positions: Sequence[int]) -> dict[int, tuple[ShardName, JobRecord]]:
+            wanted = [ids[at] for at in positions]
+            records = await member.store.get(org, wanted, include_payload=include_payload, bytes_max=bytes_max)
+            return {position_of[record.id]: (member.name, record) for record in records}
+
+        return await find(self._fleet, org, ids, get)
 
     @unary()
     async def CancelJobs(self, request: queue_pb2.CancelJobsRequest) -> queue_pb2.CancelJobsResponse:

@@ -1,8 +1,9 @@
-"""The doorbell: notifies the other routers of a shard that queues may have new jobs and that leases have ended, and
-listens to their notifications.
+"""The doorbell: notifies the other routers of a shard that queues may have new jobs, that leases have ended, and which
+jobs' ends are awaited or have come; and listens to their notifications.
 
 Notifications are hints (I7). If one about jobs is lost, waiting consumers get them at the next sweep. If one about
-leases is lost, their consumer learns it from the answer to its next extend.
+leases is lost, their consumer learns it from the answer to its next extend. If one about ends is lost, the awaiting
+router looks at the job again.
 """
 
 from __future__ import annotations
@@ -37,6 +38,12 @@ _MIGRATION = "migration"
 _ARRIVED = "+"
 # Sent before revocations.
 _REVOKED = "-"
+# Sent before the ids of jobs whose ends this router awaits, and of jobs that may have ended.
+_AWAITED = "?"
+_ENDED = "!"
+# How many ids fit into one notification, and how many wait to be sent; further ones are dropped.
+_IDS_MAX = 230
+_IDS_WAITING_MAX = 10_000
 # The most leases of revocations that wait to be sent; further revocations are dropped.
 _REVOKED_LEASES_MAX = 10_000
 
@@ -44,7 +51,8 @@ _REVOKED_LEASES_MAX = 10_000
 class Doorbell:
     """Rings and listens on one shard. `on_ring` is called with the queues that another router rang for; None means that
     any queue may have jobs. `on_arrival` is called with the queues in which jobs arrived from another shard, and
-    `on_revoked` with leases that ended at another router.
+    `on_revoked` with leases that ended at another router. `on_awaited` is called with the jobs (as 32 hexadecimal
+    digits) whose ends another router awaits, and `on_ended` with awaited jobs that may have ended there.
     `on_migration` is called after a migration, and when notifications may have been missed."""
 
     def __init__(
@@ -55,18 +63,24 @@ class Doorbell:
         on_arrival: Callable[[Collection[QueueId]], None],
         on_revoked: Callable[[Sequence[Revocation]], None] = lambda _: None,
         on_migration: Callable[[], None] = lambda: None,
+        on_awaited: Callable[[Collection[str]], None] = lambda _: None,
+        on_ended: Callable[[Collection[str]], None] = lambda _: None,
     ) -> None:
         self._database = database
         self._on_ring = on_ring
         self._on_arrival = on_arrival
         self._on_revoked = on_revoked
         self._on_migration = on_migration
+        self._on_awaited = on_awaited
+        self._on_ended = on_ended
         self._listener = Listener(dsn, "windrow_work", self._on_message, application_name="windrow doorbell")
         database.went_away = self._listener.hang_up
         self._me = secrets.token_hex(8)
         self._queues: set[QueueId] = set()
         self._revoked: list[Revocation] = []
         self._revoked_leases = 0
+        # By the sign that is sent before them.
+        self._jobs: dict[str, set[str]] = {_AWAITED: set(), _ENDED: set()}
         self._calls = 0
         self._has_news = asyncio.Event()
 
@@ -84,6 +98,20 @@ class Doorbell:
             if self._revoked_leases + len(one.leases) <= _REVOKED_LEASES_MAX:
                 self._revoked.append(one)
                 self._revoked_leases += len(one.leases)
+        self._calls += 1
+        self._has_news.set()
+
+    def tell_awaited(self, jobs: Collection[str]) -> None:
+        """Notifies the other routers soon that this one awaits the ends of these jobs."""
+        self._tell(_AWAITED, jobs)
+
+    def tell_ended(self, jobs: Collection[str]) -> None:
+        """Notifies the other routers soon that these jobs may have ended. That must have been committed."""
+        self._tell(_ENDED, jobs)
+
+    def _tell(self, sign: str, jobs: Collection[str]) -> None:
+        if len(self._jobs[sign]) + len(jobs) <= _IDS_WAITING_MAX:
+            self._jobs[sign].update(jobs)
         self._calls += 1
         self._has_news.set()
 
@@ -105,6 +133,10 @@ class Doorbell:
             revoked, self._revoked, self._revoked_leases = self._revoked, [], 0
             calls, self._calls = self._calls, 0
             texts = [_REVOKED + text for text in revocation.texts(revoked)]
+            for sign, jobs in self._jobs.items():
+                named = list(jobs)
+                jobs.clear()
+                texts += [sign + ",".join(named[at : at + _IDS_MAX]) for at in range(0, len(named), _IDS_MAX)]
             if queues:
                 texts.append(",".join(map(str, queues)) if len(queues) <= _QUEUES_MAX else _ALL)
             try:
@@ -131,6 +163,10 @@ class Doorbell:
                 self._on_revoked(revocation.from_text(text.removeprefix(_REVOKED)))
             elif text.startswith(_ARRIVED):
                 self._on_arrival(_queue_ids(text.removeprefix(_ARRIVED)))
+            elif text.startswith(_AWAITED):
+                self._on_awaited(text.removeprefix(_AWAITED).split(","))
+            elif text.startswith(_ENDED):
+                self._on_ended(text.removeprefix(_ENDED).split(","))
             else:
                 self._on_ring(None if text == _ALL else _queue_ids(text))
         except ValueError:

@@ -33,5 +33,6 @@ FIND_LOCKED_NAMES = _load("find_locked_names", shared=True)
 EXPLAIN_MISS = _load("explain_miss", shared=True)
 CANCEL = _load("cancel", shared=True)
 GET_JOBS = _load("get_jobs", shared=True)
+FIND_ENDED = _load("find_ended", shared=True)
 
 FOLD_TALLY = _load("fold_tally")

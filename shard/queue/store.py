@@ -48,6 +48,8 @@ _PROBE_QUEUES_MAX = 500
 _FULL_SWEEP_S_MAX = 0.1
 _FULL_SWEEP_PAUSE = 50.0
 _UNRELEASED_MAX = 10_000
+# Verbs after which a job may have ended.
+_ENDING = frozenset({"ack", "nack"})
 # Effectively no bound: the number of waiting claims is bounded elsewhere, by the number of callers.
 _CLAIMS_WEIGHT_MAX = 20_000_000
 # Claims in one act. With large payloads a statement may serve only two of them, and each claim of an act waits until
@@ -69,7 +71,7 @@ class Due:
 class Store:
     """One shard's queue. `horizon_days` is the maximum age of a job id, and therefore how long a repeated enqueue is
     recognised by its id. `on_visible` is called with the queues of jobs that can be claimed again, `on_revoked` with
-    leases that ended without their consumer.
+    leases that ended without their consumer, `on_settled` with jobs (as 32 hexadecimal digits) that may have ended.
 
     Every method that changes jobs raises ClockSetBack while `clock` knows that the shard's clock was set back."""
 
@@ -79,6 +81,7 @@ class Store:
         self.clock = ShardClock(database)
         self.on_visible: Callable[[set[QueueId]], None] = _ignore
         self.on_revoked: Callable[[Sequence[Revocation]], None] = _ignore
+        self.on_settled: Callable[[Iterable[str]], None] = _ignore
         self._database = database
         self._floors = Floors()
         # The earliest time of the next full sweep, by time.monotonic.
@@ -190,7 +193,10 @@ class Store:
     async def settle(self, call: Settlement) -> list[Answer]:
         """Ends or prolongs leases. Returns an answer for each. Raises RowLocked, ShardUnavailable, TooManyWaiting."""
         self.clock.check()
-        return await self._settlements[call.verb].submit(call)
+        answers = await self._settlements[call.verb].submit(call)
+        if call.verb in _ENDING:
+            self.on_settled(lease.job_hex for lease in call.leases)
+        return answers
 
     def release_soon(self, org: OrgId, leases: Sequence[Lease]) -> None:
         """Releases jobs that will not reach their consumer, without waiting for it. While the shard is unavailable,
@@ -254,6 +260,7 @@ class Store:
                 locked |= {ids_by_row[row] for row in await self._locks.find(ids_by_row) if ids_by_row[row] in free}
                 continue
             answers.update((JobId(name), Answer.DEPARTING if departing else Answer.OK) for name, departing, *_ in rows)
+            self.on_settled(to_hex(JobId(name)) for name, *_ in rows)
             ended = [(worker, lease_of(name, lease)) for name, _, lease, worker in rows if lease is not None]
             if ended:
                 self.on_revoked(Revocation.by_worker(org, Answer.CANCELLED, ended))
@@ -317,6 +324,17 @@ class Store:
             },
         )
         return list(map(JobRecord._make, rows))
+
+    async def find_ended(self, jobs: Sequence[tuple[OrgId, str]]) -> list[int]:
+        """Returns the positions of those jobs (orgs, and ids as 32 hexadecimal digits) that are not live on this shard.
+        Raises ShardUnavailable."""
+        orgs = {org: position for position, org in enumerate(dict.fromkeys(org for org, _ in jobs), start=1)}
+        parameters = {
+            "ids": arrays.plain([job for _, job in jobs]),
+            "orgs": arrays.texts(list(orgs)),
+            "org_positions": arrays.numbers([orgs[org] for org, _ in jobs]),
+        }
+        return [position - 1 for (position,) in await self._database.run(statements.FIND_ENDED, parameters)]
 
     async def finish(self) -> None:
         """Returns once all calls have ended, including releases that no caller waits for."""

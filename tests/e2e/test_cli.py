@@ -608,6 +608,23 @@ def test_dead_jobs_come_back_and_waiting_ones_are_cancelled(windrow: Windrow) ->
     assert windrow("queues", "delete", "mend", "mail").code == 0
 
 
+def test_a_watched_job_is_shown_until_its_end_and_then_its_result(running: Running, windrow: Windrow) -> None:
+    (job_id,) = windrow("enqueue", "seen", "mail", "greet").lines
+    (lease,) = leased(windrow, "seen")
+    command = ["windrow", "jobs", "watch", "seen", job_id]
+    with subprocess.Popen(command, env=running.environ, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("leased  attempt 1 of 20")
+        assert windrow("ack", "seen", lease, "--result", "sent").code == 0
+        assert process.stdout.read() == "succeeded  attempt 1 of 20\nsent\n"
+        assert process.wait(WAIT_S) == 0
+    (cancelled,) = windrow("enqueue", "seen", "mail", "greet").lines
+    windrow("jobs", "cancel", "seen", cancelled)
+    ended = windrow("jobs", "watch", "seen", cancelled, "--json")
+    assert (ended.code, [job["state"] for job in ended.documents]) == (1, ["cancelled"])
+    assert windrow("jobs", "watch", "seen", uuid7()).code == 4
+
+
 def test_a_watch_looks_again_until_it_is_interrupted(running: Running, windrow: Windrow) -> None:
     windrow("enqueue", "watched", "q", "k")
     command = ["windrow", "stats", "watched", "--watch", "--interval", "50ms", "--json"]
@@ -948,6 +965,14 @@ def test_a_line_that_is_too_long_is_named_and_those_before_it_are_stored(windrow
     assert len(done.lines) == 1
     assert "line 2 has 1048577 bytes" in done.err
     assert "1 job stored" in done.err
+    # Corrected, and sent again as it says.
+    batch = re.search(rf"--batch ({ID.pattern})", done.err)
+    assert batch is not None
+    again = windrow("enqueue", "long", "q", "k", "--lines", "--batch", batch[1], stdin="fits\nfits now\nfits\n")
+    assert (again.code, again.lines[0], len(again.lines)) == (0, done.lines[0], 3)
+    assert "3 jobs stored, 1 of them before" in again.err
+    (counts,) = windrow("stats", "long", "--json").documents
+    assert counts["queues"][0]["ready"] == 3
 
 
 # ── Light, and well written ──────────────────────────────────────────────────────────────────────────────────────────

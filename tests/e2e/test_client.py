@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
@@ -20,22 +20,30 @@ import pytest
 from tests.collector import Collector
 from tests.e2e.conftest import CHECKOUT, WAIT_S, RunningCluster, eventually
 from windrow import (
+    AlreadyExists,
     Answer,
     AttemptOutcome,
+    Batch,
     Client,
+    DeadlineExceeded,
     Enqueued,
     ExponentialRetry,
+    FailedPrecondition,
     Failure,
     FixedRetry,
     InvalidJob,
+    InvalidRequest,
     Job,
     JobRecord,
     JobState,
     Kill,
     NewJob,
+    NotFound,
+    RestoreRefusal,
     Retry,
     SyncClient,
     Worker,
+    nth_id,
     outbox,
     uuid7,
 )
@@ -137,6 +145,32 @@ async def test_the_same_job_twice_is_stored_once(client: Client) -> None:
     assert (again.id, again.duplicate) == (job.id, True)
     by_key = await client.enqueue("q", "k", dedup_key="order-7")
     assert (by_key.id, by_key.duplicate) == (job.id, True)
+
+
+async def test_a_batch_that_was_interrupted_goes_on_and_stores_nothing_twice(client: Client) -> None:
+    batch, seen = uuid7(), list[Batch]()
+
+    def jobs(ends_at: int) -> Iterator[NewJob]:
+        for n in range(2500):
+            if n == ends_at:
+                raise ZeroDivisionError
+            yield NewJob("bulk", "k", str(n))
+
+    with pytest.raises(ZeroDivisionError):
+        await client.enqueue_batch(jobs(2300), batch=batch)
+    done = await client.enqueue_batch(jobs(-1), batch=batch, on_progress=seen.append)
+    assert [one.jobs for one in seen] == [1000, 2000, 2500]
+    assert (done, done.jobs) == (seen[-1], 2500)
+    assert (await client.stats("bulk")).queues["bulk"].ready == 2500
+    (last,) = (await client.get_jobs([nth_id(batch, 2499)], include_payload=True)).values()
+    assert last.payload == b"2499"
+    assert (await client.enqueue_batch(jobs(-1), batch=batch)).duplicates == 2500
+    bad = [*(NewJob("bulk", "k") for _ in range(1000)), NewJob("bulk", "k"), NewJob("", "k")]
+    with pytest.raises(InvalidJob) as refused:
+        await client.enqueue_batch(bad, batch=uuid7())
+    assert [violation.field for violation in refused.value.violations] == ["jobs[1001].template.queue"]
+    with pytest.raises(InvalidRequest, match="batch: 'x' is not a UUIDv7; make one with"):
+        await client.enqueue_batch([], batch="x")
 
 
 async def test_callers_share_calls_and_have_their_own_outcomes(client: Client) -> None:
@@ -357,6 +391,75 @@ async def test_a_cancelled_job_is_lost_by_its_handler(client: Client) -> None:
     assert await state(client, stored.id) is JobState.CANCELLED
 
 
+async def test_queues_are_configured_paused_and_deleted(client: Client) -> None:
+    made = await client.create_queue("mail", max_attempts=3, retry=FixedRetry(30), retention_days=7)
+    assert (made.queue, made.max_attempts, made.retention_days, made.paused) == ("mail", 3, 7, False)
+    assert made.retry == FixedRetry(timedelta(seconds=30))
+    with pytest.raises(AlreadyExists):
+        await client.create_queue("mail")
+    changed = await client.update_queue("mail", max_attempts=4, reset=["retry"])
+    assert (changed.max_attempts, changed.retention_days) == (4, 7)
+    assert isinstance(changed.retry, ExponentialRetry)
+    with pytest.raises(InvalidRequest, match="'max_attempts', which is given a value too"):
+        await client.update_queue("mail", max_attempts=5, reset=["max_attempts"])
+    assert (await client.pause_queue("mail")).paused
+    assert not (await client.resume_queue("mail")).paused
+    await client.enqueue("other", "k")
+    assert [queue.queue for queue in await client.list_queues()] == ["mail", "other"]
+    assert await client.get_queue("mail") == changed
+    with pytest.raises(FailedPrecondition):
+        await client.delete_queue("other")
+    await client.delete_queue("mail")
+    with pytest.raises(NotFound, match="mail"):
+        await client.get_queue("mail")
+
+
+async def test_jobs_are_listed_counted_purged_redriven_and_restored(client: Client) -> None:
+    stored = await client.enqueue_many([NewJob("q", "k", str(n)) for n in range(5)])
+    for job in await client.dequeue("q", max_jobs=2):
+        await client.nack(job, permanent=True)
+    newest_first = [one.id for one in reversed(stored)]
+    pages = [await client.list_jobs("q", page_size=2, include_payload=True)]
+    while pages[-1].next_page_token:
+        token = pages[-1].next_page_token
+        pages.append(await client.list_jobs("q", page_size=2, include_payload=True, page_token=token))
+    assert [[job.id for job in page.jobs] for page in pages] == [newest_first[:2], newest_first[2:4], newest_first[4:]]
+    assert pages[0].jobs[0].payload == b"4"
+    dead = await client.list_jobs(state=JobState.DEAD, created_before=datetime.now(UTC) + timedelta(hours=1))
+    assert len(dead.jobs) == 2
+    with pytest.raises(InvalidRequest, match=r"page_size: must be 1 to 1,000, not 0"):
+        await client.list_jobs(page_size=0)
+    with pytest.raises(InvalidRequest, match="state: "):
+        await client.list_jobs(state=JobState.UNKNOWN)
+    counts = (await client.stats("q")).queues["q"]
+    assert (counts.ready, counts.dead, counts.succeeded) == (3, 2, None)
+    assert await client.redrive_jobs("q", kind="another") == 0
+    assert await client.redrive_jobs("q", limit=1) == 1
+    assert await client.purge_queue("q", include_dead=True) == 5
+    counted = await client.stats(include_finished=True)
+    assert (counted.queues["q"].cancelled, counted.unavailable_shards) == (5, [])
+    ids, new_ids = [stored[0].id, uuid7()], [uuid7(), uuid7()]
+    for again in (False, True):
+        there, nowhere = await client.restore_jobs(ids, new_ids=new_ids)
+        assert (there.id, there.new_id, there.duplicate, there.refusal) == (ids[0], new_ids[0], again, None)
+        assert nowhere.refusal is RestoreRefusal.NOT_FOUND
+    assert await state(client, new_ids[0]) is JobState.READY
+
+
+async def test_a_wait_for_a_job_returns_its_result_or_says_that_the_time_is_over(client: Client) -> None:
+    stored = await client.enqueue("q", "k")
+    with pytest.raises(DeadlineExceeded, match=rf"job {stored.id} is ready after 0\.2 s"):
+        await client.wait(stored.id, timeout=0.2)
+    waiting = asyncio.create_task(client.wait(stored.id, timeout=WAIT_S))
+    (job,) = await client.dequeue("q")
+    await client.ack(job, result={"sum": 6})
+    ended = await waiting
+    assert (ended.state, ended.result) == (JobState.SUCCEEDED, b'{"sum":6}')
+    assert await client.wait(stored.id, timeout=0) == ended
+    with pytest.raises(NotFound, match="has no job"):
+        await client.wait(uuid7(), timeout=WAIT_S)
+
+
 def test_the_sync_client_does_the_same(cluster: RunningCluster) -> None:
     with SyncClient(cluster.address, org="sync") as client:
         client.enqueue_many([NewJob("q", "k", {"n": at}) for at in range(3)])
@@ -399,7 +502,7 @@ async def test_a_script_runs_until_a_signal_and_ends_well(cluster: RunningCluste
 async def test_the_readmes_examples_run(cluster: RunningCluster, app_dsn: str, collector: Collector) -> None:
     text = (CHECKOUT / "clients" / "python" / "README.md").read_text()
     examples = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    enqueue, plain, cancel, work, stop, relay, traced = examples
+    enqueue, many, plain, cancel, admin, work, stop, relay, traced = examples
     environ = os.environ | {
         "WINDROW_ADDRESS": cluster.address,
         "PYTHONUNBUFFERED": "1",
@@ -424,8 +527,10 @@ async def test_the_readmes_examples_run(cluster: RunningCluster, app_dsn: str, c
                 await process.wait()
 
     await run(enqueue, b"False")
+    await run(many, b"5000 0")
     await run(plain, b"")
     await run(cancel, b"Answer.OK")
+    await run(admin, b"send_invoice")
     await run(work, b"to user99@example.com")
     await run(stop, b"page 3")
     await run(relay.replace("postgresql://localhost/app", app_dsn), b"sent=1")

@@ -306,9 +306,11 @@ def queue_cases() -> Iterator[Bad]:
     yield from each("Dequeue", dequeue, "org", ORGS, good)
     yield from each("Dequeue", dequeue, "max_jobs", {**NUMBERS_BELOW_0, "above 1,000": 1001}, good)
     yield from each("Dequeue", dequeue, "visibility_window", WINDOWS, good)
-    yield from each(
-        "Dequeue", dequeue, "wait", {"negative": Duration(seconds=-1), "too long": Duration(seconds=61)}, good
-    )
+    waits = {"negative": Duration(seconds=-1), "too long": Duration(seconds=61)}
+    yield from each("Dequeue", dequeue, "wait", waits, good)
+    wait_job, named = queue_pb2.WaitJobRequest, {"org": ORG, "id": SECOND_JOB}
+    for field, wrong in (("org", ORGS), ("id", IDS), ("wait", waits)):
+        yield from each("WaitJob", wait_job, field, wrong, named)
     yield from each("Dequeue", dequeue, "worker", {**TEXTS, "with a line break": "w\n", "too long": "w" * 129}, good)
     ack, long = queue_pb2.Ack(lease=LEASE), queue_pb2.Ack(lease=LEASE, result=b"r" * 65_537)
     yield from each("Dequeue", dequeue, "acks", {"too many": [ack] * 1001}, good)

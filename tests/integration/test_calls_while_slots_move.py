@@ -386,6 +386,22 @@ def test_a_waiting_consumer_gets_jobs_that_arrive_by_a_move(cluster: Cluster, th
     move.finish()
 
 
+def test_a_wait_for_the_end_of_a_job_goes_on_where_the_job_has_moved(
+    cluster: Cluster, thread: ThreadPoolExecutor
+) -> None:
+    org, job = cluster.org(), new_job()
+    enqueue(cluster.far, org, job)
+    move = cluster.begin(org)
+    request = queue_pb2.WaitJobRequest(org=org, id=job.id, wait=Duration(seconds=60))
+    waiting = thread.submit(cluster.near.queue.WaitJob, request, timeout=2 * PATIENCE_S)
+    move.switch()
+    move.depart()
+    move.take()
+    move.finish()
+    cancel(cluster.far, org, job.id)
+    assert waiting.result(PATIENCE_S).job.state == job_pb2.JOB_STATE_CANCELLED
+
+
 def test_who_waits_through_a_router_that_slept_while_the_org_was_pinned_and_moved_is_served_where_it_lives(
     cluster: Cluster, thread: ThreadPoolExecutor
 ) -> None:

@@ -222,6 +222,7 @@ async def record(recorder: Recorder, org: OrgId) -> dict[str, Run]:
     await store.enqueue(jobs)
     await store.get(org, ids_of(jobs), include_payload=True)
     find_known, get_jobs = recorder.last(queue_statements.FIND_KNOWN), recorder.last(queue_statements.GET_JOBS)
+    await store.find_ended([(org, lease.job_hex) for lease in held])
     await store.sweep()
     sweep = recorder.last(queue_statements.SWEEP)
     handed = some_jobs(org, BATCH, queue="queue-7")
@@ -255,6 +256,7 @@ async def record(recorder: Recorder, org: OrgId) -> dict[str, Run]:
         ),
         "find_locked_jobs": recorder.last(queue_statements.FIND_LOCKED_JOBS),
         "get_jobs": get_jobs,
+        "find_ended": recorder.last(queue_statements.FIND_ENDED),
         "sweep": sweep,
         "probe of all queues": await probe_all(recorder, store, org),
         **await record_moving(recorder, store),
@@ -377,6 +379,7 @@ PAGES_A_JOB = {
     "explain_miss": 25,
     "find_locked_jobs": 30,
     "get_jobs": 25,
+    "find_ended": 10,
     "export_chunk": 40,
     "export_chunk of the dead": 40,
     "read_exported": 25,

@@ -821,7 +821,9 @@ def test_a_drain_lets_calls_in_flight_end_and_takes_no_new_ones(running: Running
     org, job = running.org_on("s1"), new_job()
     enqueue(running.stubs, org)
     with running_routers(running.routers.config) as routers, stubs(routers.address) as both:
-        enqueue(both, org)
+        (live,) = enqueue(both, org)
+        request = queue_pb2.WaitJobRequest(org=org, id=live.id, wait=Duration(seconds=60))
+        waiting_job = both.queue.WaitJob.future(request, timeout=2 * PATIENCE_S)
         with locked_jobs(running.dsns["s1"]) as waiting:
             call = both.queue.Enqueue.future(queue_pb2.EnqueueRequest(org=org, jobs=[job]), timeout=PATIENCE_S)
             until(lambda: waiting() == 1, "the call is in flight")
@@ -835,6 +837,8 @@ def test_a_drain_lets_calls_in_flight_end_and_takes_no_new_ones(running: Running
                 until(functools.partial(is_refused, refused), "the call is refused")
             assert not call.done()
         assert call.result(PATIENCE_S).results[0].id == job.id
+        # Who waits is answered early.
+        assert waiting_job.result(PATIENCE_S).job.state == job_pb2.JOB_STATE_READY
         assert routers.supervisor.wait(PATIENCE_S) == 0
     assert found(running.stubs, org, job.id).not_found_ids == []
 

@@ -19,6 +19,7 @@ from psycopg.conninfo import make_conninfo
 
 from proof.proxy import open_proxy_before, through
 from router.buffer import Account, Buffer
+from router.fleet.end_waits import EndWaits
 from router.fleet.wait_room import WaitRoom
 from shard.errors import ShardUnavailable
 from shard.history import erasure
@@ -28,11 +29,12 @@ from shard.postgres.pool import Database
 from shard.queue import statements
 from shard.queue.doorbell import Doorbell
 from shard.queue.pending_enqueue import Handed
+from shard.queue.settle import Settlement
 from shard.queue.store import Store
 from shard.vocabulary import Micros, NewJobs, OrgId, QueueId, QueueName, ShardName
 from tests.conftest import SHARD
 from tests.effort import luck_of, trials
-from tests.jobs import job_id, some_jobs
+from tests.jobs import job_id, lease_jobs, some_jobs
 from tests.postgres import Server
 from tests.recorder import Recorder
 from tests.routers import PATIENCE_S, Routers, running_routers, write_cluster
@@ -129,6 +131,121 @@ async def waiter(
 async def jobs_of(task: asyncio.Task[list[job_pb2.LeasedJob]]) -> list[job_pb2.LeasedJob]:
     async with asyncio.timeout(PATIENCE_S):
         return await task
+
+
+@contextlib.asynccontextmanager
+async def awaiting(
+    near: Client, org: str, job: str, *, wait_s: float = 60
+) -> AsyncGenerator[asyncio.Task[job_pb2.Job]]:
+    """A WaitJob."""
+
+    async def wait() -> job_pb2.Job:
+        request = queue_pb2.WaitJobRequest(org=org, id=job, wait=window(wait_s), include_payload=True)
+        return (await near.queue.WaitJob(request, timeout=wait_s + PATIENCE_S)).job
+
+    task = asyncio.create_task(wait())
+    # As in `waiter`: the test's own look at the job comes after the waiter's.
+    await asyncio.sleep(0)
+    for _ in range(2):
+        await near.queue.GetJobs(queue_pb2.GetJobsRequest(org=org, ids=[job]))
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+# ── WaitJob ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_wait_for_a_jobs_end_returns_its_result(near: Client, producer: Client, org: str) -> None:
+    job = new_job()
+    await near.enqueue(org, job)
+    async with awaiting(near, org, job.id) as task:
+        (leased,) = await producer.dequeue(org, QUEUE)
+        # It runs again: the wait goes on.
+        await producer.queue.Nack(
+            queue_pb2.NackRequest(org=org, nacks=[queue_pb2.Nack(lease=leased.lease, retry_after=window(0))])
+        )
+        (leased,) = await producer.dequeue(org, QUEUE, wait_s=60)
+        ack = queue_pb2.Ack(lease=leased.lease, result=b"42")
+        await producer.queue.Ack(queue_pb2.AckRequest(org=org, acks=[ack]))
+        async with asyncio.timeout(PATIENCE_S):
+            ended = await task
+        assert (ended.id, ended.state, ended.result) == (job.id, job_pb2.JOB_STATE_SUCCEEDED, b"42")
+    # Of a job that has ended already, too.
+    async with awaiting(near, org, job.id) as task, asyncio.timeout(PATIENCE_S):
+        assert (await task).result == b"42"
+
+
+async def test_a_wait_for_a_jobs_end_sees_every_way_to_end(near: Client, producer: Client, org: str) -> None:
+    jobs = [new_job() for _ in range(3)]
+    await near.enqueue(org, *jobs)
+    async with contextlib.AsyncExitStack() as stack:
+        tasks = [await stack.enter_async_context(awaiting(near, org, job.id)) for job in jobs]
+        await producer.queue.CancelJobs(queue_pb2.CancelJobsRequest(org=org, ids=[jobs[0].id]))
+        (leased,) = await producer.dequeue(org, QUEUE, max_jobs=1)
+        nack = queue_pb2.Nack(lease=leased.lease, failure=job_pb2.Failure(permanent=True))
+        await producer.queue.Nack(queue_pb2.NackRequest(org=org, nacks=[nack]))
+        # Nothing announces this end: the router finds it when it looks again.
+        await producer.admin.PurgeQueue(admin_pb2.PurgeQueueRequest(org=org, queue=QUEUE))
+        async with asyncio.timeout(PATIENCE_S):
+            reasons = {(await task).id: (await task).reason for task in tasks}
+    assert reasons.pop(leased.id) == "failed permanently"
+    assert sorted(reasons.values()) == ["cancelled", "purged"]
+
+
+async def test_a_wait_for_an_end_that_does_not_come_returns_the_job_as_it_is(near: Client, org: str) -> None:
+    job = new_job()
+    await near.enqueue(org, job)
+    async with awaiting(near, org, job.id, wait_s=0.1) as task:
+        assert (await task).state == job_pb2.JOB_STATE_READY
+    answer = await near.queue.WaitJob(queue_pb2.WaitJobRequest(org=org, id=job_id(), wait=window(60)))
+    assert not answer.HasField("job")
+
+
+async def test_a_settle_at_another_router_ends_a_wait_that_does_not_look_again(module_dsn: str) -> None:
+    org, heard = OrgId("ends"), asyncio.Event()
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def router() -> tuple[Store, EndWaits]:
+            database = Database(SHARD, module_dsn, connections=1)
+            await database.open()
+            stack.push_async_callback(database.close)
+            store = Store(database)
+
+            def awaited(jobs: Collection[str]) -> None:
+                ends.awaited_elsewhere(jobs)
+                heard.set()
+
+            bell = Doorbell(
+                database,
+                module_dsn,
+                on_ring=lambda _: None,
+                on_arrival=lambda _: None,
+                on_awaited=awaited,
+                on_ended=lambda jobs: ends.ended(jobs),
+            )
+            # Its `run` would look.
+            ends = EndWaits(store, bell)
+            ringing = asyncio.create_task(bell.run())
+            stack.push_async_callback(asyncio.wait, [ringing])
+            stack.callback(ringing.cancel)
+            return store, ends
+
+        (_, near), (store, _) = await router(), await router()
+        await store.enqueue(some_jobs(org, 1))
+        ((job, lease),) = await lease_jobs(store, org)
+        async with asyncio.timeout(PATIENCE_S):
+            # Again, until the other one listens: a listener is not told of what came before.
+            while True:
+                waiting = asyncio.create_task(near.until_ended(org, job.id))
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(heard.wait(), 0.1)
+                    break
+                waiting.cancel()
+            await store.settle(Settlement.ack(org, [lease]))
+            await waiting
 
 
 # ── Dequeue(wait) ────────────────────────────────────────────────────────────────────────────────────────────────────

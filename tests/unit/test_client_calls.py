@@ -34,7 +34,7 @@ from windrow import (
     Violation,
     uuid7,
 )
-from windrow.calls import FINAL, CallFailure, patient_pause_s, pause_s
+from windrow.calls import ADMIN_FINAL, FINAL, CallFailure, patient_pause_s, pause_s
 from windrow.v1 import job_pb2, queue_pb2
 
 
@@ -76,6 +76,11 @@ def test_what_time_does_not_heal_is_not_tried_again(code: StatusCode) -> None:
 )
 def test_everything_else_is_tried_again(code: StatusCode) -> None:
     assert pause_s(failure(code), tries=1, luck=1.0) == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("code", [StatusCode.NOT_FOUND, StatusCode.ALREADY_EXISTS, StatusCode.FAILED_PRECONDITION])
+def test_what_answers_a_call_of_admin_is_not_tried_again(code: StatusCode) -> None:
+    assert pause_s(failure(code), tries=1, luck=0.5, final=ADMIN_FINAL) is None
 
 
 @pytest.mark.parametrize("code", [StatusCode.UNAVAILABLE, StatusCode.INTERNAL, StatusCode.FAILED_PRECONDITION])

@@ -29,6 +29,22 @@ def test_an_id_tells_when_it_was_made() -> None:
     assert before - 0.002 <= made <= time.time() + 0.002
 
 
+def test_the_ids_of_a_batch_are_always_the_same_in_order_and_of_its_time() -> None:
+    batch, other = uuid7(), uuid7()
+    made = [ids.nth_id(batch, n) for n in (0, 1, 255, 256, 2**32 - 1)]
+    assert made == sorted(made)
+    assert made == [ids.nth_id(batch, n) for n in (0, 1, 255, 256, 2**32 - 1)]
+    assert not {*made, *(ids.nth_id(other, n) for n in range(5))}.intersection({batch, other})
+    assert ids.nth_id(other, 1) != made[1]
+    for text in made:
+        parsed = uuid.UUID(text)
+        assert (str(parsed), parsed.version, parsed.variant) == (text, 7, uuid.RFC_4122)
+        assert ids.made_at(text) == ids.made_at(batch)
+    for n in (-1, 2**32):
+        with pytest.raises(ValueError, match="n must be 0 to 4,294,967,295"):
+            ids.nth_id(batch, n)
+
+
 @pytest.mark.parametrize("text", ["", "x", "6f2f1c1e-5c4f-4b7e-9d3a-1c2d3e4f5a6b"])
 def test_what_is_no_uuid7_has_no_time(text: str) -> None:
     with pytest.raises(ValueError, match="not a UUIDv7"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import threading
 from collections.abc import AsyncIterator
@@ -11,7 +12,7 @@ import pytest
 from grpc import StatusCode
 
 from tests.unit.client_fake import FakeRouter, failing, fake_router
-from windrow import Answer, ClientClosed, Job, NewJob, PermissionDenied, SyncClient
+from windrow import Answer, Client, ClientClosed, Job, NewJob, PermissionDenied, SyncClient
 
 
 @pytest.fixture
@@ -41,6 +42,12 @@ async def test_every_verb_answers_as_the_asyncio_client_does(router: FakeRouter)
     await asyncio.to_thread(use)
     assert len(set(router.peers)) == 1
     assert router.of("Dequeue")[0].wait.seconds == 2
+
+
+def test_every_call_of_the_asyncio_client_is_there() -> None:
+    calls = [name for name, member in inspect.getmembers(Client, inspect.iscoroutinefunction) if name[0] != "_"]
+    # `send` takes a prepared request, which only asyncio programs have.
+    assert [name for name in calls if not hasattr(SyncClient, name)] == ["send"]
 
 
 async def test_errors_come_through(router: FakeRouter) -> None:

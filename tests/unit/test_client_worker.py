@@ -260,7 +260,10 @@ async def test_jobs_without_a_handler_are_given_back_uncounted_logged_together_a
         "w1: no handler for jobs of these kinds; they are given back uncounted, and run again within 300 s: "
         "1 of 'new 0'"
     )
-    (metric,) = reader.get_metrics_data().resource_metrics[0].scope_metrics[0].metrics
+    collected = reader.get_metrics_data()
+    assert collected is not None
+    (metric,) = collected.resource_metrics[0].scope_metrics[0].metrics
+    point: Any
     (point,) = metric.data.data_points
     assert (metric.name, point.value, dict(point.attributes)) == (
         "windrow.worker.unhandled_jobs",

@@ -7,6 +7,7 @@
 `windrow.outbox` (install `windrow[outbox]`) enqueues jobs inside your own Postgres transactions.
 """
 
+from windrow.admin import JobPage, QueueRecord, QueueStats, Restored, RestoreRefusal, Stats
 from windrow.client import Client
 from windrow.errors import (
     AlreadyExists,
@@ -25,11 +26,12 @@ from windrow.errors import (
     WindrowError,
 )
 from windrow.failures import Failure, TimedOut
-from windrow.ids import uuid7
+from windrow.ids import nth_id, uuid7
 from windrow.jobs import (
     Answer,
     Attempt,
     AttemptOutcome,
+    Batch,
     Enqueued,
     ExponentialRetry,
     FixedRetry,
@@ -56,6 +58,7 @@ __all__ = [
     "Answer",
     "Attempt",
     "AttemptOutcome",
+    "Batch",
     "Client",
     "ClientClosed",
     "Crashed",
@@ -69,6 +72,7 @@ __all__ = [
     "InvalidRequest",
     "Job",
     "JobOptions",
+    "JobPage",
     "JobRecord",
     "JobState",
     "Kill",
@@ -79,19 +83,25 @@ __all__ = [
     "Payload",
     "PermissionDenied",
     "Progress",
+    "QueueRecord",
+    "QueueStats",
     "ResourceExhausted",
+    "RestoreRefusal",
+    "Restored",
     "Retry",
     "RetryPolicy",
     "RouterError",
     "RouterTooOld",
     "ServerInfo",
     "Snooze",
+    "Stats",
     "SyncClient",
     "TimedOut",
     "Unavailable",
     "Violation",
     "WindrowError",
     "Worker",
+    "nth_id",
     "run",
     "uuid7",
 ]

@@ -11,7 +11,7 @@ import contextvars
 import os
 import random
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -26,11 +26,25 @@ from windrow import tracing
 from windrow.address import address_fault
 from windrow.errors import ClientClosed, InvalidRequest, Violation, WindrowError, from_code, shifted
 from windrow.org_header import org_metadata
+from windrow.v1.admin_pb2_grpc import AdminStub
 from windrow.v1.queue_pb2_grpc import QueueStub
 
 if TYPE_CHECKING:
-    # Only the stubs know it.
+    # Only the stubs know them.
+    from windrow.v1.admin_pb2_grpc import AdminAsyncStub
     from windrow.v1.queue_pb2_grpc import QueueAsyncStub
+
+    class Stub(QueueAsyncStub, AdminAsyncStub):
+        """The methods of both services on one channel."""
+
+        def __init__(self, channel: aio.Channel) -> None: ...
+else:
+
+    class Stub(QueueStub, AdminStub):
+        def __init__(self, channel):
+            QueueStub.__init__(self, channel)
+            AdminStub.__init__(self, channel)
+
 
 # The contract allows requests of 16 MiB; the margin is for the envelope around one.
 MESSAGE_BYTES_MAX = 16 * 1024 * 1024
@@ -52,6 +66,9 @@ FINAL = frozenset(
         StatusCode.PERMISSION_DENIED,
     }
 )
+
+# Calls of Admin answer with these, too.
+ADMIN_FINAL = FINAL | {StatusCode.NOT_FOUND, StatusCode.ALREADY_EXISTS, StatusCode.FAILED_PRECONDITION}
 
 # The ErrorInfo.domain of the routers' errors.
 _DOMAIN = "windrow"
@@ -87,7 +104,7 @@ _Sent = TypeVar("_Sent")
 _Received = TypeVar("_Received")
 
 
-class _Method(Protocol[_Request, _Response]):
+class Method(Protocol[_Request, _Response]):
     def __call__(
         self, request: _Request, /, *, timeout: float | None = None, metadata: tuple[tuple[str, str], ...] | None = None
     ) -> aio.UnaryUnaryCall[_Request, _Response]: ...
@@ -123,14 +140,15 @@ class CallFailure:
         )
 
 
-def pause_s(failure: CallFailure, *, tries: int, luck: float) -> float | None:
-    """Returns how long to wait before the next try, or None if there must be none. `luck` is uniform in [0, 1).
+def pause_s(failure: CallFailure, *, tries: int, luck: float, final: Collection[StatusCode] = FINAL) -> float | None:
+    """Returns how long to wait before the next try, or None if there must be none: after a status of `final`. `luck` is
+    uniform in [0, 1).
 
     This is the time that the router asked for, plus exponential backoff with full jitter
     (aws.amazon.com/builders-library/timeouts-retries-and-backoff-with-jitter). The jitter spans at least half of the
     time asked for, because the router asks many clients at once.
     """
-    if failure.code in FINAL:
+    if failure.code in final:
         return None
     # Without RetryInfo the message is too large; the router is not full.
     if failure.code is StatusCode.RESOURCE_EXHAUSTED and failure.retry_after_s is None:
@@ -169,7 +187,7 @@ class Calls:
         self.try_s = try_s
         self._credentials = credentials
         self._channels: list[aio.Channel] = []
-        self._stubs: list[QueueAsyncStub] = []
+        self._stubs: list[Stub] = []
         self._turn = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = 0
@@ -179,14 +197,16 @@ class Calls:
 
     async def call(
         self,
-        method: Callable[[QueueAsyncStub], _Method[_Request, _Response]],
+        method: Callable[[Stub], Method[_Request, _Response]],
         request: _Request,
         *,
         timeout_s: float | None = None,
         wait_s: float = 0.0,
         before_try: Callable[[float], object] | None = None,
+        final: Collection[StatusCode] = FINAL,
     ) -> _Response:
-        """Makes one call, with as many tries as its timeout allows. Raises WindrowError.
+        """Makes one call, with as many tries as its timeout allows, and none after a status of `final`. Raises
+        WindrowError.
 
         `wait_s` is added to the timeouts, for a call that asks the router to wait for jobs. `before_try` is called
         before each try with the part of `wait_s` that is left.
@@ -214,7 +234,7 @@ class Calls:
                 raise
             failure = CallFailure.of(cause)
             spent_s = time.monotonic() - began
-            pause = pause_s(failure, tries=tries, luck=random.random())
+            pause = pause_s(failure, tries=tries, luck=random.random(), final=final)
             if pause is None or spent_s + pause >= budget_s:
                 asked_s = failure.retry_after_s or 0.0
                 late = pause is not None and spent_s + asked_s >= budget_s
@@ -244,7 +264,7 @@ class Calls:
             for _ in range(self.channels):
                 channel = self._connect()
                 self._channels.append(channel)
-                self._stubs.append(QueueStub(channel))
+                self._stubs.append(Stub(channel))
         if self._loop is not loop or self._pid != os.getpid():
             raise ClientClosed(
                 f"this client of {self.address} belongs to another event loop or process; "
@@ -259,7 +279,7 @@ class Calls:
         task.add_done_callback(self._tasks.discard)
 
     def open(
-        self, method: Callable[[QueueAsyncStub], _StreamMethod[_Sent, _Received]], *, org: str
+        self, method: Callable[[Stub], _StreamMethod[_Sent, _Received]], *, org: str
     ) -> aio.StreamStreamCall[_Sent, _Received]:
         """Opens a stream of this org over the next connection. If it breaks, stream_error() makes a WindrowError of the
         cause."""
@@ -268,7 +288,7 @@ class Calls:
     def stream_error(self, verb: str, cause: aio.AioRpcError, *, spent_s: float) -> WindrowError:
         return self._error(verb, CallFailure.of(cause), tries=1, spent_s=spent_s)
 
-    def _stub(self) -> QueueAsyncStub:
+    def _stub(self) -> Stub:
         self.loop()
         self._turn = (self._turn + 1) % self.channels
         return self._stubs[self._turn]

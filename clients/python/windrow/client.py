@@ -1,4 +1,5 @@
-"""The asyncio client: one method for each call of the queue service. calls.py has retries and connections."""
+"""The asyncio client: one method for each call of the queue service. admin.py has those of the admin service, calls.py
+has retries and connections."""
 
 from __future__ import annotations
 
@@ -6,8 +7,10 @@ import asyncio
 import os
 import random
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar, Unpack, overload
 
@@ -15,28 +18,37 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 from opentelemetry import trace
 
+from windrow.admin import AdminCalls
 from windrow.calls import MESSAGE_BYTES_MAX, TRY_S, Calls, error_of
 from windrow.coalescer import Coalescer, Coalescers
 from windrow.errors import (
+    DeadlineExceeded,
     InvalidJob,
     InvalidRequest,
+    NotFound,
     RouterError,
     Span,
     Unavailable,
     Violation,
     WindrowError,
     alone,
+    invalid_argument,
+    shifted,
 )
 from windrow.failures import Failure, failure_message, failure_of, stack_of
+from windrow.ids import nth_id
 from windrow.job_rules import PAYLOAD_BYTES_MAX
 from windrow.jobs import (
+    ENDED,
     Answer,
+    Batch,
     Enqueued,
     Job,
     JobOptions,
     JobRecord,
     NewJob,
     answers,
+    batch_requests,
     enqueue_request,
     new_message,
     read_leased,
@@ -68,6 +80,8 @@ _WORTH_WAITING_S = 0.1
 # A large request delays the others on its connection: independent ones are split well below the limit.
 _SPLIT_BYTES = 8 * 1024 * 1024
 _SPLIT_CALLS_MAX = 4
+# A call of a batch is smaller: its progress is visible, and its jobs need not all be in memory.
+_BATCH_CALL_BYTES = 1024 * 1024
 # How many shared calls may run at the same time, for each connection.
 _SHARED_CALLS = 2
 
@@ -78,8 +92,8 @@ CallNext = Callable[[Sequence[NewJob]], Awaitable[list[Enqueued]]]
 Middleware = Callable[[Sequence[NewJob], CallNext], Awaitable[list[Enqueued]]]
 
 
-class Client:
-    """The queues of one org. Make one client for each event loop and share it: calls run concurrently.
+class Client(AdminCalls):
+    """The queues and jobs of one org. Make one client for each event loop and share it: calls run concurrently.
 
     - `address`: HOST:PORT; default $WINDROW_ADDRESS, or 127.0.0.1:7419 if that is not set.
     - `timeout` (s, or timedelta; default 30 s): for a whole call with all its tries.
@@ -211,6 +225,49 @@ class Client:
             store = _around(middleware, store)
         return store
 
+    async def enqueue_batch(
+        self, jobs: Iterable[NewJob], *, batch: str, on_progress: Callable[[Batch], object] | None = None
+    ) -> Batch:
+        """Stores any number of jobs, such as a million from a generator, a few calls at a time. Calls `on_progress`
+        after each 1,000 jobs or less.
+
+        `batch` is a windrow.uuid7() that the caller keeps. Job n is stored as windrow.nth_id(batch, n), whatever its
+        own id is. So after an error, or if the program died, call again with the same batch and jobs within 7 days:
+        what is stored already is not stored again. Raises InvalidJob for the first job that breaks a rule; all jobs
+        before its call are stored. Middleware is not called."""
+        try:
+            nth_id(batch, 0)
+        except ValueError as error:
+            raise invalid_argument("batch", f"{error}; make one with windrow.uuid7()") from error
+        done = Batch()
+        # The oldest call first, with the number of its first job.
+        under_way: deque[tuple[int, asyncio.Task[list[Enqueued]]]] = deque()
+
+        async def take_oldest() -> None:
+            nonlocal done
+            first, task = under_way[0]
+            try:
+                stored = await task
+            except InvalidRequest as error:
+                raise type(error)(f"after {first:,} jobs: {error}", shifted(error.violations, first)) from error
+            under_way.popleft()
+            done = Batch(jobs=first + len(stored), duplicates=done.duplicates + sum(one.duplicate for one in stored))
+            if on_progress is not None:
+                on_progress(done)
+
+        try:
+            for first, request in batch_requests(self.org, jobs, batch, jobs_max=JOBS_MAX, bytes_max=_BATCH_CALL_BYTES):
+                if len(under_way) == _SPLIT_CALLS_MAX:
+                    await take_oldest()
+                under_way.append((first, asyncio.create_task(self.send(request))))
+            while under_way:
+                await take_oldest()
+        finally:
+            for _, task in under_way:
+                task.cancel()
+            await asyncio.gather(*(task for _, task in under_way), return_exceptions=True)
+        return done
+
     async def send(self, request: queue_pb2.EnqueueRequest, *, timeout: Span | None = None) -> list[Enqueued]:
         """Stores the jobs of a prepared request: the low-level form of enqueue_many. Splits an independent request.
 
@@ -269,7 +326,7 @@ class Client:
         """
         if max_jobs < 1:
             # To the router 0 means the default, which is 1. A caller that has counted its free places wants no job.
-            raise _invalid("max_jobs", ValueError(f"must be 1 to 1,000, not {max_jobs}"))
+            raise invalid_argument("max_jobs", f"must be 1 to 1,000, not {max_jobs}")
         request = queue_pb2.DequeueRequest(
             org=self.org,
             queues=[queues] if isinstance(queues, str) else queues,
@@ -279,17 +336,13 @@ class Client:
         )
         wait_s = _seconds("wait", wait)
         if not 0 <= wait_s <= WAIT_S_MAX:
-            raise _invalid("wait", ValueError(f"must be 0 s to {WAIT_S_MAX:g} s, not {wait_s} s"))
-
-        def wait_for(left_s: float) -> None:
-            if left_s:
-                request.wait.CopyFrom(duration(left_s))
-            else:
-                request.ClearField("wait")
+            raise invalid_argument("wait", f"must be 0 s to {WAIT_S_MAX:g} s, not {wait_s} s")
 
         deadline = time.monotonic() + wait_s
         while True:
-            response = await self.calls.call(lambda stub: stub.Dequeue, request, wait_s=wait_s, before_try=wait_for)
+            response = await self.calls.call(
+                lambda stub: stub.Dequeue, request, wait_s=wait_s, before_try=partial(_set_wait, request)
+            )
             wait_s = deadline - time.monotonic()
             if response.jobs or wait_s < _WORTH_WAITING_S:
                 return [read_leased(job) for job in response.jobs]
@@ -312,7 +365,7 @@ class Client:
         try:
             encoded = encode_result(result)
         except (TypeError, ValueError) as error:
-            raise _invalid("result", error) from error
+            raise invalid_argument("result", error) from error
 
         if isinstance(jobs, Job):
             return await self._acks.put(self.org, queue_pb2.Ack(lease=jobs.lease, result=encoded), len(encoded) + 64)
@@ -490,6 +543,33 @@ class Client:
                 remaining = list(response.omitted_ids)
         return found
 
+    async def wait(self, id: str, *, timeout: Span) -> JobRecord:  # noqa: A002
+        """Waits until a job has ended: it is succeeded, dead or cancelled. Returns its record, with payload and result.
+
+        `timeout` (s, or timedelta): how long to wait. Raises DeadlineExceeded when it is over, and NotFound if this org
+        has no such job."""
+        request = queue_pb2.WaitJobRequest(org=self.org, id=id, include_payload=True)
+        timeout_s = _seconds("timeout", timeout)
+        deadline = time.monotonic() + timeout_s
+        left_s = timeout_s
+        while True:
+            response = await self.calls.call(
+                lambda stub: stub.WaitJob,
+                request,
+                wait_s=max(0.0, min(left_s, WAIT_S_MAX)),
+                before_try=partial(_set_wait, request),
+            )
+            if not response.HasField("job"):
+                raise NotFound(f"org {self.org!r} has no job {id}")
+            record = read_record(response.job, with_payload=True)
+            if record.state in ENDED:
+                return record
+            left_s = deadline - time.monotonic()
+            if left_s < _WORTH_WAITING_S:
+                raise DeadlineExceeded(f"job {id} is {record.state.value} after {timeout_s:g} s")
+            # A router that shuts down answers early. Wait for the remaining time at another one.
+            await asyncio.sleep(random.uniform(0.2, 0.5) * _WORTH_WAITING_S)
+
     async def cancel_jobs(self, ids: Iterable[str], *, reason: str = "") -> list[Answer]:
         """Cancels jobs that have not finished, and ends their leases. Returns STALE for a job that had succeeded."""
 
@@ -550,6 +630,13 @@ def _enqueued(request: queue_pb2.EnqueueRequest, response: queue_pb2.EnqueueResp
     ]
 
 
+def _set_wait(request: queue_pb2.DequeueRequest | queue_pb2.WaitJobRequest, left_s: float) -> None:
+    if left_s:
+        request.wait.CopyFrom(duration(left_s))
+    else:
+        request.ClearField("wait")
+
+
 _Answers = Sequence[int]
 
 
@@ -592,18 +679,14 @@ def _span(name: str, span: Span) -> Duration:
     try:
         return duration(span)
     except (TypeError, ValueError) as error:
-        raise _invalid(name, error) from error
+        raise invalid_argument(name, error) from error
 
 
 def _seconds(name: str, span: Span) -> float:
     try:
         return seconds(span)
     except TypeError as error:
-        raise _invalid(name, error) from error
-
-
-def _invalid(name: str, error: Exception) -> InvalidRequest:
-    return InvalidRequest(f"{name}: {error}", [Violation(name, str(error))])
+        raise invalid_argument(name, error) from error
 
 
 def _around(middleware: Middleware, call_next: CallNext) -> CallNext:

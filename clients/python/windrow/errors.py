@@ -136,6 +136,11 @@ def from_code(code: int, message: str, violations: Iterable[Violation] = ()) -> 
     return _BY_CODE.get(code, RouterError)(message)
 
 
+def invalid_argument(name: str, fault: object) -> InvalidRequest:
+    """Returns the error for one argument of a call that cannot be sent."""
+    return InvalidRequest(f"{name}: {fault}", [Violation(name, str(fault))])
+
+
 def shifted(violations: Iterable[Violation], by: int) -> list[Violation]:
     """Adds `by` to the job indexes of violations: for a call that was sent as one of several parts."""
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import enum
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import UTC, datetime
 from typing import Any, TypedDict, cast
 
 from windrow.errors import InvalidJob, Span, Violation, WindrowError
 from windrow.failures import Failure, read_failure
-from windrow.ids import uuid7
+from windrow.ids import nth_id, uuid7
 from windrow.payloads import Payload, duration, encode, moment, timestamp
 from windrow.reports import Progress, Reporter, read_progress, report_of
 from windrow.v1 import job_pb2, queue_pb2
@@ -36,6 +36,10 @@ class JobState(enum.Enum):
     CANCELLED = "cancelled"
     # A newer router sent a state that this release does not know.
     UNKNOWN = "unknown"
+
+
+# A job in one of these states does not run again, unless somebody redrives a dead one.
+ENDED = frozenset({JobState.SUCCEEDED, JobState.DEAD, JobState.CANCELLED})
 
 
 class AttemptOutcome(enum.Enum):
@@ -164,6 +168,16 @@ class Enqueued:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """How far an enqueue_batch has come."""
+
+    # The jobs that are stored: all up to this number.
+    jobs: int = 0
+    # Those of them that were stored before, by an earlier call with the same batch.
+    duplicates: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A leased job. Every field has a default, so that the test of a handler can make one."""
 
@@ -282,6 +296,14 @@ _ANSWERS: dict[int, Answer] = {
 }
 
 
+_STATE_VALUES = {state: job_pb2.JobState.ValueType(value) for value, state in _STATES.items()}
+
+
+def state_value(state: JobState) -> job_pb2.JobState.ValueType:
+    """Raises KeyError for UNKNOWN."""
+    return _STATE_VALUES[state]
+
+
 def answer_of(value: int) -> Answer:
     return _ANSWERS.get(value, Answer.UNKNOWN)
 
@@ -300,6 +322,28 @@ def enqueue_request(org: str, jobs: Sequence[NewJob], *, independent: bool = Fal
         except (TypeError, ValueError) as error:
             raise _invalid(job, at, error) from error
     return request
+
+
+def batch_requests(
+    org: str, jobs: Iterable[NewJob], batch: str, *, jobs_max: int, bytes_max: int
+) -> Iterator[tuple[int, queue_pb2.EnqueueRequest]]:
+    """Yields requests for all jobs of a batch, each with the number of its first job. A request has at most `jobs_max`
+    jobs, and at most `bytes_max` bytes unless it has only one. Raises InvalidJob."""
+    request, first, size = queue_pb2.EnqueueRequest(org=org), 0, 0
+    for at, job in enumerate(jobs):
+        message = job_pb2.NewJob()
+        try:
+            write(job, message)
+            message.id = nth_id(batch, at)
+        except (TypeError, ValueError) as error:
+            raise _invalid(job, at, error) from error
+        size += message.ByteSize()
+        if request.jobs and (len(request.jobs) == jobs_max or size > bytes_max):
+            yield first, request
+            request, first, size = queue_pb2.EnqueueRequest(org=org), at, message.ByteSize()
+        request.jobs.append(message)
+    if request.jobs:
+        yield first, request
 
 
 def new_message(job: NewJob) -> job_pb2.NewJob:
@@ -329,7 +373,7 @@ def write(job: NewJob, message: job_pb2.NewJob) -> None:
     if job.max_attempts:
         template.max_attempts = job.max_attempts
     if job.retry is not None:
-        template.retry.CopyFrom(_retry(job.retry))
+        template.retry.CopyFrom(retry_message(job.retry))
     if job.run_at is not None:
         if job.delay is not None:
             raise ValueError("run_at and delay are both given; give only one")
@@ -381,7 +425,8 @@ def _shown(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARS_MAX else text[:_SHOWN_CHARS_MAX] + "…"
 
 
-def _retry(policy: object) -> job_pb2.RetryPolicy:
+def retry_message(policy: object) -> job_pb2.RetryPolicy:
+    """Raises TypeError or ValueError."""
     match policy:
         case FixedRetry():
             return job_pb2.RetryPolicy(fixed=job_pb2.FixedRetry(delay=duration(policy.delay)))
@@ -401,7 +446,7 @@ def _retry(policy: object) -> job_pb2.RetryPolicy:
             )
 
 
-def _read_retry(message: job_pb2.RetryPolicy) -> RetryPolicy | None:
+def read_retry(message: job_pb2.RetryPolicy) -> RetryPolicy | None:
     match message.WhichOneof("policy"):
         case "fixed":
             return FixedRetry(delay=message.fixed.delay.ToTimedelta())
@@ -454,7 +499,7 @@ def read_record(message: job_pb2.Job, *, with_payload: bool) -> JobRecord:
         priority=message.priority,
         attempt=message.attempt,
         max_attempts=message.max_attempts,
-        retry=_read_retry(message.retry),
+        retry=read_retry(message.retry),
         dedup_key=message.dedup_key,
         enqueued_at=moment(message.enqueued_at),
         run_at=moment(message.run_at),

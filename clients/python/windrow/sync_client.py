@@ -95,6 +95,7 @@ class SyncClient:
 
     enqueue = _blocking(Client.enqueue)
     enqueue_many = _blocking(Client.enqueue_many)
+    enqueue_batch = _blocking(Client.enqueue_batch)
     dequeue = _blocking(Client.dequeue)
     ack = _blocking(Client.ack)
     nack = _blocking(Client.nack)
@@ -102,8 +103,21 @@ class SyncClient:
     release = _blocking(Client.release)
     snooze = _blocking(Client.snooze)
     get_jobs = _blocking(Client.get_jobs)
+    wait = _blocking(Client.wait)
     cancel_jobs = _blocking(Client.cancel_jobs)
     server_info = _blocking(Client.server_info)
+    list_queues = _blocking(Client.list_queues)
+    get_queue = _blocking(Client.get_queue)
+    create_queue = _blocking(Client.create_queue)
+    update_queue = _blocking(Client.update_queue)
+    pause_queue = _blocking(Client.pause_queue)
+    resume_queue = _blocking(Client.resume_queue)
+    delete_queue = _blocking(Client.delete_queue)
+    purge_queue = _blocking(Client.purge_queue)
+    list_jobs = _blocking(Client.list_jobs)
+    redrive_jobs = _blocking(Client.redrive_jobs)
+    restore_jobs = _blocking(Client.restore_jobs)
+    stats = _blocking(Client.stats)
 
     def _run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         try:

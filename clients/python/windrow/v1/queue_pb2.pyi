@@ -1059,3 +1059,67 @@ class CancelJobsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CancelJobsResponse: _TypeAlias = CancelJobsResponse  # noqa: Y015
+
+@_typing.final
+class WaitJobRequest(_message.Message):
+    """Names a job whose end is awaited."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORG_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    WAIT_FIELD_NUMBER: _builtins.int
+    INCLUDE_PAYLOAD_FIELD_NUMBER: _builtins.int
+    org: _builtins.str
+    """The tenant that owns the job. 1 to 128 bytes, no control characters."""
+    id: _builtins.str
+    """The job's id in canonical lower-case text."""
+    include_payload: _builtins.bool
+    """True: payload and result too."""
+    @_builtins.property
+    def wait(self) -> _duration_pb2.Duration:
+        """How long to wait for the job's end. If it does not end in time, or if the router shuts down, the answer has the job
+        as it is then. The call's deadline must be longer. 0 s to 60 s; absent: 0 s.
+        """
+
+    def __init__(
+        self,
+        *,
+        org: _builtins.str = ...,
+        id: _builtins.str = ...,
+        wait: _duration_pb2.Duration | None = ...,
+        include_payload: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["wait", b"wait"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "include_payload", b"include_payload", "org", b"org", "wait", b"wait"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WaitJobRequest: _TypeAlias = WaitJobRequest  # noqa: Y015
+
+@_typing.final
+class WaitJobResponse(_message.Message):
+    """The job as it is at the end of the wait."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def job(self) -> _job_pb2.Job:
+        """Absent: this org has no such job, or no longer has it. While a shard that may have the job does not answer, the call
+        is UNAVAILABLE instead.
+        """
+
+    def __init__(
+        self,
+        *,
+        job: _job_pb2.Job | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WaitJobResponse: _TypeAlias = WaitJobResponse  # noqa: Y015

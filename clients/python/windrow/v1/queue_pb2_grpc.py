@@ -91,6 +91,11 @@ class QueueStub:
                 request_serializer=windrow_dot_v1_dot_server__pb2.GetServerInfoRequest.SerializeToString,
                 response_deserializer=windrow_dot_v1_dot_server__pb2.GetServerInfoResponse.FromString,
                 _registered_method=True)
+        self.WaitJob = channel.unary_unary(
+                '/windrow.v1.Queue/WaitJob',
+                request_serializer=windrow_dot_v1_dot_queue__pb2.WaitJobRequest.SerializeToString,
+                response_deserializer=windrow_dot_v1_dot_queue__pb2.WaitJobResponse.FromString,
+                _registered_method=True)
 
 
 class QueueServicer:
@@ -203,6 +208,14 @@ class QueueServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WaitJob(self, request, context):
+        """Waits until a job has ended, which is when it is SUCCEEDED, DEAD or CANCELLED, and returns it. Answers at once if it
+        has ended already, or if this org has no such job.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_QueueServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -260,6 +273,11 @@ def add_QueueServicer_to_server(servicer, server):
                     servicer.GetServerInfo,
                     request_deserializer=windrow_dot_v1_dot_server__pb2.GetServerInfoRequest.FromString,
                     response_serializer=windrow_dot_v1_dot_server__pb2.GetServerInfoResponse.SerializeToString,
+            ),
+            'WaitJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.WaitJob,
+                    request_deserializer=windrow_dot_v1_dot_queue__pb2.WaitJobRequest.FromString,
+                    response_serializer=windrow_dot_v1_dot_queue__pb2.WaitJobResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -560,6 +578,33 @@ class Queue:
             '/windrow.v1.Queue/GetServerInfo',
             windrow_dot_v1_dot_server__pb2.GetServerInfoRequest.SerializeToString,
             windrow_dot_v1_dot_server__pb2.GetServerInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WaitJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/windrow.v1.Queue/WaitJob',
+            windrow_dot_v1_dot_queue__pb2.WaitJobRequest.SerializeToString,
+            windrow_dot_v1_dot_queue__pb2.WaitJobResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -128,6 +128,10 @@ class QueueStub:
     """
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_server_pb2.GetServerInfoRequest, _server_pb2.GetServerInfoResponse]
     """Returns the router's version and its limits, for client libraries. Needs no org and no shard."""
+    WaitJob: _grpc.UnaryUnaryMultiCallable[_queue_pb2.WaitJobRequest, _queue_pb2.WaitJobResponse]
+    """Waits until a job has ended, which is when it is SUCCEEDED, DEAD or CANCELLED, and returns it. Answers at once if it
+    has ended already, or if this org has no such job.
+    """
 
 @_typing.type_check_only
 class QueueAsyncStub(QueueStub):
@@ -188,6 +192,10 @@ class QueueAsyncStub(QueueStub):
     """
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_server_pb2.GetServerInfoRequest, _server_pb2.GetServerInfoResponse]  # type: ignore[assignment]
     """Returns the router's version and its limits, for client libraries. Needs no org and no shard."""
+    WaitJob: _aio.UnaryUnaryMultiCallable[_queue_pb2.WaitJobRequest, _queue_pb2.WaitJobResponse]  # type: ignore[assignment]
+    """Waits until a job has ended, which is when it is SUCCEEDED, DEAD or CANCELLED, and returns it. Answers at once if it
+    has ended already, or if this org has no such job.
+    """
 
 class QueueServicer(metaclass=_abc_1.ABCMeta):
     """Stores jobs, leases them to consumers, and takes their results. All jobs of one call belong to one org."""
@@ -311,5 +319,15 @@ class QueueServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_server_pb2.GetServerInfoResponse, _abc.Awaitable[_server_pb2.GetServerInfoResponse]]:
         """Returns the router's version and its limits, for client libraries. Needs no org and no shard."""
+
+    @_abc_1.abstractmethod
+    def WaitJob(
+        self,
+        request: _queue_pb2.WaitJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_queue_pb2.WaitJobResponse, _abc.Awaitable[_queue_pb2.WaitJobResponse]]:
+        """Waits until a job has ended, which is when it is SUCCEEDED, DEAD or CANCELLED, and returns it. Answers at once if it
+        has ended already, or if this org has no such job.
+        """
 
 def add_QueueServicer_to_server(servicer: QueueServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -193,7 +193,7 @@ class ServerLimits(_message.Message):
 
     @_builtins.property
     def max_wait(self) -> _duration_pb2.Duration:
-        """Bounds DequeueRequest.wait."""
+        """Bounds DequeueRequest.wait and WaitJobRequest.wait."""
 
     @_builtins.property
     def max_delay(self) -> _duration_pb2.Duration:

@@ -1,0 +1,373 @@
+"""The calls of the admin service, which Client has as methods of its own, and what they return."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import TypeVar
+
+from google.protobuf.field_mask_pb2 import FieldMask
+from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from windrow.calls import ADMIN_FINAL, Calls, Method, Stub
+from windrow.errors import invalid_argument
+from windrow.ids import uuid7
+from windrow.jobs import JobRecord, JobState, RetryPolicy, read_record, read_retry, retry_message, state_value
+from windrow.payloads import moment, timestamp
+from windrow.v1 import admin_pb2
+
+# The contract's limit on the items of a page, and on the jobs of a restore.
+_PAGE_MAX = 1000
+# Of the jobs of one purge or redrive: a larger call would hold its locks for too long.
+_CHANGE_MAX = 1000
+
+_Request = TypeVar("_Request", bound=Message)
+_Response = TypeVar("_Response")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueRecord:
+    """A queue with its settings in effect, defaults included."""
+
+    queue: str
+    retry: RetryPolicy | None
+    max_attempts: int
+    # For how many days finished jobs are kept.
+    retention_days: int
+    # It gives no jobs until it is resumed.
+    paused: bool
+    created_at: datetime
+    # The shard that takes the org's new jobs.
+    shard: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobPage:
+    """One page of a list of jobs. It may have fewer jobs than asked for, even none, although more pages follow."""
+
+    jobs: Sequence[JobRecord]
+    # Pass it to list_jobs for the next page. Empty on the last page.
+    next_page_token: str
+    # Shards of the org that did not answer: their jobs are missing.
+    unavailable_shards: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueStats:
+    """How many jobs of a queue are in each state."""
+
+    queue: str
+    scheduled: int
+    ready: int
+    leased: int
+    dead: int
+    # None unless the call asked for them.
+    succeeded: int | None
+    cancelled: int | None
+    # How long the oldest ready job has been due. None: none is ready.
+    oldest_ready_age: timedelta | None
+    # When the next scheduled job is due. None: none is scheduled.
+    next_due: datetime | None
+    paused: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """The counts of queues, by name."""
+
+    queues: Mapping[str, QueueStats]
+    # Shards of the org that did not answer: their jobs are not counted.
+    unavailable_shards: Sequence[str]
+
+
+class RestoreRefusal(enum.Enum):
+    """Why a job was not restored."""
+
+    # This org has no such job, or has it no longer.
+    NOT_FOUND = "not_found"
+    # The job is scheduled, ready or leased.
+    LIVE = "live"
+    # The time in the new id is too old, or too far in the future.
+    BAD_NEW_ID = "bad_new_id"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What became of one job of restore_jobs."""
+
+    # The old job.
+    id: str
+    new_id: str
+    # A job with the new id existed already. Nothing was stored.
+    duplicate: bool = False
+    # Why nothing was stored. None: there is a new job.
+    refusal: RestoreRefusal | None = None
+
+
+class AdminCalls:
+    """The queues of one org and their jobs, as operators and dashboards need them."""
+
+    org: str
+    calls: Calls
+
+    async def list_queues(self) -> list[QueueRecord]:
+        """Returns all queues of the org by name; none for an org that does not exist yet."""
+        queues: list[QueueRecord] = []
+        token = ""
+        while True:
+            request = admin_pb2.ListQueuesRequest(org=self.org, page_size=_PAGE_MAX, page_token=token)
+            response = await self._ask(lambda stub: stub.ListQueues, request)
+            queues += map(_read_queue, response.queues)
+            token = response.next_page_token
+            if not token:
+                return queues
+
+    async def get_queue(self, queue: str) -> QueueRecord:
+        """Raises NotFound."""
+        request = admin_pb2.GetQueueRequest(org=self.org, queue=queue)
+        return _read_queue((await self._ask(lambda stub: stub.GetQueue, request)).queue)
+
+    async def create_queue(
+        self,
+        queue: str,
+        *,
+        retry: RetryPolicy | None = None,
+        max_attempts: int | None = None,
+        retention_days: int | None = None,
+    ) -> QueueRecord:
+        """Gives a queue its settings before its first job, which would create it with the defaults. None: the default.
+
+        Raises AlreadyExists, also if the first try of this call created the queue and its answer was lost."""
+        config = _config(retry, max_attempts, retention_days)
+        request = admin_pb2.CreateQueueRequest(org=self.org, queue=queue, config=config)
+        return _read_queue((await self._ask(lambda stub: stub.CreateQueue, request)).queue)
+
+    async def update_queue(
+        self,
+        queue: str,
+        *,
+        retry: RetryPolicy | None = None,
+        max_attempts: int | None = None,
+        retention_days: int | None = None,
+        reset: Iterable[str] = (),
+    ) -> QueueRecord:
+        """Changes the given settings, also for the jobs that the queue has. `reset` names settings to put back to their
+        defaults, such as "retry". Raises NotFound."""
+        config = _config(retry, max_attempts, retention_days)
+        given = [field.name for field, _ in config.ListFields()]
+        resets = list(reset)
+        if both := set(given).intersection(resets):
+            raise invalid_argument("reset", f"names {min(both)!r}, which is given a value too")
+        mask = FieldMask(paths=[*given, *resets])
+        request = admin_pb2.UpdateQueueRequest(org=self.org, queue=queue, config=config, update_mask=mask)
+        return _read_queue((await self._ask(lambda stub: stub.UpdateQueue, request)).queue)
+
+    async def pause_queue(self, queue: str) -> QueueRecord:
+        """Stops giving the queue's jobs to consumers; enqueues, acks and leases go on. Raises NotFound."""
+        request = admin_pb2.PauseQueueRequest(org=self.org, queue=queue)
+        return _read_queue((await self._ask(lambda stub: stub.PauseQueue, request)).queue)
+
+    async def resume_queue(self, queue: str) -> QueueRecord:
+        """Ends a pause. Raises NotFound."""
+        request = admin_pb2.ResumeQueueRequest(org=self.org, queue=queue)
+        return _read_queue((await self._ask(lambda stub: stub.ResumeQueue, request)).queue)
+
+    async def delete_queue(self, queue: str) -> None:
+        """Deletes an empty queue and its settings; its finished jobs can still be found. Raises NotFound, and
+        FailedPrecondition while it holds jobs that are live or dead."""
+        await self._ask(lambda stub: stub.DeleteQueue, admin_pb2.DeleteQueueRequest(org=self.org, queue=queue))
+
+    async def purge_queue(self, queue: str, *, include_dead: bool = False, limit: int | None = None) -> int:
+        """Cancels the queue's jobs that are not leased, at most `limit`; leased jobs may finish. Returns how many: a
+        lower bound if an answer was lost. Raises NotFound."""
+
+        async def purge(count: int) -> tuple[int, bool]:
+            request = admin_pb2.PurgeQueueRequest(org=self.org, queue=queue, include_dead=include_dead, limit=count)
+            response = await self._ask(lambda stub: stub.PurgeQueue, request)
+            return response.cancelled, response.limit_reached
+
+        return await _in_steps(purge, _checked_limit(limit))
+
+    async def list_jobs(
+        self,
+        queue: str = "",
+        *,
+        state: JobState | None = None,
+        kind: str = "",
+        created_after: datetime | None = None,
+        created_before: datetime | None = None,
+        include_payload: bool = False,
+        page_size: int = 100,
+        page_token: str = "",
+    ) -> JobPage:
+        """Returns a page of the org's jobs, the newest first, without leasing them; those of one queue in one live
+        state come in the order in which they will be claimed. All conditions must be true of a job.
+
+        `created_after` (inclusive) and `created_before` compare the times in the job ids. `page_size` is 1 to 1,000.
+        For the next page, pass the same conditions and the page's `next_page_token`. Raises NotFound if `queue` is
+        given and does not exist."""
+        if not 1 <= page_size <= _PAGE_MAX:
+            raise invalid_argument("page_size", f"must be 1 to {_PAGE_MAX:,}, not {page_size}")
+        request = admin_pb2.ListJobsRequest(
+            org=self.org,
+            queue=queue,
+            kind=kind,
+            page_size=page_size,
+            page_token=page_token,
+            include_payload=include_payload,
+        )
+        if state is not None:
+            try:
+                request.state = state_value(state)
+            except KeyError as error:
+                raise invalid_argument("state", f"{state!r} is no state that a job can be in") from error
+        _set_time(request.created_after, "created_after", created_after)
+        _set_time(request.created_before, "created_before", created_before)
+        response = await self._ask(lambda stub: stub.ListJobs, request)
+        return JobPage(
+            jobs=[read_record(job, with_payload=include_payload) for job in response.jobs],
+            next_page_token=response.next_page_token,
+            unavailable_shards=list(response.unavailable_shards),
+        )
+
+    async def redrive_jobs(
+        self,
+        queue: str,
+        *,
+        kind: str = "",
+        died_after: datetime | None = None,
+        died_before: datetime | None = None,
+        limit: int | None = None,
+    ) -> int:
+        """Makes the queue's dead jobs ready again, with all their attempts; those that died first come first. Redrives
+        at most as many as are dead now, because some may die again meanwhile. Returns how many: a lower bound if an
+        answer was lost. Raises NotFound."""
+        times = admin_pb2.RedriveJobsRequest()
+        _set_time(times.died_after, "died_after", died_after)
+        _set_time(times.died_before, "died_before", died_before)
+
+        async def redrive(count: int) -> tuple[int, bool]:
+            request = admin_pb2.RedriveJobsRequest(org=self.org, queue=queue, kind=kind, limit=count)
+            request.MergeFrom(times)
+            response = await self._ask(lambda stub: stub.RedriveJobs, request)
+            return response.redriven, response.limit_reached
+
+        left = _checked_limit(limit)
+        dead = (await self.stats(queue)).queues[queue].dead
+        return await _in_steps(redrive, dead if left is None else min(left, dead))
+
+    async def restore_jobs(self, ids: Iterable[str], *, new_ids: Iterable[str] | None = None) -> list[Restored]:
+        """Stores finished and dead jobs once more, as new jobs that are due now; the old ones stay as they are. Returns
+        what became of each.
+
+        To call it again after an error without a second copy, pass the same `new_ids` (windrow.uuid7() for each)."""
+        old = list(ids)
+        new = [uuid7() for _ in old] if new_ids is None else list(new_ids)
+        if len(new) != len(old):
+            raise invalid_argument("new_ids", f"has {len(new):,} ids for {len(old):,} jobs; give one for each")
+        results: list[Restored] = []
+        for at in range(0, len(old), _PAGE_MAX):
+            pairs = list(zip(old[at : at + _PAGE_MAX], new[at : at + _PAGE_MAX], strict=True))
+            jobs = [admin_pb2.RestoreJob(id=one, new_id=new_id) for one, new_id in pairs]
+            response = await self._ask(
+                lambda stub: stub.RestoreJobs, admin_pb2.RestoreJobsRequest(org=self.org, jobs=jobs)
+            )
+            results += [
+                _read_restored(one, new_id, result)
+                for (one, new_id), result in zip(pairs, response.results, strict=True)
+            ]
+        return results
+
+    async def stats(self, queue: str = "", *, include_finished: bool = False) -> Stats:
+        """Counts the jobs of one queue, or of each queue of the org (of the first 1,000 by name), by state.
+
+        `include_finished`: finished jobs too. That scans them, which is slow if there are many. Raises NotFound if
+        `queue` is given and does not exist."""
+        request = admin_pb2.GetStatsRequest(org=self.org, queue=queue, include_finished=include_finished)
+        response = await self._ask(lambda stub: stub.GetStats, request)
+        return Stats(
+            queues={one.queue: _read_stats(one, with_finished=include_finished) for one in response.queues},
+            unavailable_shards=list(response.unavailable_shards),
+        )
+
+    async def _ask(self, method: Callable[[Stub], Method[_Request, _Response]], request: _Request) -> _Response:
+        return await self.calls.call(method, request, final=ADMIN_FINAL)
+
+
+async def _in_steps(change: Callable[[int], Awaitable[tuple[int, bool]]], limit: int | None) -> int:
+    """Changes jobs in bounded steps, at most `limit` in all. `change` gets how many it may change; it returns how many
+    it has changed, and whether there may be more. Returns the sum."""
+    done = 0
+    while limit is None or done < limit:
+        changed, more = await change(_CHANGE_MAX if limit is None else min(_CHANGE_MAX, limit - done))
+        done += changed
+        if not more:
+            break
+    return done
+
+
+def _checked_limit(limit: int | None) -> int | None:
+    if limit is not None and limit < 0:
+        raise invalid_argument("limit", f"must be 0 or more, or None for all, not {limit}")
+    return limit
+
+
+def _config(retry: RetryPolicy | None, max_attempts: int | None, retention_days: int | None) -> admin_pb2.QueueConfig:
+    try:
+        policy = None if retry is None else retry_message(retry)
+    except (TypeError, ValueError) as error:
+        raise invalid_argument("retry", error) from error
+    return admin_pb2.QueueConfig(retry=policy, max_attempts=max_attempts, retention_days=retention_days)
+
+
+def _set_time(field: Timestamp, name: str, time: datetime | None) -> None:
+    if time is not None:
+        try:
+            field.CopyFrom(timestamp(time))
+        except (TypeError, ValueError) as error:
+            raise invalid_argument(name, error) from error
+
+
+def _read_queue(message: admin_pb2.QueueInfo) -> QueueRecord:
+    return QueueRecord(
+        queue=message.queue,
+        retry=read_retry(message.config.retry),
+        max_attempts=message.config.max_attempts,
+        retention_days=message.config.retention_days,
+        paused=message.paused,
+        created_at=moment(message.created_at),
+        shard=message.shard,
+    )
+
+
+def _read_stats(message: admin_pb2.QueueStats, *, with_finished: bool) -> QueueStats:
+    return QueueStats(
+        queue=message.queue,
+        scheduled=message.scheduled,
+        ready=message.ready,
+        leased=message.leased,
+        dead=message.dead,
+        succeeded=message.succeeded if with_finished else None,
+        cancelled=message.cancelled if with_finished else None,
+        oldest_ready_age=message.oldest_ready_age.ToTimedelta() if message.HasField("oldest_ready_age") else None,
+        next_due=moment(message.next_due) if message.HasField("next_due") else None,
+        paused=message.paused,
+    )
+
+
+# By the numbers of the contract's enum, which has the same names after a prefix.
+_REFUSALS: dict[int, RestoreRefusal] = {
+    admin_pb2.RestoreRefusal.Value(f"RESTORE_REFUSAL_{refusal.name}"): refusal
+    for refusal in RestoreRefusal
+    if refusal is not RestoreRefusal.UNKNOWN
+}
+
+
+def _read_restored(old: str, new_id: str, message: admin_pb2.RestoreResult) -> Restored:
+    if message.HasField("restored"):
+        return Restored(id=old, new_id=message.restored.id, duplicate=message.restored.duplicate)
+    return Restored(id=old, new_id=new_id, refusal=_REFUSALS.get(message.refusal, RestoreRefusal.UNKNOWN))
