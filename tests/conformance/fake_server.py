@@ -55,9 +55,13 @@ AWAY = Refusal(code=StatusCode.UNAVAILABLE, reason="SHARD_UNAVAILABLE")
 TOO_LARGE = Refusal(code=StatusCode.INVALID_ARGUMENT, reason="MESSAGE_TOO_LARGE")
 
 
-class FakeServer:
-    """Scenarios replace its answers: `greet` says whether a stream is refused, by its number from 1 on; `settle`
-    answers a message with leases, with None: never."""
+# Untyped: unlike the generated class says, gRPC also takes a Consume that writes.
+_Servicer: Any = queue_pb2_grpc.QueueServicer
+
+
+class FakeServer(_Servicer):  # type: ignore[misc]
+    """Answers what consumers call; other methods are UNIMPLEMENTED. Scenarios replace its answers: `greet` says whether
+    a stream is refused, by its number from 1 on; `settle` answers a message with leases, with None: never."""
 
     def __init__(self, *, org: str, queue: str) -> None:
         self.seen = Transcript(org=org, queue=queue)
@@ -338,7 +342,6 @@ async def serving(server: FakeServer, address: str) -> AsyncGenerator[str, None]
     # A client under test may send large messages; another server must not take a part of its connections.
     options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 64 << 20)]
     listening = aio.server(options=options)
-    # Unlike the generated class says, gRPC also takes a Consume that writes.
     queue_pb2_grpc.add_QueueServicer_to_server(cast("queue_pb2_grpc.QueueServicer", server), listening)
     host = address.rpartition(":")[0]
     port = listening.add_insecure_port(address)
