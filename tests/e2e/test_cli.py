@@ -626,7 +626,7 @@ def test_a_watch_looks_again_until_it_is_interrupted(running: Running, windrow: 
 def test_a_router_tells_its_version_and_its_limits(windrow: Windrow) -> None:
     (told,) = windrow("server", "--json").documents
     info = server_info()
-    assert (told["version"], told["features"]) == (info.version, ["org_metadata"])
+    assert (told["version"], told["features"]) == (info.version, ["org_metadata", "snooze"])
     fields = {name.removesuffix("_s"): value for name, value in told["limits"].items()}
     assert list(fields) == [field.name for field in info.limits.DESCRIPTOR.fields]
     assert (fields["max_message_bytes"], fields["min_visibility_window"]) == (info.limits.max_message_bytes, 0.1)
