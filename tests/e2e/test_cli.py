@@ -632,7 +632,7 @@ def test_a_router_tells_its_version_and_its_limits(windrow: Windrow) -> None:
     assert (fields["max_message_bytes"], fields["min_visibility_window"]) == (info.limits.max_message_bytes, 0.1)
     shown = windrow("server").out.splitlines()
     assert len(shown) == 1 + len(fields) + 1
-    assert shown[-1] == f"router {info.version}, features: org_metadata"
+    assert shown[-1] == f"router {info.version}, features: org_metadata, snooze"
     assert re.search(r"^max_delay +3650d$", "\n".join(shown), re.MULTILINE)
 
 
