@@ -643,13 +643,13 @@ def test_a_watch_looks_again_until_it_is_interrupted(running: Running, windrow: 
 def test_a_router_tells_its_version_and_its_limits(windrow: Windrow) -> None:
     (told,) = windrow("server", "--json").documents
     info = server_info()
-    assert (told["version"], told["features"]) == (info.version, ["org_metadata"])
+    assert (told["version"], told["features"]) == (info.version, ["org_metadata", "snooze"])
     fields = {name.removesuffix("_s"): value for name, value in told["limits"].items()}
     assert list(fields) == [field.name for field in info.limits.DESCRIPTOR.fields]
     assert (fields["max_message_bytes"], fields["min_visibility_window"]) == (info.limits.max_message_bytes, 0.1)
     shown = windrow("server").out.splitlines()
     assert len(shown) == 1 + len(fields) + 1
-    assert shown[-1] == f"router {info.version}, features: org_metadata"
+    assert shown[-1] == f"router {info.version}, features: org_metadata, snooze"
     assert re.search(r"^max_delay +3650d$", "\n".join(shown), re.MULTILINE)
 
 

@@ -502,7 +502,8 @@ async def test_a_script_runs_until_a_signal_and_ends_well(cluster: RunningCluste
 async def test_the_readmes_examples_run(cluster: RunningCluster, app_dsn: str, collector: Collector) -> None:
     text = (CHECKOUT / "clients" / "python" / "README.md").read_text()
     examples = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    enqueue, many, plain, cancel, admin, work, stop, relay, traced = examples
+    # test_readme.py runs the others: they are about workers, and need nothing to do.
+    enqueue, many, plain, cancel, admin, work, _middleware, stop, _timeout, _process, relay, traced = examples
     environ = os.environ | {
         "WINDROW_ADDRESS": cluster.address,
         "PYTHONUNBUFFERED": "1",

@@ -20,7 +20,7 @@ import pytest
 from google.rpc import status_pb2
 from grpc import StatusCode, aio
 from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader, NumberDataPoint
 
 from tests.unit.client_fake import WAIT_S, FakeRouter, FakeStream, Script, refuse, settled_as
 from windrow import (
@@ -260,12 +260,12 @@ async def test_jobs_without_a_handler_are_given_back_uncounted_logged_together_a
         "w1: no handler for jobs of these kinds; they are given back uncounted, and run again within 300 s: "
         "1 of 'new 0'"
     )
-    collected = reader.get_metrics_data()
-    assert collected is not None
-    (metric,) = collected.resource_metrics[0].scope_metrics[0].metrics
-    point: Any
+    measured = reader.get_metrics_data()
+    assert measured is not None
+    (metric,) = measured.resource_metrics[0].scope_metrics[0].metrics
     (point,) = metric.data.data_points
-    assert (metric.name, point.value, dict(point.attributes)) == (
+    assert isinstance(point, NumberDataPoint)
+    assert (metric.name, point.value, dict(point.attributes or {})) == (
         "windrow.worker.unhandled_jobs",
         100,
         {"messaging.destination.name": "q"},
