@@ -85,7 +85,7 @@ def enqueue(
             "--dedup-key",
             metavar="KEY",
             show_default=False,
-            help="Store nothing if a job of the queue had this key within --dedup-window.",
+            help="Store nothing if a job of the queue had this key within --dedup-window, or has it --while-live.",
         ),
     ] = "",
     dedup_window: Annotated[
@@ -98,6 +98,13 @@ def enqueue(
             help="How long --dedup-key is remembered.",
         ),
     ] = None,
+    while_live: Annotated[
+        bool,
+        typer.Option(
+            "--while-live",
+            help="Remember --dedup-key until its job has succeeded, died or was cancelled, and not for a time.",
+        ),
+    ] = False,
     max_attempts: options.MaxAttempts = None,
     retry: options.Retry = None,
     job_id: Annotated[
@@ -130,6 +137,10 @@ def enqueue(
         raise typer.BadParameter("with --lines the payloads come from --file or standard input", param_hint="'PAYLOAD'")
     if dedup_window is not None and not dedup_key:
         raise typer.BadParameter("it needs a --dedup-key, and none is given", param_hint="'--dedup-window'")
+    if while_live and not dedup_key:
+        raise typer.BadParameter("it needs a --dedup-key, and none is given", param_hint="'--while-live'")
+    if while_live and dedup_window is not None:
+        raise typer.BadParameter("give one of --dedup-window and --while-live, not both", param_hint="'--while-live'")
     # With an --id the job may have been stored before it expired: only the router knows.
     if expires_at is not None and job_id is None and expires_at <= datetime.now(UTC):
         raise typer.BadParameter(
@@ -153,6 +164,8 @@ def enqueue(
         pattern.dedup.key = dedup_key
     if dedup_window is not None:
         pattern.dedup.window.CopyFrom(duration(dedup_window))
+    if while_live:
+        pattern.dedup.while_live = True
     if max_attempts is not None:
         pattern.template.max_attempts = max_attempts
     if retry is not None:

@@ -16,7 +16,7 @@ ANSWER_BYTES_MAX = 2 * 1024 * 1024
 
 # What a new job does not take from the job that it repeats: the dedup key has served its purpose, and the trace is that
 # of the call.
-NOT_REPEATED = frozenset({"dedup_key", "trace"})
+NOT_REPEATED = frozenset({"dedup_key", "live_key", "trace"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +49,7 @@ class JobRecord(NamedTuple):
     retry: str | None
     kind: str
     dedup_key: str | None
+    live_key: str | None
     deadline: Micros | None
     worker: str | None
     leased_at: Micros | None

@@ -128,6 +128,7 @@ class NewJobs:
     dedup_keys: dict[int, str] = field(default_factory=dict[int, str])
     dedup_window_us: dict[int, int] = field(default_factory=dict[int, int])
     traces: dict[int, str] = field(default_factory=dict[int, str])
+    live_keys: dict[int, str] = field(default_factory=dict[int, str])
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -160,6 +161,8 @@ JOB_CONTENT: Mapping[str, str] = {
     "retry": "retries",
     "dedup_key": "dedup_keys",
     "trace": "traces",
+    # The dedup key of a job that counts while the job is live, instead of dedup_key.
+    "live_key": "live_keys",
 }
 # What consumers report while they hold a lease (Extend): columns of the tables of jobs.
 REPORTED = ("progress", "checkpoint")

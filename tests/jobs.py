@@ -45,6 +45,7 @@ def some_jobs(
     retry: Policy | None = None,
     dedup_keys: Sequence[str] = (),
     dedup_window_us: int = HOUR_US,
+    live_keys: Sequence[str] = (),
 ) -> NewJobs:
     """Returns jobs that differ only in their ids and dedup keys."""
     ids = ids or [job_id() for _ in range(count)]
@@ -65,6 +66,7 @@ def some_jobs(
     for at, key in enumerate(dedup_keys):
         jobs.dedup_keys[at] = key
         jobs.dedup_window_us[at] = dedup_window_us
+    jobs.live_keys.update(enumerate(live_keys))
     return jobs
 
 

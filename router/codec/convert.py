@@ -114,9 +114,12 @@ def new_jobs(org: OrgId, jobs: Sequence[job_pb2.NewJob], *, trace: str | None) -
             columns.expires_at_us[at] = micros(job.expires_at)
         if job.HasField("dedup"):
             dedup = job.dedup
-            columns.dedup_keys[at] = dedup.key
-            window = micros(dedup.window) if dedup.HasField("window") else _DEDUP_WINDOW_DEFAULT_US
-            columns.dedup_window_us[at] = window
+            if dedup.while_live:
+                columns.live_keys[at] = dedup.key
+            else:
+                columns.dedup_keys[at] = dedup.key
+                window = micros(dedup.window) if dedup.HasField("window") else _DEDUP_WINDOW_DEFAULT_US
+                columns.dedup_window_us[at] = window
         if job.HasField("trace") and job.trace.traceparent:
             columns.traces[at] = f"{job.trace.traceparent} {job.trace.tracestate}".rstrip()
         elif trace is not None:
@@ -267,7 +270,8 @@ def job(record: JobRecord, shard: ShardName) -> job_pb2.Job:
         attempt=record.attempt,
         max_attempts=record.max_attempts or MAX_ATTEMPTS_DEFAULT,
         retry=policy_message(retry_policy.from_json(record.retry)),
-        dedup_key=record.dedup_key or "",
+        dedup_key=record.dedup_key or record.live_key or "",
+        dedup_while_live=record.live_key is not None,
         worker=record.worker or "",
         result=record.result or b"",
         reason=record.reason or "",

@@ -61,6 +61,7 @@ class ColdJob(NamedTuple):
     history: str | None
     progress: str | None = None
     checkpoint: bytes | None = None
+    live_key: str | None = None
 
 
 _TEXTS = {"id", "attributes", "retry", "history", "progress"}

@@ -5,6 +5,7 @@ What several statements share is written once, here, and included by name:
     {{job_columns}}      the columns that the tables job, dead and finished have in common
     {{job_content}}      those of them that the producer gave and that never change: JOB_CONTENT in shard/vocabulary.py
     {{kept_content}}     job_content, and what consumers reported: what a job keeps wherever it goes
+    {{unkeyed_content(e)}}  the same of row e, without the key that counts while a job is live: the row gave it up
     {{new_job_arrays}}   job_content as the parameters of enqueue.sql: an array for each column
     {{new_job_values(n)}}  job_content of row n, which comes from these arrays: JSON is still text there
     {{claimed_content}}  those of job_content that a claim returns: the fields that Claimed has
@@ -63,6 +64,7 @@ _COLUMN_LISTS = {
     "effective_settings": tuple("kept" if column == "retention" else column for column in _SETTINGS),
 }
 _EXPRESSIONS = {
+    "unkeyed_content": ", ".join("NULL" if column == "live_key" else f"{{0}}.{column}" for column in _KEPT),
     "new_job_arrays": ", ".join(
         f"%({array})b::bytea[]" if column in _BINARY else f"%({array})s::text[]"
         for column, array in JOB_CONTENT.items()

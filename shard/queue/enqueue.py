@@ -266,6 +266,7 @@ class Enqueuer:
         origins = [(index, at) for index, jobs in enumerate(batches) for at in range(len(jobs))]
         orgs = {org: position for position, org in enumerate(dict.fromkeys(jobs.org for jobs in batches), start=1)}
         org_positions = [orgs[batches[index].org] for index, _ in origins]
+        keyed = columns.dedup_keys.keys() | columns.live_keys.keys()
         rows: list[tuple[int, str]] = await self._database.run(
             statements.FIND_KNOWN,
             {
@@ -273,8 +274,9 @@ class Enqueuer:
                 "orgs": arrays.texts(list(orgs)),
                 # Empty: all jobs are of the first org.
                 "org_positions": "{}" if len(orgs) == 1 else arrays.numbers(org_positions),
-                "queues": arrays.sparse_texts({at: columns.queues[at] for at in columns.dedup_keys}, len(columns)),
+                "queues": arrays.sparse_texts({at: columns.queues[at] for at in keyed}, len(columns)),
                 "dedup_keys": arrays.sparse_texts(columns.dedup_keys, len(columns)),
+                "live_keys": arrays.sparse_texts(columns.live_keys, len(columns)),
                 "oldest_ms": made_at_ms(min(columns.ids)),
             },
         )
@@ -342,7 +344,11 @@ def _job_rows(call: PendingEnqueue) -> Iterator[JobRow]:
 
 def _key_rows(call: PendingEnqueue) -> Iterator[KeyRow]:
     jobs = call.jobs
-    return ((jobs.org, jobs.queues[at], key) for at in call.remaining if (key := jobs.dedup_keys.get(at)) is not None)
+    return (
+        (jobs.org, jobs.queues[at], key)
+        for at in call.remaining
+        if (key := jobs.dedup_keys.get(at) or jobs.live_keys.get(at)) is not None
+    )
 
 
 def _least_epochs(calls: Sequence[Call]) -> dict[Name, int]:

@@ -475,7 +475,7 @@ def test_the_keys_of_a_job_are_the_documented_ones(windrow: Windrow) -> None:
     assert set(job) == {
         *("id", "queue", "kind", "state", "priority", "attempt", "max_attempts", "enqueued_at", "run_at", "expires_at"),
         *("lease_deadline", "finished_at", "worker", "reason", "dedup_key", "attributes", "retry", "attempts", "shard"),
-        "progress",
+        *("progress", "dedup_while_live"),
     }
     assert job["state"] == "dead"
     (attempt,) = windrow("jobs", "get", "keys", str(job["id"]), "--json").documents[0]["attempts"]
@@ -849,6 +849,8 @@ def test_where_no_router_is_every_command_says_so(windrow: Windrow) -> None:
             2,
             "it needs a --dedup-key, and none is given",
         ),
+        (["enqueue", "a", "q", "k", "--while-live"], 2, "it needs a --dedup-key, and none is given"),
+        (["enqueue", "a", "q", "k", "--dedup-key", "x", "--while-live", "--dedup-window", "1d"], 2, "not both"),
         (["enqueue", "a", "q", "k", "--max-attempts", "0"], 2, "0 is too small: it must be at least 1"),
         (["enqueue", "a", "q", "k", "--priority", "high"], 2, "'high' is not a whole number"),
         (["enqueue", "a", "q", "k", "--retry", "1s..1h,2"], 2, "is not a retry policy"),

@@ -138,6 +138,17 @@ async def test_the_same_job_twice_is_stored_once(client: Client) -> None:
     assert (by_key.id, by_key.duplicate) == (job.id, True)
 
 
+async def test_a_job_that_is_unique_while_it_is_live_is_stored_again_when_it_has_ended(client: Client) -> None:
+    first = await client.enqueue("q", "k", dedup_key="order-7", dedup_while_live=True)
+    again = await client.enqueue("q", "k", dedup_key="order-7", dedup_while_live=True)
+    assert (again.id, again.duplicate) == (first.id, True)
+    record = (await client.get_jobs([first.id]))[first.id]
+    assert (record.dedup_key, record.dedup_while_live) == ("order-7", True)
+    (leased,) = await client.dequeue("q")
+    assert await client.ack(leased) is Answer.OK
+    assert not (await client.enqueue("q", "k", dedup_key="order-7", dedup_while_live=True)).duplicate
+
+
 async def test_callers_share_calls_and_have_their_own_outcomes(client: Client) -> None:
     same = uuid7()
     told = await asyncio.gather(

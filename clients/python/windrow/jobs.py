@@ -94,6 +94,7 @@ class JobOptions(TypedDict, total=False):
     retry: RetryPolicy | None
     dedup_key: str
     dedup_window: Span | None
+    dedup_while_live: bool
     id: str
 
 
@@ -122,6 +123,8 @@ class NewJob:
     # For dedup_window (1 s to 30 days; None: 1 day), enqueueing another job with this key in the queue stores nothing.
     dedup_key: str = ""
     dedup_window: Span | None = None
+    # The key counts while its job is live, and not for a window: until the job has succeeded, died or was cancelled.
+    dedup_while_live: bool = False
     # A UUIDv7. The router refuses one that is older than 7 days.
     id: str = field(default_factory=uuid7)
 
@@ -230,6 +233,8 @@ class JobRecord:
     # What handlers reported last; None if none did. The checkpoint is None unless the call asked for payloads.
     progress: Progress | None = None
     checkpoint: bytes | None = None
+    # Whether the dedup key counts, or counted, while the job is live.
+    dedup_while_live: bool = False
 
 
 # The fields of a NewJob that must be a str or an int.
@@ -316,6 +321,8 @@ def write(job: NewJob, message: job_pb2.NewJob) -> None:
         message.dedup.key = job.dedup_key
     if job.dedup_window is not None:
         message.dedup.window.CopyFrom(duration(job.dedup_window))
+    if job.dedup_while_live:
+        message.dedup.while_live = True
 
 
 def _invalid(job: NewJob, at: int, error: Exception) -> InvalidJob:
@@ -430,6 +437,7 @@ def read_record(message: job_pb2.Job, *, with_payload: bool) -> JobRecord:
         max_attempts=message.max_attempts,
         retry=_read_retry(message.retry),
         dedup_key=message.dedup_key,
+        dedup_while_live=message.dedup_while_live,
         enqueued_at=moment(message.enqueued_at),
         run_at=moment(message.run_at),
         expires_at=moment(message.expires_at) if message.HasField("expires_at") else None,

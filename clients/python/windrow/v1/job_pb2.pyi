@@ -371,20 +371,26 @@ Global___JobTemplate: _TypeAlias = JobTemplate  # noqa: Y015
 
 @_typing.final
 class Dedup(_message.Message):
-    """Stores a job only if no job of the same queue has taken the same key shortly before."""
+    """Stores a job only if no job of the same queue has the same key: has taken it shortly before, or is still live."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
+    WHILE_LIVE_FIELD_NUMBER: _builtins.int
     key: _builtins.str
-    """Within the window, a second job of this queue with the same key is not stored, and the answer has the id of the
-    first one, even if that has finished. 1 to 256 bytes, no NUL.
+    """Within the window, or while the first job is live, a second job of this queue with the same key is not stored, and
+    the answer has the id of the first one. A key that counts for a window and a key that counts while its job is live
+    are two keys, also if their texts are equal. 1 to 256 bytes, no NUL.
+    """
+    while_live: _builtins.bool
+    """The key counts while its job is SCHEDULED, READY or LEASED, and is free again when the job has SUCCEEDED, is DEAD or
+    CANCELLED. RedriveJobs does not take the key again. Not together with `window`.
     """
     @_builtins.property
     def window(self) -> _duration_pb2.Duration:
-        """How long the key counts, from the moment when the job was stored. A second job does not renew it: the window of the
-        first one decides. 1 s to 30 days; absent: 1 day.
+        """How long the key counts, from the moment when the job was stored, even if the job has finished. A second job does
+        not renew it: the window of the first one decides. 1 s to 30 days; absent: 1 day.
         """
 
     def __init__(
@@ -392,10 +398,11 @@ class Dedup(_message.Message):
         *,
         key: _builtins.str = ...,
         window: _duration_pb2.Duration | None = ...,
+        while_live: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "while_live", b"while_live", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -743,6 +750,7 @@ class Job(_message.Message):
     SHARD_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
+    DEDUP_WHILE_LIVE_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """A UUIDv7 in canonical lower-case text. The time in it is when the id was made, by its maker's clock."""
     queue: _builtins.str
@@ -760,7 +768,7 @@ class Job(_message.Message):
     max_attempts: _builtins.int
     """The number of counted leases after which the job is dead: its own value, or its queue's at the moment."""
     dedup_key: _builtins.str
-    """Dedup.key of the job; empty if it has none. The key may have ended its window."""
+    """Dedup.key of the job; empty if it has none. The key may be free again."""
     worker: _builtins.str
     """The name of the consumer that holds the lease; or of the last one, if its lease ended by an Ack, by the job's
     death, by CancelJobs or by its deadline. Otherwise empty, and also if the consumer gave no name.
@@ -773,6 +781,8 @@ class Job(_message.Message):
     """The name of the shard that holds the job, for operators."""
     checkpoint: _builtins.bytes
     """What the newest Extend with a checkpoint stored; empty unless the request asked for payloads."""
+    dedup_while_live: _builtins.bool
+    """Dedup.while_live of the job. False for a job that was redriven: it has no key."""
     @_builtins.property
     def attributes(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """The labels that the producer gave. A restored job also has `windrow.restored_from`: the id of the old job."""
@@ -835,10 +845,11 @@ class Job(_message.Message):
         shard: _builtins.str = ...,
         progress: Global___Progress | None = ...,
         checkpoint: _builtins.bytes = ...,
+        dedup_while_live: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["enqueued_at", b"enqueued_at", "expires_at", b"expires_at", "finished_at", b"finished_at", "lease_deadline", b"lease_deadline", "progress", b"progress", "retry", b"retry", "run_at", b"run_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "attempts", b"attempts", "attributes", b"attributes", "checkpoint", b"checkpoint", "dedup_key", b"dedup_key", "enqueued_at", b"enqueued_at", "expires_at", b"expires_at", "finished_at", b"finished_at", "id", b"id", "kind", b"kind", "lease_deadline", b"lease_deadline", "max_attempts", b"max_attempts", "payload", b"payload", "priority", b"priority", "progress", b"progress", "queue", b"queue", "reason", b"reason", "result", b"result", "retry", b"retry", "run_at", b"run_at", "shard", b"shard", "state", b"state", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "attempts", b"attempts", "attributes", b"attributes", "checkpoint", b"checkpoint", "dedup_key", b"dedup_key", "dedup_while_live", b"dedup_while_live", "enqueued_at", b"enqueued_at", "expires_at", b"expires_at", "finished_at", b"finished_at", "id", b"id", "kind", b"kind", "lease_deadline", b"lease_deadline", "max_attempts", b"max_attempts", "payload", b"payload", "priority", b"priority", "progress", b"progress", "queue", b"queue", "reason", b"reason", "result", b"result", "retry", b"retry", "run_at", b"run_at", "shard", b"shard", "state", b"state", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
