@@ -256,13 +256,30 @@ def _store(router: Router, org: str, jobs: Sequence[job_pb2.NewJob]) -> Sequence
 
 
 def _print(results: Sequence[queue_pb2.EnqueueResult], *, as_json: bool) -> None:
+    from cli.messages import state_name
+
     if as_json:
-        output.say_json({"id": result.id, "duplicate": result.duplicate} for result in results)
-        return
-    output.say("\n".join(result.id for result in results))
+        output.say_json(
+            {
+                "id": result.id,
+                "duplicate": result.duplicate,
+                "state": state_name(result.state) if result.state else None,
+                "differs": result.differs,
+            }
+            for result in results
+        )
+    else:
+        output.say("\n".join(result.id for result in results))
     for result in results:
-        if result.duplicate:
-            output.note(f"{result.id} existed already: nothing new was stored")
+        state = f" and is {state_name(result.state)}" if result.state else ""
+        if result.differs:
+            raise CommandFailed(
+                f"job {result.id} existed already{state}, with another queue, kind or payload: nothing was stored; "
+                "leave --id out to store a new job",
+                ExitCode.REFUSED,
+            )
+        if result.duplicate and not as_json:
+            output.note(f"{result.id} existed already{state}: nothing new was stored")
 
 
 def _payload(text: str | None, file: Path | None) -> bytes:

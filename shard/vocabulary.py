@@ -64,6 +64,14 @@ class Answer(enum.Enum):
     DEPARTING = "departing"
 
 
+class Known(NamedTuple):
+    """A job that an enqueue found already there. `differs`: it has the id that was sent, but another queue, kind or
+    payload."""
+
+    state: JobState
+    differs: bool
+
+
 class Progress(NamedTuple):
     """How far an attempt has come, as its worker reported it. `total` 0: not known."""
 

@@ -25,6 +25,7 @@ from shard.vocabulary import (
     Claimed,
     Failure,
     JobState,
+    Known,
     Lease,
     Micros,
     NewJobs,
@@ -355,9 +356,15 @@ def org_books(books: OrgBooks, *, home_shard: str = "") -> cluster_pb2.OrgBooks:
     )
 
 
-def enqueue_results(ids: Sequence[str], duplicates: Mapping[int, str]) -> list[queue_pb2.EnqueueResult]:
-    """Returns one result for each job. `duplicates` has the ids of already known jobs, by position."""
-    return [
-        queue_pb2.EnqueueResult(id=duplicates.get(at, job_id), duplicate=at in duplicates)
-        for at, job_id in enumerate(ids)
-    ]
+def enqueue_results(
+    ids: Sequence[str], duplicates: Mapping[int, str], known: Mapping[int, Known]
+) -> list[queue_pb2.EnqueueResult]:
+    """Returns one result for each job. `duplicates` has the ids of already known jobs by position, and `known` what is
+    known about them."""
+    results = [queue_pb2.EnqueueResult(id=duplicates.get(at, job_id)) for at, job_id in enumerate(ids)]
+    for at in duplicates:
+        results[at].duplicate = True
+    for at, (state, differs) in known.items():
+        results[at].state = _STATES[state.value]
+        results[at].differs = differs
+    return results

@@ -7,6 +7,7 @@ If Postgres refuses a row, bisection finds the call with that row (shard/queue/b
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 
@@ -23,7 +24,7 @@ from shard.queue.bisect_errors import ROW_ERRORS, bisect_errors
 from shard.queue.pending_enqueue import RESULT_UNKNOWN, Call, Inserted, PendingEnqueue, Taker
 from shard.queue.queue_ids import QUEUES_MAX, Name, NewQueuesLocked, QueueIds
 from shard.queue.row_locks import JobRow, KeyRow, RowLocks
-from shard.vocabulary import SPARSE_COLUMNS, JobId, Micros, NewJobs, OrgId, QueueId, Slot
+from shard.vocabulary import SPARSE_COLUMNS, JobId, JobState, Known, Micros, NewJobs, OrgId, QueueId, Slot
 
 # How often a statement is tried again after its obstacle was removed. Each try removes one obstacle for good.
 _TRIES_MAX = 6
@@ -286,6 +287,32 @@ class Enqueuer:
             known[index][at] = JobId(known_as)
         return known
 
+    async def describe(self, batches: Sequence[tuple[NewJobs, Sequence[JobId]]]) -> list[dict[int, Known]]:
+        """Tells about jobs that enqueues found already there. Each batch has the jobs that were sent, and for each of
+        them the id of the job that was found instead. Returns for each batch, by position, those that are still there.
+        """
+        sent = _merged([jobs for jobs, _ in batches])
+        ids = [job_id for _, found in batches for job_id in found]
+        origins = [(index, at) for index, (jobs, _) in enumerate(batches) for at in range(len(jobs))]
+        orgs = {org: position for position, org in enumerate(dict.fromkeys(jobs.org for jobs, _ in batches), start=1)}
+        org_positions = [orgs[batches[index][0].org] for index, _ in origins]
+        own = {at: _digest(sent, at) for at, job_id in enumerate(ids) if job_id == sent.ids[at]}
+        rows: list[tuple[int, str, bool]] = await self._database.run(
+            statements.DESCRIBE_KNOWN,
+            {
+                "ids": arrays.plain(ids),
+                "orgs": arrays.texts(list(orgs)),
+                "org_positions": "{}" if len(orgs) == 1 else arrays.numbers(org_positions),
+                "digests": arrays.sparse_texts(own, len(ids)),
+                "oldest_ms": made_at_ms(min(ids)),
+            },
+        )
+        known: list[dict[int, Known]] = [{} for _ in batches]
+        for place, state, differs in rows:
+            index, at = origins[place - 1]
+            known[index][at] = Known(JobState(state), differs)
+        return known
+
 
 async def find_refused(database: Database, callers: Sequence[tuple[OrgId, int]]) -> dict[int, NotOwned]:
     """Finds the callers whose jobs this shard refuses, because their org's slot is not owned here, or is owned since a
@@ -335,6 +362,11 @@ def _without_shared_ids(calls: Sequence[PendingEnqueue]) -> Sequence[PendingEnqu
             seen |= own
             batch.append(call)
     return batch
+
+
+def _digest(jobs: NewJobs, at: int) -> str:
+    """Returns what describe_known.sql compares."""
+    return hashlib.sha256(f"{jobs.queues[at]} {jobs.kinds[at]} ".encode() + jobs.payloads[at]).hexdigest()
 
 
 def _job_rows(call: PendingEnqueue) -> Iterator[JobRow]:

@@ -914,6 +914,20 @@ def test_an_expiry_that_has_passed_is_no_fault_of_a_job_that_is_sent_again(windr
     assert "existed already" in windrow(*job).err
 
 
+def test_an_id_of_another_job_is_refused_and_its_state_told(windrow: Windrow) -> None:
+    job = ("enqueue", "another", "q", "k", "--id", str(uuid7()))
+    assert windrow(*job, "one").code == 0
+    assert windrow(*job, "one", "--json").documents == [
+        {"id": job[-1], "duplicate": True, "state": "ready", "differs": False}
+    ]
+    done = windrow(*job, "two")
+    assert (done.code, done.err) == (
+        5,
+        f"windrow: job {job[-1]} existed already and is ready, with another queue, kind or payload: nothing was "
+        "stored; leave --id out to store a new job\n",
+    )
+
+
 def test_an_address_that_routers_cannot_have_is_told_from_one_that_is_taken(windrow: Windrow, running: Running) -> None:
     router = ("router", "--config", str(running.config), "--listen")
     done = windrow(*router, "192.0.2.1:7419")

@@ -133,7 +133,8 @@ async def test_the_same_job_twice_is_stored_once(client: Client) -> None:
     job = NewJob("q", "k", dedup_key="order-7")
     assert not (await client.enqueue_many([job]))[0].duplicate
     again = (await client.enqueue_many([job]))[0]
-    assert (again.id, again.duplicate) == (job.id, True)
+    assert (again.id, again.duplicate, again.state, again.differs) == (job.id, True, JobState.READY, False)
+    assert (await client.enqueue("q", "k", "another", id=job.id)).differs
     by_key = await client.enqueue("q", "k", dedup_key="order-7")
     assert (by_key.id, by_key.duplicate) == (job.id, True)
 

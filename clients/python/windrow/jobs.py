@@ -136,6 +136,10 @@ class Enqueued:
     id: str
     # The id or the dedup key existed already. Nothing was stored, and `id` is the id of the existing job.
     duplicate: bool = False
+    # Of a duplicate: the state of the existing job. None if it was deleted since, or if its shard did not say.
+    state: JobState | None = None
+    # The existing job has this id, but another queue, kind or payload: one id is used for two jobs.
+    differs: bool = False
     # Why this job was not stored. Only set by an independent enqueue_many.
     error: WindrowError | None = None
 
@@ -259,6 +263,10 @@ _OUTCOMES: dict[int, AttemptOutcome] = {
 _ANSWERS: dict[int, Answer] = {
     job_pb2.JobAnswer.Value(f"JOB_ANSWER_{answer.name}"): answer for answer in Answer if answer is not Answer.UNKNOWN
 }
+
+
+def state_of(value: int) -> JobState:
+    return _STATES.get(value, JobState.UNKNOWN)
 
 
 def answer_of(value: int) -> Answer:
@@ -428,7 +436,7 @@ def read_record(message: job_pb2.Job, *, with_payload: bool) -> JobRecord:
         id=message.id,
         queue=message.queue,
         kind=message.kind,
-        state=_STATES.get(message.state, JobState.UNKNOWN),
+        state=state_of(message.state),
         payload=message.payload if with_payload else None,
         result=message.result if with_payload else None,
         attributes=dict(message.attributes),
