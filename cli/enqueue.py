@@ -106,6 +106,16 @@ def enqueue(
         ),
     ] = False,
     max_attempts: options.MaxAttempts = None,
+    max_runtime: Annotated[
+        timedelta | None,
+        typer.Option(
+            "--max-runtime",
+            parser=values.duration,
+            metavar="DURATION",
+            show_default=False,
+            help="How long one attempt may take: then its lease ends, however often it is extended.",
+        ),
+    ] = None,
     retry: options.Retry = None,
     job_id: Annotated[
         str | None,
@@ -168,6 +178,8 @@ def enqueue(
         pattern.dedup.while_live = True
     if max_attempts is not None:
         pattern.template.max_attempts = max_attempts
+    if max_runtime is not None:
+        pattern.template.max_runtime.CopyFrom(duration(max_runtime))
     if retry is not None:
         pattern.template.retry.CopyFrom(retry_message(retry))
 

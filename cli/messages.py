@@ -213,6 +213,12 @@ def job_json(job: job_pb2.LeasedJob | job_pb2.Job | Mapping[str, Any], *, payloa
         for name, write in _JOB_JSON.items()
         if name in fields
     }
+    if "max_runtime" in fields:
+        span = fields["max_runtime"]
+        document["max_runtime_s"] = span and span.ToTimedelta().total_seconds()
+    elif "max_runtime_us" in fields:
+        span_us = fields["max_runtime_us"]
+        document["max_runtime_s"] = span_us and span_us / 1_000_000
     if payloads:
         for name in ("payload", "result", "checkpoint"):
             if name in fields:
@@ -238,6 +244,7 @@ def job_facts(job: job_pb2.LeasedJob | job_pb2.Job) -> list[tuple[str, str]]:
         ("kind", job.kind),
         ("priority", str(job.priority)),
         ("attempt", f"{job.attempt} of {job.max_attempts}"),
+        ("max runtime", shown("max_runtime", lambda span: values.exact(span.ToTimedelta()))),
         ("retry", shown("retry", lambda retry: values.retry_text(retry_policy(retry)))),
         ("enqueued", shown("enqueued_at", time)),
         ("due", shown("run_at", time)),

@@ -101,6 +101,8 @@ def new_jobs(org: OrgId, jobs: Sequence[job_pb2.NewJob], *, trace: str | None) -
             columns.attributes[at] = json.dumps(dict(template.attributes))
         if template.max_attempts:
             columns.max_attempts[at] = template.max_attempts
+        if template.HasField("max_runtime"):
+            columns.max_runtimes_us[at] = micros(template.max_runtime)
         if template.HasField("retry"):
             columns.retries[at] = retry_policy.to_json(policy(template.retry))
     for at, job in enumerate(jobs):
@@ -252,6 +254,8 @@ def leased_job(job: Claimed, org: OrgId) -> job_pb2.LeasedJob:
         message.attributes.update(json.loads(job.attributes))
     if job.trace is not None:
         message.trace.traceparent, _, message.trace.tracestate = job.trace.partition(" ")
+    if job.max_runtime_us is not None:
+        message.max_runtime.CopyFrom(duration(job.max_runtime_us))
     if job.checkpoint is not None:
         message.checkpoint = job.checkpoint
     return message
@@ -283,6 +287,8 @@ def job(record: JobRecord, shard: ShardName) -> job_pb2.Job:
         message.progress.CopyFrom(job_pb2.Progress(**Progress.from_json(json.loads(record.progress))._asdict()))
     if record.expires_at is not None:
         message.expires_at.CopyFrom(timestamp(record.expires_at))
+    if record.max_runtime_us is not None:
+        message.max_runtime.CopyFrom(duration(record.max_runtime_us))
     if record.state == "leased" and record.deadline is not None:
         message.lease_deadline.CopyFrom(timestamp(record.deadline))
     if record.finished_at is not None:

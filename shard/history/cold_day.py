@@ -62,6 +62,7 @@ class ColdJob(NamedTuple):
     progress: str | None = None
     checkpoint: bytes | None = None
     live_key: str | None = None
+    max_runtime_us: int | None = None
 
 
 _TEXTS = {"id", "attributes", "retry", "history", "progress"}

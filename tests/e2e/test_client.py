@@ -146,8 +146,11 @@ async def test_a_job_that_is_unique_while_it_is_live_is_stored_again_when_it_has
     record = (await client.get_jobs([first.id]))[first.id]
     assert (record.dedup_key, record.dedup_while_live) == ("order-7", True)
     (leased,) = await client.dequeue("q")
+    assert leased.max_runtime is None
     assert await client.ack(leased) is Answer.OK
-    assert not (await client.enqueue("q", "k", dedup_key="order-7", dedup_while_live=True)).duplicate
+    assert not (await client.enqueue("q", "k", max_runtime=60, dedup_key="order-7", dedup_while_live=True)).duplicate
+    (leased,) = await client.dequeue("q")
+    assert leased.max_runtime == timedelta(seconds=60)
 
 
 async def test_callers_share_calls_and_have_their_own_outcomes(client: Client) -> None:
@@ -193,6 +196,7 @@ async def test_every_option_of_a_job_is_kept(client: Client) -> None:
         run_at=soon,
         expires_at=soon + timedelta(hours=1),
         max_attempts=3,
+        max_runtime=60,
         retry=retry,
         dedup_key="d",
         dedup_window=60,
@@ -201,7 +205,7 @@ async def test_every_option_of_a_job_is_kept(client: Client) -> None:
     assert record.state is JobState.SCHEDULED
     assert record.run_at == soon
     assert record.expires_at == soon + timedelta(hours=1)
-    assert record.max_attempts == 3
+    assert (record.max_attempts, record.max_runtime) == (3, timedelta(seconds=60))
     assert record.retry == ExponentialRetry(
         initial_delay=timedelta(seconds=2), multiplier=3.0, max_delay=timedelta(seconds=60), jitter=0.0
     )

@@ -11,7 +11,7 @@ import enum
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, TypedDict, cast
 
 from windrow.errors import InvalidJob, Span, Violation, WindrowError
@@ -45,6 +45,8 @@ class AttemptOutcome(enum.Enum):
     NACKED = "nacked"
     EXPIRED = "expired"
     RELEASED = "released"
+    # Expired, because the attempt had lasted for the job's max_runtime.
+    TIMED_OUT = "timed_out"
     UNKNOWN = "unknown"
 
 
@@ -91,6 +93,7 @@ class JobOptions(TypedDict, total=False):
     delay: Span | None
     expires_at: datetime | None
     max_attempts: int
+    max_runtime: Span | None
     retry: RetryPolicy | None
     dedup_key: str
     dedup_window: Span | None
@@ -118,6 +121,8 @@ class NewJob:
     expires_at: datetime | None = None
     # 1 to 1,000; 0: the queue's setting, or 20 without one.
     max_attempts: int = 0
+    # How long one attempt may take, 1 s to 30 days; then its lease ends. None: as long as its worker runs it.
+    max_runtime: Span | None = None
     # None: the queue's setting, or exponential from 1 s to 1 h without one.
     retry: RetryPolicy | None = None
     # For dedup_window (1 s to 30 days; None: 1 day), enqueueing another job with this key in the queue stores nothing.
@@ -162,6 +167,8 @@ class Job:
     enqueued_at: datetime = _EPOCH
     # When the job became due.
     run_at: datetime = _EPOCH
+    # How long this attempt may take, counted from its lease; None: as long as its lease is extended.
+    max_runtime: timedelta | None = None
     traceparent: str = ""
     tracestate: str = ""
     # What an earlier attempt stored by report(), as bytes; empty if none did.
@@ -239,6 +246,7 @@ class JobRecord:
     checkpoint: bytes | None = None
     # Whether the dedup key counts, or counted, while the job is live.
     dedup_while_live: bool = False
+    max_runtime: timedelta | None = None
 
 
 # The fields of a NewJob that must be a str or an int.
@@ -315,6 +323,8 @@ def write(job: NewJob, message: job_pb2.NewJob) -> None:
         template.priority = job.priority
     if job.max_attempts:
         template.max_attempts = job.max_attempts
+    if job.max_runtime is not None:
+        template.max_runtime.CopyFrom(duration(job.max_runtime))
     if job.retry is not None:
         template.retry.CopyFrom(_retry(job.retry))
     if job.run_at is not None:
@@ -426,6 +436,7 @@ def read_leased(message: job_pb2.LeasedJob, *, reporter: Reporter = _NOBODY) -> 
         run_at=enqueued_at if at_once else moment(run),
         traceparent=message.trace.traceparent if traced else "",
         tracestate=message.trace.tracestate if traced else "",
+        max_runtime=message.max_runtime.ToTimedelta() if message.HasField("max_runtime") else None,
         checkpoint=message.checkpoint,
         reporter=reporter,
     )
@@ -446,6 +457,7 @@ def read_record(message: job_pb2.Job, *, with_payload: bool) -> JobRecord:
         retry=_read_retry(message.retry),
         dedup_key=message.dedup_key,
         dedup_while_live=message.dedup_while_live,
+        max_runtime=message.max_runtime.ToTimedelta() if message.HasField("max_runtime") else None,
         enqueued_at=moment(message.enqueued_at),
         run_at=moment(message.run_at),
         expires_at=moment(message.expires_at) if message.HasField("expires_at") else None,

@@ -8,9 +8,9 @@ WITH clock AS (
     -- where nobody looks for it. `since` allows one hour for ids of the future, and one more for clocks that differ:
     -- the job may have finished by another server's clock.
     SELECT
-        to_timestamp(%(oldest_ms)s / 1000.0) >= now() - %(horizon_us)s * interval '1 us'
-            AND to_timestamp(%(newest_ms)s / 1000.0) <= now() + interval '1 hour' AS ids_fit,
-        least(to_timestamp(%(oldest_ms)s / 1000.0), now()) - interval '2 hours' AS since
+        to_timestamp(%(oldest_ms)s / 1e3) >= now() - %(horizon_us)s * interval '1 us'
+            AND to_timestamp(%(newest_ms)s / 1e3) <= now() + interval '1 hour' AS ids_fit,
+        least(to_timestamp(%(oldest_ms)s / 1e3), now()) - interval '2 hours' AS since
 ), lane AS (
     -- A remembered queue_id must still name this org's queue. A slot that has moved away admits no jobs. Neither does a
     -- slot that arrived by a move that the caller does not know (I6): the caller has not asked its former owner for the
@@ -65,7 +65,7 @@ WITH clock AS (
         i.id, i.queue_id, coalesce(i.priority, 5), i.max_attempts, {{job_content(i)}}, i.run_at,
         coalesce(now() + (%(windows_us)s::bigint[])[i.taker] * interval '1 us', i.run_at), i.expires_at,
         (%(leases)s::bigint[])[i.taker],
-        CASE WHEN i.taker IS NOT NULL THEN now() END, (%(workers)s::text[])[i.taker], (i.taker IS NOT NULL)::integer
+        CASE WHEN i.taker IS NOT NULL THEN now() END, (%(workers)s::text[])[i.taker], (i.taker IS NOT NULL)::int
     FROM incoming i
     WHERE i.dedup_key IS NULL OR (i.queue_id, i.id) IN (TABLE reserved)
     -- Sorted by live key, then by id, so that two batches cannot deadlock about either. Of the jobs with one live key
