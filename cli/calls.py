@@ -44,6 +44,7 @@ _TYPED = {
     # The fields of a Dedup.
     "key": "--dedup-key",
     "window": "--dedup-window",
+    "while_live": "--while-live",
     "attributes": "--attribute",
 }
 _CODES = {

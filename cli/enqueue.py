@@ -85,7 +85,7 @@ def enqueue(
             "--dedup-key",
             metavar="KEY",
             show_default=False,
-            help="Store nothing if a job of the queue had this key within --dedup-window.",
+            help="Store nothing if a job of the queue had this key within --dedup-window, or has it --while-live.",
         ),
     ] = "",
     dedup_window: Annotated[
@@ -98,7 +98,24 @@ def enqueue(
             help="How long --dedup-key is remembered.",
         ),
     ] = None,
+    while_live: Annotated[
+        bool,
+        typer.Option(
+            "--while-live",
+            help="Remember --dedup-key until its job has succeeded, died or was cancelled, and not for a time.",
+        ),
+    ] = False,
     max_attempts: options.MaxAttempts = None,
+    max_runtime: Annotated[
+        timedelta | None,
+        typer.Option(
+            "--max-runtime",
+            parser=values.duration,
+            metavar="DURATION",
+            show_default=False,
+            help="How long one attempt may take: then its lease ends, however often it is extended.",
+        ),
+    ] = None,
     retry: options.Retry = None,
     job_id: Annotated[
         str | None,
@@ -141,6 +158,10 @@ def enqueue(
         raise typer.BadParameter("with --lines the payloads come from --file or standard input", param_hint="'PAYLOAD'")
     if dedup_window is not None and not dedup_key:
         raise typer.BadParameter("it needs a --dedup-key, and none is given", param_hint="'--dedup-window'")
+    if while_live and not dedup_key:
+        raise typer.BadParameter("it needs a --dedup-key, and none is given", param_hint="'--while-live'")
+    if while_live and dedup_window is not None:
+        raise typer.BadParameter("give one of --dedup-window and --while-live, not both", param_hint="'--while-live'")
     # With an --id the job may have been stored before it expired: only the router knows.
     if expires_at is not None and job_id is None and expires_at <= datetime.now(UTC):
         raise typer.BadParameter(
@@ -164,8 +185,12 @@ def enqueue(
         pattern.dedup.key = dedup_key
     if dedup_window is not None:
         pattern.dedup.window.CopyFrom(duration(dedup_window))
+    if while_live:
+        pattern.dedup.while_live = True
     if max_attempts is not None:
         pattern.template.max_attempts = max_attempts
+    if max_runtime is not None:
+        pattern.template.max_runtime.CopyFrom(duration(max_runtime))
     if retry is not None:
         pattern.template.retry.CopyFrom(retry_message(retry))
 
@@ -185,7 +210,7 @@ def enqueue(
                 raise CommandFailed(str(error), error.code, particulars=[*error.particulars, hint]) from error
             _print_ids(results, as_json=as_json)
             if results[0].duplicate and not as_json:
-                output.note(f"{results[0].id} existed already: nothing new was stored")
+                output.note(f"{_known(results[0])}: nothing new was stored")
 
 
 def _enqueue_lines(
@@ -269,10 +294,34 @@ def _store(router: Router, org: str, jobs: Sequence[job_pb2.NewJob]) -> Sequence
 
 
 def _print_ids(results: Sequence[queue_pb2.EnqueueResult], *, as_json: bool) -> None:
+    """Raises CommandFailed if an id belongs to another job."""
+    from cli.messages import state_name
+
     if as_json:
-        output.say_json({"id": result.id, "duplicate": result.duplicate} for result in results)
+        output.say_json(
+            {
+                "id": result.id,
+                "duplicate": result.duplicate,
+                "state": state_name(result.state) if result.state else None,
+                "differs": result.differs,
+            }
+            for result in results
+        )
     else:
         output.say("\n".join(result.id for result in results))
+    for result in results:
+        if result.differs:
+            raise CommandFailed(
+                f"job {_known(result)}, with another queue, kind or payload: nothing was stored under this id; "
+                "a new job needs an id or a batch of its own",
+                ExitCode.REFUSED,
+            )
+
+
+def _known(result: queue_pb2.EnqueueResult) -> str:
+    from cli.messages import state_name
+
+    return f"{result.id} existed already" + (f" and is {state_name(result.state)}" if result.state else "")
 
 
 def _payload(text: str | None, file: Path | None) -> bytes:

@@ -194,6 +194,8 @@ _JOB_JSON: Mapping[str, Callable[[Any], object] | None] = {
     "worker": _text_json,
     "reason": _text_json,
     "dedup_key": _text_json,
+    "dedup_while_live": None,
+    "live_key": _text_json,
     "attributes": _attributes_json,
     "retry": retry_json,
     "progress": _progress_json,
@@ -211,6 +213,12 @@ def job_json(job: job_pb2.LeasedJob | job_pb2.Job | Mapping[str, Any], *, payloa
         for name, write in _JOB_JSON.items()
         if name in fields
     }
+    if "max_runtime" in fields:
+        span = fields["max_runtime"]
+        document["max_runtime_s"] = span and span.ToTimedelta().total_seconds()
+    elif "max_runtime_us" in fields:
+        span_us = fields["max_runtime_us"]
+        document["max_runtime_s"] = span_us and span_us / 1_000_000
     if payloads:
         for name in ("payload", "result", "checkpoint"):
             if name in fields:
@@ -236,6 +244,7 @@ def job_facts(job: job_pb2.LeasedJob | job_pb2.Job) -> list[tuple[str, str]]:
         ("kind", job.kind),
         ("priority", str(job.priority)),
         ("attempt", f"{job.attempt} of {job.max_attempts}"),
+        ("max runtime", shown("max_runtime", lambda span: values.exact(span.ToTimedelta()))),
         ("retry", shown("retry", lambda retry: values.retry_text(retry_policy(retry)))),
         ("enqueued", shown("enqueued_at", time)),
         ("due", shown("run_at", time)),
@@ -244,7 +253,7 @@ def job_facts(job: job_pb2.LeasedJob | job_pb2.Job) -> list[tuple[str, str]]:
         ("worker", shown("worker")),
         ("progress", shown("progress", _progress_text)),
         ("finished", shown("finished_at", time)),
-        ("dedup key", shown("dedup_key")),
+        ("dedup key", shown("dedup_key") + (" (while live)" if fields.get("dedup_while_live") else "")),
         ("attributes", "\n".join(f"{key}={value}" for key, value in sorted(job.attributes.items()))),
         ("shard", shown("shard")),
         ("payload", bytes_shown(job.payload)),

@@ -16,7 +16,7 @@ ANSWER_BYTES_MAX = 2 * 1024 * 1024
 
 # What a new job does not take from the job that it repeats: the dedup key has served its purpose, and the trace is that
 # of the call.
-NOT_REPEATED = frozenset({"dedup_key", "trace"})
+NOT_REPEATED = frozenset({"dedup_key", "live_key", "trace"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +49,8 @@ class JobRecord(NamedTuple):
     retry: str | None
     kind: str
     dedup_key: str | None
+    live_key: str | None
+    max_runtime_us: int | None
     deadline: Micros | None
     worker: str | None
     leased_at: Micros | None
@@ -80,7 +82,10 @@ class JobRecord(NamedTuple):
             if self.state == "succeeded" and self.finished_at is not None:
                 ended.append(self._latest(self.leased_at, self.finished_at, Outcome.ACKED))
             elif self.state == "ready" and self.deadline is not None:
-                ended.append(self._latest(self.leased_at, self.deadline, Outcome.EXPIRED))
+                longest = self.max_runtime_us
+                timed_out = longest is not None and self.deadline >= self.leased_at + longest
+                outcome = Outcome.TIMED_OUT if timed_out else Outcome.EXPIRED
+                ended.append(self._latest(self.leased_at, self.deadline, outcome))
         return ended
 
     def _latest(self, leased_at: Micros, ended_at: Micros, outcome: Outcome) -> Attempt:

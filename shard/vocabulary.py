@@ -51,6 +51,8 @@ class Outcome(enum.Enum):
     NACKED = "nacked"
     EXPIRED = "expired"
     RELEASED = "released"
+    # Expired, because the attempt had lasted for the job's max_runtime.
+    TIMED_OUT = "timed_out"
 
 
 class Answer(enum.Enum):
@@ -62,6 +64,14 @@ class Answer(enum.Enum):
     CANCELLED = "cancelled"
     # The job is on its way to another shard: the router asks there, and then here again. Clients never see this answer.
     DEPARTING = "departing"
+
+
+class Known(NamedTuple):
+    """A job that an enqueue found already there. `differs`: it has the id that was sent, but another queue, kind or
+    payload."""
+
+    state: JobState
+    differs: bool
 
 
 class Progress(NamedTuple):
@@ -128,6 +138,8 @@ class NewJobs:
     dedup_keys: dict[int, str] = field(default_factory=dict[int, str])
     dedup_window_us: dict[int, int] = field(default_factory=dict[int, int])
     traces: dict[int, str] = field(default_factory=dict[int, str])
+    live_keys: dict[int, str] = field(default_factory=dict[int, str])
+    max_runtimes_us: dict[int, int] = field(default_factory=dict[int, int])
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -160,6 +172,9 @@ JOB_CONTENT: Mapping[str, str] = {
     "retry": "retries",
     "dedup_key": "dedup_keys",
     "trace": "traces",
+    # The dedup key of a job that counts while the job is live, instead of dedup_key.
+    "live_key": "live_keys",
+    "max_runtime_us": "max_runtimes_us",
 }
 # What consumers report while they hold a lease (Extend): columns of the tables of jobs.
 REPORTED = ("progress", "checkpoint")
@@ -184,6 +199,7 @@ class Claimed(NamedTuple):
     payload: bytes
     attributes: str | None = None
     trace: str | None = None
+    max_runtime_us: int | None = None
     checkpoint: bytes | None = None
     # The lease before this one, and its consumer, if that lease expired.
     expired_lease: int | None = None

@@ -45,6 +45,8 @@ def some_jobs(
     retry: Policy | None = None,
     dedup_keys: Sequence[str] = (),
     dedup_window_us: int = HOUR_US,
+    live_keys: Sequence[str] = (),
+    max_runtime_us: int | None = None,
 ) -> NewJobs:
     """Returns jobs that differ only in their ids and dedup keys."""
     ids = ids or [job_id() for _ in range(count)]
@@ -60,11 +62,14 @@ def some_jobs(
             jobs.delay_us[at] = delay_us
         if max_attempts is not None:
             jobs.max_attempts[at] = max_attempts
+        if max_runtime_us is not None:
+            jobs.max_runtimes_us[at] = max_runtime_us
         if retry is not None:
             jobs.retries[at] = to_json(retry)
     for at, key in enumerate(dedup_keys):
         jobs.dedup_keys[at] = key
         jobs.dedup_window_us[at] = dedup_window_us
+    jobs.live_keys.update(enumerate(live_keys))
     return jobs
 
 
@@ -123,6 +128,7 @@ def fullest_job(org: OrgId, *, queue: str = QUEUE) -> NewJobs:
         "retries": to_json(Fixed(delay_us=5)),
         "dedup_window_us": HOUR_US,
         "delay_us": 0,
+        "max_runtimes_us": HOUR_US,
     }
     for name in SPARSE_COLUMNS:
         getattr(jobs, name)[0] = values.get(name, f"of {name}")

@@ -25,6 +25,7 @@ from shard.vocabulary import (
     Claimed,
     Failure,
     JobState,
+    Known,
     Lease,
     Micros,
     NewJobs,
@@ -100,6 +101,8 @@ def new_jobs(org: OrgId, jobs: Sequence[job_pb2.NewJob], *, trace: str | None) -
             columns.attributes[at] = json.dumps(dict(template.attributes))
         if template.max_attempts:
             columns.max_attempts[at] = template.max_attempts
+        if template.HasField("max_runtime"):
+            columns.max_runtimes_us[at] = micros(template.max_runtime)
         if template.HasField("retry"):
             columns.retries[at] = retry_policy.to_json(policy(template.retry))
     for at, job in enumerate(jobs):
@@ -114,9 +117,12 @@ def new_jobs(org: OrgId, jobs: Sequence[job_pb2.NewJob], *, trace: str | None) -
             columns.expires_at_us[at] = micros(job.expires_at)
         if job.HasField("dedup"):
             dedup = job.dedup
-            columns.dedup_keys[at] = dedup.key
-            window = micros(dedup.window) if dedup.HasField("window") else _DEDUP_WINDOW_DEFAULT_US
-            columns.dedup_window_us[at] = window
+            if dedup.while_live:
+                columns.live_keys[at] = dedup.key
+            else:
+                columns.dedup_keys[at] = dedup.key
+                window = micros(dedup.window) if dedup.HasField("window") else _DEDUP_WINDOW_DEFAULT_US
+                columns.dedup_window_us[at] = window
         if job.HasField("trace") and job.trace.traceparent:
             columns.traces[at] = f"{job.trace.traceparent} {job.trace.tracestate}".rstrip()
         elif trace is not None:
@@ -251,6 +257,8 @@ def leased_job(job: Claimed, org: OrgId) -> job_pb2.LeasedJob:
         message.attributes.update(json.loads(job.attributes))
     if job.trace is not None:
         message.trace.traceparent, _, message.trace.tracestate = job.trace.partition(" ")
+    if job.max_runtime_us is not None:
+        message.max_runtime.CopyFrom(duration(job.max_runtime_us))
     if job.checkpoint is not None:
         message.checkpoint = job.checkpoint
     return message
@@ -270,7 +278,8 @@ def job(record: JobRecord, shard: ShardName) -> job_pb2.Job:
         attempt=record.attempt,
         max_attempts=record.max_attempts or MAX_ATTEMPTS_DEFAULT,
         retry=policy_message(retry_policy.from_json(record.retry)),
-        dedup_key=record.dedup_key or "",
+        dedup_key=record.dedup_key or record.live_key or "",
+        dedup_while_live=record.live_key is not None,
         worker=record.worker or "",
         result=record.result or b"",
         reason=record.reason or "",
@@ -281,6 +290,8 @@ def job(record: JobRecord, shard: ShardName) -> job_pb2.Job:
         message.progress.CopyFrom(job_pb2.Progress(**Progress.from_json(json.loads(record.progress))._asdict()))
     if record.expires_at is not None:
         message.expires_at.CopyFrom(timestamp(record.expires_at))
+    if record.max_runtime_us is not None:
+        message.max_runtime.CopyFrom(duration(record.max_runtime_us))
     if record.state == "leased" and record.deadline is not None:
         message.lease_deadline.CopyFrom(timestamp(record.deadline))
     if record.finished_at is not None:
@@ -354,9 +365,15 @@ def org_books(books: OrgBooks, *, home_shard: str = "") -> cluster_pb2.OrgBooks:
     )
 
 
-def enqueue_results(ids: Sequence[str], duplicates: Mapping[int, str]) -> list[queue_pb2.EnqueueResult]:
-    """Returns one result for each job. `duplicates` has the ids of already known jobs, by position."""
-    return [
-        queue_pb2.EnqueueResult(id=duplicates.get(at, job_id), duplicate=at in duplicates)
-        for at, job_id in enumerate(ids)
-    ]
+def enqueue_results(
+    ids: Sequence[str], duplicates: Mapping[int, str], known: Mapping[int, Known]
+) -> list[queue_pb2.EnqueueResult]:
+    """Returns one result for each job. `duplicates` has the ids of already known jobs by position, and `known` what is
+    known about them."""
+    results = [queue_pb2.EnqueueResult(id=duplicates.get(at, job_id)) for at, job_id in enumerate(ids)]
+    for at in duplicates:
+        results[at].duplicate = True
+    for at, (state, differs) in known.items():
+        results[at].state = _STATES[state.value]
+        results[at].differs = differs
+    return results

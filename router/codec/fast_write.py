@@ -74,7 +74,8 @@ class Delivery(NamedTuple):
 
 def claimed(store: Store, org: OrgId, jobs: Sequence[Claimed]) -> Delivery:
     """Encodes the jobs of one claim, which are of one org; there must be at least one."""
-    number, deadline = jobs[0].lease, jobs[0].deadline
+    # Leases of jobs with a max_runtime may end sooner.
+    number, deadline = jobs[0].lease, max([job.deadline for job in jobs])
     prefix = token_prefix(store.name, number)
     encodings: dict[tuple[object, ...], bytes] = {}
     written: list[bytes] = []

@@ -101,6 +101,12 @@ def violations_of(request: Message) -> list[Violation]:
     violations += [malformed for malformed in _malformed_times(request, "") if malformed.field not in reported]
     reported = {violation.field for violation in violations}
     violations += _caps_below_the_first_delay(request, reported)
+    if isinstance(request, queue_pb2.EnqueueRequest):
+        violations += [
+            Violation(f"jobs[{at}].dedup.window", "must not be set if the key counts while its job is live")
+            for at, job in enumerate(request.jobs)
+            if job.dedup.while_live and job.dedup.HasField("window")
+        ]
     if isinstance(request, queue_pb2.NackRequest | queue_pb2.ConsumeRequest):
         violations += [
             Violation(f"nacks[{at}].retry_after", "must not be set if the failure is permanent")

@@ -34,7 +34,12 @@ async def find_duplicates(fleet: Fleet, placement: Placement, jobs: NewJobs) -> 
         positions = [
             at
             for at, job_id in enumerate(jobs.ids)
-            if at not in by_id and former.may_know(made_at_ms(job_id), keyed=at in jobs.dedup_keys)
+            if at not in by_id
+            and (
+                former.may_know(made_at_ms(job_id), keyed=at in jobs.dedup_keys)
+                # Only a shard that still has live jobs of the slot knows keys that count while a job is live.
+                or (at in jobs.live_keys and former.shard in placement.sources)
+            )
         ]
         if positions:
             found = await fleet.placed(former.shard).require_up().store.known(jobs.only(positions))

@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
-from router.route.by_id import find_duplicates
-from shard.errors import BadIds
+from router.route.by_id import find, find_duplicates
+from shard.errors import BadIds, ShardUnavailable
 from shard.placement.slots import Placement
-from shard.vocabulary import JobId, NewJobs
+from shard.queue.coalescer import TooManyWaiting
+from shard.vocabulary import JobId, Known, NewJobs
+
+
+async def describe(fleet: Fleet, jobs: NewJobs, duplicates: Mapping[int, JobId]) -> dict[int, Known]:
+    """Tells about the jobs that were found instead of storing those at these positions. A job is missing if it was
+    deleted, or if a shard that may have it does not answer: the enqueue is done all the same."""
+    at = list(duplicates)
+    ids = [duplicates[position] for position in at]
+
+    async def ask(member: ShardHandle, positions: Sequence[int]) -> dict[int, Known]:
+        sent = jobs.only([at[position] for position in positions])
+        told = await member.store.describe(sent, [ids[position] for position in positions])
+        return {positions[n]: known for n, known in told.items()}
+
+    try:
+        found = await find(fleet, jobs.org, ids, ask)
+    except (ShardUnavailable, TooManyWaiting):
+        return {}
+    return {at[position]: known for position, known in found.answers.items()}
 
 
 async def store(fleet: Fleet, jobs: NewJobs, *, hand: bool) -> dict[int, JobId]:

@@ -28,7 +28,7 @@ from router.gate.calls import ANSWER_HELD_BYTES, Received, check_org_header, una
 from router.gate.tracing import current_trace
 from router.route.by_id import Found, decide, find
 from router.route.by_lease import Leases
-from router.route.enqueue import store
+from router.route.enqueue import describe, store
 from router.services.consume_stream import Stream, first_message
 from router.services.consumer import Consumer
 from router.services.server_info import server_info
@@ -97,7 +97,8 @@ class QueueService:
             else:
                 if is_plain and not duplicates and not results:
                     return fast_write.stored(columns.ids)
-                results.update(zip(positions, convert.enqueue_results(columns.ids, duplicates), strict=True))
+                known = await describe(self._fleet, columns, duplicates) if duplicates else {}
+                results.update(zip(positions, convert.enqueue_results(columns.ids, duplicates, known), strict=True))
                 break
             # The shard refused these jobs and stored nothing. Send the remaining jobs again without them.
             results.update((positions[at], result) for at, result in refused.items())

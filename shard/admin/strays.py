@@ -145,6 +145,7 @@ async def known(shard: Database, org: OrgId, ids: Sequence[JobId]) -> set[JobId]
             "org_positions": "{}",
             "queues": arrays.sparse_texts({}, len(ids)),
             "dedup_keys": arrays.sparse_texts({}, len(ids)),
+            "live_keys": arrays.sparse_texts({}, len(ids)),
             "oldest_ms": made_at_ms(min(ids)),
         },
     )

@@ -61,6 +61,8 @@ class ColdJob(NamedTuple):
     history: str | None
     progress: str | None = None
     checkpoint: bytes | None = None
+    live_key: str | None = None
+    max_runtime_us: int | None = None
 
 
 _TEXTS = {"id", "attributes", "retry", "history", "progress"}

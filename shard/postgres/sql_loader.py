@@ -5,12 +5,13 @@ What several statements share is written once, here, and included by name:
     {{job_columns}}      the columns that the tables job, dead and finished have in common
     {{job_content}}      those of them that the producer gave and that never change: JOB_CONTENT in shard/vocabulary.py
     {{kept_content}}     job_content, and what consumers reported: what a job keeps wherever it goes
+    {{unkeyed_content(e)}}  the same of row e, without the key that counts while a job is live: the row gave it up
     {{new_job_arrays}}   job_content as the parameters of enqueue.sql: an array for each column
     {{new_job_values(n)}}  job_content of row n, which comes from these arrays: JSON is still text there
     {{claimed_content}}  those of job_content that a claim returns: the fields that Claimed has
     {{answer_columns}}   what lookups and lists read of a job in every table
-    {{short_content}}    those of answer_columns that the producer gave as texts: each statement says how it returns the
-                         others (payload, attributes, retry, progress, checkpoint)
+    {{short_content}}    those of answer_columns that the producer gave as texts or numbers: each statement says how it
+                         returns the others (payload, attributes, retry, progress, checkpoint)
     {{setting_columns}}  the settings of a queue: the columns of SETTING_COLUMNS in shard/queue_settings.py
     {{queue_settings(q)}}  the same, as QueueSettings.from_row takes them
     {{effective_settings(q)}}  the same, with the org's value where the queue has none
@@ -18,6 +19,7 @@ What several statements share is written once, here, and included by name:
     {{altered_settings(q)}}  the SET items that change the given settings and put back to the default what `reset` names
     {{default_settings}}  the SET items that put back all of them
     {{gives_jobs(q)}}    GIVES_JOBS in shard/queue_settings.py: whether the queue q gives jobs now
+    {{lost_as(j)}}       the outcome of the lease of row j, which ended at its deadline
     {{org_of(e)}}        the id of the org to which the queue e.queue_id belongs
     {{org_id_of(n)}}     the id of the org that must own row n: `orgs` is a list of names, and n.org_position is a
                          position in it; NULL means the first one
@@ -42,7 +44,7 @@ from shard.vocabulary import JOB_CONTENT, REPORTED, RETENTION_DEFAULT, Claimed
 
 _KEPT = (*JOB_CONTENT, *REPORTED)
 # The other columns of these are texts.
-_BINARY, _JSON = {"payload", "checkpoint"}, {"attributes", "retry", "progress"}
+_BINARY, _JSON, _NUMBERS = {"payload", "checkpoint"}, {"attributes", "retry", "progress"}, {"max_runtime_us"}
 _CLAIMED = tuple(column for column in Claimed._fields if column in JOB_CONTENT)
 _ANSWERED = tuple(column for column in JobRecord._fields if column in _KEPT)
 _SETTINGS = tuple(f"{c.name}::text" if c.type == "jsonb" else c.name for c in SETTING_COLUMNS.values())
@@ -63,8 +65,13 @@ _COLUMN_LISTS = {
     "effective_settings": tuple("kept" if column == "retention" else column for column in _SETTINGS),
 }
 _EXPRESSIONS = {
+    "unkeyed_content": ", ".join("NULL" if column == "live_key" else f"{{0}}.{column}" for column in _KEPT),
     "new_job_arrays": ", ".join(
-        f"%({array})b::bytea[]" if column in _BINARY else f"%({array})s::text[]"
+        f"%({array})b::bytea[]"
+        if column in _BINARY
+        else f"%({array})s::bigint[]"
+        if column in _NUMBERS
+        else f"%({array})s::text[]"
         for column, array in JOB_CONTENT.items()
     ),
     "setting_arrays": ", ".join(f"%({name})s::text[]::{column.type}[]" for name, column in SETTING_COLUMNS.items()),
@@ -75,6 +82,10 @@ _EXPRESSIONS = {
         for name, column in SETTING_COLUMNS.items()
     ),
     "gives_jobs": GIVES_JOBS,
+    "lost_as": (
+        "CASE WHEN {0}.visible_at >= {0}.leased_at + {0}.max_runtime_us * interval '1 us' "
+        "THEN 'timed_out' ELSE 'expired' END"
+    ),
     "org_of": "{}.queue_id & 4294967295",
     "org_id_of": "(SELECT windrow.org_ids(%(orgs)s::text[]))[coalesce({}.org_position, 1)]",
     "retention_of": (

@@ -7,6 +7,7 @@ If Postgres refuses a row, bisection finds the call with that row (shard/queue/b
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 
@@ -23,7 +24,7 @@ from shard.queue.bisect_errors import ROW_ERRORS, bisect_errors
 from shard.queue.pending_enqueue import RESULT_UNKNOWN, Call, Inserted, PendingEnqueue, Taker
 from shard.queue.queue_ids import QUEUES_MAX, Name, NewQueuesLocked, QueueIds
 from shard.queue.row_locks import JobRow, KeyRow, RowLocks
-from shard.vocabulary import SPARSE_COLUMNS, JobId, Micros, NewJobs, OrgId, QueueId, Slot
+from shard.vocabulary import SPARSE_COLUMNS, JobId, JobState, Known, Micros, NewJobs, OrgId, QueueId, Slot
 
 # How often a statement is tried again after its obstacle was removed. Each try removes one obstacle for good.
 _TRIES_MAX = 6
@@ -266,6 +267,7 @@ class Enqueuer:
         origins = [(index, at) for index, jobs in enumerate(batches) for at in range(len(jobs))]
         orgs = {org: position for position, org in enumerate(dict.fromkeys(jobs.org for jobs in batches), start=1)}
         org_positions = [orgs[batches[index].org] for index, _ in origins]
+        keyed = columns.dedup_keys.keys() | columns.live_keys.keys()
         rows: list[tuple[int, str]] = await self._database.run(
             statements.FIND_KNOWN,
             {
@@ -273,8 +275,9 @@ class Enqueuer:
                 "orgs": arrays.texts(list(orgs)),
                 # Empty: all jobs are of the first org.
                 "org_positions": "{}" if len(orgs) == 1 else arrays.numbers(org_positions),
-                "queues": arrays.sparse_texts({at: columns.queues[at] for at in columns.dedup_keys}, len(columns)),
+                "queues": arrays.sparse_texts({at: columns.queues[at] for at in keyed}, len(columns)),
                 "dedup_keys": arrays.sparse_texts(columns.dedup_keys, len(columns)),
+                "live_keys": arrays.sparse_texts(columns.live_keys, len(columns)),
                 "oldest_ms": made_at_ms(min(columns.ids)),
             },
         )
@@ -282,6 +285,32 @@ class Enqueuer:
         for place, known_as in rows:
             index, at = origins[place - 1]
             known[index][at] = JobId(known_as)
+        return known
+
+    async def describe(self, batches: Sequence[tuple[NewJobs, Sequence[JobId]]]) -> list[dict[int, Known]]:
+        """Tells about jobs that enqueues found already there. Each batch has the jobs that were sent, and for each of
+        them the id of the job that was found instead. Returns for each batch, by position, those that are still there.
+        """
+        sent = _merged([jobs for jobs, _ in batches])
+        ids = [job_id for _, found in batches for job_id in found]
+        origins = [(index, at) for index, (jobs, _) in enumerate(batches) for at in range(len(jobs))]
+        orgs = {org: position for position, org in enumerate(dict.fromkeys(jobs.org for jobs, _ in batches), start=1)}
+        org_positions = [orgs[batches[index][0].org] for index, _ in origins]
+        own = {at: _digest(sent, at) for at, job_id in enumerate(ids) if job_id == sent.ids[at]}
+        rows: list[tuple[int, str, bool]] = await self._database.run(
+            statements.DESCRIBE_KNOWN,
+            {
+                "ids": arrays.plain(ids),
+                "orgs": arrays.texts(list(orgs)),
+                "org_positions": "{}" if len(orgs) == 1 else arrays.numbers(org_positions),
+                "digests": arrays.sparse_texts(own, len(ids)),
+                "oldest_ms": made_at_ms(min(ids)),
+            },
+        )
+        known: list[dict[int, Known]] = [{} for _ in batches]
+        for place, state, differs in rows:
+            index, at = origins[place - 1]
+            known[index][at] = Known(JobState(state), differs)
         return known
 
 
@@ -335,6 +364,11 @@ def _without_shared_ids(calls: Sequence[PendingEnqueue]) -> Sequence[PendingEnqu
     return batch
 
 
+def _digest(jobs: NewJobs, at: int) -> str:
+    """Returns what describe_known.sql compares."""
+    return hashlib.sha256(f"{jobs.queues[at]} {jobs.kinds[at]} ".encode() + jobs.payloads[at]).hexdigest()
+
+
 def _job_rows(call: PendingEnqueue) -> Iterator[JobRow]:
     jobs = call.jobs
     return ((jobs.org, to_hex(jobs.ids[at])) for at in call.remaining)
@@ -342,7 +376,11 @@ def _job_rows(call: PendingEnqueue) -> Iterator[JobRow]:
 
 def _key_rows(call: PendingEnqueue) -> Iterator[KeyRow]:
     jobs = call.jobs
-    return ((jobs.org, jobs.queues[at], key) for at in call.remaining if (key := jobs.dedup_keys.get(at)) is not None)
+    return (
+        (jobs.org, jobs.queues[at], key)
+        for at in call.remaining
+        if (key := jobs.dedup_keys.get(at) or jobs.live_keys.get(at)) is not None
+    )
 
 
 def _least_epochs(calls: Sequence[Call]) -> dict[Name, int]:

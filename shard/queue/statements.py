@@ -12,6 +12,7 @@ _load = partial(load, Path(__file__).parent / "sql")
 
 ENQUEUE = _load("enqueue", shared=True)
 FIND_KNOWN = _load("find_known", shared=True)
+DESCRIBE_KNOWN = _load("describe_known", shared=True)
 FIND_REFUSED_SLOTS = _load("find_refused_slots", shared=True)
 COUNT_QUEUES = _load("count_queues", shared=True)
 FIND_QUEUE_IDS = _load("find_queue_ids", shared=True)

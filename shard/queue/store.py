@@ -33,7 +33,7 @@ from shard.queue.pending_enqueue import NOTHING_HANDED, Call, Handover
 from shard.queue.queue_ids import QueueIds
 from shard.queue.revocation import Revocation
 from shard.queue.settle import BYTES_PER_WEIGHT, VERBS, LeaseSettler, Settlement
-from shard.vocabulary import Answer, JobId, Lease, Micros, NewJobs, OrgId, QueueId, QueueName, ShardName
+from shard.vocabulary import Answer, JobId, Known, Lease, Micros, NewJobs, OrgId, QueueId, QueueName, ShardName
 
 _log = logging.getLogger(__name__)
 
@@ -109,6 +109,13 @@ class Store:
         self._lookups = Coalescer(
             self._enqueuer.known, weight=len, key=lambda jobs: jobs.org, on_timeout=overdue, in_flight=in_flight
         )
+        self._descriptions = Coalescer(
+            self._enqueuer.describe,
+            weight=lambda call: len(call[0]),
+            key=lambda call: call[0].org,
+            on_timeout=overdue,
+            in_flight=in_flight,
+        )
         self._claims = Coalescer(
             claimer.claim,
             weight=lambda request: request.max_jobs,
@@ -163,6 +170,11 @@ class Store:
         Returns the positions of jobs that this shard knows, each with the id of the known job. Raises ShardUnavailable,
         TooManyWaiting."""
         return await self._lookups.submit(jobs) if len(jobs) else {}
+
+    async def describe(self, jobs: NewJobs, found: Sequence[JobId]) -> dict[int, Known]:
+        """Tells about the jobs `found` that enqueues found instead of storing these jobs: by position, those that this
+        shard has. Raises ShardUnavailable, TooManyWaiting."""
+        return await self._descriptions.submit((jobs, found)) if len(jobs) else {}
 
     # ── Consumers ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -340,6 +352,7 @@ class Store:
         """Returns once all calls have ended, including releases that no caller waits for."""
         await self._enqueues.finish()
         await self._lookups.finish()
+        await self._descriptions.finish()
         # Abandoned claims call release, so the settlements come after the claims.
         await self._claims.finish()
         for settlements in self._settlements.values():

@@ -475,7 +475,7 @@ def test_the_keys_of_a_job_are_the_documented_ones(windrow: Windrow) -> None:
     assert set(job) == {
         *("id", "queue", "kind", "state", "priority", "attempt", "max_attempts", "enqueued_at", "run_at", "expires_at"),
         *("lease_deadline", "finished_at", "worker", "reason", "dedup_key", "attributes", "retry", "attempts", "shard"),
-        "progress",
+        *("progress", "dedup_while_live", "max_runtime_s"),
     }
     assert job["state"] == "dead"
     (attempt,) = windrow("jobs", "get", "keys", str(job["id"]), "--json").documents[0]["attempts"]
@@ -878,6 +878,8 @@ def test_where_no_router_is_every_command_says_so(windrow: Windrow) -> None:
             2,
             "it needs a --dedup-key, and none is given",
         ),
+        (["enqueue", "a", "q", "k", "--while-live"], 2, "it needs a --dedup-key, and none is given"),
+        (["enqueue", "a", "q", "k", "--dedup-key", "x", "--while-live", "--dedup-window", "1d"], 2, "not both"),
         (["enqueue", "a", "q", "k", "--max-attempts", "0"], 2, "0 is too small: it must be at least 1"),
         (["enqueue", "a", "q", "k", "--priority", "high"], 2, "'high' is not a whole number"),
         (["enqueue", "a", "q", "k", "--retry", "1s..1h,2"], 2, "is not a retry policy"),
@@ -939,6 +941,20 @@ def test_an_expiry_that_has_passed_is_no_fault_of_a_job_that_is_sent_again(windr
     job = ("enqueue", "again", "q", "k", "--id", str(uuid7()), "--expires-at", "2020-01-01T00:00:00Z")
     assert windrow(*job).code == 0
     assert "existed already" in windrow(*job).err
+
+
+def test_an_id_of_another_job_is_refused_and_its_state_told(windrow: Windrow) -> None:
+    job = ("enqueue", "another", "q", "k", "--id", str(uuid7()))
+    assert windrow(*job, "one").code == 0
+    assert windrow(*job, "one", "--json").documents == [
+        {"id": job[-1], "duplicate": True, "state": "ready", "differs": False}
+    ]
+    done = windrow(*job, "two")
+    assert (done.code, done.err) == (
+        5,
+        f"windrow: job {job[-1]} existed already and is ready, with another queue, kind or payload: nothing was "
+        "stored under this id; a new job needs an id or a batch of its own\n",
+    )
 
 
 def test_an_address_that_routers_cannot_have_is_told_from_one_that_is_taken(windrow: Windrow, running: Running) -> None:

@@ -142,7 +142,8 @@ async def test_the_same_job_twice_is_stored_once(client: Client) -> None:
     job = NewJob("q", "k", dedup_key="order-7")
     assert not (await client.enqueue_many([job]))[0].duplicate
     again = (await client.enqueue_many([job]))[0]
-    assert (again.id, again.duplicate) == (job.id, True)
+    assert (again.id, again.duplicate, again.state, again.differs) == (job.id, True, JobState.READY, False)
+    assert (await client.enqueue("q", "k", "another", id=job.id)).differs
     by_key = await client.enqueue("q", "k", dedup_key="order-7")
     assert (by_key.id, by_key.duplicate) == (job.id, True)
 
@@ -171,6 +172,20 @@ async def test_a_batch_that_was_interrupted_goes_on_and_stores_nothing_twice(cli
     assert [violation.field for violation in refused.value.violations] == ["jobs[1001].template.queue"]
     with pytest.raises(InvalidRequest, match="batch: 'x' is not a UUIDv7; make one with"):
         await client.enqueue_batch([], batch="x")
+
+
+async def test_a_job_that_is_unique_while_it_is_live_is_stored_again_when_it_has_ended(client: Client) -> None:
+    first = await client.enqueue("q", "k", dedup_key="order-7", dedup_while_live=True)
+    again = await client.enqueue("q", "k", dedup_key="order-7", dedup_while_live=True)
+    assert (again.id, again.duplicate) == (first.id, True)
+    record = (await client.get_jobs([first.id]))[first.id]
+    assert (record.dedup_key, record.dedup_while_live) == ("order-7", True)
+    (leased,) = await client.dequeue("q")
+    assert leased.max_runtime is None
+    assert await client.ack(leased) is Answer.OK
+    assert not (await client.enqueue("q", "k", max_runtime=60, dedup_key="order-7", dedup_while_live=True)).duplicate
+    (leased,) = await client.dequeue("q")
+    assert leased.max_runtime == timedelta(seconds=60)
 
 
 async def test_callers_share_calls_and_have_their_own_outcomes(client: Client) -> None:
@@ -216,6 +231,7 @@ async def test_every_option_of_a_job_is_kept(client: Client) -> None:
         run_at=soon,
         expires_at=soon + timedelta(hours=1),
         max_attempts=3,
+        max_runtime=60,
         retry=retry,
         dedup_key="d",
         dedup_window=60,
@@ -224,7 +240,7 @@ async def test_every_option_of_a_job_is_kept(client: Client) -> None:
     assert record.state is JobState.SCHEDULED
     assert record.run_at == soon
     assert record.expires_at == soon + timedelta(hours=1)
-    assert record.max_attempts == 3
+    assert (record.max_attempts, record.max_runtime) == (3, timedelta(seconds=60))
     assert record.retry == ExponentialRetry(
         initial_delay=timedelta(seconds=2), multiplier=3.0, max_delay=timedelta(seconds=60), jitter=0.0
     )

@@ -275,7 +275,11 @@ def bad_jobs() -> Iterator[tuple[str, str, job_pb2.NewJob]]:
     spans = {"zero": Duration(), "below 1 s": Duration(nanos=999_999_999), "above 30 days": Duration(seconds=2_592_001)}
     for why, span in {**BROKEN_DURATIONS, **spans}.items():
         yield "dedup_window", why, new_job(dedup_key="k", dedup_window=span)
+        yield "max_runtime", why, new_job(max_runtime=span)
     yield "dedup_key", "absent", new_job(dedup_window=Duration(seconds=60))
+    yield "dedup_key", "absent, while live", new_job(dedup_while_live=True)
+    both = new_job(dedup_key="k", dedup_while_live=True, dedup_window=Duration(seconds=60))
+    yield "dedup_window", "and while live", both
     good = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
     for why, parent in {"text": "x", "upper-case": good.upper(), "too long": good + "0", "short": good[:-1]}.items():
         yield "trace.traceparent", why, new_job(trace={"traceparent": parent})

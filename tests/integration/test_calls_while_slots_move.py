@@ -197,20 +197,21 @@ def test_what_was_stored_before_is_known_at_every_step(cluster: Cluster, thread:
     org = cluster.org()
     scheduled = new_job(delay=Duration(seconds=3600))
     ready, keyed, finished = new_job(), new_job(dedup_key="k"), new_job()
+    live = new_job(dedup_key="k", dedup_while_live=True)
     enqueue(cluster.near, org, finished)
     (leased,) = dequeue(cluster.near, org)
     ack(cluster.near, org, leased.lease)
-    enqueue(cluster.near, org, scheduled, ready, keyed)
+    enqueue(cluster.near, org, scheduled, ready, keyed, live)
     move = cluster.begin(org)
     go_on(move, until_=step)
     for both in (cluster.near, cluster.far):
-        jobs = (finished, scheduled, ready, new_job(dedup_key="k"))
+        jobs = (finished, scheduled, ready, new_job(dedup_key="k"), new_job(dedup_key="k", dedup_while_live=True))
         call = thread.submit(enqueue, both, org, *jobs)
         looked = states(both, org, finished.id, scheduled.id, ready.id, keyed.id)
         assert [state.split()[0] for state in looked] == ["SUCCEEDED", "SCHEDULED", "READY", "READY"]
         if step in ("close", "open"):
             move.switch()
-        assert call.result(PATIENCE_S) == [(job.id, True) for job in (finished, scheduled, ready, keyed)]
+        assert call.result(PATIENCE_S) == [(job.id, True) for job in (finished, scheduled, ready, keyed, live)]
     move.finish()
     assert states(cluster.near, org, finished.id, scheduled.id, ready.id, keyed.id) == [
         "SUCCEEDED s1",
@@ -337,6 +338,44 @@ def test_an_id_that_a_former_owner_knows_takes_no_key_of_the_writer(cluster: Clu
         *((job.id, True) for job in again),
         *((job.id, False) for job in new),
     ]
+
+
+def test_a_key_that_counts_while_its_job_is_live_is_taken_for_as_long_as_the_job_is_leased_where_the_slot_was(
+    cluster: Cluster,
+) -> None:
+    org, live, finished = cluster.org(), new_job(dedup_key="k", dedup_while_live=True), new_job()
+    enqueue(cluster.near, org, finished)
+    finish(cluster.near, org)
+    enqueue(cluster.near, org, live)
+    (leased,) = dequeue(cluster.near, org, window_s=3600)
+    move = cluster.begin(org)
+    move.switch()
+    leave_long_ago(cluster.dsns["s1"], shard="s1", slot=move.slot)
+    until(
+        lambda: enqueue(cluster.near, org, finished) == [(finished.id, False)],
+        "the router does not ask the former owner for ids any more",
+    )
+    new = new_job(dedup_key="k", dedup_while_live=True)
+    assert enqueue(cluster.near, org, new) == [(live.id, True)]
+    assert ack(cluster.near, org, leased.lease) == [OK]
+    assert enqueue(cluster.near, org, new) == [(new.id, False)]
+    move.finish()
+
+
+def leave_long_ago(catalog: str, *, shard: str, slot: int) -> None:
+    """Has the slot left this shard three hours ago."""
+    with psycopg.connect(catalog, autocommit=True) as connection:
+        connection.execute(
+            "UPDATE windrow.former_owner SET left_at = left_at - interval '3 hours' WHERE shard = %s AND slot = %s",
+            [shard, slot],
+        )
+        # In one statement: a router that reads between two would never learn of the second change.
+        connection.execute(
+            "WITH next AS (UPDATE windrow.catalog SET epoch = epoch + 1 RETURNING epoch) "
+            "UPDATE windrow.placement SET changed = next.epoch FROM next WHERE slot = %s",
+            [slot],
+        )
+        connection.execute("SELECT pg_notify('windrow_catalog', '')")
 
 
 # ── Consumers ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -256,15 +256,20 @@ async def test_enqueues_of_other_orgs_go_on_without_a_job_that_is_being_deleted(
     recorder: Recorder, module_dsn: str, org: OrgId, other_org: OrgId
 ) -> None:
     store = Store(recorder)
-    jobs = some_jobs(org)
+    jobs = some_jobs(org, live_keys=["key"])
     await store.enqueue(jobs)
     async with forgotten(module_dsn, "DELETE FROM windrow.job WHERE id = %s", jobs.ids[0]) as session:
-        refused, answer = await asyncio.gather(
-            store.enqueue(jobs), store.enqueue(some_jobs(other_org)), return_exceptions=True
+        refused, refused_too, *answers = await asyncio.gather(
+            store.enqueue(jobs),
+            store.enqueue(some_jobs(org, live_keys=["key"])),
+            store.enqueue(some_jobs(other_org, live_keys=["key"])),
+            store.enqueue(some_jobs(org, live_keys=["other key"])),
+            return_exceptions=True,
         )
         assert isinstance(refused, RowLocked)
-        assert f"a job with id {jobs.ids[0]} is locked by another session" in str(refused)
-        assert answer == {}
+        assert isinstance(refused_too, RowLocked)
+        assert "dedup key 'key' of queue 'mail' is locked by another session" in str(refused_too)
+        assert answers == [{}, {}]
         await session.rollback()
     assert await store.enqueue(jobs) == {0: jobs.ids[0]}
 

@@ -61,7 +61,7 @@ async def populate(pair: Pair, shard: ShardName, org: OrgId, *, epoch: int = 1) 
         return made[what]
 
     await make("scheduled", delay_us=HOUR_US, priority=9)
-    await make("ready", dedup_keys=[f"key-{org}"], retry=Fixed(delay_us=5), max_attempts=7)
+    await make("ready", dedup_keys=[f"key-{org}"], live_keys=[f"live-{org}"], retry=Fixed(delay_us=5), max_attempts=7)
     await make("failed", priority=1)
     _, lease = await lease_one(pair, shard, org, "failed")
     assert await store.settle(
@@ -537,8 +537,9 @@ async def test_a_job_or_key_that_is_sent_again_is_told_its_first_id_before_durin
         asked_while.add("after" if known.at_rest and writer == B else "before" if not others else "during")
         for job, what in queues.items():
             again = some_jobs(org, ids=[job], queue=what)
-            twin = some_jobs(org, 1, queue=what, dedup_keys=[keyed[job]] if job in keyed else [])
-            for jobs in (again, twin) if job in keyed else (again,):
+            twins = [some_jobs(org, 1, queue=what, dedup_keys=[keyed[job]])] if job in keyed else []
+            twins += [some_jobs(org, 1, queue=what, live_keys=[f"live-{org}"])] if what == "ready" else []
+            for jobs in (again, *twins):
                 found: dict[int, JobId] = {}
                 for other in others:
                     found.update(await pair.store(other).known(jobs))

@@ -228,11 +228,18 @@ async def record(recorder: Recorder, org: OrgId) -> dict[str, Run]:
     handed = some_jobs(org, BATCH, queue="queue-7")
     await store.enqueue(handed, Handover(takers=dict.fromkeys(range(BATCH), Taker(1, "w", HOUR_US)), done=ignore))
     enqueue_handed = recorder.last(queue_statements.ENQUEUE)
+    await store.describe(jobs, ids_of(jobs))
     of_several = await lease_of_several(store, org)
+    await store.enqueue(some_jobs(org, BATCH, queue="queue-6", live_keys=[f"key-{n}" for n in range(BATCH)]))
+    await store.enqueue(some_jobs(org, BATCH, queue="queue-6", live_keys=[f"key-{n}" for n in range(BATCH)]))
+    enqueue_live = {**recorder.last(queue_statements.ENQUEUE)[1], "live_keys": fresh["dedup_keys"]}
     return {
         "enqueue": (queue_statements.ENQUEUE, {**enqueue[1], **fresh}),
         "enqueue handed": (queue_statements.ENQUEUE, {**enqueue_handed[1], "ids": fresh["ids"]}),
+        "enqueue while live": (queue_statements.ENQUEUE, enqueue_live),
         "find_known": find_known,
+        "find_known while live": recorder.last(queue_statements.FIND_KNOWN),
+        "describe_known": recorder.last(queue_statements.DESCRIBE_KNOWN),
         "claim": claim,
         "claim together": await claim_together(recorder, store, org),
         "extend": recorder.last(queue_statements.EXTEND),
@@ -364,7 +371,10 @@ async def settle(connection: Connection, runs: Mapping[str, Run]) -> None:
 PAGES_A_JOB = {
     "enqueue": 30,
     "enqueue handed": 30,
+    "enqueue while live": 30,
     "find_known": 30,
+    "find_known while live": 30,
+    "describe_known": 30,
     "claim": 40,
     "claim together": 60,
     "extend": 30,

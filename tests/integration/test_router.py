@@ -274,6 +274,36 @@ def test_an_enqueue_repeated_answers_the_first_ids(running: Running) -> None:
     assert running.stubs.books("s2")["s2", org].accepted == 4
 
 
+def test_an_enqueue_that_finds_its_job_tells_the_state_and_whether_the_id_names_another_job(running: Running) -> None:
+    org, later = running.org_on("s1"), new_job(delay=Duration(seconds=3600))
+    done, dead, cancelled, leased, ready = jobs = [new_job(payload=b"x", dedup_key=name) for name in "abcde"]
+    for job in (done, dead):
+        (stored,) = enqueue(running.stubs, org, job)
+        assert (stored.state, stored.differs) == (job_pb2.JOB_STATE_UNSPECIFIED, False)
+        (taken,) = dequeue(running.stubs, org)
+        if job is done:
+            acks = queue_pb2.AckRequest(org=org, acks=[queue_pb2.Ack(lease=taken.lease)])
+            assert list(running.stubs.queue.Ack(acks, timeout=PATIENCE_S).answers) == [OK]
+        else:
+            nack = queue_pb2.Nack(lease=taken.lease, failure=job_pb2.Failure(permanent=True))
+            running.stubs.queue.Nack(queue_pb2.NackRequest(org=org, nacks=[nack]), timeout=PATIENCE_S)
+    enqueue(running.stubs, org, leased)
+    assert len(dequeue(running.stubs, org)) == 1
+    enqueue(running.stubs, org, cancelled, ready, later)
+    running.stubs.queue.CancelJobs(queue_pb2.CancelJobsRequest(org=org, ids=[cancelled.id]), timeout=PATIENCE_S)
+
+    def told(*sent: job_pb2.NewJob) -> list[tuple[str, bool]]:
+        results = enqueue(running.stubs, org, *sent)
+        return [(job_pb2.JobState.Name(one.state).removeprefix("JOB_STATE_"), one.differs) for one in results]
+
+    states = ["SUCCEEDED", "DEAD", "CANCELLED", "LEASED", "READY"]
+    assert told(*jobs, later, new_job()) == [*((state, False) for state in (*states, "SCHEDULED", "UNSPECIFIED"))]
+    others = [new_job(id=job.id, payload=b"y") for job in jobs]
+    assert told(*others, new_job(dedup_key="e")) == [*((state, True) for state in states), ("READY", False)]
+    assert told(new_job(id=ready.id, payload=b"x", kind="another")) == [("READY", True)]
+    assert told(new_job(id=ready.id, payload=b"x", queue="another")) == [("READY", True)]
+
+
 def test_a_new_queue_takes_many_first_jobs_at_once(running: Running) -> None:
     with ThreadPoolExecutor(16) as threads:
         for _ in range(40):

@@ -512,6 +512,10 @@ async def _cancelled(store: Store, org: OrgId, ids: list[JobId]) -> None:
 KNOWN: list[Known] = [_live, _leased, _finished, _dead, _cancelled]
 
 
+async def where_live(database: Database, job: str) -> bool:
+    return await database.run(b"SELECT 1 FROM windrow.job WHERE id = %(id)s", {"id": job}) != []
+
+
 async def keys_of(database: Database, org: OrgId) -> dict[tuple[str, str], str]:
     """Returns, by queue and dedup key, the job that holds the key, for keys whose windows have not ended."""
     rows = await database.run(
@@ -587,8 +591,30 @@ async def test_a_new_job_beside_a_known_one_that_names_the_same_key_is_stored_in
 
 async def test_of_new_jobs_with_one_key_the_one_that_is_named_first_is_stored(database: Database, org: OrgId) -> None:
     ids = sorted((job_id() for _ in range(8)), reverse=True)
-    jobs = some_jobs(org, ids=ids, dedup_keys=["k"] * 8)
-    assert await Store(database).enqueue(jobs) == dict.fromkeys(range(1, 8), ids[0])
+    for keys in (some_jobs(org, ids=ids, dedup_keys=["k"] * 8), some_jobs(org, 8, live_keys=["k"] * 8)):
+        keys.ids.sort(reverse=True)
+        assert await Store(database).enqueue(keys) == dict.fromkeys(range(1, 8), keys.ids[0])
+
+
+@pytest.mark.parametrize("become", KNOWN, ids=lambda become: become.__name__.strip("_"))
+async def test_a_key_that_counts_while_its_job_is_live_is_free_when_that_ended(
+    database: Database, org: OrgId, become: Known
+) -> None:
+    store = Store(database)
+    old = some_jobs(org, 1, live_keys=["k"])
+    assert await store.enqueue(old) == {}
+    assert await store.enqueue(some_jobs(org, 1, live_keys=["k"])) == {0: old.ids[0]}
+    # A key that counts for a window, another queue's key and another org's key are other keys.
+    others = [some_jobs(org, 1, dedup_keys=["k"]), some_jobs(org, 1, queue=A, live_keys=["k"])]
+    assert await at_once(*map(store.enqueue, [*others, some_jobs(OrgId(f"{org}-2"), 1, live_keys=["k"])])) == [{}] * 3
+    await become(store, org, ids_of(old))
+    live = await where_live(database, old.ids[0])
+    new = some_jobs(org, 1, live_keys=["k"])
+    # The id outranks the key, whoever has it.
+    again = some_jobs(org, ids=[*ids_of(new), *ids_of(old)], live_keys=["k", "k"])
+    assert await store.enqueue(again) == ({0: old.ids[0], 1: old.ids[0]} if live else {1: old.ids[0]})
+    holder = old if live else new
+    assert await store.enqueue(some_jobs(org, 1, live_keys=["k"])) == {0: holder.ids[0]}
 
 
 async def test_a_job_that_another_call_stores_meanwhile_leaves_no_key(database: Database, org: OrgId) -> None:
@@ -650,7 +676,7 @@ async def impatient(module_dsn: str) -> AsyncGenerator[Database, None]:
     await opened.close()
 
 
-@pytest.mark.parametrize("share", ["ids", "dedup keys", "both"])
+@pytest.mark.parametrize("share", ["ids", "dedup keys", "both", "live keys"])
 async def test_batches_of_two_routers_that_overlap_in_any_order_never_deadlock(
     impatient: Database, books: QueueAdmin, org: OrgId, other_org: OrgId, share: str
 ) -> None:
@@ -671,9 +697,10 @@ async def test_batches_of_two_routers_that_overlap_in_any_order_never_deadlock(
                         some_jobs(
                             one,
                             12,
-                            ids=[ids[one][n] for n in part] if share != "dedup keys" else None,
-                            dedup_keys=[f"{turn}-{n}" for n in part] if share != "ids" else (),
+                            ids=[ids[one][n] for n in part] if share in ("ids", "both") else None,
+                            dedup_keys=[f"{turn}-{n}" for n in part] if share in ("dedup keys", "both") else (),
                             dedup_window_us=random.choice([1, HOUR_US]) if share == "both" else HOUR_US,
+                            live_keys=[f"{turn}-{n}" for n in part] if share == "live keys" else (),
                         )
                     )
             random.shuffle(mine)

@@ -42,6 +42,46 @@ async def test_a_job_whose_leases_all_expire_is_dead_with_its_history(database: 
     assert await store.settle(Settlement.ack(org, held, [None] * 2)) == [Answer.STALE] * 2
 
 
+async def test_an_attempt_lasts_no_longer_than_its_job_may_run_however_often_it_is_extended(
+    database: Database, org: OrgId
+) -> None:
+    store = Store(database)
+    jobs = some_jobs(org, 1, max_runtime_us=MINUTE_US)
+    await store.enqueue(jobs)
+    ((job, lease),) = await lease_jobs(store, org, window_us=SHORT_US)
+    assert (job.max_runtime_us, job.deadline) == (MINUTE_US, job.leased_at + SHORT_US)
+    for window_us in (MINUTE_US // 2, HOUR_US, HOUR_US):
+        assert await store.settle(Settlement.extend(org, [lease], window_us=window_us)) == [Answer.OK]
+        (record,) = await store.get(org, ids_of(jobs), include_payload=False)
+        assert record.deadline is not None
+        assert record.deadline <= job.leased_at + MINUTE_US
+    (record,) = await store.get(org, ids_of(jobs), include_payload=False)
+    assert (record.deadline, record.max_runtime_us) == (job.leased_at + MINUTE_US, MINUTE_US)
+    await lease_ran_out(database, org)
+    assert await store.settle(Settlement.extend(org, [lease], window_us=HOUR_US)) == [Answer.STALE]
+    (record,) = await store.get(org, ids_of(jobs), include_payload=False)
+    assert [(a.outcome, a.ended_at - a.leased_at) for a in record.attempts()] == [(Outcome.TIMED_OUT, MINUTE_US)]
+    # A window that is longer is cut, and a lease that ends before its time is not timed out.
+    ((again, _),) = await lease_jobs(store, org, window_us=HOUR_US)
+    assert again.deadline == again.leased_at + MINUTE_US
+    await end_leases(database, org)
+    await lease_jobs(store, org)
+    (record,) = await store.get(org, ids_of(jobs), include_payload=False)
+    assert [a.outcome for a in record.attempts()] == [Outcome.TIMED_OUT, Outcome.EXPIRED]
+
+
+async def lease_ran_out(database: Database, org: OrgId) -> None:
+    """Has every lease begun so long ago that it has just ended."""
+    await database.run(
+        b"""
+        UPDATE windrow.job j SET leased_at = j.leased_at - (j.visible_at - now()), visible_at = now()
+        FROM windrow.queue q
+        WHERE q.queue_id = j.queue_id AND q.org = %(org)s AND j.lease IS NOT NULL
+        """,
+        {"org": org},
+    )
+
+
 async def test_when_setting_aside_fails_the_jobs_that_fit_are_handed_out(fresh_dsn: str, org: OrgId) -> None:
     """They are leased by then: nobody else could get them before their windows end."""
     # One connection, so that the short timeout affects only it.

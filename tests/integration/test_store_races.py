@@ -282,6 +282,60 @@ async def test_an_enqueue_whose_snapshot_is_older_than_the_end_of_its_job_looks_
         assert found == {retried.ids[0]: 1, jobs.ids[0]: 2}
 
 
+async def test_of_jobs_that_race_for_one_live_key_one_is_live_at_a_time(wide: Database, org: OrgId) -> None:
+    names = [f"name-{n}" for n in range(TRIALS // 100)]
+    # The jobs that consumers were told to have ended, each with its turn.
+    ended: dict[str, int] = {}
+    stored: list[str] = []
+    producers = LANES
+
+    async def produce() -> None:
+        nonlocal producers
+        store = Store(wide)
+        for _ in range(TRIALS // LANES):
+            keys = luck.sample(names, luck.randint(1, 3))
+            jobs = some_jobs(org, len(keys), live_keys=keys)
+            turns = len(ended)
+            known = await store.enqueue(jobs)
+            stored.extend(job for at, job in enumerate(jobs.ids) if at not in known)
+            for job in known.values():
+                assert ended.get(job, turns) >= turns, "the answer is a job that had ended before the call"
+        producers -= 1
+
+    async def consume() -> None:
+        store = Store(wide)
+        while producers:
+            taken = await lease_jobs(store, org, max_jobs=luck.randint(1, len(names)))
+            if taken:
+                end = luck.choice(list(ENDS.values()))
+                assert set(await end(store, org, leases_of(taken))) == {Answer.OK}
+                for job, _ in taken:
+                    ended[job.id] = len(ended)
+            assert set((await live_keys(wide, org)).values()) <= {1}
+
+    async with asyncio.TaskGroup() as group:
+        for racer in [produce] * LANES + [consume] * 2:
+            group.create_task(racer())
+    assert len(ended) > TRIALS // 20, "there was a race"
+    last = some_jobs(org, len(names), live_keys=names)
+    known = await Store(wide).enqueue(last)
+    stored.extend(job for at, job in enumerate(last.ids) if at not in known)
+    assert await live_keys(wide, org) == dict.fromkeys(names, 1)
+    assert await copies(wide, org) == dict.fromkeys(stored, 1)
+
+
+async def live_keys(database: Database, org: OrgId) -> dict[str, int]:
+    """Returns how many live jobs have each live key."""
+    rows = await database.run(
+        b"""
+        SELECT j.live_key, count(*) FROM windrow.job j JOIN windrow.queue q USING (queue_id)
+        WHERE q.org = %(org)s GROUP BY 1
+        """,
+        {"org": org},
+    )
+    return dict(rows)
+
+
 async def test_an_enqueue_waits_for_the_ack_that_has_its_job_in_hand(database: Database, org: OrgId) -> None:
     store = Store(database)
     jobs = some_jobs(org, 1)

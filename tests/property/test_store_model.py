@@ -59,6 +59,8 @@ class Wish:
     max_attempts: int | None
     expires: bool
     key: str | None
+    # Whether the key counts while its job is live, and not for a window.
+    while_live: bool
 
     @property
     def slot(self) -> tuple[OrgId, QueueName, str | None]:
@@ -76,6 +78,8 @@ class Job:
     lease: int | None = None
     expires: bool = False
     past_expiry: bool = False
+    # Not after a redrive: a dead job gives its live key up.
+    keyed: bool = True
     ended: dict[int, Outcome] = field(default_factory=dict[int, Outcome])
     outcomes: list[tuple[int, Outcome]] = field(default_factory=list[tuple[int, Outcome]])
 
@@ -128,7 +132,9 @@ class Sent(NamedTuple):
                 jobs.max_attempts[at] = wish.max_attempts
             if wish.expires:
                 jobs.expires_at_us[at] = FAR_FUTURE_US
-            if wish.key is not None:
+            if wish.key is not None and wish.while_live:
+                jobs.live_keys[at] = wish.key
+            elif wish.key is not None:
                 jobs.dedup_keys[at] = wish.key
                 jobs.dedup_window_us[at] = HOUR_US
         return jobs
@@ -208,12 +214,20 @@ wishes: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
         "max_attempts": st.sampled_from((None, 1, 2)),
         "expires": st.sampled_from((False, False, True)),
         "key": st.sampled_from((None, None, "k1", "k2")),
+        "while_live": st.booleans(),
     }
 )
 # What a repeated job changes: mostly nothing.
 changed: st.SearchStrategy[dict[str, Any]] = st.one_of(
     st.just({}),
-    st.fixed_dictionaries({}, optional={"key": st.sampled_from((None, "k1", "k2")), "queue": st.sampled_from(QUEUES)}),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "key": st.sampled_from((None, "k1", "k2")),
+            "while_live": st.booleans(),
+            "queue": st.sampled_from(QUEUES),
+        },
+    ),
 )
 stores_ = st.integers(0, 1)
 queue_lists = st.one_of(st.just(list(QUEUES)), st.lists(st.sampled_from(QUEUES), min_size=1, unique=True))
@@ -363,11 +377,11 @@ class StoreMachine(RuleBasedStateMachine):
                 known[at] = named[wish.id]
             elif wish.id in self.model:
                 known[at] = wish.id
-            elif self.key_lives(wish):
-                known[at] = self.memory.keys[wish.slot][0]
+            elif (holder := self.holder(wish)) is not None:
+                known[at] = holder
             else:
                 self.queues.add((wish.org, wish.queue))
-                if wish.key is not None:
+                if wish.key is not None and not wish.while_live:
                     self.memory.keys[wish.slot] = (wish.id, True)
                 state = "scheduled" if wish.delayed else "ready"
                 job = self.model[wish.id] = Job(wish=wish, state=state, since=self.step, expires=wish.expires)
@@ -378,8 +392,18 @@ class StoreMachine(RuleBasedStateMachine):
             named.setdefault(wish.id, known.get(at, wish.id))
         return known, handed
 
-    def key_lives(self, wish: Wish) -> bool:
-        return wish.key is not None and self.memory.keys.get(wish.slot, ("", False))[1]
+    def holder(self, wish: Wish) -> JobId | None:
+        """The job that has this wish's dedup key."""
+        if wish.key is None:
+            return None
+        if wish.while_live:
+            return self.live_keys().get(wish.slot)
+        name, lasts = self.memory.keys.get(wish.slot, (None, False))
+        return name if lasts else None
+
+    def live_keys(self) -> dict[tuple[OrgId, QueueName, str | None], JobId]:
+        holders = [job.wish for job in self.model.values() if job.keyed and job.wish.while_live and job.state in LIVE]
+        return {wish.slot: wish.id for wish in holders if wish.key is not None}
 
     # Consumers
 
@@ -611,7 +635,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.do(call) == len(dead)
         for job in dead:
             job.state, job.attempt, job.lease, job.since = "ready", 0, None, self.step
-            job.expires = job.past_expiry = False
+            job.expires = job.past_expiry = job.keyed = False
 
     def purge(self, org: int, queue: QueueName, include_dead: bool) -> None:
         tenant = self.orgs[org]
@@ -711,6 +735,18 @@ class StoreMachine(RuleBasedStateMachine):
             )
         )
         assert {(org, queue, key): (job, lives) for org, queue, key, job, lives in rows} == self.memory.keys
+        rows = self.world.do(
+            self.world.database.run(
+                b"""
+                SELECT q.org, q.queue, j.live_key, j.id::text
+                FROM windrow.job j JOIN windrow.queue q USING (queue_id)
+                WHERE q.org = ANY (%(orgs)s) AND j.live_key IS NOT NULL
+                """,
+                {"orgs": list(self.orgs)},
+            )
+        )
+        assert len(rows) == len(self.live_keys())
+        assert {(org, queue, key): job for org, queue, key, job in rows} == self.live_keys()
 
     def teardown(self) -> None:
         # The next example counts again from nothing.

@@ -53,6 +53,7 @@ from windrow.jobs import (
     new_message,
     read_leased,
     read_record,
+    state_of,
 )
 from windrow.payloads import (
     NOTE_BYTES_MAX,
@@ -623,7 +624,12 @@ def _enqueued(request: queue_pb2.EnqueueRequest, response: queue_pb2.EnqueueResp
     if len(response.results) != len(request.jobs):
         raise RouterError(f"{len(request.jobs)} jobs were sent, but the router answered for {len(response.results)}")
     return [
-        Enqueued(id=result.id, duplicate=result.duplicate)
+        Enqueued(
+            id=result.id,
+            duplicate=result.duplicate,
+            state=state_of(result.state) if result.state else None,
+            differs=result.differs,
+        )
         if not result.HasField("error")
         else Enqueued(id=request.jobs[at].id, error=error_of(result.error, first=first))
         for at, result in enumerate(response.results)

@@ -11,7 +11,7 @@ import enum
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, TypedDict, cast
 
 from windrow.errors import InvalidJob, Span, Violation, WindrowError
@@ -49,6 +49,8 @@ class AttemptOutcome(enum.Enum):
     NACKED = "nacked"
     EXPIRED = "expired"
     RELEASED = "released"
+    # Expired, because the attempt had lasted for the job's max_runtime.
+    TIMED_OUT = "timed_out"
     UNKNOWN = "unknown"
 
 
@@ -121,9 +123,11 @@ class JobOptions(TypedDict, total=False):
     delay: Span | None
     expires_at: datetime | None
     max_attempts: int
+    max_runtime: Span | None
     retry: RetryPolicy | None
     dedup_key: str
     dedup_window: Span | None
+    dedup_while_live: bool
     id: str
 
 
@@ -147,11 +151,15 @@ class NewJob:
     expires_at: datetime | None = None
     # 1 to 1,000; 0: the queue's setting, or 20 without one.
     max_attempts: int = 0
+    # How long one attempt may take, 1 s to 30 days; then its lease ends. None: as long as its worker runs it.
+    max_runtime: Span | None = None
     # None: the queue's setting, or exponential from 1 s to 1 h without one.
     retry: RetryPolicy | None = None
     # For dedup_window (1 s to 30 days; None: 1 day), enqueueing another job with this key in the queue stores nothing.
     dedup_key: str = ""
     dedup_window: Span | None = None
+    # The key counts while its job is live, and not for a window: until the job has succeeded, died or was cancelled.
+    dedup_while_live: bool = False
     # A UUIDv7. The router refuses one that is older than 7 days.
     id: str = field(default_factory=uuid7)
 
@@ -163,6 +171,10 @@ class Enqueued:
     id: str
     # The id or the dedup key existed already. Nothing was stored, and `id` is the id of the existing job.
     duplicate: bool = False
+    # Of a duplicate: the state of the existing job. None if it was deleted since, or if its shard did not say.
+    state: JobState | None = None
+    # The existing job has this id, but another queue, kind or payload: one id is used for two jobs.
+    differs: bool = False
     # Why this job was not stored. Only set by an independent enqueue_many.
     error: WindrowError | None = None
 
@@ -195,6 +207,8 @@ class Job:
     enqueued_at: datetime = _EPOCH
     # When the job became due.
     run_at: datetime = _EPOCH
+    # How long this attempt may take, counted from its lease; None: as long as its lease is extended.
+    max_runtime: timedelta | None = None
     traceparent: str = ""
     tracestate: str = ""
     # What an earlier attempt stored by report(), as bytes; empty if none did.
@@ -270,6 +284,9 @@ class JobRecord:
     # What handlers reported last; None if none did. The checkpoint is None unless the call asked for payloads.
     progress: Progress | None = None
     checkpoint: bytes | None = None
+    # Whether the dedup key counts, or counted, while the job is live.
+    dedup_while_live: bool = False
+    max_runtime: timedelta | None = None
 
 
 # The fields of a NewJob that must be a str or an int.
@@ -302,6 +319,10 @@ _STATE_VALUES = {state: job_pb2.JobState.ValueType(value) for value, state in _S
 def state_value(state: JobState) -> job_pb2.JobState.ValueType:
     """Raises KeyError for UNKNOWN."""
     return _STATE_VALUES[state]
+
+
+def state_of(value: int) -> JobState:
+    return _STATES.get(value, JobState.UNKNOWN)
 
 
 def answer_of(value: int) -> Answer:
@@ -372,6 +393,8 @@ def write(job: NewJob, message: job_pb2.NewJob) -> None:
         template.priority = job.priority
     if job.max_attempts:
         template.max_attempts = job.max_attempts
+    if job.max_runtime is not None:
+        template.max_runtime.CopyFrom(duration(job.max_runtime))
     if job.retry is not None:
         template.retry.CopyFrom(retry_message(job.retry))
     if job.run_at is not None:
@@ -386,6 +409,8 @@ def write(job: NewJob, message: job_pb2.NewJob) -> None:
         message.dedup.key = job.dedup_key
     if job.dedup_window is not None:
         message.dedup.window.CopyFrom(duration(job.dedup_window))
+    if job.dedup_while_live:
+        message.dedup.while_live = True
 
 
 def _invalid(job: NewJob, at: int, error: Exception) -> InvalidJob:
@@ -482,6 +507,7 @@ def read_leased(message: job_pb2.LeasedJob, *, reporter: Reporter = _NOBODY) -> 
         run_at=enqueued_at if at_once else moment(run),
         traceparent=message.trace.traceparent if traced else "",
         tracestate=message.trace.tracestate if traced else "",
+        max_runtime=message.max_runtime.ToTimedelta() if message.HasField("max_runtime") else None,
         checkpoint=message.checkpoint,
         reporter=reporter,
     )
@@ -492,7 +518,7 @@ def read_record(message: job_pb2.Job, *, with_payload: bool) -> JobRecord:
         id=message.id,
         queue=message.queue,
         kind=message.kind,
-        state=_STATES.get(message.state, JobState.UNKNOWN),
+        state=state_of(message.state),
         payload=message.payload if with_payload else None,
         result=message.result if with_payload else None,
         attributes=dict(message.attributes),
@@ -501,6 +527,8 @@ def read_record(message: job_pb2.Job, *, with_payload: bool) -> JobRecord:
         max_attempts=message.max_attempts,
         retry=read_retry(message.retry),
         dedup_key=message.dedup_key,
+        dedup_while_live=message.dedup_while_live,
+        max_runtime=message.max_runtime.ToTimedelta() if message.HasField("max_runtime") else None,
         enqueued_at=moment(message.enqueued_at),
         run_at=moment(message.run_at),
         expires_at=moment(message.expires_at) if message.HasField("expires_at") else None,

@@ -23,7 +23,8 @@ WITH lane AS MATERIALIZED (
     )
     SELECT
         a.id, a.here, a.enqueued_at, a.run_at, a.run_at, a.expires_at, a.priority, a.attempt, a.max_attempts,
-        {{kept_content(a)}}, a.history
+        -- A job that was enqueued here since may have its live key.
+        {{unkeyed_content(a)}}, a.history
     FROM arrived a
     WHERE a.reason IS NULL
     ORDER BY a.id

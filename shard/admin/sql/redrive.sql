@@ -1,4 +1,5 @@
--- Puts a queue's dead jobs back, the oldest death first: ready at once, with fresh attempts. Their history stays.
+-- Puts a queue's dead jobs back, the oldest death first: ready at once, with fresh attempts. Their history stays. They do
+-- not take their live keys again: other jobs may have them by now, also on another shard.
 WITH chosen AS (
     DELETE FROM windrow.dead d
     WHERE d.ctid = ANY (ARRAY(
@@ -18,6 +19,6 @@ INSERT INTO windrow.job (
     id, queue_id, enqueued_at, run_at, visible_at, priority, max_attempts, {{kept_content}}, history
 )
 SELECT
-    c.id, c.queue_id, c.enqueued_at, now(), now(), c.priority, c.max_attempts, {{kept_content(c)}}, c.history
+    c.id, c.queue_id, c.enqueued_at, now(), now(), c.priority, c.max_attempts, {{unkeyed_content(c)}}, c.history
 FROM chosen c
 RETURNING id::text

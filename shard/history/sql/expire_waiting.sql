@@ -21,7 +21,7 @@ WITH ended AS (
         {{kept_content(e)}},
         CASE
             WHEN e.lease IS NULL THEN e.history
-            ELSE windrow.remember(e.history, e.attempt, e.worker, e.leased_at, e.visible_at, 'expired', e.lease, NULL)
+            ELSE windrow.remember(e.history, e.attempt, e.worker, e.leased_at, e.visible_at, {{lost_as(e)}}, e.lease, NULL)
         END,
         'cancelled', 'past its expires_at',
         {{finish_time}}, {{retention_of(e)}}

@@ -85,7 +85,7 @@ WITH slot AS MATERIALIZED (
             NULL::timestamptz AS leased_at, g.expires_at, g.priority, g.attempt, g.max_attempts, {{kept_content(g)}},
             NULL::text AS worker,
             CASE
-                WHEN g.lease IS NOT NULL THEN windrow.remember(g.history, g.attempt, g.worker, g.leased_at, g.visible_at, 'expired', g.lease, NULL)
+                WHEN g.lease IS NOT NULL THEN windrow.remember(g.history, g.attempt, g.worker, g.leased_at, g.visible_at, {{lost_as(g)}}, g.lease, NULL)
                 ELSE g.history
             END AS history,
             NULL::text AS reason

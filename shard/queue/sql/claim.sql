@@ -71,7 +71,8 @@ SET
     (lease, worker, visible_at) = (
         SELECT
             (%(leases)s::bigint[])[t.taker], (%(workers)s::text[])[t.taker],
-            now() + (%(windows_us)s::bigint[])[t.taker] * interval '1 us'
+            -- A job's max_runtime ends its lease, if it is shorter than the window. NULL: there is none.
+            now() + least((%(windows_us)s::bigint[])[t.taker], j.max_runtime_us) * interval '1 us'
         FROM (
             SELECT
                 CASE
@@ -85,7 +86,7 @@ SET
     attempt = j.attempt + 1,
     history = CASE
         -- A lease that is still on the row has expired. Nothing else has recorded that, so this claim does.
-        WHEN j.lease IS NOT NULL THEN windrow.remember(j.history, j.attempt, j.worker, j.leased_at, j.visible_at, 'expired', j.lease, NULL)
+        WHEN j.lease IS NOT NULL THEN windrow.remember(j.history, j.attempt, j.worker, j.leased_at, j.visible_at, {{lost_as(j)}}, j.lease, NULL)
         ELSE j.history
     END
 -- No join here: if the table was empty at the last vacuum, the planner expects it to be empty, and would find the rows

@@ -1,17 +1,17 @@
 -- Stores a batch of jobs, each once, in the queues whose slots this shard owns. A job may come with a lease, for a
--- consumer that waits for it: the consumer gets it without a claim. Returns one row: whether the times of the ids are
--- acceptable (ids_fit), the queue ids that were accepted (admitted), the number of stored jobs, and, if not all were
--- stored, which ones and in which queues.
-WITH clock AS MATERIALIZED (
+-- consumer that waits for it: the consumer gets it without a claim. Returns one row: the time, whether the times of
+-- the ids are acceptable (ids_fit), the queue ids that were admitted, whether each of these queues gives jobs, and its
+-- max_attempts, the number of stored jobs, and, if not all were stored, which ones and in which queues. Tables of WITH that are used twice are materialized without being told.
+WITH clock AS (
     -- An id contains the time when it was made. If it is older than the horizon, an earlier job with this id may have
     -- been deleted already. If it is far in the future, an earlier job with this id may have finished before that time,
     -- where nobody looks for it. `since` allows one hour for ids of the future, and one more for clocks that differ:
     -- the job may have finished by another server's clock.
     SELECT
-        to_timestamp(%(oldest_ms)s / 1000.0) >= now() - %(horizon_us)s * interval '1 us'
-            AND to_timestamp(%(newest_ms)s / 1000.0) <= now() + interval '1 hour' AS ids_fit,
-        least(to_timestamp(%(oldest_ms)s / 1000.0), now()) - interval '2 hours' AS since
-), lane AS MATERIALIZED (
+        to_timestamp(%(oldest_ms)s / 1e3) >= now() - %(horizon_us)s * interval '1 us'
+            AND to_timestamp(%(newest_ms)s / 1e3) <= now() + interval '1 hour' AS ids_fit,
+        least(to_timestamp(%(oldest_ms)s / 1e3), now()) - interval '2 hours' AS since
+), lane AS (
     -- A remembered queue_id must still name this org's queue. A slot that has moved away admits no jobs. Neither does a
     -- slot that arrived by a move that the caller does not know (I6): the caller has not asked its former owner for the
     -- ids. OFFSET 0 fences: find queues and slots by their numbers, never by a scan of all of them.
@@ -24,7 +24,7 @@ WITH clock AS MATERIALIZED (
     ) q
     CROSS JOIN LATERAL (SELECT s.state, s.epoch FROM windrow.owned_slot s WHERE s.slot = q.slot OFFSET 0) s
     WHERE q.org = l.org AND q.queue = l.queue AND s.state = 'owned' AND s.epoch <= l.epoch
-), incoming AS MATERIALIZED (
+), incoming AS (
     -- A column that no job of the batch uses is an empty array; unnest fills it with NULLs.
     SELECT
         n.id, n.queue_id, n.priority, n.max_attempts, {{new_job_values(n)}}, n.position,
@@ -42,7 +42,7 @@ WITH clock AS MATERIALIZED (
         id, queue_id, priority, max_attempts, run_at_us, delay_us, expires_at_us, dedup_window_us,
         {{job_content}}, taker, position
     )
-    JOIN lane ON lane.queue_id = n.queue_id
+    JOIN lane USING (queue_id)
     -- All or none: if one queue is not admitted, nothing is stored.
     WHERE (SELECT clock.ids_fit FROM clock)
         AND (SELECT count(*) FROM lane) = cardinality(%(lane_ids)s::bigint[])
@@ -65,10 +65,13 @@ WITH clock AS MATERIALIZED (
         i.id, i.queue_id, coalesce(i.priority, 5), i.max_attempts, {{job_content(i)}}, i.run_at,
         coalesce(now() + (%(windows_us)s::bigint[])[i.taker] * interval '1 us', i.run_at), i.expires_at,
         (%(leases)s::bigint[])[i.taker],
-        CASE WHEN i.taker IS NOT NULL THEN now() END, (%(workers)s::text[])[i.taker], (i.taker IS NOT NULL)::integer
+        CASE WHEN i.taker IS NOT NULL THEN now() END, (%(workers)s::text[])[i.taker], (i.taker IS NOT NULL)::int
     FROM incoming i
-    WHERE i.dedup_key IS NULL OR (i.queue_id, i.id) IN (SELECT r.queue_id, r.job_id FROM reserved r)
-    ORDER BY i.id
+    WHERE i.dedup_key IS NULL OR (i.queue_id, i.id) IN (TABLE reserved)
+    -- Sorted by live key, then by id, so that two batches cannot deadlock about either. Of the jobs with one live key
+    -- the first is stored.
+    ORDER BY i.live_key, i.queue_id, CASE WHEN i.live_key > '' THEN i.position END, i.id
+    -- A live job has the same id, or the same live key.
     ON CONFLICT DO NOTHING
     RETURNING id, queue_id, dedup_key
 ), counted AS (
@@ -76,9 +79,9 @@ WITH clock AS MATERIALIZED (
     SELECT ({{org_of(s)}})::integer, count(*) FROM stored s GROUP BY 1
 )
 SELECT
-    now() AS now, clock.ids_fit, l.admitted, l.gives_jobs, l.max_attempts, s.stored,
-    CASE WHEN s.stored < %(jobs)s THEN s.ids::text[] END AS stored_ids,
-    CASE WHEN s.stored < %(jobs)s THEN s.queue_ids END AS stored_in,
+    now(), clock.ids_fit, l.*, s.stored,
+    CASE WHEN s.stored < %(jobs)s THEN s.ids::text[] END,
+    CASE WHEN s.stored < %(jobs)s THEN s.queue_ids END,
     CASE
         -- A key was taken for a job that was not stored, because a live job has its id.
         WHEN s.keyed < (SELECT count(*) FROM reserved) THEN windrow.refuse_unstored_keys()
@@ -86,7 +89,7 @@ SELECT
     END
 FROM clock
 CROSS JOIN (
-    SELECT array_agg(lane.queue_id) AS admitted, array_agg(lane.gives_jobs) AS gives_jobs, array_agg(lane.max_attempts) AS max_attempts
+    SELECT array_agg(lane.queue_id), array_agg(lane.gives_jobs), array_agg(lane.max_attempts)
     FROM lane
 ) l
 CROSS JOIN (

@@ -1,8 +1,11 @@
--- Prolongs live leases; never shortens one. Stores what the consumer reported with it: NULL leaves what is there, and an
+-- Prolongs live leases, at most to the end of the job's max_runtime; never shortens one. Stores what the consumer reported with it: NULL leaves what is there, and an
 -- empty checkpoint removes it.
 UPDATE windrow.job AS j
 SET
-    visible_at = greatest(j.visible_at, now() + x.window_us * interval '1 us'),
+    visible_at = greatest(
+        j.visible_at,
+        least(now() + x.window_us * interval '1 us', j.leased_at + j.max_runtime_us * interval '1 us')
+    ),
     progress = coalesce(x.progress::jsonb, j.progress),
     checkpoint = CASE WHEN x.checkpoint IS NULL THEN j.checkpoint ELSE nullif(x.checkpoint, '') END
 FROM (

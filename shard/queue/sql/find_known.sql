@@ -7,8 +7,8 @@ WITH cold AS MATERIALIZED (
     ) c
 )
 SELECT n.place, known.id::text AS known_as
-FROM unnest(%(ids)s::uuid[], %(org_positions)s::smallint[], %(queues)s::text[], %(dedup_keys)s::text[])
-    WITH ORDINALITY AS n (id, org_position, queue, dedup_key, place)
+FROM unnest(%(ids)s::uuid[], %(org_positions)s::smallint[], %(queues)s::text[], %(dedup_keys)s::text[], %(live_keys)s::text[])
+    WITH ORDINALITY AS n (id, org_position, queue, dedup_key, live_key, place)
 CROSS JOIN LATERAL (
     SELECT j.id
     FROM windrow.job j
@@ -31,7 +31,7 @@ CROSS JOIN LATERAL (
     FROM cold c
     WHERE c.id = n.id AND c.org_id = {{org_id_of(n)}}
     UNION ALL
-    SELECT d.job_id
+    SELECT keyed.job_id
     -- OFFSET 0 fence: finds the queue by its name, never by a scan of all queues or keys.
     FROM (
         SELECT q.queue_id
@@ -39,7 +39,19 @@ CROSS JOIN LATERAL (
         WHERE q.org = (%(orgs)s::text[])[coalesce(n.org_position, 1)] AND q.queue = n.queue
         OFFSET 0
     ) q
-    JOIN windrow.dedup d ON d.queue_id = q.queue_id AND d.key = n.dedup_key AND d.until > now()
+    CROSS JOIN LATERAL (
+        SELECT d.job_id
+        FROM windrow.dedup d
+        WHERE d.queue_id = q.queue_id AND d.key = n.dedup_key AND d.until > now()
+        UNION ALL
+        SELECT j.id
+        FROM windrow.job j
+        WHERE j.queue_id = q.queue_id AND j.live_key = n.live_key
+        UNION ALL
+        SELECT d.id
+        FROM windrow.departing d
+        WHERE d.queue_id = q.queue_id AND d.live_key = n.live_key AND d.reason IS NULL
+    ) keyed
     LIMIT 1
 ) known
 -- A commit whose wait for the synchronous standby was interrupted is visible, but a failover may still lose it. An

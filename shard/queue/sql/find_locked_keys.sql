@@ -1,5 +1,5 @@
--- Returns the places of the dedup keys that another session keeps locked. Waits for no lock. The other keys are locked
--- while this statement runs.
+-- Returns the places of the dedup keys that another session keeps locked: their rows, or the live jobs that hold them.
+-- Waits for no lock. The other keys are locked while this statement runs.
 WITH named AS MATERIALIZED (
     SELECT n.place, n.key, q.queue_id
     FROM unnest(%(orgs)s::text[], %(queues)s::text[], %(keys)s::text[]) WITH ORDINALITY AS n (org, queue, key, place)
@@ -10,8 +10,18 @@ WITH named AS MATERIALIZED (
     FROM named n
     JOIN windrow.dedup d ON d.queue_id = n.queue_id AND d.key = n.key
     FOR NO KEY UPDATE OF d SKIP LOCKED
+), free_live AS MATERIALIZED (
+    SELECT n.place
+    FROM named n
+    JOIN windrow.job j ON j.queue_id = n.queue_id AND j.live_key = n.key
+    FOR NO KEY UPDATE OF j SKIP LOCKED
 )
 SELECT n.place
 FROM named n
 JOIN windrow.dedup d ON d.queue_id = n.queue_id AND d.key = n.key
 WHERE n.place NOT IN (SELECT free.place FROM free)
+UNION ALL
+SELECT n.place
+FROM named n
+JOIN windrow.job j ON j.queue_id = n.queue_id AND j.live_key = n.key
+WHERE n.place NOT IN (SELECT f.place FROM free_live f)

@@ -836,7 +836,9 @@ Global___RestoredJob: _TypeAlias = RestoredJob  # noqa: Y015
 
 @_typing.final
 class RedriveJobsRequest(_message.Message):
-    """Names the dead jobs to run again. All conditions must be true of a job."""
+    """Names the dead jobs to run again, without their expires_at and without keys that counted while they were live. All
+    conditions must be true of a job.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

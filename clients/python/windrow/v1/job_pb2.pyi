@@ -107,6 +107,8 @@ class _AttemptOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Attemp
     """The lease deadline passed before an Ack, a Nack or a Release came: most often a crashed worker."""
     ATTEMPT_OUTCOME_RELEASED: _AttemptOutcome.ValueType  # 4
     """Given back by Release; does not count towards max_attempts."""
+    ATTEMPT_OUTCOME_TIMED_OUT: _AttemptOutcome.ValueType  # 5
+    """As EXPIRED, but the lease ended because the attempt had lasted for JobTemplate.max_runtime."""
 
 class AttemptOutcome(_AttemptOutcome, metaclass=_AttemptOutcomeEnumTypeWrapper):
     """How one attempt (one lease of a job) ended."""
@@ -121,6 +123,8 @@ ATTEMPT_OUTCOME_EXPIRED: AttemptOutcome.ValueType  # 3
 """The lease deadline passed before an Ack, a Nack or a Release came: most often a crashed worker."""
 ATTEMPT_OUTCOME_RELEASED: AttemptOutcome.ValueType  # 4
 """Given back by Release; does not count towards max_attempts."""
+ATTEMPT_OUTCOME_TIMED_OUT: AttemptOutcome.ValueType  # 5
+"""As EXPIRED, but the lease ended because the attempt had lasted for JobTemplate.max_runtime."""
 Global___AttemptOutcome: _TypeAlias = AttemptOutcome  # noqa: Y015
 
 class _JobAnswer:
@@ -330,6 +334,7 @@ class JobTemplate(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     MAX_ATTEMPTS_FIELD_NUMBER: _builtins.int
     RETRY_FIELD_NUMBER: _builtins.int
+    MAX_RUNTIME_FIELD_NUMBER: _builtins.int
     queue: _builtins.str
     """The name of the queue that gets the job. It is created on first use; an org may have 10,000 on a shard. 1 to 128 of
     A–Z a–z 0–9 . _ : / -, the first a letter or digit.
@@ -350,6 +355,12 @@ class JobTemplate(_message.Message):
     def retry(self) -> Global___RetryPolicy:
         """When the job runs again after a Nack. Absent: the queue's policy (exponential from 1 s to 1 h unless configured)."""
 
+    @_builtins.property
+    def max_runtime(self) -> _duration_pb2.Duration:
+        """How long one attempt may take. Its lease ends that long after it began, however often it is extended; then the job
+        is leased again, or is dead if that was its last attempt. 1 s to 30 days; absent: as long as its consumer extends.
+        """
+
     def __init__(
         self,
         *,
@@ -360,10 +371,11 @@ class JobTemplate(_message.Message):
         priority: _builtins.int = ...,
         max_attempts: _builtins.int = ...,
         retry: Global___RetryPolicy | None = ...,
+        max_runtime: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["retry", b"retry"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["max_runtime", b"max_runtime", "retry", b"retry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attributes", b"attributes", "kind", b"kind", "max_attempts", b"max_attempts", "payload", b"payload", "priority", b"priority", "queue", b"queue", "retry", b"retry"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attributes", b"attributes", "kind", b"kind", "max_attempts", b"max_attempts", "max_runtime", b"max_runtime", "payload", b"payload", "priority", b"priority", "queue", b"queue", "retry", b"retry"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -371,20 +383,26 @@ Global___JobTemplate: _TypeAlias = JobTemplate  # noqa: Y015
 
 @_typing.final
 class Dedup(_message.Message):
-    """Stores a job only if no job of the same queue has taken the same key shortly before."""
+    """Stores a job only if no job of the same queue has the same key: has taken it shortly before, or is still live."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
+    WHILE_LIVE_FIELD_NUMBER: _builtins.int
     key: _builtins.str
-    """Within the window, a second job of this queue with the same key is not stored, and the answer has the id of the
-    first one, even if that has finished. 1 to 256 bytes, no NUL.
+    """Within the window, or while the first job is live, a second job of this queue with the same key is not stored, and
+    the answer has the id of the first one. A key that counts for a window and a key that counts while its job is live
+    are two keys, also if their texts are equal. 1 to 256 bytes, no NUL.
+    """
+    while_live: _builtins.bool
+    """The key counts while its job is SCHEDULED, READY or LEASED, and is free again when the job has SUCCEEDED, is DEAD or
+    CANCELLED. RedriveJobs does not take the key again. Not together with `window`.
     """
     @_builtins.property
     def window(self) -> _duration_pb2.Duration:
-        """How long the key counts, from the moment when the job was stored. A second job does not renew it: the window of the
-        first one decides. 1 s to 30 days; absent: 1 day.
+        """How long the key counts, from the moment when the job was stored, even if the job has finished. A second job does
+        not renew it: the window of the first one decides. 1 s to 30 days; absent: 1 day.
         """
 
     def __init__(
@@ -392,10 +410,11 @@ class Dedup(_message.Message):
         *,
         key: _builtins.str = ...,
         window: _duration_pb2.Duration | None = ...,
+        while_live: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "while_live", b"while_live", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -510,6 +529,7 @@ class LeasedJob(_message.Message):
     TRACE_FIELD_NUMBER: _builtins.int
     ORG_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
+    MAX_RUNTIME_FIELD_NUMBER: _builtins.int
     lease: _builtins.bytes
     """Names this lease in Ack, Nack, Extend and Release. At most 255 bytes. Callers must not read anything out of it; the
     router finds the job's shard by it.
@@ -554,6 +574,12 @@ class LeasedJob(_message.Message):
         none was stored.
         """
 
+    @_builtins.property
+    def max_runtime(self) -> _duration_pb2.Duration:
+        """JobTemplate.max_runtime. The lease ends that long after it began, whatever its window is and however often it is
+        extended: a consumer stops its handler before. Absent: no limit.
+        """
+
     def __init__(
         self,
         *,
@@ -571,10 +597,11 @@ class LeasedJob(_message.Message):
         trace: Global___TraceContext | None = ...,
         org: _builtins.str = ...,
         checkpoint: _builtins.bytes = ...,
+        max_runtime: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["enqueued_at", b"enqueued_at", "run_at", b"run_at", "trace", b"trace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["enqueued_at", b"enqueued_at", "max_runtime", b"max_runtime", "run_at", b"run_at", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "attributes", b"attributes", "checkpoint", b"checkpoint", "enqueued_at", b"enqueued_at", "id", b"id", "kind", b"kind", "lease", b"lease", "max_attempts", b"max_attempts", "org", b"org", "payload", b"payload", "priority", b"priority", "queue", b"queue", "run_at", b"run_at", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "attributes", b"attributes", "checkpoint", b"checkpoint", "enqueued_at", b"enqueued_at", "id", b"id", "kind", b"kind", "lease", b"lease", "max_attempts", b"max_attempts", "max_runtime", b"max_runtime", "org", b"org", "payload", b"payload", "priority", b"priority", "queue", b"queue", "run_at", b"run_at", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -670,7 +697,7 @@ class Attempt(_message.Message):
 
     @_builtins.property
     def ended_at(self) -> _timestamp_pb2.Timestamp:
-        """When the lease ended; for EXPIRED, its deadline."""
+        """When the lease ended; for EXPIRED and TIMED_OUT, its deadline."""
 
     @_builtins.property
     def failure(self) -> Global___Failure:
@@ -743,6 +770,8 @@ class Job(_message.Message):
     SHARD_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
+    DEDUP_WHILE_LIVE_FIELD_NUMBER: _builtins.int
+    MAX_RUNTIME_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """A UUIDv7 in canonical lower-case text. The time in it is when the id was made, by its maker's clock."""
     queue: _builtins.str
@@ -760,7 +789,7 @@ class Job(_message.Message):
     max_attempts: _builtins.int
     """The number of counted leases after which the job is dead: its own value, or its queue's at the moment."""
     dedup_key: _builtins.str
-    """Dedup.key of the job; empty if it has none. The key may have ended its window."""
+    """Dedup.key of the job; empty if it has none. The key may be free again."""
     worker: _builtins.str
     """The name of the consumer that holds the lease; or of the last one, if its lease ended by an Ack, by the job's
     death, by CancelJobs or by its deadline. Otherwise empty, and also if the consumer gave no name.
@@ -773,6 +802,8 @@ class Job(_message.Message):
     """The name of the shard that holds the job, for operators."""
     checkpoint: _builtins.bytes
     """What the newest Extend with a checkpoint stored; empty unless the request asked for payloads."""
+    dedup_while_live: _builtins.bool
+    """Dedup.while_live of the job. False for a job that was redriven: it has no key."""
     @_builtins.property
     def attributes(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """The labels that the producer gave. A restored job also has `windrow.restored_from`: the id of the old job."""
@@ -809,6 +840,10 @@ class Job(_message.Message):
     def progress(self) -> Global___Progress:
         """What the newest Extend with a progress reported, in whatever attempt. Absent: none has."""
 
+    @_builtins.property
+    def max_runtime(self) -> _duration_pb2.Duration:
+        """JobTemplate.max_runtime. Absent: an attempt may take as long as its consumer extends the lease."""
+
     def __init__(
         self,
         *,
@@ -835,10 +870,12 @@ class Job(_message.Message):
         shard: _builtins.str = ...,
         progress: Global___Progress | None = ...,
         checkpoint: _builtins.bytes = ...,
+        dedup_while_live: _builtins.bool = ...,
+        max_runtime: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["enqueued_at", b"enqueued_at", "expires_at", b"expires_at", "finished_at", b"finished_at", "lease_deadline", b"lease_deadline", "progress", b"progress", "retry", b"retry", "run_at", b"run_at"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["enqueued_at", b"enqueued_at", "expires_at", b"expires_at", "finished_at", b"finished_at", "lease_deadline", b"lease_deadline", "max_runtime", b"max_runtime", "progress", b"progress", "retry", b"retry", "run_at", b"run_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "attempts", b"attempts", "attributes", b"attributes", "checkpoint", b"checkpoint", "dedup_key", b"dedup_key", "enqueued_at", b"enqueued_at", "expires_at", b"expires_at", "finished_at", b"finished_at", "id", b"id", "kind", b"kind", "lease_deadline", b"lease_deadline", "max_attempts", b"max_attempts", "payload", b"payload", "priority", b"priority", "progress", b"progress", "queue", b"queue", "reason", b"reason", "result", b"result", "retry", b"retry", "run_at", b"run_at", "shard", b"shard", "state", b"state", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "attempts", b"attempts", "attributes", b"attributes", "checkpoint", b"checkpoint", "dedup_key", b"dedup_key", "dedup_while_live", b"dedup_while_live", "enqueued_at", b"enqueued_at", "expires_at", b"expires_at", "finished_at", b"finished_at", "id", b"id", "kind", b"kind", "lease_deadline", b"lease_deadline", "max_attempts", b"max_attempts", "max_runtime", b"max_runtime", "payload", b"payload", "priority", b"priority", "progress", b"progress", "queue", b"queue", "reason", b"reason", "result", b"result", "retry", b"retry", "run_at", b"run_at", "shard", b"shard", "state", b"state", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -107,11 +107,21 @@ class EnqueueResult(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     DUPLICATE_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    DIFFERS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """The id of the stored job; for a duplicate, the id of the first job."""
     duplicate: _builtins.bool
     """True: the id or dedup key was already known, and no new job was stored. This is a success too: the first job is as
     safe as a new one.
+    """
+    state: _job_pb2.JobState.ValueType
+    """For a duplicate: the state of the first job when its shard answered. UNSPECIFIED if the first job was deleted since,
+    or if its shard did not answer that.
+    """
+    differs: _builtins.bool
+    """For a duplicate with the id that was sent: the job that has this id has another queue, kind or payload. Nothing was
+    stored and nothing was changed: somebody uses one id for two jobs. A retry of the same call never gets this.
     """
     @_builtins.property
     def error(self) -> _status_pb2.Status:
@@ -126,10 +136,12 @@ class EnqueueResult(_message.Message):
         id: _builtins.str = ...,
         duplicate: _builtins.bool = ...,
         error: _status_pb2.Status | None = ...,
+        state: _job_pb2.JobState.ValueType = ...,
+        differs: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["duplicate", b"duplicate", "error", b"error", "id", b"id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["differs", b"differs", "duplicate", b"duplicate", "error", b"error", "id", b"id", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
