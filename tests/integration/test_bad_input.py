@@ -350,6 +350,12 @@ def queue_cases() -> Iterator[Bad]:
     for why, span in DELAYS.items():
         nack = queue_pb2.Nack(lease=LEASE, retry_after=span)
         yield Bad("Nack", "nacks[0].retry_after", why, queue_pb2.NackRequest(org=ORG, nacks=[nack]))
+    for why, span in DELAYS.items():
+        snooze = queue_pb2.Snooze(lease=LEASE, after=span)
+        yield Bad("Snooze", "snoozes[0].after", why, queue_pb2.SnoozeRequest(org=ORG, snoozes=[snooze]))
+    for why, text in {"NUL": "a\0b", "too long": "x" * 1025, "too many bytes": "é" * 513}.items():
+        snooze = queue_pb2.Snooze(lease=LEASE, reason=text)
+        yield Bad("Snooze", "snoozes[0].reason", why, queue_pb2.SnoozeRequest(org=ORG, snoozes=[snooze]))
     dead = queue_pb2.Nack(lease=LEASE, failure=job_pb2.Failure(permanent=True), retry_after=Duration(seconds=1))
     yield Bad("Nack", "nacks[0].retry_after", "permanent", queue_pb2.NackRequest(org=ORG, nacks=[dead]))
     yield from each(
@@ -617,8 +623,12 @@ def test_leases_of_foreign_shards_jobs_and_orgs_are_not_found(cluster: Stubs) ->
                 timeout=PATIENCE_S,
             ),
             cluster.queue.Release(queue_pb2.ReleaseRequest(org=org, leases=leases), timeout=PATIENCE_S),
+            cluster.queue.Snooze(
+                queue_pb2.SnoozeRequest(org=org, snoozes=[queue_pb2.Snooze(lease=lease) for lease in leases]),
+                timeout=PATIENCE_S,
+            ),
         ]
-        assert [list(answer.answers) for answer in answers] == [[job_pb2.JOB_ANSWER_NOT_FOUND] * 3] * 4
+        assert [list(answer.answers) for answer in answers] == [[job_pb2.JOB_ANSWER_NOT_FOUND] * 3] * 5
     assert books_of(cluster) == before
 
 

@@ -129,6 +129,7 @@ BAD_MESSAGES: dict[str, tuple[dict[str, Any], str]] = {
     "too many acks": ({"acks": [queue_pb2.Ack(lease=TOKEN)] * 1001}, "acks"),
     "too many nacks": ({"nacks": [NACK] * 1001}, "nacks"),
     "too many extends": ({"extends": extends(TOKEN) * 1001}, "extends"),
+    "too many snoozes": ({"snoozes": [queue_pb2.Snooze(lease=TOKEN)] * 1001}, "snoozes"),
     "too many releases": ({"releases": [TOKEN] * 1001}, "releases"),
     "a result of more than 64 KiB": ({"acks": [queue_pb2.Ack(lease=TOKEN, result=b"r" * 65_537)]}, "acks[0].result"),
     "an empty lease to ack": ({"acks": [queue_pb2.Ack()]}, "acks[0].lease"),
@@ -160,6 +161,15 @@ BAD_MESSAGES: dict[str, tuple[dict[str, Any], str]] = {
     "a window of more than 12 h, without extends": ({"visibility_window": window(43_201)}, "visibility_window"),
     "a lease that is acked twice": ({"acks": [queue_pb2.Ack(lease=TOKEN)] * 2}, "acks[1].lease"),
     "a lease that is acked and released": ({"acks": [queue_pb2.Ack(lease=TOKEN)], "releases": [TOKEN]}, "releases[0]"),
+    "a malformed lease to snooze": ({"snoozes": [queue_pb2.Snooze(lease=TOKEN + b"x")]}, "snoozes[0].lease"),
+    "a snooze of more than 3,650 days": (
+        {"snoozes": [queue_pb2.Snooze(lease=TOKEN, after=Duration(seconds=315_360_001))]},
+        "snoozes[0].after",
+    ),
+    "a lease that is released and snoozed": (
+        {"releases": [TOKEN], "snoozes": [queue_pb2.Snooze(lease=TOKEN)]},
+        "snoozes[0].lease",
+    ),
     "a second start": ({"start": start("other")}, "start"),
 }
 
@@ -504,15 +514,16 @@ async def test_one_message_is_answered_by_the_leases_that_are_not_ok(near: Clien
 
 
 async def test_an_extend_of_a_lease_that_the_same_message_settles_is_left_out(near: Client, org: str) -> None:
-    await near.enqueue(org, *(new_job() for _ in range(4)))
-    async with near.stream(org, credit=4) as stream:
-        jobs = await stream.until_jobs(4)
+    await near.enqueue(org, *(new_job() for _ in range(5)))
+    async with near.stream(org, credit=5) as stream:
+        jobs = await stream.until_jobs(5)
         held = [job.lease for job in jobs]
         await stream.send(
             request_id=1,
             acks=[queue_pb2.Ack(lease=held[0])],
             nacks=[queue_pb2.Nack(lease=held[1], retry_after=Duration(seconds=60))],
             releases=[held[2]],
+            snoozes=[queue_pb2.Snooze(lease=held[4], after=Duration(seconds=60))],
             extends=extends(*held),
         )
         assert await stream.answer(1) == queue_pb2.Settled(request_id=1)
@@ -522,6 +533,7 @@ async def test_an_extend_of_a_lease_that_the_same_message_settles_is_left_out(ne
         job_pb2.JOB_STATE_SCHEDULED,
         job_pb2.JOB_STATE_READY,
         job_pb2.JOB_STATE_LEASED,
+        job_pb2.JOB_STATE_SCHEDULED,
     ]
 
 

@@ -13,9 +13,10 @@ from grpc import StatusCode
 
 from tests.unit.client_fake import FakeRouter, FakeStream
 from tests.unit.test_client_worker import running
-from windrow import Client, InvalidRequest, Job, LostReason, Progress, Retry, Worker
+from windrow import Client, InvalidRequest, Job, LostReason, Payload, Progress, Retry, Worker
 from windrow.reports import Report, Reporter
 from windrow.v1 import job_pb2, queue_pb2
+from windrow.worker import CallNext
 
 CANCELLED, STALE = job_pb2.JOB_ANSWER_CANCELLED, job_pb2.JOB_ANSWER_STALE
 
@@ -76,6 +77,28 @@ async def test_a_handler_can_tell_why_it_should_stop(
         await router.stream.tell(revoked=[answer(lost.lease, told)])
         await router.until(lambda: len(seen) == 2)
     assert seen == [None, reason]
+
+
+async def test_middleware_that_goes_on_after_a_thread_is_cancelled(router: FakeRouter, client: Client) -> None:
+    ended = asyncio.Event()
+
+    async def slow(job: Job, call_next: CallNext) -> Payload:
+        await call_next(job)
+        ended.set()
+        await asyncio.Event().wait()
+        return None
+
+    worker = Worker(client, "q", concurrency=1, prefetch=0, middleware=[slow])
+
+    @worker.handler("thread")
+    def thread(_: Job) -> None: ...
+
+    job = router.give("thread")
+    async with running(worker):
+        await ended.wait()
+        await router.stream.tell(revoked=[answer(job.lease, CANCELLED)])
+        # Its place is free.
+        await router.until(lambda: sum(message.credit for message in router.stream.messages) == 2)
 
 
 async def test_a_job_that_is_revoked_before_it_begins_never_begins(

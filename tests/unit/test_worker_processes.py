@@ -120,6 +120,27 @@ async def test_a_process_that_ends_or_hangs_fails_the_attempt_of_its_own_job_onl
     assert Job(payload=added.result).json()["sum"] == 1
 
 
+async def test_a_process_is_replaced_after_so_many_jobs(
+    router: FakeRouter, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("windrow.processes._JOBS_MAX", 2)
+    worker = isolating(client, "add")
+    jobs = [router.give("add", b"[1]") for _ in range(3)]
+    async with running(worker, within_s=PATIENCE_S):
+        ended = await until(router, len(jobs))
+        one, other, third = (Job(payload=ended[job.lease].result).json()["process"] for job in jobs)
+        assert one == other != third
+        await router.until(lambda: not alive(one))
+
+
+def alive(process: int) -> bool:
+    """Whether it runs, and is not only a zombie."""
+    try:
+        return " Z " not in Path(f"/proc/{process}/stat").read_text().rpartition(")")[2][:3]
+    except OSError:
+        return False
+
+
 async def test_a_worker_that_stops_kills_its_processes_and_gives_their_jobs_back(
     router: FakeRouter, client: Client
 ) -> None:

@@ -63,6 +63,7 @@ class HandlerProcess:
 
     @property
     def is_reusable(self) -> bool:
+        """Whether it can run another job. Otherwise run() has closed it, or kill() was called."""
         return not self._over and self._jobs < _JOBS_MAX and self._process is not None and self._process.is_alive()
 
     def run(self, function: Callable[[Job], Payload], job: Job) -> Payload:
@@ -71,13 +72,16 @@ class HandlerProcess:
         call = pickle.dumps((function, replace(job, lost=Lost(), reporter=Reporter())))
         self._jobs += 1
         self.error = self.action = None
+        connection = self._started()
         try:
-            connection = self._started()
             connection.send_bytes(call)
             while isinstance(told := connection.recv(), Report):
                 job.reporter(job.lease, told)
         except (EOFError, OSError):
             raise Crashed(self._end()) from None
+        finally:
+            if not self.is_reusable:
+                self.close()
         ended = cast("_Ended", told)
         if ended.action is None:
             return ended.result
@@ -85,7 +89,7 @@ class HandlerProcess:
         raise self.error
 
     def kill(self) -> None:
-        """Ends the process and a run() that waits for it. Thread-safe."""
+        """Ends the process and a run() that waits for it, which then closes the pipe. Thread-safe."""
         with self._lock:
             self._over = True
             if self._process is not None and self._connection is not None:
@@ -95,32 +99,31 @@ class HandlerProcess:
                     pipe.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Lets the process end, after run()."""
-        self._over = True
-        if self._connection is not None:
-            self._connection.close()
+        """Lets the process end. Not while run() reads the pipe: another one could get its file descriptor."""
+        with self._lock:
+            self._over = True
+            if self._connection is not None:
+                self._connection.close()
 
     def _started(self) -> Connection:
         with self._lock:
             if self._over:
-                raise EOFError
+                raise Crashed("the handler's process was ended before it began")
             if self._connection is None:
-                self._connection, theirs = _SPAWN.Pipe()
+                ours, theirs = _SPAWN.Pipe()
                 with theirs:
                     process = _SPAWN.Process(target=_serve, args=(theirs,), name=_NAME)
                     process.start()
-                    self._process = process
+                self._process, self._connection = process, ours
             return self._connection
 
     def _end(self) -> str:
         """Returns how the process ended."""
-        process = self._process
-        if process is None:
-            return "the handler's process was ended before it began"
-        process.join(_END_S)
+        assert self._process is not None
+        self._process.join(_END_S)
         self.kill()
-        process.join(_END_S)
-        code = process.exitcode
+        self._process.join(_END_S)
+        code = self._process.exitcode
         if code is None:
             return "the handler's process does not end"
         if code >= 0:

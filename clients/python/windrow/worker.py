@@ -500,10 +500,8 @@ class Worker:
         try:
             return await self._in_thread(partial(process.run, function), held, job)
         finally:
-            if process.is_reusable and not self._ending:
+            if process.is_reusable:
                 self._processes.append(process)
-            else:
-                process.close()
 
     def _done(self, job: Job, result: bytes) -> Done:
         """Drops a result that is too large. The work is done: to fail the attempt would only do it again."""
@@ -574,6 +572,7 @@ class Worker:
             else:
                 held.process.kill()
             raise
+        held.thread = None
         try:
             match error:
                 case None:
@@ -616,7 +615,7 @@ class Worker:
         if held in self._waiting:
             self._waiting.remove(held)
             self._settlements.wake.set()
-        # A thread cannot be cancelled: it occupies its slot until it ends.
+        # A thread cannot be cancelled: it occupies its place until it ends or times out.
         if held.task is not None and self._cancel_lost and held.thread is None:
             held.task.cancel()
 
