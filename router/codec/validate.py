@@ -396,7 +396,7 @@ def _in_words(found: protovalidate.Violation) -> str:
     elif rule in _RULES:
         message = _RULES[rule].format(rule=found.rule_value)
     message = _ONE_OF.sub(r"must be one of \1", _RANGE.sub(r"must be \1 to \2", message))
-    if rule.startswith("int32.") and found.proto.field.elements[-1].field_name in _DEFAULT_IF_ZERO:
+    if found.proto.field and found.proto.field.elements[-1].field_name in _DEFAULT_IF_ZERO:
         message = message.replace("must be 0 to", "must be 1 to")
     match value:
         case str() if rule == "string.max_bytes":
