@@ -202,7 +202,7 @@ def enqueue(
             pattern.template.payload = _payload(payload, file)
             (pattern.id,) = values.job_ids([job_id]) if job_id else _new_ids(1)
             try:
-                results = _store(router, org, [pattern])
+                results = _store(router, org, [pattern], ids_given=job_id is not None)
             except CommandFailed as error:
                 if error.code is not ExitCode.UNAVAILABLE:
                     raise
@@ -249,7 +249,7 @@ def _store_lines(
     for job, (number, _) in zip(jobs, batch, strict=True):
         job.id = nth_id(batch_id, number)
     try:
-        return _store(router, org, jobs)
+        return _store(router, org, jobs, ids_given=False)
     except CommandFailed as error:
         where = f"line {batch[0][0]} and those after it are not stored"
         raise CommandFailed(f"{error}; {where}", error.code, particulars=error.particulars) from error
@@ -287,10 +287,21 @@ def _with_payload(pattern: job_pb2.NewJob, payload: bytes) -> job_pb2.NewJob:
     return job
 
 
-def _store(router: Router, org: str, jobs: Sequence[job_pb2.NewJob]) -> Sequence[queue_pb2.EnqueueResult]:
+def _store(
+    router: Router, org: str, jobs: Sequence[job_pb2.NewJob], *, ids_given: bool
+) -> Sequence[queue_pb2.EnqueueResult]:
     from windrow.v1 import queue_pb2
 
-    return router.call(router.queue.Enqueue, queue_pb2.EnqueueRequest(org=org, jobs=jobs)).results
+    try:
+        return router.call(router.queue.Enqueue, queue_pb2.EnqueueRequest(org=org, jobs=jobs)).results
+    except CommandFailed as error:
+        faults = [line.removeprefix("--id: ") for line in error.particulars if line.startswith("--id: ")]
+        if ids_given or not faults:
+            raise
+        # This command made the ids: nothing is wrong with its arguments.
+        raise CommandFailed(
+            "this machine's clock and the shard's are too far apart", ExitCode.REFUSED, particulars=faults[:1]
+        ) from error
 
 
 def _print_ids(results: Sequence[queue_pb2.EnqueueResult], *, as_json: bool) -> None:

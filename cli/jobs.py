@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -88,7 +89,14 @@ def get(
                 shown += 1
     output.refuse_away(away)
     if missing:
-        raise CommandFailed(f"org {org!r} has no job {', '.join(missing)}", ExitCode.NOT_FOUND)
+        raise CommandFailed(
+            f"org {org!r} has no job {', '.join(missing)}",
+            ExitCode.NOT_FOUND,
+            particulars=[
+                "if it was exported and dropped: "
+                f"windrow archive list {shlex.quote(org)} --id {missing[0]} --config FILE"
+            ],
+        )
 
 
 @app.command()

@@ -18,7 +18,15 @@ _SENTENCE = 200
 
 
 class Group(TyperGroup):
-    """Lists its commands below the headings in their `rich_help_panel`."""
+    """Lists its commands below the headings in their `rich_help_panel`. Names the groups that have a command of a name
+    that it lacks."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0] if args else ""
+        within = [f"`{ctx.command_path} {group} {name}`" for group, one in self.commands.items() if _has(one, name)]
+        if within and name not in self.commands:
+            ctx.fail(f"No such command {name!r}. Did you mean {' or '.join(within)}?")
+        return super().resolve_command(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         _write_parameters(self, ctx, formatter)
@@ -37,6 +45,10 @@ class Group(TyperGroup):
                     # The whole first sentence, even if it needs two lines.
                     [(name.ljust(name_width), command.get_short_help_str(_SENTENCE)) for name, command in commands]
                 )
+
+
+def _has(command: Any, name: str) -> bool:
+    return isinstance(command, Group) and name in command.commands
 
 
 class Command(TyperCommand):

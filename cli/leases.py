@@ -234,19 +234,46 @@ def extend(
     org: options.Org,
     leases: options.Leases,
     window: Window = _WINDOW_DEFAULT,
+    progress: Annotated[
+        tuple[int, int] | None,
+        typer.Option(
+            "--progress",
+            metavar="DONE TOTAL",
+            show_default=False,
+            help="How much is done, for `windrow jobs get`; TOTAL 0: it is not known.",
+        ),
+    ] = None,
+    note: Annotated[
+        str, typer.Option("--note", metavar="TEXT", show_default=False, help="What goes on, beside --progress.")
+    ] = "",
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            "--checkpoint", metavar="TEXT", show_default=False, help="What the job's next attempt gets to go on from."
+        ),
+    ] = None,
     as_json: options.Json = False,
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
     """Prolongs leases.
 
-    Each lease then lasts at least the window from now. A lease is never shortened.
+    Each lease then lasts at least the window from now. A lease is never shortened. Exit codes as of `windrow ack`.
     """
+    if note and progress is None:
+        raise typer.BadParameter("it belongs to --progress, and none is given", param_hint="'--note'")
     from cli.messages import duration
-    from windrow.v1 import queue_pb2
+    from windrow.v1 import job_pb2, queue_pb2
+
+    report = queue_pb2.Extend(checkpoint=None if checkpoint is None else checkpoint.encode())
+    if progress is not None:
+        done, total = progress
+        report.progress.CopyFrom(job_pb2.Progress(done=done, total=total, note=note))
 
     def act(router: Router, tokens: Sequence[bytes]) -> Sequence[job_pb2.JobAnswer.ValueType]:
         extends = [queue_pb2.Extend(lease=token) for token in tokens]
+        for one in extends:
+            one.MergeFrom(report)
         request = queue_pb2.ExtendRequest(org=org, extends=extends, visibility_window=duration(window))
         return router.call(router.queue.Extend, request).answers
 

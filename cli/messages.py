@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from cli import values
-from cli.output import time_text
+from cli.output import time_text, visible
 from windrow.v1 import admin_pb2, job_pb2
 
 _SHOWN_MAX = 2000
@@ -277,7 +277,8 @@ def watch_line(job: job_pb2.Job) -> str:
 
 def _progress_text(progress: job_pb2.Progress) -> str:
     done = f"{progress.done:,} of {progress.total:,}" if progress.total else f"{progress.done:,}"
-    return f"{done}: {progress.note}" if progress.note else done
+    # On one line: a second line of a note would look like a part of the answer.
+    return f"{done}: {visible(progress.note)}" if progress.note else done
 
 
 def _fields(message: Message) -> dict[str, Any]:

@@ -26,7 +26,7 @@ Timeout: TypeAlias = Annotated[
     timedelta,
     typer.Option(
         "--timeout",
-        parser=values.duration,
+        parser=values.timeout,
         metavar="DURATION",
         show_default="10s",
         help="How long one call may take.",

@@ -125,7 +125,7 @@ def release(org: options.Org, config: options.Config, as_json: options.Json = Fa
     from shard.history import org_policies
 
     name = options.org_id(org)
-    _change(config, lambda catalog: org_policies.release(catalog, name), as_json=as_json)
+    _change(config, lambda catalog: org_policies.release(catalog, name), as_json=as_json, done="released; ")
 
 
 @app.command()
@@ -178,14 +178,15 @@ def _confirm(org: str) -> None:
         raise CommandFailed("that is not its name; nothing was erased", ExitCode.REFUSED)
 
 
-def _change(config: Path, decide: Callable[[Database], Awaitable[Policy]], *, as_json: bool) -> None:
+def _change(config: Path, decide: Callable[[Database], Awaitable[Policy]], *, as_json: bool, done: str = "") -> None:
+    """Changes an org's policy and says what it is now, after what was done."""
     from archiver import orgs
 
     policy, behind = databases.asked(orgs.change(databases.read(config), decide))
     if as_json:
         output.say_json([_json(policy)])
     else:
-        output.say(output.visible(_sentence(policy)))
+        output.say(output.visible(f"org {policy.org}: {done}{_terms(policy)}"))
     if behind:
         raise CommandFailed(
             "these shards do not have the change yet; they get it before an archiver works there again: "
@@ -205,14 +206,14 @@ def _apply_to_past(config: Path, org: OrgId, *, as_json: bool) -> None:
         output.say(output.visible(f"org {org}: changed the retention of {output.counted(jobs, 'finished job')}"))
 
 
-def _sentence(policy: Policy) -> str:
+def _terms(policy: Policy) -> str:
     kept_for = "30d" if policy.retention is None else values.retention_text(policy.retention)
     held = (
         f"; under legal hold since {output.time_text(_time(policy.held_since))}: {policy.held_for}"
         if policy.held_since is not None
         else ""
     )
-    return f"org {policy.org}: finished jobs are kept for {kept_for}, except in queues with another retention{held}"
+    return f"finished jobs are kept for {kept_for}, except in queues with another retention{held}"
 
 
 def _json(policy: Policy) -> dict[str, object]:

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -61,6 +62,8 @@ _STYLES = {
     "critical": "bold red",
 }
 _GAP = "  "
+# The pause between two lines about the progress, where there is no bar.
+_NOTE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,9 +234,10 @@ def counting(what: str) -> Generator[Progress | None, None, None]:
 
 @contextlib.contextmanager
 def counting_to(total: int, what: str) -> Generator[Callable[[int], None], None, None]:
-    """Shows a progress bar on standard error if that is a terminal. Yields a function that sets how many are done."""
+    """Shows a progress bar on standard error if that is a terminal, and otherwise a line from time to time. Yields a
+    function that sets how many are done."""
     if not sys.stderr.isatty():
-        yield lambda _: None
+        yield _noting(total, what)
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
@@ -247,6 +251,18 @@ def counting_to(total: int, what: str) -> Generator[Callable[[int], None], None,
     with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as progress:
         task = progress.add_task("", total=total)
         yield lambda done: progress.update(task, completed=done)
+
+
+def _noting(total: int, what: str) -> Callable[[int], None]:
+    noted_s = time.monotonic()
+
+    def show(done: int) -> None:
+        nonlocal noted_s
+        if time.monotonic() - noted_s >= _NOTE_S:
+            noted_s = time.monotonic()
+            note(f"{done:,} of {total:,} {what} so far")
+
+    return show
 
 
 def _print(lines: Iterable[Text]) -> None:

@@ -23,7 +23,7 @@ def server(
 
     with connect(address, timeout) as router:
         info = read_server_info(router.call(router.queue.GetServerInfo, server_pb2.GetServerInfoRequest()))
-    features = sorted(feature.lower() for feature in info.features)
+    features = sorted(info.features)
     if as_json:
         limits = dict(_limit_json(name, value) for name, value in info.limits.items())
         output.say_json([{"version": info.version, "features": features, "limits": limits}])

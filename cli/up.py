@@ -76,7 +76,8 @@ def up(
         raise CommandFailed(str(error), ExitCode.USAGE) from error
     if port and _is_answered(host, port):
         raise CommandFailed(
-            f"{listen} is in use, most likely by another cluster; stop that, or choose another address with --listen",
+            f"{listen} is in use, most likely by another cluster; stop that, or choose another address with --listen, "
+            f"such as {host}:0 for any free port",
             ExitCode.REFUSED,
         )
     root = None if ephemeral else default_root() if data is None else data.absolute()

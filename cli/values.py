@@ -38,6 +38,14 @@ def duration(value: str | timedelta) -> timedelta:
         raise typer.BadParameter(f"{value!r} is too long") from None
 
 
+def timeout(value: str | timedelta) -> timedelta:
+    """Parses the time that a call may take."""
+    span = duration(value)
+    if not span:
+        raise typer.BadParameter(f"{value!r} is no time for a call: write a longer one, such as 10s")
+    return span
+
+
 def exact(value: timedelta) -> str:
     """Formats a duration exactly, as `duration` parses it."""
     left_us = value // timedelta(microseconds=1)

@@ -69,6 +69,8 @@ def complete(superuser_dsn: str, *, password: str) -> None:
             connection.execute(
                 sql.SQL("CREATE ROLE {} LOGIN PASSWORD {}").format(sql.Identifier(ROLE), sql.Literal(verifier.decode()))
             )
+        # For `windrow doctor`: without it, the role does not see for how long other roles hold a snapshot.
+        connection.execute(sql.SQL("GRANT pg_read_all_stats TO {}").format(sql.Identifier(ROLE)))
         database = connection.execute("SELECT FROM pg_database WHERE datname = %s", [DATABASE]).fetchone()
         if database is None:
             connection.execute(

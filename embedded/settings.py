@@ -14,6 +14,7 @@ _DEFAULTS: tuple[tuple[str, str, str], ...] = (
     ("min_wal_size", "512MB", "segments are recycled rather than created under load"),
     ("checkpoint_timeout", "15min", "fewer checkpoints, so fewer full-page images"),
     ("autovacuum_naptime", "5s", "queue tables turn over within seconds; dead rows must not pile up"),
+    ("idle_in_transaction_session_timeout", "5min", "a forgotten transaction keeps vacuum from removing rows"),
     ("jit", "off", "queue statements are short, and compiling one costs more than running it"),
     ("timezone", "UTC", "the same on every machine, whatever initdb detected"),
     ("log_timezone", "UTC", "log lines of several clusters can be compared"),

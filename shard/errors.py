@@ -107,16 +107,24 @@ class BadIds(ShardError):
 
     positions: list[int]
 
+    def about(self, job_id: str) -> str:
+        """Returns why this id is not accepted; it is one of those at `positions`."""
+        return str(self)
+
 
 class IdsOutsideHorizon(BadIds):
     def __init__(self, positions: list[int], *, now: Micros, horizon_days: float) -> None:
         shards_time = datetime.fromtimestamp(now / 1e6, UTC)
         super().__init__(
-            f"its time must be at most {horizon_days:g} days before and 1 hour after the shard's, which is "
+            f"the time in an id must be at most {horizon_days:g} days before and 1 hour after the shard's, which is "
             f"{shards_time:%Y-%m-%d %H:%M:%S} UTC: make a new id, and check the clock that ids are made by"
         )
         self.positions = positions
         self.now = now
+
+    def about(self, job_id: str) -> str:
+        made_at = datetime.fromtimestamp(int(job_id.replace("-", "")[:12], 16) // 1000, UTC)
+        return f"{job_id} was made at {made_at:%Y-%m-%d %H:%M:%S} UTC; {self}"
 
 
 class UnknownQueue(ShardError):

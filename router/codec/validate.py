@@ -70,6 +70,8 @@ _RULES = {
     "repeated.unique": "must name each only once",
     "map.max_pairs": "must have at most {rule:,} entries",
 }
+# Whose 0 means the default: nobody means it by a value that is out of range.
+_DEFAULT_IF_ZERO = {"priority", "max_attempts"}
 # The encoded size of a field, tag included, by the length of its text, bytes or message. An empty field takes nothing.
 # A length beyond this list raises IndexError, and protovalidate checks the request.
 _FIELD = [0, *(1 + 1 + n for n in range(1, 1 << 7)), *(1 + 2 + n for n in range(1 << 7, 1 << 14))]
@@ -400,6 +402,8 @@ def _in_words(found: protovalidate.Violation) -> str:
     elif rule in _RULES:
         message = _RULES[rule].format(rule=found.rule_value)
     message = _ONE_OF.sub(r"must be one of \1", _RANGE.sub(r"must be \1 to \2", message))
+    if found.proto.field and found.proto.field.elements[-1].field_name in _DEFAULT_IF_ZERO:
+        message = message.replace("must be 0 to", "must be 1 to")
     match value:
         case str() if rule == "string.max_bytes":
             return f"{message}, not {len(value.encode())}"

@@ -12,6 +12,9 @@ import sys
 import threading
 from pathlib import Path
 
+# Otherwise gRPC writes an error line, "Closing acceptor", whenever a router stops. Its errors reach us as exceptions.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
 import uvloop
 
 from router.errors import EXIT_NO_RETRY, CannotListen

@@ -85,7 +85,9 @@ class QueueService:
             try:
                 duplicates = await store(self._fleet, columns, hand=is_plain)
             except BadIds as error:
-                violations = [Violation(f"jobs[{positions[at]}].id", str(error)) for at in error.positions]
+                violations = [
+                    Violation(f"jobs[{positions[at]}].id", error.about(columns.ids[at])) for at in error.positions
+                ]
                 if not request.independent:
                     raise InvalidRequest(violations) from error
                 refused = {at: _error([violation]) for at, violation in zip(error.positions, violations, strict=True)}

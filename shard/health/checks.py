@@ -100,9 +100,10 @@ def judge_server(server: Server) -> Iterator[Finding]:
             fix="",
         )
     share = server.connections / max(server.connections_max, 1)
-    if share >= 0.8:
+    if share >= 0.7:
+        severity = Severity.WARNING if share >= 0.8 else Severity.NOTICE
         yield Finding(
-            severity=Severity.CRITICAL if share >= 0.95 else Severity.WARNING,
+            severity=Severity.CRITICAL if share >= 0.95 else severity,
             about="connections",
             what=f"{server.connections:,} of {server.connections_max:,} connections are used",
             why="without a free connection, routers cannot reconnect and operators cannot connect",

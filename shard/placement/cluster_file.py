@@ -29,10 +29,11 @@ import enum
 import hashlib
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 from psycopg import ProgrammingError
 from psycopg.conninfo import conninfo_to_dict
@@ -40,7 +41,12 @@ from psycopg.conninfo import conninfo_to_dict
 from shard.lease_token import shard_tag
 from shard.vocabulary import CATALOG, ShardName
 
+_T = TypeVar("_T")
 _LABELS_MAX = 16
+# Tables that other packages read.
+_TABLES = ("router", "balancer", "archiver")
+# The keys that say where a DSN is.
+_DSNS = ("dsn", "dsn_env", "dsn_file")
 
 
 class ClusterFileError(ValueError):
@@ -134,30 +140,37 @@ def digest_of(text: str) -> str:
 
 
 def parse_cluster(text: str, *, source: str, environ: Mapping[str, str] = os.environ) -> Cluster:
-    """Parses the text of a cluster file. `source` is the prefix of error messages. Raises ClusterFileError."""
+    """Parses the text of a cluster file. `source` is the prefix of error messages. Raises ClusterFileError, which
+    says everything that is wrong, one fault a line."""
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ClusterFileError(f"{source}: not TOML: {error}") from error
-    known_keys(document, {"cluster", "shard", "catalog", "router", "balancer", "archiver"}, where=source)
-    cluster = _table(document, "cluster", source)
-    known_keys(cluster, {"name"}, where=f"{source}: [cluster]")
+    faults = _Faults()
+    faults.of(lambda: known_keys(document, {"cluster", "shard", *_TABLES, "catalog"}, where=source))
+    cluster = faults.of(lambda: _table(document, "cluster", source)) or {}
+    faults.of(lambda: known_keys(cluster, {"name"}, where=f"{source}: [cluster]"))
+    name = faults.of(lambda: _text(cluster.get("name", "windrow"), f"{source}: [cluster] name"))
+    tables = {table: faults.of(partial(_table, document, table, source)) or {} for table in _TABLES}
+    catalog = faults.of(lambda: _table(document, "catalog", source)) or {}
+    catalog_dsn = faults.of(lambda: _only_dsn(catalog, set(), f"{source}: [catalog]", environ)) if catalog else None
     entries: object = document.get("shard")
     if not isinstance(entries, list) or not entries:
-        raise ClusterFileError(f"{source}: no [[shard]]: a cluster needs one or more")
-    shards = tuple(_shard(entry, at, source, environ) for at, entry in enumerate(cast("list[object]", entries), 1))
-    _refuse_duplicates(shards, source)
+        faults.add(f"{source}: no [[shard]]: a cluster needs one or more")
+        entries = []
+    tried = [_shard(entry, at, source, environ, faults) for at, entry in enumerate(cast("list[object]", entries), 1)]
+    shards = tuple(entry for entry in tried if entry is not None)
+    faults.of(lambda: _refuse_duplicates(shards, source))
+    faults.refuse()
     if all(entry.share == 0 for entry in shards):
         raise ClusterFileError(f"{source}: every shard has weight 0 or is draining; at least one must take slots")
-    catalog = _table(document, "catalog", source)
-    known_keys(catalog, {"dsn", "dsn_env", "dsn_file"}, where=f"{source}: [catalog]")
     named = [catalog, *cast("list[dict[str, object]]", entries)]
     return Cluster(
-        name=_text(cluster.get("name", "windrow"), f"{source}: [cluster] name"),
+        name=name or "",
         shards=shards,
-        catalog_dsn=_dsn(catalog, f"{source}: [catalog]", environ) if catalog else shards[0].dsn,
+        catalog_dsn=catalog_dsn or shards[0].dsn,
         catalog_shard=None if catalog else shards[0].name,
-        tables={name: _table(document, name, source) for name in ("router", "balancer", "archiver")},
+        tables=tables,
         source=source,
         digest=digest_of(text),
         dsn_files=tuple(Path(str(table["dsn_file"])) for table in named if "dsn_file" in table),
@@ -165,12 +178,37 @@ def parse_cluster(text: str, *, source: str, environ: Mapping[str, str] = os.env
 
 
 def known_keys(table: Mapping[str, Any], known: set[str], *, where: str) -> None:
-    """Raises ClusterFileError for an unknown key: it is probably a typing error, and ignoring it would hide that."""
+    """Raises ClusterFileError for unknown keys: they are probably typing errors, and ignoring them would hide that."""
+    faults = _Faults()
     for key in table:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
-            raise ClusterFileError(f"{where}: unknown key {key!r}; {hint}")
+            faults.add(f"{where}: unknown key {key!r}; {hint}")
+    faults.refuse()
+
+
+class _Faults:
+    """What is wrong with a file, so that it is told at once."""
+
+    def __init__(self) -> None:
+        self._found: list[str] = []
+
+    def add(self, fault: str) -> None:
+        self._found.append(fault)
+
+    def of(self, parse: Callable[[], _T]) -> _T | None:
+        """Returns what `parse` returns. If it raises ClusterFileError, adds that, and returns None."""
+        try:
+            return parse()
+        except ClusterFileError as error:
+            self._found.append(str(error))
+            return None
+
+    def refuse(self) -> None:
+        """Raises ClusterFileError if anything is wrong."""
+        if self._found:
+            raise ClusterFileError("\n".join(self._found)) from None
 
 
 def _table(document: Mapping[str, Any], name: str, source: str) -> Mapping[str, Any]:
@@ -186,29 +224,38 @@ def _text(value: object, where: str) -> str:
     return value
 
 
-def _shard(value: object, at: int, source: str, environ: Mapping[str, str]) -> ShardEntry:
+def _shard(value: object, at: int, source: str, environ: Mapping[str, str], faults: _Faults) -> ShardEntry | None:
+    """Returns None, and adds to `faults`, if anything is wrong."""
     where = f"{source}: [[shard]] number {at}"
     if not isinstance(value, dict):
-        raise ClusterFileError(f"{where}: must be a table")
+        faults.add(f"{where}: must be a table")
+        return None
     entry = cast("dict[str, Any]", value)
-    known_keys(entry, {"name", "dsn", "dsn_env", "dsn_file", "weight", "state", "labels"}, where=where)
+    name = faults.of(lambda: _name(entry, where))
+    named = f"{where} ({name})" if name else where
+    dsn = faults.of(lambda: _only_dsn(entry, {"name", "weight", "state", "labels"}, named, environ))
+    weight = faults.of(lambda: _weight(entry.get("weight", 1.0), named))
+    state = faults.of(lambda: _state(entry.get("state", "active"), named))
+    labels = faults.of(lambda: _labels(entry.get("labels", {}), named))
+    if name is None or dsn is None or weight is None or state is None or labels is None:
+        return None
+    return ShardEntry(name=name, dsn=dsn, weight=weight, state=state, labels=labels)
+
+
+def _name(entry: Mapping[str, Any], where: str) -> ShardName:
     if "name" not in entry:
         raise ClusterFileError(f"{where}: has no name")
     name = ShardName(_text(entry["name"], f"{where}: name"))
     if name == CATALOG:
         # In `unavailable_shards`, `windrow doctor --shard` and error messages this name means the catalog's database.
         raise ClusterFileError(f"{where}: name: {name!r} means the catalog's own database; choose another name")
-    where = f"{where} ({name})"
-    weight: object = entry.get("weight", 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= 1_000_000:
-        raise ClusterFileError(f"{where}: weight must be a number from 0 to 1000000, not {weight!r}")
-    return ShardEntry(
-        name=name,
-        dsn=_dsn(entry, where, environ),
-        weight=float(weight),
-        state=_state(entry.get("state", "active"), where),
-        labels=_labels(entry.get("labels", {}), where),
-    )
+    return name
+
+
+def _weight(value: object, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1_000_000:
+        raise ClusterFileError(f"{where}: weight must be a number from 0 to 1000000, not {value!r}")
+    return float(value)
 
 
 def _state(value: object, where: str) -> ShardState:
@@ -229,8 +276,14 @@ def _labels(value: object, where: str) -> Mapping[str, str]:
     return {_text(key, f"{where}: label"): _text(text, f"{where}: label {key}") for key, text in labels.items()}
 
 
+def _only_dsn(table: Mapping[str, Any], others: set[str], where: str, environ: Mapping[str, str]) -> str:
+    """Returns the table's DSN. Refuses unknown keys before: a misspelt `dsn` is one fault and not two."""
+    known_keys(table, {*_DSNS, *others}, where=where)
+    return _dsn(table, where, environ)
+
+
 def _dsn(table: Mapping[str, Any], where: str, environ: Mapping[str, str]) -> str:
-    sources = [key for key in ("dsn", "dsn_env", "dsn_file") if key in table]
+    sources = [key for key in _DSNS if key in table]
     if len(sources) != 1:
         raise ClusterFileError(
             f"{where}: needs exactly one of dsn, dsn_env and dsn_file, and has {' and '.join(sources) or 'none'}"

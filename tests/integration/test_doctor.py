@@ -131,6 +131,7 @@ def test_a_session_that_is_idle_in_transaction_is_named_and_ended(ward: Ward) ->
 
 
 def test_a_finding_on_another_roles_session_says_what_is_hidden_and_who_may_end_it(ward: Ward) -> None:
+    run(ward.superuser_dsn, "REVOKE pg_read_all_stats FROM windrow")
     with psycopg.connect(ward.superuser_dsn, application_name="nightly dump") as dump:
         dump.isolation_level = IsolationLevel.REPEATABLE_READ
         dump.execute("SELECT 1")

@@ -141,6 +141,7 @@ def test_an_id_that_is_too_old_or_too_new_is_told_the_bounds_and_what_the_shards
     for year in ("2020", "2099"):
         told = refusal(lambda year=year: enqueue(both, job(), job(id=of_year(year))))  # type: ignore[misc]
         assert told.startswith(
-            "jobs[1].id: its time must be at most 7 days before and 1 hour after the shard's, which is 20"
+            f"jobs[1].id: {of_year(year)} was made at {year}-01-01 00:00:00 UTC; the time in an id must be at most 7 "
+            "days before and 1 hour after the shard's, which is 20"
         )
         assert told.endswith(" UTC: make a new id, and check the clock that ids are made by")

@@ -155,6 +155,15 @@ async def test_nobody_listening_is_unavailable_within_the_timeout() -> None:
             await asyncio.wait_for(client.enqueue("emails", "send"), WAIT_S)
 
 
+async def test_that_no_router_answers_is_logged_once_and_at_the_first_try(caplog: pytest.LogCaptureFixture) -> None:
+    async with Client("127.0.0.1:9", org="acme", timeout=0.5) as client:
+        for _ in range(2):
+            with pytest.raises(Unavailable):
+                await client.enqueue("q", "k")
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "windrow.client"]
+    assert line.startswith("no router answers at 127.0.0.1:9; trying again: ")
+
+
 @pytest.mark.parametrize("code", [StatusCode.UNAVAILABLE, StatusCode.ABORTED, StatusCode.DEADLINE_EXCEEDED])
 async def test_a_dequeue_is_tried_again_as_every_other_call(
     router: FakeRouter, client: Client, code: StatusCode

@@ -131,7 +131,7 @@ BAD = {
     ),
     "unknown key of a shard": (
         shard_with("wieght = 2"),
-        "cluster.toml: [[shard]] number 1: unknown key 'wieght'; did you mean 'weight'?",
+        "cluster.toml: [[shard]] number 1 (s1): unknown key 'wieght'; did you mean 'weight'?",
     ),
     "unknown key of catalog": (
         ONE + '[catalog]\ndns = "x"\n',
@@ -318,6 +318,26 @@ def test_no_repr_shows_a_password() -> None:
     assert PASSWORD not in repr(cluster)
     assert PASSWORD not in repr(cluster.shards[0])
     assert "s1" in repr(cluster)
+
+
+def test_all_faults_of_a_file_are_told_at_once() -> None:
+    text = (
+        "nope = 1\n[cluster]\nname = ''\nnmae = 'x'\n[[shard]]\nname = 's1'\nweight = -1\nstate = 'of'\n"
+        "[[shard]]\ndsn = 'host=db'\n[router]\n[catalog]\ndns = 'host=db'\n"
+    )
+    with pytest.raises(ClusterFileError) as refused:
+        parse(text)
+    places = [line.removeprefix("cluster.toml: ").partition("; ")[0] for line in str(refused.value).splitlines()]
+    assert places == [
+        "unknown key 'nope'",
+        "[cluster]: unknown key 'nmae'",
+        "[cluster] name: must be text of 1 to 63 printable characters, not ''",
+        "[catalog]: unknown key 'dns'",
+        "[[shard]] number 1 (s1): needs exactly one of dsn, dsn_env and dsn_file, and has none",
+        "[[shard]] number 1 (s1): weight must be a number from 0 to 1000000, not -1",
+        "[[shard]] number 1 (s1): unknown state 'of'",
+        "[[shard]] number 2: has no name",
+    ]
 
 
 def test_shards_whose_names_collide_in_lease_tokens_are_refused() -> None:

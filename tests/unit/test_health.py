@@ -245,6 +245,7 @@ def test_a_standby_that_holds_a_snapshot_is_mended_where_it_is() -> None:
     [
         ({"is_standby": True}, "standby", CRITICAL),
         ({"sees_others": False}, "privilege", NOTICE),
+        ({"connections": 68}, "connections", NOTICE),
         ({"connections": 78}, "connections", WARNING),
         ({"connections": 97}, "connections", CRITICAL),
         ({"age": 1_000_000_000}, "wraparound", WARNING),

@@ -57,6 +57,14 @@ def test_the_client_refuses_the_fields_of_a_job_that_a_router_refuses(fields: di
     assert {f"jobs[0].{fault.field}" for fault in job_faults(request.jobs[0])} == by_router
 
 
+@pytest.mark.parametrize(("name", "value", "words"), [("priority", 10, "1 to 9"), ("max_attempts", 1001, "1 to 1000")])
+def test_a_zero_that_means_the_default_is_not_offered(name: str, value: int, words: str) -> None:
+    request = enqueue_request("acme", [NewJob("q", "k", **{name: value})])
+    (by_router,), (here,) = enqueue_violations(request), job_faults(request.jobs[0])
+    assert by_router.description == f"must be {words}, not {value}"
+    assert here.description.replace(",", "") == by_router.description.replace(",", "")
+
+
 @pytest.mark.parametrize("org", ["", "a", "a b", "a\n", "\x7f", "a" * 128, "a" * 129, "ä" * 64, "ä" * 65])
 def test_the_client_refuses_the_orgs_that_a_router_refuses(org: str) -> None:
     request = enqueue_request(org, [NewJob("q", "k")])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
 import os
 import random
 import time
@@ -45,6 +46,8 @@ else:
             QueueStub.__init__(self, channel)
             AdminStub.__init__(self, channel)
 
+
+log = logging.getLogger("windrow.client")
 
 # The contract allows requests of 16 MiB; the margin is for the envelope around one.
 MESSAGE_BYTES_MAX = 16 * 1024 * 1024
@@ -194,6 +197,8 @@ class Calls:
         self.closed = False
         self.channels = channels
         self._tasks: set[asyncio.Task[None]] = set()
+        # A router has answered, or the log says that none does.
+        self._heard = False
 
     async def call(
         self,
@@ -223,7 +228,9 @@ class Calls:
             try_s = min(budget_s - spent_s, self.try_s + wait_left_s)
             tries += 1
             try:
-                return await method(self._stub())(request, timeout=try_s, metadata=metadata)
+                response = await method(self._stub())(request, timeout=try_s, metadata=metadata)
+                self._heard = True
+                return response
             except aio.AioRpcError as error:
                 cause = error
             except asyncio.CancelledError:
@@ -240,6 +247,10 @@ class Calls:
                 late = pause is not None and spent_s + asked_s >= budget_s
                 why = f"a retry in {asked_s:g} s would exceed the timeout of {round(budget_s, 1):g} s" if late else ""
                 raise self._error(_verb(request), failure, tries=tries, spent_s=spent_s, no_retry=why) from cause
+            if not self._heard and failure.code is StatusCode.UNAVAILABLE and not failure.reason:
+                # Most likely the address is wrong: who starts a program should not wait for the timeout to learn it.
+                log.warning("no router answers at %s; trying again: %s", self.address, failure.message)
+            self._heard = True
             await asyncio.sleep(pause)
 
     async def close(self) -> None:

@@ -61,7 +61,7 @@ def job_faults(job: job_pb2.NewJob) -> Iterator[Violation]:
         ("max_attempts", template.max_attempts, 1000),
     ):
         if not 0 <= number <= largest:
-            yield Violation(f"template.{name}", f"must be 0 to {largest:,}, not {number}")
+            yield Violation(f"template.{name}", f"must be 1 to {largest:,}, not {number}")
     yield from _retry_faults(template.retry)
     if not 0 <= _s(job.delay) <= _SPAN_S_MAX:
         yield Violation("delay", f"must be 0 s to 3,650 days, not {_s(job.delay):g} s")
