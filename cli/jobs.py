@@ -26,7 +26,7 @@ _PAGE_MAX = 1000
 _CHANGE_MAX = 1000
 # The jobs of one step of a cancel by conditions. After a step the command rests for as long as the step took, because
 # consumers come first.
-_STEP_MAX = 250
+_STEP_MAX = 100
 # How long one call of `watch` waits for the job's end. After it the command looks for changes.
 _WATCH_S = 1
 
