@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 from collections.abc import Iterator, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,6 +25,9 @@ _BATCH = 1000
 _PAGE_MAX = 1000
 # The limit of one purge or redrive call: a larger one would hold its locks for too long.
 _CHANGE_MAX = 1000
+# The jobs of one step of a cancel by conditions. After a step the command rests for as long as the step took, because
+# consumers come first.
+_STEP_MAX = 100
 # How long one call of `watch` waits for the job's end. After it the command looks for changes.
 _WATCH_S = 1
 
@@ -43,6 +47,44 @@ class State(StrEnum):
 _ENDED = (State.SUCCEEDED, State.DEAD, State.CANCELLED)
 _UNFINISHED = (State.READY, State.LEASED, State.SCHEDULED, State.DEAD)
 Kind = Annotated[str, typer.Option("--kind", metavar="KIND", show_default=False, help="Only jobs of this kind.")]
+Where = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--where",
+        metavar="KEY=VALUE",
+        show_default=False,
+        help="Only jobs with this attribute; may be repeated.",
+    ),
+]
+States = Annotated[
+    list[State] | None,
+    typer.Option(
+        "--state",
+        metavar="STATE",
+        show_default="ready, leased, scheduled, dead",
+        help="scheduled, ready, leased, dead, succeeded or cancelled; may be repeated. all: any, newest first.",
+    ),
+]
+MadeAfter = Annotated[
+    datetime | None,
+    typer.Option(
+        "--made-after",
+        parser=values.moment,
+        metavar="TIME",
+        show_default=False,
+        help="Only jobs made at or after TIME.",
+    ),
+]
+MadeBefore = Annotated[
+    datetime | None,
+    typer.Option(
+        "--made-before",
+        parser=values.moment,
+        metavar="TIME",
+        show_default=False,
+        help="Only jobs made before TIME.",
+    ),
+]
 Limit = Annotated[
     int | None, typer.Option("--limit", metavar="N", min=1, show_default="all", help="Change at most N jobs.")
 ]
@@ -149,36 +191,11 @@ def watch(
 def list_jobs(
     org: options.Org,
     queue: Annotated[str, typer.Argument(metavar="QUEUE", help="Only jobs of this queue.", show_default=False)] = "",
-    states: Annotated[
-        list[State] | None,
-        typer.Option(
-            "--state",
-            metavar="STATE",
-            show_default="ready, leased, scheduled, dead",
-            help="scheduled, ready, leased, dead, succeeded or cancelled; may be repeated. all: any, newest first.",
-        ),
-    ] = None,
+    states: States = None,
     kind: Kind = "",
-    made_after: Annotated[
-        datetime | None,
-        typer.Option(
-            "--made-after",
-            parser=values.moment,
-            metavar="TIME",
-            show_default=False,
-            help="Only jobs made at or after TIME.",
-        ),
-    ] = None,
-    made_before: Annotated[
-        datetime | None,
-        typer.Option(
-            "--made-before",
-            parser=values.moment,
-            metavar="TIME",
-            show_default=False,
-            help="Only jobs made before TIME.",
-        ),
-    ] = None,
+    where: Where = None,
+    made_after: MadeAfter = None,
+    made_before: MadeBefore = None,
     limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="Print at most N jobs per state.")] = 50,
     payload: Annotated[bool, typer.Option("--payload", help="Include payloads (with --json).")] = False,
     as_json: options.Json = False,
@@ -191,14 +208,10 @@ def list_jobs(
     not answer; the jobs of the others are listed.
     """
     from cli.calls import connect
-    from cli.messages import job_json, timestamp
-    from windrow.v1 import admin_pb2
+    from cli.messages import job_json
 
-    wanted = admin_pb2.ListJobsRequest(org=org, queue=queue, kind=kind, include_payload=payload)
-    if made_after is not None:
-        wanted.created_after.CopyFrom(timestamp(made_after))
-    if made_before is not None:
-        wanted.created_before.CopyFrom(timestamp(made_before))
+    wanted = _wanted(org, queue, kind, where, made_after, made_before)
+    wanted.include_payload = payload
     found: list[job_pb2.Job] = []
     more: list[str] = []
     away: set[str] = set()
@@ -222,8 +235,34 @@ def list_jobs(
     output.refuse_away(away)
 
 
+def _wanted(
+    org: str,
+    queue: str,
+    kind: str,
+    where: Sequence[str] | None,
+    made_after: datetime | None,
+    made_before: datetime | None,
+) -> admin_pb2.ListJobsRequest:
+    from cli.messages import timestamp
+    from windrow.v1 import admin_pb2
+
+    attributes = values.attributes(where or (), option="--where")
+    wanted = admin_pb2.ListJobsRequest(org=org, queue=queue, kind=kind, attributes=attributes)
+    if made_after is not None:
+        wanted.created_after.CopyFrom(timestamp(made_after))
+    if made_before is not None:
+        wanted.created_before.CopyFrom(timestamp(made_before))
+    return wanted
+
+
 def _pages(
-    router: Router, wanted: admin_pb2.ListJobsRequest, state: State, *, limit: int, away: set[str]
+    router: Router,
+    wanted: admin_pb2.ListJobsRequest,
+    state: State,
+    *,
+    limit: int,
+    away: set[str],
+    page_max: int = _PAGE_MAX,
 ) -> Iterator[tuple[Sequence[job_pb2.Job], bool]]:
     """Yields the jobs in one state, page by page, each with whether the limit cut off more jobs. Adds the shards that
     did not answer to `away`."""
@@ -231,7 +270,7 @@ def _pages(
 
     token, left = "", limit
     while left:
-        request = admin_pb2.ListJobsRequest(page_size=min(left, _PAGE_MAX), page_token=token)
+        request = admin_pb2.ListJobsRequest(page_size=min(left, page_max), page_token=token)
         request.MergeFrom(wanted)
         if state is not State.ALL:
             request.state = job_pb2.JobState.Value(f"JOB_STATE_{state.name}")
@@ -247,36 +286,109 @@ def _pages(
 @app.command()
 def cancel(
     org: options.Org,
-    ids: options.Ids,
+    ids: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[ID...]", help="Job ids; - reads them from standard input.", show_default=False),
+    ] = None,
     reason: Annotated[
         str, typer.Option("--reason", metavar="TEXT", show_default=False, help="Stored with the jobs.")
     ] = "",
+    queue: Annotated[
+        str, typer.Option("--queue", metavar="QUEUE", show_default=False, help="Only jobs of this queue.")
+    ] = "",
+    kind: Kind = "",
+    where: Where = None,
+    states: States = None,
+    made_after: MadeAfter = None,
+    made_before: MadeBefore = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not count and ask first.")] = False,
     as_json: options.Json = False,
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """Cancels jobs that have not finished, and ends their leases.
+    """Cancels jobs that have not finished, by their ids or by what they have in common, and ends their leases.
+
+    Without ids, give at least one of --queue, --kind, --where, --made-after and --made-before: the command counts the
+    jobs, asks, and cancels those that were made before it began, in small steps with pauses. If it is interrupted,
+    repeat it: what is cancelled stays so. A job whose state changes meanwhile may be missed; then repeat it, too.
 
     Exit code 1: a job has succeeded; 4: the org has no such job. The other jobs are cancelled.
     """
     from cli.calls import connect
+
+    conditions = any((queue, kind, where, made_after, made_before))
+    if bool(ids) == conditions:
+        raise typer.BadParameter(
+            "give job ids, or conditions such as --where campaign=42, and not both", param_hint="'ID'"
+        )
+    if ids:
+        if states:
+            raise typer.BadParameter("it belongs to conditions such as --queue, not to ids", param_hint="'--state'")
+        wanted = values.job_ids(values.words(ids, sys.stdin))
+        with connect(address, timeout) as router:
+            _cancel_named(router, org, wanted, reason, as_json=as_json)
+        return
+    unfinished = states or _UNFINISHED
+    if not set(unfinished) <= set(_UNFINISHED):
+        raise typer.BadParameter(f"only {', '.join(_UNFINISHED)} jobs can be cancelled", param_hint="'--state'")
+    # Not those that are stored while the command runs: it would not end, and nobody has counted them.
+    searched = _wanted(org, queue, kind, where, made_after, made_before or datetime.now(UTC))
+    with connect(address, timeout) as router:
+        if not yes:
+            count = sum(len(page) for page in _matching(router, searched, unfinished))
+            if count and not sys.stdin.isatty():
+                would = f"this would cancel {output.counted(count, 'job')} of org {org!r}"
+                raise CommandFailed(f"{would}: confirm with --yes", ExitCode.USAGE)
+            if count:
+                typer.confirm(f"Cancel {output.counted(count, 'job')} of org {org!r}?", abort=True, err=True)
+        done = 0
+        try:
+            with output.working("cancelling") as status:
+                began_s = time.monotonic()
+                for page in _matching(router, searched, unfinished, page_max=_STEP_MAX):
+                    found = _cancel(router, org, [job.id for job in page], reason)
+                    done += found.count("ok")
+                    time.sleep(time.monotonic() - began_s)
+                    began_s = time.monotonic()
+                    if status is not None:
+                        status.update(f"{done:,} cancelled")
+        finally:
+            # Also after an error or Ctrl-C: these are cancelled.
+            _report("cancelled", done, as_json=as_json)
+
+
+def _matching(
+    router: Router, wanted: admin_pb2.ListJobsRequest, states: Sequence[State], *, page_max: int = _PAGE_MAX
+) -> Iterator[Sequence[job_pb2.Job]]:
+    """Yields the jobs in these states, page by page. Raises CommandFailed if a shard does not answer."""
+    for state in states:
+        away: set[str] = set()
+        for page, _ in _pages(router, wanted, state, limit=sys.maxsize, away=away, page_max=page_max):
+            output.refuse_away(away)
+            if page:
+                yield page
+
+
+def _cancel(router: Router, org: str, ids: Sequence[str], reason: str) -> list[str]:
     from cli.messages import ANSWERS
     from windrow.v1 import queue_pb2
 
-    wanted = values.job_ids(values.words(ids, sys.stdin))
+    request = queue_pb2.CancelJobsRequest(org=org, ids=ids, reason=reason)
+    return [ANSWERS[one] for one in router.call(router.queue.CancelJobs, request).answers]
+
+
+def _cancel_named(router: Router, org: str, wanted: Sequence[str], reason: str, *, as_json: bool) -> None:
     answers: list[str] = []
-    with connect(address, timeout) as router:
-        for at in range(0, len(wanted), _BATCH):
-            batch = wanted[at : at + _BATCH]
-            request = queue_pb2.CancelJobsRequest(org=org, ids=batch, reason=reason)
-            found = [ANSWERS[one] for one in router.call(router.queue.CancelJobs, request).answers]
-            answers += found
-            pairs = list(zip(batch, found, strict=True))
-            if as_json:
-                output.say_json({"id": job_id, "answer": answer} for job_id, answer in pairs)
-            else:
-                words = {"ok": "cancelled", "stale": "has finished", "not_found": "not found"}
-                output.say("\n".join(f"{job_id}  {words[answer]}" for job_id, answer in pairs))
+    for at in range(0, len(wanted), _BATCH):
+        batch = wanted[at : at + _BATCH]
+        found = _cancel(router, org, batch, reason)
+        answers += found
+        pairs = list(zip(batch, found, strict=True))
+        if as_json:
+            output.say_json({"id": job_id, "answer": answer} for job_id, answer in pairs)
+        else:
+            words = {"ok": "cancelled", "stale": "has finished", "not_found": "not found"}
+            output.say("\n".join(f"{job_id}  {words[answer]}" for job_id, answer in pairs))
     if "stale" in answers:
         raise typer.Exit(ExitCode.NO)
     if "not_found" in answers:
@@ -288,6 +400,7 @@ def redrive(
     org: options.Org,
     queue: options.Queue,
     kind: Kind = "",
+    where: Where = None,
     died_after: Annotated[
         datetime | None,
         typer.Option(
@@ -318,7 +431,8 @@ def redrive(
     from cli.messages import timestamp
     from windrow.v1 import admin_pb2
 
-    request = admin_pb2.RedriveJobsRequest(org=org, queue=queue, kind=kind)
+    attributes = values.attributes(where or (), option="--where")
+    request = admin_pb2.RedriveJobsRequest(org=org, queue=queue, kind=kind, attributes=attributes)
     if died_after is not None:
         request.died_after.CopyFrom(timestamp(died_after))
     if died_before is not None:

@@ -97,15 +97,15 @@ def moment(value: str | datetime) -> datetime:
         ) from None
 
 
-def attributes(pairs: Iterable[str]) -> dict[str, str]:
+def attributes(pairs: Iterable[str], *, option: str = "--attribute") -> dict[str, str]:
     """Parses key=value pairs."""
     found: dict[str, str] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not key or not equals:
-            raise typer.BadParameter(f"{pair!r} is not KEY=VALUE", param_hint="'--attribute'")
+            raise typer.BadParameter(f"{pair!r} is not KEY=VALUE", param_hint=f"'{option}'")
         if key in found:
-            raise typer.BadParameter(f"{key!r} is given twice", param_hint="'--attribute'")
+            raise typer.BadParameter(f"{key!r} is given twice", param_hint=f"'{option}'")
         found[key] = value
     return found
 

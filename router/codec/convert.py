@@ -234,8 +234,14 @@ def wanted(request: admin_pb2.ListJobsRequest) -> Wanted:
         kind=request.kind,
         made_after=moment(request.created_after) if request.HasField("created_after") else None,
         made_before=moment(request.created_before) if request.HasField("created_before") else None,
+        attributes=attributes(request.attributes),
         include_payload=request.include_payload,
     )
+
+
+def attributes(wanted: Mapping[str, str]) -> str | None:
+    """Returns attributes as JSON; None if there are none."""
+    return json.dumps(dict(wanted)) if wanted else None
 
 
 # ── Jobs out ─────────────────────────────────────────────────────────────────────────────────────────────────────────

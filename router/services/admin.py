@@ -157,6 +157,7 @@ class AdminService:
                 died_after=convert.moment(request.died_after) if request.HasField("died_after") else None,
                 died_before=convert.moment(request.died_before) if request.HasField("died_before") else None,
                 limit=limit_left,
+                attributes=convert.attributes(request.attributes),
             )
             if count:
                 await member.room.may_have_jobs(org, queue)

@@ -44,6 +44,10 @@ _CLOCKS_MS = 2 * _HOUR_MS
 # page ends early.
 _RANGE_MS, _RANGE_GROWTH = _HOUR_MS, 8
 _SEARCH_S_MAX = 1.0
+# No index knows attributes. A search for them reads the org's jobs in ranges of about so many, and its pages end after
+# this time: a search of a million jobs takes many short calls (docs/decisions/0033-attributes-have-no-index.md).
+_SCAN_ROWS = 5_000
+_SCAN_S_MAX = 0.020
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +61,14 @@ class Wanted:
     kind: str = ""
     made_after: Micros | None = None
     made_before: Micros | None = None
+    # What the job's attributes contain, as JSON. None matches all.
+    attributes: str | None = None
     include_payload: bool = False
 
     @property
     def newest_first(self) -> bool:
         """Whether the newest job comes first. Otherwise the list is in the order in which jobs will be claimed."""
-        return self.queue is None or self.state not in LIVE
+        return self.queue is None or self.state not in LIVE or self.attributes is not None
 
     @property
     def first_id(self) -> str:
@@ -149,6 +155,7 @@ async def page(database: Database, wanted: Wanted, *, page_size: int, page_token
         "slot": org_lookup.slot,
         "state": "" if wanted.state is None else wanted.state.value,
         "kind": wanted.kind,
+        "attributes": wanted.attributes,
         "include_payload": wanted.include_payload,
     }
     if not wanted.newest_first:
@@ -203,12 +210,18 @@ async def _newest_first(
         below = min(below, cast("str", last_id))
     jobs: list[JobRecord] = []
     bytes_left, range_ms = ANSWER_BYTES_MAX, _RANGE_MS
-    began_s = time.monotonic()
+    scans = wanted.attributes is not None
+    ends_s = time.monotonic() + (_SCAN_S_MAX if scans else _SEARCH_S_MAX)
     until: Key | None = None
     while first_id < below:
-        from_id = _made_at(min(_made_ms(below), now_ms) - range_ms)
-        if from_id <= first_id or _made_ms(from_id) <= oldest_ms:
-            from_id = first_id
+        if scans:
+            bounds = {"from_id": first_id, "before_id": below, "rows": _SCAN_ROWS}
+            rows = await database.run(statements.FIND_SCAN_END, {**parameters, **bounds})
+            from_id = rows[0][0] if rows else first_id
+        else:
+            from_id = _made_at(min(_made_ms(below), now_ms) - range_ms)
+            if from_id <= first_id or _made_ms(from_id) <= oldest_ms:
+                from_id = first_id
         # A full page gets no more jobs, but whether it is the last one is still unknown.
         missing = 0 if bytes_left <= 0 else page_size - len(jobs)
         rows = await database.run(
@@ -229,7 +242,7 @@ async def _newest_first(
         below = from_id
         if rows:
             bytes_left -= rows[-1][-2]
-        if below > first_id and time.monotonic() - began_s > _SEARCH_S_MAX:
+        if below > first_id and time.monotonic() > ends_s:
             until = (below,)
             break
         range_ms *= _RANGE_GROWTH

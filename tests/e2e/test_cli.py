@@ -611,6 +611,27 @@ def test_dead_jobs_come_back_and_waiting_ones_are_cancelled(windrow: Windrow) ->
     assert windrow("queues", "delete", "mend", "mail").code == 0
 
 
+def test_jobs_are_found_cancelled_and_redriven_by_their_attributes(windrow: Windrow) -> None:
+    for campaign in ("42", "42", "43"):
+        windrow("enqueue", "where", "mail", "greet", "--attribute", f"campaign={campaign}", "--attribute", "plan=pro")
+    (newest, *_) = found = windrow("jobs", "list", "where", "--where", "campaign=42", "--json").documents
+    assert [job["attributes"]["campaign"] for job in found] == ["42", "42"]
+    assert windrow("jobs", "list", "where", "--where", "campaign=42", "--where", "plan=free", "--json").documents == []
+    asked = windrow("jobs", "cancel", "where", "--where", "campaign=42")
+    assert (asked.code, "this would cancel 2 jobs of org 'where': confirm with --yes" in asked.err) == (2, True)
+    for wrong in ((), (newest["id"], "--queue", "mail"), ("--queue", "mail", "--state", "succeeded")):
+        assert windrow("jobs", "cancel", "where", *wrong, "--yes").code == 2
+    for count in (2, 0):
+        done = windrow("jobs", "cancel", "where", "--where", "campaign=42", "--reason", "over", "--yes", "--json")
+        assert done.documents == [{"cancelled": count}]
+    (shown,) = windrow("jobs", "get", "where", newest["id"], "--json").documents
+    assert (shown["state"], shown["reason"]) == ("cancelled", "over")
+    windrow("nack", "where", *leased(windrow, "where"), "--permanent")
+    for campaign, count in (("42", 0), ("43", 1)):
+        redriven = windrow("jobs", "redrive", "where", "mail", "--where", f"campaign={campaign}", "--json")
+        assert redriven.documents == [{"redriven": count}]
+
+
 def test_a_watched_job_is_shown_until_its_end_and_then_its_result(running: Running, windrow: Windrow) -> None:
     (job_id,) = windrow("enqueue", "seen", "mail", "greet").lines
     (lease,) = leased(windrow, "seen")

@@ -431,7 +431,7 @@ async def test_queues_are_configured_paused_and_deleted(client: Client) -> None:
 
 
 async def test_jobs_are_listed_counted_purged_redriven_and_restored(client: Client) -> None:
-    stored = await client.enqueue_many([NewJob("q", "k", str(n)) for n in range(5)])
+    stored = await client.enqueue_many([NewJob("q", "k", str(n), attributes={"n": str(n)}) for n in range(5)])
     for job in await client.dequeue("q", max_jobs=2):
         await client.nack(job, permanent=True)
     newest_first = [one.id for one in reversed(stored)]
@@ -447,6 +447,8 @@ async def test_jobs_are_listed_counted_purged_redriven_and_restored(client: Clie
         await client.list_jobs(page_size=0)
     with pytest.raises(InvalidRequest, match="state: "):
         await client.list_jobs(state=JobState.UNKNOWN)
+    found = await client.list_jobs("q", state=JobState.READY, attributes={"n": "4"})
+    assert [job.id for job in found.jobs] == newest_first[:1]
     counts = (await client.stats("q")).queues["q"]
     assert (counts.ready, counts.dead, counts.succeeded) == (3, 2, None)
     assert await client.redrive_jobs("q", kind="another") == 0

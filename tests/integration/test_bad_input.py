@@ -425,6 +425,7 @@ def admin_cases() -> Iterator[Bad]:
         yield from of("ListJobs", field, TIMESTAMPS)
     for rpc in ("ListJobs", "RedriveJobs"):
         yield from of(rpc, "kind", OPTIONAL_NAMES)
+        yield from of(rpc, "attributes", {"too many": {str(at): "" for at in range(33)}})
     for rpc in ("PurgeQueue", "RedriveJobs"):
         yield from of(rpc, "limit", LIMITS)
     for field in ("died_after", "died_before"):

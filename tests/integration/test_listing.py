@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -198,3 +199,52 @@ async def test_a_look_that_takes_long_ends_with_what_it_has_and_the_next_one_goe
     found = await pages(fresh_books, Wanted(org=org), 9)
     assert [one for page in found for one in page] == sorted(ids, reverse=True)
     assert [] in found
+
+
+async def test_a_search_by_attributes_finds_each_job_once_wherever_it_is(
+    fresh_database: Database, fresh_books: QueueAdmin, org: OrgId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other = Store(fresh_database), OrgId(f"{org}-other")
+    monkeypatch.setattr(job_pages, "_SCAN_ROWS", 2)
+    # Each page ends after one range of jobs.
+    monkeypatch.setattr(job_pages, "_SCAN_S_MAX", -1.0)
+    cold = await finish_cold(fresh_database, org, days=3, count=4)
+    by_state: dict[JobState, list[JobId]] = {}
+    for state in (JobState.SUCCEEDED, JobState.CANCELLED, JobState.DEAD, JobState.LEASED, JobState.READY):
+        jobs = some_jobs(org, 6)
+        by_state[state] = ids_of(jobs)
+        jobs.attributes.update({at: f'{{"campaign": "42", "n": "{at}"}}' for at in (1, 4)})
+        jobs.attributes[2] = '{"campaign": "43"}'
+        await store.enqueue(jobs)
+        if state is JobState.CANCELLED:
+            await store.cancel(org, ids_of(jobs), reason="")
+        elif state is not JobState.READY:
+            held = [lease for _, lease in await lease_jobs(store, org, window_us=HOUR_US)]
+            if state is JobState.SUCCEEDED:
+                await store.settle(Settlement.ack(org, held))
+            elif state is JobState.DEAD:
+                nacks = [Nack(lease=lease, failure=Failure(permanent=True)) for lease in held]
+                await store.settle(Settlement.nack(org, nacks))
+        strangers = some_jobs(other, 3)
+        strangers.attributes.update(dict.fromkeys(range(3), '{"campaign": "42"}'))
+        await store.enqueue(strangers)
+
+    async def found(attributes: str, page_size: int = 9, **conditions: Any) -> list[JobId]:
+        wanted = Wanted(org=org, attributes=attributes, **conditions)
+        return [one for page in await pages(fresh_books, wanted, page_size) for one in page]
+
+    wanted = sorted((ids[at] for ids in by_state.values() for at in (1, 4)), reverse=True)
+    for page_size in (1, 9):
+        assert await found('{"campaign": "42"}', page_size) == wanted
+        assert await found('{"campaign": "42"}', page_size, queue=QUEUE) == wanted
+    for state, ids in by_state.items():
+        assert await found('{"campaign": "42"}', state=state, queue=QUEUE) == sorted((ids[1], ids[4]), reverse=True)
+    fourth = {ids[4] for ids in by_state.values()}
+    assert set(await found('{"campaign": "42", "n": "4"}')) == fourth
+    assert await found('{"campaign": "44"}') == []
+    assert len(await pages(fresh_books, Wanted(org=org, attributes='{"campaign": "44"}'), 9)) > 3
+    assert cold
+    redriven = await fresh_books.redrive(
+        org, QUEUE, kind="", died_after=None, died_before=None, limit=9, attributes='{"campaign": "43"}'
+    )
+    assert redriven == 1

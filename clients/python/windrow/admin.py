@@ -200,12 +200,16 @@ class AdminCalls:
         kind: str = "",
         created_after: datetime | None = None,
         created_before: datetime | None = None,
+        attributes: Mapping[str, str] | None = None,
         include_payload: bool = False,
         page_size: int = 100,
         page_token: str = "",
     ) -> JobPage:
         """Returns a page of the org's jobs, the newest first, without leasing them; those of one queue in one live
         state come in the order in which they will be claimed. All conditions must be true of a job.
+
+        `attributes`: only jobs that have all of these. No index finds them: the router searches for some milliseconds
+        per page, always the newest jobs first, so a page may be empty although more follow.
 
         `created_after` (inclusive) and `created_before` compare the times in the job ids. `page_size` is 1 to 1,000.
         For the next page, pass the same conditions and the page's `next_page_token`. Raises NotFound if `queue` is
@@ -219,6 +223,7 @@ class AdminCalls:
             page_size=page_size,
             page_token=page_token,
             include_payload=include_payload,
+            attributes=attributes,
         )
         if state is not None:
             try:
@@ -241,18 +246,19 @@ class AdminCalls:
         kind: str = "",
         died_after: datetime | None = None,
         died_before: datetime | None = None,
+        attributes: Mapping[str, str] | None = None,
         limit: int | None = None,
     ) -> int:
-        """Makes the queue's dead jobs ready again, with all their attempts; those that died first come first. Redrives
-        at most as many as are dead now, because some may die again meanwhile. Returns how many: a lower bound if an
-        answer was lost. Raises NotFound."""
-        times = admin_pb2.RedriveJobsRequest()
-        _set_time(times.died_after, "died_after", died_after)
-        _set_time(times.died_before, "died_before", died_before)
+        """Makes the queue's dead jobs that meet all conditions ready again, with all their attempts, the first death
+        first. Redrives at most as many as are dead now, because some may die again meanwhile. Returns how many: a lower
+        bound if an answer was lost. Raises NotFound."""
+        conditions = admin_pb2.RedriveJobsRequest(attributes=attributes)
+        _set_time(conditions.died_after, "died_after", died_after)
+        _set_time(conditions.died_before, "died_before", died_before)
 
         async def redrive(count: int) -> tuple[int, bool]:
             request = admin_pb2.RedriveJobsRequest(org=self.org, queue=queue, kind=kind, limit=count)
-            request.MergeFrom(times)
+            request.MergeFrom(conditions)
             response = await self._ask(lambda stub: stub.RedriveJobs, request)
             return response.redriven, response.limit_reached
 

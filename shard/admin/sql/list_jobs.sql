@@ -31,8 +31,10 @@ FROM (
                     {{answer_columns(j)}}, CASE WHEN j.lease IS NOT NULL THEN j.visible_at END AS deadline, j.worker,
                     j.leased_at, NULL::timestamptz AS finished_at, NULL::bytea AS result, NULL::text AS reason, j.history
                 FROM windrow.job j
-                WHERE j.queue_id = ANY (%(queue_ids)s::bigint[]) AND j.id >= %(from_id)s::uuid AND j.id < %(before_id)s::uuid
+                WHERE j.queue_id = ANY (%(queue_ids)s::bigint[]) AND {{org_of(j)}} = %(org_id)s::bigint
+                    AND j.id >= %(from_id)s::uuid AND j.id < %(before_id)s::uuid
                     AND (%(kind)s = '' OR j.kind = %(kind)s)
+                    AND (%(attributes)s::jsonb IS NULL OR j.attributes @> %(attributes)s::jsonb)
                     AND CASE %(state)s::text
                         WHEN '' THEN true
                         WHEN 'ready' THEN j.visible_at <= now()
@@ -50,7 +52,8 @@ FROM (
                     NULL, d.reason, d.history
                 FROM windrow.dead d
                 WHERE d.queue_id = ANY (%(queue_ids)s::bigint[]) AND d.id >= %(from_id)s::uuid AND d.id < %(before_id)s::uuid
-                    AND (%(kind)s = '' OR d.kind = %(kind)s) AND %(state)s::text IN ('', 'dead')
+                    AND (%(kind)s = '' OR d.kind = %(kind)s)
+                    AND (%(attributes)s::jsonb IS NULL OR d.attributes @> %(attributes)s::jsonb) AND %(state)s::text IN ('', 'dead')
                 ORDER BY d.id DESC
                 LIMIT %(rows)s
             )
@@ -71,7 +74,8 @@ FROM (
                     WHERE g.slot = %(slot)s::smallint
                 ) d
                 WHERE d.queue_id = ANY (%(queue_ids)s::bigint[]) AND d.id >= %(from_id)s::uuid AND d.id < %(before_id)s::uuid
-                    AND (%(kind)s = '' OR d.kind = %(kind)s) AND (%(state)s::text = '' OR d.state = %(state)s)
+                    AND (%(kind)s = '' OR d.kind = %(kind)s)
+                    AND (%(attributes)s::jsonb IS NULL OR d.attributes @> %(attributes)s::jsonb) AND (%(state)s::text = '' OR d.state = %(state)s)
                 ORDER BY d.id DESC
                 LIMIT %(rows)s
             )
@@ -85,6 +89,7 @@ FROM (
                     AND (%(queue)s = '' OR h.queue_id = ANY (%(queue_ids)s::bigint[]))
                     AND h.id >= %(from_id)s::uuid AND h.id < %(before_id)s::uuid AND h.finished_at >= %(since)s
                     AND (%(kind)s = '' OR h.kind = %(kind)s)
+                    AND (%(attributes)s::jsonb IS NULL OR h.attributes @> %(attributes)s::jsonb)
                     AND %(state)s::text IN ('', 'succeeded', 'cancelled') AND (%(state)s::text = '' OR h.state = %(state)s)
                 ORDER BY h.id DESC
                 LIMIT %(rows)s
@@ -99,6 +104,7 @@ FROM (
                     AND (%(queue)s = '' OR c.queue_id = ANY (%(queue_ids)s::bigint[]))
                     AND c.id >= %(from_id)s::uuid AND c.id < %(before_id)s::uuid AND c.finished_at >= %(since)s
                     AND (%(kind)s = '' OR c.kind = %(kind)s)
+                    AND (%(attributes)s::jsonb IS NULL OR c.attributes @> %(attributes)s::jsonb)
                     AND %(state)s::text IN ('', 'succeeded', 'cancelled') AND (%(state)s::text = '' OR c.state = %(state)s)
                 ORDER BY c.id DESC
                 LIMIT %(rows)s

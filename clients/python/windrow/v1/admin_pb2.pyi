@@ -592,6 +592,26 @@ class ListJobsRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class AttributesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ORG_FIELD_NUMBER: _builtins.int
     QUEUE_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
@@ -601,6 +621,7 @@ class ListJobsRequest(_message.Message):
     INCLUDE_PAYLOAD_FIELD_NUMBER: _builtins.int
     CREATED_AFTER_FIELD_NUMBER: _builtins.int
     CREATED_BEFORE_FIELD_NUMBER: _builtins.int
+    ATTRIBUTES_FIELD_NUMBER: _builtins.int
     org: _builtins.str
     """The tenant that owns the jobs. 1 to 128 bytes, no control characters."""
     queue: _builtins.str
@@ -609,8 +630,8 @@ class ListJobsRequest(_message.Message):
     """
     state: _job_pb2.JobState.ValueType
     """Only jobs in this state; UNSPECIFIED is refused. Absent: every state. Jobs are ordered by id, the newest first.
-    Exception: with a queue and the state SCHEDULED, READY or LEASED, they are ordered by priority, then by the time at
-    which they are next visible.
+    Exception: with a queue and the state SCHEDULED, READY or LEASED, and without attributes, they are ordered by
+    priority, then by the time at which they are next visible.
     """
     kind: _builtins.str
     """Only this kind; empty: every kind."""
@@ -630,6 +651,13 @@ class ListJobsRequest(_message.Message):
     def created_before(self) -> _timestamp_pb2.Timestamp:
         """Only jobs that were created before this time, by their ids as in created_after; absent: any time."""
 
+    @_builtins.property
+    def attributes(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Only jobs that have all of these attributes, each with this value; empty: any. No index finds them: the search reads
+        the org's jobs, the newest first in every state, a few milliseconds for each page. So most pages have few jobs or
+        none if few jobs match. The limits are those of JobTemplate.attributes.
+        """
+
     def __init__(
         self,
         *,
@@ -642,10 +670,11 @@ class ListJobsRequest(_message.Message):
         include_payload: _builtins.bool = ...,
         created_after: _timestamp_pb2.Timestamp | None = ...,
         created_before: _timestamp_pb2.Timestamp | None = ...,
+        attributes: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_state", b"_state", "created_after", b"created_after", "created_before", b"created_before", "state", b"state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_state", b"_state", "created_after", b"created_after", "created_before", b"created_before", "include_payload", b"include_payload", "kind", b"kind", "org", b"org", "page_size", b"page_size", "page_token", b"page_token", "queue", b"queue", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_state", b"_state", "attributes", b"attributes", "created_after", b"created_after", "created_before", b"created_before", "include_payload", b"include_payload", "kind", b"kind", "org", b"org", "page_size", b"page_size", "page_token", b"page_token", "queue", b"queue", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__state: _TypeAlias = _typing.Literal["state"]  # noqa: Y015
     _WhichOneofArgType__state: _TypeAlias = _typing.Literal["_state", b"_state"]  # noqa: Y015
@@ -842,12 +871,33 @@ class RedriveJobsRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class AttributesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ORG_FIELD_NUMBER: _builtins.int
     QUEUE_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     DIED_AFTER_FIELD_NUMBER: _builtins.int
     DIED_BEFORE_FIELD_NUMBER: _builtins.int
     LIMIT_FIELD_NUMBER: _builtins.int
+    ATTRIBUTES_FIELD_NUMBER: _builtins.int
     org: _builtins.str
     """The tenant that owns the jobs. 1 to 128 bytes, no control characters."""
     queue: _builtins.str
@@ -864,6 +914,12 @@ class RedriveJobsRequest(_message.Message):
     def died_before(self) -> _timestamp_pb2.Timestamp:
         """Only jobs that died before this time, by their finished_at; absent: any time."""
 
+    @_builtins.property
+    def attributes(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Only jobs that have all of these attributes, each with this value; empty: any. The limits are those of
+        JobTemplate.attributes.
+        """
+
     def __init__(
         self,
         *,
@@ -873,10 +929,11 @@ class RedriveJobsRequest(_message.Message):
         died_after: _timestamp_pb2.Timestamp | None = ...,
         died_before: _timestamp_pb2.Timestamp | None = ...,
         limit: _builtins.int = ...,
+        attributes: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["died_after", b"died_after", "died_before", b"died_before"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["died_after", b"died_after", "died_before", b"died_before", "kind", b"kind", "limit", b"limit", "org", b"org", "queue", b"queue"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attributes", b"attributes", "died_after", b"died_after", "died_before", b"died_before", "kind", b"kind", "limit", b"limit", "org", b"org", "queue", b"queue"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
