@@ -59,7 +59,8 @@ def test_the_client_refuses_the_fields_of_a_job_that_a_router_refuses(fields: di
 
 @pytest.mark.parametrize(("name", "value", "words"), [("priority", 10, "1 to 9"), ("max_attempts", 1001, "1 to 1000")])
 def test_a_zero_that_means_the_default_is_not_offered(name: str, value: int, words: str) -> None:
-    request = enqueue_request("acme", [NewJob("q", "k", **{name: value})])
+    fields: dict[str, Any] = {name: value}
+    request = enqueue_request("acme", [NewJob("q", "k", **fields)])
     (by_router,), (here,) = enqueue_violations(request), job_faults(request.jobs[0])
     assert by_router.description == f"must be {words}, not {value}"
     assert here.description.replace(",", "") == by_router.description.replace(",", "")
