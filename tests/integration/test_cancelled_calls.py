@@ -100,6 +100,7 @@ def unary_calls(to: Client, lease: bytes) -> dict[str, Callable[[], Any]]:
         **{verb.method: partial(getattr(queue, verb.method), lease_request(verb, [lease], ORG)) for verb in VERBS},
         "GetJobs": lambda: queue.GetJobs(queue_pb2.GetJobsRequest(org=ORG, ids=[job_id()])),
         "CancelJobs": lambda: queue.CancelJobs(queue_pb2.CancelJobsRequest(org=ORG, ids=[job_id()])),
+        "AlterJobs": lambda: queue.AlterJobs(queue_pb2.AlterJobsRequest(org=ORG, ids=[job_id()], priority=1)),
         "CreateQueue": lambda: admin.CreateQueue(admin_pb2.CreateQueueRequest(org=ORG, queue=f"queue-{job_id()}")),
         "PauseQueue": lambda: admin.PauseQueue(admin_pb2.PauseQueueRequest(org=ORG, queue="other")),
         "GetQueue": lambda: admin.GetQueue(admin_pb2.GetQueueRequest(org=ORG, queue=QUEUE)),

@@ -100,6 +100,7 @@ class SyncClient:
     release = _blocking(Client.release)
     get_jobs = _blocking(Client.get_jobs)
     cancel_jobs = _blocking(Client.cancel_jobs)
+    alter_jobs = _blocking(Client.alter_jobs)
     server_info = _blocking(Client.server_info)
 
     def _run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
