@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
@@ -45,6 +45,13 @@ class State(StrEnum):
 
 
 _ENDED = (State.SUCCEEDED, State.DEAD, State.CANCELLED)
+_CANCELLED = {"ok": "cancelled", "stale": "has finished", "not_found": "not found"}
+_ALTERED = {
+    "ok": "changed",
+    "stale": "not changed: it is leased or dead, or has finished",
+    "cancelled": "not changed: it was cancelled",
+    "not_found": "not found",
+}
 _UNFINISHED = (State.READY, State.LEASED, State.SCHEDULED, State.DEAD)
 Kind = Annotated[str, typer.Option("--kind", metavar="KIND", show_default=False, help="Only jobs of this kind.")]
 Where = Annotated[
@@ -383,16 +390,93 @@ def _cancel_named(router: Router, org: str, wanted: Sequence[str], reason: str, 
         batch = wanted[at : at + _BATCH]
         found = _cancel(router, org, batch, reason)
         answers += found
-        pairs = list(zip(batch, found, strict=True))
-        if as_json:
-            output.say_json({"id": job_id, "answer": answer} for job_id, answer in pairs)
-        else:
-            words = {"ok": "cancelled", "stale": "has finished", "not_found": "not found"}
-            output.say("\n".join(f"{job_id}  {words[answer]}" for job_id, answer in pairs))
-    if "stale" in answers:
+        _say_answers(batch, found, _CANCELLED, as_json=as_json)
+    _exit_by(answers)
+
+
+def _say_answers(ids: Sequence[str], answers: Sequence[str], words: Mapping[str, str], *, as_json: bool) -> None:
+    pairs = zip(ids, answers, strict=True)
+    if as_json:
+        output.say_json({"id": job_id, "answer": answer} for job_id, answer in pairs)
+    else:
+        output.say("\n".join(f"{job_id}  {words[answer]}" for job_id, answer in pairs))
+
+
+def _exit_by(answers: Sequence[str]) -> None:
+    if "stale" in answers or "cancelled" in answers:
         raise typer.Exit(ExitCode.NO)
     if "not_found" in answers:
         raise typer.Exit(ExitCode.NOT_FOUND)
+
+
+@app.command()
+def alter(
+    org: options.Org,
+    ids: options.Ids,
+    delay: Annotated[
+        timedelta | None,
+        typer.Option(
+            "--delay",
+            parser=values.duration,
+            metavar="DURATION",
+            show_default=False,
+            help="Run the jobs after this time.",
+        ),
+    ] = None,
+    run_at: Annotated[
+        datetime | None,
+        typer.Option(
+            "--run-at", parser=values.moment, metavar="TIME", show_default=False, help="Run the jobs at TIME."
+        ),
+    ] = None,
+    priority: Annotated[
+        int, typer.Option("--priority", metavar="1-9", min=1, max=9, show_default=False, help="1 runs first, 9 last.")
+    ] = 0,
+    attribute: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--attribute",
+            metavar="KEY=VALUE",
+            show_default=False,
+            help="A label, instead of all that the jobs have; may be repeated.",
+        ),
+    ] = None,
+    as_json: options.Json = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: options.Timeout = options.TIMEOUT_DEFAULT,
+) -> None:
+    """Changes jobs that are scheduled or ready: when they run, their priority, their attributes.
+
+    Exit code 1: a job is leased or dead, or has finished; 4: the org has no such job. The other jobs are changed.
+    """
+    if delay is not None and run_at is not None:
+        raise typer.BadParameter("give one of --delay and --run-at, not both", param_hint="'--run-at'")
+    if delay is None and run_at is None and not priority and not attribute:
+        hint = "'--delay' / '--run-at' / '--priority' / '--attribute'"
+        raise typer.BadParameter("nothing is to be changed: give at least one of these", param_hint=hint)
+
+    from cli.calls import connect
+    from cli.messages import ANSWERS, duration, timestamp
+    from windrow.v1 import queue_pb2
+
+    change = queue_pb2.AlterJobsRequest(org=org, priority=priority)
+    if delay is not None:
+        change.delay.CopyFrom(duration(delay))
+    if run_at is not None:
+        change.run_at.CopyFrom(timestamp(run_at))
+    if attribute:
+        change.attributes.values.update(values.attributes(attribute))
+    wanted = values.job_ids(values.words(ids, sys.stdin))
+    answers: list[str] = []
+    with connect(address, timeout) as router:
+        for at in range(0, len(wanted), _BATCH):
+            batch = wanted[at : at + _BATCH]
+            request = queue_pb2.AlterJobsRequest(ids=batch)
+            request.MergeFrom(change)
+            found = [ANSWERS[one] for one in router.call(router.queue.AlterJobs, request).answers]
+            answers += found
+            _say_answers(batch, found, _ALTERED, as_json=as_json)
+    _exit_by(answers)
 
 
 @app.command()

@@ -163,8 +163,8 @@ SPARSE_COLUMNS: Mapping[str, type] = {
     for column in fields(NewJobs)
     if get_origin(column.default_factory) is dict
 }
-# What the producer gives, and no statement ever changes: the column of the tables of jobs, and the column of NewJobs
-# that fills it. Every statement that stores or moves a job includes all of them (shard/postgres/sql_loader.py).
+# What the producer gives: the column of the tables of jobs, and the column of NewJobs that fills it. Only alter.sql
+# changes any of it. Every statement that stores or moves a job includes all of them (shard/postgres/sql_loader.py).
 JOB_CONTENT: Mapping[str, str] = {
     "kind": "kinds",
     "payload": "payloads",
@@ -178,6 +178,16 @@ JOB_CONTENT: Mapping[str, str] = {
 }
 # What consumers report while they hold a lease (Extend): columns of the tables of jobs.
 REPORTED = ("progress", "checkpoint")
+
+
+class Alteration(NamedTuple):
+    """What changes of a job that waits. None: it stays as it is. At most one of `run_at_us` and `delay_us` is given."""
+
+    priority: int | None = None
+    run_at_us: int | None = None
+    delay_us: int | None = None
+    # All of them, as JSON.
+    attributes: str | None = None
 
 
 class Claimed(NamedTuple):

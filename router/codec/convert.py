@@ -21,6 +21,7 @@ from shard.queue_settings import QueueSettings
 from shard.vocabulary import (
     MAX_ATTEMPTS_DEFAULT,
     RETENTION_DEFAULT,
+    Alteration,
     Answer,
     Claimed,
     Failure,
@@ -128,6 +129,15 @@ def new_jobs(org: OrgId, jobs: Sequence[job_pb2.NewJob], *, trace: str | None) -
         elif trace is not None:
             columns.traces[at] = trace
     return columns
+
+
+def alteration(request: queue_pb2.AlterJobsRequest) -> Alteration:
+    return Alteration(
+        priority=request.priority or None,
+        run_at_us=micros(request.run_at) if request.HasField("run_at") else None,
+        delay_us=micros(request.delay) if request.HasField("delay") else None,
+        attributes=json.dumps(dict(request.attributes.values)) if request.HasField("attributes") else None,
+    )
 
 
 def policy(message: job_pb2.RetryPolicy) -> retry_policy.Policy:

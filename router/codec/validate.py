@@ -132,6 +132,18 @@ def enqueue_violations(request: queue_pb2.EnqueueRequest) -> list[Violation]:
     return violations
 
 
+def check_alter(request: queue_pb2.AlterJobsRequest) -> None:
+    """Checks an AlterJobs as `check` does, its run_at by the current time, and that it changes something. Raises
+    InvalidRequest."""
+    violations = violations_of(request)
+    if request.HasField("run_at"):
+        violations += _too_far("run_at", request.run_at, latest_s=time.time() + _TEN_YEARS_S)
+    if request.WhichOneof("when") is None and not request.priority and not request.HasField("attributes"):
+        violations.append(Violation("priority", "must be set, unless run_at, delay or attributes is"))
+    if violations:
+        raise InvalidRequest(violations)
+
+
 def unfit_new_ids(jobs: Sequence[admin_pb2.RestoreJob]) -> list[Violation]:
     """Returns violations for new ids that equal the job's old id, or that another job of the request has too."""
     seen: set[str] = set()

@@ -20,7 +20,7 @@ from router.codec import convert, fast_write
 from router.codec.fast_write import Delivery
 from router.codec.lease_verbs import ACK, VERBS, LeaseVerb, not_ok
 from router.codec.status import InvalidRequest, Violation, status_of
-from router.codec.validate import check, check_ack, check_dequeue, enqueue_violations, plain_jobs
+from router.codec.validate import check, check_ack, check_alter, check_dequeue, enqueue_violations, plain_jobs
 from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
 from router.gate.admission import Call, Context, Gate, current_call
@@ -271,6 +271,18 @@ class QueueService:
 
         answers = await decide(self._fleet, org, ids, cancel)
         return queue_pb2.CancelJobsResponse(answers=[convert.ANSWERS[answer] for answer in answers])
+
+    @unary(check_alter)
+    async def AlterJobs(self, request: queue_pb2.AlterJobsRequest) -> queue_pb2.AlterJobsResponse:
+        org = OrgId(request.org)
+        ids = [JobId(job_id) for job_id in request.ids]
+        alteration = convert.alteration(request)
+
+        async def alter(member: ShardHandle, positions: Sequence[int]) -> list[Answer]:
+            return await member.store.alter(org, [ids[at] for at in positions], alteration)
+
+        answers = await decide(self._fleet, org, ids, alter)
+        return queue_pb2.AlterJobsResponse(answers=[convert.ANSWERS[answer] for answer in answers])
 
     @unary()
     async def GetServerInfo(self, _: server_pb2.GetServerInfoRequest) -> server_pb2.GetServerInfoResponse:

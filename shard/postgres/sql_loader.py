@@ -3,7 +3,7 @@
 What several statements share is written once, here, and included by name:
 
     {{job_columns}}      the columns that the tables job, dead and finished have in common
-    {{job_content}}      those of them that the producer gave and that never change: JOB_CONTENT in shard/vocabulary.py
+    {{job_content}}      those of them that the producer gave: JOB_CONTENT in shard/vocabulary.py
     {{kept_content}}     job_content, and what consumers reported: what a job keeps wherever it goes
     {{unkeyed_content(e)}}  the same of row e, without the key that counts while a job is live: the row gave it up
     {{new_job_arrays}}   job_content as the parameters of enqueue.sql: an array for each column

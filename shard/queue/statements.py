@@ -33,6 +33,7 @@ FIND_LOCKED_KEYS = _load("find_locked_keys", shared=True)
 FIND_LOCKED_NAMES = _load("find_locked_names", shared=True)
 EXPLAIN_MISS = _load("explain_miss", shared=True)
 CANCEL = _load("cancel", shared=True)
+ALTER = _load("alter", shared=True)
 GET_JOBS = _load("get_jobs", shared=True)
 FIND_ENDED = _load("find_ended", shared=True)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,7 +33,19 @@ from shard.queue.pending_enqueue import NOTHING_HANDED, Call, Handover
 from shard.queue.queue_ids import QueueIds
 from shard.queue.revocation import Revocation
 from shard.queue.settle import BYTES_PER_WEIGHT, VERBS, LeaseSettler, Settlement
-from shard.vocabulary import Answer, JobId, Known, Lease, Micros, NewJobs, OrgId, QueueId, QueueName, ShardName
+from shard.vocabulary import (
+    Alteration,
+    Answer,
+    JobId,
+    Known,
+    Lease,
+    Micros,
+    NewJobs,
+    OrgId,
+    QueueId,
+    QueueName,
+    ShardName,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -252,9 +264,53 @@ class Store:
         )
         return answers
 
+    async def alter(self, org: OrgId, ids: Sequence[JobId], alteration: Alteration) -> list[Answer]:
+        """Changes jobs that are scheduled or ready. Returns an answer for each: STALE if the job is leased or dead, or
+        has succeeded, DEPARTING if it is on its way to another shard. Raises RowLocked, ShardUnavailable,
+        TooManyWaiting."""
+        self.clock.check()
+        answers: list[Answer] = await self._single_calls.submit(
+            SingleCall(org, len(ids), partial(self._alter, org, ids, alteration))
+        )
+        return answers
+
     async def _cancel(self, org: OrgId, ids: Sequence[JobId], *, reason: str) -> list[Answer]:
+        async def act(free: Sequence[JobId]) -> dict[JobId, Answer]:
+            rows = await partitions.finish(
+                self._database,
+                statements.CANCEL,
+                {"ids": arrays.plain(free), "org": org, "reason": reason or "cancelled"},
+            )
+            self.on_settled(to_hex(JobId(name)) for name, *_ in rows)
+            ended = [(worker, lease_of(name, lease)) for name, _, lease, worker in rows if lease is not None]
+            if ended:
+                self.on_revoked(Revocation.by_worker(org, Answer.CANCELLED, ended))
+            return {JobId(name): Answer.DEPARTING if departing else Answer.OK for name, departing, *_ in rows}
+
+        # A job that moved between the tables job and dead while the statement read them is in neither list.
+        return await self._change(org, ids, act, {"cancelled": Answer.OK, "succeeded": Answer.STALE})
+
+    async def _alter(self, org: OrgId, ids: Sequence[JobId], alteration: Alteration) -> list[Answer]:
+        async def act(free: Sequence[JobId]) -> dict[JobId, Answer]:
+            parameters = {"ids": arrays.plain(free), "org": org, **alteration._asdict()}
+            rows: list[tuple[str, QueueId | None]] = await self._database.run(statements.ALTER, parameters)
+            self.on_visible({queue_id for _, queue_id in rows if queue_id is not None})
+            return {JobId(name): Answer.DEPARTING if queue_id is None else Answer.OK for name, queue_id in rows}
+
+        stale = dict.fromkeys(("leased", "dead", "succeeded"), Answer.STALE)
+        return await self._change(org, ids, act, {"cancelled": Answer.CANCELLED, **stale})
+
+    async def _change(
+        self,
+        org: OrgId,
+        ids: Sequence[JobId],
+        act: Callable[[Sequence[JobId]], Awaitable[dict[JobId, Answer]]],
+        missed_in: Mapping[str, Answer],
+    ) -> list[Answer]:
+        """Changes jobs by id. `act` changes those that it can, and answers for them. `missed_in`: the answers for the
+        others, by their state; a job in another state changed while the statement ran, and is tried again."""
         answers: dict[JobId, Answer] = {}
-        was_cancelled_before = False
+        was_done_before = False
         remaining: Sequence[JobId] = list(dict.fromkeys(ids))
         ids_by_row = {(org, to_hex(job_id)): job_id for job_id in remaining}
         locked = {ids_by_row[row] for row in await self._locks.expect(ids_by_row)}
@@ -263,44 +319,30 @@ class Store:
             if not free:
                 break
             try:
-                rows = await partitions.finish(
-                    self._database,
-                    statements.CANCEL,
-                    {"ids": arrays.plain(free), "org": org, "reason": reason or "cancelled"},
-                )
+                answers.update(await act(free))
             except RowLocked:
                 locked |= {ids_by_row[row] for row in await self._locks.find(ids_by_row) if ids_by_row[row] in free}
                 continue
-            answers.update((JobId(name), Answer.DEPARTING if departing else Answer.OK) for name, departing, *_ in rows)
-            self.on_settled(to_hex(JobId(name)) for name, *_ in rows)
-            ended = [(worker, lease_of(name, lease)) for name, _, lease, worker in rows if lease is not None]
-            if ended:
-                self.on_revoked(Revocation.by_worker(org, Answer.CANCELLED, ended))
             missed = [job_id for job_id in free if job_id not in answers]
             records = await self._get(org, missed, include_payload=False, bytes_max=0)
             states = {record.id: record.state for record in records}
             for job_id in missed:
-                match states.get(job_id):
-                    case None:
-                        answers[job_id] = Answer.NOT_FOUND
-                    case "cancelled":
-                        answers[job_id], was_cancelled_before = Answer.OK, True
-                    case "succeeded":
-                        answers[job_id] = Answer.STALE
-                    case _:
-                        # It moved between the tables job and dead while the statement read them: try again.
-                        pass
+                if job_id not in states:
+                    answers[job_id] = Answer.NOT_FOUND
+                elif states[job_id] in missed_in:
+                    answers[job_id] = missed_in[states[job_id]]
+                    was_done_before |= answers[job_id] is Answer.OK
             remaining = [job_id for job_id in missed if job_id not in answers]
         if locked:
             more = f" (and {len(locked) - 1} more)" if len(locked) > 1 else ""
             raise RowLocked(self.name, f"job {min(locked)}{more}")
         if not remaining:
-            if was_cancelled_before:
-                # The commit of the earlier cancel may still be waiting for the standby.
+            if was_done_before:
+                # The commit of the earlier call may still be waiting for the standby.
                 await self._database.run(postgres_statements.WAIT_FOR_STANDBY, {})
             return [answers[job_id] for job_id in ids]
         raise ShardUnavailable(
-            self.name, f"{len(remaining)} job(s) of org {org!r} kept changing while they were cancelled; try again"
+            self.name, f"{len(remaining)} job(s) of org {org!r} kept changing during the call; try again"
         )
 
     async def get(

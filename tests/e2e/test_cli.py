@@ -970,6 +970,19 @@ def test_an_expiry_that_has_passed_is_no_fault_of_a_job_that_is_sent_again(windr
     assert "existed already" in windrow(*job).err
 
 
+def test_jobs_that_wait_are_altered(windrow: Windrow) -> None:
+    job = windrow("enqueue", "altered", "q", "k", "--delay", "1h", "--attribute", "a=b").out.strip()
+    altered = windrow("jobs", "alter", "altered", job, "--delay", "0s", "--priority", "2", "--attribute", "c=d")
+    assert (altered.code, altered.out) == (0, f"{job}  changed\n")
+    (shown,) = windrow("jobs", "get", "altered", job, "--json").documents
+    assert (shown["state"], shown["priority"], shown["attributes"]) == ("ready", 2, {"c": "d"})
+    assert windrow("dequeue", "altered", "q", "--ack").code == 0
+    done = windrow("jobs", "alter", "altered", job, "--priority", "1", "--json")
+    assert (done.code, done.documents) == (1, [{"id": job, "answer": "stale"}])
+    assert windrow("jobs", "alter", "altered", str(uuid7()), "--priority", "1").code == 4
+    assert windrow("jobs", "alter", "altered", job).code == 2
+
+
 def test_an_id_of_another_job_is_refused_and_its_state_told(windrow: Windrow) -> None:
     job = ("enqueue", "another", "q", "k", "--id", str(uuid7()))
     assert windrow(*job, "one").code == 0

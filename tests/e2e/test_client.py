@@ -244,7 +244,13 @@ async def test_every_option_of_a_job_is_kept(client: Client) -> None:
     assert record.retry == ExponentialRetry(
         initial_delay=timedelta(seconds=2), multiplier=3.0, max_delay=timedelta(seconds=60), jitter=0.0
     )
+    assert await client.alter_jobs([stored.id], priority=2, delay=60, attributes={"a": "b"}) == [Answer.OK]
+    record = (await client.get_jobs([stored.id]))[stored.id]
+    assert (record.priority, record.attributes, record.run_at < soon) == (2, {"a": "b"}, True)
+    assert await client.alter_jobs([stored.id], attributes={}) == [Answer.OK]
+    assert (await client.get_jobs([stored.id]))[stored.id].attributes == {}
     assert await client.cancel_jobs([stored.id], reason="changed our mind") == [Answer.OK]
+    assert await client.alter_jobs([stored.id], priority=3) == [Answer.CANCELLED]
     assert (await client.get_jobs([stored.id]))[stored.id].reason == "changed our mind"
     assert await client.get_jobs(["01900000-0000-7000-8000-000000000000"]) == {}
 

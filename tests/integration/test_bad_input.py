@@ -364,6 +364,13 @@ def queue_cases() -> Iterator[Bad]:
     for why, bad in IDS.items():
         yield Bad("GetJobs", "ids[1]", why, queue_pb2.GetJobsRequest(org=ORG, ids=[SECOND_JOB, bad]))
         yield Bad("CancelJobs", "ids[1]", why, queue_pb2.CancelJobsRequest(org=ORG, ids=[SECOND_JOB, bad]))
+        yield Bad("AlterJobs", "ids[1]", why, queue_pb2.AlterJobsRequest(org=ORG, ids=[SECOND_JOB, bad], priority=1))
+    good = {"org": ORG, "ids": [SECOND_JOB]}
+    yield Bad("AlterJobs", "priority", "no change", queue_pb2.AlterJobsRequest(org=ORG, ids=[SECOND_JOB]))
+    yield from each("AlterJobs", queue_pb2.AlterJobsRequest, "priority", {"below": -1, "above": 10}, good)
+    yield from each("AlterJobs", queue_pb2.AlterJobsRequest, "delay", DELAYS, good)
+    far = Timestamp(seconds=int(time.time()) + 86_400 + TEN_YEARS_S)
+    yield from each("AlterJobs", queue_pb2.AlterJobsRequest, "run_at", {"too far ahead": far}, good)
     reasons = {**TEXTS, "too long": "x" * 1025, "too many bytes": "é" * 513}
     yield from each("CancelJobs", queue_pb2.CancelJobsRequest, "reason", reasons, {"org": ORG, "ids": [SECOND_JOB]})
 

@@ -101,6 +101,7 @@ def unary_calls(to: Client, lease: bytes) -> dict[str, Callable[[], Any]]:
         "GetJobs": lambda: queue.GetJobs(queue_pb2.GetJobsRequest(org=ORG, ids=[job_id()])),
         "CancelJobs": lambda: queue.CancelJobs(queue_pb2.CancelJobsRequest(org=ORG, ids=[job_id()])),
         "WaitJob": lambda: queue.WaitJob(queue_pb2.WaitJobRequest(org=ORG, id=job_id(), wait=window(20))),
+        "AlterJobs": lambda: queue.AlterJobs(queue_pb2.AlterJobsRequest(org=ORG, ids=[job_id()], priority=1)),
         "CreateQueue": lambda: admin.CreateQueue(admin_pb2.CreateQueueRequest(org=ORG, queue=f"queue-{job_id()}")),
         "PauseQueue": lambda: admin.PauseQueue(admin_pb2.PauseQueueRequest(org=ORG, queue="other")),
         "GetQueue": lambda: admin.GetQueue(admin_pb2.GetQueueRequest(org=ORG, queue=QUEUE)),

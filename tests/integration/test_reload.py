@@ -500,6 +500,7 @@ def test_a_shard_that_is_read_only_can_be_looked_at_and_does_not_change(cluster:
         lambda: queue.Extend(queue_pb2.ExtendRequest(org=org, extends=[queue_pb2.Extend(lease=leased.lease)])),
         lambda: queue.Release(queue_pb2.ReleaseRequest(org=org, leases=[leased.lease])),
         lambda: queue.CancelJobs(queue_pb2.CancelJobsRequest(org=org, ids=[stored.id])),
+        lambda: queue.AlterJobs(queue_pb2.AlterJobsRequest(org=org, ids=[stored.id], priority=1)),
         lambda: admin.CreateQueue(admin_pb2.CreateQueueRequest(org=org, queue="new")),
         lambda: admin.UpdateQueue(
             admin_pb2.UpdateQueueRequest(org=org, queue=QUEUE, config=admin_pb2.QueueConfig(max_attempts=3))

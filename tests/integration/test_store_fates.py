@@ -8,11 +8,12 @@ import psycopg
 import pytest
 
 from shard.admin.queue_admin import QueueAdmin
+from shard.job_record import JobRecord
 from shard.postgres.pool import Database
 from shard.queue.settle import Nack, Settlement, Snooze
 from shard.queue.store import Store
 from shard.retry_policy import Fixed
-from shard.vocabulary import Answer, Failure, JobId, Lease, OrgId, Outcome
+from shard.vocabulary import Alteration, Answer, Failure, JobId, Lease, OrgId, Outcome, QueueName
 from tests.conftest import SHARD
 from tests.jobs import HOUR_US, MINUTE_US, QUEUE, SHORT_US, history_of, ids_of, job_id, lease_jobs, some_jobs
 from tests.timemachine import end_leases, make_due, reach_expiry
@@ -310,6 +311,65 @@ async def test_cancelling_ends_a_lease_and_is_answered_ok_again(database: Databa
     assert await store.settle(Settlement.nack(org, [Nack(lease=lease)])) == [Answer.CANCELLED]
     (record,) = await store.get(org, [job.id], include_payload=False)
     assert (record.state, record.reason) == ("cancelled", "no more")
+
+
+async def test_jobs_that_wait_are_changed_and_all_others_stay_as_they_are(database: Database, org: OrgId) -> None:
+    store = Store(database)
+    jobs = some_jobs(org, 7, priority=5)
+    jobs.queues = [QueueName(name) for name in ("scheduled", "ready", "lost", "leased", "dead", "done", "cancelled")]
+    scheduled, ready, lost = ids_of(jobs)[:3]
+    jobs.delay_us = {0: HOUR_US}
+    jobs.attributes = {0: '{"a": "b"}', 1: '{"a": "b"}'}
+    await store.enqueue(jobs)
+    await lease_jobs(store, org, queue="lost")
+    await end_leases(database, org)
+    held = {queue: (await lease_jobs(store, org, queue=queue))[0][1] for queue in ("leased", "dead", "done")}
+    await store.settle(Settlement.nack(org, [Nack(lease=held["dead"], failure=Failure(permanent=True))]))
+    await store.settle(Settlement.ack(org, [held["done"]]))
+    await store.cancel(org, ids_of(jobs)[6:], reason="")
+    before = {record.id: record for record in await store.get(org, ids_of(jobs), include_payload=False)}
+    assert [before[job].state for job in jobs.ids] == [
+        *("scheduled", "ready", "ready", "leased", "dead", "succeeded", "cancelled")
+    ]
+    names = [*ids_of(jobs), job_id()]
+    answers = [Answer.OK] * 3 + [Answer.STALE] * 3 + [Answer.CANCELLED, Answer.NOT_FOUND]
+
+    async def altered(change: Alteration) -> list[JobRecord]:
+        assert await store.alter(org, names, change) == answers
+        records = await store.get(org, names, include_payload=False)
+        assert records[3:] == [before[job] for job in names[3:-1]], "the others stay as they are"
+        return records[:3]
+
+    # Another org changes nothing.
+    assert await store.alter(OrgId(f"{org}-2"), names, Alteration(priority=1)) == [Answer.NOT_FOUND] * 8
+    for record in await altered(Alteration(attributes='{"c": "d"}')):
+        assert record == before[record.id]._replace(attributes='{"c": "d"}')
+    assert [record.attributes for record in await altered(Alteration(attributes="{}"))] == [None] * 3
+    of_priority = await altered(Alteration(priority=1))
+    assert [(record.priority, record.state) for record in of_priority] == [(1, "scheduled"), (1, "ready"), (1, "ready")]
+    assert of_priority[0].run_at == before[scheduled].run_at
+    assert [attempt.outcome for attempt in of_priority[2].attempts()] == [Outcome.EXPIRED]
+    # The same priority again moves no job.
+    assert await altered(Alteration(priority=1)) == of_priority
+    assert {record.state for record in await altered(Alteration(delay_us=HOUR_US))} == {"scheduled"}
+    assert {record.state for record in await altered(Alteration(run_at_us=1))} == {"ready"}
+    claimed = [job.id for queue in jobs.queues[:3] for job, _ in await lease_jobs(store, org, queue=queue)]
+    assert claimed == [scheduled, ready, lost]
+
+
+async def test_a_job_that_is_altered_is_found_in_its_new_lane_behind_what_was_claimed_there(
+    database: Database, org: OrgId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shard.queue.claim_floor.GUARD_US", 0)
+    store = Store(database)
+    old = some_jobs(org, 1, priority=5)
+    await store.enqueue(old)
+    # The floor of the other lane is above the time at which the job became visible.
+    await store.enqueue(some_jobs(org, 1, priority=1))
+    assert len(await lease_jobs(store, org, max_jobs=1)) == 1
+    assert await store.alter(org, ids_of(old), Alteration(priority=1)) == [Answer.OK]
+    ((job, _),) = await lease_jobs(store, org)
+    assert (job.id, job.priority) == (old.ids[0], 1)
 
 
 # The day's partition is missing

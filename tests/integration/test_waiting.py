@@ -421,6 +421,15 @@ async def test_a_resumed_queue_wakes_consumers(near: Client, producer: Client, o
         assert [job.id for job in await jobs_of(waiting)] == ids
 
 
+async def test_a_job_that_is_altered_to_run_now_wakes_consumers(near: Client, producer: Client, org: str) -> None:
+    ids = await near.enqueue(org, new_job(delay=Duration(seconds=3600)))
+    async with waiter(near, org) as waiting:
+        request = queue_pb2.AlterJobsRequest(org=org, ids=ids, delay=Duration())
+        answered = await producer.queue.AlterJobs(request, timeout=PATIENCE_S)
+        assert list(answered.answers) == [job_pb2.JOB_ANSWER_OK]
+        assert [job.id for job in await jobs_of(waiting)] == ids
+
+
 async def test_a_wait_that_is_cancelled_while_it_is_handed_a_job_gives_it_back(
     near: Client, dsns: dict[str, str], org: str
 ) -> None:

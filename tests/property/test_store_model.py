@@ -13,7 +13,7 @@ import copy
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -31,7 +31,18 @@ from shard.queue.settle import Nack, Settlement, Snooze
 from shard.queue.store import Store
 from shard.queue_settings import QueueSettings
 from shard.retry_policy import Fixed, to_json
-from shard.vocabulary import MAX_ATTEMPTS_DEFAULT, Answer, Failure, JobId, Lease, NewJobs, OrgId, Outcome, QueueName
+from shard.vocabulary import (
+    MAX_ATTEMPTS_DEFAULT,
+    Alteration,
+    Answer,
+    Failure,
+    JobId,
+    Lease,
+    NewJobs,
+    OrgId,
+    Outcome,
+    QueueName,
+)
 from tests import timemachine
 from tests.conftest import SHARD
 from tests.jobs import HOUR_US, at_once, job_id
@@ -229,6 +240,13 @@ changed: st.SearchStrategy[dict[str, Any]] = st.one_of(
         },
     ),
 )
+alterations = st.builds(
+    Alteration,
+    priority=st.sampled_from((None, 1, 9)),
+    run_at_us=st.none(),
+    delay_us=st.sampled_from((None, 0, HOUR_US)),
+    attributes=st.sampled_from((None, "{}")),
+)
 stores_ = st.integers(0, 1)
 queue_lists = st.one_of(st.just(list(QUEUES)), st.lists(st.sampled_from(QUEUES), min_size=1, unique=True))
 # The first org is drawn more often, because interesting histories need many calls to one org.
@@ -289,7 +307,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.enqueue([store], [org], data)
 
     @rule(
-        call=st.sampled_from(("enqueue", "claim", "claim", "end", "end", "end", "cancel")),
+        call=st.sampled_from(("enqueue", "claim", "claim", "end", "end", "end", "cancel", "alter")),
         callers=st.lists(st.tuples(stores_, orgs, seldom), min_size=1, max_size=4),
         data=st.data(),
     )
@@ -310,6 +328,10 @@ class StoreMachine(RuleBasedStateMachine):
             case "cancel":
                 picks = data.draw(st.lists(numbers, min_size=1, max_size=2))
                 self.cancel(stores[0], callers[0][2], [pick(list(self.model), number) for number in picks])
+            case "alter":
+                picks = data.draw(st.lists(numbers, min_size=1, max_size=2))
+                change = data.draw(alterations)
+                self.alter(stores[0], callers[0][2], [pick(list(self.model), number) for number in picks], change)
             case _:
                 self.enqueue(stores, tenants, data)
 
@@ -348,20 +370,27 @@ class StoreMachine(RuleBasedStateMachine):
         before = self.memory
         for order in itertools.permutations(range(len(calls))):
             self.memory = copy.deepcopy(before)
-            if all(self.enqueued(calls[turn], answers[turn]) for turn in order):
+            if all(self.enqueued(calls[turn], answers[turn], before.model) for turn in order):
                 assert all(name in self.model for known in answers for name in known.values())
                 return
         raise AssertionError(f"no order of calls explains these answers: {answers} to {calls}")
 
-    def enqueued(self, sent: Sent, answer: dict[int, JobId]) -> bool:
-        """Applies a batch to the model. Returns whether that explains the answer and the handover's report."""
+    def enqueued(self, sent: Sent, answer: dict[int, JobId], before: Mapping[JobId, Job]) -> bool:
+        """Applies a batch to the model. Returns whether that explains the answer and the handover's report. `before`:
+        the jobs that were stored before all calls of the moment."""
+        holders = [self.holder(wish) for wish in sent.wishes]
         known, handed = self.stored(sent.wishes, sent.takers)
         told = {at for each in sent.told for at in each.positions}
         if told != handed or known.keys() != answer.keys():
             return False
         # The job may be known by its own id instead of its key, if another call stores it at the same moment: a call
-        # looks up afterwards what it did not store, and an id wins over a key.
-        return all(answer[at] in (known_as, sent.wishes[at].id) for at, known_as in known.items())
+        # looks up afterwards what it did not store, and an id wins over a key. Or by its key, if it was looked up just
+        # before another call stored its id with another key.
+        return all(
+            answer[at] in (known_as, sent.wishes[at].id)
+            or (answer[at] == holders[at] and sent.wishes[at].id not in before)
+            for at, known_as in known.items()
+        )
 
     def stored(self, wishes_: Sequence[Wish], takers: dict[int, int]) -> tuple[dict[int, JobId], set[int]]:
         """Returns the positions that were known, and those that were leased to their takers. A job that is not stored
@@ -581,6 +610,33 @@ class StoreMachine(RuleBasedStateMachine):
             job.state, job.lease, job.since = "scheduled" if later else "ready", None, self.step
 
     # Operators
+
+    def alter(self, store: int, foreign: bool, names: list[JobId], change: Alteration) -> None:
+        org = self.model[names[0]].wish.org
+        if foreign:
+            org = self.orgs[self.orgs.index(org) - 1]
+        expected: list[Answer] = []
+        for name in names:
+            job = self.model[name]
+            if job.wish.org != org:
+                expected.append(Answer.NOT_FOUND)
+            elif job.state in ("scheduled", "ready"):
+                expected.append(Answer.OK)
+            else:
+                expected.append(Answer.CANCELLED if job.state == "cancelled" else Answer.STALE)
+        assert self.do(self.stores[store].alter(org, names, change)) == expected
+        for name in dict.fromkeys(names):
+            job = self.model[name]
+            if job.wish.org != org or job.state not in ("scheduled", "ready"):
+                continue
+            goes_on = change.delay_us is None and change.priority in (None, job.wish.priority)
+            if goes_on:
+                continue
+            job.wish = dataclasses.replace(job.wish, priority=change.priority or job.wish.priority)
+            job.notice_expiry()
+            job.lease, job.since = None, self.step
+            if change.delay_us is not None:
+                job.state = "scheduled" if change.delay_us else "ready"
 
     def cancel(self, store: int, foreign: bool, names: list[JobId]) -> None:
         org = self.model[names[0]].wish.org

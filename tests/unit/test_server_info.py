@@ -72,6 +72,7 @@ def test_one_limit_holds_for_the_leases_of_every_verb(request_type: type[Message
 
 def test_one_limit_holds_for_calls_of_a_kind() -> None:
     assert limit(queue_pb2.CancelJobsRequest, "ids", Rule.REPEATED_MAX_ITEMS) == LIMITS.max_ids_per_call
+    assert limit(queue_pb2.AlterJobsRequest, "ids", Rule.REPEATED_MAX_ITEMS) == LIMITS.max_ids_per_call
     assert limit(queue_pb2.ConsumeStart, "queues", Rule.REPEATED_MAX_ITEMS) == LIMITS.max_queues_per_dequeue
     assert limit(admin_pb2.RedriveJobsRequest, "limit", Rule.INT32_LTE) == LIMITS.max_jobs_per_change
     assert limit(admin_pb2.ListQueuesRequest, "page_size", Rule.INT32_LTE) == LIMITS.max_page_size

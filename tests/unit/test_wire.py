@@ -77,6 +77,7 @@ def claimed_jobs(lease: int) -> st.SearchStrategy[Claimed]:
         leased_at=MICROS,
         deadline=MICROS,
         expired=st.just(False),
+        max_runtime_us=st.none() | st.integers(1_000_000, 2_592_000_000_000),
         checkpoint=st.none() | PAYLOADS,
     )
 
@@ -98,6 +99,7 @@ def as_message(job: Claimed) -> job_pb2.LeasedJob:
         enqueued_at=convert.timestamp(job.enqueued_at),
         run_at=convert.timestamp(job.run_at),
         trace=job_pb2.TraceContext(traceparent=parent, tracestate=state) if job.trace is not None else None,
+        max_runtime=None if job.max_runtime_us is None else convert.duration(job.max_runtime_us),
         checkpoint=job.checkpoint or b"",
     )
 
@@ -126,7 +128,7 @@ def test_claimed_jobs_are_written_as_the_generated_code_would(data: st.DataObjec
     jobs = data.draw(st.lists(claimed_jobs(lease), min_size=1, max_size=6))
     given_ = fast_write.claimed(STORE, ORG, jobs)
     assert_written(given_, [as_message(job) for job in jobs])
-    assert (given_.number, given_.deadline) == (lease, jobs[0].deadline)
+    assert (given_.number, given_.deadline) == (lease, max(job.deadline for job in jobs))
 
 
 @settings(max_examples=25)

@@ -8,8 +8,9 @@ import os
 import random
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar, Unpack, overload
@@ -63,6 +64,7 @@ from windrow.payloads import (
     duration,
     encode_result,
     seconds,
+    timestamp,
 )
 from windrow.reports import Progress, report_of
 from windrow.server_info import ServerInfo, read_server_info
@@ -577,6 +579,36 @@ class Client(AdminCalls):
         async def send(part: Sequence[str]) -> Sequence[int]:
             request = queue_pb2.CancelJobsRequest(org=self.org, ids=part, reason=reason)
             return (await self.calls.call(lambda stub: stub.CancelJobs, request)).answers
+
+        return await _in_parts(list(ids), send)
+
+    async def alter_jobs(
+        self,
+        ids: Iterable[str],
+        *,
+        priority: int = 0,
+        run_at: datetime | None = None,
+        delay: Span | None = None,
+        attributes: Mapping[str, str] | None = None,
+    ) -> list[Answer]:
+        """Changes jobs that wait: their priority, when they run (at `run_at` or after `delay`), and all their
+        attributes. 0 and None leave what is there. Returns STALE for a job that is leased or dead or has succeeded, and
+        CANCELLED for a cancelled one. Raises TypeError or ValueError for a value that cannot be sent."""
+        change = queue_pb2.AlterJobsRequest(org=self.org, priority=priority)
+        if run_at is not None and delay is not None:
+            raise InvalidRequest("run_at and delay are both given; give only one")
+        if run_at is not None:
+            change.run_at.CopyFrom(timestamp(run_at))
+        if delay is not None:
+            change.delay.CopyFrom(duration(delay))
+        if attributes is not None:
+            change.attributes.values.update(attributes)
+            change.attributes.SetInParent()
+
+        async def send(part: Sequence[str]) -> Sequence[int]:
+            request = queue_pb2.AlterJobsRequest(ids=part)
+            request.MergeFrom(change)
+            return (await self.calls.call(lambda stub: stub.AlterJobs, request)).answers
 
         return await _in_parts(list(ids), send)
 

@@ -105,6 +105,7 @@ class SyncClient:
     get_jobs = _blocking(Client.get_jobs)
     wait = _blocking(Client.wait)
     cancel_jobs = _blocking(Client.cancel_jobs)
+    alter_jobs = _blocking(Client.alter_jobs)
     server_info = _blocking(Client.server_info)
     list_queues = _blocking(Client.list_queues)
     get_queue = _blocking(Client.get_queue)

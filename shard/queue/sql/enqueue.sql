@@ -1,7 +1,8 @@
 -- Stores a batch of jobs, each once, in the queues whose slots this shard owns. A job may come with a lease, for a
 -- consumer that waits for it: the consumer gets it without a claim. Returns one row: the time, whether the times of
 -- the ids are acceptable (ids_fit), the queue ids that were admitted, whether each of these queues gives jobs, and its
--- max_attempts, the number of stored jobs, and, if not all were stored, which ones and in which queues. Tables of WITH that are used twice are materialized without being told.
+-- max_attempts, the number of stored jobs, and, if not all were stored, which ones and in which queues. Postgres
+-- materializes the tables of WITH that are used twice.
 WITH clock AS (
     -- An id contains the time when it was made. If it is older than the horizon, an earlier job with this id may have
     -- been deleted already. If it is far in the future, an earlier job with this id may have finished before that time,

@@ -1,5 +1,5 @@
--- Prolongs live leases, at most to the end of the job's max_runtime; never shortens one. Stores what the consumer reported with it: NULL leaves what is there, and an
--- empty checkpoint removes it.
+-- Prolongs live leases, at most to the end of the job's max_runtime; never shortens one. Stores what the consumer
+-- reported with it: NULL leaves what is there, and an empty checkpoint removes it.
 UPDATE windrow.job AS j
 SET
     visible_at = greatest(

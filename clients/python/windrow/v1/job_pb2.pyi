@@ -138,7 +138,8 @@ class _JobAnswerEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JobAnswer.V
     JOB_ANSWER_OK: _JobAnswer.ValueType  # 1
     """Done, now or by an earlier try of the same call. For CancelJobs also: the job was CANCELLED before."""
     JOB_ANSWER_STALE: _JobAnswer.ValueType  # 2
-    """The lease has ended in another way than by this call; for CancelJobs, the job has SUCCEEDED. Nothing was changed. A
+    """The lease has ended in another way than by this call; for CancelJobs, the job has SUCCEEDED; for
+    AlterJobs, it does not wait: it is LEASED or DEAD, or has SUCCEEDED. Nothing was changed. A
     consumer drops its result: another consumer has run the job, or will. A Nack or a Release that is repeated more
     than 50 attempts later gets this answer too.
     """
@@ -148,7 +149,7 @@ class _JobAnswerEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JobAnswer.V
     on a shard which was removed with `windrow shards forget`.
     """
     JOB_ANSWER_CANCELLED: _JobAnswer.ValueType  # 4
-    """The lease has ended, and the job is CANCELLED: no consumer will run it again. Nothing was changed."""
+    """The job is CANCELLED, and its lease has ended: no consumer will run it again. Nothing was changed."""
 
 class JobAnswer(_JobAnswer, metaclass=_JobAnswerEnumTypeWrapper):
     """The outcome for one job that a call named."""
@@ -158,7 +159,8 @@ JOB_ANSWER_UNSPECIFIED: JobAnswer.ValueType  # 0
 JOB_ANSWER_OK: JobAnswer.ValueType  # 1
 """Done, now or by an earlier try of the same call. For CancelJobs also: the job was CANCELLED before."""
 JOB_ANSWER_STALE: JobAnswer.ValueType  # 2
-"""The lease has ended in another way than by this call; for CancelJobs, the job has SUCCEEDED. Nothing was changed. A
+"""The lease has ended in another way than by this call; for CancelJobs, the job has SUCCEEDED; for
+AlterJobs, it does not wait: it is LEASED or DEAD, or has SUCCEEDED. Nothing was changed. A
 consumer drops its result: another consumer has run the job, or will. A Nack or a Release that is repeated more
 than 50 attempts later gets this answer too.
 """
@@ -168,7 +170,7 @@ retention. Nothing was changed. This is also the answer for a lease of another c
 on a shard which was removed with `windrow shards forget`.
 """
 JOB_ANSWER_CANCELLED: JobAnswer.ValueType  # 4
-"""The lease has ended, and the job is CANCELLED: no consumer will run it again. Nothing was changed."""
+"""The job is CANCELLED, and its lease has ended: no consumer will run it again. Nothing was changed."""
 Global___JobAnswer: _TypeAlias = JobAnswer  # noqa: Y015
 
 @_typing.final

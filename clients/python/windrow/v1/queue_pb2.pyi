@@ -1135,3 +1135,127 @@ class WaitJobResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WaitJobResponse: _TypeAlias = WaitJobResponse  # noqa: Y015
+
+@_typing.final
+class Attributes(_message.Message):
+    """All attributes of a job."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ValuesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def values(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Instead of those that the job has; none: it has none afterwards. The limits are those of JobTemplate.attributes."""
+
+    def __init__(
+        self,
+        *,
+        values: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Attributes: _TypeAlias = Attributes  # noqa: Y015
+
+@_typing.final
+class AlterJobsRequest(_message.Message):
+    """Names jobs, and what changes of each of them. At least one change is required."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORG_FIELD_NUMBER: _builtins.int
+    IDS_FIELD_NUMBER: _builtins.int
+    RUN_AT_FIELD_NUMBER: _builtins.int
+    DELAY_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    ATTRIBUTES_FIELD_NUMBER: _builtins.int
+    org: _builtins.str
+    """The tenant that owns the jobs. 1 to 128 bytes, no control characters."""
+    priority: _builtins.int
+    """1 (first) to 9 (last); 0 or absent: as it was. A READY job with another priority comes after the READY jobs that have
+    this priority already.
+    """
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """1 to 1,000 ids in canonical lower-case text."""
+
+    @_builtins.property
+    def run_at(self) -> _timestamp_pb2.Timestamp:
+        """A point in time. One in the past means now. At most 3,650 days ahead."""
+
+    @_builtins.property
+    def delay(self) -> _duration_pb2.Duration:
+        """Counted from the shard's clock when the job is changed, by a repeated call again. 0 s to 3,650 days."""
+
+    @_builtins.property
+    def attributes(self) -> Global___Attributes:
+        """Absent: as they were."""
+
+    def __init__(
+        self,
+        *,
+        org: _builtins.str = ...,
+        ids: _abc.Iterable[_builtins.str] | None = ...,
+        run_at: _timestamp_pb2.Timestamp | None = ...,
+        delay: _duration_pb2.Duration | None = ...,
+        priority: _builtins.int = ...,
+        attributes: Global___Attributes | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attributes", b"attributes", "delay", b"delay", "run_at", b"run_at", "when", b"when"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attributes", b"attributes", "delay", b"delay", "ids", b"ids", "org", b"org", "priority", b"priority", "run_at", b"run_at", "when", b"when"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_when: _TypeAlias = _typing.Literal["run_at", "delay"]  # noqa: Y015
+    _WhichOneofArgType_when: _TypeAlias = _typing.Literal["when", b"when"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_when) -> _WhichOneofReturnType_when | None: ...
+
+Global___AlterJobsRequest: _TypeAlias = AlterJobsRequest  # noqa: Y015
+
+@_typing.final
+class AlterJobsResponse(_message.Message):
+    """Says for each id what became of its job."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def answers(self) -> _containers.RepeatedScalarFieldContainer[_job_pb2.JobAnswer.ValueType]:
+        """One for each id, in the request's order. OK: it was changed. STALE: it is LEASED or DEAD, or has SUCCEEDED.
+        CANCELLED: it was cancelled.
+        """
+
+    def __init__(
+        self,
+        *,
+        answers: _abc.Iterable[_job_pb2.JobAnswer.ValueType] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AlterJobsResponse: _TypeAlias = AlterJobsResponse  # noqa: Y015

@@ -86,6 +86,11 @@ class QueueStub:
                 request_serializer=windrow_dot_v1_dot_queue__pb2.CancelJobsRequest.SerializeToString,
                 response_deserializer=windrow_dot_v1_dot_queue__pb2.CancelJobsResponse.FromString,
                 _registered_method=True)
+        self.AlterJobs = channel.unary_unary(
+                '/windrow.v1.Queue/AlterJobs',
+                request_serializer=windrow_dot_v1_dot_queue__pb2.AlterJobsRequest.SerializeToString,
+                response_deserializer=windrow_dot_v1_dot_queue__pb2.AlterJobsResponse.FromString,
+                _registered_method=True)
         self.GetServerInfo = channel.unary_unary(
                 '/windrow.v1.Queue/GetServerInfo',
                 request_serializer=windrow_dot_v1_dot_server__pb2.GetServerInfoRequest.SerializeToString,
@@ -201,6 +206,14 @@ class QueueServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AlterJobs(self, request, context):
+        """Changes jobs that are SCHEDULED or READY: when they run, their priority, their attributes. Other jobs stay as they
+        are. Consumers that wait are woken as by an Enqueue.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetServerInfo(self, request, context):
         """Returns the router's version and its limits, for client libraries. Needs no org and no shard.
         """
@@ -268,6 +281,11 @@ def add_QueueServicer_to_server(servicer, server):
                     servicer.CancelJobs,
                     request_deserializer=windrow_dot_v1_dot_queue__pb2.CancelJobsRequest.FromString,
                     response_serializer=windrow_dot_v1_dot_queue__pb2.CancelJobsResponse.SerializeToString,
+            ),
+            'AlterJobs': grpc.unary_unary_rpc_method_handler(
+                    servicer.AlterJobs,
+                    request_deserializer=windrow_dot_v1_dot_queue__pb2.AlterJobsRequest.FromString,
+                    response_serializer=windrow_dot_v1_dot_queue__pb2.AlterJobsResponse.SerializeToString,
             ),
             'GetServerInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetServerInfo,
@@ -551,6 +569,33 @@ class Queue:
             '/windrow.v1.Queue/CancelJobs',
             windrow_dot_v1_dot_queue__pb2.CancelJobsRequest.SerializeToString,
             windrow_dot_v1_dot_queue__pb2.CancelJobsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AlterJobs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/windrow.v1.Queue/AlterJobs',
+            windrow_dot_v1_dot_queue__pb2.AlterJobsRequest.SerializeToString,
+            windrow_dot_v1_dot_queue__pb2.AlterJobsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -126,6 +126,10 @@ class QueueStub:
     """Cancels jobs that have not finished. If a job is leased, its lease ends: the consumer is told by
     ConsumeResponse.revoked, and whatever it then says about the lease is answered CANCELLED.
     """
+    AlterJobs: _grpc.UnaryUnaryMultiCallable[_queue_pb2.AlterJobsRequest, _queue_pb2.AlterJobsResponse]
+    """Changes jobs that are SCHEDULED or READY: when they run, their priority, their attributes. Other jobs stay as they
+    are. Consumers that wait are woken as by an Enqueue.
+    """
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_server_pb2.GetServerInfoRequest, _server_pb2.GetServerInfoResponse]
     """Returns the router's version and its limits, for client libraries. Needs no org and no shard."""
     WaitJob: _grpc.UnaryUnaryMultiCallable[_queue_pb2.WaitJobRequest, _queue_pb2.WaitJobResponse]
@@ -189,6 +193,10 @@ class QueueAsyncStub(QueueStub):
     CancelJobs: _aio.UnaryUnaryMultiCallable[_queue_pb2.CancelJobsRequest, _queue_pb2.CancelJobsResponse]  # type: ignore[assignment]
     """Cancels jobs that have not finished. If a job is leased, its lease ends: the consumer is told by
     ConsumeResponse.revoked, and whatever it then says about the lease is answered CANCELLED.
+    """
+    AlterJobs: _aio.UnaryUnaryMultiCallable[_queue_pb2.AlterJobsRequest, _queue_pb2.AlterJobsResponse]  # type: ignore[assignment]
+    """Changes jobs that are SCHEDULED or READY: when they run, their priority, their attributes. Other jobs stay as they
+    are. Consumers that wait are woken as by an Enqueue.
     """
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_server_pb2.GetServerInfoRequest, _server_pb2.GetServerInfoResponse]  # type: ignore[assignment]
     """Returns the router's version and its limits, for client libraries. Needs no org and no shard."""
@@ -310,6 +318,16 @@ class QueueServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_queue_pb2.CancelJobsResponse, _abc.Awaitable[_queue_pb2.CancelJobsResponse]]:
         """Cancels jobs that have not finished. If a job is leased, its lease ends: the consumer is told by
         ConsumeResponse.revoked, and whatever it then says about the lease is answered CANCELLED.
+        """
+
+    @_abc_1.abstractmethod
+    def AlterJobs(
+        self,
+        request: _queue_pb2.AlterJobsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_queue_pb2.AlterJobsResponse, _abc.Awaitable[_queue_pb2.AlterJobsResponse]]:
+        """Changes jobs that are SCHEDULED or READY: when they run, their priority, their attributes. Other jobs stay as they
+        are. Consumers that wait are woken as by an Enqueue.
         """
 
     @_abc_1.abstractmethod

@@ -148,7 +148,7 @@ class ServerLimits(_message.Message):
     Consume stream.
     """
     max_ids_per_call: _builtins.int
-    """Ids in one GetJobs or CancelJobs."""
+    """Ids in one GetJobs, CancelJobs or AlterJobs."""
     max_jobs_per_dequeue: _builtins.int
     """DequeueRequest.max_jobs: the jobs that one Dequeue leases."""
     max_queues_per_dequeue: _builtins.int

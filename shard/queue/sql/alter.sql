@@ -1,0 +1,47 @@
+-- Changes jobs that wait: scheduled ones, and ready ones, also if a lease of theirs expired. NULL leaves what is there.
+-- Returns the changed jobs with their queues, and the jobs on their way to another shard (departing), which are not
+-- changed.
+WITH chosen AS (
+    SELECT
+        j.id, j.queue_id,
+        -- The job goes to another place of a lane. There it is visible from now on at the earliest: claims do not look
+        -- below the floor.
+        CASE
+            WHEN %(run_at_us)s::bigint IS NOT NULL
+                THEN greatest(now(), timestamptz 'epoch' + %(run_at_us)s::bigint * interval '1 us')
+            WHEN %(delay_us)s::bigint IS NOT NULL THEN now() + %(delay_us)s::bigint * interval '1 us'
+            WHEN %(priority)s::smallint <> j.priority THEN greatest(now(), j.visible_at)
+        END AS due
+    FROM windrow.job j
+    WHERE j.id = ANY (%(ids)s::uuid[]) AND (j.lease IS NULL OR j.visible_at <= now())
+        AND {{org_of(j)}} = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)
+    -- Ordered by id, as in all statements about jobs by their ids, so that calls about the same jobs cannot deadlock.
+    ORDER BY j.id
+    FOR UPDATE
+), altered AS (
+    UPDATE windrow.job j
+    SET
+        priority = coalesce(%(priority)s::smallint, j.priority),
+        attributes = nullif(coalesce(%(attributes)s::jsonb, j.attributes), '{}'),
+        run_at = coalesce(c.due, j.run_at),
+        visible_at = coalesce(c.due, j.visible_at),
+        -- If a lease expired unnoticed and the job moves, its end is recorded here.
+        history = CASE
+            WHEN c.due IS NOT NULL AND j.lease IS NOT NULL
+                THEN windrow.remember(j.history, j.attempt, j.worker, j.leased_at, j.visible_at, {{lost_as(j)}}, j.lease, NULL)
+            ELSE j.history
+        END,
+        lease = CASE WHEN c.due IS NULL THEN j.lease END,
+        leased_at = CASE WHEN c.due IS NULL THEN j.leased_at END,
+        worker = CASE WHEN c.due IS NULL THEN j.worker END
+    FROM chosen c
+    -- By id alone: see extend.sql.
+    WHERE j.id = ANY (ARRAY[c.id]) AND (j.queue_id = c.queue_id) IS TRUE
+    RETURNING j.id, j.queue_id
+)
+SELECT a.id::text, a.queue_id FROM altered a
+UNION ALL
+SELECT d.id::text, NULL
+FROM windrow.departing d
+WHERE d.id = ANY (%(ids)s::uuid[])
+    AND {{org_of(d)}} = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)
