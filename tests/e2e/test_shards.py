@@ -16,7 +16,7 @@ import pytest
 from shard.placement.slots import SLOTS
 from shard.postgres.leader_lock import leader_session
 from shard.queue.store import Store
-from shard.vocabulary import ShardName
+from shard.vocabulary import JobId, ShardName
 from tests import timemachine
 from tests.balancers import Field, balanced, open_field, until
 from tests.e2e.test_cli import ROOT, WAIT_S, Done, environ
@@ -212,7 +212,7 @@ async def test_a_drained_shard_is_forgotten_when_it_can_know_nothing_any_more_or
     assert (done.code, done.out) == (5, "")
     assert "shard 's2' still holds 1,024 slots: drain it first" in done.err
     ((org, jobs),) = (await field.enqueue(1, jobs=2, among=PART)).items()
-    await Store(field.databases[B]).cancel(org, jobs.ids, reason="")
+    await Store(field.databases[B]).cancel(org, list(map(JobId, jobs.ids)), reason="")
     field.write(s1={}, s2={"state": "draining"})
     assert (await windrow(field, "balancer", "--once")).code == 0
     done = await windrow(field, "shards", "forget", "s2", "--force")
