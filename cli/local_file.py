@@ -23,6 +23,8 @@ FIRST = "s1"
 FILE = "cluster.toml"
 _SHARDS_DEFAULT = 2
 _NAME = re.compile(r"s[1-9]\d*")
+# Where the routers listen, or listened when the cluster ran last.
+_ADDRESS = "address"
 # The DSNs that embedded/ makes.
 _OUR_DSN = re.compile(r"postgresql://windrow:[^@/]*@127\.0\.0\.1:\d+/windrow")
 _BEGINNING = '[cluster]\nname = "local"\n\n[router]\ndrain_seconds = 10\n'
@@ -52,6 +54,18 @@ def servers(root: Path | None, wanted: int | None) -> list[str]:
     if there and added:
         output.note(f"added: {', '.join(added)}. Slots now move there while the cluster works: see windrow shards")
     return there + added
+
+
+def keep_address(root: Path, address: str) -> None:
+    write_file(root / _ADDRESS, address + "\n", mode=0o644)
+
+
+def address(root: Path) -> str:
+    """Returns the address of the cluster that runs on this data; empty if it has not been up yet."""
+    try:
+        return (root / _ADDRESS).read_text().strip()
+    except OSError:
+        return ""
 
 
 def keep(path: Path, dsns: Mapping[str, str]) -> None:

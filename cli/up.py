@@ -95,7 +95,7 @@ def up(
         raise CommandFailed(str(error), ExitCode.USAGE) from error
     except ClusterInUse as error:
         raise CommandFailed(
-            f"another cluster runs on the data in {root}: use that one, stop it, or name another folder with --data",
+            f"another cluster runs on the data in {root}: {_use(root)}, stop it, or name another folder with --data",
             ExitCode.REFUSED,
             particulars=[str(error)],
         ) from error
@@ -108,6 +108,13 @@ def up(
         ) from error
     if cluster.hurried:
         raise typer.Exit(ExitCode.INTERRUPTED)
+
+
+def _use(root: Path | None) -> str:
+    from cli import local_file
+
+    address = "" if root is None else local_file.address(root)
+    return f"use that one at {address}" if address else "use that one"
 
 
 def _is_answered(host: str, port: int) -> bool:
@@ -137,6 +144,7 @@ class _Up:
 
     async def run(self) -> None:
         """Runs until signalled. Raises what local_cluster raises, and CancelledError if signalled during the start."""
+        from cli import local_file
         from cli.local import local_cluster
 
         # The log format of the router processes.
@@ -157,6 +165,8 @@ class _Up:
                         root=self.root,
                     )
                 )
+            if self.root is not None:
+                local_file.keep_address(self.root, self._cluster.address)
             self._announce(self._cluster)
             await self._stop.wait()
             output.note("stopping; another Ctrl-C stops at once")

@@ -34,6 +34,8 @@ from datetime import UTC, datetime
 
 from shard.vocabulary import CATALOG, Micros, OrgId, QueueName, ShardName, Slot
 
+_YEAR_10000_S = 253_402_300_800
+
 
 def what(shard: ShardName) -> str:
     """Returns the shard as messages name it."""
@@ -123,8 +125,14 @@ class IdsOutsideHorizon(BadIds):
         self.now = now
 
     def about(self, job_id: str) -> str:
-        made_at = datetime.fromtimestamp(int(job_id.replace("-", "")[:12], 16) // 1000, UTC)
-        return f"{job_id} was made at {made_at:%Y-%m-%d %H:%M:%S} UTC; {self}"
+        made_s = int(job_id.replace("-", "")[:12], 16) // 1000
+        # An id has room for times until the year 10889, and a datetime ends before.
+        when = (
+            f"at {datetime.fromtimestamp(made_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
+            if made_s < _YEAR_10000_S
+            else "after the year 9999"
+        )
+        return f"{job_id} was made {when}; {self}"
 
 
 class UnknownQueue(ShardError):

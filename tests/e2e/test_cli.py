@@ -315,7 +315,7 @@ def test_up_says_what_to_paste_keeps_the_data_and_leaves_nothing_running(windrow
             ["windrow", "up", *data], env=environ(), capture_output=True, text=True, check=False, timeout=WAIT_S
         )
         assert second.returncode == 5
-        assert "another cluster runs on the data" in second.stderr
+        assert f"another cluster runs on the data in {folder / 'data'}: use that one at {address[1]}, " in second.stderr
         assert "Traceback" not in second.stderr
 
         children = psutil.Process(process.pid).children(recursive=True)

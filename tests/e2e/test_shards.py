@@ -212,7 +212,7 @@ async def test_a_drained_shard_is_forgotten_when_it_can_know_nothing_any_more_or
     assert (done.code, done.out) == (5, "")
     assert "shard 's2' still holds 1,024 slots: drain it first" in done.err
     ((org, jobs),) = (await field.enqueue(1, jobs=2, among=PART)).items()
-    await Store(field.databases[B]).cancel(org, [JobId(one) for one in jobs.ids], reason="")
+    await Store(field.databases[B]).cancel(org, list(map(JobId, jobs.ids)), reason="")
     field.write(s1={}, s2={"state": "draining"})
     assert (await windrow(field, "balancer", "--once")).code == 0
     done = await windrow(field, "shards", "forget", "s2", "--force")
