@@ -220,6 +220,9 @@ class FakeServer(_Servicer):  # type: ignore[misc]
     async def CancelJobs(self, request: queue_pb2.CancelJobsRequest, _context: Any) -> queue_pb2.CancelJobsResponse:
         return queue_pb2.CancelJobsResponse(answers=[job_pb2.JOB_ANSWER_NOT_FOUND for _ in request.ids])
 
+    async def WaitJob(self, _request: queue_pb2.WaitJobRequest, _context: Any) -> queue_pb2.WaitJobResponse:
+        return queue_pb2.WaitJobResponse()
+
     async def GetServerInfo(self, _request: Any, _context: Any) -> server_pb2.GetServerInfoResponse:
         return server_pb2.GetServerInfoResponse()
 
