@@ -231,7 +231,7 @@ async def record(recorder: Recorder, org: OrgId) -> dict[str, Run]:
     of_several = await lease_of_several(store, org)
     await store.enqueue(some_jobs(org, BATCH, queue="queue-6", live_keys=[f"key-{n}" for n in range(BATCH)]))
     await store.enqueue(some_jobs(org, BATCH, queue="queue-6", live_keys=[f"key-{n}" for n in range(BATCH)]))
-    enqueue_live = recorder.last(queue_statements.ENQUEUE)[1] | {"live_keys": fresh["dedup_keys"]}
+    enqueue_live = {**recorder.last(queue_statements.ENQUEUE)[1], "live_keys": fresh["dedup_keys"]}
     waiting = some_jobs(org, BATCH, queue="queue-6")
     await store.enqueue(waiting)
     await store.alter(org, ids_of(waiting), Alteration(priority=1))
@@ -239,7 +239,7 @@ async def record(recorder: Recorder, org: OrgId) -> dict[str, Run]:
         "enqueue": (queue_statements.ENQUEUE, {**enqueue[1], **fresh}),
         "enqueue handed": (queue_statements.ENQUEUE, {**enqueue_handed[1], "ids": fresh["ids"]}),
         "enqueue while live": (queue_statements.ENQUEUE, enqueue_live),
-        "alter": (queue_statements.ALTER, recorder.last(queue_statements.ALTER)[1] | {"priority": 2}),
+        "alter": (queue_statements.ALTER, {**recorder.last(queue_statements.ALTER)[1], "priority": 2}),
         "find_known": find_known,
         "find_known while live": recorder.last(queue_statements.FIND_KNOWN),
         "describe_known": recorder.last(queue_statements.DESCRIBE_KNOWN),
