@@ -103,7 +103,9 @@ def test_a_new_shard_has_nothing_to_be_warned_of(ward: Ward) -> None:
     assert {one["severity"] for one in document["findings"]} <= {"notice"}
     assert {"job", "dead", "tally"} <= {table["table"] for table in document["tables"]}
     assert sum(table["partition_of"] == "finished" for table in document["tables"]) == 5
-    assert [index["index"] for index in document["indexes"]] == ["job_expires", "job_id", "job_ready"]
+    assert [index["index"] for index in document["indexes"]] == [
+        *("job_expires", "job_id", "job_live_key", "job_ready")
+    ]
 
 
 # ── What is held ─────────────────────────────────────────────────────────────────────────────────────────────────────

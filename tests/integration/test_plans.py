@@ -37,7 +37,7 @@ from shard.queue.claim_floor import GUARD_US
 from shard.queue.pending_enqueue import Handover, Taker
 from shard.queue.settle import Nack, Settlement, _LeaseColumns
 from shard.queue.store import Store
-from shard.vocabulary import PRIORITIES, Claimed, Failure, JobState, Lease, OrgId, QueueId, QueueName, Slot
+from shard.vocabulary import PRIORITIES, Alteration, Claimed, Failure, JobState, Lease, OrgId, QueueId, QueueName, Slot
 from tests.conftest import SHARD
 from tests.jobs import HOUR_US, ids_of, job_id, lease_jobs, some_jobs
 from tests.recorder import Recorder, Run
@@ -233,10 +233,14 @@ async def record(recorder: Recorder, org: OrgId) -> dict[str, Run]:
     await store.enqueue(some_jobs(org, BATCH, queue="queue-6", live_keys=[f"key-{n}" for n in range(BATCH)]))
     await store.enqueue(some_jobs(org, BATCH, queue="queue-6", live_keys=[f"key-{n}" for n in range(BATCH)]))
     enqueue_live = {**recorder.last(queue_statements.ENQUEUE)[1], "live_keys": fresh["dedup_keys"]}
+    waiting = some_jobs(org, BATCH, queue="queue-6")
+    await store.enqueue(waiting)
+    await store.alter(org, ids_of(waiting), Alteration(priority=1))
     return {
         "enqueue": (queue_statements.ENQUEUE, {**enqueue[1], **fresh}),
         "enqueue handed": (queue_statements.ENQUEUE, {**enqueue_handed[1], "ids": fresh["ids"]}),
         "enqueue while live": (queue_statements.ENQUEUE, enqueue_live),
+        "alter": (queue_statements.ALTER, {**recorder.last(queue_statements.ALTER)[1], "priority": 2}),
         "find_known": find_known,
         "find_known while live": recorder.last(queue_statements.FIND_KNOWN),
         "describe_known": recorder.last(queue_statements.DESCRIBE_KNOWN),
@@ -372,6 +376,7 @@ PAGES_A_JOB = {
     "enqueue": 30,
     "enqueue handed": 30,
     "enqueue while live": 30,
+    "alter": 40,
     "find_known": 30,
     "find_known while live": 30,
     "describe_known": 30,
