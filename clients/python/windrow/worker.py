@@ -461,7 +461,9 @@ class Worker:
 
     async def _run_in_time(self, handler: _Registered, held: HeldLease, job: Job) -> Payload:
         """Runs the handler. Raises TimedOut if it does not finish in time."""
-        if handler.timeout_s is None:
+        limits_s = [handler.timeout_s, None if job.max_runtime is None else job.max_runtime.total_seconds()]
+        timeout_s = min((limit_s for limit_s in limits_s if limit_s is not None), default=None)
+        if timeout_s is None:
             return await self._run(handler, held, job)
         # It never ends by itself: on_timeout() ends it, once the handler can see why.
         scope = asyncio.timeout(None)
@@ -471,7 +473,7 @@ class Worker:
             held.job.lost.set(LostReason.TIMED_OUT)
             scope.reschedule(loop.time())
 
-        timer = loop.call_later(handler.timeout_s, on_timeout)
+        timer = loop.call_later(timeout_s, on_timeout)
         try:
             async with scope:
                 return await self._run(handler, held, job)
@@ -483,7 +485,7 @@ class Worker:
                 frames = _frames_now(held.thread)
             else:
                 frames = None if held.process is not None else frames_of(cancelled, runner=__file__)
-            message = f"the handler did not finish within {handler.timeout_s:g} s"
+            message = f"the handler did not finish within {timeout_s:g} s"
             raise TimedOut(message).with_traceback(frames) from None
         finally:
             timer.cancel()
