@@ -87,7 +87,7 @@ class ShardHandle:
         self.store.on_revoked = tell_all
         self.room = WaitRoom(self.store, self._doorbell, sweep_s=sweep_s)
         self.room.gives = entry.state.gives_jobs
-        self.ends = EndWaits(self.store, self._doorbell)
+        self.ends: EndWaits = EndWaits(self.store, self._doorbell)
         self._keeping: asyncio.Task[None] | None = None
         # Switches to the entry's new DSN.
         self._switching: asyncio.Task[None] | None = None

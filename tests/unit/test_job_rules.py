@@ -51,7 +51,8 @@ FIELDS: list[dict[str, Any]] = [
 # The ids are the same in each worker of a run, although the times are not.
 @pytest.mark.parametrize("fields", FIELDS, ids=lambda fields: "-".join(fields))
 def test_the_client_refuses_the_fields_of_a_job_that_a_router_refuses(fields: dict[str, Any]) -> None:
-    request = enqueue_request("acme", [NewJob(**{"queue": "q", "kind": "k", **fields})])
+    given: dict[str, Any] = {"queue": "q", "kind": "k", **fields}
+    request = enqueue_request("acme", [NewJob(**given)])
     # A violation of an attribute names the map.
     by_router = {found.field.partition('["')[0] for found in enqueue_violations(request)}
     assert {f"jobs[0].{fault.field}" for fault in job_faults(request.jobs[0])} == by_router

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from windrow.v1.admin_pb2_grpc import AdminAsyncStub
     from windrow.v1.queue_pb2_grpc import QueueAsyncStub
 
-    class Stub(QueueAsyncStub, AdminAsyncStub):
+    class Stub(QueueAsyncStub, AdminAsyncStub):  # pyright: ignore[reportGeneralTypeIssues]
         """The methods of both services on one channel."""
 
         def __init__(self, channel: aio.Channel) -> None: ...
@@ -275,7 +275,7 @@ class Calls:
             for _ in range(self.channels):
                 channel = self._connect()
                 self._channels.append(channel)
-                self._stubs.append(Stub(channel))
+                self._stubs.append(Stub(channel))  # pyright: ignore[reportArgumentType]
         if self._loop is not loop or self._pid != os.getpid():
             raise ClientClosed(
                 f"this client of {self.address} belongs to another event loop or process; "

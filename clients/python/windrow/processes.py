@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import cast
 
 from windrow.jobs import Job, Lost
@@ -53,7 +54,7 @@ class HandlerProcess:
     def __init__(self) -> None:
         # Guards the start against kill().
         self._lock = threading.Lock()
-        self._process: multiprocessing.process.BaseProcess | None = None
+        self._process: BaseProcess | None = None
         self._connection: Connection | None = None
         self._jobs = 0
         self._over = False
@@ -85,8 +86,9 @@ class HandlerProcess:
         ended = cast("_Ended", told)
         if ended.action is None:
             return ended.result
-        self.error, self.action = pickle.loads(ended.error), ended.action  # noqa: S301 - from a process of ours
-        raise self.error
+        error: BaseException = pickle.loads(ended.error)  # noqa: S301 - from a process of ours
+        self.error, self.action = error, ended.action
+        raise error
 
     def kill(self) -> None:
         """Ends the process and a run() that waits for it, which then closes the pipe. Thread-safe."""

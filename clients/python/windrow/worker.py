@@ -680,7 +680,7 @@ def _is_cancelled() -> bool:
 def _frames_now(thread: int) -> TracebackType | None:
     """Returns what a thread does now, as a traceback from the handler on."""
     traceback: TracebackType | None = None
-    frame = sys._current_frames().get(thread)
+    frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
     while frame is not None and frame.f_code.co_filename != __file__:
         traceback = TracebackType(traceback, frame, frame.f_lasti, frame.f_lineno)
         frame = frame.f_back
