@@ -68,7 +68,7 @@ async def test_a_plan_tells_what_is_to_move_and_rebalance_does_it(field: Field) 
     assert done.code == 1
     assert re.search(r"^s1 +s2 +1,024 +40 +planned +by weight$", done.out, flags=re.MULTILINE)
     done = await windrow(field, "shards", "rebalance")
-    assert (done.code, done.err) == (0, "")
+    assert done.code == 0
     assert re.fullmatch(r"1,024 slots moved in \d+\.\ds\n", done.out)
     assert await field.slots() == {"s1": LEFT, "s2": len(PART)}
     assert (await windrow(field, "shards", "plan")).code == 0
@@ -193,7 +193,9 @@ async def test_a_drain_waits_until_nothing_is_left_and_tells_what_the_shard_is_n
     process = await start(field, "shards", "drain", "s2", "--json")
     assert process.stderr is not None
     async with asyncio.timeout(WAIT_S):
-        told = (await process.stderr.readline()).decode()
+        # Where it takes long, lines about the progress come first.
+        while (told := (await process.stderr.readline()).decode()).endswith(" slots so far\n"):
+            pass
     assert told == "no balancer leads, so nothing moves: start `windrow balancer`, or `windrow shards rebalance`\n"
     async with balanced(field):
         await field.until(lambda slots: slots == {"s1": SLOTS - 1, "moving": 1})
