@@ -332,6 +332,7 @@ def queue_cases() -> Iterator[Bad]:
             yield Bad(verb.method, "org", why, lease_request(verb, [LEASE], org))
         yield Bad("GetJobs", "org", why, queue_pb2.GetJobsRequest(org=org, ids=[SECOND_JOB]))
         yield Bad("CancelJobs", "org", why, queue_pb2.CancelJobsRequest(org=org, ids=[SECOND_JOB]))
+        yield Bad("AlterJobs", "org", why, queue_pb2.AlterJobsRequest(org=org, ids=[SECOND_JOB], priority=1))
     for why, lease in LEASES.items():
         for verb in VERBS:
             of_message = "" if verb.request_field == "leases" else ".lease"
@@ -342,6 +343,7 @@ def queue_cases() -> Iterator[Bad]:
             yield Bad(verb.method, verb.request_field, why, lease_request(verb, [LEASE] * count, ORG))
         yield Bad("GetJobs", "ids", why, queue_pb2.GetJobsRequest(org=ORG, ids=[SECOND_JOB] * count))
         yield Bad("CancelJobs", "ids", why, queue_pb2.CancelJobsRequest(org=ORG, ids=[SECOND_JOB] * count))
+        yield Bad("AlterJobs", "ids", why, queue_pb2.AlterJobsRequest(org=ORG, ids=[SECOND_JOB] * count, priority=1))
     yield Bad("Ack", "acks[0].result", "too long", queue_pb2.AckRequest(org=ORG, acks=[long]))
     for field, limit in (("type", 256), ("message", 8192), ("stack", 32_768)):
         for why, text in {**TEXTS, "too long": "x" * (limit + 1), "too many bytes": "é" * (limit // 2 + 1)}.items():
@@ -369,6 +371,9 @@ def queue_cases() -> Iterator[Bad]:
     yield Bad("AlterJobs", "priority", "no change", queue_pb2.AlterJobsRequest(org=ORG, ids=[SECOND_JOB]))
     yield from each("AlterJobs", queue_pb2.AlterJobsRequest, "priority", {"below": -1, "above": 10}, good)
     yield from each("AlterJobs", queue_pb2.AlterJobsRequest, "delay", DELAYS, good)
+    many = queue_pb2.Attributes(values={str(at): "" for at in range(33)})
+    request = queue_pb2.AlterJobsRequest(org=ORG, ids=[SECOND_JOB], attributes=many)
+    yield Bad("AlterJobs", "attributes.values", "too many", request)
     far = Timestamp(seconds=int(time.time()) + 86_400 + TEN_YEARS_S)
     yield from each("AlterJobs", queue_pb2.AlterJobsRequest, "run_at", {"too far ahead": far}, good)
     reasons = {**TEXTS, "too long": "x" * 1025, "too many bytes": "é" * 513}
