@@ -353,7 +353,9 @@ def cancel(
             with output.working("cancelling") as status:
                 began_s = time.monotonic()
                 for page in _matching(router, searched, unfinished, page_max=_STEP_MAX):
-                    found = _cancel(router, org, [job.id for job in page], reason)
+                    # An older router ignores the attributes that it is asked for.
+                    meant = [job.id for job in page if searched.attributes.items() <= job.attributes.items()]
+                    found = _cancel(router, org, meant, reason) if meant else []
                     done += found.count("ok")
                     time.sleep(time.monotonic() - began_s)
                     began_s = time.monotonic()

@@ -172,6 +172,26 @@ async def test_a_batch_that_was_interrupted_goes_on_and_stores_nothing_twice(cli
     assert [violation.field for violation in refused.value.violations] == ["jobs[1001].template.queue"]
     with pytest.raises(InvalidRequest, match="batch: 'x' is not a UUIDv7; make one with"):
         await client.enqueue_batch([], batch="x")
+    with pytest.raises(InvalidRequest, match="batch: job 0 of it was stored before with another queue"):
+        await client.enqueue_batch([NewJob("elsewhere", "k")], batch=batch)
+
+
+async def test_the_jobs_of_a_batch_come_from_the_callers_thread(cluster: RunningCluster) -> None:
+    def store() -> None:
+        here, threads = threading.get_ident(), set[int]()
+        with SyncClient(cluster.address, org="batches") as client:
+
+            def jobs() -> Iterator[NewJob]:
+                for _ in range(3):
+                    threads.add(threading.get_ident())
+                    # It may call the client itself.
+                    yield NewJob("q", "k", client.enqueue("other", "k").id)
+
+            steps: list[Batch] = []
+            done = client.enqueue_batch(jobs(), batch=uuid7(), on_progress=steps.append)
+        assert (threads, steps, done.jobs) == ({here}, [done], 3)
+
+    await asyncio.to_thread(store)
 
 
 async def test_a_job_that_is_unique_while_it_is_live_is_stored_again_when_it_has_ended(client: Client) -> None:

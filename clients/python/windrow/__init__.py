@@ -8,6 +8,7 @@
 """
 
 from windrow.admin import JobPage, QueueRecord, QueueStats, Restored, RestoreRefusal, Stats
+from windrow.batches import Batch
 from windrow.client import Client
 from windrow.errors import (
     AlreadyExists,
@@ -31,7 +32,6 @@ from windrow.jobs import (
     Answer,
     Attempt,
     AttemptOutcome,
-    Batch,
     Enqueued,
     ExponentialRetry,
     FixedRetry,

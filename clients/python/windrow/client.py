@@ -7,7 +7,6 @@ import asyncio
 import os
 import random
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -20,6 +19,7 @@ from google.protobuf.duration_pb2 import Duration
 from opentelemetry import trace
 
 from windrow.admin import AdminCalls
+from windrow.batches import Batch, Together, calls_of, progress
 from windrow.calls import MESSAGE_BYTES_MAX, TRY_S, Calls, error_of
 from windrow.coalescer import Coalescer, Coalescers
 from windrow.errors import (
@@ -34,22 +34,18 @@ from windrow.errors import (
     WindrowError,
     alone,
     invalid_argument,
-    shifted,
 )
 from windrow.failures import Failure, failure_message, failure_of, stack_of
-from windrow.ids import nth_id
 from windrow.job_rules import PAYLOAD_BYTES_MAX
 from windrow.jobs import (
     ENDED,
     Answer,
-    Batch,
     Enqueued,
     Job,
     JobOptions,
     JobRecord,
     NewJob,
     answers,
-    batch_requests,
     enqueue_request,
     new_message,
     read_leased,
@@ -83,8 +79,6 @@ _WORTH_WAITING_S = 0.1
 # A large request delays the others on its connection: independent ones are split well below the limit.
 _SPLIT_BYTES = 8 * 1024 * 1024
 _SPLIT_CALLS_MAX = 4
-# A call of a batch is smaller: its progress is visible, and its jobs need not all be in memory.
-_BATCH_CALL_BYTES = 1024 * 1024
 # How many shared calls may run at the same time, for each connection.
 _SHARED_CALLS = 2
 
@@ -237,39 +231,20 @@ class Client(AdminCalls):
         `batch` is a windrow.uuid7() that the caller keeps. Job n is stored as windrow.nth_id(batch, n), whatever its
         own id is. So after an error, or if the program died, call again with the same batch and jobs within 7 days:
         what is stored already is not stored again. Raises InvalidJob for the first job that breaks a rule; all jobs
-        before its call are stored. Middleware is not called."""
-        try:
-            nth_id(batch, 0)
-        except ValueError as error:
-            raise invalid_argument("batch", f"{error}; make one with windrow.uuid7()") from error
+        before its call are stored. Raises InvalidRequest if the batch was used for other jobs. Middleware is not
+        called."""
         done = Batch()
-        # The oldest call first, with the number of its first job.
-        under_way: deque[tuple[int, asyncio.Task[list[Enqueued]]]] = deque()
-
-        async def take_oldest() -> None:
-            nonlocal done
-            first, task = under_way[0]
-            try:
-                stored = await task
-            except InvalidRequest as error:
-                raise type(error)(f"after {first:,} jobs: {error}", shifted(error.violations, first)) from error
-            under_way.popleft()
-            done = Batch(jobs=first + len(stored), duplicates=done.duplicates + sum(one.duplicate for one in stored))
-            if on_progress is not None:
-                on_progress(done)
-
-        try:
-            for first, request in batch_requests(self.org, jobs, batch, jobs_max=JOBS_MAX, bytes_max=_BATCH_CALL_BYTES):
-                if len(under_way) == _SPLIT_CALLS_MAX:
-                    await take_oldest()
-                under_way.append((first, asyncio.create_task(self.send(request))))
-            while under_way:
-                await take_oldest()
-        finally:
-            for _, task in under_way:
-                task.cancel()
-            await asyncio.gather(*(task for _, task in under_way), return_exceptions=True)
+        for calls in calls_of(self.org, jobs, batch):
+            outcomes = await self.send_together(calls)
+            for step in progress(done, calls, outcomes):
+                done = step
+                if on_progress is not None:
+                    on_progress(done)
         return done
+
+    async def send_together(self, calls: Together) -> list[list[Enqueued] | BaseException]:
+        """Stores the jobs of a few calls of a batch. Returns the outcome of each."""
+        return await asyncio.gather(*(self.send(request) for _, request in calls), return_exceptions=True)
 
     async def send(self, request: queue_pb2.EnqueueRequest, *, timeout: Span | None = None) -> list[Enqueued]:
         """Stores the jobs of a prepared request: the low-level form of enqueue_many. Splits an independent request.

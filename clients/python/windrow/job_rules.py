@@ -23,7 +23,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 _UUID7 = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _RUN_AT_DAYS_MAX, _EXPIRES_AT_DAYS_MAX = 3650, 7300
-_DEDUP_WINDOW_DAYS_MAX = 30
+_DEDUP_WINDOW_DAYS_MAX = _MAX_RUNTIME_DAYS = 30
 _SPAN_S_MAX = _RUN_AT_DAYS_MAX * _DAY_S
 
 
@@ -62,6 +62,8 @@ def job_faults(job: job_pb2.NewJob) -> Iterator[Violation]:
     ):
         if not 0 <= number <= largest:
             yield Violation(f"template.{name}", f"must be 1 to {largest:,}, not {number}")
+    if template.HasField("max_runtime") and not 1 <= _s(template.max_runtime) <= _MAX_RUNTIME_DAYS * _DAY_S:
+        yield Violation("template.max_runtime", f"must be 1 s to 30 days, not {_s(template.max_runtime):g} s")
     yield from _retry_faults(template.retry)
     if not 0 <= _s(job.delay) <= _SPAN_S_MAX:
         yield Violation("delay", f"must be 0 s to 3,650 days, not {_s(job.delay):g} s")
@@ -76,6 +78,8 @@ def job_faults(job: job_pb2.NewJob) -> Iterator[Violation]:
             yield Violation("dedup.key", "must be 1 to 256 bytes without NUL")
         if job.dedup.HasField("window") and not 1 <= _s(job.dedup.window) <= _DEDUP_WINDOW_DAYS_MAX * _DAY_S:
             yield Violation("dedup.window", f"must be 1 s to 30 days, not {_s(job.dedup.window):g} s")
+        elif job.dedup.HasField("window") and job.dedup.while_live:
+            yield Violation("dedup.window", "must not be set if while_live is")
 
 
 def age_fault(id: str) -> str | None:  # noqa: A002

@@ -180,16 +180,6 @@ class Enqueued:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """How far an enqueue_batch has come."""
-
-    # The jobs that are stored: all up to this number.
-    jobs: int = 0
-    # Those of them that were stored before, by an earlier call with the same batch.
-    duplicates: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A leased job. Every field has a default, so that the test of a handler can make one."""
 

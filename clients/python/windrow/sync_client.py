@@ -6,16 +6,18 @@ import asyncio
 import functools
 import os
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import grpc
 from opentelemetry import trace
 
+from windrow.batches import Batch, calls_of, progress
 from windrow.calls import TRY_S
 from windrow.client import Client, Middleware
 from windrow.errors import ClientClosed, Span
+from windrow.jobs import NewJob
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -95,7 +97,6 @@ class SyncClient:
 
     enqueue = _blocking(Client.enqueue)
     enqueue_many = _blocking(Client.enqueue_many)
-    enqueue_batch = _blocking(Client.enqueue_batch)
     dequeue = _blocking(Client.dequeue)
     ack = _blocking(Client.ack)
     nack = _blocking(Client.nack)
@@ -119,6 +120,20 @@ class SyncClient:
     redrive_jobs = _blocking(Client.redrive_jobs)
     restore_jobs = _blocking(Client.restore_jobs)
     stats = _blocking(Client.stats)
+
+    def enqueue_batch(
+        self, jobs: Iterable[NewJob], *, batch: str, on_progress: Callable[[Batch], object] | None = None
+    ) -> Batch:
+        """As Client.enqueue_batch. It takes `jobs` and calls `on_progress` in the caller's thread: both may use that
+        thread's database connections, and this client."""
+        done = Batch()
+        for calls in calls_of(self.org, jobs, batch):
+            outcomes = self._run(self._client.send_together(calls))
+            for step in progress(done, calls, outcomes):
+                done = step
+                if on_progress is not None:
+                    on_progress(done)
+        return done
 
     def _run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         try:
