@@ -526,6 +526,7 @@ def redrive(
     with connect(address, timeout) as router, output.working("redriving") as status:
         # Redrive only as many jobs as are dead now: some may run and die again during the command.
         stats = router.call(router.admin.GetStats, admin_pb2.GetStatsRequest(org=org, queue=queue))
+        output.refuse_away(set(stats.unavailable_shards))
         left = min(stats.queues[0].dead, limit or sys.maxsize)
         done = 0
         while left:

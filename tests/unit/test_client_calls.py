@@ -30,6 +30,7 @@ from windrow import (
     ResourceExhausted,
     RouterError,
     RouterTooOld,
+    Stats,
     Unavailable,
     Violation,
     uuid7,
@@ -507,3 +508,14 @@ def test_an_address_that_leads_nowhere_is_refused_at_once(address: str) -> None:
 )
 def test_an_address_that_grpc_takes_is_taken(address: str) -> None:
     assert Client(address, org="acme").calls.address == address
+
+
+async def test_nothing_is_redriven_while_a_shard_has_not_counted_its_dead_jobs(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def stats(_: str) -> Stats:
+        return Stats(queues={}, unavailable_shards=["s2"])
+
+    monkeypatch.setattr(client, "stats", stats)
+    with pytest.raises(Unavailable, match="did not count its dead jobs: s2"):
+        await client.redrive_jobs("emails")

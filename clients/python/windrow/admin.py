@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from windrow.calls import ADMIN_FINAL, Calls, Method, Stub
-from windrow.errors import invalid_argument
+from windrow.errors import Unavailable, invalid_argument
 from windrow.ids import uuid7
 from windrow.jobs import JobRecord, JobState, RetryPolicy, read_record, read_retry, retry_message, state_value
 from windrow.payloads import moment, timestamp
@@ -251,7 +251,7 @@ class AdminCalls:
     ) -> int:
         """Makes the queue's dead jobs that meet all conditions ready again, with all their attempts, the first death
         first. Redrives at most as many as are dead now, because some may die again meanwhile. Returns how many: a lower
-        bound if an answer was lost. Raises NotFound."""
+        bound if an answer was lost. Raises NotFound, Unavailable."""
         conditions = admin_pb2.RedriveJobsRequest(attributes=attributes)
         _set_time(conditions.died_after, "died_after", died_after)
         _set_time(conditions.died_before, "died_before", died_before)
@@ -263,7 +263,11 @@ class AdminCalls:
             return response.redriven, response.limit_reached
 
         left = _checked_limit(limit)
-        dead = (await self.stats(queue)).queues[queue].dead
+        stats = await self.stats(queue)
+        if stats.unavailable_shards:
+            shards = ", ".join(stats.unavailable_shards)
+            raise Unavailable(f"queue {queue!r}: these shards of the org did not count its dead jobs: {shards}")
+        dead = stats.queues[queue].dead
         return await _in_steps(redrive, dead if left is None else min(left, dead))
 
     async def restore_jobs(self, ids: Iterable[str], *, new_ids: Iterable[str] | None = None) -> list[Restored]:
