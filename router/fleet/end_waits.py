@@ -17,6 +17,7 @@ import logging
 from collections.abc import Collection, Iterable
 
 from router.fleet.periodic import attempt
+from shard.errors import ShardUnavailable
 from shard.job_id import to_hex
 from shard.queue.doorbell import Doorbell
 from shard.queue.store import Store
@@ -136,9 +137,17 @@ class EndWaits:
                 waits.append(wait)
                 # Before the statement, which may fail.
                 self._look_at(wait, now_s + min(max(now_s - wait.began_s, _LOOK_S_MIN), _LOOK_S_MAX))
-        if waits:
-            for position in await self._store.find_ended([(wait.org, wait.job) for wait in waits]):
-                waits[position].wake()
+        if not waits:
+            return
+        try:
+            ended = await self._store.find_ended([(wait.org, wait.job) for wait in waits])
+        except ShardUnavailable:
+            # Their calls look for themselves, and answer that the shard is away.
+            for wait in waits:
+                wait.wake()
+            raise
+        for position in ended:
+            waits[position].wake()
 
     def _look_at(self, wait: _Wait, when_s: float) -> None:
         heapq.heappush(self._looks, (when_s, next(self._numbers), wait))

@@ -15,7 +15,7 @@ import grpc
 import psycopg
 import pytest
 from google.protobuf.duration_pb2 import Duration
-from psycopg.conninfo import make_conninfo
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from proof.proxy import open_proxy_before, through
 from router.buffer import Account, Buffer
@@ -246,6 +246,30 @@ async def test_a_settle_at_another_router_ends_a_wait_that_does_not_look_again(m
                 waiting.cancel()
             await store.settle(Settlement.ack(org, [lease]))
             await waiting
+
+
+async def test_a_wait_for_a_jobs_end_ends_while_its_shard_is_away(postgres: Server, fresh_dsn: str) -> None:
+    org = OrgId("ends")
+    database = Database(SHARD, fresh_dsn, connections=1)
+    await database.open()
+    store = Store(database)
+    await store.enqueue(some_jobs(org, 1))
+    ((job, _),) = await lease_jobs(store, org)
+    ends = EndWaits(store, Doorbell(database, fresh_dsn, on_ring=lambda _: None, on_arrival=lambda _: None))
+    looking = asyncio.create_task(ends.run())
+    try:
+        waiting = asyncio.create_task(ends.until_ended(org, job.id))
+        away = postgres.away(str(conninfo_to_dict(fresh_dsn)["dbname"]))
+        await asyncio.to_thread(away.__enter__)
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                await waiting
+        finally:
+            await asyncio.to_thread(away.__exit__, None, None, None)
+    finally:
+        looking.cancel()
+        await asyncio.wait([looking])
+        await database.close()
 
 
 # ── Dequeue(wait) ────────────────────────────────────────────────────────────────────────────────────────────────────

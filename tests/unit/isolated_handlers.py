@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 
 from windrow import Job, Kill, Progress, Retry, Snooze
@@ -27,6 +28,15 @@ def hang(job: Job) -> None:
     job.report(Progress(note=str(os.getpid())))
     while True:
         time.sleep(60)
+
+
+def starts_another(job: Job) -> str:
+    ended = subprocess.Popen(["sleep", "600"])
+    ended.terminate()
+    stays = subprocess.Popen(["sleep", "600"])
+    job.report(Progress(note=f"{stays.pid} {ended.wait()}"))
+    stays.wait()
+    return "not reached"
 
 
 def crash(job: Job) -> None:

@@ -26,7 +26,7 @@ ACTIONS: dict[str, Action] = {
 
 
 def held(lease: bytes) -> HeldLease:
-    return HeldLease(Job(lease=lease, id=uuid7()), 0.0)
+    return HeldLease(Job(lease=lease, id=uuid7()), 0.0, 30.0)
 
 
 @pytest.mark.parametrize("lease_bytes", [1, 46, 255])

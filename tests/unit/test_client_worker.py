@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from google.rpc import status_pb2
 from grpc import StatusCode, aio
 from opentelemetry.sdk.metrics import MeterProvider
@@ -568,6 +569,51 @@ async def test_a_job_that_waits_too_long_goes_back_to_whoever_has_a_free_hand(
         assert router.stream.credit == 0
         finish.set()
         await router.until(lambda: len(router.acks()) == 2)
+
+
+async def test_a_job_whose_lease_is_short_by_its_max_runtime_goes_back_uncounted_when_it_waits(
+    router: FakeRouter, client: Client
+) -> None:
+    worker = Worker(client, "q", concurrency=1, prefetch=2, visibility_window=600)
+    finish = asyncio.Event()
+
+    @worker.handler("quick")
+    async def quick(job: Job) -> None:
+        pass
+
+    @worker.handler("slow")
+    async def slow(job: Job) -> None:
+        await finish.wait()
+
+    router.give("quick")
+    async with running(worker):
+        await router.until(lambda: router.acks() and router.stream.credit == 3)
+        router.give("slow")
+        wait = [router.give("slow", max_runtime=Duration(seconds=2)) for _ in range(2)]
+        await router.until(lambda: len(router.settled("Release")) == 2)
+        assert sorted(router.settled("Release")) == sorted(job.id for job in wait)
+        finish.set()
+        await router.until(lambda: len(router.acks()) == 2)
+
+
+async def test_a_handler_is_stopped_while_the_router_still_takes_its_failure(
+    router: FakeRouter, client: Client
+) -> None:
+    worker = Worker(client, "q", visibility_window=600)
+
+    @worker.handler("hangs")
+    async def hangs(job: Job) -> None:
+        await asyncio.Event().wait()
+
+    # The lease ends 0.3 s after the handler is stopped; a failure later than that would not be sent.
+    router.give("hangs", max_runtime=Duration(seconds=3))
+    async with running(worker):
+        await router.until(router.nacks)
+    (nack,) = router.nacks()
+    assert (nack.failure.type, nack.failure.message) == (
+        "windrow.TimedOut",
+        "the attempt has used up the job's max_runtime of 3 s",
+    )
 
 
 async def test_a_stale_lease_cancels_its_handler_and_is_not_acked(
@@ -1155,6 +1201,12 @@ async def test_so_many_threads_are_left_alone_and_then_each_keeps_its_place(
 async def test_a_timeout_that_makes_no_sense_is_refused(client: Client, timeout: float) -> None:
     with pytest.raises(InvalidRequest, match="timeout must be more than 0 s, not "):
         Worker(client, "q").handler("kind", timeout=timeout)
+
+
+async def test_a_way_of_isolation_that_does_not_exist_is_refused(client: Client) -> None:
+    unknown: Any = "proces"
+    with pytest.raises(InvalidRequest, match="isolate must be \"process\" or None, not 'proces'"):
+        Worker(client, "q").handler("kind", isolate=unknown)
 
 
 async def test_middleware_is_around_every_handler_and_its_timeout_and_may_change_what_comes_and_goes(

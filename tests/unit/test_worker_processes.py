@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,23 @@ async def test_a_worker_that_stops_kills_its_processes_and_gives_their_jobs_back
     assert router.settled("Release") == [job.id]
     # Its parent has waited for it, so it is no zombie either.
     await router.until(lambda: not Path(f"/proc/{extends[0].progress.note}").exists())
+
+
+async def test_what_a_handler_starts_takes_signals_and_ends_with_the_handlers_process(
+    router: FakeRouter, client: Client
+) -> None:
+    worker = isolating(client, "starts_another")
+    router.give("starts_another")
+    async with running(worker, within_s=PATIENCE_S):
+        async with asyncio.timeout(PATIENCE_S):
+            while not (extends := [extend for message in router.of("Consume") for extend in message.extends]):
+                await router.next_news()
+        process, ended_by = extends[0].progress.note.split()
+        assert int(ended_by) == -signal.SIGTERM
+        assert alive(int(process))
+        worker.stop()
+        worker.stop()
+    await router.until(lambda: not alive(int(process)))
 
 
 async def test_only_plain_functions_of_a_module_can_be_isolated(client: Client) -> None:

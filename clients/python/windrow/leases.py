@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 
 from windrow.errors import WindrowError
 from windrow.jobs import Answer, Job, LostReason
@@ -23,12 +25,19 @@ log = logging.getLogger("windrow.worker")
 class HeldLease:
     """A leased job that the worker holds."""
 
-    __slots__ = ("extending", "job", "lost", "over", "process", "renewed_at", "settling", "task", "thread")
+    __slots__ = (
+        *("extending", "job", "lost", "over", "process", "renewed_at", "settling", "task", "thread"),
+        *("until", "window_s"),
+    )
 
-    def __init__(self, job: Job, renewed_at: float) -> None:
+    def __init__(self, job: Job, renewed_at: float, window_s: float) -> None:
         self.job = job
         # When the job was received, or when its last successful extend was sent; monotonic seconds.
         self.renewed_at = renewed_at
+        runtime_s = math.inf if job.max_runtime is None else job.max_runtime.total_seconds()
+        # For how long an extend, or the receipt, prolongs it; and the time from which none does.
+        self.window_s = min(window_s, runtime_s)
+        self.until = renewed_at + runtime_s
         # An extend waits to be sent or answered.
         self.extending = False
         # The job's outcome waits to be sent or answered.
@@ -42,6 +51,10 @@ class HeldLease:
         # The process that runs the handler.
         self.process: HandlerProcess | None = None
         self.task: asyncio.Task[None] | None = None
+
+    @property
+    def ends_at(self) -> float:
+        return min(self.renewed_at + self.window_s, self.until)
 
 
 class Connectivity:
@@ -95,6 +108,8 @@ class Leases:
         self._on_lost = on_lost
         self._held: dict[HeldLease, None] = {}
         self._not_empty = asyncio.Event()
+        # A lease has come that falls due sooner than others.
+        self._shorter = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._held)
@@ -104,10 +119,12 @@ class Leases:
 
     def hold(self, jobs: Iterable[Job], since: float) -> list[HeldLease]:
         """Adds jobs that were received at `since` (monotonic seconds), and returns their leases."""
-        new = [HeldLease(job, since) for job in jobs]
+        new = [HeldLease(job, since, self._window_s) for job in jobs]
         if new:
             self._held.update(dict.fromkeys(new))
             self._not_empty.set()
+        if any(held.window_s < self._window_s for held in new):
+            self._shorter.set()
         return new
 
     def drop(self, held: HeldLease) -> None:
@@ -115,7 +132,7 @@ class Leases:
 
     def ended(self, held: HeldLease) -> bool:
         """Whether the lease has ended, even if the router has not reported it."""
-        return held.over or time.monotonic() - held.renewed_at >= self._window_s
+        return held.over or time.monotonic() >= held.ends_at
 
     async def keep(self) -> None:
         """Prolongs each lease after a third of its window, all that are due in one batch. Runs until cancelled."""
@@ -126,13 +143,19 @@ class Leases:
             self._check_deadlines()
             third_s = self._window_s / 3
             next_s = min(
-                (held.renewed_at + (3 if held.extending or held.settling else 1) * third_s for held in self._held),
+                (
+                    held.ends_at if held.extending or held.settling else held.renewed_at + held.window_s / 3
+                    for held in self._held
+                ),
                 default=0.0,
             )
             # A lease that is renewed during the pause falls due no sooner than a third of the window from now.
             pause_s = min(third_s, max(0.001, next_s - time.monotonic()))
             paused_at = time.monotonic()
-            await asyncio.sleep(pause_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._shorter.wait()
+            self._shorter.clear()
             blocked_s = time.monotonic() - paused_at - pause_s
             if blocked_s > third_s:
                 log.warning(
@@ -147,17 +170,16 @@ class Leases:
         ended: list[HeldLease] = []
         due: list[HeldLease] = []
         for held in self._held:
-            age_s = now - held.renewed_at
-            if age_s >= self._window_s:
+            if now >= held.ends_at:
                 ended.append(held)
             # Include leases that are nearly due: one message a tick, not one for each job.
-            elif age_s >= self._window_s / 4 and not (held.extending or held.settling):
+            elif now - held.renewed_at >= held.window_s / 4 and not (held.extending or held.settling):
                 due.append(held)
         for held in ended:
             self.lose(held, "it could not be extended in time")
         begun = [held for held in due if held.task is not None]
         for held in due:
-            if held.task is None and now - held.renewed_at >= self._window_s / 3:
+            if held.task is None and now - held.renewed_at >= held.window_s / 3:
                 self._on_waited(held)
         if begun:
             self._extend(begun)

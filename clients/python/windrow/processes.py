@@ -10,6 +10,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -95,6 +96,10 @@ class HandlerProcess:
         with self._lock:
             self._over = True
             if self._process is not None and self._connection is not None:
+                # Its group too, once it has made one. Never by the number of a process that has ended.
+                if self._process.exitcode is None and self._process.pid is not None:
+                    with suppress(ProcessLookupError):
+                        os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.kill()
                 # run() need not wait until the last process that has inherited the other end is over.
                 with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as pipe:
@@ -150,9 +155,12 @@ def is_handler_process() -> bool:
 
 
 def _serve(connection: Connection) -> None:
-    # Ctrl-C and a supervisor's SIGTERM reach every process of the worker. The worker decides when this one ends.
+    # A group of its own: what handlers start is killed with this process.
+    os.setsid()
+    # A supervisor's SIGTERM may reach every process of the worker. The worker decides when this one ends. Not SIG_IGN:
+    # what handlers start would inherit that.
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda *_: None)
     threading.Thread(target=_end_with_worker, daemon=True).start()
     # A handler may report from several threads.
     lock = threading.Lock()
@@ -166,6 +174,11 @@ def _serve(connection: Connection) -> None:
         while True:
             call = connection.recv_bytes()
             tell(_run(call, reporter))
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    # Do not wait for threads that handlers have left alone.
+    os._exit(0)
 
 
 def _end_with_worker() -> None:

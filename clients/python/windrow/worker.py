@@ -63,6 +63,8 @@ _FLUSH_S, _FLUSH_HURRIED_S = 5.0, 1.0
 _ABANDONED_MAX = 1000
 # How much of a failure a line of the log shows.
 _SUMMARY_CHARS_MAX = 200
+# A handler is stopped a tenth of its job's max_runtime before its end, and at most by so much.
+_MARGIN_S_MAX = 1.0
 
 
 class _Registered(NamedTuple):
@@ -198,12 +200,14 @@ class Worker:
         It imports the handler's module by name, so the handler must be a function of a module; the program's own
         module is imported too, where run() returns at once. job.lost is never set in it.
 
-        Raises InvalidRequest if a kind already has a handler, if `timeout` is not more than 0 s, or for an
-        `async def` in a process.
+        Raises InvalidRequest if a kind already has a handler, if `timeout` is not more than 0 s, for an unknown
+        `isolate`, or for an `async def` in a process.
         """
         timeout_s = None if timeout is None else seconds(timeout)
         if timeout_s is not None and not 0 < timeout_s < math.inf:
             raise InvalidRequest(f"timeout must be more than 0 s, not {timeout_s} s; None: no timeout")
+        if isolate not in (None, "process"):
+            raise InvalidRequest(f'isolate must be "process" or None, not {isolate!r}')
 
         def register(function: _HandlerT) -> _HandlerT:
             registered = _Registered(function, _is_async(function), timeout_s, isolate == "process")
@@ -461,9 +465,15 @@ class Worker:
 
     async def _run_in_time(self, handler: _Registered, held: HeldLease, job: Job) -> Payload:
         """Runs the handler. Raises TimedOut if it does not finish in time."""
-        limits_s = [handler.timeout_s, None if job.max_runtime is None else job.max_runtime.total_seconds()]
-        timeout_s = min((limit_s for limit_s in limits_s if limit_s is not None), default=None)
-        if timeout_s is None:
+        timeout_s = math.inf if handler.timeout_s is None else handler.timeout_s
+        message = f"the handler did not finish within {timeout_s:g} s"
+        if job.max_runtime is not None:
+            # Earlier than the shard ends the lease, so that it still takes the failure.
+            runtime_s = job.max_runtime.total_seconds()
+            left_s = held.until - min(runtime_s / 10, _MARGIN_S_MAX) - time.monotonic()
+            if left_s < timeout_s:
+                timeout_s, message = left_s, f"the attempt has used up the job's max_runtime of {runtime_s:g} s"
+        if timeout_s == math.inf:
             return await self._run(handler, held, job)
         # It never ends by itself: on_timeout() ends it, once the handler can see why.
         scope = asyncio.timeout(None)
@@ -485,7 +495,6 @@ class Worker:
                 frames = _frames_now(held.thread)
             else:
                 frames = None if held.process is not None else frames_of(cancelled, runner=__file__)
-            message = f"the handler did not finish within {timeout_s:g} s"
             raise TimedOut(message).with_traceback(frames) from None
         finally:
             timer.cancel()
