@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from types import FrameType
 from typing import cast
 
 from windrow.jobs import Job, Lost
@@ -160,7 +161,7 @@ def _serve(connection: Connection) -> None:
     # A supervisor's SIGTERM may reach every process of the worker. The worker decides when this one ends. Not SIG_IGN:
     # what handlers start would inherit that.
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
+        signal.signal(number, _ignore)
     threading.Thread(target=_end_with_worker, daemon=True).start()
     # A handler may report from several threads.
     lock = threading.Lock()
@@ -179,6 +180,10 @@ def _serve(connection: Connection) -> None:
             stream.flush()
     # Do not wait for threads that handlers have left alone.
     os._exit(0)
+
+
+def _ignore(_number: int, _frame: FrameType | None) -> None:
+    """Takes a signal, and does nothing."""
 
 
 def _end_with_worker() -> None:
