@@ -167,7 +167,9 @@ class ShardHandle:
             database.mark = mark
         if mark is None or not self.up.is_set() or (self._checking is not None and not self._checking.done()):
             return
-        if self._group is not None and any(database.reconnected for database in self._databases):
+        is_ending = self._keeping is not None and self._keeping.cancelling() > 0
+        # A group that ends takes no more tasks.
+        if self._group is not None and not is_ending and any(database.reconnected for database in self._databases):
             self._checking = self._group.create_task(
                 attempt(f"compare the history of shard {self.name!r}", lambda: self._compare(mark))
             )
