@@ -70,7 +70,7 @@ _RULES = {
     "repeated.unique": "must name each only once",
     "map.max_pairs": "must have at most {rule:,} entries",
 }
-# Whose 0 means the default: nobody means it by a value that is out of range.
+# The fields in which 0 means the default. The descriptions of their ranges begin with 1.
 _DEFAULT_IF_ZERO = {"priority", "max_attempts"}
 # The encoded size of a field, tag included, by the length of its text, bytes or message. An empty field takes nothing.
 # A length beyond this list raises IndexError, and protovalidate checks the request.

@@ -189,7 +189,7 @@ def known_keys(table: Mapping[str, Any], known: set[str], *, where: str) -> None
 
 
 class _Faults:
-    """What is wrong with a file, so that it is told at once."""
+    """Collects the faults of a file, so that all are reported at once."""
 
     def __init__(self) -> None:
         self._found: list[str] = []

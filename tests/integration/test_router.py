@@ -867,7 +867,7 @@ def test_a_drain_lets_calls_in_flight_end_and_takes_no_new_ones(running: Running
                 until(functools.partial(is_refused, refused), "the call is refused")
             assert not call.done()
         assert call.result(PATIENCE_S).results[0].id == job.id
-        # Who waits is answered early.
+        # A call that waits is answered early.
         assert waiting_job.result(PATIENCE_S).job.state == job_pb2.JOB_STATE_READY
         assert routers.supervisor.wait(PATIENCE_S) == 0
     assert found(running.stubs, org, job.id).not_found_ids == []

@@ -173,7 +173,7 @@ async def test_a_wait_for_a_jobs_end_returns_its_result(near: Client, producer: 
         async with asyncio.timeout(PATIENCE_S):
             ended = await task
         assert (ended.id, ended.state, ended.result) == (job.id, job_pb2.JOB_STATE_SUCCEEDED, b"42")
-    # Of a job that has ended already, too.
+    # The result of a job that has ended already is returned too.
     async with awaiting(near, org, job.id) as task, asyncio.timeout(PATIENCE_S):
         assert (await task).result == b"42"
 

@@ -21,7 +21,7 @@ from windrow.v1 import admin_pb2
 
 # The contract's limit on the items of a page, and on the jobs of a restore.
 _PAGE_MAX = 1000
-# Of the jobs of one purge or redrive: a larger call would hold its locks for too long.
+# The limit of one purge or redrive call: a larger one would hold its locks for too long.
 _CHANGE_MAX = 1000
 
 _Request = TypeVar("_Request", bound=Message)

@@ -8,10 +8,10 @@ from itertools import islice
 
 from windrow.errors import InvalidRequest, invalid_argument, shifted
 from windrow.ids import nth_id
+from windrow.job_rules import JOBS_MAX
 from windrow.jobs import Enqueued, NewJob, batch_requests
 from windrow.v1 import queue_pb2
 
-_CALL_JOBS_MAX = 1000
 # Calls are small, so that the progress is visible, and the jobs need not all be in memory.
 _CALL_BYTES_MAX = 1024 * 1024
 # How many calls run at the same time.
@@ -38,7 +38,7 @@ def calls_of(org: str, jobs: Iterable[NewJob], batch: str) -> Iterator[Together]
         nth_id(batch, 0)
     except ValueError as error:
         raise invalid_argument("batch", f"{error}; make one with windrow.uuid7()") from error
-    requests = batch_requests(org, jobs, batch, jobs_max=_CALL_JOBS_MAX, bytes_max=_CALL_BYTES_MAX)
+    requests = batch_requests(org, jobs, batch, jobs_max=JOBS_MAX, bytes_max=_CALL_BYTES_MAX)
     while calls := list(islice(requests, _CALLS_MAX)):
         yield calls
 

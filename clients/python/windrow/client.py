@@ -36,7 +36,7 @@ from windrow.errors import (
     invalid_argument,
 )
 from windrow.failures import Failure, failure_message, failure_of, stack_of
-from windrow.job_rules import PAYLOAD_BYTES_MAX
+from windrow.job_rules import JOBS_MAX, PAYLOAD_BYTES_MAX
 from windrow.jobs import (
     ENDED,
     Answer,
@@ -69,8 +69,6 @@ from windrow.v1 import job_pb2, queue_pb2, server_pb2
 
 ADDRESS_DEFAULT = "127.0.0.1:7419"
 ADDRESS_VARIABLE = "WINDROW_ADDRESS"
-# The contract's limit on the jobs, leases or ids of one call.
-JOBS_MAX = 1000
 # What the client sends of results or failures in one call.
 _PART_BYTES_MAX = 8 * 1024 * 1024
 WAIT_S_MAX = 60.0

@@ -15,6 +15,8 @@ from windrow.errors import Violation
 from windrow.ids import made_at
 from windrow.v1 import job_pb2
 
+# The contract's limit on the jobs, leases or ids of one call.
+JOBS_MAX = 1000
 PAYLOAD_BYTES_MAX = 1024 * 1024
 # The age from which a router refuses an id: it could not recognise duplicates of it.
 HORIZON_DAYS = 7

@@ -57,7 +57,7 @@ class AttemptOutcome(enum.Enum):
 class LostReason(enum.Enum):
     """Why a handler should stop working on its job."""
 
-    # Nobody will run the job.
+    # The job was cancelled: nobody will run it.
     CANCELLED = "cancelled"
     # The lease has ended: another worker may have the job.
     LEASE_ENDED = "lease_ended"
@@ -68,7 +68,8 @@ class LostReason(enum.Enum):
 
 
 class Lost(asyncio.Event):
-    """Set when a handler should stop working on its job. What it returns from then on is dropped."""
+    """Set when a handler should stop working on its job. What it returns from then on is dropped, except by an `async
+    def` that is told TIMED_OUT and finishes all the same."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +172,8 @@ class Enqueued:
     id: str
     # The id or the dedup key existed already. Nothing was stored, and `id` is the id of the existing job.
     duplicate: bool = False
-    # Of a duplicate: the state of the existing job. None if it was deleted since, or if its shard did not say.
+    # The state of the existing job, if this is a duplicate. None if that job was deleted since, or if its shard did not
+    # say.
     state: JobState | None = None
     # The existing job has this id, but another queue, kind or payload: one id is used for two jobs.
     differs: bool = False

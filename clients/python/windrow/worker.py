@@ -569,7 +569,7 @@ class Worker:
                 held.thread = threading.get_ident()
             try:
                 return context.run(function, job), None
-            except BaseException as error:  # noqa: BLE001
+            except BaseException as error:  # noqa: BLE001 - the caller raises it
                 # Returned, not raised: a future replaces a TimeoutError or a CancelledError by a new one without its
                 # traceback, and it refuses StopIteration (PEP 479).
                 return None, error
