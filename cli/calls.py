@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from datetime import timedelta
 from typing import TypeVar, cast
 
@@ -17,16 +16,17 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2
 
-from cli.exits import CommandFailed, ExitCode
-from windrow.address import address_fault
+from cli.exits import CommandFailed, ExitCode, RequestRefused
+from windrow import SyncClient, errors
+from windrow.address import address_fault, uses_proxy
 from windrow.org_header import org_metadata
+from windrow.v1 import server_pb2
 from windrow.v1.admin_pb2_grpc import AdminStub
 from windrow.v1.cluster_pb2_grpc import ClusterStub
 from windrow.v1.queue_pb2_grpc import QueueStub
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
-_LOOPBACK = re.compile(r"localhost|127\.[0-9.]+|\[::1\]")
 _DETAILS = "grpc-status-details-bin"
 # Submessages of requests, and fields whose option or argument has another name.
 _WITHIN = ("jobs", "template", "dedup", "acks", "nacks", "extends", "snoozes", "failure", "config")
@@ -46,6 +46,7 @@ _TYPED = {
     "window": "--dedup-window",
     "while_live": "--while-live",
     "attributes": "--attribute",
+    "states": "--state",
 }
 _CODES = {
     grpc.StatusCode.INVALID_ARGUMENT: ExitCode.USAGE,
@@ -125,12 +126,9 @@ class Router:
             )
         if details is not None and (retry_s := _retry_after_s(details)) is not None:
             message += f"; try again in {retry_s:g} s"
-        violations = _violations(details)
-        return CommandFailed(
-            "the router refused the request" if violations else message or code.name,
-            _CODES.get(code, ExitCode.UNAVAILABLE),
-            particulars=violations,
-        )
+        if violations := _violations(details):
+            return _refused(violations)
+        return CommandFailed(message or code.name, _CODES.get(code, ExitCode.UNAVAILABLE))
 
 
 def _metadata(request: object) -> tuple[tuple[str, str], ...]:
@@ -143,14 +141,37 @@ def connect(address: str, timeout: timedelta) -> Generator[Router, None, None]:
     """Yields a connection, which the first call opens. Closes it at the end."""
     if fault := address_fault(address):
         raise CommandFailed(fault, ExitCode.USAGE)
-    host, _, _ = address.rpartition(":")
-    options = [
-        ("grpc.max_receive_message_length", -1),
-        # A proxy from the environment cannot reach this machine's loopback address.
-        ("grpc.enable_http_proxy", 0 if _LOOPBACK.fullmatch(host) else 1),
-    ]
+    options = [("grpc.max_receive_message_length", -1), ("grpc.enable_http_proxy", int(uses_proxy(address)))]
     with grpc.insecure_channel(address, options=options) as channel:
         yield Router(address, channel, timeout)
+
+
+@contextlib.contextmanager
+def connect_client(address: str, org: str, timeout: timedelta) -> Generator[SyncClient, None, None]:
+    """Yields the Python client, for what takes many calls: it tries calls again. Its errors become CommandFailed."""
+    with connect(address, timeout) as router:
+        # The client would try for the whole timeout to reach a router that does not run.
+        router.call(router.queue.GetServerInfo, server_pb2.GetServerInfoRequest())
+    try:
+        with SyncClient(address, org=org, timeout=timeout) as client:
+            yield client
+    except errors.WindrowError as error:
+        raise _failure(error) from error
+
+
+def _failure(error: errors.WindrowError) -> CommandFailed:
+    match error:
+        case errors.InvalidRequest() if error.violations:
+            return _refused(error.violations)
+        case errors.InvalidRequest():
+            code = ExitCode.USAGE
+        case errors.NotFound():
+            code = ExitCode.NOT_FOUND
+        case errors.AlreadyExists() | errors.FailedPrecondition() | errors.PermissionDenied():
+            code = ExitCode.REFUSED
+        case _:
+            code = ExitCode.UNAVAILABLE
+    return CommandFailed(str(error), code)
 
 
 def _details(error: grpc.Call) -> status_pb2.Status | None:
@@ -162,10 +183,15 @@ def _details(error: grpc.Call) -> status_pb2.Status | None:
     return None
 
 
-def _violations(details: status_pb2.Status | None) -> list[str]:
+def _refused(violations: Sequence[tuple[str, str]]) -> RequestRefused:
+    particulars = [f"{_as_typed(field)}: {description}" for field, description in violations]
+    return RequestRefused(violations, particulars=particulars)
+
+
+def _violations(details: status_pb2.Status | None) -> list[tuple[str, str]]:
     bad = error_details_pb2.BadRequest()
     return [
-        f"{_as_typed(violation.field)}: {violation.description}"
+        (violation.field, violation.description)
         for detail in (details.details if details is not None else ())
         if detail.Unpack(bad)
         for violation in bad.field_violations

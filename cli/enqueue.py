@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from cli import options, output, values
-from cli.exits import CommandFailed, ExitCode
+from cli.exits import CommandFailed, ExitCode, RequestRefused
 
 if TYPE_CHECKING:
     from cli.calls import Router
@@ -294,8 +294,8 @@ def _store(
 
     try:
         return router.call(router.queue.Enqueue, queue_pb2.EnqueueRequest(org=org, jobs=jobs)).results
-    except CommandFailed as error:
-        faults = [line.removeprefix("--id: ") for line in error.particulars if line.startswith("--id: ")]
+    except RequestRefused as error:
+        faults = [description for field, description in error.violations if field.endswith("].id")]
         if ids_given or not faults:
             raise
         # This command made the ids: nothing is wrong with its arguments.

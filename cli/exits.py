@@ -44,3 +44,11 @@ class CommandFailed(Exception):
         super().__init__(message)
         self.code = code
         self.particulars = particulars
+
+
+class RequestRefused(CommandFailed):
+    """A router refused a request: `violations` are the fields and what is wrong with each, as the router names them."""
+
+    def __init__(self, violations: Sequence[tuple[str, str]], *, particulars: Sequence[str]) -> None:
+        super().__init__("the router refused the request", ExitCode.USAGE, particulars=particulars)
+        self.violations = violations

@@ -17,6 +17,7 @@ from cli import (
     cluster,
     doctor,
     enqueue,
+    job_changes,
     jobs,
     leases,
     moves,
@@ -39,6 +40,7 @@ _WORK = "Enqueue and process jobs"
 _OPERATE = "Inspect and operate"
 
 app = App(epilog=EPILOG)
+job_changes.add_to(jobs.app)
 moves.add_to(shards.app)
 pins.add_to(shards.app)
 clock.add_to(shards.app)

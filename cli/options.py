@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
@@ -79,6 +79,42 @@ Listen: TypeAlias = Annotated[
         help="The address that the routers listen on.",
     ),
 ]
+Kind: TypeAlias = Annotated[
+    str, typer.Option("--kind", metavar="KIND", show_default=False, help="Only jobs of this kind.")
+]
+Where: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--where",
+        metavar="KEY=VALUE",
+        show_default=False,
+        help="Only jobs with this attribute; may be repeated.",
+    ),
+]
+MadeAfter: TypeAlias = Annotated[
+    datetime | None,
+    typer.Option(
+        "--made-after",
+        parser=values.moment,
+        metavar="TIME",
+        show_default=False,
+        help="Only jobs made at or after TIME.",
+    ),
+]
+MadeBefore: TypeAlias = Annotated[
+    datetime | None,
+    typer.Option(
+        "--made-before",
+        parser=values.moment,
+        metavar="TIME",
+        show_default=False,
+        help="Only jobs made before TIME.",
+    ),
+]
+Limit: TypeAlias = Annotated[
+    int | None, typer.Option("--limit", metavar="N", min=1, show_default="all", help="Change at most N jobs.")
+]
+Yes: TypeAlias = Annotated[bool, typer.Option("--yes", "-y", help="Do not count and ask first.")]
 
 
 def org_id(text: str) -> OrgId:

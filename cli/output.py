@@ -233,9 +233,9 @@ def counting(what: str) -> Generator[Progress | None, None, None]:
 
 
 @contextlib.contextmanager
-def counting_to(total: int, what: str) -> Generator[Callable[[int], None], None, None]:
+def counting_to(total: int | None, what: str) -> Generator[Callable[[int], None], None, None]:
     """Shows a progress bar on standard error if that is a terminal, and otherwise a line from time to time. Yields a
-    function that sets how many are done."""
+    function that sets how many are done. `total`: None if it is unknown."""
     if not sys.stderr.isatty():
         yield _noting(total, what)
         return
@@ -253,14 +253,14 @@ def counting_to(total: int, what: str) -> Generator[Callable[[int], None], None,
         yield lambda done: progress.update(task, completed=done)
 
 
-def _noting(total: int, what: str) -> Callable[[int], None]:
+def _noting(total: int | None, what: str) -> Callable[[int], None]:
     noted_s = time.monotonic()
 
     def show(done: int) -> None:
         nonlocal noted_s
         if time.monotonic() - noted_s >= _NOTE_S:
             noted_s = time.monotonic()
-            note(f"{done:,} of {total:,} {what} so far")
+            note(f"{done:,}{f' of {total:,}' if total is not None else ''} {what} so far")
 
     return show
 

@@ -241,17 +241,13 @@ def wanted(request: admin_pb2.ListJobsRequest) -> Wanted:
         org=OrgId(request.org),
         queue=QueueName(request.queue) if request.queue else None,
         state=STATES_BY_NUMBER[request.state] if request.HasField("state") else None,
+        states=frozenset(STATES_BY_NUMBER[state] for state in request.states),
         kind=request.kind,
         made_after=moment(request.created_after) if request.HasField("created_after") else None,
         made_before=moment(request.created_before) if request.HasField("created_before") else None,
-        attributes=attributes(request.attributes),
+        attributes=json.dumps(dict(request.attributes)) if request.attributes else None,
         include_payload=request.include_payload,
     )
-
-
-def attributes(wanted: Mapping[str, str]) -> str | None:
-    """Returns attributes as JSON; None if there are none."""
-    return json.dumps(dict(wanted)) if wanted else None
 
 
 # ── Jobs out ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -144,6 +144,15 @@ def check_alter(request: queue_pb2.AlterJobsRequest) -> None:
         raise InvalidRequest(violations)
 
 
+def check_list_jobs(request: admin_pb2.ListJobsRequest) -> None:
+    """Checks a ListJobs as `check` does, and that it names its states in one way. Raises InvalidRequest."""
+    violations = violations_of(request)
+    if request.states and request.HasField("state"):
+        violations.append(Violation("states", "must be empty if state is set"))
+    if violations:
+        raise InvalidRequest(violations)
+
+
 def unfit_new_ids(jobs: Sequence[admin_pb2.RestoreJob]) -> list[Violation]:
     """Returns violations for new ids that equal the job's old id, or that another job of the request has too."""
     seen: set[str] = set()

@@ -137,7 +137,7 @@ async def list_readers(
             # The queue was deleted after the first page.
             return Page(jobs=[], keys=[], until=None)
 
-    asked = await ask_readers(fleet, wanted.org, page, finished=wanted.state is None or wanted.state in FINISHED)
+    asked = await ask_readers(fleet, wanted.org, page, finished=not FINISHED.isdisjoint(wanted.all_states))
     jobs, until = merged(asked.answers, page_size=page_size, newest_first=wanted.newest_first)
     return MergedPage(jobs, until, asked.unavailable)
 

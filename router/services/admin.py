@@ -8,7 +8,7 @@ from functools import partial
 
 from router.codec import convert
 from router.codec.status import InvalidRequest
-from router.codec.validate import check_update_queue, unfit_new_ids
+from router.codec.validate import check_list_jobs, check_update_queue, unfit_new_ids
 from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
 from router.gate.calls import ANSWER_HELD_BYTES, unary
@@ -109,7 +109,7 @@ class AdminService:
         cancelled = await change_readers(self._fleet, org, queue, limit, purge)
         return admin_pb2.PurgeQueueResponse(cancelled=cancelled, limit_reached=cancelled >= limit)
 
-    @unary(answer_bytes=ANSWER_HELD_BYTES)
+    @unary(check_list_jobs, answer_bytes=ANSWER_HELD_BYTES)
     async def ListJobs(self, request: admin_pb2.ListJobsRequest) -> admin_pb2.ListJobsResponse:
         wanted, page_size = convert.wanted(request), request.page_size or _PAGE_DEFAULT
 
@@ -146,7 +146,7 @@ class AdminService:
         return admin_pb2.RestoreJobsResponse(results=map(_restore_result, restored))
 
     @unary()
-    async def RedriveJobs(self, request: admin_pb2.RedriveJobsRequest) -> admin_pb2.RedriveJobsResponse:
+    async def RedriveQueue(self, request: admin_pb2.RedriveQueueRequest) -> admin_pb2.RedriveQueueResponse:
         org, queue, limit = OrgId(request.org), QueueName(request.queue), request.limit or _LIMIT_DEFAULT
 
         async def redrive(member: ShardHandle, limit_left: int) -> int:
@@ -157,14 +157,13 @@ class AdminService:
                 died_after=convert.moment(request.died_after) if request.HasField("died_after") else None,
                 died_before=convert.moment(request.died_before) if request.HasField("died_before") else None,
                 limit=limit_left,
-                attributes=convert.attributes(request.attributes),
             )
             if count:
                 await member.room.may_have_jobs(org, queue)
             return count
 
         redriven = await change_readers(self._fleet, org, queue, limit, redrive)
-        return admin_pb2.RedriveJobsResponse(redriven=redriven, limit_reached=redriven >= limit)
+        return admin_pb2.RedriveQueueResponse(redriven=redriven, limit_reached=redriven >= limit)
 
     @unary()
     async def GetStats(self, request: admin_pb2.GetStatsRequest) -> admin_pb2.GetStatsResponse:

@@ -285,6 +285,17 @@ class QueueService:
         return queue_pb2.AlterJobsResponse(answers=[convert.ANSWERS[answer] for answer in answers])
 
     @unary()
+    async def RedriveJobs(self, request: queue_pb2.RedriveJobsRequest) -> queue_pb2.RedriveJobsResponse:
+        org = OrgId(request.org)
+        ids = [JobId(job_id) for job_id in request.ids]
+
+        async def redrive(member: ShardHandle, positions: Sequence[int]) -> list[Answer]:
+            return await member.store.redrive(org, [ids[at] for at in positions])
+
+        answers = await decide(self._fleet, org, ids, redrive)
+        return queue_pb2.RedriveJobsResponse(answers=[convert.ANSWERS[answer] for answer in answers])
+
+    @unary()
     async def GetServerInfo(self, _: server_pb2.GetServerInfoRequest) -> server_pb2.GetServerInfoResponse:
         return server_info()
 

@@ -13,7 +13,11 @@ from shard.queue.queue_ids import QUEUES_MAX
 from shard.queue.store import ID_AGE_DAYS_MAX
 from windrow.v1 import admin_pb2, job_pb2, queue_pb2, server_pb2
 
-_FEATURES = (server_pb2.SERVER_FEATURE_ORG_METADATA, server_pb2.SERVER_FEATURE_SNOOZE)
+_FEATURES = (
+    server_pb2.SERVER_FEATURE_ORG_METADATA,
+    server_pb2.SERVER_FEATURE_SNOOZE,
+    server_pb2.SERVER_FEATURE_JOB_SEARCH,
+)
 
 
 @cache

@@ -44,8 +44,9 @@ _CLOCKS_MS = 2 * _HOUR_MS
 # page ends early.
 _RANGE_MS, _RANGE_GROWTH = _HOUR_MS, 8
 _SEARCH_S_MAX = 1.0
-# No index knows attributes. A search for them reads the org's jobs in ranges of about so many, and its pages end after
-# this time: a search of a million jobs takes many short calls (docs/decisions/0033-attributes-have-no-index.md).
+# No index knows attributes, or the jobs of several states by id. A search for them reads the org's jobs in ranges of
+# about so many, and its pages end after this time: a search of a million jobs takes many short calls
+# (docs/decisions/0033-attributes-have-no-index.md).
 _SCAN_ROWS = 5_000
 _SCAN_S_MAX = 0.020
 
@@ -57,13 +58,21 @@ class Wanted:
 
     org: OrgId
     queue: QueueName | None = None
+    # With a queue, a live state and no attributes: in the order in which jobs will be claimed.
     state: JobState | None = None
+    # Instead of `state`: any of these, newest first.
+    states: frozenset[JobState] = frozenset()
     kind: str = ""
     made_after: Micros | None = None
     made_before: Micros | None = None
     # What the job's attributes contain, as JSON. None matches all.
     attributes: str | None = None
     include_payload: bool = False
+
+    @property
+    def all_states(self) -> frozenset[JobState]:
+        """The states in which a job is listed."""
+        return self.states or frozenset(JobState if self.state is None else (self.state,))
 
     @property
     def newest_first(self) -> bool:
@@ -153,7 +162,7 @@ async def page(database: Database, wanted: Wanted, *, page_size: int, page_token
     parameters: dict[str, object] = {
         "org": wanted.org,
         "slot": org_lookup.slot,
-        "state": "" if wanted.state is None else wanted.state.value,
+        "states": arrays.plain(state.value for state in wanted.all_states),
         "kind": wanted.kind,
         "attributes": wanted.attributes,
         "include_payload": wanted.include_payload,
@@ -178,6 +187,7 @@ async def _in_claim_order(
     page_size: int,
 ) -> Page:
     parameters |= {
+        "state": cast("JobState", wanted.state).value,
         "queue_id": org_lookup.queue_ids[0],
         "from_id": wanted.first_id,
         "before_id": wanted.past_id,
@@ -210,7 +220,7 @@ async def _newest_first(
         below = min(below, cast("str", last_id))
     jobs: list[JobRecord] = []
     bytes_left, range_ms = ANSWER_BYTES_MAX, _RANGE_MS
-    scans = wanted.attributes is not None
+    scans = wanted.attributes is not None or bool(wanted.states)
     ends_s = time.monotonic() + (_SCAN_S_MAX if scans else _SEARCH_S_MAX)
     until: Key | None = None
     while first_id < below:

@@ -244,21 +244,19 @@ class QueueAdmin:
         died_after: Micros | None,
         died_before: Micros | None,
         limit: int,
-        attributes: str | None = None,
     ) -> int:
-        """Puts up to `limit` dead jobs back to ready, and returns how many. `attributes` is as in Wanted. Raises
-        UnknownQueue. After ShardUnavailable, some may have been put back."""
+        """Puts up to `limit` dead jobs back to ready, and returns how many. Raises UnknownQueue. After
+        ShardUnavailable, some may have been put back."""
         self._clock.check()
         await self.get_queue(org, queue)
         rows = await self._database.run(
-            statements.REDRIVE,
+            statements.REDRIVE_QUEUE,
             {
                 "org": org,
                 "queue": queue,
                 "kind": kind,
                 "after_us": died_after,
                 "before_us": died_before,
-                "attributes": attributes,
                 "rows": limit,
             },
         )

@@ -22,7 +22,7 @@ FIND_LISTED = _load("find_listed")
 FIND_SCAN_END = _load("find_scan_end")
 LIST_LIVE = _load("list_live")
 LIST_JOBS = _load("list_jobs")
-REDRIVE = _load("redrive", repeatable=False)
+REDRIVE_QUEUE = _load("redrive_queue", repeatable=False)
 STATS = _load("stats")
 CHECK_BOOKS = _load("check_books")
 

@@ -34,6 +34,7 @@ FIND_LOCKED_NAMES = _load("find_locked_names", shared=True)
 EXPLAIN_MISS = _load("explain_miss", shared=True)
 CANCEL = _load("cancel", shared=True)
 ALTER = _load("alter", shared=True)
+REDRIVE = _load("redrive", shared=True)
 GET_JOBS = _load("get_jobs", shared=True)
 FIND_ENDED = _load("find_ended", shared=True)
 

@@ -24,6 +24,7 @@ from shard.postgres import arrays, partitions
 from shard.postgres import statements as postgres_statements
 from shard.postgres.clock import ShardClock
 from shard.postgres.pool import Database
+from shard.postgres.sql_loader import Statement
 from shard.queue import row_locks, statements
 from shard.queue.claim import CLAIM_BYTES_MAX, Claimer, ClaimRequest, ClaimResult, Memory
 from shard.queue.claim_floor import GUARD_US, Floors
@@ -274,6 +275,15 @@ class Store:
         )
         return answers
 
+    async def redrive(self, org: OrgId, ids: Sequence[JobId]) -> list[Answer]:
+        """Makes dead jobs ready again. Returns an answer for each: STALE if the job is live or has succeeded, DEPARTING
+        if it is on its way to another shard. Raises RowLocked, ShardUnavailable, TooManyWaiting."""
+        self.clock.check()
+        answers: list[Answer] = await self._single_calls.submit(
+            SingleCall(org, len(ids), partial(self._redrive, org, ids))
+        )
+        return answers
+
     async def _cancel(self, org: OrgId, ids: Sequence[JobId], *, reason: str) -> list[Answer]:
         async def act(free: Sequence[JobId]) -> dict[JobId, Answer]:
             rows = await partitions.finish(
@@ -291,14 +301,24 @@ class Store:
         return await self._change(org, ids, act, {"cancelled": Answer.OK, "succeeded": Answer.STALE})
 
     async def _alter(self, org: OrgId, ids: Sequence[JobId], alteration: Alteration) -> list[Answer]:
-        async def act(free: Sequence[JobId]) -> dict[JobId, Answer]:
-            parameters = {"ids": arrays.plain(free), "org": org, **alteration._asdict()}
-            rows: list[tuple[str, QueueId | None]] = await self._database.run(statements.ALTER, parameters)
-            self.on_visible({queue_id for _, queue_id in rows if queue_id is not None})
-            return {JobId(name): Answer.DEPARTING if queue_id is None else Answer.OK for name, queue_id in rows}
-
+        act = partial(self._show, statements.ALTER, {"org": org, **alteration._asdict()})
         stale = dict.fromkeys(("leased", "dead", "succeeded"), Answer.STALE)
         return await self._change(org, ids, act, {"cancelled": Answer.CANCELLED, **stale})
+
+    async def _redrive(self, org: OrgId, ids: Sequence[JobId]) -> list[Answer]:
+        act = partial(self._show, statements.REDRIVE, {"org": org})
+        stale = dict.fromkeys(("scheduled", "ready", "leased", "succeeded"), Answer.STALE)
+        return await self._change(org, ids, act, {"cancelled": Answer.CANCELLED, **stale})
+
+    async def _show(
+        self, statement: Statement, parameters: Mapping[str, object], ids: Sequence[JobId]
+    ) -> dict[JobId, Answer]:
+        """Runs a statement that may make jobs visible, and tells the wait room of their queues. Returns its answers."""
+        rows: list[tuple[str, QueueId | None]] = await self._database.run(
+            statement, {**parameters, "ids": arrays.plain(ids)}
+        )
+        self.on_visible({queue_id for _, queue_id in rows if queue_id is not None})
+        return {JobId(name): Answer.DEPARTING if queue_id is None else Answer.OK for name, queue_id in rows}
 
     async def _change(
         self,

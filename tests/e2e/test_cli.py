@@ -36,7 +36,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cli import enqueue, output, values
-from cli.exits import CommandFailed, ExitCode
+from cli.exits import CommandFailed, ExitCode, RequestRefused
 from cli.jobs import print_job
 from cli.main import app, main
 from cli.options import ADDRESS_DEFAULT
@@ -603,7 +603,8 @@ def test_a_job_that_falls_due_ends_the_wait_for_it(windrow: Windrow) -> None:
 def test_dead_jobs_come_back_and_waiting_ones_are_cancelled(windrow: Windrow) -> None:
     for lease in leased(windrow, "mend", count=3):
         windrow("nack", "mend", lease, "--permanent")
-    assert windrow("jobs", "redrive", "mend", "mail", "--limit", "2", "--json").documents == [{"redriven": 2}]
+    redrive = ("jobs", "redrive", "mend", "--queue", "mail", "--limit", "2", "--json")
+    assert windrow(*redrive, "--yes").documents == [{"redriven": 2, "skipped": 0}]
     refused = windrow("jobs", "purge", "mend", "mail")
     assert refused.code == 2
     assert "--yes" in refused.err
@@ -619,17 +620,50 @@ def test_jobs_are_found_cancelled_and_redriven_by_their_attributes(windrow: Wind
     assert windrow("jobs", "list", "where", "--where", "campaign=42", "--where", "plan=free", "--json").documents == []
     asked = windrow("jobs", "cancel", "where", "--where", "campaign=42")
     assert (asked.code, "this would cancel 2 jobs of org 'where': confirm with --yes" in asked.err) == (2, True)
-    for wrong in ((), (newest["id"], "--queue", "mail"), ("--queue", "mail", "--state", "succeeded")):
+    with_ids = [("--queue", "mail"), ("--state", "ready"), ("--limit", "1"), ("--dry-run",)]
+    for wrong in ((), ("--state", "ready"), ("--queue", "mail", "--state", "succeeded"), ("mail",)):
         assert windrow("jobs", "cancel", "where", *wrong, "--yes").code == 2
+    for wrong in with_ids:
+        assert windrow("jobs", "cancel", "where", newest["id"], *wrong, "--yes").code == 2
+    assert windrow("jobs", "cancel", "where", "--queue", "nope", "--yes").code == 4
+    tried = windrow("jobs", "cancel", "where", "--where", "campaign=42", "--dry-run", "--json")
+    assert tried.documents == [{"found": 2, "first": [job["id"] for job in found]}]
     for count in (2, 0):
         done = windrow("jobs", "cancel", "where", "--where", "campaign=42", "--reason", "over", "--yes", "--json")
-        assert done.documents == [{"cancelled": count}]
+        assert done.documents == [{"cancelled": count, "skipped": 0}]
     (shown,) = windrow("jobs", "get", "where", newest["id"], "--json").documents
     assert (shown["state"], shown["reason"]) == ("cancelled", "over")
     windrow("nack", "where", *leased(windrow, "where"), "--permanent")
     for campaign, count in (("42", 0), ("43", 1)):
-        redriven = windrow("jobs", "redrive", "where", "mail", "--where", f"campaign={campaign}", "--json")
-        assert redriven.documents == [{"redriven": count}]
+        redriven = windrow("jobs", "redrive", "where", "--where", f"campaign={campaign}", "--yes", "--json")
+        assert redriven.documents == [{"redriven": count, "skipped": 0}]
+
+
+def test_dead_jobs_are_redriven_by_their_ids(windrow: Windrow) -> None:
+    (lease,) = leased(windrow, "revive")
+    windrow("nack", "revive", lease, "--permanent")
+    (dead,) = windrow("jobs", "list", "revive", "--state", "dead", "--json").documents
+    done = windrow("jobs", "redrive", "revive", dead["id"])
+    assert (done.code, done.out) == (0, f"{dead['id']}  redriven\n")
+    again = windrow("jobs", "redrive", "revive", dead["id"])
+    assert (again.code, again.out) == (1, f"{dead['id']}  not redriven: it is not dead\n")
+    assert windrow("jobs", "redrive", "revive", str(uuid7())).code == 4
+
+
+def test_jobs_that_wait_are_altered_by_what_they_have_in_common(windrow: Windrow) -> None:
+    for attribute, *delay in (("n=0",), ("n=1",), ("n=1", "--delay", "1h"), ("n=2",)):
+        windrow("enqueue", "several", "mail", "greet", "--attribute", attribute, *delay)
+    before = windrow("jobs", "list", "several", "--json").documents
+    alter = ("jobs", "alter", "several", "--where", "n=1", "--priority", "1")
+    tried = windrow(*alter, "--dry-run")
+    assert (tried.code, tried.lines[0], len(tried.lines)) == (0, "would change 2 jobs of org 'several'", 3)
+    asked = windrow(*alter)
+    assert (asked.code, "this would change 2 jobs of org 'several': confirm with --yes" in asked.err) == (2, True)
+    assert windrow("jobs", "list", "several", "--json").documents == before
+    for count in (2, 0):
+        assert windrow(*alter, "--yes", "--json").documents == [{"changed": count, "skipped": 0}]
+    after = windrow("jobs", "list", "several", "--json").documents
+    assert {(job["attributes"]["n"], job["priority"]) for job in after} == {("0", 5), ("1", 1), ("2", 5)}
 
 
 def test_a_watched_job_is_shown_until_its_end_and_then_its_result(running: Running, windrow: Windrow) -> None:
@@ -1010,7 +1044,7 @@ def test_a_clock_that_is_wrong_is_told_and_not_an_id_that_nobody_gave() -> None:
     why = "019a… was made at 2025-11-06 00:00:00 UTC; the time in an id must be at most 7 days before"
 
     def refuse(*_: object) -> None:
-        raise CommandFailed("the router refused the request", ExitCode.USAGE, particulars=[f"--id: {why}"])
+        raise RequestRefused([("jobs[0].id", why)], particulars=[f"ID: {why}"])
 
     router: Any = SimpleNamespace(call=refuse, queue=SimpleNamespace(Enqueue=None))
     with pytest.raises(CommandFailed, match="clock and the shard's are too far apart") as caught:

@@ -24,6 +24,7 @@ from windrow import (
     Answer,
     AttemptOutcome,
     Batch,
+    BulkChange,
     Client,
     DeadlineExceeded,
     Enqueued,
@@ -34,6 +35,7 @@ from windrow import (
     InvalidJob,
     InvalidRequest,
     Job,
+    JobFilter,
     JobRecord,
     JobState,
     Kill,
@@ -48,6 +50,8 @@ from windrow import (
     uuid7,
 )
 from windrow.jobs import enqueue_request
+
+HOUR = timedelta(hours=1)
 
 SCRIPT = """
 import sys
@@ -477,8 +481,8 @@ async def test_jobs_are_listed_counted_purged_redriven_and_restored(client: Clie
     assert [job.id for job in found.jobs] == newest_first[:1]
     counts = (await client.stats("q")).queues["q"]
     assert (counts.ready, counts.dead, counts.succeeded) == (3, 2, None)
-    assert await client.redrive_jobs("q", kind="another") == 0
-    assert await client.redrive_jobs("q", limit=1) == 1
+    assert await client.redrive_queue("q", kind="another") == 0
+    assert await client.redrive_queue("q", limit=1) == 1
     assert await client.purge_queue("q", include_dead=True) == 5
     counted = await client.stats(include_finished=True)
     assert (counted.queues["q"].cancelled, counted.unavailable_shards) == (5, [])
@@ -488,6 +492,79 @@ async def test_jobs_are_listed_counted_purged_redriven_and_restored(client: Clie
         assert (there.id, there.new_id, there.duplicate, there.refusal) == (ids[0], new_ids[0], again, None)
         assert nowhere.refusal is RestoreRefusal.NOT_FOUND
     assert await state(client, new_ids[0]) is JobState.READY
+
+
+async def test_jobs_that_meet_conditions_are_changed_in_steps_and_a_repeated_call_goes_on(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("windrow.job_changes._STEP_MAX", 2)
+    jobs = [NewJob("q", "k", attributes={"n": str(n % 2)}, delay=HOUR if n % 4 else None) for n in range(12)]
+    stored = await client.enqueue_many(jobs)
+    odd = [one.id for one in stored][1::2]
+    where = JobFilter(queue="q", attributes={"n": "1"})
+    # To another lane, and later: a list in the order of claims would meet the jobs again.
+    later: dict[str, Any] = {"priority": 9, "run_at": datetime.now(UTC) + 2 * HOUR}
+    tried = await client.alter_where(where, **later, dry_run=True)
+    assert (tried.found, tried.changed, [job.id for job in tried.first]) == (6, 0, odd[:0:-1])
+    steps: list[BulkChange] = []
+
+    def interrupt(so_far: BulkChange) -> None:
+        steps.append(so_far)
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        await client.alter_where(where, **later, on_progress=interrupt)
+    done = await client.alter_where(where, **later, on_progress=steps.append)
+    assert 0 < steps[0].changed < 6
+    assert (done.found, done.changed, done.skipped) == (6 - steps[0].changed, 6 - steps[0].changed, 0)
+    assert (await client.alter_where(where, **later)).found == 0
+    altered = {job.id for job in (await client.list_jobs()).jobs if job.priority == 9 and job.run_at == later["run_at"]}
+    assert altered == set(odd)
+    assert (await client.cancel_where(where, limit=4, reason="over")).changed == 4
+    assert (await client.cancel_where(where, reason="over")).changed == 2
+    assert [job.reason for job in (await client.list_jobs(state=JobState.CANCELLED)).jobs] == ["over"] * 6
+
+
+async def test_a_job_that_is_leased_meanwhile_is_skipped(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    await client.enqueue_many([NewJob("q", "k") for _ in range(3)])
+    alter_jobs = client.alter_jobs
+
+    async def altered_late(ids: Sequence[str], **change: Any) -> list[Answer]:
+        assert len(await client.dequeue("q", max_jobs=2)) == 2
+        return await alter_jobs(ids, **change)
+
+    monkeypatch.setattr(client, "alter_jobs", altered_late)
+    done = await client.alter_where(JobFilter(kind="k"), priority=1)
+    assert (done.found, done.changed, done.skipped) == (3, 1, 2)
+
+
+async def test_dead_jobs_that_meet_conditions_are_redriven(client: Client) -> None:
+    stored = await client.enqueue_many([NewJob("q", "k") for _ in range(3)])
+    for job in await client.dequeue("q", max_jobs=3):
+        await client.nack(job, permanent=True)
+    ids = [one.id for one in stored]
+    died_at = [job.finished_at for job in (await client.get_jobs(ids)).values()]
+    last = max(time for time in died_at if time is not None)
+    assert await client.redrive_jobs([ids[0], uuid7()]) == [Answer.OK, Answer.NOT_FOUND]
+    assert (await client.redrive_where(JobFilter(died_after=last + HOUR))).found == 0
+    assert (await client.redrive_where(JobFilter(died_before=last + HOUR))).changed == 2
+    assert {job.state for job in (await client.get_jobs(ids)).values()} == {JobState.READY}
+
+
+async def test_conditions_that_no_job_can_meet_are_refused_and_nothing_is_changed(client: Client) -> None:
+    await client.enqueue("q", "k")
+    with pytest.raises(InvalidRequest, match="states: only jobs that are scheduled, ready can be changed so"):
+        await client.alter_where(JobFilter(states=[JobState.LEASED]), priority=1)
+    with pytest.raises(InvalidRequest, match="limit: must be 1 or more, or None for all, not 0"):
+        await client.cancel_where(JobFilter(queue="q"), limit=0)
+    with pytest.raises(InvalidRequest, match="priority: must be set, unless"):
+        await client.alter_where(JobFilter(queue="q"))
+    with pytest.raises(InvalidRequest, match="priority: must be"):
+        await client.alter_where(JobFilter(queue="q"), priority=10)
+    with pytest.raises(NotFound, match="has no queue 'nope'"):
+        await client.cancel_where(JobFilter(queue="nope"))
+    (job,) = (await client.list_jobs("q")).jobs
+    assert (job.state, job.priority) == (JobState.READY, 5)
 
 
 async def test_a_wait_for_a_job_returns_its_result_or_says_that_the_time_is_over(client: Client) -> None:
@@ -521,6 +598,9 @@ def test_the_sync_client_does_the_same(cluster: RunningCluster) -> None:
         for thread in threads:
             thread.join()
         assert len(client.dequeue("many", max_jobs=100)) == 8
+        where = JobFilter(queue="many", states=[JobState.LEASED])
+        assert client.cancel_where(where, dry_run=True).found == 8
+        assert client.cancel_where(where).changed == 8
 
 
 async def test_a_script_runs_until_a_signal_and_ends_well(cluster: RunningCluster, client: Client) -> None:

@@ -366,6 +366,7 @@ def queue_cases() -> Iterator[Bad]:
     for why, bad in IDS.items():
         yield Bad("GetJobs", "ids[1]", why, queue_pb2.GetJobsRequest(org=ORG, ids=[SECOND_JOB, bad]))
         yield Bad("CancelJobs", "ids[1]", why, queue_pb2.CancelJobsRequest(org=ORG, ids=[SECOND_JOB, bad]))
+        yield Bad("RedriveJobs", "ids[1]", why, queue_pb2.RedriveJobsRequest(org=ORG, ids=[SECOND_JOB, bad]))
         yield Bad("AlterJobs", "ids[1]", why, queue_pb2.AlterJobsRequest(org=ORG, ids=[SECOND_JOB, bad], priority=1))
     good = {"org": ORG, "ids": [SECOND_JOB]}
     yield Bad("AlterJobs", "priority", "no change", queue_pb2.AlterJobsRequest(org=ORG, ids=[SECOND_JOB]))
@@ -392,7 +393,7 @@ def admin_cases() -> Iterator[Bad]:
         "ResumeQueue": (admin_pb2.ResumeQueueRequest, good),
         "PurgeQueue": (admin_pb2.PurgeQueueRequest, {**good, "include_dead": True}),
         "ListJobs": (admin_pb2.ListJobsRequest, {**good, "state": job_pb2.JOB_STATE_READY}),
-        "RedriveJobs": (admin_pb2.RedriveJobsRequest, good),
+        "RedriveQueue": (admin_pb2.RedriveQueueRequest, good),
         "GetStats": (admin_pb2.GetStatsRequest, good),
     }
 
@@ -435,13 +436,17 @@ def admin_cases() -> Iterator[Bad]:
     yield from of("ListJobs", "state", {"unknown": 7, "negative": -1, "unspecified": 0})
     for field in ("created_after", "created_before"):
         yield from of("ListJobs", field, TIMESTAMPS)
-    for rpc in ("ListJobs", "RedriveJobs"):
+    for rpc in ("ListJobs", "RedriveQueue"):
         yield from of(rpc, "kind", OPTIONAL_NAMES)
-        yield from of(rpc, "attributes", {"too many": {str(at): "" for at in range(33)}})
-    for rpc in ("PurgeQueue", "RedriveJobs"):
+    yield from of("ListJobs", "attributes", {"too many": {str(at): "" for at in range(33)}})
+    for why, bad_state in {"unknown": 7, "negative": -1, "unspecified": 0}.items():
+        states = [job_pb2.JOB_STATE_READY, job_pb2.JobState.ValueType(bad_state)]
+        yield Bad("ListJobs", "states[1]", why, admin_pb2.ListJobsRequest(org=ORG, states=states))
+    yield from of("ListJobs", "states", {"too many": [job_pb2.JOB_STATE_READY] * 7, "beside state": [1]})
+    for rpc in ("PurgeQueue", "RedriveQueue"):
         yield from of(rpc, "limit", LIMITS)
     for field in ("died_after", "died_before"):
-        yield from of("RedriveJobs", field, TIMESTAMPS)
+        yield from of("RedriveQueue", field, TIMESTAMPS)
     restore, one = admin_pb2.RestoreJobsRequest, admin_pb2.RestoreJob
     for why, org in ORGS.items():
         yield Bad("RestoreJobs", "org", why, restore(org=org, jobs=[one(id=SECOND_JOB)]))

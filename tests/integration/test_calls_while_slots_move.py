@@ -638,8 +638,8 @@ def test_counts_lists_redrive_and_purge_reach_both_shards(cluster: Cluster) -> N
             listed += [job.id for job in page.jobs]
             token = page.next_page_token
         assert sorted(listed) == sorted(job.id for job in dead)
-    redriven = cluster.near.admin.RedriveJobs(
-        admin_pb2.RedriveJobsRequest(org=org, queue=QUEUE), timeout=PATIENCE_S
+    redriven = cluster.near.admin.RedriveQueue(
+        admin_pb2.RedriveQueueRequest(org=org, queue=QUEUE), timeout=PATIENCE_S
     ).redriven
     assert redriven == 2
     purged = cluster.near.admin.PurgeQueue(admin_pb2.PurgeQueueRequest(org=org, queue=QUEUE), timeout=PATIENCE_S)

@@ -102,6 +102,7 @@ def unary_calls(to: Client, lease: bytes) -> dict[str, Callable[[], Any]]:
         "CancelJobs": lambda: queue.CancelJobs(queue_pb2.CancelJobsRequest(org=ORG, ids=[job_id()])),
         "WaitJob": lambda: queue.WaitJob(queue_pb2.WaitJobRequest(org=ORG, id=job_id(), wait=window(20))),
         "AlterJobs": lambda: queue.AlterJobs(queue_pb2.AlterJobsRequest(org=ORG, ids=[job_id()], priority=1)),
+        "RedriveJobs": lambda: queue.RedriveJobs(queue_pb2.RedriveJobsRequest(org=ORG, ids=[job_id()])),
         "CreateQueue": lambda: admin.CreateQueue(admin_pb2.CreateQueueRequest(org=ORG, queue=f"queue-{job_id()}")),
         "PauseQueue": lambda: admin.PauseQueue(admin_pb2.PauseQueueRequest(org=ORG, queue="other")),
         "GetQueue": lambda: admin.GetQueue(admin_pb2.GetQueueRequest(org=ORG, queue=QUEUE)),
@@ -112,7 +113,7 @@ def unary_calls(to: Client, lease: bytes) -> dict[str, Callable[[], Any]]:
         "RestoreJobs": lambda: admin.RestoreJobs(
             admin_pb2.RestoreJobsRequest(org=ORG, jobs=[admin_pb2.RestoreJob(id=job_id())])
         ),
-        "RedriveJobs": lambda: admin.RedriveJobs(admin_pb2.RedriveJobsRequest(org=ORG, queue=QUEUE)),
+        "RedriveQueue": lambda: admin.RedriveQueue(admin_pb2.RedriveQueueRequest(org=ORG, queue=QUEUE)),
         "GetStats": lambda: admin.GetStats(admin_pb2.GetStatsRequest(org=ORG)),
         "ListShards": lambda: to.cluster.ListShards(cluster_pb2.ListShardsRequest()),
     }

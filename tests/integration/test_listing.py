@@ -233,18 +233,22 @@ async def test_a_search_by_attributes_finds_each_job_once_wherever_it_is(
         wanted = Wanted(org=org, attributes=attributes, **conditions)
         return [one for page in await pages(fresh_books, wanted, page_size) for one in page]
 
+    def chosen(states: frozenset[JobState]) -> list[JobId]:
+        return [one for state in states for one in by_state[state]]
+
     wanted = sorted((ids[at] for ids in by_state.values() for at in (1, 4)), reverse=True)
     for page_size in (1, 9):
         assert await found('{"campaign": "42"}', page_size) == wanted
         assert await found('{"campaign": "42"}', page_size, queue=QUEUE) == wanted
     for state, ids in by_state.items():
         assert await found('{"campaign": "42"}', state=state, queue=QUEUE) == sorted((ids[1], ids[4]), reverse=True)
+    several = frozenset({JobState.READY, JobState.DEAD, JobState.SUCCEEDED})
+    assert await found('{"campaign": "42"}', states=several) == [one for one in wanted if one in chosen(several)]
+    for page_size in (2, 9):
+        listed = await pages(fresh_books, Wanted(org=org, queue=QUEUE, states=several), page_size)
+        assert [one for page in listed for one in page] == sorted([*chosen(several), *cold], reverse=True)
     fourth = {ids[4] for ids in by_state.values()}
     assert set(await found('{"campaign": "42", "n": "4"}')) == fourth
     assert await found('{"campaign": "44"}') == []
     assert len(await pages(fresh_books, Wanted(org=org, attributes='{"campaign": "44"}'), 9)) > 3
     assert cold
-    redriven = await fresh_books.redrive(
-        org, QUEUE, kind="", died_after=None, died_before=None, limit=9, attributes='{"campaign": "43"}'
-    )
-    assert redriven == 1

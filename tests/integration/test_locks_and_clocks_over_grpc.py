@@ -128,7 +128,10 @@ def test_a_clock_that_was_set_back_is_reported_until_an_operator_accepts_it(runn
         lambda: running.ack("mine", held.lease),
         lambda: running.enqueue("mine"),
         lambda: admin.PurgeQueue(admin_pb2.PurgeQueueRequest(org="mine", queue="q"), timeout=PATIENCE_S),
-        lambda: admin.RedriveJobs(admin_pb2.RedriveJobsRequest(org="mine", queue="q"), timeout=PATIENCE_S),
+        lambda: running.stubs.queue.RedriveJobs(
+            queue_pb2.RedriveJobsRequest(org="mine", ids=[held.id]), timeout=PATIENCE_S
+        ),
+        lambda: admin.RedriveQueue(admin_pb2.RedriveQueueRequest(org="mine", queue="q"), timeout=PATIENCE_S),
         lambda: admin.PauseQueue(admin_pb2.PauseQueueRequest(org="mine", queue="q"), timeout=PATIENCE_S),
     ]
     for call in refused:

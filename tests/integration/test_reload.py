@@ -501,6 +501,7 @@ def test_a_shard_that_is_read_only_can_be_looked_at_and_does_not_change(cluster:
         lambda: queue.Release(queue_pb2.ReleaseRequest(org=org, leases=[leased.lease])),
         lambda: queue.CancelJobs(queue_pb2.CancelJobsRequest(org=org, ids=[stored.id])),
         lambda: queue.AlterJobs(queue_pb2.AlterJobsRequest(org=org, ids=[stored.id], priority=1)),
+        lambda: queue.RedriveJobs(queue_pb2.RedriveJobsRequest(org=org, ids=[stored.id])),
         lambda: admin.CreateQueue(admin_pb2.CreateQueueRequest(org=org, queue="new")),
         lambda: admin.UpdateQueue(
             admin_pb2.UpdateQueueRequest(org=org, queue=QUEUE, config=admin_pb2.QueueConfig(max_attempts=3))
@@ -508,7 +509,7 @@ def test_a_shard_that_is_read_only_can_be_looked_at_and_does_not_change(cluster:
         lambda: admin.PauseQueue(admin_pb2.PauseQueueRequest(org=org, queue=QUEUE)),
         lambda: admin.DeleteQueue(admin_pb2.DeleteQueueRequest(org=org, queue="home")),
         lambda: admin.PurgeQueue(admin_pb2.PurgeQueueRequest(org=org, queue=QUEUE)),
-        lambda: admin.RedriveJobs(admin_pb2.RedriveJobsRequest(org=org, queue=QUEUE)),
+        lambda: admin.RedriveQueue(admin_pb2.RedriveQueueRequest(org=org, queue=QUEUE)),
     ]
     for change in changes:
         assert_forbidden(change, "read_only", "takes no changes")

@@ -356,6 +356,30 @@ async def test_jobs_that_wait_are_changed_and_all_others_stay_as_they_are(databa
     assert claimed == [scheduled, ready, lost]
 
 
+async def test_only_dead_jobs_are_redriven_by_their_ids(database: Database, org: OrgId) -> None:
+    store = Store(database)
+    jobs = some_jobs(org, 6)
+    jobs.queues = list(map(QueueName, ("dead", "ready", "scheduled", "leased", "done", "cancelled")))
+    jobs.delay_us = {2: HOUR_US}
+    await store.enqueue(jobs)
+    held = {queue: (await lease_jobs(store, org, queue=queue))[0][1] for queue in ("dead", "leased", "done")}
+    await store.settle(Settlement.nack(org, [Nack(lease=held["dead"], failure=Failure(permanent=True))]))
+    await store.settle(Settlement.ack(org, [held["done"]]))
+    await store.cancel(org, ids_of(jobs)[5:], reason="")
+    before = await store.get(org, ids_of(jobs), include_payload=False)
+    names = [*ids_of(jobs), job_id()]
+    # Another org changes nothing.
+    assert await store.redrive(OrgId(f"{org}-2"), names) == [Answer.NOT_FOUND] * 7
+    others = [Answer.STALE] * 4 + [Answer.CANCELLED, Answer.NOT_FOUND]
+    assert await store.redrive(org, names) == [Answer.OK, *others]
+    redriven, *rest = await store.get(org, ids_of(jobs), include_payload=False)
+    assert rest == before[1:]
+    assert (redriven.state, redriven.attempt, redriven.history) == ("ready", 0, before[0].history)
+    assert await store.redrive(org, names) == [Answer.STALE, *others]
+    ((again, _),) = await lease_jobs(store, org, queue="dead")
+    assert (again.id, again.attempt) == (jobs.ids[0], 1)
+
+
 async def test_a_job_that_is_altered_is_found_in_its_new_lane_behind_what_was_claimed_there(
     database: Database, org: OrgId, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -421,10 +421,17 @@ async def a_dead_job(near: Client, org: str) -> str:
     return held.id
 
 
+async def test_a_redriven_queue_wakes_consumers(near: Client, producer: Client, org: str) -> None:
+    dead = await a_dead_job(near, org)
+    async with waiter(near, org) as waiting:
+        await producer.admin.RedriveQueue(admin_pb2.RedriveQueueRequest(org=org, queue=QUEUE), timeout=PATIENCE_S)
+        assert [job.id for job in await jobs_of(waiting)] == [dead]
+
+
 async def test_a_redriven_job_wakes_consumers(near: Client, producer: Client, org: str) -> None:
     dead = await a_dead_job(near, org)
     async with waiter(near, org) as waiting:
-        await producer.admin.RedriveJobs(admin_pb2.RedriveJobsRequest(org=org, queue=QUEUE), timeout=PATIENCE_S)
+        await producer.queue.RedriveJobs(queue_pb2.RedriveJobsRequest(org=org, ids=[dead]), timeout=PATIENCE_S)
         assert [job.id for job in await jobs_of(waiting)] == [dead]
 
 

@@ -170,7 +170,7 @@ async def test_a_dead_job_keeps_its_checkpoint_through_a_redrive(both: tuple[Cli
     await _extend(near, "redriven", queue_pb2.Extend(lease=job.lease, checkpoint=b"half way"))
     dead = queue_pb2.Nack(lease=job.lease, failure=job_pb2.Failure(permanent=True))
     await near.queue.Nack(queue_pb2.NackRequest(org="redriven", nacks=[dead]), timeout=PATIENCE_S)
-    await near.admin.RedriveJobs(admin_pb2.RedriveJobsRequest(org="redriven", queue=QUEUE), timeout=PATIENCE_S)
+    await near.admin.RedriveQueue(admin_pb2.RedriveQueueRequest(org="redriven", queue=QUEUE), timeout=PATIENCE_S)
     (again,) = await near.dequeue("redriven", wait_s=PATIENCE_S)
     assert (again.id, again.attempt, again.checkpoint) == (job_id, 1, b"half way")
 

@@ -24,6 +24,7 @@ from windrow import (
     InvalidJob,
     InvalidRequest,
     Job,
+    JobState,
     NewJob,
     NotFound,
     PermissionDenied,
@@ -36,7 +37,7 @@ from windrow import (
     uuid7,
 )
 from windrow.calls import ADMIN_FINAL, FINAL, CallFailure, patient_pause_s, pause_s
-from windrow.v1 import job_pb2, queue_pb2
+from windrow.v1 import admin_pb2, job_pb2, queue_pb2
 
 
 def failure(code: StatusCode, retry_after_s: float | None = None) -> CallFailure:
@@ -518,4 +519,24 @@ async def test_nothing_is_redriven_while_a_shard_has_not_counted_its_dead_jobs(
 
     monkeypatch.setattr(client, "stats", stats)
     with pytest.raises(Unavailable, match="did not count its dead jobs: s2"):
-        await client.redrive_jobs("emails")
+        await client.redrive_queue("emails")
+
+
+async def test_a_router_that_ignores_conditions_lists_no_other_jobs(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one without the feature JOB_SEARCH."""
+    states = [job_pb2.JOB_STATE_READY, job_pb2.JOB_STATE_SUCCEEDED]
+    jobs = [
+        job_pb2.Job(id=f"{number}-{state}", state=state, attributes={"n": number})
+        for number in "12"
+        for state in states
+    ]
+
+    async def ask(_: object, request: admin_pb2.ListJobsRequest) -> admin_pb2.ListJobsResponse:
+        return admin_pb2.ListJobsResponse(jobs=jobs)
+
+    monkeypatch.setattr(client, "_ask", ask)
+    page = await client.list_jobs(states=[JobState.READY, JobState.DEAD], attributes={"n": "2"})
+    assert [job.id for job in page.jobs] == [f"2-{job_pb2.JOB_STATE_READY}"]
+    assert len((await client.list_jobs()).jobs) == 4

@@ -72,9 +72,10 @@ def test_one_limit_holds_for_the_leases_of_every_verb(request_type: type[Message
 
 def test_one_limit_holds_for_calls_of_a_kind() -> None:
     assert limit(queue_pb2.CancelJobsRequest, "ids", Rule.REPEATED_MAX_ITEMS) == LIMITS.max_ids_per_call
+    assert limit(queue_pb2.RedriveJobsRequest, "ids", Rule.REPEATED_MAX_ITEMS) == LIMITS.max_ids_per_call
     assert limit(queue_pb2.AlterJobsRequest, "ids", Rule.REPEATED_MAX_ITEMS) == LIMITS.max_ids_per_call
     assert limit(queue_pb2.ConsumeStart, "queues", Rule.REPEATED_MAX_ITEMS) == LIMITS.max_queues_per_dequeue
-    assert limit(admin_pb2.RedriveJobsRequest, "limit", Rule.INT32_LTE) == LIMITS.max_jobs_per_change
+    assert limit(admin_pb2.RedriveQueueRequest, "limit", Rule.INT32_LTE) == LIMITS.max_jobs_per_change
     assert limit(admin_pb2.ListQueuesRequest, "page_size", Rule.INT32_LTE) == LIMITS.max_page_size
 
 
@@ -96,7 +97,7 @@ async def test_the_client_shows_what_the_router_tells(router: FakeRouter, client
     router.scripts["GetServerInfo"] = tell
     info = await client.server_info()
     assert info.version == server_info().version
-    assert info.features == {"ORG_METADATA", "SNOOZE"}
+    assert info.features == {"ORG_METADATA", "SNOOZE", "JOB_SEARCH"}
     assert set(info.limits) == set(LIMITS.DESCRIPTOR.fields_by_name)
     assert info.limits["max_message_bytes"] == LIMITS.max_message_bytes
     assert info.limits["max_wait"] == LIMITS.max_wait.ToTimedelta()

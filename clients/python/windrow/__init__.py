@@ -28,6 +28,7 @@ from windrow.errors import (
 )
 from windrow.failures import Failure, TimedOut
 from windrow.ids import nth_id, uuid7
+from windrow.job_changes import BulkChange, JobFilter
 from windrow.jobs import (
     Answer,
     Attempt,
@@ -59,6 +60,7 @@ __all__ = [
     "Attempt",
     "AttemptOutcome",
     "Batch",
+    "BulkChange",
     "Client",
     "ClientClosed",
     "Crashed",
@@ -71,6 +73,7 @@ __all__ = [
     "InvalidJob",
     "InvalidRequest",
     "Job",
+    "JobFilter",
     "JobOptions",
     "JobPage",
     "JobRecord",

@@ -8,6 +8,7 @@ import re
 _NAME = re.compile(r"(?:dns|ipv4|ipv6|unix|unix-abstract|vsock|xds|passthrough):.+")
 _HOST_AND_PORT = re.compile(r"(?:\[[0-9A-Fa-f:.%\w]+\]|[^\s\[\]:/@]+):([0-9]{1,5})")
 _URL = re.compile(r"https?://")
+_LOOPBACK = re.compile(r"(?:localhost|127\.[0-9.]+|\[::1\]):[0-9]+")
 
 
 def address_fault(address: str) -> str | None:
@@ -17,3 +18,8 @@ def address_fault(address: str) -> str | None:
         return None
     fault = "is a web address" if _URL.match(address) else "is not an address"
     return f"{address!r} {fault}: write HOST:PORT, such as 127.0.0.1:7419"
+
+
+def uses_proxy(address: str) -> bool:
+    """Returns whether a proxy from the environment may be used: none can reach this machine's loopback address."""
+    return _LOOPBACK.fullmatch(address) is None

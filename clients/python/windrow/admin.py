@@ -17,7 +17,7 @@ from windrow.errors import Unavailable, invalid_argument
 from windrow.ids import uuid7
 from windrow.jobs import JobRecord, JobState, RetryPolicy, read_record, read_retry, retry_message, state_value
 from windrow.payloads import moment, timestamp
-from windrow.v1 import admin_pb2
+from windrow.v1 import admin_pb2, job_pb2
 
 # The contract's limit on the items of a page, and on the jobs of a restore.
 _PAGE_MAX = 1000
@@ -197,6 +197,7 @@ class AdminCalls:
         queue: str = "",
         *,
         state: JobState | None = None,
+        states: Iterable[JobState] = (),
         kind: str = "",
         created_after: datetime | None = None,
         created_before: datetime | None = None,
@@ -206,7 +207,8 @@ class AdminCalls:
         page_token: str = "",
     ) -> JobPage:
         """Returns a page of the org's jobs, the newest first, without leasing them; those of one queue in one live
-        state come in the order in which they will be claimed. All conditions must be true of a job.
+        state come in the order in which they will be claimed. `states`, instead of `state`: in any of these, always the
+        newest first. All conditions must be true of a job.
 
         `attributes`: only jobs that have all of these. No index finds them: the router searches for some milliseconds
         per page, always the newest jobs first, so a page may be empty although more follow.
@@ -226,40 +228,41 @@ class AdminCalls:
             attributes=attributes,
         )
         if state is not None:
-            try:
-                request.state = state_value(state)
-            except KeyError as error:
-                raise invalid_argument("state", f"{state!r} is no state that a job can be in") from error
+            request.state = _state("state", state)
+        any_of = frozenset(states)
+        request.states.extend(sorted(_state("states", one) for one in any_of))
         _set_time(request.created_after, "created_after", created_after)
         _set_time(request.created_before, "created_before", created_before)
         response = await self._ask(lambda stub: stub.ListJobs, request)
+        jobs = [read_record(job, with_payload=include_payload) for job in response.jobs]
+        wanted = dict(attributes or ()).items()
         return JobPage(
-            jobs=[read_record(job, with_payload=include_payload) for job in response.jobs],
+            # A router without the feature JOB_SEARCH ignores these two conditions, and lists other jobs too.
+            jobs=[job for job in jobs if wanted <= job.attributes.items() and (not any_of or job.state in any_of)],
             next_page_token=response.next_page_token,
             unavailable_shards=list(response.unavailable_shards),
         )
 
-    async def redrive_jobs(
+    async def redrive_queue(
         self,
         queue: str,
         *,
         kind: str = "",
         died_after: datetime | None = None,
         died_before: datetime | None = None,
-        attributes: Mapping[str, str] | None = None,
         limit: int | None = None,
     ) -> int:
         """Makes the queue's dead jobs that meet all conditions ready again, with all their attempts, the first death
         first. Redrives at most as many as are dead now, because some may die again meanwhile. Returns how many: a lower
         bound if an answer was lost. Raises NotFound, Unavailable."""
-        conditions = admin_pb2.RedriveJobsRequest(attributes=attributes)
+        conditions = admin_pb2.RedriveQueueRequest()
         _set_time(conditions.died_after, "died_after", died_after)
         _set_time(conditions.died_before, "died_before", died_before)
 
         async def redrive(count: int) -> tuple[int, bool]:
-            request = admin_pb2.RedriveJobsRequest(org=self.org, queue=queue, kind=kind, limit=count)
+            request = admin_pb2.RedriveQueueRequest(org=self.org, queue=queue, kind=kind, limit=count)
             request.MergeFrom(conditions)
-            response = await self._ask(lambda stub: stub.RedriveJobs, request)
+            response = await self._ask(lambda stub: stub.RedriveQueue, request)
             return response.redriven, response.limit_reached
 
         left = _checked_limit(limit)
@@ -332,6 +335,13 @@ def _config(retry: RetryPolicy | None, max_attempts: int | None, retention_days:
     except (TypeError, ValueError) as error:
         raise invalid_argument("retry", error) from error
     return admin_pb2.QueueConfig(retry=policy, max_attempts=max_attempts, retention_days=retention_days)
+
+
+def _state(name: str, state: JobState) -> job_pb2.JobState.ValueType:
+    try:
+        return state_value(state)
+    except KeyError as error:
+        raise invalid_argument(name, f"{state!r} is no state that a job can be in") from error
 
 
 def _set_time(field: Timestamp, name: str, time: datetime | None) -> None:

@@ -24,7 +24,7 @@ from google.rpc.status_pb2 import Status
 from grpc import StatusCode, aio
 
 from windrow import tracing
-from windrow.address import address_fault
+from windrow.address import address_fault, uses_proxy
 from windrow.errors import ClientClosed, InvalidRequest, Violation, WindrowError, from_code, shifted
 from windrow.org_header import org_metadata
 from windrow.v1.admin_pb2_grpc import AdminStub
@@ -305,9 +305,10 @@ class Calls:
         return self._stubs[self._turn]
 
     def _connect(self) -> aio.Channel:
+        options = (*_OPTIONS, ("grpc.enable_http_proxy", int(uses_proxy(self.address))))
         if self._credentials is None:
-            return aio.insecure_channel(self.address, options=_OPTIONS)
-        return aio.secure_channel(self.address, self._credentials, options=_OPTIONS)
+            return aio.insecure_channel(self.address, options=options)
+        return aio.secure_channel(self.address, self._credentials, options=options)
 
     def _error(
         self, verb: str, failure: CallFailure, *, tries: int, spent_s: float, no_retry: str = ""

@@ -1,5 +1,5 @@
-"""The asyncio client: one method for each call of the queue service. admin.py has those of the admin service, calls.py
-has retries and connections."""
+"""The asyncio client: one method for each call of the queue service. admin.py has those of the admin service,
+job_changes.py those that change jobs by hand, calls.py has retries and connections."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
-from datetime import datetime
 from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar, Unpack, overload
@@ -18,7 +17,6 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 from opentelemetry import trace
 
-from windrow.admin import AdminCalls
 from windrow.batches import Batch, Together, calls_of, progress
 from windrow.calls import MESSAGE_BYTES_MAX, TRY_S, Calls, error_of
 from windrow.coalescer import Coalescer, Coalescers
@@ -36,6 +34,7 @@ from windrow.errors import (
     invalid_argument,
 )
 from windrow.failures import Failure, failure_message, failure_of, stack_of
+from windrow.job_changes import JobChanges, in_parts
 from windrow.job_rules import JOBS_MAX, PAYLOAD_BYTES_MAX
 from windrow.jobs import (
     ENDED,
@@ -60,7 +59,6 @@ from windrow.payloads import (
     duration,
     encode_result,
     seconds,
-    timestamp,
 )
 from windrow.reports import Progress, report_of
 from windrow.server_info import ServerInfo, read_server_info
@@ -87,7 +85,7 @@ CallNext = Callable[[Sequence[NewJob]], Awaitable[list[Enqueued]]]
 Middleware = Callable[[Sequence[NewJob], CallNext], Awaitable[list[Enqueued]]]
 
 
-class Client(AdminCalls):
+class Client(JobChanges):
     """The queues and jobs of one org. Make one client for each event loop and share it: calls run concurrently.
 
     - `address`: HOST:PORT; default $WINDROW_ADDRESS, or 127.0.0.1:7419 if that is not set.
@@ -546,45 +544,6 @@ class Client(AdminCalls):
             # A router that shuts down answers early. Wait for the remaining time at another one.
             await asyncio.sleep(random.uniform(0.2, 0.5) * _WORTH_WAITING_S)
 
-    async def cancel_jobs(self, ids: Iterable[str], *, reason: str = "") -> list[Answer]:
-        """Cancels jobs that have not finished, and ends their leases. Returns STALE for a job that had succeeded."""
-
-        async def send(part: Sequence[str]) -> Sequence[int]:
-            request = queue_pb2.CancelJobsRequest(org=self.org, ids=part, reason=reason)
-            return (await self.calls.call(lambda stub: stub.CancelJobs, request)).answers
-
-        return await _in_parts(list(ids), send)
-
-    async def alter_jobs(
-        self,
-        ids: Iterable[str],
-        *,
-        priority: int = 0,
-        run_at: datetime | None = None,
-        delay: Span | None = None,
-        attributes: Mapping[str, str] | None = None,
-    ) -> list[Answer]:
-        """Changes jobs that wait: their priority, when they run (at `run_at` or after `delay`), and all their
-        attributes. 0 and None leave what is there. Returns STALE for a job that is leased or dead or has succeeded, and
-        CANCELLED for a cancelled one. Raises TypeError or ValueError for a value that cannot be sent."""
-        change = queue_pb2.AlterJobsRequest(org=self.org, priority=priority)
-        if run_at is not None and delay is not None:
-            raise InvalidRequest("run_at and delay are both given; give only one")
-        if run_at is not None:
-            change.run_at.CopyFrom(timestamp(run_at))
-        if delay is not None:
-            change.delay.CopyFrom(duration(delay))
-        if attributes is not None:
-            change.attributes.values.update(attributes)
-            change.attributes.SetInParent()
-
-        async def send(part: Sequence[str]) -> Sequence[int]:
-            request = queue_pb2.AlterJobsRequest(ids=part)
-            request.MergeFrom(change)
-            return (await self.calls.call(lambda stub: stub.AlterJobs, request)).answers
-
-        return await _in_parts(list(ids), send)
-
     async def server_info(self) -> ServerInfo:
         """Returns the version and the limits of the router that answers. Needs no shard."""
         request = server_pb2.GetServerInfoRequest()
@@ -658,16 +617,7 @@ async def _each(
     if isinstance(jobs, Job):
         (answer,) = answers(await send([jobs]))
         return answer
-    return await _in_parts(list(jobs), send, count_max=min(JOBS_MAX, _PART_BYTES_MAX // max(1, entry_bytes)))
-
-
-async def _in_parts(
-    items: Sequence[_Item], send: Callable[[Sequence[_Item]], Awaitable[_Answers]], *, count_max: int = JOBS_MAX
-) -> list[Answer]:
-    results: list[Answer] = []
-    for at in range(0, len(items), count_max):
-        results += answers(await send(items[at : at + count_max]))
-    return results
+    return await in_parts(list(jobs), send, count_max=min(JOBS_MAX, _PART_BYTES_MAX // max(1, entry_bytes)))
 
 
 def _failure(error: str | BaseException | Failure, *, permanent: bool) -> Failure:

@@ -7,7 +7,7 @@ FROM (
         FROM windrow.job j
         WHERE {{org_of(j)}} = %(org_id)s::bigint AND (%(queue)s = '' OR j.queue_id = ANY (%(queue_ids)s::bigint[]))
             AND j.id >= %(from_id)s::uuid AND j.id < %(before_id)s::uuid
-            AND %(state)s::text IN ('', 'ready', 'scheduled', 'leased')
+            AND %(states)s::text[] && '{scheduled,ready,leased}'
             -- The jobs of a small org are found by its queues, and not among those of all orgs.
             AND %(rows)s < (
                 SELECT count(*)
@@ -24,7 +24,7 @@ FROM (
         SELECT d.id
         FROM windrow.dead d
         WHERE {{org_of(d)}} = %(org_id)s::bigint AND (%(queue)s = '' OR d.queue_id = ANY (%(queue_ids)s::bigint[]))
-            AND d.id >= %(from_id)s::uuid AND d.id < %(before_id)s::uuid AND %(state)s::text IN ('', 'dead')
+            AND d.id >= %(from_id)s::uuid AND d.id < %(before_id)s::uuid AND 'dead' = ANY (%(states)s::text[])
             AND %(rows)s < (
                 SELECT count(*)
                 FROM (
@@ -40,7 +40,7 @@ FROM (
         SELECT h.id
         FROM windrow.finished h
         WHERE {{org_of(h)}} = %(org_id)s::bigint AND h.id >= %(from_id)s::uuid AND h.id < %(before_id)s::uuid
-            AND %(state)s::text IN ('', 'succeeded', 'cancelled')
+            AND %(states)s::text[] && '{succeeded,cancelled}'
         ORDER BY h.id DESC
         OFFSET %(rows)s
         LIMIT 1
@@ -50,7 +50,7 @@ FROM (
         SELECT c.id
         FROM windrow.cold c
         WHERE {{org_of(c)}} = %(org_id)s::bigint AND c.id >= %(from_id)s::uuid AND c.id < %(before_id)s::uuid
-            AND %(state)s::text IN ('', 'succeeded', 'cancelled')
+            AND %(states)s::text[] && '{succeeded,cancelled}'
         ORDER BY c.id DESC
         OFFSET %(rows)s
         LIMIT 1

@@ -35,13 +35,12 @@ FROM (
                     AND j.id >= %(from_id)s::uuid AND j.id < %(before_id)s::uuid
                     AND (%(kind)s = '' OR j.kind = %(kind)s)
                     AND (%(attributes)s::jsonb IS NULL OR j.attributes @> %(attributes)s::jsonb)
-                    AND CASE %(state)s::text
-                        WHEN '' THEN true
-                        WHEN 'ready' THEN j.visible_at <= now()
-                        WHEN 'scheduled' THEN j.visible_at > now() AND j.lease IS NULL
-                        WHEN 'leased' THEN j.visible_at > now() AND j.lease IS NOT NULL
-                        ELSE false
-                    END
+                    AND %(states)s::text[] && '{scheduled,ready,leased}'
+                    AND CASE
+                        WHEN j.visible_at <= now() THEN 'ready'
+                        WHEN j.lease IS NULL THEN 'scheduled'
+                        ELSE 'leased'
+                    END = ANY (%(states)s::text[])
                 ORDER BY j.id DESC
                 LIMIT %(rows)s
             )
@@ -53,7 +52,7 @@ FROM (
                 FROM windrow.dead d
                 WHERE d.queue_id = ANY (%(queue_ids)s::bigint[]) AND d.id >= %(from_id)s::uuid AND d.id < %(before_id)s::uuid
                     AND (%(kind)s = '' OR d.kind = %(kind)s)
-                    AND (%(attributes)s::jsonb IS NULL OR d.attributes @> %(attributes)s::jsonb) AND %(state)s::text IN ('', 'dead')
+                    AND (%(attributes)s::jsonb IS NULL OR d.attributes @> %(attributes)s::jsonb) AND 'dead' = ANY (%(states)s::text[])
                 ORDER BY d.id DESC
                 LIMIT %(rows)s
             )
@@ -75,7 +74,7 @@ FROM (
                 ) d
                 WHERE d.queue_id = ANY (%(queue_ids)s::bigint[]) AND d.id >= %(from_id)s::uuid AND d.id < %(before_id)s::uuid
                     AND (%(kind)s = '' OR d.kind = %(kind)s)
-                    AND (%(attributes)s::jsonb IS NULL OR d.attributes @> %(attributes)s::jsonb) AND (%(state)s::text = '' OR d.state = %(state)s)
+                    AND (%(attributes)s::jsonb IS NULL OR d.attributes @> %(attributes)s::jsonb) AND d.state = ANY (%(states)s::text[])
                 ORDER BY d.id DESC
                 LIMIT %(rows)s
             )
@@ -90,7 +89,7 @@ FROM (
                     AND h.id >= %(from_id)s::uuid AND h.id < %(before_id)s::uuid AND h.finished_at >= %(since)s
                     AND (%(kind)s = '' OR h.kind = %(kind)s)
                     AND (%(attributes)s::jsonb IS NULL OR h.attributes @> %(attributes)s::jsonb)
-                    AND %(state)s::text IN ('', 'succeeded', 'cancelled') AND (%(state)s::text = '' OR h.state = %(state)s)
+                    AND %(states)s::text[] && '{succeeded,cancelled}' AND h.state = ANY (%(states)s::text[])
                 ORDER BY h.id DESC
                 LIMIT %(rows)s
             )
@@ -105,7 +104,7 @@ FROM (
                     AND c.id >= %(from_id)s::uuid AND c.id < %(before_id)s::uuid AND c.finished_at >= %(since)s
                     AND (%(kind)s = '' OR c.kind = %(kind)s)
                     AND (%(attributes)s::jsonb IS NULL OR c.attributes @> %(attributes)s::jsonb)
-                    AND %(state)s::text IN ('', 'succeeded', 'cancelled') AND (%(state)s::text = '' OR c.state = %(state)s)
+                    AND %(states)s::text[] && '{succeeded,cancelled}' AND c.state = ANY (%(states)s::text[])
                 ORDER BY c.id DESC
                 LIMIT %(rows)s
             )

@@ -622,6 +622,7 @@ class ListJobsRequest(_message.Message):
     CREATED_AFTER_FIELD_NUMBER: _builtins.int
     CREATED_BEFORE_FIELD_NUMBER: _builtins.int
     ATTRIBUTES_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
     org: _builtins.str
     """The tenant that owns the jobs. 1 to 128 bytes, no control characters."""
     queue: _builtins.str
@@ -658,6 +659,10 @@ class ListJobsRequest(_message.Message):
         none if few jobs match. The limits are those of JobTemplate.attributes.
         """
 
+    @_builtins.property
+    def states(self) -> _containers.RepeatedScalarFieldContainer[_job_pb2.JobState.ValueType]:
+        """Only jobs in one of these states, ordered by id; empty: as `state` says. Not with `state`. At most 6."""
+
     def __init__(
         self,
         *,
@@ -671,10 +676,11 @@ class ListJobsRequest(_message.Message):
         created_after: _timestamp_pb2.Timestamp | None = ...,
         created_before: _timestamp_pb2.Timestamp | None = ...,
         attributes: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        states: _abc.Iterable[_job_pb2.JobState.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_state", b"_state", "created_after", b"created_after", "created_before", b"created_before", "state", b"state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_state", b"_state", "attributes", b"attributes", "created_after", b"created_after", "created_before", b"created_before", "include_payload", b"include_payload", "kind", b"kind", "org", b"org", "page_size", b"page_size", "page_token", b"page_token", "queue", b"queue", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_state", b"_state", "attributes", b"attributes", "created_after", b"created_after", "created_before", b"created_before", "include_payload", b"include_payload", "kind", b"kind", "org", b"org", "page_size", b"page_size", "page_token", b"page_token", "queue", b"queue", "state", b"state", "states", b"states"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__state: _TypeAlias = _typing.Literal["state"]  # noqa: Y015
     _WhichOneofArgType__state: _TypeAlias = _typing.Literal["_state", b"_state"]  # noqa: Y015
@@ -864,32 +870,12 @@ class RestoredJob(_message.Message):
 Global___RestoredJob: _TypeAlias = RestoredJob  # noqa: Y015
 
 @_typing.final
-class RedriveJobsRequest(_message.Message):
+class RedriveQueueRequest(_message.Message):
     """Names the dead jobs to run again, without their expires_at and without keys that counted while they were live. All
     conditions must be true of a job.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
-
-    @_typing.final
-    class AttributesEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.str
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: _builtins.str = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     ORG_FIELD_NUMBER: _builtins.int
     QUEUE_FIELD_NUMBER: _builtins.int
@@ -897,7 +883,6 @@ class RedriveJobsRequest(_message.Message):
     DIED_AFTER_FIELD_NUMBER: _builtins.int
     DIED_BEFORE_FIELD_NUMBER: _builtins.int
     LIMIT_FIELD_NUMBER: _builtins.int
-    ATTRIBUTES_FIELD_NUMBER: _builtins.int
     org: _builtins.str
     """The tenant that owns the jobs. 1 to 128 bytes, no control characters."""
     queue: _builtins.str
@@ -914,12 +899,6 @@ class RedriveJobsRequest(_message.Message):
     def died_before(self) -> _timestamp_pb2.Timestamp:
         """Only jobs that died before this time, by their finished_at; absent: any time."""
 
-    @_builtins.property
-    def attributes(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Only jobs that have all of these attributes, each with this value; empty: any. The limits are those of
-        JobTemplate.attributes.
-        """
-
     def __init__(
         self,
         *,
@@ -929,18 +908,17 @@ class RedriveJobsRequest(_message.Message):
         died_after: _timestamp_pb2.Timestamp | None = ...,
         died_before: _timestamp_pb2.Timestamp | None = ...,
         limit: _builtins.int = ...,
-        attributes: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["died_after", b"died_after", "died_before", b"died_before"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attributes", b"attributes", "died_after", b"died_after", "died_before", b"died_before", "kind", b"kind", "limit", b"limit", "org", b"org", "queue", b"queue"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["died_after", b"died_after", "died_before", b"died_before", "kind", b"kind", "limit", b"limit", "org", b"org", "queue", b"queue"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RedriveJobsRequest: _TypeAlias = RedriveJobsRequest  # noqa: Y015
+Global___RedriveQueueRequest: _TypeAlias = RedriveQueueRequest  # noqa: Y015
 
 @_typing.final
-class RedriveJobsResponse(_message.Message):
+class RedriveQueueResponse(_message.Message):
     """How far the redrive has come."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -963,7 +941,7 @@ class RedriveJobsResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RedriveJobsResponse: _TypeAlias = RedriveJobsResponse  # noqa: Y015
+Global___RedriveQueueResponse: _TypeAlias = RedriveQueueResponse  # noqa: Y015
 
 @_typing.final
 class GetStatsRequest(_message.Message):

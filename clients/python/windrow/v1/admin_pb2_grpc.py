@@ -85,10 +85,10 @@ class AdminStub:
                 request_serializer=windrow_dot_v1_dot_admin__pb2.RestoreJobsRequest.SerializeToString,
                 response_deserializer=windrow_dot_v1_dot_admin__pb2.RestoreJobsResponse.FromString,
                 _registered_method=True)
-        self.RedriveJobs = channel.unary_unary(
-                '/windrow.v1.Admin/RedriveJobs',
-                request_serializer=windrow_dot_v1_dot_admin__pb2.RedriveJobsRequest.SerializeToString,
-                response_deserializer=windrow_dot_v1_dot_admin__pb2.RedriveJobsResponse.FromString,
+        self.RedriveQueue = channel.unary_unary(
+                '/windrow.v1.Admin/RedriveQueue',
+                request_serializer=windrow_dot_v1_dot_admin__pb2.RedriveQueueRequest.SerializeToString,
+                response_deserializer=windrow_dot_v1_dot_admin__pb2.RedriveQueueResponse.FromString,
                 _registered_method=True)
         self.GetStats = channel.unary_unary(
                 '/windrow.v1.Admin/GetStats',
@@ -179,8 +179,8 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def RedriveJobs(self, request, context):
-        """Brings dead jobs back to READY with fresh attempts, the earliest death first, at most `limit` per call. As for
+    def RedriveQueue(self, request, context):
+        """Does to a queue's dead jobs what Queue.RedriveJobs does to the jobs that it names, the earliest death first, at most `limit` per call. As for
         PurgeQueue, the router does this at most once. A second call also brings back jobs that have died again since the
         first one, unless `died_before` excludes them.
         """
@@ -250,10 +250,10 @@ def add_AdminServicer_to_server(servicer, server):
                     request_deserializer=windrow_dot_v1_dot_admin__pb2.RestoreJobsRequest.FromString,
                     response_serializer=windrow_dot_v1_dot_admin__pb2.RestoreJobsResponse.SerializeToString,
             ),
-            'RedriveJobs': grpc.unary_unary_rpc_method_handler(
-                    servicer.RedriveJobs,
-                    request_deserializer=windrow_dot_v1_dot_admin__pb2.RedriveJobsRequest.FromString,
-                    response_serializer=windrow_dot_v1_dot_admin__pb2.RedriveJobsResponse.SerializeToString,
+            'RedriveQueue': grpc.unary_unary_rpc_method_handler(
+                    servicer.RedriveQueue,
+                    request_deserializer=windrow_dot_v1_dot_admin__pb2.RedriveQueueRequest.FromString,
+                    response_serializer=windrow_dot_v1_dot_admin__pb2.RedriveQueueResponse.SerializeToString,
             ),
             'GetStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStats,
@@ -543,7 +543,7 @@ class Admin:
             _registered_method=True)
 
     @staticmethod
-    def RedriveJobs(request,
+    def RedriveQueue(request,
             target,
             options=(),
             channel_credentials=None,
@@ -556,9 +556,9 @@ class Admin:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/windrow.v1.Admin/RedriveJobs',
-            windrow_dot_v1_dot_admin__pb2.RedriveJobsRequest.SerializeToString,
-            windrow_dot_v1_dot_admin__pb2.RedriveJobsResponse.FromString,
+            '/windrow.v1.Admin/RedriveQueue',
+            windrow_dot_v1_dot_admin__pb2.RedriveQueueRequest.SerializeToString,
+            windrow_dot_v1_dot_admin__pb2.RedriveQueueResponse.FromString,
             options,
             channel_credentials,
             insecure,

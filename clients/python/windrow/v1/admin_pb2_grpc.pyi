@@ -77,8 +77,8 @@ class AdminStub:
     """Stores finished and dead jobs once more, as new jobs of their queues that are due now. The old jobs do not change
     (to run a dead job itself again, use RedriveJobs). The call may be repeated if it names the new ids.
     """
-    RedriveJobs: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RedriveJobsRequest, _admin_pb2.RedriveJobsResponse]
-    """Brings dead jobs back to READY with fresh attempts, the earliest death first, at most `limit` per call. As for
+    RedriveQueue: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RedriveQueueRequest, _admin_pb2.RedriveQueueResponse]
+    """Does to a queue's dead jobs what Queue.RedriveJobs does to the jobs that it names, the earliest death first, at most `limit` per call. As for
     PurgeQueue, the router does this at most once. A second call also brings back jobs that have died again since the
     first one, unless `died_before` excludes them.
     """
@@ -127,8 +127,8 @@ class AdminAsyncStub(AdminStub):
     """Stores finished and dead jobs once more, as new jobs of their queues that are due now. The old jobs do not change
     (to run a dead job itself again, use RedriveJobs). The call may be repeated if it names the new ids.
     """
-    RedriveJobs: _aio.UnaryUnaryMultiCallable[_admin_pb2.RedriveJobsRequest, _admin_pb2.RedriveJobsResponse]  # type: ignore[assignment]
-    """Brings dead jobs back to READY with fresh attempts, the earliest death first, at most `limit` per call. As for
+    RedriveQueue: _aio.UnaryUnaryMultiCallable[_admin_pb2.RedriveQueueRequest, _admin_pb2.RedriveQueueResponse]  # type: ignore[assignment]
+    """Does to a queue's dead jobs what Queue.RedriveJobs does to the jobs that it names, the earliest death first, at most `limit` per call. As for
     PurgeQueue, the router does this at most once. A second call also brings back jobs that have died again since the
     first one, unless `died_before` excludes them.
     """
@@ -236,12 +236,12 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
-    def RedriveJobs(
+    def RedriveQueue(
         self,
-        request: _admin_pb2.RedriveJobsRequest,
+        request: _admin_pb2.RedriveQueueRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_admin_pb2.RedriveJobsResponse, _abc.Awaitable[_admin_pb2.RedriveJobsResponse]]:
-        """Brings dead jobs back to READY with fresh attempts, the earliest death first, at most `limit` per call. As for
+    ) -> _typing.Union[_admin_pb2.RedriveQueueResponse, _abc.Awaitable[_admin_pb2.RedriveQueueResponse]]:
+        """Does to a queue's dead jobs what Queue.RedriveJobs does to the jobs that it names, the earliest death first, at most `limit` per call. As for
         PurgeQueue, the router does this at most once. A second call also brings back jobs that have died again since the
         first one, unless `died_before` excludes them.
         """

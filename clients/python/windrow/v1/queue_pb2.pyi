@@ -1259,3 +1259,57 @@ class AlterJobsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AlterJobsResponse: _TypeAlias = AlterJobsResponse  # noqa: Y015
+
+@_typing.final
+class RedriveJobsRequest(_message.Message):
+    """Names the dead jobs to run again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORG_FIELD_NUMBER: _builtins.int
+    IDS_FIELD_NUMBER: _builtins.int
+    org: _builtins.str
+    """The tenant that owns the jobs. 1 to 128 bytes, no control characters."""
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """1 to 1,000 ids in canonical lower-case text."""
+
+    def __init__(
+        self,
+        *,
+        org: _builtins.str = ...,
+        ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids", "org", b"org"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RedriveJobsRequest: _TypeAlias = RedriveJobsRequest  # noqa: Y015
+
+@_typing.final
+class RedriveJobsResponse(_message.Message):
+    """Says for each id what became of its job."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def answers(self) -> _containers.RepeatedScalarFieldContainer[_job_pb2.JobAnswer.ValueType]:
+        """One for each id, in the request's order. OK: it is READY now. STALE: it was not DEAD; a repeated call gets this for
+        the jobs that the first one has redriven. CANCELLED: it was cancelled.
+        """
+
+    def __init__(
+        self,
+        *,
+        answers: _abc.Iterable[_job_pb2.JobAnswer.ValueType] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RedriveJobsResponse: _TypeAlias = RedriveJobsResponse  # noqa: Y015

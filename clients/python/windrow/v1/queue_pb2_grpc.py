@@ -91,6 +91,11 @@ class QueueStub:
                 request_serializer=windrow_dot_v1_dot_queue__pb2.AlterJobsRequest.SerializeToString,
                 response_deserializer=windrow_dot_v1_dot_queue__pb2.AlterJobsResponse.FromString,
                 _registered_method=True)
+        self.RedriveJobs = channel.unary_unary(
+                '/windrow.v1.Queue/RedriveJobs',
+                request_serializer=windrow_dot_v1_dot_queue__pb2.RedriveJobsRequest.SerializeToString,
+                response_deserializer=windrow_dot_v1_dot_queue__pb2.RedriveJobsResponse.FromString,
+                _registered_method=True)
         self.GetServerInfo = channel.unary_unary(
                 '/windrow.v1.Queue/GetServerInfo',
                 request_serializer=windrow_dot_v1_dot_server__pb2.GetServerInfoRequest.SerializeToString,
@@ -214,6 +219,13 @@ class QueueServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RedriveJobs(self, request, context):
+        """Makes DEAD jobs READY again, with all their attempts, as Admin.RedriveQueue does. Other jobs stay as they are.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetServerInfo(self, request, context):
         """Returns the router's version and its limits, for client libraries. Needs no org and no shard.
         """
@@ -286,6 +298,11 @@ def add_QueueServicer_to_server(servicer, server):
                     servicer.AlterJobs,
                     request_deserializer=windrow_dot_v1_dot_queue__pb2.AlterJobsRequest.FromString,
                     response_serializer=windrow_dot_v1_dot_queue__pb2.AlterJobsResponse.SerializeToString,
+            ),
+            'RedriveJobs': grpc.unary_unary_rpc_method_handler(
+                    servicer.RedriveJobs,
+                    request_deserializer=windrow_dot_v1_dot_queue__pb2.RedriveJobsRequest.FromString,
+                    response_serializer=windrow_dot_v1_dot_queue__pb2.RedriveJobsResponse.SerializeToString,
             ),
             'GetServerInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetServerInfo,
@@ -596,6 +613,33 @@ class Queue:
             '/windrow.v1.Queue/AlterJobs',
             windrow_dot_v1_dot_queue__pb2.AlterJobsRequest.SerializeToString,
             windrow_dot_v1_dot_queue__pb2.AlterJobsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RedriveJobs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/windrow.v1.Queue/RedriveJobs',
+            windrow_dot_v1_dot_queue__pb2.RedriveJobsRequest.SerializeToString,
+            windrow_dot_v1_dot_queue__pb2.RedriveJobsResponse.FromString,
             options,
             channel_credentials,
             insecure,

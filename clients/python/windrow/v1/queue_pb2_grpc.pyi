@@ -130,6 +130,8 @@ class QueueStub:
     """Changes jobs that are SCHEDULED or READY: when they run, their priority, their attributes. Other jobs stay as they
     are. Consumers that wait are woken as by an Enqueue.
     """
+    RedriveJobs: _grpc.UnaryUnaryMultiCallable[_queue_pb2.RedriveJobsRequest, _queue_pb2.RedriveJobsResponse]
+    """Makes DEAD jobs READY again, with all their attempts, as Admin.RedriveQueue does. Other jobs stay as they are."""
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_server_pb2.GetServerInfoRequest, _server_pb2.GetServerInfoResponse]
     """Returns the router's version and its limits, for client libraries. Needs no org and no shard."""
     WaitJob: _grpc.UnaryUnaryMultiCallable[_queue_pb2.WaitJobRequest, _queue_pb2.WaitJobResponse]
@@ -198,6 +200,8 @@ class QueueAsyncStub(QueueStub):
     """Changes jobs that are SCHEDULED or READY: when they run, their priority, their attributes. Other jobs stay as they
     are. Consumers that wait are woken as by an Enqueue.
     """
+    RedriveJobs: _aio.UnaryUnaryMultiCallable[_queue_pb2.RedriveJobsRequest, _queue_pb2.RedriveJobsResponse]  # type: ignore[assignment]
+    """Makes DEAD jobs READY again, with all their attempts, as Admin.RedriveQueue does. Other jobs stay as they are."""
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_server_pb2.GetServerInfoRequest, _server_pb2.GetServerInfoResponse]  # type: ignore[assignment]
     """Returns the router's version and its limits, for client libraries. Needs no org and no shard."""
     WaitJob: _aio.UnaryUnaryMultiCallable[_queue_pb2.WaitJobRequest, _queue_pb2.WaitJobResponse]  # type: ignore[assignment]
@@ -329,6 +333,14 @@ class QueueServicer(metaclass=_abc_1.ABCMeta):
         """Changes jobs that are SCHEDULED or READY: when they run, their priority, their attributes. Other jobs stay as they
         are. Consumers that wait are woken as by an Enqueue.
         """
+
+    @_abc_1.abstractmethod
+    def RedriveJobs(
+        self,
+        request: _queue_pb2.RedriveJobsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_queue_pb2.RedriveJobsResponse, _abc.Awaitable[_queue_pb2.RedriveJobsResponse]]:
+        """Makes DEAD jobs READY again, with all their attempts, as Admin.RedriveQueue does. Other jobs stay as they are."""
 
     @_abc_1.abstractmethod
     def GetServerInfo(

@@ -34,6 +34,10 @@ class _ServerFeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ServerF
     """The router takes ConsumeRequest.snoozes. One without it ignores them, and answers the message as if they were done:
     the leases end by their windows, and the attempts count.
     """
+    SERVER_FEATURE_JOB_SEARCH: _ServerFeature.ValueType  # 3
+    """The router takes ListJobsRequest.attributes and ListJobsRequest.states. One without it ignores them, and lists other
+    jobs too: who changes the jobs that it found must compare them first.
+    """
 
 class ServerFeature(_ServerFeature, metaclass=_ServerFeatureEnumTypeWrapper):
     """Something that a client may have to know before it relies on it, because a router without it would silently do
@@ -47,6 +51,10 @@ SERVER_FEATURE_ORG_METADATA: ServerFeature.ValueType  # 1
 SERVER_FEATURE_SNOOZE: ServerFeature.ValueType  # 2
 """The router takes ConsumeRequest.snoozes. One without it ignores them, and answers the message as if they were done:
 the leases end by their windows, and the attempts count.
+"""
+SERVER_FEATURE_JOB_SEARCH: ServerFeature.ValueType  # 3
+"""The router takes ListJobsRequest.attributes and ListJobsRequest.states. One without it ignores them, and lists other
+jobs too: who changes the jobs that it found must compare them first.
 """
 Global___ServerFeature: _TypeAlias = ServerFeature  # noqa: Y015
 
@@ -148,7 +156,7 @@ class ServerLimits(_message.Message):
     Consume stream.
     """
     max_ids_per_call: _builtins.int
-    """Ids in one GetJobs, CancelJobs or AlterJobs."""
+    """Ids in one GetJobs, CancelJobs, AlterJobs or RedriveJobs."""
     max_jobs_per_dequeue: _builtins.int
     """DequeueRequest.max_jobs: the jobs that one Dequeue leases."""
     max_queues_per_dequeue: _builtins.int
@@ -158,7 +166,7 @@ class ServerLimits(_message.Message):
     max_jobs_per_restore: _builtins.int
     """RestoreJobsRequest.jobs: the jobs that one call restores."""
     max_jobs_per_change: _builtins.int
-    """The limit of PurgeQueue and RedriveJobs: the jobs that one call changes."""
+    """The limit of PurgeQueue and RedriveQueue: the jobs that one call changes."""
     max_page_size: _builtins.int
     """The page_size of ListJobs and ListQueues."""
     max_queues_per_org: _builtins.int

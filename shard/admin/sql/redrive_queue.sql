@@ -7,7 +7,6 @@ WITH chosen AS (
         FROM windrow.dead aside
         JOIN windrow.queue q ON q.queue_id = aside.queue_id
         WHERE q.org = %(org)s AND q.queue = %(queue)s AND (%(kind)s = '' OR aside.kind = %(kind)s)
-            AND (%(attributes)s::jsonb IS NULL OR aside.attributes @> %(attributes)s::jsonb)
             AND (%(after_us)s::bigint IS NULL OR aside.finished_at >= timestamptz 'epoch' + %(after_us)s * interval '1 us')
             AND (%(before_us)s::bigint IS NULL OR aside.finished_at < timestamptz 'epoch' + %(before_us)s * interval '1 us')
         ORDER BY aside.finished_at

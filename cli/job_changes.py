@@ -1,0 +1,468 @@
+"""`windrow jobs`: cancels and alters jobs, and brings finished and dead ones back.
+
+Jobs are named by their ids, or by conditions. With conditions a command counts the jobs, asks, and changes them in
+small steps with pauses (clients/python/windrow/job_changes.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cli import options, output, values
+from cli.exits import CommandFailed, ExitCode
+from cli.layout import App
+
+if TYPE_CHECKING:
+    from windrow import Answer, BulkChange, JobFilter, SyncClient
+
+_BATCH = 1000
+# The limit of one purge call: a larger one would hold its locks for too long.
+_PURGE_MAX = 1000
+
+
+class State(StrEnum):
+    """The states in which jobs can be changed."""
+
+    SCHEDULED = "scheduled"
+    READY = "ready"
+    LEASED = "leased"
+    DEAD = "dead"
+
+
+IdsOrNone = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[ID...]", help="Job ids; - reads them from standard input.", show_default=False),
+]
+OfQueue = Annotated[str, typer.Option("--queue", metavar="QUEUE", show_default=False, help="Only jobs of this queue.")]
+States = Annotated[
+    list[State] | None,
+    typer.Option(
+        "--state",
+        metavar="STATE",
+        show_default="all that can be changed",
+        help="Only jobs in this state; may be repeated.",
+    ),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only count the jobs, and show the first few.")]
+
+
+def add_to(jobs: App) -> None:
+    for command in (cancel, alter, redrive, restore, purge):
+        jobs.command()(command)
+
+
+def cancel(
+    org: options.Org,
+    ids: IdsOrNone = None,
+    reason: Annotated[
+        str, typer.Option("--reason", metavar="TEXT", show_default=False, help="Stored with the jobs.")
+    ] = "",
+    queue: OfQueue = "",
+    kind: options.Kind = "",
+    where: options.Where = None,
+    states: States = None,
+    made_after: options.MadeAfter = None,
+    made_before: options.MadeBefore = None,
+    limit: options.Limit = None,
+    dry_run: DryRun = False,
+    yes: options.Yes = False,
+    as_json: options.Json = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: options.Timeout = options.TIMEOUT_DEFAULT,
+) -> None:
+    """Cancels jobs that have not finished, by their ids or by what they have in common, and ends their leases.
+
+    Without ids, give at least one of --queue, --kind, --where, --made-after and --made-before: the command counts the
+    jobs, asks, and cancels those that were made before it began, in small steps with pauses. If it is interrupted,
+    repeat it: what is cancelled stays so. A job whose state changes meanwhile may be missed; then repeat it, too.
+
+    Exit code 1: a job named by its id has succeeded; 4: the org has no such job or queue. The other jobs are cancelled.
+    """
+    change = _Change(
+        verb="cancel",
+        done="cancelled",
+        answers={"ok": "cancelled", "stale": "has finished", "not_found": "not found"},
+        by_ids=lambda client, part: client.cancel_jobs(part, reason=reason),
+        by_filter=lambda client, found, **how: client.cancel_where(found, reason=reason, **how),
+    )
+    conditions = _conditions(queue, kind, where, states, made_after, made_before)
+    _make(change, org, ids, conditions, limit, dry_run, yes, as_json, address, timeout)
+
+
+def alter(
+    org: options.Org,
+    ids: IdsOrNone = None,
+    delay: Annotated[
+        timedelta | None,
+        typer.Option(
+            "--delay",
+            parser=values.duration,
+            metavar="DURATION",
+            show_default=False,
+            help="Run the jobs after this time.",
+        ),
+    ] = None,
+    run_at: Annotated[
+        datetime | None,
+        typer.Option(
+            "--run-at", parser=values.moment, metavar="TIME", show_default=False, help="Run the jobs at TIME."
+        ),
+    ] = None,
+    priority: Annotated[
+        int, typer.Option("--priority", metavar="1-9", min=1, max=9, show_default=False, help="1 runs first, 9 last.")
+    ] = 0,
+    attribute: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--attribute",
+            metavar="KEY=VALUE",
+            show_default=False,
+            help="A label, instead of all that the jobs have; may be repeated.",
+        ),
+    ] = None,
+    queue: OfQueue = "",
+    kind: options.Kind = "",
+    where: options.Where = None,
+    states: States = None,
+    made_after: options.MadeAfter = None,
+    made_before: options.MadeBefore = None,
+    limit: options.Limit = None,
+    dry_run: DryRun = False,
+    yes: options.Yes = False,
+    as_json: options.Json = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: options.Timeout = options.TIMEOUT_DEFAULT,
+) -> None:
+    """Changes jobs that are scheduled or ready: when they run, their priority, their attributes.
+
+    Jobs are named by their ids, or by conditions, as for `windrow jobs cancel`. Jobs that are already as they shall be
+    are not counted, so a command that was interrupted can be repeated and goes on. With --delay, which counts from the
+    change, it would begin again: give --run-at.
+
+    Exit code 1: a job named by its id is leased or dead, or has finished; 4: the org has no such job or queue. The
+    other jobs are changed.
+    """
+    if delay is not None and run_at is not None:
+        raise typer.BadParameter("give one of --delay and --run-at, not both", param_hint="'--run-at'")
+    if delay is None and run_at is None and not priority and not attribute:
+        hint = "'--delay' / '--run-at' / '--priority' / '--attribute'"
+        raise typer.BadParameter("nothing is to be changed: give at least one of these", param_hint=hint)
+    attributes = values.attributes(attribute) if attribute else None
+    altered: dict[str, Any] = {"priority": priority, "run_at": run_at, "delay": delay, "attributes": attributes}
+    change = _Change(
+        verb="change",
+        done="changed",
+        answers={
+            "ok": "changed",
+            "stale": "not changed: it is leased or dead, or has finished",
+            "cancelled": "not changed: it was cancelled",
+            "not_found": "not found",
+        },
+        by_ids=lambda client, part: client.alter_jobs(part, **altered),
+        by_filter=lambda client, found, **how: client.alter_where(found, **altered, **how),
+    )
+    conditions = _conditions(queue, kind, where, states, made_after, made_before)
+    _make(change, org, ids, conditions, limit, dry_run, yes, as_json, address, timeout)
+
+
+def redrive(
+    org: options.Org,
+    ids: IdsOrNone = None,
+    queue: OfQueue = "",
+    kind: options.Kind = "",
+    where: options.Where = None,
+    made_after: options.MadeAfter = None,
+    made_before: options.MadeBefore = None,
+    died_after: Annotated[
+        datetime | None,
+        typer.Option(
+            "--died-after",
+            parser=values.moment,
+            metavar="TIME",
+            show_default=False,
+            help="Only jobs that died at or after TIME.",
+        ),
+    ] = None,
+    died_before: Annotated[
+        datetime | None,
+        typer.Option(
+            "--died-before",
+            parser=values.moment,
+            metavar="TIME",
+            show_default=False,
+            help="Only jobs that died before TIME.",
+        ),
+    ] = None,
+    limit: options.Limit = None,
+    dry_run: DryRun = False,
+    yes: options.Yes = False,
+    as_json: options.Json = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: options.Timeout = options.TIMEOUT_DEFAULT,
+) -> None:
+    """Makes dead jobs ready again, with all their attempts.
+
+    Jobs are named by their ids, or by conditions, as for `windrow jobs cancel`; the newest come first. If the command
+    is interrupted, repeat it; --died-before leaves out those that have died again since.
+
+    Exit code 1: a job named by its id is not dead; 4: the org has no such job or queue. The other jobs are redriven.
+    """
+    change = _Change(
+        verb="redrive",
+        done="redriven",
+        answers={
+            "ok": "redriven",
+            "stale": "not redriven: it is not dead",
+            "cancelled": "not redriven: it was cancelled",
+            "not_found": "not found",
+        },
+        by_ids=lambda client, part: client.redrive_jobs(part),
+        by_filter=lambda client, found, **how: client.redrive_where(found, **how),
+    )
+    conditions = _conditions(queue, kind, where, None, made_after, made_before, died_after, died_before)
+    _make(change, org, ids, conditions, limit, dry_run, yes, as_json, address, timeout)
+
+
+def restore(
+    org: options.Org,
+    ids: options.Ids,
+    as_json: options.Json = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: options.Timeout = options.TIMEOUT_DEFAULT,
+) -> None:
+    """Stores copies of finished and dead jobs as new jobs that are due now; the old ones stay as they are.
+
+    A copy has the old job's queue, kind, payload, attributes, priority and retry policy. Its attribute
+    windrow.restored_from is the old job's id. Exit code 1: a job is neither finished nor dead; 4: the org has no such
+    job.
+    """
+    from cli.calls import connect
+    from cli.messages import restore_answer
+    from windrow.ids import uuid7
+    from windrow.v1 import admin_pb2
+
+    wanted = list(dict.fromkeys(values.job_ids(values.words(ids, sys.stdin))))
+    answers: set[str] = set()
+    with connect(address, timeout) as router:
+        for at in range(0, len(wanted), _BATCH):
+            batch = wanted[at : at + _BATCH]
+            # New ids are made here, so that a repeated call stores nothing twice.
+            jobs = [admin_pb2.RestoreJob(id=job_id, new_id=uuid7()) for job_id in batch]
+            results = router.call(router.admin.RestoreJobs, admin_pb2.RestoreJobsRequest(org=org, jobs=jobs)).results
+            found = [(job_id, restore_answer(one), one.restored.id) for job_id, one in zip(batch, results, strict=True)]
+            answers.update(answer for _, answer, _ in found)
+            if as_json:
+                output.say_json(
+                    {"id": job_id, "answer": answer, "new_id": new_id or None} for job_id, answer, new_id in found
+                )
+            else:
+                words = {
+                    "ok": "restored as ",
+                    "live": "is live",
+                    "not_found": "not found",
+                    "bad_id": "not restored: this machine's clock and the shard's are too far apart",
+                }
+                output.say("\n".join(f"{job_id}  {words[answer]}{new_id}" for job_id, answer, new_id in found))
+    if answers & {"live", "bad_id"}:
+        raise typer.Exit(ExitCode.NO)
+    if "not_found" in answers:
+        raise typer.Exit(ExitCode.NOT_FOUND)
+
+
+def purge(
+    org: options.Org,
+    queue: options.Queue,
+    dead: Annotated[bool, typer.Option("--dead", help="Cancel the queue's dead jobs too.")] = False,
+    limit: options.Limit = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    as_json: options.Json = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: options.Timeout = options.TIMEOUT_DEFAULT,
+) -> None:
+    """Cancels a queue's waiting jobs; leased jobs may finish.
+
+    Asks for confirmation. A script must give --yes.
+    """
+    from cli.calls import connect
+    from windrow.v1 import admin_pb2
+
+    with connect(address, timeout) as router:
+        stats = router.call(router.admin.GetStats, admin_pb2.GetStatsRequest(org=org, queue=queue)).queues[0]
+        waiting = min(stats.ready + stats.scheduled + (stats.dead if dead else 0), limit or sys.maxsize)
+        if not yes and waiting:
+            if not sys.stdin.isatty():
+                would = f"this would cancel {output.counted(waiting, 'job')} of queue {queue!r}"
+                raise CommandFailed(f"{would}: confirm with --yes", ExitCode.USAGE)
+            typer.confirm(
+                f"Cancel {output.counted(waiting, 'job')} of queue {queue!r} of org {org!r}?", abort=True, err=True
+            )
+        done, left = 0, limit or sys.maxsize
+        with output.working("cancelling") as status:
+            while left:
+                request = admin_pb2.PurgeQueueRequest(
+                    org=org, queue=queue, include_dead=dead, limit=min(left, _PURGE_MAX)
+                )
+                response = router.call(router.admin.PurgeQueue, request)
+                done, left = done + response.cancelled, left - response.cancelled
+                if status is not None:
+                    status.update(f"{done:,} cancelled")
+                if not response.limit_reached:
+                    break
+    _report({"cancelled": done}, as_json=as_json)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Change:
+    """What one of the commands does to jobs."""
+
+    verb: str
+    done: str
+    # What is printed for each answer.
+    answers: Mapping[str, str]
+    by_ids: Callable[[SyncClient, Sequence[str]], list[Answer]]
+    by_filter: Callable[..., BulkChange]
+
+
+def _conditions(
+    queue: str,
+    kind: str,
+    where: Sequence[str] | None,
+    states: Sequence[State] | None,
+    made_after: datetime | None,
+    made_before: datetime | None,
+    died_after: datetime | None = None,
+    died_before: datetime | None = None,
+) -> dict[str, Any]:
+    """Returns the fields of the JobFilter that are given."""
+    fields = {
+        "queue": queue,
+        "kind": kind,
+        "attributes": values.attributes(where or (), option="--where"),
+        "states": states,
+        "created_after": made_after,
+        "created_before": made_before,
+        "died_after": died_after,
+        "died_before": died_before,
+    }
+    return {name: value for name, value in fields.items() if value}
+
+
+def _make(
+    change: _Change,
+    org: str,
+    ids: Sequence[str] | None,
+    conditions: dict[str, Any],
+    limit: int | None,
+    dry_run: bool,
+    yes: bool,
+    as_json: bool,
+    address: str,
+    timeout: timedelta,
+) -> None:
+    from cli.calls import connect_client
+    from windrow import JobFilter, JobState
+
+    states = conditions.pop("states", ())
+    if bool(ids) == bool(conditions):
+        raise typer.BadParameter(
+            "give job ids, or conditions such as --where campaign=42, and not both", param_hint="'ID'"
+        )
+    if ids:
+        for option, given in (("--state", states), ("--limit", limit), ("--dry-run", dry_run)):
+            if given:
+                raise typer.BadParameter(
+                    "it belongs to conditions such as --queue, not to ids", param_hint=f"'{option}'"
+                )
+        wanted = values.job_ids(values.words(ids, sys.stdin))
+        with connect_client(address, org, timeout) as client:
+            _change_named(client, change, wanted, as_json=as_json)
+        return
+    # Not those that are stored while the command runs: nobody has counted them.
+    found = JobFilter(
+        **{"created_before": datetime.now(UTC), **conditions}, states=[JobState(state.value) for state in states]
+    )
+    with connect_client(address, org, timeout) as client:
+        total = None
+        if dry_run or not yes:
+            total = _preview(client, change, found, org, limit, dry_run=dry_run, as_json=as_json)
+        if not dry_run and total != 0:
+            _change_found(client, change, found, limit, total, as_json=as_json)
+        elif not dry_run:
+            _report({change.done: 0, "skipped": 0}, as_json=as_json)
+
+
+def _change_named(client: SyncClient, change: _Change, ids: Sequence[str], *, as_json: bool) -> None:
+    answers: set[str] = set()
+    for at in range(0, len(ids), _BATCH):
+        batch = ids[at : at + _BATCH]
+        found = [answer.value for answer in change.by_ids(client, batch)]
+        answers.update(found)
+        pairs = zip(batch, found, strict=True)
+        if as_json:
+            output.say_json({"id": job_id, "answer": answer} for job_id, answer in pairs)
+        else:
+            output.say("\n".join(f"{job_id}  {change.answers[answer]}" for job_id, answer in pairs))
+    if answers & {"stale", "cancelled"}:
+        raise typer.Exit(ExitCode.NO)
+    if "not_found" in answers:
+        raise typer.Exit(ExitCode.NOT_FOUND)
+
+
+def _preview(
+    client: SyncClient,
+    change: _Change,
+    where: JobFilter,
+    org: str,
+    limit: int | None,
+    *,
+    dry_run: bool,
+    as_json: bool,
+) -> int:
+    """Counts the jobs. A dry run reports them; otherwise asks, and ends the command if the answer is no."""
+    with output.working("counting"):
+        preview = change.by_filter(client, where, limit=limit, dry_run=True)
+    would = f"{output.counted(preview.found, 'job')} of org {org!r}"
+    first = [f"{job.id}  {job.queue}  {job.state.value}  {job.kind}" for job in preview.first]
+    if dry_run and as_json:
+        output.say_json([{"found": preview.found, "first": [job.id for job in preview.first]}])
+    elif dry_run:
+        output.say("\n".join([f"would {change.verb} {would}", *(f"  {output.visible(line)}" for line in first)]))
+    elif preview.found:
+        if not sys.stdin.isatty():
+            raise CommandFailed(
+                f"this would {change.verb} {would}: confirm with --yes", ExitCode.USAGE, particulars=first
+            )
+        output.note("\n".join(first))
+        typer.confirm(f"{change.verb.capitalize()} {would}?", abort=True, err=True)
+    return preview.found
+
+
+def _change_found(
+    client: SyncClient, change: _Change, where: JobFilter, limit: int | None, total: int | None, *, as_json: bool
+) -> None:
+    counts = {change.done: 0, "skipped": 0}
+    try:
+        with output.counting_to(total, change.done) as show:
+
+            def note(so_far: BulkChange) -> None:
+                counts.update({change.done: so_far.changed, "skipped": so_far.skipped})
+                show(so_far.changed)
+
+            change.by_filter(client, where, limit=limit, on_progress=note)
+    finally:
+        # Also after an error or Ctrl-C: these are changed.
+        _report(counts, as_json=as_json)
+
+
+def _report(counts: Mapping[str, int], *, as_json: bool) -> None:
+    if as_json:
+        output.say_json([counts])
+    else:
+        output.say(", ".join(f"{count} {what}" for what, count in counts.items() if count or what != "skipped"))

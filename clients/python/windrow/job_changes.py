@@ -1,0 +1,250 @@
+"""Changes of jobs by hand, which Client has as methods of its own: of jobs by their ids, and of all jobs that meet
+conditions. The latter are found page by page and changed by their ids, in small steps: each step is short, and what is
+done stays done (docs/decisions/0033-attributes-have-no-index.md)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import partial
+from typing import TypeVar
+
+from windrow.admin import AdminCalls
+from windrow.errors import InvalidRequest, Span, Unavailable, invalid_argument
+from windrow.job_rules import JOBS_MAX
+from windrow.jobs import Answer, JobRecord, JobState, answers
+from windrow.payloads import duration, timestamp
+from windrow.v1 import queue_pb2
+
+# The jobs of one step. After a step the client rests for as long as the step took, because consumers come first.
+_STEP_MAX = 100
+_PAGE_MAX = 1000
+# How many jobs a BulkChange shows.
+_FIRST_MAX = 5
+_WAITING = frozenset({JobState.SCHEDULED, JobState.READY})
+_DEAD = frozenset({JobState.DEAD})
+_UNFINISHED = _WAITING | _DEAD | {JobState.LEASED}
+
+_Item = TypeVar("_Item")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFilter:
+    """Conditions for jobs of one org. All must be true of a job; what is empty or None is no condition."""
+
+    queue: str = ""
+    kind: str = ""
+    # Any of these. Empty: every state in which the change can be made.
+    states: Collection[JobState] = ()
+    # All of these, each with this value.
+    attributes: Mapping[str, str] = field(default_factory=dict[str, str])
+    # By the times in the jobs' ids: at or after the first, before the second.
+    created_after: datetime | None = None
+    created_before: datetime | None = None
+    # Only dead jobs, by when they died: at or after the first, before the second.
+    died_after: datetime | None = None
+    died_before: datetime | None = None
+
+    def died_in_time(self, job: JobRecord) -> bool:
+        if self.died_after is None and self.died_before is None:
+            return True
+        died_at = job.finished_at
+        return (
+            died_at is not None
+            and (self.died_after is None or died_at >= self.died_after)
+            and (self.died_before is None or died_at < self.died_before)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BulkChange:
+    """How far a change of all jobs that meet conditions has come."""
+
+    # The jobs that met the conditions.
+    found: int = 0
+    # Those of them that were changed; none by a dry run.
+    changed: int = 0
+    # Those of them that were not changed, because their state had changed meanwhile.
+    skipped: int = 0
+    # The first few of those that were found.
+    first: Sequence[JobRecord] = ()
+
+
+OnProgress = Callable[[BulkChange], object]
+
+
+class JobChanges(AdminCalls):
+    """The calls that change jobs of one org by hand."""
+
+    async def cancel_jobs(self, ids: Iterable[str], *, reason: str = "") -> list[Answer]:
+        """Cancels jobs that have not finished, and ends their leases. Returns STALE for a job that had succeeded."""
+
+        async def send(part: Sequence[str]) -> Sequence[int]:
+            request = queue_pb2.CancelJobsRequest(org=self.org, ids=part, reason=reason)
+            return (await self.calls.call(lambda stub: stub.CancelJobs, request)).answers
+
+        return await in_parts(list(ids), send)
+
+    async def alter_jobs(
+        self,
+        ids: Iterable[str],
+        *,
+        priority: int = 0,
+        run_at: datetime | None = None,
+        delay: Span | None = None,
+        attributes: Mapping[str, str] | None = None,
+    ) -> list[Answer]:
+        """Changes jobs that wait: their priority, when they run (at `run_at` or after `delay`), and all their
+        attributes. 0 and None leave what is there. Returns STALE for a job that is leased or dead or has succeeded, and
+        CANCELLED for a cancelled one. Raises TypeError or ValueError for a value that cannot be sent."""
+        change = queue_pb2.AlterJobsRequest(org=self.org, priority=priority)
+        if run_at is not None and delay is not None:
+            raise InvalidRequest("run_at and delay are both given; give only one")
+        if run_at is not None:
+            change.run_at.CopyFrom(timestamp(run_at))
+        if delay is not None:
+            change.delay.CopyFrom(duration(delay))
+        if attributes is not None:
+            change.attributes.values.update(attributes)
+            change.attributes.SetInParent()
+
+        async def send(part: Sequence[str]) -> Sequence[int]:
+            request = queue_pb2.AlterJobsRequest(ids=part)
+            request.MergeFrom(change)
+            return (await self.calls.call(lambda stub: stub.AlterJobs, request)).answers
+
+        return await in_parts(list(ids), send)
+
+    async def redrive_jobs(self, ids: Iterable[str]) -> list[Answer]:
+        """Makes dead jobs ready again, with all their attempts. Returns STALE for a job that is not dead, also if the
+        first try of this call redrove it and its answer was lost, and CANCELLED for a cancelled one."""
+
+        async def send(part: Sequence[str]) -> Sequence[int]:
+            request = queue_pb2.RedriveJobsRequest(org=self.org, ids=part)
+            return (await self.calls.call(lambda stub: stub.RedriveJobs, request)).answers
+
+        return await in_parts(list(ids), send)
+
+    async def cancel_where(
+        self,
+        where: JobFilter,
+        *,
+        reason: str = "",
+        limit: int | None = None,
+        dry_run: bool = False,
+        on_progress: OnProgress | None = None,
+    ) -> BulkChange:
+        """Cancels the jobs that meet the conditions, at most `limit`, in small steps with pauses. A job that starts to
+        meet them meanwhile may be left out.
+
+        `dry_run`: only finds them. `on_progress` is called after each step. After an error call again: what is done
+        stays done, and is not found again. Raises Unavailable if a shard of the org does not answer, and NotFound if
+        `where.queue` does not exist."""
+        cancel = partial(self.cancel_jobs, reason=reason)
+        return await self._change(where, _UNFINISHED, cancel, limit, None if dry_run else _STEP_MAX, on_progress)
+
+    async def alter_where(
+        self,
+        where: JobFilter,
+        *,
+        priority: int = 0,
+        run_at: datetime | None = None,
+        delay: Span | None = None,
+        attributes: Mapping[str, str] | None = None,
+        limit: int | None = None,
+        dry_run: bool = False,
+        on_progress: OnProgress | None = None,
+    ) -> BulkChange:
+        """Changes the jobs that wait and meet the conditions, as alter_jobs does, in the way of cancel_where.
+
+        A job that is already as it shall be is not found, so that a repeated call goes on where the first one stopped.
+        With `delay` nobody can know that: each call counts it again."""
+        if not priority and run_at is None and delay is None and attributes is None:
+            raise invalid_argument("priority", "must be set, unless run_at, delay or attributes is")
+
+        def needs_it(job: JobRecord) -> bool:
+            return (
+                delay is not None
+                or (priority not in (0, job.priority))
+                or (run_at is not None and run_at != job.run_at)
+                or (attributes is not None and dict(attributes) != dict(job.attributes))
+            )
+
+        alter = partial(self.alter_jobs, priority=priority, run_at=run_at, delay=delay, attributes=attributes)
+        return await self._change(where, _WAITING, alter, limit, None if dry_run else _STEP_MAX, on_progress, needs_it)
+
+    async def redrive_where(
+        self,
+        where: JobFilter,
+        *,
+        limit: int | None = None,
+        dry_run: bool = False,
+        on_progress: OnProgress | None = None,
+    ) -> BulkChange:
+        """Makes the dead jobs that meet the conditions ready again, as redrive_jobs does, in the way of cancel_where. A
+        job that dies again meanwhile is not met again; for a repeated call, `where.died_before` leaves such jobs out.
+        For a whole queue, redrive_queue is faster."""
+        return await self._change(where, _DEAD, self.redrive_jobs, limit, None if dry_run else _STEP_MAX, on_progress)
+
+    async def _change(
+        self,
+        where: JobFilter,
+        possible: frozenset[JobState],
+        act: Callable[[Sequence[str]], Awaitable[list[Answer]]],
+        limit: int | None,
+        step_max: int | None,
+        on_progress: OnProgress | None,
+        needs_it: Callable[[JobRecord], bool] = lambda _: True,
+    ) -> BulkChange:
+        """`possible`: the states in which `act` can change a job. `step_max`: None for a dry run."""
+        states = frozenset(where.states) or possible
+        if not states <= possible:
+            names = ", ".join(state.value for state in JobState if state in possible)
+            raise invalid_argument("states", f"only jobs that are {names} can be changed so")
+        if limit is not None and limit < 1:
+            raise invalid_argument("limit", f"must be 1 or more, or None for all, not {limit}")
+        so_far, token = BulkChange(), ""
+        while True:
+            began_s = time.monotonic()
+            # Ordered by id: a changed job keeps its place in the list, behind the next page's start.
+            page = await self.list_jobs(
+                where.queue,
+                states=states,
+                kind=where.kind,
+                attributes=where.attributes,
+                created_after=where.created_after,
+                created_before=where.created_before,
+                page_size=step_max or _PAGE_MAX,
+                page_token=token,
+            )
+            if page.unavailable_shards:
+                shards = ", ".join(page.unavailable_shards)
+                raise Unavailable(f"org {self.org!r}: these shards did not list its jobs: {shards}")
+            jobs = [job for job in page.jobs if where.died_in_time(job) and needs_it(job)]
+            jobs = jobs if limit is None else jobs[: limit - so_far.found]
+            done = await act([job.id for job in jobs]) if step_max and jobs else []
+            so_far = BulkChange(
+                found=so_far.found + len(jobs),
+                changed=so_far.changed + done.count(Answer.OK),
+                skipped=so_far.skipped + len(done) - done.count(Answer.OK),
+                first=(*so_far.first, *jobs)[:_FIRST_MAX],
+            )
+            if on_progress is not None:
+                on_progress(so_far)
+            token = page.next_page_token
+            if not token or so_far.found == limit:
+                return so_far
+            if step_max:
+                await asyncio.sleep(time.monotonic() - began_s)
+
+
+async def in_parts(
+    items: Sequence[_Item], send: Callable[[Sequence[_Item]], Awaitable[Sequence[int]]], *, count_max: int = JOBS_MAX
+) -> list[Answer]:
+    results: list[Answer] = []
+    for at in range(0, len(items), count_max):
+        results += answers(await send(items[at : at + count_max]))
+    return results
