@@ -38,7 +38,7 @@ class State(StrEnum):
 
 IdsOrNone = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[ID...]", help="Job ids; - reads them from standard input.", show_default=False),
+    typer.Argument(metavar="ID", help="Job ids; - reads them from standard input.", show_default=False),
 ]
 OfQueue = Annotated[str, typer.Option("--queue", metavar="QUEUE", show_default=False, help="Only jobs of this queue.")]
 States = Annotated[

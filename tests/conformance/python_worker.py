@@ -3,7 +3,7 @@
 import asyncio
 import os
 
-from windrow import Client, Job, Worker
+from windrow import Client, Job, Snooze, Worker
 
 
 async def main() -> None:
@@ -21,6 +21,15 @@ async def main() -> None:
         @worker.handler("enqueue")
         async def enqueue(job: Job) -> bytes:
             await client.enqueue(queue, "work", b"0")
+            return job.payload
+
+        snoozed = set[str]()
+
+        @worker.handler("snooze")
+        async def snooze(job: Job) -> bytes:
+            if job.id not in snoozed:
+                snoozed.add(job.id)
+                raise Snooze("the first time", after=int(job.payload) / 1000)
             return job.payload
 
         await worker.run()

@@ -45,12 +45,15 @@ class Bench:
             with contextlib.suppress(asyncio.CancelledError, aio.AioRpcError):
                 await running
 
-    async def store(self, *payloads: str, kind: str = "work") -> list[str]:
+    async def store(self, *payloads: str, kind: str = "work", **fields: Any) -> list[str]:
         """Stores jobs; returns their ids."""
         ids: list[str] = []
         batch_max = max(1, _STORED_BYTES_MAX // max(map(len, payloads)))
         for at in range(0, len(payloads), batch_max):
-            jobs = [new_job(queue=QUEUE, kind=kind, payload=text.encode()) for text in payloads[at : at + batch_max]]
+            jobs = [
+                new_job(queue=QUEUE, kind=kind, payload=text.encode(), **fields)
+                for text in payloads[at : at + batch_max]
+            ]
             ids += await self._client.enqueue(self.org, *jobs)
         return ids
 

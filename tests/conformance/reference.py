@@ -55,11 +55,13 @@ class NoAnswer(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """An ack, nack, extend or release of a lease, which waits to be sent."""
+    """An ack, nack, extend, release or snooze of a lease, which waits to be sent."""
 
     lease: bytes
     verb: str
     result: bytes = b""
+    # Of a snooze.
+    after_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +118,8 @@ class ReferenceWorker:
         self._loop = asyncio.get_running_loop()
         self._channel = aio.insecure_channel(address, options=_OPTIONS)
         self._stub = queue_pb2_grpc.QueueStub(self._channel)
+        # Ids of jobs.
+        self._snoozed = set[str]()
         self._request_id = 0
         self._tries = self._settle_tries = 0
         # Nothing is settled before this time: the router has asked for a pause.
@@ -217,6 +221,12 @@ class ReferenceWorker:
 
     def result_of(self, job: job_pb2.LeasedJob) -> bytes:
         return job.payload
+
+    def snooze(self, job: job_pb2.LeasedJob) -> None:
+        self.say(Entry(lease=job.lease, verb="snooze", after_s=int(job.payload) / 1000))
+
+    def on_runtime_over(self, held: Held) -> None:
+        self.let_fall(held)
 
     def extend(self, held: Held) -> None:
         held.extending = True
@@ -411,6 +421,8 @@ class ReferenceWorker:
             held = self.held[job.lease] = Held(job=job, renewed_s=self._loop.time())
             held.task = asyncio.create_task(self._work(held))
             held.timer = self._loop.call_later(self._window_s / 3, self._keep, held)
+            if job.HasField("max_runtime"):
+                self._loop.call_later(job.max_runtime.ToMilliseconds() / 1000, self.on_runtime_over, held)
 
     def say(self, entry: Entry) -> None:
         self.outbox.append(entry)
@@ -419,6 +431,11 @@ class ReferenceWorker:
     async def _work(self, held: Held) -> None:
         job = held.job
         await self._may_work.wait()
+        if job.kind == "snooze" and job.id not in self._snoozed:
+            self._snoozed.add(job.id)
+            self._forget(held)
+            self.snooze(job)
+            return
         if job.kind == "enqueue":
             await self.enqueue()
         else:
@@ -454,6 +471,8 @@ def _add(request: queue_pb2.ConsumeRequest, entry: Entry) -> None:
             request.acks.add(lease=entry.lease, result=entry.result)
         case "extend":
             request.extends.add(lease=entry.lease)
+        case "snooze":
+            request.snoozes.add(lease=entry.lease, after=_duration(entry.after_s))
         case _:
             request.releases.append(entry.lease)
 

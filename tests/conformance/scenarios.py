@@ -12,6 +12,7 @@ import itertools
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from google.protobuf.duration_pb2 import Duration
 from grpc import StatusCode
 
 from tests.conformance.fake_server import AWAY, TOO_LARGE, Refusal, Settle, refused
@@ -368,6 +369,58 @@ class Revoke(Scenario):
         _expect_stopped(seen, [lease for lease in told if lease in seen.jobs])
 
 
+class Snooze(Scenario):
+    """Snoozes a job for as long as its handler says, and works on it when it comes back; the attempt is not counted."""
+
+    name = "snooze"
+
+    async def fake(self, stage: Stage) -> None:
+        job = stage.server.new_job("400", kind="snooze")
+        (first,) = stage.server.give_jobs(job)
+        await stage.until(lambda: stage.seen.sayings(first, "snooze"), "a snooze of the job")
+        again = stage.server.new_job("400", kind="snooze")
+        again.id = job.id
+        await stage.until_acked(*stage.server.give_jobs(again))
+
+    async def real(self, bench: Bench) -> Transcript:
+        async with bench.worker() as worker:
+            await bench.until_succeeded(await bench.store("400", kind="snooze"))
+        return worker.seen
+
+    def expect(self, seen: Transcript) -> None:
+        streams = [*seen.streams, *seen.calls]
+        snoozes = [one for stream in streams for request in stream.requests for one in request.snoozes]
+        for_s = {one.after.ToMilliseconds() / 1000 for one in snoozes}
+        require(for_s == {0.4}, "a snooze for 0.4 s", for_s)
+        attempts = [job.attempt for job in seen.jobs.values()]
+        require(attempts == [1, 1], "the job twice, each time as its first attempt", attempts)
+
+
+class MaxRuntime(Scenario):
+    """Stops working on a job when its max_runtime is over, although its window is longer, and does not ack it."""
+
+    name = "max-runtime"
+    # The answer to an extend would tell the same, long after the scenario has ended.
+    window_s = 90.0
+
+    async def fake(self, stage: Stage) -> None:
+        jobs = [stage.server.new_job(LONG) for _ in range(HANDLERS)]
+        for job in jobs:
+            job.max_runtime.FromMilliseconds(1000)
+        await stage.until_sent(*stage.server.give_jobs(*jobs))
+        await stage.until_acked(*stage.server.give("0"))
+
+    async def real(self, bench: Bench) -> Transcript:
+        async with bench.worker(window_s=self.window_s) as worker:
+            await bench.store(*[LONG] * HANDLERS, max_runtime=Duration(seconds=1))
+            await bench.until(lambda: len(worker.seen.jobs) >= HANDLERS, "leased jobs")
+            await bench.until_succeeded(await bench.store("0"))
+        return worker.seen
+
+    def expect(self, seen: Transcript) -> None:
+        _expect_stopped(seen, [lease for lease, job in seen.jobs.items() if job.HasField("max_runtime")])
+
+
 class Drain(Scenario):
     """Closes its side of a stream that is draining, although handlers run, and goes on with another stream."""
 
@@ -678,6 +731,8 @@ SCENARIOS: tuple[Scenario, ...] = (
     Cancelled(),
     LostLease(),
     Revoke(),
+    Snooze(),
+    MaxRuntime(),
     Drain(),
     StreamEnds("unavailable", StatusCode.UNAVAILABLE, real=True),
     StreamEnds("internal", StatusCode.INTERNAL),

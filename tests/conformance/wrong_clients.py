@@ -52,6 +52,21 @@ class GivesCreditOnce(ReferenceWorker):
         return 0 if self.seen.jobs else super().credit_wanted()
 
 
+class ReleasesInsteadOfSnoozing(ReferenceWorker):
+    def snooze(self, job: job_pb2.LeasedJob) -> None:
+        self.say(Entry(lease=job.lease, verb="release"))
+
+
+class SnoozesForNoTime(ReferenceWorker):
+    def snooze(self, job: job_pb2.LeasedJob) -> None:
+        self.say(Entry(lease=job.lease, verb="snooze"))
+
+
+class WorksForAsLongAsItLikes(ReferenceWorker):
+    def on_runtime_over(self, held: Held) -> None:
+        pass
+
+
 class NeverExtends(ReferenceWorker):
     def extend(self, held: Held) -> None:
         pass
@@ -153,6 +168,9 @@ WRONG: tuple[tuple[str, type[ReferenceWorker], str], ...] = (
     ("lost", IgnoresLostLeases, "an ack of each job"),
     ("revoke", IgnoresRevokedLeases, "an ack of each job"),
     ("revoke", FallsOverStrangeLeases, ""),
+    ("snooze", ReleasesInsteadOfSnoozing, "a snooze of the job"),
+    ("snooze", SnoozesForNoTime, "a snooze for 0.4 s"),
+    ("max-runtime", WorksForAsLongAsItLikes, "an ack of each job"),
     ("drain", IgnoresDraining, "closes its side"),
     ("drain", WaitsForItsHandlersWhenAStreamDrains, "an extend of the running job"),
     *[(f"end-{status}", GivesUp, "another stream") for status in ("unavailable", "internal", "unknown", "exhausted")],

@@ -332,6 +332,7 @@ def queue_cases() -> Iterator[Bad]:
             yield Bad(verb.method, "org", why, lease_request(verb, [LEASE], org))
         yield Bad("GetJobs", "org", why, queue_pb2.GetJobsRequest(org=org, ids=[SECOND_JOB]))
         yield Bad("CancelJobs", "org", why, queue_pb2.CancelJobsRequest(org=org, ids=[SECOND_JOB]))
+        yield Bad("RedriveJobs", "org", why, queue_pb2.RedriveJobsRequest(org=org, ids=[SECOND_JOB]))
         yield Bad("AlterJobs", "org", why, queue_pb2.AlterJobsRequest(org=org, ids=[SECOND_JOB], priority=1))
     for why, lease in LEASES.items():
         for verb in VERBS:
@@ -343,6 +344,7 @@ def queue_cases() -> Iterator[Bad]:
             yield Bad(verb.method, verb.request_field, why, lease_request(verb, [LEASE] * count, ORG))
         yield Bad("GetJobs", "ids", why, queue_pb2.GetJobsRequest(org=ORG, ids=[SECOND_JOB] * count))
         yield Bad("CancelJobs", "ids", why, queue_pb2.CancelJobsRequest(org=ORG, ids=[SECOND_JOB] * count))
+        yield Bad("RedriveJobs", "ids", why, queue_pb2.RedriveJobsRequest(org=ORG, ids=[SECOND_JOB] * count))
         yield Bad("AlterJobs", "ids", why, queue_pb2.AlterJobsRequest(org=ORG, ids=[SECOND_JOB] * count, priority=1))
     yield Bad("Ack", "acks[0].result", "too long", queue_pb2.AckRequest(org=ORG, acks=[long]))
     for field, limit in (("type", 256), ("message", 8192), ("stack", 32_768)):
@@ -442,7 +444,9 @@ def admin_cases() -> Iterator[Bad]:
     for why, bad_state in {"unknown": 7, "negative": -1, "unspecified": 0}.items():
         states = [job_pb2.JOB_STATE_READY, job_pb2.JobState.ValueType(bad_state)]
         yield Bad("ListJobs", "states[1]", why, admin_pb2.ListJobsRequest(org=ORG, states=states))
-    yield from of("ListJobs", "states", {"too many": [job_pb2.JOB_STATE_READY] * 7, "beside state": [1]})
+    listing, ready = admin_pb2.ListJobsRequest, job_pb2.JOB_STATE_READY
+    yield Bad("ListJobs", "states", "too many", listing(org=ORG, states=[ready] * 7))
+    yield Bad("ListJobs", "states", "beside state", listing(org=ORG, state=ready, states=[ready]))
     for rpc in ("PurgeQueue", "RedriveQueue"):
         yield from of(rpc, "limit", LIMITS)
     for field in ("died_after", "died_before"):

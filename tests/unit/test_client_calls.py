@@ -527,11 +527,7 @@ async def test_a_router_that_ignores_conditions_lists_no_other_jobs(
 ) -> None:
     """As one without the feature JOB_SEARCH."""
     states = [job_pb2.JOB_STATE_READY, job_pb2.JOB_STATE_SUCCEEDED]
-    jobs = [
-        job_pb2.Job(id=f"{number}-{state}", state=state, attributes={"n": number})
-        for number in "12"
-        for state in states
-    ]
+    jobs = [job_pb2.Job(id=f"{n}-{state}", state=state, attributes={"n": n}) for n in "12" for state in states]
 
     async def ask(_: object, request: admin_pb2.ListJobsRequest) -> admin_pb2.ListJobsResponse:
         return admin_pb2.ListJobsResponse(jobs=jobs)
