@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -237,11 +238,16 @@ async def record(recorder: Recorder, org: OrgId) -> dict[str, Run]:
     waiting = some_jobs(org, BATCH, queue="queue-6")
     await store.enqueue(waiting)
     await store.alter(org, ids_of(waiting), Alteration(priority=1))
+    await store.enqueue(some_jobs(org, BATCH, queue="queue-5"))
+    doomed = leases(await lease_jobs(store, org, queue="queue-5", max_jobs=BATCH))
+    await store.settle(Settlement.nack(org, [Nack(lease=lease, failure=Failure(permanent=True)) for lease in doomed]))
+    dead = [str(uuid.UUID(lease.job_hex)) for lease in doomed]
     return {
         "enqueue": (queue_statements.ENQUEUE, {**enqueue[1], **fresh}),
         "enqueue handed": (queue_statements.ENQUEUE, {**enqueue_handed[1], "ids": fresh["ids"]}),
         "enqueue while live": (queue_statements.ENQUEUE, enqueue_live),
         "alter": (queue_statements.ALTER, {**recorder.last(queue_statements.ALTER)[1], "priority": 2}),
+        "redrive": (queue_statements.REDRIVE, {"org": org, "ids": arrays.plain(dead)}),
         "find_known": find_known,
         "find_known while live": recorder.last(queue_statements.FIND_KNOWN),
         "describe_known": recorder.last(queue_statements.DESCRIBE_KNOWN),
@@ -378,6 +384,7 @@ PAGES_A_JOB = {
     "enqueue handed": 30,
     "enqueue while live": 30,
     "alter": 40,
+    "redrive": 40,
     "find_known": 30,
     "find_known while live": 30,
     "describe_known": 30,

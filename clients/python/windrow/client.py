@@ -97,7 +97,8 @@ class Client(JobChanges):
     - `create_spans`, `tracer_provider`: see tracing.py.
     - `middleware`: `async def middleware(jobs, call_next)` for what belongs around every enqueue and enqueue_many, such
       as attributes for every job; the first is the outermost. `await call_next(jobs)` stores the jobs and returns an
-      Enqueued for each.
+      Enqueued for each. Not around enqueue_batch, whose jobs must be the same when it is repeated, nor around what the
+      relay of an outbox sends, which are the jobs as they were added.
 
     Every method raises WindrowError (see errors.py), and may safely be called again after one.
     """
