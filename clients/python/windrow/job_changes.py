@@ -19,9 +19,9 @@ from windrow.jobs import Answer, JobRecord, JobState, answers
 from windrow.payloads import duration, timestamp
 from windrow.v1 import queue_pb2
 
-# The jobs of one step. After a step the client rests for as long as the step took, because consumers come first.
-_STEP_MAX = 100
 _PAGE_MAX = 1000
+# The jobs of a page are changed in steps of so many.
+_STEP_MAX = 100
 # How many jobs a BulkChange shows.
 _FIRST_MAX = 5
 _WAITING = frozenset({JobState.SCHEDULED, JobState.READY})
@@ -144,7 +144,7 @@ class JobChanges(AdminCalls):
         stays done, and is not found again. Raises Unavailable if a shard of the org does not answer, and NotFound if
         `where.queue` does not exist."""
         cancel = partial(self.cancel_jobs, reason=reason)
-        return await self._change(where, _UNFINISHED, cancel, limit, None if dry_run else _STEP_MAX, on_progress)
+        return await self._change(where, _UNFINISHED, cancel, limit, dry_run, on_progress)
 
     async def alter_where(
         self,
@@ -174,7 +174,7 @@ class JobChanges(AdminCalls):
             )
 
         alter = partial(self.alter_jobs, priority=priority, run_at=run_at, delay=delay, attributes=attributes)
-        return await self._change(where, _WAITING, alter, limit, None if dry_run else _STEP_MAX, on_progress, needs_it)
+        return await self._change(where, _WAITING, alter, limit, dry_run, on_progress, needs_it)
 
     async def redrive_where(
         self,
@@ -187,7 +187,7 @@ class JobChanges(AdminCalls):
         """Makes the dead jobs that meet the conditions ready again, as redrive_jobs does, in the way of cancel_where. A
         job that dies again meanwhile is not met again; for a repeated call, `where.died_before` leaves such jobs out.
         For a whole queue, redrive_queue is faster."""
-        return await self._change(where, _DEAD, self.redrive_jobs, limit, None if dry_run else _STEP_MAX, on_progress)
+        return await self._change(where, _DEAD, self.redrive_jobs, limit, dry_run, on_progress)
 
     async def _change(
         self,
@@ -195,11 +195,11 @@ class JobChanges(AdminCalls):
         possible: frozenset[JobState],
         act: Callable[[Sequence[str]], Awaitable[list[Answer]]],
         limit: int | None,
-        step_max: int | None,
+        dry_run: bool,
         on_progress: OnProgress | None,
         needs_it: Callable[[JobRecord], bool] = lambda _: True,
     ) -> BulkChange:
-        """`possible`: the states in which `act` can change a job. `step_max`: None for a dry run."""
+        """`possible`: the states in which `act` can change a job."""
         states = frozenset(where.states) or possible
         if not states <= possible:
             names = ", ".join(state.value for state in JobState if state in possible)
@@ -208,8 +208,8 @@ class JobChanges(AdminCalls):
             raise invalid_argument("limit", f"must be 1 or more, or None for all, not {limit}")
         so_far, token = BulkChange(), ""
         while True:
-            began_s = time.monotonic()
-            # Ordered by id: a changed job keeps its place in the list, behind the next page's start.
+            listing_s = time.monotonic()
+            # Ordered by id: a changed job keeps its place in the list, before the next page.
             page = await self.list_jobs(
                 where.queue,
                 states=states,
@@ -217,28 +217,38 @@ class JobChanges(AdminCalls):
                 attributes=where.attributes,
                 created_after=where.created_after,
                 created_before=where.created_before,
-                page_size=step_max or _PAGE_MAX,
+                page_size=_PAGE_MAX,
                 page_token=token,
             )
             if page.unavailable_shards:
                 shards = ", ".join(page.unavailable_shards)
                 raise Unavailable(f"org {self.org!r}: these shards did not list its jobs: {shards}")
+            if not dry_run:
+                await _rest_after(listing_s)
             jobs = [job for job in page.jobs if where.died_in_time(job) and needs_it(job)]
             jobs = jobs if limit is None else jobs[: limit - so_far.found]
-            done = await act([job.id for job in jobs]) if step_max and jobs else []
-            so_far = BulkChange(
-                found=so_far.found + len(jobs),
-                changed=so_far.changed + done.count(Answer.OK),
-                skipped=so_far.skipped + len(done) - done.count(Answer.OK),
-                first=(*so_far.first, *jobs)[:_FIRST_MAX],
-            )
-            if on_progress is not None:
-                on_progress(so_far)
+            # An empty step, too, tells the progress.
+            for at in range(0, len(jobs) or 1, _STEP_MAX):
+                step, began_s = jobs[at : at + _STEP_MAX], time.monotonic()
+                done = [] if dry_run or not step else await act([job.id for job in step])
+                so_far = BulkChange(
+                    found=so_far.found + len(step),
+                    changed=so_far.changed + done.count(Answer.OK),
+                    skipped=so_far.skipped + len(done) - done.count(Answer.OK),
+                    first=(*so_far.first, *step)[:_FIRST_MAX],
+                )
+                if on_progress is not None:
+                    on_progress(so_far)
+                if done:
+                    await _rest_after(began_s)
             token = page.next_page_token
             if not token or so_far.found == limit:
                 return so_far
-            if step_max:
-                await asyncio.sleep(time.monotonic() - began_s)
+
+
+async def _rest_after(began_s: float) -> None:
+    """Rests for as long as the work took, because consumers come first."""
+    await asyncio.sleep(time.monotonic() - began_s)
 
 
 async def in_parts(
