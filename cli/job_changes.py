@@ -93,7 +93,8 @@ def cancel(
         by_filter=lambda client, found, **how: client.cancel_where(found, reason=reason, **how),
     )
     conditions = _conditions(queue, kind, where, states, made_after, made_before)
-    _make(change, org, ids, conditions, limit, dry_run, yes, as_json, address, timeout)
+    how = _How(limit=limit, dry_run=dry_run, yes=yes, as_json=as_json, address=address, timeout=timeout)
+    _carry_out(change, org, ids, conditions, how)
 
 
 def alter(
@@ -169,7 +170,8 @@ def alter(
         by_filter=lambda client, found, **how: client.alter_where(found, **altered, **how),
     )
     conditions = _conditions(queue, kind, where, states, made_after, made_before)
-    _make(change, org, ids, conditions, limit, dry_run, yes, as_json, address, timeout)
+    how = _How(limit=limit, dry_run=dry_run, yes=yes, as_json=as_json, address=address, timeout=timeout)
+    _carry_out(change, org, ids, conditions, how)
 
 
 def redrive(
@@ -227,7 +229,8 @@ def redrive(
         by_filter=lambda client, found, **how: client.redrive_where(found, **how),
     )
     conditions = _conditions(queue, kind, where, None, made_after, made_before, died_after, died_before)
-    _make(change, org, ids, conditions, limit, dry_run, yes, as_json, address, timeout)
+    how = _How(limit=limit, dry_run=dry_run, yes=yes, as_json=as_json, address=address, timeout=timeout)
+    _carry_out(change, org, ids, conditions, how)
 
 
 def restore(
@@ -322,12 +325,25 @@ def purge(
 class _Change:
     """What one of the commands does to jobs."""
 
+    # Such as "cancel" and "cancelled".
     verb: str
     done: str
-    # What is printed for each answer.
+    # What is printed for each answer about a job that was named.
     answers: Mapping[str, str]
     by_ids: Callable[[SyncClient, Sequence[str]], list[Answer]]
     by_filter: Callable[..., BulkChange]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _How:
+    """The options that the commands share."""
+
+    limit: int | None
+    dry_run: bool
+    yes: bool
+    as_json: bool
+    address: str
+    timeout: timedelta
 
 
 def _conditions(
@@ -340,7 +356,7 @@ def _conditions(
     died_after: datetime | None = None,
     died_before: datetime | None = None,
 ) -> dict[str, Any]:
-    """Returns the fields of the JobFilter that are given."""
+    """Returns the conditions that are given, as fields of a JobFilter."""
     fields = {
         "queue": queue,
         "kind": kind,
@@ -354,48 +370,39 @@ def _conditions(
     return {name: value for name, value in fields.items() if value}
 
 
-def _make(
-    change: _Change,
-    org: str,
-    ids: Sequence[str] | None,
-    conditions: dict[str, Any],
-    limit: int | None,
-    dry_run: bool,
-    yes: bool,
-    as_json: bool,
-    address: str,
-    timeout: timedelta,
-) -> None:
+def _carry_out(change: _Change, org: str, ids: Sequence[str] | None, conditions: dict[str, Any], how: _How) -> None:
     from cli.calls import connect_client
     from windrow import JobFilter, JobState
 
+    # They narrow the other conditions, and are none alone.
     states = conditions.pop("states", ())
     if bool(ids) == bool(conditions):
         raise typer.BadParameter(
             "give job ids, or conditions such as --where campaign=42, and not both", param_hint="'ID'"
         )
     if ids:
-        for option, given in (("--state", states), ("--limit", limit), ("--dry-run", dry_run)):
+        for option, given in (("--state", states), ("--limit", how.limit), ("--dry-run", how.dry_run)):
             if given:
                 raise typer.BadParameter(
                     "it belongs to conditions such as --queue, not to ids", param_hint=f"'{option}'"
                 )
         wanted = values.job_ids(values.words(ids, sys.stdin))
-        with connect_client(address, org, timeout) as client:
-            _change_named(client, change, wanted, as_json=as_json)
+        with connect_client(how.address, org, how.timeout) as client:
+            _change_named(client, change, wanted, as_json=how.as_json)
         return
     # Not those that are stored while the command runs: nobody has counted them.
     found = JobFilter(
         **{"created_before": datetime.now(UTC), **conditions}, states=[JobState(state.value) for state in states]
     )
-    with connect_client(address, org, timeout) as client:
+    with connect_client(how.address, org, how.timeout) as client:
         total = None
-        if dry_run or not yes:
-            total = _preview(client, change, found, org, limit, dry_run=dry_run, as_json=as_json)
-        if not dry_run and total != 0:
-            _change_found(client, change, found, limit, total, as_json=as_json)
-        elif not dry_run:
-            _report({change.done: 0, "skipped": 0}, as_json=as_json)
+        if how.dry_run or not how.yes:
+            total = _preview(client, change, found, org, how)
+        if not how.dry_run and total != 0:
+            _change_found(client, change, found, how, total)
+        elif not how.dry_run:
+            # Nobody was asked about jobs that meet the conditions since.
+            _report({change.done: 0, "skipped": 0}, as_json=how.as_json)
 
 
 def _change_named(client: SyncClient, change: _Change, ids: Sequence[str], *, as_json: bool) -> None:
@@ -415,24 +422,15 @@ def _change_named(client: SyncClient, change: _Change, ids: Sequence[str], *, as
         raise typer.Exit(ExitCode.NOT_FOUND)
 
 
-def _preview(
-    client: SyncClient,
-    change: _Change,
-    where: JobFilter,
-    org: str,
-    limit: int | None,
-    *,
-    dry_run: bool,
-    as_json: bool,
-) -> int:
+def _preview(client: SyncClient, change: _Change, where: JobFilter, org: str, how: _How) -> int:
     """Counts the jobs. A dry run reports them; otherwise asks, and ends the command if the answer is no."""
     with output.working("counting"):
-        preview = change.by_filter(client, where, limit=limit, dry_run=True)
+        preview = change.by_filter(client, where, limit=how.limit, dry_run=True)
     would = f"{output.counted(preview.found, 'job')} of org {org!r}"
     first = [f"{job.id}  {job.queue}  {job.state.value}  {job.kind}" for job in preview.first]
-    if dry_run and as_json:
+    if how.dry_run and how.as_json:
         output.say_json([{"found": preview.found, "first": [job.id for job in preview.first]}])
-    elif dry_run:
+    elif how.dry_run:
         output.say("\n".join([f"would {change.verb} {would}", *(f"  {output.visible(line)}" for line in first)]))
     elif preview.found:
         if not sys.stdin.isatty():
@@ -444,9 +442,7 @@ def _preview(
     return preview.found
 
 
-def _change_found(
-    client: SyncClient, change: _Change, where: JobFilter, limit: int | None, total: int | None, *, as_json: bool
-) -> None:
+def _change_found(client: SyncClient, change: _Change, where: JobFilter, how: _How, total: int | None) -> None:
     counts = {change.done: 0, "skipped": 0}
     try:
         with output.counting_to(total, change.done) as show:
@@ -455,10 +451,10 @@ def _change_found(
                 counts.update({change.done: so_far.changed, "skipped": so_far.skipped})
                 show(so_far.changed)
 
-            change.by_filter(client, where, limit=limit, on_progress=note)
+            change.by_filter(client, where, limit=how.limit, on_progress=note)
     finally:
         # Also after an error or Ctrl-C: these are changed.
-        _report(counts, as_json=as_json)
+        _report(counts, as_json=how.as_json)
 
 
 def _report(counts: Mapping[str, int], *, as_json: bool) -> None:

@@ -20,7 +20,8 @@ from windrow.payloads import duration, timestamp
 from windrow.v1 import queue_pb2
 
 _PAGE_MAX = 1000
-# The jobs of a page are changed in steps of so many.
+# The jobs of a step: of a page whose jobs are changed. After such a step the client rests for as long as the step took,
+# because consumers come first.
 _STEP_MAX = 100
 # How many jobs a BulkChange shows.
 _FIRST_MAX = 5
@@ -208,7 +209,7 @@ class JobChanges(AdminCalls):
             raise invalid_argument("limit", f"must be 1 or more, or None for all, not {limit}")
         so_far, token = BulkChange(), ""
         while True:
-            listing_s = time.monotonic()
+            began_s = time.monotonic()
             # Ordered by id: a changed job keeps its place in the list, before the next page.
             page = await self.list_jobs(
                 where.queue,
@@ -217,38 +218,28 @@ class JobChanges(AdminCalls):
                 attributes=where.attributes,
                 created_after=where.created_after,
                 created_before=where.created_before,
-                page_size=_PAGE_MAX,
+                page_size=_PAGE_MAX if dry_run else _STEP_MAX,
                 page_token=token,
             )
             if page.unavailable_shards:
                 shards = ", ".join(page.unavailable_shards)
                 raise Unavailable(f"org {self.org!r}: these shards did not list its jobs: {shards}")
-            if not dry_run:
-                await _rest_after(listing_s)
             jobs = [job for job in page.jobs if where.died_in_time(job) and needs_it(job)]
             jobs = jobs if limit is None else jobs[: limit - so_far.found]
-            # An empty step, too, tells the progress.
-            for at in range(0, len(jobs) or 1, _STEP_MAX):
-                step, began_s = jobs[at : at + _STEP_MAX], time.monotonic()
-                done = [] if dry_run or not step else await act([job.id for job in step])
-                so_far = BulkChange(
-                    found=so_far.found + len(step),
-                    changed=so_far.changed + done.count(Answer.OK),
-                    skipped=so_far.skipped + len(done) - done.count(Answer.OK),
-                    first=(*so_far.first, *step)[:_FIRST_MAX],
-                )
-                if on_progress is not None:
-                    on_progress(so_far)
-                if done:
-                    await _rest_after(began_s)
+            done = await act([job.id for job in jobs]) if jobs and not dry_run else []
+            so_far = BulkChange(
+                found=so_far.found + len(jobs),
+                changed=so_far.changed + done.count(Answer.OK),
+                skipped=so_far.skipped + len(done) - done.count(Answer.OK),
+                first=(*so_far.first, *jobs)[:_FIRST_MAX],
+            )
+            if on_progress is not None:
+                on_progress(so_far)
             token = page.next_page_token
             if not token or so_far.found == limit:
                 return so_far
-
-
-async def _rest_after(began_s: float) -> None:
-    """Rests for as long as the work took, because consumers come first."""
-    await asyncio.sleep(time.monotonic() - began_s)
+            if done:
+                await asyncio.sleep(time.monotonic() - began_s)
 
 
 async def in_parts(
