@@ -555,6 +555,8 @@ async def test_conditions_that_no_job_can_meet_are_refused_and_nothing_is_change
     await client.enqueue("q", "k")
     with pytest.raises(InvalidRequest, match="states: only jobs that are scheduled, ready can be changed so"):
         await client.alter_where(JobFilter(states=[JobState.LEASED]), priority=1)
+    with pytest.raises(InvalidRequest, match=r"died_before: .* has no time zone"):
+        JobFilter(died_before=datetime(2026, 1, 1))  # noqa: DTZ001
     with pytest.raises(InvalidRequest, match="limit: must be 1 or more, or None for all, not 0"):
         await client.cancel_where(JobFilter(queue="q"), limit=0)
     with pytest.raises(InvalidRequest, match="priority: must be set, unless"):

@@ -49,6 +49,14 @@ class JobFilter:
     died_after: datetime | None = None
     died_before: datetime | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("created_after", "created_before", "died_after", "died_before"):
+            try:
+                if getattr(self, name) is not None:
+                    timestamp(getattr(self, name))
+            except (TypeError, ValueError) as error:
+                raise invalid_argument(name, error) from error
+
     def died_in_time(self, job: JobRecord) -> bool:
         if self.died_after is None and self.died_before is None:
             return True
