@@ -248,8 +248,8 @@ async def record(recorder: Recorder, org: OrgId) -> dict[str, Run]:
         "claim": claim,
         "claim together": await claim_together(recorder, store, org),
         "extend": recorder.last(queue_statements.EXTEND),
-        "ack": (queue_statements.ACK, {**named, "results": [b"done"] * BATCH, "jobs": BATCH}),
-        "ack of several orgs": (queue_statements.ACK, {**of_several.parameters(), "results": [], "jobs": BATCH}),
+        "ack": (queue_statements.ACK, {**named, "results": [b"done"] * BATCH, "logs": texts, "jobs": BATCH}),
+        "ack of several orgs": (queue_statements.ACK, {**of_several.parameters(), "results": [], "logs": [], "jobs": BATCH}),
         "inspect_leases": (queue_statements.INSPECT_LEASES, of_several.parameters()),
         "give_back after a delay": (
             queue_statements.GIVE_BACK,
@@ -257,7 +257,7 @@ async def record(recorder: Recorder, org: OrgId) -> dict[str, Run]:
         ),
         "mark_dead": (
             queue_statements.MARK_DEAD,
-            {**named, "outcomes": ["nacked"] * BATCH, "failures": failures, "reasons": texts},
+            {**named, "outcomes": ["nacked"] * BATCH, "failures": failures, "logs": texts, "reasons": texts},
         ),
         "give_back": (queue_statements.GIVE_BACK, {**released, **named}),
         "give_back of several orgs": (queue_statements.GIVE_BACK, {**released, **of_several.parameters()}),

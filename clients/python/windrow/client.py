@@ -36,6 +36,7 @@ from windrow.errors import (
     invalid_argument,
 )
 from windrow.failures import Failure, failure_message, failure_of, stack_of
+from windrow.job_log import LOG_BYTES_MAX
 from windrow.job_rules import JOBS_MAX, PAYLOAD_BYTES_MAX
 from windrow.jobs import (
     ENDED,
@@ -344,10 +345,11 @@ class Client(AdminCalls):
             raise invalid_argument("result", error) from error
 
         if isinstance(jobs, Job):
-            return await self._acks.put(self.org, queue_pb2.Ack(lease=jobs.lease, result=encoded), len(encoded) + 64)
+            ack = queue_pb2.Ack(lease=jobs.lease, result=encoded, log=_log_of(jobs))
+            return await self._acks.put(self.org, ack, ack.ByteSize() + 16)
 
         async def send(part: Sequence[Job]) -> Sequence[int]:
-            acks = [queue_pb2.Ack(lease=job.lease, result=encoded) for job in part]
+            acks = [queue_pb2.Ack(lease=job.lease, result=encoded, log=_log_of(job)) for job in part]
             response = await self.calls.call(lambda stub: stub.Ack, queue_pb2.AckRequest(org=self.org, acks=acks))
             return response.answers
 
@@ -408,7 +410,7 @@ class Client(AdminCalls):
             for job in part:
                 nack = request.nacks.add()
                 nack.CopyFrom(template)
-                nack.lease = job.lease
+                nack.lease, nack.log = job.lease, _log_of(job)
             return (await self.calls.call(lambda stub: stub.Nack, request)).answers
 
         # All have the same failure, which may be 40 KiB long.
@@ -455,7 +457,7 @@ class Client(AdminCalls):
         async def send(part: Sequence[Job]) -> Sequence[int]:
             request = queue_pb2.ExtendRequest(org=self.org, visibility_window=window)
             for job in part:
-                report.write(request.extends.add(lease=job.lease))
+                report.write(request.extends.add(lease=job.lease, log=_log_of(job)))
             return (await self.calls.call(lambda stub: stub.Extend, request)).answers
 
         return await _each(jobs, send, entry_bytes=len(report.checkpoint or b"") + NOTE_BYTES_MAX)
@@ -468,12 +470,16 @@ class Client(AdminCalls):
     async def release(self, jobs: Job | Iterable[Job]) -> Answer | list[Answer]: ...
     async def release(self, jobs: Job | Iterable[Job]) -> Answer | list[Answer]:
         """Gives jobs back at once, without counting the attempt."""
+        listed = jobs if isinstance(jobs, Job) else list(jobs)
+        if any(job.logged.count for job in ([listed] if isinstance(listed, Job) else listed)):
+            # A release is only a lease. A snooze for no time does the same.
+            return await self.snooze(listed, after=0.0)
 
         async def send(part: Sequence[Job]) -> Sequence[int]:
             request = queue_pb2.ReleaseRequest(org=self.org, leases=[job.lease for job in part])
             return (await self.calls.call(lambda stub: stub.Release, request)).answers
 
-        return await _each(jobs, send)
+        return await _each(listed, send)
 
     @overload
     async def snooze(self, jobs: Job, *, after: Span, reason: str = "") -> Answer: ...
@@ -489,7 +495,8 @@ class Client(AdminCalls):
 
         async def send(part: Sequence[Job]) -> Sequence[int]:
             request = queue_pb2.SnoozeRequest(
-                org=self.org, snoozes=[queue_pb2.Snooze(lease=job.lease, after=delay, reason=why) for job in part]
+                org=self.org,
+                snoozes=[queue_pb2.Snooze(lease=job.lease, after=delay, reason=why, log=_log_of(job)) for job in part],
             )
             return (await self.calls.call(lambda stub: stub.Snooze, request)).answers
 
@@ -658,7 +665,12 @@ async def _each(
     if isinstance(jobs, Job):
         (answer,) = answers(await send([jobs]))
         return answer
-    return await _in_parts(list(jobs), send, count_max=min(JOBS_MAX, _PART_BYTES_MAX // max(1, entry_bytes)))
+    count_max = min(JOBS_MAX, _PART_BYTES_MAX // (entry_bytes + LOG_BYTES_MAX))
+    return await _in_parts(list(jobs), send, count_max=count_max)
+
+
+def _log_of(job: Job) -> str:
+    return job.logged.read()[0] if job.logged.count else ""
 
 
 async def _in_parts(

@@ -17,6 +17,7 @@ from typing import Any, TypedDict, cast
 from windrow.errors import InvalidJob, Span, Violation, WindrowError
 from windrow.failures import Failure, read_failure
 from windrow.ids import nth_id, uuid7
+from windrow.job_log import JobLog
 from windrow.payloads import Payload, duration, encode, moment, timestamp
 from windrow.reports import Progress, Reporter, read_progress, report_of
 from windrow.v1 import job_pb2, queue_pb2
@@ -51,6 +52,8 @@ class AttemptOutcome(enum.Enum):
     RELEASED = "released"
     # Expired, because the attempt had lasted for the job's max_runtime.
     TIMED_OUT = "timed_out"
+    # The job was cancelled meanwhile.
+    CANCELLED = "cancelled"
     UNKNOWN = "unknown"
 
 
@@ -210,6 +213,18 @@ class Job:
     lost: Lost = field(default_factory=Lost, repr=False, compare=False)
     # Takes the reports; a Worker sets it.
     reporter: Reporter = field(default_factory=Reporter, repr=False, compare=False)
+    # What log() has kept.
+    logged: JobLog = field(default_factory=JobLog, repr=False, compare=False)
+
+    def log(self, text: str) -> None:
+        """Adds one line or several to the log of this attempt, which the job's history keeps: `windrow jobs get` shows it.
+
+        Of a line, the first 512 bytes are kept; of an attempt, the newest 50 lines, at most 4 KiB; of a job, the logs of
+        its newest 5 attempts. The first line then says how many earlier ones were dropped. Returns at once: the lines are
+        sent with whatever ends the attempt, and with each extend. If the worker crashes, or the job is cancelled, those
+        since the last extend are lost. Lines that come after the handler has ended are dropped. May be called in a
+        thread. Raises TypeError."""
+        self.logged.write(text)
 
     def report(self, progress: Progress | None = None, *, checkpoint: Payload = None) -> None:
         """Reports from the handler how far it has come, and what the next attempt needs in order to go on from here
@@ -241,6 +256,8 @@ class Attempt:
     outcome: AttemptOutcome
     # What the nack reported, or the reason of a snooze; None if there was none, and for other outcomes.
     failure: Failure | None
+    # The lines that its handler logged. Kept of a job's newest 5 attempts.
+    log: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,6 +296,8 @@ class JobRecord:
     # Whether the dedup key counts, or counted, while the job is live.
     dedup_while_live: bool = False
     max_runtime: timedelta | None = None
+    # What the attempt under way has logged, as its newest extend told.
+    log: str = ""
 
 
 # The fields of a NewJob that must be a str or an int.
@@ -536,10 +555,12 @@ def read_record(message: job_pb2.Job, *, with_payload: bool) -> JobRecord:
                 ended_at=moment(past.ended_at),
                 outcome=_OUTCOMES.get(past.outcome, AttemptOutcome.UNKNOWN),
                 failure=read_failure(past.failure) if past.HasField("failure") else None,
+                log=past.log,
             )
             for past in message.attempts
         ],
         shard=message.shard,
         progress=read_progress(message.progress) if message.HasField("progress") else None,
         checkpoint=message.checkpoint if with_payload else None,
+        log=message.log,
     )

@@ -366,8 +366,10 @@ class Worker:
     async def _handle(self, held: HeldLease) -> None:
         began = time.monotonic()
         fate = await self._fate(held)
-        taken_s = time.monotonic() - began
-        self._mean_handler_s = taken_s if self._mean_handler_s is None else 0.8 * self._mean_handler_s + 0.2 * taken_s
+        if held.job.kind in self._handlers:
+            taken_s = time.monotonic() - began
+            mean_s = self._mean_handler_s
+            self._mean_handler_s = taken_s if mean_s is None else 0.8 * mean_s + 0.2 * taken_s
         if held.lost:
             log.warning(
                 "%s: attempt %d of job %s (%s) ended after its lease; its outcome is dropped",
@@ -441,11 +443,11 @@ class Worker:
                 call = _around(middleware, call)
             result = await call(held.job)
             return _DONE if result is None else self._done(held.job, encode(result, what="result"))
-        except KeyboardInterrupt:
-            # Ctrl-C is meant for the process, not for the handler.
-            raise
         except BaseException as error:
-            # Whatever a handler raises becomes its job's error.
+            # Whatever a handler raises becomes its job's error. But Ctrl-C is meant for the worker: Python raises its
+            # KeyboardInterrupt in the main thread. One from another thread or process is the handler's own.
+            if isinstance(error, KeyboardInterrupt) and handler.is_async:
+                raise
             if isinstance(error, asyncio.CancelledError) and _is_cancelled():
                 raise
             if not isinstance(error, Outcome) or error.is_failure:
