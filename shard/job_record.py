@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from shard.vocabulary import JOB_CONTENT, SPARSE_COLUMNS, Failure, JobId, Micros, NewJobs, OrgId, Outcome, QueueName
 
 # An answer ends with the job that fills this many bytes. Together with the largest job (payload 1 MiB, result and
-# checkpoint 64 KiB each, attributes 36 KiB, 50 failures of 8 KiB, 5 stacks of 32 KiB, 6 logs of 12 KiB) it stays below 4 MiB, the default
-# limit of gRPC clients.
+# checkpoint 64 KiB each, attributes 36 KiB, 50 failures of 8 KiB, 5 stacks of 32 KiB, 6 logs of 12 KiB) it stays
+# below 4 MiB, the default limit of gRPC clients.
 ANSWER_BYTES_MAX = 2 * 1024 * 1024
 
 # What a new job does not take from the job that it repeats: the dedup key has served its purpose, and the trace is that
@@ -59,7 +59,7 @@ class JobRecord(NamedTuple):
     finished_at: Micros | None
     result: bytes | None
     reason: str | None
-    # The ended attempts that the job's columns do not tell, as JSON. A last entry with nothing but a log is the log of the
+    # The ended attempts that the job's columns do not tell, as JSON. A last entry with nothing but a log is that of the
     # attempt under way.
     history: str | None
     progress: str | None
@@ -69,8 +69,8 @@ class JobRecord(NamedTuple):
     whole: bool = True
 
     def attempts(self) -> list[Attempt]:
-        """Returns the ended attempts, oldest first. The latest one may not be in the history: an ack adds no entry for an
-        attempt that logged nothing, and an expired lease is added by the next claim. It is then made from the job's
+        """Returns the ended attempts, oldest first. The latest one may not be in the history: an ack adds no entry for
+        an attempt that logged nothing, and an expired lease is added by the next claim. It is then made from the job's
         columns."""
         entries, log = self._history()
         ended = [

@@ -27,9 +27,7 @@ class LeaseVerb(NamedTuple):
     # Takes the org, the leases, their entries and the window of an extend (microseconds). Leaves out the logs.
     without_logs: Callable[[OrgId, Sequence[Lease], Sequence[Any], int], Settlement]
 
-    def settlement(
-        self, org: OrgId, leases: Sequence[Lease], entries: Sequence[Any], window_us: int
-    ) -> Settlement:
+    def settlement(self, org: OrgId, leases: Sequence[Lease], entries: Sequence[Any], window_us: int) -> Settlement:
         """Returns the call to a shard. `window_us` is that of an extend (microseconds)."""
         call = self.without_logs(org, leases, entries, window_us)
         if isinstance(entries[0], bytes):

@@ -88,8 +88,9 @@ _EXPRESSIONS = {
     "gives_jobs": GIVES_JOBS,
     "history_with_lost": (
         "CASE WHEN {0}.lease IS NULL THEN {0}.history ELSE windrow.remember({0}.history, {0}.attempt, {0}.worker, "
-        "{0}.leased_at, {0}.visible_at, CASE WHEN {0}.visible_at >= {0}.leased_at + {0}.max_runtime_us * interval '1 us' "
-        "THEN 'timed_out' ELSE 'expired' END, {0}.lease, NULL, {0}.log) END"
+        "{0}.leased_at, {0}.visible_at, "
+        "CASE WHEN {0}.visible_at >= {0}.leased_at + {0}.max_runtime_us * interval '1 us' THEN 'timed_out' "
+        "ELSE 'expired' END, {0}.lease, NULL, {0}.log) END"
     ),
     "seen_history": (
         "CASE WHEN {0}.log IS NULL THEN {0}.history "

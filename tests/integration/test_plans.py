@@ -249,7 +249,10 @@ async def record(recorder: Recorder, org: OrgId) -> dict[str, Run]:
         "claim together": await claim_together(recorder, store, org),
         "extend": recorder.last(queue_statements.EXTEND),
         "ack": (queue_statements.ACK, {**named, "results": [b"done"] * BATCH, "logs": texts, "jobs": BATCH}),
-        "ack of several orgs": (queue_statements.ACK, {**of_several.parameters(), "results": [], "logs": [], "jobs": BATCH}),
+        "ack of several orgs": (
+            queue_statements.ACK,
+            {**of_several.parameters(), "results": [], "logs": [], "jobs": BATCH},
+        ),
         "inspect_leases": (queue_statements.INSPECT_LEASES, of_several.parameters()),
         "give_back after a delay": (
             queue_statements.GIVE_BACK,

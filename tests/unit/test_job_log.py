@@ -127,7 +127,9 @@ async def test_the_log_goes_with_whatever_ends_the_attempt(router: FakeRouter, c
     async with running(worker):
         await router.until(lambda: len(router.acks()) + len(router.nacks()) + len(router.settled("Snooze")) == 6)
     sent = {
-        entry.lease: entry.log for message in router.of("Consume") for entry in (*message.acks, *message.nacks, *message.snoozes)
+        entry.lease: entry.log
+        for message in router.of("Consume")
+        for entry in (*message.acks, *message.nacks, *message.snoozes)
     }
     assert sent == {job.lease: f"begun {job.kind}" for job in jobs}
     assert not router.settled("Extend"), "no message of its own"

@@ -217,13 +217,15 @@ class Job:
     logged: JobLog = field(default_factory=JobLog, repr=False, compare=False)
 
     def log(self, text: str) -> None:
-        """Adds one line or several to the log of this attempt, which the job's history keeps: `windrow jobs get` shows it.
+        """Adds one line or several to the log of this attempt. The job's history keeps it, and `windrow jobs get` shows
+        it.
 
-        Of a line, the first 512 bytes are kept; of an attempt, the newest 50 lines, at most 4 KiB; of a job, the logs of
-        its newest 5 attempts. The first line then says how many earlier ones were dropped. Returns at once: the lines are
-        sent with whatever ends the attempt, and with each extend. If the worker crashes, or the job is cancelled, those
-        since the last extend are lost. Lines that come after the handler has ended are dropped. May be called in a
-        thread. Raises TypeError."""
+        Kept are the first 512 bytes of a line, the newest 50 lines of an attempt (at most 4 KiB; a first line says how
+        many earlier ones were dropped), and the logs of a job's newest 5 attempts.
+
+        Returns at once: the lines are sent with whatever ends the attempt, and with the extends before. If the worker
+        crashes, or the job is cancelled, those since the last extend are lost. What is logged after the handler has
+        ended is dropped. May be called in a thread. Raises TypeError."""
         self.logged.write(text)
 
     def report(self, progress: Progress | None = None, *, checkpoint: Payload = None) -> None:
