@@ -152,7 +152,7 @@ async def test_a_job_that_logs_nothing_sends_nothing_more(router: FakeRouter, cl
 async def test_lines_since_the_last_extend_go_with_the_next_one_and_none_goes_twice(
     router: FakeRouter, client: Client
 ) -> None:
-    worker = Worker(client, "q", visibility_window=0.3)
+    worker = Worker(client, "q", visibility_window=1.5)
     more = asyncio.Event()
     finish = asyncio.Event()
 
@@ -168,7 +168,7 @@ async def test_lines_since_the_last_extend_go_with_the_next_one_and_none_goes_tw
 
     router.give("work")
     async with running(worker):
-        await router.until(lambda: len(logs()) >= 3)
+        await router.until(lambda: len(logs()) >= 2)
         more.set()
         await router.until(lambda: "one\ntwo" in logs())
         finish.set()
