@@ -184,7 +184,8 @@ class Enqueued:
     error: WindrowError | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Not frozen: to make a frozen object takes several times as long, and a worker makes one for each job.
+@dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class Job:
     """A leased job. Every field has a default, so that the test of a handler can make one."""
 

@@ -33,11 +33,12 @@ UNANSWERED_MAX = 2
 
 
 class _Entry:
-    __slots__ = ("action", "alone", "held", "later", "sent")
+    __slots__ = ("action", "alone", "held", "is_extend", "later", "sent")
 
     def __init__(self, held: HeldLease, action: Action) -> None:
         self.held = held
         self.action = action
+        self.is_extend = action.verb == Extended.verb
         # The entry may be why a whole message was refused: send it in a message of its own.
         self.alone = False
         self.sent = False
@@ -60,10 +61,6 @@ class _Entry:
         if self.tells_log:
             log, self.held.lines_told = self.held.job.logged.read()
         self.action.write(request, self.held.job.lease, log)
-
-    @property
-    def is_extend(self) -> bool:
-        return isinstance(self.action, Extended)
 
 
 class _Message:

@@ -17,8 +17,9 @@ import socket
 import sys
 import threading
 import time
+import types
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -57,6 +58,8 @@ PREFETCH_MAX = 1000
 _PREFETCH_MIN = 100
 # A prefetched job waits here for about this long at most, or a tenth of its window: another worker may be idle.
 _PREFETCH_WAIT_S = 0.1
+# Handlers that never suspend run one after another for so long; then others get the event loop.
+_BUSY_S_MAX = 0.005
 _AGAIN_FIRST_S, _AGAIN_MAX_S = 0.05, 2.0
 _FLUSH_S, _FLUSH_HURRIED_S = 5.0, 1.0
 # Threads of handlers that timed out. Each may run for ever, and cannot be stopped.
@@ -172,6 +175,10 @@ class Worker:
         self._reporter = Reporter(self._report)
         self._waiting: deque[HeldLease] = deque()
         self._running: dict[HeldLease, None] = {}
+        # Whether handlers get a span although their jobs carry no trace.
+        self._makes_spans = False
+        # A task that will run waiting jobs has not begun yet.
+        self._is_starting = False
         # Those that run no job.
         self._processes: list[HandlerProcess] = []
         # How many threads of handlers that timed out still run.
@@ -311,6 +318,7 @@ class Worker:
         return int(min(self.prefetch, self.concurrency * wait_s / max(self._mean_handler_s, 1e-6)))
 
     def _take(self, messages: Sequence[job_pb2.LeasedJob], received_at: float) -> None:
+        self._makes_spans = self.client.tracing.has_sdk()
         self._waiting.extend(
             self._leases.hold([read_leased(message, reporter=self._reporter) for message in messages], received_at)
         )
@@ -333,17 +341,37 @@ class Worker:
     # Running handlers.
 
     def _start_waiting(self) -> None:
+        """Lets another task run waiting jobs, if there is room for one more handler."""
         assert self._group is not None
-        if self._ending or self._stopping.is_set():
+        if self._ending or self._stopping.is_set() or self._is_starting:
             return
-        while self._waiting and len(self._running) < self._places:
-            held = self._waiting.popleft()
-            self._running[held] = None
-            # Handlers start in the context of run(), not in that of the handler that ended before them.
-            held.task = self._group.create_task(
-                self._work(held), name=f"windrow job {held.job.id}", context=self._context.copy()
-            )
-            held.task.add_done_callback(partial(self._on_done, held))
+        if self._waiting and len(self._running) < self._places:
+            self._is_starting = True
+            self._group.create_task(self._run_waiting(), name=f"windrow worker {self.name}")
+
+    async def _run_waiting(self) -> None:
+        """Runs waiting jobs, one after another. When a handler suspends, another task goes on with those that wait: so
+        only a handler that suspends costs a task."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._is_starting = False
+        yielded = time.monotonic()
+        try:
+            while self._waiting and len(self._running) < self._places and not self._ending:
+                held = self._waiting.popleft()
+                self._running[held] = None
+                held.task = task
+                # Each handler starts in the context of run(), not in that of the handler before it.
+                await _in_context(self._context.copy(), self._work(held), self._start_waiting)
+                held.task = None
+                if task.cancelling():
+                    # Somebody ended this job alone. The next job must not see it.
+                    return
+                if (now := time.monotonic()) - yielded > _BUSY_S_MAX:
+                    await asyncio.sleep(0)
+                    yielded = now
+        finally:
+            self._start_waiting()
 
     async def _work(self, held: HeldLease) -> None:
         try:
@@ -417,31 +445,28 @@ class Worker:
         del self._running[held]
         self._changed.set()
         self._settlements.wake.set()
-        self._start_waiting()
-
-    def _on_done(self, held: HeldLease, _: asyncio.Task[None]) -> None:
-        # A task that is cancelled before its first step never runs, not even its `finally` block.
-        if held in self._running:
-            self._on_cancelled(held)
-            self._on_finished(held)
 
     async def _fate(self, held: HeldLease) -> Action:
         job = held.job
         handler = self._handlers.get(job.kind)
         if handler is None:
             return self._unhandled.give_back(job)
-        tracing = self.client.tracing
-        if not tracing.follows(job):
+        if not (job.traceparent or self._makes_spans):
             return await self._outcome(handler, held, trace.INVALID_SPAN)
-        with tracing.processing(job) as span:
+        with self.client.tracing.processing(job) as span:
             return await self._outcome(handler, held, span)
 
     async def _outcome(self, handler: _Registered, held: HeldLease, span: trace.Span) -> Action:
+        limited = handler.timeout_s is not None or held.job.max_runtime is not None
+        run = self._run_in_time if limited else self._run
         try:
-            call: CallNext = partial(self._run_in_time, handler, held)
-            for middleware in reversed(self._middleware):
-                call = _around(middleware, call)
-            result = await call(held.job)
+            if self._middleware:
+                call: CallNext = partial(run, handler, held)
+                for middleware in reversed(self._middleware):
+                    call = _around(middleware, call)
+                result = await call(held.job)
+            else:
+                result = await run(handler, held, held.job)
             return _DONE if result is None else self._done(held.job, encode(result, what="result"))
         except BaseException as error:
             # Whatever a handler raises becomes its job's error. But Ctrl-C is meant for the worker: Python raises its
@@ -466,7 +491,7 @@ class Worker:
             return action
 
     async def _run_in_time(self, handler: _Registered, held: HeldLease, job: Job) -> Payload:
-        """Runs the handler. Raises TimedOut if it does not finish in time."""
+        """Runs a handler that has a timeout, or whose job has. Raises TimedOut if it does not finish in time."""
         timeout_s = math.inf if handler.timeout_s is None else handler.timeout_s
         message = f"the handler did not finish within {timeout_s:g} s"
         if job.max_runtime is not None:
@@ -475,8 +500,6 @@ class Worker:
             left_s = held.until - min(runtime_s / 10, _MARGIN_S_MAX) - time.monotonic()
             if left_s < timeout_s:
                 timeout_s, message = left_s, f"the attempt has used up the job's max_runtime of {runtime_s:g} s"
-        if timeout_s == math.inf:
-            return await self._run(handler, held, job)
         # It never ends by itself: on_timeout() ends it, once the handler can see why.
         scope = asyncio.timeout(None)
         loop = asyncio.get_running_loop()
@@ -672,6 +695,30 @@ class Worker:
             raise InvalidRequest(f"prefetch must be 0 to {PREFETCH_MAX:,}, not {self.prefetch}")
         if not 0.1 <= self._window_s <= 43200:
             raise InvalidRequest(f"visibility_window must be 100 ms to 12 h, not {self._window_s} s")
+
+
+@types.coroutine
+def _in_context(
+    context: contextvars.Context, work: Coroutine[Any, Any, None], on_suspended: Callable[[], None]
+) -> Generator[Any, Any, None]:
+    """Awaits a coroutine in the current task, but in a context of its own. Calls `on_suspended` if the coroutine
+    suspends, the first time."""
+    step: Callable[[Any], Any] = work.send
+    argument: object = None
+    suspended = False
+    while True:
+        try:
+            awaited = context.run(step, argument)
+        except StopIteration:
+            return
+        if not suspended:
+            suspended = True
+            on_suspended()
+        try:
+            argument = yield awaited
+            step = work.send
+        except BaseException as error:  # noqa: BLE001 - the coroutine gets it
+            argument, step = error, work.throw
 
 
 def _around(middleware: Middleware, call_next: CallNext) -> CallNext:
