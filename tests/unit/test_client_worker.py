@@ -40,9 +40,9 @@ from windrow import (
     Worker,
 )
 from windrow.client import CallNext as EnqueueNext
+from windrow.handlers import CallNext
 from windrow.unhandled import pause_s
 from windrow.v1 import job_pb2, queue_pb2
-from windrow.worker import CallNext
 
 CHECKOUT = Path(__file__).parents[2]
 OK, STALE = job_pb2.JOB_ANSWER_OK, job_pb2.JOB_ANSWER_STALE
@@ -149,7 +149,7 @@ async def test_what_a_handler_raises_decides_the_nack(router: FakeRouter, client
     assert not told["broken"].HasField("retry_after")
     assert "this object is none of them" in told["no json"].failure.message
     assert told["cancelled"].failure.type == "asyncio.exceptions.CancelledError"
-    assert "worker.py" not in told["cancelled"].failure.stack.split("test_client_worker.py")[0]
+    assert "handlers.py" not in told["cancelled"].failure.stack.split("test_client_worker.py")[0]
 
 
 async def test_a_result_that_is_too_large_is_dropped_with_a_warning_and_its_job_is_acked(
@@ -1172,7 +1172,7 @@ async def test_hundreds_of_hanging_handlers_leave_all_places_free(
 async def test_so_many_threads_are_left_alone_and_then_each_keeps_its_place(
     router: FakeRouter, client: Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("windrow.worker._ABANDONED_MAX", 1)
+    monkeypatch.setattr("windrow.handlers._ABANDONED_MAX", 1)
     worker = Worker(client, "q", name="w1", concurrency=2, prefetch=0)
     over = threading.Event()
 

@@ -74,7 +74,12 @@ def test_other_control_characters_are_left_to_the_router() -> None:
 
 def test_many_threads_log_at_once_and_no_line_is_lost_or_torn() -> None:
     job = Job()
-    threads = [threading.Thread(target=lambda: [job.log("x" * 40) for _ in range(1_000)]) for _ in range(8)]
+
+    def write() -> None:
+        for _ in range(1_000):
+            job.log("x" * 40)
+
+    threads = [threading.Thread(target=write) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
