@@ -16,7 +16,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from contextlib import suppress
-from typing import Literal
+from typing import Any, Literal
 
 from opentelemetry import metrics
 
