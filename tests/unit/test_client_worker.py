@@ -350,6 +350,16 @@ async def test_jobs_without_a_handler_are_given_back_uncounted_logged_together_a
     )
 
 
+async def test_a_job_without_a_handler_is_not_taken_for_a_quick_one(router: FakeRouter, client: Client) -> None:
+    worker = Worker(client, "q", concurrency=2, prefetch=50)
+    async with running(worker):
+        for count in range(1, 4):
+            router.give("unknown")
+            await router.until(lambda count=count: len(router.settled("Snooze")) == count)  # type: ignore[misc]
+            # Quick handlers would have the worker ask for 50 jobs more.
+            assert sum(message.credit for message in router.of("Consume")) <= 2 + count
+
+
 def test_the_pause_of_a_job_without_a_handler_grows_with_the_time_that_it_is_known() -> None:
     begin = datetime(2026, 1, 1, tzinfo=UTC)
     run_at, longest, shortest = begin, list[float](), list[float]()
