@@ -63,7 +63,7 @@ def get(
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """Shows all details of jobs, including the history of their attempts.
+    """Shows all details of jobs, including the history of their attempts and what these have logged.
 
     Finds jobs in every state, also cold ones. Exit code 4: the org has no such job.
     """
@@ -310,7 +310,9 @@ def print_job(job: job_pb2.Job, *, stacks: bool) -> None:
             for attempt in job.attempts
         ]
         output.table(columns, rows, indent=2)
-    for attempt in job.attempts if stacks else ():
-        if attempt.failure.stack:
-            output.say("")
-            output.facts([(f"stack of attempt {attempt.attempt}", attempt.failure.stack)], indent=2)
+    for attempt in job.attempts:
+        texts = [("log", attempt.log), *([("stack", attempt.failure.stack)] if stacks else [])]
+        for what, text in texts:
+            if text:
+                output.say("")
+                output.facts([(f"{what} of attempt {attempt.attempt}", text)], indent=2)

@@ -150,6 +150,7 @@ def _attempt_json(attempt: job_pb2.Attempt) -> dict[str, object]:
         "leased_at": time_json(attempt, "leased_at"),
         "ended_at": time_json(attempt, "ended_at"),
         "failure": _failure_json(attempt.failure) if attempt.HasField("failure") else None,
+        "log": attempt.log or None,
     }
 
 
@@ -199,6 +200,7 @@ _JOB_JSON: Mapping[str, Callable[[Any], object] | None] = {
     "attributes": _attributes_json,
     "retry": retry_json,
     "progress": _progress_json,
+    "log": _text_json,
     "attempts": lambda attempts: list(map(_attempt_json, attempts)),
     "history": lambda history: json.loads(history or "[]"),
     "shard": None,
@@ -252,6 +254,7 @@ def job_facts(job: job_pb2.LeasedJob | job_pb2.Job) -> list[tuple[str, str]]:
         ("leased until", shown("lease_deadline", time)),
         ("worker", shown("worker")),
         ("progress", shown("progress", _progress_text)),
+        ("log", shown("log")),
         ("finished", shown("finished_at", time)),
         ("dedup key", shown("dedup_key") + (" (while live)" if fields.get("dedup_while_live") else "")),
         ("attributes", "\n".join(f"{key}={value}" for key, value in sorted(job.attributes.items()))),

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shard.vocabulary import JOB_CONTENT, SPARSE_COLUMNS, Failure, JobId, Micros, NewJobs, OrgId, Outcome, QueueName
 
 # An answer ends with the job that fills this many bytes. Together with the largest job (payload 1 MiB, result and
-# checkpoint 64 KiB each, attributes 36 KiB, 50 failures of 8 KiB, 5 stacks of 32 KiB) it stays below 4 MiB, the default
-# limit of gRPC clients.
+# checkpoint 64 KiB each, attributes 36 KiB, 50 failures of 8 KiB, 5 stacks of 32 KiB, 6 logs of 12 KiB) it stays
+# below 4 MiB, the default limit of gRPC clients.
 ANSWER_BYTES_MAX = 2 * 1024 * 1024
 
 # What a new job does not take from the job that it repeats: the dedup key has served its purpose, and the trace is that
@@ -29,6 +29,8 @@ class Attempt:
     ended_at: Micros
     outcome: Outcome
     failure: Failure | None = None
+    # The lines that it logged.
+    log: str = ""
 
 
 class JobRecord(NamedTuple):
@@ -57,6 +59,8 @@ class JobRecord(NamedTuple):
     finished_at: Micros | None
     result: bytes | None
     reason: str | None
+    # The ended attempts that the job's columns do not tell, as JSON. A last entry with nothing but a log is that of the
+    # attempt under way.
     history: str | None
     progress: str | None
     checkpoint: bytes | None
@@ -65,8 +69,10 @@ class JobRecord(NamedTuple):
     whole: bool = True
 
     def attempts(self) -> list[Attempt]:
-        """Returns the ended attempts, oldest first. The latest one may not be in the history: an ack adds no entry, and
-        an expired lease is added by the next claim. It is then made from the job's columns."""
+        """Returns the ended attempts, oldest first. The latest one may not be in the history: an ack adds no entry for
+        an attempt that logged nothing, and an expired lease is added by the next claim. It is then made from the job's
+        columns."""
+        entries, log = self._history()
         ended = [
             Attempt(
                 attempt=entry["attempt"],
@@ -75,22 +81,40 @@ class JobRecord(NamedTuple):
                 ended_at=entry["ended_at_us"],
                 outcome=Outcome(entry["outcome"]),
                 failure=Failure.from_json(entry["failure"]) if "failure" in entry else None,
+                log=entry.get("log", ""),
             )
-            for entry in json.loads(self.history or "[]")
+            for entry in entries
         ]
         if self.leased_at is not None:
             if self.state == "succeeded" and self.finished_at is not None:
-                ended.append(self._latest(self.leased_at, self.finished_at, Outcome.ACKED))
+                if not ended or ended[-1].outcome is not Outcome.ACKED:
+                    ended.append(self._latest(self.leased_at, self.finished_at, Outcome.ACKED))
             elif self.state == "ready" and self.deadline is not None:
                 longest = self.max_runtime_us
                 timed_out = longest is not None and self.deadline >= self.leased_at + longest
                 outcome = Outcome.TIMED_OUT if timed_out else Outcome.EXPIRED
-                ended.append(self._latest(self.leased_at, self.deadline, outcome))
+                ended.append(self._latest(self.leased_at, self.deadline, outcome, log))
         return ended
 
-    def _latest(self, leased_at: Micros, ended_at: Micros, outcome: Outcome) -> Attempt:
+    def log(self) -> str:
+        """Returns what the attempt under way has logged, as its newest extend told."""
+        return self._history()[1] if self.state == "leased" else ""
+
+    def _history(self) -> tuple[list[dict[str, Any]], str]:
+        """Returns the entries of ended attempts, and the log of an attempt that has none yet."""
+        entries = json.loads(self.history or "[]")
+        if entries and "outcome" not in entries[-1]:
+            return entries[:-1], entries[-1]["log"]
+        return entries, ""
+
+    def _latest(self, leased_at: Micros, ended_at: Micros, outcome: Outcome, log: str = "") -> Attempt:
         return Attempt(
-            attempt=self.attempt, worker=self.worker or "", leased_at=leased_at, ended_at=ended_at, outcome=outcome
+            attempt=self.attempt,
+            worker=self.worker or "",
+            leased_at=leased_at,
+            ended_at=ended_at,
+            outcome=outcome,
+            log=log,
         )
 
 

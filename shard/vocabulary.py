@@ -53,6 +53,8 @@ class Outcome(enum.Enum):
     RELEASED = "released"
     # Expired, because the attempt had lasted for the job's max_runtime.
     TIMED_OUT = "timed_out"
+    # The job was cancelled meanwhile.
+    CANCELLED = "cancelled"
 
 
 class Answer(enum.Enum):

@@ -297,6 +297,7 @@ def job(record: JobRecord, shard: ShardName) -> job_pb2.Job:
         reason=record.reason or "",
         shard=shard,
         checkpoint=record.checkpoint or b"",
+        log=record.log(),
     )
     if record.progress is not None:
         message.progress.CopyFrom(job_pb2.Progress(**Progress.from_json(json.loads(record.progress))._asdict()))
@@ -316,6 +317,7 @@ def job(record: JobRecord, shard: ShardName) -> job_pb2.Job:
             ended_at=timestamp(attempt.ended_at),
             outcome=_OUTCOMES[attempt.outcome],
             failure=None if attempt.failure is None else failure_message(attempt.failure),
+            log=attempt.log,
         )
     return message
 

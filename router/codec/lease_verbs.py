@@ -24,8 +24,16 @@ class LeaseVerb(NamedTuple):
     # The field with the entries, in the method's request and in a ConsumeRequest.
     request_field: str
     stream_field: str
-    # Takes the org, the leases, their entries and the window of an extend (microseconds).
-    settlement: Callable[[OrgId, Sequence[Lease], Sequence[Any], int], Settlement]
+    # Takes the org, the leases, their entries and the window of an extend (microseconds). Leaves out the logs.
+    without_logs: Callable[[OrgId, Sequence[Lease], Sequence[Any], int], Settlement]
+
+    def settlement(self, org: OrgId, leases: Sequence[Lease], entries: Sequence[Any], window_us: int) -> Settlement:
+        """Returns the call to a shard. `window_us` is that of an extend (microseconds)."""
+        call = self.without_logs(org, leases, entries, window_us)
+        if isinstance(entries[0], bytes):
+            return call
+        logs = {at: convert.printable(entry.log) for at, entry in enumerate(entries) if entry.log}
+        return call._replace(logs=logs) if logs else call
 
 
 def _ack(org: OrgId, leases: Sequence[Lease], acks: Sequence[queue_pb2.Ack], _: int) -> Settlement:

@@ -236,8 +236,13 @@ def check_ack(request: queue_pb2.AckRequest) -> None:
 
 
 def _fit(acks: Sequence[queue_pb2.Ack]) -> bool:
-    """Returns whether the acks are not too many and no result is too large. There must be at least one ack."""
-    return len(acks) <= _JOBS_MAX and max([len(ack.result) for ack in acks]) <= _RESULT_BYTES_MAX
+    """Returns whether the acks are not too many, no result is too large and none has a log: `check` knows what logs may
+    contain. There must be at least one ack."""
+    return (
+        len(acks) <= _JOBS_MAX
+        and max([len(ack.result) for ack in acks]) <= _RESULT_BYTES_MAX
+        and not any(ack.log for ack in acks)
+    )
 
 
 def check_dequeue(request: queue_pb2.DequeueRequest) -> None:

@@ -139,15 +139,17 @@ class EndWaits:
                 self._look_at(wait, now_s + min(max(now_s - wait.began_s, _LOOK_S_MIN), _LOOK_S_MAX))
         if not waits:
             return
+        jobs = list(dict.fromkeys((wait.org, wait.job) for wait in waits))
         try:
-            ended = await self._store.find_ended([(wait.org, wait.job) for wait in waits])
+            ended = {jobs[position] for position in await self._store.find_ended(jobs)}
         except ShardUnavailable:
             # Their calls look for themselves, and answer that the shard is away.
             for wait in waits:
                 wait.wake()
             raise
-        for position in ended:
-            waits[position].wake()
+        for wait in waits:
+            if (wait.org, wait.job) in ended:
+                wait.wake()
 
     def _look_at(self, wait: _Wait, when_s: float) -> None:
         heapq.heappush(self._looks, (when_s, next(self._numbers), wait))

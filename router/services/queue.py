@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from google.protobuf.message import Message
 
@@ -29,6 +29,7 @@ from router.gate.tracing import current_trace
 from router.route.by_id import Found, decide, find
 from router.route.by_lease import Leases
 from router.route.enqueue import describe, store
+from router.route.shared import Shared
 from router.services.consume_stream import Stream, first_message
 from router.services.consumer import Consumer
 from router.services.server_info import server_info
@@ -38,6 +39,16 @@ from shard.vocabulary import LIVE, Answer, JobId, JobState, OrgId, QueueName, Sh
 from windrow.v1 import queue_pb2, server_pb2
 
 _JOB_PATH = re.compile(r"jobs\[(\d+)\]")
+_FoundJobs = Found[tuple[ShardName, JobRecord]]
+
+
+class _Look(NamedTuple):
+    """One job, and how much of it is wanted."""
+
+    org: OrgId
+    job_id: JobId
+    include_payload: bool
+    bytes_max: int
 
 
 def _checked_by_method(_request: queue_pb2.EnqueueRequest) -> None:
@@ -56,6 +67,8 @@ class QueueService:
         self._waiting: set[Consumer] = set()
         # When the calls that wait for the end of a job stop waiting.
         self._timeouts: set[asyncio.Timeout] = set()
+        # Many calls may wait for the end of one job. They all look at it when they come, and when it has ended.
+        self._awaited = Shared(self._find_one)
         # Ack, Nack, Extend and so on.
         for verb in VERBS:
             rules = check_ack if verb.method == "Ack" else check
@@ -226,7 +239,7 @@ class QueueService:
             await self._until_ended(org, job_id, convert.micros(request.wait) / 1_000_000)
         # Not before: many calls may wait, and each for long.
         await current_call().reserve(ANSWER_HELD_BYTES)
-        found = await self._find(org, [job_id], include_payload=request.include_payload)
+        found = await self._awaited.get(_Look(org, job_id, request.include_payload, ANSWER_BYTES_MAX))
         found.require(1)
         if not found.answers:
             return queue_pb2.WaitJobResponse()
@@ -240,7 +253,7 @@ class QueueService:
             async with timeout:
                 self._timeouts.add(timeout)
                 try:
-                    while (found := await self._find(org, [job_id], include_payload=False, bytes_max=0)).answers:
+                    while (found := await self._awaited.get(_Look(org, job_id, False, 0))).answers:
                         shard, record = found.answers[0]
                         if JobState(record.state) not in LIVE:
                             return
@@ -248,9 +261,12 @@ class QueueService:
                 finally:
                     self._timeouts.discard(timeout)
 
+    async def _find_one(self, look: _Look) -> _FoundJobs:
+        return await self._find(look.org, [look.job_id], include_payload=look.include_payload, bytes_max=look.bytes_max)
+
     async def _find(
         self, org: OrgId, ids: Sequence[JobId], *, include_payload: bool, bytes_max: int = ANSWER_BYTES_MAX
-    ) -> Found[tuple[ShardName, JobRecord]]:
+    ) -> _FoundJobs:
         """Looks jobs up on every shard that may know them. Raises ShardUnavailable if no shard answers."""
         position_of = {job_id: at for at, job_id in enumerate(ids)}
 

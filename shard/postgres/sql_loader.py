@@ -3,6 +3,7 @@
 What several statements share is written once, here, and included by name:
 
     {{job_columns}}      the columns that the tables job, dead and finished have in common
+    {{columns_but_history}}  job_columns without the last one, history
     {{job_content}}      those of them that the producer gave: JOB_CONTENT in shard/vocabulary.py
     {{kept_content}}     job_content, and what consumers reported: what a job keeps wherever it goes
     {{unkeyed_content(e)}}  the same of row e, without the key that counts while a job is live: the row gave it up
@@ -19,7 +20,8 @@ What several statements share is written once, here, and included by name:
     {{altered_settings(q)}}  the SET items that change the given settings and put back to the default what `reset` names
     {{default_settings}}  the SET items that put back all of them
     {{gives_jobs(q)}}    GIVES_JOBS in shard/queue_settings.py: whether the queue q gives jobs now
-    {{lost_as(j)}}       the outcome of the lease of row j, which ended at its deadline
+    {{history_with_lost(j)}}  the history of row j; if its lease ended at its deadline unnoticed, with an entry for that
+    {{seen_history(j)}}  the history of row j, and what the attempt under way has logged (JobRecord.history)
     {{org_of(e)}}        the id of the org to which the queue e.queue_id belongs
     {{org_id_of(n)}}     the id of the org that must own row n: `orgs` is a list of names, and n.org_position is a
                          position in it; NULL means the first one
@@ -48,11 +50,13 @@ _BINARY, _JSON, _NUMBERS = {"payload", "checkpoint"}, {"attributes", "retry", "p
 _CLAIMED = tuple(column for column in Claimed._fields if column in JOB_CONTENT)
 _ANSWERED = tuple(column for column in JobRecord._fields if column in _KEPT)
 _SETTINGS = tuple(f"{c.name}::text" if c.type == "jsonb" else c.name for c in SETTING_COLUMNS.values())
+_BUT_HISTORY = (
+    *("id", "queue_id", "enqueued_at", "run_at", "lease", "leased_at", "expires_at", "priority", "attempt"),
+    *("max_attempts", *_KEPT, "worker"),
+)
 _COLUMN_LISTS = {
-    "job_columns": (
-        *("id", "queue_id", "enqueued_at", "run_at", "lease", "leased_at", "expires_at", "priority", "attempt"),
-        *("max_attempts", *_KEPT, "worker", "history"),
-    ),
+    "job_columns": (*_BUT_HISTORY, "history"),
+    "columns_but_history": _BUT_HISTORY,
     "job_content": tuple(JOB_CONTENT),
     "kept_content": _KEPT,
     "new_job_values": tuple(f"{column}::jsonb" if column in _JSON else column for column in JOB_CONTENT),
@@ -82,9 +86,15 @@ _EXPRESSIONS = {
         for name, column in SETTING_COLUMNS.items()
     ),
     "gives_jobs": GIVES_JOBS,
-    "lost_as": (
-        "CASE WHEN {0}.visible_at >= {0}.leased_at + {0}.max_runtime_us * interval '1 us' "
-        "THEN 'timed_out' ELSE 'expired' END"
+    "history_with_lost": (
+        "CASE WHEN {0}.lease IS NULL THEN {0}.history ELSE windrow.remember({0}.history, {0}.attempt, {0}.worker, "
+        "{0}.leased_at, {0}.visible_at, "
+        "CASE WHEN {0}.visible_at >= {0}.leased_at + {0}.max_runtime_us * interval '1 us' THEN 'timed_out' "
+        "ELSE 'expired' END, {0}.lease, NULL, {0}.log) END"
+    ),
+    "seen_history": (
+        "CASE WHEN {0}.log IS NULL THEN {0}.history "
+        "ELSE coalesce({0}.history, '[]') || jsonb_build_object('log', {0}.log) END"
     ),
     "org_of": "{}.queue_id & 4294967295",
     "org_id_of": "(SELECT windrow.org_ids(%(orgs)s::text[]))[coalesce({}.org_position, 1)]",

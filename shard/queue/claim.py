@@ -247,6 +247,7 @@ class Claimer:
                     "org_positions": "{}",
                     "outcomes": arrays.texts(()),
                     "failures": arrays.texts(()),
+                    "logs": arrays.texts(()),
                     "reasons": arrays.texts(
                         [f"out of attempts ({job.attempt - 1}), the last one expired" for job in exhausted]
                     ),

@@ -19,6 +19,7 @@ from shard.queue.bisect_errors import bisect_errors
 from shard.queue.row_locks import JobRow, RowLocks
 from shard.vocabulary import Answer, Failure, JobId, Lease, OrgId, Outcome, Progress, QueueId
 
+_NO_TEXTS: Mapping[int, str] = {}
 # The bytes of payloads and results that weigh as much as one job. A statement takes at most 4 MiB of them, or one call.
 # The other calls wait, and the other orgs get their share of the next statement.
 BYTES_PER_WEIGHT = 4 * 1024
@@ -77,6 +78,8 @@ class Settlement(NamedTuple):
     leases: Sequence[Lease]
     # What the verb must know about each lease: one for each, or none at all.
     details: Sequence[Any] = ()
+    # What the attempts have logged, all of it until now, by the lease's position. The others keep what was told before.
+    logs: Mapping[int, str] = _NO_TEXTS
 
     @classmethod
     def ack(cls, org: OrgId, leases: Sequence[Lease], results: Sequence[bytes | None] = ()) -> Settlement:
@@ -112,10 +115,12 @@ class Settlement(NamedTuple):
     def only(self, positions: Sequence[int]) -> Settlement:
         """Returns the same for the leases at these positions."""
         leases = [self.leases[at] for at in positions]
-        return Settlement(self.verb, self.org, leases, [self.details[at] for at in positions if self.details])
+        details = [self.details[at] for at in positions if self.details]
+        logs = {new: self.logs[old] for new, old in enumerate(positions) if old in self.logs}
+        return Settlement(self.verb, self.org, leases, details, logs)
 
     def weight(self) -> int:
-        """How much of a statement the call takes: its leases, and the size of its results and failures."""
+        """How much of a statement the call takes: its leases, and the size of its results, failures and logs."""
         match self.verb:
             case "ack":
                 size = sum([len(result) for result in self.details if result])
@@ -127,6 +132,8 @@ class Settlement(NamedTuple):
                 size = sum([len(one.report.checkpoint) for one in self.details if one.report.checkpoint])
             case _:
                 size = 0
+        if self.logs:
+            size += sum([len(log) for log in self.logs.values()])
         return len(self.leases) + size // BYTES_PER_WEIGHT
 
 
@@ -134,7 +141,6 @@ _Fate = TypeVar("_Fate", int, str)
 # The leases that a statement found: job id and lease number. A call may name a live and an ended lease of one job.
 _Done = set[tuple[str, int]]
 _Answers = Sequence[list[Answer] | Exception]
-_NO_FAILURES: Mapping[int, str] = {}
 
 
 class LeaseSettler:
@@ -206,6 +212,7 @@ class LeaseSettler:
             {
                 **columns.parameters(),
                 "results": arrays.blobs(results if any(result is not None for result in results) else ()),
+                "logs": _logs(calls),
                 "jobs": len(columns.leases),
             },
         )
@@ -218,12 +225,13 @@ class LeaseSettler:
         retries = _NackColumns[int]()
         deaths = _NackColumns[str]()
         for call in calls:
-            for nack in call.details:
+            for at, nack in enumerate(call.details):
                 if _key(nack.lease) not in held:
                     continue
                 attempt, max_attempts, policy = held[_key(nack.lease)]
+                log = call.logs.get(at)
                 if nack.permanent:
-                    deaths.add(call.org, nack, "failed permanently")
+                    deaths.add(call.org, nack, "failed permanently", log)
                     continue
                 luck = random.random()
                 fate = retry_policy.fate(
@@ -231,20 +239,27 @@ class LeaseSettler:
                 )
                 match fate:
                     case retry_policy.MarkDead(reason=reason):
-                        deaths.add(call.org, nack, reason)
+                        deaths.add(call.org, nack, reason, log)
                     case retry_policy.RetryAfter(delay_us=delay):
-                        retries.add(call.org, nack, delay if nack.retry_after_us is None else nack.retry_after_us)
+                        after_us = delay if nack.retry_after_us is None else nack.retry_after_us
+                        retries.add(call.org, nack, after_us, log)
         done: _Done = set()
         if retries.nacks:
             columns = _LeaseColumns(retries.orgs, [nack.lease for nack in retries.nacks])
             done |= await self._give_back(
-                columns, Outcome.NACKED, counts=True, delays_us=retries.fates, failures=retries.failures()
+                columns,
+                arrays.sparse_texts(retries.logs, len(retries.nacks)),
+                Outcome.NACKED,
+                counts=True,
+                delays_us=retries.fates,
+                failures=retries.failures(),
             )
         if deaths.nacks:
             parameters = {
                 **_LeaseColumns(deaths.orgs, [nack.lease for nack in deaths.nacks]).parameters(),
                 "outcomes": arrays.texts(["nacked"] * len(deaths.nacks)),
                 "failures": arrays.sparse_texts(deaths.failures(), len(deaths.nacks)),
+                "logs": arrays.sparse_texts(deaths.logs, len(deaths.nacks)),
                 "reasons": arrays.texts(deaths.fates),
             }
             done.update(await self._database.run(statements.MARK_DEAD, parameters))
@@ -260,16 +275,18 @@ class LeaseSettler:
             "windows_us": arrays.numbers([one.window_us for one in extensions]),
             "progress": arrays.sparse_texts(progress, len(extensions)),
             "checkpoints": arrays.blobs(checkpoints if any(one is not None for one in checkpoints) else ()),
+            "logs": _logs(calls),
         }
         return set(await self._database.run(statements.EXTEND, parameters))
 
     async def release(self, calls: Sequence[Settlement]) -> _Done:
-        return await self._give_back(_LeaseColumns.of(calls), Outcome.RELEASED, counts=False)
+        return await self._give_back(_LeaseColumns.of(calls), arrays.texts(()), Outcome.RELEASED, counts=False)
 
     async def snooze(self, calls: Sequence[Settlement]) -> _Done:
         snoozes: list[Snooze] = list(chain.from_iterable(call.details for call in calls))
         return await self._give_back(
             _LeaseColumns.of(calls),
+            _logs(calls),
             Outcome.RELEASED,
             counts=False,
             delays_us=[snooze.after_us for snooze in snoozes],
@@ -279,11 +296,12 @@ class LeaseSettler:
     async def _give_back(
         self,
         columns: _LeaseColumns,
+        logs: arrays.Texts,
         outcome: Outcome,
         *,
         counts: bool,
         delays_us: Sequence[int] = (),
-        failures: Mapping[int, str] = _NO_FAILURES,
+        failures: Mapping[int, str] = _NO_TEXTS,
     ) -> _Done:
         """Makes jobs visible again. `counts`: the attempt does. `delays_us`: one for each lease, or none. `failures`:
         by the lease's position."""
@@ -293,6 +311,7 @@ class LeaseSettler:
             "counts": counts,
             "delays_us": arrays.numbers(delays_us),
             "failures": arrays.sparse_texts(failures, len(columns.leases)),
+            "logs": logs,
         }
         rows = await self._database.run(statements.GIVE_BACK, parameters)
         self._visible({queue_id for _, _, queue_id in rows})
@@ -396,8 +415,12 @@ class _NackColumns(Generic[_Fate]):
         self.orgs: list[OrgId] = []
         self.nacks: list[Nack] = []
         self.fates: list[_Fate] = []
+        # By the position of their nack.
+        self.logs: dict[int, str] = {}
 
-    def add(self, org: OrgId, nack: Nack, fate: _Fate) -> None:
+    def add(self, org: OrgId, nack: Nack, fate: _Fate, log: str | None) -> None:
+        if log is not None:
+            self.logs[len(self.nacks)] = log
         self.orgs.append(org)
         self.nacks.append(nack)
         self.fates.append(fate)
@@ -405,6 +428,17 @@ class _NackColumns(Generic[_Fate]):
     def failures(self) -> dict[int, str]:
         """Returns the failures as JSON, by the position of their nack."""
         return {at: nack.failure.to_json() for at, nack in enumerate(self.nacks) if nack.failure is not None}
+
+
+def _logs(calls: Sequence[Settlement]) -> arrays.Texts:
+    """Returns what the attempts of all leases of these calls have logged."""
+    logs: dict[int, str] = {}
+    leases = 0
+    for call in calls:
+        for at, log in call.logs.items():
+            logs[leases + at] = log
+        leases += len(call.leases)
+    return arrays.sparse_texts(logs, leases)
 
 
 def _key(lease: Lease) -> tuple[str, int]:

@@ -39,6 +39,7 @@ from cli import enqueue, output, values
 from cli.exits import CommandFailed, ExitCode, RequestRefused
 from cli.jobs import print_job
 from cli.main import app, main
+from cli.messages import job_json
 from cli.options import ADDRESS_DEFAULT
 from router.codec.status import status_of
 from router.services.server_info import server_info
@@ -471,6 +472,23 @@ def test_the_stack_of_a_failed_attempt_is_shown_only_on_request(
     assert ("File b" in shown) == stacks
 
 
+def test_what_attempts_have_logged_is_shown_line_by_line_and_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    job = job_pb2.Job(id="019a9f5e-7c1d-7a41-8f0e-3f2b6d1c9a55", queue="mail", kind="greet", log="so far\nso good")
+    job.attempts.add(attempt=1, outcome=job_pb2.ATTEMPT_OUTCOME_CANCELLED, log="\x1b]0;owned\x07one\ntwo")
+    job.attempts.add(attempt=2, outcome=job_pb2.ATTEMPT_OUTCOME_RELEASED)
+    print_job(job, stacks=False)
+    shown = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    at = shown.index("log         so far")
+    assert shown[at + 1] == "so good"
+    assert shown[-2:] == [r"log of attempt 1  \x1b]0;owned\x07one", "two"]
+    document: Any = job_json(job, payloads=False)
+    assert (document["log"], [one["log"] for one in document["attempts"]]) == (
+        "so far\nso good",
+        ["\x1b]0;owned\x07one\ntwo", None],
+    )
+    assert [one["outcome"] for one in document["attempts"]] == ["cancelled", "released"]
+
+
 def test_the_keys_of_a_job_are_the_documented_ones(windrow: Windrow) -> None:
     (lease,) = leased(windrow, "keys")
     assert windrow("nack", "keys", lease, "--error", "boom", "--permanent").code == 0
@@ -478,11 +496,11 @@ def test_the_keys_of_a_job_are_the_documented_ones(windrow: Windrow) -> None:
     assert set(job) == {
         *("id", "queue", "kind", "state", "priority", "attempt", "max_attempts", "enqueued_at", "run_at", "expires_at"),
         *("lease_deadline", "finished_at", "worker", "reason", "dedup_key", "attributes", "retry", "attempts", "shard"),
-        *("progress", "dedup_while_live", "max_runtime_s"),
+        *("progress", "log", "dedup_while_live", "max_runtime_s"),
     }
     assert job["state"] == "dead"
     (attempt,) = windrow("jobs", "get", "keys", str(job["id"]), "--json").documents[0]["attempts"]
-    assert set(attempt) == {"attempt", "outcome", "worker", "leased_at", "ended_at", "failure"}
+    assert set(attempt) == {"attempt", "outcome", "worker", "leased_at", "ended_at", "failure", "log"}
     assert (attempt["outcome"], attempt["worker"], attempt["failure"]["message"]) == ("nacked", "ada", "boom")
 
 

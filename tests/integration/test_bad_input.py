@@ -360,6 +360,16 @@ def queue_cases() -> Iterator[Bad]:
     for why, text in {"NUL": "a\0b", "too long": "x" * 1025, "too many bytes": "é" * 513}.items():
         snooze = queue_pb2.Snooze(lease=LEASE, reason=text)
         yield Bad("Snooze", "snoozes[0].reason", why, queue_pb2.SnoozeRequest(org=ORG, snoozes=[snooze]))
+    for why, text in {"NUL": "a\0b", "too long": "x" * 4097, "too many bytes": "é" * 2049}.items():
+        acks = [queue_pb2.Ack(lease=LEASE, log=text)]
+        yield Bad("Ack", "acks[0].log", why, queue_pb2.AckRequest(org=ORG, acks=acks))
+        yield Bad("Dequeue", "acks[0].log", why, queue_pb2.DequeueRequest(org=ORG, queues=[QUEUE], acks=acks))
+        nack = queue_pb2.Nack(lease=LEASE, log=text)
+        yield Bad("Nack", "nacks[0].log", why, queue_pb2.NackRequest(org=ORG, nacks=[nack]))
+        extend = queue_pb2.Extend(lease=LEASE, log=text)
+        yield Bad("Extend", "extends[0].log", why, queue_pb2.ExtendRequest(org=ORG, extends=[extend]))
+        snooze = queue_pb2.Snooze(lease=LEASE, log=text)
+        yield Bad("Snooze", "snoozes[0].log", why, queue_pb2.SnoozeRequest(org=ORG, snoozes=[snooze]))
     dead = queue_pb2.Nack(lease=LEASE, failure=job_pb2.Failure(permanent=True), retry_after=Duration(seconds=1))
     yield Bad("Nack", "nacks[0].retry_after", "permanent", queue_pb2.NackRequest(org=ORG, nacks=[dead]))
     yield from each(

@@ -220,7 +220,7 @@ async def record(recorder: Recorder, org: OrgId) -> dict[str, Run]:
     await row_locks.of_jobs(recorder).find([(org, lease.job_hex) for lease in held])
     texts, failures = ["why"] * BATCH, ['{"message": "why"}'] * BATCH
     nacked = {"outcome": "nacked", "counts": True}
-    released = {"outcome": "released", "counts": False, "delays_us": "{}", "failures": []}
+    released = {"outcome": "released", "counts": False, "delays_us": "{}", "failures": [], "logs": []}
     await store.enqueue(jobs)
     await store.get(org, ids_of(jobs), include_payload=True)
     find_known, get_jobs = recorder.last(queue_statements.FIND_KNOWN), recorder.last(queue_statements.GET_JOBS)
@@ -254,16 +254,19 @@ async def record(recorder: Recorder, org: OrgId) -> dict[str, Run]:
         "claim": claim,
         "claim together": await claim_together(recorder, store, org),
         "extend": recorder.last(queue_statements.EXTEND),
-        "ack": (queue_statements.ACK, {**named, "results": [b"done"] * BATCH, "jobs": BATCH}),
-        "ack of several orgs": (queue_statements.ACK, {**of_several.parameters(), "results": [], "jobs": BATCH}),
+        "ack": (queue_statements.ACK, {**named, "results": [b"done"] * BATCH, "logs": texts, "jobs": BATCH}),
+        "ack of several orgs": (
+            queue_statements.ACK,
+            {**of_several.parameters(), "results": [], "logs": [], "jobs": BATCH},
+        ),
         "inspect_leases": (queue_statements.INSPECT_LEASES, of_several.parameters()),
         "give_back after a delay": (
             queue_statements.GIVE_BACK,
-            {**nacked, **named, "delays_us": "{" + ",".join(["5"] * BATCH) + "}", "failures": failures},
+            {**nacked, **named, "delays_us": "{" + ",".join(["5"] * BATCH) + "}", "failures": failures, "logs": texts},
         ),
         "mark_dead": (
             queue_statements.MARK_DEAD,
-            {**named, "outcomes": ["nacked"] * BATCH, "failures": failures, "reasons": texts},
+            {**named, "outcomes": ["nacked"] * BATCH, "failures": failures, "logs": texts, "reasons": texts},
         ),
         "give_back": (queue_statements.GIVE_BACK, {**released, **named}),
         "give_back of several orgs": (queue_statements.GIVE_BACK, {**released, **of_several.parameters()}),

@@ -347,6 +347,7 @@ async def test_an_enqueue_waits_for_the_ack_that_has_its_job_in_hand(database: D
         "orgs": [org],
         "org_positions": "{}",
         "results": [],
+        "logs": [],
         "jobs": 1,
     }
     async with asyncio.TaskGroup() as group, database.transaction() as connection:

@@ -248,6 +248,57 @@ async def test_a_settle_at_another_router_ends_a_wait_that_does_not_look_again(m
             await waiting
 
 
+async def test_many_waits_for_one_jobs_end_look_at_it_together(fresh_dsn: str) -> None:
+    org, database = OrgId("ends"), Recorder(SHARD, fresh_dsn, connections=1)
+    await database.open()
+    store = Store(database)
+    await store.enqueue(some_jobs(org, 2))
+    leased = await lease_jobs(store, org)
+    ends = EndWaits(store, Doorbell(database, fresh_dsn, on_ring=lambda _: None, on_arrival=lambda _: None))
+    waits = [asyncio.create_task(ends.until_ended(org, leased[n % 2][0].id)) for n in range(500)]
+    await asyncio.sleep(0)
+    looking = asyncio.create_task(ends.run())
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            # Of another router: nothing tells this one.
+            await Store(database).settle(Settlement.ack(org, [leased[0][1]]))
+            await asyncio.gather(*waits[::2])
+        assert not any(wait.done() for wait in waits[1::2])
+        looks = [
+            str(parameters["ids"]).split(",")
+            for statement, parameters in database.runs
+            if statement == statements.FIND_ENDED
+        ]
+        assert looks
+        assert all(len(set(ids)) == len(ids) for ids in looks)
+    finally:
+        looking.cancel()
+        for wait in waits:
+            wait.cancel()
+        await asyncio.wait([looking, *waits])
+        await database.close()
+
+
+async def test_many_calls_wait_for_one_job_and_all_get_its_end(near: Client, producer: Client, org: str) -> None:
+    job = new_job()
+    await near.enqueue(org, job)
+    (leased,) = await producer.dequeue(org, QUEUE)
+    request = queue_pb2.WaitJobRequest(org=org, id=job.id, wait=window(60), include_payload=True)
+    calls = [asyncio.create_task(_ended(near, request)) for _ in range(200)]
+    async with awaiting(near, org, job.id) as task, asyncio.timeout(PATIENCE_S):
+        # Those that leave take nothing with them.
+        for call in calls[:100]:
+            call.cancel()
+        await producer.queue.Ack(queue_pb2.AckRequest(org=org, acks=[queue_pb2.Ack(lease=leased.lease, result=b"42")]))
+        for call in (task, *calls[100:]):
+            ended = await call
+            assert (ended.state, ended.result) == (job_pb2.JOB_STATE_SUCCEEDED, b"42")
+
+
+async def _ended(near: Client, request: queue_pb2.WaitJobRequest) -> job_pb2.Job:
+    return (await near.queue.WaitJob(request, timeout=60 + PATIENCE_S)).job
+
+
 async def test_a_wait_for_a_jobs_end_ends_while_its_shard_is_away(postgres: Server, fresh_dsn: str) -> None:
     org = OrgId("ends")
     database = Database(SHARD, fresh_dsn, connections=1)

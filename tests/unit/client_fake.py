@@ -189,10 +189,10 @@ class FakeRouter:
         """On streams."""
         return [nack for message in self.of("Consume") for nack in message.nacks]
 
-    async def until(self, holds: Callable[[], object]) -> None:
+    async def until(self, holds: Callable[[], object], *, within_s: float = WAIT_S) -> None:
         """Waits until the condition holds. Checks it on every request, and every 20 ms for conditions that only the
         test sees."""
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(within_s):
             while not holds():
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self.next_news(), 0.02)

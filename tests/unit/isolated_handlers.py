@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
 
 from windrow import Job, Kill, Progress, Retry, Snooze
@@ -39,6 +40,43 @@ def starts_another(job: Job) -> str:
     return "not reached"
 
 
+def logs(job: Job) -> None:
+    job.log("one")
+    job.log("two")
+    threading.Thread(target=_goes_on, args=(job,), daemon=True).start()
+
+
+_next_has_begun, _has_gone_on = threading.Event(), threading.Event()
+
+
+def _goes_on(job: Job) -> None:
+    _next_has_begun.wait()
+    job.log("of a job that has ended")
+    job.report(Progress(done=13))
+    _has_gone_on.set()
+
+
+def logs_later(job: Job) -> None:
+    _next_has_begun.set()
+    _has_gone_on.wait()
+    job.log("mine")
+
+
+def logs_and_crashes(job: Job) -> None:
+    job.log("about to crash")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def logs_and_hangs(job: Job) -> None:
+    job.log("about to hang")
+    job.report(Progress(done=1))
+    threading.Event().wait()
+
+
+def logs_much(job: Job) -> None:
+    job.log("x\n" * 100_000)
+
+
 def crash(job: Job) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -59,6 +97,10 @@ def broken(job: Job) -> None:
 
 def unpicklable(job: Job) -> None:
     raise NotPicklable(7, bank="the bank")
+
+
+def interrupted(job: Job) -> None:
+    raise {"KeyboardInterrupt": KeyboardInterrupt, "SystemExit": SystemExit}[job.text()]("mine")
 
 
 def outcome(job: Job) -> None:

@@ -34,7 +34,7 @@ def held(lease: bytes) -> HeldLease:
 def test_an_entry_counts_for_at_least_its_bytes_and_not_for_many_more(said: str, lease_bytes: int) -> None:
     entry = _Entry(held(b"l" * lease_bytes), ACTIONS[said])
     request = queue_pb2.ConsumeRequest()
-    entry.action.write(request, entry.held.job.lease)
+    entry.write(request)
     assert request.ByteSize() <= entry.size <= request.ByteSize() + 32
 
 

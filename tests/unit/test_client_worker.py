@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import math
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -40,9 +42,9 @@ from windrow import (
     Worker,
 )
 from windrow.client import CallNext as EnqueueNext
+from windrow.handlers import CallNext
 from windrow.unhandled import pause_s
 from windrow.v1 import job_pb2, queue_pb2
-from windrow.worker import CallNext
 
 CHECKOUT = Path(__file__).parents[2]
 OK, STALE = job_pb2.JOB_ANSWER_OK, job_pb2.JOB_ANSWER_STALE
@@ -111,6 +113,81 @@ async def test_a_plain_function_runs_in_a_thread_with_the_callers_context(router
     assert router.acks()[0].result.decode().startswith(f"{worker.name}-handler")
 
 
+async def test_jobs_that_follow_one_another_in_a_task_share_no_context_and_no_cancellation(
+    router: FakeRouter, client: Client
+) -> None:
+    worker = Worker(client, "q", concurrency=1)
+    seen = contextvars.ContextVar[list[str]]("seen")
+    found: dict[str, list[str] | None] = {}
+    tasks: set[object] = set()
+
+    @worker.handler("quick")
+    async def quick(job: Job) -> None:
+        tasks.add(asyncio.current_task())
+        found[job.id] = seen.get(None)
+        seen.set([job.id])
+
+    @worker.handler("cancels")
+    async def cancels(job: Job) -> None:
+        await quick(job)
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+
+    @worker.handler("suspends")
+    async def suspends(job: Job) -> None:
+        await quick(job)
+        await asyncio.sleep(0)
+        assert seen.get() == [job.id]
+
+    jobs = [router.give(kind) for kind in ("quick", "quick", "cancels", "suspends", "quick", "cancels", "quick")]
+    async with running(worker):
+        await router.until(lambda: len(found) == len(jobs))
+        await router.until(lambda: len(router.settled("Ack")) >= len(jobs) - 2)
+    assert found == {job.id: None for job in jobs}
+    assert {job.id for job in jobs if job.kind != "cancels"} <= set(router.settled("Ack"))
+    assert 1 < len(tasks) < len(jobs)
+
+
+async def test_handlers_that_suspend_run_at_the_same_time_up_to_the_concurrency(
+    router: FakeRouter, client: Client
+) -> None:
+    worker = Worker(client, "q", concurrency=3)
+    together, most = asyncio.Barrier(3), 0
+    inside = 0
+
+    @worker.handler("waits")
+    async def waits(job: Job) -> None:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        # Nobody gets out before three are in.
+        await together.wait()
+        inside -= 1
+
+    jobs = [router.give("waits") for _ in range(9)]
+    async with running(worker):
+        await router.until(lambda: len(router.settled("Ack")) == len(jobs))
+    assert most == 3
+
+
+async def test_handlers_that_never_suspend_let_the_worker_report_meanwhile(router: FakeRouter, client: Client) -> None:
+    worker = Worker(client, "q", concurrency=50)
+    acked_before: list[int] = []
+
+    @worker.handler("computes")
+    async def computes(job: Job) -> None:
+        acked_before.append(len(router.settled("Ack")))
+        until_s = time.monotonic() + 0.01
+        while time.monotonic() < until_s:
+            pass
+
+    jobs = [router.give("computes") for _ in range(40)]
+    async with running(worker):
+        await router.until(lambda: len(router.settled("Ack")) == len(jobs))
+    assert acked_before[-1] > 0
+
+
 async def test_what_a_handler_raises_decides_the_nack(router: FakeRouter, client: Client) -> None:
     worker = Worker(client, "q")
 
@@ -149,7 +226,7 @@ async def test_what_a_handler_raises_decides_the_nack(router: FakeRouter, client
     assert not told["broken"].HasField("retry_after")
     assert "this object is none of them" in told["no json"].failure.message
     assert told["cancelled"].failure.type == "asyncio.exceptions.CancelledError"
-    assert "worker.py" not in told["cancelled"].failure.stack.split("test_client_worker.py")[0]
+    assert "handlers.py" not in told["cancelled"].failure.stack.split("test_client_worker.py")[0]
 
 
 async def test_a_result_that_is_too_large_is_dropped_with_a_warning_and_its_job_is_acked(
@@ -271,6 +348,16 @@ async def test_jobs_without_a_handler_are_given_back_uncounted_logged_together_a
         100,
         {"messaging.destination.name": "q"},
     )
+
+
+async def test_a_job_without_a_handler_is_not_taken_for_a_quick_one(router: FakeRouter, client: Client) -> None:
+    worker = Worker(client, "q", concurrency=2, prefetch=50)
+    async with running(worker):
+        for count in range(1, 4):
+            router.give("unknown")
+            await router.until(lambda count=count: len(router.settled("Snooze")) == count)  # type: ignore[misc]
+            # Quick handlers would have the worker ask for 50 jobs more.
+            assert sum(message.credit for message in router.of("Consume")) <= 2 + count
 
 
 def test_the_pause_of_a_job_without_a_handler_grows_with_the_time_that_it_is_known() -> None:
@@ -771,14 +858,14 @@ async def test_a_job_whose_lease_is_over_is_not_begun(
     @worker.handler("first")
     async def first(job: Job) -> None:
         begun.append(job.id)
-        for held in worker._running:
+        for held in worker._waiting:
             held.renewed_at -= 3600
 
     @worker.handler("second")
     async def second(job: Job) -> None:
         begun.append(job.id)
 
-    # They arrive in one message, and both tasks are created in one event loop iteration.
+    # They arrive in one message, and the second one runs after the first one.
     jobs = [router.give("first"), router.give("second")]
     async with running(worker):
         await router.until(router.acks)
@@ -1172,7 +1259,7 @@ async def test_hundreds_of_hanging_handlers_leave_all_places_free(
 async def test_so_many_threads_are_left_alone_and_then_each_keeps_its_place(
     router: FakeRouter, client: Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("windrow.worker._ABANDONED_MAX", 1)
+    monkeypatch.setattr("windrow.handlers._ABANDONED_MAX", 1)
     worker = Worker(client, "q", name="w1", concurrency=2, prefetch=0)
     over = threading.Event()
 

@@ -14,9 +14,9 @@ from grpc import StatusCode
 from tests.unit.client_fake import FakeRouter, FakeStream
 from tests.unit.test_client_worker import running
 from windrow import Client, InvalidRequest, Job, LostReason, Payload, Progress, Retry, Worker
+from windrow.handlers import CallNext
 from windrow.reports import Report, Reporter
 from windrow.v1 import job_pb2, queue_pb2
-from windrow.worker import CallNext
 
 CANCELLED, STALE = job_pb2.JOB_ANSWER_CANCELLED, job_pb2.JOB_ANSWER_STALE
 

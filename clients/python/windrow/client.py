@@ -35,6 +35,7 @@ from windrow.errors import (
 )
 from windrow.failures import Failure, failure_message, failure_of, stack_of
 from windrow.job_changes import JobChanges, in_parts
+from windrow.job_log import LOG_BYTES_MAX
 from windrow.job_rules import JOBS_MAX, PAYLOAD_BYTES_MAX
 from windrow.jobs import (
     ENDED,
@@ -343,10 +344,11 @@ class Client(JobChanges):
             raise invalid_argument("result", error) from error
 
         if isinstance(jobs, Job):
-            return await self._acks.put(self.org, queue_pb2.Ack(lease=jobs.lease, result=encoded), len(encoded) + 64)
+            ack = queue_pb2.Ack(lease=jobs.lease, result=encoded, log=_log_of(jobs))
+            return await self._acks.put(self.org, ack, ack.ByteSize() + 16)
 
         async def send(part: Sequence[Job]) -> Sequence[int]:
-            acks = [queue_pb2.Ack(lease=job.lease, result=encoded) for job in part]
+            acks = [queue_pb2.Ack(lease=job.lease, result=encoded, log=_log_of(job)) for job in part]
             response = await self.calls.call(lambda stub: stub.Ack, queue_pb2.AckRequest(org=self.org, acks=acks))
             return response.answers
 
@@ -407,7 +409,7 @@ class Client(JobChanges):
             for job in part:
                 nack = request.nacks.add()
                 nack.CopyFrom(template)
-                nack.lease = job.lease
+                nack.lease, nack.log = job.lease, _log_of(job)
             return (await self.calls.call(lambda stub: stub.Nack, request)).answers
 
         # All have the same failure, which may be 40 KiB long.
@@ -454,7 +456,7 @@ class Client(JobChanges):
         async def send(part: Sequence[Job]) -> Sequence[int]:
             request = queue_pb2.ExtendRequest(org=self.org, visibility_window=window)
             for job in part:
-                report.write(request.extends.add(lease=job.lease))
+                report.write(request.extends.add(lease=job.lease, log=_log_of(job)))
             return (await self.calls.call(lambda stub: stub.Extend, request)).answers
 
         return await _each(jobs, send, entry_bytes=len(report.checkpoint or b"") + NOTE_BYTES_MAX)
@@ -467,12 +469,16 @@ class Client(JobChanges):
     async def release(self, jobs: Job | Iterable[Job]) -> Answer | list[Answer]: ...
     async def release(self, jobs: Job | Iterable[Job]) -> Answer | list[Answer]:
         """Gives jobs back at once, without counting the attempt."""
+        listed = jobs if isinstance(jobs, Job) else list(jobs)
+        if any(job.logged.count for job in ([listed] if isinstance(listed, Job) else listed)):
+            # A release is only a lease. A snooze for no time does the same.
+            return await self.snooze(listed, after=0.0)
 
         async def send(part: Sequence[Job]) -> Sequence[int]:
             request = queue_pb2.ReleaseRequest(org=self.org, leases=[job.lease for job in part])
             return (await self.calls.call(lambda stub: stub.Release, request)).answers
 
-        return await _each(jobs, send)
+        return await _each(listed, send)
 
     @overload
     async def snooze(self, jobs: Job, *, after: Span, reason: str = "") -> Answer: ...
@@ -488,7 +494,8 @@ class Client(JobChanges):
 
         async def send(part: Sequence[Job]) -> Sequence[int]:
             request = queue_pb2.SnoozeRequest(
-                org=self.org, snoozes=[queue_pb2.Snooze(lease=job.lease, after=delay, reason=why) for job in part]
+                org=self.org,
+                snoozes=[queue_pb2.Snooze(lease=job.lease, after=delay, reason=why, log=_log_of(job)) for job in part],
             )
             return (await self.calls.call(lambda stub: stub.Snooze, request)).answers
 
@@ -618,7 +625,12 @@ async def _each(
     if isinstance(jobs, Job):
         (answer,) = answers(await send([jobs]))
         return answer
-    return await in_parts(list(jobs), send, count_max=min(JOBS_MAX, _PART_BYTES_MAX // max(1, entry_bytes)))
+    count_max = min(JOBS_MAX, _PART_BYTES_MAX // (entry_bytes + LOG_BYTES_MAX))
+    return await in_parts(list(jobs), send, count_max=count_max)
+
+
+def _log_of(job: Job) -> str:
+    return job.logged.read()[0] if job.logged.count else ""
 
 
 def _failure(error: str | BaseException | Failure, *, permanent: bool) -> Failure:

@@ -17,6 +17,7 @@ from typing import Any, TypedDict, cast
 from windrow.errors import InvalidJob, Span, Violation, WindrowError
 from windrow.failures import Failure, read_failure
 from windrow.ids import nth_id, uuid7
+from windrow.job_log import JobLog
 from windrow.payloads import Payload, duration, encode, moment, timestamp
 from windrow.reports import Progress, Reporter, read_progress, report_of
 from windrow.v1 import job_pb2, queue_pb2
@@ -51,6 +52,8 @@ class AttemptOutcome(enum.Enum):
     RELEASED = "released"
     # Expired, because the attempt had lasted for the job's max_runtime.
     TIMED_OUT = "timed_out"
+    # The job was cancelled meanwhile.
+    CANCELLED = "cancelled"
     UNKNOWN = "unknown"
 
 
@@ -181,7 +184,8 @@ class Enqueued:
     error: WindrowError | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Not frozen: to make a frozen object takes several times as long, and a worker makes one for each job.
+@dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class Job:
     """A leased job. Every field has a default, so that the test of a handler can make one."""
 
@@ -210,6 +214,20 @@ class Job:
     lost: Lost = field(default_factory=Lost, repr=False, compare=False)
     # Takes the reports; a Worker sets it.
     reporter: Reporter = field(default_factory=Reporter, repr=False, compare=False)
+    # What log() has kept.
+    logged: JobLog = field(default_factory=JobLog, repr=False, compare=False)
+
+    def log(self, text: str) -> None:
+        """Adds one line or several to the log of this attempt. The job's history keeps it, and `windrow jobs get` shows
+        it.
+
+        Kept are the first 512 bytes of a line, the newest 50 lines of an attempt (at most 4 KiB; a first line says how
+        many earlier ones were dropped), and the logs of a job's newest 5 attempts.
+
+        Returns at once: the lines are sent with whatever ends the attempt, and with the extends before. If the worker
+        crashes, or the job is cancelled, those since the last extend are lost. What is logged after the handler has
+        ended is dropped. May be called in a thread. Raises TypeError."""
+        self.logged.write(text)
 
     def report(self, progress: Progress | None = None, *, checkpoint: Payload = None) -> None:
         """Reports from the handler how far it has come, and what the next attempt needs in order to go on from here
@@ -241,6 +259,8 @@ class Attempt:
     outcome: AttemptOutcome
     # What the nack reported, or the reason of a snooze; None if there was none, and for other outcomes.
     failure: Failure | None
+    # The lines that its handler logged. Kept of a job's newest 5 attempts.
+    log: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,6 +299,8 @@ class JobRecord:
     # Whether the dedup key counts, or counted, while the job is live.
     dedup_while_live: bool = False
     max_runtime: timedelta | None = None
+    # What the attempt under way has logged, as its newest extend told.
+    log: str = ""
 
 
 # The fields of a NewJob that must be a str or an int.
@@ -536,10 +558,12 @@ def read_record(message: job_pb2.Job, *, with_payload: bool) -> JobRecord:
                 ended_at=moment(past.ended_at),
                 outcome=_OUTCOMES.get(past.outcome, AttemptOutcome.UNKNOWN),
                 failure=read_failure(past.failure) if past.HasField("failure") else None,
+                log=past.log,
             )
             for past in message.attempts
         ],
         shard=message.shard,
         progress=read_progress(message.progress) if message.HasField("progress") else None,
         checkpoint=message.checkpoint if with_payload else None,
+        log=message.log,
     )

@@ -26,7 +26,7 @@ class HeldLease:
     """A leased job that the worker holds."""
 
     __slots__ = (
-        *("extending", "job", "lost", "over", "process", "renewed_at", "settling", "task", "thread"),
+        *("extending", "job", "lines_told", "lost", "over", "process", "renewed_at", "settling", "task", "thread"),
         *("until", "window_s"),
     )
 
@@ -40,6 +40,8 @@ class HeldLease:
         self.until = renewed_at + runtime_s
         # An extend waits to be sent or answered.
         self.extending = False
+        # How many of the lines that the handler has logged are sent.
+        self.lines_told = 0
         # The job's outcome waits to be sent or answered.
         self.settling = False
         # The lease has ended, according to the router or to the clock.

@@ -30,8 +30,8 @@ class Action(abc.ABC):
         return 0
 
     @abc.abstractmethod
-    def write(self, request: queue_pb2.ConsumeRequest, lease: bytes) -> None:
-        """Adds an entry about this lease."""
+    def write(self, request: queue_pb2.ConsumeRequest, lease: bytes, log: str) -> None:
+        """Adds an entry about this lease, with what its attempt has logged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +45,8 @@ class Done(Action):
     def size(self) -> int:
         return len(self.result)
 
-    def write(self, request: queue_pb2.ConsumeRequest, lease: bytes) -> None:
-        request.acks.add(lease=lease, result=self.result)
+    def write(self, request: queue_pb2.ConsumeRequest, lease: bytes, log: str) -> None:
+        request.acks.add(lease=lease, result=self.result, log=log)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +62,8 @@ class Failed(Action):
         # Not of the texts themselves: a character may have four bytes, and a long text is shortened.
         return failure_message(self.failure).ByteSize()
 
-    def write(self, request: queue_pb2.ConsumeRequest, lease: bytes) -> None:
-        nack = request.nacks.add(lease=lease, failure=failure_message(self.failure))
+    def write(self, request: queue_pb2.ConsumeRequest, lease: bytes, log: str) -> None:
+        nack = request.nacks.add(lease=lease, failure=failure_message(self.failure), log=log)
         if self.retry_after_s is not None:
             nack.retry_after.CopyFrom(duration(self.retry_after_s))
 
@@ -79,8 +79,8 @@ class Extended(Action):
     def size(self) -> int:
         return 0 if self.report is None else self.report.size
 
-    def write(self, request: queue_pb2.ConsumeRequest, lease: bytes) -> None:
-        extend = request.extends.add(lease=lease)
+    def write(self, request: queue_pb2.ConsumeRequest, lease: bytes, log: str) -> None:
+        extend = request.extends.add(lease=lease, log=log)
         if self.report is not None:
             self.report.write(extend)
 
@@ -97,8 +97,8 @@ class Snoozed(Action):
     def size(self) -> int:
         return len(self.reason.encode())
 
-    def write(self, request: queue_pb2.ConsumeRequest, lease: bytes) -> None:
-        request.snoozes.add(lease=lease, after=duration(self.after_s), reason=self.reason)
+    def write(self, request: queue_pb2.ConsumeRequest, lease: bytes, log: str) -> None:
+        request.snoozes.add(lease=lease, after=duration(self.after_s), reason=self.reason, log=log)
 
 
 class Released(Action):
@@ -106,8 +106,12 @@ class Released(Action):
 
     verb = "release"
 
-    def write(self, request: queue_pb2.ConsumeRequest, lease: bytes) -> None:
-        request.releases.append(lease)
+    def write(self, request: queue_pb2.ConsumeRequest, lease: bytes, log: str) -> None:
+        if log:
+            # A release is only a lease. A snooze for no time does the same.
+            request.snoozes.add(lease=lease, log=log)
+        else:
+            request.releases.append(lease)
 
 
 class Outcome(Exception):

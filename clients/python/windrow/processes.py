@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import FrameType
-from typing import cast
 
+from windrow.job_log import JobLog, Lines
 from windrow.jobs import Job, Lost
 from windrow.outcomes import Action, action_of
 from windrow.payloads import Payload, encode
@@ -50,6 +50,19 @@ class _Ended:
     action: Action | None = None
 
 
+class _SentLog(JobLog):
+    """Sends the lines to the worker's process, which keeps them if this process crashes."""
+
+    __slots__ = ("_send",)
+
+    def __init__(self, send: Callable[[Lines], None]) -> None:
+        super().__init__()
+        self._send = send
+
+    def add(self, lines: Lines) -> None:
+        self._send(lines)
+
+
 class HandlerProcess:
     """Starts with its first job. Not for use by two threads, but for kill()."""
 
@@ -72,24 +85,30 @@ class HandlerProcess:
     def run(self, function: Callable[[Job], Payload], job: Job) -> Payload:
         """Runs a handler, and blocks meanwhile. Raises what it raises, or Crashed."""
         # Pickled first: a handler that cannot be sent is no reason to give up the process.
-        call = pickle.dumps((function, replace(job, lost=Lost(), reporter=Reporter())))
+        call = pickle.dumps((function, replace(job, lost=Lost(), reporter=Reporter(), logged=JobLog())))
         self._jobs += 1
         self.error = self.action = None
         connection = self._started()
         try:
             connection.send_bytes(call)
-            while isinstance(told := connection.recv(), Report):
-                job.reporter(job.lease, told)
+            while not isinstance(told := connection.recv(), _Ended):
+                lease, said = told
+                if lease != job.lease:
+                    # Of a thread that an earlier handler has left alone.
+                    continue
+                if isinstance(said, Report):
+                    job.reporter(lease, said)
+                else:
+                    job.logged.add(said)
         except (EOFError, OSError):
             raise Crashed(self._end()) from None
         finally:
             if not self.is_reusable:
                 self.close()
-        ended = cast("_Ended", told)
-        if ended.action is None:
-            return ended.result
-        error: BaseException = pickle.loads(ended.error)  # noqa: S301 - from a process of ours
-        self.error, self.action = error, ended.action
+        if told.action is None:
+            return told.result
+        error: BaseException = pickle.loads(told.error)  # noqa: S301 - from a process of ours
+        self.error, self.action = error, told.action
         raise error
 
     def kill(self) -> None:
@@ -166,15 +185,14 @@ def _serve(connection: Connection) -> None:
     # A handler may report from several threads.
     lock = threading.Lock()
 
-    def tell(told: Report | _Ended) -> None:
+    def tell(told: tuple[bytes, Report | Lines] | _Ended) -> None:
         with lock:
             connection.send(told)
 
-    reporter = Reporter(lambda _lease, report: tell(report))
     with suppress(EOFError, OSError):
         while True:
             call = connection.recv_bytes()
-            tell(_run(call, reporter))
+            tell(_run(call, tell))
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
@@ -194,10 +212,11 @@ def _end_with_worker() -> None:
     os._exit(1)
 
 
-def _run(call: bytes, reporter: Reporter) -> _Ended:
+def _run(call: bytes, tell: Callable[[tuple[bytes, Report | Lines]], None]) -> _Ended:
     try:
         function, job = pickle.loads(call)  # noqa: S301 - from the worker
-        result = function(replace(job, reporter=reporter))
+        reporter = Reporter(lambda lease, report: tell((lease, report)))
+        result = function(replace(job, reporter=reporter, logged=_SentLog(lambda lines: tell((job.lease, lines)))))
         return _Ended(result=None if result is None else encode(result, what="result"))
     except BaseException as error:  # noqa: BLE001 - whatever a handler raises becomes its job's error
         return _Ended(error=_pickled(error), action=action_of(error, runner=__file__)[0])

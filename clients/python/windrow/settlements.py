@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from windrow.calls import error_of, patient_pause_s
 from windrow.errors import InvalidRequest, RouterError, WindrowError
+from windrow.job_log import LOG_BYTES_MAX
 from windrow.jobs import Answer, answer_of
 from windrow.leases import Connectivity, HeldLease, Leases, log
 from windrow.outcomes import Action, Extended, Released
@@ -32,11 +33,12 @@ UNANSWERED_MAX = 2
 
 
 class _Entry:
-    __slots__ = ("action", "alone", "held", "later", "sent")
+    __slots__ = ("action", "alone", "held", "is_extend", "later", "sent")
 
     def __init__(self, held: HeldLease, action: Action) -> None:
         self.held = held
         self.action = action
+        self.is_extend = action.verb == Extended.verb
         # The entry may be why a whole message was refused: send it in a message of its own.
         self.alone = False
         self.sent = False
@@ -45,11 +47,20 @@ class _Entry:
 
     @property
     def size(self) -> int:
-        return _ENTRY_BYTES + len(self.held.job.lease) + self.action.size
+        log = LOG_BYTES_MAX if self.tells_log else 0
+        return _ENTRY_BYTES + len(self.held.job.lease) + self.action.size + log
 
     @property
-    def is_extend(self) -> bool:
-        return isinstance(self.action, Extended)
+    def tells_log(self) -> bool:
+        """Whether it is to be sent with what the handler has logged: an extend only if that is new."""
+        count = self.held.job.logged.count
+        return count > (self.held.lines_told if self.is_extend else 0)
+
+    def write(self, request: queue_pb2.ConsumeRequest) -> None:
+        log = ""
+        if self.tells_log:
+            log, self.held.lines_told = self.held.job.logged.read()
+        self.action.write(request, self.held.job.lease, log)
 
 
 class _Message:
@@ -139,7 +150,7 @@ class Settlements:
         self._number += 1
         request.request_id = self._number
         for entry in batch:
-            entry.action.write(request, entry.held.job.lease)
+            entry.write(request)
         self._unanswered[self._number] = _Message(batch, time.monotonic())
         return True
 
@@ -188,6 +199,7 @@ class Settlements:
 
     def _put(self, held: HeldLease, action: Action) -> None:
         held.settling = True
+        held.job.logged.close()
         if held in self._reports:
             self._after_report[held] = action
         else:
@@ -292,6 +304,7 @@ class Settlements:
                 )
             else:
                 entry.sent = False
+                entry.held.lines_told = 0
                 if entry.later is not None:
                     _add_report(entry, entry.later)
                     entry.later = None

@@ -55,7 +55,7 @@ class Tracing:
     def sending(self, jobs: Sequence[job_pb2.NewJob]) -> Generator[None]:
         """Wraps the call that stores the jobs. Gives each job a trace context, unless it has one."""
         around = trace.get_current_span()
-        if not self._has_sdk():
+        if not self.has_sdk():
             context = around.get_span_context()
             if context.is_valid:
                 _stamp(jobs, trace_context(context))
@@ -85,14 +85,10 @@ class Tracing:
                 fail(span, error)
                 raise
 
-    def follows(self, job: Job) -> bool:
-        """Whether a handler needs processing(): the job carries a trace, or an SDK makes spans."""
-        return bool(job.traceparent) or self._has_sdk()
-
     @contextmanager
     def processing(self, job: Job) -> Generator[Span]:
-        """Wraps a handler, if follows() is true."""
-        records = self._has_sdk()
+        """Wraps the handler of a job that carries a trace, or any handler if an SDK makes spans."""
+        records = self.has_sdk()
         around = trace.get_current_span().get_span_context()
         parent = (
             _W3C.extract({"traceparent": job.traceparent, "tracestate": job.tracestate}) if job.traceparent else None
@@ -114,7 +110,8 @@ class Tracing:
         with trace.use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
             yield span
 
-    def _has_sdk(self) -> bool:
+    def has_sdk(self) -> bool:
+        """Whether spans are recorded. It reads the environment while no SDK is set, so ask rarely."""
         provider = self._provider or trace.get_tracer_provider()
         return not isinstance(provider, ProxyTracerProvider | NoOpTracerProvider)
 

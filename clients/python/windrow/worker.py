@@ -1,55 +1,38 @@
 """The worker: takes jobs from a stream, runs their handlers, and reports the outcomes.
 
-consume_stream.py has the stream, leases.py the leases, and settlements.py the reports. This module runs the handlers,
-decides how many jobs to ask for, and shuts down. unhandled.py has what becomes of jobs without a handler.
+consume_stream.py has the stream, leases.py the leases, handlers.py the handlers, and settlements.py the reports. This
+module decides how many jobs to ask for and when each begins, and shuts down.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-import inspect
-import logging
-import math
 import os
 import secrets
 import socket
-import sys
-import threading
 import time
+import types
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from contextlib import suppress
-from functools import partial
-from types import TracebackType
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal
 
-from opentelemetry import metrics, trace
+from opentelemetry import metrics
 
 from windrow.client import Client
 from windrow.consume_stream import ConsumeStream, only_cause
 from windrow.errors import InvalidRequest, Span
-from windrow.failures import Failure, TimedOut, frames_of
-from windrow.jobs import Job, LostReason, read_leased
-from windrow.leases import Connectivity, HeldLease, Leases
-from windrow.outcomes import Action, Done, Failed, Outcome, Snoozed, action_of
-from windrow.payloads import RESULT_BYTES_MAX, Payload, duration, encode, seconds
-from windrow.processes import HandlerProcess, can_be_sent, is_handler_process
+from windrow.handlers import Handlers, HandlerT, Middleware
+from windrow.jobs import LostReason, read_leased
+from windrow.leases import Connectivity, HeldLease, Leases, log
+from windrow.payloads import duration, seconds
+from windrow.processes import is_handler_process
 from windrow.reports import Report, Reporter
 from windrow.settlements import Backoff, Settlements
 from windrow.signals import stopped_by_signals
-from windrow.tracing import fail
 from windrow.unhandled import Unhandled
 from windrow.v1 import job_pb2, queue_pb2
-
-log = logging.getLogger("windrow.worker")
-
-Handler = Callable[[Job], Awaitable[Payload]] | Callable[[Job], Payload]
-CallNext = Callable[[Job], Awaitable[Payload]]
-Middleware = Callable[[Job, CallNext], Awaitable[Payload]]
-_HandlerT = TypeVar("_HandlerT", bound=Handler)
-_DONE = Done()
 
 CONCURRENCY_MAX = 1000
 PREFETCH_MAX = 1000
@@ -57,21 +40,10 @@ PREFETCH_MAX = 1000
 _PREFETCH_MIN = 100
 # A prefetched job waits here for about this long at most, or a tenth of its window: another worker may be idle.
 _PREFETCH_WAIT_S = 0.1
+# Handlers that do not suspend run one after another for so long; then the rest of the program has its turn.
+_BUSY_S_MAX = 0.005
 _AGAIN_FIRST_S, _AGAIN_MAX_S = 0.05, 2.0
 _FLUSH_S, _FLUSH_HURRIED_S = 5.0, 1.0
-# Threads of handlers that timed out. Each may run for ever, and cannot be stopped.
-_ABANDONED_MAX = 1000
-# How much of a failure a line of the log shows.
-_SUMMARY_CHARS_MAX = 200
-# A handler is stopped a tenth of its job's max_runtime before its end, and at most by so much.
-_MARGIN_S_MAX = 1.0
-
-
-class _Registered(NamedTuple):
-    function: Handler
-    is_async: bool
-    timeout_s: float | None
-    isolated: bool
 
 
 class Worker:
@@ -140,13 +112,17 @@ class Worker:
         self._window_s = seconds(visibility_window)
         self._grace_s = seconds(grace)
         self._cancel_lost = cancel_lost
-        self._middleware = tuple(middleware)
         self._check()
-        self._handlers: dict[str, _Registered] = {}
+        self._handlers = Handlers(
+            self.name,
+            middleware=middleware,
+            tracing=client.tracing,
+            unhandled=Unhandled(self.name, meter_provider),
+            abandoned_ended=self._on_place,
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stops = 0
         self._group: asyncio.TaskGroup | None = None
-        self._threads: ThreadPoolExecutor | None = None
         self._context = contextvars.Context()
         self._connectivity = Connectivity(self.name)
         self._leases = Leases(
@@ -168,14 +144,11 @@ class Worker:
             take=self._take,
             revoked=self._leases.revoked,
         )
-        self._unhandled = Unhandled(self.name, meter_provider)
         self._reporter = Reporter(self._report)
         self._waiting: deque[HeldLease] = deque()
         self._running: dict[HeldLease, None] = {}
-        # Those that run no job.
-        self._processes: list[HandlerProcess] = []
-        # How many threads of handlers that timed out still run.
-        self._abandoned = 0
+        # A task is about to run waiting jobs.
+        self._is_starting = False
         # Set whenever a handler ends or stop() is called.
         self._changed = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -186,7 +159,7 @@ class Worker:
 
     def handler(
         self, *kinds: str, timeout: Span | None = None, isolate: Literal["process"] | None = None
-    ) -> Callable[[_HandlerT], _HandlerT]:
+    ) -> Callable[[HandlerT], HandlerT]:
         """Registers a function for jobs of these kinds: an `async def`, or a `def`, which runs in a thread.
 
         A handler that takes longer than `timeout` (s, or timedelta; None: for ever) is stopped, and its attempt fails
@@ -203,23 +176,7 @@ class Worker:
         Raises InvalidRequest if a kind already has a handler, if `timeout` is not more than 0 s, for an unknown
         `isolate`, or for an `async def` in a process.
         """
-        timeout_s = None if timeout is None else seconds(timeout)
-        if timeout_s is not None and not 0 < timeout_s < math.inf:
-            raise InvalidRequest(f"timeout must be more than 0 s, not {timeout_s} s; None: no timeout")
-        if isolate not in (None, "process"):
-            raise InvalidRequest(f'isolate must be "process" or None, not {isolate!r}')
-
-        def register(function: _HandlerT) -> _HandlerT:
-            registered = _Registered(function, _is_async(function), timeout_s, isolate == "process")
-            if registered.is_async and registered.isolated:
-                raise InvalidRequest(f"only a def can run in a process, and {function!r} is an async def")
-            for kind in kinds:
-                if kind in self._handlers:
-                    raise InvalidRequest(f"kind {kind!r} has a handler already: {self._handlers[kind].function!r}")
-                self._handlers[kind] = registered
-            return function
-
-        return register
+        return self._handlers.add(kinds, timeout=timeout, isolate=isolate)
 
     async def run(self) -> None:
         """Works until stop(), or, in the main thread, until SIGTERM or SIGINT. A worker can run only once.
@@ -237,16 +194,9 @@ class Worker:
         if is_handler_process():
             # It has imported the program that made this worker.
             return
-        for kind, handler in self._handlers.items():
-            if handler.isolated and not can_be_sent(handler.function):
-                raise InvalidRequest(
-                    f"kind {kind!r}: {handler.function!r} cannot be imported by name in another process; make it a "
-                    "function of a module"
-                )
+        self._handlers.open(self.concurrency)
         self._loop = asyncio.get_running_loop()
         self._context = contextvars.copy_context()
-        # A pool makes threads only as it needs them.
-        self._threads = ThreadPoolExecutor(self.concurrency + _ABANDONED_MAX, thread_name_prefix=f"{self.name}-handler")
         self._on_stop()
         with stopped_by_signals(self.stop):
             try:
@@ -254,9 +204,7 @@ class Worker:
             except BaseExceptionGroup as group:
                 raise only_cause(group) from None
             finally:
-                for process in self._processes:
-                    process.close()
-                self._threads.shutdown(wait=False, cancel_futures=True)
+                self._handlers.close()
 
     def stop(self) -> None:
         """Begins a graceful shutdown (see run()); a second call ends it without waiting for handlers. Thread-safe."""
@@ -302,7 +250,7 @@ class Worker:
     @property
     def _places(self) -> int:
         """How many handlers may run now."""
-        return self.concurrency - max(0, self._abandoned - _ABANDONED_MAX)
+        return self.concurrency - self._handlers.places_lost
 
     def _prefetch_now(self) -> int:
         if self._mean_handler_s is None:
@@ -311,6 +259,7 @@ class Worker:
         return int(min(self.prefetch, self.concurrency * wait_s / max(self._mean_handler_s, 1e-6)))
 
     def _take(self, messages: Sequence[job_pb2.LeasedJob], received_at: float) -> None:
+        self._handlers.on_jobs()
         self._waiting.extend(
             self._leases.hold([read_leased(message, reporter=self._reporter) for message in messages], received_at)
         )
@@ -333,17 +282,37 @@ class Worker:
     # Running handlers.
 
     def _start_waiting(self) -> None:
+        """Lets a task run waiting jobs, if there is a place for one more handler."""
         assert self._group is not None
-        if self._ending or self._stopping.is_set():
+        if self._is_starting or self._ending or self._stopping.is_set():
             return
-        while self._waiting and len(self._running) < self._places:
-            held = self._waiting.popleft()
-            self._running[held] = None
-            # Handlers start in the context of run(), not in that of the handler that ended before them.
-            held.task = self._group.create_task(
-                self._work(held), name=f"windrow job {held.job.id}", context=self._context.copy()
-            )
-            held.task.add_done_callback(partial(self._on_done, held))
+        if self._waiting and len(self._running) < self._places:
+            self._is_starting = True
+            self._group.create_task(self._run_waiting(), name=f"windrow handlers of {self.name}")
+
+    async def _run_waiting(self) -> None:
+        """Runs waiting jobs, one after another. As soon as a handler suspends, another task goes on with the jobs that
+        wait. So only handlers that suspend cost a task."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._is_starting = False
+        began = time.monotonic()
+        try:
+            while self._waiting and len(self._running) < self._places and not self._ending:
+                held = self._waiting.popleft()
+                self._running[held] = None
+                held.task = task
+                # Handlers start in the context of run(), not in that of the handler before them.
+                await _in_context(self._context.copy(), self._work(held), self._start_waiting)
+                held.task = None
+                if task.cancelling():
+                    # This was for that job. Do not let the next one see it.
+                    return
+                if time.monotonic() - began > _BUSY_S_MAX:
+                    await asyncio.sleep(0)
+                    began = time.monotonic()
+        finally:
+            self._start_waiting()
 
     async def _work(self, held: HeldLease) -> None:
         try:
@@ -365,9 +334,11 @@ class Worker:
 
     async def _handle(self, held: HeldLease) -> None:
         began = time.monotonic()
-        fate = await self._fate(held)
-        taken_s = time.monotonic() - began
-        self._mean_handler_s = taken_s if self._mean_handler_s is None else 0.8 * self._mean_handler_s + 0.2 * taken_s
+        fate = await self._handlers.run(held)
+        if held.job.kind in self._handlers:
+            taken_s = time.monotonic() - began
+            mean_s = self._mean_handler_s
+            self._mean_handler_s = taken_s if mean_s is None else 0.8 * mean_s + 0.2 * taken_s
         if held.lost:
             log.warning(
                 "%s: attempt %d of job %s (%s) ended after its lease; its outcome is dropped",
@@ -415,210 +386,9 @@ class Worker:
         del self._running[held]
         self._changed.set()
         self._settlements.wake.set()
-        self._start_waiting()
 
-    def _on_done(self, held: HeldLease, _: asyncio.Task[None]) -> None:
-        # A task that is cancelled before its first step never runs, not even its `finally` block.
-        if held in self._running:
-            self._on_cancelled(held)
-            self._on_finished(held)
-
-    async def _fate(self, held: HeldLease) -> Action:
-        job = held.job
-        handler = self._handlers.get(job.kind)
-        if handler is None:
-            return self._unhandled.give_back(job)
-        tracing = self.client.tracing
-        if not tracing.follows(job):
-            return await self._outcome(handler, held, trace.INVALID_SPAN)
-        with tracing.processing(job) as span:
-            return await self._outcome(handler, held, span)
-
-    async def _outcome(self, handler: _Registered, held: HeldLease, span: trace.Span) -> Action:
-        try:
-            call: CallNext = partial(self._run_in_time, handler, held)
-            for middleware in reversed(self._middleware):
-                call = _around(middleware, call)
-            result = await call(held.job)
-            return _DONE if result is None else self._done(held.job, encode(result, what="result"))
-        except KeyboardInterrupt:
-            # Ctrl-C is meant for the process, not for the handler.
-            raise
-        except BaseException as error:
-            # Whatever a handler raises becomes its job's error.
-            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
-                raise
-            if not isinstance(error, Outcome) or error.is_failure:
-                fail(span, error)
-            process = held.process
-            if process is not None and process.error is error and process.action is not None:
-                # The traceback is in the failure: errors lose theirs on their way from another process.
-                action, cause, frames = process.action, error, None
-            else:
-                action, cause = action_of(error, runner=__file__)
-                frames = frames_of(cause, runner=__file__)
-            if isinstance(action, Failed):
-                self._log_failure(held.job, action.failure, cause, frames)
-            elif isinstance(action, Snoozed):
-                self._log_snooze(held.job, action)
-            return action
-
-    async def _run_in_time(self, handler: _Registered, held: HeldLease, job: Job) -> Payload:
-        """Runs the handler. Raises TimedOut if it does not finish in time."""
-        timeout_s = math.inf if handler.timeout_s is None else handler.timeout_s
-        message = f"the handler did not finish within {timeout_s:g} s"
-        if job.max_runtime is not None:
-            # Earlier than the shard ends the lease, so that it still takes the failure.
-            runtime_s = job.max_runtime.total_seconds()
-            left_s = held.until - min(runtime_s / 10, _MARGIN_S_MAX) - time.monotonic()
-            if left_s < timeout_s:
-                timeout_s, message = left_s, f"the attempt has used up the job's max_runtime of {runtime_s:g} s"
-        if timeout_s == math.inf:
-            return await self._run(handler, held, job)
-        # It never ends by itself: on_timeout() ends it, once the handler can see why.
-        scope = asyncio.timeout(None)
-        loop = asyncio.get_running_loop()
-
-        def on_timeout() -> None:
-            held.job.lost.set(LostReason.TIMED_OUT)
-            scope.reschedule(loop.time())
-
-        timer = loop.call_later(timeout_s, on_timeout)
-        try:
-            async with scope:
-                return await self._run(handler, held, job)
-        except TimeoutError as error:
-            cancelled = error.__cause__
-            if not (scope.expired() and isinstance(cancelled, asyncio.CancelledError)):
-                raise
-            if held.thread is not None:
-                frames = _frames_now(held.thread)
-            else:
-                frames = None if held.process is not None else frames_of(cancelled, runner=__file__)
-            raise TimedOut(message).with_traceback(frames) from None
-        finally:
-            timer.cancel()
-
-    async def _run(self, handler: _Registered, held: HeldLease, job: Job) -> Payload:
-        if handler.is_async:
-            return await cast("Awaitable[Payload]", handler.function(job))
-        function = cast("Callable[[Job], Payload]", handler.function)
-        if not handler.isolated:
-            return await self._in_thread(function, held, job)
-        while self._processes and not self._processes[-1].is_reusable:
-            self._processes.pop().close()
-        held.process = process = self._processes.pop() if self._processes else HandlerProcess()
-        try:
-            return await self._in_thread(partial(process.run, function), held, job)
-        finally:
-            if process.is_reusable:
-                self._processes.append(process)
-
-    def _done(self, job: Job, result: bytes) -> Done:
-        """Drops a result that is too large. The work is done: to fail the attempt would only do it again."""
-        if len(result) <= RESULT_BYTES_MAX:
-            return Done(result=result)
-        log.warning(
-            "%s: job %s (%s), attempt %d: its result has %s bytes and is not stored; at most %s are allowed",
-            self.name,
-            job.id,
-            job.kind,
-            job.attempt,
-            f"{len(result):,}",
-            f"{RESULT_BYTES_MAX:,}",
-        )
-        return _DONE
-
-    def _log_snooze(self, job: Job, snoozed: Snoozed) -> None:
-        log.info(
-            "%s: job %s (%s), attempt %d is snoozed for %g s%s",
-            self.name,
-            job.id,
-            job.kind,
-            job.attempt,
-            snoozed.after_s,
-            f": {snoozed.reason[:_SUMMARY_CHARS_MAX]}" if snoozed.reason else "",
-        )
-
-    def _log_failure(self, job: Job, failure: Failure, error: BaseException, frames: TracebackType | None) -> None:
-        """Logs a failed attempt, with the error's traceback; if it has none, with the stack that the failure has."""
-        # A handler raises an Outcome on purpose: its traceback is of no use.
-        deliberate = isinstance(error, Outcome)
-        level = logging.INFO if deliberate else logging.WARNING
-        final = ", permanently" if failure.permanent else ", its last" if job.attempt >= job.max_attempts else ""
-        log.log(
-            logging.ERROR if final else level,
-            "%s: job %s (%s), attempt %d of %d failed%s: %s%s",
-            self.name,
-            job.id,
-            job.kind,
-            job.attempt,
-            job.max_attempts,
-            final,
-            failure.summary[:_SUMMARY_CHARS_MAX],
-            f"\n{failure.stack}" if frames is None and not deliberate and failure.stack else "",
-            exc_info=None if frames is None or deliberate else (type(error), error, frames),
-        )
-
-    async def _in_thread(self, function: Callable[[Job], Payload], held: HeldLease, job: Job) -> Payload:
-        assert self._threads is not None
-        context = contextvars.copy_context()
-
-        def run() -> tuple[Payload, BaseException | None]:
-            if held.process is None:
-                held.thread = threading.get_ident()
-            try:
-                return context.run(function, job), None
-            except BaseException as error:  # noqa: BLE001 - the caller raises it
-                # Returned, not raised: a future replaces a TimeoutError or a CancelledError by a new one without its
-                # traceback, and it refuses StopIteration (PEP 479).
-                return None, error
-
-        thread = self._threads.submit(run)
-        try:
-            result, error = await asyncio.wrap_future(thread)
-        except asyncio.CancelledError:
-            if held.process is None:
-                self._abandon(thread)
-            else:
-                held.process.kill()
-            raise
-        held.thread = None
-        try:
-            match error:
-                case None:
-                    return result
-                case StopIteration() | GeneratorExit():
-                    # Neither may be raised in a coroutine: StopIteration ends it, and GeneratorExit closes it.
-                    raise RuntimeError(f"the handler raised {type(error).__name__}") from error
-                case _:
-                    raise error
-        finally:
-            # The error's traceback refers to this frame: the garbage collector need not find the cycle.
-            del error
-
-    def _abandon(self, thread: Future[Any]) -> None:
-        """Leaves a thread alone of which nobody awaits the end."""
-        assert self._loop is not None
-        loop = self._loop
-
-        def on_end(_: Future[Any]) -> None:
-            # A thread may outlive the worker, whose event loop is then closed.
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._on_abandoned_end)
-
-        self._abandoned += 1
-        if self._abandoned == _ABANDONED_MAX + 1:
-            log.error(
-                "%s: more than %s threads of handlers that timed out still run; from now on each keeps its place until "
-                "it ends; restart the worker, and find out why the handlers hang",
-                self.name,
-                f"{_ABANDONED_MAX:,}",
-            )
-        thread.add_done_callback(on_end)
-
-    def _on_abandoned_end(self) -> None:
-        self._abandoned -= 1
+    def _on_place(self) -> None:
+        """There may be a place more."""
         self._start_waiting()
         self._settlements.wake.set()
 
@@ -672,25 +442,25 @@ class Worker:
             raise InvalidRequest(f"visibility_window must be 100 ms to 12 h, not {self._window_s} s")
 
 
-def _around(middleware: Middleware, call_next: CallNext) -> CallNext:
-    return lambda job: middleware(job, call_next)
-
-
-def _is_async(handler: Handler) -> bool:
-    return inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(type(handler).__call__)
-
-
-def _is_cancelled() -> bool:
-    """Whether the current task was cancelled, and not something inside its handler."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
-def _frames_now(thread: int) -> TracebackType | None:
-    """Returns what a thread does now, as a traceback from the handler on."""
-    traceback: TracebackType | None = None
-    frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
-    while frame is not None and frame.f_code.co_filename != __file__:
-        traceback = TracebackType(traceback, frame, frame.f_lasti, frame.f_lineno)
-        frame = frame.f_back
-    return traceback
+@types.coroutine
+def _in_context(
+    context: contextvars.Context, work: Coroutine[Any, Any, None], on_suspended: Callable[[], None]
+) -> Generator[Any, Any, None]:
+    """Awaits a coroutine in the current task, but in a context of its own. Calls `on_suspended` when the coroutine
+    suspends for the first time."""
+    step: Callable[[Any], Any] = work.send
+    argument: object = None
+    is_first = True
+    while True:
+        try:
+            awaited = context.run(step, argument)
+        except StopIteration:
+            return
+        if is_first:
+            is_first = False
+            on_suspended()
+        try:
+            argument = yield awaited
+            step = work.send
+        except BaseException as error:  # noqa: BLE001 - the coroutine decides
+            argument, step = error, work.throw

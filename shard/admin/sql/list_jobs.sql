@@ -29,7 +29,8 @@ FROM (
                         ELSE 'leased'
                     END AS state,
                     {{answer_columns(j)}}, CASE WHEN j.lease IS NOT NULL THEN j.visible_at END AS deadline, j.worker,
-                    j.leased_at, NULL::timestamptz AS finished_at, NULL::bytea AS result, NULL::text AS reason, j.history
+                    j.leased_at, NULL::timestamptz AS finished_at, NULL::bytea AS result, NULL::text AS reason,
+                    {{seen_history(j)}} AS history
                 FROM windrow.job j
                 WHERE j.queue_id = ANY (%(queue_ids)s::bigint[]) AND {{org_of(j)}} = %(org_id)s::bigint
                     AND j.id >= %(from_id)s::uuid AND j.id < %(before_id)s::uuid

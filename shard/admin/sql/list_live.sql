@@ -25,7 +25,8 @@ FROM (
         FROM (
             (
                 SELECT
-                    j.id, j.queue_id, {{answer_columns(j)}}, j.visible_at, j.lease, j.worker, j.leased_at, j.history
+                    j.id, j.queue_id, {{answer_columns(j)}}, j.visible_at, j.lease, j.worker, j.leased_at,
+                    {{seen_history(j)}} AS history
                 FROM windrow.job j
                 -- Compare with the number itself: if the queue were joined, Postgres would not know that there is only
                 -- one, and would sort all its jobs.

@@ -18,12 +18,7 @@ WITH ended AS (
     )
     SELECT
         e.id, e.queue_id, e.enqueued_at, e.run_at, e.expires_at, e.priority, e.attempt, e.max_attempts,
-        {{kept_content(e)}},
-        CASE
-            WHEN e.lease IS NULL THEN e.history
-            ELSE windrow.remember(e.history, e.attempt, e.worker, e.leased_at, e.visible_at, {{lost_as(e)}}, e.lease, NULL)
-        END,
-        'cancelled', 'past its expires_at',
+        {{kept_content(e)}}, {{history_with_lost(e)}}, 'cancelled', 'past its expires_at',
         {{finish_time}}, {{retention_of(e)}}
     FROM ended e
     RETURNING 1

@@ -24,7 +24,7 @@ WITH slot AS MATERIALIZED (
         SELECT
             j.ctid,
             octet_length(j.payload) + coalesce(octet_length(j.attributes::text), 0)
-                + coalesce(octet_length(j.history::text), 0)
+                + coalesce(octet_length(j.history::text), 0) + coalesce(octet_length(j.log), 0)
                 + coalesce(octet_length(j.checkpoint), 0) AS bytes
         FROM windrow.job j
         WHERE j.queue_id = q.queue_id AND (j.lease IS NULL OR j.visible_at <= now())
@@ -84,10 +84,7 @@ WITH slot AS MATERIALIZED (
             g.visible_at AS run_at, NULL::timestamptz AS finished_at, NULL::bigint AS lease,
             NULL::timestamptz AS leased_at, g.expires_at, g.priority, g.attempt, g.max_attempts, {{kept_content(g)}},
             NULL::text AS worker,
-            CASE
-                WHEN g.lease IS NOT NULL THEN windrow.remember(g.history, g.attempt, g.worker, g.leased_at, g.visible_at, {{lost_as(g)}}, g.lease, NULL)
-                ELSE g.history
-            END AS history,
+            {{history_with_lost(g)}} AS history,
             NULL::text AS reason
         FROM gone g
         UNION ALL

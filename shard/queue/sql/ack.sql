@@ -1,22 +1,30 @@
--- Finishes leased jobs: moves them from the table job to the day's partition of the table finished. Returns one row:
--- the number of finished jobs, and, if not all jobs were found, which ones were finished.
+-- Finishes leased jobs: moves them from the table job to the day's partition of the table finished. An attempt that has
+-- logged something gets an entry in the history; lookups make that of another one from the job's columns. Returns one
+-- row: the number of finished jobs, and, if not all jobs were found, which ones were finished.
 WITH ended AS (
     DELETE FROM windrow.job j
     USING (
         -- Ordered by id, as in all statements that end leases, so that calls about the same jobs cannot deadlock.
-        SELECT n.id, n.lease, n.org_position, n.result
-        FROM unnest(%(ids)s::uuid[], %(leases)s::bigint[], %(org_positions)s::smallint[], %(results)b::bytea[])
-            AS n (id, lease, org_position, result)
+        SELECT n.id, n.lease, n.org_position, n.result, n.log
+        FROM unnest(
+            %(ids)s::uuid[], %(leases)s::bigint[], %(org_positions)s::smallint[], %(results)b::bytea[], %(logs)s::text[]
+        ) AS n (id, lease, org_position, result, log)
         ORDER BY n.id
     ) a
     -- By id alone: see extend.sql.
     WHERE j.id = ANY (ARRAY[a.id])
         AND (j.lease = a.lease AND j.visible_at > now()
             AND {{org_of(j)}} = {{org_id_of(a)}}) IS TRUE
-    RETURNING j.*, a.result
+    RETURNING j.*, a.result, coalesce(a.log, j.log) AS logged
 ), moved AS (
     INSERT INTO windrow.finished ({{job_columns}}, state, result, finished_at, retention)
-    SELECT {{job_columns(e)}}, 'succeeded', e.result, {{finish_time}}, {{retention_of(e)}}
+    SELECT
+        {{columns_but_history(e)}},
+        CASE
+            WHEN e.logged IS NULL THEN e.history
+            ELSE windrow.remember(e.history, e.attempt, e.worker, e.leased_at, now(), 'acked', e.lease, NULL, e.logged)
+        END,
+        'succeeded', e.result, {{finish_time}}, {{retention_of(e)}}
     FROM ended e
     RETURNING id, lease
 )

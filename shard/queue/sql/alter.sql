@@ -26,11 +26,8 @@ WITH chosen AS (
         run_at = coalesce(c.due, j.run_at),
         visible_at = coalesce(c.due, j.visible_at),
         -- If a lease expired unnoticed and the job moves, its end is recorded here.
-        history = CASE
-            WHEN c.due IS NOT NULL AND j.lease IS NOT NULL
-                THEN windrow.remember(j.history, j.attempt, j.worker, j.leased_at, j.visible_at, {{lost_as(j)}}, j.lease, NULL)
-            ELSE j.history
-        END,
+        history = CASE WHEN c.due IS NULL THEN j.history ELSE {{history_with_lost(j)}} END,
+        log = CASE WHEN c.due IS NULL THEN j.log END,
         lease = CASE WHEN c.due IS NULL THEN j.lease END,
         leased_at = CASE WHEN c.due IS NULL THEN j.leased_at END,
         worker = CASE WHEN c.due IS NULL THEN j.worker END

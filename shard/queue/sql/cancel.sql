@@ -4,8 +4,7 @@ WITH live AS (
     DELETE FROM windrow.job j
     WHERE j.id = ANY (%(ids)s::uuid[])
         AND {{org_of(j)}} = (SELECT o.org_id FROM windrow.org o WHERE o.org = %(org)s)
-    -- No history entry for a lease that ends here: its consumer gets CANCELLED.
-    RETURNING {{job_columns}}, visible_at
+    RETURNING j.*
 ), aside AS (
     DELETE FROM windrow.dead d
     WHERE d.id = ANY (%(ids)s::uuid[])
@@ -17,7 +16,17 @@ WITH live AS (
         ended.*, 'cancelled', %(reason)s,
         {{finish_time}},
         {{retention_of(ended)}}
-    FROM (SELECT {{job_columns}} FROM live UNION ALL SELECT {{job_columns}} FROM aside) ended
+    FROM (
+        SELECT
+            {{columns_but_history(l)}},
+            CASE
+                WHEN l.lease IS NOT NULL AND l.visible_at > now() THEN windrow.remember(l.history, l.attempt, l.worker, l.leased_at, now(), 'cancelled', l.lease, NULL, l.log)
+                ELSE {{history_with_lost(l)}}
+            END AS history
+        FROM live l
+        UNION ALL
+        SELECT {{job_columns(a)}} FROM aside a
+    ) ended
     RETURNING 1
 )
 -- No join of these: 1,000 jobs would be compared with each other.

@@ -84,11 +84,9 @@ SET
     ),
     leased_at = now(),
     attempt = j.attempt + 1,
-    history = CASE
-        -- A lease that is still on the row has expired. Nothing else has recorded that, so this claim does.
-        WHEN j.lease IS NOT NULL THEN windrow.remember(j.history, j.attempt, j.worker, j.leased_at, j.visible_at, {{lost_as(j)}}, j.lease, NULL)
-        ELSE j.history
-    END
+    -- A lease that is still on the row has expired. Nothing else has recorded that, so this claim does.
+    history = {{history_with_lost(j)}},
+    log = NULL
 -- No join here: if the table was empty at the last vacuum, the planner expects it to be empty, and would find the rows
 -- of a join by a scan of the whole ready index.
 WHERE j.ctid = ANY (ARRAY(SELECT unnest(chosen.ctids) FROM chosen))

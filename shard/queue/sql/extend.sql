@@ -1,5 +1,6 @@
 -- Prolongs live leases, at most to the end of the job's max_runtime; never shortens one. Stores what the consumer
--- reported with it: NULL leaves what is there, and an empty checkpoint removes it.
+-- reported with it: NULL leaves what is there, and an empty checkpoint removes it. The log is always that of the whole
+-- attempt so far.
 UPDATE windrow.job AS j
 SET
     visible_at = greatest(
@@ -7,17 +8,19 @@ SET
         least(now() + x.window_us * interval '1 us', j.leased_at + j.max_runtime_us * interval '1 us')
     ),
     progress = coalesce(x.progress::jsonb, j.progress),
-    checkpoint = CASE WHEN x.checkpoint IS NULL THEN j.checkpoint ELSE nullif(x.checkpoint, '') END
+    checkpoint = CASE WHEN x.checkpoint IS NULL THEN j.checkpoint ELSE nullif(x.checkpoint, '') END,
+    log = coalesce(x.log, j.log)
 FROM (
     -- If several calls name one lease, the longest window counts and the last report, and each of the calls gets OK.
     SELECT
         g.id, g.lease, g.org_position, max(g.window_us) AS window_us,
         (array_agg(g.progress ORDER BY g.place DESC) FILTER (WHERE g.progress IS NOT NULL))[1] AS progress,
-        (array_agg(g.checkpoint ORDER BY g.place DESC) FILTER (WHERE g.checkpoint IS NOT NULL))[1] AS checkpoint
+        (array_agg(g.checkpoint ORDER BY g.place DESC) FILTER (WHERE g.checkpoint IS NOT NULL))[1] AS checkpoint,
+        (array_agg(g.log ORDER BY g.place DESC) FILTER (WHERE g.log IS NOT NULL))[1] AS log
     FROM unnest(
         %(ids)s::uuid[], %(leases)s::bigint[], %(org_positions)s::smallint[], %(windows_us)s::bigint[],
-        %(progress)s::text[], %(checkpoints)b::bytea[]
-    ) WITH ORDINALITY AS g (id, lease, org_position, window_us, progress, checkpoint, place)
+        %(progress)s::text[], %(checkpoints)b::bytea[], %(logs)s::text[]
+    ) WITH ORDINALITY AS g (id, lease, org_position, window_us, progress, checkpoint, log, place)
     GROUP BY g.id, g.lease, g.org_position
     ORDER BY g.id
 ) x

@@ -35,7 +35,8 @@ FROM (
                 ELSE 'leased'
             END AS state,
             {{answer_columns(j)}}, CASE WHEN j.lease IS NOT NULL THEN j.visible_at END AS deadline, j.worker, j.leased_at,
-            NULL::timestamptz AS finished_at, NULL::bytea AS result, NULL::text AS reason, j.history
+            NULL::timestamptz AS finished_at, NULL::bytea AS result, NULL::text AS reason,
+            {{seen_history(j)}} AS history
         FROM windrow.job j
         WHERE j.id = ANY (%(ids)s::uuid[])
         UNION ALL

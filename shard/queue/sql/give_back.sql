@@ -2,17 +2,19 @@
 UPDATE windrow.job AS j
 SET
     history = windrow.remember(
-        j.history, j.attempt, j.worker, j.leased_at, now(), %(outcome)s::text, j.lease, n.failure::jsonb
+        j.history, j.attempt, j.worker, j.leased_at, now(), %(outcome)s::text, j.lease, n.failure::jsonb,
+        coalesce(n.log, j.log)
     ),
     attempt = j.attempt - CASE WHEN %(counts)s::boolean THEN 0 ELSE 1 END,
     run_at = now() + coalesce(n.delay_us, 0) * interval '1 us',
     visible_at = now() + coalesce(n.delay_us, 0) * interval '1 us',
-    lease = NULL, leased_at = NULL, worker = NULL
+    lease = NULL, leased_at = NULL, worker = NULL, log = NULL
 FROM (
-    SELECT g.id, g.lease, g.org_position, g.delay_us, g.failure
+    SELECT g.id, g.lease, g.org_position, g.delay_us, g.failure, g.log
     FROM unnest(
-        %(ids)s::uuid[], %(leases)s::bigint[], %(org_positions)s::smallint[], %(delays_us)s::bigint[], %(failures)s::text[]
-    ) AS g (id, lease, org_position, delay_us, failure)
+        %(ids)s::uuid[], %(leases)s::bigint[], %(org_positions)s::smallint[], %(delays_us)s::bigint[],
+        %(failures)s::text[], %(logs)s::text[]
+    ) AS g (id, lease, org_position, delay_us, failure, log)
     ORDER BY g.id
 ) n
 -- By id alone: see extend.sql.

@@ -3,18 +3,18 @@
 WITH ended AS (
     DELETE FROM windrow.job j
     USING (
-        SELECT g.id, g.lease, g.org_position, g.outcome, g.failure, g.reason
+        SELECT g.id, g.lease, g.org_position, g.outcome, g.failure, g.log, g.reason
         FROM unnest(
             %(ids)s::uuid[], %(leases)s::bigint[], %(org_positions)s::smallint[], %(outcomes)s::text[],
-            %(failures)s::text[], %(reasons)s::text[]
-        ) AS g (id, lease, org_position, outcome, failure, reason)
+            %(failures)s::text[], %(logs)s::text[], %(reasons)s::text[]
+        ) AS g (id, lease, org_position, outcome, failure, log, reason)
         ORDER BY g.id
     ) b
     -- By id alone: see extend.sql.
     WHERE j.id = ANY (ARRAY[b.id])
         AND (j.lease = b.lease AND j.visible_at > now()
             AND {{org_of(j)}} = {{org_id_of(b)}}) IS TRUE
-    RETURNING j.*, b.outcome, b.failure, b.reason
+    RETURNING j.*, b.outcome, b.failure, coalesce(b.log, j.log) AS logged, b.reason
 )
 INSERT INTO windrow.dead ({{job_columns}}, reason)
 SELECT
@@ -24,7 +24,9 @@ SELECT
     CASE WHEN e.outcome IS NULL THEN e.history -> -1 ->> 'worker' ELSE e.worker END,
     CASE
         WHEN e.outcome IS NULL THEN e.history
-        ELSE windrow.remember(e.history, e.attempt, e.worker, e.leased_at, now(), e.outcome, e.lease, e.failure::jsonb)
+        ELSE windrow.remember(
+            e.history, e.attempt, e.worker, e.leased_at, now(), e.outcome, e.lease, e.failure::jsonb, e.logged
+        )
     END,
     e.reason
 FROM ended e

@@ -109,6 +109,8 @@ class _AttemptOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Attemp
     """Given back by Release; does not count towards max_attempts."""
     ATTEMPT_OUTCOME_TIMED_OUT: _AttemptOutcome.ValueType  # 5
     """As EXPIRED, but the lease ended because the attempt had lasted for JobTemplate.max_runtime."""
+    ATTEMPT_OUTCOME_CANCELLED: _AttemptOutcome.ValueType  # 6
+    """Ended by CancelJobs."""
 
 class AttemptOutcome(_AttemptOutcome, metaclass=_AttemptOutcomeEnumTypeWrapper):
     """How one attempt (one lease of a job) ended."""
@@ -125,6 +127,8 @@ ATTEMPT_OUTCOME_RELEASED: AttemptOutcome.ValueType  # 4
 """Given back by Release; does not count towards max_attempts."""
 ATTEMPT_OUTCOME_TIMED_OUT: AttemptOutcome.ValueType  # 5
 """As EXPIRED, but the lease ended because the attempt had lasted for JobTemplate.max_runtime."""
+ATTEMPT_OUTCOME_CANCELLED: AttemptOutcome.ValueType  # 6
+"""Ended by CancelJobs."""
 Global___AttemptOutcome: _TypeAlias = AttemptOutcome  # noqa: Y015
 
 class _JobAnswer:
@@ -687,12 +691,17 @@ class Attempt(_message.Message):
     ENDED_AT_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    LOG_FIELD_NUMBER: _builtins.int
     attempt: _builtins.int
     """Counts from 1. A released attempt's number is used again. After RedriveJobs the numbers begin again at 1."""
     worker: _builtins.str
     """The name that the consumer gave itself; empty if it gave none."""
     outcome: Global___AttemptOutcome.ValueType
     """What ended the lease."""
+    log: _builtins.str
+    """What the attempt logged: see Extend.log. For EXPIRED, TIMED_OUT and CANCELLED, what its newest Extend told. A job keeps
+    the logs of its newest 5 attempts.
+    """
     @_builtins.property
     def leased_at(self) -> _timestamp_pb2.Timestamp:
         """When the lease began."""
@@ -714,10 +723,11 @@ class Attempt(_message.Message):
         ended_at: _timestamp_pb2.Timestamp | None = ...,
         outcome: Global___AttemptOutcome.ValueType = ...,
         failure: Global___Failure | None = ...,
+        log: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ended_at", b"ended_at", "failure", b"failure", "leased_at", b"leased_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "ended_at", b"ended_at", "failure", b"failure", "leased_at", b"leased_at", "outcome", b"outcome", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "ended_at", b"ended_at", "failure", b"failure", "leased_at", b"leased_at", "log", b"log", "outcome", b"outcome", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -774,6 +784,7 @@ class Job(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     DEDUP_WHILE_LIVE_FIELD_NUMBER: _builtins.int
     MAX_RUNTIME_FIELD_NUMBER: _builtins.int
+    LOG_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """A UUIDv7 in canonical lower-case text. The time in it is when the id was made, by its maker's clock."""
     queue: _builtins.str
@@ -806,6 +817,8 @@ class Job(_message.Message):
     """What the newest Extend with a checkpoint stored; empty unless the request asked for payloads."""
     dedup_while_live: _builtins.bool
     """Dedup.while_live of the job. False for a job that was redriven: it has no key."""
+    log: _builtins.str
+    """What the attempt under way has logged, as its newest Extend told. Set while LEASED."""
     @_builtins.property
     def attributes(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """The labels that the producer gave. A restored job also has `windrow.restored_from`: the id of the old job."""
@@ -836,7 +849,7 @@ class Job(_message.Message):
 
     @_builtins.property
     def attempts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Attempt]:
-        """Ended attempts, oldest first; the newest 50 are kept. A lease that CancelJobs ended is not among them."""
+        """Ended attempts, oldest first; the newest 50 are kept."""
 
     @_builtins.property
     def progress(self) -> Global___Progress:
@@ -874,10 +887,11 @@ class Job(_message.Message):
         checkpoint: _builtins.bytes = ...,
         dedup_while_live: _builtins.bool = ...,
         max_runtime: _duration_pb2.Duration | None = ...,
+        log: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["enqueued_at", b"enqueued_at", "expires_at", b"expires_at", "finished_at", b"finished_at", "lease_deadline", b"lease_deadline", "max_runtime", b"max_runtime", "progress", b"progress", "retry", b"retry", "run_at", b"run_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "attempts", b"attempts", "attributes", b"attributes", "checkpoint", b"checkpoint", "dedup_key", b"dedup_key", "dedup_while_live", b"dedup_while_live", "enqueued_at", b"enqueued_at", "expires_at", b"expires_at", "finished_at", b"finished_at", "id", b"id", "kind", b"kind", "lease_deadline", b"lease_deadline", "max_attempts", b"max_attempts", "max_runtime", b"max_runtime", "payload", b"payload", "priority", b"priority", "progress", b"progress", "queue", b"queue", "reason", b"reason", "result", b"result", "retry", b"retry", "run_at", b"run_at", "shard", b"shard", "state", b"state", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "attempts", b"attempts", "attributes", b"attributes", "checkpoint", b"checkpoint", "dedup_key", b"dedup_key", "dedup_while_live", b"dedup_while_live", "enqueued_at", b"enqueued_at", "expires_at", b"expires_at", "finished_at", b"finished_at", "id", b"id", "kind", b"kind", "lease_deadline", b"lease_deadline", "log", b"log", "max_attempts", b"max_attempts", "max_runtime", b"max_runtime", "payload", b"payload", "priority", b"priority", "progress", b"progress", "queue", b"queue", "reason", b"reason", "result", b"result", "retry", b"retry", "run_at", b"run_at", "shard", b"shard", "state", b"state", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

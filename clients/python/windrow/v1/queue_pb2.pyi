@@ -563,19 +563,23 @@ class Ack(_message.Message):
 
     LEASE_FIELD_NUMBER: _builtins.int
     RESULT_FIELD_NUMBER: _builtins.int
+    LOG_FIELD_NUMBER: _builtins.int
     lease: _builtins.bytes
     """LeasedJob.lease of the job. 1 to 255 bytes."""
     result: _builtins.bytes
     """Kept with the finished job, for GetJobs. Opaque to Windrow; may be empty. At most 64 KiB."""
+    log: _builtins.str
+    """What the attempt has logged: see Extend.log."""
     def __init__(
         self,
         *,
         lease: _builtins.bytes = ...,
         result: _builtins.bytes = ...,
+        log: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "log", b"log", "result", b"result"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -644,8 +648,11 @@ class Nack(_message.Message):
     LEASE_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_FIELD_NUMBER: _builtins.int
+    LOG_FIELD_NUMBER: _builtins.int
     lease: _builtins.bytes
     """LeasedJob.lease of the job. 1 to 255 bytes."""
+    log: _builtins.str
+    """What the attempt has logged: see Extend.log."""
     @_builtins.property
     def failure(self) -> _job_pb2.Failure:
         """Why the attempt failed. The job's attempt history keeps it. Absent: the history has the attempt without a failure,
@@ -664,10 +671,11 @@ class Nack(_message.Message):
         lease: _builtins.bytes = ...,
         failure: _job_pb2.Failure | None = ...,
         retry_after: _duration_pb2.Duration | None = ...,
+        log: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "retry_after", b"retry_after"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "lease", b"lease", "retry_after", b"retry_after"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "lease", b"lease", "log", b"log", "retry_after", b"retry_after"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -742,11 +750,17 @@ class Extend(_message.Message):
     LEASE_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
+    LOG_FIELD_NUMBER: _builtins.int
     lease: _builtins.bytes
     """LeasedJob.lease of the job. 1 to 255 bytes."""
     checkpoint: _builtins.bytes
     """What the next attempt needs in order to go on from here, in any encoding. It replaces LeasedJob.checkpoint; empty
     bytes remove it. Absent: the earlier checkpoint stays. At most 64 KiB.
+    """
+    log: _builtins.str
+    """What the attempt has logged, all of it until now: lines for people, each but the last with a line end. It replaces what
+    an earlier Extend told. Empty: that stays. At most 4 KiB, no NUL. Other control characters, except tabs and line
+    ends, are stored as U+FFFD.
     """
     @_builtins.property
     def progress(self) -> _job_pb2.Progress:
@@ -758,10 +772,11 @@ class Extend(_message.Message):
         lease: _builtins.bytes = ...,
         progress: _job_pb2.Progress | None = ...,
         checkpoint: _builtins.bytes | None = ...,
+        log: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint", b"_checkpoint", "checkpoint", b"checkpoint", "progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint", b"_checkpoint", "checkpoint", b"checkpoint", "lease", b"lease", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint", b"_checkpoint", "checkpoint", b"checkpoint", "lease", b"lease", "log", b"log", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__checkpoint: _TypeAlias = _typing.Literal["checkpoint"]  # noqa: Y015
     _WhichOneofArgType__checkpoint: _TypeAlias = _typing.Literal["_checkpoint", b"_checkpoint"]  # noqa: Y015
@@ -779,8 +794,8 @@ class ExtendResponse(_message.Message):
     @_builtins.property
     def answers(self) -> _containers.RepeatedScalarFieldContainer[_job_pb2.JobAnswer.ValueType]:
         """One for each extend, in the request's order. After any other answer than OK the consumer should stop working on the
-        job: another consumer has run it or will (STALE), or nobody will run it again (CANCELLED). Progress and checkpoint
-        were then not stored.
+        job: another consumer has run it or will (STALE), or nobody will run it again (CANCELLED). Progress, checkpoint and
+        log were then not stored.
         """
 
     def __init__(
@@ -887,10 +902,13 @@ class Snooze(_message.Message):
     LEASE_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    LOG_FIELD_NUMBER: _builtins.int
     lease: _builtins.bytes
     """LeasedJob.lease of the job. 1 to 255 bytes."""
     reason: _builtins.str
     """Why, for the job's attempt history, which keeps it as Failure.message. At most 1,024 bytes, no NUL; may be empty."""
+    log: _builtins.str
+    """What the attempt has logged: see Extend.log."""
     @_builtins.property
     def after(self) -> _duration_pb2.Duration:
         """The job is READY again after this. 0 s to 3,650 days; absent: at once."""
@@ -901,10 +919,11 @@ class Snooze(_message.Message):
         lease: _builtins.bytes = ...,
         after: _duration_pb2.Duration | None = ...,
         reason: _builtins.str = ...,
+        log: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["after", b"after"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "lease", b"lease", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "lease", b"lease", "log", b"log", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,92 @@
+"""What a handler logs about its job: the newest lines of one attempt. No I/O."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from windrow.payloads import clipped
+
+LINES_MAX = 50
+LINE_BYTES_MAX = 512
+LOG_BYTES_MAX = 4096
+# What the lines leave for the first line, which tells how many were dropped.
+_NOTICE_BYTES_MAX = 64
+_CUT = "…"
+# For all logs: it is held for microseconds, and a lock for each job would cost every job.
+_LOCK = threading.Lock()
+
+
+class Lines(NamedTuple):
+    """Lines as a log keeps them."""
+
+    newest: Sequence[bytes]
+    # How many came before these.
+    dropped: int = 0
+
+
+def lines_of(text: str) -> Lines:
+    """Returns the newest lines of a text, long ones cut. Raises TypeError."""
+    if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"a log line must be a str, not {text!r:.100}")
+    lines = text.splitlines()
+    return Lines([_cut(line) for line in lines[-LINES_MAX:]], max(0, len(lines) - LINES_MAX))
+
+
+def _cut(line: str) -> bytes:
+    # No character has less than a byte: do not encode the rest of a long line.
+    kept = clipped(line[: LINE_BYTES_MAX + 1], 4 * LINE_BYTES_MAX)
+    if len(kept.encode()) > LINE_BYTES_MAX:
+        kept = clipped(kept, LINE_BYTES_MAX - len(_CUT.encode())) + _CUT
+    return kept.encode()
+
+
+class JobLog:
+    """The newest 50 lines, or fewer if these have more than 4 KiB. Thread-safe."""
+
+    __slots__ = ("_bytes", "_closed", "_count", "_lines")
+
+    def __init__(self) -> None:
+        # Made with the first line: most jobs log nothing.
+        self._lines: deque[bytes] | None = None
+        # Those of the lines, with their line ends.
+        self._bytes = 0
+        self._count = 0
+        self._closed = False
+
+    @property
+    def count(self) -> int:
+        """How many lines were logged, the dropped ones included."""
+        return self._count
+
+    def write(self, text: str) -> None:
+        """Adds each line of a text. Raises TypeError."""
+        self.add(lines_of(text))
+
+    def add(self, lines: Lines) -> None:
+        with _LOCK:
+            if self._closed:
+                return
+            if self._lines is None:
+                self._lines = deque()
+            for line in lines.newest:
+                self._lines.append(line)
+                self._bytes += len(line) + 1
+                while len(self._lines) > LINES_MAX or self._bytes > LOG_BYTES_MAX - _NOTICE_BYTES_MAX:
+                    self._bytes -= len(self._lines.popleft()) + 1
+            self._count += lines.dropped + len(lines.newest)
+
+    def close(self) -> None:
+        """Drops all lines that come from now on: the attempt has ended."""
+        with _LOCK:
+            self._closed = True
+
+    def read(self) -> tuple[str, int]:
+        """Returns the lines as one text of at most 4 KiB, and `count`."""
+        with _LOCK:
+            lines, count = tuple(self._lines or ()), self._count
+        dropped = count - len(lines)
+        notice = [f"... {dropped:,} earlier lines were dropped".encode()] if dropped else []
+        return b"\n".join([*notice, *lines]).decode(), count

@@ -1,0 +1,77 @@
+"""Callers who ask for one thing at the same time share the look-up, and none gets an answer older than its question."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from router.route.shared import Shared
+
+
+class Source:
+    """Answers with what it holds when it is asked."""
+
+    def __init__(self) -> None:
+        self.value = 0
+        self.asked = Counter[str]()
+        self.begun = asyncio.Event()
+        self.answering = asyncio.Event()
+
+    async def ask(self, key: str) -> int:
+        self.asked[key] += 1
+        value = self.value
+        self.begun.set()
+        await self.answering.wait()
+        if value < 0:
+            raise LookupError(f"{key} is away")
+        return value
+
+
+async def test_callers_that_come_together_ask_once() -> None:
+    source = Source()
+    source.answering.set()
+    shared = Shared(source.ask)
+    answers = await asyncio.gather(*(shared.get("a") for _ in range(1000)), *(shared.get("b") for _ in range(10)))
+    assert (set(answers), source.asked) == ({0}, {"a": 1, "b": 1})
+    assert await shared.get("a") == 0
+    assert source.asked["a"] == 2
+
+
+async def test_those_who_come_while_somebody_asks_get_a_later_answer_and_share_it() -> None:
+    source = Source()
+    shared = Shared(source.ask)
+    first = asyncio.create_task(shared.get("a"))
+    await source.begun.wait()
+    source.value = 1
+    later = [asyncio.create_task(shared.get("a")) for _ in range(100)]
+    await asyncio.sleep(0)
+    source.answering.set()
+    assert await first == 0
+    assert set(await asyncio.gather(*later)) == {1}
+    assert source.asked["a"] == 2
+
+
+async def test_a_caller_that_leaves_takes_nobodys_answer_with_it() -> None:
+    source = Source()
+    shared = Shared(source.ask)
+    leaving, staying = (asyncio.create_task(shared.get("a")) for _ in range(2))
+    await source.begun.wait()
+    leaving.cancel()
+    source.answering.set()
+    assert await staying == 0
+    assert leaving.cancelled()
+
+
+async def test_an_error_reaches_all_who_asked_and_not_the_next() -> None:
+    source = Source()
+    source.answering.set()
+    source.value = -1
+    shared = Shared(source.ask)
+    answers = await asyncio.gather(*(shared.get("a") for _ in range(3)), return_exceptions=True)
+    assert [str(answer) for answer in answers] == ["a is away"] * 3
+    with pytest.raises(LookupError):
+        await shared.get("a")
+    source.value = 1
+    assert await shared.get("a") == 1
