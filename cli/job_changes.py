@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -90,7 +91,7 @@ def cancel(
         done="cancelled",
         answers={"ok": "cancelled", "stale": "has finished", "not_found": "not found"},
         by_ids=lambda client, part: client.cancel_jobs(part, reason=reason),
-        by_filter=lambda client, found, **how: client.cancel_where(found, reason=reason, **how),
+        by_filter=lambda client: partial(client.cancel_where, reason=reason),
     )
     conditions = _conditions(queue, kind, where, states, made_after, made_before)
     how = _How(limit=limit, dry_run=dry_run, yes=yes, as_json=as_json, address=address, timeout=timeout)
@@ -167,7 +168,7 @@ def alter(
             "not_found": "not found",
         },
         by_ids=lambda client, part: client.alter_jobs(part, **altered),
-        by_filter=lambda client, found, **how: client.alter_where(found, **altered, **how),
+        by_filter=lambda client: partial(client.alter_where, **altered),
     )
     conditions = _conditions(queue, kind, where, states, made_after, made_before)
     how = _How(limit=limit, dry_run=dry_run, yes=yes, as_json=as_json, address=address, timeout=timeout)
@@ -226,7 +227,7 @@ def redrive(
             "not_found": "not found",
         },
         by_ids=lambda client, part: client.redrive_jobs(part),
-        by_filter=lambda client, found, **how: client.redrive_where(found, **how),
+        by_filter=lambda client: client.redrive_where,
     )
     conditions = _conditions(queue, kind, where, None, made_after, made_before, died_after, died_before)
     how = _How(limit=limit, dry_run=dry_run, yes=yes, as_json=as_json, address=address, timeout=timeout)
@@ -331,7 +332,7 @@ class _Change:
     # What is printed for each answer about a job that was named.
     answers: Mapping[str, str]
     by_ids: Callable[[SyncClient, Sequence[str]], list[Answer]]
-    by_filter: Callable[..., BulkChange]
+    by_filter: Callable[[SyncClient], Callable[..., BulkChange]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -391,9 +392,8 @@ def _carry_out(change: _Change, org: str, ids: Sequence[str] | None, conditions:
             _change_named(client, change, wanted, as_json=how.as_json)
         return
     # Not those that are stored while the command runs: nobody has counted them.
-    found = JobFilter(
-        **{"created_before": datetime.now(UTC), **conditions}, states=[JobState(state.value) for state in states]
-    )
+    conditions.setdefault("created_before", datetime.now(UTC))
+    found = JobFilter(**conditions, states=[JobState(state.value) for state in states])
     with connect_client(how.address, org, how.timeout) as client:
         total = None
         if how.dry_run or not how.yes:
@@ -425,7 +425,7 @@ def _change_named(client: SyncClient, change: _Change, ids: Sequence[str], *, as
 def _preview(client: SyncClient, change: _Change, where: JobFilter, org: str, how: _How) -> int:
     """Counts the jobs. A dry run reports them; otherwise asks, and ends the command if the answer is no."""
     with output.working("counting"):
-        preview = change.by_filter(client, where, limit=how.limit, dry_run=True)
+        preview = change.by_filter(client)(where, limit=how.limit, dry_run=True)
     would = f"{output.counted(preview.found, 'job')} of org {org!r}"
     first = [f"{job.id}  {job.queue}  {job.state.value}  {job.kind}" for job in preview.first]
     if how.dry_run and how.as_json:
@@ -451,7 +451,7 @@ def _change_found(client: SyncClient, change: _Change, where: JobFilter, how: _H
                 counts.update({change.done: so_far.changed, "skipped": so_far.skipped})
                 show(so_far.changed)
 
-            change.by_filter(client, where, limit=how.limit, on_progress=note)
+            change.by_filter(client)(where, limit=how.limit, on_progress=note)
     finally:
         # Also after an error or Ctrl-C: these are changed.
         _report(counts, as_json=how.as_json)

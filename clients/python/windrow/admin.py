@@ -235,7 +235,7 @@ class AdminCalls:
         _set_time(request.created_before, "created_before", created_before)
         response = await self._ask(lambda stub: stub.ListJobs, request)
         jobs = [read_record(job, with_payload=include_payload) for job in response.jobs]
-        wanted = dict(attributes or ()).items()
+        wanted = dict[str, str](attributes or {}).items()
         return JobPage(
             # A router without the feature JOB_SEARCH ignores these two conditions, and lists other jobs too.
             jobs=[job for job in jobs if wanted <= job.attributes.items() and (not any_of or job.state in any_of)],
