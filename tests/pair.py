@@ -17,6 +17,7 @@ from shard.postgres.pool import Database
 from shard.queue.store import Store
 from shard.vocabulary import JobId, OrgId, ShardName, Slot
 from tests.conftest import CLUSTER, SHARD
+from tests.effort import trials
 
 A, B = SHARD, ShardName("s2")
 # Small chunks without pauses: many steps in a short time.
@@ -125,6 +126,15 @@ class Fate:
     def comes(self) -> bool:
         self.acts += 1
         return self.acts == self.at
+
+
+# How a balancer dies, at which act first, and how many acts further each time. A commit that it has not heard of is tried
+# for every act. What the other deaths leave in the databases, one of these leaves too: so a usual run tries each of the
+# others at every third act.
+DEATHS = [
+    (how, trials(first, thorough=1), trials(3, thorough=1))
+    for how, first in (("before", 1), ("rolled back", 2), ("cancelled", 3), ("cut", 2))
+] + [("unheard", 1, 1)]
 
 
 class Mortal(Database):

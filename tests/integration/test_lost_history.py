@@ -96,19 +96,19 @@ async def mark(catalog_dsn: str, shard_dsn: str) -> None:
 
 @pytest.mark.usefixtures("fast")
 async def test_a_backup_put_back_without_a_move_is_refused_until_somebody_accepts_it(
-    empty_dsn: str, backups: Backups
+    spare_dsn: str, backups: Backups
 ) -> None:
-    cluster = two(empty_dsn, backups.dsn)
+    cluster = two(spare_dsn, backups.dsn)
     async with opened(cluster) as fleet:
         await up(fleet)
         near, org = org_on(fleet, A), org_on(fleet, B)
         await store(fleet, org)
-        await mark(empty_dsn, backups.dsn)
+        await mark(spare_dsn, backups.dsn)
     backups.make()
     async with opened(cluster) as fleet:
         await up(fleet)
         await store(fleet, org)
-        await mark(empty_dsn, backups.dsn)
+        await mark(spare_dsn, backups.dsn)
         # The backup is restored while a router runs.
         backups.put_back()
         await until_refused(fleet, org, "has lost history: .* accept the loss by `windrow shards accept s2`")
@@ -129,21 +129,21 @@ async def test_a_backup_put_back_without_a_move_is_refused_until_somebody_accept
         await store(fleet, org)
         assert [(one.accepted, one.balanced) for one in await member.queue_admin.check()] == [(2, True)]
         # The new history gets a mark with the number that the old one had.
-        before = confirmed_mark(empty_dsn)
+        before = confirmed_mark(spare_dsn)
         await store(fleet, org)
-        await until(lambda: confirmed_mark(empty_dsn) > before)
+        await until(lambda: confirmed_mark(spare_dsn) > before)
 
 
 @pytest.mark.usefixtures("fast")
-async def test_a_router_that_learns_of_a_mark_late_refuses_the_shard_then(empty_dsn: str, backups: Backups) -> None:
+async def test_a_router_that_learns_of_a_mark_late_refuses_the_shard_then(spare_dsn: str, backups: Backups) -> None:
     """The router connected to the old copy before it learned of the newer mark."""
-    cluster = two(empty_dsn, backups.dsn)
+    cluster = two(spare_dsn, backups.dsn)
     async with opened(cluster) as fleet:
         await up(fleet)
         org = org_on(fleet, B)
         await store(fleet, org)
-        await mark(empty_dsn, backups.dsn)
-        with psycopg.connect(empty_dsn) as connection:
+        await mark(spare_dsn, backups.dsn)
+        with psycopg.connect(spare_dsn) as connection:
             # Another router confirmed this just before the shard went back in time.
             connection.execute(
                 "UPDATE windrow.shard SET mark = mark + 5, mark_token = gen_random_uuid() WHERE shard = 's2'"
@@ -156,13 +156,13 @@ async def test_a_router_that_learns_of_a_mark_late_refuses_the_shard_then(empty_
 
 @pytest.mark.usefixtures("fast")
 async def test_a_later_mark_is_never_confirmed_for_a_database_that_lacks_an_earlier_one(
-    empty_dsn: str, backups: Backups
+    spare_dsn: str, backups: Backups
 ) -> None:
-    cluster = two(empty_dsn, backups.dsn)
+    cluster = two(spare_dsn, backups.dsn)
     async with opened(cluster) as fleet:
         await up(fleet)
         await store(fleet, org_on(fleet, B))
-        await mark(empty_dsn, backups.dsn)
+        await mark(spare_dsn, backups.dsn)
     backups.make()
     async with open_shards(cluster) as shards:
         shard = shards.databases[B]
@@ -183,12 +183,12 @@ async def test_a_later_mark_is_never_confirmed_for_a_database_that_lacks_an_earl
 
 @pytest.mark.usefixtures("fast")
 async def test_routers_mark_a_shard_that_they_change_and_no_other(
-    empty_dsn: str, backups: Backups, monkeypatch: pytest.MonkeyPatch
+    spare_dsn: str, backups: Backups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with opened(two(empty_dsn, backups.dsn)) as fleet:
+    async with opened(two(spare_dsn, backups.dsn)) as fleet:
         await up(fleet)
         member, org = fleet.member(B), org_on(fleet, B)
-        await until(lambda: confirmed_mark(empty_dsn) and not any(one.changed for one in member._databases))
+        await until(lambda: confirmed_mark(spare_dsn) and not any(one.changed for one in member._databases))
         make, made = marks.make, list[Database]()
 
         async def record(shard: Database, *, apart_s: float) -> marks.Made | None:
@@ -207,14 +207,14 @@ async def test_routers_mark_a_shard_that_they_change_and_no_other(
 
 
 async def test_a_router_writes_no_further_mark_before_the_catalog_has_confirmed_the_last(
-    empty_dsn: str, backups: Backups, monkeypatch: pytest.MonkeyPatch
+    spare_dsn: str, backups: Backups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.fleet.shard_handle.MARK_S", 3600.0)
 
     async def away(*_: object) -> bool:
         raise ShardUnavailable(CATALOG, "it is away")
 
-    async with opened(two(empty_dsn, backups.dsn)) as fleet:
+    async with opened(two(spare_dsn, backups.dsn)) as fleet:
         await up(fleet)
         member, org = fleet.member(B), org_on(fleet, B)
         await store(fleet, org)
@@ -226,7 +226,7 @@ async def test_a_router_writes_no_further_mark_before_the_catalog_has_confirmed_
         assert await member._queue_database.run(b"SELECT count(*) FROM windrow.mark", {}) == [(1,)]
         monkeypatch.setattr(member, "_confirm", confirm)
         await member._mark()
-        assert confirmed_mark(empty_dsn) == 1
+        assert confirmed_mark(spare_dsn) == 1
         # This mark does not cover what was done after it was written.
         assert member._queue_database.changed
 

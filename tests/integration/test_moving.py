@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import AsyncGenerator, Collection, Mapping
 from dataclasses import asdict
@@ -26,7 +27,7 @@ from shard.retry_policy import Fixed, to_json
 from shard.vocabulary import Answer, Failure, JobId, Lease, OrgId, Outcome, QueueId, QueueName, ShardName
 from tests import timemachine
 from tests.jobs import HOUR_US, QUEUE, ids_of, lease_jobs, some_jobs
-from tests.pair import A, B, Died, Fate, Pair, mortal_mover, open_pair
+from tests.pair import A, B, DEATHS, Died, Fate, Pair, mortal_mover, open_pair
 from tests.routers import PATIENCE_S
 
 OTHER = QueueName("other")
@@ -34,8 +35,8 @@ PAUSED, RESUMED = QueueSettings(paused=True), QueueSettings(paused=False)
 
 
 @pytest.fixture
-async def pair(fresh_dsn: str, empty_dsn: str) -> AsyncGenerator[Pair, None]:
-    async with open_pair(fresh_dsn, empty_dsn) as opened:
+async def pair(fresh_dsn: str, spare_dsn: str) -> AsyncGenerator[Pair, None]:
+    async with open_pair(fresh_dsn, spare_dsn) as opened:
         yield opened
 
 
@@ -123,16 +124,15 @@ async def take_steps(pair: Pair, move: Move, count: int) -> None:
 # Balancers that die
 
 
-@pytest.mark.parametrize("how", ["before", "rolled back", "unheard", "cancelled", "cut"])
+@pytest.mark.thorough
+@pytest.mark.parametrize(("how", "first", "further"), DEATHS)
 @pytest.mark.timeout(600)
 async def test_a_move_is_finished_by_another_balancer_wherever_the_first_one_died(
-    pair: Pair, org: OrgId, how: str
+    pair: Pair, org: OrgId, how: str, first: int, further: int
 ) -> None:
-    """There and back, and each time the first balancer gets one step further."""
+    """There and back, and each time the first balancer gets further."""
     home, away, epoch = A, B, 1
-    at = 0
-    while True:
-        at += 1
+    for at in itertools.count(first, further):
         before = await pair.jobs(org, list((await populate(pair, home, org, epoch=epoch)).values()))
         move = await pair.begin([org], target=away)
         fate = Fate(at=at, how=how)
