@@ -53,6 +53,8 @@ settings.register_profile("usual", deadline=None, print_blob=True, suppress_heal
 settings.register_profile("thorough", settings.get_profile("usual"), max_examples=1500)
 settings.load_profile("thorough" if THOROUGH else "usual")
 
+# A thorough run has one of so many tests.
+_PART = int(os.environ.get("WINDROW_TEST_PART", "1"))
 # With it, no test begins so many minutes after the first one.
 _MINUTES = float(os.environ.get("WINDROW_TEST_MINUTES", "inf"))
 _began_s = time.monotonic()
@@ -78,15 +80,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if is_hypothesis_test(getattr(item, "obj", None)):
             item.add_marker("thorough")
     if THOROUGH:
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("thorough") is None])
-        items[:] = [item for item in items if item.get_closest_marker("thorough") is not None]
+        chosen = {item for item in items if item.get_closest_marker("thorough") and _drawn(item.nodeid) % _PART == 0}
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
     if THOROUGH and SEED:
         # Whatever the minutes do not suffice for has its turn with other seeds.
-        items.sort(key=lambda item: hashlib.sha256(f"{SEED} {_file_of(item.nodeid)}".encode()).digest())
+        items.sort(key=lambda item: _drawn(_file_of(item.nodeid)))
     elif hasattr(config, "workerinput"):
         # Those that took longest come first: then no worker is left with one of them when all others are done.
         seconds = seconds_of_files()
         items.sort(key=lambda item: -seconds.get(_file_of(item.nodeid), 0))
+
+
+def _drawn(name: str) -> int:
+    """Returns a number that looks random, the same for the same seed and name."""
+    return int.from_bytes(hashlib.sha256(f"{SEED} {name}".encode()).digest())
 
 
 def _file_of(nodeid: str) -> str:

@@ -128,9 +128,9 @@ class Fate:
         return self.acts == self.at
 
 
-# How a balancer dies, at which act first, and how many acts further each time. A commit that it has not heard of is tried
-# for every act. What the other deaths leave in the databases, one of these leaves too: so a usual run tries each of the
-# others at every third act.
+# How a balancer dies, at which act first, and how many acts further each time. A commit that it has not heard of is
+# tried for every act. What the other deaths leave in the databases, one of these leaves too: so a usual run tries each
+# of the others at every third act.
 DEATHS = [
     (how, trials(first, thorough=1), trials(3, thorough=1))
     for how, first in (("before", 1), ("rolled back", 2), ("cancelled", 3), ("cut", 2))

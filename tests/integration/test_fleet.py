@@ -24,9 +24,8 @@ from shard.placement.slots import SLOTS, slot_of
 from shard.postgres.pool import Database
 from shard.vocabulary import OrgId, ShardName
 from tests.jobs import lease_jobs, some_jobs
-from tests.postgres import EMPTY
+from tests.postgres import EMPTY, frozen
 from tests.postgres import Server as Postgres
-from tests.postgres import frozen
 
 OPERATIONS = Path(__file__).resolve().parents[2] / "docs/operations.md"
 PATIENCE_S = 30.0

@@ -7,8 +7,6 @@ import asyncio
 import contextlib
 import itertools
 import os
-import subprocess
-import sys
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,12 +29,13 @@ from shard.queue.settle import Nack, Settlement
 from shard.queue_settings import QueueSettings
 from shard.vocabulary import CATALOG, Answer, Failure, JobId, NewJobs, OrgId, ShardName
 from tests import timemachine
+from tests.command import Done, windrow
 from tests.conftest import CLUSTER
 from tests.integration.test_fleet import opened, org_on, store, two, until, until_refused, up
 from tests.jobs import HOUR_US, QUEUE, ids_of, job_id, lease_jobs, some_jobs
 from tests.pair import A, B, Died, Fate, Mortal, Pair, open_pair
 from tests.postgres import Server
-from tests.routers import CHECKOUT, PATIENCE_S, running_routers, write_cluster
+from tests.routers import PATIENCE_S, running_routers, write_cluster
 
 _numbers = itertools.count(1)
 DAY_MS = 24 * 3_600_000
@@ -265,7 +264,7 @@ async def test_a_catalog_that_was_restored_refuses_no_shard_and_is_reported(
             await store(fleet, other)
             await until(lambda: confirmed_mark(cluster.catalog_dsn) > before)
         done = await asyncio.to_thread(windrow_on, cluster.catalog_dsn, backups.dsn, "doctor", "--json")
-        assert "the shard knows later moves than the catalog" in done.stdout
+        assert "the shard knows later moves than the catalog" in done.out
     finally:
         for one in (shards, place):
             postgres.drop(one)
@@ -353,27 +352,10 @@ async def connected(dsns: Mapping[ShardName, str]) -> AsyncGenerator[dict[ShardN
             await database.close()
 
 
-def windrow(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = (sys.executable, "-m", "cli.main", *arguments)
-    done = subprocess.run(
-        command,
-        cwd=CHECKOUT,
-        capture_output=True,
-        text=True,
-        timeout=2 * PATIENCE_S,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
-    assert "Traceback" not in done.stderr, done.stderr
-    return done
-
-
-def windrow_on(first: str, second: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def windrow_on(first: str, second: str, *arguments: str) -> Done:
     path = Path(os.environ.get("TMPDIR", "/tmp")) / f"windrow-history-{os.getpid()}-{next(_numbers)}.toml"
     try:
-        return windrow(
-            path, *arguments, "--config", str(write_cluster(path, {"s1": first, "s2": second}, name="windrow"))
-        )
+        return windrow(*arguments, "--config", str(write_cluster(path, {"s1": first, "s2": second}, name="windrow")))
     finally:
         path.unlink()
 
@@ -387,41 +369,41 @@ def test_operators_accept_a_loss_see_stray_jobs_and_recover_them(
     at = ("--config", str(config))
     with running_routers(config) as routers:
         to = ("--address", routers.address)
-        listed = windrow(config, "shards", *to)
-        assert listed.returncode == 1
-        assert "accept the loss by `windrow shards accept s2`" in " ".join(listed.stdout.split())
-        examined = windrow(config, "doctor", "--json", "--shard", "s2", *at)
-        assert "the shard has lost history" in examined.stdout
-        planned = windrow(config, "shards", "plan", *at)
-        assert planned.returncode == 5
-        assert "has lost history" in planned.stderr
-        refused = windrow(config, "shards", "accept", "s2", *at)
-        assert refused.returncode == 2
-        assert "slots that arrived since: 0" in refused.stdout
-        assert "that left since: 1" in refused.stdout
-        assert "confirm with --yes" in refused.stderr
-        assert windrow(config, "shards", "recover", "s2", *at).returncode == 5
-        accepted = windrow(config, "shards", "accept", "s2", *at, "--yes")
-        assert accepted.returncode == 0, accepted.stderr
-        again = windrow(config, "shards", "accept", "s2", *at)
-        assert (again.returncode, "nothing to accept" in again.stdout) == (0, True)
+        listed = windrow("shards", *to)
+        assert listed.code == 1
+        assert "accept the loss by `windrow shards accept s2`" in " ".join(listed.out.split())
+        examined = windrow("doctor", "--json", "--shard", "s2", *at)
+        assert "the shard has lost history" in examined.out
+        planned = windrow("shards", "plan", *at)
+        assert planned.code == 5
+        assert "has lost history" in planned.err
+        refused = windrow("shards", "accept", "s2", *at)
+        assert refused.code == 2
+        assert "slots that arrived since: 0" in refused.out
+        assert "that left since: 1" in refused.out
+        assert "confirm with --yes" in refused.err
+        assert windrow("shards", "recover", "s2", *at).code == 5
+        accepted = windrow("shards", "accept", "s2", *at, "--yes")
+        assert accepted.code == 0, accepted.err
+        again = windrow("shards", "accept", "s2", *at)
+        assert (again.code, "nothing to accept" in again.out) == (0, True)
         deadline = itertools.count()
-        while windrow(config, "shards", *to).returncode:
+        while windrow("shards", *to).code:
             assert next(deadline) < 30
 
-        checked = windrow(config, "check", "--json", *to)
-        assert checked.returncode == 1
-        assert f'"stray": [{{"org": "{org}", "jobs": 6, "home_shard": "s1"}}]' in checked.stdout
-        told = windrow(config, "check", *to)
-        assert "6 stray: the org lives on s1" in " ".join(told.stdout.split())
-        assert "shard s2 has 6 stray jobs" in told.stderr
-        recovered = windrow(config, "shards", "recover", "s2", *at, "--json")
-        assert recovered.returncode == 0, recovered.stderr
-        assert f'{{"org": "{org}", "home_shard": "s1", "brought": 0, "known": 6}}' in recovered.stdout
-        assert windrow(config, "check", *to).returncode == 0
-        assert "no stray jobs" in windrow(config, "shards", "recover", "s2", *at).stdout
-        job = windrow(config, "jobs", "get", org, gone.ids["acked"], "--json", *to)
-        assert '"state": "succeeded"' in job.stdout
+        checked = windrow("check", "--json", *to)
+        assert checked.code == 1
+        assert f'"stray": [{{"org": "{org}", "jobs": 6, "home_shard": "s1"}}]' in checked.out
+        told = windrow("check", *to)
+        assert "6 stray: the org lives on s1" in " ".join(told.out.split())
+        assert "shard s2 has 6 stray jobs" in told.err
+        recovered = windrow("shards", "recover", "s2", *at, "--json")
+        assert recovered.code == 0, recovered.err
+        assert f'{{"org": "{org}", "home_shard": "s1", "brought": 0, "known": 6}}' in recovered.out
+        assert windrow("check", *to).code == 0
+        assert "no stray jobs" in windrow("shards", "recover", "s2", *at).out
+        job = windrow("jobs", "get", org, gone.ids["acked"], "--json", *to)
+        assert '"state": "succeeded"' in job.out
 
 
 # ── Bringing jobs home ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -27,7 +27,7 @@ from shard.retry_policy import Fixed, to_json
 from shard.vocabulary import Answer, Failure, JobId, Lease, OrgId, Outcome, QueueId, QueueName, ShardName
 from tests import timemachine
 from tests.jobs import HOUR_US, QUEUE, ids_of, lease_jobs, some_jobs
-from tests.pair import A, B, DEATHS, Died, Fate, Pair, mortal_mover, open_pair
+from tests.pair import DEATHS, A, B, Died, Fate, Pair, mortal_mover, open_pair
 from tests.routers import PATIENCE_S
 
 OTHER = QueueName("other")

@@ -46,7 +46,7 @@ class Explored:
 def visit(name: str, model: Model[S]) -> Explored:
     """Visits every reachable state. Stops at the first that violates an invariant; if none does, looks for one from
     which the end can never be reached."""
-    # A state's number is its place in this list. States are large, so each is hashed once for each step that leads to it.
+    # A state's number is its place in this list. States are large: each is hashed once for each step that leads to it.
     states = [model.start()]
     numbers = {states[0]: 0}
     # How each state was first reached, and all states that lead to it.
