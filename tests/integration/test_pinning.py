@@ -20,7 +20,7 @@ from shard.placement.slots import SLOTS, slot_of
 from shard.postgres import arrays
 from shard.queue.settle import Settlement
 from shard.queue_settings import QueueSettings
-from shard.vocabulary import JobId, NewJobs, OrgId, QueueName, ShardName
+from shard.vocabulary import JobId, NewJobs, OrgId, QueueName, ShardName, Slot
 from tests.jobs import QUEUE, ids_of, lease_jobs, some_jobs
 from tests.pair import DEATHS, A, B, Died, Fate, Mortal, Pair, mortal_mover, open_pair
 from tests.timemachine import NO_HURRY, until_blocked
