@@ -33,7 +33,7 @@ from tests.command import Done, windrow
 from tests.conftest import CLUSTER
 from tests.integration.test_fleet import opened, org_on, store, two, until, until_refused, up
 from tests.jobs import HOUR_US, QUEUE, ids_of, job_id, lease_jobs, some_jobs
-from tests.pair import A, B, Died, Fate, Mortal, Pair, open_pair
+from tests.pair import A, B, Died, Fate, Mortal, Pair, deaths, open_pair
 from tests.postgres import Server
 from tests.routers import PATIENCE_S, running_routers, write_cluster
 
@@ -598,14 +598,12 @@ async def test_no_slot_moves_to_a_shard_that_has_stray_jobs_of_it(pair: Pair, or
     await pair.balance()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["unheard", "cut"])
 @pytest.mark.timeout(600)
 async def test_a_recovery_is_finished_by_another_wherever_the_first_one_died(pair: Pair, org: OrgId, how: str) -> None:
     await run(pair)
-    at = 0
-    while True:
-        # Reconnecting after a cut takes long, so fewer steps are cut.
-        at += 3 if how == "cut" else 1
+    for at in deaths(how):
         unknown, known = some_jobs(org, 3), some_jobs(org, 2)
         await stray(pair, unknown)
         await stray(pair, known)
@@ -630,7 +628,7 @@ async def test_a_recovery_is_finished_by_another_wherever_the_first_one_died(pai
         if fate.acts < at:
             break
         await pair.store(A).cancel(org, [*ids_of(unknown), *ids_of(known)], reason="")
-    assert at > 10, fate.names
+    assert at > 6, fate.names
 
 
 async def test_operators_that_recover_at_the_same_time_move_each_job_once(pair: Pair, org: OrgId) -> None:

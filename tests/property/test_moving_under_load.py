@@ -143,7 +143,7 @@ async def move_about(pair: Pair, orgs: list[OrgId], luck: random.Random) -> None
         move = await catalog.begin_move(pair.catalog, known, slots, target=target)
         assert move is not None
         while any(each.epoch == move.epoch for each in await catalog.moves(pair.catalog)):
-            fate = Fate(at=luck.randint(1, 60), how=luck.choice(("before", "rolled back", "unheard", "cancelled")))
+            fate = Fate(at=luck.randint(1, 22), how=luck.choice(("before", "rolled back", "unheard", "cancelled")))
             async with mortal_mover(pair, move, fate) as mortal, asyncio.timeout(PATIENCE_S):
                 others = [asyncio.create_task(pair.mover(move).step()) for _ in range(luck.randint(0, 1))]
                 with contextlib.suppress(Died, ShardUnavailable, asyncio.CancelledError):
