@@ -26,14 +26,14 @@ from embedded import BinariesNotFound, Cluster
 from embedded.cluster import TEMPLATE_VARIABLE
 from shard.admin.queue_admin import QueueAdmin
 from shard.placement import catalog, identity
-from shard.postgres import schema
+from shard.postgres import partitions, schema
 from shard.postgres.pool import Database
 from shard.queue.store import Store
 from shard.vocabulary import OrgId, ShardName
 from tests.durations import remember, seconds_of_files
 from tests.effort import SEED, THOROUGH
 from tests.memory import use_memory
-from tests.postgres import Server, open_server
+from tests.postgres import EMPTY, SPARE, Server, open_server
 
 # Before gRPC is imported: as root, servers are started by a fork, and gRPC's fork handlers may crash the child.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
@@ -44,7 +44,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 SHARD = ShardName("s1")
 CLUSTER = "tests"
-_TEMPLATE = "migrated"
+_FOUNDED = "founded"
 _numbers = itertools.count(1)
 
 # Examples use a database, so their duration means nothing.
@@ -53,6 +53,8 @@ settings.register_profile("usual", deadline=None, print_blob=True, suppress_heal
 settings.register_profile("thorough", settings.get_profile("usual"), max_examples=1500)
 settings.load_profile("thorough" if THOROUGH else "usual")
 
+# A thorough run has one of so many tests.
+_PART = int(os.environ.get("WINDROW_TEST_PART", "1"))
 # With it, no test begins so many minutes after the first one.
 _MINUTES = float(os.environ.get("WINDROW_TEST_MINUTES", "inf"))
 _began_s = time.monotonic()
@@ -78,15 +80,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if is_hypothesis_test(getattr(item, "obj", None)):
             item.add_marker("thorough")
     if THOROUGH:
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("thorough") is None])
-        items[:] = [item for item in items if item.get_closest_marker("thorough") is not None]
+        chosen = {item for item in items if item.get_closest_marker("thorough") and _drawn(item.nodeid) % _PART == 0}
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
     if THOROUGH and SEED:
         # Whatever the minutes do not suffice for has its turn with other seeds.
-        items.sort(key=lambda item: hashlib.sha256(f"{SEED} {_file_of(item.nodeid)}".encode()).digest())
+        items.sort(key=lambda item: _drawn(_file_of(item.nodeid)))
     elif hasattr(config, "workerinput"):
         # Those that took longest come first: then no worker is left with one of them when all others are done.
         seconds = seconds_of_files()
         items.sort(key=lambda item: -seconds.get(_file_of(item.nodeid), 0))
+
+
+def _drawn(name: str) -> int:
+    """Returns a number that looks random, the same for the same seed and name."""
+    return int.from_bytes(hashlib.sha256(f"{SEED} {name}".encode()).digest())
 
 
 def _file_of(nodeid: str) -> str:
@@ -119,26 +127,38 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Server]:
+    """A server with the template of most databases: migrated once, because that takes far longer than a copy."""
+
+    async def migrate(dsn: str) -> None:
+        async with connected(dsn) as database:
+            await schema.migrate(database, cluster=None)
+            await partitions.make_ahead(database)
+
     with open_server() as server:
+        asyncio.run(migrate(server.create(SPARE, template=EMPTY)))
         yield server
 
 
 @pytest.fixture(scope="session")
 def template(postgres: Server) -> str:
     """The name of a database that is migrated and owns every slot. It is only copied, never written to."""
-    dsn = postgres.create(_TEMPLATE)
 
-    async def migrate() -> None:
-        database = Database(SHARD, dsn, connections=1)
-        await database.open()
-        await schema.migrate(database, cluster=None)
-        known = await catalog.found(database, cluster=CLUSTER, weights={SHARD: 1})
-        await identity.admit(database, database, cluster=CLUSTER)
-        await catalog.grant_slots(database, known)
-        await database.close()
+    async def found(dsn: str) -> None:
+        async with connected(dsn) as database:
+            known = await catalog.found(database, cluster=CLUSTER, weights={SHARD: 1})
+            await identity.admit(database, database, cluster=CLUSTER)
+            await catalog.grant_slots(database, known)
 
-    asyncio.run(migrate())
-    return _TEMPLATE
+    asyncio.run(found(postgres.create(_FOUNDED)))
+    return _FOUNDED
+
+
+@contextlib.asynccontextmanager
+async def connected(dsn: str) -> AsyncGenerator[Database, None]:
+    database = Database(SHARD, dsn, connections=1)
+    await database.open()
+    yield database
+    await database.close()
 
 
 def _fresh(postgres: Server, template: str) -> Generator[str, None, None]:
@@ -160,9 +180,15 @@ def fresh_dsn(postgres: Server, template: str) -> Generator[str, None, None]:
 
 
 @pytest.fixture
+def spare_dsn(postgres: Server) -> Generator[str, None, None]:
+    """A migrated database that is no shard's yet."""
+    yield from _fresh(postgres, SPARE)
+
+
+@pytest.fixture
 def empty_dsn(postgres: Server) -> Generator[str, None, None]:
     """A database without a schema."""
-    yield from _fresh(postgres, "template1")
+    yield from _fresh(postgres, EMPTY)
 
 
 @pytest.fixture

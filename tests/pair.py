@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+import itertools
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +19,7 @@ from shard.postgres.pool import Database
 from shard.queue.store import Store
 from shard.vocabulary import JobId, OrgId, ShardName, Slot
 from tests.conftest import CLUSTER, SHARD
+from tests.effort import trials
 
 A, B = SHARD, ShardName("s2")
 # Small chunks without pauses: many steps in a short time.
@@ -113,7 +116,10 @@ class Died(Exception):
 class Fate:
     """Counts a balancer's acts on all databases, and ends the balancer at one of them. `how`: "before" the act; "rolled
     back", after its statements and before their commit; "unheard", committed, but the balancer does not know;
-    "cancelled" during it; "cut" off from its database, which the balancer may survive."""
+    "cancelled" during it; "cut" off from its database, which the balancer may survive.
+
+    A statement that only reads counts as an act only for a cut: a balancer that dies there leaves what one that dies
+    before its next change leaves."""
 
     at: int
     how: str
@@ -122,9 +128,18 @@ class Fate:
     after: Callable[[str], Awaitable[None]] | None = None
     names: list[str] = field(default_factory=list[str])
 
-    def comes(self) -> bool:
-        self.acts += 1
-        return self.acts == self.at
+    def comes(self, *, reads: bool = False) -> bool:
+        self.acts += not reads or self.how == "cut"
+        return self.acts == self.at and (not reads or self.how == "cut")
+
+
+_CHANGES = re.compile(rb"\b(INSERT|UPDATE|DELETE)\b")
+
+
+def deaths(how: str) -> Iterator[int]:
+    """At which acts a balancer dies, each time at a later one. To reconnect after a cut takes long, so a usual run cuts
+    at every third act."""
+    return itertools.count(1, trials(3, thorough=1) if how == "cut" else 1)
 
 
 class Mortal(Database):
@@ -137,7 +152,7 @@ class Mortal(Database):
         fate = self._fate
         name = getattr(statement, "name", "statement")
         fate.names.append(name)
-        if fate.comes():
+        if fate.comes(reads=_CHANGES.search(statement) is None):
             match fate.how:
                 case "before":
                     raise Died

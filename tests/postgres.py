@@ -21,6 +21,8 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from embedded import BinariesNotFound, Cluster, find_binaries, open_clusters
 
 IMAGE = "postgres:18"
+# Templates of databases: with nothing in it; and with the schema, but no shard's yet, which tests/conftest.py makes.
+EMPTY, SPARE = "template1", "spare"
 _END_S_MAX = 60.0
 
 
@@ -37,8 +39,8 @@ class Server:
     def superuser_dsn_of(self, database: str) -> str:
         return make_conninfo(self.superuser_dsn, dbname=database)
 
-    def create(self, database: str, *, template: str = "template1") -> str:
-        """Creates a database. Returns its owner's DSN."""
+    def create(self, database: str, *, template: str = SPARE) -> str:
+        """Creates a database, a copy of the template. Returns its owner's DSN."""
         self._administer(
             "CREATE DATABASE {} TEMPLATE {} OWNER {} STRATEGY file_copy",
             database,
@@ -86,9 +88,15 @@ def _wants_docker() -> bool:
 
 @contextlib.contextmanager
 def _on_this_machine() -> Generator[Server, None, None]:
-    # No test on this server simulates a power failure, and dropping a database after almost every test would wait for
-    # the disk.
-    settings = {"fsync": "off", "max_prepared_transactions": "4"}
+    settings = {
+        "max_prepared_transactions": "4",
+        # No test on this server simulates a power failure, and dropping a database after almost every test would wait
+        # for the disk.
+        "fsync": "off",
+        "full_page_writes": "off",
+        # Each new database has tables of 16,384 slots. Databases live for seconds, so vacuuming them is in vain.
+        "autovacuum_naptime": "1h",
+    }
     with open_clusters(["tests"], ephemeral=True, settings=settings) as clusters:
         cluster = clusters["tests"]
         _hash_once(cluster.superuser_dsn, cluster.superuser_dsn, cluster.dsn)

@@ -72,6 +72,9 @@ def parse(given: Sequence[str]) -> Wanted:
         "--minutes", metavar="N", type=float, help="with --thorough: begin no test after so many minutes"
     )
     parser.add_argument(
+        "--part", metavar="N", type=int, help="with --thorough: only one of N tests, chosen by the seed"
+    )
+    parser.add_argument(
         "--generators",
         action="store_true",
         help="only the builds of docs/clients.md, in each language whose tools are installed; they download packages, "
@@ -80,8 +83,10 @@ def parse(given: Sequence[str]) -> Wanted:
     options, rest = parser.parse_known_args(given)
     if options.changed + options.thorough + options.generators > 1:
         parser.error("--changed, --thorough and --generators exclude one another")
-    if not options.thorough and (options.seed is not None or options.minutes is not None):
-        parser.error("--seed and --minutes need --thorough")
+    if not options.thorough and (options.seed, options.minutes, options.part) != (None, None, None):
+        parser.error("--seed, --minutes and --part need --thorough")
+    if options.part is not None and options.part < 1:
+        parser.error(f"--part is {options.part}, and must be at least 1")
     how = () if rest else SIDE_BY_SIDE
     if options.changed:
         choice = changed.choose(workers=WORKERS)
@@ -95,6 +100,8 @@ def parse(given: Sequence[str]) -> Wanted:
         environ = {"WINDROW_THOROUGH": "1", "WINDROW_SEED": seed}
         if options.minutes is not None:
             environ["WINDROW_TEST_MINUTES"] = str(options.minutes)
+        if options.part is not None:
+            environ["WINDROW_TEST_PART"] = str(options.part)
         number = int.from_bytes(seed.encode()) % 2**32
         return Wanted(
             checks=False,

@@ -4,7 +4,6 @@ the messages when something is wrong."""
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import re
@@ -38,7 +37,7 @@ from hypothesis import strategies as st
 from cli import enqueue, output, values
 from cli.exits import CommandFailed, ExitCode, RequestRefused
 from cli.jobs import print_job
-from cli.main import app, main
+from cli.main import app
 from cli.messages import job_json
 from cli.options import ADDRESS_DEFAULT
 from router.codec.status import status_of
@@ -46,6 +45,8 @@ from router.services.server_info import server_info
 from router.settings import LISTEN_DEFAULT
 from shard.errors import ShardUnavailable
 from shard.vocabulary import ShardName
+from tests import command
+from tests.command import Done
 from windrow.ids import uuid7
 from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2
 
@@ -53,23 +54,6 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 WAIT_S = 60.0
 ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
 LEASE = re.compile(r"AQ[A-Za-z0-9+/]{37}=")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
-    """The result of one run of the command."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def lines(self) -> list[str]:
-        return self.out.splitlines()
-
-    @property
-    def documents(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.lines]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,29 +110,9 @@ def running() -> Iterator[Running]:
 
 @pytest.fixture
 def windrow(running: Running, monkeypatch: pytest.MonkeyPatch) -> Windrow:
-    """Runs the command in this process, because starting a hundred processes would be slow."""
+    """Runs the command on that cluster."""
     monkeypatch.setenv("WINDROW_ADDRESS", running.address)
-    monkeypatch.setenv("COLUMNS", "80")
-
-    def run(*arguments: str, stdin: str = "", together: bool = False) -> Done:
-        out = io.StringIO()
-        err = out if together else io.StringIO()
-        with (
-            tempfile.TemporaryFile("w+") as file,
-            monkeypatch.context() as patch,
-            contextlib.redirect_stdout(out),
-            contextlib.redirect_stderr(err),
-        ):
-            file.write(stdin)
-            file.seek(0)
-            patch.setattr(sys, "stdin", file)
-            patch.setattr(sys, "argv", ["windrow", *arguments])
-            with pytest.raises(SystemExit) as ended:
-                main()
-        code = ended.value.code
-        return Done(code=code if isinstance(code, int) else 0, out=out.getvalue(), err=err.getvalue())
-
-    return run
+    return command.windrow
 
 
 @pytest.fixture

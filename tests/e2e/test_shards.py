@@ -19,7 +19,8 @@ from shard.queue.store import Store
 from shard.vocabulary import JobId, ShardName
 from tests import timemachine
 from tests.balancers import Field, balanced, open_field, until
-from tests.e2e.test_cli import ROOT, WAIT_S, Done, environ
+from tests.command import Done
+from tests.e2e.test_cli import ROOT, WAIT_S, environ
 from tests.jobs import lease_jobs
 from tests.postgres import Server
 

@@ -32,7 +32,7 @@ from tests.timemachine import make_day
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1800)]
 
 A = ShardName("s1")
-KILLS = trials(5, thorough=40)
+KILLS = trials(3, thorough=40)
 DAYS, JOBS = range(2, 50, 3), 100
 # The duration of a pass over this many days on an idle machine.
 PASS_S = 1.0

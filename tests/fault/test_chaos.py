@@ -25,7 +25,7 @@ FAULTS = (
 @pytest.mark.timeout(240)
 async def test_a_short_run_under_faults_keeps_every_invariant(tmp_path: Path) -> None:
     said: list[str] = []
-    order = Order(seed=4, seconds=15.0, out=tmp_path, faults=FAULTS, cast=SMALL)
+    order = Order(seed=4, seconds=10.0, out=tmp_path, faults=FAULTS, cast=SMALL)
     try:
         told = await run(order, disk=None, say=said.append)
     except BinariesNotFound as error:

@@ -32,8 +32,8 @@ from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
 
 ORG = OrgId("cut")
 # How many times each ambiguous moment is tried.
-TRIALS = trials(40, thorough=1000)
-CUTS = trials(60, thorough=600)
+TRIALS = trials(24, thorough=1000)
+CUTS = trials(40, thorough=600)
 
 
 @pytest.fixture

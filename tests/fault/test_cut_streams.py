@@ -29,7 +29,7 @@ from windrow.v1 import admin_pb2, job_pb2, queue_pb2
 
 ORG = OrgId("cut")
 # How many cuts there are.
-CUTS = trials(40, thorough=400)
+CUTS = trials(24, thorough=400)
 CREDIT = 20
 WINDOW_S = 1.0
 _AWAY = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}

@@ -238,11 +238,12 @@ def assert_all_is_well(cluster: Cluster, work: Work) -> None:
 
 def kills() -> Iterator[tuple[str, str]]:
     """Who is killed at which step: in a thorough run each at each step. Otherwise the balancer, which takes the step,
-    and one more, so that each of the others has its turn twice."""
-    others = [victim for victim in VICTIMS if victim != "balancer"]
-    for number, step in enumerate(STEPS):
-        for victim in VICTIMS if THOROUGH else ("balancer", others[number % len(others)]):
-            yield step, victim
+    and each of the others once: a database at a step that it executes."""
+    others = {"close": "routers", "switch": "catalog", "depart": "source", "take": "target"}
+    for step in STEPS:
+        for victim in VICTIMS:
+            if THOROUGH or victim in ("balancer", others.get(step)):
+                yield step, victim
 
 
 @pytest.mark.thorough

@@ -18,7 +18,7 @@ from tests.routers import PATIENCE_S, Routers, ending, running_routers, until, w
 from tests.streams import new_job, start
 from windrow.v1 import queue_pb2, queue_pb2_grpc
 
-RESTARTS = trials(4, thorough=40)
+RESTARTS = trials(3, thorough=40)
 CHANNELS, CALLERS = 4, 4
 
 

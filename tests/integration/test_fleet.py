@@ -24,8 +24,8 @@ from shard.placement.slots import SLOTS, slot_of
 from shard.postgres.pool import Database
 from shard.vocabulary import OrgId, ShardName
 from tests.jobs import lease_jobs, some_jobs
+from tests.postgres import EMPTY, frozen
 from tests.postgres import Server as Postgres
-from tests.postgres import frozen
 
 OPERATIONS = Path(__file__).resolve().parents[2] / "docs/operations.md"
 PATIENCE_S = 30.0
@@ -39,9 +39,9 @@ def server() -> Iterator[Server]:
         yield started
 
 
-def cluster_of(server: Server, empty_dsn: str, second: str | None) -> Cluster:
+def cluster_of(server: Server, spare_dsn: str, second: str | None) -> Cluster:
     """s1 is on the server of all tests, s2 on this module's own; None: there is no s2."""
-    return two(empty_dsn, server.dsn, second)
+    return two(spare_dsn, server.dsn, second)
 
 
 def two(first_dsn: str, second_dsn: str, second: str | None = "") -> Cluster:
@@ -76,8 +76,8 @@ async def up(fleet: Fleet) -> ShardHandle:
     return fleet.member(S2)
 
 
-async def test_of_a_shard_that_has_gone_no_task_is_left(server: Server, empty_dsn: str) -> None:
-    alone, both = cluster_of(server, empty_dsn, None), cluster_of(server, empty_dsn, "weight = 0")
+async def test_of_a_shard_that_has_gone_no_task_is_left(server: Server, spare_dsn: str) -> None:
+    alone, both = cluster_of(server, spare_dsn, None), cluster_of(server, spare_dsn, "weight = 0")
     async with opened(alone) as fleet:
         before = asyncio.all_tasks()
         for _ in range(3):
@@ -96,8 +96,8 @@ async def test_of_a_shard_that_has_gone_no_task_is_left(server: Server, empty_ds
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_a_shard_that_says_nothing_can_be_switched_off(server: Server, empty_dsn: str) -> None:
-    both, off = (cluster_of(server, empty_dsn, f'weight = 0\nstate = "{state}"') for state in ("active", "off"))
+async def test_a_shard_that_says_nothing_can_be_switched_off(server: Server, spare_dsn: str) -> None:
+    both, off = (cluster_of(server, spare_dsn, f'weight = 0\nstate = "{state}"') for state in ("active", "off"))
     async with opened(off) as fleet:
         before = asyncio.all_tasks()
         await fleet.change(both)
@@ -118,13 +118,13 @@ async def test_a_shard_that_says_nothing_can_be_switched_off(server: Server, emp
 
 
 async def test_a_dsn_that_changes_while_it_is_being_proved_is_gone_over_to(
-    server: Server, empty_dsn: str, fresh_dsn: str
+    server: Server, spare_dsn: str, fresh_dsn: str
 ) -> None:
-    both = cluster_of(server, empty_dsn, "weight = 0")
+    both = cluster_of(server, spare_dsn, "weight = 0")
     text_of = {"wrong": fresh_dsn, "right": f"{server.dsn}?application_name=other"}
 
     def with_dsn(which: str) -> Cluster:
-        return two(empty_dsn, text_of[which], "weight = 0")
+        return two(spare_dsn, text_of[which], "weight = 0")
 
     async with opened(both) as fleet:
         member = await up(fleet)
@@ -146,7 +146,7 @@ async def test_a_dsn_that_changes_while_it_is_being_proved_is_gone_over_to(
 def dsns(postgres: Postgres) -> Iterator[list[str]]:
     """Three empty databases."""
     names = [f"fleet_{next(_numbers)}" for _ in range(3)]
-    yield [postgres.create(name) for name in names]
+    yield [postgres.create(name, template=EMPTY) for name in names]
     for name in names:
         postgres.drop(name)
 
@@ -190,7 +190,7 @@ async def test_no_other_database_is_taken_for_a_shard_that_holds_slots(postgres:
             await up(fleet)
             # Its volume is lost.
             await asyncio.to_thread(postgres.drop, name)
-            await asyncio.to_thread(postgres.create, name)
+            await asyncio.to_thread(postgres.create, name, template=EMPTY)
             with pytest.raises(ShardUnavailable):
                 await store(fleet, org)
             await until_refused(fleet, org, "its DSN leads to another database .* than it did before")

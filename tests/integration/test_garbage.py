@@ -32,15 +32,15 @@ MADE_LONG_AGO = "01000000-0000-7000-8000-000000000000"
 
 
 @pytest.fixture
-async def proxy(empty_dsn: str) -> AsyncGenerator[Proxy, None]:
-    async with open_proxy_before(empty_dsn) as opened:
+async def proxy(spare_dsn: str) -> AsyncGenerator[Proxy, None]:
+    async with open_proxy_before(spare_dsn) as opened:
         yield opened
 
 
 @pytest.fixture
-async def channel(empty_dsn: str, proxy: Proxy) -> AsyncGenerator[grpc.aio.Channel, None]:
+async def channel(spare_dsn: str, proxy: Proxy) -> AsyncGenerator[grpc.aio.Channel, None]:
     """To a router in this process."""
-    cluster = parse_cluster(f"[[shard]]\nname = 's1'\ndsn = '''{through(empty_dsn, proxy)}'''\n", source="test")
+    cluster = parse_cluster(f"[[shard]]\nname = 's1'\ndsn = '''{through(spare_dsn, proxy)}'''\n", source="test")
     fleet, ready = Fleet(cluster, connections_per_shard=2, sweep_s=0.2), asyncio.Event()
     running = asyncio.create_task(fleet.run(ready))
     gate = Gate(Tracing(), Buffer(2**30))

@@ -38,8 +38,8 @@ AGED = {"id", "enqueued_at"} | RENEWED
 
 
 @pytest.fixture
-async def pair(fresh_dsn: str, empty_dsn: str) -> AsyncGenerator[Pair, None]:
-    async with open_pair(fresh_dsn, empty_dsn) as opened:
+async def pair(fresh_dsn: str, spare_dsn: str) -> AsyncGenerator[Pair, None]:
+    async with open_pair(fresh_dsn, spare_dsn) as opened:
         yield opened
 
 

@@ -23,7 +23,7 @@ from shard.queue.store import Store
 from shard.vocabulary import OrgId, ShardName, Slot
 from tests.conftest import CLUSTER, SHARD
 from tests.jobs import some_jobs
-from tests.postgres import Server
+from tests.postgres import EMPTY, Server
 
 S2 = ShardName("s2")
 _numbers = itertools.count(1)
@@ -175,7 +175,7 @@ def database_of(postgres: Server) -> Iterator[Callable[..., str]]:
 
     def make(like: str | None = None) -> str:
         made.append(f"identity_{next(_numbers)}")
-        template = "template1" if like is None else str(conninfo_to_dict(like)["dbname"])
+        template = EMPTY if like is None else str(conninfo_to_dict(like)["dbname"])
         return postgres.create(made[-1], template=template)
 
     yield make

@@ -825,7 +825,7 @@ async def test_single_jobs_that_race_with_consumers_who_come_and_go_are_all_deli
 ) -> None:
     luck = luck_of(how)
     over = asyncio.Event()
-    count = trials(1000, thorough=20_000)
+    count = trials(400, thorough=20_000)
     delivered: set[str] = set()
 
     def note(jobs: list[job_pb2.LeasedJob]) -> None:

@@ -46,39 +46,40 @@ class Explored:
 def visit(name: str, model: Model[S]) -> Explored:
     """Visits every reachable state. Stops at the first that violates an invariant; if none does, looks for one from
     which the end can never be reached."""
-    start = model.start()
+    # A state's number is its place in this list. States are large: each is hashed once for each step that leads to it.
+    states = [model.start()]
+    numbers = {states[0]: 0}
     # How each state was first reached, and all states that lead to it.
-    origins: dict[S, tuple[S, str] | None] = {start: None}
-    before: dict[S, list[S]] = {start: []}
+    origins: list[tuple[int, str] | None] = [None]
+    before: list[list[int]] = [[]]
 
-    def found(broken: str, at: S) -> Explored:
+    def found(broken: str, at: int) -> Explored:
         steps: list[str] = []
-        origin = origins[at]
-        while origin is not None:
-            steps.append(origin[1])
-            origin = origins[origin[0]]
-        return Explored(name=name, states=len(origins), broken=broken, trace=tuple(reversed(steps)))
+        while (origin := origins[at]) is not None:
+            at, what = origin
+            steps.append(what)
+        return Explored(name=name, states=len(states), broken=broken, trace=tuple(reversed(steps)))
 
-    waiting = deque([start])
-    while waiting:
-        state = waiting.popleft()
+    # The list grows meanwhile.
+    for at, state in enumerate(states):
         for what, after in model.steps(state):
-            if after not in origins:
-                origins[after] = (state, what)
-                before[after] = []
+            number = numbers.setdefault(after, len(states))
+            if number == len(states):
+                states.append(after)
+                origins.append((at, what))
+                before.append([])
                 broken = model.broken(after)
                 if broken is not None:
-                    return found(broken, after)
-                waiting.append(after)
-            before[after].append(state)
+                    return found(broken, number)
+            before[number].append(at)
 
-    can_end = {state for state in origins if model.is_over(state)}
-    waiting.extend(can_end)
+    can_end = [model.is_over(state) for state in states]
+    waiting = deque(at for at, ends in enumerate(can_end) if ends)
     while waiting:
-        news = [state for state in before[waiting.popleft()] if state not in can_end]
-        can_end.update(news)
-        waiting.extend(news)
-    for state in origins:
-        if state not in can_end:
-            return found("I1: from here the move, or a job, can never be finished", state)
-    return Explored(name=name, states=len(origins))
+        for at in before[waiting.popleft()]:
+            if not can_end[at]:
+                can_end[at] = True
+                waiting.append(at)
+    if not all(can_end):
+        return found("I1: from here the move, or a job, can never be finished", can_end.index(False))
+    return Explored(name=name, states=len(states))

@@ -33,6 +33,12 @@ def test_a_thorough_run_says_its_seed_and_repeats_it() -> None:
     assert drawn in first.arguments
 
 
+def test_a_part_of_a_thorough_run_is_repeated_without_the_others() -> None:
+    part = parse(["--thorough", "--part", "20", "--minutes", "1", "--seed", "2026-01-31"])
+    assert part.environ["WINDROW_TEST_PART"] == "20"
+    assert part.said.endswith("./run test --thorough --seed 2026-01-31 TEST")
+
+
 def test_the_builds_in_other_languages_run_one_after_another_and_say_what_was_skipped() -> None:
     wanted = parse(["--generators", "-k", "rust"])
     assert (wanted.checks, wanted.environ) == (False, {"WINDROW_GENERATORS": "1"})
@@ -48,7 +54,11 @@ def test_a_change_that_touches_no_test_runs_none(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    "line", ["--changed --thorough", "--generators --changed", "--seed 1", "--minutes 3", "--thorough --minutes soon"]
+    "line",
+    [
+        *("--changed --thorough", "--generators --changed", "--seed 1", "--minutes 3", "--part 2"),
+        *("--thorough --part 0", "--thorough --minutes soon"),
+    ],
 )
 def test_what_makes_no_sense_is_refused(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
