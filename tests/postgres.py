@@ -93,9 +93,9 @@ def _on_this_machine() -> Generator[Server, None, None]:
         # No test on this server simulates a power failure, and dropping a database after almost every test would wait
         # for the disk.
         "fsync": "off",
-        "full_page_writes": "off",
-        # Each new database has tables of 16,384 slots. Databases live for seconds, so vacuuming them is in vain.
-        "autovacuum_naptime": "1h",
+        # Each new database has tables of 16,384 slots, and most live for seconds: to vacuum them is in vain. The doctor
+        # would find more than this.
+        "autovacuum_naptime": "15s",
     }
     with open_clusters(["tests"], ephemeral=True, settings=settings) as clusters:
         cluster = clusters["tests"]
