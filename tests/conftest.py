@@ -16,8 +16,10 @@ import signal
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Generator, Iterator
+from collections.abc import AsyncGenerator, Coroutine, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
@@ -135,7 +137,7 @@ def postgres() -> Iterator[Server]:
             await partitions.make_ahead(database)
 
     with open_server() as server:
-        asyncio.run(migrate(server.create(SPARE, template=EMPTY)))
+        _finish(migrate(server.create(SPARE, template=EMPTY)))
         yield server
 
 
@@ -149,8 +151,14 @@ def template(postgres: Server) -> str:
             await identity.admit(database, database, cluster=CLUSTER)
             await catalog.grant_slots(database, known)
 
-    asyncio.run(found(postgres.create(_FOUNDED)))
+    _finish(found(postgres.create(_FOUNDED)))
     return _FOUNDED
+
+
+def _finish(work: Coroutine[Any, Any, None]) -> None:
+    """Runs it in a thread, because a fixture that another one asks for by its name may be set up in an event loop."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(asyncio.run, work).result()
 
 
 @contextlib.asynccontextmanager
