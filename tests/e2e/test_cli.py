@@ -478,7 +478,7 @@ def test_what_attempts_have_logged_is_shown_line_by_line_and_as_text(capsys: pyt
     job.attempts.add(attempt=2, outcome=job_pb2.ATTEMPT_OUTCOME_RELEASED)
     print_job(job, stacks=False)
     shown = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    at = shown.index("log         so far")
+    (at,) = [at for at, line in enumerate(shown) if line.split() == ["log", "so", "far"]]
     assert shown[at + 1] == "so good"
     assert shown[-2:] == [r"log of attempt 1  \x1b]0;owned\x07one", "two"]
     document: Any = job_json(job, payloads=False)
