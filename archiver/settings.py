@@ -14,7 +14,7 @@ from zoneinfo import ZoneInfo, available_timezones
 
 from archiver.export_location import ExportLocation
 from archiver.schedule import Schedule
-from shard.placement.cluster_file import Cluster, ClusterFileError, known_keys
+from shard.placement.cluster_file import Cluster, ClusterFileError, Faults, known_keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,28 +26,41 @@ class Settings:
 
 
 def settings_of(cluster: Cluster) -> Settings:
-    """Returns the archiver's settings: the table's, or the defaults. Raises ClusterFileError."""
+    """Returns the archiver's settings: the table's, or the defaults. Raises ClusterFileError with all faults, one a
+    line."""
     table = cluster.tables.get("archiver", {})
     where = f"{cluster.source}: [archiver]"
-    known_keys(table, {"schedule", "time_zone", "dead_days", "export"}, where=where)
-    zone: object = table.get("time_zone", "UTC")
-    if not isinstance(zone, str) or zone not in available_timezones():
-        raise ClusterFileError(f'{where} time_zone: no time zone is called {zone!r}; one is "Europe/Berlin"')
-    text: object = table.get("schedule", "10m")
-    if not isinstance(text, str):
-        raise ClusterFileError(f'{where} schedule: must be a text such as "10m", not {text!r}')
+    faults = Faults()
+    faults.of(lambda: known_keys(table, {"schedule", "time_zone", "dead_days", "export"}, where=where))
+    zone = faults.of(lambda: _time_zone(table.get("time_zone", "UTC"), f"{where} time_zone"))
+    schedule = faults.of(lambda: _schedule(table.get("schedule", "10m"), zone or ZoneInfo("UTC"), f"{where} schedule"))
+    dead_days = faults.of(lambda: _dead_days(table.get("dead_days", 90), f"{where} dead_days"))
+    export = faults.of(lambda: _export(table.get("export"), f"{where} export"))
+    faults.refuse()
+    assert schedule is not None
+    assert dead_days is not None
+    return Settings(schedule=schedule, dead_days=dead_days, export=export)
+
+
+def _time_zone(value: object, where: str) -> ZoneInfo:
+    if not isinstance(value, str) or value not in available_timezones():
+        raise ClusterFileError(f'{where}: no time zone is called {value!r}; one is "Europe/Berlin"')
+    return ZoneInfo(value)
+
+
+def _schedule(value: object, zone: ZoneInfo, where: str) -> Schedule:
+    if not isinstance(value, str):
+        raise ClusterFileError(f'{where}: must be a text such as "10m", not {value!r}')
     try:
-        schedule = Schedule.parse(text, zone=ZoneInfo(zone))
+        return Schedule.parse(value, zone=zone)
     except ValueError as error:
-        raise ClusterFileError(f"{where} schedule: {error}") from error
-    dead_days: object = table.get("dead_days", 90)
-    if isinstance(dead_days, bool) or not isinstance(dead_days, int) or not 1 <= dead_days <= 36_500:
-        raise ClusterFileError(f"{where} dead_days: must be a whole number from 1 to 36500, not {dead_days!r}")
-    return Settings(
-        schedule=schedule,
-        dead_days=dead_days,
-        export=_export(table.get("export"), f"{where} export"),
-    )
+        raise ClusterFileError(f"{where}: {error}") from error
+
+
+def _dead_days(value: object, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 36_500:
+        raise ClusterFileError(f"{where}: must be a whole number from 1 to 36500, not {value!r}")
+    return value
 
 
 def _export(value: object, where: str) -> ExportLocation | None:

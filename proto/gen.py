@@ -1,4 +1,5 @@
-"""Generates clients/python/windrow/v1 from the .proto files. With --check, only reports whether it is up to date.
+"""Generates clients/python/windrow/v1 from the .proto files, and the names in service_config.json. With --check, only
+reports whether they are up to date.
 
 The generated code must not import buf.validate, because that would install a top-level package `buf` for every user. So
 the files are compiled twice, and in between the dependency on validate.proto is removed. The rules stay in the
@@ -6,9 +7,12 @@ descriptors as option bytes: no generated code reads them, and protovalidate has
 """
 
 import filecmp
+import json
+import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
@@ -17,6 +21,10 @@ PROTO = Path(__file__).resolve().parent
 CLIENT = PROTO.parent / "clients" / "python"
 PACKAGE = "windrow/v1"
 RULES = "buf/validate/validate.proto"
+CONFIG = PROTO / PACKAGE / "service_config.json"
+# The unary calls that are safe to repeat, whatever the request has. Enqueue is not: it would store jobs that have no id
+# once more. The router runs changes by Admin at most once.
+REPEATABLE = re.compile(r"windrow\.v1\.(Queue/(?!Enqueue$)|(Admin|Cluster)/(Get|List))")
 
 
 def protoc(*arguments: str) -> None:
@@ -34,7 +42,23 @@ def without_rules(file: FileDescriptorProto) -> FileDescriptorProto:
     return file
 
 
-def generate(into: Path) -> None:
+def service_config(files: Iterable[FileDescriptorProto]) -> str:
+    """Returns service_config.json with the names of all REPEATABLE calls; the rest stays as it is."""
+    config = json.loads(CONFIG.read_text())
+    config["methodConfig"][0]["name"] = [
+        {"service": f"{file.package}.{service.name}", "method": method.name}
+        for file in files
+        for service in file.service
+        for method in service.method
+        if REPEATABLE.match(f"{file.package}.{service.name}/{method.name}")
+        and not (method.client_streaming or method.server_streaming)
+    ]
+    # One name a line.
+    return re.sub(r'\{\s+("service": .*?,)\s+("method": .*?)\s+\}', r"{ \1 \2 }", json.dumps(config, indent=2)) + "\n"
+
+
+def generate(into: Path) -> str:
+    """Writes the Python code into a folder, and returns service_config.json."""
     sources = sorted(str(path.relative_to(PROTO)) for path in (PROTO / PACKAGE).glob("*.proto"))
     with tempfile.TemporaryDirectory() as folder:
         compiled = Path(folder, "compiled")
@@ -63,6 +87,7 @@ def generate(into: Path) -> None:
             f"--mypy_grpc_out=quiet:{into}",
             *(file.name for file in stripped.file if file.service and file.name in sources),
         )
+    return service_config(stripped.file)
 
 
 def main() -> int:
@@ -70,14 +95,18 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         fresh = Path(folder, PACKAGE)
         fresh.parent.mkdir()
-        generate(Path(folder))
+        config = generate(Path(folder))
         fresh.joinpath("__init__.py").write_text('"""Generated from proto/windrow/v1 by ./run gen; never edited."""\n')
         names = {path.name for path in (*fresh.iterdir(), *target.glob("*.py*"))}
         stale = [name for name in sorted(names) if not same(fresh / name, target / name)]
         if "--check" in sys.argv[1:]:
             for name in stale:
                 print(f"clients/python/{PACKAGE}/{name} does not match the .proto files: run ./run gen")
+            if config != CONFIG.read_text():
+                stale.append(CONFIG.name)
+                print(f"proto/{PACKAGE}/{CONFIG.name} does not match the .proto files: run ./run gen")
             return 1 if stale else 0
+        CONFIG.write_text(config)
         target.mkdir(parents=True, exist_ok=True)
         for name in stale:
             print(f"clients/python/{PACKAGE}/{name}")

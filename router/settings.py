@@ -14,8 +14,9 @@ connection_age_seconds = 1800
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import partial
 
-from shard.placement.cluster_file import Cluster, ClusterFileError, known_keys
+from shard.placement.cluster_file import Cluster, ClusterFileError, Faults, known_keys
 
 LISTEN_DEFAULT = "127.0.0.1:7419"
 _MIB = 1024 * 1024
@@ -70,20 +71,31 @@ class RouterSettings:
         return self.memory_mib * _MIB * 7 // 8
 
 
+# The lowest and the highest value of each number.
+_BOUNDS = {
+    "processes": (1, 256),
+    "connections_per_shard": (1, 100),
+    "drain_seconds": (0, 3600),
+    "memory_mib": (512, 1_048_576),
+    "calls_per_connection": (1, 100_000),
+    "sweep_seconds": (0.05, 3600),
+    "connection_age_seconds": (1, 86_400),
+}
+
+
 def router_settings(cluster: Cluster, *, source: str = "cluster file") -> RouterSettings:
-    """Reads and checks the [router] table. Raises ClusterFileError."""
+    """Reads and checks the [router] table. Raises ClusterFileError with all faults, one a line."""
     table = cluster.tables.get("router", {})
     where = f"{source}: [router]"
-    known_keys(table, {field.name for field in fields(RouterSettings)}, where=where)
-    settings = RouterSettings(**table)
-    host_and_port(settings.listen, where=f"{where} listen")
-    _within(settings.processes, 1, 256, f"{where} processes", whole=True)
-    _within(settings.connections_per_shard, 1, 100, f"{where} connections_per_shard", whole=True)
-    _within(settings.drain_seconds, 0, 3600, f"{where} drain_seconds", whole=False)
-    _within(settings.memory_mib, 512, 1_048_576, f"{where} memory_mib", whole=True)
-    _within(settings.calls_per_connection, 1, 100_000, f"{where} calls_per_connection", whole=True)
-    _within(settings.sweep_seconds, 0.05, 3600, f"{where} sweep_seconds", whole=False)
-    _within(settings.connection_age_seconds, 1, 86_400, f"{where} connection_age_seconds", whole=False)
+    known = {field.name for field in fields(RouterSettings)}
+    faults = Faults()
+    faults.of(lambda: known_keys(table, known, where=where))
+    settings = RouterSettings(**{key: value for key, value in table.items() if key in known})
+    faults.of(lambda: host_and_port(settings.listen, where=f"{where} listen"))
+    for key, (low, high) in _BOUNDS.items():
+        whole = not key.endswith("_seconds")
+        faults.of(partial(_within, getattr(settings, key), low, high, f"{where} {key}", whole=whole))
+    faults.refuse()
     return settings
 
 

@@ -146,7 +146,7 @@ def parse_cluster(text: str, *, source: str, environ: Mapping[str, str] = os.env
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ClusterFileError(f"{source}: not TOML: {error}") from error
-    faults = _Faults()
+    faults = Faults()
     faults.of(lambda: known_keys(document, {"cluster", "shard", *_TABLES, "catalog"}, where=source))
     cluster = faults.of(lambda: _table(document, "cluster", source)) or {}
     faults.of(lambda: known_keys(cluster, {"name"}, where=f"{source}: [cluster]"))
@@ -179,7 +179,7 @@ def parse_cluster(text: str, *, source: str, environ: Mapping[str, str] = os.env
 
 def known_keys(table: Mapping[str, Any], known: set[str], *, where: str) -> None:
     """Raises ClusterFileError for unknown keys: they are probably typing errors, and ignoring them would hide that."""
-    faults = _Faults()
+    faults = Faults()
     for key in table:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
@@ -188,7 +188,7 @@ def known_keys(table: Mapping[str, Any], known: set[str], *, where: str) -> None
     faults.refuse()
 
 
-class _Faults:
+class Faults:
     """Collects the faults of a file, so that all are reported at once."""
 
     def __init__(self) -> None:
@@ -224,7 +224,7 @@ def _text(value: object, where: str) -> str:
     return value
 
 
-def _shard(value: object, at: int, source: str, environ: Mapping[str, str], faults: _Faults) -> ShardEntry | None:
+def _shard(value: object, at: int, source: str, environ: Mapping[str, str], faults: Faults) -> ShardEntry | None:
     """Returns None, and adds to `faults`, if anything is wrong."""
     where = f"{source}: [[shard]] number {at}"
     if not isinstance(value, dict):

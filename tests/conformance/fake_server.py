@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2
 from grpc import StatusCode, aio
 
+from router.codec.lease_verbs import VERBS, LeaseVerb
 from tests.conformance.transcript import Enqueue, Event, Stream, Transcript, entries
 from tests.jobs import job_id
 from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc, server_pb2
@@ -194,21 +195,6 @@ class FakeServer(_Servicer):  # type: ignore[misc]
             await _abort(context, refusal)
         return queue_pb2.EnqueueResponse(results=[queue_pb2.EnqueueResult(id=job.id) for job in request.jobs])
 
-    async def Ack(self, request: queue_pb2.AckRequest, context: Any) -> queue_pb2.AckResponse:
-        return queue_pb2.AckResponse(answers=self._unary(context, acks=request.acks))
-
-    async def Nack(self, request: queue_pb2.NackRequest, context: Any) -> queue_pb2.NackResponse:
-        return queue_pb2.NackResponse(answers=self._unary(context, nacks=request.nacks))
-
-    async def Extend(self, request: queue_pb2.ExtendRequest, context: Any) -> queue_pb2.ExtendResponse:
-        return queue_pb2.ExtendResponse(answers=self._unary(context, extends=request.extends))
-
-    async def Release(self, request: queue_pb2.ReleaseRequest, context: Any) -> queue_pb2.ReleaseResponse:
-        return queue_pb2.ReleaseResponse(answers=self._unary(context, releases=request.leases))
-
-    async def Snooze(self, request: queue_pb2.SnoozeRequest, context: Any) -> queue_pb2.SnoozeResponse:
-        return queue_pb2.SnoozeResponse(answers=self._unary(context, snoozes=request.snoozes))
-
     # What no scenario is about.
 
     async def Dequeue(self, _request: queue_pb2.DequeueRequest, _context: Any) -> queue_pb2.DequeueResponse:
@@ -226,8 +212,7 @@ class FakeServer(_Servicer):  # type: ignore[misc]
     async def GetServerInfo(self, _request: Any, _context: Any) -> server_pb2.GetServerInfoResponse:
         return server_pb2.GetServerInfoResponse()
 
-    def _unary(self, context: Any, **fields: Any) -> list[job_pb2.JobAnswer.ValueType]:
-        request = queue_pb2.ConsumeRequest(request_id=1, **fields)
+    def settle_unary(self, context: Any, request: queue_pb2.ConsumeRequest) -> list[job_pb2.JobAnswer.ValueType]:
         now_s = asyncio.get_running_loop().time()
         answer = queue_pb2.ConsumeResponse(settled=[self.settled(request)])
         said = [Event(at_s=now_s, message=request), Event(at_s=now_s, message=answer)]
@@ -240,6 +225,20 @@ class FakeServer(_Servicer):  # type: ignore[misc]
 
     async def until_answering(self) -> None:
         await self._answering.wait()
+
+
+def _unary(verb: LeaseVerb) -> Callable[[FakeServer, Any, Any], Awaitable[Any]]:
+    """Makes the method of a verb that is called by itself, outside of a stream."""
+
+    async def answer(server: FakeServer, request: Any, context: Any) -> Any:
+        said = {verb.stream_field: getattr(request, verb.request_field)}
+        return verb.response(answers=server.settle_unary(context, queue_pb2.ConsumeRequest(request_id=1, **said)))
+
+    return answer
+
+
+for _verb in VERBS:
+    setattr(FakeServer, _verb.method, _unary(_verb))
 
 
 class _Call:

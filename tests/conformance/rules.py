@@ -7,6 +7,7 @@ from collections import Counter
 
 from grpc import StatusCode
 
+from router.codec.lease_verbs import VERBS
 from tests.conformance.transcript import Request, Saying, Stream, Transcript, credit_after, entries
 from windrow.v1 import queue_pb2
 
@@ -16,7 +17,7 @@ UNANSWERED_MAX = 2
 ENTRIES_MAX = 1000
 # The part of a pause that a timer may be early.
 EARLY = 0.95
-ENDINGS = {"ack", "nack", "release", "snooze"}
+ENDINGS = {verb.method.lower() for verb in VERBS} - {"extend"}
 
 
 class Unmet(AssertionError):

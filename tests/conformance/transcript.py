@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc import StatusCode
 
+from router.codec.lease_verbs import VERBS, tokens
 from windrow.v1 import job_pb2, queue_pb2
 
 Request, Response = queue_pb2.ConsumeRequest, queue_pb2.ConsumeResponse
@@ -104,7 +105,7 @@ class Transcript:
     org: str
     queue: str
     streams: list[Stream] = field(default_factory=list[Stream])
-    # Unary Ack, Nack, Extend, Release and Snooze.
+    # Unary calls of verbs, such as Ack.
     calls: list[Stream] = field(default_factory=list[Stream])
     enqueues: list[Enqueue] = field(default_factory=list[Enqueue])
     # The client's exit code; None while it runs.
@@ -139,11 +140,10 @@ class Transcript:
 def entries(request: queue_pb2.ConsumeRequest) -> list[tuple[str, bytes, bytes]]:
     """Verb, lease and result of everything that a message says."""
     return [
-        *[("ack", one.lease, one.result) for one in request.acks],
-        *[("nack", one.lease, b"") for one in request.nacks],
-        *[("extend", one.lease, b"") for one in request.extends],
-        *[("release", lease, b"") for lease in request.releases],
-        *[("snooze", one.lease, b"") for one in request.snoozes],
+        (verb.method.lower(), lease, getattr(entry, "result", b""))
+        for verb in VERBS
+        for entry in getattr(request, verb.stream_field)
+        for lease in tokens([entry])
     ]
 
 

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import grpc
 import psutil
@@ -24,6 +25,7 @@ import pytest_asyncio
 
 from cli.local import LocalCluster, local_cluster
 from embedded import BinariesNotFound
+from tests.effort import luck_of, trials
 from tests.fault.consumer import QUEUE, WINDOW_S
 from tests.jobs import job_id, job_message
 from tests.postgres import frozen
@@ -38,7 +40,10 @@ ORGS_A_SHARD = 2
 BATCH, PAUSE_S = 20, 0.1
 # How many more jobs each org has after a kill.
 AFTER = 10 * BATCH
+# Jobs that race for so many names, and how many tasks send them.
+RACING, NAMES, RACERS = trials(1500, thorough=10_000), 100, 16
 _numbers = itertools.count(1)
+_T = TypeVar("_T")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -81,18 +86,16 @@ class Load:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(over.wait(), PAUSE_S)
 
-    async def until_answered(self, call: Callable[[], Awaitable[object]]) -> None:
+    async def until_answered(self, call: Callable[[], Awaitable[_T]]) -> _T:
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 try:
-                    await call()
+                    return await call()
                 except grpc.aio.AioRpcError as error:
                     if error.code() not in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}:
                         raise
                     self.retries += 1
                     await asyncio.sleep(0.1)
-                else:
-                    return
 
     @property
     def logs(self) -> list[Path]:
@@ -259,6 +262,81 @@ async def test_a_kill_loses_nothing_and_doubles_nothing(
     assert [job for job, times in acks.items() if times > 1] == []
     unheard = count - len(acks)
     assert unheard <= (20 if kill is kill_consumer else 0)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kill", [kill_router, kill_postgres])
+async def test_jobs_that_race_for_a_name_under_kills_are_stored_whenever_none_of_that_name_is_live(
+    cluster: LocalCluster, tmp_path: Path, kill: Callable[[Load], Awaitable[None]]
+) -> None:
+    luck = luck_of(kill.__name__)
+    names = [f"name-{number}" for number in range(NAMES)]
+    async with grpc.aio.insecure_channel(cluster.address, options=[("grpc.max_reconnect_backoff_ms", 500)]) as channel:
+        queue, admin = queue_pb2_grpc.QueueStub(channel), admin_pb2_grpc.AdminStub(channel)
+        # On s2, whose server is killed.
+        org = (await orgs_on_every_shard(admin))[-1]
+        load = Load(cluster=cluster, folder=tmp_path, orgs=[org], stored={org: set()})
+        # By id, the name of each stored job; and the jobs whose acks were answered, in order.
+        name_of: dict[str, str] = {}
+        ended: dict[str, int] = {}
+        sent, over = 0, asyncio.Event()
+
+        async def produce() -> None:
+            nonlocal sent
+            while sent < RACING or not over.is_set():
+                sent += 3
+                keys = luck.sample(names, 3)
+                jobs = [
+                    job_message(id=job_id(), queue=QUEUE, kind="work", dedup_key=key, dedup_while_live=True)
+                    for key in keys
+                ]
+                turn = len(ended)
+                request = queue_pb2.EnqueueRequest(org=org, jobs=jobs)
+                answer = await load.until_answered(lambda: queue.Enqueue(request, timeout=5))  # noqa: B023
+                for job, key, result in zip(jobs, keys, answer.results, strict=True):
+                    assert ended.get(result.id, turn) >= turn, "the answer is a job that had ended before the call"
+                    if result.id == job.id:
+                        name_of[job.id] = key
+                        load.stored[org].add(job.id)
+
+        async def consume() -> None:
+            request = queue_pb2.DequeueRequest(org=org, queues=[QUEUE], max_jobs=10)
+            request.visibility_window.FromSeconds(5)
+            while True:
+                answer = await load.until_answered(lambda: queue.Dequeue(request, timeout=5))
+                if not answer.jobs:
+                    await asyncio.sleep(0.01)
+                    continue
+                acks = [queue_pb2.Ack(lease=job.lease) for job in answer.jobs]
+                ack = queue_pb2.AckRequest(org=org, acks=acks)
+                told = await load.until_answered(lambda: queue.Ack(ack, timeout=5))  # noqa: B023
+                for job, one in zip(answer.jobs, told.answers, strict=True):
+                    if one == job_pb2.JOB_ANSWER_OK:
+                        assert ended.setdefault(job.id, len(ended)) == len(ended) - 1, "a job ends once"
+
+        async with asyncio.TaskGroup() as group:
+            consumers = [group.create_task(consume()) for _ in range(4)]
+            producers = [group.create_task(produce()) for _ in range(RACERS)]
+            await until(lambda: len(ended) > NAMES, "names are free again")
+            await kill(load)
+            over.set()
+            await asyncio.wait(producers)
+            await until_idle(admin, [org])
+            for consumer in consumers:
+                consumer.cancel()
+        jobs = await everything(queue, org, set(name_of))
+        books = [
+            one
+            async for answer in cluster_pb2_grpc.ClusterStub(channel).CheckShard(
+                cluster_pb2.CheckShardRequest(shard="s2"), timeout=PATIENCE_S
+            )
+            for one in answer.orgs
+            if one.org == org
+        ]
+    assert kill is kill_router or load.retries > 0, "nobody noticed"
+    assert {job.state for job in jobs} == {job_pb2.JOB_STATE_SUCCEEDED}
+    assert [(one.balanced, one.accepted) for one in books] == [(True, len(name_of))]
+    assert Counter(name_of.values()).keys() == set(names)
 
 
 async def orgs_on_every_shard(admin: admin_pb2_grpc.AdminAsyncStub) -> list[str]:

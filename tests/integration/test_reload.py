@@ -171,8 +171,9 @@ def test_a_bad_file_is_refused_once_in_the_log_and_the_one_before_stays_in_force
         why == f"{cluster.routers.config}: [[shard]] number 2 (s2): weight must be a number from 0 to 1000000, not -1"
     )
     cluster.said("the cluster file is refused", times=2)
-    why = cluster.refused(cluster.write(cluster.as_they_are(), "[router]\nprocesses = 0\n"))
+    why = cluster.refused(cluster.write(cluster.as_they_are(), "[router]\nprocesses = 0\nlisten = 1\n"))
     assert "[router] processes: must be a whole number from 1 to 256, not 0" in why
+    assert "[router] listen: must be HOST:PORT, such as 127.0.0.1:7419, not 1" in why
     cluster.routers.config.unlink()
     until(lambda: "No such file" in cluster.file().refusal.reason, "the lack of a file is noticed")
     cluster.change(cluster.as_they_are(s2={"weight": 5}))

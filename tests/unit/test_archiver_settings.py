@@ -72,3 +72,16 @@ def test_a_secret_in_a_place_is_not_shown() -> None:
     with pytest.raises(ClusterFileError) as caught:
         due('export = "s3://key:hunter2@cold/x"')
     assert "hunter2" not in str(caught.value)
+
+
+def test_all_faults_of_the_table_are_told_at_once() -> None:
+    with pytest.raises(ClusterFileError) as caught:
+        due('schedul = "1h"\nschedule = 10\ntime_zone = "Berlin"\ndead_days = 0\nexport = 1')
+    faults = str(caught.value).splitlines()
+    assert [fault.partition("[archiver]")[2].partition(":")[0].strip() for fault in faults] == [
+        "",
+        "time_zone",
+        "schedule",
+        "dead_days",
+        "export",
+    ]
