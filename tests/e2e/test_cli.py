@@ -438,11 +438,12 @@ def test_the_stack_of_a_failed_attempt_is_shown_only_on_request(
 
 def test_what_attempts_have_logged_is_shown_line_by_line_and_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     job = job_pb2.Job(id="019a9f5e-7c1d-7a41-8f0e-3f2b6d1c9a55", queue="mail", kind="greet", log="so far\nso good")
+    job.retry.fixed.delay.seconds = 1
     job.attempts.add(attempt=1, outcome=job_pb2.ATTEMPT_OUTCOME_CANCELLED, log="\x1b]0;owned\x07one\ntwo")
     job.attempts.add(attempt=2, outcome=job_pb2.ATTEMPT_OUTCOME_RELEASED)
     print_job(job, stacks=False)
     shown = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    at = shown.index("log         so far")
+    (at,) = [at for at, line in enumerate(shown) if line.split() == ["log", "so", "far"]]
     assert shown[at + 1] == "so good"
     assert shown[-2:] == [r"log of attempt 1  \x1b]0;owned\x07one", "two"]
     document: Any = job_json(job, payloads=False)
