@@ -170,8 +170,8 @@ class TooManyRetentions(ShardError):
 
     def __init__(self, shard: ShardName, retention: int, present: Sequence[int]) -> None:
         super().__init__(
-            f"shard {shard!r} has {len(present)} different retentions, and at most {RETENTIONS_MAX} may be set, so it has "
-            f"no room for {retention} days: use one of {', '.join(map(str, present))} days"
+            f"shard {shard!r} has {len(present)} different retentions, and at most {RETENTIONS_MAX} may be set, so it "
+            f"has no room for {retention} days: use one of {', '.join(map(str, present))} days"
         )
 
 

@@ -15,9 +15,9 @@ from shard.postgres.connection import Connection
 from shard.postgres.pool import Database
 from shard.vocabulary import RETENTIONS_MAX
 
-# Few, because a lookup by id reads every partition since the id was made, also those of future days: a clock that was
-# ahead may have filled them. Routers make partitions every hour, and `finish` makes one that is missing.
-DAYS_AHEAD = 3
+# No more, because a lookup by id reads every partition since the id was made, also those of future days: a clock that
+# was ahead may have filled them. Routers make partitions every hour, and `finish` makes one that is missing.
+DAYS_AHEAD = 1
 # The advisory lock of sessions that make partitions. Any number, but the same everywhere.
 LOCK = 0x77696E64_70617274
 

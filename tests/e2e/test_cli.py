@@ -242,8 +242,8 @@ def steady(text: str) -> str:
     text = re.sub(r"\b1\d\.\d+ +(\d+|…)", "VERSIONS", text)
     # The counts of `windrow doctor`.
     text = re.sub(r"^postgres 1\d.* connections$", "SERVER", text, flags=re.MULTILINE)
-    # Days of finished jobs: four, or five until three o'clock.
-    text = re.sub(r"\([45] partitions\)", "(DAYS)", text)
+    # Days of finished jobs: two, or three until three o'clock.
+    text = re.sub(r"\([23] partitions\)", "(DAYS)", text)
     text = re.sub(r"^ *(?:\d+ )?(\w+( \(DAYS\))?) .*\b[kM]B\b.*$", r"\1 SIZES", text, flags=re.MULTILINE)
     return re.sub(r" +", " ", text)
 

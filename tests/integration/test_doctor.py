@@ -102,7 +102,7 @@ def test_a_new_shard_has_nothing_to_be_warned_of(ward: Ward) -> None:
     _, document = ward.examine()
     assert {one["severity"] for one in document["findings"]} <= {"notice"}
     assert {"job", "dead", "tally"} <= {table["table"] for table in document["tables"]}
-    assert sum(table["partition_of"] == "finished" for table in document["tables"]) == 5
+    assert sum(table["partition_of"] == "finished" for table in document["tables"]) == 3
     assert [index["index"] for index in document["indexes"]] == [
         *("job_expires", "job_id", "job_live_key", "job_ready")
     ]
@@ -241,7 +241,7 @@ def test_days_without_a_partition_are_given_one(ward: Ward) -> None:
     ward.paste(finding)
     assert not ward.findings("partition")
     _, document = ward.examine()
-    assert sum(table["partition_of"] == "finished" for table in document["tables"]) == 5
+    assert sum(table["partition_of"] == "finished" for table in document["tables"]) == 3
 
 
 def test_a_retention_without_a_partition_is_given_one_with_its_days(ward: Ward) -> None:
