@@ -22,6 +22,7 @@ from shard.history.org_policies import Policy
 from shard.placement import catalog as catalogs
 from shard.placement import identity
 from shard.placement.cluster_file import Cluster, ShardEntry
+from shard.postgres import partitions
 from shard.postgres.leader_lock import ARCHIVER, leader_session
 from shard.postgres.pool import Database
 from shard.vocabulary import CATALOG, OrgId, ShardName
@@ -35,6 +36,21 @@ _LEAD_S_MAX = 300.0
 _LEAD_PAUSE_S = 0.5
 _BEGIN_TRIES = 20
 _BEGIN_PAUSE_S = 0.25
+
+
+async def keep(cluster: Cluster, org: OrgId, *, days: int | None) -> tuple[Policy, Mapping[ShardName, ShardError]]:
+    """Sets the retention of an org's finished jobs; None: the default. Returns the same as `change`. Raises
+    TooManyRetentions if a shard has no room for one more; nothing was changed then."""
+
+    async def admit(entry: ShardEntry, retention: int) -> None:
+        # A shard that is away is not asked: it gets the policy later, and then has one retention more than it should.
+        with contextlib.suppress(ShardUnavailable):
+            async with opened(entry.name, entry.dsn) as shard:
+                await partitions.refuse_another(shard, retention)
+
+    if days is not None:
+        await asyncio.gather(*(admit(entry, days) for entry in cluster.shards if entry.state.takes_changes))
+    return await change(cluster, lambda catalog: org_policies.set_retention(catalog, org, days=days))
 
 
 async def change(

@@ -63,7 +63,7 @@ Retention: TypeAlias = Annotated[
         parser=values.retention,
         metavar="DURATION",
         show_default=False,
-        help="How long finished jobs are kept: none, 1d, 7d, 30d, 90d, 365d or 7y.",
+        help="How long finished jobs are kept: none, a number of days (14d, at most 3650d), or 7y.",
     ),
 ]
 Config: TypeAlias = Annotated[

@@ -20,12 +20,13 @@ from cli.layout import App
 from cli.output import Column
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Callable, Coroutine, Mapping
 
     from archiver.orgs import Receipt
+    from shard.errors import ShardError
     from shard.history.org_policies import Policy
-    from shard.postgres.pool import Database
-    from shard.vocabulary import Micros, OrgId
+    from shard.placement.cluster_file import Cluster
+    from shard.vocabulary import Micros, OrgId, ShardName
 
 _PLACES = ("live", "dead", "finished", "cold", "dedup_keys", "past_ids")
 
@@ -78,9 +79,9 @@ def keep(
 
     It applies to jobs that finish from now on. With --past it applies also to finished jobs, each by the current
     setting of its queue. Exit codes: 3 if a shard cannot be reached (it gets the change before anything is dropped
-    there); 5 if an archiver is running and does not end.
+    there); 5 if a shard has 32 other retentions, or if an archiver is running and does not end.
     """
-    from shard.history import org_policies
+    from archiver import orgs
 
     if retention is not None and default:
         raise CommandFailed("give either --retention or --default, not both", ExitCode.USAGE)
@@ -88,7 +89,7 @@ def keep(
         raise CommandFailed("give --retention DURATION, --default or --past", ExitCode.USAGE)
     name = options.org_id(org)
     if default or retention is not None:
-        _change(config, lambda catalog: org_policies.set_retention(catalog, name, days=retention), as_json=as_json)
+        _change(config, lambda cluster: orgs.keep(cluster, name, days=retention), as_json=as_json)
     if past:
         _apply_to_past(config, name, as_json=as_json)
 
@@ -107,12 +108,17 @@ def hold(
     Jobs run as before. When a day's retention ends, the held org's jobs are set aside and the other orgs' jobs are
     dropped. Exit codes: 3 if a shard cannot be reached, where a drop may be under way; 5 if the org is held already.
     """
+    from archiver import orgs
     from shard.history import org_policies
 
     if not reason.strip() or len(reason) > 500:
         raise CommandFailed(f"--reason {reason!r}: must be a text of 1 to 500 characters", ExitCode.USAGE)
     name = options.org_id(org)
-    _change(config, lambda catalog: org_policies.hold(catalog, name, reason=reason), as_json=as_json)
+    _change(
+        config,
+        lambda cluster: orgs.change(cluster, lambda catalog: org_policies.hold(catalog, name, reason=reason)),
+        as_json=as_json,
+    )
 
 
 @app.command()
@@ -122,10 +128,16 @@ def release(org: options.Org, config: options.Config, as_json: options.Json = Fa
     Exit codes: 3 if a shard cannot be reached (it gets the change before anything is dropped there); 4 if the org is
     not held.
     """
+    from archiver import orgs
     from shard.history import org_policies
 
     name = options.org_id(org)
-    _change(config, lambda catalog: org_policies.release(catalog, name), as_json=as_json, done="released; ")
+    _change(
+        config,
+        lambda cluster: orgs.change(cluster, lambda catalog: org_policies.release(catalog, name)),
+        as_json=as_json,
+        done="released; ",
+    )
 
 
 @app.command()
@@ -178,11 +190,15 @@ def _confirm(org: str) -> None:
         raise CommandFailed("that is not its name; nothing was erased", ExitCode.REFUSED)
 
 
-def _change(config: Path, decide: Callable[[Database], Awaitable[Policy]], *, as_json: bool, done: str = "") -> None:
+def _change(
+    config: Path,
+    change: Callable[[Cluster], Coroutine[object, object, tuple[Policy, Mapping[ShardName, ShardError]]]],
+    *,
+    as_json: bool,
+    done: str = "",
+) -> None:
     """Changes an org's policy and says what it is now, after what was done."""
-    from archiver import orgs
-
-    policy, behind = databases.asked(orgs.change(databases.read(config), decide))
+    policy, behind = databases.asked(change(databases.read(config)))
     if as_json:
         output.say_json([_json(policy)])
     else:

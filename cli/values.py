@@ -14,11 +14,14 @@ from datetime import datetime, timedelta
 
 import typer
 
+from shard.vocabulary import RETENTION_MAX
+
 _UNITS_US = {"us": 1, "ms": 1000, "s": 10**6, "m": 60 * 10**6, "h": 3600 * 10**6, "d": 86_400 * 10**6}
 _PART = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s|m|h|d)")
 _DURATION = re.compile(rf"(?:{_PART.pattern})+")
 _ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
-_RETENTIONS = {"none": 0, "1d": 1, "7d": 7, "30d": 30, "90d": 90, "365d": 365, "7y": 2557}
+_DAYS = re.compile(r"([0-9]{1,4})d")
+_RETENTIONS = {"none": 0, "7y": 2557}
 _FACTOR = re.compile(r"([x~])(\d+(?:\.\d+)?)")
 
 
@@ -60,9 +63,15 @@ def retention(value: str | int) -> int:
     """Parses a retention. Returns its number of days."""
     if isinstance(value, int):
         return value
-    if value not in _RETENTIONS:
-        raise typer.BadParameter(f"{value!r} is not a retention: write {', '.join(_RETENTIONS)}")
-    return _RETENTIONS[value]
+    if value in _RETENTIONS:
+        return _RETENTIONS[value]
+    found = _DAYS.fullmatch(value)
+    if found is None or int(found[1]) > RETENTION_MAX:
+        raise typer.BadParameter(
+            f"{value!r} is not a retention: write a whole number of days up to {RETENTION_MAX}d, such as 14d, or "
+            f"{' or '.join(_RETENTIONS)}"
+        )
+    return int(found[1])
 
 
 def retention_text(days: int) -> str:

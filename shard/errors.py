@@ -15,6 +15,7 @@ ShardError
 ├── QueueExists           update the queue instead
 ├── QueueNotEmpty         purge the queue first
 ├── TooManyQueues         use queues that the org has
+├── TooManyRetentions     use a retention that the shard has
 ├── UnknownShard          name a shard that ListShards lists
 ├── SlotMoves             pin the org when its slot no longer moves
 ├── NotPinned             nothing to do: the org lives on the shard of its hash slot
@@ -32,7 +33,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 
-from shard.vocabulary import CATALOG, Micros, OrgId, QueueName, ShardName, Slot
+from shard.vocabulary import CATALOG, RETENTIONS_MAX, Micros, OrgId, QueueName, ShardName, Slot
 
 _YEAR_10000_S = 253_402_300_800
 
@@ -162,6 +163,16 @@ class TooManyQueues(ShardError):
             f"for {min(queues)!r}{more}: use those it has, and distinguish jobs by kind and attributes"
         )
         self.queues = queues
+
+
+class TooManyRetentions(ShardError):
+    """The shard has no room for one more retention; nothing was changed. `present`: those it has."""
+
+    def __init__(self, shard: ShardName, retention: int, present: Sequence[int]) -> None:
+        super().__init__(
+            f"shard {shard!r} has {len(present)} different retentions, and at most {RETENTIONS_MAX} may be set, so it "
+            f"has no room for {retention} days: use one of {', '.join(map(str, present))} days"
+        )
 
 
 class UnknownShard(ShardError):

@@ -24,8 +24,12 @@ CATALOG = ShardName("catalog")
 PRIORITIES = range(1, 10)
 PRIORITY_DEFAULT = 5
 MAX_ATTEMPTS_DEFAULT = 20
-# In days.
+# In days. 0: finished jobs are dropped when their day has turned cold.
 RETENTION_DEFAULT = 30
+RETENTION_MAX = 3650
+# To how many different retentions the queues and orgs of one shard may be set. An enqueue looks for its ids in each hot
+# day of each retention.
+RETENTIONS_MAX = 32
 
 
 class JobState(enum.Enum):

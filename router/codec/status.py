@@ -36,6 +36,7 @@ CODES: dict[reasons.ErrorReason.ValueType, int] = {
     reasons.ERROR_REASON_QUEUE_EXISTS: code_pb2.ALREADY_EXISTS,
     reasons.ERROR_REASON_QUEUE_NOT_EMPTY: code_pb2.FAILED_PRECONDITION,
     reasons.ERROR_REASON_TOO_MANY_QUEUES: RESOURCE_EXHAUSTED,
+    reasons.ERROR_REASON_TOO_MANY_RETENTIONS: RESOURCE_EXHAUSTED,
     reasons.ERROR_REASON_SHARD_NOT_FOUND: code_pb2.NOT_FOUND,
     reasons.ERROR_REASON_SHARD_UNAVAILABLE: code_pb2.UNAVAILABLE,
     reasons.ERROR_REASON_DISK_FULL: code_pb2.UNAVAILABLE,
@@ -176,6 +177,8 @@ def status_of(error: BaseException) -> status_pb2.Status:
             return _status(reasons.ERROR_REASON_QUEUE_NOT_EMPTY, str(error))
         case errors.TooManyQueues():
             return _status(reasons.ERROR_REASON_TOO_MANY_QUEUES, str(error))
+        case errors.TooManyRetentions():
+            return _status(reasons.ERROR_REASON_TOO_MANY_RETENTIONS, str(error))
         case errors.UnknownShard():
             return _status(reasons.ERROR_REASON_SHARD_NOT_FOUND, str(error))
         case errors.BadPageToken():

@@ -135,7 +135,7 @@ class QueueAdmin:
         self, org: OrgId, queue: QueueName, settings: QueueSettings, *, epoch: int = FIRST_EPOCH
     ) -> QueueRecord:
         """Creates a queue. `epoch` has the same meaning as for `alter_queue`. Raises QueueExists, TooManyQueues,
-        NotOwned."""
+        TooManyRetentions, NotOwned."""
         self._clock.check()
         existing = await self._database.run(statements.GET_QUEUE, {"org": org, "queue": queue})
         # Refuse before creating it, too: otherwise the queue would exist here, and a repeated call on the slot's new
@@ -143,6 +143,8 @@ class QueueAdmin:
         await self._refuse_unowned(org, epoch)
         if existing:
             raise QueueExists(org, queue)
+        if settings.retention_days is not None:
+            await partitions.refuse_another(self._database, settings.retention_days)
         if not await self._queue_ids.make([(org, queue)]):
             raise TooManyQueues(self.name, org, [queue], queues_max=QUEUES_MAX)
         return await self.alter_queue(org, queue, settings, epoch=epoch)
@@ -160,8 +162,10 @@ class QueueAdmin:
         """Changes the settings that are not None, and puts back to the default what `reset` names. `epoch` is that of
         the placement by which this shard is the org's writer. With `draining`, this shard is the source of the move
         under way: `epoch` is that of the move, and the change is made here after the target. Raises UnknownQueue,
-        NotOwned."""
+        TooManyRetentions, NotOwned."""
         self._clock.check()
+        if settings.retention_days is not None and not draining:
+            await partitions.refuse_another(self._database, settings.retention_days)
         rows = await self._database.run(
             statements.ALTER_QUEUE,
             {

@@ -349,7 +349,7 @@ def judge_partitions(missing: Sequence[MissingPartition]) -> Iterator[Finding]:
     yield Finding(
         severity=Severity.NOTICE if len(missing) == 1 else Severity.WARNING,
         about="partition",
-        what=f"{len(missing)} of the days around today have no partition of finished jobs: {names}",
-        why="routers create them ahead, every hour, so none has run; the first ack of such a day creates its partition",
+        what=f"{len(missing)} partition(s) of finished jobs for the days around today are missing: {names}",
+        why="routers create them ahead, every hour, so none has run; the first ack that needs one creates it",
         fix="\n".join(partitions.making(*partition).as_string(None) for partition in missing),
     )

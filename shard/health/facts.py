@@ -160,8 +160,9 @@ class MissingPartition(NamedTuple):
 
     name: str
     retention: int
-    first: str
-    past: str
+    # None: the partition of the whole retention.
+    first: str | None
+    past: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

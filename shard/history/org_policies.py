@@ -25,9 +25,6 @@ from shard.vocabulary import Micros, OrgId
 
 _log = logging.getLogger(__name__)
 
-# In days. 0: finished jobs are dropped when their day has turned cold.
-RETENTIONS = (0, 1, 7, 30, 90, 365, 2557)
-RETENTION_BY_DEFAULT = 30
 # Advisory locks. Any numbers will do, but they must be the same in every release.
 _CHANGES_LOCK = 0x77696E64_706F6C63
 _HOLDS_LOCK = 0x77696E64_686F6C64

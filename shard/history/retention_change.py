@@ -30,6 +30,8 @@ async def apply(database: Database, org: OrgId, retentions: Mapping[QueueName, i
     jobs that is a change. If it is interrupted, call it again. Raises ShardUnavailable."""
     parameters = {"org": org, "queues": arrays.names(retentions), "days": arrays.numbers(retentions.values())}
     jobs = 0
+    # This shard may have kept no job for so many days yet.
+    await partitions.make_retentions(database, retentions.values())
     for kind, statement in (("finished", statements.KEEP_FINISHED), ("cold", statements.KEEP_COLD)):
         for retention, day in await database.run(statements.FIND_KEPT_OTHERWISE, {**parameters, "kind": kind}):
             async with database.transaction() as connection:

@@ -1,22 +1,25 @@
-"""The partitions of the table finished: one for each retention and UTC day, made ahead of time."""
+"""The partitions of the table finished: one for each retention, and in it one for each UTC day, made ahead of time. The
+table cold gets its partition of a retention at the same time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import psycopg
 from psycopg import sql
 
+from shard.errors import TooManyRetentions
 from shard.postgres import statements
 from shard.postgres.connection import Connection
 from shard.postgres.pool import Database
+from shard.vocabulary import RETENTIONS_MAX
 
-# Few, because a lookup by id reads every partition since the id was made, also those of future days: a clock that was
-# ahead may have filled them. Routers make partitions every hour, and `finish` makes one that is missing.
-DAYS_AHEAD = 3
+# No more, because a lookup by id reads every partition since the id was made, also those of future days: a clock that
+# was ahead may have filled them. Routers make partitions every hour, and `finish` makes one that is missing.
+DAYS_AHEAD = 1
 # The advisory lock of sessions that make partitions. Any number, but the same everywhere.
-_LOCK = 0x77696E64_70617274
+LOCK = 0x77696E64_70617274
 
 
 async def make_ahead(database: Database) -> int:
@@ -24,7 +27,7 @@ async def make_ahead(database: Database) -> int:
     made."""
     made = 0
     async with database.transaction() as connection:
-        await connection.execute(statements.LOCK_EXCLUSIVE, {"lock": _LOCK})
+        await connection.execute(statements.LOCK_EXCLUSIVE, {"lock": LOCK})
         cursor = await connection.execute(statements.FIND_MISSING_PARTITIONS, {"days_ahead": DAYS_AHEAD})
         for name, retention, first, past in await cursor.fetchall():
             await make(connection, name, retention, first, past)
@@ -32,15 +35,44 @@ async def make_ahead(database: Database) -> int:
     return made
 
 
-async def make(connection: Connection, name: str, retention: int, first: str, past: str) -> None:
-    """Makes a partition for the days from `first` to before `past`. Enqueues and acks are not blocked."""
+async def refuse_another(database: Database, retention: int) -> None:
+    """Raises TooManyRetentions if the shard has no room for jobs with this retention."""
+    present = [days for (days,) in await database.run(statements.READ_RETENTIONS, {})]
+    if retention not in present and len(present) >= RETENTIONS_MAX:
+        raise TooManyRetentions(database.name, retention, present)
+
+
+async def make_retentions(database: Database, retentions: Iterable[int]) -> None:
+    """Makes the partitions of these retentions, without those of their days, unless they exist."""
+    async with database.transaction() as connection:
+        await connection.execute(statements.LOCK_EXCLUSIVE, {"lock": LOCK})
+        for retention in sorted({*retentions}):
+            name = f"finished_{retention}"
+            ((exists,),) = await connection.run(
+                b"SELECT to_regclass(%(name)s) IS NOT NULL", {"name": f"windrow.{name}"}
+            )
+            if not exists:
+                await make(connection, name, retention, None, None)
+
+
+async def make(connection: Connection, name: str, retention: int, first: str | None, past: str | None) -> None:
+    """Makes a partition for the days from `first` to before `past`; if they are None, that of the whole retention.
+    Enqueues and acks are not blocked."""
     await connection.execute(making(name, retention, first, past), prepare=False)
 
 
-def making(name: str, retention: int, first: str, past: str) -> sql.Composed:
+def making(name: str, retention: int, first: str | None, past: str | None) -> sql.Composed:
     """Returns the statements that make a partition as a separate table and then attach it. To attach a table does not
     block enqueues and acks; CREATE … PARTITION OF would. The bounds are also a CHECK constraint, so that the partition
     need not be read when it turns cold."""
+    if first is None or past is None:
+        return sql.SQL("\n").join(
+            sql.SQL(
+                "CREATE TABLE {} (LIKE {} INCLUDING ALL) PARTITION BY RANGE (finished_at);\n"
+                "ALTER TABLE {} ATTACH PARTITION {} FOR VALUES IN ({});"
+            ).format(table(of_retention), table(parent), table(parent), table(of_retention), retention)
+            for parent, of_retention in (("finished", name), ("cold", f"cold_{retention}"))
+        )
     return sql.SQL(
         "CREATE TABLE {} (LIKE windrow.finished INCLUDING ALL);\n{};\nALTER TABLE {} ATTACH PARTITION {} {};"
     ).format(
@@ -74,8 +106,8 @@ def _midnight(day: str) -> sql.Literal:
 
 
 async def finish(database: Database, statement: bytes, parameters: Mapping[str, object]) -> list[Any]:
-    """Runs a statement that moves jobs to the table finished. If the day's partition is missing, makes the partitions
-    and runs the statement again. Returns its rows."""
+    """Runs a statement that moves jobs to the table finished. If the partition of the retention or of the day is
+    missing, makes the partitions and runs the statement again. Returns its rows."""
     try:
         return await database.run(statement, parameters)
     except psycopg.errors.CheckViolation as error:

@@ -24,6 +24,7 @@ CLAIM_IDENTITY = _load("claim_identity")
 READ_IDENTITY = _load("read_identity")
 PROBE_DISK = _load("probe_disk")
 FIND_MISSING_PARTITIONS = _load("find_missing_partitions")
+READ_RETENTIONS = _load("read_retentions")
 
 TRY_LEADER_LOCK = _load("try_leader_lock")
 READ_LEADER = _load("read_leader")

@@ -207,8 +207,8 @@ def steady(text: str) -> str:
     text = re.sub(r"\b1\d\.\d+ +(\d+|…)", "VERSIONS", text)
     # The counts of `windrow doctor`.
     text = re.sub(r"^postgres 1\d.* connections$", "SERVER", text, flags=re.MULTILINE)
-    # Days of finished jobs: four, or five until three o'clock.
-    text = re.sub(r"\([45] partitions\)", "(DAYS)", text)
+    # Days of finished jobs: two, or three until three o'clock.
+    text = re.sub(r"\([23] partitions\)", "(DAYS)", text)
     text = re.sub(r"^ *(?:\d+ )?(\w+( \(DAYS\))?) .*\b[kM]B\b.*$", r"\1 SIZES", text, flags=re.MULTILINE)
     return re.sub(r" +", " ", text)
 
@@ -909,6 +909,10 @@ def test_where_no_router_is_every_command_says_so(windrow: Windrow) -> None:
         (["enqueue", "a", "q", "k", "--file", "/nope"], 2, "'/nope': No such file"),
         (["enqueue", "a", "q", "k", "--lines", "--dedup-key", "x"], 2, "all lines would be the same job"),
         (["enqueue", "a", "q", "k", "--retry", "1h..1s..2s"], 2, "'1h..1s..2s' is not a retry policy"),
+        (["queues", "create", "a", "q", "--retention", "0.5d"], 2, "'0.5d' is not a retention: write a whole number"),
+        (["queues", "create", "a", "q", "--retention", "-1d"], 2, "'-1d' is not a retention"),
+        (["queues", "create", "a", "q", "--retention", "4000d"], 2, "'4000d' is not a retention"),
+        (["queues", "update", "a", "q", "--retention", "14"], 2, "'14' is not a retention"),
         (["enqueue", "a", "q", "k", "--retry", "foo"], 2, "'foo' is not a retry policy"),
         (["enqueue", "a", "q", "k", "--retry", "1h..1s"], 2, "'1h..1s' ends with a shorter delay"),
         (["enqueue", "a", "q", "k", "--retry", "1s..1h,x900"], 2, "--retry: must be 1 to 100, not 900.0"),

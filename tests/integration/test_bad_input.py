@@ -421,6 +421,8 @@ def admin_cases() -> Iterator[Bad]:
         make, fields = requests[rpc]
         for why, number in {**NUMBERS_BELOW_0, "zero": 0, "above 1,000": 1001}.items():
             yield Bad(rpc, "config.max_attempts", why, make(**{**fields, "config": {"max_attempts": number}}))
+        for why, days in {"negative": -1, "too many": 3651}.items():
+            yield Bad(rpc, "config.retention_days", why, make(**{**fields, "config": {"retention_days": days}}))
         for why, (path, policy) in RETRIES.items():
             yield Bad(rpc, f"config.retry{path}", why, make(**{**fields, "config": {"retry": policy}}))
     update, config = admin_pb2.UpdateQueueRequest, admin_pb2.QueueConfig(max_attempts=3)

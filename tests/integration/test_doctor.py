@@ -102,7 +102,7 @@ def test_a_new_shard_has_nothing_to_be_warned_of(ward: Ward) -> None:
     _, document = ward.examine()
     assert {one["severity"] for one in document["findings"]} <= {"notice"}
     assert {"job", "dead", "tally"} <= {table["table"] for table in document["tables"]}
-    assert sum(table["partition_of"] == "finished" for table in document["tables"]) == 5
+    assert sum(table["partition_of"] == "finished" for table in document["tables"]) == 3
     assert [index["index"] for index in document["indexes"]] == [
         *("job_expires", "job_id", "job_live_key", "job_ready")
     ]
@@ -241,7 +241,20 @@ def test_days_without_a_partition_are_given_one(ward: Ward) -> None:
     ward.paste(finding)
     assert not ward.findings("partition")
     _, document = ward.examine()
-    assert sum(table["partition_of"] == "finished" for table in document["tables"]) == 5
+    assert sum(table["partition_of"] == "finished" for table in document["tables"]) == 3
+
+
+def test_a_retention_without_a_partition_is_given_one_with_its_days(ward: Ward) -> None:
+    ward.make_ill(
+        "INSERT INTO windrow.queue_name (queue) VALUES ('mail')",
+        "INSERT INTO windrow.org (org, slot) VALUES ('acme', 7)",
+        "INSERT INTO windrow.queue (name_id, org_id, org, queue, slot, retention) "
+        "SELECT n.name_id, o.org_id, o.org, n.queue, 7, 14 FROM windrow.queue_name n, windrow.org o",
+    )
+    (finding,) = ward.findings("partition")
+    assert "finished_14, finished_14_2" in finding["finding"]
+    ward.paste(finding)
+    assert not ward.findings("partition")
 
 
 def test_a_table_with_many_rows_that_was_never_analyzed_is(ward: Ward) -> None:

@@ -607,6 +607,15 @@ async def test_a_router_that_does_not_know_of_the_move_is_refused_by_both(pair: 
 # Configuration
 
 
+async def test_a_moved_queues_retention_is_kept_on_a_shard_that_has_never_seen_it(pair: Pair, org: OrgId) -> None:
+    await pair.books[A].create_queue(org, QUEUE, QueueSettings(retention_days=14))
+    await pair.store(A).enqueue(some_jobs(org, 1))
+    await pair.move([org], target=B)
+    _, lease = await lease_one(pair, B, org, QUEUE)
+    assert await pair.store(B).settle(Settlement.ack(org, [lease])) == [Answer.OK]
+    assert await pair.databases[B].run(b"SELECT retention FROM windrow.finished", {}) == [(14,)]
+
+
 async def test_a_column_of_a_queue_is_a_setting_or_is_named_here(pair: Pair) -> None:
     rows = await pair.databases[A].run(
         b"SELECT attname FROM pg_attribute WHERE attrelid = 'windrow.queue'::regclass AND attnum > 0", {}

@@ -15,7 +15,7 @@ from pyarrow import parquet  # type: ignore[import-untyped]
 from archiver import orgs, service
 from archiver.run import Pass
 from shard.admin.queue_admin import QueueAdmin
-from shard.errors import LegallyHeld, NotHeld, OrgMoves, ShardUnavailable
+from shard.errors import LegallyHeld, NotHeld, OrgMoves, ShardUnavailable, TooManyRetentions
 from shard.history import erasure, org_policies
 from shard.history.days import days_over, days_past, drop, turn_cold
 from shard.placement import pins, statements
@@ -58,10 +58,7 @@ async def pass_once(field: Field, shard: ShardName = A) -> Pass:
 
 
 async def keep(field: Field, org: OrgId, days: int | None) -> None:
-    assert await orgs.change(field.cluster, lambda catalog: org_policies.set_retention(catalog, org, days=days)) == (
-        org_policies.Policy(org, days),
-        {},
-    )
+    assert await orgs.keep(field.cluster, org, days=days) == (org_policies.Policy(org, days), {})
 
 
 async def hold(field: Field, org: OrgId) -> None:
@@ -180,6 +177,37 @@ async def test_what_has_finished_is_kept_as_its_queues_say_now_by_command_hot_or
     await orgs.apply_to_past(field.cluster, org, say=print)
     assert [aged.jobs for aged in (await pass_once(field)).dropped] == [3]
     await assert_balanced(database)
+
+
+async def test_any_number_of_days_is_applied_to_jobs_on_a_shard_that_has_never_seen_it(
+    field: Field, org: OrgId
+) -> None:
+    database = field.databases[A]
+    await finish_some(database, org, 2)
+    await age_finished(database, org, days=5)
+    await pass_once(field)
+    await finish_some(database, org, 1)
+    await orgs.keep(field.cluster, org, days=14)
+    assert await orgs.apply_to_past(field.cluster, org, say=print) == 3
+    assert await retentions(database, org) == [("cold", 14), ("cold", 14), ("finished", 14)]
+    await finish_some(database, org, 1)
+    assert (await retentions(database, org))[2:] == [("finished", 14)] * 2
+    await assert_balanced(database)
+
+
+async def test_an_orgs_retention_for_which_one_shard_has_no_room_changes_nothing_anywhere(
+    field: Field, org: OrgId, other_org: OrgId
+) -> None:
+    for days in range(100, 125):
+        await keep(field, OrgId(f"{org}-{days}"), days)
+    before = await orgs.read(field.cluster)
+    with pytest.raises(TooManyRetentions, match=r"has 32 different retentions.* no room for 14 days"):
+        await orgs.keep(field.cluster, org, days=14)
+    assert await orgs.read(field.cluster) == before
+    # A retention that is in use, and the default, are taken.
+    policy, behind = await orgs.keep(field.cluster, org, days=100)
+    assert (policy.retention, behind) == (100, {})
+    assert (await orgs.keep(field.cluster, org, days=None))[0].retention is None
 
 
 # ── Legal hold ───────────────────────────────────────────────────────────────────────────────────────────────────────

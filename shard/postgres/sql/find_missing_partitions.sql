@@ -1,13 +1,19 @@
--- Finds the missing partitions of the table finished: one for each retention in use and each UTC day from yesterday on.
--- Returns the partition's name, its retention, its day, and the day after. Days that have turned cold need no
--- partition; today and later days do even then, because the clock may have been set back.
+-- Finds the missing partitions of the table finished: one for each retention in use, and in it one for each UTC day from
+-- yesterday on. Returns the partition's name, its retention, its day, and the day after; no days for the partition of a
+-- retention, which comes before those of its days. Days that have turned cold need no partition; today and later days do
+-- even then, because the clock may have been set back.
+WITH kept AS (
+    SELECT coalesce(q.kept, {{retention_default}}) AS retention FROM windrow.queue q UNION SELECT {{retention_default}}
+)
 SELECT p.name, p.retention, to_char(p.day, 'YYYY-MM-DD'), to_char(p.day + 1, 'YYYY-MM-DD')
 FROM (
-    SELECT 'finished_' || kept.retention || '_' || to_char(days.day, 'YYYYMMDD') AS name, kept.retention, days.day
-    FROM (SELECT DISTINCT coalesce(q.kept, {{retention_default}}) AS retention FROM windrow.queue q UNION SELECT {{retention_default}}) kept
+    SELECT 'finished_' || kept.retention AS name, kept.retention, NULL::date AS day FROM kept
+    UNION ALL
+    SELECT 'finished_' || kept.retention || '_' || to_char(days.day, 'YYYYMMDD'), kept.retention, days.day
+    FROM kept
     CROSS JOIN generate_series(-1, %(days_ahead)s) AS n
     CROSS JOIN LATERAL (SELECT (now() AT TIME ZONE 'UTC')::date + n::integer AS day) days
     WHERE n >= 0 OR days.day + 1 > (SELECT a.until AT TIME ZONE 'UTC' FROM windrow.archive a)
 ) p
 WHERE to_regclass('windrow.' || p.name) IS NULL
-ORDER BY p.name
+ORDER BY p.retention, p.day NULLS FIRST

@@ -75,8 +75,9 @@ class QueueConfig(_message.Message):
     max_attempts: _builtins.int
     """For jobs without a value of their own. 1 to 1,000; absent: 20."""
     retention_days: _builtins.int
-    """How many days finished jobs are kept: 0, 1, 7, 30, 90, 365 or 2557 (seven years); absent: the org's retention, or
-    30 if the operators have set none. A change applies to jobs that finish after it.
+    """How many days finished jobs are kept: 0 to 3,650; absent: the org's retention, or 30 if the operators have set none.
+    A change applies to jobs that finish after it. A shard takes at most 32 different retentions
+    (ERROR_REASON_TOO_MANY_RETENTIONS), of which it has 0, 1, 7, 30, 90, 365 and 2557 from the start.
     """
     @_builtins.property
     def retry(self) -> _job_pb2.RetryPolicy:

@@ -54,6 +54,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """RESOURCE_EXHAUSTED without RetryInfo. The org would have more queues than one org may have on a shard. Deleted ones
     count too.
     """
+    ERROR_REASON_TOO_MANY_RETENTIONS: _ErrorReason.ValueType  # 23
+    """RESOURCE_EXHAUSTED without RetryInfo. The shard has 32 different retentions, and the request names another one. The
+    message names those that it has. Nothing was done.
+    """
     ERROR_REASON_SHARD_NOT_FOUND: _ErrorReason.ValueType  # 9
     """NOT_FOUND. The cluster has no shard of this name."""
     ERROR_REASON_SHARD_UNAVAILABLE: _ErrorReason.ValueType  # 10
@@ -123,6 +127,10 @@ ERROR_REASON_QUEUE_NOT_EMPTY: ErrorReason.ValueType  # 7
 ERROR_REASON_TOO_MANY_QUEUES: ErrorReason.ValueType  # 8
 """RESOURCE_EXHAUSTED without RetryInfo. The org would have more queues than one org may have on a shard. Deleted ones
 count too.
+"""
+ERROR_REASON_TOO_MANY_RETENTIONS: ErrorReason.ValueType  # 23
+"""RESOURCE_EXHAUSTED without RetryInfo. The shard has 32 different retentions, and the request names another one. The
+message names those that it has. Nothing was done.
 """
 ERROR_REASON_SHARD_NOT_FOUND: ErrorReason.ValueType  # 9
 """NOT_FOUND. The cluster has no shard of this name."""
