@@ -187,7 +187,8 @@ async def test_routers_mark_a_shard_that_they_change_and_no_other(
     async with opened(two(spare_dsn, backups.dsn)) as fleet:
         await up(fleet)
         member, org = fleet.member(B), org_on(fleet, B)
-        await until(lambda: confirmed_mark(spare_dsn) and not any(one.changed for one in member._databases))
+        databases = [one for name in (A, B) for one in fleet.member(name)._databases]
+        await until(lambda: confirmed_mark(spare_dsn) and not any(one.changed for one in databases))
         make, made = marks.make, list[Database]()
 
         async def record(shard: Database, *, apart_s: float) -> marks.Made | None:

@@ -34,7 +34,7 @@ from shard.placement.slots import slot_of
 from shard.postgres.pool import Database
 from shard.vocabulary import OrgId, ShardName
 from tests.jobs import job_id, job_message
-from tests.postgres import Server, frozen, kill
+from tests.postgres import EMPTY, Server, frozen, kill
 from tests.queues import fill_queues
 from tests.routers import (
     PATIENCE_S,
@@ -749,7 +749,7 @@ def test_a_catalog_of_another_cluster_is_refused_for_good(
 
 
 def test_a_cluster_file_whose_first_shard_changed_founds_no_second_catalog(postgres: Server, tmp_path: Path) -> None:
-    dsns = {shard: postgres.create(f"first_{shard}") for shard in ("s2", "s1")}
+    dsns = {shard: postgres.create(f"first_{shard}", template=EMPTY) for shard in ("s2", "s1")}
     with running_routers(write_cluster(tmp_path / "before.toml", {"s1": dsns["s1"]})):
         pass
     # Without [catalog] the catalog is in the first shard's database.
