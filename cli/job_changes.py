@@ -118,8 +118,9 @@ def alter(
         ),
     ] = None,
     priority: Annotated[
-        int, typer.Option("--priority", metavar="1-9", min=1, max=9, show_default=False, help="1 runs first, 9 last.")
-    ] = 0,
+        int | None,
+        typer.Option("--priority", metavar="1-9", min=1, max=9, show_default=False, help="1 runs first, 9 last."),
+    ] = None,
     attribute: Annotated[
         list[str] | None,
         typer.Option(
@@ -144,20 +145,19 @@ def alter(
 ) -> None:
     """Changes jobs that are scheduled or ready: when they run, their priority, their attributes.
 
-    Jobs are named by their ids, or by conditions, as for `windrow jobs cancel`. Jobs that are already as they shall be
-    are not counted, so a command that was interrupted can be repeated and goes on. With --delay, which counts from the
-    change, it would begin again: give --run-at.
+    Jobs are named by their ids, or by conditions, as for `windrow jobs cancel`. A command that was interrupted can be
+    repeated: it passes over jobs that are already changed. Only --delay postpones those again; --run-at does not.
 
     Exit code 1: a job named by its id is leased or dead, or has finished; 4: the org has no such job or queue. The
     other jobs are changed.
     """
     if delay is not None and run_at is not None:
         raise typer.BadParameter("give one of --delay and --run-at, not both", param_hint="'--run-at'")
-    if delay is None and run_at is None and not priority and not attribute:
+    if delay is None and run_at is None and priority is None and not attribute:
         hint = "'--delay' / '--run-at' / '--priority' / '--attribute'"
         raise typer.BadParameter("nothing is to be changed: give at least one of these", param_hint=hint)
     attributes = values.attributes(attribute) if attribute else None
-    altered: dict[str, Any] = {"priority": priority, "run_at": run_at, "delay": delay, "attributes": attributes}
+    altered: dict[str, Any] = {"priority": priority or 0, "run_at": run_at, "delay": delay, "attributes": attributes}
     change = _Change(
         verb="change",
         done="changed",
@@ -203,6 +203,9 @@ def redrive(
             help="Only jobs that died before TIME.",
         ),
     ] = None,
+    not_killed: Annotated[
+        bool, typer.Option("--not-killed", help="Leave out jobs whose last attempt failed permanently.")
+    ] = False,
     limit: options.Limit = None,
     dry_run: DryRun = False,
     yes: options.Yes = False,
@@ -230,6 +233,8 @@ def redrive(
         by_filter=lambda client: client.redrive_where,
     )
     conditions = _conditions(queue, kind, where, None, made_after, made_before, died_after, died_before)
+    if not_killed:
+        conditions["not_killed"] = True
     how = _How(limit=limit, dry_run=dry_run, yes=yes, as_json=as_json, address=address, timeout=timeout)
     _carry_out(change, org, ids, conditions, how)
 
@@ -375,14 +380,15 @@ def _carry_out(change: _Change, org: str, ids: Sequence[str] | None, conditions:
     from cli.calls import connect_client
     from windrow import JobFilter, JobState
 
-    # They narrow the other conditions, and are none alone.
-    states = conditions.pop("states", ())
+    # These narrow the other conditions, and are none alone.
+    states, not_killed = conditions.pop("states", ()), conditions.pop("not_killed", False)
     if bool(ids) == bool(conditions):
         raise typer.BadParameter(
             "give job ids, or conditions such as --where campaign=42, and not both", param_hint="'ID'"
         )
     if ids:
-        for option, given in (("--state", states), ("--limit", how.limit), ("--dry-run", how.dry_run)):
+        narrower = {"--state": states, "--not-killed": not_killed, "--limit": how.limit, "--dry-run": how.dry_run}
+        for option, given in narrower.items():
             if given:
                 raise typer.BadParameter(
                     "it belongs to conditions such as --queue, not to ids", param_hint=f"'{option}'"

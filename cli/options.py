@@ -114,7 +114,7 @@ MadeBefore: TypeAlias = Annotated[
 Limit: TypeAlias = Annotated[
     int | None, typer.Option("--limit", metavar="N", min=1, show_default="all", help="Change at most N jobs.")
 ]
-Yes: TypeAlias = Annotated[bool, typer.Option("--yes", "-y", help="Do not count and ask first.")]
+Yes: TypeAlias = Annotated[bool, typer.Option("--yes", "-y", help="Change them at once, without counting and asking.")]
 
 
 def org_id(text: str) -> OrgId:

@@ -646,6 +646,10 @@ def test_jobs_that_wait_are_altered_by_what_they_have_in_common(windrow: Windrow
         assert windrow(*alter, "--yes", "--json").documents == [{"changed": count, "skipped": 0}]
     after = windrow("jobs", "list", "several", "--json").documents
     assert {(job["attributes"]["n"], job["priority"]) for job in after} == {("0", 5), ("1", 1), ("2", 5)}
+    later = windrow("jobs", "alter", "several", "--where", "n=2", "--run-at", "2030-01-01T00:00:00Z", "--yes", "--json")
+    assert (later.code, later.documents) == (0, [{"changed": 1, "skipped": 0}])
+    nothing = windrow("jobs", "alter", "several", "--where", "n=2")
+    assert (nothing.code, "nothing is to be changed" in nothing.err) == (2, True)
 
 
 def test_a_watched_job_is_shown_until_its_end_and_then_its_result(running: Running, windrow: Windrow) -> None:

@@ -547,8 +547,18 @@ async def test_dead_jobs_that_meet_conditions_are_redriven(client: Client) -> No
     last = max(time for time in died_at if time is not None)
     assert await client.redrive_jobs([ids[0], uuid7()]) == [Answer.OK, Answer.NOT_FOUND]
     assert (await client.redrive_where(JobFilter(died_after=last + HOUR))).found == 0
+    assert (await client.redrive_where(JobFilter(queue="q", not_killed=True))).found == 0
     assert (await client.redrive_where(JobFilter(died_before=last + HOUR))).changed == 2
     assert {job.state for job in (await client.get_jobs(ids)).values()} == {JobState.READY}
+
+
+async def test_a_redrive_may_leave_out_the_jobs_that_were_killed(client: Client) -> None:
+    killed, spent = await client.enqueue_many([NewJob("q", "k", max_attempts=1) for _ in range(2)])
+    for job in await client.dequeue("q", max_jobs=2):
+        await client.nack(job, permanent=job.id == killed.id)
+    assert (await client.redrive_where(JobFilter(queue="q", not_killed=True))).changed == 1
+    jobs = await client.get_jobs([killed.id, spent.id])
+    assert (jobs[killed.id].state, jobs[spent.id].state) == (JobState.DEAD, JobState.READY)
 
 
 async def test_conditions_that_no_job_can_meet_are_refused_and_nothing_is_changed(client: Client) -> None:
@@ -557,6 +567,12 @@ async def test_conditions_that_no_job_can_meet_are_refused_and_nothing_is_change
         await client.alter_where(JobFilter(states=[JobState.LEASED]), priority=1)
     with pytest.raises(InvalidRequest, match=r"died_before: .* has no time zone"):
         JobFilter(died_before=datetime(2026, 1, 1))  # noqa: DTZ001
+    with pytest.raises(InvalidRequest, match="where: has no condition, which would mean every job of the org"):
+        await client.cancel_where(JobFilter(states=[JobState.READY]))
+    with pytest.raises(InvalidRequest, match=r"attributes\['n'\]: must be a text, not None"):
+        JobFilter(attributes={"n": None})  # type: ignore[dict-item]
+    with pytest.raises(InvalidRequest, match=r"state: must be one of JobState\.SCHEDULED, .*, not 'dead'"):
+        await client.list_jobs(state="dead")  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="limit: must be 1 or more, or None for all, not 0"):
         await client.cancel_where(JobFilter(queue="q"), limit=0)
     with pytest.raises(InvalidRequest, match="priority: must be set, unless"):

@@ -341,7 +341,8 @@ def _state(name: str, state: JobState) -> job_pb2.JobState.ValueType:
     try:
         return state_value(state)
     except KeyError as error:
-        raise invalid_argument(name, f"{state!r} is no state that a job can be in") from error
+        states = ", ".join(f"JobState.{one.name}" for one in JobState if one is not JobState.UNKNOWN)
+        raise invalid_argument(name, f"must be one of {states}, not {state!r}") from error
 
 
 def _set_time(field: Timestamp, name: str, time: datetime | None) -> None:

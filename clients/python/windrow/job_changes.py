@@ -48,8 +48,13 @@ class JobFilter:
     # Only dead jobs, by when they died: at or after the first, before the second.
     died_after: datetime | None = None
     died_before: datetime | None = None
+    # Only dead jobs whose last attempt did not fail permanently (Kill, or a nack that says so).
+    not_killed: bool = False
 
     def __post_init__(self) -> None:
+        for key, value in self.attributes.items():
+            if not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise invalid_argument(f"attributes[{key!r}]", f"must be a text, not {value!r}")
         for name in ("created_after", "created_before", "died_after", "died_before"):
             try:
                 if getattr(self, name) is not None:
@@ -57,7 +62,14 @@ class JobFilter:
             except (TypeError, ValueError) as error:
                 raise invalid_argument(name, error) from error
 
-    def died_in_time(self, job: JobRecord) -> bool:
+    @property
+    def is_empty(self) -> bool:
+        return self == JobFilter(states=self.states, not_killed=self.not_killed)
+
+    def allows(self, job: JobRecord) -> bool:
+        """Whether a job meets the conditions that ListJobs does not have."""
+        if self.not_killed and job.attempts and job.attempts[-1].failure and job.attempts[-1].failure.permanent:
+            return False
         if self.died_after is None and self.died_before is None:
             return True
         died_at = job.finished_at
@@ -147,7 +159,7 @@ class JobChanges(AdminCalls):
         on_progress: OnProgress | None = None,
     ) -> BulkChange:
         """Cancels the jobs that meet the conditions, at most `limit`, in small steps with pauses. A job that starts to
-        meet them meanwhile may be left out.
+        meet them meanwhile may be left out. At least one condition must be given besides `states` and `not_killed`.
 
         `dry_run`: only finds them. `on_progress` is called after each step. After an error call again: what is done
         stays done, and is not found again. Raises Unavailable if a shard of the org does not answer, and NotFound if
@@ -213,6 +225,8 @@ class JobChanges(AdminCalls):
         if not states <= possible:
             names = ", ".join(state.value for state in JobState if state in possible)
             raise invalid_argument("states", f"only jobs that are {names} can be changed so")
+        if where.is_empty:
+            raise invalid_argument("where", "has no condition, which would mean every job of the org: give one")
         if limit is not None and limit < 1:
             raise invalid_argument("limit", f"must be 1 or more, or None for all, not {limit}")
         so_far, token = BulkChange(), ""
@@ -232,7 +246,7 @@ class JobChanges(AdminCalls):
             if page.unavailable_shards:
                 shards = ", ".join(page.unavailable_shards)
                 raise Unavailable(f"org {self.org!r}: these shards did not list its jobs: {shards}")
-            jobs = [job for job in page.jobs if where.died_in_time(job) and needs_it(job)]
+            jobs = [job for job in page.jobs if where.allows(job) and needs_it(job)]
             jobs = jobs if limit is None else jobs[: limit - so_far.found]
             done = await act([job.id for job in jobs]) if jobs and not dry_run else []
             so_far = BulkChange(

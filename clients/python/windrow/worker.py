@@ -35,6 +35,8 @@ from windrow.unhandled import Unhandled
 from windrow.v1 import job_pb2, queue_pb2
 
 CONCURRENCY_MAX = 1000
+# The contract's limit for one stream.
+QUEUES_MAX = 64
 PREFETCH_MAX = 1000
 # Enough jobs to cover the round trip to the router when handlers take almost no time.
 _PREFETCH_MIN = 100
@@ -47,7 +49,7 @@ _FLUSH_S, _FLUSH_HURRIED_S = 5.0, 1.0
 
 
 class Worker:
-    """Runs handlers for the jobs of some queues.
+    """Runs handlers for the jobs of 1 to 64 queues.
 
         worker = Worker(client, ["emails"])
 
@@ -59,10 +61,10 @@ class Worker:
     Jobs arrive as they fall due, over one stream to one router. The worker asks only for as many as it has room for.
 
     - `concurrency` (1 to 1,000; default 10): how many handlers run at the same time.
-    - `prefetch` (0 to 1,000; default: concurrency, at least 100): how many jobs may wait in the worker beyond those
-      that run, so that handlers need not wait for jobs. The worker prefetches fewer jobs the longer handlers take, so
-      that a job waits for about 0.1 s. A job that has waited for a third of its window is released; that does not
-      count as an attempt.
+    - `prefetch` (0 to 1,000; default: 100 or concurrency, whichever is larger): how many jobs may wait in the worker
+      beyond those that run, so that handlers need not wait for jobs. The worker prefetches fewer jobs the longer
+      handlers take, so that a job waits for about 0.1 s. A job that has waited for a third of its window is released;
+      that does not count as an attempt.
     - `visibility_window` (100 ms to 12 h; default 30 s): the length of each lease. A lease is renewed after a third.
     - `name` (default host-pid-xxxx): the worker's name in the attempt history.
     - `grace` (s, or timedelta; default 20 s): how long running handlers may take to finish when the worker stops.
@@ -432,8 +434,8 @@ class Worker:
             log.warning("%s: stopped before every outcome was reported; those leases will expire", self.name)
 
     def _check(self) -> None:
-        if not self.queues:
-            raise InvalidRequest("a worker needs one queue or more")
+        if not 1 <= len(self.queues) <= QUEUES_MAX:
+            raise InvalidRequest(f"a worker needs 1 to {QUEUES_MAX} queues, not {len(self.queues)}")
         if not 1 <= self.concurrency <= CONCURRENCY_MAX:
             raise InvalidRequest(f"concurrency must be 1 to {CONCURRENCY_MAX:,}, not {self.concurrency}")
         if not 0 <= self.prefetch <= PREFETCH_MAX:
