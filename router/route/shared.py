@@ -25,6 +25,8 @@ class Shared(Generic[_KeyT, _T]):
         task = self._next.get(key)
         if task is None:
             task = self._next[key] = asyncio.create_task(self._run(key))
+            # If all callers have left, nobody else asks for its error, and asyncio would log that.
+            task.add_done_callback(_take_error)
         # A caller that leaves does not take the others' answer with it.
         return await asyncio.shield(task)
 
@@ -36,3 +38,8 @@ class Shared(Generic[_KeyT, _T]):
             return await self._ask(key)
         finally:
             del self._running[key]
+
+
+def _take_error(task: asyncio.Task[object]) -> None:
+    if not task.cancelled():
+        task.exception()

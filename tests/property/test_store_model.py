@@ -107,6 +107,13 @@ class Job:
         if self.lease is not None:
             self.end(Outcome.EXPIRED)
 
+    def cancel(self) -> None:
+        if self.state == "leased":
+            self.end(Outcome.CANCELLED)
+        elif self.state == "ready":
+            self.notice_expiry()
+        self.state, self.lease = "cancelled", None
+
 
 @dataclass(frozen=True)
 class Held:
@@ -653,7 +660,7 @@ class StoreMachine(RuleBasedStateMachine):
         for name in names:
             job = self.model[name]
             if job.wish.org == org and job.state != "succeeded":
-                job.state = "cancelled"
+                job.cancel()
 
     @rule(
         call=st.sampled_from(
@@ -705,7 +712,7 @@ class StoreMachine(RuleBasedStateMachine):
         call = self.world.books.purge_queue(tenant, queue, limit=1000, include_dead=include_dead)
         assert self.do(call) == len(chosen)
         for job in chosen:
-            job.state = "cancelled"
+            job.cancel()
 
     def pause_or_resume(self, org: int, queue: QueueName, paused: bool) -> None:
         name = self.orgs[org], queue

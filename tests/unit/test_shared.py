@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections import Counter
 
 import pytest
@@ -75,3 +76,18 @@ async def test_an_error_reaches_all_who_asked_and_not_the_next() -> None:
         await shared.get("a")
     source.value = 1
     assert await shared.get("a") == 1
+
+
+async def test_an_error_that_nobody_waits_for_any_more_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    source = Source()
+    source.value = -1
+    shared = Shared(source.ask)
+    leaving = asyncio.create_task(shared.get("a"))
+    await source.begun.wait()
+    leaving.cancel()
+    await asyncio.wait([leaving])
+    source.answering.set()
+    while len(asyncio.all_tasks()) > 1:
+        await asyncio.sleep(0)
+    gc.collect()
+    assert caplog.records == []
