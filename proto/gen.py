@@ -23,7 +23,8 @@ PACKAGE = "windrow/v1"
 RULES = "buf/validate/validate.proto"
 CONFIG = PROTO / PACKAGE / "service_config.json"
 # The unary calls that are safe to repeat, whatever the request has. Enqueue is not: it would store jobs that have no id
-# once more. The router runs changes by Admin at most once.
+# once more. The router runs changes by Admin at most once. A repeated RedriveJobs may also redrive a job that has died
+# again.
 REPEATABLE = re.compile(r"windrow\.v1\.(Queue/(?!Enqueue$)|(Admin|Cluster)/(Get|List))")
 
 

@@ -10,30 +10,49 @@ _KeyT = TypeVar("_KeyT", bound=Hashable)
 _T = TypeVar("_T")
 
 
+class _Run(Generic[_T]):
+    def __init__(self) -> None:
+        self.task: asyncio.Task[_T] | None = None
+        self.callers = 0
+
+
 class Shared(Generic[_KeyT, _T]):
     """`ask` looks a key up. It runs once at a time for each key. A caller never gets what was asked for before it came:
-    callers that come while it runs get the answer of the next run."""
+    callers that come while it runs get the answer of the next run. A run ends when its last caller leaves."""
 
     def __init__(self, ask: Callable[[_KeyT], Awaitable[_T]]) -> None:
         self._ask = ask
         self._running: dict[_KeyT, asyncio.Task[_T]] = {}
         # Those that have not begun.
-        self._next: dict[_KeyT, asyncio.Task[_T]] = {}
+        self._next: dict[_KeyT, _Run[_T]] = {}
 
     async def get(self, key: _KeyT) -> _T:
         """Raises what `ask` raises."""
-        task = self._next.get(key)
-        if task is None:
-            task = self._next[key] = asyncio.create_task(self._run(key))
-            # If all callers have left, nobody else asks for its error, and asyncio would log that.
-            task.add_done_callback(_take_error)
-        # A caller that leaves does not take the others' answer with it.
-        return await asyncio.shield(task)
+        run = self._next.get(key)
+        if run is None:
+            run = self._next[key] = _Run()
+            run.task = asyncio.create_task(self._run(key))
+        task = run.task
+        assert task is not None
+        run.callers += 1
+        try:
+            # A caller that leaves does not take the others' answer with it.
+            return await asyncio.shield(task)
+        finally:
+            run.callers -= 1
+            if not run.callers and not task.done():
+                if self._next.get(key) is run:
+                    del self._next[key]
+                # Nobody waits for its error, which asyncio would log.
+                task.add_done_callback(_take_error)
+                task.cancel()
 
     async def _run(self, key: _KeyT) -> _T:
         if (before := self._running.get(key)) is not None:
             await asyncio.wait([before])
-        self._running[key] = self._next.pop(key)
+        task = self._next.pop(key).task
+        assert task is not None
+        self._running[key] = task
         try:
             return await self._ask(key)
         finally:

@@ -164,19 +164,19 @@ class QueueAdmin:
         under way: `epoch` is that of the move, and the change is made here after the target. Raises UnknownQueue,
         TooManyRetentions, NotOwned."""
         self._clock.check()
-        if settings.retention_days is not None and not draining:
-            await partitions.refuse_another(self._database, settings.retention_days)
-        rows = await self._database.run(
-            statements.ALTER_QUEUE,
-            {
-                "org": org,
-                "queue": queue,
-                **asdict(settings),
-                "reset": list(reset),
-                "epoch": epoch,
-                "draining": draining,
-            },
-        )
+        parameters = {
+            "org": org,
+            "queue": queue,
+            **asdict(settings),
+            "reset": list(reset),
+            "epoch": epoch,
+            "draining": draining,
+        }
+        if settings.retention_days is None or draining:
+            rows = await self._database.run(statements.ALTER_QUEUE, parameters)
+        else:
+            async with partitions.room_for(self._database, settings.retention_days) as connection:
+                rows = await connection.run(statements.ALTER_QUEUE, parameters)
         if not rows:
             await self._refuse_unowned(org, epoch)
             raise UnknownQueue(org, queue)

@@ -3,7 +3,8 @@ table cold gets its partition of a retention at the same time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import Any
 
 import psycopg
@@ -37,9 +38,19 @@ async def make_ahead(database: Database) -> int:
 
 async def refuse_another(database: Database, retention: int) -> None:
     """Raises TooManyRetentions if the shard has no room for jobs with this retention."""
-    present = [days for (days,) in await database.run(statements.READ_RETENTIONS, {})]
-    if retention not in present and len(present) >= RETENTIONS_MAX:
-        raise TooManyRetentions(database.name, retention, present)
+    async with room_for(database, retention):
+        pass
+
+
+@contextlib.asynccontextmanager
+async def room_for(database: Database, retention: int) -> AsyncGenerator[Connection, None]:
+    """A transaction that may set this retention, while no other session may set one. Raises TooManyRetentions."""
+    async with database.transaction() as connection:
+        await connection.execute(statements.LOCK_EXCLUSIVE, {"lock": LOCK})
+        present = [days for (days,) in await connection.run(statements.READ_RETENTIONS, {})]
+        if retention not in present and len(present) >= RETENTIONS_MAX:
+            raise TooManyRetentions(database.name, retention, present)
+        yield connection
 
 
 async def make_retentions(database: Database, retentions: Iterable[int]) -> None:

@@ -552,6 +552,13 @@ async def test_dead_jobs_that_meet_conditions_are_redriven(client: Client) -> No
     assert {job.state for job in (await client.get_jobs(ids)).values()} == {JobState.READY}
 
 
+async def test_an_alter_to_a_past_time_passes_over_the_jobs_that_are_ready(client: Client) -> None:
+    await client.enqueue_many([NewJob("q", "k", delay=delay) for delay in (None, 3600)])
+    for found in (1, 0):
+        past = datetime.now(UTC) - HOUR
+        assert (await client.alter_where(JobFilter(queue="q"), run_at=past)).found == found
+
+
 async def test_a_redrive_may_leave_out_the_jobs_that_were_killed(client: Client) -> None:
     killed, spent = await client.enqueue_many([NewJob("q", "k", max_attempts=1) for _ in range(2)])
     for job in await client.dequeue("q", max_jobs=2):
@@ -577,8 +584,8 @@ async def test_conditions_that_no_job_can_meet_are_refused_and_nothing_is_change
         await client.cancel_where(JobFilter(queue="q"), limit=0)
     with pytest.raises(InvalidRequest, match="priority: must be set, unless"):
         await client.alter_where(JobFilter(queue="q"))
-    with pytest.raises(InvalidRequest, match="priority: must be"):
-        await client.alter_where(JobFilter(queue="q"), priority=10)
+    with pytest.raises(InvalidRequest, match="priority: must be 1 to 9, not 10"):
+        await client.alter_where(JobFilter(queue="q"), priority=10, dry_run=True)
     with pytest.raises(NotFound, match="has no queue 'nope'"):
         await client.cancel_where(JobFilter(queue="nope"))
     (job,) = (await client.list_jobs("q")).jobs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 
@@ -194,6 +195,28 @@ async def test_a_shard_takes_no_more_than_so_many_retentions_and_refuses_without
     await set_unnoticed(fresh_database, org, 14)
     assert await store.settle(Settlement.ack(org, leases)) == [Answer.OK]
     assert await kept(fresh_database, org) == [14]
+
+
+async def test_queues_that_race_for_the_last_retentions_get_no_more_than_there_are(
+    fresh_database: Database, fresh_dsn: str, org: OrgId
+) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        admins: list[QueueAdmin] = []
+        for _ in range(4):
+            database = Database(SHARD, fresh_dsn, connections=1, may_scan=True)
+            await database.open()
+            stack.push_async_callback(database.close)
+            admins.append(QueueAdmin(database))
+        results = await asyncio.gather(
+            *(
+                admins[n % 4].create_queue(org, QueueName(f"q{n}"), QueueSettings(retention_days=100 + n))
+                for n in range(60)
+            ),
+            return_exceptions=True,
+        )
+    refused = [result for result in results if isinstance(result, TooManyRetentions)]
+    assert len(results) - len(refused) == RETENTIONS_MAX - len(MADE_BY_MIGRATIONS)
+    assert len(await retentions_of(fresh_database)) == RETENTIONS_MAX
 
 
 async def test_a_queue_that_does_not_exist_gives_the_shard_no_retention(

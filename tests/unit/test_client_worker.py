@@ -149,6 +149,59 @@ async def test_jobs_that_follow_one_another_in_a_task_share_no_context_and_no_ca
     assert 1 < len(tasks) < len(jobs)
 
 
+@pytest.mark.parametrize("second", ["coroutine", "thread"])
+async def test_a_late_cancellation_of_one_jobs_task_does_not_meet_the_next_job(
+    router: FakeRouter, client: Client, second: str
+) -> None:
+    worker = Worker(client, "q", concurrency=1)
+    # So that it prefetches from the beginning: both jobs come in one message.
+    worker._mean_handler_s = 0.001
+    cancelled = threading.Event()
+
+    @worker.handler("first")
+    async def first(job: Job) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        await asyncio.sleep(0)
+
+        def cancel() -> None:
+            task.cancel()
+            cancelled.set()
+
+        asyncio.get_running_loop().call_later(0.05, cancel)
+
+    @worker.handler("coroutine")
+    async def coroutine(job: Job) -> None:
+        await asyncio.to_thread(cancelled.wait, WAIT_S)
+
+    @worker.handler("thread")
+    def thread(job: Job) -> None:
+        assert cancelled.wait(WAIT_S)
+
+    jobs = [router.give("first"), router.give(second)]
+    async with running(worker):
+        await router.until(lambda: len(router.settled("Ack")) == len(jobs))
+    assert not router.settled("Release") + router.settled("Nack")
+
+
+async def test_a_thread_that_outlives_the_grace_keeps_no_lease(router: FakeRouter, client: Client) -> None:
+    worker = Worker(client, "q", grace=0, visibility_window=0.3)
+    begun, finish = threading.Event(), threading.Event()
+
+    @worker.handler("hangs")
+    def hangs(job: Job) -> None:
+        begun.set()
+        finish.wait(WAIT_S)
+
+    router.give("hangs")
+    try:
+        async with running(worker):
+            await asyncio.to_thread(begun.wait, WAIT_S)
+        assert not worker._leases
+    finally:
+        finish.set()
+
+
 async def test_handlers_that_suspend_run_at_the_same_time_up_to_the_concurrency(
     router: FakeRouter, client: Client
 ) -> None:

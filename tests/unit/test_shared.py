@@ -78,6 +78,24 @@ async def test_an_error_reaches_all_who_asked_and_not_the_next() -> None:
     assert await shared.get("a") == 1
 
 
+@pytest.mark.parametrize("running", [True, False])
+async def test_a_look_up_ends_when_its_last_caller_leaves(running: bool) -> None:
+    source = Source()
+    shared = Shared(source.ask)
+    first = asyncio.create_task(shared.get("a"))
+    await source.begun.wait()
+    later = [asyncio.create_task(shared.get("a")) for _ in range(100)]
+    await asyncio.sleep(0)
+    leaving = [first] if running else later
+    for caller in leaving:
+        caller.cancel()
+    await asyncio.wait(leaving)
+    source.answering.set()
+    assert set(await asyncio.gather(*(later if running else [first]))) == {0}
+    assert source.asked["a"] == (2 if running else 1)
+    assert await shared.get("a") == 0
+
+
 def test_an_error_that_nobody_waits_for_any_more_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def leave() -> None:
         source = Source()

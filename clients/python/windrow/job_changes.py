@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import partial
 from typing import TypeVar
 
@@ -23,6 +23,7 @@ _PAGE_MAX = 1000
 # The jobs of a step: of a page whose jobs are changed. After such a step the client rests for as long as the step took,
 # because consumers come first.
 _STEP_MAX = 100
+_PRIORITY_MAX = 9
 # How many jobs a BulkChange shows.
 _FIRST_MAX = 5
 _WAITING = frozenset({JobState.SCHEDULED, JobState.READY})
@@ -121,16 +122,7 @@ class JobChanges(AdminCalls):
         """Changes jobs that wait: their priority, when they run (at `run_at` or after `delay`), and all their
         attributes. 0 and None leave what is there. Returns STALE for a job that is leased or dead or has succeeded, and
         CANCELLED for a cancelled one. Raises TypeError or ValueError for a value that cannot be sent."""
-        change = queue_pb2.AlterJobsRequest(org=self.org, priority=priority)
-        if run_at is not None and delay is not None:
-            raise InvalidRequest("run_at and delay are both given; give only one")
-        if run_at is not None:
-            change.run_at.CopyFrom(timestamp(run_at))
-        if delay is not None:
-            change.delay.CopyFrom(duration(delay))
-        if attributes is not None:
-            change.attributes.values.update(attributes)
-            change.attributes.SetInParent()
+        change = _alteration(self.org, priority, run_at, delay, attributes)
 
         async def send(part: Sequence[str]) -> Sequence[int]:
             request = queue_pb2.AlterJobsRequest(ids=part)
@@ -185,12 +177,15 @@ class JobChanges(AdminCalls):
         With `delay` nobody can know that: each call counts it again."""
         if not priority and run_at is None and delay is None and attributes is None:
             raise invalid_argument("priority", "must be set, unless run_at, delay or attributes is")
+        # Also before a dry run.
+        _alteration(self.org, priority, run_at, delay, attributes)
+        now = datetime.now(UTC)
 
         def needs_it(job: JobRecord) -> bool:
             return (
                 delay is not None
                 or (priority not in (0, job.priority))
-                or (run_at is not None and run_at != job.run_at)
+                or (run_at is not None and run_at != job.run_at and not (run_at <= now and job.state is JobState.READY))
                 or (attributes is not None and dict(attributes) != dict(job.attributes))
             )
 
@@ -271,3 +266,21 @@ async def in_parts(
     for at in range(0, len(items), count_max):
         results += answers(await send(items[at : at + count_max]))
     return results
+
+
+def _alteration(
+    org: str, priority: int, run_at: datetime | None, delay: Span | None, attributes: Mapping[str, str] | None
+) -> queue_pb2.AlterJobsRequest:
+    if not 0 <= priority <= _PRIORITY_MAX:
+        raise invalid_argument("priority", f"must be 1 to {_PRIORITY_MAX}, not {priority}")
+    if run_at is not None and delay is not None:
+        raise InvalidRequest("run_at and delay are both given; give only one")
+    request = queue_pb2.AlterJobsRequest(org=org, priority=priority)
+    if run_at is not None:
+        request.run_at.CopyFrom(timestamp(run_at))
+    if delay is not None:
+        request.delay.CopyFrom(duration(delay))
+    if attributes is not None:
+        request.attributes.values.update(attributes)
+        request.attributes.SetInParent()
+    return request

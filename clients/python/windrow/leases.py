@@ -26,12 +26,26 @@ class HeldLease:
     """A leased job that the worker holds."""
 
     __slots__ = (
-        *("extending", "job", "lines_told", "lost", "over", "process", "renewed_at", "settling", "task", "thread"),
+        *(
+            "extending",
+            "job",
+            "lease",
+            "lines_told",
+            "lost",
+            "over",
+            "process",
+            "renewed_at",
+            "settling",
+            "task",
+            "thread",
+        ),
         *("until", "window_s"),
     )
 
     def __init__(self, job: Job, renewed_at: float, window_s: float) -> None:
         self.job = job
+        # Of its own, because a handler may change its job.
+        self.lease = job.lease
         # When the job was received, or when its last successful extend was sent; monotonic seconds.
         self.renewed_at = renewed_at
         runtime_s = math.inf if job.max_runtime is None else job.max_runtime.total_seconds()
@@ -188,8 +202,8 @@ class Leases:
 
     def revoked(self, answers: Mapping[bytes, Answer]) -> None:
         """Loses those of these leases that the worker holds."""
-        for held in [held for held in self._held if held.job.lease in answers]:
-            self.answered(held, answers[held.job.lease])
+        for held in [held for held in self._held if held.lease in answers]:
+            self.answered(held, answers[held.lease])
 
     def answered(self, held: HeldLease, answer: Answer) -> None:
         """Loses a lease of which the router has said that it has ended."""

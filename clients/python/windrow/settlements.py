@@ -48,7 +48,7 @@ class _Entry:
     @property
     def size(self) -> int:
         log = LOG_BYTES_MAX if self.tells_log else 0
-        return _ENTRY_BYTES + len(self.held.job.lease) + self.action.size + log
+        return _ENTRY_BYTES + len(self.held.lease) + self.action.size + log
 
     @property
     def tells_log(self) -> bool:
@@ -60,7 +60,7 @@ class _Entry:
         log = ""
         if self.tells_log:
             log, self.held.lines_told = self.held.job.logged.read()
-        self.action.write(request, self.held.job.lease, log)
+        self.action.write(request, self.held.lease, log)
 
 
 class _Message:
@@ -162,7 +162,7 @@ class Settlements:
         """Applies the router's answer to a message. Raises RouterError if it does not match a message that was sent."""
         message = self._unanswered.pop(settled.request_id, None)
         not_ok = {answer.lease: answer.answer for answer in settled.not_ok}
-        if message is None or (not_ok and not not_ok.keys() <= {entry.held.job.lease for entry in message.entries}):
+        if message is None or (not_ok and not not_ok.keys() <= {entry.held.lease for entry in message.entries}):
             if message is not None:
                 self._unanswered[settled.request_id] = message
             raise RouterError(f"the router's answer to message {settled.request_id} does not match what was sent")
@@ -172,7 +172,7 @@ class Settlements:
             self._backoff.reset()
             self._connectivity.answered()
             for entry in message.entries:
-                value = not_ok.get(entry.held.job.lease)
+                value = not_ok.get(entry.held.lease)
                 self._end(entry, Answer.OK if value is None else answer_of(value), message.sent_at)
         self._notify()
 

@@ -293,8 +293,8 @@ class Worker:
             self._group.create_task(self._run_waiting(), name=f"windrow handlers of {self.name}")
 
     async def _run_waiting(self) -> None:
-        """Runs waiting jobs, one after another. As soon as a handler suspends, another task goes on with the jobs that
-        wait. So only handlers that suspend cost a task."""
+        """Runs waiting jobs, one after another, until a handler suspends: that handler keeps the task for itself, and
+        another task goes on with the jobs that wait. So only handlers that suspend cost a task."""
         task = asyncio.current_task()
         assert task is not None
         self._is_starting = False
@@ -304,17 +304,24 @@ class Worker:
                 held = self._waiting.popleft()
                 self._running[held] = None
                 held.task = task
-                # Handlers start in the context of run(), not in that of the handler before them.
-                await _in_context(self._context.copy(), self._work(held), self._start_waiting)
-                held.task = None
-                if task.cancelling():
-                    # This was for that job. Do not let the next one see it.
+                try:
+                    # Handlers start in the context of run(), not in that of the handler before them.
+                    suspended = await _in_context(self._context.copy(), self._work(held), self._start_waiting_soon)
+                finally:
+                    held.task = None
+                if suspended or task.cancelling():
+                    # What is left of that handler in the task, such as a late cancellation, must not meet another job.
                     return
                 if time.monotonic() - began > _BUSY_S_MAX:
                     await asyncio.sleep(0)
                     began = time.monotonic()
         finally:
             self._start_waiting()
+
+    def _start_waiting_soon(self) -> None:
+        # Not at once: a loop with an eager task factory would run the next handler inside this one.
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._start_waiting)
 
     async def _work(self, held: HeldLease) -> None:
         try:
@@ -368,7 +375,7 @@ class Worker:
 
     def _on_report(self, lease: bytes, report: Report) -> None:
         for held in self._running:
-            if held.job.lease == lease:
+            if held.lease == lease:
                 self._settlements.report(held, report)
                 return
 
@@ -381,6 +388,7 @@ class Worker:
             log.warning("%s: job %s still runs in its thread; its lease will expire", self.name, held.job.id)
             held.lost = True
             held.job.lost.set(LostReason.STOPPED)
+            self._leases.drop(held)
         else:
             self._settlements.give_back(held)
 
@@ -447,19 +455,19 @@ class Worker:
 @types.coroutine
 def _in_context(
     context: contextvars.Context, work: Coroutine[Any, Any, None], on_suspended: Callable[[], None]
-) -> Generator[Any, Any, None]:
+) -> Generator[Any, Any, bool]:
     """Awaits a coroutine in the current task, but in a context of its own. Calls `on_suspended` when the coroutine
-    suspends for the first time."""
+    suspends for the first time. Returns whether it did."""
     step: Callable[[Any], Any] = work.send
     argument: object = None
-    is_first = True
+    suspended = False
     while True:
         try:
             awaited = context.run(step, argument)
         except StopIteration:
-            return
-        if is_first:
-            is_first = False
+            return suspended
+        if not suspended:
+            suspended = True
             on_suspended()
         try:
             argument = yield awaited

@@ -180,9 +180,9 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RedriveQueue(self, request, context):
-        """Does to a queue's dead jobs what Queue.RedriveJobs does to the jobs that it names, the earliest death first, at most `limit` per call. As for
-        PurgeQueue, the router does this at most once. A second call also brings back jobs that have died again since the
-        first one, unless `died_before` excludes them.
+        """Makes the dead jobs of a queue ready again, with all their attempts: the earliest death first, at most `limit` per
+        call. The router does this at most once, as for PurgeQueue. A second call also brings back jobs that have died again
+        since the first one, unless `died_before` excludes them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

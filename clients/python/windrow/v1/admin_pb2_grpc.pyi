@@ -78,9 +78,9 @@ class AdminStub:
     (to run a dead job itself again, use RedriveJobs). The call may be repeated if it names the new ids.
     """
     RedriveQueue: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RedriveQueueRequest, _admin_pb2.RedriveQueueResponse]
-    """Does to a queue's dead jobs what Queue.RedriveJobs does to the jobs that it names, the earliest death first, at most `limit` per call. As for
-    PurgeQueue, the router does this at most once. A second call also brings back jobs that have died again since the
-    first one, unless `died_before` excludes them.
+    """Makes the dead jobs of a queue ready again, with all their attempts: the earliest death first, at most `limit` per
+    call. The router does this at most once, as for PurgeQueue. A second call also brings back jobs that have died again
+    since the first one, unless `died_before` excludes them.
     """
     GetStats: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetStatsRequest, _admin_pb2.GetStatsResponse]
     """Counts jobs by state, for one queue or all queues of an org. It reads an index of all jobs that are SCHEDULED,
@@ -128,9 +128,9 @@ class AdminAsyncStub(AdminStub):
     (to run a dead job itself again, use RedriveJobs). The call may be repeated if it names the new ids.
     """
     RedriveQueue: _aio.UnaryUnaryMultiCallable[_admin_pb2.RedriveQueueRequest, _admin_pb2.RedriveQueueResponse]  # type: ignore[assignment]
-    """Does to a queue's dead jobs what Queue.RedriveJobs does to the jobs that it names, the earliest death first, at most `limit` per call. As for
-    PurgeQueue, the router does this at most once. A second call also brings back jobs that have died again since the
-    first one, unless `died_before` excludes them.
+    """Makes the dead jobs of a queue ready again, with all their attempts: the earliest death first, at most `limit` per
+    call. The router does this at most once, as for PurgeQueue. A second call also brings back jobs that have died again
+    since the first one, unless `died_before` excludes them.
     """
     GetStats: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetStatsRequest, _admin_pb2.GetStatsResponse]  # type: ignore[assignment]
     """Counts jobs by state, for one queue or all queues of an org. It reads an index of all jobs that are SCHEDULED,
@@ -241,9 +241,9 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.RedriveQueueRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.RedriveQueueResponse, _abc.Awaitable[_admin_pb2.RedriveQueueResponse]]:
-        """Does to a queue's dead jobs what Queue.RedriveJobs does to the jobs that it names, the earliest death first, at most `limit` per call. As for
-        PurgeQueue, the router does this at most once. A second call also brings back jobs that have died again since the
-        first one, unless `died_before` excludes them.
+        """Makes the dead jobs of a queue ready again, with all their attempts: the earliest death first, at most `limit` per
+        call. The router does this at most once, as for PurgeQueue. A second call also brings back jobs that have died again
+        since the first one, unless `died_before` excludes them.
         """
 
     @_abc_1.abstractmethod
