@@ -90,6 +90,8 @@ def _wants_docker() -> bool:
 def _on_this_machine() -> Generator[Server, None, None]:
     settings = {
         "max_prepared_transactions": "4",
+        # A connection that a test left half made would keep its database from being dropped for a minute.
+        "authentication_timeout": "10s",
         # No test on this server simulates a power failure, and dropping a database after almost every test would wait
         # for the disk.
         "fsync": "off",

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 
-from tests import changed, checks
+from tests import changed
 from tests.checks import ROOT
 
 CORES = os.cpu_count() or 1
@@ -112,15 +112,17 @@ def parse(given: Sequence[str]) -> Wanted:
     return Wanted(checks=True, arguments=(*how, *rest), environ={})
 
 
-def run_tests(arguments: Sequence[str], environ: dict[str, str]) -> int:
+def run_tests(arguments: Sequence[str], environ: dict[str, str], beside: subprocess.Popen[bytes] | None = None) -> int:
     tests = subprocess.Popen(
         [sys.executable, "-m", "pytest", "-q", "--durations=15", *arguments], cwd=ROOT, env=os.environ | environ
     )
 
     def pass_on(_number: int, _frame: FrameType | None) -> None:
         tests.terminate()
+        if beside is not None:
+            beside.terminate()
 
-    # Ctrl-C reaches pytest by itself; a polite kill of this process must be passed on.
+    # Ctrl-C reaches them by itself; a polite kill of this process must be passed on.
     signal.signal(signal.SIGTERM, pass_on)
     while tests.returncode is None:
         with suppress(KeyboardInterrupt):
@@ -140,10 +142,14 @@ def main(given: Sequence[str]) -> int:
         if code and wanted.said:
             print(wanted.said, flush=True)
         return code
-    # Before the tests and not beside them: a type checker takes a whole core, for which tests would have to wait. The
-    # tests run even if a check has failed, so that one run tells everything that is wrong.
-    checks_failed = checks.main()
-    return run_tests(wanted.arguments, wanted.environ) or checks_failed
+    # At the lowest priority, they take only what the tests leave of the cores. The tests run even if a check fails, so
+    # that one run tells everything that is wrong.
+    checking = subprocess.Popen([sys.executable, "-m", "tests.checks"], cwd=ROOT, preexec_fn=lambda: os.nice(19))
+    if "-n" not in wanted.arguments:
+        # The output of the tests is for somebody who looks at it.
+        checking.wait()
+    failed = run_tests(wanted.arguments, wanted.environ, checking)
+    return checking.wait() or failed
 
 
 if __name__ == "__main__":
