@@ -334,7 +334,7 @@ class _Change:
     # Such as "cancel" and "cancelled".
     verb: str
     done: str
-    # What is printed for each answer about a job that was named.
+    # The words that the command prints for each answer about a named job.
     answers: Mapping[str, str]
     by_ids: Callable[[SyncClient, Sequence[str]], list[Answer]]
     by_filter: Callable[[SyncClient], Callable[..., BulkChange]]
@@ -407,7 +407,7 @@ def _carry_out(change: _Change, org: str, ids: Sequence[str] | None, conditions:
         if not how.dry_run and total != 0:
             _change_found(client, change, found, how, total)
         elif not how.dry_run:
-            # Nobody was asked about jobs that meet the conditions since.
+            # The preview found no job. The user did not confirm a change of jobs that meet the conditions by now.
             _report({change.done: 0, "skipped": 0}, as_json=how.as_json)
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 _KeyT = TypeVar("_KeyT", bound=Hashable)
 _T = TypeVar("_T")
 
 
+@dataclass(slots=True)
 class _Run(Generic[_T]):
-    def __init__(self) -> None:
-        self.task: asyncio.Task[_T] | None = None
-        self.callers = 0
+    task: asyncio.Task[_T]
+    callers: int = 0
 
 
 class Shared(Generic[_KeyT, _T]):
@@ -30,10 +31,8 @@ class Shared(Generic[_KeyT, _T]):
         """Raises what `ask` raises."""
         run = self._next.get(key)
         if run is None:
-            run = self._next[key] = _Run()
-            run.task = asyncio.create_task(self._run(key))
+            run = self._next[key] = _Run(asyncio.create_task(self._run(key)))
         task = run.task
-        assert task is not None
         run.callers += 1
         try:
             # A caller that leaves does not take the others' answer with it.
@@ -43,16 +42,14 @@ class Shared(Generic[_KeyT, _T]):
             if not run.callers and not task.done():
                 if self._next.get(key) is run:
                     del self._next[key]
-                # Nobody waits for its error, which asyncio would log.
+                # Take its error, if it raises one: asyncio logs errors that nobody has taken.
                 task.add_done_callback(_take_error)
                 task.cancel()
 
     async def _run(self, key: _KeyT) -> _T:
         if (before := self._running.get(key)) is not None:
             await asyncio.wait([before])
-        task = self._next.pop(key).task
-        assert task is not None
-        self._running[key] = task
+        self._running[key] = self._next.pop(key).task
         try:
             return await self._ask(key)
         finally:

@@ -60,7 +60,7 @@ class Entry:
     lease: bytes
     verb: str
     result: bytes = b""
-    # Of a snooze.
+    # The delay of a snooze.
     after_s: float = 0.0
 
 

@@ -189,7 +189,7 @@ async def test_a_shard_takes_no_more_than_so_many_retentions_and_refuses_without
     assert 14 not in await retentions_of(fresh_database)
     # Those that the shard has are taken as before.
     await books.alter_queue(org, QUEUE, QueueSettings(retention_days=100))
-    # What is set already is never in an ack's way: a move may bring one more.
+    # A move may bring one more retention. No ack is refused for it.
     store = Store(fresh_database)
     leases = await lease_some(store, org)
     await set_unnoticed(fresh_database, org, 14)

@@ -260,7 +260,7 @@ async def test_many_waits_for_one_jobs_end_look_at_it_together(fresh_dsn: str) -
     looking = asyncio.create_task(ends.run())
     try:
         async with asyncio.timeout(PATIENCE_S):
-            # Of another router: nothing tells this one.
+            # As another router would do it: this router is not told.
             await Store(database).settle(Settlement.ack(org, [leased[0][1]]))
             await asyncio.gather(*waits[::2])
         assert not any(wait.done() for wait in waits[1::2])

@@ -214,7 +214,7 @@ async def test_handlers_that_suspend_run_at_the_same_time_up_to_the_concurrency(
         nonlocal inside, most
         inside += 1
         most = max(most, inside)
-        # Nobody gets out before three are in.
+        # Returns when three handlers wait here.
         await together.wait()
         inside -= 1
 

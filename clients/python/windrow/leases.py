@@ -44,7 +44,7 @@ class HeldLease:
 
     def __init__(self, job: Job, renewed_at: float, window_s: float) -> None:
         self.job = job
-        # Of its own, because a handler may change its job.
+        # A copy, because a handler may change its job.
         self.lease = job.lease
         # When the job was received, or when its last successful extend was sent; monotonic seconds.
         self.renewed_at = renewed_at

@@ -94,7 +94,7 @@ class HandlerProcess:
             while not isinstance(told := connection.recv(), _Ended):
                 lease, said = told
                 if lease != job.lease:
-                    # Of a thread that an earlier handler has left alone.
+                    # This comes from a thread that an earlier handler left running.
                     continue
                 if isinstance(said, Report):
                     job.reporter(lease, said)

@@ -310,7 +310,8 @@ class Worker:
                 finally:
                     held.task = None
                 if suspended or task.cancelling():
-                    # What is left of that handler in the task, such as a late cancellation, must not meet another job.
+                    # The handler may have left something in the task, such as a late cancellation: end the task, so
+                    # that no other job meets it.
                     return
                 if time.monotonic() - began > _BUSY_S_MAX:
                     await asyncio.sleep(0)
