@@ -266,7 +266,7 @@ async def test_a_router_that_does_not_answer_is_left_for_another(router: FakeRou
         return None if stream is router.streams[0] else queue_pb2.Settled()
 
     router.scripts["Settle"] = first_unanswered
-    async with Client(router.address, org="acme", try_timeout=0.2) as client:
+    async with Client(router.address, org="acme", try_timeout=2.0) as client:
         running = Running(client)
         job = router.give("quick")
         await router.until(lambda: len(router.acks()) == 2)
