@@ -12,6 +12,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -122,8 +123,8 @@ async def _exported(
                 return existing, False
         else:
             # The file has other rows than the table. Either the clock went back, so a dropped day has jobs again or the
-            # day has other jobs. Or an org was erased from the table and not yet from the file. What was exported once
-            # stays exported, so merge the two.
+            # day has other jobs. Or an org was erased from the table and not yet from the file. Exported jobs must stay
+            # exported, so merge the two.
             await asyncio.to_thread(parquet.check, files, existing)
 
             def source() -> AsyncIterator[Batch]:
@@ -282,10 +283,11 @@ async def _compare(files: Files, path: str, source: Source) -> None:
 
 
 async def _table(database: Database, day: Day, orgs: list[OrgDay], stop: asyncio.Event) -> AsyncGenerator[Batch]:
-    async for page in cold_day.pages(database, day, orgs):
-        if stop.is_set():
-            raise Stopped
-        yield await asyncio.to_thread(parquet.batch_of, page)
+    async with aclosing(cold_day.pages(database, day, orgs)) as pages:
+        async for page in pages:
+            if stop.is_set():
+                raise Stopped
+            yield await asyncio.to_thread(parquet.batch_of_columns, page)
 
 
 async def _stored(files: Files, path: str) -> AsyncGenerator[Batch]:

@@ -82,7 +82,7 @@ def _open(files: Files, folder: str, wanted: ExportFilter) -> tuple[Manifest, Re
         try:
             return manifest, Reader(files, manifest.path)
         except NoSuchFile as error:
-            # The day may have been exported again meanwhile, under a new file name.
+            # The day may have been exported again since the listing, under a new file name.
             if not tries_left:
                 raise Damaged(str(error)) from error
     raise AssertionError("unreachable")

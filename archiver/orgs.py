@@ -86,8 +86,9 @@ async def read(cluster: Cluster) -> list[Policy]:
 
 
 async def apply_to_past(cluster: Cluster, org: OrgId, *, say: Callable[[str], None]) -> int:
-    """Keeps all finished jobs of the org for as long as its queues say now. Returns for how many jobs that is a change.
-    `say` is called with a text for each shard. Raises AnotherArchives, ShardError; if it is interrupted, call it again.
+    """Applies the present retention of each of the org's queues to its finished jobs. Returns for how many jobs that is
+    a change. `say` is called with a text for each shard. Raises AnotherArchives, ShardError; if it is interrupted, call
+    it again.
     """
     jobs = 0
     async with _every(cluster) as (catalog, shards):
@@ -137,7 +138,7 @@ async def erase(cluster: Cluster, org: OrgId, *, say: Callable[[str], None]) -> 
                     while await erasure.go_on(database, unfinished):
                         pass
                 if exports is not None:
-                    # After the tables, so that the org's jobs are not exported again.
+                    # Erase the exports after the tables, so that the org's jobs are not exported again.
                     files += await exports.erase(name, org)
             receipts[name] = await erasure.read(database, [*{erasure_id, *(unfinished.id for unfinished in pending)}])
             say(f"shard {name}: nothing is left")

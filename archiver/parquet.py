@@ -17,7 +17,7 @@ from urllib.parse import quote, unquote
 
 from archiver.errors import Damaged, ExportFailed, NoSuchFile
 from archiver.object_store import Files, Sink, Source
-from shard.history.cold_day import ColdJob
+from shard.history.cold_day import ColdJob, Columns
 from shard.vocabulary import JobId, Micros, OrgId, ShardName
 
 # pyarrow has no type annotations.
@@ -27,7 +27,7 @@ pq: Any = importlib.import_module("pyarrow.parquet")
 # A pyarrow.RecordBatch of SCHEMA.
 Batch: TypeAlias = Any
 
-# Raise this when a reader of the present version would misread the new one.
+# The version of the format. Raise it when a reader of the present version would misread the new one.
 FORMAT = 1
 MANIFEST = "manifest.json"
 _MANIFEST_BYTES_MAX = 256 * 1024 * 1024
@@ -177,7 +177,10 @@ def check(files: Files, manifest: Manifest) -> None:
 
 
 def batch_of(jobs: Sequence[ColdJob]) -> Batch:
-    columns = zip(*jobs, strict=True)
+    return batch_of_columns(list(zip(*jobs, strict=True)))
+
+
+def batch_of_columns(columns: Columns) -> Batch:
     arrays = [pa.array(column, field.type) for column, field in zip(columns, SCHEMA, strict=True)]
     return pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)
 

@@ -39,9 +39,9 @@ class Pass:
     """What one pass did."""
 
     shard: ShardName
-    # Without empty days, which are just dropped.
+    # The days that turned cold, without empty ones, which are just dropped.
     turned_cold: list[Aged] = field(default_factory=list[Aged])
-    # Without days that an earlier pass had exported.
+    # The days that this pass exported.
     exported: list[Exported] = field(default_factory=list["Exported"])
     dropped: list[Aged] = field(default_factory=list[Aged])
     dedup_keys: int = 0
@@ -104,7 +104,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Exports:
-    """Where days are exported before they are dropped, for which cluster, and under which leader session."""
+    """The location of exports, the cluster, and the leader session under which they are made."""
 
     location: ExportLocation
     cluster: str

@@ -13,15 +13,18 @@ from archiver import reporting
 from archiver.reporting import Listener
 from archiver.run import AnotherArchives, Pass, pass_over
 from archiver.settings import settings_of
+from shard.admin import audit
 from shard.errors import ShardError
 from shard.history import org_policies
 from shard.placement import identity
 from shard.placement.cluster_file import Cluster, ShardEntry
 from shard.placement.file_watcher import WatchedFile, next_usable
+from shard.postgres import schema
 from shard.postgres.pool import Database
 from shard.vocabulary import CATALOG, ShardName
 
 _log = logging.getLogger(__name__)
+_AUDIT_BATCHES_MAX = 1000
 
 
 async def archive(
@@ -30,7 +33,7 @@ async def archive(
     """Runs passes until `stop` is set. `cluster` is the file's present content. Changes of the file are applied when
     they are noticed; a file that cannot be used is refused, and the one before stays in use. `listener` is called after
     each pass of a shard."""
-    # This machine's clock decides when to start a pass. What is due then is decided by the shard's clock (I8).
+    # This machine's clock decides when to start a pass. The shard's clock decides what is due then (I8).
     last = datetime.now(UTC)
     following, stopped = (
         asyncio.create_task(next_usable(file, cluster, judge=settings_of)),
@@ -76,7 +79,20 @@ async def archive_once(cluster: Cluster, *, stop: asyncio.Event) -> Mapping[Shar
 
     async with opened(CATALOG, cluster.catalog_dsn) as catalog:
         outcomes = await asyncio.gather(*(pass_one(entry, catalog) for entry in entries))
+        await _forget_audit(catalog, settings.audit_days, stop)
     return {entry.name: outcome for entry, outcome in zip(entries, outcomes, strict=True)}
+
+
+async def _forget_audit(catalog: Database, days: int, stop: asyncio.Event) -> None:
+    """Deletes old entries of the audit log, in batches. What is left, the next pass deletes."""
+    try:
+        # The catalog may be a database of its own, which no pass has migrated.
+        await schema.migrate(catalog, cluster=None)
+        for _ in range(_AUDIT_BATCHES_MAX):
+            if stop.is_set() or not await audit.forget(catalog, days=days):
+                break
+    except ShardError as error:
+        _log.warning("old entries of the audit log stay: %s", error)
 
 
 @contextlib.asynccontextmanager

@@ -14,6 +14,7 @@ from zoneinfo import ZoneInfo, available_timezones
 
 from archiver.export_location import ExportLocation
 from archiver.schedule import Schedule
+from shard.admin import audit
 from shard.placement.cluster_file import Cluster, ClusterFileError, Faults, known_keys
 
 
@@ -21,6 +22,8 @@ from shard.placement.cluster_file import Cluster, ClusterFileError, Faults, know
 class Settings:
     schedule: Schedule
     dead_days: int
+    # For how many days the audit log is kept: of the table [audit].
+    audit_days: int
     # None: cold days are dropped without an export.
     export: ExportLocation | None
 
@@ -36,10 +39,12 @@ def settings_of(cluster: Cluster) -> Settings:
     schedule = faults.of(lambda: _schedule(table.get("schedule", "10m"), zone or ZoneInfo("UTC"), f"{where} schedule"))
     dead_days = faults.of(lambda: _dead_days(table.get("dead_days", 90), f"{where} dead_days"))
     export = faults.of(lambda: _export(table.get("export"), f"{where} export"))
+    audit_days = faults.of(lambda: audit.days_of(cluster))
     faults.refuse()
     assert schedule is not None
     assert dead_days is not None
-    return Settings(schedule=schedule, dead_days=dead_days, export=export)
+    assert audit_days is not None
+    return Settings(schedule=schedule, dead_days=dead_days, audit_days=audit_days, export=export)
 
 
 def _time_zone(value: object, where: str) -> ZoneInfo:

@@ -1,5 +1,5 @@
 """Recovers a shard whose database lost history: reports what is known about the loss, accepts it, and moves the shard's
-stray jobs to where their orgs live (docs/decisions/0028-a-shard-that-lost-marks.md).
+stray jobs to where their orgs live (docs/decisions/0028-a-shard-that-lost-history.md).
 
 Every operation may be repeated, may run in several processes at once, and may stop at any point: what remains to do is
 read from the databases.
@@ -115,7 +115,7 @@ async def compare_histories(
     ShardError if the catalog cannot be read."""
     if not await catalog.is_founded(catalog_database, cluster=cluster):
         return {}
-    known, confirmed_marks = await catalog.read_with_marks(catalog_database)
+    known, confirmed_marks, _ = await catalog.look(catalog_database)
     found: dict[ShardName, list[Finding]] = {}
     for name, database in shards.items():
         try:

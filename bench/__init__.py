@@ -1,1 +1,2 @@
-"""Benchmarks: how many jobs a second go in, come out, and live from end to end; and what each process pays for one."""
+"""Benchmarks: how many jobs a second are enqueued, finished, and both; and how much CPU time each process spends on one
+job."""

@@ -1,4 +1,4 @@
-"""`python -m bench`: measures on clusters of its own, which are gone afterwards. See bench/README.md."""
+"""`python -m bench`: measures on clusters of its own, which it removes afterwards. See bench/README.md."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def main() -> int:
 async def _measure(order: Order, bench: Bench, found: list[Found]) -> None:
     task = asyncio.current_task()
     assert task is not None
-    # As Ctrl-C does: every scope ends what it has started.
+    # SIGTERM acts like Ctrl-C: every scope ends what it has started.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     for name, plan in order.parts:
         try:
@@ -103,7 +103,7 @@ def read_order(arguments: list[str]) -> Order:
             name, help=scenario.help.replace("%", "%%"), description=f"Measures {scenario.help}."
         )
         scenario.options(command)
-        # What was given before the scenario's name is not to be forgotten.
+        # Keep the options that were given before the scenario's name.
         _add_places(command, default=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")

@@ -1,11 +1,11 @@
-"""What several scenarios read from the command line. Pure."""
+"""Command-line options that several scenarios share. Pure."""
 
 from __future__ import annotations
 
 import argparse
 
 from bench.systems import PEERS
-from proof.arguments import names, number
+from proof.arguments import names, number, numbers
 
 
 def peers(text: str) -> tuple[str, ...]:
@@ -26,5 +26,6 @@ def add_peers(parser: argparse.ArgumentParser) -> None:
 
 
 def add_processes(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--clients", type=number(64), default=2, help="client processes; 2")
-    parser.add_argument("--routers", type=number(64), default=2, help="router processes; 2")
+    parser.add_argument("--producers", type=number(64), default=2, help="client processes that enqueue; 2")
+    parser.add_argument("--workers", type=number(64), default=2, help="client processes that work; 2")
+    parser.add_argument("--routers", type=numbers(64), default=(2,), metavar="N,N", help="router processes; 2")

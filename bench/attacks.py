@@ -1,5 +1,5 @@
-"""The attackers of the scenario *hostile*. Each attack goes on for as long as it is told to. Where a router has ended
-all connections of one, it opens new ones."""
+"""The attackers of the scenario *hostile*. Each attack goes on for as long as it is told to. If a router has ended all
+connections of an attack, the attack opens new ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import grpc
 from h2.errors import ErrorCodes
 
-from bench.systems.windrow import CALL_S_MAX, QUEUE
+from bench.systems.on_routers import CALL_S_MAX, QUEUE
 from proof import hostile_peer
 from proof.hostile_peer import Seen
 from windrow.ids import uuid7
@@ -27,15 +27,17 @@ _AGAIN_S = 0.1
 _MIB = 1024 * 1024
 _UNREAD_CALLS = 400
 _UNFINISHED_CALLS, _UNFINISHED_BYTES, _UNFINISHED_CONNECTIONS = 120, 15 * _MIB, 4
-_UNREAD_STREAMS, _STREAM_CONNECTIONS = 300, 4
+# How many streams one connection of theirs has; a router allows 1,000 calls of a connection.
+_STREAMS_OF_CONNECTION = 500
+_STREAM_CONNECTIONS_MIN = 4
 _JOBS_FOR_STREAMS, _JOBS_OF_CALL = 600, 15
 _CREDIT = 100
-# So long that no lease ends while the attack goes on.
+# Long enough that no lease ends during the attack.
 _WINDOW_S = 600
 _RESET_CONNECTIONS, _RESETS = 2, 60_000
 _FLOOD_CONNECTIONS = 64
 _OLD_IDS_OF_CALL = 100
-# A job id tells when it was made. This one was made in 1970, and no shard takes it.
+# A job id contains the time when it was made. This one was made in 1970, and no shard takes it.
 _OLD_ID = "00000000-0000-7000-8000-{:012x}"
 
 
@@ -50,16 +52,20 @@ class Attack(enum.StrEnum):
     LARGE_PAYLOADS = "large-payloads"
 
 
-DESCRIPTIONS = {
+_DESCRIPTIONS = {
     Attack.UNREAD_ANSWERS: f"{_UNREAD_CALLS} GetJobs of two 1 MiB jobs, one connection with a window of 0",
     Attack.UNFINISHED_REQUESTS: f"{_UNFINISHED_CALLS} × 15 MiB without the last byte, "
     f"{_UNFINISHED_CONNECTIONS} connections",
-    Attack.UNREAD_STREAMS: f"{_UNREAD_STREAMS} streams of one org that never read, "
+    Attack.UNREAD_STREAMS: "{streams:,} streams of one org that never read, "
     f"{_JOBS_FOR_STREAMS} jobs of 1 MiB waiting",
     Attack.RAPID_RESETS: f"{_RESETS:,} × HEADERS and RST_STREAM on {_RESET_CONNECTIONS} connections, again and again",
     Attack.OLD_IDS: f"Enqueues of {_OLD_IDS_OF_CALL} ids that are too old, {_FLOOD_CONNECTIONS} connections",
     Attack.LARGE_PAYLOADS: f"Enqueues of 1 MiB payloads, {_FLOOD_CONNECTIONS} connections",
 }
+
+
+def description(attack: Attack, *, streams: int) -> str:
+    return _DESCRIPTIONS[attack].format(streams=streams)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -92,10 +98,11 @@ class AttackOutcome:
 
 
 class Attacker:
-    """One attack on one cluster, by an org of its own."""
+    """One attack on one cluster, by an org of its own. `streams`: how many the attack UNREAD_STREAMS opens."""
 
-    def __init__(self, attack: Attack, address: str) -> None:
+    def __init__(self, attack: Attack, address: str, *, streams: int) -> None:
         self.outcome = AttackOutcome()
+        self._streams = streams
         self._attack = attack
         self._address = address
         self._org = f"bench-attacker-{secrets.token_hex(4)}"
@@ -150,8 +157,8 @@ class Attacker:
                         self._address,
                         _CONSUME,
                         first,
-                        calls=_UNREAD_STREAMS,
-                        connections=_STREAM_CONNECTIONS,
+                        calls=self._streams,
+                        connections=max(_STREAM_CONNECTIONS_MIN, -(-self._streams // _STREAMS_OF_CONNECTION)),
                         seconds=left_s,
                         ends=False,
                     ),
@@ -173,7 +180,7 @@ class Attacker:
                 await self._flood(seconds, lambda: [_large_job()])
 
     async def _insist(self, seconds: float, attack: Callable[[float], Awaitable[Sequence[Seen]]]) -> None:
-        """Attacks again where the router has ended every connection before the time was over."""
+        """Attacks until the time is over: opens new connections when the router has ended all of them."""
         until_s = time.monotonic() + seconds
         while (left_s := until_s - time.monotonic()) > _AGAIN_S:
             with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
 """`python -m bench.caller`: enqueues, dequeues and acks job after job, for one org after the other, and writes down
-each call. Retries nothing: what routers answer is what is measured.
+each call. It retries nothing, because the routers' answers are what is measured.
 
-The load is open: each turn is due when it is due, whatever became of those before.
+The load is open: each turn has a planned time and begins then, even if earlier turns have not ended.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TypeVar
 import grpc
 
 from bench.payloads import BYTES
-from bench.systems.windrow import QUEUE
+from bench.systems.on_routers import QUEUE
 from proof.clients import calls
 from proof.clients.site import Orders, Site, main
 from proof.history import Outcome, Recorder, Verb, asked_to_store, payload_of
@@ -23,9 +23,10 @@ from windrow.ids import uuid7
 from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
 
 _CALL_S_MAX = 10.0
-# The kernel deals connections out to the router processes: several, or all might go to one.
+# The kernel distributes connections over the router processes. With several connections, it is unlikely that one
+# process gets all calls.
 _CHANNELS = 4
-# Turns under way. More wait, and it counts: they are due all the same.
+# The most turns under way. Further turns wait, and this waiting time is measured too.
 _TURNS_MAX = 1000
 # The most jobs of one dequeue. More than one, so that the jobs of an outage are soon taken.
 _JOBS_MAX = 10
@@ -44,7 +45,7 @@ class Caller:
         self._turns = asyncio.Semaphore(_TURNS_MAX)
 
     async def run(self) -> None:
-        """Until it is over. Turns under way end."""
+        """Makes calls until it is told to end. Turns under way end first."""
         for channel in self._channels:
             await channel.channel_ready()
         began_s = time.monotonic()

@@ -14,10 +14,11 @@ from bench.scenarios import (
     load,
     lookup,
     placement,
-    throughput,
 )
 from bench.scenarios.grow import scenario as grow
 from bench.scenarios.outage import scenario as outage
+from bench.scenarios.scale import scenario as scale
+from bench.scenarios.throughput import scenario as throughput
 
 SCENARIOS: MappingProxyType[str, Scenario] = MappingProxyType(
     {
@@ -32,5 +33,6 @@ SCENARIOS: MappingProxyType[str, Scenario] = MappingProxyType(
         "hostile": hostile.SCENARIO,
         "lookup": lookup.SCENARIO,
         "placement": placement.SCENARIO,
+        "scale": scale.SCENARIO,
     }
 )

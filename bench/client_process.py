@@ -1,7 +1,7 @@
 """`python -m bench.client_process`: one client process.
 
-Does what standard input says, a JSON line each, and answers each with a JSON line: when it began and ended, by the
-machine's monotonic clock, and what it found, or what went wrong. Ends with its input.
+Reads orders from standard input, one JSON line each. Answers each with a JSON line: when it began and ended, by the
+machine's monotonic clock, and its result or its error. Ends when its input ends.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ import sys
 import time
 from array import array
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bench.messages import MESSAGES
 from bench.payloads import intact, stamp_ns, stamped
 from bench.system import Site, System, Wrong
 from bench.systems import load
 from bench.tally import Tally
 
-_LOOK_S = 0.002
-# With nothing done by anyone for so long, jobs must be missing.
+_LOOK_S, _LOOK_AFAR_S = 0.002, 0.02
+# If no process has finished a job for this long, jobs must be missing.
 STUCK_S = 30.0
 _SETTLE_S_MAX = 30.0
-# How long workers have to come up before the first job of a whole life goes in.
-_WORKERS_UP_S = 1.0
+# How long workers may take to start before the first job is enqueued.
+WORKERS_UP_S = 1.0
 
 
 class Client:
@@ -39,7 +41,7 @@ class Client:
         self._working: asyncio.Task[None] | None = None
         self._wrong: str | None = None
         self._finished_at_s = 0.0
-        # Pairs: when a job was taken, and how long after its stamp. None: nobody wants to know.
+        # Pairs: when a job was taken, and how long after its stamp. None: not recorded.
         self._pickups: array[int] | None = None
 
     async def prepare(self, run: str, *, record: bool = False) -> None:
@@ -65,10 +67,11 @@ class Client:
                 group.create_task(produce())
 
     async def offer(self, *, rate: float, seconds: float, batch: int, late_s_max: float, phase: float = 0.0) -> int:
-        """Stores `rate` jobs a second, whatever becomes of them; each is stamped with the time it was due to be stored.
-        Answers how many were.
+        """Stores `rate` jobs a second, without waiting for earlier calls. Each job is stamped with the time at which it
+        was due to be stored. Answers how many jobs were stored.
 
-        Calls that are late are made up for; with calls that are `late_s_max` behind, what is due meanwhile is left out.
+        Late calls are caught up with. When the process is `late_s_max` behind, it skips the calls that are due
+        meanwhile.
         """
         pause_s = batch / rate
         began_s = time.monotonic() + pause_s * phase
@@ -104,7 +107,7 @@ class Client:
 
     async def ping(self, *, jobs: int, seconds_max: float, pause_s: float) -> int:
         """Stores jobs one by one, each when the one before has been taken, and after a pause of `pause_s` on average.
-        Answers how many; in about `seconds_max` it ends early."""
+        Answers how many. Ends early after about `seconds_max`."""
         until_s = time.monotonic() + seconds_max
         for at in range(jobs):
             if time.monotonic() > until_s:
@@ -117,7 +120,8 @@ class Client:
         return jobs
 
     async def work(self, *, batch: int, concurrency: int) -> None:
-        """Consumes from now on, until rest(). With a `concurrency` of 0 others do it."""
+        """Consumes from now on, until rest(). With a `concurrency` of 0 this process consumes nothing: other processes
+        do."""
         await self.rest()
         self._finished_at_s = time.monotonic()
         if not concurrency:
@@ -134,9 +138,11 @@ class Client:
                 raise error
 
     async def drain(self, *, total: int, batch: int, concurrency: int) -> float:
-        """Consumes until all clients together have finished `total` jobs, and goes on; answers when this one did so
-        last."""
+        """Consumes until all clients together have finished `total` jobs, and goes on consuming. Answers when this
+        client finished its last job."""
         await self.work(batch=batch, concurrency=concurrency)
+        # Many looks would be many wake-ups, which are counted.
+        await self._until(lambda: self._tally.finished >= 0.9 * total, f"{total}", look_s=_LOOK_AFAR_S)
         await self._until(lambda: self._tally.finished >= total, f"{total}")
         return self._finished_at_s
 
@@ -145,13 +151,14 @@ class Client:
         one was finished."""
         async with asyncio.TaskGroup() as group:
             draining = group.create_task(self.drain(total=total, batch=batch, concurrency=concurrency))
-            await asyncio.sleep(_WORKERS_UP_S)
+            await asyncio.sleep(WORKERS_UP_S)
             began_s = time.monotonic()
             group.create_task(self.enqueue(jobs=jobs, batch=batch, callers=callers))
         return began_s, draining.result()
 
     async def settle(self, *, total: int) -> float | None:
-        """Waits until the database agrees that nothing is left. Answers when, or None if it did at once."""
+        """Waits until the database has no jobs left. Answers when that was, or None if it had none at the first
+        look."""
         first = True
         until_s = time.monotonic() + _SETTLE_S_MAX
         while left := await self._system.left():
@@ -165,7 +172,7 @@ class Client:
         return None if first else time.monotonic()
 
     async def calm(self, *, seconds_max: float) -> int:
-        """Waits for what is left to finish, but not for ever; answers how many jobs are left."""
+        """Waits for the remaining jobs to finish, up to a limit. Answers how many are left."""
         until_s = time.monotonic() + seconds_max
         while (left := await self._system.left()) and time.monotonic() < until_s:
             self._sound()
@@ -178,11 +185,15 @@ class Client:
         return self._tally.taken, self._tally.finished
 
     async def pickups(self, *, file: str) -> None:
-        """Writes what was recorded of jobs taken, and forgets it."""
+        """Writes the recorded times of taken jobs to a file, and forgets them."""
         self._sound()
         assert self._pickups is not None
         await asyncio.to_thread(Path(file).write_bytes, self._pickups.tobytes())
         self._pickups = array("q")
+
+    async def messages(self) -> dict[str, int]:
+        """Those of this process's Consume streams, since it began."""
+        return asdict(MESSAGES)
 
     async def check(self, jobs: int) -> None:
         self._sound()
@@ -200,7 +211,7 @@ class Client:
         self._tally.finish(jobs)
         self._finished_at_s = time.monotonic()
 
-    async def _until(self, holds: Callable[[], bool], what: str) -> None:
+    async def _until(self, holds: Callable[[], bool], what: str, *, look_s: float = _LOOK_S) -> None:
         """Waits, as long as jobs come out. Raises Wrong."""
         moved_s, seen = time.monotonic(), (-1, -1)
         while not holds():
@@ -211,10 +222,10 @@ class Client:
                 raise Wrong(
                     f"{now[0]} jobs came out, {now[1]} finished, and for {STUCK_S:g} s no more; awaited: {what}"
                 )
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(look_s)
 
     def _sound(self) -> None:
-        """Raises what went wrong in the consumer."""
+        """Raises the consumer's error, if it has one."""
         if self._wrong is not None:
             raise Wrong(self._wrong)
         if self._working is not None and self._working.done():
@@ -256,7 +267,8 @@ async def main() -> None:
         while line := await following:
             following = asyncio.create_task(orders.readline())
             work = asyncio.create_task(_obey(json.loads(line), client))
-            # The parent speaks again only after it was answered: a line that comes earlier is its end.
+            # The parent sends an order only after the answer to the last one. If input arrives earlier, it is the end
+            # of the input.
             await asyncio.wait({work, following}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 work.cancel()

@@ -1,4 +1,4 @@
-"""The client processes of one system: started, ordered about together, and ended together."""
+"""The client processes of one system: started, commanded and ended together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from proof.processes import end, start
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """By the machine's monotonic clock; and what was asked for."""
+    """Times by the machine's monotonic clock, and the result of the order."""
 
     began_s: float
     ended_s: float
@@ -49,7 +49,7 @@ class Clients:
         )
 
     async def prepare(self, run: str, *, record: bool = False) -> None:
-        """For a run of this name: one makes what the others then find."""
+        """Prepares a run of this name: one process creates the queues, and the others then find them."""
         await self.one(0, "prepare", run=run, record=record)
         await self.all("prepare", lambda _: {"run": run, "record": record})
 

@@ -1,4 +1,5 @@
-"""CPU time of processes, from Linux's /proc. Its grain is the kernel's tick, mostly 10 ms."""
+"""CPU time of processes, and how often they waited, from Linux's /proc. The resolution of CPU time is the kernel's
+tick, mostly 10 ms."""
 
 from __future__ import annotations
 
@@ -16,13 +17,32 @@ def of_processes(pids: Iterable[int]) -> float:
 
 
 def of_tree(root: int) -> float:
-    """Seconds of a process, of its living children, and of those that it has seen die: a Postgres server."""
+    """Seconds of a process, its living children and its children that have ended, such as those of a Postgres
+    server."""
     stat = _stat(root)
     children = sum(
         _own(child) for entry in _PROC.glob("[0-9]*") if (child := _stat(int(entry.name))) and int(child[1]) == root
     )
     dead = (int(stat[13]) + int(stat[14])) / _TICKS if stat else 0.0
     return _own(stat) + dead + children
+
+
+def waits_of_trees(roots: Iterable[int]) -> dict[int, int]:
+    """How often each thread of these processes and of their children gave up its core by itself: to wait. Each is one
+    wake-up later."""
+    wanted = set(roots)
+    found: dict[int, int] = {}
+    for entry in _PROC.glob("[0-9]*"):
+        pid = int(entry.name)
+        if pid not in wanted and not ((stat := _stat(pid)) and int(stat[1]) in wanted):
+            continue
+        for status in entry.glob("task/*/status"):
+            try:
+                waits = status.read_text().partition("\nvoluntary_ctxt_switches:")[2]
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            found[int(status.parent.name)] = int(waits.split(None, 1)[0])
+    return found
 
 
 def of_machine() -> float:

@@ -1,4 +1,4 @@
-"""What a figure must be, beside what it is. Pure."""
+"""Figures with the bounds that they must keep. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Demand:
 
 
 def at_most(what: str, found: float, bound: float, unit: str = "", form: str = ",.2f") -> Demand:
-    """Nothing measured (NaN) holds nothing."""
+    """NaN, which means that nothing was measured, keeps no bound."""
     unit = f" {unit}" if unit else ""
     text = "never" if math.isinf(found) else "not measured" if math.isnan(found) else f"{found:{form}}{unit}"
     return Demand(what=what, found=text, bound=f"≤ {bound:g}{unit}", holds=found <= bound)

@@ -1,5 +1,5 @@
-"""What else goes on in a database while a queue works in it: a transaction left open, readers, or an archiver with much
-to do. All end with their scope."""
+"""Other load on a database while a queue works in it: a transaction left open, readers, or an archiver with much to do.
+All end with their scope."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from proof.background import background
 from shard.placement.cluster_file import Cluster
 
 _READERS = 4
-# A reader keeps its snapshot for so long; they begin in turns, so that there is always an old one.
+# How long a reader keeps its snapshot. The readers begin one after another, so that there is always an old snapshot.
 _READ_S = 20.0
 _SCAN_EVERY_S = 1.0
 
-# The tables whose rows change and go: a queue's hot ones. What it only appends to is not scanned.
+# The tables whose rows are changed and deleted: a queue's hot tables. Tables that are only appended to are not scanned.
 _HOT_TABLES = """
 SELECT schemaname, relname
 FROM pg_stat_user_tables
@@ -69,10 +69,10 @@ async def _read(dsn: str, *, begin_s: float) -> None:
 
 @dataclass(slots=True)
 class Archived:
-    """What an archiver did meanwhile."""
+    """The work that an archiver did meanwhile."""
 
     passes: list[Pass] = field(default_factory=list[Pass])
-    # Until there was nothing more to do, or the scope ended.
+    # How long it took until there was nothing more to do, or until the pass was over that ran when the scope ended.
     seconds: float = 0.0
 
     @property
@@ -90,13 +90,13 @@ class Archived:
 
 @contextlib.asynccontextmanager
 async def archiver(cluster: Cluster, found: Archived) -> AsyncGenerator[None, None]:
-    """Passes one after the other, until one finds nothing to do."""
+    """Runs passes one after another, until one finds nothing to do. The end of the scope lets the last one finish."""
     stop = asyncio.Event()
 
     async def passes() -> None:
         began_s = time.monotonic()
         while not stop.is_set():
-            ((_, done),) = (await archive_once(cluster, stop=stop)).items()
+            ((_, done),) = (await archive_once(cluster, stop=asyncio.Event())).items()
             if not isinstance(done, Pass):
                 raise Wrong(f"no pass of the archiver: {done}")
             found.passes.append(done)

@@ -1,5 +1,6 @@
 """`python -m bench.echo_server --listen HOST:PORT`: one process that answers Enqueue, Dequeue and Ack with messages of
-the shape and the size that a router would answer with, and does nothing else. Says `ready`; ends with its input."""
+the shape and the size that a router would answer with, and does nothing else. Prints `ready`; ends when its input
+ends."""
 
 from __future__ import annotations
 

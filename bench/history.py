@@ -1,5 +1,5 @@
-"""History for a shard to have: finished jobs of days gone by, put there by SQL as claims and acks would have left them,
-in the partitions of their days."""
+"""Gives a shard a history: inserts finished jobs of past days by SQL, as claims and acks would have left them, into the
+partitions of their days."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from bench.payloads import stamped
 from shard.history.days import Day
 from shard.postgres import partitions
 
-# An id tells when its job was made: as many in each moment of the day. The rest of it comes from its number.
+# An id contains the time when its job was made; the jobs are spread evenly over the day. The rest of the id comes from
+# the job's number.
 _FILL = """
 INSERT INTO {} (
     id, queue_id, enqueued_at, run_at, finished_at, lease, leased_at, priority, attempt, state, kind, payload, worker,
@@ -35,8 +36,8 @@ FROM (SELECT (now() AT TIME ZONE 'UTC')::date - %s AS day) d
 
 
 def fill_day(dsn: str, *, org: str, queue: str, days_ago: int, retention: int, count: int) -> Day:
-    """Has a queue have finished `count` jobs so many days ago, and books them. Answers the day as it is when it
-    has turned cold. The queue exists."""
+    """Inserts `count` jobs of an existing queue that finished so many days ago, and adds them to the books. Returns the
+    day as it is after it has turned cold."""
     with psycopg.connect(dsn) as connection:
         ((queue_id,),) = connection.execute(
             "SELECT queue_id FROM windrow.queue WHERE org = %s AND queue = %s", [org, queue]
@@ -58,6 +59,6 @@ def fill_day(dsn: str, *, org: str, queue: str, days_ago: int, retention: int, c
             "INSERT INTO windrow.tally (org_id, accepted) SELECT (%s & 4294967295)::integer, %s", [queue_id, count]
         )
     with psycopg.connect(dsn, autocommit=True) as connection:
-        # As days are that finish over hours: autovacuum has been there.
+        # Vacuum it, as autovacuum would have done during a day of several hours.
         connection.execute(sql.SQL("VACUUM (ANALYZE) {}").format(partitions.table(name)))
     return Day(f"cold_{retention}_{first.replace('-', '')}", retention, first, past, True, True, False)

@@ -1,4 +1,4 @@
-"""What a stretch of work cost: CPU time of each sort of process, and what the databases wrote."""
+"""Measures the cost of some work: CPU time of each sort of process, and how much the databases wrote."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import psycopg
 
 from bench import cpu
 
-# A Postgres process tells its counters at most once a second, and what is left of them when it has been idle for this
+# A Postgres process reports its counters at most once a second, and the rest of them when it has been idle for this
 # long.
 COUNTED_S = 11.0
 
@@ -32,7 +32,9 @@ WHERE d.datname = current_database()
 class Spent:
     """CPU seconds of all processes of a sort together."""
 
-    client_s: float
+    # In processes that enqueue; those that do both count as workers.
+    producer_s: float
+    worker_s: float
     router_s: float
     postgres_s: float
     # This process's.
@@ -44,14 +46,18 @@ class Spent:
 
     @property
     def others_s(self) -> float:
-        """What everything else on this machine took."""
-        return max(0.0, self.machine_s - self.client_s - self.router_s - self.postgres_s - self.own_s)
+        """CPU seconds of everything else on this machine."""
+        measured_s = self.producer_s + self.worker_s + self.router_s + self.postgres_s + self.own_s
+        return max(0.0, self.machine_s - measured_s)
 
 
-def spent(*, clients: Sequence[int], routers: Sequence[int], postgres: Sequence[int | None]) -> Spent:
+def spent(
+    *, producers: Sequence[int], workers: Sequence[int], routers: Sequence[int], postgres: Sequence[int | None]
+) -> Spent:
     return Spent(
-        # A peer works in children of a client process.
-        client_s=sum(map(cpu.of_tree, clients)),
+        # Peers run in child processes of a client process.
+        producer_s=sum(map(cpu.of_tree, producers)),
+        worker_s=sum(map(cpu.of_tree, workers)),
         router_s=cpu.of_processes(routers),
         postgres_s=sum(cpu.of_tree(pid) for pid in postgres if pid),
         own_s=cpu.of_processes([os.getpid()]),
@@ -61,7 +67,7 @@ def spent(*, clients: Sequence[int], routers: Sequence[int], postgres: Sequence[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What databases wrote. WAL is the whole server's; the rest is counted in these databases alone."""
+    """How much databases wrote. WAL is that of the whole server; the other counts are of these databases alone."""
 
     wal_bytes: int = 0
     commits: int = 0

@@ -1,4 +1,5 @@
-"""The payloads of all systems' jobs: 200 bytes, which begin with the moment they were made. Pure, but for the clock.
+"""The payloads of all systems' jobs: 200 bytes, which begin with the time when they were made. Pure except for the
+clock.
 
 They are ASCII text, so that systems which keep JSON store as many bytes as those which keep bytes.
 """
@@ -11,7 +12,7 @@ import time
 
 BYTES = 200
 _STAMP_BYTES = 16
-# The same in every process, and hardly anything that could be compressed.
+# The same bytes in every process; they hardly compress.
 _PADDING = "".join(random.Random(7).choices(string.ascii_letters + string.digits, k=BYTES - _STAMP_BYTES)).encode()
 
 

@@ -1,5 +1,5 @@
-"""How long jobs waited for a worker: read from what client processes recorded, and put together by time. Pure, but for
-reading the files."""
+"""How long jobs waited for a worker: reads the records of client processes, and sorts them by time. Pure except for
+reading files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def since_stored(history: History) -> list[Pickup]:
     """How long the job of each delivery waited since its enqueue was answered OK."""
     stored_s = {one.job: one.call.ended_s for one in history.enqueues if one.answered is not None}
     return [
-        # A worker may have it before its producer hears of it.
+        # A worker may have the job before its producer gets the answer.
         Pickup(due_s=at_s, waited_ms=max(0.0, (one.received_s - at_s) * 1000))
         for one in history.deliveries
         if (at_s := stored_s.get(one.lease.job)) is not None
@@ -60,13 +60,13 @@ class Waits:
     worst: float
 
     def told(self) -> dict[str, float | None]:
-        """As JSON takes it, which knows no infinity."""
+        """Returns the values for JSON, which has no infinity."""
         numbers = {"p50_ms": self.p50, "p99_ms": self.p99, "worst_ms": self.worst}
         return {"jobs": self.jobs, **{name: None if math.isinf(ms) else ms for name, ms in numbers.items()}}
 
 
 def waits(pickups: Iterable[Pickup], *, never: int = 0) -> Waits | None:
-    """None where there are none. `never`: how many more jobs were not taken at all."""
+    """Returns the waits; None if there are none. `never`: how many more jobs were not taken at all."""
     ordered = sorted(pickup.waited_ms for pickup in pickups) + [math.inf] * never
     if not ordered:
         return None

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _SIZE_INCH = (9.0, 5.0)
-# So few are marked each.
+# Up to this many points, each is marked.
 _POINTS_FEW = 20
 
 
 def draw(folder: Path, plots: Sequence[Plot], say: Callable[[str], None]) -> None:
-    """One file each. Where matplotlib is not installed, says so, and draws none."""
+    """Writes one file for each plot. If matplotlib is not installed, says so and draws none."""
     if not plots:
         return
     try:
@@ -52,5 +52,5 @@ def _draw(plot: Plot, axes: Axes) -> None:
     if plot.y_log:
         axes.set_yscale("log")
     axes.grid(visible=True, which="both", alpha=0.3)
-    # Beside it: inside it would lie upon lines and marks.
+    # The legend is beside the plot: inside, it would cover lines and marks.
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))

@@ -16,7 +16,7 @@ from bench.payloads import stamped
 from bench.spread import Spread, percentile, ratio, spread
 from bench.stage import Stage
 from bench.system import Wrong
-from bench.systems.windrow import CALL_S_MAX, QUEUE
+from bench.systems.on_routers import CALL_S_MAX, QUEUE
 from proof.table import Table
 from windrow.ids import uuid7
 from windrow.v1 import admin_pb2, admin_pb2_grpc, job_pb2, queue_pb2, queue_pb2_grpc
@@ -29,15 +29,15 @@ class Cycle(NamedTuple):
     ack_ms: float
 
 
-# The clusters take turns after so many calls: what else the machine does then hits both.
+# The clusters take turns after so many calls, so that other load of the machine affects both.
 _STRIDE = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """One run: p50 and p99 in ms, by what was called, of the cluster that holds something and of an empty one."""
+    """One run: p50 and p99 in ms for each kind of call, of the cluster that holds jobs and of the empty one."""
 
-    # What the first one holds.
+    # The jobs that the first cluster holds.
     depth: str | int
     run: int
     there_ms: Mapping[str, tuple[float, float]]
@@ -59,7 +59,7 @@ class Probe:
         self._queue = queue_pb2_grpc.QueueStub(channel)
 
     async def cycles(self, batch: int, calls: int) -> list[Cycle]:
-        """Has so many batches live their whole lives, one after the other."""
+        """Enqueues, leases and acks so many batches, one after another."""
         request = queue_pb2.DequeueRequest(org=self.org, queues=[QUEUE], max_jobs=batch, worker="bench")
         cycles: list[Cycle] = []
         for _ in range(calls):
@@ -80,7 +80,7 @@ class Probe:
         return cycles
 
     def number(self, query: str) -> int:
-        """What the shard's database answers."""
+        """Returns the number that a query on the shard's database finds."""
         with psycopg.connect(self.dsn, autocommit=True) as connection:
             ((found,),) = connection.execute(query.encode()).fetchall()
         return int(found)

@@ -1,15 +1,18 @@
-"""One system's turn at being timed: jobs a second in, out, and through."""
+"""Measures one system: jobs a second that it enqueues, finishes, and both at once."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import time
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any
+from typing import assert_never
 
-from bench.clients import Clients
+from bench.client_process import WORKERS_UP_S
+from bench.clients import Answered, Clients
+from bench.counts import Counter, Counts
 from bench.meter import Spent
 from bench.stage import Servers, Stage, fresh_run
 
@@ -30,11 +33,11 @@ class Figure(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """How a system is driven. Callers and workers are counted over all client processes together."""
+    """How a system is driven. Callers enqueue and consumers work, counted over all client processes together."""
 
     batch: int
     callers: int
-    workers: int
+    consumers: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +47,9 @@ class Timed:
     figure: Figure
     jobs: int
     seconds: float
-    # CPU, in the time that it took with what belongs to it: a little longer.
+    # CPU use, over the measured time with its preparation and end, which is a little longer.
     spent: Spent
+    counts: Counts
     wall_s: float
     load_average: float
 
@@ -59,52 +63,39 @@ class Timed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
+    """`producers` and `workers` are separate client processes, or the same processes, which then do both."""
+
     stage: Stage
-    clients: Clients
+    producers: Clients
+    workers: Clients
     servers: Servers
+    counter: Counter
 
     async def filled_and_drained(self, load: Load, jobs: int) -> tuple[Timed, Timed]:
         """Fills empty queues, then drains them. Raises Wrong."""
-        await fresh_run(self.clients)
-        callers, workers = self._shares(load.callers), self._shares(load.workers)
-        share = self._dealt(jobs, callers)
-        enqueue = await self._timed(
-            Figure.ENQUEUE,
-            jobs,
-            "enqueue",
-            lambda at: {"jobs": share[at], "batch": load.batch, "callers": callers[at]},
-        )
-        drain = await self._timed(
-            Figure.DRAIN,
-            jobs,
-            "drain",
-            lambda at: {"total": jobs, "batch": load.batch, "concurrency": workers[at]},
-        )
-        await self.clients.one(0, "check", jobs=jobs)
+        await self._fresh_run()
+        enqueue = await self._timed(Figure.ENQUEUE, jobs, load)
+        drain = await self._timed(Figure.DRAIN, jobs, load)
+        await self.workers.one(0, "check", jobs=jobs)
         return enqueue, drain
 
     async def lived(self, load: Load, jobs: int) -> Timed:
-        """Enqueues, with the workers up before, and drains at the same time. Raises Wrong."""
-        await fresh_run(self.clients)
-        callers, workers = self._shares(load.callers), self._shares(load.workers)
-        share = self._dealt(jobs, callers)
-        timed = await self._timed(
-            Figure.LIFE,
-            jobs,
-            "live",
-            lambda at: {
-                "jobs": share[at],
-                "total": jobs,
-                "batch": load.batch,
-                "callers": callers[at],
-                "concurrency": workers[at],
-            },
-        )
-        await self.clients.one(0, "check", jobs=jobs)
+        """Enqueues and drains at the same time; the workers run before the first job. Raises Wrong."""
+        await self._fresh_run()
+        timed = await self._timed(Figure.LIFE, jobs, load)
+        await self.workers.one(0, "check", jobs=jobs)
         return timed
 
+    async def _fresh_run(self) -> None:
+        await fresh_run(*((self.workers,) if self._together else (self.workers, self.producers)))
+
+    @property
+    def _together(self) -> bool:
+        return self.producers is self.workers
+
     async def warmed(self, load: Load, seconds: float) -> tuple[int, int]:
-        """Warms the system up; answers how many jobs fill and drain, and live, in about so many seconds."""
+        """Warms the system up. Returns how many jobs it fills and drains, and takes from end to end, in about so many
+        seconds."""
         found: list[int] = []
         for life in (False, True):
             jobs = _least(load.batch)
@@ -113,7 +104,8 @@ class Turn:
                     took_s = (await self.lived(load, jobs)).seconds
                 else:
                     filled, drained = await self.filled_and_drained(load, jobs)
-                    # Enqueuing is faster than draining everywhere; a fill of several times `seconds` helps nobody.
+                    # Every system enqueues faster than it drains. A fill that takes several times `seconds` would show
+                    # nothing more.
                     took_s = max(filled.seconds, drained.seconds)
                 if took_s >= _WARM_SHARE * seconds or jobs >= _JOBS_MAX:
                     break
@@ -121,40 +113,101 @@ class Turn:
             found.append(max(_least(load.batch), _rounded(jobs * seconds / took_s, load.batch)))
         return found[0], found[1]
 
-    def _shares(self, total: int) -> list[int]:
-        """Divides a total over the client processes."""
-        count = len(self.clients.pids)
-        return [total * (at + 1) // count - total * at // count for at in range(count)]
-
-    def _dealt(self, jobs: int, callers: list[int]) -> list[int]:
-        """Returns how many of the jobs each client process does, by the number of its callers."""
-        bounds = [jobs * sum(callers[:at]) // sum(callers) for at in range(len(callers) + 1)]
-        return [past - first for first, past in itertools.pairwise(bounds)]
-
-    async def _timed(self, figure: Figure, jobs: int, verb: str, order: Any) -> Timed:
+    async def _timed(self, figure: Figure, jobs: int, load: Load) -> Timed:
         load_average = os.getloadavg()[0]
-        before, began_s = self.stage.spent([self.clients], self.servers), time.monotonic()
-        answers = await self.clients.all(verb, order)
-        spent, took_s = self.stage.spent([self.clients], self.servers) - before, time.monotonic() - began_s
-        first_s = min(answer.began_s for answer in answers)
-        if figure is Figure.ENQUEUE:
-            last_s = max(answer.ended_s for answer in answers)
-        else:
-            if figure is Figure.LIFE:
-                first_s = min(answer.found[0] for answer in answers)
-                last_s = max(answer.found[1] for answer in answers)
-            else:
-                last_s = max(answer.found for answer in answers)
-            settled = (await self.clients.one(0, "settle", total=jobs)).found
-            # Finished in the database later than the consumers thought: that counts.
+        looked = await self.counter.look()
+        before, began_s = self._spent(), time.monotonic()
+        match figure:
+            case Figure.ENQUEUE:
+                answers = await self._enqueue(jobs, load)
+                first_s, last_s = _began(answers), max(answer.ended_s for answer in answers)
+            case Figure.DRAIN:
+                answers = await self._drain(jobs, load)
+                first_s, last_s = _began(answers), max(answer.found for answer in answers)
+            case Figure.LIFE:
+                first_s, last_s = await self._live(jobs, load)
+            case _:
+                assert_never(figure)
+        spent, took_s = self._spent() - before, time.monotonic() - began_s
+        if figure is not Figure.ENQUEUE:
+            settled = (await self.workers.one(0, "settle", total=jobs)).found
+            # If jobs finished in the database later than the consumers thought, the later time counts.
             last_s = max(last_s, settled or 0.0)
-            await self.clients.all("rest")
+        # The acks of the last jobs are sent by now.
+        counts = (await self.counter.look()).since(looked)
+        if figure is not Figure.ENQUEUE:
+            await self.workers.all("rest")
         seconds = last_s - first_s
-        return Timed(figure=figure, jobs=jobs, seconds=seconds, spent=spent, wall_s=took_s, load_average=load_average)
+        return Timed(
+            figure=figure,
+            jobs=jobs,
+            seconds=seconds,
+            spent=spent,
+            counts=counts,
+            wall_s=took_s,
+            load_average=load_average,
+        )
+
+    async def _enqueue(self, jobs: int, load: Load) -> list[Answered]:
+        callers = _shares(load.callers, self.producers)
+        share = _dealt(jobs, callers)
+        return await self.producers.all(
+            "enqueue", lambda at: {"jobs": share[at], "batch": load.batch, "callers": callers[at]}
+        )
+
+    async def _drain(self, jobs: int, load: Load) -> list[Answered]:
+        consumers = _shares(load.consumers, self.workers)
+        return await self.workers.all(
+            "drain", lambda at: {"total": jobs, "batch": load.batch, "concurrency": consumers[at]}
+        )
+
+    async def _live(self, jobs: int, load: Load) -> tuple[float, float]:
+        """Returns when the first job went in, and when the last one was finished."""
+        if self._together:
+            callers, consumers = _shares(load.callers, self.producers), _shares(load.consumers, self.workers)
+            share = _dealt(jobs, callers)
+            answers = await self.workers.all(
+                "live",
+                lambda at: {
+                    "jobs": share[at],
+                    "total": jobs,
+                    "batch": load.batch,
+                    "callers": callers[at],
+                    "concurrency": consumers[at],
+                },
+            )
+            return min(answer.found[0] for answer in answers), max(answer.found[1] for answer in answers)
+
+        async def enqueue() -> list[Answered]:
+            await asyncio.sleep(WORKERS_UP_S)
+            return await self._enqueue(jobs, load)
+
+        drained, enqueued = await asyncio.gather(self._drain(jobs, load), enqueue())
+        return _began(enqueued), max(answer.found for answer in drained)
+
+    def _spent(self) -> Spent:
+        producers = None if self._together else self.producers
+        return self.stage.spent(self.servers, producers=producers, workers=self.workers)
+
+
+def _began(answers: list[Answered]) -> float:
+    return min(answer.began_s for answer in answers)
+
+
+def _shares(total: int, clients: Clients) -> list[int]:
+    """Divides a total over client processes."""
+    count = len(clients.pids)
+    return [total * (at + 1) // count - total * at // count for at in range(count)]
+
+
+def _dealt(jobs: int, callers: list[int]) -> list[int]:
+    """Returns how many of the jobs each client process does, by the number of its callers."""
+    bounds = [jobs * sum(callers[:at]) // sum(callers) for at in range(len(callers) + 1)]
+    return [past - first for first, past in itertools.pairwise(bounds)]
 
 
 def _least(batch: int) -> int:
-    """So many calls that they are worth being timed."""
+    """Enough calls for a useful time."""
     return _rounded(max(500, min(2_000, 20 * batch), 4 * batch), batch)
 
 

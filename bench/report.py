@@ -1,4 +1,4 @@
-"""What scenarios found, as Markdown and as JSON. Pure, but for writing the files."""
+"""The results of scenarios, as Markdown and as JSON. Pure except for writing the files."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from proof.table import Table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plot:
-    """Lines over a common x axis. `name`: of its file, without the suffix."""
+    """Lines over a common x axis. `name`: the name of its file, without the suffix."""
 
     name: str
     title: str
     x: str
     y: str
     lines: Mapping[str, Sequence[tuple[float, float]]]
-    # Where something began or ended, in the unit of x.
+    # Positions on the x axis at which something began or ended.
     marks: Mapping[str, float] = field(default_factory=dict[str, float])
     x_log: bool = False
     y_log: bool = False
@@ -30,7 +30,7 @@ class Plot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What one scenario found. `samples`: everything that was measured, as JSON takes it."""
+    """The result of one scenario. `samples`: everything that was measured, in a form for JSON."""
 
     scenario: str
     plan: Mapping[str, object]
@@ -40,7 +40,7 @@ class Found:
 
 
 def markdown(found: Sequence[Found], *, environment: Mapping[str, object], failed: Mapping[str, str]) -> str:
-    """All tables, under what they were measured on."""
+    """All tables, under a description of what they were measured on."""
     text = [f"{described(environment)}\n"]
     for one in found:
         text += [f"## {one.scenario}\n", *(table.markdown() for table in one.tables)]
@@ -50,7 +50,7 @@ def markdown(found: Sequence[Found], *, environment: Mapping[str, object], faile
 
 
 def to_json(found: Sequence[Found], *, environment: Mapping[str, object], failed: Mapping[str, str]) -> str:
-    """All that is known."""
+    """Returns everything that was measured."""
     scenarios = {
         one.scenario: {
             "plan": dict(one.plan),

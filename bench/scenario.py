@@ -1,4 +1,5 @@
-"""What every scenario is given: where peers are installed, whom to tell, and which systems have failed."""
+"""The context of every scenario: where peers are installed, where progress is reported, and which systems have
+failed."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ from bench.systems import PEERS, load
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
     cache: Path
-    # Told what begins, and what was found.
+    # Called with messages about what begins and what was found.
     say: Callable[[str], None]
-    # Peers that failed, and why: the others go on without them.
+    # Peers that failed, with the reason. The other systems are still measured.
     failed: dict[str, str] = field(default_factory=dict[str, str])
     # Facts about Postgres, once a server has run.
     postgres: dict[str, object] = field(default_factory=dict[str, object])
@@ -40,7 +41,8 @@ class Bench:
         return [system for system in systems if system not in self.failed]
 
     def fail(self, system: str, error: Exception) -> None:
-        """Leaves a peer out from here on. What is ours must not fail: raises the error. So does a second call."""
+        """Leaves a peer out from now on. Raises the error if the system is one of ours, which must not fail, or if the
+        peer has failed before."""
         if system not in PEERS or system in self.failed:
             raise error
         self.failed[system] = f"{error}"
@@ -54,19 +56,20 @@ class Bench:
             await act()
         except Wrong as error:
             self.fail(system, error)
-            # What it still does in the background would be at the others' cost.
+            # End it: its work in the background would slow the others down.
             for stage in self._stages:
                 await stage.drop(system)
 
     async def rounds(self, systems: Iterable[str], runs: int, turn: Callable[[str, int], Awaitable[None]]) -> None:
-        """Every system takes its turn, `runs` times, counted from 1; who goes first changes with each round."""
+        """Every system takes its turn in each of `runs` rounds, counted from 1. Every second round has the reverse
+        order."""
         order = list(systems)
         for run in range(1, runs + 1):
             for system in order if run % 2 else order[::-1]:
                 await self.attempt(system, functools.partial(turn, system, run))
 
     def broken(self, scenario: str, why: str) -> None:
-        """Something is not as it must be, whatever the figures are. The report says so, and the exit code."""
+        """A check of a scenario failed, so its figures do not matter. The report and the exit code say so."""
         self.failed[f"scenario {scenario}"] = why
 
     @asynccontextmanager
@@ -90,7 +93,8 @@ class Scenario:
     options: Callable[[argparse.ArgumentParser], None]
     plan: Callable[[argparse.Namespace], Any]
     measure: Callable[[Any, Bench], Awaitable[Found]]
-    # As a part of `./run bench`, with these systems beside Windrow; and of `./run bench --quick`, None: not at all.
+    # The scenario's plans as a part of `./run bench`, with these systems beside Windrow, and of `./run bench --quick`.
+    # None: it is no part.
     # One plan, or a tuple of several.
     full: Callable[[tuple[str, ...]], Any]
     quick: Callable[[], Any] | None

@@ -23,7 +23,7 @@ class Spread:
 
 
 def spread(values: Iterable[float]) -> Spread:
-    """Raises ValueError where there are none."""
+    """Raises ValueError if there are none."""
     found = list(values)
     if not found:
         raise ValueError("no values have no spread")

@@ -1,4 +1,4 @@
-"""Everything that a scenario measures on: Postgres and routers, a database for each peer, and the client processes of
+"""The processes that a scenario measures: Postgres and routers, a database for each peer, and the client processes of
 each system, which wait for their turns. All of it ends with the scope."""
 
 from __future__ import annotations
@@ -12,40 +12,47 @@ import tempfile
 from asyncio.subprocess import Process
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
 import psycopg
 from psycopg import sql
 
-from bench import meter
+from bench import meter, statements
 from bench.clients import Clients, open_clients
-from bench.system import CONNECTIONS, Site
+from bench.system import Site
 from bench.systems import PEERS
+from cli.databases import catalog_of, read
 from cli.local import in_thread
 from embedded import Cluster, open_clusters
+from proof.certificates import Authority
 from proof.clients import site as clients_site
 from proof.cluster_file import ClusterFile, Entry
 from proof.environment import postgres
 from proof.processes import serving
 from proof.routers import running
+from router.gate.auth.scopes import Scope
 from router.process.supervisor import Supervisor
+from shard.admin import api_keys
 
 _PAUSE_S = 0.2
 _DRAIN_S = 5.0
 # All systems stay connected while they take turns.
-SETTINGS: Mapping[str, str] = {"max_connections": "800"}
+SETTINGS: Mapping[str, str] = {"max_connections": "1500"}
 # The visibility window of leases by default.
 WINDOW_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Servers:
-    """Processes that speak gRPC on one address."""
+    """Processes that serve gRPC on one address."""
 
     address: str
     pids: Callable[[], Sequence[int]]
+    # See Site.ca and Site.token.
+    ca: str | None = None
+    token: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +61,12 @@ class Stage:
     postgres: Mapping[str, Cluster]
     routers: Servers
     cache: Path
-    # That routers read.
+    # The cluster file that routers read.
     cluster_file: ClusterFile
-    # That client processes inherit.
+    # The environment that client processes inherit.
     environ: Mapping[str, str]
+    # Whether every server counts statements: it has pg_stat_statements.
+    counts_statements: bool
     _folder: Path
     _stack: contextlib.AsyncExitStack
     _databases: dict[str, str] = field(default_factory=dict[str, str])
@@ -75,22 +84,27 @@ class Stage:
         if system not in self._databases:
             first = next(iter(self.postgres.values()))
             self._databases[system] = (
-                await asyncio.to_thread(_create_database, first.dsn, first.superuser_dsn, system)
+                await asyncio.to_thread(create_database, first.dsn, first.superuser_dsn, system)
                 if system in PEERS
                 else first.dsn
             )
         return self._databases[system]
 
     async def clients(
-        self, system: str, *, addresses: Sequence[str], callers: int, connections: int = CONNECTIONS
+        self,
+        system: str,
+        *,
+        servers: Sequence[Servers],
+        callers: int,
+        connections: int | None = None,
     ) -> Clients:
-        """Client processes for the rest of the scope, one for each address. `callers`, `connections`: of each
+        """Client processes for the rest of the scope, one for each of `servers`. `callers`, `connections`: of each
         process."""
         scope = contextlib.AsyncExitStack()
         self._stack.push_async_callback(scope.aclose)
         self._scopes[system].append(scope)
         return await scope.enter_async_context(
-            self.passing_clients(system, addresses=addresses, callers=callers, connections=connections)
+            self.passing_clients(system, servers=servers, callers=callers, connections=connections)
         )
 
     async def drop(self, system: str) -> None:
@@ -100,20 +114,27 @@ class Stage:
 
     @contextlib.asynccontextmanager
     async def passing_clients(
-        self, system: str, *, addresses: Sequence[str], callers: int, connections: int = CONNECTIONS
+        self,
+        system: str,
+        *,
+        servers: Sequence[Servers],
+        callers: int,
+        connections: int | None = None,
     ) -> AsyncGenerator[Clients, None]:
         """Yields client processes that end with this scope."""
         dsn = await self.database(system)
         sites = [
             Site(
-                address=address,
+                address=one.address,
                 dsns=self.dsns,
                 dsn=dsn,
                 cache=str(self.cache),
                 callers=callers,
                 connections=connections,
+                ca=one.ca,
+                token=one.token,
             )
-            for address in addresses
+            for one in servers
         ]
         tally = self._folder / f"tally-{secrets.token_hex(4)}"
         async with open_clients(system, sites, tally=tally, environ=self.environ) as clients:
@@ -122,6 +143,22 @@ class Stage:
     async def more_routers(self, processes: int, environ: Mapping[str, str] | None = None) -> Servers:
         """Other routers of the same cluster on an address of their own, for the rest of the scope."""
         return await self._stack.enter_async_context(_routers(self.cluster_file.path, processes, environ or {}))
+
+    async def tls_routers(self, processes: int, *, keys: bool) -> Servers:
+        """Other routers of the same cluster that speak TLS, for the rest of the scope. With `keys` they also ask for an
+        API key."""
+        authority = Authority()
+        ca, certificate, key = (self.file(name) for name in ("ca.crt", "tls.crt", "tls.key"))
+        authority.saved(ca)
+        authority.sign().save(certificate, key)
+        config = self.file("tls-keys.toml" if keys else "tls.toml")
+        tables = f"\n[tls]\ncertificate = '{certificate}'\nkey = '{key}'\n"
+        if keys:
+            tables += "\n[auth]\napi_keys = true\n"
+        config.touch(mode=0o600)
+        config.write_text(self.cluster_file.text + tables)
+        servers = await self._stack.enter_async_context(_routers(config, processes, {}))
+        return replace(servers, ca=str(ca), token=await _new_key(config) if keys else None)
 
     async def echo(self, processes: int) -> Servers:
         """Echo servers for the rest of the scope (bench/echo_server.py)."""
@@ -134,7 +171,7 @@ class Stage:
     def site(
         self, name: str, orgs: Sequence[str], *, per_s: float = 0.0, mine: int = 0, places: int = 1
     ) -> clients_site.Site:
-        """For a client process that writes a history."""
+        """Returns the orders for a client process that writes a history."""
         self.histories.mkdir(exist_ok=True)
         return clients_site.Site(
             address=self.routers.address,
@@ -153,9 +190,10 @@ class Stage:
         """A place for a temporary file."""
         return self._folder / name
 
-    def spent(self, clients: Sequence[Clients], servers: Servers) -> meter.Spent:
+    def spent(self, servers: Servers, *, producers: Clients | None = None, workers: Clients) -> meter.Spent:
         return meter.spent(
-            clients=[pid for each in clients for pid in each.pids],
+            producers=producers.pids if producers is not None else (),
+            workers=workers.pids,
             routers=servers.pids(),
             postgres=[server.pid for server in self.postgres.values()],
         )
@@ -166,7 +204,7 @@ class Stage:
         return await asyncio.to_thread(meter.written, {str(at): dsns for at, dsns in enumerate(servers)})
 
     async def clear(self) -> None:
-        """Forgets the finished jobs of runs gone by, books included: a case must not pay for those before it."""
+        """Deletes the finished jobs of earlier runs, also from the books, so that they do not slow this case down."""
         for dsn in self.dsns.values():
             await asyncio.to_thread(_clear, dsn)
 
@@ -185,26 +223,29 @@ async def open_stage(
         cluster_file = ClusterFile(path=folder / "cluster.toml", name="bench", entries=entries)
         cluster_file.save()
         servers = await stack.enter_async_context(_routers(cluster_file.path, routers, {}))
+        superuser_dsns = [cluster.superuser_dsn for cluster in clusters.values()]
         yield Stage(
             postgres=clusters,
             routers=servers,
             cache=cache,
             cluster_file=cluster_file,
             environ=dict(os.environ),
+            counts_statements=await asyncio.to_thread(statements.count, superuser_dsns),
             _folder=folder,
             _stack=stack,
         )
 
 
-async def fresh_run(clients: Clients, *, record: bool = False) -> str:
-    """Makes empty queues for a run, and lets what that stirred up settle."""
+async def fresh_run(*groups: Clients, record: bool = False) -> str:
+    """Makes empty queues for a run of all these clients, and waits until the load of that is over."""
     name = f"bench-{secrets.token_hex(6)}"
-    await clients.prepare(name, record=record)
+    for clients in groups:
+        await clients.prepare(name, record=record)
     await asyncio.sleep(_PAUSE_S)
     return name
 
 
-def _create_database(dsn: str, superuser_dsn: str, system: str) -> str:
+def create_database(dsn: str, superuser_dsn: str, system: str) -> str:
     name = f"bench_{system.replace('-', '_')}"
     parts = urlsplit(dsn)
     with psycopg.connect(superuser_dsn, autocommit=True) as connection:
@@ -233,7 +274,7 @@ async def _routers(config: Path, processes: int, environ: Mapping[str, str]) -> 
 @contextlib.asynccontextmanager
 async def _echo(count: int) -> AsyncGenerator[Servers, None]:
     async with contextlib.AsyncExitStack() as stack:
-        # Holds the port while they come and go.
+        # Keeps the port while the processes start and end.
         holder = stack.enter_context(socket.socket())
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         holder.bind(("127.0.0.1", 0))
@@ -243,3 +284,12 @@ async def _echo(count: int) -> AsyncGenerator[Servers, None]:
             process, _said = await stack.enter_async_context(serving("bench.echo_server", "--listen", address))
             processes.append(process)
         yield Servers(address=address, pids=lambda: [process.pid for process in processes])
+
+
+async def _new_key(config: Path) -> str:
+    """Creates an API key for all orgs and everything. Returns its text."""
+    async with catalog_of(read(config)) as database:
+        _, text = await api_keys.create(
+            database, org=None, scopes=[scope.value for scope in Scope], name="bench", expires_in_s=None
+        )
+    return text

@@ -1,4 +1,4 @@
-"""What a queue system must do to be measured. Knows no system, and takes no time."""
+"""The interface of a queue system that can be measured. Knows no particular system, and measures nothing."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-# Tells that a worker has a job: when, by time.monotonic_ns(), and its payload.
+# Reports that a worker has a job: the time by time.monotonic_ns(), and the payload.
 Taken = Callable[[int, bytes], None]
-# Tells that so many more jobs are finished.
+# Reports that so many more jobs are finished.
 Finished = Callable[[int], None]
 
 
 class Wrong(Exception):
-    """The system did something else than it was asked: its figures are worth nothing."""
+    """The system did not do what it was asked, so its figures are worthless."""
 
 
-# The connections of a client process. The kernel deals them out to the server's processes, and could give a single one
-# to always the same process.
+# The connections of a client process that uses the stubs. The kernel distributes them over the server's processes; a
+# single connection would always use the same process.
 CONNECTIONS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """Where things are. Goes to the client processes as JSON."""
+    """The addresses of a system's servers. They go to the client processes as JSON."""
 
-    # HOST:PORT of what speaks gRPC: the routers, or the echo.
+    # HOST:PORT of the gRPC server: the routers, or the echo.
     address: str
     # The DSN of each shard's database, for Windrow's own role.
     dsns: Mapping[str, str]
@@ -35,46 +35,51 @@ class Site:
     cache: str
     # The most calls that this client process has under way at a time, of each sort (enqueue; work).
     callers: int
-    # The most connections of this client process, if it uses gRPC.
-    connections: int = CONNECTIONS
+    # The most connections of this client process, if it uses gRPC. None: CONNECTIONS by the stubs, and the default of
+    # windrow.Client.
+    connections: int | None = None
+    # The PEM file of the CA of the server's certificate. None: the server speaks plain text.
+    ca: str | None = None
+    # The API key of the calls. None: the server does not ask for one.
+    token: str | None = None
 
 
 class System(Protocol):
     """One queue system, as one client process uses it.
 
-    Every method checks what it is answered, and raises Wrong if it is not what was asked for.
+    Every method checks the answer that it gets, and raises Wrong if that is not what was asked for.
     """
 
-    # As the tables call it.
+    # Its name in the tables of the report.
     title: ClassVar[str]
 
     def __init__(self, site: Site) -> None: ...
 
     async def prepare(self, run: str) -> None:
-        """Connects, and makes empty queues for a run of a name never used before; the same in every client process, and
-        one of them first. Not timed."""
+        """Connects, and makes empty queues for a run with a new name. Every client process calls it with the same name,
+        one of them before the others. Not timed."""
         ...
 
     async def enqueue(self, payloads: Sequence[bytes]) -> None:
-        """Stores these jobs in one call of the system, its bulk call where they are several; they have committed when
-        it returns. Called by several tasks at a time."""
+        """Stores these jobs by one call of the system, which is its bulk call if there are several jobs. They have
+        committed when it returns. Called by several tasks at a time."""
         ...
 
     async def work(self, *, batch: int, concurrency: int, taken: Taken, finished: Finished) -> None:
         """Runs the system's own consumer, in its documented fast configuration, until it is cancelled.
 
-        `batch`: how many jobs it may fetch at once, where it has such a choice; `concurrency`: how many jobs, or
-        batches of them, it has under way. `taken` is told of each job at the moment its handler had it; `finished`
-        when jobs have been finished as far as the consumer knows."""
+        `batch`: how many jobs it may fetch at once, if it has this choice. `concurrency`: how many jobs, or batches of
+        them, it has under way. `taken` is called for each job when its handler gets it; `finished` when the consumer
+        knows that jobs have finished."""
         ...
 
     async def left(self) -> int:
-        """How many jobs of this run are not finished in the database. Asked rarely, at the end of a run."""
+        """How many jobs of this run are not finished in the database. Called rarely, at the end of a run."""
         ...
 
     async def check(self, jobs: int) -> None:
-        """After the run: so many jobs were accepted, all of them have finished, each once, and no other is there, as
-        far as the system can tell. Not timed."""
+        """Checks after the run, as far as the system's records allow, that so many jobs were accepted, that each has
+        finished exactly once, and that there are no others. Not timed."""
         ...
 
     async def close(self) -> None: ...

@@ -1,5 +1,5 @@
-"""How many jobs all client processes have taken, and finished, together. A file that each maps: whoever counts does so
-in a place of its own, and whoever asks adds the places up; nobody waits."""
+"""How many jobs all client processes have taken, and finished, together. Each process maps the same file and counts in
+a place of its own; a reader adds the places up. Nobody waits."""
 
 from __future__ import annotations
 

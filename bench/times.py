@@ -21,7 +21,7 @@ class Times:
 
 
 def times(calls: Iterable[Call]) -> Times | None:
-    """None where there are none."""
+    """Returns the times of these calls; None if there are no calls."""
     ordered = sorted(call.took_s * 1000 for call in calls)
     if not ordered:
         return None

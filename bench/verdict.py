@@ -1,4 +1,4 @@
-"""Whether every job is where it must be: what clients saw, held against what the tables say (proof/checker)."""
+"""Checks that every job is where it must be: compares what clients saw with the tables (proof/checker)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _INVARIANTS = {name: EXAMINED[name] for name in ("I1", "I2", "I3", "I4", "I5")}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """How many jobs were acknowledged, and what is not as it must be. `faultless`: nothing was killed."""
+    """How many jobs were acknowledged, and the violations found. `faultless`: nothing was killed."""
 
     jobs: int
     violations: Sequence[Violation]
     faultless: bool
 
     def told(self) -> dict[str, object]:
-        """As JSON takes it, with a few examples."""
+        """Returns the verdict in a form for JSON, with a few examples."""
         return {
             "jobs": self.jobs,
             "violations": dict(Counter(one.invariant for one in self.violations)),

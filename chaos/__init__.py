@@ -3,5 +3,6 @@ a checker that reads the records. `./run chaos`, docs/chaos.md."""
 
 import os
 
-# Before gRPC is imported: as root, Postgres is started by a fork, and gRPC's fork handlers may crash the child.
+# This must be set before gRPC is imported: as root, Postgres is started by a fork, and gRPC's fork handlers may crash
+# the child.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

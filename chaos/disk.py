@@ -1,5 +1,5 @@
-"""A disk so small that it can be filled: a tmpfs in a mount namespace of this process, so that it goes with it, however
-that ends. Needs root, and Linux."""
+"""A small disk that can be filled: a tmpfs in a mount namespace of this process, which disappears with the process.
+Needs root, and Linux."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SmallDisk:
     node: str
 
     def fill(self) -> int:
-        """Takes all the room that is left; answers how many bytes that was. May be repeated."""
+        """Takes all the room that is left, and returns how many bytes that was. May be repeated."""
         taken = 0
         with self._ballast.open("ab", buffering=0) as ballast, contextlib.suppress(OSError):
             while True:
@@ -44,12 +44,12 @@ class SmallDisk:
 
 @contextlib.contextmanager
 def small_disk(node: str) -> Generator[SmallDisk | None, None, None]:
-    """None where there can be none. Before the first thread is started: a mount namespace is a thread's, and its
-    children's."""
+    """Yields a small disk for this node, or None if this machine cannot have one. Call it before the first thread is
+    started: a mount namespace belongs to a thread and its children."""
     if os.geteuid() != 0 or not hasattr(os, "pidfd_open"):
         yield None
         return
-    # Not below a folder of root's own: the server runs as another account.
+    # Do not put it below a folder that only root can enter: the server runs as another account.
     path = Path(tempfile.mkdtemp(prefix="windrow-chaos-disk-", dir="/tmp"))
     try:
         mounted = ctypes.CDLL(None).unshare(_CLONE_NEWNS) == 0 and _mount(path)
@@ -62,7 +62,7 @@ def small_disk(node: str) -> Generator[SmallDisk | None, None, None]:
 
 def _mount(path: Path) -> bool:
     commands = (
-        # What is mounted here is not to be seen elsewhere.
+        # Mounts in this namespace must not be visible elsewhere.
         ["mount", "--make-rprivate", "/"],
         ["mount", "-t", "tmpfs", "-o", f"size={_BYTES},mode=755", "tmpfs", str(path)],
     )

@@ -1,4 +1,4 @@
-"""Wall clocks that jump, by libfaketime where it is installed."""
+"""Wall clocks that jump, with libfaketime, if it is installed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class FakeTime:
     """The clock of all processes that were started with `environ`."""
 
     library: Path
-    # The library reads in it how far the clock is off.
+    # The library reads the offset of the clock from this file.
     offset: Path
 
     @classmethod
@@ -35,10 +35,10 @@ class FakeTime:
             "LD_PRELOAD": str(self.library),
             "FAKETIME_TIMESTAMP_FILE": str(self.offset),
             "FAKETIME_CACHE_DURATION": "1",
-            # No system turns this one back.
+            # No system sets the monotonic clock back, so do not change it.
             "DONT_FAKE_MONOTONIC": "1",
         }
 
     def jump(self, offset_s: float) -> None:
-        """To so far from the true time; 0 is true."""
+        """Sets the clock so far from the true time; 0 is the true time."""
         self.offset.write_text(f"{offset_s:+.3f}\n")

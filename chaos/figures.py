@@ -29,7 +29,7 @@ class Second:
 
 
 def jobs(evidence: Evidence) -> Mapping[str, int]:
-    """How many jobs there were, and what became of them."""
+    """The numbers of jobs, by how they ended."""
     seen = evidence.history
     answers = Counter(f"{one.call.verb} {one.answer}" for one in seen.settles if one.answer is not None)
     return {
@@ -45,7 +45,7 @@ def jobs(evidence: Evidence) -> Mapping[str, int]:
 
 
 def restored(evidence: Evidence) -> Mapping[str, int]:
-    """What the backup that was restored lacked of the database that it replaced, and what became of it."""
+    """Counts of what the restored backup lacked compared with the replaced database, by what happened to it."""
     if evidence.restored is None:
         return {}
     backup = Backup(evidence)
@@ -68,7 +68,7 @@ def restored(evidence: Evidence) -> Mapping[str, int]:
 
 
 def errors(seen: History) -> Counter[tuple[str, str]]:
-    """By verb and code: calls that were refused, or left open."""
+    """Calls that were refused or have no known outcome, by verb and code."""
     return Counter((call.verb.value, call.code or "no end") for call in seen.calls if _failed(call))
 
 
@@ -108,12 +108,12 @@ def moves(evidence: Evidence) -> list[Moved]:
 
 
 def chunks(evidence: Evidence) -> int:
-    """How many parts of slots' jobs have come to other shards."""
+    """How many chunks of jobs have arrived on other shards."""
     return sum(len(now.slots) for now in evidence.owned if now.state == "owned" and now.chunk)
 
 
 def holdings(evidence: Evidence) -> list[tuple[float, Mapping[str, int], int]]:
-    """How many slots each shard wrote, and how many were on their way, from each change on."""
+    """How many slots each shard wrote, and how many were moving, after each change."""
     known: dict[int, Placed] = {}
     writes: Counter[str] = Counter()
     moving = 0
@@ -134,7 +134,7 @@ def unavailable_s(told: Told) -> Mapping[str, float]:
     """By shard: the longest time in which no enqueue was acknowledged although it had slots, from the first fault until
     all was healed."""
     events = sorted([*_had(told.evidence), *_acknowledged(told.evidence)], key=lambda event: event[0])
-    # Since when no enqueue was acknowledged by each shard that has slots.
+    # For each shard that has slots: the time since which it acknowledged no enqueue.
     since_s: dict[str, float] = {}
     longest_s: dict[str, float] = {}
 
@@ -179,7 +179,7 @@ def _acknowledged(evidence: Evidence) -> Iterator[tuple[float, str, bool]]:
 
 
 def seconds(told: Told) -> list[Second]:
-    """Second by second, from the first fault on."""
+    """The seconds of the run, from the first fault on."""
     seen = told.evidence.history
     count = int(told.ended_s - told.began_s) + 1
     acknowledged, delivered, acked, failed = ([0] * count for _ in range(4))
@@ -204,7 +204,7 @@ def seconds(told: Told) -> list[Second]:
             continue
         delivered[second] += 1
         if delivery.attempt == 1 and delivery.lease.job in stored_s:
-            # A job that is handed over may come before its producer is answered.
+            # A job that is handed over may arrive before its producer gets the answer.
             pickups[second].append(max(0.0, delivery.received_s - stored_s.pop(delivery.lease.job)))
     for settle in seen.settles:
         second = at(settle.call.ended_s)
@@ -227,6 +227,6 @@ def seconds(told: Told) -> list[Second]:
 
 
 def _failed(call: Call) -> bool:
-    # A handler of windrow.Worker is not told what became of its acks: that is no failure.
+    # A handler of windrow.Worker does not learn whether its acks succeeded. That is no failure.
     is_handler = call.client.partition(".")[0].endswith("-handler")
     return call.outcome is not Outcome.OK and not (is_handler and call.ended_s is None)

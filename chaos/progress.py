@@ -1,4 +1,4 @@
-"""How a run goes: counted from what clients have written since the last look, without reading it all."""
+"""The progress of a run: counts what clients have written since the last look."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Progress:
         self._counts: Counter[str] = Counter()
 
     def line(self) -> str:
-        """One line about all there was so far."""
+        """One line about the run so far."""
         for path in self._folder.iterdir():
             with path.open("rb") as file:
                 file.seek(self._read[path])
-                # Whole lines: the last may still be written.
+                # Whole lines only: the last one may be incomplete.
                 whole, newline, _ = file.read().rpartition(b"\n")
             self._read[path] += len(whole) + len(newline)
             for what, mark in _MARKS.items():

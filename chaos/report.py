@@ -1,4 +1,4 @@
-"""What a run found, as Markdown and as JSON. Pure, but for writing the files."""
+"""The results of a run, as Markdown and as JSON. Pure except for writing the files."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _SHOWN_MAX = 20
 
 
 def verdict(found: Sequence[Violation], *, excused: bool = False) -> Mapping[str, list[str]]:
-    """By invariant: what violates it; or what would, if a restored backup had what it lacks."""
+    """Violations by invariant. Excused ones would be violations if the restored backup lacked nothing."""
     return {name: [one.what for one in found if one.invariant == name and one.excused is excused] for name in EXAMINED}
 
 
 def write(
     folder: Path, order: Order, told: Told, found: Sequence[Violation], environment: Mapping[str, object]
 ) -> None:
-    """report.json and report.md. `found` is also what is excused."""
+    """Writes report.json and report.md. `found` includes excused violations."""
     (folder / "report.md").write_text(markdown(order, told, found, environment))
     document = to_json(order, told, found, environment)
     (folder / "report.json").write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
@@ -154,7 +154,7 @@ def _restored_json(told: Told) -> dict[str, object] | None:
 def to_json(
     order: Order, told: Told, found: Sequence[Violation], environment: Mapping[str, object]
 ) -> dict[str, object]:
-    """All that is known. Times in seconds from the first fault."""
+    """Returns all results. Times are in seconds from the first fault."""
     strikes = [
         asdict(strike) | {"began_s": strike.began_s - told.began_s, "healed_s": strike.healed_s - told.began_s}
         for strike in told.strikes

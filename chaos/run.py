@@ -36,9 +36,9 @@ from shard.placement.cluster_file import read_cluster
 _WARM_UP_S = 4.0
 _SAY_EVERY_S = 5.0
 _LOOK_S = 0.2
-# What a machine that does nothing else may take beside the sweep: reconnecting, and starting clients again.
+# The time that an idle machine may need beside the sweep: for reconnecting, and for restarting clients.
 _SLACK_S = 7.0
-# How often the longest stall that we saw ourselves: everything else stalls too.
+# This process's longest stall is multiplied by this, because other processes stall too.
 _STALLS = 3.0
 _DRAIN_S_MAX = 300.0
 _STUCK_S_MAX = 30.0
@@ -46,9 +46,9 @@ _STUCK_S_MAX = 30.0
 # continue pauses for half a minute.
 _REST_S_MAX = 180.0
 _REST_LOOK_S = 1.0
-# Before a fault that is alone: calls that earlier faults held up have ended, and clients are connected again.
+# The pause before a fault that is run alone: delayed calls end, and clients reconnect.
 _PEACE_S = 8.0
-# What a call may take that nothing hinders.
+# How long a call may take if nothing delays it.
 _ANSWER_S = 2.0
 _WEIGH_EVERY_S = 0.5
 _ASK_EVERY_S = 0.7
@@ -57,7 +57,7 @@ _ASK_S_MAX = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What was asked for. `faults`: by their names."""
+    """The command's options. `faults`: their names."""
 
     seed: int
     seconds: float
@@ -70,15 +70,15 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strike:
-    """One fault, as it was. Times of the monotonic clock."""
+    """One fault that was run. Times are those of the monotonic clock."""
 
     fault: str
     target: str
     began_s: float
     healed_s: float
-    # Why it was not what it was meant to be.
+    # Why it did not work as planned.
     trouble: str = ""
-    # The orgs that it struck, where it makes a difference between orgs.
+    # The orgs that it affected, if it affects only some orgs.
     orgs: Sequence[str] = ()
     # Nothing else was done to the cluster at this time.
     alone: bool = False
@@ -86,13 +86,13 @@ class Strike:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What a run has to tell."""
+    """The result of a run."""
 
     evidence: Evidence
     strikes: Sequence[Strike]
     # Faults that were drawn and not done, with the reason.
     skipped: Counter[tuple[str, str]]
-    # What did not become whole again.
+    # What did not recover.
     unhealed: Sequence[Violation]
     began_s: float
     healed_s: float
@@ -126,7 +126,7 @@ async def run(order: Order, *, disk: SmallDisk | None, say: Callable[[str], None
             say("draining")
             stalls.clear()
             await _drained(stage)
-            # Leases from before have ended: they are as long as the window, and nobody extends one now.
+            # Earlier leases have ended: they are as long as the window, and nobody extends a lease now.
             calm_s = max(time.monotonic(), healed_s + 2 * order.cast.window_s)
             await asyncio.sleep(calm_s - time.monotonic())
             say("one job for every org")
@@ -182,7 +182,7 @@ def _read(stage: Stage, order: Order, *, in_force: Sequence[InForce], calm_s: fl
 
 
 def _by_org(rows: Iterable[Row], seen: History) -> dict[str, list[str]]:
-    """All jobs that there are, or that somebody was told of."""
+    """All jobs in the tables, and all jobs that a client was told about."""
     jobs = {row.job: row.org for row in rows}
     jobs |= {one.answered: one.call.org for one in seen.enqueues if one.answered is not None}
     by_org: dict[str, list[str]] = {}
@@ -192,8 +192,8 @@ def _by_org(rows: Iterable[Row], seen: History) -> dict[str, list[str]]:
 
 
 def planned(order: Order) -> list[Planned]:
-    """What is to be done, and when. Changes are drawn beside the faults: they harm nothing, and so as many as there are
-    may be under way."""
+    """Draws the schedule. Changes are drawn beside the faults: they harm nothing, so any number of them may be under
+    way."""
     faults = [kind for kind in kinds(order) if kind.name not in CHANGES]
     changes = [kind for kind in kinds(order) if kind.name in CHANGES]
     return [
@@ -203,7 +203,7 @@ def planned(order: Order) -> list[Planned]:
 
 
 def kinds(order: Order) -> list[Kind]:
-    """What may be drawn: the same on every machine, whatever it has."""
+    """What may be drawn. It is the same on every machine, so that a seed gives the same schedule."""
     chosen = [FAULTS[name] for name in order.faults if FAULTS[name].drawn]
     return [
         Kind(name=kind.name, targets=kind.targets(order.cast), weight=kind.weight, seconds=kind.seconds)
@@ -212,7 +212,7 @@ def kinds(order: Order) -> list[Kind]:
 
 
 class _Striker:
-    """Does what the schedule says."""
+    """Runs the schedule."""
 
     def __init__(self, stage: Stage, order: Order, began_s: float) -> None:
         self._stage = stage
@@ -248,8 +248,8 @@ class _Striker:
             self._busy.discard(planned.target)
 
     async def run_alone(self) -> None:
-        """Does those faults once more of which the checker knows what they may do when nothing else is done."""
-        # In an order of ours, whatever that of the command was.
+        """Runs some faults once more, each alone: those for which the checker knows what clients may then notice."""
+        # In the order of the list here, not in that of the command.
         alone = [kind for kind in FAULTS.values() if kind.alone and kind.name in self._order.faults]
         for number, kind in enumerate(alone, 1):
             luck = random.Random(f"{self._order.seed}/{kind.name}/alone")
@@ -272,10 +272,10 @@ class _Striker:
             self._stage.say(f"{planned.fault} {planned.target}, for {planned.duration_s:.1f} s")
             await asyncio.sleep(planned.duration_s)
         except (psycopg.Error, psutil.Error, EmbeddedError, ShardError, OSError) as error:
-            # TimeoutError is an OSError. Others are struck at the same time: not everything can be done to everybody.
+            # TimeoutError is an OSError. Other faults are active at the same time, so this one may not be possible.
             trouble = f"{type(error).__name__}: {error}"
         finally:
-            # Also when the run is stopped: nothing may be left frozen.
+            # Heal it also when the run is stopped: nothing may be left frozen.
             try:
                 await fault.heal()
             except TimeoutError as error:
@@ -295,7 +295,7 @@ class _Striker:
 
 
 async def _rested(stage: Stage) -> list[Violation]:
-    """Until every slot is where the cluster file and the pins want it; else says so."""
+    """Waits until every slot is where the cluster file and the pins want it. Reports it if that takes too long."""
     deadline_s = time.monotonic() + _REST_S_MAX
     left = "nobody could tell"
     async with open_shards(await asyncio.to_thread(read_cluster, stage.file.path)) as shards:
@@ -308,14 +308,14 @@ async def _rested(stage: Stage) -> list[Violation]:
                 left = f"{slots} slots were not where they belong"
             except ShardError as error:
                 left = str(error)
-            # It is the whole catalog that is read.
+            # Each look reads the whole catalog.
             await asyncio.sleep(_REST_LOOK_S)
     what = f"slots had not come to rest {_REST_S_MAX:g} s after all was healed: {left}"
     return [Violation(invariant="I7", what=what)]
 
 
 async def _drained(stage: Stage) -> None:
-    """Until no job is live, or nothing moves any more: then the checker says so."""
+    """Waits until no job is live, or until the number does not change any more; then the checker reports it."""
     left, moved_s = -1, time.monotonic()
     deadline_s = moved_s + _DRAIN_S_MAX
     while time.monotonic() < deadline_s and time.monotonic() - moved_s < _STUCK_S_MAX:
@@ -330,7 +330,8 @@ async def _drained(stage: Stage) -> None:
 
 @contextlib.asynccontextmanager
 async def _telling(stage: Stage, order: Order, say: Callable[[str], None]) -> AsyncGenerator[list[float], None]:
-    """Says how it goes, all the while. Yields how long the machine has kept us waiting, each time it did."""
+    """Reports the progress during this scope. Yields the list of times for which the machine has stalled this
+    process."""
     stalls: list[float] = []
 
     async def watch() -> None:
@@ -351,7 +352,7 @@ async def _telling(stage: Stage, order: Order, say: Callable[[str], None]) -> As
 
 @contextlib.asynccontextmanager
 async def _weighing(stage: Stage) -> AsyncGenerator[dict[int, int], None]:
-    """Yields the most resident memory that each router process has had, by process id, and keeps it up to date."""
+    """Yields the largest resident memory of each router process so far, by process id, and keeps it up to date."""
     most: dict[int, int] = {}
 
     async def weigh() -> None:
@@ -366,7 +367,7 @@ async def _weighing(stage: Stage) -> AsyncGenerator[dict[int, int], None]:
 
 @contextlib.asynccontextmanager
 async def _asking(stage: Stage) -> AsyncGenerator[list[InForce], None]:
-    """Asks one router after another by which cluster file it goes, all the while. Yields what they have said."""
+    """Asks one router after another which cluster file it uses, during this scope. Yields the answers."""
     said: list[InForce] = []
 
     async def ask() -> None:

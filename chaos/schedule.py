@@ -1,6 +1,6 @@
-"""Which fault strikes what, and when: drawn by a seed, and by nothing else. Pure.
+"""Draws the faults with their targets and times, from a seed alone. Pure.
 
-Never so much at once that nothing works: of each sort of target one at least is whole, a target has one fault at a
+Some part of the cluster always works: of each sort of target, at least one has no fault. A target has one fault at a
 time, and a pause after it.
 """
 
@@ -20,7 +20,7 @@ _DRAWS_MAX = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A fault that may be drawn. `seconds`: the least and the most that it lasts."""
+    """A fault that may be drawn. `seconds`: how long it lasts, at least and at most."""
 
     name: str
     targets: Sequence[str]
@@ -30,7 +30,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """One fault to come, in seconds from when faults may begin. `number` seeds what it draws itself."""
+    """One planned fault. Times are in seconds from when faults may begin. `number` seeds its own random generator."""
 
     number: int
     fault: str
@@ -56,7 +56,7 @@ def plan(kinds: Sequence[Kind], *, seed: str, seconds: float) -> list[Planned]:
         if at_s >= seconds:
             break
         for _ in range(_DRAWS_MAX):
-            # As many draws each time, whatever becomes of them.
+            # Draw the same number of values each time, also if some are not used.
             (kind,) = luck.choices(usable, [kind.weight for kind in usable])
             target, duration_s = luck.choice(kind.targets), luck.uniform(*kind.seconds)
             one = Planned(number=len(planned) + 1, fault=kind.name, target=target, start_s=at_s, duration_s=duration_s)
@@ -67,7 +67,7 @@ def plan(kinds: Sequence[Kind], *, seed: str, seconds: float) -> list[Planned]:
 
 
 def _bearable(one: Planned, planned: Sequence[Planned], sorts: Counter[str]) -> bool:
-    # A fault that lasts no time still takes some to heal.
+    # Healing takes some time, even if the fault itself takes none.
     active = [other for other in planned if other.end_s + _PAUSE_S > one.start_s]
     if len(active) >= _AT_ONCE_MAX or any(other.target == one.target for other in active):
         return False

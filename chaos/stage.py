@@ -1,4 +1,4 @@
-"""All that a run stands on: shards behind proxies, supervised routers, balancers, clients. All of it ends with the
+"""The processes of a run: shards behind proxies, supervised routers, balancers, clients. All of them end with the
 scope."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CONNECTIONS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cast:
-    """How much of everything there is."""
+    """How many processes of each sort a run has."""
 
     shards: int = 3
     # Whether the first shard has a synchronous standby.
@@ -62,21 +62,21 @@ class Cast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """What faults strike, and clients use."""
+    """What faults hit and clients use."""
 
     cast: Cast
     address: str
     shards: Mapping[str, Shard]
-    # To the database of the first shard, where the catalog is too.
+    # A DSN of the first shard's database, which also has the catalog.
     catalog: Entrance
     routers: Supervisor
     balancers: Balancers
     crew: Crew
-    # That routers and balancers read.
+    # The cluster file that routers and balancers read.
     file: ClusterFile
-    # The disk of one node, small enough to be filled; None where none can be made.
+    # The disk of one node, small enough to be filled; None if this machine cannot have one.
     disk: SmallDisk | None
-    # The clock of routers and balancers; None where it cannot be set.
+    # The clock of routers and balancers; None if it cannot be set.
     clock: FakeTime | None
     say: Callable[[str], None]
 
@@ -85,7 +85,7 @@ class Stage:
 async def open_stage(
     cast: Cast, *, seed: int, folder: Path, scratch: Path, disk: SmallDisk | None, say: Callable[[str], None]
 ) -> AsyncGenerator[Stage, None]:
-    """`folder` is for histories and logs, `scratch` for what is gone afterwards and nobody else may read."""
+    """`folder` is for histories and logs; `scratch` for private files that are deleted afterwards."""
     histories = folder / "histories"
     histories.mkdir()
     async with contextlib.AsyncExitStack() as stack:
@@ -106,7 +106,8 @@ async def open_stage(
         say("starting routers and balancers")
         clock = FakeTime.found(scratch)
         routers = Supervisor(file.path, listen="127.0.0.1:0", processes=cast.routers, drain_seconds=_DRAIN_S)
-        # Clients keep the right time: their stamps are evidence. Postgres does not inherit it (embedded/account.py).
+        # Clients have the right time, because their timestamps are evidence. Postgres does not inherit it
+        # (embedded/account.py).
         environ = dict(os.environ)
         address = await stack.enter_async_context(running(routers, {} if clock is None else clock.environ))
         await asyncio.to_thread(journal.install, first, shards.values())
@@ -135,14 +136,14 @@ async def open_stage(
 def _hurry(routers: Supervisor, balancers: Balancers) -> None:
     routers.reload()
     for pid in balancers.pids:
-        # One that is just starting has yet to read the file.
+        # A process that is just starting will read the file anyway.
         if _catches_hangup(pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGHUP)
 
 
 def _catches_hangup(pid: int) -> bool:
-    """By the process's own word, not by trying: SIGHUP ends a process that does not care for it."""
+    """Returns whether the process has a handler for SIGHUP. Without one, the signal would end it."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("SigCgt:"):

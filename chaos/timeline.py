@@ -14,7 +14,7 @@ _COLOURS_MAX = 20
 
 
 def draw(folder: Path, told: Told, say: Callable[[str], None]) -> None:
-    """timeline.png. Where matplotlib is not installed, says so, and draws nothing."""
+    """Writes timeline.png. If matplotlib is not installed, says so and draws nothing."""
     try:
         import matplotlib as mpl
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -59,7 +59,7 @@ def draw(folder: Path, told: Told, say: Callable[[str], None]) -> None:
     colours = mpl.colormaps["tab20"]
     shown: set[str] = set()
     for strike in sorted(told.strikes, key=lambda one: one.began_s):
-        # What is over at once is to be seen all the same.
+        # Draw faults of no duration wide enough to be seen.
         width = max(strike.healed_s - strike.began_s, 0.3)
         label = "" if strike.fault in shown else strike.fault
         shown.add(strike.fault)

@@ -57,7 +57,7 @@ def list_jobs(
         datetime | None,
         typer.Option(
             "--since",
-            parser=values.moment,
+            parser=values.past_moment,
             metavar="TIME",
             show_default=False,
             help="Only jobs that finished at or after TIME.",
@@ -67,7 +67,7 @@ def list_jobs(
         datetime | None,
         typer.Option(
             "--until",
-            parser=values.moment,
+            parser=values.past_moment,
             metavar="TIME",
             show_default=False,
             help="Only jobs that finished before TIME.",

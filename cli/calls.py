@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from datetime import timedelta
 from typing import TypeVar, cast
 
@@ -16,9 +16,10 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2
 
+from cli import profiles
 from cli.exits import CommandFailed, ExitCode, RequestRefused
-from windrow import SyncClient, errors
-from windrow.address import address_fault, uses_proxy
+from windrow import SyncClient, Tls, errors, handshake, tls
+from windrow.address import address_fault, split_scheme, stays_here, uses_proxy
 from windrow.org_header import org_metadata
 from windrow.v1 import server_pb2
 from windrow.v1.admin_pb2_grpc import AdminStub
@@ -61,10 +62,21 @@ _CODES = {
 
 
 class Router:
-    """A connection to the routers at one address. Every call raises CommandFailed."""
+    """A connection to the routers at one address. Every call raises CommandFailed. `why_not` says what prevents a
+    connection, as far as TLS is concerned."""
 
-    def __init__(self, address: str, channel: grpc.Channel, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        address: str,
+        channel: grpc.Channel,
+        timeout: timedelta,
+        *,
+        token: str | None,
+        why_not: Callable[[], str | None],
+    ) -> None:
         self._address = address
+        self._token_metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+        self._why_not = why_not
         self._timeout_s = timeout.total_seconds()
         self.queue = QueueStub(channel)
         self.admin = AdminStub(channel)
@@ -82,7 +94,7 @@ class Router:
     ) -> _Response:
         """Makes a call. `wait_s` is added to its timeout: how long the router was asked to wait for jobs."""
         try:
-            return method(request, timeout=self._timeout_s + wait_s, metadata=_metadata(request))
+            return method(request, timeout=self._timeout_s + wait_s, metadata=self._metadata(request))
         except grpc.RpcError as error:
             raise self._failed(error, wait_s) from error
 
@@ -90,7 +102,7 @@ class Router:
         self, method: grpc.UnaryStreamMultiCallable[_Request, _Response], request: _Request
     ) -> Iterator[_Response]:
         try:
-            yield from method(request, timeout=self._timeout_s)
+            yield from method(request, timeout=self._timeout_s, metadata=self._metadata(request))
         except grpc.RpcError as error:
             raise self._failed(error) from error
 
@@ -99,12 +111,18 @@ class Router:
         answer = self.call(self._check_health, health_pb2.HealthCheckRequest())
         return answer.status == health_pb2.HealthCheckResponse.SERVING
 
+    def _metadata(self, request: object) -> tuple[tuple[str, str], ...]:
+        org = getattr(request, "org", "")
+        return self._token_metadata + (org_metadata(org) if org else ())
+
     def _failed(self, error: grpc.RpcError, wait_s: float = 0.0) -> CommandFailed:
         # The error that a call raises is a grpc.Call, too.
         call = cast("grpc.Call", error)
         code, message = call.code(), call.details() or ""
         details = _details(call)
         if code is grpc.StatusCode.UNAVAILABLE and details is None:
+            if why := self._why_not():
+                return CommandFailed(f"no connection to {self._address}: {why}", ExitCode.UNAVAILABLE)
             return CommandFailed(
                 # The reason is at the end of gRPC's message.
                 f"no router at {self._address} ({message.rpartition(': ')[2].strip('[]') or 'no answer'}): "
@@ -124,6 +142,8 @@ class Router:
                 "command; upgrade the routers first",
                 ExitCode.UNAVAILABLE,
             )
+        if code is grpc.StatusCode.UNAUTHENTICATED:
+            return CommandFailed(f"{message}; a token comes from --token-file or WINDROW_TOKEN", ExitCode.REFUSED)
         if details is not None and (retry_s := _retry_after_s(details)) is not None:
             message += f"; try again in {retry_s:g} s"
         if violations := _violations(details):
@@ -131,29 +151,64 @@ class Router:
         return CommandFailed(message or code.name, _CODES.get(code, ExitCode.UNAVAILABLE))
 
 
-def _metadata(request: object) -> tuple[tuple[str, str], ...]:
-    org = getattr(request, "org", "")
-    return org_metadata(org) if org else ()
-
-
 @contextlib.contextmanager
 def connect(address: str, timeout: timedelta) -> Generator[Router, None, None]:
     """Yields a connection, which the first call opens. Closes it at the end."""
+    address, chosen = _route(address)
+    options: list[tuple[str, int | str]] = [
+        ("grpc.max_receive_message_length", -1),
+        ("grpc.enable_http_proxy", int(uses_proxy(address))),
+    ]
+    pem = None
+    if chosen is None:
+        opened = grpc.insecure_channel(address, options=options)
+    else:
+        try:
+            pem = tls.read(chosen)
+        except errors.InvalidRequest as error:
+            raise CommandFailed(str(error), ExitCode.USAGE) from error
+        if chosen.server_name is not None:
+            options.append(("grpc.ssl_target_name_override", chosen.server_name))
+        opened = grpc.secure_channel(address, tls.credentials(pem), options=options)
+    with opened as channel:
+        yield Router(
+            address,
+            channel,
+            timeout,
+            token=profiles.token_of_calls(),
+            why_not=lambda: handshake.fault(address, chosen, pem),
+        )
+
+
+def _route(address: str) -> tuple[str, Tls | None]:
+    """Returns HOST:PORT, and how to connect there. Raises CommandFailed."""
+    address, secure = split_scheme(address)
     if fault := address_fault(address):
         raise CommandFailed(fault, ExitCode.USAGE)
-    options = [("grpc.max_receive_message_length", -1), ("grpc.enable_http_proxy", int(uses_proxy(address)))]
-    with grpc.insecure_channel(address, options=options) as channel:
-        yield Router(address, channel, timeout)
+    try:
+        chosen = profiles.tls(secure=secure)
+    except errors.InvalidRequest as error:
+        raise CommandFailed(str(error), ExitCode.USAGE) from error
+    if chosen is None and profiles.token_of_calls() and not stays_here(address):
+        raise CommandFailed(
+            f"the token would go to {address} in plain text: write the address as grpcs://{address}, or name the CA of "
+            "the router's certificate (WINDROW_TLS_CA)",
+            ExitCode.USAGE,
+        )
+    return address, chosen
 
 
 @contextlib.contextmanager
 def connect_client(address: str, org: str, timeout: timedelta) -> Generator[SyncClient, None, None]:
-    """Yields the Python client, for what takes many calls: it tries calls again. Its errors become CommandFailed."""
+    """Yields the Python client, for commands that make many calls: it tries calls again. Its errors become
+    CommandFailed."""
     with connect(address, timeout) as router:
         # The client would try for the whole timeout to reach a router that does not run.
         router.call(router.queue.GetServerInfo, server_pb2.GetServerInfoRequest())
     try:
-        with SyncClient(address, org=org, timeout=timeout) as client:
+        host_and_port, chosen = _route(address)
+        token = profiles.token_of_calls()
+        with SyncClient(host_and_port, org=org, timeout=timeout, tls=chosen or False, token=token) as client:
             yield client
     except errors.WindrowError as error:
         raise _failure(error) from error

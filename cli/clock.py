@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli import databases, options, output
+from cli.audit import recorded
 from cli.exits import CommandFailed, ExitCode
 from cli.layout import App
 
@@ -33,7 +34,8 @@ def accept_clock(
     command it accepts calls within seconds. Use it when the clock was ahead for a while and is correct now. If the
     clock is behind, correct the server's clock instead.
     """
-    now, latest = databases.asked(_accept(databases.read(config), shard))
+    cluster = databases.read(config)
+    now, latest = databases.asked(recorded(cluster, "shards accept-clock", _accept(cluster, shard), shard=shard))
     from shard.postgres.clock import time_text
 
     behind_s = max(0, latest - now) / 1_000_000

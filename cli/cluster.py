@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli import options, output, values
+from cli import options, output, profiles, values
 from cli.exits import CommandFailed, ExitCode
 from cli.output import Column
 
@@ -44,7 +44,7 @@ def health(
     """
     from cli.calls import connect
 
-    place = address or address_option
+    place = profiles.address(address, is_given=True) if address else address_option
     with connect(place, timeout) as router:
         try:
             serves, trouble = router.serves(), f"the router at {place} does not accept calls now"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,6 +15,7 @@ from cli.exits import CommandFailed, ExitCode
 if TYPE_CHECKING:
     from shard.errors import ShardUnavailable
     from shard.placement.cluster_file import Cluster
+    from shard.postgres.pool import Database
 
 _T = TypeVar("_T")
 
@@ -56,6 +58,31 @@ def asked(work: Coroutine[Any, Any, _T]) -> _T:
         raise CommandFailed(str(error), ExitCode.UNAVAILABLE) from error
     except (AnotherArchives, ExportFailed, ShardError) as error:
         raise CommandFailed(str(error), ExitCode.REFUSED) from error
+
+
+@contextlib.asynccontextmanager
+async def catalog_of(cluster: Cluster) -> AsyncGenerator[Database]:
+    """Yields the catalog's database, after checking that it belongs to this cluster. Errors of the databases become
+    CommandFailed."""
+    from shard.errors import NotPinned, ShardError, ShardUnavailable, UnknownApiKey
+    from shard.placement import catalog
+    from shard.postgres.pool import Database
+    from shard.vocabulary import CATALOG
+
+    quiet()
+    database = Database(CATALOG, cluster.catalog_dsn, connections=1, may_scan=True)
+    try:
+        await database.open()
+        await catalog.find(database, cluster=cluster.name, shards=[entry.name for entry in cluster.shards])
+        yield database
+    except ShardUnavailable as error:
+        raise unavailable(error) from error
+    except (NotPinned, UnknownApiKey) as error:
+        raise CommandFailed(str(error), ExitCode.NOT_FOUND) from error
+    except ShardError as error:
+        raise CommandFailed(str(error), ExitCode.REFUSED) from error
+    finally:
+        await database.close()
 
 
 def unavailable(error: ShardUnavailable) -> CommandFailed:

@@ -43,22 +43,8 @@ def enqueue(
         bool,
         typer.Option("--lines", help="Store one job per line of --file or standard input; skips blank lines."),
     ] = False,
-    delay: Annotated[
-        timedelta | None,
-        typer.Option(
-            "--delay",
-            parser=values.duration,
-            metavar="DURATION",
-            show_default=False,
-            help="Run the job after this delay.",
-        ),
-    ] = None,
-    run_at: Annotated[
-        datetime | None,
-        typer.Option(
-            "--run-at", parser=values.moment, metavar="TIME", show_default=False, help="Run the job then (ISO 8601)."
-        ),
-    ] = None,
+    delay: options.Delay = None,
+    run_at: options.RunAt = None,
     expires_at: Annotated[
         datetime | None,
         typer.Option(
@@ -69,16 +55,8 @@ def enqueue(
             help="Cancel the job if it has not run by then.",
         ),
     ] = None,
-    priority: Annotated[int, typer.Option("--priority", metavar="1-9", min=1, max=9, help="1 runs first, 9 last.")] = 5,
-    attribute: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--attribute",
-            metavar="KEY=VALUE",
-            show_default=False,
-            help="A label, readable without the payload; may be repeated.",
-        ),
-    ] = None,
+    priority: options.Priority = 5,
+    attribute: options.Attributes = None,
     dedup_key: Annotated[
         str,
         typer.Option(
@@ -162,7 +140,8 @@ def enqueue(
         raise typer.BadParameter("it needs a --dedup-key, and none is given", param_hint="'--while-live'")
     if while_live and dedup_window is not None:
         raise typer.BadParameter("give one of --dedup-window and --while-live, not both", param_hint="'--while-live'")
-    # With an --id the job may have been stored before it expired: only the router knows.
+    # Do not refuse an expired job that has an --id: it may have been stored before it expired, which only the router
+    # knows.
     if expires_at is not None and job_id is None and expires_at <= datetime.now(UTC):
         raise typer.BadParameter(
             f"{expires_at.isoformat(timespec='seconds')} has passed: the job would never run",
@@ -174,7 +153,9 @@ def enqueue(
     from cli.messages import duration, retry_message, timestamp
     from windrow.v1 import job_pb2
 
-    pattern = job_pb2.NewJob(template=job_pb2.JobTemplate(queue=queue, kind=kind, priority=priority, attributes=labels))
+    pattern = job_pb2.NewJob(
+        template=job_pb2.JobTemplate(queue=queue, kind=kind, priority=priority or 0, attributes=labels)
+    )
     if delay is not None:
         pattern.delay.CopyFrom(duration(delay))
     if run_at is not None:
@@ -234,7 +215,7 @@ def _enqueue_lines(
         output.note(hint)
         raise
     finally:
-        # Also after an error: these jobs are stored.
+        # Print the ids after an error too, because these jobs are stored.
         if stored:
             before = f", {duplicates:,} of them before" if duplicates else ""
             output.note(f"{output.counted(stored, 'job')} stored{before}")
@@ -356,7 +337,7 @@ def _lines(file: Path | None) -> Iterator[bytes]:
 
 
 def _new_ids(count: int) -> list[str]:
-    # Made here, so that the ids are known even if the answer is lost.
+    # Make the ids here, so that they are known even if the answer is lost.
     from windrow.ids import uuid7
 
     return [uuid7() for _ in range(count)]

@@ -11,8 +11,8 @@ from enum import IntEnum
 
 class ExitCode(IntEnum):
     OK = 0
-    # The command worked, and its answer is no: no due job, not healthy, unbalanced counts, a stale lease, or slots that
-    # still have to move.
+    # The command worked, and the answer is negative: no due job, not healthy, unbalanced counts, a stale lease, or
+    # slots that still have to move.
     NO = 1
     USAGE = 2
     UNAVAILABLE = 3

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from functools import partial
@@ -101,35 +101,10 @@ def cancel(
 def alter(
     org: options.Org,
     ids: IdsOrNone = None,
-    delay: Annotated[
-        timedelta | None,
-        typer.Option(
-            "--delay",
-            parser=values.duration,
-            metavar="DURATION",
-            show_default=False,
-            help="Run the jobs after this time.",
-        ),
-    ] = None,
-    run_at: Annotated[
-        datetime | None,
-        typer.Option(
-            "--run-at", parser=values.moment, metavar="TIME", show_default=False, help="Run the jobs at TIME."
-        ),
-    ] = None,
-    priority: Annotated[
-        int | None,
-        typer.Option("--priority", metavar="1-9", min=1, max=9, show_default=False, help="1 runs first, 9 last."),
-    ] = None,
-    attribute: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--attribute",
-            metavar="KEY=VALUE",
-            show_default=False,
-            help="A label, instead of all that the jobs have; may be repeated.",
-        ),
-    ] = None,
+    delay: options.Delay = None,
+    run_at: options.RunAt = None,
+    priority: options.Priority = None,
+    attribute: options.Attributes = None,
     queue: OfQueue = "",
     kind: options.Kind = "",
     where: options.Where = None,
@@ -143,10 +118,11 @@ def alter(
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """Changes jobs that are scheduled or ready: when they run, their priority, their attributes.
+    """Changes jobs that are scheduled or ready: when they run, their priority, their attributes (--attribute replaces
+    all that they have).
 
     Jobs are named by their ids, or by conditions, as for `windrow jobs cancel`. A command that was interrupted can be
-    repeated: it passes over jobs that are already changed. Only --delay postpones those again; --run-at does not.
+    repeated: it skips jobs that are already changed. Only --delay postpones those again; --run-at does not.
 
     Exit code 1: a job named by its id is leased or dead, or has finished; 4: the org has no such job or queue. The
     other jobs are changed.
@@ -155,7 +131,7 @@ def alter(
         raise typer.BadParameter("give one of --delay and --run-at, not both", param_hint="'--run-at'")
     if delay is None and run_at is None and priority is None and not attribute:
         hint = "'--delay' / '--run-at' / '--priority' / '--attribute'"
-        raise typer.BadParameter("nothing is to be changed: give at least one of these", param_hint=hint)
+        raise typer.BadParameter("no change is given: give at least one of these", param_hint=hint)
     attributes = values.attributes(attribute) if attribute else None
     altered: dict[str, Any] = {"priority": priority or 0, "run_at": run_at, "delay": delay, "attributes": attributes}
     change = _Change(
@@ -183,29 +159,9 @@ def redrive(
     where: options.Where = None,
     made_after: options.MadeAfter = None,
     made_before: options.MadeBefore = None,
-    died_after: Annotated[
-        datetime | None,
-        typer.Option(
-            "--died-after",
-            parser=values.moment,
-            metavar="TIME",
-            show_default=False,
-            help="Only jobs that died at or after TIME.",
-        ),
-    ] = None,
-    died_before: Annotated[
-        datetime | None,
-        typer.Option(
-            "--died-before",
-            parser=values.moment,
-            metavar="TIME",
-            show_default=False,
-            help="Only jobs that died before TIME.",
-        ),
-    ] = None,
-    not_killed: Annotated[
-        bool, typer.Option("--not-killed", help="Leave out jobs whose last attempt failed permanently.")
-    ] = False,
+    died_after: options.DiedAfter = None,
+    died_before: options.DiedBefore = None,
+    not_killed: options.NotKilled = False,
     limit: options.Limit = None,
     dry_run: DryRun = False,
     yes: options.Yes = False,
@@ -329,7 +285,7 @@ def purge(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Change:
-    """What one of the commands does to jobs."""
+    """The change that a command makes to jobs."""
 
     # Such as "cancel" and "cancelled".
     verb: str
@@ -380,14 +336,19 @@ def _carry_out(change: _Change, org: str, ids: Sequence[str] | None, conditions:
     from cli.calls import connect_client
     from windrow import JobFilter, JobState
 
-    # These narrow the other conditions, and are none alone.
-    states, not_killed = conditions.pop("states", ()), conditions.pop("not_killed", False)
-    if bool(ids) == bool(conditions):
+    states = [JobState(state.value) for state in conditions.pop("states", ())]
+    found = JobFilter(**conditions, states=states)
+    if bool(ids) != found.is_empty:
         raise typer.BadParameter(
             "give job ids, or conditions such as --where campaign=42, and not both", param_hint="'ID'"
         )
     if ids:
-        narrower = {"--state": states, "--not-killed": not_killed, "--limit": how.limit, "--dry-run": how.dry_run}
+        narrower = {
+            "--state": states,
+            "--not-killed": found.not_killed,
+            "--limit": how.limit,
+            "--dry-run": how.dry_run,
+        }
         for option, given in narrower.items():
             if given:
                 raise typer.BadParameter(
@@ -398,8 +359,7 @@ def _carry_out(change: _Change, org: str, ids: Sequence[str] | None, conditions:
             _change_named(client, change, wanted, as_json=how.as_json)
         return
     # Not those that are stored while the command runs: nobody has counted them.
-    conditions.setdefault("created_before", datetime.now(UTC))
-    found = JobFilter(**conditions, states=[JobState(state.value) for state in states])
+    found = replace(found, created_before=found.created_before or datetime.now(UTC))
     with connect_client(how.address, org, how.timeout) as client:
         total = None
         if how.dry_run or not how.yes:
@@ -407,7 +367,8 @@ def _carry_out(change: _Change, org: str, ids: Sequence[str] | None, conditions:
         if not how.dry_run and total != 0:
             _change_found(client, change, found, how, total)
         elif not how.dry_run:
-            # The preview found no job. The user did not confirm a change of jobs that meet the conditions by now.
+            # The preview found no job, so the user has not confirmed any change of jobs that meet the conditions by
+            # now.
             _report({change.done: 0, "skipped": 0}, as_json=how.as_json)
 
 
@@ -459,7 +420,7 @@ def _change_found(client: SyncClient, change: _Change, where: JobFilter, how: _H
 
             change.by_filter(client)(where, limit=how.limit, on_progress=note)
     finally:
-        # Also after an error or Ctrl-C: these are changed.
+        # Report them after an error or Ctrl-C too: these jobs are changed.
         _report(counts, as_json=how.as_json)
 
 

@@ -54,7 +54,19 @@ app = App(help="Shows and changes jobs, and runs dead and finished ones again.")
 @app.command()
 def get(
     org: options.Org,
-    ids: options.Ids,
+    ids: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="ID", help="Job ids; - reads them from standard input.", show_default=False),
+    ] = None,
+    key: Annotated[
+        str,
+        typer.Option(
+            "--key", metavar="KEY", show_default=False, help="Instead of ids: the job that has this dedup key now."
+        ),
+    ] = "",
+    queue: Annotated[
+        str, typer.Option("--queue", metavar="QUEUE", show_default=False, help="The queue of --key.")
+    ] = "",
     payload: Annotated[
         bool, typer.Option("--payload/--no-payload", help="Include payloads and results.", show_default=True)
     ] = True,
@@ -65,13 +77,29 @@ def get(
 ) -> None:
     """Shows all details of jobs, including the history of their attempts and what these have logged.
 
-    Finds jobs in every state, also cold ones. Exit code 4: the org has no such job.
+    Finds jobs in every state, also cold ones; or, with --key, the job that an enqueue with this key would be answered
+    now. Exit code 4: the org has no such job.
     """
     from cli.calls import connect
     from cli.messages import job_json
     from windrow.v1 import queue_pb2
 
-    wanted = values.job_ids(values.words(ids, sys.stdin))
+    if bool(ids) == bool(key):
+        raise typer.BadParameter("give job ids, or --key and --queue, and not both", param_hint="'ID' / '--key'")
+    if bool(key) != bool(queue):
+        raise typer.BadParameter("--key and --queue belong together: give both", param_hint="'--key' / '--queue'")
+    if key:
+        with connect(address, timeout) as router:
+            wanted_key = queue_pb2.FindJobRequest(org=org, queue=queue, dedup_key=key, include_payload=payload)
+            found = router.call(router.queue.FindJob, wanted_key)
+        if not found.HasField("job"):
+            raise CommandFailed(f"no job of queue {queue!r} of org {org!r} has the key {key!r}", ExitCode.NOT_FOUND)
+        if as_json:
+            output.say_json([job_json(found.job, payloads=payload)])
+        else:
+            print_job(found.job, stacks=stack)
+        return
+    wanted = values.job_ids(values.words(ids or (), sys.stdin))
     missing: list[str] = []
     away: set[str] = set()
     shown = 0
@@ -112,8 +140,9 @@ def watch(
 ) -> None:
     """Prints a job's state, and each change of it and of its progress, until the job has ended.
 
-    Then prints the result. Sees a change within a second, and the end at once. Exit code 1: the job is dead or
-    cancelled; 4: the org has no such job.
+    Then prints the result. Of a failed attempt it shows the first line of the failure; `windrow jobs get` has all of
+    it. Sees a change within a second, and the end at once. Exit code 1: the job is dead or cancelled; 4: the org has no
+    such job.
     """
     from google.protobuf.duration_pb2 import Duration
 
@@ -196,6 +225,49 @@ def list_jobs(
     output.refuse_away(away)
 
 
+@app.command()
+def count(
+    org: options.Org,
+    queue: Annotated[str, typer.Argument(metavar="QUEUE", help="Only jobs of this queue.", show_default=False)] = "",
+    states: States = None,
+    kind: options.Kind = "",
+    where: options.Where = None,
+    made_after: options.MadeAfter = None,
+    made_before: options.MadeBefore = None,
+    died_after: options.DiedAfter = None,
+    died_before: options.DiedBefore = None,
+    not_killed: options.NotKilled = False,
+    as_json: options.Json = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: options.Timeout = options.TIMEOUT_DEFAULT,
+) -> None:
+    """Counts the jobs that `windrow jobs list` would list without its --limit, in many short calls.
+
+    `windrow stats` counts the jobs of each queue by state, without conditions. Exit code 3: a shard did not answer.
+    """
+    from cli.calls import connect_client
+    from windrow import JobFilter, JobState
+
+    wanted = states or _UNFINISHED
+    found = JobFilter(
+        queue=queue,
+        kind=kind,
+        states=() if State.ALL in wanted else [JobState(state.value) for state in wanted],
+        attributes=values.attributes(where or (), option="--where"),
+        created_after=made_after,
+        created_before=made_before,
+        died_after=died_after,
+        died_before=died_before,
+        not_killed=not_killed,
+    )
+    with connect_client(address, org, timeout) as client, output.counting_to(None, "jobs counted") as show:
+        counted = client.count_jobs(found, on_progress=show)
+    if as_json:
+        output.say_json([{"count": counted}])
+    else:
+        output.say(str(counted))
+
+
 def _wanted(
     org: str,
     queue: str,
@@ -246,7 +318,7 @@ def _pages(
 
 
 def _print_jobs(jobs: Sequence[job_pb2.Job], *, queues: bool) -> None:
-    from cli.messages import state_name, time_shown
+    from cli.messages import first_line, last_failure, state_name, time_shown
 
     columns = [
         Column(title="id"),
@@ -265,22 +337,11 @@ def _print_jobs(jobs: Sequence[job_pb2.Job], *, queues: bool) -> None:
             f"{job.attempt}/{job.max_attempts}",
             time_shown(job, "finished_at") or time_shown(job, "lease_deadline") or time_shown(job, "run_at"),
             job.kind,
-            ": ".join(filter(None, map(_first_line, (job.reason, _last_failure(job))))),
+            ": ".join(filter(None, (first_line(job.reason), last_failure(job)))),
         )
         for job in jobs
     ]
     output.table(columns, rows)
-
-
-def _last_failure(job: job_pb2.Job) -> str:
-    from cli.messages import failure_text
-
-    return failure_text(job.attempts[-1].failure) if job.attempts else ""
-
-
-def _first_line(text: str) -> str:
-    """Returns the first line of a failure, which summarises it. `jobs get` shows all lines."""
-    return next(iter(text.strip().splitlines()), "")
 
 
 def print_job(job: job_pb2.Job, *, stacks: bool) -> None:

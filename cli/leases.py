@@ -36,9 +36,9 @@ Window = Annotated[
 ]
 _WINDOW_DEFAULT = timedelta(seconds=30)
 _NO_WAIT = timedelta()
-# The answers about leases that are shown in other words.
+# The answers about leases that the command prints in other words than those of the protocol.
 _WORDS = {"not_found": "not found", "cancelled": "job cancelled"}
-# What `dequeue` shows only with --json.
+# Fields that `dequeue` shows only with --json.
 _NOT_PRINTED = {"priority", "enqueued", "due"}
 
 
@@ -185,7 +185,7 @@ def nack(
     org: options.Org,
     leases: options.Leases,
     error: Annotated[
-        str, typer.Option("--error", metavar="TEXT", show_default=False, help="What went wrong, for the history.")
+        str, typer.Option("--error", metavar="TEXT", show_default=False, help="The reason, for the history.")
     ] = "",
     kind: Annotated[
         str,
@@ -244,19 +244,19 @@ def extend(
         ),
     ] = None,
     note: Annotated[
-        str, typer.Option("--note", metavar="TEXT", show_default=False, help="What goes on, beside --progress.")
+        str, typer.Option("--note", metavar="TEXT", show_default=False, help="A text beside --progress.")
     ] = "",
     checkpoint: Annotated[
         str | None,
         typer.Option(
-            "--checkpoint", metavar="TEXT", show_default=False, help="What the job's next attempt gets to go on from."
+            "--checkpoint", metavar="TEXT", show_default=False, help="Data with which the job's next attempt continues."
         ),
     ] = None,
     as_json: options.Json = False,
     address: options.Address = options.ADDRESS_DEFAULT,
     timeout: options.Timeout = options.TIMEOUT_DEFAULT,
 ) -> None:
-    """Prolongs leases.
+    """Extends leases.
 
     Each lease then lasts at least the window from now. A lease is never shortened. Exit codes as of `windrow ack`.
     """

@@ -15,6 +15,7 @@ from archiver.service import archive
 from balancer.service import balance
 from cli import local_file
 from embedded import Cluster, EmbeddedError, open_clusters
+from router.process.exposure import exposure
 from router.process.supervisor import Supervisor
 from router.settings import LISTEN_DEFAULT, router_settings
 from shard.placement.cluster_file import read_cluster
@@ -47,22 +48,30 @@ async def local_cluster(
     shards: Sequence[str],
     processes: int = 2,
     listen: str = LISTEN_DEFAULT,
+    secure: bool = False,
 ) -> AsyncGenerator[LocalCluster, None]:
     """Starts a cluster with Postgres servers for `shards` and with `processes` router processes. Stops it at the end.
+    `secure`: its cluster file asks callers who they are, also in later starts.
 
     The data is kept below `root` for the next start, whose shards local_file.servers lists. None: an ephemeral cluster,
-    which leaves no data. Raises EmbeddedError, ClusterFileError, and what router.process.supervisor.Supervisor.run
-    raises.
+    which leaves no data. Raises EmbeddedError, ClusterFileError, ListensOpenly, and what
+    router.process.supervisor.Supervisor.run raises.
     """
     async with contextlib.AsyncExitStack() as stack:
         opened = open_clusters(shards, root=root, ephemeral=root is None)
         postgres = await stack.enter_async_context(in_thread(opened))
         home = postgres[local_file.FIRST].folder if root is None else root / local_file.FIRST
         config = home / local_file.FILE
-        local_file.keep(config, {name: server.dsn for name, server in postgres.items()})
+        local_file.keep(config, {name: server.dsn for name, server in postgres.items()}, secure=secure)
         cluster = read_cluster(config)
-        drain_s = router_settings(cluster, source=str(config)).drain_seconds
-        routers = Supervisor(config, listen=listen, processes=processes, drain_seconds=drain_s)
+        settings = router_settings(cluster, source=str(config))
+        routers = Supervisor(
+            config,
+            listen=listen,
+            processes=processes,
+            drain_seconds=settings.drain_seconds,
+            exposed=exposure(cluster, listen, insecure=settings.insecure),
+        )
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         stop = asyncio.Event()
         running = asyncio.create_task(routers.run(ready=ready.set_result, stop=stop))

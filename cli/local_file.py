@@ -68,10 +68,13 @@ def address(root: Path) -> str:
         return ""
 
 
-def keep(path: Path, dsns: Mapping[str, str]) -> None:
-    """Creates the cluster file, or adds missing servers and updates their DSNs. Changes nothing else in it."""
+def keep(path: Path, dsns: Mapping[str, str], *, secure: bool = False) -> None:
+    """Creates the cluster file, or adds missing servers and updates their DSNs. `secure`: adds [auth]
+    if that is missing. Changes nothing else in it."""
     before = read_text(path) if path.exists() else ""
     text = before or _BEGINNING
+    if secure and "auth" not in tomllib.loads(text):
+        text = f"{text.rstrip()}\n\n[auth]\napi_keys = true\n"
     entries = {entry["name"]: entry for entry in tomllib.loads(text).get("shard", ())}
     for name, dsn in dsns.items():
         if name not in entries:

@@ -7,29 +7,36 @@ stays fast.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from cli import (
     archive,
+    audit,
     clock,
     cluster,
     doctor,
     enqueue,
     job_changes,
     jobs,
+    keys,
     leases,
+    login,
     moves,
+    org_figures,
     orgs,
     output,
     pins,
+    profiles,
     queues,
     recovery,
     server_info,
     servers,
     shards,
     stats,
+    token,
     up,
 )
 from cli.exits import EPILOG, CommandFailed, ExitCode
@@ -41,6 +48,7 @@ _OPERATE = "Inspect and operate"
 
 app = App(epilog=EPILOG)
 job_changes.add_to(jobs.app)
+org_figures.add_to(orgs.app)
 moves.add_to(shards.app)
 pins.add_to(shards.app)
 clock.add_to(shards.app)
@@ -88,12 +96,34 @@ def windrow(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--token-file",
+            envvar="WINDROW_TOKEN_FILE",
+            metavar="FILE",
+            show_default=False,
+            help="A file with the token that proves who calls, such as an API key. Or set WINDROW_TOKEN.",
+        ),
+    ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            "--profile",
+            envvar="WINDROW_PROFILE",
+            metavar="NAME",
+            show_default="`default`, if there is one",
+            help="Where `windrow login` has kept an address, a token and TLS files.",
+        ),
+    ] = None,
 ) -> None:
     """Windrow, a sharded multi-tenant job queue.
 
-    Most commands talk to the router at WINDROW_ADDRESS or --address. `windrow COMMAND --help` explains a command. With
-    --json, a command prints JSON.
+    Most commands talk to the router at WINDROW_ADDRESS or --address, or at that of a profile. `windrow COMMAND --help`
+    explains a command. With --json, a command prints JSON.
     """
+    token.use_file(token_file)
+    profiles.select(profile)
 
 
 app.command("up", rich_help_panel=_START)(up.up)
@@ -102,18 +132,22 @@ app.command("balancer", rich_help_panel=_START)(servers.balancer)
 app.command("archiver", rich_help_panel=_START)(servers.archiver)
 app.command("migrate", rich_help_panel=_START)(servers.migrate)
 app.command("demo", rich_help_panel=_START)(demo)
+app.command("login", rich_help_panel=_START)(login.login)
+app.command("logout", rich_help_panel=_START)(login.logout)
 app.command("enqueue", rich_help_panel=_WORK)(enqueue.enqueue)
 for command in leases.COMMANDS:
     app.command(rich_help_panel=_WORK)(command)
 app.add_typer(jobs.app, name="jobs", rich_help_panel=_OPERATE)
 app.add_typer(queues.app, name="queues", rich_help_panel=_OPERATE)
 app.add_typer(orgs.app, name="orgs", rich_help_panel=_OPERATE)
+app.add_typer(keys.app, name="keys", rich_help_panel=_OPERATE)
 app.add_typer(archive.app, name="archive", rich_help_panel=_OPERATE)
 app.command("stats", rich_help_panel=_OPERATE)(stats.stats)
 app.add_typer(shards.app, name="shards", rich_help_panel=_OPERATE)
 app.command("server", rich_help_panel=_OPERATE)(server_info.server)
 app.command("check", rich_help_panel=_OPERATE)(cluster.check)
 app.command("doctor", rich_help_panel=_OPERATE)(doctor.doctor)
+app.command("audit", rich_help_panel=_OPERATE)(audit.audit)
 app.command("health", rich_help_panel=_OPERATE)(cluster.health)
 
 

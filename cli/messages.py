@@ -168,6 +168,15 @@ def failure_text(failure: job_pb2.Failure) -> str:
     return ": ".join(filter(None, (failure.type, failure.message)))
 
 
+def last_failure(job: job_pb2.Job) -> str:
+    """Returns the first line of the failure of a job's last attempt, which summarises it; "" if there is none."""
+    return first_line(failure_text(job.attempts[-1].failure)) if job.attempts else ""
+
+
+def first_line(text: str) -> str:
+    return next(iter(text.strip().splitlines()), "")
+
+
 def _progress_json(progress: job_pb2.Progress | str | None) -> dict[str, object] | None:
     """An exported job has its progress as the shard stores it: as JSON text without empty fields."""
     if progress is None:
@@ -266,7 +275,7 @@ def job_facts(job: job_pb2.LeasedJob | job_pb2.Job) -> list[tuple[str, str]]:
 
 
 def watch_line(job: job_pb2.Job) -> str:
-    """Returns what `jobs watch` shows of a job: its state, and what belongs to it."""
+    """Returns the line that `jobs watch` shows of a job: its state, with details."""
     state = state_name(job.state)
     facts = {
         "attempt": f"{job.attempt} of {job.max_attempts}",
@@ -274,6 +283,7 @@ def watch_line(job: job_pb2.Job) -> str:
         "worker": job.worker if state == "leased" else "",
         "progress": _progress_text(job.progress) if job.HasField("progress") else "",
         "reason": job.reason,
+        "failure": "" if state == "succeeded" else last_failure(job),
     }
     return "  ".join([state, *(f"{name} {value}" for name, value in facts.items() if value)])
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli import databases, options, output
+from cli.audit import recorded
 from cli.exits import CommandFailed, ExitCode
 from cli.layout import App
 from cli.output import Column
@@ -206,7 +207,7 @@ def rebalance(config: options.Config, as_json: options.Json = False) -> None:
     """
     cluster = databases.read(config)
     began_s = time.monotonic()
-    slots, held = databases.asked(_rebalance(cluster))
+    slots, held = databases.asked(recorded(cluster, "shards rebalance", _rebalance(cluster)))
     took_s = time.monotonic() - began_s
     if as_json:
         output.say_json([{"slots": slots, "seconds": round(took_s, 3), "held": [str(move) for move in held]}])
@@ -407,7 +408,7 @@ def forget(
     ] = False,
     lose_history: Annotated[
         bool,
-        typer.Option("--lose-history", help="Do it even if the shard has finished jobs, which nobody finds any more."),
+        typer.Option("--lose-history", help="Do it even if its finished jobs cannot be found afterwards."),
     ] = False,
     as_json: options.Json = False,
 ) -> None:
@@ -417,7 +418,11 @@ def forget(
     --lose-history is given. A repeated enqueue of a job that was stored there would store it again; so the command
     refuses for 31 days after the last slot left, unless --force is given.
     """
-    slots = databases.asked(_forget(databases.read(config), shard, force=force, lose_history=lose_history))
+    cluster = databases.read(config)
+    work = _forget(cluster, shard, force=force, lose_history=lose_history)
+    slots = databases.asked(
+        recorded(cluster, "shards forget", work, shard=shard, force=force, lose_history=lose_history)
+    )
     if as_json:
         output.say_json([{"shard": shard, "slots": slots}])
     elif slots:

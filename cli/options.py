@@ -18,9 +18,24 @@ if TYPE_CHECKING:
 ADDRESS_DEFAULT = "127.0.0.1:7419"
 TIMEOUT_DEFAULT = timedelta(seconds=10)
 
+
+def _address(context: typer.Context, value: str) -> str:
+    """Returns the profile's address unless one is given."""
+    from cli import profiles
+
+    source = context.get_parameter_source("address")
+    return profiles.address(value, is_given=source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT"))
+
+
 Address: TypeAlias = Annotated[
     str,
-    typer.Option("--address", envvar="WINDROW_ADDRESS", metavar="HOST:PORT", help="The router to talk to."),
+    typer.Option(
+        "--address",
+        envvar="WINDROW_ADDRESS",
+        metavar="HOST:PORT",
+        callback=_address,
+        help="The router to talk to; grpcs://HOST:PORT: by TLS.",
+    ),
 ]
 Timeout: TypeAlias = Annotated[
     timedelta,
@@ -79,6 +94,28 @@ Listen: TypeAlias = Annotated[
         help="The address that the routers listen on.",
     ),
 ]
+Delay: TypeAlias = Annotated[
+    timedelta | None,
+    typer.Option(
+        "--delay", parser=values.duration, metavar="DURATION", show_default=False, help="Run after this time."
+    ),
+]
+RunAt: TypeAlias = Annotated[
+    datetime | None,
+    typer.Option("--run-at", parser=values.moment, metavar="TIME", show_default=False, help="Run at TIME."),
+]
+Priority: TypeAlias = Annotated[
+    int | None, typer.Option("--priority", metavar="1-9", min=1, max=9, help="1 runs first, 9 last.")
+]
+Attributes: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--attribute",
+        metavar="KEY=VALUE",
+        show_default=False,
+        help="A label, readable without the payload; may be repeated.",
+    ),
+]
 Kind: TypeAlias = Annotated[
     str, typer.Option("--kind", metavar="KIND", show_default=False, help="Only jobs of this kind.")
 ]
@@ -95,7 +132,7 @@ MadeAfter: TypeAlias = Annotated[
     datetime | None,
     typer.Option(
         "--made-after",
-        parser=values.moment,
+        parser=values.past_moment,
         metavar="TIME",
         show_default=False,
         help="Only jobs made at or after TIME.",
@@ -105,11 +142,34 @@ MadeBefore: TypeAlias = Annotated[
     datetime | None,
     typer.Option(
         "--made-before",
-        parser=values.moment,
+        parser=values.past_moment,
         metavar="TIME",
         show_default=False,
         help="Only jobs made before TIME.",
     ),
+]
+DiedAfter: TypeAlias = Annotated[
+    datetime | None,
+    typer.Option(
+        "--died-after",
+        parser=values.past_moment,
+        metavar="TIME",
+        show_default=False,
+        help="Only dead jobs that died at or after TIME.",
+    ),
+]
+DiedBefore: TypeAlias = Annotated[
+    datetime | None,
+    typer.Option(
+        "--died-before",
+        parser=values.past_moment,
+        metavar="TIME",
+        show_default=False,
+        help="Only dead jobs that died before TIME.",
+    ),
+]
+NotKilled: TypeAlias = Annotated[
+    bool, typer.Option("--not-killed", help="Only dead jobs whose last attempt did not fail permanently.")
 ]
 Limit: TypeAlias = Annotated[
     int | None, typer.Option("--limit", metavar="N", min=1, show_default="all", help="Change at most N jobs.")

@@ -1,7 +1,7 @@
-"""`windrow orgs`: an org's history: retention, legal hold and erasure.
+"""`windrow orgs`: the policies about an org's history: retention, legal hold and erasure.
 
 These commands read the cluster file and connect to the catalog and to all shards, because an org's history may be on
-several.
+several. cli/org_figures.py adds the list of all orgs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli import databases, options, output, values
+from cli.audit import recorded
 from cli.exits import CommandFailed, ExitCode
 from cli.layout import App
 from cli.output import Column
@@ -30,11 +31,11 @@ if TYPE_CHECKING:
 
 _PLACES = ("live", "dead", "finished", "cold", "dedup_keys", "past_ids")
 
-app = App(help="Sets the retention of an org's history, puts it under legal hold, or erases it.")
+app = App(help="Lists all orgs; sets the retention of an org's history, puts it under legal hold, or erases it.")
 
 
-@app.command("list")
-def list_orgs(config: options.Config, as_json: options.Json = False) -> None:
+@app.command()
+def policies(config: options.Config, as_json: options.Json = False) -> None:
     """Lists the orgs that have a retention or a legal hold of their own."""
     from archiver import orgs
 
@@ -89,7 +90,7 @@ def keep(
         raise CommandFailed("give --retention DURATION, --default or --past", ExitCode.USAGE)
     name = options.org_id(org)
     if default or retention is not None:
-        _change(config, lambda cluster: orgs.keep(cluster, name, days=retention), as_json=as_json)
+        _change(config, "orgs keep", name, lambda cluster: orgs.keep(cluster, name, days=retention), as_json=as_json)
     if past:
         _apply_to_past(config, name, as_json=as_json)
 
@@ -116,6 +117,8 @@ def hold(
     name = options.org_id(org)
     _change(
         config,
+        "orgs hold",
+        name,
         lambda cluster: orgs.change(cluster, lambda catalog: org_policies.hold(catalog, name, reason=reason)),
         as_json=as_json,
     )
@@ -134,6 +137,8 @@ def release(org: options.Org, config: options.Config, as_json: options.Json = Fa
     name = options.org_id(org)
     _change(
         config,
+        "orgs release",
+        name,
         lambda cluster: orgs.change(cluster, lambda catalog: org_policies.release(catalog, name)),
         as_json=as_json,
         done="released; ",
@@ -162,7 +167,7 @@ def erase(
     name, cluster = options.org_id(org), databases.read(config)
     if not yes:
         _confirm(org)
-    done = databases.asked(orgs.erase(cluster, name, say=output.note))
+    done = databases.asked(recorded(cluster, "orgs erase", orgs.erase(cluster, name, say=output.note), org=name))
     document = _receipt_json(done)
     if receipt is not None:
         receipt.write_text(json.dumps(document, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
@@ -192,13 +197,16 @@ def _confirm(org: str) -> None:
 
 def _change(
     config: Path,
+    command: str,
+    org: OrgId,
     change: Callable[[Cluster], Coroutine[object, object, tuple[Policy, Mapping[ShardName, ShardError]]]],
     *,
     as_json: bool,
     done: str = "",
 ) -> None:
-    """Changes an org's policy and says what it is now, after what was done."""
-    policy, behind = databases.asked(change(databases.read(config)))
+    """Changes an org's policy, and prints what was done and the new policy."""
+    cluster = databases.read(config)
+    policy, behind = databases.asked(recorded(cluster, command, change(cluster), org=org))
     if as_json:
         output.say_json([_json(policy)])
     else:
@@ -215,7 +223,9 @@ def _change(
 def _apply_to_past(config: Path, org: OrgId, *, as_json: bool) -> None:
     from archiver import orgs
 
-    jobs = databases.asked(orgs.apply_to_past(databases.read(config), org, say=output.note))
+    cluster = databases.read(config)
+    work = orgs.apply_to_past(cluster, org, say=output.note)
+    jobs = databases.asked(recorded(cluster, "orgs keep --past", work, org=org))
     if as_json:
         output.say_json([{"org": org, "jobs_changed": jobs}])
     else:

@@ -6,14 +6,14 @@ The commands change the wanted shard in the catalog. A balancer then moves the o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cli import databases, options, output
+from cli.audit import recorded
 from cli.exits import CommandFailed, ExitCode
 from cli.layout import App
 from cli.output import Column
@@ -64,11 +64,12 @@ def pin(
     _require_shard_for(target, cluster)
 
     async def change() -> _Shown:
-        async with _catalog(cluster) as database:
+        async with databases.catalog_of(cluster) as database:
             await pins.pin(database, name, target)
             return await _one(database, cluster, name)
 
-    _say(asyncio.run(change()), as_json=as_json)
+    changed = recorded(cluster, "shards pin", change(), org=name, to=to, label=label)
+    _say(databases.asked(changed), as_json=as_json)
 
 
 def unpin(org: options.Org, config: options.Config, as_json: options.Json = False) -> None:
@@ -81,11 +82,11 @@ def unpin(org: options.Org, config: options.Config, as_json: options.Json = Fals
     cluster, name = _cluster(config), options.org_id(org)
 
     async def change() -> _Shown:
-        async with _catalog(cluster) as database:
+        async with databases.catalog_of(cluster) as database:
             await pins.unpin(database, name)
             return await _one(database, cluster, name)
 
-    _say(asyncio.run(change()), as_json=as_json)
+    _say(databases.asked(recorded(cluster, "shards unpin", change(), org=name)), as_json=as_json)
 
 
 def pins(config: options.Config, as_json: options.Json = False) -> None:
@@ -96,7 +97,7 @@ def pins(config: options.Config, as_json: options.Json = False) -> None:
     cluster = _cluster(config)
 
     async def look() -> list[_Shown]:
-        async with _catalog(cluster) as database:
+        async with databases.catalog_of(cluster) as database:
             return await _all(database, cluster)
 
     found = asyncio.run(look())
@@ -171,30 +172,6 @@ def _require_shard_for(target: PinTarget, cluster: Cluster) -> None:
     if why is not None:
         named = any(fits(entry, target) for entry in cluster.shards)
         raise CommandFailed(f"{cluster.source}: {why}", ExitCode.REFUSED if named else ExitCode.NOT_FOUND)
-
-
-@asynccontextmanager
-async def _catalog(cluster: Cluster) -> AsyncGenerator[Database]:
-    """Yields the catalog's database, after checking that it belongs to this cluster."""
-    from shard.errors import NotPinned, ShardError, ShardUnavailable
-    from shard.placement import catalog
-    from shard.postgres.pool import Database
-    from shard.vocabulary import CATALOG
-
-    databases.quiet()
-    database = Database(CATALOG, cluster.catalog_dsn, connections=1, may_scan=True)
-    try:
-        await database.open()
-        await catalog.find(database, cluster=cluster.name, shards=[entry.name for entry in cluster.shards])
-        yield database
-    except ShardUnavailable as error:
-        raise databases.unavailable(error) from error
-    except NotPinned as error:
-        raise CommandFailed(str(error), ExitCode.NOT_FOUND) from error
-    except ShardError as error:
-        raise CommandFailed(str(error), ExitCode.REFUSED) from error
-    finally:
-        await database.close()
 
 
 async def _all(database: Database, cluster: Cluster) -> list[_Shown]:

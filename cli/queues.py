@@ -234,7 +234,7 @@ def _print(queue: admin_pb2.QueueInfo, *, as_json: bool) -> None:
 
 
 def _facts(queue: admin_pb2.QueueInfo) -> dict[str, str]:
-    """Returns what people are shown of a queue, by title, in the order of the list's columns."""
+    """Returns the fields of a queue that people see, by title, in the order of the list's columns."""
     from cli.messages import retry_policy, time_shown
 
     return {

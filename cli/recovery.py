@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli import databases, options, output
+from cli.audit import recorded
 from cli.exits import CommandFailed, ExitCode
 from cli.layout import App
 from cli.output import Column
@@ -47,7 +48,7 @@ def accept(
             output.say(_loss_text(loss))
         if not yes:
             _confirm(shard)
-        said = databases.asked(_accept(cluster, loss))
+        said = databases.asked(recorded(cluster, "shards accept", _accept(cluster, loss), shard=shard))
     if as_json:
         output.say_json([_loss_json(shard, loss)])
         return
@@ -134,7 +135,9 @@ def recover(
     Exit code 1: some jobs are left, such as leased ones; repeat it later.
     """
     cluster = databases.read(config)
-    done = databases.asked(_recover(cluster, shard, older=older))
+    done = databases.asked(
+        recorded(cluster, "shards recover", _recover(cluster, shard, older=older), shard=shard, older=older)
+    )
     if as_json:
         output.say_json([_recovery_json(shard, done)])
     else:

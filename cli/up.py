@@ -6,15 +6,17 @@ import asyncio
 import contextlib
 import logging
 import os
+import shlex
 import signal
 import socket
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli import options, output
+from cli import databases, options, output
 from cli.exits import CommandFailed, ExitCode
 
 if TYPE_CHECKING:
@@ -55,6 +57,13 @@ def up(
     ephemeral: Annotated[
         bool, typer.Option("--ephemeral", help="Keep no data: delete it when the cluster stops.")
     ] = False,
+    secure: Annotated[
+        bool,
+        typer.Option(
+            "--secure",
+            help="From now on, ask callers for an API key. Creates one for the org acme, and prints it.",
+        ),
+    ] = False,
     as_json: options.Json = False,
 ) -> None:
     """Starts a whole cluster on this machine; Ctrl-C stops it.
@@ -64,7 +73,7 @@ def up(
     """
     from cli import local_file
     from embedded import ClusterInUse, EmbeddedError, default_root
-    from router.errors import CannotListen, RouterFailed
+    from router.errors import CannotListen, ListensOpenly, RouterFailed
     from router.settings import host_and_port
     from shard.placement.cluster_file import ClusterFileError
 
@@ -82,11 +91,13 @@ def up(
         )
     root = None if ephemeral else default_root() if data is None else data.absolute()
     names = local_file.servers(root, shards)
-    cluster = _Up(shards=names, processes=processes, listen=listen, root=root, as_json=as_json)
+    cluster = _Up(shards=names, processes=processes, listen=listen, root=root, secure=secure, as_json=as_json)
     try:
         asyncio.run(cluster.run())
     except asyncio.CancelledError:
         raise typer.Exit(ExitCode.INTERRUPTED) from None
+    except ListensOpenly as error:
+        raise CommandFailed(str(error), ExitCode.REFUSED) from error
     except CannotListen as error:
         raise CommandFailed(f"{error} with --listen", ExitCode.REFUSED) from error
     except RouterFailed as error:
@@ -136,6 +147,8 @@ class _Up:
     listen: str
     # The data's folder; None for an ephemeral cluster.
     root: Path | None
+    # The cluster asks who calls, and a key is created.
+    secure: bool
     as_json: bool
     # A second signal stopped the cluster at once.
     hurried: bool = False
@@ -163,11 +176,13 @@ class _Up:
                         processes=self.processes,
                         listen=self.listen,
                         root=self.root,
+                        secure=self.secure,
                     )
                 )
+                key = await _new_key(self._cluster.config) if self.secure else None
             if self.root is not None:
                 local_file.keep_address(self.root, self._cluster.address)
-            self._announce(self._cluster)
+            self._announce(self._cluster, key)
             await self._stop.wait()
             output.note("stopping; another Ctrl-C stops at once")
             with output.working("waiting for calls in flight, then stopping Postgres"):
@@ -191,7 +206,7 @@ class _Up:
     def _routers(self) -> str:
         return output.counted(self.processes, "router process")
 
-    def _announce(self, cluster: LocalCluster) -> None:
+    def _announce(self, cluster: LocalCluster, key: str | None) -> None:
         if self.as_json:
             output.say_json(
                 [
@@ -201,6 +216,7 @@ class _Up:
                         "data": None if self.root is None else str(self.root),
                         "postgres": {name: server.pid for name, server in cluster.postgres.items()},
                         "routers": cluster.routers.pids,
+                        "key": key,
                     }
                 ]
             )
@@ -208,6 +224,12 @@ class _Up:
         command, place = _how_to_call()
         at = "" if cluster.address == options.ADDRESS_DEFAULT else f" --address {cluster.address}"
         data = "none is kept" if self.root is None else f"in {self.root}; it is kept"
+        enqueue = f'{command} enqueue acme mail greet \'{{"to": "ada"}}\'{at}'
+        if key is None:
+            pasted = [enqueue, f"{command} dequeue acme mail --ack{at}", f"{command} stats acme --finished{at}"]
+        else:
+            pasted = [f"export WINDROW_TOKEN={key}", enqueue, _python(cluster.address)]
+        lines = "\n  ".join(pasted)
         output.say(
             f"""\
 Windrow is up at {cluster.address}: {output.counted(len(cluster.shards), "shard")}, {self._routers()}.
@@ -216,9 +238,7 @@ Cluster file: {cluster.config}
 
 Try it in another terminal{place}:
 
-  {command} enqueue acme mail greet '{{"to": "ada"}}'{at}
-  {command} dequeue acme mail --ack{at}
-  {command} stats acme --finished{at}
+  {lines}
 
 Ctrl-C stops it."""
         )
@@ -230,6 +250,27 @@ def _how_to_call() -> tuple[str, str]:
     if os.access(root / "run", os.X_OK):
         return "./run windrow", f", in {root}"
     return "windrow", ""
+
+
+def _python(address: str) -> str:
+    """Returns a command that takes a job with the Python client."""
+    where = "" if address == options.ADDRESS_DEFAULT else f"{address!r}, "
+    code = f"import windrow; print(windrow.SyncClient({where}org='acme').dequeue('mail', wait=5))"
+    return f'{shlex.quote(sys.executable)} -c "{code}"'
+
+
+async def _new_key(config: Path) -> str:
+    """Creates an API key for the org acme. Returns its text."""
+    from router.gate.auth.scopes import Scope
+    from shard.admin import api_keys
+    from shard.vocabulary import OrgId
+
+    scopes = [scope.value for scope in Scope if scope is not Scope.CLUSTER]
+    async with databases.catalog_of(databases.read(config)) as database:
+        _, text = await api_keys.create(
+            database, org=OrgId("acme"), scopes=scopes, name="windrow up --secure", expires_in_s=None
+        )
+    return text
 
 
 def _send(pid: int | None, number: signal.Signals) -> None:

@@ -9,6 +9,7 @@ import base64
 import binascii
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
@@ -104,6 +105,19 @@ def moment(value: str | datetime) -> datetime:
         raise typer.BadParameter(
             f"{value!r} is not a time: write it as in ISO 8601, such as 2026-11-20T09:30:00Z"
         ) from None
+
+
+def past_moment(value: str | datetime) -> datetime:
+    """Parses a time in the past: as `moment` does, or a duration such as 1h, which means 1 hour ago."""
+    if isinstance(value, datetime):
+        return value
+    if _DURATION.fullmatch(value):
+        with suppress(OverflowError):
+            return datetime.now().astimezone() - duration(value)
+    try:
+        return moment(value)
+    except typer.BadParameter as error:
+        raise typer.BadParameter(f"{error.message}, or how long ago it was, such as 1h or 7d") from None
 
 
 def attributes(pairs: Iterable[str], *, option: str = "--attribute") -> dict[str, str]:

@@ -84,7 +84,7 @@ def run(command: Sequence[str | Path], *, account: Account | None, timeout_s: fl
         except subprocess.TimeoutExpired:
             return False, f"{command[0]} gave no answer within {timeout_s:g} s"
         finally:
-            # Also on Ctrl-C: leaving the with block waits for the child, so it must be ending.
+            # End it on Ctrl-C too: leaving the with block waits for the child.
             if child.poll() is None:
                 child.kill()
     return child.returncode == 0, output.decode(errors="replace").strip()

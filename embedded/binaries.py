@@ -28,6 +28,9 @@ _DEBIAN = Path("/usr/lib/postgresql")
 
 # Clusters start in parallel, and all use the same copy of 40 MB.
 _copying = threading.Lock()
+# What programs answered to --version, by account. Each start of a cluster looks for them, and a large process takes
+# 15 ms to start one as another account. Failures are not kept: their cause may be removed.
+_answers: dict[tuple[Path, Account | None], str] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +123,7 @@ def _check(place: Path, source: str, account: Account | None, major: int | None,
         if not (place / program).is_file():
             return f"has no program {program!r}"
     # Run it as this user first, to distinguish a program that cannot run from one that the account may not run.
-    answered, printed = run([place / "postgres", "--version"], account=None)
+    answered, printed = _version(place / "postgres", None)
     if not answered:
         return f"cannot be run: {printed}"
     match = re.search(r"\(PostgreSQL\) ((\d+)\S*)", printed)
@@ -145,11 +148,22 @@ def _check(place: Path, source: str, account: Account | None, major: int | None,
 
 def _refusal(folder: Path, account: Account | None) -> str | None:
     """Returns why the account cannot run these programs, or None if it can."""
-    for program in ("postgres", "initdb"):  # initdb too: it needs libpq, which postgres does not.
-        answered, printed = run([folder / program, "--version"], account=account)
+    for program in ("postgres", "initdb"):  # Check initdb too: it needs libpq, which postgres does not.
+        answered, printed = _version(folder / program, account)
         if not answered:
             return f"cannot be run: {printed}"
     return None
+
+
+def _version(program: Path, account: Account | None) -> tuple[bool, str]:
+    """Returns whether the account can run the program, and its version or the reason."""
+    known = _answers.get((program, account))
+    if known is not None:
+        return True, known
+    answered, printed = run([program, "--version"], account=account)
+    if answered:
+        _answers[program, account] = printed
+    return answered, printed
 
 
 def _copied(binaries: Binaries, account: Account, copies: Path) -> Binaries | str:

@@ -326,7 +326,7 @@ class Cluster:
             run=lambda command: self._fill(command, deadline, lock),
         )
         primary = self._standby_of
-        # Only data that the same binaries have made.
+        # Copy only data that the same binaries have made.
         template = os.environ.get(TEMPLATE_VARIABLE) if self._ephemeral and self._wanted_binaries is None else None
         if primary is not None:
             passwords = primary._passwords.read()
@@ -354,7 +354,7 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 raise self._log.failed(f"{name} did not finish in time: give start() a longer timeout_s") from None
             finally:
-                # Also on Ctrl-C. Leaving the with block waits for it.
+                # Kill it on Ctrl-C too: leaving the with block waits for it.
                 if child.poll() is None:
                     child.kill()
         if child.returncode != 0:

@@ -22,7 +22,7 @@ _making = threading.Lock()
 def default_root() -> Path:
     """Returns the default parent of the clusters' folders."""
     if os.geteuid() == 0:
-        # Not below root's home: that has mode 700, and the unprivileged server could not traverse it.
+        # Do not use root's home: it has mode 700, and the unprivileged server could not traverse it.
         return Path("/var/lib/windrow/postgres")
     return platformdirs.user_data_path("windrow") / "postgres"
 

@@ -69,7 +69,7 @@ class RememberedPort:
 
 def is_taken(port: int) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # As the server does: connections in TIME_WAIT from its last run are not an obstacle.
+        # Allow reuse as the server does: connections in TIME_WAIT from its last run are not an obstacle.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HOST, port))

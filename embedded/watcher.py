@@ -41,7 +41,7 @@ _END_S_MAX = 10.0
 
 class Watcher:
     def __init__(self, folder: Path) -> None:
-        # As this user, not as the server's account, which may not remove the folder.
+        # Run it as this user, not as the server's account, which may not remove the folder.
         self._shell = spawn(["/bin/sh", "-c", _SCRIPT, "windrow-watcher", folder], account=None, stdin=subprocess.PIPE)
 
     def guard(self, pid: int | None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 @contextlib.asynccontextmanager
 async def background(*works: Coroutine[Any, Any, None]) -> AsyncGenerator[None, None]:
-    """Goes on with these until the end of the scope. Raises what one of them has raised, unless the scope itself has
+    """Runs these coroutines until the end of the scope. Raises what one of them has raised, unless the scope itself has
     failed."""
     tasks = [asyncio.create_task(work) for work in works]
     try:

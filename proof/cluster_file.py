@@ -1,4 +1,4 @@
-"""The cluster file of a run, as operators edit it: what it says of each shard, and texts that must be refused."""
+"""The cluster file of a run, as operators edit it: its entry for each shard, and texts that must be refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shard.placement.cluster_file import digest_of
 
 @dataclass(slots=True, kw_only=True)
 class Entry:
-    """What is said of one shard."""
+    """The entry of one shard."""
 
     name: str
     dsn: str
@@ -26,7 +26,7 @@ class Entry:
 
 @dataclass(kw_only=True)
 class ClusterFile:
-    """Whoever edits it calls `save`. While it is spoiled, edits are kept until it is mended."""
+    """Call `save` after each edit. While the file is spoiled, edits are kept until it is mended."""
 
     path: Path
     # The name of the cluster.
@@ -34,9 +34,9 @@ class ClusterFile:
     entries: list[Entry]
     # Empty: that of the first shard.
     catalog_dsn: str = ""
-    # The [router] table, and what else there is.
+    # The [router] table, and other tables.
     rest: str = ""
-    # Tells those who read it that it has changed. They look for themselves too, now and then.
+    # Tells the file's readers that it has changed. They also look for changes themselves from time to time.
     hurry: Callable[[], None] = lambda: None
     # The texts that a reader must refuse.
     unusable: set[str] = field(default_factory=set[str])
@@ -47,11 +47,11 @@ class ClusterFile:
 
     @property
     def text(self) -> str:
-        """As it should be."""
+        """The text as it should be."""
         return self.described(self.entries)
 
     def described(self, entries: Sequence[Entry], *, cluster: str = "", catalog_dsn: str = "") -> str:
-        """The same with other shards, or another name, or another catalog."""
+        """Returns the text with other shards, another name or another catalog."""
         catalog = catalog_dsn or self.catalog_dsn
         head = f"[cluster]\nname = '{cluster or self.name}'\n"
         head += f"\n[catalog]\ndsn = '''{catalog}'''\n" if catalog else ""
@@ -62,7 +62,7 @@ class ClusterFile:
         return digest_of(self.text)
 
     def spoil(self, text: str) -> None:
-        """Until it is mended, this is in its place."""
+        """Puts this text in its place until it is mended."""
         self._spoiled = text
         self.unusable.add(digest_of(text))
         self.save()

@@ -1,4 +1,4 @@
-"""What the figures were measured on."""
+"""The machine and the versions that figures were measured on."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _cpu_model() -> str:
 
 
 def _commit() -> str | None:
-    """With "+" where the checkout has been changed since; None outside of one."""
+    """Returns the commit, with "+" if the checkout has been changed since; None outside of a checkout."""
     try:
         commit = _git("rev-parse", "--short=12", "HEAD")
         return commit + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")

@@ -1,8 +1,8 @@
-"""What clients saw: written by each as it happens, read by the checker when all is over.
+"""What clients saw: each client writes it as it happens, and the checker reads it after the run.
 
-One file for each client process, one JSON object a line. A call's line is written before the call is made: whatever was
-done to the cluster, its beginning is here, also after a kill -9, which costs the last, torn line at most. Times are of
-CLOCK_MONOTONIC, which is one for all processes of a machine; the wall clock is beside it to show whether it jumped.
+One file for each client process, one JSON object a line. A call's line is written before the call is made: so its
+beginning is recorded even if a kill -9 follows, which loses at most the last, torn line. Times are those of
+CLOCK_MONOTONIC, which all processes of a machine share. The wall clock is recorded too, to show whether it jumped.
 
     {"at": s, "wall": s, "call": 7, "verb": "ack", "org": "o1", "asked": …}     it begins; "due": s if it was planned
     {"at": s, "wall": s, "of": 7, "got": [job, …]}                              jobs came: on a stream, again and again
@@ -48,7 +48,7 @@ class Outcome(enum.StrEnum):
     OK = "ok"
     # Refused: nothing was done.
     ERROR = "error"
-    # Whether it was done nobody has said.
+    # It is unknown whether it was done.
     UNKNOWN = "unknown"
 
 
@@ -78,7 +78,7 @@ class Call:
     verb: Verb
     org: str
     began_s: float
-    # None: the client did not live to see it.
+    # None: the client ended before that.
     ended_s: float | None = None
     outcome: Outcome = Outcome.UNKNOWN
     # The code of the status; empty for OK.
@@ -92,7 +92,7 @@ class Call:
 
     @property
     def took_s(self) -> float:
-        """Since it was due. Infinity: it was never answered."""
+        """Seconds since it was due. Infinity: it was never answered."""
         return math.inf if self.ended_s is None else self.ended_s - self.due_s
 
 
@@ -105,14 +105,14 @@ class Enqueue:
     queue: str
     key: str = ""
     delay_s: float = 0.0
-    # The id that was acknowledged, this job's or, by a dedup key, another's. None: nothing was.
+    # The acknowledged id: this job's, or that of another job with the same dedup key. None: no answer came.
     answered: str | None = None
     duplicate: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """One job that came to a consumer, and under which lease."""
+    """One job that a consumer got, with its lease."""
 
     # The Dequeue, or the stream.
     call: Call
@@ -120,7 +120,7 @@ class Delivery:
     attempt: int
     received_s: float
     window_s: float
-    # As the payload says.
+    # The org and the job that the payload names.
     payload_org: str
     payload_job: str
 
@@ -131,7 +131,7 @@ class Settle:
 
     call: Call
     lease: LeaseKey
-    # None: nobody has said.
+    # None: no answer came.
     answer: Answer | None
     # For a nack: the delay until the job is due again. For an extend: the window.
     span_s: float = 0.0
@@ -150,7 +150,7 @@ class Lookup:
 
     call: Call
     job: str
-    # Where the call was answered.
+    # Whether the job was found, if the call was answered.
     found: bool
 
 
@@ -169,7 +169,7 @@ class History:
 
 
 class Recorder:
-    """Writes one client's file. Lines go to the kernel at once: what was written before a kill -9 is there after it."""
+    """Writes one client's file. Lines go to the kernel at once, so they survive a kill -9."""
 
     def __init__(self, folder: Path, client: str) -> None:
         self._file: IO[str] = (folder / f"{client}{_SUFFIX}").open("a", buffering=1)
@@ -184,7 +184,7 @@ class Recorder:
         self._file.close()
 
     def begin(self, verb: Verb, org: str, asked: object, *, due_s: float | None = None) -> int:
-        """To be called before the call is made. `due_s`: when it was to begin. Answers the call's number."""
+        """Records a call before it is made. `due_s`: when it was to begin. Returns the call's number."""
         number = next(self._numbers)
         due = {} if due_s is None else {"due": due_s}
         self._write(call=number, verb=verb, org=org, asked=asked, **due)
@@ -202,15 +202,15 @@ class Recorder:
 
 
 def leased(*, lease: bytes, attempt: int, payload: bytes) -> dict[str, object]:
-    """A job that came, as a line tells of it."""
-    # Enough to see whose it is: payloads are padded.
+    """A received job, as a line records it."""
+    # Enough to identify the job: payloads are padded.
     org, _, rest = payload.partition(b" ")
     job, _, _ = rest.partition(b" ")
     return {"lease": lease.hex(), "attempt": attempt, "org": org.decode(), "job": job.decode()}
 
 
 def asked_to_store(*, job: str, queue: str, key: str = "", delay_s: float = 0.0) -> dict[str, object]:
-    """A job that is to be enqueued, as a line tells of it."""
+    """A job to enqueue, as a line records it."""
     return {"job": job, "queue": queue, "key": key, "delay_s": delay_s}
 
 

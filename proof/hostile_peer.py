@@ -510,7 +510,7 @@ async def _until_enough(
 
 
 def _prefix(size_bytes: int) -> bytes:
-    """What goes before a gRPC message that is not compressed."""
+    """Returns the prefix of a gRPC message that is not compressed."""
     return struct.pack(">BL", 0, size_bytes)
 
 

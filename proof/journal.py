@@ -1,9 +1,8 @@
-"""What becomes of slots, written down by the databases themselves: triggers note every change of the catalog's
-placement, and of what each shard knows that it owns, in the transaction that makes it. So nothing is missed, and
-nothing is noted that did not happen.
+"""A journal of slots, which the databases write: triggers record every change of the catalog's placement and of each
+shard's owned slots, in the same transaction. So no change is missed, and none is recorded that did not happen.
 
-Times are of the databases' wall clock, which is one for all servers of a machine; here they become those of the
-monotonic clock.
+Times in the databases are those of the wall clock, which all servers of a machine share. They are converted to the
+monotonic clock here.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _PLACED, _OWNED = "writes, reads, epoch", "state, epoch, chunk"
 
 
 def install(catalog: Shard, shards: Iterable[Shard]) -> None:
-    """Once their tables are there. What they say by then is the beginning."""
+    """Call this once their tables exist. The journal begins with their content at that time."""
     for shard in shards:
         ask(shard.direct_dsn, "CREATE SCHEMA chaos")
         ask(shard.direct_dsn, _noting("owned_slot", _OWNED))
@@ -40,7 +39,7 @@ def read_owned(shards: Iterable[Shard]) -> list[Owned]:
 
 
 def owned_in(dsn: str, shard: str) -> list[Owned]:
-    """What one database of a shard has noted, in order."""
+    """Returns the journal of one database of a shard, in order."""
     ahead_s = time.time() - time.monotonic()
     return [
         Owned(shard=shard, at_s=at_s - ahead_s, slots=slots, state=state, epoch=epoch, chunk=chunk)

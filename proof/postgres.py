@@ -1,6 +1,6 @@
 """The shards of a run: Postgres servers, of which one may have a standby, and the proxies before them. Owns both.
 
-Nothing here brings a server back by itself: whoever struck it heals it.
+Nothing here restarts a server by itself: the caller that stopped it does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WAIT_S_MAX = 60.0
 _START_S_MAX = 120.0
 _LOOK_S = 0.1
 _ANSWER_S_MAX = 10
-# A connection that was under way may come about after all others were ended.
+# A connection that was being made may be established after all others were ended.
 _TRIES_MAX = 3
 # Few connections, so that all of them can be taken; little WAL, so that a small disk will do.
 SMALL = {
@@ -40,7 +40,8 @@ SMALL = {
 
 
 class Node:
-    """One Postgres server. `root`: where its data is, if that matters. `cluster`: the server, if there is one."""
+    """One Postgres server. `root`: the folder for its data; None: any. `cluster`: the embedded server, once it has been
+    made."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class Node:
         await asyncio.to_thread(self.cluster.start, _START_S_MAX)
 
     async def start_anew(self, *, standby_of: Node) -> None:
-        """From nothing, as the standby of another."""
+        """Starts it with a fresh copy of the data, as the standby of another node."""
         await asyncio.to_thread(self.cluster.close)
         self.cluster = self._new(standby_of)
         await self.start()
@@ -94,13 +95,13 @@ class Node:
         return at_s
 
     def ask(self, statement: str) -> list[tuple[Any, ...]]:
-        """As superuser, past the proxy. Raises psycopg.Error."""
+        """Connects as superuser, without the proxy. Raises psycopg.Error."""
         return ask(self.cluster.superuser_dsn, statement)
 
 
 class Entrance:
-    """A way to the servers of one shard, by proxies of its own: what the network does to those who come this way, it
-    does to nobody else."""
+    """A route to the servers of one shard, with proxies of its own: network faults on this route affect no other
+    route."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self._nodes = nodes
@@ -108,12 +109,12 @@ class Entrance:
 
     @cached_property
     def dsn(self) -> str:
-        """To whichever node takes writes. Asked for the first time when the first of them runs."""
+        """A DSN of the node that takes writes. Call it first when one of the nodes runs."""
         return _writable(self._nodes[0].cluster.dsn, [proxy.port for proxy in self.proxies])
 
     @contextlib.contextmanager
     def closed(self) -> Generator[None, None, None]:
-        """All connections are cut, and no new one comes about."""
+        """Cuts all connections, and refuses new ones."""
         for proxy in self.proxies:
             proxy.closed = True
             proxy.cut_all()
@@ -125,7 +126,7 @@ class Entrance:
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncGenerator[None, None]:
-        """On free ports. Where a server listens by then is asked for each connection."""
+        """Opens the proxies on free ports. The server's port is looked up for each connection."""
         async with contextlib.AsyncExitStack() as stack:
             for node, proxy in zip(self._nodes, self.proxies, strict=True):
                 await stack.enter_async_context(_serving(node, proxy))
@@ -147,21 +148,21 @@ class Shard:
 
     @property
     def dsn(self) -> str:
-        """For routers and balancers: by way of the proxies."""
+        """The DSN for routers and balancers, through the proxies."""
         return self.entrance.dsn
 
     @property
     def nodes_dsn(self) -> str:
-        """Past the proxies, to whichever node takes writes."""
+        """A DSN without the proxies, of the node that takes writes."""
         return _writable(self.direct_dsn, [node.cluster.port for node in self.nodes])
 
     @property
     def direct_dsn(self) -> str:
-        """Past the proxies, to the primary."""
+        """A DSN without the proxies, of the primary."""
         return self.primary.cluster.dsn
 
     def dsn_of(self, database: str) -> str:
-        """Past the proxies, to another database of the primary."""
+        """A DSN without the proxies, of another database of the primary."""
         return make_conninfo(self.direct_dsn, dbname=database)
 
     async def start(self) -> None:
@@ -171,13 +172,13 @@ class Shard:
             await self.synchronize()
 
     async def synchronize(self) -> None:
-        """From here on, what is committed is on the standby too."""
+        """Makes the standby synchronous: from now on it has every commit."""
         await asyncio.to_thread(_set, self.primary, "synchronous_standby_names", "*")
         await until(lambda: self.is_synchronous, f"{self.name} has a synchronous standby", within_s=_WAIT_S_MAX)
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether the standby follows, and has all there is to have."""
+        """Whether the standby is connected, and has everything."""
         caught_up = (
             "SELECT 1 FROM pg_stat_replication WHERE sync_state = 'sync' AND flush_lsn >= pg_current_wal_flush_lsn()"
         )
@@ -187,22 +188,22 @@ class Shard:
             return False
 
     async def promote(self) -> None:
-        """The standby takes over. The old primary must have ended."""
+        """Promotes the standby. The old primary must have ended."""
         standby = self.standby
         assert standby is not None, f"{self.name} has no standby"
         await asyncio.to_thread(standby.cluster.promote)
         self.primary = standby
-        # Alone until the other is back: commits must not wait for nobody.
+        # Run without a synchronous standby until the other node is back: commits must not wait.
         await asyncio.to_thread(_set, standby, "synchronous_standby_names", "")
 
     async def copy(self, name: str) -> None:
-        """Makes a database of this name that is what the shard's is. Nobody may be about to connect to that."""
+        """Copies the shard's database to one of this name. Nobody may connect to the shard's database meanwhile."""
         source, login = self._database
         await self._alone(source, f"CREATE DATABASE {name} TEMPLATE {source} OWNER {login}")
 
     async def replace_by(self, name: str, *, old: str) -> None:
-        """The database of this name becomes the shard's; what was the shard's is called `old`. Nobody may be about to
-        connect to them."""
+        """Makes the database of this name the shard's, and renames the present one to `old`. Nobody may connect to
+        either meanwhile."""
         own, _ = self._database
         await self._alone(own, f"ALTER DATABASE {own} RENAME TO {old}")
         try:
@@ -213,12 +214,12 @@ class Shard:
 
     @property
     def _database(self) -> tuple[str, str]:
-        """Its name, and whose it is."""
+        """The database's name, and its owner."""
         login = conninfo_to_dict(self.direct_dsn)
         return str(login["dbname"]), str(login["user"])
 
     async def _alone(self, database: str, statement: str) -> None:
-        """Does something to a database with which nobody may be connected."""
+        """Runs a statement about a database that allows no connections meanwhile."""
         terminate = f"SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE datname = '{database}'"
         for tries_left in range(_TRIES_MAX, -1, -1):
             await asyncio.to_thread(self.primary.ask, terminate)
@@ -230,14 +231,14 @@ class Shard:
                     raise
 
     async def rebuild(self) -> None:
-        """The node that is not the primary becomes its standby, from nothing."""
+        """Makes the other node a standby of the primary, with a fresh copy of its data."""
         assert self.standby is not None, f"{self.name} has one node"
         await self.standby.start_anew(standby_of=self.primary)
         await self.synchronize()
 
 
 def _writable(login_dsn: str, ports: Sequence[int]) -> str:
-    """Leads to the server of this machine that takes writes, of those at these ports."""
+    """A DSN of that server on these local ports that takes writes."""
     login = conninfo_to_dict(login_dsn)
     places: dict[str, str] = {
         "host": ",".join("127.0.0.1" for _ in ports),
@@ -246,7 +247,7 @@ def _writable(login_dsn: str, ports: Sequence[int]) -> str:
     if len(ports) > 1:
         places["target_session_attrs"] = "read-write"
     user, password, database = login["user"], login["password"], login["dbname"]
-    # Proxies must be able to read along.
+    # The proxies must be able to read the traffic.
     plain = {"sslmode": "disable", "gssencmode": "disable"}
     return make_conninfo("", user=user, password=password, dbname=database, **places, **plain)
 
@@ -260,8 +261,8 @@ _connect = retry(
 
 
 def ask(dsn: str, statement: str) -> list[tuple[Any, ...]]:
-    """Runs one statement on a connection of its own. Waits while the server has no connection left: faults take them
-    all, and for a moment even those that are reserved for superusers."""
+    """Runs one statement on a connection of its own. Waits while the server has no connection left: a fault may take
+    all of them, for a moment even those reserved for superusers."""
     with _connect(dsn, autocommit=True, connect_timeout=_ANSWER_S_MAX) as connection:
         cursor = connection.execute(statement.encode())
         return cursor.fetchall() if cursor.description else []
@@ -273,7 +274,7 @@ def _set(node: Node, setting: str, value: str) -> None:
 
 
 async def until(holds: Callable[[], object], what: str, *, within_s: float) -> None:
-    """Waits for what has no signal of its own; asks in a thread. Raises TimeoutError."""
+    """Waits until a condition holds that gives no signal: asks in a thread, again and again. Raises TimeoutError."""
     deadline_s = time.monotonic() + within_s
     while not await asyncio.to_thread(holds):
         if time.monotonic() > deadline_s:
@@ -304,7 +305,7 @@ async def _serving(node: Node, proxy: Proxy) -> AsyncGenerator[None, None]:
         try:
             port = node.cluster.port
         except EmbeddedError:
-            # It is being made anew.
+            # The node is being created again.
             writer.transport.abort()
         else:
             await proxy.serve("127.0.0.1", port, client, writer)

@@ -1,4 +1,4 @@
-"""Processes started and ended. Our own say `ready …` when they serve, and end with their input."""
+"""Starts and ends processes. Our own print `ready …` when they serve, and end when their input ends."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ async def start(
         stderr=stderr,
         cwd=_ROOT,
         env=environ,
-        # Ctrl-C is for this process, which ends what it started in order.
+        # Only this process gets Ctrl-C. It ends what it has started in order.
         start_new_session=True,
     )
 
 
 @contextlib.asynccontextmanager
 async def serving(module: str, *arguments: str, order: str = "") -> AsyncGenerator[tuple[Process, str], None]:
-    """A process that runs this module for the scope, and what it said after `ready`. `order`: a line that it is told
-    when it starts. Raises ProcessFailed."""
+    """Runs this module in a process during the scope. Yields the process, and what it printed after `ready`. `order`: a
+    line that it gets at its start. Raises ProcessFailed."""
     process = await start(module, *arguments)
     try:
         assert process.stdin is not None
@@ -62,7 +62,7 @@ async def serving(module: str, *arguments: str, order: str = "") -> AsyncGenerat
 
 
 async def finish(process: Process) -> None:
-    """Lets a process do to its end what it has begun. Raises ProcessFailed unless all went well with it."""
+    """Lets a process finish what it has begun. Raises ProcessFailed if it ended with a failure."""
     if process.returncode is None:
         await end(process, seconds_max=_FINISH_S_MAX)
     if process.returncode != 0:
@@ -70,14 +70,14 @@ async def finish(process: Process) -> None:
 
 
 async def end(process: Process, *, seconds_max: float = _END_S_MAX) -> None:
-    """Ends a process that ends with its input; kills it where it does not."""
+    """Closes a process's input so that it ends, and kills it if it does not."""
     assert process.stdin is not None
     process.stdin.close()
     await _ended(process, seconds_max)
 
 
 async def terminate(process: Process, *, seconds_max: float) -> None:
-    """Ends a process that ends with SIGTERM; kills it where it does not."""
+    """Ends a process by SIGTERM, and kills it if it does not end."""
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM)
     await _ended(process, seconds_max)

@@ -60,7 +60,7 @@ class _Link:
 
 
 class Proxy:
-    """Made by `open_proxy`. `answered` tells from a server's bytes whether its answer is complete."""
+    """A proxy, made by `open_proxy`. `answered` decides by a server's bytes whether its answer is complete."""
 
     def __init__(self, answered: Callable[[bytes], bool]) -> None:
         self.port = 0

@@ -11,7 +11,7 @@ class Table:
     title: str
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
-    # What a reader must know to read it.
+    # A note for readers, below the table.
     note: str = ""
 
     def markdown(self) -> str:

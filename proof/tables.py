@@ -1,5 +1,5 @@
-"""What the shards' tables say when all is over, read past routers; the books, as `windrow check` reads them; and what a
-router finds when it is asked for jobs."""
+"""Reads, after a run, the shards' tables directly, the books as `windrow check` does, and what a router answers about
+jobs."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def read_books(address: str, shards: Iterable[str]) -> list[OrgBooks]:
 
 
 def read_found(address: str, jobs: Mapping[str, Sequence[str]]) -> list[Found]:
-    """By org: what a router says of these jobs, and how many it counts. Raises grpc.RpcError."""
+    """Returns, by org, a router's answers about these jobs, and its counts. Raises grpc.RpcError."""
     with grpc.insecure_channel(address) as channel:
         queues, admin = queue_pb2_grpc.QueueStub(channel), admin_pb2_grpc.AdminStub(channel)
         return [
@@ -140,7 +140,8 @@ def read_health(address: str, shard: str, *, seconds_max: float) -> Health:
 
 
 def _from_all_shards(ask: Callable[[], _Answer]) -> _Answer:
-    """Asks again while a router names shards that did not answer it: on a busy machine that happens without a fault."""
+    """Asks again while a router names shards that did not answer it, because that happens on a busy machine without a
+    fault."""
     give_up_s = time.monotonic() + _CHECK_S_MAX
     while True:
         answer = ask()

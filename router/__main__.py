@@ -11,8 +11,11 @@ import sys
 from pathlib import Path
 
 from router.errors import CannotListen, RouterFailed
+from router.gate.auth.settings import auth_settings
+from router.process.exposure import exposure
 from router.process.supervisor import Supervisor
 from router.settings import host_and_port, router_settings
+from router.tls_settings import tls_settings
 from shard.placement.cluster_file import ClusterFileError, read_cluster
 
 
@@ -21,7 +24,10 @@ def run(config: Path, *, listen: str | None, processes: int | None) -> None:
     again at once. `listen` and `processes` override the file's values. Raises ClusterFileError, CannotListen,
     RouterFailed."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    settings = router_settings(read_cluster(config), source=str(config))
+    cluster = read_cluster(config)
+    settings = router_settings(cluster, source=str(config))
+    auth_settings(cluster)
+    tls_settings(cluster)
     if listen is not None:
         host_and_port(listen, where="--listen")
     supervisor = Supervisor(
@@ -29,6 +35,7 @@ def run(config: Path, *, listen: str | None, processes: int | None) -> None:
         listen=listen or settings.listen,
         processes=processes or settings.processes,
         drain_seconds=settings.drain_seconds,
+        exposed=exposure(cluster, listen or settings.listen, insecure=settings.insecure),
     )
     asyncio.run(_until_signalled(supervisor))
 

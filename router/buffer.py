@@ -3,21 +3,27 @@ been sent, jobs that wait to be read. Memory is reserved before the work begins,
 or the client is gone (I9).
 
 No org and no connection may hold more than is left free: one that is alone gets at most half, and the other half stays
-free for others (shard/fair_quota.py).
+free for others (shard/fair_quota.py). The same holds for what the claims on one shard have reserved: if the shard does
+not answer, they hold it for seconds.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 
 from router.codec.status import RouterFull
 from shard.fair_quota import FairQuota
+from shard.queue.claim import bytes_most
+from shard.vocabulary import ShardName
 
 # How long a call waits for memory before it is refused.
 WAIT_S_MAX = 5.0
 # How many orgs, and how many connections of an org, are checked each time that memory is freed.
 _CHECKS_MAX = 16
+# The most that one claim reserves. A claim begins only if its shard has room for this: otherwise claims of few jobs,
+# which always find room sooner, could keep one of many jobs waiting for ever.
+_LARGEST_CLAIM = bytes_most(1000)
 
 
 class Buffer:
@@ -28,30 +34,48 @@ class Buffer:
         self.bytes_max = bytes_max
         self.orgs = FairQuota(bytes_max)
         self.peers = FairQuota(bytes_max)
+        # What claims have reserved, by shard.
+        self.claims = FairQuota(bytes_max)
         self._received = FairQuota(bytes_max // 8)
-        # The waiting requests, by org and then by connection. The most recently served org or connection comes last.
-        self._waiting: OrderedDict[str, OrderedDict[str, deque[_Waiting]]] = OrderedDict()
+        # The waiting requests: first by the shard that they claim from (None: they are no claims), so that those of a
+        # shard without room keep no others waiting, then by org, then by connection. What was served most recently
+        # comes last.
+        self._waiting: OrderedDict[ShardName | None, OrderedDict[str, OrderedDict[str, deque[_Waiting]]]] = (
+            OrderedDict()
+        )
 
     @property
     def held(self) -> int:
         return self.orgs.taken
 
-    def waits(self, org: str) -> bool:
-        """Returns whether calls of the org wait for memory."""
-        return org in self._waiting
+    def waits(self, org: str, shard: ShardName | None = None) -> bool:
+        """Returns whether claims of the org on this shard wait for memory; None: whether its other calls do."""
+        return org in self._waiting.get(shard, ())
 
-    async def wait(self, account: Account, count: int, wait_s: float | None, *, received: int = 0) -> None:
+    def has_room_for_claims(self, shard: ShardName | None) -> bool:
+        return shard is None or self.claims.fits(shard, _LARGEST_CLAIM)
+
+    async def wait(
+        self,
+        account: Account,
+        count: int,
+        wait_s: float | None,
+        *,
+        received: int = 0,
+        shard: ShardName | None = None,
+    ) -> None:
         """Returns once the account holds `count` more bytes. `received` is the memory that the waiting request itself
-        takes. Raises RouterFull after `wait_s`, or at once if too many bytes wait."""
+        takes; `shard`: it is a claim on this shard. Raises RouterFull after `wait_s`, or at once if too many bytes
+        wait."""
         if received and not self._received.take(account.peer, received):
             raise RouterFull("bytes in calls and answers", self.bytes_max)
         waiting = _Waiting(account, count, asyncio.get_running_loop().create_future())
         org, peer = account.org, account.peer
-        by_peer = self._waiting.setdefault(org, OrderedDict())
+        by_peer = self._waiting.setdefault(shard, OrderedDict()).setdefault(org, OrderedDict())
         line = by_peer.setdefault(peer, deque())
         line.append(waiting)
         # Serve at once: the requests before this one may wait only because their own connections have no room.
-        self._serve(org)
+        self._serve(shard, org)
         try:
             async with asyncio.timeout(wait_s):
                 await waiting.granted
@@ -61,10 +85,10 @@ class Buffer:
                 if not line:
                     del by_peer[peer]
                 # The requests behind it may have room now.
-                self._serve(org)
+                self._serve(shard, org)
             elif not waiting.granted.cancelled():
                 # It was granted in the same turn of the event loop in which the wait ended.
-                account.give_back(count)
+                account.give_back(count, shard=shard)
             if isinstance(error, TimeoutError):
                 raise RouterFull("bytes in calls and answers", self.bytes_max) from None
             raise
@@ -73,34 +97,43 @@ class Buffer:
 
     def freed(self) -> None:
         """Gives freed memory to waiting requests."""
-        for _ in range(min(len(self._waiting), _CHECKS_MAX)):
-            org = next(iter(self._waiting))
-            self._waiting.move_to_end(org)
-            self._serve(org)
+        if not self._waiting:
+            return
+        self._waiting.move_to_end(next(iter(self._waiting)))
+        for shard, orgs in list(self._waiting.items()):
+            for _ in range(min(len(orgs), _CHECKS_MAX)):
+                if not self.has_room_for_claims(shard):
+                    break
+                org = next(iter(orgs))
+                orgs.move_to_end(org)
+                self._serve(shard, org)
 
-    def _serve(self, org: str) -> None:
-        """Grants memory to waiting requests of an org. If the org has no room for a request, all requests behind it
-        wait too. If only its connection has no room, the requests of other connections are still served."""
-        by_peer = self._waiting[org]
+    def _serve(self, shard: ShardName | None, org: str) -> None:
+        """Grants memory to waiting requests of an org, which all claim from this shard, or are no claims. If the org or
+        the shard has no room for a request, all requests behind it wait too. If only its connection has no room, the
+        requests of other connections are still served."""
+        by_peer = self._waiting[shard][org]
         for _ in range(min(len(by_peer), _CHECKS_MAX)):
             peer, line = next(iter(by_peer.items()))
             while line:
                 first = line[0]
                 # A cancelled request is removed here without a grant.
                 cancelled = first.granted.done()
-                if not cancelled and not first.account.take(first.count):
+                if not cancelled and not first.account.take(first.count, shard=shard):
                     break
                 line.popleft()
                 if not cancelled:
                     first.granted.set_result(None)
             if not line:
                 del by_peer[peer]
-            elif self.orgs.fits(org, line[0].count):
+            elif self.orgs.fits(org, line[0].count) and self.has_room_for_claims(shard):
                 by_peer.move_to_end(peer)
             else:
                 break
         if not by_peer:
-            del self._waiting[org]
+            del self._waiting[shard][org]
+            if not self._waiting[shard]:
+                del self._waiting[shard]
 
 
 class _Waiting:
@@ -117,53 +150,52 @@ class _Waiting:
 class Account:
     """The memory that one call or stream holds of the buffer. After `close`, all methods do nothing."""
 
-    __slots__ = ("_buffer", "_closed", "held", "org", "peer")
+    __slots__ = ("_buffer", "_claims", "_closed", "held", "org", "peer")
 
     def __init__(self, buffer: Buffer, *, org: str, peer: str) -> None:
         self._buffer = buffer
         self._closed = False
+        # How much of `held` is reserved for claims, by shard.
+        self._claims = Counter[ShardName]()
         self.org = org
         self.peer = peer
         self.held = 0
 
-    def has_room(self) -> bool:
-        """Returns whether its org and its connection are within their shares."""
-        return self._buffer.orgs.has_room(self.org) and self._buffer.peers.has_room(self.peer)
-
-    def take(self, count: int) -> bool:
-        """Takes `count` more bytes if there is room. Returns whether it did."""
+    def take(self, count: int, *, shard: ShardName | None = None) -> bool:
+        """Takes `count` more bytes if there is room. Returns whether it did. `shard`: for a claim on this shard."""
         if self._closed:
             return True
         buffer = self._buffer
-        if not buffer.orgs.take(self.org, count):
+        if not buffer.has_room_for_claims(shard) or not buffer.orgs.take(self.org, count):
             return False
         if not buffer.peers.take(self.peer, count):
             buffer.orgs.give_back(self.org, count)
             return False
+        if shard is not None:
+            buffer.claims.hold(shard, count)
+            self._claims[shard] += count
         self.held += count
         return True
 
-    def take_in_turn(self, count: int) -> bool:
-        """Takes `count` more bytes if there is room and no other call of its org waits. Returns whether it did."""
-        return not self._buffer.waits(self.org) and self.take(count)
+    def take_in_turn(self, count: int, *, shard: ShardName | None = None) -> bool:
+        """Takes `count` more bytes if there is room and no other such call of its org waits. Returns whether it did.
+        `shard`: for a claim on this shard."""
+        return not self._buffer.waits(self.org, shard) and self.take(count, shard=shard)
 
-    async def reserve(self, count: int, *, received: int = 0) -> None:
+    async def reserve(
+        self, count: int, *, received: int = 0, patiently: bool = False, shard: ShardName | None = None
+    ) -> None:
         """Takes `count` more bytes as soon as there is room. `received` is the memory that the waiting request itself
-        takes. Raises RouterFull after 5 s."""
-        if not self.take_in_turn(count):
-            await self._buffer.wait(self, count, WAIT_S_MAX, received=received)
+        takes; `shard`: for a claim on this shard. Raises RouterFull after 5 s, unless it waits `patiently`."""
+        if not self.take_in_turn(count, shard=shard):
+            wait_s = None if patiently else WAIT_S_MAX
+            await self._buffer.wait(self, count, wait_s, received=received, shard=shard)
 
     def move(self, org: str) -> None:
         """Moves the account, with all that it holds, to another org."""
         self._buffer.orgs.give_back(self.org, self.held)
         self._buffer.orgs.hold(org, self.held)
         self.org = org
-
-    async def until_room(self, wait_s: float | None = None) -> None:
-        """Returns once its org and its connection are within their shares. Raises RouterFull after `wait_s`."""
-        while not self.has_room():
-            await self._buffer.wait(self, 1, wait_s)
-            self.give_back(1)
 
     def hold(self, count: int) -> None:
         """Takes `count` more bytes even if there is no room, because they are in memory already."""
@@ -172,8 +204,12 @@ class Account:
             self._buffer.peers.hold(self.peer, count)
             self.held += count
 
-    def give_back(self, count: int) -> None:
+    def give_back(self, count: int, *, shard: ShardName | None = None) -> None:
+        """Gives bytes back. `shard`: they were taken for a claim on this shard."""
         if count and not self._closed:
+            if shard is not None:
+                self._buffer.claims.give_back(shard, count)
+                self._claims[shard] -= count
             self._buffer.orgs.give_back(self.org, count)
             self._buffer.peers.give_back(self.peer, count)
             self.held -= count
@@ -187,5 +223,7 @@ class Account:
             self.give_back(self.held - count)
 
     def close(self) -> None:
+        for shard, count in self._claims.items():
+            self._buffer.claims.give_back(shard, count)
         self.give_back(self.held)
         self._closed = True

@@ -2,6 +2,7 @@
 
 [router]
 listen = "127.0.0.1:7419"
+insecure = false
 processes = 2
 connections_per_shard = 4
 drain_seconds = 20
@@ -28,8 +29,9 @@ _GRACE_S_MIN, _GRACE_S_MAX = 180.0, 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSettings:
-    # Loopback by default, because this release has no authentication.
     listen: str = LISTEN_DEFAULT
+    # Allows an address beyond loopback without [tls] or [auth] (router/process/exposure.py).
+    insecure: bool = False
     processes: int = 2
     # Connections of each process for queue calls; up to two more serve lists and counts.
     connections_per_shard: int = 4
@@ -92,6 +94,7 @@ def router_settings(cluster: Cluster, *, source: str = "cluster file") -> Router
     faults.of(lambda: known_keys(table, known, where=where))
     settings = RouterSettings(**{key: value for key, value in table.items() if key in known})
     faults.of(lambda: host_and_port(settings.listen, where=f"{where} listen"))
+    faults.of(lambda: _true_or_false(settings.insecure, f"{where} insecure"))
     for key, (low, high) in _BOUNDS.items():
         whole = not key.endswith("_seconds")
         faults.of(partial(_within, getattr(settings, key), low, high, f"{where} {key}", whole=whole))
@@ -105,6 +108,11 @@ def host_and_port(listen: object, *, where: str) -> tuple[str, int]:
     if not host or not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise ClusterFileError(f"{where}: must be HOST:PORT, such as {LISTEN_DEFAULT}, not {listen!r}")
     return host, int(port)
+
+
+def _true_or_false(value: object, where: str) -> None:
+    if not isinstance(value, bool):
+        raise ClusterFileError(f"{where}: must be true or false, not {value!r}")
 
 
 def _within(value: object, low: float, high: float, where: str, *, whole: bool) -> None:

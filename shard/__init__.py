@@ -1,1 +1,1 @@
-"""Everything about one shard: vocabulary, store, statements, migrations. Knows SQL; knows no gRPC."""
+"""Everything about one shard: vocabulary, store, statements, migrations. Contains all SQL, and no gRPC."""

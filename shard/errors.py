@@ -19,6 +19,7 @@ ShardError
 ├── UnknownShard          name a shard that ListShards lists
 ├── SlotMoves             pin the org when its slot no longer moves
 ├── NotPinned             nothing to do: the org lives on the shard of its hash slot
+├── UnknownApiKey         nothing to do: no key has this id
 ├── TooManyPins           pin no more orgs: all slots for pinned orgs are in use
 ├── OrgMoves              erase the org when no job of it is on its way to another shard
 ├── LegallyHeld           end the org's legal hold first, if that is intended
@@ -191,6 +192,13 @@ class SlotMoves(ShardError):
 class NotPinned(ShardError):
     def __init__(self, org: OrgId) -> None:
         super().__init__(f"org {org!r} is not pinned: it lives on the shard of its hash slot")
+
+
+class UnknownApiKey(ShardError):
+    """No API key has this id."""
+
+    def __init__(self, key_id: str) -> None:
+        super().__init__(f"no API key has the id {key_id!r}; `windrow keys list` lists them")
 
 
 class TooManyPins(ShardError):

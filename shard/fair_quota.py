@@ -30,10 +30,6 @@ class FairQuota:
         """Returns whether `take` would succeed."""
         return self._held.get(key, 0) + count <= self.places_max - self.taken or not self.taken
 
-    def has_room(self, key: Hashable) -> bool:
-        """Returns whether one more place could be taken."""
-        return self._held.get(key, 0) < self.places_max - self.taken
-
     def hold(self, key: Hashable, count: int = 1) -> None:
         """Takes `count` places, even if there is no room."""
         if count:

@@ -1,4 +1,4 @@
-"""Ids of jobs: UUIDv7s, as canonical lower-case text. Pure.
+"""Reads ids of jobs: UUIDv7s, as canonical lower-case text. Pure. router/codec/validate.py checks the ids in requests.
 
 As text, UUIDv7s sort by the time when they were made.
 """

@@ -14,7 +14,7 @@ from shard.vocabulary import JOB_CONTENT, SPARSE_COLUMNS, Failure, JobId, Micros
 # below 4 MiB, the default limit of gRPC clients.
 ANSWER_BYTES_MAX = 2 * 1024 * 1024
 
-# What a new job does not take from the job that it repeats: the dedup key has served its purpose, and the trace is that
+# Fields that a restored job does not take from the old job: the old dedup key no longer applies, and the trace is that
 # of the call.
 NOT_REPEATED = frozenset({"dedup_key", "live_key", "trace"})
 
@@ -59,7 +59,7 @@ class JobRecord(NamedTuple):
     finished_at: Micros | None
     result: bytes | None
     reason: str | None
-    # The ended attempts that the job's columns do not tell, as JSON. A last entry with nothing but a log is that of the
+    # The ended attempts that are not in the job's columns, as JSON. A last entry with nothing but a log is that of the
     # attempt under way.
     history: str | None
     progress: str | None
@@ -97,7 +97,7 @@ class JobRecord(NamedTuple):
         return ended
 
     def log(self) -> str:
-        """Returns what the attempt under way has logged, as its newest extend told."""
+        """Returns what the attempt under way has logged, as its newest extend reported it."""
         return self._history()[1] if self.state == "leased" else ""
 
     def _history(self) -> tuple[list[dict[str, Any]], str]:

@@ -10,7 +10,7 @@ import os
 from typing import Literal
 
 
-def is_on(signal: Literal["TRACES", "METRICS"]) -> bool:
+def is_on(signal: Literal["TRACES", "METRICS", "LOGS"]) -> bool:
     exporter = os.environ.get(f"OTEL_{signal}_EXPORTER", "").lower()
     if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or exporter == "none":
         return False

@@ -24,16 +24,17 @@ CATALOG = ShardName("catalog")
 PRIORITIES = range(1, 10)
 PRIORITY_DEFAULT = 5
 MAX_ATTEMPTS_DEFAULT = 20
-# In days. 0: finished jobs are dropped when their day has turned cold.
+# The retention in days of jobs whose queue and org set none ({{retention_of}} in shard/postgres/sql_loader.py). 0 days:
+# finished jobs are dropped when their day has turned cold.
 RETENTION_DEFAULT = 30
 RETENTION_MAX = 3650
-# To how many different retentions the queues and orgs of one shard may be set. An enqueue looks for its ids in each hot
-# day of each retention.
+# How many different retentions the queues and orgs of one shard may have. An enqueue looks for its ids in each hot day
+# of each retention.
 RETENTIONS_MAX = 32
 
 
 class JobState(enum.Enum):
-    """The state of a job. proto/windrow/v1/job.proto tells who moves a job out of each state."""
+    """The state of a job. proto/windrow/v1/job.proto says which calls move a job out of each state."""
 
     SCHEDULED = "scheduled"
     READY = "ready"
@@ -73,8 +74,8 @@ class Answer(enum.Enum):
 
 
 class Known(NamedTuple):
-    """A job that an enqueue found already there. `differs`: it has the id that was sent, but another queue, kind or
-    payload."""
+    """A known job that an enqueue found instead of storing a duplicate. `differs`: it has the id that was sent, but
+    another queue, kind or payload."""
 
     state: JobState
     differs: bool
@@ -169,8 +170,9 @@ SPARSE_COLUMNS: Mapping[str, type] = {
     for column in fields(NewJobs)
     if get_origin(column.default_factory) is dict
 }
-# What the producer gives: the column of the tables of jobs, and the column of NewJobs that fills it. Only alter.sql
-# changes any of it. Every statement that stores or moves a job includes all of them (shard/postgres/sql_loader.py).
+# The producer's content of a job: the column of the tables of jobs, and the column of NewJobs that fills it. Only
+# alter.sql changes any of it. Every statement that stores or moves a job includes all of them
+# (shard/postgres/sql_loader.py).
 JOB_CONTENT: Mapping[str, str] = {
     "kind": "kinds",
     "payload": "payloads",
@@ -187,7 +189,7 @@ REPORTED = ("progress", "checkpoint")
 
 
 class Alteration(NamedTuple):
-    """What changes of a job that waits. None: it stays as it is. At most one of `run_at_us` and `delay_us` is given."""
+    """A change of a waiting job. None: the value stays as it is. At most one of `run_at_us` and `delay_us` is given."""
 
     priority: int | None = None
     run_at_us: int | None = None

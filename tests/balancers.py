@@ -142,7 +142,8 @@ async def until(look: Callable[[], Awaitable[T]], holds: Callable[[T], object]) 
             seen = await look()
             if holds(seen):
                 return seen
-            await asyncio.sleep(0.02)
+            # Each look reads the placement of 16,384 slots.
+            await asyncio.sleep(0.05)
 
 
 @contextlib.asynccontextmanager

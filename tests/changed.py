@@ -30,9 +30,9 @@ PACKAGES = (
 CLIENT = "clients/python/"
 # They drive whole programs.
 FAR = ("tests/e2e/", "tests/fault/")
-# What does that, and proves it.
+# The folders that start whole programs, and the code that checks them.
 PROVING = ("tests", "proof", "chaos", "bench")
-# What a file takes that has never run here.
+# The assumed time of a file that has never run here.
 SECONDS_UNKNOWN = 4.0
 # Beside the start of the workers, this makes two minutes.
 BUDGET_S = 90.0
@@ -54,7 +54,7 @@ class Choice:
 
 
 def choose(*, workers: int) -> Choice:
-    """What to run for the changes since the merge base with the main branch, committed or not."""
+    """Returns the tests to run for the changes since the merge base with the main branch, committed or not."""
     files = changed_files()
     distances = Repository().touched(files)
     chosen = within(distances, seconds_of_files(), budget_s=BUDGET_S * workers)

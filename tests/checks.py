@@ -1,6 +1,7 @@
 """Every check that starts no service: lint, formatting, types, imports, protos, deploy files.
 
-A failed check stops nothing: all run, each is printed with its time, and the exit code tells whether any failed.
+A failed check does not stop the others. All run, each is printed with its time, and the exit code tells whether any
+failed.
 """
 
 import os

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
+import gc
 import hashlib
 import itertools
 import os
@@ -35,18 +37,21 @@ from shard.vocabulary import OrgId, ShardName
 from tests.durations import remember, seconds_of_files
 from tests.effort import SEED, THOROUGH
 from tests.memory import use_memory
-from tests.postgres import EMPTY, SPARE, Server, open_server
+from tests.postgres import EMPTY, SPARE, Server, hash_once, open_server
 
-# Before gRPC is imported: as root, servers are started by a fork, and gRPC's fork handlers may crash the child.
+# Set this before gRPC is imported: as root, servers are started by a fork, and gRPC's fork handlers may crash the
+# child.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 use_memory()
-# A shell lets what it starts in the background ignore Ctrl-C, and so would every process that the tests start.
+# A shell makes background processes ignore Ctrl-C, and every process that the tests start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHARD = ShardName("s1")
 CLUSTER = "tests"
 _FOUNDED = "founded"
+# Names the file that is locked by the worker that collects.
+_COLLECTING = "WINDROW_TEST_COLLECTING"
 _numbers = itertools.count(1)
 
 # Examples use a database, so their duration means nothing.
@@ -66,14 +71,42 @@ _took_s: dict[str, float] = defaultdict(float)
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Makes the data that the clusters of all workers copy. Whoever runs a few tests starts too few clusters for it."""
+    """Makes the data that the clusters of all workers copy. It is not worth it for a few tests, which start few
+    clusters."""
     if config.option.dist == "no" or hasattr(config, "workerinput") or config.option.collectonly:
         return
     folder = tempfile.mkdtemp(prefix="windrow-template-")
     config.add_cleanup(lambda: shutil.rmtree(folder))
     Path(folder).chmod(0o755)
     with contextlib.suppress(BinariesNotFound), Cluster("template", root=Path(folder)) as template:
+        hash_once(template.superuser_dsn, template.superuser_dsn, template.dsn)
         os.environ[TEMPLATE_VARIABLE] = str(template.folder)
+    os.environ[_COLLECTING] = str(Path(folder, "collecting"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Lets the workers collect one after another. In a new checkout the first one compiles every test module; those who
+    collect at the same time would compile them too."""
+    with contextlib.ExitStack() as stack:
+        # Garbage collections would look through the collected tests again and again, and free nothing.
+        gc.disable()
+        stack.callback(gc.enable)
+        if place := os.environ.get(_COLLECTING):
+            lock = stack.enter_context(open(place, "a"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        return (yield)
+
+
+def pytest_collection_finish() -> None:
+    """Leaves the modules and the collected tests out of all later garbage collections: they stay to the end."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    # Otherwise extension modules find their objects alive at the exit, and print that they leak.
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -86,10 +119,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
     if THOROUGH and SEED:
-        # Whatever the minutes do not suffice for has its turn with other seeds.
+        # Tests for which the minutes do not suffice are run with other seeds.
         items.sort(key=lambda item: _drawn(_file_of(item.nodeid)))
     elif hasattr(config, "workerinput"):
-        # Those that took longest come first: then no worker is left with one of them when all others are done.
+        # The slowest files come first, so that no worker is left with one of them when the others are done.
         seconds = seconds_of_files()
         items.sort(key=lambda item: -seconds.get(_file_of(item.nodeid), 0))
 
@@ -113,7 +146,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Remembers how long each file took. Whoever runs tests one after another may have chosen some of a file."""
+    """Remembers how long each file took; but not in a run without workers, which may have run only some tests of a
+    file."""
     options = session.config.option
     if options.dist != "no" and not hasattr(session.config, "workerinput") and not THOROUGH and not options.keyword:
         remember(_took_s)

@@ -1,7 +1,7 @@
-"""What docs/clients.md says for each language: commands that build a client, the command that runs it, and code.
+"""The parts of docs/clients.md for each language: commands that build a client, the command that runs it, and code.
 
-Nothing is added: the commands run in an empty folder, with WINDROW as the page says. If no protoc is on the PATH, the
-one of grpcio-tools is, as the page allows for some languages.
+The commands run unchanged in an empty folder, with WINDROW as the page says. If no protoc is on the PATH, the one of
+grpcio-tools is, as the page allows for some languages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class BuildFailed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Language:
-    # As in examples/clients.
+    # The language's folder in examples/clients.
     folder: str
     heading: str
     programs: tuple[str, ...]
@@ -62,7 +62,7 @@ class Language:
 
     @property
     def code(self) -> list[str]:
-        """What the page shows of the program."""
+        """The part of the program that the page shows."""
         return [text for kind, text in self.blocks if kind != "sh"]
 
     @property

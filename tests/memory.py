@@ -1,7 +1,7 @@
 """Servers that live as long as a test keep their data in memory, if this machine has room for it.
 
 A database is about 400 files. A file system on a disk may take half a millisecond of CPU for each that is made: ext4
-without a journal does, as in many virtual machines. All in all these are minutes. No test proves anything about disks.
+without a journal does, as in many virtual machines. In a whole run this adds up to minutes, and no test is about disks.
 """
 
 from __future__ import annotations

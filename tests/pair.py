@@ -118,8 +118,8 @@ class Fate:
     back", after its statements and before their commit; "unheard", committed, but the balancer does not know;
     "cancelled" during it; "cut" off from its database, which the balancer may survive.
 
-    A statement that only reads counts as an act only for a cut: a balancer that dies there leaves what one that dies
-    before its next change leaves."""
+    A statement that only reads counts as an act only for a cut. If a balancer dies at a read, the databases are the
+    same as if it died before its next change."""
 
     at: int
     how: str

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import LiteralString
+from typing import Any, LiteralString
 
 import psutil
 import psycopg
@@ -24,6 +24,9 @@ IMAGE = "postgres:18"
 # Templates of databases: with nothing in it; and with the schema, but no shard's yet, which tests/conftest.py makes.
 EMPTY, SPARE = "template1", "spare"
 _END_S_MAX = 60.0
+# Settings of this server that the doctor finds fault with. No test on it simulates a power failure, so nothing has to
+# wait for the disk. Most databases live for seconds, and autovacuum would start a process for each of them every 15 s.
+UNSAFE = {"fsync": "off", "full_page_writes": "off", "autovacuum_naptime": "10min"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +34,8 @@ class Server:
     superuser_dsn: str
     # The DSN of a role without superuser rights, as in production.
     owner_dsn: str
+    # Kept open: a connection for each statement would cost a whole run thousands of processes.
+    _admin: psycopg.Connection[tuple[Any, ...]]
 
     def dsn(self, database: str) -> str:
         """Returns the DSN of one database of this server, as its owner."""
@@ -57,16 +62,14 @@ class Server:
         """Cuts all connections to a database, and allows no new ones during the block."""
         self._administer("ALTER DATABASE {} ALLOW_CONNECTIONS false", database)
         try:
-            with psycopg.connect(self.superuser_dsn, autocommit=True) as connection:
-                sessions = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s"
-                connection.execute(sessions, [database])
+            sessions = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s"
+            self._admin.execute(sessions, [database])
             yield
         finally:
             self._administer("ALTER DATABASE {} ALLOW_CONNECTIONS true", database)
 
     def _administer(self, statement: LiteralString, *names: str) -> None:
-        with psycopg.connect(self.superuser_dsn, autocommit=True) as connection:
-            connection.execute(sql.SQL(statement).format(*map(sql.Identifier, names)))
+        self._admin.execute(sql.SQL(statement).format(*map(sql.Identifier, names)))
 
 
 @contextlib.contextmanager
@@ -92,20 +95,16 @@ def _on_this_machine() -> Generator[Server, None, None]:
         "max_prepared_transactions": "4",
         # A connection that a test left half made would keep its database from being dropped for a minute.
         "authentication_timeout": "10s",
-        # No test on this server simulates a power failure, and dropping a database after almost every test would wait
-        # for the disk.
-        "fsync": "off",
-        # Each new database has tables of 16,384 slots, and most live for seconds: to vacuum them is in vain. The doctor
-        # would find more than this.
-        "autovacuum_naptime": "15s",
+        **UNSAFE,
     }
     with open_clusters(["tests"], ephemeral=True, settings=settings) as clusters:
         cluster = clusters["tests"]
-        _hash_once(cluster.superuser_dsn, cluster.superuser_dsn, cluster.dsn)
-        yield Server(superuser_dsn=cluster.superuser_dsn, owner_dsn=cluster.dsn)
+        hash_once(cluster.superuser_dsn, cluster.superuser_dsn, cluster.dsn)
+        with psycopg.connect(cluster.superuser_dsn, autocommit=True) as admin:
+            yield Server(superuser_dsn=cluster.superuser_dsn, owner_dsn=cluster.dsn, _admin=admin)
 
 
-def _hash_once(superuser_dsn: str, *dsns: str) -> None:
+def hash_once(superuser_dsn: str, *dsns: str) -> None:
     """Stores the roles' passwords with one iteration of the hash. Otherwise each of thousands of connections costs the
     client 3 ms."""
     with psycopg.connect(superuser_dsn, autocommit=True) as connection:
@@ -128,12 +127,13 @@ def _in_docker() -> Generator[Server, None, None]:
         IMAGE, username="postgres", password="postgres", dbname="postgres", driver=None
     ) as container:
         dsn = container.get_connection_url()
-        with psycopg.connect(dsn, autocommit=True) as connection:
-            connection.execute("CREATE ROLE windrow LOGIN PASSWORD 'windrow'")
-        yield Server(
-            superuser_dsn=dsn,
-            owner_dsn=make_conninfo(dsn, user="windrow", password="windrow", dbname="postgres"),
-        )
+        with psycopg.connect(dsn, autocommit=True) as admin:
+            admin.execute("CREATE ROLE windrow LOGIN PASSWORD 'windrow'")
+            yield Server(
+                superuser_dsn=dsn,
+                owner_dsn=make_conninfo(dsn, user="windrow", password="windrow", dbname="postgres"),
+                _admin=admin,
+            )
 
 
 def kill(cluster: Cluster) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import socket
 import subprocess
 import sys
 import time
@@ -115,7 +116,7 @@ def spawned_routers(
             try:
                 supervisor.wait(PATIENCE_S)
             except subprocess.TimeoutExpired:
-                # When it is gone, its processes drain and end by themselves.
+                # When the supervisor is gone, its processes drain and end by themselves.
                 supervisor.kill()
                 raise
 
@@ -126,6 +127,17 @@ def first_line(process: subprocess.Popen[str]) -> str:
     readable, _, _ = select.select([process.stdout], [], [], PATIENCE_S)
     assert readable, f"process {process.pid} has said nothing for {PATIENCE_S:g} s"
     return process.stdout.readline().strip()
+
+
+@contextlib.contextmanager
+def reserved_address() -> Generator[str, None, None]:
+    """Yields an address at which nobody listens. Servers that share ports, as routers do, may listen there, end and
+    come again: no other program gets the port meanwhile."""
+    with socket.socket() as holder:
+        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+            holder.setsockopt(socket.SOL_SOCKET, option, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{holder.getsockname()[1]}"
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""`./run test`: the checks, and then the tests: which of them run, how hard they try, and how many run at once."""
+"""`./run test`: runs the checks and the tests. Decides which tests run, how hard they try, and how many run at once."""
 
 import argparse
 import os
@@ -15,9 +15,9 @@ from tests import changed
 from tests.checks import ROOT
 
 CORES = os.cpu_count() or 1
-# A third of a test's time is spent waiting: for processes that start, for leases that expire, for servers that are
-# away. So three workers keep two cores busy. More workers only let each test take longer.
-WORKERS = CORES + CORES // 2
+# Nearly half of a test's time is spent waiting: for processes that start, for leases that expire, for servers that are
+# away. So four workers keep two cores busy.
+WORKERS = 2 * CORES
 # The tests of a file stay on one worker and share its clusters and routers. tests/conftest.py sorts the files: the
 # slowest start first, so that no worker is left with a slow file when the others are done.
 SIDE_BY_SIDE = ("-n", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reorder")
@@ -122,12 +122,12 @@ def run_tests(arguments: Sequence[str], environ: dict[str, str], beside: subproc
         if beside is not None:
             beside.terminate()
 
-    # Ctrl-C reaches them by itself; a polite kill of this process must be passed on.
+    # Ctrl-C reaches the child processes by itself. SIGTERM must be passed on to them.
     signal.signal(signal.SIGTERM, pass_on)
     while tests.returncode is None:
         with suppress(KeyboardInterrupt):
             tests.wait()
-    # As a shell tells it: 128 and the number of the signal that ended it.
+    # The exit code as in a shell: 128 plus the number of the signal.
     return tests.returncode if tests.returncode >= 0 else 128 - tests.returncode
 
 

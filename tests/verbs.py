@@ -1,4 +1,4 @@
-"""The verbs that end or prolong leases, for tests that are about each of them."""
+"""The verbs that end or extend leases, for tests that are about each of them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""A peer that runs in a process of its own, as a system to be measured. Owns that process and the talk with it.
+"""A peer that runs in a process of its own, as a system to be measured. Owns that process and the communication with
+it.
 
 Knows no peer: the files in bench/systems say which program to start. Every peer's program speaks bench.peers.wire, ends
-with its standard input, and may use nothing of ours but that.
+when its standard input ends, and uses no other module of ours.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from urllib.parse import quote
 from psycopg.conninfo import conninfo_to_dict
 
 from bench.peers import wire
-from bench.peers.install import NODE_SOURCES, ROOT, node_folder, node_program, python_program
+from bench.peers.install import NODE_SOURCES, ROOT, go_program, node_folder, node_program, python_program
 from bench.system import Finished, Site, Taken, Wrong
 
 _END_S_MAX = 10.0
@@ -81,7 +82,7 @@ class ChildSystem:
             self._work = None
             if self._process is not None and self._process.returncode is None:
                 async with asyncio.timeout(_REST_S_MAX):
-                    # What it has begun it finishes, whoever is in a hurry here.
+                    # The peer finishes what it has begun, even if this process wants to end.
                     await asyncio.shield(asyncio.ensure_future(self._call("rest")))
             self._taken = self._finished = None
 
@@ -131,7 +132,7 @@ class ChildSystem:
         if self._process is None or self._reader is None or self._reader.done():
             raise Wrong(f"{self.title}: its process has ended")
         assert self._process.stdin is not None
-        # No drain(): callers wait for answers, so that what is unsent is bounded by their number.
+        # No drain(): callers wait for answers, so their number bounds the unsent bytes.
         self._process.stdin.write(frame)
 
     async def _read(self, process: Process) -> None:
@@ -194,6 +195,13 @@ class NodePeer(ChildSystem):
 
     def command(self, cache: Path) -> list[str]:
         return [str(node_program(cache)), str(NODE_SOURCES / self.script), str(node_folder(cache))]
+
+
+class GoPeer(ChildSystem):
+    """The peer in bench/peers/go."""
+
+    def command(self, cache: Path) -> list[str]:
+        return [str(go_program(cache))]
 
 
 def url(dsn: str) -> str:

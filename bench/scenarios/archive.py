@@ -1,4 +1,4 @@
-"""Whether a shard that has finished ten million jobs answers like an empty one; and what it takes to turn a day cold,
+"""Whether a shard that has finished ten million jobs answers like an empty one; and what it costs to turn a day cold,
 and to drop it."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bench.scenario import Bench, Scenario
 from bench.spread import spread
 from bench.stage import Stage
 from bench.system import Wrong
-from bench.systems.windrow import QUEUE
+from bench.systems.on_routers import QUEUE
 from proof.arguments import number
 from proof.table import Table
 from shard.history import days
@@ -33,9 +33,9 @@ from shard.postgres.pool import Database
 from shard.vocabulary import ShardName
 
 _API_BATCH = 100
-# Kept for longer than they are old, so that nothing goes before its time.
+# The retention: longer than the jobs are old, so that no day is dropped too early.
 _DAYS_AGO, _RETENTION = 40, 90
-# What claims and acks touch: the live jobs, the books, names, and the days that are not over.
+# The tables that claims and acks touch: live jobs, books, names, and the days that are not over.
 _HOT = """
 SELECT sum(pg_total_relation_size(c.oid))::bigint
 FROM pg_class c
@@ -50,7 +50,7 @@ _DISK = "SELECT pg_database_size(current_database())"
 class Plan:
     # Finished jobs that the shard has, one depth after the other.
     depths: tuple[int, ...] = (0, 1_000_000, 10_000_000)
-    # How many jobs of the greatest depth are made through the API; the others are inserted.
+    # How many of the jobs at the greatest depth are enqueued and acked through the API; the others are inserted.
     api: int = 100_000
     batch: int = 10
     calls: int = 1000
@@ -67,7 +67,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """A day of so many jobs: what turning it cold took, and dropping it."""
+    """How long it took to turn a day of so many jobs cold, and to drop it."""
 
     jobs: int
     bytes: int
@@ -95,7 +95,7 @@ async def measure(plan: Plan, bench: Bench) -> Found:
             api = plan.api if depth == max(plan.depths) else 0
             if depth:
                 cold = await _history(deep, probes[1], depth - api, bench)
-            # The same through both: what they leave in the days that are not over is not what is compared.
+            # Run the same number of jobs through both clusters, so that the days that are not over make no difference.
             for probe in probes:
                 await _work(probe, api)
                 await asyncio.to_thread(_settle, probe)
@@ -171,14 +171,14 @@ async def _drop(probe: Probe, cold: tuple[Day, Pass, int]) -> Turn:
 
 
 def _settle(probe: Probe) -> None:
-    """Nothing that was done before is still to be cleaned up."""
+    """Vacuums, so that earlier work leaves nothing to clean up."""
     with psycopg.connect(probe.dsn, autocommit=True) as connection:
         connection.execute("VACUUM ANALYZE windrow.job")
         connection.execute("VACUUM windrow.tally")
 
 
 async def _work(probe: Probe, jobs: int) -> None:
-    """Has so many jobs live their whole lives."""
+    """Enqueues, leases and acks so many jobs."""
     await probe.cycles(_API_BATCH, jobs // _API_BATCH)
 
 

@@ -1,5 +1,5 @@
-"""Whether a dequeue takes longer where much lies around it: a million finished jobs, a million scheduled for later, a
-million ready, one after the other in the same tables, beside an empty cluster."""
+"""Whether a dequeue takes longer beside many other jobs: a million finished jobs, then a million scheduled ones, then a
+million ready ones in the same tables, compared with an empty cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.payloads import stamped
 from bench.probe import Compared, Probe, compare, open_probe, table
 from bench.report import Found
 from bench.scenario import Bench, Scenario
-from bench.systems.windrow import QUEUE
+from bench.systems.on_routers import QUEUE
 from proof.arguments import number
 
 _CONNECTIONS = 1
@@ -102,7 +102,7 @@ def _fill(probe: Probe, what: str, count: int) -> None:
         ).fetchone()
         assert row is not None
         parameters = {"queue_id": row[0], "count": count, "payload": stamped(1)[0], "salt": what}
-        # generate_series counts below 2^31, and an id's bits come from its number.
+        # The number must be below 2^31, because the id's bits come from it.
         connection.execute(_FILLS[what].encode(), parameters)
         connection.execute(
             "INSERT INTO windrow.tally (org_id, accepted) SELECT (%s & 4294967295)::integer, %s", [row[0], count]

@@ -1,5 +1,5 @@
-"""What hostile clients cost: the memory of a router process while they attack it and after, and what a quiet org
-notices of it."""
+"""The effect of hostile clients: the memory of a router process during and after their attack, and how a quiet org is
+affected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 
 import grpc
 
-from bench.attacks import DESCRIPTIONS, Attack, Attacker, AttackOutcome
+from bench.attacks import Attack, Attacker, AttackOutcome, description
 from bench.report import Found, Plot
 from bench.scenario import Bench, Scenario
 from bench.stage import Stage
@@ -45,7 +45,9 @@ class Plan:
     # The load of the quiet org. A turn is an enqueue, a dequeue and an ack.
     turns_per_s: int = 50
     routers: int = 1
-    # What a router process may have resident; None: no bound is drawn.
+    # How many streams never read in the attack of that name.
+    streams: int = 300
+    # How much resident memory a router process may have. None: the plot shows no bound.
     memory_mib: float | None = None
     # All calls go through the Envoy of deploy/envoy.yaml.
     edge: bool = False
@@ -53,12 +55,12 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attacked:
-    """One attack, as it was. Times in seconds since it began."""
+    """The result of one attack. Times are in seconds since it began."""
 
     attack: Attack
     outcome: AttackOutcome
     ended_s: float
-    # The largest router process: when, and MiB resident.
+    # The resident MiB of the largest router process, with times.
     resident: Sequence[tuple[float, float]]
     # The quiet org's enqueues and dequeues, p99 of each second in ms.
     p99: Sequence[tuple[float, float]]
@@ -93,9 +95,9 @@ class Attacked:
 async def measure(plan: Plan, bench: Bench) -> Found:
     found: list[Attacked] = []
     for attack in plan.attacks:
-        # A cluster of its own: a router process does not give back all memory that it has had.
+        # Each attack gets a cluster of its own: a router process does not give back all the memory that it has used.
         async with bench.stage(shards=1, routers=plan.routers) as stage:
-            bench.say(f"{attack}: {DESCRIPTIONS[attack]}")
+            bench.say(f"{attack}: {description(attack, streams=plan.streams)}")
             with _entrance(plan, stage) as address:
                 found.append(await _attacked(attack, plan, stage, address))
     return Found(
@@ -120,7 +122,7 @@ def _entrance(plan: Plan, stage: Stage) -> Generator[str, None, None]:
 
 
 async def _attacked(attack: Attack, plan: Plan, stage: Stage, address: str) -> Attacked:
-    attacker = Attacker(attack, address)
+    attacker = Attacker(attack, address, streams=plan.streams)
     try:
         await attacker.prepare()
     except grpc.RpcError as error:
@@ -158,7 +160,8 @@ async def _attacked(attack: Attack, plan: Plan, stage: Stage, address: str) -> A
 
 @contextlib.asynccontextmanager
 async def _weighed(pids: Callable[[], Sequence[int]]) -> AsyncGenerator[list[tuple[float, float]], None]:
-    """Yields when the largest of these processes had how many MiB resident, and goes on measuring."""
+    """Yields a list to which it adds, during this scope, times and the resident MiB of the largest of these
+    processes."""
     course: list[tuple[float, float]] = []
 
     async def weigh() -> None:
@@ -182,7 +185,7 @@ def _memory_table(found: Sequence[Attacked], plan: Plan) -> Table:
         head=("attack", "before", "most during", f"{plan.after_s:g} s after", "within the bound", "the attacker saw"),
         rows=[
             (
-                DESCRIPTIONS[one.attack],
+                description(one.attack, streams=plan.streams),
                 f"{one.most_mib(float('-inf'), 0.0):,.0f}",
                 f"{one.most_mib(0.0, one.ended_s):,.0f}",
                 f"{one.last_mib:,.0f}",
@@ -264,6 +267,9 @@ def _options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--routers", type=number(64), default=plan.routers, help="router processes; 1")
     parser.add_argument(
+        "--streams", type=number(5000), default=plan.streams, help=f"of {Attack.UNREAD_STREAMS}; {plan.streams}"
+    )
+    parser.add_argument(
         "--memory", type=positive, default=None, metavar="MIB", help="the bound of a router process, drawn as a line"
     )
     parser.add_argument(
@@ -281,6 +287,7 @@ SCENARIO = Scenario(
         after_s=given.after_seconds,
         turns_per_s=given.rate,
         routers=given.routers,
+        streams=given.streams,
         memory_mib=given.memory,
         edge=given.edge,
     ),

@@ -1,4 +1,4 @@
-"""What a cluster costs in which nothing happens: CPU time and statements while 1,000 consumers wait on 500 queues."""
+"""The cost of an idle cluster: CPU time and statements while 1,000 consumers wait on 500 queues."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import asyncio
 import time
 from dataclasses import asdict, dataclass
 
-import psycopg
-
+from bench import statements
 from bench.clients import Clients
 from bench.meter import Spent
 from bench.report import Found
@@ -24,7 +23,7 @@ _PARK_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    # On 500 queues (bench/systems/parked.py); the first sample is of none.
+    # Numbers of consumers, on 500 queues (bench/systems/parked.py). The first sample has none.
     consumers: int = 1000
     shards: int = 2
     seconds: float = 20.0
@@ -38,19 +37,18 @@ class Sample:
     consumers: int
     seconds: float
     spent: Spent
-    # A second, of each shard; nothing where the server does not count them.
+    # Statements a second on each shard; empty if the server does not count them.
     statements_per_s: dict[str, float]
 
 
 async def measure(plan: Plan, bench: Bench) -> Found:
     samples: list[Sample] = []
     async with bench.stage(shards=plan.shards, routers=plan.routers) as stage:
-        counted = await asyncio.to_thread(_count_statements, stage)
-        if not counted:
+        if not stage.counts_statements:
             bench.say("statements are not counted: this Postgres has no pg_stat_statements")
         clients = await stage.clients(
             _PARKED,
-            addresses=[stage.routers.address] * plan.clients,
+            servers=[stage.routers] * plan.clients,
             callers=-(-plan.consumers // plan.clients),
         )
         for consumers in (0, plan.consumers):
@@ -63,7 +61,7 @@ async def measure(plan: Plan, bench: Bench) -> Found:
                 samples.append(sample := await _sample(stage, clients, plan.seconds, consumers))
                 busy = (sample.spent.router_s + sample.spent.postgres_s) / sample.seconds
                 bench.say(f"{consumers} consumers parked, run {run} of {plan.runs}: {busy:.1%} of a core")
-            # Raises what went wrong in a consumer.
+            # Raises a consumer's error.
             await clients.all("counts")
             await clients.all("rest")
     return Found(
@@ -72,41 +70,22 @@ async def measure(plan: Plan, bench: Bench) -> Found:
 
 
 async def _sample(stage: Stage, clients: Clients, seconds: float, consumers: int) -> Sample:
-    statements = await asyncio.to_thread(_statements, stage)
-    before, began_s = stage.spent([clients], stage.routers), time.monotonic()
+    counted = await asyncio.to_thread(_statements, stage)
+    before, began_s = stage.spent(stage.routers, workers=clients), time.monotonic()
     await asyncio.sleep(seconds)
-    spent, took_s = stage.spent([clients], stage.routers) - before, time.monotonic() - began_s
+    spent, took_s = stage.spent(stage.routers, workers=clients) - before, time.monotonic() - began_s
     after = await asyncio.to_thread(_statements, stage)
-    rates = {shard: (after[shard] - count) / took_s for shard, count in statements.items()}
+    rates = {shard: (after[shard] - count) / took_s for shard, count in counted.items()}
     return Sample(consumers=consumers, seconds=took_s, spent=spent, statements_per_s=rates)
 
 
-def _count_statements(stage: Stage) -> bool:
-    """Makes the extension that counts statements; False where the server has none."""
-    try:
-        for server in stage.postgres.values():
-            with psycopg.connect(server.superuser_dsn, autocommit=True) as connection:
-                connection.execute("CREATE EXTENSION IF NOT EXISTS pg_stat_statements")
-                connection.execute("SELECT pg_stat_statements_reset()")
-    except psycopg.Error:
-        return False
-    return True
-
-
-def _statements(stage: Stage) -> dict[str, float]:
-    counts: dict[str, float] = {}
-    for name, server in stage.postgres.items():
-        try:
-            with psycopg.connect(server.superuser_dsn, autocommit=True) as connection:
-                row = connection.execute(
-                    "SELECT coalesce(sum(calls), 0) FROM pg_stat_statements s JOIN pg_roles r ON r.oid = s.userid"
-                    " WHERE r.rolname <> current_user"
-                ).fetchone()
-        except psycopg.Error:
-            continue
-        assert row is not None
-        counts[name] = float(row[0])
-    return counts
+def _statements(stage: Stage) -> dict[str, int]:
+    if not stage.counts_statements:
+        return {}
+    return {
+        name: sum(runs.calls for runs in statements.counted([server.superuser_dsn]).values())
+        for name, server in stage.postgres.items()
+    }
 
 
 def _table(samples: list[Sample]) -> Table:
@@ -115,7 +94,7 @@ def _table(samples: list[Sample]) -> Table:
         found = [sample for sample in samples if sample.consumers == consumers]
         shares = [
             spread(getattr(sample.spent, name) / sample.seconds * 100 for sample in found)
-            for name in ("router_s", "postgres_s", "client_s")
+            for name in ("router_s", "postgres_s", "worker_s")
         ]
         both = spread((one.spent.router_s + one.spent.postgres_s) / one.seconds * 100 for one in found)
         rates = [rate for sample in found for rate in sample.statements_per_s.values()]

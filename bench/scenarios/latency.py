@@ -1,5 +1,5 @@
-"""How long an idle cluster takes to bring one job to a waiting worker: from the start of the enqueue call to the moment
-its handler has it."""
+"""How long an idle cluster takes to deliver one job to a waiting worker: from the start of the enqueue call to the
+moment its handler has it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from bench.scenario import Bench, Scenario
 from bench.spread import spread
 from bench.stage import Stage, fresh_run
 from bench.system import Wrong
-from bench.systems import PEERS, STREAMS, load
+from bench.systems import PEERS, WORKERS, load
 from proof.arguments import number, numbers
 from proof.table import Table
 
 _SAME, _ACROSS = "same router", "another router"
-# Until every worker has said that it waits.
+# Time for every worker to begin waiting.
 _PARK_S = 0.5
 _WARM_JOBS = 20
 _PAUSE_S = 0.01
@@ -32,9 +32,9 @@ _PRODUCER, _WORKER = 0, 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    systems: tuple[str, ...] = (STREAMS,)
+    systems: tuple[str, ...] = (WORKERS,)
     workers: tuple[int, ...] = (1, 8, 64)
-    # The jobs of a run. Systems that poll finish fewer in `seconds_max`.
+    # How many jobs a run has. Systems that poll finish fewer in `seconds_max`.
     jobs: int = 200
     seconds_max: float = 8.0
     runs: int = 5
@@ -54,13 +54,13 @@ async def measure(plan: Plan, bench: Bench) -> Found:
     systems = await bench.ready(plan.systems)
     async with bench.stage(shards=1, routers=1) as stage:
         other = await stage.more_routers(1)
-        here, there = stage.routers.address, other.address
+        here, there = stage.routers, other
         pairs: dict[tuple[str, str], Clients] = {}
         for system in systems:
             callers = max(plan.workers)
-            pairs[system, _SAME] = await stage.clients(system, addresses=[here, here], callers=callers)
+            pairs[system, _SAME] = await stage.clients(system, servers=[here, here], callers=callers)
             if system not in PEERS:
-                pairs[system, _ACROSS] = await stage.clients(system, addresses=[here, there], callers=callers)
+                pairs[system, _ACROSS] = await stage.clients(system, servers=[here, there], callers=callers)
 
         for workers in plan.workers:
 
@@ -145,8 +145,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
 SCENARIO = Scenario(
     help="how long one job waits for an idle worker, on the same router and on another",
     options=_options,
-    plan=lambda given: Plan(systems=(STREAMS, *given.peers), workers=given.workers, jobs=given.jobs, runs=given.runs),
+    plan=lambda given: Plan(systems=(WORKERS, *given.peers), workers=given.workers, jobs=given.jobs, runs=given.runs),
     measure=measure,
-    full=lambda peers: Plan(systems=(STREAMS, *peers), workers=(1, 64), jobs=100, seconds_max=4.0),
+    full=lambda peers: Plan(systems=(WORKERS, *peers), workers=(1, 64), jobs=100, seconds_max=4.0),
     quick=lambda: Plan(workers=(8,), runs=3),
 )

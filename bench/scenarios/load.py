@@ -1,7 +1,8 @@
 """How long jobs wait for a worker while 2,000 a second come in for minutes: undisturbed, beside a transaction that
 holds a snapshot, beside readers, and after too much load.
 
-The load is open: jobs are stored when they are due, whatever became of those before, and wait from then on.
+The load is open: each job has a planned time and is stored then, even if earlier calls have not ended. Its waiting time
+counts from the planned time.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from windrow.v1 import admin_pb2, admin_pb2_grpc
 
 _PRODUCER, _WORKER = 0, 1
 _WARM_S = 3.0
-# Producers that are further behind than this leave out what is due meanwhile: the system does not take the load.
+# Producers that are further behind than this skip the jobs that are due meanwhile: the system cannot take the load.
 _LATE_S_MAX = 5.0
 _FINISH_S_MAX = 20.0
 _OVERLOAD = 1.5
@@ -58,7 +59,7 @@ class Beside(StrEnum):
 class Plan:
     systems: tuple[str, ...] = (WINDROW,)
     beside: tuple[Beside, ...] = tuple(Beside)
-    # What peers are measured beside, of the above.
+    # Those of the above that peers are measured with.
     peers_beside: tuple[Beside, ...] = (Beside.SNAPSHOT,)
     jobs_per_s: int = 2000
     # Jobs that are stored by one call, and those that a worker may fetch at once.
@@ -69,7 +70,7 @@ class Plan:
     during_s: float = 60.0
     after_s: float = 30.0
     routers: int = 2
-    # What the archiver finds to do: days, half of which are to be dropped, and the jobs of each.
+    # The archiver's work: the number of days, half of which it drops, and of jobs in each.
     days: int = 60
     day_jobs: int = 200_000
 
@@ -89,7 +90,7 @@ class Sample:
     beside: Beside
     phases: tuple[Phase, ...]
     waits: dict[str, Waits | None]
-    # The last quarter of what went on beside it.
+    # The last quarter of the time with the disturbance.
     last: Waits | None
     left: int
     # p99 by second.
@@ -108,9 +109,9 @@ async def measure(plan: Plan, bench: Bench) -> Found:
 
                 async def turn(system: str = system, beside: Beside = beside) -> None:
                     bench.say(f"{plan.jobs_per_s:,} jobs/s, {beside}: {load(system).title}")
-                    addresses = [stage.routers.address] * 2
-                    # Ended at once: idle clients of other systems would poll.
-                    async with stage.passing_clients(system, addresses=addresses, callers=64) as clients:
+                    servers = [stage.routers] * 2
+                    # End them at once: idle clients of other systems would poll.
+                    async with stage.passing_clients(system, servers=servers, callers=64) as clients:
                         samples.append(sample := await _sample(stage, clients, plan, system, beside))
                     found = [f"{name} p99 {ms_text(waits.p99)} ms" for name, waits in sample.waits.items() if waits]
                     bench.say(f"{beside}: {load(system).title}: {', '.join(found)}; {sample.left} jobs left")
@@ -291,7 +292,7 @@ def _plot(plan: Plan, beside: Beside, samples: Sequence[Sample]) -> Plot:
 
 
 def _gaps(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """With nothing drawn over seconds in which no job was due that was ever taken."""
+    """Leave a gap for seconds in which no job was due that was ever taken."""
     drawn: list[tuple[float, float]] = []
     for at, value in points:
         if drawn and at - drawn[-1][0] > _STEP_S:
@@ -360,7 +361,7 @@ def _plan(given: argparse.Namespace) -> Plan:
     return Plan(
         systems=(WINDROW, *given.peers),
         beside=given.beside,
-        # Whoever names peers wants them beside everything that is asked for.
+        # If peers are named, measure them with every disturbance that is asked for.
         peers_beside=given.beside,
         jobs_per_s=given.rate,
         batch=given.batch,

@@ -27,13 +27,13 @@ from windrow.v1 import admin_pb2, admin_pb2_grpc, job_pb2, queue_pb2, queue_pb2_
 _QUEUE = QueueName("work")
 _LARGE = OrgId("bench-large")
 _DAY_MS = 86_400_000
-# As one page of `windrow jobs list`.
+# The page size of `windrow jobs list`.
 _PAGE = 50
 _PATIENCE_S = 60.0
 _TRIES = 20
 _SEED = 20_240_229
 
-# A job's place in its day tells its id, and its org: every second one is the large one's.
+# A job's position in its day determines its id and its org: every second job belongs to the large org.
 _FILL = b"""
 INSERT INTO windrow.finished (
     id, queue_id, enqueued_at, run_at, finished_at, lease, leased_at, priority, attempt, state, kind, payload, worker,
@@ -54,9 +54,9 @@ class Plan:
     days: int = 30
     # The jobs of each day and retention.
     jobs: int = 100_000
-    # Days that jobs are kept for: each has partitions of its own.
+    # Retentions in days: each has partitions of its own.
     retentions: tuple[int, ...] = (RETENTION_DEFAULT,)
-    # Beside the one that half of all jobs are of.
+    # The other orgs, beside the one that has half of all jobs.
     small_orgs: int = 1000
     calls: int = 2000
     routers: int = 1
@@ -100,13 +100,13 @@ async def measure(plan: Plan, bench: Bench) -> Found:
         async with grpc.aio.insecure_channel(stage.routers.address) as channel:
             calls = _calls(shard, channel)
             for count in dict.fromkeys(count for _, count in calls.values()):
-                # In turn: whatever else the machine does, it does to each of them.
+                # The kinds of calls take turns, so that other load of the machine affects all of them.
                 together = {name: call for name, (call, wanted) in calls.items() if wanted == count}
                 took: dict[str, list[float]] = {name: [] for name in together}
                 for turn in range(-20, count):
                     for name, call in together.items():
                         one = await _timed(call)
-                        # Not while connections are made, and plans that are kept.
+                        # Not measured: calls that make connections and cached plans.
                         if turn >= 0:
                             took[name].append(one)
                 for name, found in took.items():
@@ -176,7 +176,7 @@ def _calls(shard: _Shard, channel: grpc.aio.Channel) -> dict[str, tuple[Callable
         "ListJobs, the large org's of any day": (lambda: any_page(_LARGE), lists),
         "ListJobs, a small org's of any day": (lambda: any_page(small()), lists),
         "ListJobs, a small org's that are in no such state": (lambda: cancelled(small()), lists),
-        # Last: there are none, so that all it has is looked at.
+        # This is the last one: the org has no such jobs, so the search looks at everything that it has.
         "ListJobs, the large org's that are in no such state": (lambda: cancelled(_LARGE), 5),
     }
 
@@ -213,7 +213,7 @@ async def _turn_cold(database: Database, day: Day) -> None:
             await turn_cold(database, day)
             return
         except InUse:
-            # By autovacuum, which has come across what was filled just now.
+            # Autovacuum, which has found the newly filled tables, may hold the lock.
             if not tries_left:
                 raise
 

@@ -1,6 +1,7 @@
-"""How evenly slots, orgs and their jobs lie on 10 to 1,000 shards, and what moves when shards come, go or weigh more.
+"""How evenly slots, orgs and their jobs are spread over 10 to 1,000 shards, and what moves when shards are added,
+removed or get another weight.
 
-Starts no cluster: a plan is pure (shard/placement/slots.py), and what moves at a given rate is arithmetic.
+Starts no cluster: a plan is pure (shard/placement/slots.py), and the time of a move at a given rate is arithmetic.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from shard.vocabulary import OrgId, ShardName
 _TAILS: Mapping[str, float] = {"45/20": 2.0, "80/20": 1.161}
 _SEED = 20_240_229
 _ORGS_A_TURN = 200_000
-# An org with more than this part of a shard's mean is taken out, as if it were pinned to a shard of its own; so many at
-# most.
+# Orgs with more than this share of a shard's mean are left out, as if each were pinned to a shard of its own; and at
+# most how many.
 _PINNED_ABOVE = 0.1
 _PINNED_MAX = 1000
 
@@ -45,14 +46,14 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What a new set of weights makes of a cluster whose shards weigh the same."""
+    """What moves when a cluster of equal shards gets new weights."""
 
     shards: int
     what: str
     moved: int
-    # The least that could: what shards hold above their shares.
+    # The least that could move: what shards hold above their shares.
     least: int
-    # How far the slots of two shards of one weight are apart at most, before and after.
+    # The largest difference between the numbers of slots of two shards of the same weight, before and after.
     apart: tuple[int, int]
     # The slots that the busiest shard gives or takes.
     busiest: int
@@ -75,7 +76,7 @@ class Load:
 
 @dataclass(slots=True, kw_only=True)
 class Population:
-    """What lies on each slot."""
+    """The load of each slot."""
 
     orgs: array[int]
     # By the names of _TAILS.
@@ -106,14 +107,14 @@ async def measure(given: Plan, bench: Bench) -> Found:
 
 
 async def populate(orgs: int, bench: Bench) -> Population:
-    """Puts orgs on their slots, and gives each as many jobs as luck has it."""
+    """Puts orgs on their slots, and gives each a random number of jobs."""
     bench.say(f"hashing {orgs:,} orgs")
     luck = random.Random(_SEED)
     counts = array("L", bytes(SLOTS * array("L").itemsize))
     jobs = {tail: array("d", bytes(SLOTS * array("d").itemsize)) for tail in _TAILS}
     largest: dict[str, list[tuple[float, int]]] = {tail: [(0.0, 0)] * _PINNED_MAX for tail in _TAILS}
     for first in range(0, orgs, _ORGS_A_TURN):
-        # Ctrl-C is heard.
+        # Lets Ctrl-C end it.
         await asyncio.sleep(0)
         for n in range(first, min(orgs, first + _ORGS_A_TURN)):
             slot = slot_of(OrgId(f"org-{n}"))

@@ -7,23 +7,37 @@ from types import MappingProxyType
 
 from bench.system import System
 
+# By its Python client and worker, as users have it.
 WINDROW = "windrow"
-# What Windrow is held against in every round: the same statements without routers and gRPC.
+# The same, with a handler that takes many jobs at once.
+BATCHES = "windrow-batches"
+# Windrow by its generated stubs: the speed of the protocol with a client that does nothing else.
+RAW = "windrow-raw"
+# Windrow is compared with this in every round: the same statements without routers and gRPC.
 LIMIT = "limit"
 ECHO = "echo"
-# One job a unary call; one job a client.enqueue(); and by routers that trace.
-UNARY, CLIENT, TRACED = "windrow-unary", "windrow-client", "windrow-traced"
-# Windrow with a stream for each worker.
-STREAMS = "windrow-streams"
+# One job a unary call; and by routers that trace.
+UNARY, TRACED = "windrow-unary", "windrow-traced"
+# By routers that speak TLS, and one job a unary call to these.
+TLS, TLS_UNARY = "windrow-tls", "windrow-tls-unary"
+# By routers that speak TLS and ask for an API key.
+SECURE, SECURE_UNARY = "windrow-secure", "windrow-secure-unary"
+# A worker and a stream for each consumer.
+WORKERS = "windrow-workers"
 
 OURS = MappingProxyType(
     {
         WINDROW: "bench.systems.windrow:Windrow",
-        STREAMS: "bench.systems.windrow:WindrowStreams",
-        "windrow-pull": "bench.systems.windrow:WindrowPull",
-        UNARY: "bench.systems.windrow:WindrowUnary",
-        CLIENT: "bench.systems.windrow:WindrowClient",
+        BATCHES: "bench.systems.windrow:WindrowBatches",
+        WORKERS: "bench.systems.windrow:WindrowWorkers",
         TRACED: "bench.systems.windrow:WindrowTraced",
+        TLS: "bench.systems.windrow:WindrowTls",
+        TLS_UNARY: "bench.systems.stubs:UnaryTls",
+        SECURE: "bench.systems.windrow:WindrowSecure",
+        SECURE_UNARY: "bench.systems.stubs:UnarySecure",
+        RAW: "bench.systems.stubs:RawStreams",
+        "windrow-pull": "bench.systems.stubs:Pulled",
+        UNARY: "bench.systems.stubs:Unary",
         "windrow-parked": "bench.systems.parked:Parked",
         LIMIT: "bench.systems.limit:Limit",
         ECHO: "bench.systems.echo:Echo",
@@ -37,6 +51,7 @@ PEERS = MappingProxyType(
         "procrastinate": "bench.systems.procrastinate:Procrastinate",
         "pgqueuer": "bench.systems.pgqueuer:PgQueuer",
         "awa": "bench.systems.awa:Awa",
+        "river": "bench.systems.river:River",
     }
 )
 

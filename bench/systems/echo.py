@@ -1,5 +1,5 @@
-"""The bar for unary calls: the same messages to and from as many server processes, which do nothing else
-(bench/echo_server.py)."""
+"""The upper limit for unary calls: the same messages, exchanged with the same number of server processes that only
+answer (bench/echo_server.py)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import ClassVar
 import grpc
 
 from bench.payloads import stamped
-from bench.system import Finished, Site, Taken, Wrong
-from bench.systems.windrow import CALL_S_MAX, QUEUE
+from bench.system import CONNECTIONS, Finished, Site, Taken, Wrong
+from bench.systems.on_routers import CALL_S_MAX, QUEUE
 from windrow.ids import uuid7
 from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
 
@@ -23,11 +23,11 @@ class Echo:
 
     def __init__(self, site: Site) -> None:
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
-        count = min(site.connections, site.callers)
+        count = min(site.connections or CONNECTIONS, site.callers)
         self._channels = [grpc.aio.insecure_channel(site.address, options=options) for _ in range(count)]
         self._queues = itertools.cycle([queue_pb2_grpc.QueueStub(channel) for channel in self._channels])
         self._org = ""
-        # What this process has enqueued and not yet taken: a worker takes no more than that, as from a queue.
+        # How many jobs this process has enqueued and not taken yet. A worker takes no more, as from a queue.
         self._stored = asyncio.Semaphore(0)
         self._unfinished = 0
 
@@ -83,7 +83,7 @@ class Echo:
         return self._unfinished
 
     async def check(self, jobs: int) -> None:
-        """It stores nothing that could be wrong."""
+        """Nothing to check, because it stores nothing."""
 
     async def close(self) -> None:
         for channel in self._channels:

@@ -1,4 +1,4 @@
-"""The limit: the store's own statements, called where the clients are. No router, no gRPC, no messages."""
+"""The upper limit: the client processes run the shard's statements themselves. No router, no gRPC, no messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Consumers that wait where nothing comes: many streams over many queues. Only to see what waiting costs."""
+"""Consumers that wait on empty queues: many streams over many queues. This measures only what waiting costs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import itertools
 from typing import ClassVar
 
 from bench.system import Finished, Taken
-from bench.systems.windrow import Windrow, consume
+from bench.systems.stubs import Pulled, consume
 from windrow.v1 import queue_pb2
 
 _QUEUES = 500
 
 
-class Parked(Windrow):
+class Parked(Pulled):
     title: ClassVar[str] = "Windrow, parked"
 
     async def work(self, *, batch: int, concurrency: int, taken: Taken, finished: Finished) -> None:

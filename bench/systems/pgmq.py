@@ -23,12 +23,12 @@ _METRICS = b"SELECT queue_length, total_messages FROM pgmq.metrics(%b)"
 _INSTALLED = b"SELECT to_regprocedure('pgmq.metrics(text)') IS NOT NULL"
 _EXISTS = b"SELECT count(*) > 0 FROM pgmq.meta WHERE queue_name = %b"
 _CREATE = b"SELECT pgmq.create(%b)"
-# Two client processes must not both make what is missing.
+# A lock, so that two client processes do not both create what is missing.
 _LOCK = b"SELECT pg_advisory_lock(hashtext('pgmq'))"
 _UNLOCK = b"SELECT pg_advisory_unlock(hashtext('pgmq'))"
 
 _VISIBLE_AGAIN_S = 30
-# The server looks again after so long, for so long, before it answers that there is nothing.
+# How often the server looks for jobs, and for how long, before it answers that there are none.
 _POLL_MS = 5
 _POLL_S_MAX = 1
 
@@ -60,7 +60,7 @@ class Pgmq:
             await connection.execute(_LOCK)
             try:
                 if not (await _all(connection, _INSTALLED))[0][0]:
-                    # Many statements at once go by the simple protocol, which has no parameters.
+                    # Only the simple protocol takes several statements at once, and it has no parameters.
                     await connection.execute(self._sql.read_bytes(), prepare=False)
                 if not (await _all(connection, _EXISTS, self._queue))[0][0]:
                     await connection.execute(_CREATE, [self._queue])
@@ -96,7 +96,7 @@ class Pgmq:
         read = [self._queue, _VISIBLE_AGAIN_S, batch]
         async with await psycopg.AsyncConnection.connect(self._dsn, autocommit=True, prepare_threshold=0) as connection:
             while True:
-                # Polling takes rows one by one: worth it only where there is nothing to take now.
+                # The polling function takes rows one by one, so use it only when there is nothing to take now.
                 messages = await _all(connection, _READ, *read)
                 if not messages:
                     messages = await _all(connection, _POLL, *read, _POLL_S_MAX, _POLL_MS)

@@ -1,1 +1,1 @@
-"""Producers and workers: each a process of its own, which survives what is done to others, and can be struck itself."""
+"""Producers and workers. Each is a process of its own: a fault may hit one of them without the others."""

@@ -1,5 +1,5 @@
-"""`python -m chaos.clients.canceller`: a worker that cancels its stream as soon as it has read jobs, and acks by calls
-of their own what it has read: the leases are its own until their window ends."""
+"""`python -m chaos.clients.canceller`: a worker that cancels its stream as soon as it has read jobs, and acks those
+jobs by separate calls: it holds their leases until their windows end."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Canceller:
             await self._orders.pause(luck.uniform(0.0, _AGAIN_S_MAX))
 
     async def _read_once(self, stub: queue_pb2_grpc.QueueAsyncStub, org: str) -> Sequence[job_pb2.LeasedJob]:
-        """The jobs of a stream's first message, which is cancelled then; none if none come soon."""
+        """Returns the jobs of a stream's first message, and cancels the stream. Returns none if none come soon."""
         number = self._recorder.begin(Verb.CONSUME, org, {"window_s": self._site.window_s})
         start = queue_pb2.ConsumeStart(
             org=org,

@@ -1,6 +1,6 @@
 """`python -m chaos.clients.handler`: windrow.Worker, as users have it, for the orgs with most of the jobs.
 
-It tells its handlers nothing of what became of their acks: in the history they stay open.
+It does not tell its handlers whether their acks succeeded, so the acks stay open in the history.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _worker(
                 case _:
                     pass
         except asyncio.CancelledError:
-            # The worker stops, and releases what it cuts off.
+            # The worker stops, and releases the jobs that it interrupts.
             about_to(Verb.RELEASE)
             raise
         match fate:

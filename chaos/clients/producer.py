@@ -16,7 +16,7 @@ from proof.clients.fates import pick_org
 from proof.clients.site import QUEUE, Orders, Site, main
 from proof.history import Answer, Outcome, Recorder, Verb, payload_of
 
-# The load is open: calls come at this pace, whatever became of those before, up to so many.
+# The load is open: calls begin at this pace without waiting for earlier ones, up to so many at a time.
 _EVERY_S = 0.15
 _CALLS_MAX = 200
 _TRIES_MAX = 20
@@ -38,7 +38,7 @@ class Producer:
         self._client = windrow.Client(
             site.address, org=self._orgs[0], timeout=_TIMEOUT_S, try_timeout=_TRY_S, channels=3, create_spans=False
         )
-        # Acknowledged. Of a job with a dedup key the job that is stored may be another one.
+        # Acknowledged jobs. If a job has a dedup key, the stored job may be another one.
         self._recent: deque[tuple[str, windrow.NewJob]] = deque(maxlen=_REMEMBERED)
         self._keyed: deque[tuple[str, windrow.NewJob]] = deque(maxlen=_REMEMBERED)
 
@@ -65,7 +65,7 @@ class Producer:
         if dice < 0.45:
             await self._until_stored(org, [_job(org, luck)], self._one)
         elif dice < 0.65:
-            # At the same time: they share calls.
+            # Enqueue them at the same time, so that they share calls.
             jobs = [_job(org, luck) for _ in range(luck.randint(2, 6))]
             await asyncio.gather(*(self._until_stored(org, [job], self._one) for job in jobs))
         elif dice < 0.8:
@@ -73,7 +73,7 @@ class Producer:
         elif dice < 0.9:
             await self._until_stored(org, [_job(org, luck) for _ in range(luck.randint(2, 25))], self._independent)
         elif dice < 0.95 and self._recent:
-            # Said before, and acknowledged.
+            # A job that was sent before, and acknowledged.
             org, job = luck.choice([*self._recent, *self._keyed])
             await self._until_stored(org, [job], self._together)
         elif dice < 0.97 and self._recent:
@@ -93,7 +93,7 @@ class Producer:
             for org in mine:
                 await self._until_stored(org, [_job(org, None)], self._one)
         probe.cancel()
-        # A client that ends before it is told so has failed.
+        # A client that ends before it is told to has failed.
         await over
 
     async def _until_stored(self, org: str, jobs: Sequence[windrow.NewJob], send: _Send) -> None:

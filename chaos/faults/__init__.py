@@ -43,9 +43,9 @@ _KINDS: tuple[type[Fault], ...] = (
     operators.DrainShard,
     operators.ChangeWeight,
     operators.PinOrg,
-    # The last of those that come alone: what it does to clients they may notice for long.
+    # Run it last of the faults that are run alone, because clients may notice it for a long time.
     backups.RestoreBackup,
 )
 FAULTS: Mapping[str, type[Fault]] = {kind.name: kind for kind in _KINDS}
-# They harm nothing: as many as there are may be under way beside the faults.
+# Changes harm nothing, so any number of them may be under way beside the faults.
 CHANGES = frozenset({operators.DrainShard.name, operators.ChangeWeight.name, operators.PinOrg.name})

@@ -40,17 +40,17 @@ _ASK_S_MAX = 3.0
 _COMMAND_S_MAX = 60.0
 _DONE_S_MAX = 120.0
 _AGAIN_S = 1.0
-# How soon a command is killed that is to be killed. It takes about a second until it is doing something.
+# When a command is killed, if it is one of those to kill. It takes about a second until a command does something.
 _KILLED_S = (0.5, 2.5)
 
 
 class RestoreBackup(Fault):
-    """Since the copy was made, jobs were stored, leased and settled on the shard, an org left it, and another came. A
-    third one may be on its way. Routers refuse the shard, until an operator accepts the loss; then its stray jobs are
-    brought home."""
+    """After the copy was made, jobs were stored, leased and settled on the shard, one org left it and another one
+    arrived. A third one may be moving. Routers refuse the shard until an operator accepts the loss. Then its stray jobs
+    are moved to the shards of their orgs."""
 
     name = "restore-backup"
-    # How long it is refused before somebody begins to accept it.
+    # How long the shard is refused before an operator begins to accept the loss.
     seconds = (4.0, 8.0)
     drawn = False
     alone = True
@@ -62,8 +62,8 @@ class RestoreBackup(Fault):
 
     @classmethod
     def targets(cls, cast: Cast) -> Sequence[str]:
-        # Not the first, which has the catalog: both would go back together, and agree. Not the last if there are more,
-        # whose disk may be small.
+        # Do not use the first shard, which has the catalog: both would go back together, and agree. If there are more
+        # than two shards, do not use the last one, whose disk may be small.
         return shards(cast)[1:2]
 
     @property
@@ -77,7 +77,7 @@ class RestoreBackup(Fault):
         source, target = self.luck.sample([self.target, other], 2)
         await asyncio.gather(self._move(leaves, self.target), self._move(comes, other), self._move(moves, source))
         if self.luck.random() < _BACKLOG_SHARE:
-            # What waits when the copy is made leaves the shard, and is there once more.
+            # Jobs that wait when the copy is made leave the shard, and then exist on it again.
             self._send(signal.SIGSTOP)
             await asyncio.sleep(_BACKLOG_S)
         await self._copy()
@@ -91,7 +91,7 @@ class RestoreBackup(Fault):
         self.stage.say(f"{self.target} is as it was {self._swapped_s - self._copied_s:.1f} s ago")
         heard = asyncio.Event()
         self._asking = asyncio.create_task(self._ask(heard))
-        # That nobody says so is told by the checker.
+        # If no router reports it, the checker finds that.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_REFUSED_S_MAX):
                 await heard.wait()
@@ -119,7 +119,7 @@ class RestoreBackup(Fault):
                 told=self._told,
             )
         for org in self.orgs:
-            # Nothing is the worse for it if it stays where it is.
+            # It does no harm if the org stays where it is.
             with contextlib.suppress(ShardUnavailable, SlotMoves):
                 match self.luck.randrange(3):
                     case 0:
@@ -164,9 +164,9 @@ class RestoreBackup(Fault):
             self._back_s = time.monotonic()
 
     async def _ask(self, refused: asyncio.Event) -> None:
-        """How routers find the shard, one after another, all the while; tells when one refuses it."""
+        """Asks one router after another for its view of the shard, and reports when one refuses it."""
         while True:
-            # A router may be busy with what it lost.
+            # A router may be busy after it has lost connections.
             with contextlib.suppress(grpc.RpcError):
                 read = tables.read_health
                 told = await asyncio.to_thread(read, self.stage.address, self.target, seconds_max=_ASK_S_MAX)
@@ -178,7 +178,7 @@ class RestoreBackup(Fault):
     # ── What operators do ────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _until_done(self, *command: str) -> None:
-        """`windrow shards …`, again until nothing is left to do. Some are killed at first. Raises TimeoutError."""
+        """Runs `windrow shards …` until nothing is left to do. The first ones may be killed. Raises TimeoutError."""
         give_up_s = time.monotonic() + _DONE_S_MAX
         if self.luck.random() < 0.5:
             await self._killed(*command)

@@ -12,10 +12,10 @@ from proof.checker.evidence import Restored
 
 
 class Fault(abc.ABC):
-    """One occurrence of a fault, or of a change that operators make: that harms nothing, and is drawn beside the
-    faults. A kind of either is a subclass, listed in chaos/faults/__init__.py.
+    """One occurrence of a fault; or of a change that operators make, which harms nothing and is drawn beside the
+    faults. Each kind is a subclass, listed in chaos/faults/__init__.py.
 
-    `luck` is the occurrence's own: what it draws does not change what others draw.
+    `luck` is the occurrence's own random generator, so its draws do not change those of others.
     """
 
     name: ClassVar[str]
@@ -25,11 +25,11 @@ class Fault(abc.ABC):
     weight: ClassVar[float] = 1.0
     # How long it lasts.
     seconds: ClassVar[tuple[float, float]] = (1.0, 6.0)
-    # Whether it is done once more by itself at the end, so that the checker can say what clients may see of it.
+    # Whether it is run once more at the end, alone, so that the checker can say what clients may notice of it.
     alone: ClassVar[bool] = False
     # The orgs that it affected, once it is injected; empty: it makes no difference between orgs.
     orgs: Sequence[str] = ()
-    # The database that it restored, once that is accepted; None: none.
+    # The database that it restored, once that is accepted. None: it restored none.
     restored: Restored | None = None
 
     def __init__(self, stage: Stage, target: str, luck: random.Random) -> None:
@@ -40,27 +40,27 @@ class Fault(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def targets(cls, cast: Cast) -> Sequence[str]:
-        """Returns its possible targets, of which it takes one; none if the cast has nothing suitable."""
+        """Returns its possible targets, of which it hits one; empty if the cast has none."""
 
     @classmethod
     def missing(cls, stage: Stage) -> str | None:
-        """Returns what it needs and this machine or release does not have."""
+        """Returns what this machine or release lacks for it."""
         return None
 
     @abc.abstractmethod
     async def inject(self) -> None:
-        """Does it. Returns when it is done, not when it is over."""
+        """Begins the fault. Returns when it has begun, not when it is over."""
 
     @abc.abstractmethod
     async def heal(self) -> None:
-        """Undoes it. Also called if `inject` failed half-way; afterwards the target is repaired."""
+        """Undoes it. Also called if `inject` failed half-way. Afterwards the target works again."""
 
 
 def shards(cast: Cast) -> list[str]:
     return [f"s{number}" for number in range(1, cast.shards + 1)]
 
 
-# The way to the catalog, which is beside that to the shard that has it.
+# The target of faults on connections to the catalog. These have proxies of their own, beside those of its shard.
 CATALOG = "catalog"
 
 
@@ -69,7 +69,7 @@ def routers(cast: Cast) -> list[str]:
 
 
 def pid_of(stage: Stage, target: str) -> int | None:
-    """Returns the process that is now this router or balancer; None while it is being restarted."""
+    """Returns the current process of this router or balancer; None while it is being restarted."""
     if target in stage.balancers.names:
         return stage.balancers.pid(target)
     pids = sorted(stage.routers.pids)

@@ -1,4 +1,4 @@
-"""What the machine does: a full disk, clocks that jump."""
+"""Faults of the machine: a full disk, clocks that jump."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class FillDisk(Fault):
     async def heal(self) -> None:
         assert self.stage.disk is not None
         if self._filling is not None:
-            # Not cancelled: a thread would go on, and might fill the disk once more when it has been emptied.
+            # Do not cancel it: the thread would continue, and might fill the disk again after it was emptied.
             self._enough = True
             await self._filling
         await asyncio.to_thread(self.stage.disk.empty)
         node = self.stage.shards[self.target].primary
-        # A server that has recovered by itself is let be.
+        # Does nothing if the server has recovered by itself.
         await node.start()
 
     async def _fill_again_and_again(self) -> None:
         assert self.stage.disk is not None
         while not self._enough:
-            # Room that the server makes is taken too.
+            # Also take the room that the server frees.
             await asyncio.to_thread(self.stage.disk.fill)
             await asyncio.sleep(0.1)
 

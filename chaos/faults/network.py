@@ -1,4 +1,5 @@
-"""What the network does between routers, balancers and a shard, or the catalog: cut, slow, silent, closed."""
+"""Faults of the network between routers or balancers and a shard or the catalog: cut, slow, silent or closed
+connections."""
 
 from __future__ import annotations
 

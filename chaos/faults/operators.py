@@ -1,5 +1,5 @@
-"""What operators do to a cluster that runs: shards drained and weighted anew, orgs pinned, wrong cluster files. And
-routers that stand still while a slot moves."""
+"""Changes that operators make to a running cluster: they drain shards, change weights, pin orgs, and write wrong
+cluster files. Also routers that are frozen while a slot moves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shard.postgres.pool import Database
 from shard.vocabulary import OrgId, ShardName
 
 _WEIGHTS = (0.0, 0.2, 0.5, 2.0, 5.0)
-# The busiest ones: something of theirs is always leased, and something comes.
+# The busiest orgs: they always have leased jobs and new ones.
 _PINNED_ORGS = 8
 _PIN_S_MAX = 4.0
 _PIN_AGAIN_S = 0.2
@@ -44,7 +44,7 @@ class _EntryChange(Fault):
 
 
 class DrainShard(_EntryChange):
-    """Its slots go elsewhere; later they come back."""
+    """Its slots move to other shards, and later back."""
 
     name = "drain-shard"
     seconds = (3.0, 25.0)
@@ -54,7 +54,7 @@ class DrainShard(_EntryChange):
 
 
 class ChangeWeight(_EntryChange):
-    """Slots go there, or from there; later back."""
+    """Slots move to the shard or away from it, and later back."""
 
     name = "change-weight"
     weight = 2.0
@@ -65,7 +65,7 @@ class ChangeWeight(_EntryChange):
 
 
 class PinOrg(Fault):
-    """Pinned to a shard, then to others, and at last to none, or left where it is."""
+    """Pins an org to a shard, then to others; at last unpins it, or leaves it pinned."""
 
     name = "pin-org"
     weight = 3.0
@@ -90,7 +90,7 @@ class PinOrg(Fault):
         if not self._pinning.cancelled():
             self._pinning.result()
         if self.luck.random() < 0.5:
-            # Nothing is the worse for it if it stays pinned.
+            # It does no harm if the org stays pinned.
             with contextlib.suppress(ShardUnavailable):
                 await unpin(self.stage, self.target)
 
@@ -102,7 +102,7 @@ class PinOrg(Fault):
 
 
 class FreezeRouterInMove(FreezeServer):
-    """It stands still from before an org's slot begins to move until after it has come to where it goes."""
+    """Freezes a router from before an org's slot begins to move until after it has arrived."""
 
     name = "freeze-router-in-move"
     seconds = (0.0, 1.0)
@@ -112,8 +112,8 @@ class FreezeRouterInMove(FreezeServer):
         return routers(cast)
 
     async def inject(self) -> None:
-        # The busiest orgs are those of which it may be in the midst of something. One that is being pinned about by
-        # others is as good as any.
+        # Choose among the busiest orgs: the router probably has calls of theirs in flight. It does not matter if
+        # another change pins the same org.
         org = self.luck.choice(self.stage.cast.org_names[:_PINNED_ORGS])
         async with open_catalog(self.stage) as database:
             known = await catalog.read(database)
@@ -128,7 +128,7 @@ class FreezeRouterInMove(FreezeServer):
                 writer = await self._writer(org)
 
     async def _writer(self, org: str) -> str | None:
-        """None: nobody can tell just now."""
+        """None: the catalog does not answer now."""
         with contextlib.suppress(ShardUnavailable):
             async with open_catalog(self.stage) as database:
                 return (await catalog.read(database)).placement(OrgId(org)).writes[0]
@@ -136,8 +136,8 @@ class FreezeRouterInMove(FreezeServer):
 
 
 class BreakClusterFile(Fault):
-    """A cluster file that nobody may go by is put in place; then the right one, and all must go on as if nothing had
-    been."""
+    """Replaces the cluster file by one that every process must refuse, and later restores it. All processes must go on
+    as before."""
 
     name = "break-cluster-file"
 
@@ -157,7 +157,8 @@ class BreakClusterFile(Fault):
             case 0:
                 return file.text.replace("[[shard]]", "[[shrad]]", 1)
             case 1:
-                # As when a disk was full. The first half has no [router], and would do: this ends within a text.
+                # The file ends within a text, as after a full disk. The first half alone would be valid, because it has
+                # no [router].
                 return file.text[: file.text.rindex("dsn = ") + 12]
             case 2:
                 return file.text.replace("state = 'active'", "state = 'activ'").replace("'draining'", "'drained'")
@@ -172,7 +173,7 @@ class BreakClusterFile(Fault):
                 return file.described([entry for entry in file.entries if entry.name != missed])
 
     async def _that_hold_slots(self) -> Sequence[str]:
-        """And will for as long as the file is wrong: nobody takes them away."""
+        """Returns the active shards that hold slots. They keep their slots while the file is wrong."""
         async with open_catalog(self.stage) as database:
             holdings = (await catalog.read(database)).holdings()
         return [
@@ -186,7 +187,7 @@ class BreakClusterFile(Fault):
 
 
 async def pin(stage: Stage, org: str, shard: str) -> None:
-    """Once its hash slot rests, if that is soon. Raises SlotMoves, ShardUnavailable."""
+    """Pins an org as soon as its hash slot does not move, if that is soon. Raises SlotMoves, ShardUnavailable."""
     give_up_s = asyncio.get_running_loop().time() + _PIN_S_MAX
     while True:
         try:
@@ -202,14 +203,14 @@ async def pin(stage: Stage, org: str, shard: str) -> None:
 async def unpin(stage: Stage, org: str) -> None:
     """Raises ShardUnavailable."""
     async with open_catalog(stage) as database:
-        # A try of which nobody heard may have done it.
+        # An earlier try without an answer may have done it.
         with contextlib.suppress(NotPinned):
             await pins.unpin(database, OrgId(org))
 
 
 @contextlib.asynccontextmanager
 async def open_catalog(stage: Stage) -> AsyncGenerator[Database, None]:
-    """By the way that routers and balancers take. Raises ShardUnavailable."""
+    """Opens the catalog through the proxies, as routers and balancers do. Raises ShardUnavailable."""
     database = Database(ShardName(CATALOG), stage.catalog.dsn, connections=1)
     try:
         await database.open()

@@ -1,4 +1,4 @@
-"""What clients of bad manners do to routers: they do not read, do not finish what they say, or take it all back."""
+"""Faults by hostile clients, which do not read answers, do not finish requests, or reset their calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from windrow.v1 import admin_pb2, queue_pb2
 _ENQUEUE = "/windrow.v1.Queue/Enqueue"
 _CONSUME = "/windrow.v1.Queue/Consume"
 _LIST_JOBS = "/windrow.v1.Admin/ListJobs"
-# Longer than any fault lasts: healing ends an attack.
+# Longer than any fault lasts, because healing ends an attack.
 _SECONDS_MAX = 60.0
 _BUSY_ORGS = 5
 _STREAMS_OF_ORG = 4
@@ -29,7 +29,7 @@ _RESETS_EVERY_S = 0.5
 
 
 class _HostilePeers(Fault):
-    """Attacks by connections of its own, to whichever routers the kernel picks, until it is healed."""
+    """Attacks over connections of its own until it is healed. The kernel picks the routers."""
 
     _attack: asyncio.Future[Any] | None = None
 
@@ -50,11 +50,11 @@ class _HostilePeers(Fault):
 
     @abc.abstractmethod
     def attacks(self) -> Sequence[Coroutine[Any, Any, Any]]:
-        """What goes on side by side."""
+        """The attacks that run side by side."""
 
 
 class SlowReaders(_HostilePeers):
-    """Streams that take jobs of the busiest orgs, and long answers, that nobody ever reads."""
+    """Streams that lease jobs of the busiest orgs, and calls with long answers; the client reads neither."""
 
     name = "slow-readers"
 

@@ -1,4 +1,4 @@
-"""Processes killed, and processes that stand still: routers, balancers, workers, producers."""
+"""Killed and frozen processes: routers, balancers, workers, producers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _EndServer(Fault):
             os.kill(self._pid, self.signal)
 
     async def heal(self) -> None:
-        # Who keeps it running starts another one, if nothing else hinders it.
+        # Its supervisor starts another one, unless another fault prevents that.
         await until(self._is_back, f"another process runs in place of {self.target}", within_s=_BACK_S_MAX)
 
     def _is_back(self) -> bool:
@@ -74,7 +74,7 @@ class KillRouter(_EndRouter):
 
 
 class RestartRouter(_EndRouter):
-    """SIGTERM: it lets calls in flight end, ends its streams, and another one starts in its place."""
+    """SIGTERM: the router lets calls in flight end and ends its streams, and another process replaces it."""
 
     name = "restart-router"
     # Its clients connect again meanwhile.
@@ -93,7 +93,7 @@ class KillBalancer(_OfBalancers, _EndServer):
 
 
 class FreezeBalancer(_OfBalancers, FreezeServer):
-    """Some for so long that another leads when it goes on."""
+    """Some stay frozen for so long that another balancer leads when they continue."""
 
     name = "freeze-balancer"
     weight = 1.5
@@ -109,7 +109,7 @@ class _KillClient(Fault):
 
 
 class _FreezeClient(Fault):
-    # Some for longer than the visibility window, so that it goes on with leases that have ended.
+    # Some stay frozen for longer than the visibility window, so that they continue with leases that have ended.
     seconds = (1.0, 8.0)
 
     async def inject(self) -> None:

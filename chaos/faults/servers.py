@@ -56,7 +56,7 @@ class KillPostgres(_ShardFault):
         if self.luck.random() < 0.5:
             node.kill()
         else:
-            # The postmaster alone: its backends end what they are about, each for itself.
+            # Kills the postmaster alone. Its backends finish their statements and then end.
             await asyncio.to_thread(node.cluster.kill)
 
     async def heal(self) -> None:
@@ -81,7 +81,7 @@ class KillBackend(_ShardFault):
     seconds = (0.0, 0.0)
 
     async def inject(self) -> None:
-        # A walsender that is killed is a crash too; psutil's order is of no meaning, so that of pids is taken.
+        # To kill a walsender is a crash too. Sorted by pid, because psutil's order is arbitrary.
         backends = sorted(self.primary.processes()[1:], key=lambda process: process.pid)
         if backends:
             self.luck.choice(backends).kill()
@@ -91,7 +91,7 @@ class KillBackend(_ShardFault):
 
 
 class _AgainAndAgain(_ShardFault):
-    """Done every moment until it is healed."""
+    """Repeats this until it is healed."""
 
     over = False
     _doing: asyncio.Task[None] | None = None
@@ -102,23 +102,23 @@ class _AgainAndAgain(_ShardFault):
     async def heal(self) -> None:
         self.over = True
         if self._doing is not None:
-            # A thread cannot be cancelled: it would go on, beside what heals.
+            # A thread cannot be cancelled: it would continue while the fault is being healed.
             await self._doing
 
     async def _go_on(self) -> None:
         while not self.over:
-            # The server may be away, for other reasons.
+            # The server may be unavailable for other reasons.
             with contextlib.suppress(psycopg.Error, EmbeddedError):
                 await asyncio.to_thread(self.do)
             await asyncio.sleep(self.luck.uniform(0.05, 0.5))
 
     @abc.abstractmethod
     def do(self) -> None:
-        """Once. Runs in a thread, and ends soon when it is `over`."""
+        """Does it once. Runs in a thread, and ends soon after `over` is set."""
 
 
 class TerminateBackends(_AgainAndAgain):
-    """pg_terminate_backend of some, wherever they are in a transaction."""
+    """Ends some backends by pg_terminate_backend, at any point of a transaction."""
 
     name = "terminate-backends"
     seconds = (0.0, 4.0)
@@ -128,7 +128,7 @@ class TerminateBackends(_AgainAndAgain):
 
 
 class ExhaustConnections(_AgainAndAgain):
-    """Those of routers and balancers are ended, and every connection that the server then has to give is taken."""
+    """Ends the connections of routers and balancers, and takes every free connection of the server."""
 
     name = "exhaust-connections"
 
@@ -138,7 +138,7 @@ class ExhaustConnections(_AgainAndAgain):
 
     def do(self) -> None:
         self.primary.ask(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {_OURS}")
-        # Refused, there is none left.
+        # Refused: the server has no connection left.
         while not self.over:
             self._taken.append(psycopg.connect(self.primary.cluster.dsn, connect_timeout=5))
 
@@ -149,7 +149,7 @@ class ExhaustConnections(_AgainAndAgain):
 
 
 class FailOver(_ShardFault):
-    """kill -9 of a primary; its standby is promoted; what is left of the old one becomes the new standby."""
+    """kill -9 of a primary. Its standby is promoted, and the old primary's server becomes the new standby."""
 
     name = "fail-over"
     weight = 1.5
@@ -162,7 +162,7 @@ class FailOver(_ShardFault):
 
     async def inject(self) -> None:
         shard = self.stage.shards[self.target]
-        # Only a standby that has what was acknowledged may be promoted: so do those who do this for a living.
+        # Promote only a standby that has everything that was acknowledged, as failover tools do.
         await until(
             lambda: shard.is_synchronous, f"{self.target} has a synchronous standby", within_s=_SYNCHRONOUS_S_MAX
         )
@@ -201,7 +201,7 @@ class LockRows(_ShardFault):
         return psycopg.connect(self.primary.cluster.dsn, connect_timeout=5)
 
     def _lock(self, session: psycopg.Connection[tuple[object, ...]], find: LiteralString, lock: LiteralString) -> None:
-        """Locks rows of one queue. Most jobs are acked soon: only those that have just been leased are of use."""
+        """Locks rows of one queue. Most jobs are acked soon, so it locks only jobs that were leased just now."""
         queue: object = None
         locked: set[object] = set()
         for _ in range(_LOOKS_MAX):
@@ -218,7 +218,7 @@ class LockRows(_ShardFault):
 
 
 class FreezeStandby(_ShardFault):
-    """Commits of its primary wait."""
+    """Commits on its primary wait."""
 
     name = "freeze-standby"
 

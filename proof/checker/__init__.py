@@ -3,8 +3,7 @@
 It never raises a false alarm: what could have happened without a bug is not reported. Client-side times come from one
 monotonic clock; each rule says what it concludes from them, and why that is safe.
 
-What would be a violation, but is explained by a restored backup that lacks it, is reported separately
-(proof/checker/backup.py).
+Violations that a restored backup explains are reported separately (proof/checker/backup.py).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from proof.checker.evidence import Evidence, Violation
 
 __all__ = ["EXAMINED", "Evidence", "Violation", "check", "examine"]
 
-# What a run checks, by the names of docs/concepts.md, and three checks more.
+# The checks of a run: the invariants by their names in docs/concepts.md, and three more.
 EXAMINED = {
     "I1": "Nothing acknowledged is lost",
     "I2": "One lease at a time",

@@ -1,8 +1,8 @@
-"""What a restored backup explains. Pure.
+"""Which violations a restored backup explains. Pure.
 
-The run keeps the replaced database and the backup. What the backup lacks is the difference between the two, job by job;
-it is not derived from times. Nothing else is excused: a job that the backup has must be there; an ack that the replaced
-database did not know was lost before; what was done later must be there in the end.
+The run keeps the replaced database and the backup. The difference between the two, job by job, is what the backup
+lacks; it is not derived from times. Nothing else is excused: a job that the backup has must be there; an ack that the
+replaced database did not know was lost before; what was done later must be there in the end.
 
 Times only separate what happened before the database was replaced from what came after.
 """
@@ -20,7 +20,7 @@ _NOTHING = Version(rows=(), keys=frozenset(), owned=())
 
 
 class Backup:
-    """If no backup was restored, it explains nothing."""
+    """Without a restored backup nothing is explained."""
 
     def __init__(self, evidence: Evidence) -> None:
         restored = evidence.restored
@@ -55,7 +55,7 @@ class Backup:
 
     @property
     def lost_rows(self) -> list[Row]:
-        """As the replaced database had them, and the backup does not."""
+        """States of jobs that the replaced database had and the backup does not."""
         return [row for job, row in self._replaced.items() if row != self._kept.get(job)]
 
     def is_second(self, row: Row) -> bool:
@@ -68,8 +68,8 @@ class Backup:
         return key in self._lost_keys
 
     def promises(self, enqueue: Enqueue) -> bool:
-        """Returns whether the job in this answer must exist. Not if the backup may lack it, and not if a dedup key on
-        another shard still names a job that has moved here since and is lost."""
+        """Returns whether the job in this answer must exist. It need not if the backup may lack it, or if a dedup key
+        on another shard still names a job that has moved here since and is lost."""
         elsewhere = (
             enqueue.duplicate
             and bool(enqueue.key)
@@ -120,8 +120,8 @@ class Backup:
         return self.lacks(job) and call.ended_s is not None and call.ended_s >= self._accepting_s
 
     def ends_by(self, job: str, began_s: float) -> float:
-        """Returns by when a lease has ended that was given by a call which began at this time: it ended with the
-        database."""
+        """Returns the time by which the database's replacement ended a lease of this job, if a call that began at
+        `began_s` gave it. Infinity: it did not end it."""
         return self.swapped_s if began_s < self.swapped_s and self.rewinds(job) else float("inf")
 
 

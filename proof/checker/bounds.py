@@ -1,4 +1,4 @@
-"""What one fault alone may do to clients, and how large a router may grow (I9).
+"""How far one fault alone may affect clients, and how large a router may grow (I9).
 
 An orderly restart (SIGTERM) shows clients only UNAVAILABLE. A locked row delays only calls of its own org (I4).
 """

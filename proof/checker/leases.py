@@ -1,21 +1,21 @@
 """I2: one lease at a time, and a lease that has ended changes nothing.
 
-What a client sees of a lease is less than its life: it was made before the job arrived, and ended at a moment that only
-the shard knows. Two things are certain all the same.
+A client does not see all of a lease's life: the lease was made before the job arrived, and ended at a moment that only
+the shard knows. But two things are certain.
 
-- A settle or an extend that was answered OK found the lease live: it was live until the beginning of that call, at
-  least (of its first try, where it was said again: a repeated ack is OK because the first did it).
+- A settle or an extend that was answered OK found the lease live: so the lease was live at least until that call began.
+  If the call was repeated, until its first try began: a repeated ack is OK because the first one did it.
 - A lease that a Dequeue gave lasts for its window, counted from the beginning of the call, which is earlier than the
-  lease; for longer if it was extended; for less only if its holder ends it, or somebody cancels the job. A stream's
-  lease is not counted on so: nobody knows when it began.
+  lease; for longer if it was extended; for less only if its holder ends it, or somebody cancels the job. This does not
+  hold for a stream's lease: nobody knows when it began.
 - A job that a consumer has read is given back by that consumer, and by nobody else. A router gives back jobs that no
   consumer has read.
 
-A job's attempts are numbered, so that of two leases with different numbers the later one is known. Where the later one
-had arrived before the earlier one had certainly ended, both were live at one time.
+A job's attempts are numbered, so of two leases with different numbers it is known which one is later. If the later one
+arrived before the end of the time in which the earlier one was certainly live, both were live at one time.
 
-Where a backup was restored, what the replaced database had in its books is checked as well, and what the backup lacks
-of that (proof/checker/backup.py) may be done again.
+If a backup was restored, the replaced database's histories of jobs are checked as well, and what the backup lacks of
+them (proof/checker/backup.py) may be done again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from proof.checker.backup import Backup, answered_ok, books_have, latest_by_job
 from proof.checker.evidence import Evidence, Row, State, Violation
 from proof.history import ENDED, Answer, Cancel, Delivery, LeaseKey, Settle, Verb
 
-# The outcome in the books, and the calls that lead to it.
+# The outcome in a job's history, and the calls that lead to it.
 _OUTCOMES = {"acked": (Verb.ACK,), "nacked": (Verb.NACK, Verb.KILL), "released": (Verb.RELEASE,)}
 # The system may adjust the shard's wall clock now and then.
 _CLOCK_S = 0.05
@@ -139,8 +139,8 @@ def _after_the_end(
     backup: Backup,
 ) -> Iterator[Violation]:
     """Yields deliveries of jobs that were already finished, dead or cancelled."""
-    # How and when it became known, by which attempt; whether a restored backup lacks it; and whether the backup had
-    # nothing to do with it.
+    # How a job ended, when this became known, and by which attempt; whether a restored backup lacks the end; and
+    # whether it is independent of the backup.
     ends: list[tuple[Verb, float | None, int, bool, bool]] = [
         (
             settle.call.verb,
@@ -238,7 +238,7 @@ def _in_order(row: Row) -> Iterator[Violation]:
 
 
 def _unasked(row: Row, settles: Mapping[LeaseKey, Sequence[Settle]], read: Collection[LeaseKey]) -> Iterator[Violation]:
-    """Yields what the books contain although no client asked for it, or although all who asked were refused."""
+    """Yields ended attempts in jobs' histories that no client asked for, or for which all askers were refused."""
     done = [(past.lease, past.outcome) for past in row.past]
     if row.state is State.SUCCEEDED and row.lease is not None:
         done.append((row.lease, "acked"))

@@ -1,4 +1,4 @@
-"""I4: no org saw another's job. I5: the books balance, and agree with the tables."""
+"""Checks I4 (no org saw another's job) and I5 (the books balance, and agree with the tables)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""I6: every slot has one writer and one owner, at all times, and its jobs are where they are looked for.
+"""Checks I6: every slot has one writer and at most one owner at all times, and its jobs are on shards that are searched
+for them.
 
-By what the databases themselves wrote down, in the order of their commits (proof/journal.py). What a shard notes when
-it closes a slot is noted before that commits, and what the next owner notes is noted after: so by one clock the end of
-the one is never later than the beginning of the other.
+Uses the journals of the databases, in the order of their commits (proof/journal.py). A shard notes that it closes a
+slot before that commits, and the next owner notes that it opens the slot afterwards. So, by one clock, the first
+shard's ownership never ends later than the next one begins.
 
 A shard whose backup was restored has two histories: that of the replaced database, which ends there, and that of the
 backup, which owns nothing before it is accepted.
@@ -75,8 +76,9 @@ def _follows(before: Placed, now: Placed) -> bool:
 
 
 def _epochs(owned: Sequence[Owned], restored: Restored | None = None) -> Iterator[Violation]:
-    """What a shard knows of a slot never grows older, a slot that was closed is not opened again under the same epoch,
-    and chunks come one after another; but a restored shard may skip chunks that it has lost, when that is accepted."""
+    """A shard never goes back to an older epoch of a slot, never opens a closed slot again with the same epoch, and
+    takes chunks one after another. But when the loss is accepted, a restored shard may skip the chunks that it has
+    lost."""
     known: dict[tuple[str, int], Owned] = {}
     for now in owned:
         wrong: defaultdict[str, list[int]] = defaultdict(list)

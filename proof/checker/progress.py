@@ -1,8 +1,8 @@
-"""I7: once faults are healed, every job that is due comes to a consumer soon.
+"""Checks I7: once faults are healed, every due job reaches a consumer soon.
 
 A job is due at the latest when its enqueue was answered, or a nack's or release's delay was over, or the window of its
-lease. It may then be behind others of its org: it is late if, for longer than the bound, it was due and no job of the
-org came.
+lease. It may then wait behind other jobs of its org: it is late if it was due for longer than the bound while no job of
+the org was delivered.
 """
 
 from __future__ import annotations
@@ -70,6 +70,6 @@ def _due_again_s(delivery: Delivery, settles: Mapping[LeaseKey, Sequence[Settle]
         if settle.answer is Answer.OK and verb in {Verb.NACK, Verb.RELEASE} and ended_s is not None:
             return ended_s + settle.span_s
         if verb in {Verb.NACK, Verb.EXTEND} and settle.answer not in ENDED:
-            # Answered or not, it may have been executed, at an unknown time if the client died.
+            # The call may have been executed even without an answer; at an unknown time if the client died.
             due_s = max(due_s, float("inf") if ended_s is None else ended_s + settle.span_s)
     return due_s

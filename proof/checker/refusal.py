@@ -1,7 +1,8 @@
-"""A shard whose database went back in time is refused until an operator accepts that, and no other shard is.
+"""Checks that a shard whose database went back in time is refused until an operator accepts that, and that no other
+shard is refused.
 
-Looked at is the time between: when all routers knew of marks that the backup lacks, the older database could be
-reached, and nobody had begun to accept it. Nothing else was done to the cluster.
+The check covers the time in which all routers knew of marks that the backup lacks, the older database could be reached,
+and nobody had begun to accept the loss. There was no other fault in this time.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def check(evidence: Evidence) -> Iterator[Violation]:
     history = evidence.history
     for enqueue in history.enqueues:
         call = enqueue.call
-        # A router answers what a former owner knows without asking the shard.
+        # A router may answer from a former owner, without asking the shard.
         stored = enqueue.answered is not None and not enqueue.duplicate
         if stored and call.org in there and _within(restored, call.began_s, call.ended_s):
             yield _violation(f"job {enqueue.job} of {call.org} was stored on {shard}, which {REASON}")

@@ -1,6 +1,7 @@
-"""I1: what was acknowledged is there, and a router finds it. I3: it is there once, whoever asked how often.
+"""Checks I1 (every acknowledged job exists, and a router finds it) and I3 (it exists once, however often it was
+enqueued).
 
-Where a backup was restored, what it lacks (proof/checker/backup.py) may be missing, and stored anew.
+If a backup was restored, the jobs that it lacks (proof/checker/backup.py) may be missing, and may be stored again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def check(evidence: Evidence) -> Iterator[Violation]:
 
 
 def _lost(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
-    # What a backup brought back of a job is the job itself only where somebody asked to have that cancelled.
+    # A copy of a job that a backup brought back counts as the job only if a client asked to cancel the job.
     cancelled = {one.job for one in evidence.history.cancels if one.answer in {Answer.OK, None}}
     there = {row.job for row in evidence.rows if row.job in cancelled or not backup.is_second(row)}
     acknowledged: defaultdict[str, list[Enqueue]] = defaultdict(list)
@@ -44,7 +45,7 @@ def _overlooked(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
     """Yields calls that were answered NOT_FOUND although the job had been acknowledged or delivered before."""
     history = evidence.history
     known_s: dict[str, float] = {}
-    # When it was stored again after a backup was restored.
+    # When the job was stored again after a backup was restored.
     known_again_s: dict[str, float] = {}
     for job, again, at_s in (
         *((one.answered, backup.promises(one), one.call.ended_s) for one in history.enqueues if one.answered),
@@ -106,7 +107,7 @@ def _doubled(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
     for job, copies in Counter(row.job for row in there).items():
         if copies > 1:
             what = f"job {job} is stored {copies} times"
-            # Where the backup had brought it back, it was cancelled.
+            # If the backup had brought the job back, that copy was cancelled.
             yield Violation(invariant="I3", what=what, excused=seconds[job] == 1 and copies == 2)
     # Only one call may be told that it stored the job.
     news: defaultdict[str, list[Call]] = defaultdict(list)
@@ -138,7 +139,7 @@ def _doubled(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
 def _keys(evidence: Evidence, backup: Backup) -> Iterator[Violation]:
     """The window of a key is longer than a run: one key, one job."""
     answered: defaultdict[tuple[str, str, str], set[str]] = defaultdict(set)
-    # Those for which the key still stood, for all that a restored backup may lack.
+    # The calls for which the key still counted, even if the restored backup lacks some jobs.
     standing: defaultdict[tuple[str, str, str], set[str]] = defaultdict(set)
     for enqueue in evidence.history.enqueues:
         if enqueue.key and enqueue.answered is not None:

@@ -1,1 +1,1 @@
-"""Client processes that write down what they see, and what they are made of."""
+"""Client processes that record what they see, and their parts."""

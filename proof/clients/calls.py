@@ -74,8 +74,8 @@ def outcome_of(error: grpc.aio.AioRpcError) -> tuple[Outcome, str]:
 
 
 def code_name(code: grpc.StatusCode, details: str | None) -> str:
-    """The name of a status. WRITE_FAILED stands for one that no router sent: the client's gRPC library sets it when a
-    message is written to a stream that has just ended, and forgets the status that the stream ended with."""
+    """Returns the name of a status. WRITE_FAILED means that no router sent the status: the client's gRPC library sets
+    it when a message is written to a stream that has just ended, and forgets the status that the stream ended with."""
     if code is grpc.StatusCode.INTERNAL and details == "Internal error from Core":
         return WRITE_FAILED
     return code.name

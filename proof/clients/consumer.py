@@ -1,5 +1,5 @@
-"""A worker of one org that takes jobs by Consume, and settles them on the stream. A stream that ends begins again, and
-says again what was not answered."""
+"""A worker of one org that takes jobs by Consume, and settles them on the stream. When a stream ends, the worker opens
+another one and repeats what was not answered."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ORDER = (Verb.ACK, Verb.NACK, Verb.KILL, Verb.EXTEND, Verb.RELEASE)
 
 @dataclass(slots=True, kw_only=True)
 class _Saying:
-    """What is to be said of one lease."""
+    """What the next message says about one lease."""
 
     verb: Verb
     lease: bytes
@@ -50,7 +50,7 @@ class _Sent:
 
 
 class Consumer:
-    """One org's stream, over and over."""
+    """One org's stream, which is opened again whenever it ends."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Consumer:
     async def _stream(self, group: asyncio.TaskGroup) -> None:
         window_s = self._site.window_s
         history = self._recorder.begin(Verb.CONSUME, self._org, {"window_s": window_s})
-        # Some end by the client's own will, in the midst of it all.
+        # The client itself ends some streams at any time.
         life_s = None if self._orders.calm.is_set() else self._luck.uniform(*_LIFE_S)
         call: Any = self._stub.Consume(timeout=life_s)
         writing = asyncio.create_task(self._write(call))
@@ -111,7 +111,7 @@ class Consumer:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            # Ours, of the call alone: it said nothing for too long.
+            # Our own deadline for this call: the stream was silent for too long.
             outcome, code = Outcome.UNKNOWN, "CANCELLED"
         finally:
             writing.cancel()
@@ -144,7 +144,7 @@ class Consumer:
                     await call.done_writing()
                     return
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            # Reading tells how it ended.
+            # The reader gets the reason for its end.
             pass
         except TimeoutError:
             call.cancel()
@@ -163,7 +163,7 @@ class Consumer:
             self._news.clear()
 
     def _fill(self, message: queue_pb2.ConsumeRequest) -> None:
-        """Says all that there is to say."""
+        """Sends everything that waits to be sent."""
         if not self._to_say:
             return
         sayings, self._to_say = sorted(self._to_say, key=lambda one: _ORDER.index(one.verb)), []
@@ -198,7 +198,7 @@ class Consumer:
             self._recorder.end(number, Outcome.OK, answered=[calls.answer_of(answer)])
 
     def _forget_sent(self) -> None:
-        """The stream has ended: what was not answered is to be said again."""
+        """The stream has ended, so what was not answered must be sent again."""
         for number in list(self._sent):
             self._again(self._sent.pop(number), "STREAM_ENDED")
 

@@ -1,6 +1,7 @@
-"""What every client process is told when it starts, and later: one JSON object on standard input, then a word a line.
+"""The orders to a client process on standard input: one JSON object at its start, then one word a line.
 
-`calm`: behave well from now on. `probe`: producers enqueue one job for every org. Its end: finish, and end.
+`calm`: behave well from now on. `probe`: producers enqueue one job for every org. The end of the input: finish and
+exit.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _LINE_BYTES_MAX = 1 << 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """`name` and `generation` seed the client's choices: the process after a kill chooses anew, also by the seed."""
+    """`name` and `generation` seed the client's choices. The process that replaces a killed one has another generation,
+    so it makes other choices."""
 
     address: str
     folder: str
@@ -33,7 +35,7 @@ class Site:
     generation: int
     seed: int
     orgs: Sequence[str]
-    # Which of the workers of its sort this is, and how many there are.
+    # The worker's number among those of its sort, and how many there are.
     mine: int
     places: int
     window_s: float
@@ -79,8 +81,8 @@ class Orders:
 
 
 def main(work: Callable[[Site, Orders], Awaitable[None]]) -> None:
-    """Runs a client until its standard input ends: so with whoever started it, however that ends."""
-    # Ctrl-C in a terminal reaches the whole group; who started us ends us in order.
+    """Runs a client until its standard input ends, which also happens when the process that started it dies."""
+    # Ctrl-C in a terminal reaches the whole group. Ignore it: the process that started this one ends it in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     asyncio.run(_main(work))
 

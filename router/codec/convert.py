@@ -12,7 +12,9 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from router.codec.status import InvalidRequest, Violation
 from shard import retry_policy
+from shard.admin.job_counts import WantedCount
 from shard.admin.job_pages import Wanted
+from shard.admin.org_figures import OrgFigures, OrgSort, WantedOrgs
 from shard.admin.queue_admin import OrgBooks, QueueCounts, QueueRecord
 from shard.job_record import JobRecord
 from shard.lease_token import MalformedLease, parse_token
@@ -53,6 +55,8 @@ ANSWERS: dict[Answer, job_pb2.JobAnswer.ValueType] = {
 _STATES = {state.value: job_pb2.JobState.Value(f"JOB_STATE_{state.name}") for state in JobState}
 STATES_BY_NUMBER = {number: JobState(name) for name, number in _STATES.items()}
 _OUTCOMES = {outcome: job_pb2.AttemptOutcome.Value(f"ATTEMPT_OUTCOME_{outcome.name}") for outcome in Outcome}
+_ORG_SORTS = {cluster_pb2.OrgSort.Value(f"ORG_SORT_{sort.name}"): sort for sort in OrgSort}
+_ORGS_AGE_DEFAULT_US = 60_000_000
 SHARD_STATES = {state: cluster_pb2.ShardState.Value(f"SHARD_STATE_{state.name}") for state in ShardState}
 
 
@@ -176,7 +180,7 @@ def queue_changes(request: admin_pb2.UpdateQueueRequest) -> tuple[admin_pb2.Queu
         return request.config, []
     changed, reset = admin_pb2.QueueConfig(), list[str]()
     changed.CopyFrom(request.config)
-    # As a plain message, whose fields can be named by any text.
+    # Typed as a plain message, whose fields can be named by any text.
     message = cast("Message", changed)
     for field in changed.DESCRIPTOR.fields:
         if not paths & {field.name, ALL_FIELDS}:
@@ -247,6 +251,21 @@ def wanted(request: admin_pb2.ListJobsRequest) -> Wanted:
         made_before=moment(request.created_before) if request.HasField("created_before") else None,
         attributes=json.dumps(dict(request.attributes)) if request.attributes else None,
         include_payload=request.include_payload,
+    )
+
+
+def wanted_count(request: admin_pb2.CountJobsRequest) -> WantedCount:
+    return WantedCount(
+        org=OrgId(request.org),
+        queue=QueueName(request.queue) if request.queue else None,
+        states=frozenset(STATES_BY_NUMBER[state] for state in request.states),
+        kind=request.kind,
+        made_after=moment(request.created_after) if request.HasField("created_after") else None,
+        made_before=moment(request.created_before) if request.HasField("created_before") else None,
+        attributes=json.dumps(dict(request.attributes)) if request.attributes else None,
+        died_after=moment(request.died_after) if request.HasField("died_after") else None,
+        died_before=moment(request.died_before) if request.HasField("died_before") else None,
+        not_killed=request.not_killed,
     )
 
 
@@ -391,3 +410,25 @@ def enqueue_results(
         results[at].state = _STATES[state.value]
         results[at].differs = differs
     return results
+
+
+def wanted_orgs(request: cluster_pb2.ListOrgsRequest) -> WantedOrgs:
+    return WantedOrgs(
+        search=request.search,
+        sort=_ORG_SORTS.get(request.sort, OrgSort.BACKLOG),
+        max_age_us=micros(request.max_age) if request.HasField("max_age") else _ORGS_AGE_DEFAULT_US,
+    )
+
+
+def org_figures(figures: OrgFigures, shards: Sequence[ShardName]) -> cluster_pb2.OrgFigures:
+    message = cluster_pb2.OrgFigures(
+        org=figures.org,
+        scheduled=figures.scheduled,
+        ready=figures.ready,
+        leased=figures.leased,
+        dead=figures.dead,
+        shards=shards,
+    )
+    if figures.oldest_ready_age_us is not None:
+        message.oldest_ready_age.CopyFrom(duration(figures.oldest_ready_age_us))
+    return message

@@ -15,7 +15,7 @@ from router.codec.status import InvalidRequest, Violation
 FIELDS_MAX = 250_000
 _BITS = 7
 _MORE = 1 << _BITS
-# How the wire tells where a field ends: the last bits of its tag.
+# The wire types, which tell where a field ends: the last three bits of its tag.
 _KIND_BITS = 3
 _KINDS = (1 << _KIND_BITS) - 1
 _VARINT, _FIXED_64, _BYTES, _FIXED_32 = 0, 1, 2, 5

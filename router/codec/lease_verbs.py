@@ -1,4 +1,4 @@
-"""The verbs by which a consumer ends or prolongs leases, as requests bring them. Pure."""
+"""The verbs by which a consumer ends or extends leases, and their entries in requests. Pure."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ VERBS = (
     LeaseVerb("Release", queue_pb2.ReleaseResponse, "leases", "releases", _release),
     LeaseVerb("Snooze", queue_pb2.SnoozeResponse, "snoozes", "snoozes", _snooze),
 )
-# Returns the entries of a ConsumeRequest, for each verb.
+# Returns the entries of a ConsumeRequest by verb.
 entries_of: Callable[[queue_pb2.ConsumeRequest], tuple[Sequence[Any], ...]] = attrgetter(
     *(verb.stream_field for verb in VERBS)
 )

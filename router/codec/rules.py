@@ -1,4 +1,4 @@
-"""Reads single rules of the contract from its descriptors, so that no limit is written down twice. Pure.
+"""Reads single rules of the contract from its descriptors, so that each limit is written in one place. Pure.
 
 The generated code does not know the rules' types (proto/gen.py), so this module reads them by field number. The numbers
 are those of proto/buf/validate/validate.proto.
@@ -44,7 +44,7 @@ def limit(message: type[Message], field: str, rule: Rule) -> int:
 
 
 def span_limit(message: type[Message], field: str, rule: SpanRule) -> Duration:
-    """As `limit`, for a rule whose value is a duration."""
+    """Returns the value of a rule like `limit`, for a rule whose value is a duration."""
     value = _value(message, field, rule.value)
     assert isinstance(value, bytes)
     return Duration.FromString(value)

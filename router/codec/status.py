@@ -23,6 +23,7 @@ DOMAIN = "windrow"
 _VIOLATIONS_BYTES_MAX = 4000
 _MESSAGE_CHARS_MAX = 500
 _SHOWN_CHARS_MAX = 128
+_KEYS_RETRY_S = 5.0
 INTERNAL: int = code_pb2.INTERNAL
 INVALID_ARGUMENT: int = code_pb2.INVALID_ARGUMENT
 RESOURCE_EXHAUSTED: int = code_pb2.RESOURCE_EXHAUSTED
@@ -32,6 +33,12 @@ CODES: dict[reasons.ErrorReason.ValueType, int] = {
     reasons.ERROR_REASON_UNDECODABLE_REQUEST: INVALID_ARGUMENT,
     reasons.ERROR_REASON_MESSAGE_TOO_LARGE: INVALID_ARGUMENT,
     reasons.ERROR_REASON_ORG_MISMATCH: INVALID_ARGUMENT,
+    reasons.ERROR_REASON_CREDENTIALS_MISSING: code_pb2.UNAUTHENTICATED,
+    reasons.ERROR_REASON_CREDENTIALS_INVALID: code_pb2.UNAUTHENTICATED,
+    reasons.ERROR_REASON_CREDENTIALS_EXPIRED: code_pb2.UNAUTHENTICATED,
+    reasons.ERROR_REASON_CREDENTIALS_REVOKED: code_pb2.UNAUTHENTICATED,
+    reasons.ERROR_REASON_SCOPE_MISSING: code_pb2.PERMISSION_DENIED,
+    reasons.ERROR_REASON_ORG_FORBIDDEN: code_pb2.PERMISSION_DENIED,
     reasons.ERROR_REASON_QUEUE_NOT_FOUND: code_pb2.NOT_FOUND,
     reasons.ERROR_REASON_QUEUE_EXISTS: code_pb2.ALREADY_EXISTS,
     reasons.ERROR_REASON_QUEUE_NOT_EMPTY: code_pb2.FAILED_PRECONDITION,
@@ -46,6 +53,7 @@ CODES: dict[reasons.ErrorReason.ValueType, int] = {
     reasons.ERROR_REASON_SHARD_BUSY: RESOURCE_EXHAUSTED,
     reasons.ERROR_REASON_MISCONFIGURED: code_pb2.FAILED_PRECONDITION,
     reasons.ERROR_REASON_ROUTER_FULL: RESOURCE_EXHAUSTED,
+    reasons.ERROR_REASON_TOKEN_KEYS_UNAVAILABLE: code_pb2.UNAVAILABLE,
     reasons.ERROR_REASON_ROUTER_SHUTTING_DOWN: code_pb2.UNAVAILABLE,
     reasons.ERROR_REASON_STREAM_EXPIRED: code_pb2.UNAVAILABLE,
     reasons.ERROR_REASON_REQUEST_LATE: code_pb2.DEADLINE_EXCEEDED,
@@ -76,9 +84,20 @@ class OrgMismatch(InvalidRequest):
     """The metadata windrow-org names another org than the request. `field`: the path of the request's org."""
 
     def __init__(self, field: str, org: str, header: str | bytes) -> None:
-        # Neither has been checked yet, so both may be of any length.
+        # Neither org has been checked yet, so both may have any length.
         told, named = org[:_SHOWN_CHARS_MAX], header[:_SHOWN_CHARS_MAX]
         super().__init__([Violation(field, f"is {told!r}, but the metadata {ORG_HEADER} says {named!r}")])
+
+
+class AccessRefused(Exception):
+    """The caller did not prove who it is, or may not do this: the base of the errors of router/gate/auth. The message
+    holds no secret."""
+
+    reason: reasons.ErrorReason.ValueType
+
+
+class KeysUnavailable(Exception):
+    """The router has no keys to verify tokens with. This says nothing about the caller's token."""
 
 
 class ShuttingDown(Exception):
@@ -143,6 +162,8 @@ def status_of(error: BaseException) -> status_pb2.Status:
                     del bad.field_violations[-1]
                     break
             return _status(reason, str(error), bad)
+        case AccessRefused():
+            return _status(error.reason, str(error))
         case errors.RowLocked():
             return _status(reasons.ERROR_REASON_ROW_LOCKED, str(error), retry_info(error.retry_after_s))
         case errors.DiskFull():
@@ -163,6 +184,8 @@ def status_of(error: BaseException) -> status_pb2.Status:
             return _status(reasons.ERROR_REASON_ROUTER_FULL, str(error), retry_info(0.5))
         case TooManyWaiting():
             return _status(reasons.ERROR_REASON_SHARD_BUSY, str(error), retry_info(0.5))
+        case KeysUnavailable():
+            return _status(reasons.ERROR_REASON_TOKEN_KEYS_UNAVAILABLE, str(error), retry_info(_KEYS_RETRY_S))
         case ShuttingDown():
             message = "this router process is shutting down; call again to reach another one"
             return _status(reasons.ERROR_REASON_ROUTER_SHUTTING_DOWN, message, retry_info(0.0))

@@ -209,7 +209,8 @@ def check_consume(request: queue_pb2.ConsumeRequest) -> None:
     if len(once) < len(settled):
         raise _settled_twice(entries)
     if once and request.extends:
-        # A consumer that collects what it has to say may extend a job and finish it before the message is sent.
+        # A consumer that collects entries for its next message may extend a job, and finish it before the message is
+        # sent.
         needed = [extend for extend in request.extends if extend.lease not in once]
         del request.extends[:]
         request.extends.extend(needed)

@@ -20,6 +20,9 @@ from shard.vocabulary import CATALOG, OrgId, ShardName
 _LOOKING = "look at the catalog"
 _LOOK_S = 3.0
 _LOOK_S_MAX = 5.0
+# The catalog has a single connection. While a look runs on it, the server can only be asked by a new connection, which
+# takes long on a busy machine. Few calls need the catalog, so they can wait until its silence is certain.
+_PATIENCE = 4.0
 # The pause between two looks of a call that waits for a change. Most often a notification ends it earlier.
 _WAIT_S = 0.1
 
@@ -28,7 +31,8 @@ class CatalogCopy:
     """Keeps a copy of the catalog.
 
     `on_change` is called with the old and the new copy when it has changed. `on_marks` is called after each look with
-    the confirmed marks of the shards (shard/placement/marks.py). `database` is the catalog's database.
+    the confirmed marks of the shards (shard/placement/marks.py), and `on_revocations` with how often API keys were
+    revoked, and with the time (of the event loop's clock) at which the look began. `database` is the catalog's.
     """
 
     def __init__(
@@ -37,8 +41,9 @@ class CatalogCopy:
         on_change: Callable[[Catalog, Catalog], None],
         on_marks: Callable[[Mapping[ShardName, Mark]], None],
     ) -> None:
-        self.database = Database(CATALOG, dsn, connections=1, may_scan=True)
+        self.database = Database(CATALOG, dsn, connections=1, may_scan=True, patience=_PATIENCE)
         self._dsn = dsn
+        self.on_revocations: Callable[[int, float], None] = lambda _count, _since_s: None
         self._on_change = on_change
         self._on_marks = on_marks
         self._current: Catalog | None = None
@@ -102,10 +107,11 @@ class CatalogCopy:
                 continue
 
     async def _look(self, asked: Sequence[None]) -> Sequence[Catalog]:
-        before = self.current
-        after, marks = await catalog.read_with_marks(self.database, before)
+        before, began_s = self.current, asyncio.get_running_loop().time()
+        after, marks, revocations = await catalog.look(self.database, before)
         self._current = after
         self._on_marks(marks)
+        self.on_revocations(revocations, began_s)
         if after is not before:
             self._changed.set()
             self._changed = asyncio.Event()

@@ -2,9 +2,9 @@
 that is woken looks at its job.
 
 An ack, a nack or a cancel through this router wakes callers at once. The other routers are told which jobs are awaited,
-and the one that settles such a job rings the doorbell. What these miss (a purge, a death by expiry, a move to another
-shard, a lost notification) is found by looking at the awaited jobs again, many in one statement. While nobody waits,
-the shard is not queried, and settling costs no more than to see that.
+and the one that settles such a job rings the doorbell. Ends that these miss (a purge, a death by expiry, a move to
+another shard, a lost notification) are found by looking at the awaited jobs again, many in one statement. While nobody
+waits, the shard is not queried, and settling only checks that nobody waits.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from shard.queue.doorbell import Doorbell
 from shard.queue.store import Store
 from shard.vocabulary import JobId, OrgId
 
-# A job is looked at when the wait begins, which finds an end that came before anybody could tell of it; then again
-# after as long as the wait has lasted, within these bounds.
+# A job is looked at when the wait begins, which finds an end that came before the wait was known; then again after as
+# long as the wait has lasted, within these bounds.
 _LOOK_S_MIN = 0.1
 _LOOK_S_MAX = 2.0
 # The jobs of one statement, and the pause after it.
@@ -85,13 +85,13 @@ class EndWaits:
         self.ended(list(self._by_job))
 
     def ended(self, jobs: Collection[str]) -> None:
-        """These jobs may have ended, as another router tells."""
+        """Another router reports that these jobs may have ended."""
         for job in jobs:
             for wait in self._by_job.get(job, ()):
                 wait.wake()
 
     def awaited_elsewhere(self, jobs: Collection[str]) -> None:
-        """Another router tells that its callers wait for the ends of these jobs."""
+        """Another router reports that its callers wait for the ends of these jobs."""
         now_s = asyncio.get_running_loop().time()
         for job in jobs:
             # Put it last: the order is that of the times.
@@ -128,7 +128,8 @@ class EndWaits:
             await asyncio.sleep(_PAUSE_S)
 
     async def _look(self) -> None:
-        """Wakes the callers whose jobs are no longer live on the shard, of those whose turn it is."""
+        """Looks at the jobs of those callers whose turn it is, and wakes the callers whose jobs are no longer live on
+        the shard."""
         now_s = asyncio.get_running_loop().time()
         waits: list[_Wait] = []
         while self._looks and self._looks[0][0] <= now_s and len(waits) < _JOBS_MAX:

@@ -10,13 +10,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TypeVar
 
+from router.buffer import Buffer
 from router.fleet.catalog_copy import CatalogCopy
+from router.fleet.handover import Handovers
 from router.fleet.revocations import Revocations
 from router.fleet.shard_handle import ShardHandle
+from router.fleet.siblings.frame import QueueKey
+from router.fleet.siblings.siblings import Siblings
+from shard.admin import api_keys
+from shard.admin.api_keys import FoundKeys
 from shard.errors import Misconfigured, NotOwned, PlacementChanging, ShardError, ShardUnavailable, UnknownShard
 from shard.lease_token import shard_tag
 from shard.placement import catalog, identity, marks, pins
@@ -43,13 +49,14 @@ _FIRST_TRY_S_MAX = 5.0
 
 class Fleet:
     """All shards of a cluster. Use `run` to open it; every other method needs it open. `sweep_s` is the interval of the
-    sweeps of each shard."""
+    sweeps of each shard. `buffer`: the memory for jobs on their way to consumers of sibling processes."""
 
-    def __init__(self, cluster: Cluster, *, connections_per_shard: int, sweep_s: float) -> None:
+    def __init__(self, cluster: Cluster, *, connections_per_shard: int, sweep_s: float, buffer: Buffer) -> None:
         self._cluster = cluster
         self._connections = connections_per_shard
         self._sweep_s = sweep_s
         self.revocations = Revocations()
+        self.siblings = Siblings(buffer, consumers=self._consumers, ready=self._ready)
         self._members: dict[ShardName, ShardHandle] = {}
         self._by_tag: dict[int, ShardHandle] = {}
         # The identity that each shard's database was last found to have.
@@ -137,6 +144,7 @@ class Fleet:
                     proved=self._proved,
                     confirm=self._confirm,
                     revoked=self.revocations.tell,
+                    siblings=self.siblings,
                 )
                 member.start(self._group)
             self._members[entry.name] = member
@@ -246,6 +254,40 @@ class Fleet:
         orgs = set(filter(is_affected, {org for room in rooms for org in room.orgs()}))
         for room in rooms:
             room.wake_orgs(orgs)
+
+    @property
+    def catalog_database(self) -> Database:
+        """The catalog's database. It has one connection, which looks at the catalog use too: only for short
+        statements."""
+        return self._catalog.database
+
+    # ── API keys ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def follow_revocations(self, on_revocations: Callable[[int, float], None]) -> None:
+        """Calls this after each look at the catalog with how often API keys were revoked, and with the time (of the
+        event loop's clock) at which the look began."""
+        self._catalog.on_revocations = on_revocations
+
+    async def find_api_keys(self, ids: Collection[str]) -> FoundKeys:
+        """Reads API keys in the catalog. Raises ShardUnavailable."""
+        return await api_keys.find(self._catalog.database, ids)
+
+    async def record_api_key_use(self, ids: Collection[str]) -> None:
+        """Records that API keys were used today. Raises ShardUnavailable."""
+        await api_keys.record_use(self._catalog.database, ids)
+
+    # ── Sibling processes ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _consumers(self, name: ShardName) -> Handovers | None:
+        """Returns what hands jobs of a shard over to consumers of this process. None: it does not reach the shard."""
+        member = self._members.get(name)
+        return member.handovers if member is not None and member.up.is_set() else None
+
+    def _ready(self) -> Iterator[QueueKey]:
+        """Returns all queues for which consumers of this process can be handed jobs."""
+        for name, member in self._members.items():
+            for org, queue in member.room.ready():
+                yield QueueKey(name, org, queue)
 
     # ── Upkeep ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 
 from router.fleet.fleet import Fleet
 from router.settings import RouterSettings, router_settings
+from router.tls_settings import TlsSettings, tls_settings
 from shard.placement.cluster_diff import described
 from shard.placement.cluster_file import Cluster, ClusterFileError
 from shard.placement.file_watcher import WatchedFile
@@ -31,16 +33,26 @@ class Refusal:
 
 class Reloader:
     """`cluster` is the cluster file in use, since the time `since`. `refusal` is set while the file on disk is
-    refused."""
+    refused. `check` raises ClusterFileError if a table of the file is wrong that only takes effect at a start."""
 
-    def __init__(self, file: WatchedFile, cluster: Cluster, settings: RouterSettings, fleet: Fleet) -> None:
+    def __init__(
+        self,
+        file: WatchedFile,
+        cluster: Cluster,
+        settings: RouterSettings,
+        fleet: Fleet,
+        check: Callable[[Cluster], object],
+    ) -> None:
         self.cluster = cluster
         self.since = datetime.now(UTC)
         self.refusal: Refusal | None = None
-        # Keys of [router] that have another value in the file than in this process.
+        # The keys of [router], and [tls] and [auth], that have another value in the file than in this process.
         self.needs_restart: list[str] = []
         self._file = file
         self._settings = settings
+        self._auth = cluster.tables.get("auth")
+        self._check = check
+        self._tls = tls_settings(cluster)
         self._fleet = fleet
 
     async def run(self) -> None:
@@ -49,7 +61,10 @@ class Reloader:
             await self._file.changed(within_s=None if self.refusal is None else _RETRY_S)
             try:
                 cluster = await asyncio.to_thread(self._file.read)
-                needs_restart = self._differing(router_settings(cluster, source=cluster.source))
+                self._check(cluster)
+                needs_restart = self._differing(router_settings(cluster, source=cluster.source), tls_settings(cluster))
+                if cluster.tables.get("auth") != self._auth:
+                    needs_restart.append("[auth]")
                 if cluster != self.cluster:
                     await self._fleet.change(cluster)
                     self._applied(cluster, needs_restart)
@@ -75,6 +90,7 @@ class Reloader:
         self.refusal = Refusal(digest=self._file.digest, why=why, at=datetime.now(UTC))
         return is_first
 
-    def _differing(self, settings: RouterSettings) -> list[str]:
+    def _differing(self, settings: RouterSettings, tls: TlsSettings | None) -> list[str]:
         keys = [field.name for field in fields(RouterSettings)]
-        return [f"[router] {key}" for key in keys if getattr(settings, key) != getattr(self._settings, key)]
+        differing = [f"[router] {key}" for key in keys if getattr(settings, key) != getattr(self._settings, key)]
+        return [*differing, *(["[tls]"] if tls != self._tls else [])]

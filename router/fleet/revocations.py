@@ -32,7 +32,7 @@ class Revocations:
             self._consumers.pop((org, worker), None)
 
     def tell(self, shard: ShardName, revocations: Iterable[Revocation]) -> None:
-        """Tells the consumers of this router about leases of this shard. What many streams are told is encoded once."""
+        """Tells the consumers of this router about leases of this shard. A message to many streams is encoded once."""
         for revocation in revocations:
             consumers = self._consumers.get((revocation.org, revocation.worker))
             if consumers:

@@ -9,7 +9,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Self
 
 from router.fleet.end_waits import EndWaits
+from router.fleet.handover import Handovers
 from router.fleet.periodic import attempt, every
+from router.fleet.siblings.frame import QueueKey
+from router.fleet.siblings.siblings import Siblings
 from router.fleet.wait_room import WaitRoom
 from shard.admin.queue_admin import QueueAdmin
 from shard.errors import Misconfigured, ShardError, ShardUnavailable
@@ -51,6 +54,7 @@ class ShardHandle:
         proved: Callable[[ShardHandle], Awaitable[None]],
         confirm: Callable[[ShardName, Made], Awaitable[bool]],
         revoked: Callable[[ShardName, Sequence[Revocation]], None],
+        siblings: Siblings,
     ) -> None:
         # The shard's entry in the current cluster file.
         self.entry = entry
@@ -87,6 +91,9 @@ class ShardHandle:
         self.store.on_revoked = tell_all
         self.room = WaitRoom(self.store, self._doorbell, sweep_s=sweep_s)
         self.room.gives = entry.state.gives_jobs
+        self.room.on_ready = lambda org, queue: siblings.tell_ready(QueueKey(entry.name, org, queue))
+        self.room.on_gone = lambda org, queue: siblings.tell_gone(QueueKey(entry.name, org, queue))
+        self.handovers = Handovers(self.store, self.room, siblings)
         self.ends: EndWaits = EndWaits(self.store, self._doorbell)
         self._keeping: asyncio.Task[None] | None = None
         # Switches to the entry's new DSN.
@@ -109,7 +116,7 @@ class ShardHandle:
         return self
 
     def require_writable(self) -> Self:
-        """For every change except an enqueue: acks, nacks, queue configurations and so on."""
+        """Call this before every change except an enqueue: acks, nacks, queue configurations and so on."""
         if not self.entry.state.takes_changes:
             raise self._forbidden("takes no changes")
         return self.require_up()
@@ -216,10 +223,12 @@ class ShardHandle:
                 await attempt(f"check the schema of shard {self.name!r}", database.check_schema)
 
     async def finish(self) -> None:
-        """Waits up to 3 s for the calls under way, including releases of jobs that reached no consumer."""
+        """Waits up to 3 s for the calls under way, including releases of jobs that reached no consumer, and until other
+        routers have been told of those."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FINISH_S_MAX):
                 await self.store.finish()
+                await self._doorbell.finish()
 
     def _where_allowed(self, act: Callable[[], Awaitable[object]]) -> Callable[[], Awaitable[None]]:
         """Returns `act`, skipped while the shard's state forbids changes."""

@@ -2,32 +2,25 @@
 woken in vain waits again, and one that was not woken is found by the sweep.
 
 Consumers are woken by an enqueue of this router, by the doorbell of another router, when a job that a probe found falls
-due, and by the sweep. An enqueue may also hand its jobs over: the insert leases them to waiting consumers, and no claim
-is needed. While no consumer waits, the shard is not queried.
+due, and by the sweep. An enqueue may also hand its jobs over to them, so that no claim is needed
+(router/fleet/handover.py). While no consumer waits, the shard is not queried.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import math
-from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
 
-from router.buffer import Account
-from router.codec import fast_write
-from router.codec.fast_write import Delivery
+from router.fleet.waiter import AwaitedQueue, Waiter
 from shard.errors import ShardError
-from shard.lease_token import draw_number, lease_of
-from shard.queue.claim import CLAIM_BYTES_MAX, JOB_BYTES
 from shard.queue.doorbell import Doorbell
-from shard.queue.pending_enqueue import Handed, Handover, Taker
+from shard.queue.pending_enqueue import Handover
 from shard.queue.store import Due, Store
-from shard.vocabulary import PRIORITY_DEFAULT, NewJobs, OrgId, QueueId, QueueName
+from shard.vocabulary import NewJobs, OrgId, QueueId, QueueName
 
 _log = logging.getLogger(__name__)
 
@@ -41,79 +34,7 @@ _PROBE_AGE_S_MIN = 1.0
 
 _UNAWAITED_MAX = 100_000
 
-# Draws lease numbers. They only need to differ, and need not be secret: a lease is looked up within its org.
-
 _Key = tuple[OrgId, QueueName]
-
-
-class Waiter(Protocol):
-    """A consumer, as the wait room sees it."""
-
-    @property
-    def org(self) -> OrgId: ...
-    @property
-    def queues(self) -> Sequence[QueueName]: ...
-    @property
-    def worker(self) -> str: ...
-    @property
-    def window_us(self) -> int: ...
-    @property
-    def account(self) -> Account:
-        """Its share of the buffer, which includes jobs on their way to it."""
-        ...
-
-    # How many more jobs it takes.
-    credit: int
-    # It has found no jobs and waits.
-    idle: bool
-    # It takes only one delivery, and that is on its way to it: nothing else wakes it.
-    promised: bool
-
-    @property
-    def takes_once(self) -> bool:
-        """Whether it takes only one delivery."""
-        ...
-
-    @property
-    def full(self) -> bool:
-        """Whether it takes no jobs before its client has read, whatever its credit."""
-        ...
-
-    @property
-    def looking(self) -> bool:
-        """Whether it was woken or is claiming, and has not reported yet what it found."""
-        ...
-
-    def wake(self) -> None:
-        """Tells it that there may be jobs."""
-        ...
-
-    def give(self, jobs: Delivery) -> None:
-        """Gives it jobs that are leased to it. Its credit has been reduced already."""
-        ...
-
-
-@dataclass(slots=True)
-class _Queue:
-    """A queue that at least one consumer waits for."""
-
-    # The most recently served consumer comes last.
-    waiters: OrderedDict[Waiter, None] = field(default_factory=OrderedDict[Waiter, None])
-    # There may be jobs that no waiting consumer had room for.
-    backlog: bool = False
-    probed_s: float = -math.inf
-    number: QueueId | None = None
-    # Fires when the next job is due.
-    due_timer: asyncio.TimerHandle | None = None
-
-
-class _Share(NamedTuple):
-    """The jobs of an enqueue that are offered to one waiter. `held`: the bytes that its account holds for them."""
-
-    waiter: Waiter
-    taker: Taker
-    positions: list[int]
-    held: int
 
 
 class WaitRoom:
@@ -125,11 +46,14 @@ class WaitRoom:
         self._store = store
         self._doorbell = doorbell
         self._soon_s = _SOON_SWEEPS * sweep_s
-        self._queues: dict[_Key, _Queue] = {}
+        self._queues: dict[_Key, AwaitedQueue] = {}
         self._by_number: dict[QueueId, _Key] = {}
         # Queues that no consumer here waited for when another router's doorbell named them.
         self._unawaited: set[QueueId] = set()
         self._to_probe: set[_Key] = set()
+        # Called when a consumer of a queue can be handed jobs, and when nobody waits for the queue any more.
+        self.on_ready: Callable[[OrgId, QueueName], None] = _ignore
+        self.on_gone: Callable[[OrgId, QueueName], None] = _ignore
         self._probing = asyncio.Event()
         store.on_visible = self._visible
 
@@ -138,7 +62,7 @@ class WaitRoom:
     def enter(self, waiter: Waiter) -> None:
         """Wakes this waiter from now on, and hands jobs over to it while it is idle and has credit."""
         for queue in waiter.queues:
-            self._queues.setdefault((waiter.org, queue), _Queue()).waiters[waiter] = None
+            self._queues.setdefault((waiter.org, queue), AwaitedQueue()).waiters[waiter] = None
 
     def leave(self, waiter: Waiter) -> None:
         """Removes a waiter. Wakes another one if the waiter may leave jobs behind."""
@@ -154,13 +78,35 @@ class WaitRoom:
                 if awaited.number is not None:
                     self._by_number.pop(awaited.number, None)
                 del self._queues[key]
+                self.on_gone(*key)
             elif awaited.backlog or waiter.looking:
                 # It may have been woken for a job that it does not take any more: wake another one.
                 self._wake(key, 1)
 
+    def queue(self, org: OrgId, queue: QueueName) -> AwaitedQueue | None:
+        """Returns who waits for this queue; None: nobody does."""
+        return self._queues.get((org, queue))
+
     def orgs(self) -> set[OrgId]:
         """Returns the orgs whose consumers wait here."""
         return {org for org, _ in self._queues}
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._queues
+
+    def rests(self, waiter: Waiter) -> None:
+        """The waiter is idle and has got credit. New jobs can be handed over to it where nothing older waits."""
+        for queue in waiter.queues:
+            awaited = self._queues.get((waiter.org, queue))
+            if awaited is not None and not awaited.backlog:
+                self.on_ready(waiter.org, queue)
+
+    def ready(self) -> Iterator[tuple[OrgId, QueueName]]:
+        """Returns the queues for which a consumer can be handed jobs."""
+        for key, awaited in self._queues.items():
+            if not awaited.backlog and any(waiter.idle and waiter.credit > 0 for waiter in awaited.waiters):
+                yield key
 
     def wake_all(self) -> None:
         """Wakes all consumers. Each then claims, and enters the rooms of its org's current shards."""
@@ -209,73 +155,6 @@ class WaitRoom:
         )
 
     # ── New jobs ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def offer(self, jobs: NewJobs) -> Handover | None:
-        """Chooses waiting consumers for new jobs, which must be due at once and have no fields that only a claim
-        handles. Returns None if no consumer can take any. Offered jobs count against the credit until the handover is
-        done."""
-        if not self._queues or not self.gives:
-            return None
-        positions: dict[QueueName, list[int]] = {}
-        if len(set(jobs.queues)) == 1:
-            positions[jobs.queues[0]] = list(range(len(jobs)))
-        else:
-            for at, queue in enumerate(jobs.queues):
-                positions.setdefault(queue, []).append(at)
-        takers: dict[int, Taker] = {}
-        shares: list[_Share] = []
-        for queue, remaining in positions.items():
-            awaited = self._queues.get((jobs.org, queue))
-            if awaited is None or awaited.backlog:
-                continue
-            ready = (waiter for waiter in awaited.waiters if waiter.idle and waiter.credit > 0 and not waiter.full)
-            willing = list(itertools.islice(ready, len(remaining)))
-            if jobs.priorities:
-                remaining.sort(key=lambda at: jobs.priorities.get(at, PRIORITY_DEFAULT))
-            for turn, waiter in enumerate(willing):
-                if not remaining:
-                    break
-                # Deal the jobs evenly, one share to each waiter. Who gets one is the last in the next turn.
-                count = min(waiter.credit, -(-len(remaining) // (len(willing) - turn)))
-                share, remaining = remaining[:count], remaining[count:]
-                if waiter.takes_once:
-                    # Its answer is a single message of limited size.
-                    fitting = _first_bytes(jobs, share)
-                    share, remaining = share[:fitting], share[fitting:] + remaining
-                held = sum([len(jobs.payloads[at]) for at in share]) + JOB_BYTES * len(share)
-                if not waiter.account.take(held):
-                    # Jobs that its client has not read fill its share of the buffer.
-                    remaining = share + remaining
-                    continue
-                if waiter.takes_once:
-                    waiter.idle = False
-                    waiter.promised = True
-                waiter.credit -= len(share)
-                awaited.waiters.move_to_end(waiter)
-                taker = Taker(draw_number(), waiter.worker, waiter.window_us)
-                takers.update(dict.fromkeys(share, taker))
-                shares.append(_Share(waiter, taker, share, held))
-        if not takers:
-            return None
-        return Handover(takers=takers, done=lambda handed: self._handed(jobs, shares, handed))
-
-    def _handed(self, jobs: NewJobs, shares: Sequence[_Share], handed: Handed) -> None:
-        """Gives each waiter the jobs that were leased to it, and returns the credit for the others."""
-        leased = set(handed.positions)
-        for waiter, taker, share, held in shares:
-            waiter.promised = False
-            got = [at for at in share if at in leased]
-            if len(got) < len(share):
-                waiter.credit += len(share) - len(got)
-                waiter.wake()
-                if not handed.sure:
-                    unsure = [lease_of(jobs.ids[at], taker.number) for at in share if at not in leased]
-                    self._store.release_soon(jobs.org, unsure)
-            if got:
-                delivery = fast_write.handed(self._store, jobs, got, taker, handed)
-                waiter.account.hold(delivery.bytes)
-                waiter.give(delivery)
-            waiter.account.give_back(held)
 
     def stored(self, jobs: NewJobs, duplicates: Collection[int], handover: Handover | None) -> None:
         """Wakes consumers for new jobs that have committed. The jobs at the positions `duplicates` are not new."""
@@ -370,7 +249,7 @@ class WaitRoom:
                 if numbers:
                     self._expect(await self._store.probe(numbers))
             except ShardError:
-                # The next sweep makes up for it.
+                # The next sweep finds what this probe would have found.
                 pass
             except Exception:  # noqa: BLE001 - an error of one shard must not end this router
                 _log.exception("could not look for due jobs on shard %r", self._store.name)
@@ -430,11 +309,5 @@ class WaitRoom:
             self._probing.set()
 
 
-def _first_bytes(jobs: NewJobs, positions: Sequence[int]) -> int:
-    """Returns how many of these jobs go into one answer. As in a claim, the job that reaches the limit is the last."""
-    room = CLAIM_BYTES_MAX
-    for count, at in enumerate(positions):
-        if room <= 0:
-            return count
-        room -= len(jobs.payloads[at])
-    return len(positions)
+def _ignore(_org: OrgId, _queue: QueueName) -> None:
+    """The default of WaitRoom.on_ready and on_gone."""

@@ -1,4 +1,5 @@
-"""Admission to one router process: counts calls, streams and their memory, and limits their time (I9).
+"""Admission to one router process: counts calls, streams and their memory, and limits how long requests may take to
+arrive and answers to be read (I9). The deadline of a call is set in router/gate/calls.py.
 
 A call counts from its first byte until its answer has been sent or its client is gone. It counts for its connection
 from the beginning, and for its org as soon as the org is known. No org and no connection can fill the process: one that
@@ -13,7 +14,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Generator
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -25,17 +26,26 @@ from router.gate.deadlines import Deadlines
 from router.gate.tracing import Tracing
 from shard.fair_quota import FairQuota
 
+if TYPE_CHECKING:
+    # They import this module.
+    from router.gate.audit import Audit
+    from router.gate.auth.authenticator import Authenticator
+    from router.gate.auth.principal import Principal
+
 Context = grpc.aio.ServicerContext[Any, Any]
 
 # Limits of one process: calls that are being served; and streams, together with calls that wait for jobs.
 CALLS_MAX = 4_000
 STREAMS_MAX = 10_000
+# Calls that anybody may make, such as those of the health service. They have a limit of their own, so that strangers
+# take no places of callers who prove who they are.
+PUBLIC_CALLS_MAX = 500
 # The largest request, and the largest message of a stream: 1,000 jobs of 16 KiB, or 15 of the largest.
 MESSAGE_BYTES_MAX = 16 * 1024 * 1024
 # gRPC hands over messages up to this size. Those above MESSAGE_BYTES_MAX are refused without being decoded. A message
 # with 1,000 of the largest results is below it. It must not exceed the smallest buffer (memory_mib = 512).
 RECEIVED_BYTES_MAX = 64 * 1024 * 1024
-# The beginning of a refused message that is kept.
+# How many bytes of a refused message are kept.
 _HEAD_BYTES = 16
 # How long a unary request may take to arrive, from its first byte to its last.
 RECEIVE_S_MAX = 60.0
@@ -54,12 +64,14 @@ _CALL: ContextVar[Call] = ContextVar("call")
 class Call(Account):
     """One call or stream, with its account in the buffer."""
 
-    __slots__ = ("counted", "round")
+    __slots__ = ("counted", "principal", "round")
 
     def __init__(self, buffer: Buffer, *, peer: str) -> None:
         super().__init__(buffer, org="", peer=peer)
         # When it began (router/gate/arrivals.py).
         self.round = 0
+        # Who makes it; None if the cluster does not ask, or if anybody may make it.
+        self.principal: Principal | None = None
         # Whether it is counted among its org's calls.
         self.counted = False
 
@@ -78,18 +90,29 @@ class Gate:
     """Lets calls in and counts them.
 
     `buffer` is the memory that calls share. `hang_up` closes the connection of a peer soon after it is called.
+    `authenticator`: None if everybody may make every call. `audit`: None if the cluster keeps no audit log.
     """
 
-    def __init__(self, tracing: Tracing, buffer: Buffer, hang_up: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        tracing: Tracing,
+        buffer: Buffer,
+        hang_up: Callable[[str], None] = lambda _: None,
+        authenticator: Authenticator | None = None,
+        audit: Audit | None = None,
+    ) -> None:
         self.tracing = tracing
         self.buffer = buffer
+        self.authenticator = authenticator
+        self.audit = audit
         self.draining = False
-        # While it drains: from when on it refuses all calls, by the event loop's clock.
+        # The time, by the event loop's clock, from which a draining gate refuses all calls.
         self._refuse_from_s = 0.0
         self.arrivals = Arrivals()
         self._count = 0
         self._calls = FairQuota(CALLS_MAX)
         self._streams = FairQuota(STREAMS_MAX)
+        self._public = FairQuota(PUBLIC_CALLS_MAX)
         self._hang_up = hang_up
         self._receiving = Deadlines[asyncio.Task[Any]](RECEIVE_S_MAX, self._receive_timed_out)
         self._timed_out: set[asyncio.Task[Any]] = set()
@@ -141,7 +164,7 @@ class Gate:
             raw: bytes | object = await context.read()
         except asyncio.CancelledError:
             if task not in self._timed_out:
-                self._was_reset(call)
+                self.was_reset(call)
                 raise
             task.uncancel()
             raise RequestLate(RECEIVE_S_MAX) from None
@@ -149,14 +172,15 @@ class Gate:
             self._receiving.end(task)
             self._timed_out.discard(task)
         if not isinstance(raw, bytes):
-            self._was_reset(call)
+            self.was_reset(call)
             raise asyncio.CancelledError
         self.arrivals.received(call.peer, call.round, CALL_BYTES + MESSAGE_BYTES + len(raw))
         if len(raw) > MESSAGE_BYTES_MAX:
             raise too_large(raw)
         return raw
 
-    def _was_reset(self, call: Call) -> None:
+    def was_reset(self, call: Call) -> None:
+        """The client has left before its request was received."""
         now_s = asyncio.get_running_loop().time()
         if now_s >= self._resets_until_s:
             self._resets.clear()
@@ -174,7 +198,7 @@ class Gate:
         task.cancel()
 
     def admit(self, call: Call, org: str) -> None:
-        """Counts the call for this org from now on. Raises RouterFull."""
+        """Counts the call for this org from now on. Raises RouterFull if the org has too many calls."""
         call.org = org
         if not self._calls.take(org):
             raise RouterFull("calls", CALLS_MAX)
@@ -206,7 +230,7 @@ class Gate:
     @contextlib.contextmanager
     def waiting(self, call: Call) -> Generator[None, None, None]:
         """Counts a call that waits for jobs as a stream instead of as a call within this scope. Raises RouterFull."""
-        with self.stream(call.org):
+        with self.stream(call.org), self.lasting(call):
             self._calls.give_back(call.org)
             call.counted = False
             try:
@@ -214,6 +238,23 @@ class Gate:
             finally:
                 self._calls.hold(call.org)
                 call.counted = True
+
+    def lasting(self, call: Call) -> contextlib.AbstractContextManager[None]:
+        """Ends the current task's work within this scope when the proof of its caller ends. Then raises what
+        Authenticator.lasting raises."""
+        if self.authenticator is None or call.principal is None:
+            return contextlib.nullcontext()
+        return self.authenticator.lasting(call.principal)
+
+    @contextlib.contextmanager
+    def public(self, call: Call) -> Generator[None, None, None]:
+        """Counts a call that anybody may make for its connection within this scope. Raises RouterFull."""
+        if not self._public.take(call.peer):
+            raise RouterFull("calls that anybody may make", PUBLIC_CALLS_MAX)
+        try:
+            yield
+        finally:
+            self._public.give_back(call.peer)
 
     def writing(self, call: Call) -> None:
         """A stream is about to pass a message to gRPC. The client must read it within 30 s."""

@@ -1,10 +1,10 @@
 """Counts the bytes that each connection has sent and this process is done with. What a connection's socket has received
 beyond them (router/gate/connections.py) is what the connection may hold in messages that are not complete. Pure.
 
-Of each message only those bytes are counted that it must have had on the wire. Counting more, such as a call's
-metadata, would let a client hide what it holds: HPACK sends metadata that it repeats in a few bytes. So the count falls
-behind, by about 100 bytes a call, and `catch_up` corrects it: once all calls have ended that were there when a
-connection had received so many bytes, none of these bytes are held any more.
+For each message, this module counts only the bytes that the message must have had on the wire. Counting more, such as a
+call's metadata, would let a client hide what it holds: HPACK sends metadata that it repeats in a few bytes. So the
+count falls behind, by about 100 bytes a call, and `catch_up` corrects it: once all calls have ended that were there
+when a connection had received so many bytes, none of these bytes are held any more.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Mapping
 
-# What must come with a call: the headers of two frames, HEADERS and DATA.
+# The least bytes of a call beside its message: the headers of two frames, HEADERS and DATA.
 CALL_BYTES = 18
-# What must come with a message: gRPC's prefix. A client may put many messages into one frame.
+# The least bytes of a message beside its content: gRPC's prefix. A client may put many messages into one frame.
 MESSAGE_BYTES = 5
 
 
@@ -76,7 +76,7 @@ class Arrivals:
 
 
 class _Goal:
-    """How far the count gets when the calls of earlier rounds have ended."""
+    """The value to which the count rises when the calls of earlier rounds have ended."""
 
     __slots__ = ("done", "older", "round")
 

@@ -1,5 +1,6 @@
-"""What happens to every call, whatever its method: it passes the gate, its request is decoded and checked, it runs in a
-trace span and under a deadline, and its errors become statuses."""
+"""The path of every call through the gate: its caller is known and may make it, it is admitted, its request is decoded
+and checked, it runs in a trace span and under a deadline (DEADLINE_S_MAX if its caller sets none), and its errors
+become statuses."""
 
 from __future__ import annotations
 
@@ -15,17 +16,20 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.rpc.status_pb2 import Status
+from grpc_health.v1 import health
 from grpc_status import rpc_status
 
 from router.codec.fields import bounded
 from router.codec.status import INTERNAL, MessageTooLarge, OrgMismatch, Undecodable, status_of
 from router.codec.validate import check
-from router.gate.admission import MESSAGE_BYTES_MAX, Call, Context, Gate, too_large
+from router.gate.admission import MESSAGE_BYTES_MAX, Call, Context, Gate, current_call, too_large
+from router.gate.auth.access import Access, access_of, require_org
+from router.gate.auth.principal import Unauthenticated
 from shard.job_record import ANSWER_BYTES_MAX
 from windrow.org_header import ORG_HEADER, org_of_header
 
 _log = logging.getLogger(__name__)
-# Without grpc's types: its stubs type the handlers of libraries for the server without asyncio.
+# Not grpc's types, because its stubs have only the types for the server without asyncio.
 _Handler = Any
 _unary_handler = cast("Callable[..., _Handler]", grpc.stream_unary_rpc_method_handler)
 _stream_handler = cast("Callable[..., _Handler]", grpc.stream_stream_rpc_method_handler)
@@ -38,8 +42,8 @@ DEADLINE_S_MAX = 75.0
 # ANSWER_BYTES_MAX, and that job may be as large again.
 ANSWER_HELD_BYTES = 2 * ANSWER_BYTES_MAX
 _UNRECORDED = contextlib.nullcontext()
-# Undecodable requests are logged in at most one line per so many seconds.
-_UNDECODABLE_LOG_S = 60.0
+# Refusals of one kind are logged in at most one line per so many seconds.
+_REFUSALS_LOG_S = 60.0
 
 
 class Service(Protocol):
@@ -108,17 +112,19 @@ class Methods(grpc.GenericRpcHandler):
         """Adds a service of this router. A method that takes a stream gets its messages and the context; every other
         method gets its request, and is declared by `unary` or `streamed_answer`."""
         for method in descriptor.methods:
+            access = access_of(method)
             decode = bounded(message_factory.GetMessageClass(method.input_type).FromString, method.input_type)
             act = getattr(service, method.name)
-            name = f"{descriptor.full_name}/{method.name}"
+            if self._gate.audit is not None:
+                act = self._gate.audit.around(act, access)
             if method.client_streaming:
-                handler = _stream_handler(_stream(self._gate, act, decode, takes_stream=True), None, _serialize)
+                handler = _stream_handler(_stream(self._gate, act, decode, access, takes_stream=True), None, _serialize)
             elif method.server_streaming:
-                guarded = _streamed_answer(self._gate, act, decode, name)
+                guarded = _streamed_answer(self._gate, act, decode, access)
                 handler = _stream_handler(guarded, None, _serialize)
             else:
-                handler = _unary_handler(_unary(self._gate, act, decode, name))
-            self._handlers[f"/{name}"] = handler
+                handler = _unary_handler(_unary(self._gate, act, decode, access))
+            self._handlers[f"/{access.method}"] = handler
 
     def also_as(self, service: str, name: str) -> None:
         """Serves the methods of `service` under this other service name too, with the same messages."""
@@ -134,12 +140,16 @@ class Methods(grpc.GenericRpcHandler):
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, _Handler]) -> None:
         for name, handler in handlers.items():
+            # Load balancers and probes, which have no token, ask the health service.
+            access = None if service == health.SERVICE_NAME else Access(f"{service}/{name}", None)
             if handler.request_streaming or handler.response_streaming:
                 act = _message_only(handler.stream_stream or handler.unary_stream)
-                guarded = _stream(self._gate, act, handler.request_deserializer, takes_stream=handler.request_streaming)
+                guarded = _stream(
+                    self._gate, act, handler.request_deserializer, access, takes_stream=handler.request_streaming
+                )
                 behind = _stream_handler(guarded, None, handler.response_serializer)
             else:
-                behind = _unary_handler(_library_unary(self._gate, handler))
+                behind = _unary_handler(_library_unary(self._gate, handler, access))
             self._handlers[f"/{service}/{name}"] = behind
 
 
@@ -151,14 +161,14 @@ def _unary(
     gate: Gate,
     method: Callable[[Any], Awaitable[Message | bytes]],
     decode: Callable[[bytes], Message],
-    name: str,
+    access: Access,
 ) -> Callable[[object, Context], Awaitable[bytes]]:
     options: _Options = cast("Any", method).options
 
     async def act(call: Call, context: Context, raw: bytes) -> bytes:
         request = await _admitted(gate, call, context, decode, raw, options.answer_bytes)
         del raw
-        with gate.tracing.begin(name, context) or _UNRECORDED:
+        with gate.tracing.begin(access.method, context) or _UNRECORDED:
             options.rules(request)
             callers_own = _seconds_left(context, options.deadline_s) < options.deadline_s
             work = method(request)
@@ -175,6 +185,8 @@ def _unary(
     async def serve(_requests: object, context: Context) -> bytes:
         try:
             call = gate.begin(context)
+            if gate.authenticator is not None:
+                await _identify(gate, call, context, access)
             answer = await act(call, context, await gate.receive(context, call))
             gate.answered(call, len(answer))
             return answer
@@ -190,7 +202,7 @@ def _streamed_answer(
     gate: Gate,
     method: Callable[[Any], AsyncGenerator[Message, None]],
     decode: Callable[[bytes], Message],
-    name: str,
+    access: Access,
 ) -> _StreamHandler:
     options: _Options = cast("Any", method).options
 
@@ -198,12 +210,12 @@ def _streamed_answer(
         raw = await gate.receive(context, call)
         request = await _admitted(gate, call, context, decode, raw, options.answer_bytes)
         del raw
-        with gate.tracing.begin(name, context) or _UNRECORDED:
+        with gate.tracing.begin(access.method, context) or _UNRECORDED:
             options.rules(request)
             async with asyncio.timeout(_seconds_left(context, options.deadline_s)):
                 await _write_answers(gate, call, context, method(request))
 
-    return _streaming(gate, act)
+    return _streaming(gate, act, access)
 
 
 async def _write_answers(gate: Gate, call: Call, context: Context, answers: AsyncGenerator[Any, Any]) -> None:
@@ -214,19 +226,25 @@ async def _write_answers(gate: Gate, call: Call, context: Context, answers: Asyn
             gate.written(call)
 
 
-def _library_unary(gate: Gate, handler: _Handler) -> Callable[..., Awaitable[bytes]]:
+def _library_unary(gate: Gate, handler: _Handler, access: Access | None) -> Callable[..., Awaitable[bytes]]:
+    async def act(call: Call, context: Context) -> bytes:
+        raw = await gate.receive(context, call)
+        await gate.enter(call, "", len(raw))
+        request = _decoded(handler.request_deserializer, raw)
+        answer: bytes = handler.response_serializer(await handler.unary_unary(request, context))
+        gate.answered(call, len(answer))
+        return answer
+
     async def serve(_requests: object, context: Context) -> bytes:
         try:
             call = gate.begin(context)
-            raw = await gate.receive(context, call)
-            await gate.enter(call, "", len(raw))
-            request = _decoded(handler.request_deserializer, raw)
+            if access is None:
+                with gate.public(call):
+                    return await act(call, context)
+            await _identify(gate, call, context, access)
+            return await act(call, context)
         except Exception as error:  # noqa: BLE001 - every error becomes a status; status_for logs the unexpected ones
             refused = refusal(context, error)
-        else:
-            answer: bytes = handler.response_serializer(await handler.unary_unary(request, context))
-            gate.answered(call, len(answer))
-            return answer
         del context
         return await refused
 
@@ -234,7 +252,12 @@ def _library_unary(gate: Gate, handler: _Handler) -> Callable[..., Awaitable[byt
 
 
 def _stream(
-    gate: Gate, method: Callable[[Any, Context], Any], decode: Callable[[bytes], Any], *, takes_stream: bool
+    gate: Gate,
+    method: Callable[[Any, Context], Any],
+    decode: Callable[[bytes], Any],
+    access: Access | None,
+    *,
+    takes_stream: bool,
 ) -> _StreamHandler:
     """Serves a method that takes a stream, or a library's method that answers with one. `method` gets the stream's
     messages, or its single request, and the context. It writes its answers to the context, or is an asynchronous
@@ -253,15 +276,24 @@ def _stream(
         else:
             await answers
 
-    return _streaming(gate, act)
+    return _streaming(gate, act, access)
 
 
-def _streaming(gate: Gate, act: Callable[[Call, Context], Awaitable[None]]) -> _StreamHandler:
+def _streaming(gate: Gate, act: Callable[[Call, Context], Awaitable[None]], access: Access | None) -> _StreamHandler:
     """Lets a streaming call in, and ends it with the status of its error, if any."""
 
     async def serve(_requests: object, context: Context) -> None:
         try:
-            await act(gate.begin(context), context)
+            call = gate.begin(context)
+            if access is None:
+                with gate.public(call):
+                    await act(call, context)
+            elif gate.authenticator is None:
+                await act(call, context)
+            else:
+                await _identify(gate, call, context, access)
+                with gate.lasting(call):
+                    await act(call, context)
             return
         except grpc.aio.InternalError as error:
             # gRPC could not write: the client is gone, and needs no status.
@@ -301,16 +333,30 @@ def _message_only(act: Callable[..., Any]) -> Callable[[Any, Context], Any]:
 
     async def messages(received: AsyncGenerator[Received, None]) -> AsyncGenerator[Any, None]:
         async with contextlib.aclosing(received):
-            async for message, _, refused in received:
+            async for message, count, refused in received:
                 if refused is not None:
                     raise refused
                 yield message
+                current_call().give_back(count)
 
     def adapted(received: Any, context: Context) -> Any:
         is_stream = inspect.isasyncgen(received)
         return act(messages(cast("AsyncGenerator[Received, None]", received)) if is_stream else received, context)
 
     return adapted
+
+
+async def _identify(gate: Gate, call: Call, context: Context, access: Access) -> None:
+    """Notes who makes the call, in a cluster that asks. Raises Unauthenticated and ScopeMissing; ShardError and
+    TooManyWaiting if that cannot be found out now."""
+    if gate.authenticator is None:
+        return
+    try:
+        call.principal = await gate.authenticator.principal(context)
+    except asyncio.CancelledError:
+        gate.was_reset(call)
+        raise
+    access.check(call.principal)
 
 
 async def _admitted(
@@ -322,12 +368,12 @@ async def _admitted(
     answer_bytes: int,
 ) -> Any:
     """Returns the request, once there is room for it and for its answer. Raises RouterFull, Undecodable,
-    InvalidRequest."""
+    InvalidRequest, OrgForbidden."""
     request = _decoded(decode, raw)
     org = getattr(request, "org", None)
     if org is not None:
         # Before the call counts for that org.
-        check_org_header(context, org)
+        check_org(call, context, org)
     # Calls without an org come from operators and share a quota.
     gate.admit(call, org or "")
     count = len(raw) + answer_bytes
@@ -339,8 +385,11 @@ async def _admitted(
     return request
 
 
-def check_org_header(context: Context, org: str, *, field: str = "org") -> None:
-    """Raises OrgMismatch if the call's metadata names another org than its request, in which `field` is the org."""
+def check_org(call: Call, context: Context, org: str, *, field: str = "org") -> None:
+    """Checks the org of a request, in which `field` is the org. Raises OrgForbidden if the call's caller is of another
+    one, and OrgMismatch if its metadata names another one."""
+    if call.principal is not None:
+        require_org(call.principal, org)
     for key, value in context.invocation_metadata() or ():
         # Always decoded: a proxy that decodes must not see another org than this check.
         if key == ORG_HEADER and org_of_header(value) != org:
@@ -368,10 +417,11 @@ def refusal(context: Context, error: Exception) -> Awaitable[NoReturn]:
     return context.abort_with_status(rpc_status.to_status(status_for(error)))  # pyright: ignore[reportUnknownMemberType]
 
 
-class _Undecodables:
-    """Counts requests that cannot be decoded, and logs the count at most once a minute."""
+class _Refusals:
+    """Counts calls that were refused for one reason, and logs the count at most once a minute."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str) -> None:
+        self._what = what
         self._count = 0
         self._next_s = 0.0
 
@@ -379,11 +429,12 @@ class _Undecodables:
         now_s = asyncio.get_running_loop().time()
         self._count += 1
         if now_s >= self._next_s:
-            _log.warning("refused %d request(s) that cannot be decoded", self._count)
-            self._count, self._next_s = 0, now_s + _UNDECODABLE_LOG_S
+            _log.warning("refused %d %s", self._count, self._what)
+            self._count, self._next_s = 0, now_s + _REFUSALS_LOG_S
 
 
-_undecodables = _Undecodables()
+_undecodable = _Refusals("request(s) that cannot be decoded")
+_unauthenticated = _Refusals("call(s) whose callers did not prove who they are")
 
 
 def status_for(error: Exception) -> Status:
@@ -392,7 +443,9 @@ def status_for(error: Exception) -> Status:
     if status.code == INTERNAL:
         _log.error("a call failed unexpectedly", exc_info=error)
     elif isinstance(error, Undecodable):
-        _undecodables.count()
+        _undecodable.count()
+    elif isinstance(error, Unauthenticated):
+        _unauthenticated.count()
     _drop_references(error)
     return status
 

@@ -1,4 +1,5 @@
-"""One timer for many equal time limits. A timer for each call would cost more than all other work of the gate."""
+"""One timer for many equal time limits, such as those of router/gate/admission.py. A timer for each call would cost
+more than all other work of the gate."""
 
 from __future__ import annotations
 

@@ -22,23 +22,23 @@ from router.gate.admission import Gate
 _log = logging.getLogger(__name__)
 
 _MIB = 1024 * 1024
-# The pause between looks at the memory; and while the process is above half of its limit, so that little comes between
-# two of them: on loopback 25 MiB.
+# The pause between two looks at the memory. And the pause while the process is above half of its limit, so that little
+# can arrive between two looks: on loopback 25 MiB.
 _LOOK_S = 0.25
 _QUICK_LOOK_S = 0.025
 # How long it takes until closed connections have given back their memory.
 _CLOSE_S = 0.25
-# The time for which no connection is looked for after none was found that could be closed. The memory is then in use,
-# or freed but kept by the allocator.
+# How long no connection is looked for after a look found none to close. The memory is then in use, or freed but kept by
+# the allocator.
 _REST_S = 2.0
-# In both these times connections are closed only if the memory has grown by more than this.
+# During these two times, connections are closed only if the memory has grown by more than this.
 _GROWTH_BYTES = 8 * _MIB
 # A connection that holds less is not closed: that may be a message on its way, or frames that are not counted.
 _BLAMED_BYTES = _MIB
 # After so many messages the connections are listed, so that the count of the bytes that are done with catches up: until
 # then it falls behind by about 100 bytes for each.
 _LIST_EVERY = 10_000
-# By so long after a connection was listed, gRPC has handed over every call that it had then.
+# This long after a connection was listed, gRPC has handed over every call that it had then.
 _HANDED_OVER_S = 1.0
 # Freed memory is given back to the system if the process is larger by this than at its start, at most this often.
 _TRIM_BYTES = 64 * _MIB
@@ -61,11 +61,11 @@ class MemoryWatch:
         self._wake = asyncio.Event()
         self._trim_again_s = 0.0
         self._first_bytes = self._resident()
-        # The size of the process when it last looked for connections to close, which it may keep for a while.
+        # The size of the process at the last look for connections to close. The process may keep this size for a while.
         self._accepted_bytes = 0
         self._accepted_until_s = 0.0
         self._log_again_s = 0.0
-        # The connections are listed at so many messages, or so many connections that have been counted.
+        # The connections are listed after so many messages, or when so many connections are counted.
         self._list_at = _LIST_EVERY
         self._forget_at = 1000
         # What each connection had received when they were last listed; None once the arrivals know it.

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
+import socket
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -19,6 +21,10 @@ from router.fleet.fleet import Fleet
 from router.fleet.reload import Reloader
 from router.gate import connections
 from router.gate.admission import CALLS_MAX, RECEIVED_BYTES_MAX, STREAMS_MAX, Gate
+from router.gate.audit import Audit
+from router.gate.auth.api_keys import ApiKeys
+from router.gate.auth.authenticator import Authenticator
+from router.gate.auth.settings import AuthSettings, auth_settings
 from router.gate.calls import Methods
 from router.gate.memory_watch import MemoryWatch
 from router.gate.tracing import Tracing
@@ -27,9 +33,14 @@ from router.services.cluster import ClusterService
 from router.services.health import HealthService
 from router.services.queue import QueueService
 from router.settings import RouterSettings
+from router.tls_settings import TlsSettings, tls_settings
+from shard.admin import audit as audit_log
 from shard.placement.cluster_file import Cluster
 from shard.placement.file_watcher import WatchedFile
 from windrow.v1 import admin_pb2, cluster_pb2, queue_pb2
+
+if TYPE_CHECKING:
+    from router.process.certificates import Certificates
 
 _log = logging.getLogger(__name__)
 # gRPC logs an error with a traceback whenever a client leaves before its answer was sent: drop those.
@@ -39,43 +50,71 @@ logging.getLogger("grpc._cython.cygrpc").addFilter(
 
 # How long it may take to tell the watchers of the health service about a drain.
 _HEALTH_DRAIN_S_MAX = 1.0
+# The size of all metadata of a call, as gRPC counts it.
+_METADATA_BYTES_MAX = 16 * 1024
 SERVICES = (QueueService.service_name, AdminService.service_name, ClusterService.service_name)
 
 
 async def serve(
-    file: WatchedFile, cluster: Cluster, settings: RouterSettings, *, listen: str, ready: Callable[[int], None]
+    file: WatchedFile,
+    cluster: Cluster,
+    settings: RouterSettings,
+    *,
+    supervisor: socket.socket,
+    listen: str,
+    ready: Callable[[int], None],
 ) -> None:
     """Serves on `listen` until SIGTERM or SIGINT, then lets calls in flight end.
 
     Calls `ready` with the port once the process takes calls. `cluster` and `settings` are the first contents of `file`;
-    later changes are applied when they are noticed, or at once on SIGHUP. Raises CannotListen,
-    shard.errors.Misconfigured.
+    later changes, and those of the TLS files, are applied when they are noticed, or at once on SIGHUP. `supervisor`
+    passes the connections to the sibling processes; when it ends, this process stops as on SIGTERM. Raises
+    CannotListen, ClusterFileError, shard.errors.Misconfigured.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    loop.add_signal_handler(signal.SIGHUP, file.hurry)
+    certificates = _certificates(tls_settings(cluster))
+    loop.add_signal_handler(signal.SIGHUP, _hurry, file, certificates)
     tracing = Tracing()
     tracing.start()
     try:
-        fleet = Fleet(cluster, connections_per_shard=settings.connections_per_shard, sweep_s=settings.sweep_seconds)
+        buffer = Buffer(settings.buffer_bytes)
+        fleet = Fleet(
+            cluster,
+            connections_per_shard=settings.connections_per_shard,
+            sweep_s=settings.sweep_seconds,
+            buffer=buffer,
+        )
+        loop.add_reader(supervisor, _hear, supervisor, fleet, stop)
         async with _open(fleet, stop):
             if stop.is_set():
                 return
-            reloader = Reloader(file, cluster, settings, fleet)
+            reloader = Reloader(file, cluster, settings, fleet, auth_settings)
             watch = MemoryWatch(settings.watched_bytes)
-            gate = Gate(tracing, Buffer(settings.buffer_bytes), watch.hang_up)
+            authenticator = _authenticator(auth_settings(cluster), fleet)
+            audit = Audit(fleet.catalog_database) if audit_log.is_on(cluster) else None
+            gate = Gate(tracing, buffer, watch.hang_up, authenticator, audit)
             queue, checks, server = _server(fleet, reloader, gate, settings)
             try:
-                port = server.add_insecure_port(listen)
+                port = (
+                    server.add_insecure_port(listen)
+                    if certificates is None
+                    else server.add_secure_port(listen, certificates.credentials())
+                )
             except RuntimeError as error:
                 raise CannotListen(f"cannot listen on {listen}: {error}") from error
             await server.start()
             for service in (health.OVERALL_HEALTH, *SERVICES):
                 await checks.set(service, health_pb2.HealthCheckResponse.SERVING)
             ready(port)
-            async with _running(watch.run(gate, port)):
+            async with (
+                _running(watch.run(gate, port)),
+                _running(_judging(authenticator)),
+                _running(_auditing(audit)),
+                _running(_follow(certificates)),
+            ):
                 async with _running(reloader.run()):
                     await stop.wait()
                 _log.info("draining: calls in flight have %g s", settings.drain_seconds)
@@ -95,9 +134,44 @@ async def serve(
             # sees UNAVAILABLE and tries another router.
             connections.hang_up(port, connections.peers(port))
             await server.stop(None)
+            if audit is not None:
+                await audit.finish()
+            await fleet.siblings.finish()
             await fleet.finish()
     finally:
         tracing.close()
+
+
+def _certificates(settings: TlsSettings | None) -> Certificates | None:
+    if settings is None:
+        return None
+    # Imported only if it is used: cryptography takes a tenth of a router's start.
+    from router.process.certificates import Certificates
+
+    return Certificates(settings)
+
+
+def _hurry(file: WatchedFile, certificates: Certificates | None) -> None:
+    file.hurry()
+    if certificates is not None:
+        certificates.hurry()
+
+
+async def _follow(certificates: Certificates | None) -> None:
+    if certificates is not None:
+        await certificates.run()
+
+
+def _hear(supervisor: socket.socket, fleet: Fleet, stop: asyncio.Event) -> None:
+    """The supervisor has passed the connection to a sibling process, or has ended."""
+    said, received, _, _ = socket.recv_fds(supervisor, 1, 1)
+    for descriptor in received:
+        # Unlike those that Python opens, it would stay open in programs that this process starts.
+        os.set_inheritable(descriptor, False)
+        fleet.siblings.connect(socket.socket(fileno=descriptor))
+    if not said:
+        asyncio.get_running_loop().remove_reader(supervisor)
+        stop.set()
 
 
 @contextlib.asynccontextmanager
@@ -120,6 +194,30 @@ async def _open(fleet: Fleet, stop: asyncio.Event) -> AsyncGenerator[Fleet, None
             keeper.result()
 
 
+def _authenticator(settings: AuthSettings | None, fleet: Fleet) -> Authenticator | None:
+    if settings is None:
+        return None
+    # Imported only if they are used, as in _certificates().
+    from router.gate.auth.certificates import ClientCertificates
+    from router.gate.auth.jwt_tokens import jwt_tokens
+
+    return Authenticator(
+        api_keys=ApiKeys(fleet, trusted_s=settings.api_keys_trusted_seconds) if settings.api_keys else None,
+        jwt=None if settings.jwt is None else jwt_tokens(settings.jwt),
+        certificates=ClientCertificates(settings.certificates) if settings.certificates else None,
+    )
+
+
+async def _judging(authenticator: Authenticator | None) -> None:
+    if authenticator is not None:
+        await authenticator.run()
+
+
+async def _auditing(audit: Audit | None) -> None:
+    if audit is not None:
+        await audit.run()
+
+
 @contextlib.asynccontextmanager
 async def _running(work: Coroutine[Any, Any, None]) -> AsyncGenerator[None, None]:
     """Runs `work` as a task until the end of the scope."""
@@ -135,7 +233,7 @@ def _server(
     fleet: Fleet, reloader: Reloader, gate: Gate, settings: RouterSettings
 ) -> tuple[QueueService, HealthService, grpc.aio.Server]:
     methods = Methods(gate)
-    queue, checks = QueueService(fleet, gate, stream_s_max=settings.stream_s_max), HealthService()
+    queue, checks = QueueService(fleet, gate, stream_s_max=settings.stream_s_max), HealthService(gate)
     methods.add(queue, queue_pb2.DESCRIPTOR.services_by_name["Queue"])
     methods.add(AdminService(fleet), admin_pb2.DESCRIPTOR.services_by_name["Admin"])
     methods.add(ClusterService(fleet, reloader), cluster_pb2.DESCRIPTOR.services_by_name["Cluster"])
@@ -149,12 +247,15 @@ def _server(
     server = grpc.aio.server(
         handlers=(methods,),
         options=[
-            # Several processes serve one port; the kernel deals the connections out.
+            # Several processes serve one port; the kernel distributes the connections.
             ("grpc.so_reuseport", 1),
             # Larger messages than the contract allows are received, so that the gate can refuse them by name. gRPC
             # would end the call with RESOURCE_EXHAUSTED, and a consumer would take that for a full router.
             ("grpc.max_receive_message_length", RECEIVED_BYTES_MAX),
             ("grpc.max_send_message_length", -1),
+            # A token has up to 8 KiB. By default gRPC refuses calls at random whose metadata has between 8 and 16 KiB.
+            ("grpc.max_metadata_size", _METADATA_BYTES_MAX),
+            ("grpc.absolute_max_metadata_size", _METADATA_BYTES_MAX),
             # No compression: a message of 16 KiB could become one of 16 MiB. The memory watch, which compares the sizes
             # of messages with the bytes received by sockets, would count such a connection as having delivered far more
             # than it sent.
@@ -180,7 +281,7 @@ def _server(
             ("grpc.keepalive_timeout_ms", 10_000),
             # Without this option a ping times out after 60 s, whatever keepalive_timeout_ms is.
             ("grpc.http2.ping_timeout_ms", 10_000),
-            # Clients send a ping every 10 s (windrow/calls.py).
+            # Clients send a ping every 10 s (windrow/channels.py).
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             ("grpc.keepalive_permit_without_calls", 1),
         ],

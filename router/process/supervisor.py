@@ -1,4 +1,5 @@
-"""Runs several router processes on one port: starts them, restarts those that die, and ends them in order."""
+"""Runs several router processes on one port: starts them, connects them to each other, restarts those that die, and
+ends them in order."""
 
 from __future__ import annotations
 
@@ -19,22 +20,28 @@ from router.settings import host_and_port
 
 _log = logging.getLogger(__name__)
 
-# A process that ran this long is restarted at once; otherwise after a pause.
+# A process that ran for at least this long is restarted at once, another one after a pause.
 _RAN_S_MIN = 5.0
 _PAUSE_S = 1.0
+# How often the log says what strangers can do.
+_EXPOSED_S = 60.0
 
 
 class Supervisor:
-    """The router processes of one machine. `pids` are those of the running ones; fault tests kill them."""
+    """The router processes of one machine. `pids` are those of the running ones; fault tests kill them. `exposed` is
+    what strangers can do (router/process/exposure.py): the log repeats it."""
 
-    def __init__(self, config: Path, *, listen: str, processes: int, drain_seconds: float) -> None:
+    def __init__(
+        self, config: Path, *, listen: str, processes: int, drain_seconds: float, exposed: str | None = None
+    ) -> None:
         self._config = config
         self._listen = listen
         self._processes = processes
         self._drain_s = drain_seconds
+        self._exposed = exposed
         self._running: set[Process] = set()
-        # The processes that take calls.
-        self._serving: set[Process] = set()
+        # The processes that take calls, each with the connection over which it is passed those to its siblings.
+        self._serving: dict[Process, socket.socket] = {}
         self._stopping = asyncio.Event()
 
     @property
@@ -53,6 +60,7 @@ class Supervisor:
             keepers = [asyncio.create_task(self._keep(address, event)) for event in up]
             all_up = asyncio.create_task(_all(up))
             stopped = asyncio.create_task(stop.wait())
+            warning = asyncio.create_task(self._warn())
             try:
                 waiting: set[asyncio.Task[None] | asyncio.Task[bool]] = {all_up, stopped, *keepers}
                 done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -63,42 +71,56 @@ class Supervisor:
                     await task
             finally:
                 self._stopping.set()
-                for task in (all_up, stopped):
+                for task in (all_up, stopped, warning):
                     task.cancel()
                 await self._end_all()
                 for keeper in keepers:
                     keeper.cancel()
-                await asyncio.wait({all_up, stopped, *keepers})
+                await asyncio.wait({all_up, stopped, warning, *keepers})
+
+    async def _warn(self) -> None:
+        while self._exposed is not None:
+            _log.warning("insecure = true: %s", self._exposed)
+            await asyncio.sleep(_EXPOSED_S)
 
     async def _keep(self, address: str, up: asyncio.Event) -> None:
         """Keeps one process running; sets `up` when it has served for the first time."""
         while not self._stopping.is_set():
             began_s = time.monotonic()
+            # It is the process's standard input: when the supervisor has ended, the process notices that and ends.
+            ours, its = socket.socketpair()
+            ours.setblocking(False)
             try:
                 process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-m", "router.process.child", "--config", str(self._config), "--listen", address),
-                    stdin=PIPE,
+                    stdin=its.fileno(),
                     stdout=PIPE,
                     # Ctrl-C must reach only the supervisor, which then ends its processes in order.
                     start_new_session=True,
                 )
             except OSError as error:
                 # There is no memory, or there are too many processes: the other router processes must go on serving.
+                ours.close()
                 if not up.is_set():
                     raise RouterFailed(f"a router process cannot be started: {error.strerror}") from error
                 _log.warning("a router process cannot be started: %s; trying again", error.strerror)
                 await asyncio.sleep(_PAUSE_S)
                 continue
+            finally:
+                its.close()
             self._running.add(process)
             try:
                 assert process.stdout is not None
                 if (await process.stdout.readline()).startswith(b"ready"):
                     up.set()
-                    self._serving.add(process)
+                    for sibling in self._serving.values():
+                        _connect(ours, sibling)
+                    self._serving[process] = ours
                 code = await process.wait()
             finally:
                 self._running.discard(process)
-                self._serving.discard(process)
+                self._serving.pop(process, None)
+                ours.close()
             if self._stopping.is_set():
                 return
             # After it has served once, keep trying: the cluster file may have been broken since, while the other
@@ -126,6 +148,14 @@ def _signal(processes: list[Process], number: signal.Signals) -> None:
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(number)
+
+
+def _connect(*processes: socket.socket) -> None:
+    """Passes one end of a new connection to each of two processes. If one of them is ending, the other one sees that
+    the connection has ended."""
+    for process, end in zip(processes, socket.socketpair(), strict=True):
+        with end, contextlib.suppress(OSError):
+            socket.send_fds(process, [b"+"], [end.fileno()])
 
 
 async def _all(events: list[asyncio.Event]) -> None:

@@ -11,11 +11,14 @@ from typing import Generic, NamedTuple, TypeVar
 from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
 from router.route.by_id import DEPARTING_PAUSE_S, DEPARTING_S_MAX
+from shard.admin.job_counts import Part, WantedCount
+from shard.admin.job_counts import merged as merged_counts
 from shard.admin.job_pages import Key, Listed, Page, Wanted, merged
 from shard.admin.queue_admin import Chunk, LeavingCounts, QueueCounts
 from shard.errors import ShardUnavailable, UnknownQueue
 from shard.placement.slots import Placement
-from shard.vocabulary import FINISHED, OrgId, QueueName, ShardName
+from shard.vocabulary import FINISHED, JobId, NewJobs, OrgId, QueueName, ShardName
+from windrow.ids import uuid7
 
 _T = TypeVar("_T")
 
@@ -140,6 +143,42 @@ async def list_readers(
     asked = await ask_readers(fleet, wanted.org, page, finished=not FINISHED.isdisjoint(wanted.all_states))
     jobs, until = merged(asked.answers, page_size=page_size, newest_first=wanted.newest_first)
     return MergedPage(jobs, until, asked.unavailable)
+
+
+async def count_readers(fleet: Fleet, wanted: WantedCount, *, page_token: str) -> tuple[Part, list[ShardName]]:
+    """Returns the next part of a count over all shards, and the shards that did not answer. Raises ShardUnavailable,
+    UnknownQueue, BadPageToken."""
+    finished = not FINISHED.isdisjoint(wanted.all_states)
+
+    async def ask(member: ShardHandle, *, with_ids: bool) -> Part:
+        try:
+            return await member.queue_admin.count_jobs(wanted, page_token=page_token, with_ids=with_ids)
+        except UnknownQueue:
+            if not page_token:
+                raise
+            # The queue was deleted after the first part.
+            return Part(count=0, ids=b"", until=None)
+
+    while True:
+        several = len(_names(fleet.placement(wanted.org), finished=finished)) > 1
+        asked = await ask_readers(fleet, wanted.org, partial(ask, with_ids=several), finished=finished)
+        # Otherwise a move has begun meanwhile, and a job may be on two shards.
+        if several or len(asked.answers) == 1:
+            return merged_counts([part for _, part in asked.answers]), asked.unavailable
+
+
+async def find_keyed(fleet: Fleet, org: OrgId, queue: QueueName, key: str, *, live: bool) -> JobId | None:
+    """Returns the id of the job that has a dedup key now, which counts while its job is live, or else for a window.
+    Raises ShardUnavailable if no shard that answers knows the key, and another one does not answer."""
+    # As an enqueue asks. The id is new: only the key can be known.
+    wanted = NewJobs(org=org, ids=[uuid7()], queues=[queue], kinds=["any"], payloads=[b""])
+    (wanted.live_keys if live else wanted.dedup_keys)[0] = key
+    # Former owners too: a key that they know counts until its window is over.
+    asked = await ask_readers(fleet, org, lambda member: member.store.known(wanted), finished=True)
+    known = [found[0] for _, found in asked.answers if found]
+    if not known and asked.unavailable:
+        raise ShardUnavailable(asked.unavailable[0], "it may have a job with this key")
+    return known[-1] if known else None
 
 
 def _names(placement: Placement, *, finished: bool) -> Sequence[ShardName]:

@@ -14,8 +14,8 @@ from shard.vocabulary import JobId, Known, NewJobs
 
 
 async def describe(fleet: Fleet, jobs: NewJobs, duplicates: Mapping[int, JobId]) -> dict[int, Known]:
-    """Tells about the jobs that were found instead of storing those at these positions. A job is missing if it was
-    deleted, or if a shard that may have it does not answer: the enqueue is done all the same."""
+    """Describes the known jobs of which those at these positions are duplicates. The result lacks a job that was
+    deleted, or that may be on a shard that does not answer: the enqueue succeeds anyway."""
     at = list(duplicates)
     ids = [duplicates[position] for position in at]
 
@@ -41,7 +41,7 @@ async def store(fleet: Fleet, jobs: NewJobs, *, hand: bool) -> dict[int, JobId]:
         before = await find_duplicates(fleet, placement, jobs) if placement.former else {}
         remaining = [at for at in range(len(jobs)) if at not in before] if before else []
         new = jobs.only(remaining) if before else jobs
-        handover = member.room.offer(new) if hand else None
+        handover = await member.handovers.offer(new) if hand else None
         try:
             duplicates = await member.store.enqueue(new, handover, epoch=placement.epoch)
         except BadIds as error:

@@ -1,4 +1,4 @@
-"""Look-ups that callers share: of those who ask for one thing at the same time, one asks for all of them."""
+"""Look-ups that callers share: if several ask for the same thing at the same time, one of them asks for all."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ class _Run(Generic[_T]):
 
 
 class Shared(Generic[_KeyT, _T]):
-    """`ask` looks a key up. It runs once at a time for each key. A caller never gets what was asked for before it came:
-    callers that come while it runs get the answer of the next run. A run ends when its last caller leaves."""
+    """`ask` looks a key up. It runs once at a time for each key. A caller never gets the answer to a question that was
+    asked before it came: callers that come during a run get the answer of the next run. A run ends when its last caller
+    leaves."""
 
     def __init__(self, ask: Callable[[_KeyT], Awaitable[_T]]) -> None:
         self._ask = ask
         self._running: dict[_KeyT, asyncio.Task[_T]] = {}
-        # Those that have not begun.
+        # The runs that have not begun.
         self._next: dict[_KeyT, _Run[_T]] = {}
 
     async def get(self, key: _KeyT) -> _T:
@@ -35,7 +36,7 @@ class Shared(Generic[_KeyT, _T]):
         task = run.task
         run.callers += 1
         try:
-            # A caller that leaves does not take the others' answer with it.
+            # If a caller leaves, the others still get their answer.
             return await asyncio.shield(task)
         finally:
             run.callers -= 1

@@ -13,7 +13,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
 from router.gate.calls import ANSWER_HELD_BYTES, unary
 from router.gate.tracing import current_trace
-from router.route.by_org import ask_readers, change_readers, list_readers, paused_queues, summed
+from router.route.by_org import ask_readers, change_readers, count_readers, list_readers, paused_queues, summed
 from router.route.restore import Refusal, Restored, restore
 from shard.admin import job_pages
 from shard.admin.job_pages import Page
@@ -129,6 +129,11 @@ class AdminService:
                 break
         response.next_page_token = "" if until is None else job_pages.pack(*until)
         return response
+
+    @unary()
+    async def CountJobs(self, request: admin_pb2.CountJobsRequest) -> admin_pb2.CountJobsResponse:
+        part, away = await count_readers(self._fleet, convert.wanted_count(request), page_token=request.page_token)
+        return admin_pb2.CountJobsResponse(count=part.count, next_page_token=part.next_token, unavailable_shards=away)
 
     @unary(answer_bytes=ANSWER_HELD_BYTES)
     async def RestoreJobs(self, request: admin_pb2.RestoreJobsRequest) -> admin_pb2.RestoreJobsResponse:

@@ -1,4 +1,5 @@
-"""Calls about the whole cluster, for its operators: its shards and their books (proto/windrow/v1/cluster.proto)."""
+"""Calls about the whole cluster, for its operators: its shards, their books, and the figures of all
+orgs (proto/windrow/v1/cluster.proto)."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.reload import Reloader
 from router.fleet.shard_handle import ShardHandle
 from router.gate.calls import DEADLINE_S_MAX, streamed_answer, unary
+from router.route.all_orgs import list_orgs
 from shard.admin.queue_admin import OrgBooks
 from shard.errors import DiskFull, ShardError
 from shard.placement.catalog import Catalog, Holding
@@ -19,6 +21,7 @@ from windrow.v1 import cluster_pb2
 
 _BOOKS_A_MESSAGE = 500
 _PROBE_S = 2.0
+_PAGE_DEFAULT = 100
 
 
 class ClusterService:
@@ -53,6 +56,24 @@ class ClusterService:
                     for org_books in books[at : at + _BOOKS_A_MESSAGE]
                 ]
             )
+
+    @unary()
+    async def ListOrgs(self, request: cluster_pb2.ListOrgsRequest) -> cluster_pb2.ListOrgsResponse:
+        found = await list_orgs(
+            self._fleet,
+            convert.wanted_orgs(request),
+            shard=ShardName(request.shard) if request.shard else None,
+            page_size=request.page_size or _PAGE_DEFAULT,
+            page_token=request.page_token,
+        )
+        answer = cluster_pb2.ListOrgsResponse(
+            orgs=[convert.org_figures(figures, shards) for figures, shards in found.orgs],
+            next_page_token=found.next_page_token,
+            unavailable_shards=found.unavailable,
+        )
+        if found.age_us is not None:
+            answer.age.CopyFrom(convert.duration(found.age_us))
+        return answer
 
     async def _probe(self, member: ShardHandle, holding: Holding) -> cluster_pb2.ShardInfo:
         """Returns one shard's state. Errors of the shard go into the result and are not raised."""

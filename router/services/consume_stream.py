@@ -22,7 +22,7 @@ from router.route.by_lease import Answers, Leases
 from router.services.consumer import Consumer
 from shard.errors import ShardError
 from shard.queue.coalescer import TooManyWaiting
-from shard.vocabulary import OrgId, QueueName
+from shard.vocabulary import OrgId, QueueName, ShardName
 from windrow.v1 import queue_pb2
 
 CREDIT_MAX = 10_000
@@ -63,7 +63,7 @@ async def first_message(messages: AsyncIterator[Received], draining: asyncio.Eve
     if reading.cancelled():
         if draining.is_set():
             raise ShuttingDown
-        # Not INVALID_ARGUMENT, which ends a consumer: its machine may have been paused.
+        # Do not answer INVALID_ARGUMENT, which ends a consumer: its machine may have been paused.
         raise RequestLate(_START_S_MAX, what="the first message of the stream")
     received = reading.result()
     if received is not None and received.too_large is not None:
@@ -307,11 +307,11 @@ class Stream:
     def is_full(self) -> bool:
         return self._behind or self._jobs_bytes > _WAITING_BYTES_MAX
 
-    async def has_room(self) -> None:
+    async def reserve(self, count: int, shard: ShardName) -> None:
         while self.is_full():
             self._room.clear()
             await self._room.wait()
-        await self._call.until_room()
+        await self._call.reserve(count, patiently=True, shard=shard)
 
     async def _write(self) -> None:
         while True:

@@ -12,8 +12,8 @@ from router.codec.fast_write import Delivery
 from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
 from shard.errors import ShardUnavailable
-from shard.queue.claim import CLAIM_BYTES_MAX
-from shard.vocabulary import OrgId, QueueName
+from shard.queue.claim import CLAIM_BYTES_MAX, CLAIM_BYTES_MIN, bytes_most
+from shard.vocabulary import OrgId, QueueName, ShardName
 
 _JOBS_MAX = 1000
 
@@ -34,8 +34,8 @@ class Receiver(Protocol):
         """Whether it can take no more jobs for now."""
         ...
 
-    async def has_room(self) -> None:
-        """Returns once it can take more jobs."""
+    async def reserve(self, count: int, shard: ShardName) -> None:
+        """Returns once it can take more jobs and its account holds `count` more bytes for a claim on this shard."""
         ...
 
 
@@ -83,6 +83,8 @@ class Consumer:
         self.credit += jobs
         if self._waits_for_credit or (self.idle and any(member.room.has_backlog(self) for member in self._entered)):
             self.wake()
+        elif self.idle:
+            self._tell_ready()
 
     @property
     def takes_once(self) -> bool:
@@ -132,7 +134,6 @@ class Consumer:
                 self._waits_for_credit = True
                 await self._woken.wait()
                 self._waits_for_credit = False
-            await self._receiver.has_room()
             if not await self._look(is_new=is_new):
                 await self._rest()
             is_new = False
@@ -171,24 +172,39 @@ class Consumer:
 
     async def _rest(self) -> None:
         self.idle = True
+        self._tell_ready()
         await self._woken.wait()
         self.idle = False
+
+    def _tell_ready(self) -> None:
+        """Tells the wait rooms that jobs can be handed over to this consumer."""
+        for member in self._entered:
+            member.room.rests(self)
 
     async def claim(self, members: Sequence[ShardHandle], *, woken: bool = False) -> bool:
         """Claims jobs from these shards, up to the credit. Returns whether there may be more. `woken`: something woke
         this consumer, which may have been a job that is due later. Raises ShardUnavailable if no shard answers."""
         unavailable = 0
-        if not self.account.has_room():
-            await self._receiver.has_room()
+        brought = False
+        most = min(self.credit, _JOBS_MAX)
         # One limit for all shards together: the jobs of a Dequeue go into one message.
         room = CLAIM_BYTES_MAX
         for member in members:
             if not member.room.gives:
                 continue
-            wanted = min(self.credit, _JOBS_MAX)
-            if wanted <= 0:
+            # The memory that the jobs may take is reserved before they are leased, so what is leased is never refused
+            # for lack of room. Afterwards the account holds what they really take.
+            shard = member.store.name
+            reserved = bytes_most(most)
+            if not brought:
+                await self._receiver.reserve(reserved, shard)
+            elif not self.account.take_in_turn(reserved, shard=shard):
+                # Jobs that have come from another shard do not wait for this one.
                 return True
             try:
+                wanted = min(self.credit, most)
+                if wanted <= 0:
+                    return True
                 taken = await member.store.claim(
                     self.org,
                     self.queues,
@@ -196,22 +212,24 @@ class Consumer:
                     window_us=self.window_us,
                     worker=self.worker,
                     bytes_max=room,
-                    memory=self.account,
                 )
+                if taken.jobs:
+                    brought = True
+                    self.credit -= len(taken.jobs)
+                    most -= len(taken.jobs)
+                    delivery = fast_write.claimed(member.store, self.org, taken.jobs)
+                    self.account.hold(delivery.bytes)
+                    self.give(delivery)
             except ShardUnavailable:
                 # Take the jobs of the other shards. When this one is back, its sweep wakes the consumer.
                 unavailable += 1
                 if unavailable == len(members):
                     raise
                 continue
-            if taken.jobs:
-                self.credit -= len(taken.jobs)
-                delivery = fast_write.claimed(member.store, self.org, taken.jobs)
-                self.account.hold(delivery.bytes)
-                self.account.give_back(taken.held)
-                self.give(delivery)
-            # The claim ended at a limit (credit, memory or bytes): there may be more jobs.
-            if len(taken.jobs) == wanted or taken.was_full or (room := room - taken.bytes) <= 0:
+            finally:
+                self.account.give_back(reserved, shard=shard)
+            # The claim ended at a limit (credit, bytes or statements): there may be more jobs.
+            if len(taken.jobs) == wanted or taken.cut or (room := room - taken.bytes) < CLAIM_BYTES_MIN:
                 if self._entered:
                     member.room.found_more(self)
                 return True

@@ -8,15 +8,19 @@ from typing import cast
 
 from grpc_health.v1 import health, health_pb2
 
-from router.gate.admission import Context
+from router.gate.admission import Context, Gate, current_call
 
 
 class HealthService(health.aio.HealthServicer):
     """Ends each watch after NOT_SERVING has been sent. The base class would keep it open for ever."""
 
+    def __init__(self, gate: Gate) -> None:
+        super().__init__()
+        self._gate = gate
+
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
         with contextlib.suppress(_NotServingSent):
-            await super().Watch(request, cast("Context", _WatchContext(context)))
+            await super().Watch(request, cast("Context", _WatchContext(self._gate, context)))
 
 
 class _NotServingSent(Exception):
@@ -26,10 +30,15 @@ class _NotServingSent(Exception):
 class _WatchContext:
     """The context of one watch. Raises _NotServingSent after it has written NOT_SERVING."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, gate: Gate, context: Context) -> None:
+        self._gate = gate
         self._context = context
 
     async def write(self, answer: health_pb2.HealthCheckResponse) -> None:
+        # While it waits for its client to read, all other watches of the service wait too: the client has 30 s.
+        call = current_call()
+        self._gate.writing(call)
         await self._context.write(answer)
+        self._gate.written(call)
         if answer.status == health_pb2.HealthCheckResponse.NOT_SERVING:
             raise _NotServingSent

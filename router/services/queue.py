@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from google.protobuf.message import Message
 
-from router.buffer import WAIT_S_MAX
 from router.codec import convert, fast_write
 from router.codec.fast_write import Delivery
 from router.codec.lease_verbs import ACK, VERBS, LeaseVerb, not_ok
@@ -24,10 +23,11 @@ from router.codec.validate import check, check_ack, check_alter, check_dequeue, 
 from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
 from router.gate.admission import Call, Context, Gate, current_call
-from router.gate.calls import ANSWER_HELD_BYTES, Received, check_org_header, unary
+from router.gate.calls import ANSWER_HELD_BYTES, Received, check_org, unary
 from router.gate.tracing import current_trace
 from router.route.by_id import Found, decide, find
 from router.route.by_lease import Leases
+from router.route.by_org import find_keyed
 from router.route.enqueue import describe, store
 from router.route.shared import Shared
 from router.services.consume_stream import Stream, first_message
@@ -67,7 +67,8 @@ class QueueService:
         self._waiting: set[Consumer] = set()
         # When the calls that wait for the end of a job stop waiting.
         self._timeouts: set[asyncio.Timeout] = set()
-        # Many calls may wait for the end of one job. They all look at it when they come, and when it has ended.
+        # Many calls may wait for the end of one job. All of them look at the job when they begin, and when it has
+        # ended, so they share their looks.
         self._awaited = Shared(self._find_one)
         # Ack, Nack, Extend and so on.
         for verb in VERBS:
@@ -77,7 +78,7 @@ class QueueService:
     @unary(_checked_by_method)
     async def Enqueue(self, request: queue_pb2.EnqueueRequest) -> queue_pb2.EnqueueResponse | bytes:
         results: dict[int, queue_pb2.EnqueueResult] = {}
-        # Where in the request the jobs of `columns` stand.
+        # The positions in the request of the jobs in `columns`.
         positions: Sequence[int] = range(len(request.jobs))
         columns = plain_jobs(request)
         is_plain = columns is not None
@@ -139,15 +140,13 @@ class QueueService:
             window_us=window_us,
             credit=request.max_jobs or 1,
         )
-        # The results of its acks may be large, and the call may wait for a minute.
+        # Drop the acks: their results may be large, and the call may wait for a minute.
         del request
         try:
             if wait_s is not None:
                 await self._wait_for_first(consumer, wait_s)
             else:
-                while await consumer.claim(self._fleet.shards_to_claim_from(consumer.org)) and not received.jobs:
-                    # The buffer had no room for jobs that may exist: try again.
-                    pass
+                await consumer.claim(self._fleet.shards_to_claim_from(consumer.org))
         except BaseException:
             consumer.close()
             for jobs in received.jobs:
@@ -196,7 +195,7 @@ class QueueService:
             if first is not None:
                 if first.message.HasField("start"):
                     # Before the stream counts for that org.
-                    check_org_header(context, first.message.start.org, field="start.org")
+                    check_org(call, context, first.message.start.org, field="start.org")
                 with self._gate.stream(first.message.start.org):
                     stream = Stream(self._fleet, self._gate, call, first, messages, context)
                     # The stream drops its own reference as soon as it has handled the message.
@@ -232,12 +231,26 @@ class QueueService:
                 response.not_found_ids.append(job_id)
         return response
 
+    @unary(answer_bytes=ANSWER_HELD_BYTES)
+    async def FindJob(self, request: queue_pb2.FindJobRequest) -> queue_pb2.FindJobResponse:
+        org = OrgId(request.org)
+        for live in (True, False):
+            job_id = await find_keyed(self._fleet, org, QueueName(request.queue), request.dedup_key, live=live)
+            if job_id is not None:
+                found = await self._find(org, [job_id], include_payload=request.include_payload)
+                found.require(1)
+                # A key may outlive its job.
+                if found.answers:
+                    shard, record = found.answers[0]
+                    return queue_pb2.FindJobResponse(job=convert.job(record, shard))
+        return queue_pb2.FindJobResponse()
+
     @unary()
     async def WaitJob(self, request: queue_pb2.WaitJobRequest) -> queue_pb2.WaitJobResponse:
         org, job_id = OrgId(request.org), JobId(request.id)
         if request.HasField("wait"):
             await self._until_ended(org, job_id, convert.micros(request.wait) / 1_000_000)
-        # Not before: many calls may wait, and each for long.
+        # Read the job only now: many calls may wait, each for a long time.
         await current_call().reserve(ANSWER_HELD_BYTES)
         found = await self._awaited.get(_Look(org, job_id, request.include_payload, ANSWER_BYTES_MAX))
         found.require(1)
@@ -334,9 +347,9 @@ class _FirstJobs:
         """Returns False: the credit of a Dequeue already limits its jobs."""
         return False
 
-    async def has_room(self) -> None:
-        """Returns once the call may hold more memory. Raises RouterFull after WAIT_S_MAX seconds."""
-        await self.account.until_room(WAIT_S_MAX)
+    async def reserve(self, count: int, shard: ShardName) -> None:
+        """Returns once the call holds so many more bytes. Raises RouterFull after 5 s."""
+        await self.account.reserve(count, shard=shard)
 
 
 def _by_job(violations: Sequence[Violation]) -> dict[int, list[Violation]]:

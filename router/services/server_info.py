@@ -1,4 +1,5 @@
-"""What GetServerInfo answers (proto/windrow/v1/server.proto). Each limit is read where it is enforced."""
+"""The answer of GetServerInfo (proto/windrow/v1/server.proto). Each limit is imported from the module that enforces
+it."""
 
 from __future__ import annotations
 

@@ -37,17 +37,21 @@ _FIRST_UUID = "00000000-0000-0000-0000-000000000000"
 _HOUR_MS = 3_600_000
 _DAY_MS = 24 * _HOUR_MS
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-# How much the clock by which a job finishes may lag behind the one by which its id was made.
+# How far the clock that times a job's end may lag behind the clock that made its id.
 _CLOCKS_MS = 2 * _HOUR_MS
 # Ids are searched in ranges of the time at which they were made, each longer than the one before. A short range is
 # usually enough for a full page and leaves older days alone. Sparse jobs take several ranges; after this much time a
 # page ends early.
 _RANGE_MS, _RANGE_GROWTH = _HOUR_MS, 8
 _SEARCH_S_MAX = 1.0
-# No index knows attributes, or the jobs of several states by id. A search for them reads the org's jobs in ranges of
-# about so many, and its pages end after this time: a search of a million jobs takes many short calls
-# (docs/decisions/0033-attributes-have-no-index.md).
+# Conditions may match few of an org's jobs, or none, and no index finds those. A search by conditions begins with
+# longer ranges, but none has more than about so many jobs. If a range had as many, its pages end after this time: a
+# search of a million jobs takes many short calls (docs/decisions/0033-attributes-have-no-index.md). The pages of a
+# small org are full, however busy the machine is.
+_SCAN_RANGE_MS = _DAY_MS
 _SCAN_ROWS = 5_000
+# The first range of a page has at most so many jobs for each job of a full page: often that is enough.
+_SCAN_FIRST = 10
 _SCAN_S_MAX = 0.020
 
 
@@ -58,7 +62,8 @@ class Wanted:
 
     org: OrgId
     queue: QueueName | None = None
-    # With a queue, a live state and no attributes: in the order in which jobs will be claimed.
+    # Only jobs in this state. With a queue, a live state and no attributes, the list is in the order in which jobs will
+    # be claimed.
     state: JobState | None = None
     # Instead of `state`: any of these, newest first.
     states: frozenset[JobState] = frozenset()
@@ -78,6 +83,11 @@ class Wanted:
     def newest_first(self) -> bool:
         """Whether the newest job comes first. Otherwise the list is in the order in which jobs will be claimed."""
         return self.queue is None or self.state not in LIVE or self.attributes is not None
+
+    @property
+    def has_conditions(self) -> bool:
+        """Whether jobs of the org are read that may not be listed."""
+        return bool(self.queue or self.state or self.states or self.kind) or self.attributes is not None
 
     @property
     def first_id(self) -> str:
@@ -141,7 +151,7 @@ def _sortable(key: Key) -> Any:
     return key
 
 
-class _OrgLookup(NamedTuple):
+class OrgLookup(NamedTuple):
     """What is read about an org before its jobs are listed, in the order of find_listed.sql's columns."""
 
     now: Micros
@@ -156,31 +166,51 @@ async def page(database: Database, wanted: Wanted, *, page_size: int, page_token
     """Returns the next page of one shard's jobs. It ends early with the job that fills ANSWER_BYTES_MAX, or when the
     search takes long. Raises BadPageToken, ShardUnavailable."""
     after = unpack(page_token, newest_first=wanted.newest_first) if page_token else None
-    rows = await database.run(statements.FIND_LISTED, {"org": wanted.org, "queue": wanted.queue or ""})
-    if not rows or not (org_lookup := _OrgLookup._make(rows[0])).queue_ids:
+    org_lookup = await look_up(database, wanted)
+    if org_lookup is None:
         return Page(jobs=[], keys=[], until=None)
-    parameters: dict[str, object] = {
+    parameters = search_parameters(wanted, org_lookup) | {"include_payload": wanted.include_payload}
+    if not wanted.newest_first:
+        return await _in_claim_order(database, wanted, org_lookup, parameters, after, page_size=page_size)
+    return await _newest_first(database, wanted, org_lookup, parameters, after, page_size=page_size)
+
+
+async def look_up(database: Database, wanted: Wanted) -> OrgLookup | None:
+    """Returns what is read before the jobs. None: this shard has no such org or queue."""
+    rows = await database.run(statements.FIND_LISTED, {"org": wanted.org, "queue": wanted.queue or ""})
+    found = OrgLookup._make(rows[0]) if rows else None
+    return found if found is not None and found.queue_ids else None
+
+
+def search_parameters(wanted: Wanted, org_lookup: OrgLookup) -> dict[str, object]:
+    return {
         "org": wanted.org,
         "slot": org_lookup.slot,
         "states": arrays.plain(state.value for state in wanted.all_states),
         "kind": wanted.kind,
         "attributes": wanted.attributes,
-        "include_payload": wanted.include_payload,
-    }
-    if not wanted.newest_first:
-        return await _in_claim_order(database, wanted, org_lookup, parameters, after, page_size=page_size)
-    parameters |= {
         "queue": wanted.queue or "",
         "org_id": org_lookup.org_id,
         "queue_ids": arrays.numbers(org_lookup.queue_ids),
     }
-    return await _newest_first(database, wanted, org_lookup, parameters, after, page_size=page_size)
+
+
+async def scan_end(database: Database, parameters: dict[str, object], first_id: str, below: str, *, rows: int) -> str:
+    """Returns an id so that each table has about `rows` jobs of the org, or fewer, from it to `below`."""
+    bounds = {"from_id": first_id, "before_id": below, "since": finished_since(first_id), "rows": rows}
+    found = await database.run(statements.FIND_SCAN_END, {**parameters, **bounds})
+    return cast("str", found[0][0]) if found else first_id
+
+
+def finished_since(from_id: str) -> datetime:
+    """Returns when a job with this id, or a later one, can have finished at the earliest."""
+    return _EPOCH + timedelta(milliseconds=_made_ms(from_id) - _CLOCKS_MS)
 
 
 async def _in_claim_order(
     database: Database,
     wanted: Wanted,
-    org_lookup: _OrgLookup,
+    org_lookup: OrgLookup,
     parameters: dict[str, object],
     after: Key | None,
     *,
@@ -205,7 +235,7 @@ async def _in_claim_order(
 async def _newest_first(
     database: Database,
     wanted: Wanted,
-    org_lookup: _OrgLookup,
+    org_lookup: OrgLookup,
     parameters: dict[str, object],
     after: Key | None,
     *,
@@ -219,19 +249,23 @@ async def _newest_first(
         (last_id,) = after
         below = min(below, cast("str", last_id))
     jobs: list[JobRecord] = []
-    bytes_left, range_ms = ANSWER_BYTES_MAX, _RANGE_MS
-    scans = wanted.attributes is not None or bool(wanted.states)
-    ends_s = time.monotonic() + (_SCAN_S_MAX if scans else _SEARCH_S_MAX)
+    bytes_left = ANSWER_BYTES_MAX
+    range_ms = _SCAN_RANGE_MS if wanted.has_conditions else _RANGE_MS
+    began_s, search_s_max = time.monotonic(), _SEARCH_S_MAX
+    scan_rows = min(_SCAN_ROWS, _SCAN_FIRST * page_size)
     until: Key | None = None
     while first_id < below:
-        if scans:
-            bounds = {"from_id": first_id, "before_id": below, "rows": _SCAN_ROWS}
-            rows = await database.run(statements.FIND_SCAN_END, {**parameters, **bounds})
-            from_id = rows[0][0] if rows else first_id
-        else:
-            from_id = _made_at(min(_made_ms(below), now_ms) - range_ms)
-            if from_id <= first_id or _made_ms(from_id) <= oldest_ms:
-                from_id = first_id
+        from_id = _made_at(min(_made_ms(below), now_ms) - range_ms)
+        if from_id <= first_id or _made_ms(from_id) <= oldest_ms:
+            from_id = first_id
+        range_ms *= _RANGE_GROWTH
+        if wanted.has_conditions:
+            end = await scan_end(database, parameters, from_id, below, rows=scan_rows)
+            if end != from_id:
+                from_id, range_ms = end, _SCAN_RANGE_MS
+                if scan_rows == _SCAN_ROWS:
+                    search_s_max = _SCAN_S_MAX
+            scan_rows = _SCAN_ROWS
         # A full page gets no more jobs, but whether it is the last one is still unknown.
         missing = 0 if bytes_left <= 0 else page_size - len(jobs)
         rows = await database.run(
@@ -240,7 +274,7 @@ async def _newest_first(
                 **parameters,
                 "from_id": from_id,
                 "before_id": below,
-                "since": _EPOCH + timedelta(milliseconds=_made_ms(from_id) - _CLOCKS_MS),
+                "since": finished_since(from_id),
                 "rows": missing + 1,
                 "bytes_max": bytes_left if missing else 1,
             },
@@ -252,10 +286,9 @@ async def _newest_first(
         below = from_id
         if rows:
             bytes_left -= rows[-1][-2]
-        if below > first_id and time.monotonic() > ends_s:
+        if below > first_id and time.monotonic() - began_s > search_s_max:
             until = (below,)
             break
-        range_ms *= _RANGE_GROWTH
     return Page(jobs=jobs, keys=[(job.id,) for job in jobs], until=until)
 
 

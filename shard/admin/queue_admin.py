@@ -1,4 +1,5 @@
-"""What operators ask of one shard: queue configurations, lists, counts, redrive, purge, and whether the books balance.
+"""Operators' calls to one shard: queue configurations, lists, counts, redrive, purge, and the check of the books
+(`check`).
 
 It uses connections of its own, so that a long count never takes one from the queue, and so that the planner is free to
 choose plans.
@@ -15,8 +16,10 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
-from shard.admin import job_pages, statements
+from shard.admin import job_counts, job_pages, org_figures, statements
+from shard.admin.job_counts import Part, WantedCount
 from shard.admin.job_pages import Page, Wanted
+from shard.admin.org_figures import OrgPage, Place, SomeFigures, WantedOrgs
 from shard.errors import BadPageToken, QueueExists, QueueNotEmpty, ShardUnavailable, TooManyQueues, UnknownQueue
 from shard.placement.slots import FIRST_EPOCH
 from shard.postgres import partitions
@@ -113,7 +116,7 @@ class QueueAdmin:
     """Administration of one shard. All methods may raise ShardUnavailable, besides what their docstrings name.
 
     Every method that changes jobs or queues raises ClockSetBack while `clock` knows that the shard's clock was set
-    back. Without a `clock` nothing is known of it."""
+    back. Without a `clock` they do not check that."""
 
     def __init__(self, database: Database, clock: ShardClock | None = None) -> None:
         self.name: ShardName = database.name
@@ -159,9 +162,9 @@ class QueueAdmin:
         epoch: int = FIRST_EPOCH,
         draining: bool = False,
     ) -> QueueRecord:
-        """Changes the settings that are not None, and puts back to the default what `reset` names. `epoch` is that of
-        the placement by which this shard is the org's writer. With `draining`, this shard is the source of the move
-        under way: `epoch` is that of the move, and the change is made here after the target. Raises UnknownQueue,
+        """Changes the settings that are not None, and resets those that `reset` names to their defaults. `epoch` is
+        that of the placement by which this shard is the org's writer. With `draining`, this shard is the source of the
+        move under way: `epoch` is that of the move, and the change is made here after the target. Raises UnknownQueue,
         TooManyRetentions, NotOwned."""
         self._clock.check()
         parameters = {
@@ -275,6 +278,13 @@ class QueueAdmin:
             wanted.org, partial(job_pages.page, self._database, wanted, page_size=page_size, page_token=page_token)
         )
 
+    async def count_jobs(self, wanted: WantedCount, *, page_token: str, with_ids: bool) -> Part:
+        """Returns the next part of a count. Raises UnknownQueue, BadPageToken."""
+        if wanted.queue is not None:
+            await self.get_queue(wanted.org, wanted.queue)
+        count = partial(job_counts.count, self._database, wanted, page_token=page_token, with_ids=with_ids)
+        return await self._scan(wanted.org, count)
+
     async def stats(self, org: OrgId, queue: QueueName | None, *, include_finished: bool) -> list[QueueCounts]:
         """Counts jobs by queue and state; exported jobs, which are about to leave the shard, are counted separately.
         Raises UnknownQueue if `queue` is given and does not exist."""
@@ -288,6 +298,17 @@ class QueueAdmin:
         """Returns every org's books, all at one moment."""
         rows = await self._scan(None, partial(self._database.run, statements.CHECK_BOOKS, {}))
         return list(map(OrgBooks._make, rows))
+
+    async def list_orgs(self, wanted: WantedOrgs, *, after: Place, page_size: int) -> OrgPage:
+        """Returns the next page of orgs by their figures, and counts the jobs before if the last count is too old."""
+        await self._scan(None, partial(org_figures.count, self._database, max_age_us=wanted.max_age_us))
+        return await self._scan(
+            None, partial(org_figures.page, self._database, wanted, after=after, page_size=page_size)
+        )
+
+    async def org_figures(self, orgs: Sequence[OrgId]) -> SomeFigures:
+        """Returns the figures of those of the orgs that live here, by the last count, and the age of that count."""
+        return await org_figures.read(self._database, orgs)
 
     async def _scan(self, org: OrgId | None, act: Callable[[], Awaitable[T]]) -> T:
         async def in_time() -> T:

@@ -8,8 +8,9 @@ nevertheless, the counts differ. Reading takes no lock that an enqueue or an ack
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from typing import LiteralString, NamedTuple
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from typing import Any, LiteralString, NamedTuple, TypeAlias
 
 from psycopg import sql
 
@@ -22,6 +23,10 @@ from shard.vocabulary import JobId, Micros, OrgId, QueueName
 _ROWS = 5_000
 _BYTES = 8 * 1024 * 1024
 _NIL = "00000000-0000-0000-0000-000000000000"
+
+
+# The fields of ColdJob for several jobs: one tuple for each field.
+Columns: TypeAlias = Sequence[tuple[Any, ...]]
 
 
 class OrgDay(NamedTuple):
@@ -65,6 +70,7 @@ class ColdJob(NamedTuple):
     max_runtime_us: int | None = None
 
 
+_ID = ColdJob._fields.index("id")
 _TEXTS = {"id", "attributes", "retry", "history", "progress"}
 _COLUMNS = sql.SQL(", ").join(
     sql.Identifier("q" if column == "queue" else "p", column) + sql.SQL("::text" if column in _TEXTS else "")
@@ -127,30 +133,37 @@ async def ends(database: Database, day: Day) -> tuple[JobId | None, JobId | None
     return first, last
 
 
-async def pages(database: Database, day: Day, orgs: Sequence[OrgDay]) -> AsyncGenerator[list[ColdJob]]:
-    """Yields the jobs of these orgs of this day, in the given order of the orgs, up to the numbers that `count`
-    returned. If some have disappeared since, fewer come; the caller must compare. Raises ShardUnavailable."""
+async def pages(database: Database, day: Day, orgs: Sequence[OrgDay]) -> AsyncGenerator[Columns]:
+    """Yields the jobs of these orgs of this day as columns, in the given order of the orgs, up to the numbers that
+    `count` returned. If some have disappeared since, fewer come; the caller must compare. Raises ShardUnavailable.
+
+    While the caller works on a page, the next one is read already. Close the generator if you do not exhaust it."""
     statement = _for_day(_PAGE, day)
     for group in _grouped(orgs):
-        turn, after, remaining = 1, _NIL, sum(org.jobs for org in group)
-        while remaining > 0:
-            rows = await database.run(
-                statement,
-                {
-                    "org_ids": [org.org_id for org in group],
-                    "orgs": [org.org for org in group],
-                    "turn": turn,
-                    "after": after,
-                    "nil": _NIL,
-                    "rows": _ROWS,
-                    "bytes_max": _BYTES,
-                },
-            )
-            if not rows:
-                break
-            page = [ColdJob._make(row[:-1]) for row in rows]
-            yield page
-            turn, after, remaining = rows[-1][-1], page[-1].id, remaining - len(page)
+        names = {"org_ids": [org.org_id for org in group], "orgs": [org.org for org in group], "nil": _NIL}
+
+        def read(names: Mapping[str, object] = names, **after: object) -> asyncio.Task[list[Any]]:
+            bounds = {"rows": _ROWS, "bytes_max": _BYTES}
+            return asyncio.create_task(database.run(statement, {**names, **bounds, **after}))
+
+        remaining = sum(org.jobs for org in group)
+        reading = read(turn=1, after=_NIL)
+        try:
+            while remaining > 0:
+                rows = await reading
+                if not rows:
+                    break
+                remaining -= len(rows)
+                if remaining > 0:
+                    reading = read(turn=rows[-1][-1], after=rows[-1][_ID])
+                # Without `turn`. Columns are what the caller needs, and objects for the jobs would cost as much as all
+                # the rest.
+                columns = list(zip(*rows, strict=True))[:-1]
+                del rows
+                yield columns
+        finally:
+            reading.cancel()
+            await asyncio.wait({reading})
 
 
 def _grouped(orgs: Sequence[OrgDay]) -> Iterator[list[OrgDay]]:

@@ -188,7 +188,7 @@ async def _run_step(database: Database, statement: Statement, **parameters: obje
 
 
 async def _prepare(database: Database, day: Day) -> None:
-    """Does in advance what takes time and disturbs nobody: creates an index by org, validates the constraint so that
+    """Does the slow steps in advance that block nobody: creates an index by org, validates the constraint so that
     moving the partition need not scan it, and collects statistics, without which the planner takes a cold day for
     empty."""
     async with _transaction(database) as connection:

@@ -2,8 +2,8 @@
 
 First, in one transaction, the org gets a name that no org can have. A process that still knows the org's numeric ids is
 then refused, as with any stale id, and the next job of that name creates a new org. Then the org's data is deleted in
-small steps. Each step is done completely or not at all, and leaves the books balanced (I5). What one run leaves, the
-next run finds, in whatever process.
+small steps. Each step is done completely or not at all, and leaves the books balanced (I5). The next run, in any
+process, finds what one run has left.
 """
 
 from __future__ import annotations

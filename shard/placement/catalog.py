@@ -1,4 +1,5 @@
-"""The catalog: which shards write and read each slot. It is the single authority; routers hold copies of it.
+"""The catalog: which shards write and read each slot, and so where an org lives (`Catalog.placement`). It is the single
+authority; routers hold copies of it.
 
 Every shard's schema has the catalog's tables, and one database uses them. This module places the slots of a new
 cluster, tells each shard which slots it owns, and makes the catalog's changes during a move
@@ -85,6 +86,16 @@ class Catalog:
         return [Slot(slot) for slot, placement in enumerate(self.slots) if shard in placement.writes]
 
 
+class Look(NamedTuple):
+    """What one look at the catalog's database shows, from one snapshot."""
+
+    catalog: Catalog
+    # For each shard the mark that was confirmed last (shard/placement/marks.py).
+    marks: Mapping[ShardName, Mark]
+    # How often API keys were revoked (shard/admin/api_keys.py).
+    revocations: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
     """Slots on their way from one shard to another. One call of `begin_move` starts a move and gives it its epoch."""
@@ -113,6 +124,15 @@ async def found(database: Database, *, cluster: str, weights: Mapping[ShardName,
     """Creates the cluster's catalog if there is none, and places the slots by weight. Returns the catalog. Raises
     Misconfigured if the database holds another cluster's catalog, or if the catalog places slots on a shard that is not
     among `weights`."""
+    # Nearly always there is one, and routers that start at the same moment need not wait for each other's locks.
+    if not await is_founded(database, cluster=cluster):
+        await _found(database, cluster, weights)
+    catalog = await read(database)
+    _refuse_unnamed(catalog, weights)
+    return catalog
+
+
+async def _found(database: Database, cluster: str, weights: Mapping[ShardName, float]) -> None:
     async with exclusive(database) as connection:
         cursor = await connection.execute(statements.READ_CATALOG_CLUSTER)
         row = await cursor.fetchone()
@@ -126,9 +146,6 @@ async def found(database: Database, *, cluster: str, weights: Mapping[ShardName,
             await connection.execute(statements.PLACE_SLOTS, {"shards": plan([None] * SLOTS, weights)})
         else:
             _refuse_other(row[0], cluster)
-    catalog = await read(database)
-    _refuse_unnamed(catalog, weights)
-    return catalog
 
 
 async def find(
@@ -165,26 +182,27 @@ def _refuse_unnamed(catalog: Catalog, shards: Iterable[ShardName]) -> None:
 async def read(database: Database, known: Catalog | None = None) -> Catalog:
     """Reads the catalog from one snapshot. If `known` is an earlier copy, only what is newer is sent; if nothing is
     newer, `known` itself is returned."""
-    return (await read_with_marks(database, known))[0]
+    return (await look(database, known)).catalog
 
 
-async def read_with_marks(database: Database, known: Catalog | None = None) -> tuple[Catalog, dict[ShardName, Mark]]:
-    """Returns what `read` returns, and for each shard the mark that was confirmed last (shard/placement/marks.py)."""
+async def look(database: Database, known: Catalog | None = None) -> Look:
+    """Returns what `read` returns, and what else one look at the catalog shows."""
     rows = await database.run(statements.READ_CATALOG, {"since": -1 if known is None else known.epoch})
-    found: Mapping[ShardName, tuple[int, str]] = rows[0][-1] or {}
+    found: Mapping[ShardName, tuple[int, str]] = rows[0][-2] or {}
     marks = {shard: Mark(*mark) for shard, mark in found.items()}
+    revocations = rows[0][-1] or 0
     if known is not None and rows[0][0] == known.epoch:
-        return known, marks
+        return Look(known, marks, revocations)
     if known is not None and rows[0][0] < known.epoch:
         _log.warning(
             "the catalog is at epoch %d and was at %d before: it was restored from a backup; reading all of it again",
             *(rows[0][0], known.epoch),
         )
-        return await read_with_marks(database)
+        return await look(database)
     slots = list(known.slots) if known is not None else []
     pins = dict(known.pins) if known is not None else {}
     changed: dict[int, Placement] = {}
-    for _, numbers, pinned, orgs, writes, reads, epoch, former, left_at, _ in rows:
+    for _, numbers, pinned, orgs, writes, reads, epoch, former, left_at, *_ in rows:
         if numbers is None:
             break
         owners = zip(former or (), left_at or (), strict=True)
@@ -202,7 +220,7 @@ async def read_with_marks(database: Database, known: Catalog | None = None) -> t
         slots[slot : slot + 1] = [changed[slot]]
     if len(slots) < SLOTS:
         raise _unplaced(len(slots))
-    return Catalog(epoch=rows[0][0], slots=tuple(slots), pins=pins), marks
+    return Look(Catalog(epoch=rows[0][0], slots=tuple(slots), pins=pins), marks, revocations)
 
 
 def _unplaced(slot: int) -> Misconfigured:

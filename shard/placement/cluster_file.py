@@ -9,15 +9,22 @@
     weight = 1                                    # share of the slots; default 1
     state = "active"                              # what it does; default active
     labels = { region = "eu" }                    # for operators and tools; default none
+    insecure = false                              # whether the connection may be plain text beyond this machine
 
     [catalog]                                     # optional; default: the first shard's database
     dsn = "..."
 
     [router]                                      # optional; see router/settings.py
 
+    [auth]                                        # optional; see router/gate/auth/settings.py
+
+    [audit]                                       # optional; see shard/admin/audit.py
+
     [balancer]                                    # optional; see balancer/settings.py
 
     [archiver]                                    # optional; see archiver/settings.py
+
+    [tls]                                         # optional; see router/tls_settings.py
 
 deploy/cluster.example.toml explains every key.
 """
@@ -29,7 +36,7 @@ import enum
 import hashlib
 import os
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -39,14 +46,17 @@ from psycopg import ProgrammingError
 from psycopg.conninfo import conninfo_to_dict
 
 from shard.lease_token import shard_tag
+from shard.placement.dsn_encryption import may_be_plain_text
 from shard.vocabulary import CATALOG, ShardName
 
 _T = TypeVar("_T")
 _LABELS_MAX = 16
 # Tables that other packages read.
-_TABLES = ("router", "balancer", "archiver")
+_TABLES = ("router", "tls", "auth", "audit", "balancer", "archiver")
 # The keys that say where a DSN is.
 _DSNS = ("dsn", "dsn_env", "dsn_file")
+# The key that allows connections in plain text.
+_INSECURE = "insecure"
 
 
 class ClusterFileError(ValueError):
@@ -106,7 +116,7 @@ class Cluster:
     catalog_dsn: str = field(repr=False)
     # The shard whose database holds the catalog. None: the file names a database for the catalog.
     catalog_shard: ShardName | None = None
-    # The [router], [balancer] and [archiver] tables, each parsed by the package that it configures.
+    # The tables of other packages that the file has, each parsed by the package that it configures.
     tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
     # Prefix of error messages about the file, such as its path.
     source: str = "cluster file"
@@ -151,7 +161,8 @@ def parse_cluster(text: str, *, source: str, environ: Mapping[str, str] = os.env
     cluster = faults.of(lambda: _table(document, "cluster", source)) or {}
     faults.of(lambda: known_keys(cluster, {"name"}, where=f"{source}: [cluster]"))
     name = faults.of(lambda: _text(cluster.get("name", "windrow"), f"{source}: [cluster] name"))
-    tables = {table: faults.of(partial(_table, document, table, source)) or {} for table in _TABLES}
+    present = [table for table in _TABLES if table in document]
+    tables = {table: faults.of(partial(_table, document, table, source)) or {} for table in present}
     catalog = faults.of(lambda: _table(document, "catalog", source)) or {}
     catalog_dsn = faults.of(lambda: _only_dsn(catalog, set(), f"{source}: [catalog]", environ)) if catalog else None
     entries: object = document.get("shard")
@@ -182,10 +193,24 @@ def known_keys(table: Mapping[str, Any], known: set[str], *, where: str) -> None
     faults = Faults()
     for key in table:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
-            faults.add(f"{where}: unknown key {key!r}; {hint}")
+            faults.add(unknown("key", key, sorted(known), where=where))
     faults.refuse()
+
+
+def unknown(what: str, value: object, known: Sequence[str], *, where: str) -> str:
+    """Returns the fault of a value that is none of those known."""
+    near = difflib.get_close_matches(str(value), known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+    return f"{where}: unknown {what} {value!r}; {hint}"
+
+
+def only_key(table: Mapping[str, Any], keys: Sequence[str], *, where: str) -> str:
+    """Returns which of these keys the table has. Raises ClusterFileError unless it has exactly one."""
+    given = [key for key in keys if key in table]
+    if len(given) != 1:
+        one_of = f"{', '.join(keys[:-1])} and {keys[-1]}"
+        raise ClusterFileError(f"{where}: needs exactly one of {one_of}, and has {' and '.join(given) or 'none'}")
+    return given[0]
 
 
 class Faults:
@@ -261,9 +286,7 @@ def _weight(value: object, where: str) -> float:
 def _state(value: object, where: str) -> ShardState:
     states = {state.word: state for state in ShardState}
     if not isinstance(value, str) or value not in states:
-        near = difflib.get_close_matches(str(value), states, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it is one of {', '.join(states)}"
-        raise ClusterFileError(f"{where}: unknown state {value!r}; {hint}")
+        raise ClusterFileError(unknown("state", value, list(states), where=where))
     return states[value]
 
 
@@ -278,17 +301,25 @@ def _labels(value: object, where: str) -> Mapping[str, str]:
 
 def _only_dsn(table: Mapping[str, Any], others: set[str], where: str, environ: Mapping[str, str]) -> str:
     """Returns the table's DSN. Refuses unknown keys before: a misspelt `dsn` is one fault and not two."""
-    known_keys(table, {*_DSNS, *others}, where=where)
-    return _dsn(table, where, environ)
+    known_keys(table, {*_DSNS, _INSECURE, *others}, where=where)
+    dsn = _dsn(table, where, environ)
+    insecure: object = table.get(_INSECURE, False)
+    if not isinstance(insecure, bool):
+        raise ClusterFileError(f"{where}: {_INSECURE} must be true or false, not {insecure!r}")
+    mode = None if insecure else may_be_plain_text(conninfo_to_dict(dsn), environ)
+    if mode is not None:
+        # Neither the DSN nor its host is shown: a host may be a part of a password that was not escaped.
+        raise ClusterFileError(
+            f"{where}: the DSN leads to another machine, and its sslmode ({mode}) allows plain text: passwords and "
+            "jobs could be read on the way. Add sslmode=verify-full and sslrootcert (require encrypts, too, but trusts "
+            "any server), or set insecure = true here if nobody else can reach that network"
+        )
+    return dsn
 
 
 def _dsn(table: Mapping[str, Any], where: str, environ: Mapping[str, str]) -> str:
-    sources = [key for key in _DSNS if key in table]
-    if len(sources) != 1:
-        raise ClusterFileError(
-            f"{where}: needs exactly one of dsn, dsn_env and dsn_file, and has {' and '.join(sources) or 'none'}"
-        )
-    key, value = sources[0], table[sources[0]]
+    key = only_key(table, _DSNS, where=where)
+    value = table[key]
     if not isinstance(value, str):
         raise ClusterFileError(f"{where}: {key} must be text")
     if key != "dsn" and ("://" in value or "password=" in value):

@@ -1,4 +1,4 @@
-"""Watches a cluster file on disk by polling it."""
+"""Watches files on disk by polling them: the cluster file, and what it names."""
 
 from __future__ import annotations
 
@@ -21,39 +21,25 @@ _RETRY_S = 1.0
 _Stats = tuple[tuple[int, int, int] | None, ...]
 
 
-class WatchedFile:
-    """A cluster file on disk. `read` it, wait until it has `changed`, and `read` it again."""
+class WatchedFiles:
+    """Files on disk. Call `look` before you read them, wait until they have `changed`, and read them again."""
 
-    def __init__(self, path: Path) -> None:
-        # The digest of the text that was read last, whether or not it could be used. Empty: there was nothing to read.
-        self.digest = ""
-        self._path = path
-        # The file, and the files that its `dsn_file` keys named when it could last be used.
-        self._files: tuple[Path, ...] = (path,)
+    def __init__(self, *paths: Path) -> None:
+        self.paths = paths
         self._stats: _Stats = ()
         self._hurry = asyncio.Event()
 
-    def read(self) -> Cluster:
-        """Returns the cluster that the file describes now. Raises ClusterFileError."""
-        while True:
-            # Take the stats before reading: a write in between must count as a change.
-            self._stats = self._stat_all()
-            self.digest = ""
-            text = read_text(self._path)
-            self.digest = digest_of(text)
-            cluster = parse_cluster(text, source=str(self._path))
-            files = (self._path, *cluster.dsn_files)
-            if files == self._files:
-                return cluster
-            self._files = files
+    def look(self) -> None:
+        """Remembers the files as they are. A write that comes after this call counts as a change."""
+        self._stats = self._stat_all()
 
     def hurry(self) -> None:
-        """Makes `changed` return at once: somebody says that the file has changed."""
+        """Makes `changed` return at once: somebody says that a file has changed."""
         self._hurry.set()
 
     async def changed(self, *, within_s: float | None = None) -> None:
-        """Returns when the file differs from the one that was read and nobody is writing to it; at once after `hurry`;
-        and after `within_s` seconds in any case."""
+        """Returns when a file differs from the last `look` and nobody is writing to one; at once after `hurry`; and
+        after `within_s` seconds in any case."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await self._wait_for_stable_change()
@@ -71,7 +57,32 @@ class WatchedFile:
             before = now
 
     def _stat_all(self) -> _Stats:
-        return tuple(map(_stat, self._files))
+        return tuple(map(_stat, self.paths))
+
+
+class WatchedFile(WatchedFiles):
+    """A cluster file on disk. `read` it, wait until it has `changed`, and `read` it again."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        # The digest of the text that was read last, whether or not it could be used. Empty: there was nothing to read.
+        self.digest = ""
+        self._path = path
+
+    def read(self) -> Cluster:
+        """Returns the cluster that the file describes now. Raises ClusterFileError."""
+        while True:
+            # Look before reading: a write in between must count as a change.
+            self.look()
+            self.digest = ""
+            text = read_text(self._path)
+            self.digest = digest_of(text)
+            cluster = parse_cluster(text, source=str(self._path))
+            # Watch the files that its `dsn_file` keys name, too.
+            files = (self._path, *cluster.dsn_files)
+            if files == self.paths:
+                return cluster
+            self.paths = files
 
 
 async def next_usable(file: WatchedFile, before: Cluster, *, judge: Callable[[Cluster], object]) -> Cluster:

@@ -1,4 +1,5 @@
-"""Where an org lives: org → slot → shards. Pure: no I/O, no clock, no config.
+"""Where an org lives: the hash slot of an org, and the plan that gives slots to shards. Pure: no I/O, no clock, no
+config. `Catalog.placement` (shard/placement/catalog.py) looks up an org's shards, pinned orgs included.
 
 An org's hash slot never changes. The shard on which a slot lives may change. It is planned here with minimal movement:
 a shard gives up only what exceeds its share, and takes only what it lacks

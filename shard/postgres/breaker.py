@@ -1,4 +1,5 @@
-"""A circuit breaker that itself asks whether a shard's server answers. Knows no pool and no statements.
+"""A circuit breaker for one shard: notices that its server is silent, and asks it until it answers again. Knows no pool
+and no statements.
 
     closed ──doubt──▶ closed, asking ──silence──▶ open ──a probe is answered──▶ closed
                            └──any answer──▶ closed
@@ -45,9 +46,12 @@ _SILENT = "it does not answer"
 
 class Breaker:
     """`ask` sends the server a small statement and returns once it is answered; it raises if the connection is refused.
-    `opened` is called each time that the breaker opens."""
+    `opened` is called each time that the breaker opens. With a `patience` of 2, a server may be silent for twice as
+    long before the breaker opens."""
 
-    def __init__(self, shard: ShardName, *, ask: Callable[[], Awaitable[None]], opened: Callable[[], None]) -> None:
+    def __init__(
+        self, shard: ShardName, *, ask: Callable[[], Awaitable[None]], opened: Callable[[], None], patience: float = 1.0
+    ) -> None:
         # Why the breaker is open. None: it is closed.
         self.trouble: str | None = None
         # How many statements the server has answered. The owner of the breaker counts them; one more ends a doubt.
@@ -59,7 +63,8 @@ class Breaker:
         self._closed.set()
         self._asking: asyncio.Task[None] | None = None
         self._asked_s = -math.inf
-        self._silence_s = _SILENCE_S
+        self._patience = patience
+        self._silence_s = patience * _SILENCE_S
         self._closed_s = -math.inf
         self._probing: asyncio.Task[None] | None = None
         self._ended = False
@@ -68,7 +73,7 @@ class Breaker:
         """The server may be unavailable: asks it, unless that has just been done."""
         now_s = asyncio.get_running_loop().time()
         if now_s - self._closed_s > _CALM_S:
-            self._silence_s = _SILENCE_S
+            self._silence_s = self._patience * _SILENCE_S
         if self.trouble is None and not self._ended and now_s - self._asked_s > self._silence_s + _AGAIN_S:
             self._asked_s = now_s
             self._asking = asyncio.create_task(self._find_out())

@@ -220,7 +220,7 @@ class Connection(AsyncConnection[tuple[Any, ...]]):
                 else:
                     break
         except psycopg.Error as error:
-            # Also between two statements: the next one then fails.
+            # Note the loss also between two statements: the next one then fails.
             self._lost = error
             self._remove_reader()
         if self._answered is not None and not self._answered.done():

@@ -19,6 +19,7 @@ from shard.vocabulary import RETENTIONS_MAX
 # No more, because a lookup by id reads every partition since the id was made, also those of future days: a clock that
 # was ahead may have filled them. Routers make partitions every hour, and `finish` makes one that is missing.
 DAYS_AHEAD = 1
+_AHEAD = {"days_ahead": DAYS_AHEAD}
 # The advisory lock of sessions that make partitions. Any number, but the same everywhere.
 LOCK = 0x77696E64_70617274
 
@@ -26,10 +27,13 @@ LOCK = 0x77696E64_70617274
 async def make_ahead(database: Database) -> int:
     """Makes the missing partitions from yesterday to DAYS_AHEAD days ahead, by the shard's clock. Returns how many it
     made."""
+    # Most often none is missing, and processes that start at the same moment need not wait for each other to see that.
+    if not await database.run(statements.FIND_MISSING_PARTITIONS, _AHEAD):
+        return 0
     made = 0
     async with database.transaction() as connection:
         await connection.execute(statements.LOCK_EXCLUSIVE, {"lock": LOCK})
-        cursor = await connection.execute(statements.FIND_MISSING_PARTITIONS, {"days_ahead": DAYS_AHEAD})
+        cursor = await connection.execute(statements.FIND_MISSING_PARTITIONS, _AHEAD)
         for name, retention, first, past in await cursor.fetchall():
             await make(connection, name, retention, first, past)
             made += 1

@@ -48,14 +48,15 @@ class Mark(NamedTuple):
 
 
 class Database:
-    """A shard's Postgres, by at most `connections` connections. `kept` of them are made at once and kept; the others
-    are made while calls wait for one.
+    """A shard's Postgres, by at most `connections` connections. `kept` connections are made at the start and stay open;
+    the others are made while calls wait for one.
 
     `run` and `transaction` raise ShardUnavailable if the server cannot be reached, does not answer, or no connection is
     free within `wait_s` seconds; at once while the server is known to be unavailable. Other errors of the database are
     raised as psycopg's exceptions.
 
-    `may_scan`: for statements that count and list, with other planner settings and a longer timeout.
+    `may_scan`: for statements that count and list, with other planner settings and a longer timeout. `patience`: how
+    much longer than others this server may be silent before it is taken for unavailable (shard/postgres/breaker.py).
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Database:
         wait_s: float = 5.0,
         shared_lock_wait_s: float = SHARED_LOCK_WAIT_S,
         may_scan: bool = False,
+        patience: float = 1.0,
     ) -> None:
         self.name = name
         # The identity that the database has proved (shard/placement/identity.py). A connection to a database with
@@ -92,7 +94,7 @@ class Database:
         self._tries = connections + 2
         self._settings: LiteralString = SCAN_SETTINGS if may_scan else QUEUE_SETTINGS
         self._dsn = dsn
-        self._breaker = Breaker(name, ask=self._ask, opened=self._went_away)
+        self._breaker = Breaker(name, ask=self._ask, opened=self._went_away, patience=patience)
         # Why the latest try to connect failed. None: it succeeded.
         self._connect_error: str | None = None
         # The sessions in use, each with the time since when; the longest in use comes first.
@@ -383,6 +385,6 @@ def _connection_lost(error: psycopg.Error) -> bool:
 
 
 def _in_doubt(error: psycopg.Error) -> bool:
-    """Returns whether the server went away without telling if the statement was done."""
+    """Returns whether the server went away so that it is unknown whether the statement was done."""
     state = error.sqlstate
     return state is None or state.startswith("08") or state in {"57P01", "57P02", "57P03"}

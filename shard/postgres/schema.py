@@ -82,54 +82,68 @@ async def refuse_encoding(database: Database) -> None:
 async def _next(database: Database) -> Migration | None:
     """Runs the first migration that has not been run yet, in a transaction of its own. Returns it, or None if there is
     none."""
+    # Without the lock: hundreds of processes may start at the same moment, and they need not wait for each other to
+    # find that there is nothing to do.
+    async with database.transaction() as connection:
+        if await _has_table(connection) and await _missing(connection, database) is None:
+            return None
     async with database.transaction() as connection:
         await connection.execute(statements.LOCK_EXCLUSIVE, {"lock": _LOCK})
-        applied = await _applied(connection, database)
-        for migration in migrations():
-            checksum = applied.get(migration.number)
-            if checksum is None:
-                # A script has several statements. Only the simple protocol, without prepared statements, can run it.
-                await connection.execute(migration.script, prepare=False)
-                await connection.execute(
-                    statements.RECORD_MIGRATION,
-                    {
-                        "number": migration.number,
-                        "name": migration.name,
-                        "checksum": migration.checksum,
-                        "breaking": migration.breaking,
-                    },
+        if not await _has_table(connection):
+            await connection.execute("CREATE SCHEMA IF NOT EXISTS windrow")
+            # While this session waited for the lock, another may have made the table: Postgres remembers from the first
+            # look that there is none.
+            await connection.execute(
+                """
+                CREATE TABLE IF NOT EXISTS windrow.migration (
+                    number integer PRIMARY KEY, name text NOT NULL, checksum text NOT NULL, breaking boolean NOT NULL,
+                    applied_at timestamptz NOT NULL DEFAULT now()
                 )
-                return migration
-            if checksum != migration.checksum:
-                raise Misconfigured(
-                    f"shard {database.name!r}: migration {migration.number:04} ({migration.name}) was changed after "
-                    "it had been run there; migrations are forward-only: restore the file, and write a new migration"
-                )
-    return None
+                """
+            )
+        migration = await _missing(connection, database)
+        if migration is not None:
+            # A script has several statements. Only the simple protocol, without prepared statements, can run it.
+            await connection.execute(migration.script, prepare=False)
+            await connection.execute(
+                statements.RECORD_MIGRATION,
+                {
+                    "number": migration.number,
+                    "name": migration.name,
+                    "checksum": migration.checksum,
+                    "breaking": migration.breaking,
+                },
+            )
+    return migration
 
 
-async def _applied(connection: Connection, database: Database) -> dict[int, str]:
-    """Returns the checksums of the migrations that have been run, by their numbers. Raises Misconfigured if a newer
-    release has run a breaking migration."""
+async def _has_table(connection: Connection) -> bool:
     cursor = await connection.execute("SELECT to_regclass('windrow.migration') IS NOT NULL")
     row = await cursor.fetchone()
-    if row is None or not row[0]:
-        await connection.execute("CREATE SCHEMA IF NOT EXISTS windrow")
-        await connection.execute(
-            """
-            CREATE TABLE windrow.migration (
-                number integer PRIMARY KEY, name text NOT NULL, checksum text NOT NULL, breaking boolean NOT NULL,
-                applied_at timestamptz NOT NULL DEFAULT now()
-            )
-            """
-        )
+    return row is not None and bool(row[0])
+
+
+async def _missing(connection: Connection, database: Database) -> Migration | None:
+    """Returns the first migration of this release that has not been run. Raises Misconfigured if one was changed after
+    it had been run, or if a newer release has run a breaking one."""
     cursor = await connection.execute(statements.LIST_MIGRATIONS)
     rows = await cursor.fetchall()
-    ours = {migration.number for migration in migrations()}
-    newer = sorted(number for number, _, breaking in rows if breaking and number not in ours)
+    ours = migrations()
+    numbers = {migration.number for migration in ours}
+    newer = sorted(number for number, _, breaking in rows if breaking and number not in numbers)
     if newer:
         raise Misconfigured(f"shard {database.name!r}: {too_new(newer[0])}")
-    return {number: checksum for number, checksum, _ in rows}
+    applied = {number: checksum for number, checksum, _ in rows}
+    for migration in ours:
+        checksum = applied.get(migration.number)
+        if checksum is None:
+            return migration
+        if checksum != migration.checksum:
+            raise Misconfigured(
+                f"shard {database.name!r}: migration {migration.number:04} ({migration.name}) was changed after "
+                "it had been run there; migrations are forward-only: restore the file, and write a new migration"
+            )
+    return None
 
 
 async def _identify(database: Database, cluster: str) -> None:

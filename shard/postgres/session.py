@@ -40,9 +40,10 @@ QUEUE_SETTINGS = f"""{_SETTINGS}
 ) AS s (name, value)
 """
 # Statements that count and list may scan. They are planned for each run, because the best plan depends on the size of
-# the org and on the days that are read.
+# the org and on the days that are read. A bitmap reads all index entries of an org, whatever the LIMIT is. Without
+# statistics, as after a load, the planner takes all orgs for small, and prefers one.
 SCAN_SETTINGS = f"""{_SETTINGS}
-    ('plan_cache_mode', 'force_custom_plan'), ('statement_timeout', '300s')
+    ('enable_bitmapscan', 'off'), ('plan_cache_mode', 'force_custom_plan'), ('statement_timeout', '300s')
 ) AS s (name, value)
 """
 # The lock_timeout in these settings.

@@ -37,7 +37,7 @@ class SessionPool:
         self._connect = connect
         self._min = sessions_min
         self._max = sessions_max
-        # The latest one is used first. While there are any, no caller waits.
+        # The idle sessions; the last one returned is used first. While there are any, no caller waits.
         self._idle: list[Session] = []
         self._waiting: deque[asyncio.Future[Session]] = deque()
         self._connecting: set[asyncio.Task[None]] = set()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from shard.errors import ShardUnavailable
 from shard.lease_token import draw_number, lease_of, token_prefix
@@ -18,51 +19,49 @@ from shard.queue.queue_ids import QueueIds
 from shard.queue.revocation import Revocation
 from shard.vocabulary import MAX_ATTEMPTS_DEFAULT, Answer, Claimed, Lease, OrgId, QueueId, QueueName
 
-# How often a claim runs again after it took only jobs that were expired or out of attempts.
-_TRIES_MAX = 6
+# Statements of one act. Each serves all its takers, except if it took jobs that were expired or out of attempts, or if
+# the jobs are large: two of 1 MiB fill a statement.
+_RUNS_MAX = 8
 # Groups (sets of queues) in one statement. The statement reads all lanes of the batch for each group.
 _GROUPS_MAX = 32
 # A claim ends with the job that fills this many bytes of payload, attributes and checkpoint. Together with the largest
 # job (1 MiB of payload, 36 KiB of attributes, 64 KiB of checkpoint), the other fields of 1,000 jobs (up to 1,081 bytes
 # each) and the answers to 1,000 acks (37 bytes each), the answer stays below 4 MiB, the default limit of gRPC clients.
 CLAIM_BYTES_MAX = 2 * 1024 * 1024 - 192 * 1024
-# What a job needs in memory beside these.
+_LARGEST_JOB_BYTES = (1024 + 36 + 64) * 1024
+# A claim asks for no less than this. A statement has one limit of bytes, the least that any of its takers has left: a
+# taker that has less left counts as served, so that the other takers get as much from an act as from a statement of
+# their own.
+CLAIM_BYTES_MIN = CLAIM_BYTES_MAX // _RUNS_MAX
+# The memory that a job needs beside these bytes.
 JOB_BYTES = 500
 
 
-class Memory(Protocol):
-    """A budget, in bytes, for the jobs of a claim. Claimed jobs are counted in it; while it is full, nothing is
-    claimed."""
-
-    def has_room(self) -> bool: ...
-    def hold(self, count: int) -> None: ...
-    def give_back(self, count: int) -> None: ...
+def bytes_most(jobs: int) -> int:
+    """Returns the most memory that so many jobs of one claim take. Callers reserve it before they claim."""
+    return min(jobs * _LARGEST_JOB_BYTES, CLAIM_BYTES_MAX + _LARGEST_JOB_BYTES) + jobs * JOB_BYTES
 
 
 class ClaimRequest(NamedTuple):
-    """Asks for up to `max_jobs` jobs, with up to `bytes_max` of payload, attributes and checkpoint, from these queues
-    of one org, leased for `window_us` (microseconds)."""
+    """Asks for up to `max_jobs` jobs, with up to `bytes_max` (at least CLAIM_BYTES_MIN) of payload, attributes and
+    checkpoint, from these queues of one org, leased for `window_us` (microseconds)."""
 
     org: OrgId
     queues: tuple[QueueName, ...]
     max_jobs: int
     window_us: int
     worker: str
-    # The last job may exceed it.
+    # The last job may exceed it. A claim may end when less than CLAIM_BYTES_MIN of it is left.
     bytes_max: int = CLAIM_BYTES_MAX
-    # None: the jobs are not counted.
-    memory: Memory | None = None
 
 
 class ClaimResult(NamedTuple):
     """The leased jobs, ordered by priority, then by run_at. `prefix` is the prefix of their lease tokens
-    (shard/lease_token.py). `held`: bytes that the request's memory holds for the jobs; the caller gives them back."""
+    (shard/lease_token.py). `cut`: the act ended before the claim was served fully, so there may be more jobs."""
 
     prefix: bytes
     jobs: list[Claimed]
-    held: int = 0
-    # The request's memory was full: there may be more jobs than these.
-    was_full: bool = False
+    cut: bool = False
 
     @property
     def bytes(self) -> int:
@@ -70,7 +69,7 @@ class ClaimResult(NamedTuple):
         return sum(map(_size, self.jobs))
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _Taker:
     """One request of a batch, and what it has received so far."""
 
@@ -82,24 +81,8 @@ class _Taker:
     # batch had no room for its jobs.
     again: bool = True
     error: Exception | None = None
-    held: int = 0
-    was_full: bool = False
-
-    def has_room(self) -> bool:
-        memory = self.request.memory
-        self.was_full = memory is not None and not memory.has_room()
-        return not self.was_full
-
-    def count(self) -> None:
-        """Updates its memory to the bytes of its jobs."""
-        memory = self.request.memory
-        if memory is not None:
-            held = sum(map(_size, self.jobs)) + JOB_BYTES * len(self.jobs)
-            if held > self.held:
-                memory.hold(held - self.held)
-            elif held < self.held:
-                memory.give_back(self.held - held)
-            self.held = held
+    # The queues of statements that ended at their limit of bytes.
+    cut: set[QueueId] = field(default_factory=set[QueueId])
 
     @property
     def remaining_jobs(self) -> int:
@@ -111,13 +94,20 @@ class _Taker:
 
 
 class Claimer:
-    """`revoked` is called with the leases that had expired before a job was leased again."""
+    """`revoked` is called with the leases that had expired before a job was leased again, and `visible` with queues
+    whose jobs other claims may just have missed."""
 
     def __init__(
-        self, database: Database, names: QueueIds, floors: Floors, revoked: Callable[[Sequence[Revocation]], None]
+        self,
+        database: Database,
+        names: QueueIds,
+        floors: Floors,
+        revoked: Callable[[Sequence[Revocation]], None],
+        visible: Callable[[set[QueueId]], None],
     ) -> None:
         self._database = database
         self._revoked = revoked
+        self._visible = visible
         self._names = names
         self._floors = floors
 
@@ -126,32 +116,28 @@ class Claimer:
         a result even if an error followed: nobody else could run those jobs before their window ends."""
         takers = [_Taker(request=request) for request in requests]
         unavailable: ShardUnavailable | None = None
-        # A run that ends for lack of room has served at least one taker, which bounds the number of runs.
-        for _ in range(_TRIES_MAX + len(takers)):
-            waiting = [
-                taker
-                for taker in takers
-                if taker.again and taker.remaining_jobs > 0 and taker.remaining_bytes > 0 and taker.has_room()
-            ]
-            if not waiting or unavailable is not None:
-                break
+        # Whoever is not served by then claims again, in another act: until then every taker of this one waits.
+        runs = 0
+        while runs < _RUNS_MAX and unavailable is None and (waiting := _unserved(takers)):
             while waiting and unavailable is None:
                 batch, waiting = _next_batch(waiting)
-                # The batches before may have filled a memory that takers share.
-                batch = [taker for taker in batch if taker.has_room()]
-                if not batch:
-                    continue
+                runs += 1
                 for taker, error in zip(batch, await bisect_errors(self._claim, batch), strict=True):
                     taker.error = error
                     if isinstance(error, ShardUnavailable):
                         unavailable = error
+        cut = set[QueueId]().union(*(taker.cut for taker in takers))
+        if cut:
+            # The consumers of claims that have skipped locked rows now take the queue for empty.
+            self._visible(cut)
+        unserved = set(_unserved(takers)) if unavailable is None else set[_Taker]()
         results: list[ClaimResult | Exception] = []
         for taker in takers:
             error = taker.error or unavailable
             if taker.jobs or error is None:
                 taker.jobs.sort(key=_order)
                 prefix = token_prefix(self._database.name, taker.number)
-                results.append(ClaimResult(prefix, taker.jobs, taker.held, taker.was_full))
+                results.append(ClaimResult(prefix, taker.jobs, cut=taker in unserved))
             else:
                 results.append(error)
         return results
@@ -181,6 +167,7 @@ class Claimer:
             return [None] * len(takers)
         bytes_max = min(taker.remaining_bytes for taker in takers)
         arrivals = self._floors.arrivals
+        floors = {queue_id: list(self._floors.of(queue_id)) for queue_id in queue_names}
         rows = await self._database.run(statements.CLAIM, {**columns.parameters(), "bytes_max": bytes_max})
         by_lease = {taker.number: taker for taker in takers}
         claimed = [Claimed(row[0], queue_names[row[1]], *row[2:]) for row in rows]
@@ -195,14 +182,19 @@ class Claimer:
                 unfit.setdefault(job.lease, []).append(job)
             else:
                 by_lease[job.lease].jobs.append(job)
-        for taker in takers:
-            taker.count()
         self._revoke_expired(by_lease, [job for job in claimed if job.expired_lease is not None])
         self._floors.claimed(zip([row[1] for row in rows], claimed, strict=True), arrivals=arrivals)
         if sum(map(_size, claimed)) >= bytes_max:
-            # The jobs of one taker may have left no room for those of another.
-            for taker in takers:
-                taker.again = True
+            # The statement serves one group after another. It has locked rows of the last group that got jobs, or of
+            # those after it, and did not lease them. Claims beside it have skipped these rows.
+            served = {job.lease for job in claimed}
+            last = max(at for at, group in enumerate(groups.values()) if any(taker.number in served for taker in group))
+            for (org, queues), group in list(groups.items())[last:]:
+                cut = {queue_ids[org, queue] for queue in queues if (org, queue) in queue_ids}
+                self._floors.missed({queue_id: floors[queue_id] for queue_id in cut})
+                for taker in group:
+                    taker.again = True
+                    taker.cut.update(cut)
         errors: dict[int, Exception] = {}
         for number, jobs in unfit.items():
             taker = by_lease[number]
@@ -217,7 +209,7 @@ class Claimer:
         return [errors.get(taker.number) for taker in takers]
 
     def _revoke_expired(self, takers: Mapping[int, _Taker], claimed: Sequence[Claimed]) -> None:
-        """Tells of the leases that had expired before these jobs were leased again."""
+        """Reports the leases that had expired before these jobs were leased again."""
         ended: dict[tuple[OrgId, Answer], list[tuple[str, Lease]]] = {}
         for job in claimed:
             # A claim that runs several times may lease a job twice under one number: that lease is live.
@@ -302,6 +294,21 @@ class _Columns:
             "workers": arrays.texts([taker.request.worker for taker in self._takers]),
             "windows_us": arrays.numbers([taker.request.window_us for taker in self._takers]),
         }
+
+
+def _unserved(takers: Sequence[_Taker]) -> list[_Taker]:
+    """Returns the takers that need another statement, those first whose group has got the fewest bytes: the first ones
+    of a statement may leave no room for the others."""
+    got = Counter[tuple[OrgId, tuple[QueueName, ...]]]()
+    for taker in takers:
+        if taker.jobs:
+            got[taker.request.org, taker.request.queues] += sum(map(_size, taker.jobs))
+    unserved = [
+        taker
+        for taker in takers
+        if taker.again and taker.remaining_jobs > 0 and taker.remaining_bytes >= CLAIM_BYTES_MIN
+    ]
+    return sorted(unserved, key=lambda taker: got[taker.request.org, taker.request.queues]) if got else unserved
 
 
 def _next_batch(takers: Sequence[_Taker]) -> tuple[list[_Taker], list[_Taker]]:

@@ -4,14 +4,15 @@ A lane is one priority of one queue. The first index entries of a lane in the re
 claimed jobs. While any transaction holds an old snapshot, vacuum cannot remove them, and every claim would read them
 all again. Therefore a claim begins at the lane's floor, a point in time. The floor is a hint (I7). It can be too high
 only for jobs that committed late; the sweep looks below the floor and lowers it within seconds. Jobs that arrive from
-another shard may be older than any job here, and set the floor back to zero. Pure: no I/O, and jobs are compared only
-with times of the shard's clock.
+another shard may be older than any job here, and set the floor back to zero. A claim that locked more rows than it
+leased sets the floor back to where that claim began. Pure: no I/O, and jobs are compared only with times of the shard's
+clock.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shard.vocabulary import PRIORITIES, Claimed, Micros, QueueId
@@ -30,7 +31,7 @@ class _Queue:
     # Indexed by priority − 1; 0 is the beginning of time.
     floors: list[Micros] = field(default_factory=lambda: [Micros(0)] * len(PRIORITIES))
     used_s: float = 0.0
-    # The value of Floors.arrivals when jobs last arrived in this queue.
+    # The value of Floors.arrivals when jobs last arrived or were missed in this queue.
     arrived: int = 0
 
 
@@ -39,8 +40,8 @@ class Floors:
 
     def __init__(self) -> None:
         self._queues: dict[QueueId, _Queue] = {}
-        # How often jobs have arrived from another shard. A claim or sweep that began before an arrival has not seen
-        # the jobs that came with it.
+        # How often jobs have arrived from another shard, or were missed. A claim or sweep that began before that has
+        # not seen these jobs.
         self.arrivals = 0
 
     def of(self, queue_id: QueueId) -> list[Micros]:
@@ -78,6 +79,17 @@ class Floors:
             if queue is not None:
                 queue.arrived = self.arrivals
                 queue.floors = [Micros(0)] * len(PRIORITIES)
+
+    def missed(self, before: Mapping[QueueId, Sequence[Micros]]) -> None:
+        """Claims that ran beside another one have skipped rows that it had locked and did not lease. Sets the floors of
+        its queues back to where it began, if they are higher now."""
+        self.arrivals += 1
+        for queue_id, floors in before.items():
+            queue = self._queues.get(queue_id)
+            if queue is not None:
+                # The claims that are still under way may have skipped them, too.
+                queue.arrived = self.arrivals
+                queue.floors = [min(pair) for pair in zip(queue.floors, floors, strict=True)]
 
     def to_sweep(self) -> list[QueueId]:
         """Forgets the queues that are no longer in use, and returns the others."""

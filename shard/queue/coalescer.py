@@ -73,7 +73,7 @@ class InFlight:
 
     def __init__(self) -> None:
         self.count = 0
-        # What begins an act of each coalescer. The coalescer that began one last comes last.
+        # The callback that begins an act, for each coalescer. The coalescer that began one last comes last.
         self._callbacks: deque[Callable[[], None]] = deque()
 
     def join(self, begin: Callable[[], None]) -> None:
@@ -184,7 +184,7 @@ class Coalescer(Generic[Call, Result]):
         """Begins once the event loop is idle, or after _BUSY_S_MAX: a busy loop most likely takes in more calls, which
         can then share the act. `since_s`: when this was scheduled first; `iteration_s`: when the loop's latest
         iteration began."""
-        # Not by the loop's clock, which may stand still within an iteration.
+        # Do not use the loop's clock, which may stand still within an iteration.
         now_s = time.perf_counter()
         is_idle = now_s - iteration_s < _IDLE_ITERATION_S
         if is_idle or now_s - since_s > _BUSY_S_MAX or self._quota.taken >= _SECOND_ACT_WEIGHT:

@@ -83,6 +83,7 @@ class Doorbell:
         self._jobs: dict[str, set[str]] = {_AWAITED: set(), _ENDED: set()}
         self._calls = 0
         self._has_news = asyncio.Event()
+        self._sending = asyncio.Lock()
 
     def ring(self, queues: Collection[QueueId]) -> None:
         """Notifies the other routers soon. The jobs must have been committed."""
@@ -115,6 +116,10 @@ class Doorbell:
         self._calls += 1
         self._has_news.set()
 
+    async def finish(self) -> None:
+        """Returns once all notifications have been sent, as far as the server can be reached."""
+        await self._send()
+
     def reconnect(self, dsn: str) -> None:
         """Listens by another DSN from now on."""
         self._listener.reconnect(dsn)
@@ -128,10 +133,16 @@ class Doorbell:
     async def _ring(self) -> None:
         while True:
             await self._has_news.wait()
+            calls, self._calls = self._calls, 0
+            await self._send()
+            await asyncio.sleep(min(calls * _PAUSE_S, _PAUSE_S_MAX))
+
+    async def _send(self) -> None:
+        """Sends all that has not been sent yet."""
+        async with self._sending:
             self._has_news.clear()
             queues, self._queues = self._queues, set()
             revoked, self._revoked, self._revoked_leases = self._revoked, [], 0
-            calls, self._calls = self._calls, 0
             texts = [_REVOKED + text for text in revocation.texts(revoked)]
             for sign, jobs in self._jobs.items():
                 named = list(jobs)
@@ -139,6 +150,8 @@ class Doorbell:
                 texts += [sign + ",".join(named[at : at + _IDS_MAX]) for at in range(0, len(named), _IDS_MAX)]
             if queues:
                 texts.append(",".join(map(str, queues)) if len(queues) <= _QUEUES_MAX else _ALL)
+            if not texts:
+                return
             try:
                 messages = arrays.texts([f"{self._me} {text}" for text in texts])
                 await self._database.run(statements.NOTIFY_WORK, {"messages": messages})
@@ -146,7 +159,6 @@ class Doorbell:
                 _log.debug("could not notify the other routers: %s", error)
             except Exception:  # noqa: BLE001 - a lost hint must not end this router
                 _log.exception("could not notify the other routers")
-            await asyncio.sleep(min(calls * _PAUSE_S, _PAUSE_S_MAX))
 
     def _on_message(self, message: str | None) -> None:
         if message is None:

@@ -31,9 +31,11 @@ _TRIES_MAX = 6
 _HOUR_US = 3_600_000_000
 _HOUR_MS = 3_600_000
 # How each sparse column of NewJobs is sent.
-_SPARSE_ENCODERS = [
-    (name, arrays.sparse_texts if of is str else arrays.sparse_numbers) for name, of in SPARSE_COLUMNS.items()
-]
+_SPARSE_ENCODERS = {
+    name: arrays.sparse_texts if of is str else arrays.sparse_numbers for name, of in SPARSE_COLUMNS.items()
+}
+# The sparse columns that enqueue_plain.sql takes. Jobs with any other one need enqueue.sql.
+_PLAIN = frozenset({"priorities", "traces"})
 # For how long the shard's latest time is used to refuse ids that are far too old.
 _HINT_NS = 2_000_000_000
 
@@ -151,6 +153,8 @@ class Enqueuer:
     async def _store_once(self, calls: Sequence[PendingEnqueue]) -> None:
         """Stores the remaining jobs with one statement, and looks up with another those that were not stored."""
         batch = _without_shared_ids(calls)
+        for call in batch:
+            call.end_late_handover(time.monotonic())
         try:
             inserted = await self._insert([call.remaining_call() for call in batch])
         except _Refused as refused:
@@ -160,7 +164,7 @@ class Enqueuer:
                 batch[index].refuse(error)
             return
         except _AlreadyKnown:
-            # The lookup below tells which jobs are known.
+            # The lookup below finds which jobs are known.
             pass
         else:
             for call in batch:
@@ -191,6 +195,10 @@ class Enqueuer:
             lanes = {number: name for name, number in numbers.items()}
             columns = _merged([call.jobs for call in calls])
             oldest, newest = min(columns.ids), max(columns.ids)
+            used = {name for name in SPARSE_COLUMNS if getattr(columns, name)}
+            statement, sparse = (
+                (statements.ENQUEUE_PLAIN, _PLAIN) if used <= _PLAIN else (statements.ENQUEUE, SPARSE_COLUMNS)
+            )
             parameters = {
                 "lane_ids": arrays.numbers(lanes),
                 "lane_orgs": arrays.texts([org for org, _ in lanes.values()]),
@@ -204,11 +212,13 @@ class Enqueuer:
                 "queue_ids": _queue_ids(calls, numbers),
                 "kinds": arrays.names(columns.kinds),
                 "payloads": arrays.blobs(columns.payloads),
-                **{name: encode(getattr(columns, name), count) for name, encode in _SPARSE_ENCODERS},
+                **{name: _SPARSE_ENCODERS[name](getattr(columns, name), count) for name in sparse},
                 **_takers(calls, count),
             }
             try:
-                rows = await self._database.run(statements.ENQUEUE, parameters)
+                rows = await self._database.run(statement, parameters)
+            except psycopg.errors.UniqueViolation as error:
+                raise _AlreadyKnown from error
             except psycopg.Error as error:
                 if error.sqlstate == "WD001":
                     raise _AlreadyKnown from error
@@ -288,8 +298,9 @@ class Enqueuer:
         return known
 
     async def describe(self, batches: Sequence[tuple[NewJobs, Sequence[JobId]]]) -> list[dict[int, Known]]:
-        """Tells about jobs that enqueues found already there. Each batch has the jobs that were sent, and for each of
-        them the id of the job that was found instead. Returns for each batch, by position, those that are still there.
+        """Describes the known jobs that enqueues found instead of storing duplicates. Each batch has the jobs that were
+        sent, and for each of them the id of the known job. Returns for each batch, by position, those that are still
+        there.
         """
         sent = _merged([jobs for jobs, _ in batches])
         ids = [job_id for _, found in batches for job_id in found]
@@ -342,7 +353,8 @@ class _Refused(Exception):
 
 
 class _AlreadyKnown(Exception):
-    """Nothing was stored: a job has already finished or died, or is live already and its dedup key was free."""
+    """Nothing was stored: a job has already finished or died, or is live already, and all jobs are plain or its dedup
+    key was free."""
 
 
 def _without_shared_ids(calls: Sequence[PendingEnqueue]) -> Sequence[PendingEnqueue]:

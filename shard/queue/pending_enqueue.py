@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -35,11 +36,13 @@ class Handover:
     """Leases jobs to waiting consumers while they are enqueued. `takers` maps positions of jobs that are due at once to
     their takers. `done` is called exactly once with the result, even if the caller was cancelled.
 
-    A job that is not in `Handed.positions` was not leased, unless the shard's answer was lost. To be sure, the caller
-    releases the job's lease."""
+    A job that is not in `Handed.positions` was not leased, unless the shard's answer was lost. So the caller releases
+    the job's lease in any case."""
 
     takers: Mapping[int, Taker]
     done: Callable[[Handed], None]
+    # An insert that begins later, by time.monotonic, leases nothing to the takers.
+    until_s: float = math.inf
     _is_done: bool = False
     # How many jobs were handed over.
     handed: int = 0
@@ -99,6 +102,13 @@ class PendingEnqueue:
     @property
     def jobs(self) -> NewJobs:
         return self.call.jobs
+
+    def end_late_handover(self, now_s: float) -> None:
+        """Leases no jobs to takers that do not wait for them any more. `now_s`: the time by time.monotonic."""
+        handover = self.call.handover
+        if handover is not None and handover.until_s < now_s:
+            self.call = self.call._replace(handover=None)
+            handover.tell(NOTHING_HANDED)
 
     def remaining_call(self) -> Call:
         """Returns a call with the remaining jobs only."""

@@ -1,4 +1,5 @@
-"""Ends and prolongs leases, each by a verb of VERBS. One statement serves many calls, of many orgs.
+"""Ends and extends leases, each by a verb of VERBS, and decides their answers: OK, STALE, CANCELLED or NOT_FOUND. One
+statement serves many calls, of many orgs.
 
 A call is about leases of one org. A lease of another org is NOT_FOUND (I4); a lease that has ended is STALE (I2)."""
 
@@ -70,7 +71,7 @@ class Extension(NamedTuple):
 
 
 class Settlement(NamedTuple):
-    """One call: ends or prolongs leases of one org. Made by the method that is named like its verb."""
+    """One call: ends or extends leases of one org. Made by the method that is named like its verb."""
 
     # One of VERBS.
     verb: str
@@ -78,7 +79,8 @@ class Settlement(NamedTuple):
     leases: Sequence[Lease]
     # What the verb must know about each lease: one for each, or none at all.
     details: Sequence[Any] = ()
-    # What the attempts have logged, all of it until now, by the lease's position. The others keep what was told before.
+    # All that the attempts have logged until now, by the lease's position. The other attempts keep what was reported
+    # before.
     logs: Mapping[int, str] = _NO_TEXTS
 
     @classmethod
@@ -96,7 +98,7 @@ class Settlement(NamedTuple):
     def extend(
         cls, org: OrgId, leases: Sequence[Lease], *, window_us: int, reports: Sequence[Report] = ()
     ) -> Settlement:
-        """Prolongs leases to at least `window_us` (microseconds) from now, and stores what the consumer reports: one
+        """Extends leases to at least `window_us` (microseconds) from now, and stores what the consumer reports: one
         report for each lease, or none at all."""
         return cls(
             "extend", org, leases, [Extension(window_us, report) for report in reports or [Report()] * len(leases)]
@@ -113,7 +115,7 @@ class Settlement(NamedTuple):
         return cls("snooze", org, [snooze.lease for snooze in snoozes], snoozes)
 
     def only(self, positions: Sequence[int]) -> Settlement:
-        """Returns the same for the leases at these positions."""
+        """Returns a settlement of the leases at these positions only."""
         leases = [self.leases[at] for at in positions]
         details = [self.details[at] for at in positions if self.details]
         logs = {new: self.logs[old] for new, old in enumerate(positions) if old in self.logs}
@@ -303,8 +305,8 @@ class LeaseSettler:
         delays_us: Sequence[int] = (),
         failures: Mapping[int, str] = _NO_TEXTS,
     ) -> _Done:
-        """Makes jobs visible again. `counts`: the attempt does. `delays_us`: one for each lease, or none. `failures`:
-        by the lease's position."""
+        """Makes jobs visible again. `counts`: whether the attempt counts. `delays_us`: one for each lease, or none.
+        `failures`: by the lease's position."""
         parameters = {
             **columns.parameters(),
             "outcome": outcome.value,

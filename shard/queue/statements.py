@@ -11,6 +11,7 @@ from shard.postgres.sql_loader import load
 _load = partial(load, Path(__file__).parent / "sql")
 
 ENQUEUE = _load("enqueue", shared=True)
+ENQUEUE_PLAIN = _load("enqueue_plain", shared=True)
 FIND_KNOWN = _load("find_known", shared=True)
 DESCRIBE_KNOWN = _load("describe_known", shared=True)
 FIND_REFUSED_SLOTS = _load("find_refused_slots", shared=True)

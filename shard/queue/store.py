@@ -26,7 +26,7 @@ from shard.postgres.clock import ShardClock
 from shard.postgres.pool import Database
 from shard.postgres.sql_loader import Statement
 from shard.queue import row_locks, statements
-from shard.queue.claim import CLAIM_BYTES_MAX, Claimer, ClaimRequest, ClaimResult, Memory
+from shard.queue.claim import CLAIM_BYTES_MAX, Claimer, ClaimRequest, ClaimResult
 from shard.queue.claim_floor import GUARD_US, Floors
 from shard.queue.coalescer import Coalescer, InFlight, SingleCall, TooManyWaiting, one_by_one
 from shard.queue.enqueue import Enqueuer
@@ -105,7 +105,13 @@ class Store:
         self._locks = row_locks.of_jobs(database)
         self._enqueuer = Enqueuer(database, self.names, self._locks, self.clock, horizon_days=horizon_days)
         settler = LeaseSettler(database, self._locks, lambda queues: self.on_visible(queues))
-        claimer = Claimer(database, self.names, self._floors, lambda revocations: self.on_revoked(revocations))
+        claimer = Claimer(
+            database,
+            self.names,
+            self._floors,
+            lambda revocations: self.on_revoked(revocations),
+            lambda queues: self.on_visible(queues),
+        )
 
         def overdue() -> ShardUnavailable:
             return ShardUnavailable(self.name, "earlier calls have not been answered yet")
@@ -185,7 +191,7 @@ class Store:
         return await self._lookups.submit(jobs) if len(jobs) else {}
 
     async def describe(self, jobs: NewJobs, found: Sequence[JobId]) -> dict[int, Known]:
-        """Tells about the jobs `found` that enqueues found instead of storing these jobs: by position, those that this
+        """Describes the jobs `found`, which enqueues found instead of storing these jobs: by position, those that this
         shard has. Raises ShardUnavailable, TooManyWaiting."""
         return await self._descriptions.submit((jobs, found)) if len(jobs) else {}
 
@@ -200,23 +206,25 @@ class Store:
         window_us: int,
         worker: str,
         bytes_max: int = CLAIM_BYTES_MAX,
-        memory: Memory | None = None,
     ) -> ClaimResult:
-        """Leases up to `max_jobs` due jobs for `window_us` (microseconds), fewer if they fill `bytes_max` or `memory`.
-        Raises ShardUnavailable, TooManyWaiting."""
+        """Leases up to `max_jobs` due jobs for `window_us` (microseconds), fewer if they fill `bytes_max`. Raises
+        ShardUnavailable, TooManyWaiting."""
         self.clock.check()
-        request = ClaimRequest(org, tuple(queues), max_jobs, window_us, worker, bytes_max, memory)
-        result = self._claims.submit(request)
-        try:
-            return await result
-        except asyncio.CancelledError:
-            if not result.cancelled() and result.exception() is None:
-                # The jobs were leased just before the caller was cancelled.
-                self._return_claim(request, result.result())
-            raise
+        request = ClaimRequest(org, tuple(queues), max_jobs, window_us, worker, bytes_max)
+        while True:
+            result = self._claims.submit(request)
+            try:
+                claimed = await result
+            except asyncio.CancelledError:
+                if not result.cancelled() and result.exception() is None:
+                    # The jobs were leased just before the caller was cancelled.
+                    self._return_claim(request, result.result())
+                raise
+            if claimed.jobs or not claimed.cut:
+                return claimed
 
     async def settle(self, call: Settlement) -> list[Answer]:
-        """Ends or prolongs leases. Returns an answer for each. Raises RowLocked, ShardUnavailable, TooManyWaiting."""
+        """Ends or extends leases. Returns an answer for each. Raises RowLocked, ShardUnavailable, TooManyWaiting."""
         self.clock.check()
         answers = await self._settlements[call.verb].submit(call)
         if call.verb in _ENDING:
@@ -248,11 +256,9 @@ class Store:
             _log.warning("%d job(s) stay leased until their window ends: %s", len(call.leases), error)
 
     def _return_claim(self, request: ClaimRequest, result: ClaimResult) -> None:
-        """Releases the jobs, and their memory, of a claim whose caller was cancelled."""
+        """Releases the jobs of a claim whose caller was cancelled."""
         if result.jobs:
             self.release_soon(request.org, [lease_of(job.id, job.lease) for job in result.jobs])
-        if request.memory is not None:
-            request.memory.give_back(result.held)
 
     # ── Both ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -313,7 +319,8 @@ class Store:
     async def _show(
         self, statement: Statement, parameters: Mapping[str, object], ids: Sequence[JobId]
     ) -> dict[JobId, Answer]:
-        """Runs a statement that may make jobs visible, and tells the wait room of their queues. Returns its answers."""
+        """Runs a statement that may make jobs visible, and notifies the wait room about their queues. Returns its
+        answers."""
         rows: list[tuple[str, QueueId | None]] = await self._database.run(
             statement, {**parameters, "ids": arrays.plain(ids)}
         )
@@ -454,7 +461,7 @@ class Store:
         try:
             return await self._probe(queues, is_sweep=True)
         finally:
-            # Also if it failed: it may have run into statement_timeout.
+            # Count its time even if it failed: it may have run into statement_timeout.
             ended_s = time.monotonic()
             if ended_s - began_s > _FULL_SWEEP_S_MAX:
                 self._full_sweep_from_s = ended_s + _FULL_SWEEP_PAUSE * (ended_s - began_s)

@@ -1,7 +1,7 @@
 # ruff: noqa: N802 - the calls are named by the contract
 """A server of windrow.v1.Queue that does what a scenario tells it, and writes down what the client does.
 
-It stores nothing. By itself it sends the jobs that it was given as credit allows, and answers OK.
+It stores nothing. Unless a scenario says otherwise, it sends the given jobs as credit allows, and answers OK.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DETAILS = "grpc-status-details-bin"
 _JOBS_MAX = 100
 _CANCELLED_S = 0.05
 _START_S = 1.0
-# For clients that are being killed.
+# How long a stop waits for the streams of clients that are being killed.
 _STOP_S = 5.0
 Settle = Callable[[queue_pb2.ConsumeRequest], queue_pb2.Settled | None]
 _leases = itertools.count(1)
@@ -195,7 +195,7 @@ class FakeServer(_Servicer):  # type: ignore[misc]
             await _abort(context, refusal)
         return queue_pb2.EnqueueResponse(results=[queue_pb2.EnqueueResult(id=job.id) for job in request.jobs])
 
-    # What no scenario is about.
+    # Calls that no scenario is about.
 
     async def Dequeue(self, _request: queue_pb2.DequeueRequest, _context: Any) -> queue_pb2.DequeueResponse:
         return queue_pb2.DequeueResponse()
@@ -265,8 +265,8 @@ class _Call:
         self._server.wake()
 
     async def read_start(self, requests: AsyncIterator[queue_pb2.ConsumeRequest]) -> None:
-        """Reads the first message, if it comes soon, before the stream is refused: libraries report an error of their
-        own, and not the server's status, if the stream ends while they write."""
+        """Reads the first message, if it comes soon, before the stream is refused. If a stream ends while a library
+        writes to it, the library reports an error of its own instead of the server's status."""
         with contextlib.suppress(TimeoutError, StopAsyncIteration):
             async with asyncio.timeout(_START_S):
                 self._write_down(await anext(requests))

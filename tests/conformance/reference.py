@@ -1,4 +1,4 @@
-"""A worker over raw stubs, which does what docs/streams.md asks for and writes down what was said.
+"""A worker over raw stubs, which does what docs/streams.md asks for and records all messages.
 
 It shows that the scenarios can be passed, and that the fake server behaves as a router does. wrong_clients.py replaces
 its methods. As a program (`python -m tests.conformance.reference`) it is a client under test, as README.md describes.
@@ -78,7 +78,7 @@ class Held:
     """A leased job whose handler runs."""
 
     job: job_pb2.LeasedJob
-    # From its arrival, or from the moment before an extend was sent that was answered OK.
+    # The window counts from the job's arrival, or from just before the sending of the last extend that was answered OK.
     renewed_s: float
     extending: bool = False
     timer: asyncio.TimerHandle | None = None
@@ -193,7 +193,7 @@ class ReferenceWorker:
             await self._pause(asked_s)
             id_ = self.id_again(id_)
 
-    # What wrong clients do otherwise.
+    # The methods that wrong clients replace.
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         return (("windrow-org", quote(self.seen.org, safe="")),)
@@ -268,7 +268,7 @@ class ReferenceWorker:
             self.parts += [message.entries[:half], message.entries[half:]]
 
     def say_again(self) -> None:
-        """Says on a new stream what was not answered."""
+        """Repeats on a new stream what was not answered."""
         for message in reversed([*self.unanswered.values()]):
             self.outbox.extendleft(reversed(message.entries))
         self.unanswered.clear()
@@ -332,13 +332,13 @@ class ReferenceWorker:
                 await self.wake.wait()
 
     def _fill(self, request: queue_pb2.ConsumeRequest, call: Any) -> bool:
-        """Adds what may be said now. Returns whether the message says anything."""
+        """Adds what may be sent now. Returns whether the message has any content."""
         batch: tuple[Entry, ...] = ()
         may_say = not self.draining and self._loop.time() >= self._not_before_s
         if may_say and len(self.unanswered) < self.unanswered_max:
             batch = self.parts.popleft() if self.parts else self._next_batch()
         wanted = self.credit_wanted()
-        # Half of the room at a time is enough, unless there is something to say anyway.
+        # Give credit when half of the room is free, or when a message is sent anyway.
         if batch or request.HasField("start") or wanted * 2 >= self.handlers or not self.credit:
             request.credit = wanted
             self.credit += wanted
@@ -361,7 +361,7 @@ class ReferenceWorker:
             if batch and size > self._message_bytes_max:
                 break
             self.outbox.popleft()
-            # Nothing is left to extend of a job that is done.
+            # A job that is done needs no extend.
             if entry.verb != "extend" or entry.lease in self.held:
                 batch[entry.lease] = entry
         return tuple(batch.values())

@@ -1,4 +1,4 @@
-"""What holds for every client in every scenario: the rules of docs/streams.md, as functions of a transcript."""
+"""Rules for every client in every scenario: those of docs/streams.md, as functions of a transcript."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _check_message(message: queue_pb2.ConsumeRequest, said: list[tuple[str, byte
 
 
 def _check_endings(transcript: Transcript) -> None:
-    """A lease is ended once. The same is said again only if there was no answer, or an error."""
+    """A lease is ended once. The client repeats that only if there was no answer, or an error."""
     said_of: dict[bytes, list[Saying]] = {}
     for said in transcript.sayings():
         said_of.setdefault(said.lease, []).append(said)

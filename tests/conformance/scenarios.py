@@ -1,7 +1,7 @@
-"""What a client must do, one class for each scenario, told once in its docstring.
+"""The scenarios: one class each, whose docstring says what a client must do.
 
 `fake` plays the server's side to a client under test. `real` brings a real router and the reference client into the
-same situation. `expect` judges what was said in both cases, and rules.py what holds in every scenario.
+same situation. `expect` judges the messages in both cases; rules.py has the rules of every scenario.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 STALE, CANCELLED = job_pb2.JOB_ANSWER_STALE, job_pb2.JOB_ANSWER_CANCELLED
 # Handlers run for this long unless their lease ends (ms).
 LONG = "600000"
+# A real lease ends if a busy machine holds up an extend for two thirds of its window.
+REAL_WINDOW_S = 9.0
 PAUSE_FIRST_S = 0.05
 
 
@@ -146,7 +148,7 @@ class RepeatSettlements(Scenario):
         stage.server.settle = settle
         leases = stage.server.give(*["0"] * 8)
         await stage.until_acked(*leases)
-        # Where the credit of all messages would have added up.
+        # The credit that a client would have if that of all messages added up.
         await stage.until_acked(*stage.server.give("0"))
 
     async def real(self, bench: Bench) -> Transcript:
@@ -201,7 +203,7 @@ class Backoff(Scenario):
 
 
 class Pause(Scenario):
-    """Opens a stream that was refused with RetryInfo not before that time is over."""
+    """Waits for the delay of RetryInfo before it opens a stream again that was refused with it."""
 
     name = "pause"
     disturbs = True
@@ -217,7 +219,7 @@ class Pause(Scenario):
         return worker.seen
 
     def expect(self, seen: Transcript) -> None:
-        # That the pause is long enough is a rule of every scenario.
+        # A rule of every scenario checks that the pause is long enough.
         require(any(stream.retry_after_s for stream in seen.streams), "a stream that is refused with RetryInfo", seen)
 
 
@@ -257,14 +259,24 @@ class Extend(Scenario):
         await stage.until_acked(*stage.server.give("4500"))
 
     async def real(self, bench: Bench) -> Transcript:
-        async with bench.worker(window_s=self.window_s) as worker:
-            await bench.until_succeeded(await bench.store("4500"))
+        async with bench.worker(window_s=REAL_WINDOW_S) as worker:
+            worker.hold()
+            ids = await bench.store("0")
+            # The third one comes when a whole window has passed.
+            await bench.until(
+                lambda: any(len(self._extends(worker.seen, lease)) >= 3 for lease in worker.seen.jobs), "extends"
+            )
+            worker.let_go()
+            await bench.until_succeeded(ids)
         return worker.seen
+
+    @staticmethod
+    def _extends(seen: Transcript, lease: bytes) -> list[Saying]:
+        return [said for said in seen.sayings(lease, "extend") if said.answer == "OK"]
 
     def expect(self, seen: Transcript) -> None:
         for lease in seen.jobs:
-            extends = [said for said in seen.sayings(lease, "extend") if said.answer == "OK"]
-            require(len(extends) >= 2, "two extends or more before the ack", seen)
+            require(len(self._extends(seen, lease)) >= 2, "two extends or more before the ack", seen)
         require(len(seen.jobs) == 1, "a job that is leased once", seen)
 
 
@@ -308,7 +320,7 @@ class Cancelled(Stale):
     answer = CANCELLED
 
     async def real(self, bench: Bench) -> Transcript:
-        # A client that was not told: `revoked` is a hint.
+        # No `revoked` was sent, because it is only a hint.
         async with bench.worker(hears_revoked=False) as worker:
             worker.hold()
             ids = await bench.store("0")
@@ -346,7 +358,7 @@ class Revoke(Scenario):
     """Stops working on a job whose lease is revoked, and gives credit for its place."""
 
     name = "revoke"
-    # The answer to an extend would tell the same, long after the scenario has ended.
+    # Long, so that the scenario ends before an extend, whose answer would also say that the lease has ended.
     window_s = 90.0
 
     async def fake(self, stage: Stage) -> None:
@@ -400,7 +412,7 @@ class MaxRuntime(Scenario):
     """Stops working on a job when its max_runtime is over, although its window is longer, and does not ack it."""
 
     name = "max-runtime"
-    # The answer to an extend would tell the same, long after the scenario has ended.
+    # Long, so that the scenario ends before an extend, whose answer would also say that the lease has ended.
     window_s = 90.0
 
     async def fake(self, stage: Stage) -> None:
@@ -443,7 +455,7 @@ class Drain(Scenario):
         return any(said.stream > 0 for said in seen.sayings(lease))
 
     async def real(self, bench: Bench) -> Transcript:
-        async with bench.worker(window_s=self.window_s) as worker:
+        async with bench.worker(window_s=REAL_WINDOW_S) as worker:
             # Longer than the router waits for the client to close its side.
             ids = await bench.store("4000")
             await bench.until(lambda: worker.seen.jobs, "a leased job")
@@ -537,7 +549,7 @@ class Fatal(Scenario):
 
 
 class Oversize(Scenario):
-    """Splits a message that was too large, and gives its credit again."""
+    """Splits a message that was too large, and sends its credit again."""
 
     name = "oversize"
     room_real = 260
@@ -625,7 +637,7 @@ class HalfOpen(Scenario):
 
 
 class Collect(Scenario):
-    """Has two unanswered messages at most, and collects what it has to say meanwhile."""
+    """Has at most two unanswered messages, and collects everything else for the next message."""
 
     name = "collect"
 
@@ -644,7 +656,7 @@ class Collect(Scenario):
         return worker.seen
 
     def expect(self, seen: Transcript) -> None:
-        # That two messages at most are unanswered is a rule of every scenario.
+        # A rule of every scenario checks that at most two messages are unanswered.
         require(seen.acked(*seen.jobs), "an ack of each job, answered OK", seen)
 
 

@@ -1,4 +1,4 @@
-"""One scenario with one client: the fake server, the client under test, and what came of it."""
+"""One scenario with one client: the fake server, the client under test, and the verdict."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ StartClient = Callable[[Mapping[str, str]], AbstractAsyncContextManager[Client]]
 class Outcome:
     scenario: str
     passed: bool
-    # What the scenario asks for, if the client passed; otherwise what it did not do.
+    # The scenario's requirement if the client passed; otherwise what the client did not do.
     expected: str
     seen: str
     seconds: float
@@ -130,7 +130,7 @@ class Stage:
 
 
 def environ_of(scenario: Scenario, address: str) -> dict[str, str]:
-    """What the client under test is told."""
+    """Returns the environment variables that tell the client under test what to do."""
     return {
         "WINDROW_ADDRESS": address,
         "WINDROW_SCENARIO": scenario.name,
@@ -151,7 +151,7 @@ async def play(
         async with serving(server, address) as actual, start(environ_of(scenario, actual)) as client:
             async with _followed(client, server):
                 await scenario.fake(Stage(server, client, patience_s=patience_s))
-            # Before the client is killed: that ends its streams too.
+            # Judge before the client is killed, because that also ends its streams.
             check_rules(server.seen)
             scenario.expect(server.seen)
     except Unmet as unmet:

@@ -14,8 +14,9 @@ from tests.conformance.stage import Client, Outcome, StartClient, play
 from tests.conformance.wrong_clients import WRONG
 
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
-# A wrong client never does what is expected. This is how long a scenario waits for it.
-WRONG_PATIENCE_S = 6.0
+# A wrong client never does what is expected. This is how long a scenario waits for it, and for the steps before, which
+# all clients do at the same time.
+WRONG_PATIENCE_S = 12.0
 
 
 class InProcess:
@@ -62,7 +63,7 @@ def in_process(kind: type[ReferenceWorker]) -> StartClient:
 
 
 async def play_all(*plays: tuple[str, type[ReferenceWorker]], patience_s: float = 30.0) -> list[Outcome]:
-    """All at the same time: most of them wait."""
+    """Plays all of them at the same time, because most of them only wait."""
     return await asyncio.gather(*[play(BY_NAME[name], in_process(kind), patience_s=patience_s) for name, kind in plays])
 
 

@@ -1,4 +1,4 @@
-"""The scenarios against a real router: it says what the fake server says, and the same expectations hold."""
+"""The scenarios against a real router: it behaves like the fake server, and the same expectations hold."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ async def play(scenario: Scenario, postgres: Server, routers: Routers) -> None:
 
 @pytest.fixture(scope="module")
 def calm_plays(postgres: Server, routers: Routers) -> dict[str, BaseException | None]:
-    """What came of the scenarios that do not disturb others. They run at the same time: most of them wait."""
+    """The results of the scenarios that do not disturb others. They run at the same time, because most of them only
+    wait."""
 
     async def play_all() -> list[BaseException | None]:
         return await asyncio.gather(

@@ -85,7 +85,7 @@ class Enqueue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saying:
-    """What one message said of one lease, and what was answered."""
+    """One lease in one message, and its answer."""
 
     lease: bytes
     verb: str
@@ -117,7 +117,7 @@ class Transcript:
         return {job.lease: job for stream in self.streams for job in stream.jobs}
 
     def sayings(self, lease: bytes | None = None, verb: str = "") -> list[Saying]:
-        """What was said of this lease, or of all, with this verb, or any."""
+        """Returns the entries about this lease (or all) with this verb (or any)."""
         every = [said for at, stream in enumerate([*self.streams, *self.calls]) for said in _sayings(at, stream)]
         return [said for said in every if lease in (None, said.lease) and verb in ("", said.verb)]
 
@@ -126,7 +126,7 @@ class Transcript:
         return set(leases) <= {said.lease for said in self.sayings(verb="ack") if said.answer == "OK"}
 
     def __str__(self) -> str:
-        """The streams and the end of what was said, in one line."""
+        """The streams and the last entries, in one line."""
         ends = [stream.ended.name if stream.ended else "open" for stream in self.streams]
         said = [f"{one.verb} {one.lease[-8:].hex()}: {one.answer or 'no answer'}" for one in self.sayings()]
         enqueues = f"; {len(self.enqueues)} Enqueue(s)" if self.enqueues else ""

@@ -30,7 +30,7 @@ class DoesNotPause(ReferenceWorker):
 
 
 class PausesAsItLikes(ReferenceWorker):
-    """Whatever the router asks for."""
+    """Ignores the delay that the router asks for."""
 
     def pause_s(self, asked_s: float | None, tries: int) -> float:
         return super().pause_s(None, tries)

@@ -15,18 +15,20 @@ import pytest
 
 from embedded import open_clusters
 from tests.collector import Collector, collecting
+from tests.routers import reserved_address
 from windrow import Client, uuid7
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-WAIT_S = 30.0
+# Only for what hangs.
+WAIT_S = 60.0
 
 
 class RunningCluster:
     """Shards that stay up, and routers that a test may kill and start again on the same port."""
 
-    def __init__(self, folder: Path, dsns: dict[str, str]) -> None:
+    def __init__(self, folder: Path, dsns: dict[str, str], address: str) -> None:
         self.dsns = dsns
-        self.address = "127.0.0.1:0"
+        self.address = address
         self._config = folder / "cluster.toml"
         self._log = folder / "router.log"
         self._router: subprocess.Popen[str] | None = None
@@ -45,7 +47,6 @@ class RunningCluster:
         assert self._router.stdout is not None
         for line in self._router.stdout:
             if line.startswith("listening on "):
-                self.address = line.removeprefix("listening on ").strip()
                 return
         pytest.fail(f"the router did not start:\n{self._log.read_text()}")
 
@@ -80,8 +81,8 @@ class RunningCluster:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
-    with open_clusters(["s1", "s2"], ephemeral=True) as shards:
-        running = RunningCluster(tmp_path_factory.mktemp("cluster"), shards.dsns)
+    with open_clusters(["s1", "s2"], ephemeral=True) as shards, reserved_address() as address:
+        running = RunningCluster(tmp_path_factory.mktemp("cluster"), shards.dsns, address)
         running.start()
         try:
             yield running

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).parent.parent.parent
+# Only for what hangs.
+_PATIENCE_S = 280.0
 # More processes would take more CPU to start than to measure.
-_FEW = ("--clients", "1", "--routers", "1")
+_FEW = ("--producers", "1", "--workers", "1", "--routers", "1")
 
 
 def _command(scenario: str, *arguments: str) -> list[str]:
@@ -27,15 +29,15 @@ def test_a_run_ends_with_a_table_and_with_all_samples_as_json(tmp_path: Path) ->
         cwd=_ROOT,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=_PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr
 
     rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
-    # A heading, a rule, and three figures for each of two systems in two batch sizes.
-    assert len(rows) == 2 + 12
-    assert all(row.count("|") == rows[0].count("|") for row in rows)
+    # Two tables, each with a heading, a rule, and three figures for each of four systems in two batch sizes.
+    assert len(rows) == 2 * (2 + 24)
+    assert len({row.count("|") for row in rows}) == 2
     assert rows[-1] in (out / "bench.md").read_text()
     assert [file.name for file in out.glob("*.png")] == ["throughput-by-batch.png"]
 
@@ -45,12 +47,21 @@ def test_a_run_ends_with_a_table_and_with_all_samples_as_json(tmp_path: Path) ->
     samples = told["scenarios"]["throughput"]["samples"]
     assert {sample["figure"] for sample in samples} == {"enqueue", "drain", "whole life"}
     assert all(sample["jobs"] == 1000 and sample["jobs_per_s"] > 0 for sample in samples)
+    for sample in samples:
+        acts, messages = sample["counts"]["acts"], sample["counts"]["messages"]
+        if sample["figure"] != "enqueue":
+            assert acts["ack"]["calls"] > 0
+            assert messages["jobs"] == messages["acks"] == (0 if sample["system"] == "limit" else 1000)
+        if sample["figure"] != "drain":
+            assert acts["enqueue_plain"]["calls"] > 0
+        if sample["figure"] == "drain":
+            assert acts["claim"]["rows"] == 1000
 
 
 def _told(out: Path, *arguments: str) -> Any:
     """Returns the benchmark's results, read from its JSON file."""
     command = [sys.executable, "-m", "bench", *arguments, "--out", str(out)]
-    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads((out / "bench.json").read_text())
 
@@ -58,7 +69,7 @@ def _told(out: Path, *arguments: str) -> Any:
 def test_small_calls_are_measured_beside_an_echo(tmp_path: Path) -> None:
     told = _told(tmp_path, "throughput", "--beside", "echo", *_FEW, "--runs", "1", "--jobs", "200", "--callers", "16")
     systems = {sample["system"] for sample in told["scenarios"]["throughput"]["samples"]}
-    assert systems == {"windrow-unary", "echo", "windrow-client"}
+    assert systems == {"windrow-unary", "echo", "windrow"}
 
 
 def test_a_history_is_measured_turned_cold_and_dropped(tmp_path: Path) -> None:
@@ -114,13 +125,30 @@ def test_a_cluster_that_grows_is_measured_and_loses_nothing(tmp_path: Path) -> N
     assert (tmp_path / "grow.png").exists()
 
 
+def test_the_parts_of_many_routers_are_measured(tmp_path: Path) -> None:
+    few = ("--shards", "20", "--routers", "3", "--members", "2", "--listeners", "3", "--rings", "20", "--jobs", "5")
+    short = ("--changes", "3", "--seconds", "1", "--settle-seconds", "1", "--processes", "1")
+    catalog, bells, shard, jobs, router = _samples("scale", *few, *short, out=tmp_path)
+    assert [change["seen"] for change in catalog["changes"]] == [3] * 3
+    whole, nothing, one_slot = (read["bytes"] for read in catalog["reads"])
+    assert whole > one_slot > nothing > 0
+    assert bells["rings"] > 0
+    # Each process has one connection for the queue, one for lists and one that listens.
+    backends = {one["application"]: one["count"] for one in shard["backends"]}
+    assert backends["windrow"] >= 6
+    assert backends["windrow doorbell"] == 3
+    assert jobs["jobs"] == len(jobs["late_us"]) == 5
+    assert router["shards"] == 2
+    assert router["files"] >= 12
+
+
 def _samples(*command: str, out: Path) -> list[Any]:
     done = subprocess.run(
         [sys.executable, "-m", "bench", *command, "--out", str(out)],
         cwd=_ROOT,
         capture_output=True,
         text=True,
-        timeout=115,
+        timeout=_PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -149,13 +177,13 @@ def test_a_stopped_run_leaves_no_process_behind() -> None:
             if "warm-up" in line:
                 break
         family = _descendants(running.pid)
-        # Postgres may be a child process with children; besides it there are two clients of two systems, and two
+        # Postgres may be a child process with children; besides it there are four clients of four systems, and two
         # routers.
-        assert len(family) >= 2 + 4
+        assert len(family) >= 2 + 16
         os.killpg(running.pid, signal.SIGINT)
         _, told = running.communicate(timeout=60)
     finally:
-        # Also if the test is interrupted: otherwise the benchmark would run on for minutes.
+        # Kill it even if the test is interrupted: otherwise the benchmark would run on for minutes.
         if running.poll() is None:
             os.killpg(running.pid, signal.SIGKILL)
     assert running.returncode == 130, told

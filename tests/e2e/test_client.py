@@ -78,6 +78,15 @@ async def state(client: Client, id_: str) -> JobState:
     return (await client.get_jobs([id_]))[id_].state
 
 
+async def test_a_job_is_found_by_its_dedup_key(client: Client) -> None:
+    stored = await client.enqueue("q", "k", b"7", dedup_key="user 7")
+    found = await client.find_job("q", "user 7", include_payload=True)
+    assert found is not None
+    assert (found.id, found.payload, found.dedup_key) == (stored.id, b"7", "user 7")
+    assert await client.find_job("q", "user 8") is None
+    assert await client.find_job("other", "user 7") is None
+
+
 async def test_a_job_goes_from_enqueue_to_its_result(client: Client) -> None:
     worker = Worker(client, ["math"])
 
@@ -140,6 +149,70 @@ async def test_hundreds_of_jobs_each_run_once(client: Client) -> None:
     assert sorted(ran) == sorted(one.id for one in stored)
     records = await client.get_jobs(ran)
     assert {record.state for record in records.values()} == {JobState.SUCCEEDED}
+
+
+@pytest.mark.parametrize("in_thread", [False, True], ids=["async def", "def"])
+async def test_hundreds_of_jobs_run_in_batches_each_with_its_own_outcome(client: Client, in_thread: bool) -> None:
+    worker = Worker(client, "a", concurrency=300)
+    sizes: list[int] = []
+    ran: list[str] = []
+
+    def outcomes(jobs: Sequence[Job]) -> list[dict[str, str] | Exception]:
+        sizes.append(len(jobs))
+        ran.extend(job.id for job in jobs)
+        return [Kill("odd") if int(job.payload) % 2 else {"was": job.text()} for job in jobs]
+
+    async def coroutine(jobs: Sequence[Job]) -> list[dict[str, str] | Exception]:
+        return outcomes(jobs)
+
+    worker.batch_handler("k", max_jobs=100)(outcomes if in_thread else coroutine)
+    stored = await client.enqueue_many([NewJob("a", "k", f"{at}") for at in range(750)])
+    task = asyncio.create_task(worker.run())
+
+    async def all_ran() -> bool:
+        return len(ran) >= 750
+
+    await eventually(all_ran)
+    await stopped(worker, task)
+    assert sorted(ran) == sorted(one.id for one in stored)
+    assert len(sizes) < 75
+    assert max(sizes) <= 100
+    records = await client.get_jobs(ran, include_payload=True)
+    for at, one in enumerate(stored):
+        record = records[one.id]
+        if at % 2:
+            assert (record.state, record.reason) == (JobState.DEAD, "failed permanently")
+        else:
+            assert (record.state, record.result) == (JobState.SUCCEEDED, b'{"was":"%d"}' % at)
+
+
+async def test_a_job_that_is_cancelled_in_the_middle_of_a_batch_is_lost_alone(client: Client) -> None:
+    worker = Worker(client, "a", concurrency=3)
+    begun, lost = asyncio.Event(), asyncio.Event()
+    seen: list[bool] = []
+
+    @worker.batch_handler("k", max_jobs=3, max_wait=30)
+    async def k(jobs: Sequence[Job]) -> None:
+        begun.set()
+        await jobs[1].lost.wait()
+        seen.extend(job.lost.is_set() for job in jobs)
+        lost.set()
+
+    stored = await client.enqueue_many([NewJob("a", "k") for _ in range(3)])
+    task = asyncio.create_task(worker.run())
+    async with asyncio.timeout(WAIT_S):
+        await begun.wait()
+        # The router sends the jobs in the order in which they were stored.
+        assert await client.cancel_jobs([stored[1].id]) == [Answer.OK]
+        await lost.wait()
+    await stopped(worker, task)
+    assert seen == [False, True, False]
+    records = await client.get_jobs([one.id for one in stored])
+    assert [records[one.id].state for one in stored] == [
+        JobState.SUCCEEDED,
+        JobState.CANCELLED,
+        JobState.SUCCEEDED,
+    ]
 
 
 async def test_the_same_job_twice_is_stored_once(client: Client) -> None:
@@ -373,7 +446,8 @@ async def test_a_graceful_stop_releases_what_is_not_done_uncounted(client: Clien
 
     await eventually(all_ran)
     await stopped(second, task)
-    # At once, long before the first worker's leases would have ended, and without counting the attempts.
+    # The second worker gets the jobs at once, long before the first worker's leases would have ended, and the attempts
+    # are not counted.
     assert attempts == [1, 1, 1, 1]
 
 
@@ -413,7 +487,7 @@ async def test_a_long_job_keeps_its_lease_and_a_lost_one_is_stale(client: Client
 
 
 async def test_a_cancelled_job_is_lost_by_its_handler(client: Client) -> None:
-    worker = Worker(client, "q", visibility_window=0.6)
+    worker = Worker(client, "q", visibility_window=3.0)
     started, ended = asyncio.Event(), asyncio.Event()
     lost: list[bool] = []
 
@@ -502,7 +576,7 @@ async def test_jobs_that_meet_conditions_are_changed_in_steps_and_a_repeated_cal
     stored = await client.enqueue_many(jobs)
     odd = [one.id for one in stored][1::2]
     where = JobFilter(queue="q", attributes={"n": "1"})
-    # To another lane, and later: a list in the order of claims would meet the jobs again.
+    # Change priority and time: a list in the order of claims would meet the jobs again.
     later: dict[str, Any] = {"priority": 9, "run_at": datetime.now(UTC) + 2 * HOUR}
     tried = await client.alter_where(where, **later, dry_run=True)
     assert (tried.found, tried.changed, [job.id for job in tried.first]) == (6, 0, odd[:0:-1])
@@ -520,6 +594,11 @@ async def test_jobs_that_meet_conditions_are_changed_in_steps_and_a_repeated_cal
     assert (await client.alter_where(where, **later)).found == 0
     altered = {job.id for job in (await client.list_jobs()).jobs if job.priority == 9 and job.run_at == later["run_at"]}
     assert altered == set(odd)
+    told: list[int] = []
+    assert await client.count_jobs(where, on_progress=told.append) == told[-1] == 6
+    assert await client.count_jobs() == await client.count_jobs(JobFilter(queue="q")) == 12
+    with pytest.raises(NotFound):
+        await client.count_jobs(JobFilter(queue="nope"))
     assert (await client.cancel_where(where, limit=4, reason="over")).changed == 4
     assert (await client.cancel_where(where, reason="over")).changed == 2
     assert [job.reason for job in (await client.list_jobs(state=JobState.CANCELLED)).jobs] == ["over"] * 6
@@ -652,7 +731,9 @@ async def test_the_readmes_examples_run(cluster: RunningCluster, app_dsn: str, c
     text = (CHECKOUT / "clients" / "python" / "README.md").read_text()
     examples = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     # test_readme.py runs the others: they are about workers, and need nothing to do.
-    enqueue, many, plain, cancel, admin, work, _middleware, stop, _timeout, _process, relay, traced = examples
+    enqueue, many, plain, cancel, admin, work, _middleware, _batch, stop, _timeout, _process, _tests, relay, traced = (
+        examples
+    )
     environ = os.environ | {
         "WINDROW_ADDRESS": cluster.address,
         "PYTHONUNBUFFERED": "1",

@@ -79,7 +79,7 @@ def test_nothing_is_left_running_however_the_demo_ends(number: signal.Signals) -
         process.send_signal(number)
         process.wait(60)
     _, alive = psutil.wait_procs(family, timeout=40)
-    # Those without a parent have ended too, whether or not somebody has collected them.
+    # Orphaned processes have ended too, even if they are still zombies.
     assert [one for one in alive if state(one) != psutil.STATUS_ZOMBIE] == []
 
 

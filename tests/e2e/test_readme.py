@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.conftest import RunningCluster
 
 ROOT = Path(__file__).resolve().parents[2]
-RUN_S = 60.0
+RUN_S = 120.0
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 

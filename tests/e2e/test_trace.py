@@ -72,8 +72,8 @@ async def test_one_trace_leads_from_the_producer_to_the_worker(
         serve = collector.one("windrow.v1.Queue/Enqueue", lambda one: one.is_child_of(send))
         shard = next(
             collector.one(name, lambda one: one.is_child_of(serve))
-            for name in ("enqueue s1", "enqueue s2")
-            if name in {one.span.name for one in collector.spans()} or name == "enqueue s2"
+            for name in ("enqueue_plain s1", "enqueue_plain s2")
+            if name in {one.span.name for one in collector.spans()} or name == "enqueue_plain s2"
         )
         process = collector.one(f"process {QUEUE}", lambda one: one.is_child_of(send))
         greeting = collector.one("greeting", lambda one: one.is_child_of(process))
@@ -171,5 +171,5 @@ def test_a_collector_that_is_away_holds_nothing_up(config: Path) -> None:
                 both.queue.Enqueue(queue_pb2.EnqueueRequest(org=f"org-{uuid7()}", jobs=[job]), timeout=5)
             routers.supervisor.terminate()
             assert routers.supervisor.wait(PATIENCE_S) == 0
-            # It ended by itself.
+            # The process ended by itself.
             assert "did not end in time" not in routers.log.read_text()

@@ -219,7 +219,7 @@ async def test_a_kill_loses_nothing_and_doubles_nothing(
                     group.create_task(load.produce(queue, org, over))
                 await until(load.is_worked, "every consumer has got jobs")
                 await kill(load)
-                # It was a load, and it goes on: every producer stores so much more.
+                # There was load, and it continues: every producer stores this many more jobs.
                 stored = {org: len(ids) for org, ids in load.stored.items()}
                 await until(lambda: all(len(load.stored[org]) >= stored[org] + AFTER for org in orgs), "work goes on")
                 over.set()

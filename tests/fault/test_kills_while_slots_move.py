@@ -96,7 +96,7 @@ class Cluster:
         async def rests() -> bool:
             return await asyncio.to_thread(ask, self.shards[S1].direct_dsn, read) == [([shard],)]
 
-        await until(rests, f"{org} is at rest on {shard}")
+        await until(rests, f"{org} is at rest on {shard}", every_s=0.1)
 
     @contextlib.asynccontextmanager
     async def working(self, home: str, folder: Path) -> AsyncGenerator[Work, None]:
@@ -237,8 +237,8 @@ def assert_all_is_well(cluster: Cluster, work: Work) -> None:
 
 
 def kills() -> Iterator[tuple[str, str]]:
-    """Who is killed at which step: in a thorough run each at each step. Otherwise the balancer, which takes the step,
-    and each of the others once: a database at a step that it executes."""
+    """Which process is killed at which step. A thorough run kills each one at each step. Otherwise the balancer is
+    killed at each step, and each of the others once: a database at a step that it executes."""
     others = {"close": "routers", "switch": "catalog", "depart": "source", "take": "target"}
     for step in STEPS:
         for victim in VICTIMS:

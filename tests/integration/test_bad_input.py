@@ -315,6 +315,10 @@ def queue_cases() -> Iterator[Bad]:
     wait_job, named = queue_pb2.WaitJobRequest, {"org": ORG, "id": SECOND_JOB}
     for field, wrong in (("org", ORGS), ("id", IDS), ("wait", waits)):
         yield from each("WaitJob", wait_job, field, wrong, named)
+    find_job, keyed = queue_pb2.FindJobRequest, {"org": ORG, "queue": QUEUE, "dedup_key": "k"}
+    keys = {**TEXTS, "empty": "", "too long": "x" * 257, "too many bytes": "é" * 129}
+    for field, wrong in (("org", ORGS), ("queue", NAMES), ("dedup_key", keys)):
+        yield from each("FindJob", find_job, field, wrong, keyed)
     yield from each("Dequeue", dequeue, "worker", {**TEXTS, "with a line break": "w\n", "too long": "w" * 129}, good)
     ack, long = queue_pb2.Ack(lease=LEASE), queue_pb2.Ack(lease=LEASE, result=b"r" * 65_537)
     yield from each("Dequeue", dequeue, "acks", {"too many": [ack] * 1001}, good)
@@ -405,6 +409,7 @@ def admin_cases() -> Iterator[Bad]:
         "ResumeQueue": (admin_pb2.ResumeQueueRequest, good),
         "PurgeQueue": (admin_pb2.PurgeQueueRequest, {**good, "include_dead": True}),
         "ListJobs": (admin_pb2.ListJobsRequest, {**good, "state": job_pb2.JOB_STATE_READY}),
+        "CountJobs": (admin_pb2.CountJobsRequest, good),
         "RedriveQueue": (admin_pb2.RedriveQueueRequest, good),
         "GetStats": (admin_pb2.GetStatsRequest, good),
     }
@@ -416,7 +421,7 @@ def admin_cases() -> Iterator[Bad]:
     for rpc in requests:
         yield from of(rpc, "org", ORGS)
         if rpc != "ListQueues":
-            yield from of(rpc, "queue", OPTIONAL_NAMES if rpc in ("GetStats", "ListJobs") else NAMES)
+            yield from of(rpc, "queue", OPTIONAL_NAMES if rpc in ("GetStats", "ListJobs", "CountJobs") else NAMES)
     for rpc in ("CreateQueue", "UpdateQueue"):
         make, fields = requests[rpc]
         for why, number in {**NUMBERS_BELOW_0, "zero": 0, "above 1,000": 1001}.items():
@@ -448,21 +453,24 @@ def admin_cases() -> Iterator[Bad]:
     for state in (job_pb2.JOB_STATE_DEAD, job_pb2.JOB_STATE_SUCCEEDED):
         yield from of("ListJobs", "page_token", UUID_TOKENS, state=state)
     yield from of("ListJobs", "state", {"unknown": 7, "negative": -1, "unspecified": 0})
-    for field in ("created_after", "created_before"):
-        yield from of("ListJobs", field, TIMESTAMPS)
-    for rpc in ("ListJobs", "RedriveQueue"):
-        yield from of(rpc, "kind", OPTIONAL_NAMES)
-    yield from of("ListJobs", "attributes", {"too many": {str(at): "" for at in range(33)}})
-    for why, bad_state in {"unknown": 7, "negative": -1, "unspecified": 0}.items():
-        states = [job_pb2.JOB_STATE_READY, job_pb2.JobState.ValueType(bad_state)]
-        yield Bad("ListJobs", "states[1]", why, admin_pb2.ListJobsRequest(org=ORG, states=states))
+    yield from of("CountJobs", "page_token", UUID_TOKENS)
     listing, ready = admin_pb2.ListJobsRequest, job_pb2.JOB_STATE_READY
-    yield Bad("ListJobs", "states", "too many", listing(org=ORG, states=[ready] * 7))
+    for rpc in ("ListJobs", "CountJobs"):
+        for field in ("created_after", "created_before"):
+            yield from of(rpc, field, TIMESTAMPS)
+        yield from of(rpc, "attributes", {"too many": {str(at): "" for at in range(33)}})
+        make, _ = requests[rpc]
+        for why, bad_state in {"unknown": 7, "negative": -1, "unspecified": 0}.items():
+            yield Bad(rpc, "states[1]", why, make(org=ORG, states=[ready, job_pb2.JobState.ValueType(bad_state)]))
+        yield Bad(rpc, "states", "too many", make(org=ORG, states=[ready] * 7))
+    for rpc in ("ListJobs", "CountJobs", "RedriveQueue"):
+        yield from of(rpc, "kind", OPTIONAL_NAMES)
     yield Bad("ListJobs", "states", "beside state", listing(org=ORG, state=ready, states=[ready]))
     for rpc in ("PurgeQueue", "RedriveQueue"):
         yield from of(rpc, "limit", LIMITS)
-    for field in ("died_after", "died_before"):
-        yield from of("RedriveQueue", field, TIMESTAMPS)
+    for rpc in ("CountJobs", "RedriveQueue"):
+        for field in ("died_after", "died_before"):
+            yield from of(rpc, field, TIMESTAMPS)
     restore, one = admin_pb2.RestoreJobsRequest, admin_pb2.RestoreJob
     for why, org in ORGS.items():
         yield Bad("RestoreJobs", "org", why, restore(org=org, jobs=[one(id=SECOND_JOB)]))
@@ -478,6 +486,16 @@ def admin_cases() -> Iterator[Bad]:
         yield Bad("RestoreJobs", "jobs[1].new_id", why, restore(org=ORG, jobs=jobs))
     for why, shard in {"empty": "", "too long": "s" * 64}.items():
         yield Bad("CheckShard", "shard", why, cluster_pb2.CheckShardRequest(shard=shard))
+    figures: dict[str, dict[str, Any]] = {
+        "search": {"too long": "x" * 129, "with NUL": "a\0b", "with a line break": "a\n"},
+        "sort": {"unknown": 9, "negative": -1},
+        "shard": {"too long": "s" * 64},
+        "max_age": {**BROKEN_DURATIONS, "negative": Duration(seconds=-1), "above a day": Duration(seconds=86_401)},
+        "page_size": PAGE_SIZES,
+        "page_token": {**NAME_TOKENS, "of another order": packed(["dead", 1, "acme"])},
+    }
+    for field, values in figures.items():
+        yield from each("ListOrgs", cluster_pb2.ListOrgsRequest, field, values, {})
 
 
 # ── The cluster ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -532,9 +550,16 @@ def send(both: Stubs, rpc: str, request: Message) -> object:
 CASES = [*queue_cases(), *admin_cases()]
 
 
+@pytest.fixture(scope="module")
+def before(cluster: Stubs) -> dict[tuple[str, str], bytes]:
+    """The books before the first bad request. The bad requests follow one another, and none may change them."""
+    return books_of(cluster)
+
+
 @pytest.mark.parametrize("bad", CASES, ids=str)
-def test_a_bad_field_is_named_by_its_path_and_nothing_is_stored(cluster: Stubs, bad: Bad) -> None:
-    before = books_of(cluster)
+def test_a_bad_field_is_named_by_its_path_and_nothing_is_stored(
+    cluster: Stubs, before: dict[tuple[str, str], bytes], bad: Bad
+) -> None:
     error = refusal(lambda: send(cluster, bad.rpc, bad.request))
     assert (error.code(), violated_fields(error)) == (grpc.StatusCode.INVALID_ARGUMENT, [bad.field])
     assert "regex" not in (error.details() or "")
@@ -557,7 +582,7 @@ def test_every_rpc_that_takes_input_is_among_the_bad_requests() -> None:
     }
     seen = {(bad.rpc, bad.field.partition("[")[0].partition(".")[0]) for bad in CASES}
     # A queue's configuration is only bad if one of its fields is.
-    free = {"independent", "include_payload", "include_dead", "include_finished"}
+    free = {"independent", "include_payload", "include_dead", "include_finished", "not_killed"}
     assert {place for place in takes_input - seen if place[1] not in free} == set()
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psycopg
@@ -363,7 +364,7 @@ def test_a_key_that_counts_while_its_job_is_live_is_taken_for_as_long_as_the_job
 
 
 def leave_long_ago(catalog: str, *, shard: str, slot: int) -> None:
-    """Has the slot left this shard three hours ago."""
+    """Makes it look as if the slot had left this shard three hours ago."""
     with psycopg.connect(catalog, autocommit=True) as connection:
         connection.execute(
             "UPDATE windrow.former_owner SET left_at = left_at - interval '3 hours' WHERE shard = %s AND slot = %s",
@@ -469,7 +470,7 @@ def test_leases_outlive_a_move_begun_and_end_where_they_began(cluster: Cluster) 
     nack = queue_pb2.Nack(lease=nacked, failure=job_pb2.Failure(message="later"), retry_after=Duration(seconds=3600))
     request = queue_pb2.NackRequest(org=org, nacks=[nack])
     assert list(cluster.far.queue.Nack(request, timeout=PATIENCE_S).answers) == [OK]
-    # As if its window had ended.
+    # Act as if its window had ended.
     cluster.sql("s1", "UPDATE windrow.job SET visible_at = now() - interval '1 s' WHERE id = %s::uuid", jobs[2].id)
     extend = queue_pb2.ExtendRequest(
         org=org, extends=[queue_pb2.Extend(lease=kept)], visibility_window=Duration(seconds=600)
@@ -669,6 +670,40 @@ def listed(both: Stubs, org: str, *states: job_pb2.JobState.ValueType | None) ->
     return found
 
 
+def counted(both: Stubs, org: str, **conditions: Any) -> int:
+    request, count = admin_pb2.CountJobsRequest(org=org, **conditions), 0
+    while True:
+        part = both.admin.CountJobs(request, timeout=PATIENCE_S)
+        count += part.count
+        request.page_token = part.next_page_token
+        if not request.page_token:
+            return count
+
+
+def found(both: Stubs, org: str, key: str) -> str:
+    """Returns the id of the job that has a dedup key; "" if none has."""
+    request = queue_pb2.FindJobRequest(org=org, queue=QUEUE, dedup_key=key)
+    return both.queue.FindJob(request, timeout=PATIENCE_S).job.id
+
+
+def test_a_job_is_found_by_its_key_at_every_step(cluster: Cluster) -> None:
+    org = cluster.org()
+    for_a_window = new_job(dedup_key="a", dedup_window=Duration(seconds=3600))
+    while_live, both_ways = new_job(dedup_key="b", dedup_while_live=True), new_job(dedup_key="a", dedup_while_live=True)
+    enqueue(cluster.near, org, for_a_window, while_live)
+    move = cluster.begin(org)
+    for step in ("close", "switch", "depart", "take", "finish"):
+        getattr(move, step)()
+        for both in (cluster.near, cluster.far):
+            keyed = [found(both, org, key) for key in ("a", "b", "c")]
+            assert (step, keyed) == (step, [for_a_window.id, while_live.id, ""])
+    cancel(cluster.near, org, for_a_window.id, while_live.id)
+    # A window outlives its job; a key that counts while its job is live does not.
+    assert [found(cluster.far, org, key) for key in ("a", "b")] == [for_a_window.id, ""]
+    enqueue(cluster.near, org, both_ways)
+    assert found(cluster.far, org, "a") == both_ways.id
+
+
 UNFINISHED = (job_pb2.JOB_STATE_READY, job_pb2.JOB_STATE_SCHEDULED, job_pb2.JOB_STATE_LEASED, job_pb2.JOB_STATE_DEAD)
 
 
@@ -695,6 +730,7 @@ def test_jobs_on_their_way_are_listed_and_counted_once_at_every_step(cluster: Cl
             assert (step, counts.dead, counts.ready, counts.scheduled) == (step, 3, 3, 1)
             assert (counts.HasField("oldest_ready_age"), counts.HasField("next_due")) == (True, True)
             assert sorted(listed(both, org, *UNFINISHED)) == sorted(job.id for job in (*dead, *ready, scheduled))
+            assert (step, counted(both, org), counted(both, org, not_killed=True)) == (step, 7, 0)
             whatever = listed(both, org, None)
             assert whatever == sorted((job.id for job in (*dead, *ready, scheduled)), reverse=True)
 

@@ -99,6 +99,7 @@ def unary_calls(to: Client, lease: bytes) -> dict[str, Callable[[], Any]]:
         "Dequeue that waits": lambda: queue.Dequeue(waiting),
         **{verb.method: partial(getattr(queue, verb.method), lease_request(verb, [lease], ORG)) for verb in VERBS},
         "GetJobs": lambda: queue.GetJobs(queue_pb2.GetJobsRequest(org=ORG, ids=[job_id()])),
+        "FindJob": lambda: queue.FindJob(queue_pb2.FindJobRequest(org=ORG, queue=QUEUE, dedup_key="key")),
         "CancelJobs": lambda: queue.CancelJobs(queue_pb2.CancelJobsRequest(org=ORG, ids=[job_id()])),
         "WaitJob": lambda: queue.WaitJob(queue_pb2.WaitJobRequest(org=ORG, id=job_id(), wait=window(20))),
         "AlterJobs": lambda: queue.AlterJobs(queue_pb2.AlterJobsRequest(org=ORG, ids=[job_id()], priority=1)),
@@ -110,6 +111,7 @@ def unary_calls(to: Client, lease: bytes) -> dict[str, Callable[[], Any]]:
         "DeleteQueue": lambda: admin.DeleteQueue(admin_pb2.DeleteQueueRequest(org=ORG, queue="other")),
         "PurgeQueue": lambda: admin.PurgeQueue(admin_pb2.PurgeQueueRequest(org=ORG, queue="other")),
         "ListJobs": lambda: admin.ListJobs(admin_pb2.ListJobsRequest(org=ORG)),
+        "CountJobs": lambda: admin.CountJobs(admin_pb2.CountJobsRequest(org=ORG)),
         "RestoreJobs": lambda: admin.RestoreJobs(
             admin_pb2.RestoreJobsRequest(org=ORG, jobs=[admin_pb2.RestoreJob(id=job_id())])
         ),
@@ -127,7 +129,7 @@ async def test_unary_calls_are_cancelled_at_any_stage_without_an_error_in_the_lo
     (leased,) = await near.dequeue(ORG)
     calls = unary_calls(near, leased.lease)
     for make in calls.values():
-        # Before it is sent, and about when it arrives.
+        # Cancel each call before it is sent, and about when it arrives.
         await cancel(make())
         for turns in range(20):
             call = make()
@@ -162,7 +164,7 @@ async def test_a_dequeue_that_waits_is_cancelled_without_an_error_in_the_log(clu
 
 
 async def test_streams_are_cancelled_at_any_stage_without_an_error_in_the_log(cluster: Cluster, near: Client) -> None:
-    # Before the first message, and about when it arrives.
+    # Cancel a stream before its first message, and about when that arrives.
     for turns in range(20):
         stream = Stream(near.queue)
         for _ in range(turns):
@@ -171,7 +173,7 @@ async def test_streams_are_cancelled_at_any_stage_without_an_error_in_the_log(cl
         async with near.stream(ORG, "stream", credit=turns):
             for _ in range(turns):
                 await asyncio.sleep(0)
-    # With jobs, and an ack that is not answered yet.
+    # Cancel a stream that has jobs, and an ack that is not answered yet.
     await near.enqueue(ORG, *(new_job(queue="stream") for _ in range(3)))
     async with near.stream(ORG, "stream", credit=2) as stream:
         jobs = await stream.until_jobs(1)

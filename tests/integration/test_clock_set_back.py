@@ -85,7 +85,7 @@ async def purge_dead(database: Database, org: OrgId, leases: list[Lease]) -> Non
 async def test_a_job_that_finished_while_the_clock_was_set_back_is_known_when_it_is_enqueued_again(
     set_clock: SetClock, shard: Database, org: OrgId, how: str
 ) -> None:
-    """By a router that has not noticed yet."""
+    """The jobs finish at a router that has not noticed yet that the clock was set back."""
     store = Store(shard)
     jobs, leases = await held_by(store, org)
     await store.clock.record()

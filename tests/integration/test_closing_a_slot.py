@@ -34,7 +34,7 @@ async def test_an_enqueue_that_waits_while_a_slot_is_closed_is_refused(
         await store.names.make({(org, queue) for queue in some_jobs(org).queues})
     balancer = await psycopg.AsyncConnection.connect(fresh_dsn)
     async with balancer, asyncio.TaskGroup() as group:
-        # The same as moving.close_slots, with time to observe.
+        # Does the same as move_steps.close_slots, with time to observe.
         await balancer.execute(statements.LOCK_SLOTS, prepare=False)
         await balancer.execute(NO_HURRY)
         enqueue = group.create_task(_refused_since(store, org))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -44,7 +45,13 @@ def address(postgres: Server, tmp_path_factory: pytest.TempPathFactory) -> Gener
     config = tmp_path_factory.mktemp("age") / "cluster.toml"
     write_cluster(config, {"s1": postgres.create("connection_age")}, connection_age_seconds=AGE_S)
     command = [sys.executable, "-c", IMPATIENT, "--config", str(config), "--listen", "127.0.0.1:0"]
-    with subprocess.Popen(command, cwd=CHECKOUT, stdin=PIPE, stdout=PIPE, text=True) as router:
+    # As long as the supervisor's end is open, the process serves.
+    supervisor, its = socket.socketpair()
+    with (
+        supervisor,
+        its,
+        subprocess.Popen(command, cwd=CHECKOUT, stdin=its.fileno(), stdout=PIPE, text=True) as router,
+    ):
         try:
             said, port = first_line(router).split()
             assert said == "ready"

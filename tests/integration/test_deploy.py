@@ -36,6 +36,7 @@ from archiver.settings import settings_of as archiver_settings_of
 from balancer.settings import pace_of
 from embedded import BinariesNotFound, find_binaries
 from router.settings import RouterSettings, host_and_port, router_settings
+from router.tls_settings import tls_settings
 from shard.placement.cluster_file import ClusterFileError, parse_cluster, read_cluster
 from shard.placement.slots import SLOTS, plan, slot_of
 from shard.postgres import schema
@@ -390,11 +391,11 @@ def test_no_index_is_asked_for_the_name_windrow() -> None:
 
 def router_settings_of(path: Path) -> RouterSettings:
     """Returns the [router] table of a file whose secrets are elsewhere."""
-    text = re.sub(r'dsn_(file|env) = ".*"', 'dsn = "host=nowhere"', path.read_text())
+    text = re.sub(r'dsn_(file|env) = ".*"', 'dsn = "dbname=nowhere"', path.read_text())
     return router_settings(parse_cluster(text, source=str(path)))
 
 
-ONE_SHARD = '[[shard]]\nname = "s"\ndsn = "host=nowhere"\n'
+ONE_SHARD = '[[shard]]\nname = "s"\ndsn = "dbname=nowhere"\n'
 
 
 def known_keys_of(table: str) -> list[str]:
@@ -404,12 +405,13 @@ def known_keys_of(table: str) -> list[str]:
     def read() -> None:
         cluster = parse_cluster(text, source="probe")
         router_settings(cluster)
+        tls_settings(cluster)
         pace_of(cluster)
         archiver_settings_of(cluster)
 
     with pytest.raises(ClusterFileError, match="known are") as caught:
         read()
-    return str(caught.value).partition("known are ")[2].split(", ")
+    return str(caught.value).partition("known are ")[2].splitlines()[0].split(", ")
 
 
 def section(table: str) -> str:
@@ -421,22 +423,23 @@ def section(table: str) -> str:
 
 def test_the_example_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = tmp_path / "dsn"
-    secret.write_text("postgresql://windrow:three@db3/windrow\n")
+    secret.write_text("postgresql://windrow:three@db3/windrow?sslmode=require\n")
     file = tmp_path / "cluster.toml"
     file.write_text(re.sub(r'dsn_file = ".*"', f'dsn_file = "{secret}"', EXAMPLE.read_text()))
     for variable in re.findall(r'dsn_env = "(.*)"', EXAMPLE.read_text()):
-        monkeypatch.setenv(variable, f"host=db dbname={variable.lower()}")
+        monkeypatch.setenv(variable, f"host=db sslmode=require dbname={variable.lower()}")
     cluster = read_cluster(file)
     assert [shard.name for shard in cluster.shards] == ["s1", "s2", "s3"]
     assert [shard.weight for shard in cluster.shards] == [1, 2, 1]
-    assert cluster.catalog_dsn == "host=db dbname=windrow_catalog_dsn"
+    assert cluster.catalog_dsn == "host=db sslmode=require dbname=windrow_catalog_dsn"
     # The example says of each value that it is the default.
     assert router_settings(cluster) == RouterSettings()
+    assert tls_settings(cluster) is not None
     assert pace_of(cluster).jobs_per_s_max == 5000
     assert archiver_settings_of(cluster) == archiver_settings_of(parse_cluster(ONE_SHARD, source="defaults"))
 
 
-@pytest.mark.parametrize("table", ["cluster", "shard", "catalog", "router", "balancer", "archiver"])
+@pytest.mark.parametrize("table", ["cluster", "shard", "catalog", "router", "tls", "balancer", "archiver"])
 def test_the_example_explains_every_key(table: str) -> None:
     keys = known_keys_of(table)
     assert keys

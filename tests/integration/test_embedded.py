@@ -35,7 +35,7 @@ from embedded import (
 )
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-WAIT_S = 30
+WAIT_S = 60
 IS_ROOT = os.geteuid() == 0
 
 # Holds a cluster until it is killed, or until its stdin ends.
@@ -60,7 +60,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture
 def root() -> Iterator[Path]:
     """Not tmp_path: root's tmp_path has mode 700, so that the server's account could not enter it."""
-    base = Path(tempfile.mkdtemp(prefix="windrow-test-", dir="/tmp")).resolve()
+    base = Path(tempfile.mkdtemp(prefix="windrow-test-")).resolve()
     base.chmod(0o755)
     yield base / "postgres"
     shutil.rmtree(base)

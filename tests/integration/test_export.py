@@ -310,7 +310,7 @@ async def test_a_page_ends_before_it_fills_the_memory(
     monkeypatch.setattr(cold_day, "_BYTES", 3 * 1024)
     day = await make_cold_day(fresh_database, org, jobs=10)
     orgs = await cold_day.count(fresh_database, day)
-    assert [len(page) async for page in cold_day.pages(fresh_database, day, orgs)] == [3, 3, 3, 1]
+    assert [len(page[0]) async for page in cold_day.pages(fresh_database, day, orgs)] == [3, 3, 3, 1]
     assert (await run_export(files, fresh_database, day)).jobs == 10
 
 
@@ -346,7 +346,7 @@ async def test_a_day_that_changes_after_it_was_exported_is_not_dropped_and_the_e
     exported = await run_export(files, fresh_database, day)
     assert exported.rows_by_org == {org: 2, other_org: 1}
     await drop(fresh_database, day, exported=exported.rows_by_org)
-    # Once more after the day was dropped.
+    # Export the day once more after it was dropped.
     await finish(fresh_database, org, 1)
     await age_finished(fresh_database, org, days=40)
     day = await make_cold_day(fresh_database)

@@ -15,6 +15,7 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict
 
 from embedded import Cluster as Server
+from router.buffer import Buffer
 from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
 from shard.errors import Misconfigured, ShardUnavailable
@@ -53,7 +54,7 @@ def two(first_dsn: str, second_dsn: str, second: str | None = "") -> Cluster:
 
 @contextlib.asynccontextmanager
 async def opened(cluster: Cluster) -> AsyncGenerator[Fleet, None]:
-    fleet, ready = Fleet(cluster, connections_per_shard=2, sweep_s=0.2), asyncio.Event()
+    fleet, ready = Fleet(cluster, connections_per_shard=2, sweep_s=0.2, buffer=Buffer(2**20)), asyncio.Event()
     running = asyncio.create_task(fleet.run(ready))
     try:
         await asyncio.wait_for(ready.wait(), PATIENCE_S)
@@ -280,7 +281,7 @@ async def test_no_cluster_is_founded_beside_a_shard_of_another(dsns: list[str]) 
         await up(fleet)
     ready = asyncio.Event()
     with pytest.raises(Misconfigured, match=r"the catalog's database is empty, but shard 's2' has slots"):
-        await Fleet(two(empty, second), connections_per_shard=1, sweep_s=0.2).run(ready)
+        await Fleet(two(empty, second), connections_per_shard=1, sweep_s=0.2, buffer=Buffer(2**20)).run(ready)
     assert is_empty(empty)
     # A shard that is off is not contacted; it is checked, and refused, when it is switched on.
     async with opened(two(empty, second, 'state = "off"')) as fleet:

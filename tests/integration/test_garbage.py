@@ -41,7 +41,7 @@ async def proxy(spare_dsn: str) -> AsyncGenerator[Proxy, None]:
 async def channel(spare_dsn: str, proxy: Proxy) -> AsyncGenerator[grpc.aio.Channel, None]:
     """To a router in this process."""
     cluster = parse_cluster(f"[[shard]]\nname = 's1'\ndsn = '''{through(spare_dsn, proxy)}'''\n", source="test")
-    fleet, ready = Fleet(cluster, connections_per_shard=2, sweep_s=0.2), asyncio.Event()
+    fleet, ready = Fleet(cluster, connections_per_shard=2, sweep_s=0.2, buffer=Buffer(2**20)), asyncio.Event()
     running = asyncio.create_task(fleet.run(ready))
     gate = Gate(Tracing(), Buffer(2**30))
     methods = Methods(gate)

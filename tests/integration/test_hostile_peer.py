@@ -19,7 +19,7 @@ from proof.hostile_peer import (
 from tests.jobs import job_id
 from tests.postgres import Server
 from tests.routers import PATIENCE_S, Routers, Stubs, running_routers, stubs, write_cluster
-from tests.streams import new_job, start
+from tests.streams import new_job, start, until
 from windrow.v1 import admin_pb2, cluster_pb2, queue_pb2
 
 ENQUEUE, GET_JOBS, CONSUME = (f"/windrow.v1.Queue/{name}" for name in ("Enqueue", "GetJobs", "Consume"))
@@ -103,10 +103,15 @@ async def test_streams_take_jobs_that_they_never_read(routers: Routers, both: St
     first = queue_pb2.ConsumeRequest(start=start(org), credit=4).SerializeToString()
     async with open_peer(routers.address, window_bytes=0) as peer:
         await peer.call(CONSUME, first, ends=False)
-        # Response headers come with the first jobs.
         await peer.until(lambda seen: len(seen.answering) == 1, within_s=PATIENCE_S)
-        stats = both.admin.GetStats(admin_pb2.GetStatsRequest(org=org), timeout=PATIENCE_S)
-        assert [queue.leased > 0 for queue in stats.queues] == [True]
+
+        def leased() -> int:
+            return sum(
+                queue.leased
+                for queue in both.admin.GetStats(admin_pb2.GetStatsRequest(org=org), timeout=PATIENCE_S).queues
+            )
+
+        await until(leased, "its jobs are leased")
         assert peer.seen.answer_bytes == 0
 
 

@@ -123,7 +123,8 @@ async def test_no_field_of_a_job_is_lost_on_its_way(pair: Pair, org: OrgId, tmp_
     await export.export_day(files, pair.databases[B], day, cluster=CLUSTER, stop=asyncio.Event())
     exported = {job["queue"]: job for job in find(files, ExportFilter(org=org, payloads=True))}
     orgs = await cold_day.count(pair.databases[B], day)
-    cold = [job async for page in cold_day.pages(pair.databases[B], day, orgs) for job in page]
+    pages = [page async for page in cold_day.pages(pair.databases[B], day, orgs)]
+    cold = [cold_day.ColdJob._make(job) for page in pages for job in zip(*page, strict=True)]
     assert len(cold) == len(exported) == len(jobs)
     for row in cold:
         assert set(JOB_CONTENT) <= set(row._fields)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
+from uuid import UUID
 
 import pytest
 
-from shard.admin import job_pages
+from shard.admin import job_counts, job_pages
+from shard.admin.job_counts import Part, WantedCount
 from shard.admin.job_pages import Page, Wanted
 from shard.admin.queue_admin import QueueAdmin
 from shard.errors import BadPageToken, UnknownQueue
@@ -42,6 +44,11 @@ async def pages(books: QueueAdmin, wanted: Wanted, page_size: int = 2) -> list[l
         found.append([job.id for job in page.jobs])
         token = page.next_token
     return found
+
+
+async def listed(books: QueueAdmin, wanted: Wanted) -> list[JobId]:
+    """Returns the jobs of all pages: how many a page of a search has depends on how long it took."""
+    return [one for page in await pages(books, wanted, 1000) for one in page]
 
 
 async def finish(store: Store, org: OrgId, count: int = 1, *, queue: str = QUEUE) -> list[JobId]:
@@ -109,10 +116,10 @@ async def test_jobs_of_every_state_are_one_list_newest_first(
         one: state.value for state, ids in by_state.items() for one in ids
     }
     for state, ids in by_state.items():
-        assert await pages(fresh_books, Wanted(org=org, state=state), 1000) == [sorted(ids, reverse=True)]
+        assert await listed(fresh_books, Wanted(org=org, state=state)) == sorted(ids, reverse=True)
     there = {*succeeded, *ids_of(ready)}
-    assert await pages(fresh_books, Wanted(org=org, queue=OTHER_QUEUE)) == [sorted(there, reverse=True)]
-    assert await pages(fresh_books, Wanted(org=org, kind="other")) == [[]]
+    assert await listed(fresh_books, Wanted(org=org, queue=OTHER_QUEUE)) == sorted(there, reverse=True)
+    assert await listed(fresh_books, Wanted(org=org, kind="other")) == []
     assert await pages(fresh_books, Wanted(org=OrgId("nobody"))) == [[]]
 
 
@@ -193,12 +200,33 @@ async def test_a_job_that_goes_from_state_to_state_meanwhile_is_listed_once(
 async def test_a_look_that_takes_long_ends_with_what_it_has_and_the_next_one_goes_on_there(
     fresh_database: Database, fresh_books: QueueAdmin, org: OrgId, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if every query took too long."""
+    """The limit makes every query take too long."""
     ids = [*await finish_cold(fresh_database, org, days=20), *await finish_cold(fresh_database, org, days=2)]
     monkeypatch.setattr(job_pages, "_SEARCH_S_MAX", -1.0)
     found = await pages(fresh_books, Wanted(org=org), 9)
     assert [one for page in found for one in page] == sorted(ids, reverse=True)
     assert [] in found
+
+
+@pytest.mark.parametrize(
+    "conditions",
+    [{"kind": "other"}, {"state": JobState.CANCELLED}, {"queue": OTHER_QUEUE}],
+    ids=["kind", "state", "queue"],
+)
+async def test_a_search_that_matches_nothing_reads_a_bounded_number_of_jobs_for_each_page(
+    fresh_database: Database, fresh_books: QueueAdmin, org: OrgId, monkeypatch: pytest.MonkeyPatch, conditions: Any
+) -> None:
+    store = Store(fresh_database)
+    for _ in range(9):
+        await finish(store, org)
+    # The queue exists.
+    await finish(store, org, queue=OTHER_QUEUE)
+    monkeypatch.setattr(job_pages, "_SCAN_ROWS", 2)
+    monkeypatch.setattr(job_pages, "_SCAN_S_MAX", -1.0)
+    found = await pages(fresh_books, Wanted(org=org, **conditions), 9)
+    # Each page has read about two jobs, and its token has led to the next.
+    assert len(found) >= 4
+    assert len([one for page in found for one in page]) == ("queue" in conditions)
 
 
 async def test_a_search_by_attributes_finds_each_job_once_wherever_it_is(
@@ -252,3 +280,89 @@ async def test_a_search_by_attributes_finds_each_job_once_wherever_it_is(
     assert await found('{"campaign": "44"}') == []
     assert len(await pages(fresh_books, Wanted(org=org, attributes='{"campaign": "44"}'), 9)) > 3
     assert cold
+
+
+# ── Counts ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def parts(books: QueueAdmin, wanted: WantedCount, *, with_ids: bool = False) -> list[Part]:
+    found: list[Part] = []
+    token = ""
+    while token or not found:
+        found.append(await books.count_jobs(wanted, page_token=token, with_ids=with_ids))
+        token = found[-1].next_token
+    return found
+
+
+async def counted(books: QueueAdmin, org: OrgId, **conditions: Any) -> int:
+    return sum(part.count for part in await parts(books, WantedCount(org=org, **conditions)))
+
+
+async def test_a_count_refuses_an_unknown_queue_and_a_token_of_another_list(books: QueueAdmin, org: OrgId) -> None:
+    with pytest.raises(UnknownQueue):
+        await counted(books, org, queue=QUEUE)
+    assert await counted(books, org) == 0
+    with pytest.raises(BadPageToken):
+        await books.count_jobs(WantedCount(org=org), page_token=job_pages.pack(5, 0, job_id()), with_ids=False)
+
+
+async def test_a_count_has_what_a_list_has(
+    fresh_database: Database, fresh_books: QueueAdmin, org: OrgId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Ranges of one job, and a part for each.
+    monkeypatch.setattr(job_counts, "_ROWS", 1)
+    monkeypatch.setattr(job_counts, "_S_MAX", 0.0)
+    store = Store(fresh_database)
+    await finish_cold(fresh_database, org, days=3, count=2)
+    for permanent in (True, False):
+        await store.enqueue(some_jobs(org, 1, max_attempts=1))
+        failure = Failure(permanent=permanent)
+        await store.settle(
+            Settlement.nack(org, [Nack(lease=lease, failure=failure) for _, lease in await lease_jobs(store, org)])
+        )
+    await store.enqueue(some_jobs(org, 1))
+    await lease_jobs(store, org, window_us=HOUR_US)
+    await finish(store, org, 3, queue=OTHER_QUEUE)
+    labelled = some_jobs(org, 5)
+    labelled.attributes.update({0: '{"a": "1"}', 1: '{"a": "2"}'})
+    for jobs in (
+        some_jobs(org, 4, delay_us=HOUR_US, queue=OTHER_QUEUE),
+        labelled,
+        some_jobs(OrgId(f"{org}-other"), 2),
+    ):
+        await store.enqueue(jobs)
+    expected = {
+        JobState.SUCCEEDED: 5,
+        JobState.DEAD: 2,
+        JobState.CANCELLED: 0,
+        JobState.LEASED: 1,
+        JobState.SCHEDULED: 4,
+        JobState.READY: 5,
+    }
+    for state, count in expected.items():
+        assert await counted(fresh_books, org, states=frozenset({state})) == count
+        listed = await pages(fresh_books, Wanted(org=org, state=state), 1000)
+        assert sum(map(len, listed)) == count
+    assert await counted(fresh_books, org) == sum(expected.values())
+    assert len(await parts(fresh_books, WantedCount(org=org))) > 3
+    assert await counted(fresh_books, org, queue=OTHER_QUEUE) == 7
+    assert await counted(fresh_books, org, kind="other") == 0
+    assert await counted(fresh_books, org, attributes='{"a": "1"}') == 1
+    assert await counted(fresh_books, OrgId("nobody")) == 0
+    # Conditions on a death are true of dead jobs only.
+    assert await counted(fresh_books, org, not_killed=True) == 1
+    assert await counted(fresh_books, org, died_after=0) == 2
+    assert await counted(fresh_books, org, died_before=0) == 0
+    assert await counted(fresh_books, org, states=frozenset({JobState.READY}), died_after=0) == 0
+
+
+async def test_a_job_that_is_on_two_shards_counts_once(books: QueueAdmin, store: Store, org: OrgId) -> None:
+    await store.enqueue(some_jobs(org, 3))
+    (part,) = await parts(books, WantedCount(org=org), with_ids=True)
+    assert (part.count, len(part.ids)) == (3, 48)
+    ids = sorted(part.ids[at : at + 16] for at in range(0, 48, 16))
+    assert job_counts.merged([part, part]).count == 3
+    # One shard has come only to the second of them: the others belong to the next part.
+    cut = Part(count=1, ids=ids[2], until=str(UUID(bytes=ids[1])))
+    both = job_counts.merged([part, cut])
+    assert (both.count, both.until) == (2, cut.until)

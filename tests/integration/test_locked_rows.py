@@ -247,7 +247,7 @@ async def test_enqueues_of_other_orgs_go_on_without_a_dedup_key_that_is_locked(
         )
         assert isinstance(refused, RowLocked)
         assert answer == {}
-        assert recorder.count(statements.ENQUEUE, since=before) == 1
+        assert recorder.count(statements.ENQUEUE_PLAIN, since=before) == 1
     assert await store.enqueue(mine) == {}
     assert await balanced(books, org)
 
@@ -354,7 +354,7 @@ async def test_many_calls_for_locked_jobs_leave_others_the_connections(
 
 
 async def test_where_nothing_is_locked_nobody_looks_for_locks(recorder: Recorder, module_dsn: str, org: OrgId) -> None:
-    """Neither before a lock was met, nor after it was released."""
+    """The store does not look for locks before a call has met one, nor after it was released."""
     store = Store(recorder)
     leases = await held_by(store, org, 3)
     before = len(recorder.runs)
@@ -363,7 +363,7 @@ async def test_where_nothing_is_locked_nobody_looks_for_locks(recorder: Recorder
     async with locked_job(module_dsn, leases[1]):
         with pytest.raises(RowLocked):
             await store.settle(Settlement.ack(org, leases[1:2]))
-    # Once, for any job of the org.
+    # The store looks once more, for any job of the org.
     assert await store.settle(Settlement.ack(org, leases[2:])) == [OK]
     assert recorder.count(statements.FIND_LOCKED_JOBS, since=before) == 2
     assert await store.settle(Settlement.ack(org, leases[1:2])) == [OK]
@@ -374,6 +374,7 @@ def test_statements_that_take_turns_on_a_connection_wait_alike() -> None:
     """Otherwise lock_timeout would be set again for each statement, which costs a round trip."""
     hot = (
         statements.ENQUEUE,
+        statements.ENQUEUE_PLAIN,
         statements.CLAIM,
         statements.ACK,
         statements.NOTIFY_WORK,

@@ -112,7 +112,7 @@ async def test_a_backup_put_back_without_a_move_is_refused_until_somebody_accept
         backups.put_back()
         await until_refused(fleet, org, "has lost history: .* accept the loss by `windrow shards accept s2`")
         await store(fleet, near)
-    # The same for a router that starts.
+    # A router that starts refuses the shard too.
     async with opened(cluster) as fleet:
         await until_refused(fleet, org, "has lost history")
         await store(fleet, near)
@@ -170,7 +170,7 @@ async def test_a_later_mark_is_never_confirmed_for_a_database_that_lacks_an_earl
     backups.put_back()
     async with open_shards(cluster) as shards:
         shard = shards.databases[B]
-        # By a process that has not noticed.
+        # A process that has not noticed the loss writes marks.
         for _ in range(5):
             made = await marks.make(shard)
             assert made is not None
@@ -303,7 +303,7 @@ async def test_a_backup_from_before_a_move_is_refused_though_nothing_else_was_do
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gone:
-    """What s2 had before the backup: jobs, by what has happened to them since on s1."""
+    """The jobs that s2 had before the backup, by what has happened to them since then on s1."""
 
     ids: dict[str, JobId]
     # The epochs of the move to s2 and of the move back.
@@ -489,7 +489,7 @@ async def test_jobs_that_were_known_at_home_have_one_record_each_when_their_org_
     await pair.move([org], target=B)
     ((_, other),) = await lease_jobs(pair.store(B), org, max_jobs=1)
     for _ in range(2):
-        # Also if the answer to the first call was lost.
+        # Repeat the ack, as if the answer to the first one was lost.
         assert await pair.store(B).settle(Settlement.ack(org, [other])) == [Answer.OK]
     found = await states(pair, org, ids_of(jobs))
     assert found.pop((A, job.id)) == "succeeded"
@@ -564,7 +564,7 @@ async def test_jobs_of_an_org_that_was_pinned_elsewhere_since_go_there(pair: Pai
     await pins.pin(pair.catalog, pinned, OnShard(A))
     slots = await pair.slots([(await pair.known()).slot(pinned)])
     assert slots[B] == []
-    # As if it had moved to s1 and the backup was older than that.
+    # Make the catalog say that the org had moved to s1, as if the backup were older than that move.
     await pair.catalog.run(
         b"UPDATE windrow.placement SET writes = '{s1}', reads = '{s1}', epoch = epoch + 1 WHERE slot = %(slot)s",
         {"slot": (await pair.known()).slot(pinned)},

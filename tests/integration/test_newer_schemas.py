@@ -13,6 +13,7 @@ import grpc
 import psycopg
 import pytest
 
+from router.buffer import Buffer
 from router.fleet.fleet import Fleet
 from shard.placement.cluster_file import read_cluster
 from shard.postgres import schema
@@ -110,7 +111,8 @@ def test_a_router_that_runs_stops_using_a_shard_that_a_newer_release_has_migrate
 
 
 async def enqueue_upgraded(config: Path, org: str) -> object:
-    fleet, ready = Fleet(read_cluster(config), connections_per_shard=1, sweep_s=0.2), asyncio.Event()
+    cluster, ready = read_cluster(config), asyncio.Event()
+    fleet = Fleet(cluster, connections_per_shard=1, sweep_s=0.2, buffer=Buffer(2**20))
     running = asyncio.create_task(fleet.run(ready))
     try:
         await asyncio.wait_for(ready.wait(), PATIENCE_S)

@@ -72,7 +72,7 @@ async def release(field: Field, org: OrgId) -> None:
 
 
 async def retentions(database: Database, org: OrgId) -> list[tuple[str, int]]:
-    """Returns of all the org's finished jobs the kind of table and the retention."""
+    """Returns the kind of table and the retention of each finished job of the org."""
     return await database.run(
         b"""
         SELECT split_part(c.relname, '_', 1), f.retention
@@ -444,7 +444,7 @@ async def test_of_an_org_that_is_erased_nothing_is_left_anywhere_and_others_have
 ) -> None:
     gone, kept, place = OrgId(f"{org}-erased"), other_org, tmp_path / "exports"
     field.write(f"[archiver]\nexport = '{place}'\n", s1={}, s2={})
-    # In each of four places.
+    # There are jobs in four places.
     each = trials(8, thorough=200_000) // 4
     ids = await fill(field, gone, many=each)
     await fill(field, kept)

@@ -233,6 +233,42 @@ async def test_only_an_org_that_is_slow_gets_longer(
     assert client.sent[-1] == ("slow", 1.0)
 
 
+async def test_no_org_waits_for_one_whose_call_hangs_for_longer_than_the_first_patience(
+    app: Connection, empty_dsn: str
+) -> None:
+    hangs, back = asyncio.Event(), asyncio.Event()
+
+    class Hanging(Sending):
+        async def send(self, request: queue_pb2.EnqueueRequest, *, timeout: Span | None = None) -> list[Enqueued]:
+            if request.org == "slow" and not back.is_set():
+                if timeout == 1.0:
+                    raise DeadlineExceeded("no")
+                hangs.set()
+                await back.wait()
+            return await super().send(request, timeout=timeout)
+
+    client = Hanging()
+    slow = await outbox.add(app, "slow", NewJob("q", "k"))
+    async with running(outbox.Relay(empty_dsn, client)):
+        await hangs.wait()
+        for org in ("acme", "other", "acme"):
+            await until_left(app, await outbox.add(app, org, NewJob("q", "k")))
+        assert "slow" not in [org for org, _ in client.sent]
+        back.set()
+        await until_left(app, slow)
+        # It is no longer slow: its next call has the first patience again.
+        await until_left(app, await outbox.add(app, "slow", NewJob("q", "k")))
+    assert [timeout for org, timeout in client.sent if org == "slow"] == [2.0, 1.0]
+
+
+async def test_a_slow_org_that_has_no_more_jobs_is_forgotten(app: Connection, empty_dsn: str) -> None:
+    relay = outbox.Relay(empty_dsn, Sending())
+    relay._resting["slow"] = outbox._Rest(until=0.0, next_s=0.5, timeout_s=2.0)
+    async with asyncio.timeout(WAIT_S):
+        await relay._run_slow()
+    assert relay._resting == {}
+
+
 async def test_an_org_that_could_not_be_reached_comes_last_the_next_time(app: Connection, empty_dsn: str) -> None:
     client = Sending()
     client.errors["away"] = Unavailable("no")

@@ -66,7 +66,7 @@ async def enqueue_in_turn(
     return names
 
 
-# Who gets what
+# How jobs are shared out
 
 
 async def test_takers_of_the_same_queues_share_what_one_would_get_in_its_order(recorder: Recorder, org: OrgId) -> None:
@@ -175,7 +175,8 @@ async def test_takers_of_many_orgs_learn_their_queues_numbers_by_one_statement(r
 async def test_a_wrong_memory_of_a_queue_gives_nothing_to_its_org_and_nothing_away_of_another(
     database: Database, org: OrgId, other_org: OrgId
 ) -> None:
-    """As after a failover that lost the creation of a queue whose number now belongs to another org (I4, I7)."""
+    """The store remembers a wrong number, as after a failover that lost the creation of a queue whose number now
+    belongs to another org (I4, I7)."""
     for wrong_first in (True, False):
         store = Store(database)
         await store.enqueue(some_jobs(other_org, 3, queue=B))
@@ -205,7 +206,7 @@ async def test_two_queues_remembered_under_one_number_are_not_mixed_up(database:
         assert all(job.id in stored[job.queue].ids for job in taken.jobs)
 
 
-# What an answer has room for
+# Jobs that fit into an answer
 
 
 async def test_what_the_answers_have_no_room_for_is_left_as_it_was_and_comes_next(
@@ -240,6 +241,36 @@ async def test_an_orgs_large_payloads_leave_room_for_another_orgs_jobs(
     assert ids(others) == small
 
 
+async def test_a_taker_with_little_room_left_does_not_hold_up_the_others(
+    recorder: Recorder, org: OrgId, other_org: OrgId
+) -> None:
+    """I4: the last byte of one org's answer is not the limit of another org's statements."""
+    store = Store(recorder)
+    large = await enqueue_in_turn(store, org, 1, payload=HALF)
+    large += await enqueue_in_turn(store, org, 1, payload=HALF[:-1])
+    await store.enqueue(some_jobs(other_org, 500))
+    before = len(recorder.runs)
+    first, second = await asyncio.gather(ask(store, org), ask(store, other_org, max_jobs=500))
+    assert ids(first) == large
+    assert len(second.jobs) == 500
+    assert recorder.count(statements.CLAIM, since=before) == 2
+
+
+async def test_when_an_answer_is_full_only_the_queues_that_may_have_been_skipped_are_looked_at_again(
+    recorder: Recorder, org: OrgId, other_org: OrgId
+) -> None:
+    store = Store(recorder)
+    seen: set[QueueId] = set()
+    store.on_visible = seen.update
+    await store.enqueue(some_jobs(other_org, 2))
+    large = await enqueue_in_turn(store, org, 3, payload=HALF)
+    numbers = await store.names.find([(org, QUEUE), (other_org, QUEUE)])
+    first, second = await asyncio.gather(ask(store, other_org), ask(store, org))
+    assert len(first.jobs) == 2
+    assert ids(second) == large[:2]
+    assert seen == {numbers[org, QUEUE]}, "the first group had got all its jobs"
+
+
 async def test_many_takers_of_large_payloads_each_get_one(recorder: Recorder, org: OrgId) -> None:
     store = Store(recorder)
     names = await enqueue_in_turn(store, org, 12, payload=HALF)
@@ -261,7 +292,7 @@ async def test_an_answer_keeps_its_bound_though_jobs_were_set_aside_on_the_way(r
     assert sum(len(job.payload) for job in taken.jobs) <= CLAIM_BYTES_MAX + len(HALF)
 
 
-# What is found past its time
+# Jobs that are found after their time
 
 
 async def test_jobs_past_their_time_are_set_aside_in_their_own_orgs_and_the_rest_is_delivered(
@@ -366,7 +397,7 @@ async def test_a_taker_whom_postgres_refuses_costs_those_beside_it_nothing(
 async def test_what_is_leased_is_handed_out_though_the_shard_fails_before_a_second_turn(
     recorder: Recorder, org: OrgId, other_org: OrgId, error: Exception | None
 ) -> None:
-    """They are leased by then: nobody else could get them before their windows end."""
+    """The jobs are leased by then, so nobody else could get them before their windows end."""
     store = Store(recorder)
     expired = some_jobs(org, 1)
     expired.expires_at_us = {0: FAR_FUTURE_US}
@@ -395,7 +426,7 @@ async def test_takers_who_were_served_have_their_jobs_though_the_shard_goes_away
     assert await store.settle(Settlement.ack(org, leases(first))) == [Answer.OK] * 2
 
 
-# Who asks no more
+# Takers that have left
 
 
 class Answered(Recorder):
@@ -484,7 +515,7 @@ async def test_a_claim_that_had_committed_when_its_caller_left_gives_its_jobs_ba
     answered.holds = False
     answered.let_go.set()
     await asyncio.gather(*claims[1:])
-    await asyncio.wait_for(told, 5)
+    await asyncio.wait_for(told, 30)
     again = await ask(store, org)
     assert sorted(ids(again)) == sorted(jobs.ids)
     assert [job.attempt for job in again.jobs] == [1, 1]
@@ -517,3 +548,23 @@ async def test_a_claim_cancelled_in_the_very_turn_that_answers_it_gives_its_jobs
     again = await ask(store, org)
     assert sorted(ids(again)) == sorted(jobs.ids)
     assert [job.attempt for job in again.jobs] == [1, 1]
+
+
+async def test_no_claim_waits_until_many_large_jobs_have_been_claimed(
+    recorder: Recorder, org: OrgId, other_org: OrgId
+) -> None:
+    store = Store(recorder)
+    large = 60
+    for _ in range(large // 15):
+        jobs = some_jobs(org, 15)
+        jobs.payloads = [bytes(1024 * 1024)] * 15
+        await store.enqueue(jobs)
+    await store.enqueue(some_jobs(other_org, 1))
+    before = len(recorder.runs)
+    claims = [ask(store, org, max_jobs=1) for _ in range(large)]
+    (small,) = (await ask(store, other_org, max_jobs=1)).jobs
+    assert small.payload == b"0"
+    # Its act has at most eight statements, and so has one that runs beside it. The large jobs take thirty.
+    assert recorder.count(statements.CLAIM, since=before) <= 16
+    found = [job for claim in await asyncio.gather(*claims) for job in ids(claim)]
+    assert len(found) == len(set(found)) == large

@@ -65,7 +65,7 @@ async def test_calls_of_several_orgs_are_one_statement_and_each_job_is_its_orgs(
     await store.names.make([(one, queue) for one in (org, other_org) for queue in (A, B)])
     before = len(recorder.runs)
     assert await asyncio.gather(*map(store.enqueue, calls)) == [{}] * 4
-    assert [run[0] for run in recorder.runs[before:]] == [queue_statements.ENQUEUE]
+    assert [run[0] for run in recorder.runs[before:]] == [queue_statements.ENQUEUE_PLAIN]
     for at, jobs in enumerate(calls):
         assert await where(recorder, ids_of(jobs)) == dict.fromkeys(jobs.ids, (jobs.org, jobs.queues[0]))
         found = {record.id: record for record in await store.get(jobs.org, ids_of(jobs), include_payload=True)}
@@ -87,7 +87,7 @@ async def test_new_queues_of_many_orgs_cost_no_more_statements_than_one(recorder
         placement_statements.INSERT_NAMES,
         placement_statements.INSERT_QUEUES,
         queue_statements.FIND_QUEUE_IDS,
-        queue_statements.ENQUEUE,
+        queue_statements.ENQUEUE_PLAIN,
     ]
     for jobs in calls:
         assert await where(recorder, ids_of(jobs)) == dict.fromkeys(jobs.ids, (jobs.org, jobs.queues[0]))
@@ -108,9 +108,9 @@ async def test_what_comes_while_enqueues_are_under_way_goes_together(module_dsn:
             await until_blocked(recorder, count)
         later = [asyncio.create_task(store.enqueue(some_jobs(org, 1))) for _ in range(30)]
         await asyncio.sleep(0)
-        assert recorder.count(queue_statements.ENQUEUE, since=before) == 2
+        assert recorder.count(queue_statements.ENQUEUE_PLAIN, since=before) == 2
     assert await asyncio.gather(*under_way, *later) == [{}] * 32
-    assert recorder.count(queue_statements.ENQUEUE, since=before) == 3
+    assert recorder.count(queue_statements.ENQUEUE_PLAIN, since=before) == 3
     await recorder.close()
 
 
@@ -259,13 +259,13 @@ async def too_many_queues(store: Store, org: OrgId) -> NewJobs:
 
 
 COSTS: dict[Callable[[Store, OrgId], Awaitable[NewJobs]], list[bytes]] = {
-    live: [queue_statements.ENQUEUE, queue_statements.FIND_KNOWN],
-    live_with_a_free_key: [queue_statements.ENQUEUE, queue_statements.FIND_KNOWN, queue_statements.ENQUEUE],
-    finished: [queue_statements.ENQUEUE, queue_statements.FIND_KNOWN, queue_statements.ENQUEUE],
-    too_old: [queue_statements.ENQUEUE, queue_statements.ENQUEUE],
-    far_too_old: [queue_statements.ENQUEUE],
-    not_owned: [queue_statements.ENQUEUE, queue_statements.FIND_REFUSED_SLOTS, queue_statements.ENQUEUE],
-    too_many_queues: [queue_statements.ENQUEUE],
+    live: [queue_statements.ENQUEUE_PLAIN, queue_statements.FIND_KNOWN, queue_statements.ENQUEUE_PLAIN],
+    live_with_a_free_key: [queue_statements.ENQUEUE, queue_statements.FIND_KNOWN, queue_statements.ENQUEUE_PLAIN],
+    finished: [queue_statements.ENQUEUE_PLAIN, queue_statements.FIND_KNOWN, queue_statements.ENQUEUE_PLAIN],
+    too_old: [queue_statements.ENQUEUE_PLAIN, queue_statements.ENQUEUE_PLAIN],
+    far_too_old: [queue_statements.ENQUEUE_PLAIN],
+    not_owned: [queue_statements.ENQUEUE_PLAIN, queue_statements.FIND_REFUSED_SLOTS, queue_statements.ENQUEUE_PLAIN],
+    too_many_queues: [queue_statements.ENQUEUE_PLAIN],
 }
 
 
@@ -309,7 +309,7 @@ async def test_a_call_made_a_hundred_times_in_one_moment_is_one_statement_and_a_
     before = len(recorder.runs)
     answers = await asyncio.gather(*(store.enqueue(again) for _ in range(100)))
     assert answers == [{}] + [dict(enumerate(again.ids))] * 99
-    assert [run[0] for run in recorder.runs[before:]] == [queue_statements.ENQUEUE, queue_statements.FIND_KNOWN]
+    assert [run[0] for run in recorder.runs[before:]] == [queue_statements.ENQUEUE_PLAIN, queue_statements.FIND_KNOWN]
 
 
 @pytest.mark.parametrize(("bad", "most"), [(1, 15), (4, 45)])
@@ -322,7 +322,7 @@ async def test_a_row_that_postgres_refuses_costs_the_calls_beside_it_a_few_state
         no_such_priority(jobs)
     before = len(recorder.runs)
     await among(store, calls, 100)
-    assert recorder.count(queue_statements.ENQUEUE, since=before) <= most
+    assert recorder.count(queue_statements.ENQUEUE_PLAIN, since=before) <= most
 
 
 async def test_two_refused_calls_are_told_each_its_own_reason(
@@ -342,7 +342,7 @@ async def test_two_refused_calls_are_told_each_its_own_reason(
 async def test_a_shard_that_is_away_is_everybodys_trouble(recorder: Recorder, org: OrgId, other_org: OrgId) -> None:
     store = Store(recorder)
     await asyncio.gather(store.enqueue(some_jobs(org, 1)), store.enqueue(some_jobs(other_org, 1)))
-    recorder.fail(queue_statements.ENQUEUE)
+    recorder.fail(queue_statements.ENQUEUE_PLAIN)
     answers = await asyncio.gather(
         store.enqueue(some_jobs(org, 1)), store.enqueue(some_jobs(other_org, 1)), return_exceptions=True
     )
@@ -356,7 +356,8 @@ async def test_a_shard_that_is_away_is_everybodys_trouble(recorder: Recorder, or
 async def test_a_queue_remembered_under_another_orgs_number_never_brings_jobs_into_that_org(
     database: Database, org: OrgId, other_org: OrgId, wrong_first: bool
 ) -> None:
-    """As after a failover that lost the creation of a queue whose number now belongs to another org (I4, I7)."""
+    """The store remembers a wrong number, as after a failover that lost the creation of a queue whose number now
+    belongs to another org (I4, I7)."""
     store = Store(database)
     await store.enqueue(some_jobs(org, 1, queue=A))
     await store.enqueue(some_jobs(other_org, 1, queue=B))
@@ -486,7 +487,7 @@ Known = Callable[[Store, OrgId, list[JobId]], Awaitable[None]]
 
 
 async def _live(_store: Store, _org: OrgId, _ids: list[JobId]) -> None:
-    """As it is."""
+    """The job stays live."""
 
 
 async def _leased(store: Store, org: OrgId, _ids: list[JobId]) -> None:
@@ -657,7 +658,7 @@ async def test_what_is_new_in_a_call_is_stored_by_one_statement_also_beside_call
     await store.enqueue(first)
     shared, new = job_id(), job_id()
     keyed, plain = some_jobs(org, ids=[shared], dedup_keys=["held"]), some_jobs(org, ids=[shared, new])
-    recorder.fail(queue_statements.ENQUEUE, after=1)
+    recorder.fail(queue_statements.ENQUEUE_PLAIN)
     answers = await asyncio.gather(store.enqueue(keyed), store.enqueue(plain), return_exceptions=True)
     assert answers[0] == {0: first.ids[0]}
     assert isinstance(answers[1], ShardUnavailable)
@@ -716,6 +717,39 @@ async def test_batches_of_two_routers_that_overlap_in_any_order_never_deadlock(
         assert found[one].accepted == accepted[one] == 12 * 60
 
 
+async def test_a_call_that_is_stored_plain_and_beside_options_by_two_routers_does_not_deadlock(
+    module_dsn: str, org: OrgId
+) -> None:
+    """The statements take different forms, but lock the jobs in one order, also if the queues have another order."""
+    # A lock that is not waited for would end a deadlock unseen.
+    database = Database(SHARD, module_dsn, connections=8, shared_lock_wait_s=PATIENCE_S)
+    database._tries = 0
+    await database.open()
+    try:
+        one, other = Store(database), Store(database)
+        made = await one.names.make([(org, QueueName(name)) for name in "abc"])
+        newest_first = sorted(made, key=lambda name: made[name], reverse=True)
+        jobs = some_jobs(org, ids=sorted(job_id() for _ in newest_first))
+        jobs.queues = [queue for _, queue in newest_first]
+        beside = some_jobs(org, 1, max_attempts=3)
+        async with asyncio.TaskGroup() as group, database.transaction() as connection:
+            # Whoever comes to the job in the middle waits there, and holds its jobs.
+            await connection.execute(
+                "INSERT INTO windrow.job (id, queue_id, run_at, visible_at, priority, kind, payload) "
+                "VALUES (%s, %s, now(), now(), 5, 'greet', '')",
+                [jobs.ids[1], made[newest_first[1]]],
+            )
+            plain = group.create_task(one.enqueue(jobs))
+            mixed = [group.create_task(other.enqueue(call)) for call in (jobs, beside)]
+            await until_blocked(database, sessions=2)
+            await connection.execute("DELETE FROM windrow.job WHERE id = %s", [jobs.ids[1]])
+        known = dict(enumerate(jobs.ids))
+        assert [plain.result(), mixed[0].result()] in ([{}, known], [known, {}])
+        assert mixed[1].result() == {}
+    finally:
+        await database.close()
+
+
 async def test_a_caller_that_leaves_costs_nobody_anything(database: Database, org: OrgId, other_org: OrgId) -> None:
     store = Store(database)
     gone, stays = some_jobs(org, 2), some_jobs(other_org, 2)
@@ -726,7 +760,7 @@ async def test_a_caller_that_leaves_costs_nobody_anything(database: Database, or
     assert await stayer == {}
     with pytest.raises(asyncio.CancelledError):
         await leaver
-    # A retry is told what became of it, whatever that is.
+    # A retry gets an answer about the job in any state.
     assert await store.enqueue(gone) in ({}, dict(enumerate(gone.ids)))
     held = [lease for _, lease in await lease_jobs(store, org)]
     assert await store.settle(Settlement.ack(org, held)) == [Answer.OK] * 2

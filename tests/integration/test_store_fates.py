@@ -71,7 +71,7 @@ async def test_an_attempt_lasts_no_longer_than_its_job_may_run_however_often_it_
 
 
 async def lease_ran_out(database: Database, org: OrgId) -> None:
-    """Has every lease begun so long ago that it has just ended."""
+    """Moves the begin of every lease so far back that the lease has just ended."""
     await database.run(
         b"""
         UPDATE windrow.job j SET leased_at = j.leased_at - (j.visible_at - now()), visible_at = now()
@@ -83,7 +83,7 @@ async def lease_ran_out(database: Database, org: OrgId) -> None:
 
 
 async def test_when_setting_aside_fails_the_jobs_that_fit_are_handed_out(fresh_dsn: str, org: OrgId) -> None:
-    """They are leased by then: nobody else could get them before their windows end."""
+    """The jobs are leased by then, so nobody else could get them before their windows end."""
     # One connection, so that the short timeout affects only it.
     database = Database(SHARD, fresh_dsn, connections=1)
     await database.open()

@@ -4,6 +4,7 @@ reported exactly once."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -18,7 +19,7 @@ from shard.postgres.pool import Database
 from shard.queue import statements
 from shard.queue.claim_floor import GUARD_US
 from shard.queue.coalescer import TooManyWaiting
-from shard.queue.pending_enqueue import Handed, Handover, Taker
+from shard.queue.pending_enqueue import NOTHING_HANDED, Handed, Handover, Taker
 from shard.queue.settle import Nack, Settlement
 from shard.queue.store import Store
 from shard.queue_settings import QueueSettings
@@ -82,7 +83,7 @@ async def test_a_job_handed_over_is_leased_to_its_taker(recorder: Recorder, book
     await store.names.make([(org, QUEUE)])
     before = len(recorder.runs)
     assert await store.enqueue(jobs, handed) == {}
-    assert [run[0] for run in recorder.runs[before:]] == [statements.ENQUEUE]
+    assert [run[0] for run in recorder.runs[before:]] == [statements.ENQUEUE_PLAIN]
     assert told.positions == [0, 1, 3]
     assert told.calls[0].max_attempts == {(org, QUEUE): None}
     found = {record.id: record for record in await store.get(org, ids_of(jobs), include_payload=False)}
@@ -99,7 +100,19 @@ async def test_a_job_handed_over_is_leased_to_its_taker(recorder: Recorder, book
     assert await lease_jobs(Store(recorder), org) == []
 
 
-async def test_whatever_ends_or_prolongs_a_lease_does_so_to_one_that_was_handed_over(
+async def test_an_insert_that_begins_too_late_hands_nothing_over(database: Database, org: OrgId) -> None:
+    store = Store(database)
+    late, in_time = some_jobs(org, 2), some_jobs(org, 2)
+    first, told_first = handover(to_all(late))
+    first.until_s = time.monotonic() - 1
+    second, told_second = handover(to_all(in_time))
+    second.until_s = time.monotonic() + 3600
+    await asyncio.gather(store.enqueue(late, first), store.enqueue(in_time, second))
+    assert (told_first.calls, told_second.positions) == ([NOTHING_HANDED], [0, 1])
+    assert {job.id for job, _ in await lease_jobs(store, org)} == set(late.ids)
+
+
+async def test_a_lease_that_was_handed_over_is_ended_and_extended_like_any_other(
     database: Database, books: QueueAdmin, org: OrgId, other_org: OrgId
 ) -> None:
     store = Store(database)
@@ -269,7 +282,7 @@ async def test_a_job_known_already_is_not_handed_over(
 async def test_what_is_told_as_handed_over_is_what_is_leased_when_calls_share_jobs(
     database: Database, org: OrgId
 ) -> None:
-    """Whoever stored a job has leased it, and no one else is told so."""
+    """The call that stored a job has leased it, and no other call is told so."""
     store = Store(database)
     for _ in range(20):
         shared = [job_id(), job_id()]
@@ -349,7 +362,7 @@ async def test_a_handover_is_told_when_the_shard_does_not_own_the_slot(fresh_dat
     assert await told.in_the_end() == []
 
 
-@pytest.mark.parametrize("statement", [statements.ENQUEUE, statements.FIND_QUEUE_IDS], ids=lambda s: s.name)
+@pytest.mark.parametrize("statement", [statements.ENQUEUE_PLAIN, statements.FIND_QUEUE_IDS], ids=lambda s: s.name)
 async def test_a_handover_is_told_when_the_shard_is_away(
     recorder: Recorder, org: OrgId, other_org: OrgId, statement: bytes
 ) -> None:
@@ -441,7 +454,7 @@ async def test_a_handover_is_told_though_its_caller_has_left(
 
 
 async def test_nothing_is_handed_over_twice_by_a_call_that_is_repeated(database: Database, org: OrgId) -> None:
-    """As by a producer that missed the answer, while a consumer waits each time."""
+    """A producer that missed the answer repeats the call, and each time a consumer waits."""
     store = Store(database)
     jobs = some_jobs(org, 3)
     first, told_first = handover(to_all(jobs, number=1))

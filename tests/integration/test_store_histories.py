@@ -50,7 +50,7 @@ async def test_what_an_attempt_logged_is_kept_however_the_attempt_ends(
 ) -> None:
     store = Store(database)
     verb = VERBS[name]
-    # A job of its own beside it, in the same calls: no log is kept with another job.
+    # The same calls also name another job: no log is kept with the wrong job.
     await store.enqueue(jobs := some_jobs(org, 3, retry=Fixed(delay_us=0)))
     leases = {job.id: lease for job, lease in await lease_jobs(store, org, worker="w1")}
     quiet, logged, silent = ids_of(jobs)

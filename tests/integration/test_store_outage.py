@@ -134,7 +134,7 @@ async def test_silence_is_noticed_and_so_is_its_end(cluster: Cluster, database: 
             for answer in answers:
                 assert isinstance(answer, ShardUnavailable)
                 assert str(answer) == "shard 's1' is unavailable: it does not answer"
-            # Now it is known: whoever comes is told before anything else happens.
+            # Now the store knows it, so a new call is refused before anything else happens.
             late = asyncio.create_task(database.run(b"SELECT 1", {}))
             for _ in range(5):
                 await asyncio.sleep(0)
@@ -163,7 +163,7 @@ async def test_a_transaction_that_is_cancelled_in_a_silence_stays_cancelled(
 
     with frozen(pid_of(cluster)):
         acting = [asyncio.create_task(act()) for _ in range(4)]
-        # They have begun, and none has noticed the silence.
+        # The calls have begun, and none has noticed the silence.
         await asyncio.sleep(0.1)
         for task in acting:
             task.cancel()

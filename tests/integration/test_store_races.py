@@ -284,7 +284,7 @@ async def test_an_enqueue_whose_snapshot_is_older_than_the_end_of_its_job_looks_
 
 async def test_of_jobs_that_race_for_one_live_key_one_is_live_at_a_time(wide: Database, org: OrgId) -> None:
     names = [f"name-{n}" for n in range(TRIALS // 100)]
-    # The jobs that consumers were told to have ended, each with its turn.
+    # The jobs whose end was reported to consumers, each with its round.
     ended: dict[str, int] = {}
     stored: list[str] = []
     producers = LANES

@@ -1,4 +1,5 @@
-"""What the store refuses it refuses completely: nothing is stored (I6), and no outdated queue number is used (I7)."""
+"""If the store refuses a call, it refuses all of it: nothing is stored (I6), and no outdated queue number is used
+(I7)."""
 
 from __future__ import annotations
 
@@ -216,7 +217,7 @@ async def test_a_batch_of_which_one_queue_is_remembered_wrongly_is_stored_once_a
     store.names._queue_ids[org, B] = foreign
     ids = [job_id() for _ in range(4)]
     jobs = two_queues(org, ids)
-    # Not reported as duplicates: they are new, whatever it took to store them.
+    # They are not reported as duplicates: they are new, although storing them took several tries.
     assert await store.enqueue(jobs) == {}
     assert await queues_of(store, org, ids) == dict(zip(ids, jobs.queues, strict=True))
     assert await store.get(other_org, ids, include_payload=False) == []
@@ -415,7 +416,8 @@ async def test_of_calls_in_one_statement_those_by_an_older_placement_are_refused
     assert isinstance(two, NotOwned)
     assert (one, three) == ({}, {})
     asked = [run[0] for run in fresh_recorder.runs[before:]]
-    assert asked == [queue_statements.ENQUEUE, queue_statements.FIND_REFUSED_SLOTS, queue_statements.ENQUEUE]
+    enqueue = queue_statements.ENQUEUE_PLAIN
+    assert asked == [enqueue, queue_statements.FIND_REFUSED_SLOTS, enqueue]
     assert {job.id for job, _ in await lease_jobs(store, org)} == set(new.ids)
 
 

@@ -16,7 +16,7 @@ from shard.admin.queue_admin import QueueAdmin
 from shard.errors import Misconfigured
 from shard.placement import catalog, identity
 from shard.placement.slots import SLOTS
-from shard.postgres import schema
+from shard.postgres import partitions, schema
 from shard.postgres.partitions import make_ahead
 from shard.postgres.pool import Database
 from shard.queue.store import Store
@@ -57,6 +57,19 @@ async def test_migrating_again_runs_nothing(fresh_dsn: str) -> None:
     async with opened(fresh_dsn) as database:
         assert await schema.migrate(database, cluster=CLUSTER) == []
         assert await make_ahead(database) == 0
+
+
+async def test_processes_that_start_do_not_wait_for_locks_when_nothing_is_to_be_made(spare_dsn: str) -> None:
+    """Hundreds may start at the same moment, and each would hold up all others."""
+    async with opened(spare_dsn) as database:
+        await schema.migrate(database, cluster=CLUSTER)
+        await catalog.found(database, cluster=CLUSTER, weights={SHARD: 1.0})
+    with psycopg.connect(spare_dsn) as another:
+        for lock in (schema._LOCK, partitions.LOCK, catalog._LOCK):
+            another.execute("SELECT pg_advisory_xact_lock(%s)", [lock])
+        async with opened(spare_dsn) as database:
+            assert await schema.migrate(database, cluster=CLUSTER) == []
+            assert len((await catalog.found(database, cluster=CLUSTER, weights={SHARD: 1.0})).slots) == SLOTS
 
 
 async def test_migrations_are_numbered_without_a_gap() -> None:

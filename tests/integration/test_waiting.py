@@ -20,6 +20,8 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from proof.proxy import open_proxy_before, through
 from router.buffer import Account, Buffer
 from router.fleet.end_waits import EndWaits
+from router.fleet.handover import Handovers
+from router.fleet.siblings.siblings import Siblings
 from router.fleet.wait_room import WaitRoom
 from shard.errors import ShardUnavailable
 from shard.history import erasure
@@ -28,7 +30,7 @@ from shard.postgres import arrays
 from shard.postgres.pool import Database
 from shard.queue import statements
 from shard.queue.doorbell import Doorbell
-from shard.queue.pending_enqueue import Handed
+from shard.queue.pending_enqueue import Handed, Handover
 from shard.queue.settle import Settlement
 from shard.queue.store import Store
 from shard.vocabulary import Micros, NewJobs, OrgId, QueueId, QueueName, ShardName
@@ -226,7 +228,7 @@ async def test_a_settle_at_another_router_ends_a_wait_that_does_not_look_again(m
                 on_awaited=awaited,
                 on_ended=lambda jobs: ends.ended(jobs),
             )
-            # Its `run` would look.
+            # Do not start `ends.run`, which would look at the job by itself.
             ends = EndWaits(store, bell)
             ringing = asyncio.create_task(bell.run())
             stack.push_async_callback(asyncio.wait, [ringing])
@@ -237,7 +239,7 @@ async def test_a_settle_at_another_router_ends_a_wait_that_does_not_look_again(m
         await store.enqueue(some_jobs(org, 1))
         ((job, lease),) = await lease_jobs(store, org)
         async with asyncio.timeout(PATIENCE_S):
-            # Again, until the other one listens: a listener is not told of what came before.
+            # Repeat this until the other router listens: a listener does not get earlier notifications.
             while True:
                 waiting = asyncio.create_task(near.until_ended(org, job.id))
                 with contextlib.suppress(TimeoutError):
@@ -260,7 +262,7 @@ async def test_many_waits_for_one_jobs_end_look_at_it_together(fresh_dsn: str) -
     looking = asyncio.create_task(ends.run())
     try:
         async with asyncio.timeout(PATIENCE_S):
-            # As another router would do it: this router is not told.
+            # Ack by a store of its own, as another router would: this router gets no notice.
             await Store(database).settle(Settlement.ack(org, [leased[0][1]]))
             await asyncio.gather(*waits[::2])
         assert not any(wait.done() for wait in waits[1::2])
@@ -286,7 +288,7 @@ async def test_many_calls_wait_for_one_job_and_all_get_its_end(near: Client, pro
     request = queue_pb2.WaitJobRequest(org=org, id=job.id, wait=window(60), include_payload=True)
     calls = [asyncio.create_task(_ended(near, request)) for _ in range(200)]
     async with awaiting(near, org, job.id) as task, asyncio.timeout(PATIENCE_S):
-        # Those that leave take nothing with them.
+        # Callers that leave take no answer with them.
         for call in calls[:100]:
             call.cancel()
         await producer.queue.Ack(queue_pb2.AckRequest(org=org, acks=[queue_pb2.Ack(lease=leased.lease, result=b"42")]))
@@ -328,7 +330,7 @@ async def test_a_wait_for_a_jobs_end_ends_while_its_shard_is_away(postgres: Serv
 
 async def test_a_wait_ends_at_once_where_there_is_a_job(near: Client, org: str) -> None:
     ids = await near.enqueue(org, *(new_job() for _ in range(5)))
-    # Less patient than the call waits: its answer does not wait for its time to be over.
+    # This test waits for less time than the call may: the answer must come before the end of the wait.
     async with asyncio.timeout(PATIENCE_S):
         got = {job.id for job in await near.dequeue(org, max_jobs=3, wait_s=60)}
     assert (len(got), got < set(ids)) == (3, True)
@@ -339,7 +341,7 @@ async def test_a_wait_in_vain_ends_empty_when_its_time_is_over(near: Client, org
     answer = await near.queue.Dequeue(
         queue_pb2.DequeueRequest(org=org, queues=[QUEUE], wait=window(0.3)), timeout=PATIENCE_S
     )
-    # Not before. However late a busy machine is, it is not late for this.
+    # The answer does not come earlier. This holds on a busy machine too.
     assert time.monotonic() - began_s >= 0.3
     assert (list(answer.jobs), answer.HasField("lease_deadline"), answer.visibility_window.seconds) == ([], False, 30)
 
@@ -401,7 +403,7 @@ async def test_a_wait_for_an_org_that_was_erased_ends_with_the_first_job_that_it
             await database.close()
         assert any(erased)
         ids = await producer.enqueue(org)
-        # As if the queue had been deleted.
+        # The waiting consumer gets the jobs of the new queue, as after the deletion of a queue.
         assert [job.id for job in await jobs_of(waiting)] == ids
 
 
@@ -425,7 +427,7 @@ async def test_a_job_nacked_with_a_delay_comes_when_it_is_due_again(near: Client
         await producer.queue.Nack(queue_pb2.NackRequest(org=org, nacks=[nack]), timeout=PATIENCE_S)
         (job,) = await jobs_of(waiting)
     assert (job.id, job.attempt) == (held.id, 2)
-    # Not before it is due; and no sweep finds it afterwards.
+    # The job does not come before it is due, and no sweep finds it afterwards.
     assert time.monotonic() - began_s >= 0.3
 
 
@@ -583,7 +585,7 @@ async def test_consumers_of_both_routers_share_what_one_of_them_stores(near: Cli
         for _ in range(30):
             await near.enqueue(org, new_job(), new_job())
             got += 2
-            # Neither has room for both.
+            # Neither stream has room for both jobs.
             await until(lambda: len(here.jobs) + len(there.jobs) >= got, "both came")  # noqa: B023
             for stream in (here, there):
                 fresh = stream.jobs[len(stream.settled) :]
@@ -680,7 +682,8 @@ async def test_the_doorbell_goes_over_with_its_shard_when_a_server_says_nothing_
         assert await asyncio.wait_for(heard.get(), PATIENCE_S) is None
         assert await database.run(b"SELECT 1", {}) == [(1,)]
         old.hold()
-        # Whether this call is told of the silence, or ends on the other server: somebody has found out.
+        # This call may be refused because of the silence, or end on the other server. Either way the silence was
+        # noticed.
         with contextlib.suppress(ShardUnavailable):
             await database.run(b"SELECT 1", {})
         assert await asyncio.wait_for(heard.get(), PATIENCE_S) is None, "what was said meanwhile may have been missed"
@@ -712,6 +715,28 @@ async def test_the_more_ask_for_a_ring_at_once_the_longer_the_next_one_waits(mod
 
         assert await rung(100) >= 19 * 0.035
         assert await rung(2) >= 19 * 0.018
+
+
+async def test_a_doorbell_that_finishes_has_rung_although_the_last_ring_was_a_moment_ago(module_dsn: str) -> None:
+    heard: asyncio.Queue[Collection[QueueId] | None] = asyncio.Queue()
+    async with contextlib.AsyncExitStack() as stack:
+        bells: list[Doorbell] = []
+        ringing: list[asyncio.Task[None]] = []
+        for hear in (lambda _: None, heard.put_nowait):
+            database = Database(SHARD, module_dsn, connections=1)
+            await database.open()
+            stack.push_async_callback(database.close)
+            bells.append(Doorbell(database, module_dsn, on_ring=hear, on_arrival=hear))
+            ringing.append(asyncio.create_task(bells[-1].run()))
+            stack.callback(ringing[-1].cancel)
+        assert await asyncio.wait_for(heard.get(), PATIENCE_S) is None
+        bells[0].ring([QueueId(1)])
+        assert await asyncio.wait_for(heard.get(), PATIENCE_S) == [1]
+        # The bell pauses now.
+        bells[0].ring([QueueId(2)])
+        await bells[0].finish()
+        ringing[0].cancel()
+        assert await asyncio.wait_for(heard.get(), PATIENCE_S) == [2]
 
 
 async def test_a_ring_that_no_router_made_harms_nobody(
@@ -912,12 +937,19 @@ class _Nothing:
 
     def ring(self, _: object) -> None: ...
 
+    def release_soon(self, *_: object) -> None: ...
+
 
 @pytest.fixture
 def room() -> WaitRoom:
     nothing = _Nothing()
     nothing.names = type("Names", (), {"known": lambda *_: []})()
     return WaitRoom(cast("Store", nothing), cast("Doorbell", nothing), sweep_s=NEVER_S)
+
+
+async def offer(room: WaitRoom, jobs: NewJobs) -> Handover | None:
+    siblings = Siblings(Buffer(2**20), consumers=lambda _: None, ready=list)
+    return await Handovers(cast("Store", _Nothing()), room, siblings).offer(jobs)
 
 
 def stored(room: WaitRoom, jobs: NewJobs) -> None:
@@ -942,35 +974,35 @@ def test_a_consumer_that_leaves_and_was_not_woken_wakes_nobody(room: WaitRoom) -
     assert second.woken == 0
 
 
-def test_a_consumer_that_is_full_is_woken_and_not_counted_on(room: WaitRoom) -> None:
+async def test_a_consumer_that_is_full_is_woken_and_not_counted_on(room: WaitRoom) -> None:
     full, empty = _Waits(OrgId("o"), "mail", credit=1000), _Waits(OrgId("o"), "mail")
     full.full = True
     room.enter(full)
     room.enter(empty)
     stored(room, some_jobs(OrgId("o"), 1))
     assert empty.woken == 1
-    handover = room.offer(some_jobs(OrgId("o"), 1))
+    handover = await offer(room, some_jobs(OrgId("o"), 1))
     assert handover is None or len(handover.takers) == 1
 
 
-def test_jobs_are_offered_to_those_with_credit_by_turns(room: WaitRoom) -> None:
+async def test_jobs_are_offered_to_those_with_credit_by_turns(room: WaitRoom) -> None:
     waiters = [_Waits(OrgId("o"), "mail", credit=credit) for credit in (1, 100, 0, 2)]
     for one in waiters:
         room.enter(one)
-    handover = room.offer(some_jobs(OrgId("o"), 30))
+    handover = await offer(room, some_jobs(OrgId("o"), 30))
     assert handover is not None
     # Each gets as many as it has room for, but at most an even share; one without room gets none.
     dealt = Counter(taker.number for taker in handover.takers.values())
     assert sorted(dealt.values()) == [1, 2, 15]
     assert [one.credit for one in waiters] == [0, 85, 0, 0]
-    assert room.offer(some_jobs(OrgId("another"), 3)) is None
+    assert await offer(room, some_jobs(OrgId("another"), 3)) is None
 
 
-def test_a_call_that_jobs_are_on_their_way_to_is_not_woken_for_others(room: WaitRoom) -> None:
+async def test_a_call_that_jobs_are_on_their_way_to_is_not_woken_for_others(room: WaitRoom) -> None:
     call, stream = _Waits(OrgId("o"), "mail", credit=1000), _Waits(OrgId("o"), "mail", credit=1000)
     call.takes_once = True
     room.enter(call)
-    handover = room.offer(some_jobs(OrgId("o"), 3))
+    handover = await offer(room, some_jobs(OrgId("o"), 3))
     assert handover is not None
     room.enter(stream)
     stored(room, some_jobs(OrgId("o"), 5))
@@ -982,12 +1014,12 @@ def test_a_call_that_jobs_are_on_their_way_to_is_not_woken_for_others(room: Wait
     assert call.woken == 2
 
 
-def test_a_call_for_whose_jobs_there_is_no_memory_keeps_waiting(room: WaitRoom) -> None:
+async def test_a_call_for_whose_jobs_there_is_no_memory_keeps_waiting(room: WaitRoom) -> None:
     call = _Waits(OrgId("o"), "mail", credit=1000)
     call.takes_once = True
     call.account = cast("Account", SimpleNamespace(take=lambda _: False))
     room.enter(call)
-    assert room.offer(some_jobs(OrgId("o"), 3)) is None
+    assert await offer(room, some_jobs(OrgId("o"), 3)) is None
     assert (call.idle, call.promised, call.credit) == (True, False, 1000)
 
 

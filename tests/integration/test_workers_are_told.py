@@ -81,7 +81,7 @@ async def test_a_worker_hears_of_a_lease_that_came_by_an_earlier_stream(both: tu
         await one.enqueue("earlier")
         (job,) = await first.until_jobs(1)
     async with other.stream("earlier", worker="moving") as second:
-        # A release of no lease of this org, to be sure that the stream has begun.
+        # Extend the lease: the answer shows that the stream has begun.
         assert await second.settle(1, extends=[queue_pb2.Extend(lease=job.lease)]) == []
         await _cancel(one, "earlier", job.id)
         await second.until(lambda: second.revoked, "a revoked lease")
@@ -138,7 +138,7 @@ async def test_progress_and_checkpoint_stay_with_the_job_until_its_next_attempt(
     assert await _extend(one, "reports", queue_pb2.Extend(lease=job.lease, progress=progress, checkpoint=b"at 3")) == [
         OK
     ]
-    # Neither is named: both stay.
+    # The change names neither field, so both stay.
     assert await _extend(one, "reports", queue_pb2.Extend(lease=job.lease)) == [OK]
     stored = await other.job("reports", job_id)
     assert stored.progress == job_pb2.Progress(done=3, total=7, note="files\ufffd copied")

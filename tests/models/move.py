@@ -138,7 +138,7 @@ class Call(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a balancer has decided to do next, with the data that it read for that."""
+    """The next step that a balancer has decided on, with the data that it read for that."""
 
     do: Literal["begin", "close", "open", "switch", "depart", "take", "forget", "leave"]
     epoch: int
@@ -197,7 +197,7 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Who takes part. Each scenario is small, so that all are explored within seconds."""
+    """The processes and jobs of an exploration. Each scenario is small, so that all are explored within seconds."""
 
     name: str
     # The dedup key of each job.
@@ -329,9 +329,9 @@ class _Model:
                 yield from self._admit(state, Call("asked", None, writer, epoch), state.calls)
 
     def _begin_with_key(self, state: State, job: int) -> Iterator[tuple[str, State]]:
-        """A former owner knows the job only by its dedup key. If no window ends, that is the answer. Otherwise the id
-        is looked up first. Some shard knows it: the first job exists from the beginning, and the second took the
-        key."""
+        """A former owner knows the job only by its dedup key. If no window ends, the call answers with the job of that
+        key. Otherwise the id is looked up first. Some shard knows the id: the first job exists from the beginning, and
+        the second took the key."""
         if self._scenario.key_is_free and Rule.IDS_COME_FIRST in self._rules:
             yield from self._begin_lookups(state, job)
         elif self._scenario.key_is_free and job == 0:

@@ -116,7 +116,7 @@ class Call(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a balancer has decided to do next, with the data that it read for that."""
+    """The next step that a balancer has decided on, with the data that it read for that."""
 
     do: Literal["begin", "adopt", "close", "open", "switch", "carry", "leave"]
     slot: Slot
@@ -170,7 +170,7 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Who takes part. Each scenario is small, so that all are explored within seconds."""
+    """The processes and slots of an exploration. Each scenario is small, so that all are explored within seconds."""
 
     name: str
     # Whether the hash slot has come from B, where the org had a queue and, finished, the job.

@@ -14,7 +14,7 @@ from tests.models.move import EVERY_RULE, SCENARIOS, Rule, Scenario, explore
 
 PAUSED, LOOKED_UP, THERE_AND_BACK, CHUNKS, TWINS, RETRIED, KEY_TAKEN = SCENARIOS
 
-# What is violated when a rule is left out, and in which scenario this shows.
+# The invariant that is violated when a rule is left out, and the scenario that shows it.
 BREAKS: Mapping[Rule, tuple[str, Scenario]] = {
     Rule.ENQUEUES_NEED_AN_OWNED_SLOT: ("I6", TWINS),
     Rule.ENQUEUES_COMPARE_EPOCHS: ("I3", TWINS),

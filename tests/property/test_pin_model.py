@@ -14,7 +14,7 @@ from tests.models.pins import EVERY_RULE, SCENARIOS, Rule, Scenario, explore
 
 ENQUEUED, LIVED_ELSEWHERE, COMES_AND_GOES, PAUSED = SCENARIOS
 
-# What is violated when a rule is left out, and in which scenario this shows.
+# The invariant that is violated when a rule is left out, and the scenario that shows it.
 BREAKS: Mapping[Rule, tuple[str, Scenario]] = {
     Rule.PINNED_AT_REST: ("I1", ENQUEUED),
     Rule.FORMER_OWNERS_ARE_INHERITED: ("I3", LIVED_ELSEWHERE),

@@ -128,7 +128,7 @@ class Held:
 
 
 class Sent(NamedTuple):
-    """One call of a producer, and what its handover was told."""
+    """One call of a producer, and the result of its handover."""
 
     wishes: list[Wish]
     # By position: the lease under which a waiting consumer gets the job.
@@ -235,7 +235,7 @@ wishes: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
         "while_live": st.booleans(),
     }
 )
-# What a repeated job changes: mostly nothing.
+# The fields that a repeated job changes: mostly none.
 changed: st.SearchStrategy[dict[str, Any]] = st.one_of(
     st.just({}),
     st.fixed_dictionaries(
@@ -331,7 +331,7 @@ class StoreMachine(RuleBasedStateMachine):
                     ],
                 )
             case "end":
-                self.end_or_prolong(stores, [foreign for _, _, foreign in callers], data)
+                self.end_or_extend(stores, [foreign for _, _, foreign in callers], data)
             case "cancel":
                 picks = data.draw(st.lists(numbers, min_size=1, max_size=2))
                 self.cancel(stores[0], callers[0][2], [pick(list(self.model), number) for number in picks])
@@ -494,7 +494,7 @@ class StoreMachine(RuleBasedStateMachine):
         jobs = [ready[job.id] for job in taken.jobs]
         assert all(job.wish.org == ask.org and job.wish.queue in ask.queues for job in jobs)
         left = [job for job in left if job.wish.org == ask.org and job.wish.queue in ask.queues]
-        # As many as there are, up to the limit.
+        # A call gets as many jobs as there are, up to its limit.
         assert len(jobs) <= ask.max_jobs
         if complete and len(jobs) < ask.max_jobs:
             assert left == []
@@ -523,7 +523,7 @@ class StoreMachine(RuleBasedStateMachine):
         org = self.model[held[0].job].wish.org
         return self.orgs[self.orgs.index(org) - 1] if foreign else org
 
-    def end_or_prolong(self, stores: Sequence[int], foreign: Sequence[bool], data: st.DataObject) -> None:
+    def end_or_extend(self, stores: Sequence[int], foreign: Sequence[bool], data: st.DataObject) -> None:
         """Consumers' calls with leases, live or not; rarely in another org's name."""
         how = data.draw(st.sampled_from(("ack", "nack", "extend", "release", "snooze")))
         picks = [data.draw(given_picks) for _ in stores]

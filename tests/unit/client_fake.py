@@ -23,7 +23,8 @@ from windrow import uuid7
 from windrow.v1 import job_pb2, queue_pb2, server_pb2
 from windrow.v1.queue_pb2_grpc import QueueServicer, add_QueueServicer_to_server
 
-WAIT_S = 10.0
+# Only for what hangs.
+WAIT_S = 30.0
 Script = Callable[[Any, Any], Awaitable[Any]]
 
 
@@ -39,7 +40,7 @@ class FakeStream:
         self.sent = 0
         self.half_closed = False
         self.began = time.monotonic()
-        # Sent after the consumer has closed its side, as jobs that were on their way.
+        # Jobs to send after the consumer has closed its side, as if they had been on their way.
         self.parting: list[job_pb2.LeasedJob] = []
         # The status with which it ended; None while it lasts.
         self.ended: StatusCode | None = None
@@ -239,7 +240,16 @@ class FakeRouter:
 @asynccontextmanager
 async def fake_router(address: str = "127.0.0.1:0") -> AsyncGenerator[FakeRouter]:
     router = FakeRouter()
-    server = aio.server(options=(("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 17 << 20)))
+    options = (
+        # A given port is that of a reserved_address().
+        ("grpc.so_reuseport", int(not address.endswith(":0"))),
+        ("grpc.max_receive_message_length", 17 << 20),
+        # Clients may ping as often as they may at a real router.
+        ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_ping_strikes", 0),
+    )
+    server = aio.server(options=options)
     add_QueueServicer_to_server(cast("QueueServicer", router), server)
     port = server.add_insecure_port(address)
     router.address = f"127.0.0.1:{port}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from router.gate.arrivals import Arrivals
 
 PEER = "ipv4:127.0.0.1:1"
-# What a call's metadata takes beside what is counted.
+# The bytes of a call's metadata, which are not counted.
 METADATA_BYTES = 400
 
 

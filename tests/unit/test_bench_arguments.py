@@ -12,6 +12,7 @@ import pytest
 from bench.__main__ import read_order
 from bench.catalog import SCENARIOS
 from bench.scenarios.load import Beside
+from bench.scenarios.throughput.scenario import Share
 from bench.systems import PEERS
 
 _ROOT = Path(__file__).parent.parent.parent
@@ -46,12 +47,27 @@ def test_a_scenario_is_chosen_by_its_name_and_takes_its_own_options() -> None:
 
 
 def test_windrow_is_measured_beside_a_limit_an_echo_or_tracing() -> None:
-    assert _plan("throughput", "--peers", "pgmq").systems == ("windrow", "limit", "pgmq")
+    assert _plan("throughput", "--peers", "pgmq").systems == (
+        "windrow",
+        "windrow-batches",
+        "windrow-raw",
+        "limit",
+        "pgmq",
+    )
     echo = _plan("throughput", "--beside", "echo")
-    assert (echo.systems, echo.batches) == (("windrow-unary", "echo", "windrow-client"), (1,))
+    assert (echo.systems, echo.batches) == (("windrow-unary", "echo", "windrow"), (1,))
     tracing = _plan("throughput", "--beside", "tracing")
     assert (tracing.systems, tracing.batches) == (("windrow", "windrow-traced"), (1, 100))
     assert _plan("throughput", "--beside", "echo", "--batch", "10").batches == (10,)
+
+
+def test_routers_and_shards_vary_while_every_process_keeps_its_share() -> None:
+    plan = _plan("throughput", "--routers", "1,2", "--shards", "1,4", "--share", "0.1,0.2,0.8")
+    assert (plan.routers, plan.shards) == ((1, 2), (1, 4))
+    assert plan.share == Share(router=0.1, postgres=0.2, clients=0.8)
+    assert plan.systems == ("windrow", "windrow-batches", "windrow-raw")
+    with pytest.raises(SystemExit):
+        _plan("throughput", "--share", "0.1,0.2")
 
 
 def _commands() -> list[str]:

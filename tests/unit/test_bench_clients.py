@@ -1,4 +1,4 @@
-"""A benchmark's client process: what it counts, and which mistakes of a system it notices."""
+"""A benchmark's client process counts jobs correctly, and notices mistakes of a system."""
 
 from __future__ import annotations
 

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import threading
+import time
 from array import array
 from pathlib import Path
 
 import pytest
 
-from bench import payloads, pickups
+from bench import pages, payloads, pickups
+from bench.counts import Counts
+from bench.cpu import waits_of_trees
+from bench.messages import Messages
 from bench.meter import Spent, Written
 from bench.pickups import Pickup
 from bench.rate import Figure, Load, Timed
 from bench.report import Found, markdown, to_json
-from bench.scenarios.throughput import Case, Sample, plots, table
+from bench.scenarios.throughput.tables import Case, Sample, counts_table, plots, table
 from bench.spread import percentile, ratio, spread
+from bench.statements import Runs, shape
 from proof.table import Table
 
 _SURROUNDINGS: dict[str, object] = {
@@ -105,8 +112,84 @@ def test_a_throughput_table_compares_windrow_with_each_other_round_by_round() ->
     assert ours["Windrow ÷ it"] == ""
     # The median of 0.5 and 0.8, not the ratio of the medians.
     assert theirs["Windrow ÷ it"] == "0.65"
-    assert theirs["client µs"] == "10.0"
+    assert (theirs["producer µs"], theirs["worker µs"]) == ("10.0", "15.0")
     assert theirs["Postgres µs"] == "30.0"
+
+
+def test_pieces_are_jobs_a_statement_and_a_message_and_empty_where_nothing_was_counted() -> None:
+    acts = {
+        "enqueue": Runs(calls=4, rows=4),
+        "enqueue_plain": Runs(calls=6, rows=6),
+        "claim": Runs(calls=5, rows=250),
+        "ack": Runs(calls=4, rows=4),
+    }
+    messages = Messages(received=9, with_jobs=8, jobs=1000, sent=3, with_acks=2, acks=1000)
+    whole = _sample("windrow", 1, 100.0, counts=Counts(seconds=2.0, acts=acts, messages=messages, waits={"worker": 30}))
+    (row,) = counts_table([whole]).rows
+    assert dict(zip(counts_table([whole]).head, row, strict=True)) == {
+        "shards": "1",
+        "routers": "2",
+        "batch": "100",
+        "callers": "8",
+        "figure": "whole life",
+        "system": "Windrow",
+        "jobs an enqueue act": "100",
+        "handed over, %": "75",
+        "jobs a claim act": "50",
+        "jobs a message": "125",
+        "acks a message": "500",
+        "jobs an ack act": "250",
+        "messages/s": "6",
+        "doorbells/s": "0",
+        "probes/s": "0",
+        "producer wake-ups/s": "",
+        "worker wake-ups/s": "15",
+        "router wake-ups/s": "",
+        "Postgres wake-ups/s": "",
+    }
+    (row,) = counts_table([_sample("limit", 1, 100.0)]).rows
+    assert set(row[6:]) == {""}
+
+
+def test_a_statement_is_recognised_by_its_text_without_constants() -> None:
+    assert shape("SELECT x FROM t\n WHERE a = %(a)s AND b = 'it''s' AND c IN (1, 2.5) AND d IS NULL") == shape(
+        "SELECT x FROM t WHERE a = $1 AND b = $2 AND c IN ($3, $4) AND d IS NULL"
+    )
+    assert shape("SELECT a FROM t1") != shape("SELECT a FROM t2")
+
+
+def test_a_thread_that_waits_is_counted() -> None:
+    mine = threading.get_native_id()
+    before = waits_of_trees([os.getpid()])
+    time.sleep(0.001)
+    assert waits_of_trees([os.getpid()])[mine] > before[mine]
+
+
+def test_a_table_of_a_page_is_written_from_results_and_the_rest_of_the_page_stays() -> None:
+    samples = [
+        _sample("windrow", run, rate, figure=figure)
+        for figure in Figure
+        for run, rate in ((1, 200.0), (2, 400.0), (3, 300.0))
+    ]
+    told = {
+        "environment": _SURROUNDINGS,
+        "scenarios": {"throughput": {"samples": [sample.told() for sample in samples]}},
+    }
+    page = "A\n<!-- table users -->\nold\n<!-- end -->\nB\n<!-- table cpu -->\nkept\n<!-- end -->\n"
+    made = pages.written(page, pages.Results(told), ["users"])
+    assert made.startswith(
+        "A\n<!-- table users -->\n| jobs/s | enqueue | drain | whole life | CPU µs of a whole life |\n"
+    )
+    assert "| Windrow | 300 | 300 | 300 | 75 |" in made
+    assert "Medians of 3 runs" in made
+    assert "old" not in made
+    assert made.endswith("<!-- end -->\nB\n<!-- table cpu -->\nkept\n<!-- end -->\n")
+    assert pages.written(made, pages.Results(told), ["users"]) == made
+
+
+def test_every_table_has_its_place_in_a_page() -> None:
+    places = [mark["name"] for page in pages.PAGES for mark in pages.MARK.finditer(page.read_text())]
+    assert sorted(places) == sorted(pages.TABLES)
 
 
 def test_a_plot_is_made_where_several_batches_were_measured() -> None:
@@ -132,8 +215,25 @@ def test_a_report_holds_every_table_and_says_what_is_missing() -> None:
     assert told["scenarios"]["throughput"]["samples"] == [{"rate": 1.5}]
 
 
-def _sample(system: str, run: int, rate: float, *, batch: int = 100) -> Sample:
-    spent = Spent(client_s=0.01, router_s=0.02, postgres_s=0.03, own_s=0.0, machine_s=0.1)
-    timed = Timed(figure=Figure.LIFE, jobs=1000, seconds=1000 / rate, spent=spent, wall_s=1000 / rate, load_average=0.0)
-    case = Case(shards=1, load=Load(batch=batch, callers=8, workers=8))
+def _sample(
+    system: str,
+    run: int,
+    rate: float,
+    *,
+    batch: int = 100,
+    figure: Figure = Figure.LIFE,
+    counts: Counts | None = None,
+) -> Sample:
+    spent = Spent(producer_s=0.01, worker_s=0.015, router_s=0.02, postgres_s=0.03, own_s=0.0, machine_s=0.1)
+    seconds = 1000 / rate
+    timed = Timed(
+        figure=figure,
+        jobs=1000,
+        seconds=seconds,
+        spent=spent,
+        counts=counts or Counts(seconds=seconds),
+        wall_s=seconds,
+        load_average=0.0,
+    )
+    case = Case(shards=1, load=Load(batch=batch, callers=8, consumers=8))
     return Sample(system=system, case=case, run=run, timed=timed)

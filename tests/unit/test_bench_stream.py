@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import replace
 
 import grpc
 import pytest
 
+from bench.messages import MESSAGES, watch
 from bench.payloads import stamped
 from bench.system import Wrong
-from bench.systems.windrow import consume
+from bench.systems.stubs import consume
 from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
 
 
@@ -58,6 +60,7 @@ async def stub(router: FakeRouter) -> AsyncGenerator[queue_pb2_grpc.QueueAsyncSt
         response_serializer=queue_pb2.ConsumeResponse.SerializeToString,
     )
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("windrow.v1.Queue", {"Consume": method}),))
+    watch()
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
@@ -65,6 +68,20 @@ async def stub(router: FakeRouter) -> AsyncGenerator[queue_pb2_grpc.QueueAsyncSt
             yield queue_pb2_grpc.QueueStub(channel)
     finally:
         await server.stop(grace=None)
+
+
+async def test_the_messages_of_a_stream_are_counted(router: FakeRouter, stub: queue_pb2_grpc.QueueAsyncStub) -> None:
+    before = replace(MESSAGES)
+    finished = asyncio.Event()
+    task = asyncio.create_task(consume(stub, queue_pb2.ConsumeStart(), 10, lambda *_: None, lambda _: finished.set()))
+    async with asyncio.timeout(30):
+        await finished.wait()
+    task.cancel()
+    await asyncio.wait({task})
+    assert (MESSAGES.with_jobs - before.with_jobs, MESSAGES.jobs - before.jobs) == (1, 10)
+    assert (MESSAGES.with_acks - before.with_acks, MESSAGES.acks - before.acks) == (1, 10)
+    # The start, and the acks; the jobs, and their answer.
+    assert (MESSAGES.sent - before.sent, MESSAGES.received - before.received) == (2, 2)
 
 
 async def test_every_job_of_a_stream_is_acked_and_its_credit_given_again(

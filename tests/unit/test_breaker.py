@@ -19,7 +19,7 @@ SILENCE_S = 0.2
 class Server:
     """A fake server that answers, refuses or stays silent, as the test wants."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, patience: float = 1.0) -> None:
         self.asked = 0
         self.asking = 0
         self.asking_most = 0
@@ -28,7 +28,7 @@ class Server:
         self.open = asyncio.Event()
         self._speaks = asyncio.Event()
         self._changed = asyncio.Event()
-        self.breaker = Breaker(SHARD, ask=self._ask, opened=self._note)
+        self.breaker = Breaker(SHARD, ask=self._ask, opened=self._note, patience=patience)
 
     def _note(self) -> None:
         self.opened.append(self.breaker.trouble)
@@ -54,13 +54,13 @@ class Server:
             self._changed.set()
 
     async def until_asked(self, count: int) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while self.asked < count:
                 self._changed.clear()
                 await self._changed.wait()
 
     async def until_nobody_asks(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while self.asking:
                 self._changed.clear()
                 await self._changed.wait()
@@ -84,13 +84,13 @@ async def test_silence_opens_it_and_one_answer_closes_it(server: Server) -> None
     await server.until_asked(2)
     assert server.opened == ["it does not answer"]
     server.speaks()
-    await asyncio.wait_for(server.breaker.until_closed(), 10)
+    await asyncio.wait_for(server.breaker.until_closed(), 60)
     assert server.breaker.trouble is None
     # And again.
     server.says_nothing()
     server.open.clear()
     server.breaker.doubt()
-    await asyncio.wait_for(server.open.wait(), 10)
+    await asyncio.wait_for(server.open.wait(), 60)
 
 
 @pytest.mark.parametrize("refuses", [None, "too many connections"])
@@ -134,14 +134,14 @@ async def test_while_it_is_open_the_latest_trouble_is_told_and_probes_are_few(se
     assert server.asking_most <= 4
     assert server.opened == ["connection refused"], "it is open, and does not open again"
     server.refuses = None
-    await asyncio.wait_for(server.breaker.until_closed(), 10)
+    await asyncio.wait_for(server.breaker.until_closed(), 60)
 
 
 async def test_once_ended_it_asks_no_more_and_holds_nobody_up(server: Server) -> None:
     server.breaker.open("connection refused")
     await server.until_asked(1)
     await server.breaker.end()
-    await asyncio.wait_for(server.breaker.until_closed(), 1)
+    await asyncio.wait_for(server.breaker.until_closed(), 60)
     asked = server.asked
     server.breaker.doubt()
     server.breaker.open("again")
@@ -160,10 +160,10 @@ async def test_a_server_that_is_silent_again_and_again_gets_more_time_each_time(
         server.open.clear()
         began_s = loop.time()
         server.breaker.doubt()
-        await asyncio.wait_for(server.open.wait(), 10)
+        await asyncio.wait_for(server.open.wait(), 60)
         lasted_s = loop.time() - began_s
         server.speaks()
-        await asyncio.wait_for(server.breaker.until_closed(), 10)
+        await asyncio.wait_for(server.breaker.until_closed(), 60)
         return lasted_s
 
     # At least so long: a busy machine may take longer.
@@ -175,12 +175,25 @@ async def test_a_server_that_is_silent_again_and_again_gets_more_time_each_time(
     assert server.breaker._silence_s == SILENCE_S, "after a calm time it is as at first"
 
 
+async def test_a_patient_breaker_lets_a_server_be_silent_for_longer(server: Server) -> None:
+    patient, endless = Server(patience=4.0), Server(patience=1e6)
+    began_s = asyncio.get_running_loop().time()
+    for one in (patient, endless, server):
+        one.breaker.doubt()
+    await asyncio.wait_for(server.open.wait(), 60)
+    await asyncio.wait_for(patient.open.wait(), 60)
+    assert asyncio.get_running_loop().time() - began_s >= 4 * SILENCE_S
+    assert endless.breaker.trouble is None
+    await patient.breaker.end()
+    await endless.breaker.end()
+
+
 async def test_a_doubt_that_is_answered_gives_the_server_no_more_time_for_the_next(server: Server) -> None:
     # It has been silent before, and not long ago.
     server.breaker.doubt()
-    await asyncio.wait_for(server.open.wait(), 10)
+    await asyncio.wait_for(server.open.wait(), 60)
     server.speaks()
-    await asyncio.wait_for(server.breaker.until_closed(), 10)
+    await asyncio.wait_for(server.breaker.until_closed(), 60)
     for _ in range(3):
         server.breaker._asked_s = -math.inf
         server.breaker.doubt()

@@ -34,7 +34,7 @@ def test_a_page_touches_the_tests_that_read_it_and_a_new_page_those_that_read_it
 ) -> None:
     assert "tests/e2e/test_operations.py" in repository.touched(["docs/operations.md"])
     assert "tests/integration/test_deploy.py" in repository.touched(["deploy/compose/new.toml"])
-    # Which is named here alone.
+    # This name occurs only in this file.
     assert repository.touched(["NOTICE"]) == {"tests/unit/test_changed.py": 0}
 
 

@@ -13,6 +13,7 @@ import pytest
 from grpc import StatusCode
 
 import windrow
+from tests.routers import reserved_address
 from tests.unit.client_fake import WAIT_S, FakeRouter, failing, fake_router, invalid, refuse
 from windrow import (
     AlreadyExists,
@@ -32,6 +33,7 @@ from windrow import (
     RouterError,
     RouterTooOld,
     Stats,
+    Unauthenticated,
     Unavailable,
     Violation,
     uuid7,
@@ -133,7 +135,8 @@ async def test_a_try_that_hangs_is_given_up_and_made_again(router: FakeRouter) -
         return router.plain("Enqueue", request)
 
     router.scripts["Enqueue"] = hang_once
-    async with Client(router.address, org="acme", try_timeout=0.2) as client:
+    # The second try is answered in time on a busy machine too.
+    async with Client(router.address, org="acme", try_timeout=2.0) as client:
         await client.enqueue("emails", "send")
     assert len(router.of("Enqueue")) == 2
 
@@ -143,22 +146,22 @@ async def test_when_time_is_up_the_error_says_where_how_often_and_how_long(route
         await asyncio.sleep(60)
 
     router.scripts["Enqueue"] = hang
-    async with Client(router.address, org="acme", timeout=0.5, try_timeout=0.1) as client:
+    async with Client(router.address, org="acme", timeout=2.0, try_timeout=0.1) as client:
         with pytest.raises(
-            DeadlineExceeded, match=rf"^Enqueue at {router.address}: .*DEADLINE_EXCEEDED, \d tries in 0\.\d s"
+            DeadlineExceeded, match=rf"^Enqueue at {router.address}: .*DEADLINE_EXCEEDED, \d+ tries in \d\.\d s"
         ):
             await client.enqueue("emails", "send")
 
 
 async def test_nobody_listening_is_unavailable_within_the_timeout() -> None:
-    async with Client("127.0.0.1:9", org="acme", timeout=0.5) as client:
+    async with Client("127.0.0.1:9", org="acme", timeout=2.0) as client:
         # gRPC alone would wait for the router for ever.
         with pytest.raises(Unavailable, match=r"127\.0\.0\.1:9"):
             await asyncio.wait_for(client.enqueue("emails", "send"), WAIT_S)
 
 
 async def test_that_no_router_answers_is_logged_once_and_at_the_first_try(caplog: pytest.LogCaptureFixture) -> None:
-    async with Client("127.0.0.1:9", org="acme", timeout=0.5) as client:
+    async with Client("127.0.0.1:9", org="acme", timeout=2.0) as client:
         for _ in range(2):
             with pytest.raises(Unavailable):
                 await client.enqueue("q", "k")
@@ -190,8 +193,8 @@ async def test_a_dequeue_that_waits_has_that_much_longer(router: FakeRouter) -> 
         return router.plain("Dequeue", request)
 
     router.scripts["Dequeue"] = wait
-    async with Client(router.address, org="acme", timeout=0.3, try_timeout=0.3) as client:
-        assert await client.dequeue("emails", wait=0.6) == []
+    async with Client(router.address, org="acme", timeout=2.0, try_timeout=2.0) as client:
+        assert await client.dequeue("emails", wait=2.5) == []
         assert await client.dequeue("emails") == []
         assert not router.of("Dequeue")[1].HasField("wait")
         with pytest.raises(InvalidRequest, match="wait: '1m' is neither a number of seconds nor a timedelta"):
@@ -214,10 +217,10 @@ async def test_a_dequeue_tried_again_waits_for_what_is_left(router: FakeRouter) 
 
     router.scripts["Dequeue"] = leave
     async with Client(router.address, org="acme") as client:
-        assert len(await client.dequeue("emails", wait=10)) == 1
+        assert len(await client.dequeue("emails", wait=60)) == 1
     first, second = (request.wait.ToTimedelta().total_seconds() for request in router.of("Dequeue"))
-    assert first == pytest.approx(10)
-    assert 9 < second <= 9.7
+    assert first == pytest.approx(60)
+    assert 30 < second <= 59.7
 
 
 @pytest.mark.parametrize(
@@ -227,7 +230,7 @@ async def test_a_dequeue_tried_again_waits_for_what_is_left(router: FakeRouter) 
         (StatusCode.ALREADY_EXISTS, AlreadyExists),
         (StatusCode.FAILED_PRECONDITION, FailedPrecondition),
         (StatusCode.PERMISSION_DENIED, PermissionDenied),
-        (StatusCode.UNAUTHENTICATED, PermissionDenied),
+        (StatusCode.UNAUTHENTICATED, Unauthenticated),
         (StatusCode.RESOURCE_EXHAUSTED, ResourceExhausted),
         (StatusCode.INTERNAL, RouterError),
         (StatusCode.UNIMPLEMENTED, RouterTooOld),
@@ -239,7 +242,7 @@ async def test_each_status_has_its_error(router: FakeRouter, code: grpc.StatusCo
 
     router.scripts["Enqueue"] = fail
     async with Client(router.address, org="acme") as client:
-        # Those that are tried again would be in an hour.
+        # A call that is tried again would wait for an hour.
         with pytest.raises(kind, match="because") as caught:
             await client.enqueue("emails", "send")
     assert type(caught.value) is kind
@@ -460,19 +463,18 @@ async def test_a_client_belongs_to_one_event_loop(client: Client) -> None:
 
 
 async def test_the_router_may_come_later_and_go_in_between() -> None:
-    async with fake_router() as first:
-        address = first.address
-    async with Client(address, org="acme") as client:
-        waiting = asyncio.create_task(client.enqueue("q", "k"))
-        # Refused at least once before the server listens.
-        done, _ = await asyncio.wait([waiting], timeout=0.3)
-        assert not done
-        async with fake_router(address):
-            await waiting
-        waiting = asyncio.create_task(client.enqueue("q", "k"))
-        async with fake_router(address) as third:
-            await asyncio.wait_for(waiting, WAIT_S)
-            assert len(third.of("Enqueue")) == 1
+    with reserved_address() as address:
+        async with Client(address, org="acme") as client:
+            waiting = asyncio.create_task(client.enqueue("q", "k"))
+            # Refused at least once before the server listens.
+            done, _ = await asyncio.wait([waiting], timeout=0.3)
+            assert not done
+            async with fake_router(address):
+                await waiting
+            waiting = asyncio.create_task(client.enqueue("q", "k"))
+            async with fake_router(address) as third:
+                await asyncio.wait_for(waiting, WAIT_S)
+                assert len(third.of("Enqueue")) == 1
 
 
 def test_arguments_that_make_no_sense_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -498,7 +500,8 @@ def test_arguments_that_make_no_sense_are_refused_at_once(monkeypatch: pytest.Mo
 )
 def test_an_address_that_leads_nowhere_is_refused_at_once(address: str) -> None:
     with pytest.raises(
-        InvalidRequest, match=f"^{re.escape(repr(address))} .*: write HOST:PORT, such as 127.0.0.1:7419$"
+        InvalidRequest,
+        match=f"^{re.escape(repr(address))} .*: write HOST:PORT, such as 127.0.0.1:7419, or grpcs://HOST:PORT for TLS$",
     ):
         Client(address, org="acme")
 

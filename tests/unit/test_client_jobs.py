@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import pickle
 import re
+from dataclasses import FrozenInstanceError, fields, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, cast
 
 import pytest
 
 from windrow import (
+    Enqueued,
     ExponentialRetry,
     FixedRetry,
     InvalidJob,
     InvalidRequest,
     Job,
+    JobOptions,
     JobState,
     NewJob,
     Retry,
     Unavailable,
     Violation,
+    uuid7,
 )
+from windrow.client import _enqueued
 from windrow.errors import from_code, shifted
 from windrow.failures import Failure, stack_of
 from windrow.jobs import enqueue_request, read_leased, read_record
@@ -30,7 +36,7 @@ from windrow.v1 import job_pb2, queue_pb2
 
 
 def sent(job: NewJob) -> job_pb2.NewJob:
-    """Returns the message that arrives at the router."""
+    """Returns the job's message as the router gets it."""
     data = enqueue_request("acme", [job]).SerializeToString()
     return queue_pb2.EnqueueRequest.FromString(data).jobs[0]
 
@@ -172,6 +178,38 @@ def test_a_time_in_another_zone_is_the_same_moment() -> None:
 def test_spans_are_timedeltas_or_seconds() -> None:
     assert duration(0.1).nanos == 100_000_000
     assert duration(timedelta(hours=1)).seconds == 3600
+
+
+def test_a_new_job_is_frozen_has_its_defaults_and_takes_no_other_option() -> None:
+    job = NewJob("q", "k", priority=3)
+    with pytest.raises(FrozenInstanceError):
+        cast("Any", job).kind = "other"
+    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+        cast("Any", NewJob)("q", "k", colour="red")
+    assert (job.payload, job.delay, job.dedup_key) == (b"", None, "")
+    changed = replace(job, attributes={"a": "b"})
+    assert (changed.id, changed.priority, changed.attributes) == (job.id, 3, {"a": "b"})
+    for twin in (pickle.loads(pickle.dumps(job)), copy.deepcopy(job), replace(changed, attributes=None)):
+        assert (twin, hash(twin)) == (job, hash(job))
+    assert job != NewJob("q", "k", priority=3)
+    assert {field.name for field in fields(NewJob)} == {"queue", "kind", "payload", *JobOptions.__annotations__}
+
+
+def test_what_says_more_than_an_id_is_read_whole() -> None:
+    new, known = uuid7(), uuid7()
+    request = queue_pb2.EnqueueRequest(jobs=[job_pb2.NewJob(id=new), job_pb2.NewJob(id=known)])
+    plain = queue_pb2.EnqueueResponse(results=[queue_pb2.EnqueueResult(id=new), queue_pb2.EnqueueResult(id=known)])
+    assert _enqueued(request, plain, first=0) == [Enqueued(id=new), Enqueued(id=known)]
+    assert [one.duplicate for one in _enqueued(request, plain, first=0)] == [False, False]
+    told = queue_pb2.EnqueueResponse()
+    told.CopyFrom(plain)
+    told.results[1].duplicate = True
+    assert _enqueued(request, told, first=0) == [Enqueued(id=new), Enqueued(id=known, duplicate=True)]
+    # As many bytes as two ids: one has none, and the other has more than an id.
+    told.results[0].id = ""
+    assert _enqueued(request, told, first=0) == [Enqueued(id=""), Enqueued(id=known, duplicate=True)]
+    long = queue_pb2.EnqueueResponse(results=[queue_pb2.EnqueueResult(id="i" * 200)] * 2)
+    assert _enqueued(request, long, first=0) == [Enqueued(id="i" * 200)] * 2
 
 
 def test_a_leased_job_is_read_whole() -> None:

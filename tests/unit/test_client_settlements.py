@@ -8,7 +8,7 @@ from windrow import uuid7
 from windrow.failures import Failure
 from windrow.jobs import Job
 from windrow.leases import Connectivity, HeldLease, Leases
-from windrow.outcomes import Action, Done, Extended, Failed, Released, Snoozed
+from windrow.outcomes import Action, Done, Extended, Failed, Released, Snoozed, acks_of
 from windrow.settlements import _BYTES_MAX, ENTRIES_MAX, Backoff, Settlements, _Entry
 from windrow.v1 import queue_pb2
 
@@ -38,6 +38,13 @@ def test_an_entry_counts_for_at_least_its_bytes_and_not_for_many_more(said: str,
     assert request.ByteSize() <= entry.size <= request.ByteSize() + 32
 
 
+@pytest.mark.parametrize("lengths", [[], [1], [125, 126, 127, 128, 255], [22] * 1000, [22, 46] * 9])
+def test_acks_written_as_bytes_are_what_the_generated_code_writes(lengths: list[int]) -> None:
+    leases = [bytes([at % 256]) * length for at, length in enumerate(lengths)]
+    generated = queue_pb2.ConsumeRequest(acks=[queue_pb2.Ack(lease=lease) for lease in leases])
+    assert acks_of(leases) == generated.SerializeToString()
+
+
 async def test_a_message_of_long_failures_has_at_most_4_mib_and_as_many_as_fit() -> None:
     nothing = Leases(
         worker="w",
@@ -48,7 +55,7 @@ async def test_a_message_of_long_failures_has_at_most_4_mib_and_as_many_as_fit()
     )
     settlements = Settlements(nothing, Connectivity("w"), backoff=Backoff(1, 1))
     for _ in range(ENTRIES_MAX):
-        await settlements.settle(held(uuid7().encode()), ACTIONS["a text of many bytes"])
+        settlements.settle(held(uuid7().encode()), ACTIONS["a text of many bytes"])
     message = queue_pb2.ConsumeRequest()
     assert settlements.fill(message)
     assert message.ByteSize() <= _BYTES_MAX

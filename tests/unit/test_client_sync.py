@@ -86,7 +86,7 @@ async def test_a_closed_one_says_so_and_leaves_no_thread(router: FakeRouter) -> 
 
 
 def test_it_works_where_a_loop_is_running_in_the_calling_thread() -> None:
-    """As in a notebook's cell."""
+    """A loop runs in the calling thread, as in a notebook's cell."""
     addresses: list[str] = []
     ready, done = threading.Event(), threading.Event()
 

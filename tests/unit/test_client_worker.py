@@ -7,6 +7,7 @@ import contextvars
 import logging
 import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -16,7 +17,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
@@ -32,6 +33,7 @@ from windrow import (
     InvalidRequest,
     Job,
     Kill,
+    Lost,
     LostReason,
     NewJob,
     Payload,
@@ -43,6 +45,7 @@ from windrow import (
 )
 from windrow.client import CallNext as EnqueueNext
 from windrow.handlers import CallNext
+from windrow.jobs import read_leased
 from windrow.unhandled import pause_s
 from windrow.v1 import job_pb2, queue_pb2
 
@@ -155,7 +158,7 @@ async def test_a_late_cancellation_of_one_jobs_task_does_not_meet_the_next_job(
 ) -> None:
     worker = Worker(client, "q", concurrency=1)
     # So that it prefetches from the beginning: both jobs come in one message.
-    worker._mean_handler_s = 0.001
+    worker._mean_job_s = 0.001
     cancelled = threading.Event()
 
     @worker.handler("first")
@@ -303,8 +306,8 @@ async def test_a_result_that_is_too_large_is_dropped_with_a_warning_and_its_job_
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage() == (
-        f"w1: job {jobs[0].id} (huge), attempt 1: its result has 65,537 bytes and is not stored; at most 65,536 are "
-        "allowed"
+        f"w1: job {jobs[0].id} (huge, queue q), attempt 1: its result has 65,537 bytes and is not stored; at "
+        "most 65,536 are allowed"
     )
 
 
@@ -360,9 +363,9 @@ async def test_a_handler_that_snoozes_gives_its_job_back_for_a_while_and_nothing
         [
             (
                 logging.INFO,
-                f"w1: job {jobs[0].id} (early), attempt 1 is snoozed for 300 s: the report is not ready",
+                f"w1: job {jobs[0].id} (early, queue q), attempt 1 is snoozed for 300 s: the report is not ready",
             ),
-            (logging.INFO, f"w1: job {jobs[1].id} (early thread), attempt 1 is snoozed for 0.25 s"),
+            (logging.INFO, f"w1: job {jobs[1].id} (early thread, queue q), attempt 1 is snoozed for 0.25 s"),
         ]
     )
 
@@ -463,7 +466,7 @@ async def test_a_failed_job_is_logged_once_as_loudly_as_it_matters(
     for kind, (level, attempt, words, traced) in expected.items():
         (record,) = [record for record in caplog.records if jobs[kind].id in record.getMessage()]
         assert record.levelno == level
-        assert record.getMessage() == f"w1: job {jobs[kind].id} ({kind}), attempt {attempt} of 3 {words}"
+        assert record.getMessage() == f"w1: job {jobs[kind].id} ({kind}, queue q), attempt {attempt} of 3 {words}"
         # Where there is a traceback, it begins in the handler.
         text = logging.Formatter().format(record)
         assert text.count("Traceback") == traced
@@ -598,8 +601,38 @@ async def test_no_error_of_a_handler_ends_the_worker_or_is_kept_from_its_job(
     assert told in record.getMessage()
 
 
+async def test_a_handler_that_takes_no_job_fails_its_job_and_not_the_worker(router: FakeRouter, client: Client) -> None:
+    worker = Worker(client, "q")
+
+    async def wrong() -> None:
+        pass
+
+    worker.handler("wrong")(cast("Any", wrong))
+    router.give("wrong")
+    async with running(worker):
+        await router.until(router.nacks)
+    (nack,) = router.nacks()
+    assert nack.failure.type == "TypeError"
+    assert "takes 0 positional arguments" in nack.failure.message
+
+
+async def test_threads_and_the_worker_see_the_same_sign_that_a_job_is_lost() -> None:
+    for _ in range(50):
+        job = read_leased(job_pb2.LeasedJob(id="i"))
+        at_once = threading.Barrier(4)
+
+        def look(job: Job = job, at_once: threading.Barrier = at_once) -> Lost:
+            at_once.wait(WAIT_S)
+            return job.lost
+
+        looks = await asyncio.gather(*(asyncio.to_thread(look) for _ in range(4)))
+        assert {id(lost) for lost in looks} == {id(job.lost)}
+    with pytest.raises(AttributeError, match="'Job' object has no attribute 'los'"):
+        _ = cast("Any", Job()).los
+
+
 async def test_an_error_with_half_a_character_is_told_without_it(router: FakeRouter, client: Client) -> None:
-    """As in the name of a file that is not UTF-8. No protobuf message can carry it."""
+    """The error has half a character, like the name of a file that is not UTF-8. No protobuf message can carry it."""
     worker = Worker(client, "q")
 
     @worker.handler("broken")
@@ -663,7 +696,8 @@ async def test_acks_gather_while_messages_are_unanswered(router: FakeRouter, cli
 
 
 async def test_leases_are_extended_together(router: FakeRouter, client: Client) -> None:
-    worker = Worker(client, "q", visibility_window=0.6)
+    # A busy machine extends the leases in time.
+    worker = Worker(client, "q", visibility_window=1.5)
     finish = asyncio.Event()
 
     @worker.handler("slow")
@@ -677,7 +711,7 @@ async def test_leases_are_extended_together(router: FakeRouter, client: Client) 
 
     async with running(worker):
         await router.until(lambda: len(extended()) >= 4)
-        assert router.stream.start.visibility_window.nanos == 600_000_000
+        assert router.stream.start.visibility_window.ToMilliseconds() == 1500
         assert all(sorted(leases) == sorted(job.lease for job in jobs) for leases in extended())
         finish.set()
         await router.until(lambda: len(router.settled("Ack")) == 4)
@@ -686,7 +720,7 @@ async def test_leases_are_extended_together(router: FakeRouter, client: Client) 
 async def test_a_job_that_waits_too_long_goes_back_to_whoever_has_a_free_hand(
     router: FakeRouter, client: Client
 ) -> None:
-    worker = Worker(client, "q", concurrency=1, prefetch=2, visibility_window=0.6)
+    worker = Worker(client, "q", concurrency=1, prefetch=2, visibility_window=1.5)
     finish = asyncio.Event()
 
     @worker.handler("quick")
@@ -745,22 +779,23 @@ async def test_a_handler_is_stopped_while_the_router_still_takes_its_failure(
     async def hangs(job: Job) -> None:
         await asyncio.Event().wait()
 
-    # The lease ends 0.3 s after the handler is stopped; a failure later than that would not be sent.
-    router.give("hangs", max_runtime=Duration(seconds=3))
+    # The lease ends 0.9 s after the handler is stopped; a failure later than that would not be sent.
+    router.give("hangs", max_runtime=Duration(seconds=9))
     async with running(worker):
         await router.until(router.nacks)
     (nack,) = router.nacks()
     assert (nack.failure.type, nack.failure.message) == (
         "windrow.TimedOut",
-        "the attempt has used up the job's max_runtime of 3 s",
+        "the attempt has used up the job's max_runtime of 9 s",
     )
 
 
 async def test_a_stale_lease_cancels_its_handler_and_is_not_acked(
     router: FakeRouter, client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
-    worker = Worker(client, "q", visibility_window=0.3)
+    worker = Worker(client, "q", visibility_window=1.5)
     ended: list[tuple[str, bool]] = []
+    over = asyncio.Event()
     lost = router.give("wait")
     kept = router.give("wait")
 
@@ -773,15 +808,16 @@ async def test_a_stale_lease_cancels_its_handler_and_is_not_acked(
     @worker.handler("wait")
     async def wait(job: Job) -> None:
         try:
-            await asyncio.wait_for(job.lost.wait(), 0.8)
-        except TimeoutError:
-            return
+            await over.wait()
         finally:
             ended.append((job.id, job.lost.is_set()))
 
     async with running(worker):
+        # For longer than a window.
+        await router.until(lambda: router.settled("Extend").count(kept.id) >= 4)
+        over.set()
         await router.until(lambda: kept.id in router.settled("Ack"))
-    assert sorted(ended) == sorted([(lost.id, True), (kept.id, False)])
+    assert ended == [(lost.id, True), (kept.id, False)]
     assert router.settled("Ack") == [kept.id]
     assert not router.nacks()
     assert not router.settled("Release")
@@ -1025,7 +1061,7 @@ async def test_a_second_stop_does_not_wait_for_the_grace(router: FakeRouter, cli
 async def test_a_thread_that_does_not_end_is_not_given_to_another_worker(
     router: FakeRouter, client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
-    worker = Worker(client, "q", grace=0.05)
+    worker = Worker(client, "q", name="w1", grace=0.05)
     started, finish = threading.Event(), threading.Event()
 
     @worker.handler("slow")
@@ -1033,14 +1069,15 @@ async def test_a_thread_that_does_not_end_is_not_given_to_another_worker(
         started.set()
         finish.wait(WAIT_S)
 
-    router.give("slow")
+    job = router.give("slow")
     task = asyncio.create_task(worker.run())
     await asyncio.to_thread(started.wait)
     worker.stop()
     await stopped(task)
     finish.set()
     assert not router.settled("Release")
-    assert "still runs in its thread" in caplog.text
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told == f"w1: job {job.id} (slow, queue q) still runs in its thread; its lease will expire"
 
 
 ENDLESS = """
@@ -1050,8 +1087,8 @@ worker = windrow.Worker(windrow.Client(sys.argv[1], org="acme"), "q", grace=0)
 
 @worker.handler("endless")
 def endless(job):
-    print("begun", flush=True)
     job_is_lost.append(job.lost)
+    print("begun", flush=True)
     threading.Event().wait()
 
 job_is_lost = []
@@ -1215,7 +1252,8 @@ async def test_a_handler_that_hangs_is_stopped_at_its_timeout_and_its_place_is_f
         finally:
             reasons.append(job.lost.reason)
 
-    @worker.handler("thread", timeout=timedelta(seconds=0.02))
+    # So long that a busy machine has begun it.
+    @worker.handler("thread", timeout=timedelta(seconds=0.5))
     def thread(job: Job) -> None:
         hangs.wait(WAIT_S)
         reasons.append(job.lost.reason)
@@ -1231,15 +1269,21 @@ async def test_a_handler_that_hangs_is_stopped_at_its_timeout_and_its_place_is_f
         await asyncio.to_thread(told.wait, WAIT_S)
     assert reasons == [LostReason.TIMED_OUT] * 2
     assert [jobs[nack.lease.decode()] for nack in router.nacks()] == ["coroutine", "thread"]
-    assert {nack.failure.message for nack in router.nacks()} == {"the handler did not finish within 0.02 s"}
-    for nack, last in zip(router.nacks(), ("await asyncio.Event().wait()", "hangs.wait(WAIT_S)"), strict=True):
+    lines = ("await asyncio.Event().wait()", "hangs.wait(WAIT_S)")
+    for nack, timeout, last in zip(router.nacks(), ("0.02 s", "0.5 s"), lines, strict=True):
         failure = nack.failure
         assert (failure.type, failure.permanent) == ("windrow.TimedOut", False)
-        # What it was doing: from the handler on.
+        assert failure.message == f"the handler did not finish within {timeout}"
+        # The stack of the job's code, from the handler on.
         assert failure.stack.split("\n")[1].startswith(f'  File "{__file__}"')
         assert last in failure.stack
-        assert failure.stack.endswith("\nwindrow.TimedOut: the handler did not finish within 0.02 s")
+        assert failure.stack.endswith(f"\nwindrow.TimedOut: the handler did not finish within {timeout}")
+    # Nothing unexpected has happened: one line each, which says what the handler was doing.
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
+    for record, kind in zip(caplog.records, ("coroutine", "thread"), strict=True):
+        (line,) = logging.Formatter().format(record).splitlines()
+        assert re.search(rf"\({kind}, queue q\), attempt 1 of 20 failed: windrow\.TimedOut: the handler did not", line)
+        assert re.search(rf"; it was in {kind} \({re.escape(__file__)}:\d+\), in wait \(.*\.py:\d+\)$", line)
 
 
 async def test_a_handler_that_ends_by_its_timeout_or_in_spite_of_it_says_itself_how(
@@ -1312,7 +1356,7 @@ async def test_hundreds_of_hanging_handlers_leave_all_places_free(
 async def test_so_many_threads_are_left_alone_and_then_each_keeps_its_place(
     router: FakeRouter, client: Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("windrow.handlers._ABANDONED_MAX", 1)
+    monkeypatch.setattr("windrow.handler_threads._ABANDONED_MAX", 1)
     worker = Worker(client, "q", name="w1", concurrency=2, prefetch=0)
     over = threading.Event()
 
@@ -1398,7 +1442,7 @@ async def test_middleware_is_around_every_handler_and_its_timeout_and_may_change
     assert [ack.result for ack in router.acks()] == [b"4", b"31", b"never mind"]
     (nack,) = router.nacks()
     assert nack.failure.type == "windrow.TimedOut"
-    # From the handler on: neither the middleware nor the worker.
+    # The stack begins at the handler, without frames of the middleware and the worker.
     assert "in hangs" in nack.failure.stack.split("\n")[1]
     assert seen == [
         *("outer coroutine", "inner 3", "outer thread", "inner 3", "outer hangs", "inner 3", "outer saw TimedOut"),
@@ -1441,7 +1485,7 @@ async def test_a_worker_runs_once_and_takes_one_handler_a_kind(client: Client) -
 
 @pytest.mark.parametrize(
     "options",
-    [{"queues": []}, {"concurrency": 0}, {"prefetch": 1001}, {"visibility_window": 0.05}],
+    [{"queues": []}, {"concurrency": 0}, {"prefetch": 5001}, {"visibility_window": 0.05}],
 )
 async def test_a_worker_that_makes_no_sense_is_refused(client: Client, options: dict[str, Any]) -> None:
     queues = options.pop("queues", "q")

@@ -8,7 +8,7 @@ from shard.placement.cluster_diff import described, refuse_change
 from shard.placement.cluster_file import ClusterFileError
 from tests.unit.test_cluster_file import DSN, ONE, PASSWORD, parse, two_shards
 
-ELSEWHERE = '[catalog]\ndsn = "host=db9"\n'
+ELSEWHERE = '[catalog]\ndsn = "host=db9 sslmode=require"\n'
 MOVED = (
     "cluster.toml: the catalog is somewhere else ([catalog], or without it the first [[shard]]), which needs a restart "
     "of every router; put it back, or start them again"

@@ -11,7 +11,7 @@ from shard.placement.cluster_file import Cluster, ClusterFileError, ShardState, 
 from shard.vocabulary import ShardName
 
 PASSWORD = "hunter2-very-secret"
-DSN = f"postgresql://windrow:{PASSWORD}@db1/windrow"
+DSN = f"postgresql://windrow:{PASSWORD}@db1/windrow?sslmode=verify-full"
 ONE = f'[[shard]]\nname = "s1"\ndsn = "{DSN}"\n'
 
 
@@ -46,20 +46,20 @@ def test_every_key_is_read() -> None:
         state = "read_only"
         labels = {{ region = "eu", disk = "slow" }}
         [catalog]
-        dsn = "host=db9 dbname=catalog"
+        dsn = "host=db9 dbname=catalog sslmode=require"
         [router]
         listen = "0.0.0.0:7500"
         """,
-        S2_DSN="host=db2",
+        S2_DSN="host=db2 sslmode=require",
     )
     assert cluster.name == "production"
     assert [(shard.name, shard.dsn, shard.weight) for shard in cluster.shards] == [
         ("s1", DSN, 2.0),
-        ("s2", "host=db2", 0.5),
+        ("s2", "host=db2 sslmode=require", 0.5),
     ]
     assert cluster.shards[1].state is ShardState.READ_ONLY
     assert cluster.shards[1].labels == {"region": "eu", "disk": "slow"}
-    assert (cluster.catalog_dsn, cluster.catalog_shard) == ("host=db9 dbname=catalog", None)
+    assert (cluster.catalog_dsn, cluster.catalog_shard) == ("host=db9 dbname=catalog sslmode=require", None)
     assert cluster.tables["router"] == {"listen": "0.0.0.0:7500"}
 
 
@@ -72,7 +72,7 @@ def test_a_dsn_may_come_from_a_file_and_loses_its_last_line_break(tmp_path: Path
 
 
 def test_a_dsn_may_name_several_hosts() -> None:
-    dsn = "postgresql://windrow@db1,db2:6432/windrow?target_session_attrs=read-write"
+    dsn = "postgresql://windrow@db1,db2:6432/windrow?target_session_attrs=read-write&sslmode=require"
     assert parse(f'[[shard]]\nname = "s1"\ndsn = "{dsn}"').shards[0].dsn == dsn
 
 
@@ -115,7 +115,7 @@ def shard_with(line: str) -> str:
 
 def two_shards(line: str) -> str:
     """A file with two shards; the second has this extra line."""
-    return f'{ONE}[[shard]]\nname = "s2"\ndsn = "host=db2"\n{line}\n'
+    return f'{ONE}[[shard]]\nname = "s2"\ndsn = "host=db2 sslmode=require"\n{line}\n'
 
 
 BAD = {
@@ -123,7 +123,8 @@ BAD = {
     "unknown table": (ONE + "[routr]\n", "cluster.toml: unknown key 'routr'; did you mean 'router'?"),
     "unlike any table": (
         ONE + "[zzz]\n",
-        "cluster.toml: unknown key 'zzz'; known are archiver, balancer, catalog, cluster, router, shard",
+        "cluster.toml: unknown key 'zzz'; "
+        "known are archiver, audit, auth, balancer, catalog, cluster, router, shard, tls",
     ),
     "unknown key of cluster": (
         '[cluster]\nnmae = "x"\n' + ONE,
@@ -190,7 +191,7 @@ BAD = {
     ),
     "state that is unlike any": (
         shard_with("state = 7"),
-        "cluster.toml: [[shard]] number 1 (s1): unknown state 7; it is one of active, draining, enqueue_only, "
+        "cluster.toml: [[shard]] number 1 (s1): unknown state 7; known are active, draining, enqueue_only, "
         "dequeue_only, read_only, off",
     ),
     "state that is a list": (
@@ -323,7 +324,7 @@ def test_no_repr_shows_a_password() -> None:
 def test_all_faults_of_a_file_are_told_at_once() -> None:
     text = (
         "nope = 1\n[cluster]\nname = ''\nnmae = 'x'\n[[shard]]\nname = 's1'\nweight = -1\nstate = 'of'\n"
-        "[[shard]]\ndsn = 'host=db'\n[router]\n[catalog]\ndns = 'host=db'\n"
+        "[[shard]]\ndsn = 'dbname=x'\n[router]\n[catalog]\ndns = 'dbname=x'\n"
     )
     with pytest.raises(ClusterFileError) as refused:
         parse(text)

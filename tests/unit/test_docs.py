@@ -1,4 +1,4 @@
-"""Every page's links lead somewhere: relative paths exist, anchors exist, and files that a page names exist."""
+"""Links lead somewhere: relative paths and anchors exist, and so do the files that a page or a comment names."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ CODE = re.compile(r"`[^`]+`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 # What a page names as a file of this repository: a path with a folder, and only characters of our paths.
 FILE = re.compile(r"`((?:[\w.-]+/)+[\w.-]*)`")
-# The reader creates it.
-NOT_FILES = {"deploy/compose/secrets"}
+# What a comment or a docstring names as such a file, which does not stand between backquotes there.
+NAMED = re.compile(rf"(?<![\w./-])(?:{'|'.join(sorted(TOP))})/[\w./-]+\.(?:md|proto|py|sql|toml)\b")
+# The reader creates the first one; the second is a new file of a test.
+NOT_FILES = {"deploy/compose/secrets", "deploy/compose/new.toml"}
 # Old entries name files that existed then.
 HISTORY = {"CHANGELOG.md"}
 
@@ -64,3 +66,12 @@ def test_every_link_of_a_page_leads_somewhere(page: str) -> None:
 def test_every_file_that_a_page_names_exists(page: str) -> None:
     named = {path for path in FILE.findall(prose(page)) if path.split("/")[0] in TOP}
     assert not sorted(path for path in named - NOT_FILES if not (ROOT / path).exists())
+
+
+def test_every_file_that_a_comment_names_exists() -> None:
+    sources = [
+        source for top in TOP for suffix in ("py", "sql", "proto") for source in (ROOT / top).rglob(f"*.{suffix}")
+    ]
+    assert len(sources) > 500
+    named = {(source.name, path) for source in sources for path in NAMED.findall(source.read_text())}
+    assert not sorted((name, path) for name, path in named if path not in NOT_FILES and not (ROOT / path).exists())

@@ -11,6 +11,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from router.codec import status
 from router.codec.status import CODES, DOMAIN, status_of
+from router.gate.auth import access, principal, scopes
 from shard import errors
 from shard.queue.coalescer import TooManyWaiting
 from shard.vocabulary import OrgId, QueueName, ShardName
@@ -31,11 +32,18 @@ ROWS = re.findall(
     flags=re.MULTILINE,
 )
 S1, ACME, MAIL = ShardName("s1"), OrgId("acme"), QueueName("mail")
+ANYBODY = principal.Principal(name="key:wr_aaaabbbbcccc", org=OrgId("other"), scopes=frozenset())
 RAISED: dict[str, Callable[[], BaseException]] = {
     "INVALID_REQUEST": lambda: status.InvalidRequest([status.Violation("org", "must not be empty")]),
     "UNDECODABLE_REQUEST": lambda: status.Undecodable(7),
     "MESSAGE_TOO_LARGE": lambda: status.MessageTooLarge(17 << 20, 16 << 20, b""),
     "ORG_MISMATCH": lambda: status.OrgMismatch("org", "acme", "other"),
+    "CREDENTIALS_MISSING": lambda: principal.NoCredentials("the call has no token"),
+    "CREDENTIALS_INVALID": lambda: principal.Unauthenticated("no such key"),
+    "CREDENTIALS_EXPIRED": lambda: principal.Expired("it has expired"),
+    "CREDENTIALS_REVOKED": lambda: principal.Revoked("it was revoked"),
+    "SCOPE_MISSING": lambda: access.ScopeMissing("windrow.v1.Queue/Ack", scopes.Scope.CONSUME, ANYBODY),
+    "ORG_FORBIDDEN": lambda: access.OrgForbidden("acme", ANYBODY),
     "QUEUE_NOT_FOUND": lambda: errors.UnknownQueue(ACME, MAIL),
     "QUEUE_EXISTS": lambda: errors.QueueExists(ACME, MAIL),
     "QUEUE_NOT_EMPTY": lambda: errors.QueueNotEmpty(ACME, MAIL),
@@ -50,6 +58,7 @@ RAISED: dict[str, Callable[[], BaseException]] = {
     "SHARD_BUSY": lambda: TooManyWaiting(1),
     "MISCONFIGURED": lambda: errors.Misconfigured("another cluster's database"),
     "ROUTER_FULL": lambda: status.RouterFull("calls", 1),
+    "TOKEN_KEYS_UNAVAILABLE": lambda: status.KeysUnavailable("no keys"),
     "ROUTER_SHUTTING_DOWN": status.ShuttingDown,
     "STREAM_EXPIRED": status.StreamExpired,
     "REQUEST_LATE": lambda: status.RequestLate(60),
@@ -87,7 +96,10 @@ def test_the_page_lists_every_reason_with_the_code_that_the_router_sends() -> No
 
 def test_the_router_names_every_reason_of_the_proto_and_sends_each_for_an_error() -> None:
     source = (ROOT / "router/codec/status.py").read_text()
-    assert set(re.findall(r"reasons\.(ERROR_REASON_\w+)", source[source.index("def status_of") :])) == IN_PROTO
+    # The errors of router/gate/auth have their reasons themselves.
+    auth = "".join(path.read_text() for path in (ROOT / "router/gate/auth").glob("*.py"))
+    named = re.findall(r"(ERROR_REASON_\w+)", source[source.index("def status_of") :] + auth)
+    assert set(named) == IN_PROTO
     assert {PREFIX + name for name in RAISED} == IN_PROTO
 
 

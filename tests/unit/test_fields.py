@@ -22,7 +22,7 @@ from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2
 
 MIB = 1024 * 1024
 decode = bounded(queue_pb2.EnqueueRequest.FromString, queue_pb2.EnqueueRequest.DESCRIPTOR)
-# With a limit that messages of examples reach sooner.
+# A lower limit, which the messages of examples reach sooner.
 FEW = 5_000
 decode_few = bounded(queue_pb2.EnqueueRequest.FromString, queue_pb2.EnqueueRequest.DESCRIPTOR, fields_max=FEW)
 
@@ -43,7 +43,7 @@ def test_payloads_that_look_like_items_are_none() -> None:
 
 @given(st.integers(1, 20), st.binary(max_size=200))
 def test_what_is_no_message_is_left_to_the_decoder(shift: int, end: bytes) -> None:
-    # The fields before the one that never ends are too few, whatever follows it is counted as.
+    # One field never ends. The fields before it are fewer than the limit, whatever the bytes after it are counted as.
     head = b"\x12\x00" * (FEW - 300)
     raw = head + b"\x12" + b"\xff" * 40 + end + b"\x12" * (2 * shift)
     with pytest.raises(DecodeError):

@@ -157,3 +157,18 @@ def test_a_look_that_began_before_an_arrival_raises_no_floor_of_its_queue() -> N
     assert (floors_of(floors, A)[A, 5], floors_of(floors, B)[B, 5]) == (0, LONG_AGO + 9)
     floors.claimed([taken(A, run_at=LONG_AGO)], arrivals=floors.arrivals)
     assert floors_of(floors, A)[A, 5] == LONG_AGO
+
+
+def test_rows_that_a_claim_locked_in_vain_are_looked_for_from_where_it_began() -> None:
+    floors = Floors()
+    use(floors, A, B)
+    floors.claimed([taken(A, run_at=LONG_AGO), taken(B, run_at=LONG_AGO)], arrivals=0)
+    before = {A: list(floors.of(A))}
+    # A claim beside it skips the locked rows, and takes later ones. Another one has not ended yet.
+    floors.claimed([taken(A, run_at=LONG_AGO + 10), taken(A, run_at=LONG_AGO + 10, priority=1)], arrivals=0)
+    floors.missed(before)
+    floors.claimed([taken(A, run_at=LONG_AGO + 20), taken(B, run_at=LONG_AGO + 20)], arrivals=0)
+    raised = {lane: at for lane, at in floors_of(floors, A, B).items() if at}
+    assert raised == {(A, 5): LONG_AGO, (B, 5): LONG_AGO + 20}
+    floors.claimed([taken(A, run_at=LONG_AGO + 30)], arrivals=1)
+    assert floors.of(A)[4] == LONG_AGO + 30

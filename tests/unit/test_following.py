@@ -28,7 +28,7 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def secret(tmp_path: Path) -> Path:
     path = tmp_path / "s1"
-    path.write_text("host=db1")
+    path.write_text("dbname=db1")
     return path
 
 
@@ -73,14 +73,14 @@ async def test_a_file_that_cannot_be_read_is_told_and_waited_for(path: Path) -> 
 
 async def test_it_is_changed_when_it_or_its_secret_is_written_or_replaced(path: Path, secret: Path) -> None:
     file = WatchedFile(path)
-    assert file.read().shards[0].dsn == "host=db1"
+    assert file.read().shards[0].dsn == "dbname=db1"
     assert not await is_changed(file)
-    secret.write_text("host=db2")
+    secret.write_text("dbname=db2")
     await asyncio.wait_for(file.changed(), LONG_S)
-    assert file.read().shards[0].dsn == "host=db2"
-    replace(secret, "host=db3")
+    assert file.read().shards[0].dsn == "dbname=db2"
+    replace(secret, "dbname=db3")
     await asyncio.wait_for(file.changed(), LONG_S)
-    assert file.read().shards[0].dsn == "host=db3"
+    assert file.read().shards[0].dsn == "dbname=db3"
     replace(path, path.read_text() + "weight = 5\n")
     await asyncio.wait_for(file.changed(), LONG_S)
     assert file.read().shards[0].weight == 5
@@ -91,13 +91,13 @@ async def test_a_secret_that_is_named_from_now_on_is_looked_at_from_now_on(path:
     file = WatchedFile(path)
     file.read()
     other = tmp_path / "other"
-    other.write_text("host=db5")
+    other.write_text("dbname=db5")
     replace(path, path.read_text().replace("/s1", "/other"))
     await asyncio.wait_for(file.changed(), LONG_S)
-    assert file.read().shards[0].dsn == "host=db5"
-    other.write_text("host=db6")
+    assert file.read().shards[0].dsn == "dbname=db5"
+    other.write_text("dbname=db6")
     await asyncio.wait_for(file.changed(), LONG_S)
-    assert file.read().shards[0].dsn == "host=db6"
+    assert file.read().shards[0].dsn == "dbname=db6"
 
 
 async def test_it_is_not_read_while_it_is_being_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

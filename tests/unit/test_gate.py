@@ -99,7 +99,7 @@ async def test_calls_that_wait_for_jobs_leave_their_places_to_others(gate: Gate)
     calls = await entered(gate, "busy")
     with gate.waiting(calls[0]):
         assert len(await entered(gate, "busy")) == 1
-    # It is inside again, although there is no room.
+    # The call counts again, although there is no room.
     assert await entered(gate, "busy") == []
 
 
@@ -247,7 +247,7 @@ async def test_whoever_stops_waiting_for_memory_leaves_its_place_to_the_next(fir
     holder = account(shared, "busy")
     assert holder.take(50)
     gone, stays = account(shared, "busy", "gone"), account(shared, "busy", "stays")
-    leaving, waiting = asyncio.create_task(gone.reserve(40)), asyncio.create_task(stays.until_room())
+    leaving, waiting = asyncio.create_task(gone.reserve(40)), asyncio.create_task(stays.reserve(40, patiently=True))
     await asyncio.sleep(0)
     leaving.cancel()
     if first == "it leaves":
@@ -255,7 +255,7 @@ async def test_whoever_stops_waiting_for_memory_leaves_its_place_to_the_next(fir
     holder.close()
     await asyncio.wait({leaving})
     await asyncio.wait_for(waiting, PATIENCE_S)
-    assert (shared.held, gone.held, stays.held) == (0, 0, 0)
+    assert (shared.held, gone.held, stays.held) == (40, 0, 40)
 
 
 async def test_whoever_stops_waiting_for_memory_holds_up_nobody_behind_it_any_more() -> None:
@@ -274,7 +274,7 @@ async def test_a_connection_that_is_full_holds_up_none_of_the_same_org_on_anothe
     shared = Buffer(100)
     # A proxy's connection, which other clients of the proxy fill.
     assert account(shared, "others", "proxy").take(45)
-    stuck = asyncio.create_task(account(shared, "org", "proxy").until_room())
+    stuck = asyncio.create_task(account(shared, "org", "proxy").reserve(20, patiently=True))
     behind = asyncio.create_task(account(shared, "org", "proxy").reserve(20))
     await asyncio.sleep(0)
     free = account(shared, "org", "its own")

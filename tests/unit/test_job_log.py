@@ -256,7 +256,8 @@ async def test_a_thread_that_has_timed_out_adds_nothing_to_its_log(router: FakeR
     done = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    @worker.handler("work", timeout=0.05)
+    # So long that a busy machine has begun the thread.
+    @worker.handler("work", timeout=0.5)
     def work(job: Job) -> None:
         job.log("before")
         late.wait()

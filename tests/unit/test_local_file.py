@@ -10,7 +10,8 @@ from cli import local_file
 from cli.exits import CommandFailed
 from shard.placement.cluster_file import read_cluster
 
-ELSEWHERE = '\n[[shard]]\nname = "s2"\ndsn = "postgresql://windrow:x@db2/windrow"\nweight = 3 # a large machine\n'
+DB2 = "postgresql://windrow:x@db2/windrow?sslmode=require"
+ELSEWHERE = f'\n[[shard]]\nname = "s2"\ndsn = "{DB2}"\nweight = 3 # a large machine\n'
 
 
 def dsn(name: str, port: int = 20_000) -> str:

@@ -178,7 +178,7 @@ async def test_a_process_that_is_too_large_for_another_reason_is_listed_again_on
 async def serving(gate: Gate) -> AsyncGenerator[int, None]:
     """Serves the health service behind the gate. Yields the port."""
     methods = Methods(gate)
-    health_pb2_grpc.add_HealthServicer_to_server(HealthService(), cast("grpc.aio.Server", methods))
+    health_pb2_grpc.add_HealthServicer_to_server(HealthService(gate), cast("grpc.aio.Server", methods))
     options = [("grpc.max_receive_message_length", RECEIVED_BYTES_MAX), ("grpc.http2.bdp_probe", 0)]
     server = grpc.aio.server(handlers=(methods,), options=options)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -221,3 +221,26 @@ async def test_a_connection_whose_calls_have_long_metadata_is_not_blamed_for_wha
             assert honest in connections.peers(port)
         watching.cancel()
         await asyncio.wait({watching})
+
+
+async def test_calls_that_anybody_may_make_take_only_places_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.gate.admission.PUBLIC_CALLS_MAX", 4)
+    gate = Gate(Tracing(), Buffer(2**30))
+    async with serving(gate) as port, grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
+        for watch in watches:
+            await watch.read()
+        # One connection may have as many as are left free.
+        refused = stub.Watch(health_pb2.HealthCheckRequest())
+        assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        with pytest.raises(grpc.aio.AioRpcError, match="calls that anybody may make"):
+            await stub.Check(health_pb2.HealthCheckRequest())
+        for watch in watches:
+            watch.cancel()
+        async with asyncio.timeout(PATIENCE_S):
+            # Its places are free again once the router has seen that.
+            while True:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    await stub.Check(health_pb2.HealthCheckRequest())
+                    break

@@ -7,9 +7,10 @@ from typing import cast
 import pytest
 
 import windrow.org_header
+from router.buffer import Buffer
 from router.codec.status import OrgMismatch
-from router.gate.admission import Context
-from router.gate.calls import check_org_header
+from router.gate.admission import Call, Context
+from router.gate.calls import check_org
 from windrow.org_header import ORG_HEADER, org_metadata, org_of_header
 
 
@@ -24,7 +25,8 @@ class Caller:
 
 
 def check(org: str, *values: str) -> None:
-    check_org_header(cast("Context", Caller(("user-agent", "x"), *((ORG_HEADER, value) for value in values))), org)
+    caller = cast("Context", Caller(("user-agent", "x"), *((ORG_HEADER, value) for value in values)))
+    check_org(Call(Buffer(1), peer=""), caller, org)
 
 
 @pytest.mark.parametrize("org", ["acme", "a.b-c_d~e", "Über uns", "a/b?c=d&e+f", "100%", "%41", "🦊", " ", "\x80"])

@@ -46,7 +46,7 @@ def weighted(draw: st.DrawFn) -> dict[ShardName, float]:
     return weights
 
 
-# Each plans 16,384 slots twice.
+# Few examples, because each plans 16,384 slots twice.
 few = settings(max_examples=25)
 
 

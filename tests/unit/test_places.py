@@ -12,7 +12,7 @@ from shard.fair_quota import FairQuota
 
 
 def fill(places: FairQuota, *callers: str) -> Counter[str]:
-    """All orgs take as many places as they get. Returns how many each has."""
+    """Lets all orgs take places, one after another, until none gets more. Returns how many each has."""
     got = Counter[str]()
     eager = list(callers)
     while eager:

@@ -36,7 +36,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# Without its own generators other than Python's.
+# This protoc has no generators of its own besides Python's.
 GRPC_TOOLS = (sys.executable, "-m", "grpc_tools.protoc")
 
 

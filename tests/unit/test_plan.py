@@ -34,7 +34,7 @@ def even(*names: ShardName) -> list[ShardName]:
 
 def cluster(**shards: tuple[float, ShardState]) -> Cluster:
     text = "".join(
-        f'[[shard]]\nname = "{name}"\ndsn = "host=db"\nweight = {weight}\nstate = "{state.word}"\n'
+        f'[[shard]]\nname = "{name}"\ndsn = "dbname=x"\nweight = {weight}\nstate = "{state.word}"\n'
         for name, (weight, state) in shards.items()
     )
     return parse_cluster(text, source="cluster.toml")

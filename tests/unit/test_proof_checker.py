@@ -382,7 +382,7 @@ def test_one_lease_given_to_two_is_found() -> None:
 
 
 def test_an_ack_that_was_refused_and_finished_the_job_is_found() -> None:
-    # After the end of its window, when the refusal is correct.
+    # The ack came after the end of its window, so the refusal is correct.
     given = changed(whole_life(), settles=[settle(Verb.ACK, "j1", 15.0, lease=1, answer=Answer.STALE)])
     assert found(given) == ["I2"]
 
@@ -520,7 +520,7 @@ def test_two_jobs_of_one_dedup_key_are_found() -> None:
         rows=[succeeded("j1", key="k"), succeeded("j2", key="k")],
     )
     assert found(given) == ["I3"]
-    # Nobody was told that the second was stored, and it is there.
+    # No producer got an answer about the second job, but it was stored.
     unheard = [enqueue("j1", 10.0, key="k"), enqueue("j2", 11.0, key="k", answered=None)]
     assert found(changed(given, enqueues=unheard)) == ["I3"]
 
@@ -900,7 +900,7 @@ def test_an_orderly_restart_that_shows_unavailable_passes() -> None:
         # The client's own deadline for a stream was over; or it wrote to a stream that had ended.
         failed(Verb.CONSUME, 21.0, "DEADLINE_EXCEEDED"),
         failed(Verb.CONSUME, 21.0, "WRITE_FAILED"),
-        # Before it, and after it.
+        # Calls before the restart, and after it.
         failed(Verb.ACK, 12.0, "CANCELLED"),
         failed(Verb.ACK, 26.0, "CANCELLED"),
         # A client that was killed.
@@ -1143,7 +1143,7 @@ def test_what_was_answered_ok_and_neither_database_has_in_its_books_is_found() -
     assert (found(lacking), excused(lacking)) == ([], ["I2"])
     assert found(restored(given, backup=[live("j1")], replaced=[live("j1", lease=9)])) == ["I2"]
     assert found(restored(given, backup=[nacked], replaced=[nacked])) == ["I2"]
-    # Also for a job that is on no shard.
+    # The same holds for a job that is on no shard.
     gone = evidence(enqueues=[enqueue("j1", 13.0)], settles=[settle(Verb.NACK, "j1", 14.0, lease=7)])
     assert found(restored(gone, replaced=[nacked])) == []
     assert found(restored(gone, replaced=[live("j1")])) == ["I2"]

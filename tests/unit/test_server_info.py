@@ -18,7 +18,7 @@ from router.codec.rules import Rule, limit
 from router.services.consume_stream import CREDIT_MAX
 from router.services.server_info import server_info
 from tests.unit.client_fake import FakeRouter
-from windrow import Client, ServerInfo, calls
+from windrow import Client, ServerInfo, channels
 from windrow.server_info import read_server_info
 from windrow.v1 import admin_pb2, queue_pb2, server_pb2
 
@@ -113,7 +113,7 @@ def test_the_client_shows_what_routers_of_other_releases_tell() -> None:
 
 
 def test_the_client_has_the_same_limits() -> None:
-    assert LIMITS.max_message_bytes == calls.MESSAGE_BYTES_MAX
+    assert LIMITS.max_message_bytes == channels.MESSAGE_BYTES_MAX
     jobs_max = windrow.job_rules.JOBS_MAX
     assert jobs_max == LIMITS.max_jobs_per_enqueue == LIMITS.max_leases_per_call == LIMITS.max_ids_per_call
     assert LIMITS.max_payload_bytes == windrow.job_rules.PAYLOAD_BYTES_MAX

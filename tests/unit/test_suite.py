@@ -1,4 +1,4 @@
-"""What ./run test makes of its arguments."""
+"""How ./run test reads its arguments."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def test_what_is_encoded_once_for_alike_jobs_reads_none_of_the_fields_that_diffe
     data: st.DataObject, lease: int, other_lease: int
 ) -> None:
     one, other = data.draw(claimed_jobs(lease)), data.draw(claimed_jobs(other_lease))
-    # With wrong values in these fields it would raise.
+    # The conversion would raise if it read these fields, because their values are wrong.
     useless: dict[str, Any] = dict.fromkeys(fast_write.NOT_SHARED)
     assert convert.leased_job(one._replace(**useless), ORG) == convert.leased_job(one, ORG)
     mixed = one._replace(**{field: getattr(other, field) for field in fast_write.NOT_SHARED})

@@ -51,7 +51,7 @@ async def test_a_revoked_lease_cancels_its_handler_and_frees_its_place(
         await router.until(lambda: router.settled("Ack") == [after.id])
     assert not router.nacks()
     assert not router.settled("Release")
-    assert f"job {lost.id} (wait) was cancelled" in caplog.text
+    assert f"job {lost.id} (wait, queue q) was cancelled" in caplog.text
     assert "WARNING" not in caplog.text
 
 
@@ -116,7 +116,7 @@ async def test_a_job_that_is_revoked_before_it_begins_never_begins(
     first, second, third = (router.give("wait") for _ in range(3))
     async with running(worker):
         await router.until(lambda: begun == [first.id])
-        # It has room for one: the others come whatever its credit.
+        # It has room for one job. The fake router sends the others without credit.
         router.jobs.clear()
         await router.stream.send(second, third)
         await router.stream.tell(revoked=[answer(second.lease, STALE)])

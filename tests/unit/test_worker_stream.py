@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from typing import Any
 
 import pytest
@@ -248,7 +249,7 @@ async def test_a_long_job_keeps_its_lease_across_a_cut(router: FakeRouter, clien
         return None if stream is router.streams[0] else queue_pb2.Settled()
 
     router.scripts["Settle"] = first_unanswered
-    running = Running(client, visibility_window=0.9)
+    running = Running(client, visibility_window=1.8)
     job = router.give()
     await router.until(lambda: router.settled("Extend"))
     router.stream.cut()
@@ -304,6 +305,25 @@ async def test_no_more_is_asked_for_than_there_is_room_for(router: FakeRouter, c
         await acked(router, count)
     await running.stop()
     assert 4 < most <= 10
+
+
+async def test_handlers_that_block_the_loop_are_as_slow_as_they_are(router: FakeRouter, client: Client) -> None:
+    """They run one after another, whatever the concurrency is: what one cannot do soon is left for other workers."""
+    running = Running(client, concurrency=50, prefetch=500)
+
+    @running.worker.handler("blocking")
+    async def blocking(job: Job) -> None:
+        until = time.monotonic() + 0.02
+        while time.monotonic() < until:
+            pass
+
+    for _ in range(60):
+        router.give("blocking")
+    await acked(router, 60)
+    asked = sum(message.credit for message in router.of("Consume"))
+    await running.stop()
+    # 0.1 s of such work are 5 jobs.
+    assert asked <= 60 + 50 + 5
 
 
 async def test_credit_is_returned_in_halves_not_job_by_job(router: FakeRouter, client: Client) -> None:

@@ -1,4 +1,4 @@
-"""Peers written in Python: a module each, called otherwise than what it imports.
+"""Peers written in Python, one module each. A module must not have the name of the library that it imports.
 
 They run in the peers' own virtual environment, not in ours.
 """

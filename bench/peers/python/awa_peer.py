@@ -17,11 +17,11 @@ from bench.peers.python.serve import Report, serve
 _WORKERS = 512
 _CLAIM_JOBS_MAX = 512
 _CONNECTIONS = 20
-# How long nothing must have happened before the database is asked whether anything is left.
+# How long nothing must have happened before the peer asks the database whether jobs are left.
 _QUIET_S = 0.01
-# As the first worker of a fresh installation would do: producers need it before that.
+# The first worker of a fresh installation would do this, but producers need it earlier.
 _ACTIVATE = b"SELECT awa.storage_auto_finalize_if_fresh('awa')"
-# As its exact counts are made, but from the small tables alone: nothing is retried here, and nothing deleted.
+# Counts like awa's exact counts, but from the small tables alone, because nothing is retried or deleted here.
 _COUNTS = b"""
 SELECT
     (SELECT coalesce(sum(awa.sequence_next_value(seq_name) - 1), 0) FROM awa.queue_enqueue_heads WHERE queue = %s),
@@ -68,8 +68,8 @@ class Peer:
         client = awa.AsyncClient(self._dsn, max_connections=_CONNECTIONS)
         client.task(_NoOp, kind=_KIND, queue=self._run)(handle)
         await client.start([{"name": self._run, "max_workers": _WORKERS, "claim_batch_size": _CLAIM_JOBS_MAX}])
-        # It does not say when a job has finished in the database. A worker waits for that before it takes another job,
-        # so that no more than there are workers can be under way; and once nothing is left, nothing is under way.
+        # awa does not report when a job has finished in the database. But a worker waits for that before it takes
+        # another job, so no more jobs are under way than there are workers; and when no job is left, none is under way.
         before = -1
         while not self._stop.is_set():
             sure = returned - _WORKERS

@@ -14,7 +14,7 @@ from pgqueuer.queries import Queries  # type: ignore[import-not-found]
 
 from bench.peers.python.serve import Report, serve
 
-# Jobs that a process works at, about: from there on more consumers only get in one another's way.
+# About how many jobs a process works on at a time: more consumers would only slow each other down.
 _AT_A_TIME = 100
 
 
@@ -73,7 +73,7 @@ class Peer:
 
 
 class _Counted(Queries):  # type: ignore[misc]
-    """Its repository, which also says what has been written to the log of finished jobs."""
+    """Its repository object, which also reads the log of finished jobs."""
 
     def __init__(self, driver: Any, report: Report) -> None:
         super().__init__(driver)

@@ -70,7 +70,7 @@ class Peer:
                 worker.result()
 
     def rest(self) -> None:
-        # As its documentation says: a cancelled worker first finishes the jobs that it runs.
+        # A cancelled worker first finishes the jobs that it runs, according to its documentation.
         for worker in self._workers:
             worker.cancel()
 
@@ -86,6 +86,6 @@ class Peer:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING)
-    # It warns of names made from this module's; ours is given.
+    # procrastinate warns about names that it makes from the module's name, __main__; our task has a name of its own.
     logging.getLogger("procrastinate.blueprints").setLevel(logging.ERROR)
     serve(Peer())

@@ -14,13 +14,13 @@ from typing import Any, Protocol
 
 from bench.peers import wire
 
-# What was taken is told at most so often: one frame for many jobs, and late by no more than that.
+# How often taken jobs are reported at most: one frame for many jobs, which is late by no more than this.
 _TELL_S = 0.002
 _END_S_MAX = 5.0
 
 
 class Report:
-    """What a consumer has done: gathered here, and told in batches."""
+    """Collects what a consumer has done, and reports it in batches."""
 
     def __init__(self, send: Callable[[bytes], None]) -> None:
         self._send = send
@@ -55,7 +55,7 @@ class Report:
 
 
 class Peer(Protocol):
-    """One queue system, in its own words."""
+    """The operations of one queue system, which each peer implements with its own library."""
 
     async def open(self, dsn: str, connections: int) -> None:
         """Connects, and makes the schema where it is missing. `connections` calls of enqueue() go on at a time."""
@@ -66,11 +66,11 @@ class Peer(Protocol):
         ...
 
     async def enqueue(self, payloads: list[str]) -> None:
-        """One call of the system; committed when it returns."""
+        """Stores jobs by one call of the system. They have committed when it returns."""
         ...
 
     async def work(self, batch: int, concurrency: int, report: Report) -> None:
-        """Its own consumer, until rest() is called; then it finishes what it has begun."""
+        """Runs the system's own consumer until rest() is called. Then it finishes the jobs that it has begun."""
         ...
 
     def rest(self) -> None: ...
@@ -84,14 +84,14 @@ class Peer(Protocol):
 
 
 def serve(peer: Peer, *, loop: Callable[[], asyncio.AbstractEventLoop] | None = None) -> None:
-    # Ctrl-C reaches the whole terminal; the client hears it, and ends this process in order.
+    # Ctrl-C reaches every process of the terminal. Ignore it: the client gets it too, and ends this process in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with asyncio.Runner(loop_factory=loop) as runner:
         runner.run(_serve(peer))
 
 
 async def _serve(peer: Peer) -> None:
-    # Frames alone go to the client: what a library prints goes where errors go.
+    # Only frames go to the client: send what a library prints to standard error.
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     loop = asyncio.get_running_loop()
@@ -143,5 +143,5 @@ async def _serve(peer: Peer) -> None:
         async with asyncio.timeout(_END_S_MAX):
             await rest()
             await peer.close()
-    # Threads and connections that a library left behind keep nobody waiting.
+    # Do not wait for threads and connections that a library has left behind.
     os._exit(0)

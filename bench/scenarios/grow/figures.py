@@ -1,4 +1,5 @@
-"""What a cluster's growing was for its clients: read from what they saw, and from looks at the catalog. Pure."""
+"""How clients were affected while the cluster grew: computed from what they recorded, and from looks at the catalog.
+Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from proof.history import Call, History, Outcome, Verb
 
 # Jobs of a call.
 BATCH = 10
-# Orgs that are called again and again, one job a call, and their share of all jobs.
+# How many orgs are watched: they get calls all the time, with one job a call. And their share of all jobs.
 _WATCHED = 16
 WATCHED_SHARE = 0.05
 
@@ -39,7 +40,8 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What all clients saw: their calls, and how long jobs waited since they were due and since they were stored."""
+    """The records of all clients: their calls, and how long jobs waited since they were due and since they were
+    stored."""
 
     calls: Sequence[Call]
     pickups: Sequence[Pickup]
@@ -58,7 +60,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """What the catalog said of slots: how many the shard that comes or goes writes, and how many are on their way."""
+    """What the catalog says about slots: how many the added or drained shard writes, and how many are moving."""
 
     at_s: float
     written: int
@@ -68,17 +70,19 @@ class Look:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseFigures:
     phase: Phase
-    # Jobs, when they were due.
+    # Jobs a second, by the time at which they were due.
     stored_per_s: float
-    # Since jobs were due to be stored, and since their enqueues were answered.
+    # How long jobs waited for a worker, from the time at which they were due to be stored; and from the answer to their
+    # enqueue.
     pickup: Waits | None
     dequeue: Waits | None
     enqueue: Times | None
     # Calls that failed, and what workers could not do.
     failed: int
-    # Tries that the client made up for, by gRPC's code.
+    # Failed tries that the client repeated, by their gRPC code.
     retries: Mapping[str, int]
-    # The longest that a watched org had no successful enqueue, of those whose slots move, and of the others.
+    # The longest time for which a watched org had no successful enqueue: of the orgs whose slots move, and of the
+    # others.
     gap_moved_s: float
     gap_stayed_s: float
     # The longest enqueue of any org whose slot moves, and of any other.
@@ -86,7 +90,7 @@ class PhaseFigures:
     longest_stayed_s: float
 
     def told(self, start_s: float) -> dict[str, object]:
-        """As JSON takes it, with times since the start."""
+        """Returns the figures in a form for JSON, with times since the start."""
         return {
             "name": self.phase.name,
             "from_s": self.phase.began_s - start_s,
@@ -125,8 +129,8 @@ def figures(seen: Seen, phase: Phase, *, moved: Collection[str], watched: Collec
 
 
 def longest_gap_s(calls: Iterable[Call], phase: Phase, orgs: Collection[str]) -> float:
-    """Between two successful enqueues of one of these orgs, of which some part lies in the phase. Infinity: one had
-    none before or after. NaN: there are no such orgs."""
+    """The longest time between two successful enqueues of one of these orgs that overlaps the phase. Infinity: an org
+    had none before or none after. NaN: there are no such orgs."""
     ends: defaultdict[str, list[float]] = defaultdict(list)
     for call in calls:
         if call.verb is Verb.ENQUEUE and call.outcome is Outcome.OK and call.ended_s is not None:
@@ -141,5 +145,5 @@ def longest_gap_s(calls: Iterable[Call], phase: Phase, orgs: Collection[str]) ->
 
 
 def moved_slots(before: Sequence[str], after: Sequence[str]) -> set[int]:
-    """The slots whose shard is another one."""
+    """The slots whose shard differs."""
     return {slot for slot, (old, new) in enumerate(zip(before, after, strict=True)) if old != new}

@@ -1,7 +1,7 @@
-"""`python -m bench.scenarios.grow.producer`: enqueues by the Python client at a steady pace, for all orgs, whatever
-became of the calls before.
+"""`python -m bench.scenarios.grow.producer`: enqueues by the Python client at a steady pace, for all orgs, without
+waiting for earlier calls.
 
-A few orgs are watched: they are called again and again, so that it shows for how long one cannot enqueue. Ends with the
+A few orgs are watched: they get calls all the time, which shows for how long an org cannot enqueue. Ends after the
 calls that are under way.
 """
 
@@ -17,14 +17,14 @@ import windrow
 from bench.payloads import BYTES
 from bench.scenarios.grow.figures import BATCH, WATCHED_SHARE, watched
 from bench.scenarios.grow.retries import code_of, overheard
-from bench.systems.windrow import QUEUE
+from bench.systems.on_routers import QUEUE
 from proof.clients import calls
 from proof.clients.site import Orders, Site, main
 from proof.history import Outcome, Recorder, Verb, payload_of
 
 # Connections of one process. The kernel deals them out to the router processes.
 CHANNELS = 4
-# Calls under way. More wait, and it counts: they are due all the same.
+# The most calls under way. Further calls wait, and this waiting time is measured too.
 _CALLS_MAX = 2000
 
 
@@ -40,7 +40,7 @@ async def enqueue(
     *,
     due_s: float | None = None,
 ) -> None:
-    """Enqueues jobs by one call of a client of their org, and writes that down. Raises what the client raises."""
+    """Enqueues jobs by one call of their org's client, and records it. Raises what the client raises."""
     number = recorder.begin(Verb.ENQUEUE, client.org, [calls.asked(job) for job in jobs], due_s=due_s)
     try:
         stored = await client.enqueue_many(jobs)
@@ -86,7 +86,7 @@ class Producer:
                 jobs = [new_job(org) for _ in range(count)]
                 await enqueue(self._client.for_org(org), self._recorder, jobs, due_s=due_s)
             except windrow.WindrowError:
-                # The history has it.
+                # The history has recorded the error.
                 pass
 
 

@@ -1,4 +1,4 @@
-"""What the Python client makes up for without telling, overheard and written down."""
+"""Records what the Python client retries by itself."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def code_of(error: WindrowError) -> str:
 
 @contextmanager
 def overheard(recorder: Recorder) -> Generator[None, None, None]:
-    """Writes down each try that failed and that the client repeats by itself: it tells nobody, so it is overheard where
-    it decides on that. And what a worker says in its log that it could not do: a lease lost, an ack that came late."""
+    """Records each failed try that the client repeats by itself. The client does not report these, so this wraps the
+    function that decides about them. Also records what a worker logs as failed: a lost lease, a late ack."""
 
     def note(verb: Verb, code: str) -> None:
         recorder.end(recorder.begin(verb, "", None), Outcome.UNKNOWN, code=code)
@@ -54,7 +54,7 @@ def overheard(recorder: Recorder) -> Generator[None, None, None]:
 
 
 class _Listener(logging.Handler):
-    """Hears of what went wrong, but for what `Connectivity` says: that is tried again."""
+    """Records the worker's warnings, except for those of `Connectivity`, which the worker tries again."""
 
     def __init__(self, note: Callable[[], None]) -> None:
         super().__init__(logging.WARNING)

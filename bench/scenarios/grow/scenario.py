@@ -1,8 +1,8 @@
 """A cluster grows by a third shard, and gives it up again, while it serves: the cluster file is rewritten as an
 operator would, the balancer moves slots, and producers and workers of the Python client go on.
 
-Every job is written down by who enqueues it, and each run of one by the worker that has it. In the end all of that is
-compared with what the tables of all shards have.
+Producers record every job, and workers record every run of a job. In the end these records are compared with the tables
+of all shards.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from bench.scenarios.grow.figures import (
 from bench.scenarios.grow.producer import CHANNELS, enqueue, new_job
 from bench.stage import Stage
 from bench.system import Wrong
-from bench.systems.windrow import QUEUE
+from bench.systems.on_routers import QUEUE
 from bench.times import p99_by_time
 from bench.verdict import Verdict, judge
 from proof.arguments import number, positive
@@ -56,16 +56,17 @@ from shard.vocabulary import OrgId
 
 _SHARDS = 3
 _WORKERS = 2
-# Where jobs lie ready that nobody works on; of all that are there before, so many. The others are scheduled.
+# A queue with ready jobs that nobody works on, and its share of the jobs that exist before the growth. The others are
+# scheduled.
 _KEPT, _KEPT_SHARE = "kept", 0.1
 _LATER = timedelta(days=1)
 _FILL_CALLS = 16
 _FILL_JOBS_MAX = 1000
 _WARM_S, _WARM_S_MAX = 5.0, 120.0
-# Workers keep up: so much is stored and not taken yet, in seconds' worth.
+# Workers keep up if the jobs that are stored and not taken yet are at most this many seconds of the load.
 _BEHIND_S = 0.5
 _LOOK_S = 0.5
-# Without a slot at its place that was not there before, nothing moves any more.
+# If no further slot has come to rest for this long, nothing moves any more.
 _STUCK_S = 120.0
 _DRAIN_S_MAX = 120.0
 _STEP_S = 1.0
@@ -86,7 +87,7 @@ WHERE q.queue = %s AND j.visible_at < now() + interval '1 hour'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    # There before, and staying.
+    # Jobs that exist before and stay.
     jobs: int = 1_000_000
     orgs: int = 5_000
     jobs_per_s: int = 2_000
@@ -165,7 +166,7 @@ async def _run(stage: Stage, plan: Plan, bench: Bench, course: Course, meter: _M
         bench.say(f"drained in {course.phase('draining').seconds:.1f} s; in the end, for {plan.seconds / 4:g} s")
         async with _phase(course, "in the end", meter):
             await asyncio.sleep(plan.seconds / 4)
-        # Also for the watched orgs, of which each is to be called again.
+        # Enough calls for the watched orgs too, so that each is called again.
         await asyncio.sleep(_WARM_S)
 
 
@@ -198,7 +199,7 @@ class _Meter:
 
 
 async def _fill(stage: Stage, plan: Plan, orgs: Sequence[str]) -> float:
-    """Enqueues what is there before, by the Python client, in batches. Answers how long that took."""
+    """Enqueues the jobs that exist before the growth, by the Python client, in batches. Returns how long that took."""
     began_s = time.monotonic()
     with stage.site("fill", orgs).recorder() as recorder:
         async with (
@@ -208,7 +209,7 @@ async def _fill(stage: Stage, plan: Plan, orgs: Sequence[str]) -> float:
             numbers = iter(range(plan.orgs))
 
             async def fill() -> None:
-                # The next that none of the others has.
+                # The next free number.
                 for number in numbers:
                     mine = client.for_org(orgs[number])
                     count = _jobs_of(number, plan)
@@ -226,8 +227,8 @@ async def _fill(stage: Stage, plan: Plan, orgs: Sequence[str]) -> float:
 
 
 def _jobs_of(org: int, plan: Plan) -> int:
-    """How many jobs of an org are there before: a tenth of them ready, in a queue that nobody works on; the others
-    scheduled, where workers look."""
+    """How many jobs of an org exist before the growth: a tenth of them ready, in a queue that nobody works on; the
+    others scheduled, in the queues of the workers."""
     return plan.jobs * (org + 1) // plan.orgs - plan.jobs * org // plan.orgs
 
 
@@ -248,7 +249,7 @@ async def _clients(
 
 
 async def _warmed(stage: Stage, plan: Plan) -> None:
-    """Until workers keep up. Raises Wrong."""
+    """Waits until workers keep up. Raises Wrong."""
     began_s = time.monotonic()
     await asyncio.sleep(_WARM_S)
     while (waiting := await asyncio.to_thread(_due, stage)) > _BEHIND_S * plan.jobs_per_s:
@@ -262,7 +263,7 @@ async def _warmed(stage: Stage, plan: Plan) -> None:
 
 @asynccontextmanager
 async def _looking(stage: Stage, shard: str, course: Course) -> AsyncGenerator[None, None]:
-    """Looks at the catalog all the while."""
+    """Reads the catalog again and again."""
 
     async def look_on() -> None:
         catalog = next(iter(stage.dsns.values()))
@@ -279,7 +280,7 @@ async def _looking(stage: Stage, shard: str, course: Course) -> AsyncGenerator[N
 
 
 async def _until_moved(course: Course, wanted: int, bench: Bench) -> None:
-    """Until the shard has what it is to have, and nothing moves. Raises Wrong."""
+    """Waits until the shard has its share of the slots, and nothing moves. Raises Wrong."""
     moved_s, seen, said_s = time.monotonic(), (-1, -1), 0.0
     while True:
         await asyncio.sleep(_LOOK_S)
@@ -301,7 +302,7 @@ async def _until_moved(course: Course, wanted: int, bench: Bench) -> None:
 
 
 async def _drained(stage: Stage) -> None:
-    """Until workers have finished all that is due. Raises Wrong."""
+    """Waits until workers have finished all due jobs. Raises Wrong."""
     until_s = time.monotonic() + _DRAIN_S_MAX
     while left := await asyncio.to_thread(_due, stage):
         if time.monotonic() > until_s:
@@ -329,12 +330,12 @@ def _owners(stage: Stage) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """What one change of the cluster file moved. `jobs`: of those that were there before."""
+    """The slots and jobs that one change of the cluster file moved. `jobs`: how many of those that existed before."""
 
     name: str
     slots: int
     jobs: int
-    # From the rewritten file, and from the first slot on its way, until the last is at rest.
+    # Seconds from the change of the file, and from the first slot that moves, until the last slot is at rest.
     seconds: float
     moving_s: float
 
@@ -393,7 +394,7 @@ def _ratio(waits: Waits | None, before: Waits | None, label: str) -> float:
         return math.nan
     above: float = getattr(waits, label)
     below: float = getattr(before, label)
-    # Jobs that are there as soon as anybody can tell have no ratio.
+    # No ratio if the jobs arrived before the first look.
     return above / below if below else math.nan
 
 
@@ -503,7 +504,7 @@ def _plot(looked_at: Collection[str], course: Course, seen: Seen, start_s: float
         counts: Counter[int] = Counter()
         for at_s, jobs in times_s:
             counts[int((at_s - start_s) // _STEP_S)] += jobs
-        # The last second is not whole.
+        # Leave out the last second, which is not complete.
         return [(step * _STEP_S, counts[step] / _STEP_S) for step in range(max(counts, default=0))]
 
     enqueues = [call for call in seen.calls if call.verb is Verb.ENQUEUE]

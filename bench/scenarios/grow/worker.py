@@ -1,5 +1,5 @@
-"""`python -m bench.scenarios.grow.worker`: a `windrow.Worker` with a stream for each of its orgs. Its handler does
-nothing but write down which job it has. Ends when all is acked."""
+"""`python -m bench.scenarios.grow.worker`: a `windrow.Worker` with a stream for each of its orgs. Its handler only
+records which job it has. Ends when all is acked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import gc
 import windrow
 from bench.scenarios.grow.producer import CHANNELS
 from bench.scenarios.grow.retries import overheard
-from bench.systems.windrow import QUEUE
+from bench.systems.on_routers import QUEUE
 from proof.clients.site import Orders, Site, main
 from proof.history import Recorder, Verb, leased
 
@@ -26,7 +26,7 @@ def _worker(client: windrow.Client, site: Site, recorder: Recorder) -> windrow.W
     @worker.handler("no-op")
     async def no_op(job: windrow.Job) -> None:  # pyright: ignore[reportUnusedFunction]
         recorder.got(stream, [leased(lease=job.lease, attempt=job.attempt, payload=job.payload)])
-        # The worker tells nobody what becomes of it: in the history it stays open.
+        # The worker does not report the outcome, so the run stays open in the history.
         recorder.begin(Verb.ACK, client.org, {"leases": [job.lease.hex()]})
 
     return worker

@@ -1,4 +1,5 @@
-"""What an outage of one shard was for its own orgs, and for those of the others: read from clients' calls. Pure."""
+"""How an outage of one shard affected its own orgs and those of the other shards: computed from clients' calls.
+Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ class Strike:
 
     sort: Sort
     shard: str
-    # From when on its calls count as those before.
+    # The time from which calls count as calls before the kill.
     began_s: float
     killed_s: float
     # When its restart, or its standby's promotion, was ordered, and when Postgres said that it was there.
@@ -42,17 +43,17 @@ class Outcome:
     before: Times | None
     away: Times | None
     back: Times | None
-    # By verb: p99 before, and while it was away.
+    # By verb: p99 before the kill, and while the shard was away.
     by_verb: Mapping[str, tuple[Times | None, Times | None]]
     # How many calls of the other orgs failed since the kill.
     others_failed: int
-    # Calls of its own orgs. From the kill to the first that was answered UNAVAILABLE; and the longest that one had no
-    # answer, from the kill on, of those that were due before it was ordered back.
+    # Calls of the shard's own orgs: the time from the kill to the first UNAVAILABLE; and the longest time, from the
+    # kill on, for which a call that was due before the restart had no answer.
     first_refused_s: float
     silent_s: float
     # Answers since the kill that are neither OK nor UNAVAILABLE, by code.
     odd: Mapping[str, int]
-    # Since it was ordered back, until the last of its orgs was served, and from then on always.
+    # The time from the order to restart until the last of its orgs was served, and all calls after that succeeded.
     served_s: float
 
     @property
@@ -64,7 +65,7 @@ class Outcome:
         return self.away.p50 / self.before.p50 if self.before and self.away else math.nan
 
     def told(self, start_s: float) -> dict[str, object]:
-        """As JSON takes it, with times since the start."""
+        """Returns the figures in a form for JSON, with times since the start."""
         strike = self.strike
         named = ("began_s", "killed_s", "back_s", "up_s", "ended_s")
         return {
@@ -88,7 +89,7 @@ class Outcome:
 
 
 def outcome(strike: Strike, calls: Iterable[Call], homes: Mapping[str, str]) -> Outcome:
-    """`homes`: each org's shard. Calls belong to a time by when they were due."""
+    """`homes`: each org's shard. A call belongs to the phase in which it was due."""
     mine: list[Call] = []
     others: list[Call] = []
     for call in calls:
@@ -96,7 +97,7 @@ def outcome(strike: Strike, calls: Iterable[Call], homes: Mapping[str, str]) -> 
             (mine if homes[call.org] == strike.shard else others).append(call)
     before = due_between(others, strike.began_s, strike.killed_s)
     away = due_between(others, strike.killed_s, strike.back_s)
-    # Also those that were under way.
+    # The calls that ended after the kill, those under way at the kill included.
     struck = [call for call in mine if _ended_s(call) >= strike.killed_s]
     refused = [_ended_s(call) for call in struck if call.code == _UNAVAILABLE]
     odd = Counter(call.code for call in struck if call.outcome is not Answered.OK and call.code != _UNAVAILABLE)
@@ -124,7 +125,7 @@ def outcome(strike: Strike, calls: Iterable[Call], homes: Mapping[str, str]) -> 
 
 
 def _served_s(strike: Strike, mine: Iterable[Call], orgs: Iterable[str]) -> float:
-    """Infinity, if an org's last call failed, or none came after the last failure."""
+    """Infinity if an org's last call failed, or if no call came after its last failure."""
     served = dict.fromkeys(orgs, math.inf)
     for call in sorted(mine, key=_ended_s):
         if call.outcome is not Answered.OK:

@@ -1,5 +1,5 @@
-"""What an outage of one shard is for its own orgs, and for all others: Postgres killed and started again, and killed
-with its standby taking over, while calls come in at a steady pace.
+"""How an outage of one shard affects its own orgs and all others. Postgres is killed and started again, and killed with
+its standby taking over, while calls come in at a steady pace.
 
 Calls are those of the generated stubs, without retries: each answer of a router counts. In the end every job that was
 acknowledged must be in the tables.
@@ -26,7 +26,7 @@ from bench.report import Found, Plot
 from bench.scenario import Bench, Scenario
 from bench.scenarios.outage.figures import Outcome, Sort, Strike, outcome
 from bench.stage import SETTINGS, Stage
-from bench.systems.windrow import CALL_S_MAX, QUEUE
+from bench.systems.on_routers import CALL_S_MAX, QUEUE
 from bench.times import p99_by_time
 from bench.verdict import Verdict, judge
 from proof import history
@@ -39,9 +39,9 @@ from windrow.v1 import admin_pb2, admin_pb2_grpc
 
 _SHARDS = 3
 _WARM_S = 3.0
-# How long a primary is dead before its standby is promoted: whoever decides that takes his time.
+# How long a primary is dead before its standby is promoted, because that decision takes time.
 _NOTICE_S = 1.0
-# For routers to take up a cluster file that has changed: they look twice a second, and connect.
+# Time for routers to load a changed cluster file: they look twice a second, and connect.
 _TAKEN_UP_S = 5.0
 _ORGS_TRIED_MAX = 1000
 _STEP_S = 1.0
@@ -59,7 +59,8 @@ class Plan:
     # An enqueue, a dequeue and an ack each.
     turns_per_s: int = 300
     orgs: int = 30
-    # Before each kill, and how long a shard is away that is started again; half of it after its return.
+    # Seconds of calls before each kill; seconds for which a shard is away before it is started again; half as many
+    # after its return.
     seconds: float = 10.0
     routers: int = 2
 
@@ -136,7 +137,7 @@ def demands(outcomes: Sequence[Outcome], verdict: Verdict) -> list[Demand]:
 
 
 async def _orgs(stage: Stage, count: int) -> dict[str, str]:
-    """Orgs with a queue each, dealt evenly to the shards; and each one's shard."""
+    """Orgs with a queue each, spread evenly over the shards; and the shard of each org."""
     homes: dict[str, list[str]] = {shard: [] for shard in stage.dsns}
     most = -(-count // len(homes))
     run = secrets.token_hex(6)
@@ -149,13 +150,13 @@ async def _orgs(stage: Stage, count: int) -> dict[str, str]:
             made = await admin.CreateQueue(admin_pb2.CreateQueueRequest(org=org, queue=QUEUE), timeout=CALL_S_MAX)
             if len(homes[made.queue.shard]) < most:
                 homes[made.queue.shard].append(org)
-    # In turns, so that each shard's come at an even pace.
+    # The shards take turns, so that each shard's orgs get calls at an even pace.
     return {org: shard for orgs in zip(*homes.values(), strict=True) for org, shard in zip(orgs, homes, strict=True)}
 
 
 @asynccontextmanager
 async def _nodes(stage: Stage) -> AsyncGenerator[tuple[list[Node], Shard], None]:
-    """The server of each shard, of which the first has the catalog; and the first shard with a standby to be."""
+    """The server of each shard; the first one has the catalog. And a standby for the first shard."""
     nodes = [Node(name, settings=SETTINGS, cluster=server) for name, server in stage.postgres.items()]
     standby = Node(f"{nodes[0].name}-standby", settings=SETTINGS)
     try:

@@ -7,104 +7,22 @@
 `windrow.outbox` (install `windrow[outbox]`) enqueues jobs inside your own Postgres transactions.
 """
 
-from windrow.admin import JobPage, QueueRecord, QueueStats, Restored, RestoreRefusal, Stats
-from windrow.batches import Batch
-from windrow.client import Client
-from windrow.errors import (
-    AlreadyExists,
-    ClientClosed,
-    DeadlineExceeded,
-    FailedPrecondition,
-    InvalidJob,
-    InvalidRequest,
-    NotFound,
-    PermissionDenied,
-    ResourceExhausted,
-    RouterError,
-    RouterTooOld,
-    Unavailable,
-    Violation,
-    WindrowError,
-)
-from windrow.failures import Failure, TimedOut
-from windrow.ids import nth_id, uuid7
-from windrow.job_changes import BulkChange, JobFilter
-from windrow.jobs import (
-    Answer,
-    Attempt,
-    AttemptOutcome,
-    Enqueued,
-    ExponentialRetry,
-    FixedRetry,
-    Job,
-    JobOptions,
-    JobRecord,
-    JobState,
-    Lost,
-    LostReason,
-    NewJob,
-    RetryPolicy,
-)
-from windrow.outcomes import Kill, Retry, Snooze
-from windrow.payloads import Payload
-from windrow.processes import Crashed
-from windrow.reports import Progress
-from windrow.server_info import ServerInfo
-from windrow.signals import run
-from windrow.sync_client import SyncClient
-from windrow.worker import Worker
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "AlreadyExists",
-    "Answer",
-    "Attempt",
-    "AttemptOutcome",
-    "Batch",
-    "BulkChange",
-    "Client",
-    "ClientClosed",
-    "Crashed",
-    "DeadlineExceeded",
-    "Enqueued",
-    "ExponentialRetry",
-    "FailedPrecondition",
-    "Failure",
-    "FixedRetry",
-    "InvalidJob",
-    "InvalidRequest",
-    "Job",
-    "JobFilter",
-    "JobOptions",
-    "JobPage",
-    "JobRecord",
-    "JobState",
-    "Kill",
-    "Lost",
-    "LostReason",
-    "NewJob",
-    "NotFound",
-    "Payload",
-    "PermissionDenied",
-    "Progress",
-    "QueueRecord",
-    "QueueStats",
-    "ResourceExhausted",
-    "RestoreRefusal",
-    "Restored",
-    "Retry",
-    "RetryPolicy",
-    "RouterError",
-    "RouterTooOld",
-    "ServerInfo",
-    "Snooze",
-    "Stats",
-    "SyncClient",
-    "TimedOut",
-    "Unavailable",
-    "Violation",
-    "WindrowError",
-    "Worker",
-    "nth_id",
-    "run",
-    "uuid7",
-]
+if TYPE_CHECKING:
+    from windrow.names import *  # noqa: F403 - __all__ lists the names
+else:
+
+    def __getattr__(name: str) -> object:
+        """Imports the client when one of its names is used for the first time. Routers and the command need a few
+        modules of this package only, and would take a seventh longer to start if they imported all of it."""
+        names = import_module("windrow.names")
+        globals().update({each: getattr(names, each) for each in names.__all__}, __all__=names.__all__)
+        if name not in globals():
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return globals()[name]
+
+    def __dir__() -> list[str]:
+        __getattr__("__all__")
+        return sorted(globals())

@@ -12,7 +12,8 @@ from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from windrow.calls import ADMIN_FINAL, Calls, Method, Stub
+from windrow.calls import ADMIN_FINAL, Calls, Method
+from windrow.channels import Stub
 from windrow.errors import Unavailable, invalid_argument
 from windrow.ids import uuid7
 from windrow.jobs import JobRecord, JobState, RetryPolicy, read_record, read_retry, retry_message, state_value
@@ -97,7 +98,7 @@ class RestoreRefusal(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """What became of one job of restore_jobs."""
+    """The result of restore_jobs for one job."""
 
     # The old job.
     id: str
@@ -228,11 +229,11 @@ class AdminCalls:
             attributes=attributes,
         )
         if state is not None:
-            request.state = _state("state", state)
+            request.state = state_number("state", state)
         any_of = frozenset(states)
-        request.states.extend(sorted(_state("states", one) for one in any_of))
-        _set_time(request.created_after, "created_after", created_after)
-        _set_time(request.created_before, "created_before", created_before)
+        request.states.extend(sorted(state_number("states", one) for one in any_of))
+        set_time(request.created_after, "created_after", created_after)
+        set_time(request.created_before, "created_before", created_before)
         response = await self._ask(lambda stub: stub.ListJobs, request)
         jobs = [read_record(job, with_payload=include_payload) for job in response.jobs]
         wanted = dict[str, str](attributes or {}).items()
@@ -256,8 +257,8 @@ class AdminCalls:
         first. Redrives at most as many as are dead now, because some may die again meanwhile. Returns how many: a lower
         bound if an answer was lost. Raises NotFound, Unavailable."""
         conditions = admin_pb2.RedriveQueueRequest()
-        _set_time(conditions.died_after, "died_after", died_after)
-        _set_time(conditions.died_before, "died_before", died_before)
+        set_time(conditions.died_after, "died_after", died_after)
+        set_time(conditions.died_before, "died_before", died_before)
 
         async def redrive(count: int) -> tuple[int, bool]:
             request = admin_pb2.RedriveQueueRequest(org=self.org, queue=queue, kind=kind, limit=count)
@@ -275,7 +276,7 @@ class AdminCalls:
 
     async def restore_jobs(self, ids: Iterable[str], *, new_ids: Iterable[str] | None = None) -> list[Restored]:
         """Stores finished and dead jobs once more, as new jobs that are due now; the old ones stay as they are. Returns
-        what became of each.
+        a result for each.
 
         To call it again after an error without a second copy, pass the same `new_ids` (windrow.uuid7() for each)."""
         old = list(ids)
@@ -337,7 +338,7 @@ def _config(retry: RetryPolicy | None, max_attempts: int | None, retention_days:
     return admin_pb2.QueueConfig(retry=policy, max_attempts=max_attempts, retention_days=retention_days)
 
 
-def _state(name: str, state: JobState) -> job_pb2.JobState.ValueType:
+def state_number(name: str, state: JobState) -> job_pb2.JobState.ValueType:
     try:
         return state_value(state)
     except KeyError as error:
@@ -345,7 +346,7 @@ def _state(name: str, state: JobState) -> job_pb2.JobState.ValueType:
         raise invalid_argument(name, f"must be one of {states}, not {state!r}") from error
 
 
-def _set_time(field: Timestamp, name: str, time: datetime | None) -> None:
+def set_time(field: Timestamp, name: str, time: datetime | None) -> None:
     if time is not None:
         try:
             field.CopyFrom(timestamp(time))

@@ -1,4 +1,4 @@
-"""Batches of any number of jobs: how they are cut into calls, and how far they have come. No I/O."""
+"""Batches of any number of jobs: splits them into calls, and keeps count of the stored ones. No I/O."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Batch:
 
 
 def calls_of(org: str, jobs: Iterable[NewJob], batch: str) -> Iterator[Together]:
-    """Yields the calls that store a batch, a few at a time. Takes jobs only as it goes. Raises InvalidJob, and
-    InvalidRequest if `batch` is no UUIDv7."""
+    """Yields the calls that store a batch, a few at a time. Takes jobs from the iterable only as it needs them. Raises
+    InvalidJob, and InvalidRequest if `batch` is no UUIDv7."""
     try:
         nth_id(batch, 0)
     except ValueError as error:

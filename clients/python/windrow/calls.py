@@ -1,4 +1,4 @@
-"""Calls to the routers: connections, deadlines, retries. Owns the channels; does not know what a job is.
+"""Calls to the routers: deadlines and retries. Does not know what a job is.
 
 Every call may be retried, because ids and lease tokens make calls idempotent (windrow/v1/queue.proto, which also has
 the rule for retries). When a router process dies, its connections break; the next try reaches another process.
@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-import os
 import random
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
-import grpc
 from google.protobuf import any_pb2
 from google.protobuf.message import DecodeError, Message
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
@@ -24,35 +23,23 @@ from google.rpc.status_pb2 import Status
 from grpc import StatusCode, aio
 
 from windrow import tracing
-from windrow.address import address_fault, uses_proxy
-from windrow.errors import ClientClosed, InvalidRequest, Violation, WindrowError, from_code, shifted
+from windrow.channels import Channels, Stub
+from windrow.errors import (
+    ClientClosed,
+    InvalidRequest,
+    TlsFailed,
+    Unavailable,
+    Violation,
+    WindrowError,
+    from_code,
+    shifted,
+)
 from windrow.org_header import org_metadata
-from windrow.v1.admin_pb2_grpc import AdminStub
-from windrow.v1.queue_pb2_grpc import QueueStub
-
-if TYPE_CHECKING:
-    # Only the stubs know them.
-    from windrow.v1.admin_pb2_grpc import AdminAsyncStub
-    from windrow.v1.queue_pb2_grpc import QueueAsyncStub
-
-    class Stub(QueueAsyncStub, AdminAsyncStub):  # pyright: ignore[reportGeneralTypeIssues]
-        """The methods of both services on one channel."""
-
-        def __init__(self, channel: aio.Channel) -> None: ...
-else:
-
-    class Stub(QueueStub, AdminStub):
-        def __init__(self, channel):
-            QueueStub.__init__(self, channel)
-            AdminStub.__init__(self, channel)
-
+from windrow.tls import Tls
+from windrow.tokens import Metadata, Tokens
 
 log = logging.getLogger("windrow.client")
 
-# The contract allows requests of 16 MiB; the margin is for the envelope around one.
-MESSAGE_BYTES_MAX = 16 * 1024 * 1024
-_CHANNEL_BYTES_MAX = MESSAGE_BYTES_MAX + 65536
-CHANNELS_MAX = 64
 TRY_S = 10.0
 _PAUSE_FIRST_S = 0.05
 _PAUSE_MAX_S = 2.0
@@ -76,30 +63,6 @@ ADMIN_FINAL = FINAL | {StatusCode.NOT_FOUND, StatusCode.ALREADY_EXISTS, StatusCo
 # The ErrorInfo.domain of the routers' errors.
 _DOMAIN = "windrow"
 _TOO_OLD = "this is not a router, or it is older than this client: upgrade the routers first, then their clients"
-
-_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_send_message_length", _CHANNEL_BYTES_MAX),
-    # The caller's request limits the answer's size. If the client refused a large answer, its jobs would stay leased
-    # with no consumer.
-    ("grpc.max_receive_message_length", -1),
-    # Detect a router that hangs within 18 s, so that a call of 30 s has time for another try. Only pings detect it: the
-    # kernel still acknowledges packets for a stopped process.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 8_000),
-    # The default of 60 s would override keepalive_timeout_ms.
-    ("grpc.http2.ping_timeout_ms", 8_000),
-    # By default gRPC sends only one ping a minute after two pings on an idle stream.
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    # This is also the timeout of one connection attempt.
-    ("grpc.min_reconnect_backoff_ms", 2_000),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
-    # By default channels to one address share a connection, and a connection reaches only one router process.
-    ("grpc.use_local_subchannel_pool", 1),
-    # This module decides about retries, not a service config from the resolver.
-    ("grpc.service_config_disable_resolution", 1),
-    ("grpc.enable_retries", 0),
-)
 
 _Request = TypeVar("_Request", bound=Message)
 _Response = TypeVar("_Response")
@@ -168,37 +131,30 @@ def patient_pause_s(error: WindrowError, *, own_s: float) -> float:
 
 
 class Calls:
-    """Calls to the routers behind one address. Connects on the first call, in the event loop that makes it."""
+    """Calls to the routers behind one address, over `channels`."""
 
     def __init__(
         self,
         address: str,
         *,
         channels: int = 1,
-        credentials: grpc.ChannelCredentials | None = None,
+        tls: Tls | Path | str | bool | None = None,
+        tokens: Tokens | None = None,
         timeout_s: float = 30.0,
         try_s: float = TRY_S,
     ) -> None:
-        if fault := address_fault(address):
-            raise InvalidRequest(fault)
-        if not 1 <= channels <= CHANNELS_MAX:
-            raise InvalidRequest(f"channels must be 1 to {CHANNELS_MAX}, not {channels}")
         if not (timeout_s > 0 and try_s > 0):
             raise InvalidRequest(f"timeouts must be more than 0 s, not {timeout_s} and {try_s}")
-        self.address = address
+        self.channels = Channels(address, count=channels, tls=tls, has_token=tokens is not None)
+        self.address = self.channels.address
         self.timeout_s = timeout_s
         self.try_s = try_s
-        self._credentials = credentials
-        self._channels: list[aio.Channel] = []
-        self._stubs: list[Stub] = []
-        self._turn = 0
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._pid = 0
-        self.closed = False
-        self.channels = channels
+        self._tokens = tokens
         self._tasks: set[asyncio.Task[None]] = set()
-        # A router has answered, or the log says that none does.
+        # Set once a router has answered, or once the log says that none does.
         self._heard = False
+        # A router has answered: the client and the routers are set up for each other.
+        self.answered = False
 
     async def call(
         self,
@@ -217,10 +173,14 @@ class Calls:
         before each try with the part of `wait_s` that is left.
         """
         budget_s = (self.timeout_s if timeout_s is None else timeout_s) + wait_s
-        metadata = _metadata(getattr(request, "org", ""))
+        named = _metadata(getattr(request, "org", ""))
+        token: Metadata = ()
+        renewed = False
         began = time.monotonic()
         tries = 0
         while True:
+            if self._tokens is not None:
+                token = await self._tokens.metadata()
             spent_s = time.monotonic() - began if tries else 0.0
             wait_left_s = max(0.0, wait_s - spent_s)
             if before_try is not None:
@@ -228,8 +188,8 @@ class Calls:
             try_s = min(budget_s - spent_s, self.try_s + wait_left_s)
             tries += 1
             try:
-                response = await method(self._stub())(request, timeout=try_s, metadata=metadata)
-                self._heard = True
+                response = await method(self.channels.stub())(request, timeout=try_s, metadata=named + token)
+                self._heard = self.answered = True
                 return response
             except aio.AioRpcError as error:
                 cause = error
@@ -240,6 +200,17 @@ class Calls:
                     raise ClientClosed(f"{_verb(request)} at {self.address}: the client was closed meanwhile") from None
                 raise
             failure = CallFailure.of(cause)
+            if failure.code is StatusCode.UNAUTHENTICATED and not renewed and await self.renew_token(token):
+                renewed = True
+                continue
+            if (
+                failure.code is StatusCode.UNAVAILABLE
+                and not failure.reason
+                and (why := await self.channels.tls_fault())
+            ):
+                failure = replace(failure, message=why)
+                if not self.answered:
+                    raise TlsFailed(f"{_verb(request)} at {self.address}: {why}") from cause
             spent_s = time.monotonic() - began
             pause = pause_s(failure, tries=tries, luck=random.random(), final=final)
             if pause is None or spent_s + pause >= budget_s:
@@ -248,40 +219,25 @@ class Calls:
                 why = f"a retry in {asked_s:g} s would exceed the timeout of {round(budget_s, 1):g} s" if late else ""
                 raise self._error(_verb(request), failure, tries=tries, spent_s=spent_s, no_retry=why) from cause
             if not self._heard and failure.code is StatusCode.UNAVAILABLE and not failure.reason:
-                # Most likely the address is wrong: who starts a program should not wait for the timeout to learn it.
+                # Most likely the address is wrong. Log it now, so that whoever starts the program need not wait for the
+                # timeout.
                 log.warning("no router answers at %s; trying again: %s", self.address, failure.message)
             self._heard = True
             await asyncio.sleep(pause)
 
     async def close(self) -> None:
         """Closes the connections, which ends the calls under way. A second close does nothing."""
-        self.closed = True
-        channels, self._channels, self._stubs = self._channels, [], []
-        if self._loop is asyncio.get_running_loop() and self._pid == os.getpid():
-            for channel in channels:
-                await channel.close()
-            if self._tasks:
-                # Their calls have just been cancelled.
-                await asyncio.wait(self._tasks)
+        if await self.channels.close() and self._tasks:
+            # Their calls have just been cancelled.
+            await asyncio.wait(self._tasks)
+
+    @property
+    def closed(self) -> bool:
+        return self.channels.closed
 
     def loop(self) -> asyncio.AbstractEventLoop:
-        """Returns the running event loop, and connects in the first one. Raises ClientClosed in any other."""
-        if self.closed:
-            raise ClientClosed(f"this client of {self.address} is closed; make a new one")
-        loop = asyncio.get_running_loop()
-        if self._loop is None:
-            self._loop = loop
-            self._pid = os.getpid()
-            for _ in range(self.channels):
-                channel = self._connect()
-                self._channels.append(channel)
-                self._stubs.append(Stub(channel))  # pyright: ignore[reportArgumentType]
-        if self._loop is not loop or self._pid != os.getpid():
-            raise ClientClosed(
-                f"this client of {self.address} belongs to another event loop or process; "
-                "make one for each, or use SyncClient"
-            )
-        return loop
+        """Returns the running event loop; see Channels.loop."""
+        return self.channels.loop()
 
     def spawn(self, work: Coroutine[Any, Any, None], context: contextvars.Context) -> None:
         """Runs a shared call, which hands its errors to its callers. close() waits for it."""
@@ -289,26 +245,29 @@ class Calls:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    async def token(self) -> Metadata:
+        """Returns the metadata with the token for the next call, if this client has one."""
+        return () if self._tokens is None else await self._tokens.metadata()
+
+    async def renew_token(self, refused: Metadata) -> bool:
+        """Returns whether there is another token than the refused one: then the call may be made again."""
+        return self._tokens is not None and await self._tokens.renew(refused)
+
     def open(
-        self, method: Callable[[Stub], _StreamMethod[_Sent, _Received]], *, org: str
+        self, method: Callable[[Stub], _StreamMethod[_Sent, _Received]], *, org: str, token: Metadata = ()
     ) -> aio.StreamStreamCall[_Sent, _Received]:
         """Opens a stream of this org over the next connection. If it breaks, stream_error() makes a WindrowError of the
         cause."""
-        return method(self._stub())(metadata=_metadata(org))
+        return method(self.channels.stub())(metadata=_metadata(org) + token)
 
     def stream_error(self, verb: str, cause: aio.AioRpcError, *, spent_s: float) -> WindrowError:
         return self._error(verb, CallFailure.of(cause), tries=1, spent_s=spent_s)
 
-    def _stub(self) -> Stub:
-        self.loop()
-        self._turn = (self._turn + 1) % self.channels
-        return self._stubs[self._turn]
-
-    def _connect(self) -> aio.Channel:
-        options = (*_OPTIONS, ("grpc.enable_http_proxy", int(uses_proxy(self.address))))
-        if self._credentials is None:
-            return aio.insecure_channel(self.address, options=options)
-        return aio.secure_channel(self.address, self._credentials, options=options)
+    async def explained(self, error: WindrowError) -> WindrowError:
+        """Returns the error of a stream, or a better one if TLS is why there is no connection."""
+        if not isinstance(error, Unavailable) or error.reason or (why := await self.channels.tls_fault()) is None:
+            return error
+        return (Unavailable if self.answered else TlsFailed)(f"Consume at {self.address}: {why}")
 
     def _error(
         self, verb: str, failure: CallFailure, *, tries: int, spent_s: float, no_retry: str = ""

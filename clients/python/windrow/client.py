@@ -10,15 +10,16 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar, Unpack, overload
+from typing import ClassVar, Self, TypeVar, Unpack, overload
 
-import grpc
 from google.protobuf.duration_pb2 import Duration
 from opentelemetry import trace
 
 from windrow.batches import Batch, Together, calls_of, progress
-from windrow.calls import MESSAGE_BYTES_MAX, TRY_S, Calls, error_of
+from windrow.calls import TRY_S, Calls, error_of
+from windrow.channels import MESSAGE_BYTES_MAX
 from windrow.coalescer import Coalescer, Coalescers
 from windrow.errors import (
     DeadlineExceeded,
@@ -48,6 +49,7 @@ from windrow.jobs import (
     answers,
     enqueue_request,
     new_message,
+    newly_stored,
     read_leased,
     read_record,
     state_of,
@@ -63,12 +65,14 @@ from windrow.payloads import (
 )
 from windrow.reports import Progress, report_of
 from windrow.server_info import ServerInfo, read_server_info
+from windrow.tls import Tls
+from windrow.tokens import Token, tokens_of
 from windrow.tracing import Tracing
 from windrow.v1 import job_pb2, queue_pb2, server_pb2
 
 ADDRESS_DEFAULT = "127.0.0.1:7419"
 ADDRESS_VARIABLE = "WINDROW_ADDRESS"
-# What the client sends of results or failures in one call.
+# How many bytes of results or failures the client sends in one call.
 _PART_BYTES_MAX = 8 * 1024 * 1024
 WAIT_S_MAX = 60.0
 # A dequeue with less wait time left than this ends without another call.
@@ -78,6 +82,9 @@ _SPLIT_BYTES = 8 * 1024 * 1024
 _SPLIT_CALLS_MAX = 4
 # How many shared calls may run at the same time, for each connection.
 _SHARED_CALLS = 2
+
+# What an EnqueueResult takes besides an id of less than 124 bytes, if it has nothing else: two tags and two lengths.
+_RESULT_BYTES = 4
 
 _NO_FAILURE = Failure()
 
@@ -89,12 +96,17 @@ Middleware = Callable[[Sequence[NewJob], CallNext], Awaitable[list[Enqueued]]]
 class Client(JobChanges):
     """The queues and jobs of one org. Make one client for each event loop and share it: calls run concurrently.
 
-    - `address`: HOST:PORT; default $WINDROW_ADDRESS, or 127.0.0.1:7419 if that is not set.
+    - `address`: HOST:PORT, or grpcs://HOST:PORT for TLS; default $WINDROW_ADDRESS, or 127.0.0.1:7419 if that is not
+      set.
     - `timeout` (s, or timedelta; default 30 s): for a whole call with all its tries.
     - `try_timeout` (s, or timedelta; default 10 s): for one try.
     - `channels` (1 to 64; default 1): the number of connections, used in turn. Several router processes share one port,
       and a connection reaches one of them.
-    - `credentials` (such as grpc.ssl_channel_credentials()): turns TLS on.
+    - `tls` (True, the path of a CA's PEM file, or a Tls; default: as the environment says): see tls.py.
+    - `token` (default $WINDROW_TOKEN): proves who calls, for a cluster that wants to know: an API key, or a function
+      that returns a token, also an async one. It is called again when a router refused what it returned; if it then
+      returns another token, the call is made again with that one. Without TLS, it is sent to this machine only, unless
+      `tls` is False.
     - `create_spans`, `tracer_provider`: see tracing.py.
     - `middleware`: `async def middleware(jobs, call_next)` for what belongs around every enqueue and enqueue_many, such
       as attributes for every job; the first is the outermost. `await call_next(jobs)` stores the jobs and returns an
@@ -104,6 +116,9 @@ class Client(JobChanges):
     Every method raises WindrowError (see errors.py), and may safely be called again after one.
     """
 
+    # Another one in testing.py.
+    _calls_class: ClassVar[type[Calls]] = Calls
+
     def __init__(
         self,
         address: str | None = None,
@@ -112,21 +127,23 @@ class Client(JobChanges):
         timeout: Span = 30.0,
         try_timeout: Span = TRY_S,
         channels: int = 1,
-        credentials: grpc.ChannelCredentials | None = None,
+        tls: Tls | Path | str | bool | None = None,
+        token: Token | None = None,
         create_spans: bool = True,
         tracer_provider: trace.TracerProvider | None = None,
         middleware: Sequence[Middleware] = (),
     ) -> None:
         address = address or os.environ.get(ADDRESS_VARIABLE) or ADDRESS_DEFAULT
         self.org = _checked_org(org)
-        self.calls = Calls(
+        self.calls = self._calls_class(
             address,
             channels=channels,
-            credentials=credentials,
+            tls=tls,
+            tokens=tokens_of(token),
             timeout_s=_seconds("timeout", timeout),
             try_s=_seconds("try_timeout", try_timeout),
         )
-        self.tracing = Tracing(provider=tracer_provider, address=address, create_spans=create_spans)
+        self.tracing = Tracing(provider=tracer_provider, address=self.calls.address, create_spans=create_spans)
         self._middleware = tuple(middleware)
         self._owns_calls = True
         self._enqueues = Coalescers[job_pb2.NewJob, Enqueued](
@@ -150,10 +167,10 @@ class Client(JobChanges):
             ),
         )
 
-    def for_org(self, org: str) -> Client:
+    def for_org(self, org: str) -> Self:
         """Returns a client of another org over the same connections. They stay open until this client is closed;
         closing the returned one does nothing."""
-        other = object.__new__(Client)
+        other = object.__new__(type(self))
         other.org = _checked_org(org)
         other.calls = self.calls
         other.tracing = self.tracing
@@ -301,7 +318,8 @@ class Client(JobChanges):
         the attempt history.
         """
         if max_jobs < 1:
-            # To the router 0 means the default, which is 1. A caller that has counted its free places wants no job.
+            # The router takes 0 for the default, which is 1. But a caller that counts its free places and has none
+            # wants no job.
             raise invalid_argument("max_jobs", f"must be 1 to 1,000, not {max_jobs}")
         request = queue_pb2.DequeueRequest(
             org=self.org,
@@ -445,8 +463,8 @@ class Client(JobChanges):
         progress: Progress | None = None,
         checkpoint: Payload = None,
     ) -> Answer | list[Answer]:
-        """Prolongs leases: each lasts at least `visibility_window` from now. Never shortens a lease. Stores how far the
-        jobs have come, and what their next attempts need to go on from here, as Job.report does."""
+        """Extends leases: each lasts at least `visibility_window` from now. Never shortens a lease. Stores a progress
+        and a checkpoint of the jobs, as Job.report does."""
         window = _span("visibility_window", visibility_window)
         try:
             report = report_of(progress, checkpoint)
@@ -471,7 +489,7 @@ class Client(JobChanges):
         """Gives jobs back at once, without counting the attempt."""
         listed = jobs if isinstance(jobs, Job) else list(jobs)
         if any(job.logged.count for job in ([listed] if isinstance(listed, Job) else listed)):
-            # A release is only a lease. A snooze for no time does the same.
+            # A release cannot carry a log. A snooze for no time does the same, and can.
             return await self.snooze(listed, after=0.0)
 
         async def send(part: Sequence[Job]) -> Sequence[int]:
@@ -524,6 +542,15 @@ class Client(JobChanges):
                     )
                 remaining = list(response.omitted_ids)
         return found
+
+    async def find_job(self, queue: str, dedup_key: str, *, include_payload: bool = False) -> JobRecord | None:
+        """Looks a job up by its dedup key: the one that an enqueue with this key would be answered now; None if there
+        is none. A job that has the key while it is live goes before one that has it for a window."""
+        request = queue_pb2.FindJobRequest(
+            org=self.org, queue=queue, dedup_key=dedup_key, include_payload=include_payload
+        )
+        response = await self.calls.call(lambda stub: stub.FindJob, request)
+        return read_record(response.job, with_payload=include_payload) if response.HasField("job") else None
 
     async def wait(self, id: str, *, timeout: Span) -> JobRecord:  # noqa: A002
         """Waits until a job has ended: it is succeeded, dead or cancelled. Returns its record, with payload and result.
@@ -595,6 +622,10 @@ def _size(message: queue_pb2.EnqueueRequest | job_pb2.NewJob) -> int:
 def _enqueued(request: queue_pb2.EnqueueRequest, response: queue_pb2.EnqueueResponse, *, first: int) -> list[Enqueued]:
     if len(response.results) != len(request.jobs):
         raise RouterError(f"{len(request.jobs)} jobs were sent, but the router answered for {len(response.results)}")
+    ids = [result.id for result in response.results]
+    if "" not in ids and response.ByteSize() == sum(map(len, ids)) + len(ids) * _RESULT_BYTES:
+        # The answer has no room for more than these ids: all jobs are newly stored.
+        return newly_stored(ids)
     return [
         Enqueued(
             id=result.id,

@@ -16,10 +16,20 @@ from grpc import StatusCode, aio
 
 from windrow.calls import patient_pause_s
 from windrow.client import Client
-from windrow.errors import FATAL, ClientClosed, InvalidRequest, RouterError, Unavailable, WindrowError
+from windrow.errors import (
+    FATAL,
+    ClientClosed,
+    InvalidRequest,
+    RouterError,
+    TlsFailed,
+    Unauthenticated,
+    Unavailable,
+    WindrowError,
+)
 from windrow.jobs import Answer, answer_of
 from windrow.leases import Connectivity
 from windrow.settlements import Backoff, Settlements
+from windrow.tokens import Metadata
 from windrow.v1 import job_pb2, queue_pb2
 
 if TYPE_CHECKING:
@@ -61,6 +71,10 @@ class ConsumeStream:
         self._revoked = revoked
         # How many jobs the router may still send on this stream.
         self._credit = 0
+        # The token of this stream.
+        self._token: Metadata = ()
+        # That token is new, and no router has taken it yet.
+        self._renewed = False
         # The router has announced that it will end this stream.
         self._draining = False
         # The credit of messages that are not answered yet, by their request_id.
@@ -79,6 +93,11 @@ class ConsumeStream:
                 if self._draining:
                     # The router closes the connection now: let it, so that the next stream uses another router.
                     await self._pause(self._backoff.next_s())
+            except Unauthenticated:
+                if self._renewed or not await self._client.calls.renew_token(self._token):
+                    raise
+                self._renewed = True
+                self._settlements.on_disconnect()
             except FATAL as error:
                 if not isinstance(error, InvalidRequest) or not self._settlements.on_stream_refused(error):
                     raise
@@ -92,12 +111,15 @@ class ConsumeStream:
                     # No outage: a router ends every stream from time to time.
                     await self._pause(self._backoff.next_s())
                     continue
-                self._connectivity.failed(error)
+                explained = await self._client.calls.explained(error)
+                if isinstance(explained, TlsFailed):
+                    raise explained from error
+                self._connectivity.failed(explained)
                 await self._pause(patient_pause_s(error, own_s=self._backoff.next_s()))
 
     def _may_have_expired(self, error: WindrowError, *, lasted_s: float) -> bool:
         """Whether the stream may have ended because of its age. If gRPC is writing while a stream ends, it reports an
-        internal error instead of the router's status. (What the router has sent is read all the same.)"""
+        internal error instead of the router's status. (The messages of the router are still read.)"""
         masked = self._write_failed and isinstance(error, RouterError) and lasted_s > _REFUSED_S_MAX
         return masked or error.reason == _EXPIRED
 
@@ -113,7 +135,8 @@ class ConsumeStream:
         self._draining = False
         self._unconfirmed.clear()
         self._write_failed = False
-        call = self._client.calls.open(lambda stub: stub.Consume, org=self._start.org)
+        self._token = await self._client.calls.token()
+        call = self._client.calls.open(lambda stub: stub.Consume, org=self._start.org, token=self._token)
         try:
             async with asyncio.TaskGroup() as group:
                 helpers = [
@@ -145,6 +168,7 @@ class ConsumeStream:
     def _on_response(self, response: queue_pb2.ConsumeResponse) -> None:
         received_at = time.monotonic()
         self._backoff.reset()
+        self._renewed = False
         if jobs := response.jobs:
             self._connectivity.answered()
             self._credit = max(0, self._credit - len(jobs))
@@ -206,8 +230,11 @@ class ConsumeStream:
         await call.initial_metadata()
         # A refused stream has initial metadata, too, but ends right after it.
         await asyncio.sleep(_REFUSED_S_MAX)
-        if not call.done() and self._connectivity.away_since == away_since:
-            self._connectivity.answered()
+        if not call.done():
+            self._renewed = False
+            self._client.calls.answered = True
+            if self._connectivity.away_since == away_since:
+                self._connectivity.answered()
 
     async def _watch_answers(self) -> None:
         """Raises Unavailable, which ends the stream, if the router stops answering."""

@@ -6,7 +6,9 @@
     ├── AlreadyExists         the thing to create exists already
     ├── NotFound              this org has no such thing
     ├── FailedPrecondition    the current state does not allow this
-    ├── PermissionDenied      ask an administrator for access
+    ├── PermissionDenied      the caller may not do this: ask an administrator for a key that may
+    │   └── Unauthenticated   the router does not know the caller: give the client a token that is good
+    ├── TlsFailed             no connection, because of TLS: correct the address, tls= or the certificates
     ├── RouterTooOld          the router does not know this call: upgrade the routers first, then their clients
     ├── Unavailable           no router or shard answered; try again later, after .retry_after seconds if set
     ├── ResourceExhausted     too much at once: try again after .retry_after seconds; if that is None, send less
@@ -71,7 +73,16 @@ class FailedPrecondition(WindrowError):
 
 
 class PermissionDenied(WindrowError):
-    """The caller is not authenticated, or may not do this."""
+    """The caller may not do this: its token has another org, or lacks a scope."""
+
+
+class Unauthenticated(PermissionDenied):
+    """The call has no token, or one that is not good: wrong, expired or revoked."""
+
+
+class TlsFailed(WindrowError):
+    """No connection can be made as client and router are set up. One speaks TLS and the other does not, or one does not
+    accept the other's certificate. The message says which, and what to do."""
 
 
 class RouterTooOld(WindrowError):
@@ -99,7 +110,7 @@ class ClientClosed(WindrowError):
 
 
 # Trying again does not help: these end a worker. After any other error it connects again.
-FATAL = (InvalidRequest, PermissionDenied, RouterTooOld, ClientClosed)
+FATAL = (InvalidRequest, PermissionDenied, TlsFailed, RouterTooOld, ClientClosed)
 # A later retry may succeed without anybody's help.
 TRANSIENT = (Unavailable, ResourceExhausted, DeadlineExceeded, RouterError)
 
@@ -114,7 +125,7 @@ _BY_CODE: dict[int, type[WindrowError]] = {
     10: Unavailable,
     12: RouterTooOld,
     14: Unavailable,
-    16: PermissionDenied,
+    16: Unauthenticated,
 }
 _INVALID_ARGUMENT = 3
 _IN_JOB = re.compile(r"jobs\[(\d+)\]")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import traceback
+from collections.abc import Collection
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -71,14 +72,20 @@ def stack_of(error: BaseException, frames: TracebackType | None) -> str:
     return _CUT + newest.partition("\n")[2]
 
 
-def frames_of(error: BaseException, *, runner: str) -> TracebackType | None:
-    """Returns the traceback from the handler on, without the frames of `runner`, the file that called the handler."""
+def frames_of(error: BaseException, *, runners: Collection[str]) -> TracebackType | None:
+    """Returns the traceback from the handler on, without the frames of `runners`, the files that call handlers."""
     handler = frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
-        if frame.tb_frame.f_code.co_filename == runner:
+        if frame.tb_frame.f_code.co_filename in runners:
             handler = frame.tb_next
         frame = frame.tb_next
     return handler
+
+
+def places_of(frames: TracebackType) -> str:
+    """Returns where the first and the newest frame of a traceback are, on one line."""
+    first, *others = traceback.extract_tb(frames)
+    return ", ".join(f"in {frame.name} ({frame.filename}:{frame.lineno})" for frame in (first, *others[-1:]))
 
 
 def _shortened(part: str) -> str:

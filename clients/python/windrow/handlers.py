@@ -1,7 +1,7 @@
-"""The handlers of a worker, and how each is run: in a task, a thread or a process, within its time. Tells what becomes
+"""The handlers of a worker, and how each is run: in a task, a thread or a process, within its time. Decides the outcome
 of the job, whatever the handler raises.
 
-Takes no jobs and reports nothing: that is the worker's (worker.py). processes.py has the processes.
+Takes no jobs and reports nothing: worker.py does. processes.py has the processes.
 """
 
 from __future__ import annotations
@@ -11,23 +11,22 @@ import contextvars
 import inspect
 import logging
 import math
-import sys
-import threading
+import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from functools import partial
-from types import TracebackType
+from types import CodeType, TracebackType
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from opentelemetry import trace
 
 from windrow.errors import InvalidRequest, Span
-from windrow.failures import Failure, TimedOut, frames_of
+from windrow.failures import Failure, TimedOut, frames_of, places_of
+from windrow.handler_threads import HandlerThreads, frames_now
 from windrow.jobs import Job, LostReason
-from windrow.leases import HeldLease, log
-from windrow.outcomes import Action, Done, Failed, Outcome, Snoozed, action_of
+from windrow.leases import HeldLease, log, named
+from windrow.outcomes import DONE, Action, Done, Failed, Outcome, Snoozed, action_of
 from windrow.payloads import RESULT_BYTES_MAX, Payload, encode, seconds
 from windrow.processes import HandlerProcess, can_be_sent
 from windrow.tracing import Tracing, fail
@@ -37,25 +36,39 @@ Handler = Callable[[Job], Awaitable[Payload]] | Callable[[Job], Payload]
 CallNext = Callable[[Job], Awaitable[Payload]]
 Middleware = Callable[[Job, CallNext], Awaitable[Payload]]
 HandlerT = TypeVar("HandlerT", bound=Handler)
-_DONE = Done()
+_Result = TypeVar("_Result")
 
-# Threads of handlers that timed out. Each may run for ever, and cannot be stopped.
-_ABANDONED_MAX = 1000
+# Their frames are no part of a handler's traceback.
+RUNNERS = frozenset(
+    os.path.join(os.path.dirname(__file__), name) for name in ("batch_handlers.py", "handler_threads.py", "handlers.py")
+)
 # How much of a failure a line of the log shows.
-_SUMMARY_CHARS_MAX = 200
-# A handler is stopped a tenth of its job's max_runtime before its end, and at most by so much.
+SUMMARY_CHARS_MAX = 200
+# A handler is stopped before its job's max_runtime ends: earlier by a tenth of max_runtime, but at most by this.
 _MARGIN_S_MAX = 1.0
 
 
-class _Registered(NamedTuple):
-    function: Handler
+class Registered(NamedTuple):
+    function: Callable[..., Any]
     is_async: bool
     timeout_s: float | None
-    isolated: bool
+    isolated: bool = False
+    # Its own coroutine may be run, with nothing around it.
+    is_bare: bool = False
+
+
+class Suspended(NamedTuple):
+    """A handler that waits for something."""
+
+    run: Coroutine[Any, Any, Any]
+    # What it waits for, as its coroutine has yielded it.
+    awaited: object
+    # None: the coroutine returns what becomes of the job. Otherwise it is this handler's own, and returns its result.
+    handler: Registered | None
 
 
 class Handlers:
-    """`abandoned_ended` is called when a thread that was left alone has ended: there may be one more place."""
+    """`abandoned_ended`: see HandlerThreads."""
 
     def __init__(
         self,
@@ -70,15 +83,12 @@ class Handlers:
         self._middleware = tuple(middleware)
         self._tracing = tracing
         self._unhandled = unhandled
-        self._abandoned_ended = abandoned_ended
-        self._by_kind: dict[str, _Registered] = {}
-        self._threads: ThreadPoolExecutor | None = None
-        # Those that run no job.
+        self._by_kind: dict[str, Registered] = {}
+        self.threads = HandlerThreads(worker, abandoned_ended=abandoned_ended)
+        # The processes that run no job.
         self._processes: list[HandlerProcess] = []
         # Whether a handler has a span although its job carries no trace.
-        self._makes_spans = False
-        # How many threads of handlers that timed out still run.
-        self._abandoned = 0
+        self.makes_spans = False
 
     def __contains__(self, kind: str) -> bool:
         return kind in self._by_kind
@@ -87,23 +97,26 @@ class Handlers:
         self, kinds: Sequence[str], *, timeout: Span | None, isolate: Literal["process"] | None
     ) -> Callable[[HandlerT], HandlerT]:
         """Returns a decorator that registers a function for jobs of these kinds: see Worker.handler()."""
-        timeout_s = None if timeout is None else seconds(timeout)
-        if timeout_s is not None and not 0 < timeout_s < math.inf:
-            raise InvalidRequest(f"timeout must be more than 0 s, not {timeout_s} s; None: no timeout")
+        timeout_s = timeout_of(timeout)
         if isolate not in (None, "process"):
             raise InvalidRequest(f'isolate must be "process" or None, not {isolate!r}')
 
         def register(function: HandlerT) -> HandlerT:
-            registered = _Registered(function, _is_async(function), timeout_s, isolate == "process")
+            bare = timeout_s is None and not self._middleware and _makes_coroutines(function)
+            registered = Registered(function, is_async(function), timeout_s, isolate == "process", bare)
             if registered.is_async and registered.isolated:
                 raise InvalidRequest(f"only a def can run in a process, and {function!r} is an async def")
-            for kind in kinds:
-                if kind in self._by_kind:
-                    raise InvalidRequest(f"kind {kind!r} has a handler already: {self._by_kind[kind].function!r}")
-                self._by_kind[kind] = registered
+            self.register(kinds, registered)
             return function
 
         return register
+
+    def register(self, kinds: Sequence[str], handler: Registered) -> None:
+        """Raises InvalidRequest if a kind has a handler already."""
+        for kind in kinds:
+            if kind in self._by_kind:
+                raise InvalidRequest(f"kind {kind!r} has a handler already: {self._by_kind[kind].function!r}")
+            self._by_kind[kind] = handler
 
     def open(self, concurrency: int) -> None:
         """Raises InvalidRequest if a handler cannot run in a process."""
@@ -113,37 +126,69 @@ class Handlers:
                     f"kind {kind!r}: {handler.function!r} cannot be imported by name in another process; make it a "
                     "function of a module"
                 )
-        # A pool makes threads only as it needs them.
-        self._threads = ThreadPoolExecutor(concurrency + _ABANDONED_MAX, thread_name_prefix=f"{self._worker}-handler")
+        self.threads.open(concurrency)
 
     def close(self) -> None:
         """Ends the processes. Threads cannot be stopped."""
         for process in self._processes:
             process.close()
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
-
-    @property
-    def places_lost(self) -> int:
-        """How many places threads of handlers that timed out keep."""
-        return max(0, self._abandoned - _ABANDONED_MAX)
+        self.threads.close()
 
     def on_jobs(self) -> None:
-        """To be called when jobs have come, before their handlers run."""
-        self._makes_spans = self._tracing.has_sdk()
+        """Call this when jobs have come, before their handlers run."""
+        self.makes_spans = self._tracing.has_sdk()
 
     async def run(self, held: HeldLease) -> Action:
-        """Runs the job's handler. Returns what becomes of the job."""
+        """Runs the job's handler to its end, in a copy of the caller's context. Returns what becomes of the job."""
+        context = contextvars.copy_context()
+        begun = self.begin(held, context)
+        return await self.go_on(held, begun, context) if isinstance(begun, Suspended) else begun
+
+    def begin(self, held: HeldLease, context: contextvars.Context) -> Action | Suspended:
+        """Runs the job's handler in this context, until it suspends or ends. Returns what becomes of the job, or what
+        to pass to go_on()."""
         job = held.job
         handler = self._by_kind.get(job.kind)
         if handler is None:
             return self._unhandled.give_back(job)
-        if not (job.traceparent or self._makes_spans):
+        # Most handlers need nothing around them: their own coroutine is run.
+        bare = handler.is_bare and job.max_runtime is None and not (job.traceparent or self.makes_spans)
+        try:
+            run: Coroutine[Any, Any, Any]
+            run = cast("Any", handler.function)(job) if bare else self._run_whole(handler, held)
+            awaited = context.run(run.send, None)
+        except StopIteration as end:
+            if not bare:
+                return cast("Action", end.value)
+            result = end.value
+        except BaseException as error:
+            if not bare:
+                raise
+            return context.run(self._failed, handler, held, error)
+        else:
+            return Suspended(run, awaited, handler if bare else None)
+        return DONE if result is None else context.run(self.done, handler, held, result)
+
+    async def go_on(self, held: HeldLease, suspended: Suspended, context: contextvars.Context) -> Action:
+        """Runs the rest of a handler that has suspended. Returns what becomes of the job."""
+        handler = suspended.handler
+        if handler is None:
+            return cast("Action", await _in_context(context, suspended))
+        try:
+            result = await _in_context(context, suspended)
+        except BaseException as error:  # noqa: BLE001 - _failed() raises what is not the handler's
+            return context.run(self._failed, handler, held, error)
+        return DONE if result is None else context.run(self.done, handler, held, result)
+
+    async def _run_whole(self, handler: Registered, held: HeldLease) -> Action:
+        """Runs a handler with all that may be around it: a span, middleware, a timeout, a thread or a process."""
+        job = held.job
+        if not (job.traceparent or self.makes_spans):
             return await self._outcome(handler, held, trace.INVALID_SPAN)
         with self._tracing.processing(job) as span:
             return await self._outcome(handler, held, span)
 
-    async def _outcome(self, handler: _Registered, held: HeldLease, span: trace.Span) -> Action:
+    async def _outcome(self, handler: Registered, held: HeldLease, span: trace.Span) -> Action:
         job = held.job
         run = self._run if handler.timeout_s is None and job.max_runtime is None else self._run_in_time
         try:
@@ -154,204 +199,201 @@ class Handlers:
                 result = await call(job)
             else:
                 result = await run(handler, held, job)
-            return _DONE if result is None else self._done(held.job, encode(result, what="result"))
-        except BaseException as error:
-            # Whatever a handler raises becomes its job's error. But Ctrl-C is meant for the worker: Python raises its
-            # KeyboardInterrupt in the main thread. One from another thread or process is the handler's own.
-            if isinstance(error, KeyboardInterrupt) and handler.is_async:
-                raise
-            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
-                raise
-            if not isinstance(error, Outcome) or error.is_failure:
-                fail(span, error)
-            process = held.process
-            if process is not None and process.error is error and process.action is not None:
-                # The traceback is in the failure: errors lose theirs on their way from another process.
-                action, cause, frames = process.action, error, None
-            else:
-                action, cause = action_of(error, runner=__file__)
-                frames = frames_of(cause, runner=__file__)
-            if isinstance(action, Failed):
-                self._log_failure(held.job, action.failure, cause, frames)
-            elif isinstance(action, Snoozed):
-                self._log_snooze(held.job, action)
-            return action
+            return DONE if result is None else self._done(held.job, encode(result, what="result"))
+        except BaseException as error:  # noqa: BLE001 - _failed() raises what is not the handler's
+            return self._failed(handler, held, error, span)
 
-    async def _run_in_time(self, handler: _Registered, held: HeldLease, job: Job) -> Payload:
+    def done(self, handler: Registered, held: HeldLease, result: Payload) -> Action:
+        """Returns what becomes of a job with this result: if it cannot be stored, the attempt has failed."""
+        try:
+            return self._done(held.job, encode(result, what="result"))
+        except BaseException as error:  # noqa: BLE001 - _failed() raises what is not the handler's
+            return self._failed(handler, held, error)
+
+    def _failed(
+        self, handler: Registered, held: HeldLease, error: BaseException, span: trace.Span = trace.INVALID_SPAN
+    ) -> Action:
+        """Returns what becomes of a job whose handler has raised this, and logs it. Raises the error if it is meant for
+        the worker."""
+        if is_the_workers(error, handler):
+            raise error
+        if not isinstance(error, Outcome) or error.is_failure:
+            fail(span, error)
+        return self.outcome_of(held, error)
+
+    def outcome_of(self, held: HeldLease, error: BaseException) -> Action:
+        """Returns what becomes of a job by this error, and logs it."""
+        process = held.process
+        if process is not None and process.error is error and process.action is not None:
+            # The traceback is in the failure: errors lose theirs on their way from another process.
+            action, cause, frames = process.action, error, None
+        else:
+            action, cause = action_of(error, runners=RUNNERS)
+            # What a process did that timed out is not known.
+            unknown = process is not None and isinstance(cause, TimedOut)
+            frames = None if unknown else frames_of(cause, runners=RUNNERS)
+        if isinstance(action, Failed):
+            self._log_failure(held.job, action.failure, cause, frames)
+        elif isinstance(action, Snoozed):
+            self._log_snooze(held.job, action)
+        return action
+
+    async def _run_in_time(self, handler: Registered, held: HeldLease, job: Job) -> Payload:
         """Runs a handler that has a timeout, or whose job has. Raises TimedOut if it does not finish in time."""
         timeout_s = math.inf if handler.timeout_s is None else handler.timeout_s
         message = f"the handler did not finish within {timeout_s:g} s"
-        if job.max_runtime is not None:
-            # Earlier than the shard ends the lease, so that it still takes the failure.
-            runtime_s = job.max_runtime.total_seconds()
-            left_s = held.until - min(runtime_s / 10, _MARGIN_S_MAX) - time.monotonic()
-            if left_s < timeout_s:
-                timeout_s, message = left_s, f"the attempt has used up the job's max_runtime of {runtime_s:g} s"
-        # It never ends by itself: on_timeout() ends it, once the handler can see why.
-        scope = asyncio.timeout(None)
-        loop = asyncio.get_running_loop()
+        if job.max_runtime is not None and (runtime_s := left_s((held,))) < timeout_s:
+            timeout_s = runtime_s
+            message = f"the attempt has used up the job's max_runtime of {job.max_runtime.total_seconds():g} s"
+        return await in_time(self._run(handler, held, job), timeout_s, message, (held,))
 
-        def on_timeout() -> None:
-            held.job.lost.set(LostReason.TIMED_OUT)
-            scope.reschedule(loop.time())
-
-        timer = loop.call_later(timeout_s, on_timeout)
-        try:
-            async with scope:
-                return await self._run(handler, held, job)
-        except TimeoutError as error:
-            cancelled = error.__cause__
-            if not (scope.expired() and isinstance(cancelled, asyncio.CancelledError)):
-                raise
-            if held.thread is not None:
-                frames = _frames_now(held.thread)
-            else:
-                frames = None if held.process is not None else frames_of(cancelled, runner=__file__)
-            raise TimedOut(message).with_traceback(frames) from None
-        finally:
-            timer.cancel()
-
-    async def _run(self, handler: _Registered, held: HeldLease, job: Job) -> Payload:
+    async def _run(self, handler: Registered, held: HeldLease, job: Job) -> Payload:
         if handler.is_async:
             return await cast("Awaitable[Payload]", handler.function(job))
         function = cast("Callable[[Job], Payload]", handler.function)
         if not handler.isolated:
-            return await self._in_thread(function, held, job)
+            return await self.threads.run(function, job, (held,))
         while self._processes and not self._processes[-1].is_reusable:
             self._processes.pop().close()
         held.process = process = self._processes.pop() if self._processes else HandlerProcess()
         try:
-            return await self._in_thread(partial(process.run, function), held, job)
+            return await self.threads.run(partial(process.run, function), job, (held,))
         finally:
             if process.is_reusable:
                 self._processes.append(process)
 
     def _done(self, job: Job, result: bytes) -> Done:
-        """Drops a result that is too large. The work is done: to fail the attempt would only do it again."""
+        """Drops a result that is too large. The work is done, and to fail the attempt would only repeat it."""
         if len(result) <= RESULT_BYTES_MAX:
             return Done(result=result)
         log.warning(
-            "%s: job %s (%s), attempt %d: its result has %s bytes and is not stored; at most %s are allowed",
+            "%s: %s, attempt %d: its result has %s bytes and is not stored; at most %s are allowed",
             self._worker,
-            job.id,
-            job.kind,
+            named(job),
             job.attempt,
             f"{len(result):,}",
             f"{RESULT_BYTES_MAX:,}",
         )
-        return _DONE
+        return DONE
 
     def _log_snooze(self, job: Job, snoozed: Snoozed) -> None:
         log.info(
-            "%s: job %s (%s), attempt %d is snoozed for %g s%s",
+            "%s: %s, attempt %d is snoozed for %g s%s",
             self._worker,
-            job.id,
-            job.kind,
+            named(job),
             job.attempt,
             snoozed.after_s,
-            f": {snoozed.reason[:_SUMMARY_CHARS_MAX]}" if snoozed.reason else "",
+            f": {snoozed.reason[:SUMMARY_CHARS_MAX]}" if snoozed.reason else "",
         )
 
     def _log_failure(self, job: Job, failure: Failure, error: BaseException, frames: TracebackType | None) -> None:
-        """Logs a failed attempt, with the error's traceback; if it has none, with the stack that the failure has."""
-        # A handler raises an Outcome on purpose: its traceback is of no use.
-        deliberate = isinstance(error, Outcome)
+        """Logs a failed attempt. An error that nobody expects is logged with its traceback; if it has none, with the
+        stack that the failure has."""
+        # A handler raises an Outcome on purpose, and has a timeout on purpose.
+        deliberate, late = isinstance(error, Outcome), isinstance(error, TimedOut)
+        expected = deliberate or late
         level = logging.INFO if deliberate else logging.WARNING
         final = ", permanently" if failure.permanent else ", its last" if job.attempt >= job.max_attempts else ""
         log.log(
             logging.ERROR if final else level,
-            "%s: job %s (%s), attempt %d of %d failed%s: %s%s",
+            "%s: %s, attempt %d of %d failed%s: %s%s%s",
             self._worker,
-            job.id,
-            job.kind,
+            named(job),
             job.attempt,
             job.max_attempts,
             final,
-            failure.summary[:_SUMMARY_CHARS_MAX],
-            f"\n{failure.stack}" if frames is None and not deliberate and failure.stack else "",
-            exc_info=None if frames is None or deliberate else (type(error), error, frames),
+            failure.summary[:SUMMARY_CHARS_MAX],
+            f"; it was {places_of(frames)}" if late and frames is not None else "",
+            f"\n{failure.stack}" if frames is None and not expected and failure.stack else "",
+            exc_info=None if frames is None or expected else (type(error), error, frames),
         )
 
-    async def _in_thread(self, function: Callable[[Job], Payload], held: HeldLease, job: Job) -> Payload:
-        assert self._threads is not None
-        context = contextvars.copy_context()
 
-        def run() -> tuple[Payload, BaseException | None]:
-            if held.process is None:
-                held.thread = threading.get_ident()
-            try:
-                return context.run(function, job), None
-            except BaseException as error:  # noqa: BLE001 - the caller raises it
-                # Returned, not raised: a future replaces a TimeoutError or a CancelledError by a new one without its
-                # traceback, and it refuses StopIteration (PEP 479).
-                return None, error
-
-        thread = self._threads.submit(run)
+@types.coroutine
+def _in_context(context: contextvars.Context, suspended: Suspended) -> Generator[Any, Any, Any]:
+    """Awaits the rest of a coroutine in the current task, but in a context of its own. Returns what it returns."""
+    work, awaited = suspended.run, suspended.awaited
+    while True:
         try:
-            result, error = await asyncio.wrap_future(thread)
-        except asyncio.CancelledError:
-            if held.process is None:
-                self._abandon(thread)
-            else:
-                held.process.kill()
+            argument = yield awaited
+            step: Callable[[Any], Any] = work.send
+        except BaseException as error:  # noqa: BLE001 - the coroutine decides
+            # Without this frame, which is no part of what the handler was doing.
+            argument, step = error.with_traceback(None), work.throw
+        try:
+            awaited = context.run(step, argument)
+        except StopIteration as end:
+            return end.value
+
+
+def timeout_of(timeout: Span | None) -> float | None:
+    """Raises InvalidRequest."""
+    timeout_s = None if timeout is None else seconds(timeout)
+    if timeout_s is not None and not 0 < timeout_s < math.inf:
+        raise InvalidRequest(f"timeout must be more than 0 s, not {timeout_s} s; None: no timeout")
+    return timeout_s
+
+
+def left_s(helds: Sequence[HeldLease]) -> float:
+    """Returns for how long a handler may run by the max_runtime of its jobs: less than until the shard ends a lease, so
+    that it still takes the failure."""
+    ends = [
+        held.until - min(held.job.max_runtime.total_seconds() / 10, _MARGIN_S_MAX)
+        for held in helds
+        if held.job.max_runtime is not None
+    ]
+    return min(ends) - time.monotonic() if ends else math.inf
+
+
+async def in_time(work: Awaitable[_Result], timeout_s: float, message: str, helds: Sequence[HeldLease]) -> _Result:
+    """Awaits a handler's work on the jobs of these leases. Raises TimedOut if it does not finish in time."""
+    # It never ends by itself: on_timeout() ends it, once the handler can see why.
+    scope = asyncio.timeout(None)
+    loop = asyncio.get_running_loop()
+
+    def on_timeout() -> None:
+        for held in helds:
+            held.job.lost.set(LostReason.TIMED_OUT)
+        scope.reschedule(loop.time())
+
+    timer = loop.call_later(timeout_s, on_timeout)
+    try:
+        async with scope:
+            return await work
+    except TimeoutError as error:
+        # Python 3.11.2 does not set the cause.
+        cancelled = error.__cause__ or error.__context__
+        if not (scope.expired() and isinstance(cancelled, asyncio.CancelledError)):
             raise
-        held.thread = None
-        try:
-            match error:
-                case None:
-                    return result
-                case StopIteration() | GeneratorExit():
-                    # Neither may be raised in a coroutine: StopIteration ends it, and GeneratorExit closes it.
-                    raise RuntimeError(f"the handler raised {type(error).__name__}") from error
-                case _:
-                    raise error
-        finally:
-            # The error's traceback refers to this frame: the garbage collector need not find the cycle.
-            del error
-
-    def _abandon(self, thread: Future[Any]) -> None:
-        """Leaves a thread alone of which nobody awaits the end."""
-        loop = asyncio.get_running_loop()
-
-        def on_end(_: Future[Any]) -> None:
-            # A thread may outlive the worker, whose event loop is then closed.
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._on_abandoned_end)
-
-        self._abandoned += 1
-        if self._abandoned == _ABANDONED_MAX + 1:
-            log.error(
-                "%s: more than %s threads of handlers that timed out still run; from now on each keeps its place until "
-                "it ends; restart the worker, and find out why the handlers hang",
-                self._worker,
-                f"{_ABANDONED_MAX:,}",
-            )
-        thread.add_done_callback(on_end)
-
-    def _on_abandoned_end(self) -> None:
-        self._abandoned -= 1
-        self._abandoned_ended()
+        thread, process = helds[0].thread, helds[0].process
+        if thread is not None:
+            frames = frames_now(thread, runners=RUNNERS)
+        else:
+            frames = None if process is not None else frames_of(cancelled, runners=RUNNERS)
+        raise TimedOut(message).with_traceback(frames) from None
+    finally:
+        timer.cancel()
 
 
 def _around(middleware: Middleware, call_next: CallNext) -> CallNext:
     return lambda job: middleware(job, call_next)
 
 
-def _is_async(handler: Handler) -> bool:
+def is_async(handler: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(type(handler).__call__)
 
 
-def _is_cancelled() -> bool:
-    """Whether the current task was cancelled, and not something inside its handler."""
+def _makes_coroutines(handler: Handler) -> bool:
+    """Whether it is an `async def` itself, so that calling it runs nothing."""
+    code = getattr(handler, "__code__", None)
+    return isinstance(code, CodeType) and bool(code.co_flags & inspect.CO_COROUTINE)
+
+
+def is_the_workers(error: BaseException, handler: Registered) -> bool:
+    """Whether an error that a handler has raised is meant for the worker. Any other becomes its job's error."""
+    if isinstance(error, KeyboardInterrupt):
+        # Python raises it in the main thread at Ctrl-C. One from another thread or process is the handler's own.
+        return handler.is_async
+    # Whether the current task itself was cancelled, not something inside its handler.
     task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
-def _frames_now(thread: int) -> TracebackType | None:
-    """Returns what a thread does now, as a traceback from the handler on."""
-    traceback: TracebackType | None = None
-    frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
-    while frame is not None and frame.f_code.co_filename != __file__:
-        traceback = TracebackType(traceback, frame, frame.f_lasti, frame.f_lineno)
-        frame = frame.f_back
-    return traceback
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0

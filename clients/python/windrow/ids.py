@@ -66,8 +66,8 @@ def _batch_head(batch: str) -> str:
 
 
 def made_at(id: str) -> float:  # noqa: A002
-    """Returns when an id was made, by its maker's clock: seconds since 1970-01-01 UTC. Raises ValueError for an id that
-    is not a UUIDv7."""
+    """Returns the time in an id, when it was made by its maker's clock: seconds since 1970-01-01 UTC. Raises ValueError
+    for an id that is not a UUIDv7."""
     digits = id.replace("-", "")
     if len(digits) != 32 or digits[12] != "7":
         raise ValueError(f"{id!r} is not a UUIDv7")

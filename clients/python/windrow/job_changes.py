@@ -12,15 +12,15 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TypeVar
 
-from windrow.admin import AdminCalls
+from windrow.admin import AdminCalls, set_time, state_number
 from windrow.errors import InvalidRequest, Span, Unavailable, invalid_argument
 from windrow.job_rules import JOBS_MAX
 from windrow.jobs import Answer, JobRecord, JobState, answers
 from windrow.payloads import duration, timestamp
-from windrow.v1 import queue_pb2
+from windrow.v1 import admin_pb2, queue_pb2
 
 _PAGE_MAX = 1000
-# The jobs of a step: of a page whose jobs are changed. After such a step the client rests for as long as the step took,
+# A step changes the jobs of one page, at most this many. After a step the client pauses for as long as the step took,
 # because consumers come first.
 _STEP_MAX = 100
 _PRIORITY_MAX = 9
@@ -29,6 +29,9 @@ _FIRST_MAX = 5
 _WAITING = frozenset({JobState.SCHEDULED, JobState.READY})
 _DEAD = frozenset({JobState.DEAD})
 _UNFINISHED = _WAITING | _DEAD | {JobState.LEASED}
+
+# The conditions of a JobFilter that are times, as CountJobsRequest names them too.
+_TIMES = ("created_after", "created_before", "died_after", "died_before")
 
 _Item = TypeVar("_Item")
 
@@ -43,7 +46,7 @@ class JobFilter:
     states: Collection[JobState] = ()
     # All of these, each with this value.
     attributes: Mapping[str, str] = field(default_factory=dict[str, str])
-    # By the times in the jobs' ids: at or after the first, before the second.
+    # The times in the jobs' ids must be at or after the first, and before the second.
     created_after: datetime | None = None
     created_before: datetime | None = None
     # Only dead jobs, by when they died: at or after the first, before the second.
@@ -56,7 +59,7 @@ class JobFilter:
         for key, value in self.attributes.items():
             if not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise invalid_argument(f"attributes[{key!r}]", f"must be a text, not {value!r}")
-        for name in ("created_after", "created_before", "died_after", "died_before"):
+        for name in _TIMES:
             try:
                 if getattr(self, name) is not None:
                     timestamp(getattr(self, name))
@@ -65,6 +68,7 @@ class JobFilter:
 
     @property
     def is_empty(self) -> bool:
+        """Whether it has no condition besides those that only narrow others."""
         return self == JobFilter(states=self.states, not_killed=self.not_killed)
 
     def allows(self, job: JobRecord) -> bool:
@@ -79,6 +83,9 @@ class JobFilter:
             and (self.died_after is None or died_at >= self.died_after)
             and (self.died_before is None or died_at < self.died_before)
         )
+
+
+_ALL = JobFilter()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +106,35 @@ OnProgress = Callable[[BulkChange], object]
 
 
 class JobChanges(AdminCalls):
-    """The calls that change jobs of one org by hand."""
+    """The calls that change jobs of one org by hand, and the count of those that meet conditions."""
+
+    async def count_jobs(self, where: JobFilter = _ALL, *, on_progress: Callable[[int], object] | None = None) -> int:
+        """Counts the jobs that meet the conditions, in every state unless `where.states` has some. Many short calls do
+        it, some seconds for a million jobs; `on_progress` gets what is counted so far. The conditions on a death are
+        true of dead jobs only.
+
+        Each job counts once; one whose state changes meanwhile may be left out. Raises Unavailable if a shard of the
+        org does not answer, and NotFound if `where.queue` does not exist."""
+        request = admin_pb2.CountJobsRequest(
+            org=self.org,
+            queue=where.queue,
+            kind=where.kind,
+            states=sorted(state_number("states", state) for state in frozenset(where.states)),
+            attributes=where.attributes,
+            not_killed=where.not_killed,
+        )
+        for name in _TIMES:
+            set_time(getattr(request, name), name, getattr(where, name))
+        count = 0
+        while True:
+            response = await self._ask(lambda stub: stub.CountJobs, request)
+            self._refuse_away(response.unavailable_shards, "did not count its jobs")
+            count += response.count
+            if on_progress is not None:
+                on_progress(count)
+            request.page_token = response.next_page_token
+            if not request.page_token:
+                return count
 
     async def cancel_jobs(self, ids: Iterable[str], *, reason: str = "") -> list[Answer]:
         """Cancels jobs that have not finished, and ends their leases. Returns STALE for a job that had succeeded."""
@@ -173,11 +208,11 @@ class JobChanges(AdminCalls):
     ) -> BulkChange:
         """Changes the jobs that wait and meet the conditions, as alter_jobs does, in the way of cancel_where.
 
-        A job that is already as it shall be is not found, so that a repeated call goes on where the first one stopped.
-        With `delay` nobody can know that: each call counts it again."""
+        Skips a job that already has the wanted values, so that a repeated call continues where the first one stopped.
+        With `delay` it cannot know that: each call counts the delay again."""
         if not priority and run_at is None and delay is None and attributes is None:
             raise invalid_argument("priority", "must be set, unless run_at, delay or attributes is")
-        # Also before a dry run.
+        # Check the values before a dry run too.
         _alteration(self.org, priority, run_at, delay, attributes)
         now = datetime.now(UTC)
 
@@ -238,9 +273,7 @@ class JobChanges(AdminCalls):
                 page_size=_PAGE_MAX if dry_run else _STEP_MAX,
                 page_token=token,
             )
-            if page.unavailable_shards:
-                shards = ", ".join(page.unavailable_shards)
-                raise Unavailable(f"org {self.org!r}: these shards did not list its jobs: {shards}")
+            self._refuse_away(page.unavailable_shards, "did not list its jobs")
             jobs = [job for job in page.jobs if where.allows(job) and needs_it(job)]
             jobs = jobs if limit is None else jobs[: limit - so_far.found]
             done = await act([job.id for job in jobs]) if jobs and not dry_run else []
@@ -257,6 +290,10 @@ class JobChanges(AdminCalls):
                 return so_far
             if done:
                 await asyncio.sleep(time.monotonic() - began_s)
+
+    def _refuse_away(self, shards: Sequence[str], what: str) -> None:
+        if shards:
+            raise Unavailable(f"org {self.org!r}: these shards {what}: {', '.join(shards)}")
 
 
 async def in_parts(

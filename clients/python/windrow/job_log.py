@@ -1,4 +1,4 @@
-"""What a handler logs about its job: the newest lines of one attempt. No I/O."""
+"""The log that a handler writes about its job: the newest lines of one attempt. No I/O."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from windrow.payloads import clipped
 LINES_MAX = 50
 LINE_BYTES_MAX = 512
 LOG_BYTES_MAX = 4096
-# What the lines leave for the first line, which tells how many were dropped.
+# The bytes reserved for the first line, which says how many lines were dropped.
 _NOTICE_BYTES_MAX = 64
 _CUT = "…"
-# For all logs: it is held for microseconds, and a lock for each job would cost every job.
+# One lock for all logs: it is held for microseconds, and a lock for each job would cost more.
 _LOCK = threading.Lock()
 
 
@@ -46,20 +46,13 @@ def _cut(line: str) -> bytes:
 class JobLog:
     """The newest 50 lines, or fewer if these have more than 4 KiB. Thread-safe."""
 
-    __slots__ = ("_bytes", "_closed", "_count", "_lines")
-
-    def __init__(self) -> None:
-        # Made with the first line: most jobs log nothing.
-        self._lines: deque[bytes] | None = None
-        # Those of the lines, with their line ends.
-        self._bytes = 0
-        self._count = 0
-        self._closed = False
-
-    @property
-    def count(self) -> int:
-        """How many lines were logged, the dropped ones included."""
-        return self._count
+    # An object has what differs from these: most jobs log nothing, and each has a log.
+    _lines: deque[bytes] | None = None
+    # Those of the lines, with their line ends.
+    _bytes = 0
+    # How many lines were logged, the dropped ones included.
+    count = 0
+    _closed = False
 
     def write(self, text: str) -> None:
         """Adds each line of a text. Raises TypeError."""
@@ -76,7 +69,7 @@ class JobLog:
                 self._bytes += len(line) + 1
                 while len(self._lines) > LINES_MAX or self._bytes > LOG_BYTES_MAX - _NOTICE_BYTES_MAX:
                     self._bytes -= len(self._lines.popleft()) + 1
-            self._count += lines.dropped + len(lines.newest)
+            self.count += lines.dropped + len(lines.newest)
 
     def close(self) -> None:
         """Drops all lines that come from now on: the attempt has ended."""
@@ -86,7 +79,7 @@ class JobLog:
     def read(self) -> tuple[str, int]:
         """Returns the lines as one text of at most 4 KiB, and `count`."""
         with _LOCK:
-            lines, count = tuple(self._lines or ()), self._count
+            lines, count = tuple(self._lines or ()), self.count
         dropped = count - len(lines)
         notice = [f"... {dropped:,} earlier lines were dropped".encode()] if dropped else []
         return b"\n".join([*notice, *lines]).decode(), count

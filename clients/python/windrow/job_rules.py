@@ -1,4 +1,5 @@
-"""The rules of proto/windrow/v1 for new jobs, for those who must know before any router can check: the outbox. No I/O.
+"""The rules of proto/windrow/v1 for new jobs. The outbox needs them, because it takes jobs before a router can check
+them. No I/O.
 
 A router decides. tests/unit/test_job_rules.py compares this module with it.
 """
@@ -30,7 +31,7 @@ _SPAN_S_MAX = _RUN_AT_DAYS_MAX * _DAY_S
 
 
 def org_fault(org: str) -> str:
-    """Returns what a router would refuse in an org's name, or an empty text."""
+    """Returns why a router would refuse an org's name, or an empty text."""
     if _CONTROL.search(org):
         return f"must not have control characters, not {org!r}"
     return "" if 1 <= len(org.encode()) <= 128 else f"must be 1 to 128 bytes, not {len(org.encode())}"

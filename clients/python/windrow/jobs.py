@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import enum
 import json
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 from windrow.errors import InvalidJob, Span, Violation, WindrowError
 from windrow.failures import Failure, read_failure
@@ -24,6 +25,8 @@ from windrow.v1 import job_pb2, queue_pb2
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _NOBODY = Reporter()
+# For all jobs: it is held for microseconds, and rarely.
+_LOST_LOCK = threading.Lock()
 
 
 class JobState(enum.Enum):
@@ -71,8 +74,8 @@ class LostReason(enum.Enum):
 
 
 class Lost(asyncio.Event):
-    """Set when a handler should stop working on its job. What it returns from then on is dropped, except by an `async
-    def` that is told TIMED_OUT and finishes all the same."""
+    """Set when a handler should stop working on its job. The handler's result is then dropped, except that of an `async
+    def` that finishes although the reason is TIMED_OUT."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,6 +121,10 @@ class ExponentialRetry:
 RetryPolicy = FixedRetry | ExponentialRetry
 
 
+# How many attributes a NewJob has to which no options were given: queue, kind, payload and id.
+_PLAIN_FIELDS = 4
+
+
 class JobOptions(TypedDict, total=False):
     """The optional fields of a new job: those of NewJob besides queue, kind and payload."""
 
@@ -135,7 +142,9 @@ class JobOptions(TypedDict, total=False):
     id: str
 
 
-@dataclass(frozen=True, slots=True)
+# The generated __init__ of a frozen class sets field by field through object.__setattr__, which takes most of the time
+# that an enqueue takes. This one sets only what is given: the class has the defaults.
+@dataclass(frozen=True, init=False)
 class NewJob:
     """A job to store. Its id is made with the object, so enqueueing the same NewJob again stores nothing new."""
 
@@ -164,11 +173,24 @@ class NewJob:
     dedup_window: Span | None = None
     # The key counts while its job is live, and not for a window: until the job has succeeded, died or was cancelled.
     dedup_while_live: bool = False
-    # A UUIDv7. The router refuses one that is older than 7 days.
-    id: str = field(default_factory=uuid7)
+    # A UUIDv7; a new one by default. The router refuses one that is older than 7 days.
+    id: str = ""
+
+    def __init__(self, queue: str, kind: str, payload: Payload = b"", **options: Unpack[JobOptions]) -> None:
+        given = self.__dict__
+        given["queue"] = queue
+        given["kind"] = kind
+        given["payload"] = payload
+        if options:
+            for name in options:
+                if name not in JobOptions.__annotations__:
+                    raise TypeError(f"NewJob.__init__() got an unexpected keyword argument {name!r}")
+            given.update(options)
+        if "id" not in given:
+            given["id"] = uuid7()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Enqueued:
     """The result of enqueueing a job."""
 
@@ -182,6 +204,17 @@ class Enqueued:
     differs: bool = False
     # Why this job was not stored. Only set by an independent enqueue_many.
     error: WindrowError | None = None
+
+
+def newly_stored(ids: Iterable[str]) -> list[Enqueued]:
+    """Returns the results for jobs that are all newly stored. Sets only the ids, for a fifth of the cost: the class has
+    the defaults."""
+    results: list[Enqueued] = []
+    for id_ in ids:
+        stored = _new(Enqueued)
+        stored.__dict__["id"] = id_
+        results.append(stored)
+    return results
 
 
 # Not frozen: to make a frozen object takes several times as long, and a worker makes one for each job.
@@ -214,19 +247,33 @@ class Job:
     lost: Lost = field(default_factory=Lost, repr=False, compare=False)
     # Takes the reports; a Worker sets it.
     reporter: Reporter = field(default_factory=Reporter, repr=False, compare=False)
-    # What log() has kept.
+    # The lines that log() has kept.
     logged: JobLog = field(default_factory=JobLog, repr=False, compare=False)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name):
+            """Makes `lost` when somebody first asks for it: read_leased() does not, because few handlers do."""
+            if name != "lost":
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            with _LOST_LOCK:
+                # The handler's thread and the worker may both ask for it first, and must get the same object.
+                try:
+                    return object.__getattribute__(self, "lost")
+                except AttributeError:
+                    self.lost = lost = Lost()
+                    return lost
 
     def log(self, text: str) -> None:
         """Adds one line or several to the log of this attempt. The job's history keeps it, and `windrow jobs get` shows
         it.
 
-        Kept are the first 512 bytes of a line, the newest 50 lines of an attempt (at most 4 KiB; a first line says how
-        many earlier ones were dropped), and the logs of a job's newest 5 attempts.
+        The log keeps the first 512 bytes of a line, and the newest 50 lines of an attempt (at most 4 KiB; a first line
+        says how many earlier ones were dropped). A job keeps the logs of its newest 5 attempts.
 
-        Returns at once: the lines are sent with whatever ends the attempt, and with the extends before. If the worker
-        crashes, or the job is cancelled, those since the last extend are lost. What is logged after the handler has
-        ended is dropped. May be called in a thread. Raises TypeError."""
+        Returns at once: the worker sends the lines with its extends, and with the outcome of the attempt. If the worker
+        crashes, or the job is cancelled, the lines since the last extend are lost. Lines that are logged after the
+        handler has ended are dropped. May be called in a thread. Raises TypeError."""
         self.logged.write(text)
 
     def report(self, progress: Progress | None = None, *, checkpoint: Payload = None) -> None:
@@ -234,9 +281,9 @@ class Job:
         (job.checkpoint; at most 64 KiB; b"" removes an earlier one). None: what was reported before stays.
 
         Only a Worker's handler reports like this; with a job from Client.dequeue, use Client.extend. Returns at once.
-        The worker sends the newest report with its next message and renews the lease with it, and it does not send the
-        job's outcome before the report is stored. A report that was not sent is lost if the worker crashes. May be
-        called in a thread. Raises TypeError or ValueError."""
+        The worker sends the newest report with its next message, which also extends the lease. It sends the job's
+        outcome only after the report is stored. A report that was not sent is lost if the worker crashes. May be called
+        in a thread. Raises TypeError or ValueError."""
         self.reporter(self.lease, report_of(progress, checkpoint))
 
     def json(self) -> Any:
@@ -259,7 +306,7 @@ class Attempt:
     outcome: AttemptOutcome
     # What the nack reported, or the reason of a snooze; None if there was none, and for other outcomes.
     failure: Failure | None
-    # The lines that its handler logged. Kept of a job's newest 5 attempts.
+    # The lines that its handler logged. A job keeps those of its newest 5 attempts.
     log: str = ""
 
 
@@ -299,7 +346,7 @@ class JobRecord:
     # Whether the dedup key counts, or counted, while the job is live.
     dedup_while_live: bool = False
     max_runtime: timedelta | None = None
-    # What the attempt under way has logged, as its newest extend told.
+    # What the attempt under way has logged, as its newest extend reported it.
     log: str = ""
 
 
@@ -327,6 +374,7 @@ _ANSWERS: dict[int, Answer] = {
 }
 
 
+_new = object.__new__
 _STATE_VALUES = {state: job_pb2.JobState.ValueType(value) for value, state in _STATES.items()}
 
 
@@ -401,6 +449,8 @@ def write(job: NewJob, message: job_pb2.NewJob) -> None:
     template.kind = job.kind
     payload = job.payload
     template.payload = payload if type(payload) is bytes else encode(payload)
+    if len(job.__dict__) == _PLAIN_FIELDS:
+        return
     if job.attributes:
         template.attributes.update(job.attributes)
     if job.priority:
@@ -502,28 +552,52 @@ def read_retry(message: job_pb2.RetryPolicy) -> RetryPolicy | None:
 
 
 def read_leased(message: job_pb2.LeasedJob, *, reporter: Reporter = _NOBODY) -> Job:
+    # Field by field: to pass so many arguments takes as long as to read them. `lost` is made when it is asked for.
+    job = _new(Job)
+    job.lease = message.lease
+    job.id = message.id
+    job.queue = message.queue
+    job.kind = message.kind
+    job.payload = message.payload
+    attributes = message.attributes
+    job.attributes = dict(attributes) if attributes else {}
+    job.priority = message.priority
+    job.attempt = message.attempt
+    job.max_attempts = message.max_attempts
+    enqueued, run = message.enqueued_at, message.run_at
+    job.enqueued_at = enqueued_at = moment(enqueued)
+    at_once = run.nanos == enqueued.nanos and run.seconds == enqueued.seconds
+    job.run_at = enqueued_at if at_once else moment(run)
     # HasField first: reading an absent message field would create an object.
     traced = message.HasField("trace")
-    enqueued, run = message.enqueued_at, message.run_at
-    enqueued_at = moment(enqueued)
-    at_once = run.nanos == enqueued.nanos and run.seconds == enqueued.seconds
-    return Job(
-        lease=message.lease,
+    job.traceparent = message.trace.traceparent if traced else ""
+    job.tracestate = message.trace.tracestate if traced else ""
+    job.max_runtime = message.max_runtime.ToTimedelta() if message.HasField("max_runtime") else None
+    job.checkpoint = message.checkpoint
+    job.reporter = reporter
+    job.logged = JobLog()
+    return job
+
+
+def read_new(message: job_pb2.NewJob) -> NewJob:
+    """Reads what write() has written. The payload is bytes, and spans are timedeltas."""
+    template, dedup = message.template, message.dedup
+    return NewJob(
+        template.queue,
+        template.kind,
+        template.payload,
+        attributes=dict(template.attributes),
+        priority=template.priority,
+        run_at=moment(message.run_at) if message.HasField("run_at") else None,
+        delay=message.delay.ToTimedelta() if message.HasField("delay") else None,
+        expires_at=moment(message.expires_at) if message.HasField("expires_at") else None,
+        max_attempts=template.max_attempts,
+        max_runtime=template.max_runtime.ToTimedelta() if template.HasField("max_runtime") else None,
+        retry=read_retry(template.retry),
+        dedup_key=dedup.key,
+        dedup_window=dedup.window.ToTimedelta() if dedup.HasField("window") else None,
+        dedup_while_live=dedup.while_live,
         id=message.id,
-        queue=message.queue,
-        kind=message.kind,
-        payload=message.payload,
-        attributes=dict(message.attributes),
-        priority=message.priority,
-        attempt=message.attempt,
-        max_attempts=message.max_attempts,
-        enqueued_at=enqueued_at,
-        run_at=enqueued_at if at_once else moment(run),
-        traceparent=message.trace.traceparent if traced else "",
-        tracestate=message.trace.tracestate if traced else "",
-        max_runtime=message.max_runtime.ToTimedelta() if message.HasField("max_runtime") else None,
-        checkpoint=message.checkpoint,
-        reporter=reporter,
     )
 
 

@@ -1,9 +1,9 @@
-"""The leases a worker holds, and when they are prolonged. Does not know what runs under them.
+"""The leases that a worker holds, and when they are extended. Does not know what runs under them.
 
-Time is the worker's own monotonic clock. A lease counts from the receipt of its job, or from just before the extend
-that renewed it was sent. Apart from the job's travel time, it therefore ends here no later than at the shard: a worker
-that cannot reach its router gives up a job before another worker gets it, or at that moment. If both run it all the
-same, fencing rejects the older lease.
+Time is the worker's own monotonic clock. A lease counts from the receipt of its job, or from just before its last
+successful extend was sent. Apart from the job's travel time, it therefore ends here no later than at the shard: a
+worker that cannot reach its router gives up a job before another worker gets it, or at that moment. If both run the job
+nevertheless, fencing rejects the older lease.
 """
 
 from __future__ import annotations
@@ -22,25 +22,37 @@ from windrow.processes import HandlerProcess
 log = logging.getLogger("windrow.worker")
 
 
+def named(job: Job) -> str:
+    """Returns how the log names a job."""
+    return f"job {job.id} ({job.kind}, queue {job.queue})"
+
+
 class HeldLease:
     """A leased job that the worker holds."""
 
-    __slots__ = (
-        *(
-            "extending",
-            "job",
-            "lease",
-            "lines_told",
-            "lost",
-            "over",
-            "process",
-            "renewed_at",
-            "settling",
-            "task",
-            "thread",
-        ),
-        *("until", "window_s"),
-    )
+    # What holds for most jobs until they end. An object has what differs.
+
+    # The time from which no extend prolongs it.
+    until = math.inf
+    # An extend waits to be sent or answered.
+    extending = False
+    # How many of the lines that the handler has logged are sent.
+    lines_told = 0
+    # The job's outcome waits to be sent or answered.
+    settling = False
+    # Its outcome is to be sent with what the handler has logged.
+    logs = False
+    # The lease has ended, according to the router or to the clock.
+    over = False
+    # Nothing is to be reported about the job any more.
+    lost = False
+    # The thread that runs the handler, which cannot be cancelled.
+    thread: int | None = None
+    # The process that runs the handler.
+    process: HandlerProcess | None = None
+    task: asyncio.Task[None] | None = None
+    # All leases whose jobs one handler runs together, this one included.
+    batch: Sequence[HeldLease] | None = None
 
     def __init__(self, job: Job, renewed_at: float, window_s: float) -> None:
         self.job = job
@@ -48,25 +60,12 @@ class HeldLease:
         self.lease = job.lease
         # When the job was received, or when its last successful extend was sent; monotonic seconds.
         self.renewed_at = renewed_at
-        runtime_s = math.inf if job.max_runtime is None else job.max_runtime.total_seconds()
-        # For how long an extend, or the receipt, prolongs it; and the time from which none does.
-        self.window_s = min(window_s, runtime_s)
-        self.until = renewed_at + runtime_s
-        # An extend waits to be sent or answered.
-        self.extending = False
-        # How many of the lines that the handler has logged are sent.
-        self.lines_told = 0
-        # The job's outcome waits to be sent or answered.
-        self.settling = False
-        # The lease has ended, according to the router or to the clock.
-        self.over = False
-        # Nothing is to be reported about the job any more.
-        self.lost = False
-        # The thread that runs the handler, which cannot be cancelled.
-        self.thread: int | None = None
-        # The process that runs the handler.
-        self.process: HandlerProcess | None = None
-        self.task: asyncio.Task[None] | None = None
+        # For how long an extend, or the receipt, prolongs it.
+        self.window_s = window_s
+        if job.max_runtime is not None:
+            runtime_s = job.max_runtime.total_seconds()
+            self.window_s = min(window_s, runtime_s)
+            self.until = renewed_at + runtime_s
 
     @property
     def ends_at(self) -> float:
@@ -104,8 +103,8 @@ class Connectivity:
 class Leases:
     """Every lease from a job's receipt until the router has answered its outcome.
 
-    Callbacks: `extend` prolongs leases and sets their `extending`. `on_waited` gets a job that has not begun for a
-    third of the window, `on_lost` a lease that ended before its job did.
+    Callbacks: `extend` extends leases and sets their `extending`. `on_waited` gets a job that has not begun for a third
+    of the window, `on_lost` a lease that ended before its job did.
     """
 
     def __init__(
@@ -151,7 +150,8 @@ class Leases:
         return held.over or time.monotonic() >= held.ends_at
 
     async def keep(self) -> None:
-        """Prolongs each lease after a third of its window, all that are due in one batch. Runs until cancelled."""
+        """Extends each lease after a third of its window; all leases that are due go into one batch. Runs until
+        cancelled."""
         while True:
             if not self._held:
                 self._not_empty.clear()
@@ -165,7 +165,7 @@ class Leases:
                 ),
                 default=0.0,
             )
-            # A lease that is renewed during the pause falls due no sooner than a third of the window from now.
+            # A lease that is extended during the pause falls due no sooner than a third of the window from now.
             pause_s = min(third_s, max(0.001, next_s - time.monotonic()))
             paused_at = time.monotonic()
             with suppress(TimeoutError):
@@ -209,13 +209,13 @@ class Leases:
         """Loses a lease of which the router has said that it has ended."""
         if answer is Answer.CANCELLED:
             self._end(held, LostReason.CANCELLED)
-            log.info("%s: job %s (%s) was cancelled", self._worker, held.job.id, held.job.kind)
+            log.info("%s: %s was cancelled", self._worker, named(held.job))
         else:
             self.lose(held, f"the router answered {answer.name}")
 
     def lose(self, held: HeldLease, why: str) -> None:
         if self._end(held, LostReason.LEASE_ENDED):
-            log.warning("%s: lost the lease of job %s (%s): %s", self._worker, held.job.id, held.job.kind, why)
+            log.warning("%s: lost the lease of %s: %s", self._worker, named(held.job), why)
 
     def _end(self, held: HeldLease, reason: LostReason) -> bool:
         """Stops working under a lease. Returns False if the job's outcome is on its way: that may have ended the lease,

@@ -67,11 +67,13 @@ SELECT new.id::uuid, %(org)s, new.job FROM unnest(%(ids)s::text[], %(jobs)s::byt
 ON CONFLICT (id) DO NOTHING
 """
 
-# Locks up to rows_max rows that no other relay has locked, and returns the first of them, up to bytes_max.
+# Locks up to rows_max rows that no other relay has locked, and returns the first of them, up to bytes_max. `only`: the
+# orgs whose rows to take; NULL: every org.
 _TAKE: Final = """
 WITH taken AS MATERIALIZED (
     SELECT id, org, job, added_at FROM windrow_outbox
-    WHERE set_aside_at IS NULL AND org <> ALL (%(resting)s::text[])
+    WHERE set_aside_at IS NULL AND org <> ALL (%(skipped)s::text[])
+        AND (%(only)s::text[] IS NULL OR org = ANY (%(only)s::text[]))
     ORDER BY id LIMIT %(rows_max)s FOR UPDATE SKIP LOCKED
 ), sized AS (
     SELECT *, sum(octet_length(job)) OVER (ORDER BY id) - octet_length(job) AS bytes_before FROM taken
@@ -91,13 +93,13 @@ ROWS_MAX = 1000
 _BYTES_MAX = 8 * 1024 * 1024
 _ORGS_AT_ONCE_MAX = 8
 _FAULTS_SHOWN_MAX = 5
-# The place of a job in a relay's request, which says nothing to who reads the row of one job.
+# The position of a job in a relay's request, which does not help a reader of one job's row.
 _PLACE = re.compile(r"jobs\[\d+\]\.")
 _IDLE_FIRST_S, _IDLE_MAX_S = 0.02, 1.0
 _REST_FIRST_S, _REST_MAX_S = 0.5, 30.0
 # How long to wait for an org's jobs to be stored, which delays the next batch. The limit starts at the first value and
 # doubles after each timeout of the org. It is never longer than the pause that a router asks for when a shard is down,
-# so the relay does not wait here for a dead shard.
+# so the relay does not wait here for a dead shard. After a timeout the org is slow, and goes in batches of its own.
 _SEND_FIRST_S, _SEND_MAX_S = 1.0, 10.0
 # Errors after which a retry may succeed. Three are not OperationalErrors: two when a transaction stayed open for longer
 # than the server allows, waiting for the router, and one when the server is a standby, or not yet the primary.
@@ -119,7 +121,8 @@ def add(
     """Adds jobs to the outbox in the connection's transaction; returns their ids. Await it for an async connection.
 
     A `delay` counts from now. Raises InvalidRequest or InvalidJob, before anything is added, for what a router would
-    refuse. What only a router can know, such as that an org has too many queues, sets a job aside when it is relayed.
+    refuse. Other faults, which only a router can find, such as too many queues of an org, set a job aside when it is
+    relayed.
     """
     request = enqueue_request(org, jobs)
     _refuse_faults(request)
@@ -167,7 +170,7 @@ class _Row:
     id: str
     org: str
     job: bytes
-    # By the clock of the database, as added_at is.
+    # The database's time, like added_at.
     age_s: float
 
 
@@ -194,9 +197,10 @@ class Relay:
     matter, because each row has its own. `rows_max` (1 to 1,000; default 500): the jobs of one batch, which also has at
     most about 8 MiB.
 
-    The relay waits one second for an org's jobs to be stored; after timeouts it waits longer, up to 10 s. If that
-    fails, it skips the org for up to 30 s, while other orgs' jobs continue. If a failed call stored jobs all the same,
-    their ids make the next try return them as duplicates.
+    The relay waits one second for an org's jobs to be stored. If that fails, it skips the org for up to 30 s, while
+    other orgs' jobs continue. After a timeout it waits longer, up to 10 s, and `run` relays such slow orgs over a
+    second connection, which no other org waits for. If a failed call did store jobs, their ids make the next try
+    return them as duplicates.
     """
 
     def __init__(
@@ -252,30 +256,75 @@ class Relay:
         return await self._connect()
 
     async def _run_on(self, connection: psycopg.AsyncConnection[Any]) -> None:
+        """Relays until stop(): the slow orgs in a task of their own, the others here."""
         idle_s = _IDLE_FIRST_S
-        while not self._stopping.is_set():
-            relayed = await self._relay_batch(connection)
-            # Only a batch proves that the outage is over: a standby accepts connections, too.
-            if self._outage_pause_s:
-                log.info("the outbox's database can be used again")
-                self._outage_pause_s = 0.0
-            if relayed.sent or relayed.set_aside:
-                idle_s = _IDLE_FIRST_S
-                continue
-            await self._pause(idle_s * random.uniform(0.5, 1.0))
-            idle_s = min(_IDLE_MAX_S, idle_s * 2)
+        slow: asyncio.Task[None] | None = None
+        try:
+            while not self._stopping.is_set():
+                if slow is not None and slow.done():
+                    # Raises the error that has ended it.
+                    slow.result()
+                    slow = None
+                if slow is None and self._slow_orgs():
+                    slow = asyncio.create_task(self._run_slow())
+                relayed = await self._relay_batch(connection, skipped=self._slow_orgs())
+                # Only a batch proves that the outage is over: a standby accepts connections, too.
+                if self._outage_pause_s:
+                    log.info("the outbox's database can be used again")
+                    self._outage_pause_s = 0.0
+                if relayed.sent or relayed.set_aside:
+                    idle_s = _IDLE_FIRST_S
+                    continue
+                await self._pause(idle_s * random.uniform(0.5, 1.0))
+                idle_s = min(_IDLE_MAX_S, idle_s * 2)
+            if slow is not None:
+                await slow
+        finally:
+            if slow is not None:
+                slow.cancel()
+                await asyncio.wait({slow})
+
+    async def _run_slow(self) -> None:
+        """Relays the jobs of slow orgs, until no org is slow."""
+        async with await self._open() as connection:
+            while (slow := self._slow_orgs()) and not self._stopping.is_set():
+                now = time.monotonic()
+                due = [org for org in slow if self._resting[org].until <= now]
+                if not due:
+                    await self._pause(min(self._resting[org].until for org in slow) - now)
+                elif await self._relay_batch(connection, only=due) == Relayed():
+                    # Nothing of theirs waits any more, so there is nothing to retry.
+                    for org in due:
+                        self._resting.pop(org, None)
+
+    def _slow_orgs(self) -> list[str]:
+        """Returns the orgs whose last calls have timed out."""
+        return [org for org, rest in self._resting.items() if rest.timeout_s > _SEND_FIRST_S]
 
     async def _pause(self, seconds: float) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._stopping.wait()
 
-    async def _relay_batch(self, connection: psycopg.AsyncConnection[Any]) -> Relayed:
+    async def _relay_batch(
+        self,
+        connection: psycopg.AsyncConnection[Any],
+        *,
+        skipped: Sequence[str] = (),
+        only: Sequence[str] | None = None,
+    ) -> Relayed:
+        """Relays one batch: of all orgs but those that rest and the `skipped` ones, or `only` of these orgs."""
         now = time.monotonic()
         resting = [org for org, rest in self._resting.items() if rest.until > now]
+        taken = {
+            "skipped": [*resting, *skipped],
+            "only": None if only is None else list(only),
+            "rows_max": self._rows_max,
+            "bytes_max": _BYTES_MAX,
+        }
         # The rows stay locked until the router has answered, so that no other relay sends them meanwhile.
         async with connection.transaction(), connection.cursor(row_factory=class_row(_Row)) as cursor:
-            await cursor.execute(_TAKE, {"resting": resting, "rows_max": self._rows_max, "bytes_max": _BYTES_MAX})
+            await cursor.execute(_TAKE, taken)
             rows = await cursor.fetchall()
             if not rows:
                 return Relayed()
@@ -325,7 +374,7 @@ class Relay:
         rest = self._resting.get(request.org)
         timeout_s = _SEND_FIRST_S if rest is None else rest.timeout_s
         try:
-            # Not the client's whole timeout: the other orgs wait meanwhile, and the relay retries anyway.
+            # Do not use the client's whole timeout: the other orgs wait meanwhile, and the relay retries anyway.
             results = await self.client.send(request, timeout=min(timeout_s, self.client.calls.timeout_s))
         except InvalidRequest as error:
             # The request is independent, so no single job is the cause: the org is invalid, or every job is too large.

@@ -1,12 +1,15 @@
-"""What a worker reports about a lease. Each outcome adds itself to a message of the stream. Retry, Snooze and Kill are
-what handlers raise to choose one."""
+"""The outcomes that a worker reports about a lease. Each adds itself to a message of the stream. Handlers raise Retry,
+Snooze or Kill to choose one."""
 
 from __future__ import annotations
 
 import abc
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import lru_cache
+from itertools import chain
 from typing import ClassVar
 
 from windrow.errors import Span
@@ -19,10 +22,12 @@ _AFTER_S_MAX = 3650 * 86400
 
 
 class Action(abc.ABC):
-    """A subclass names its verb."""
+    """An outcome of a lease, which the worker sends as the verb that the subclass names."""
 
     __slots__ = ()
     verb: ClassVar[str]
+    # Whether the lease goes on.
+    is_extend: ClassVar[bool] = False
 
     @property
     def size(self) -> int:
@@ -59,7 +64,7 @@ class Failed(Action):
 
     @property
     def size(self) -> int:
-        # Not of the texts themselves: a character may have four bytes, and a long text is shortened.
+        # The bytes of the shortened texts: a character may have four bytes, and long texts are shortened.
         return failure_message(self.failure).ByteSize()
 
     def write(self, request: queue_pb2.ConsumeRequest, lease: bytes, log: str) -> None:
@@ -70,9 +75,10 @@ class Failed(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extended(Action):
-    """The lease is prolonged. `report`: what the handler has reported with it."""
+    """The lease is extended. `report`: what the handler has reported with it."""
 
     verb = "extend"
+    is_extend = True
     report: Report | None = None
 
     @property
@@ -108,10 +114,27 @@ class Released(Action):
 
     def write(self, request: queue_pb2.ConsumeRequest, lease: bytes, log: str) -> None:
         if log:
-            # A release is only a lease. A snooze for no time does the same.
+            # A release cannot carry a log. A snooze for no time does the same, and can.
             request.snoozes.add(lease=lease, log=log)
         else:
             request.releases.append(lease)
+
+
+# By far the most frequent.
+DONE = Done()
+
+
+def acks_of(leases: Sequence[bytes]) -> bytes:
+    """Returns acks without result and log as bytes that can be merged into a ConsumeRequest: what the generated code
+    writes for its field `acks`, at a tenth of the cost."""
+    return b"".join(chain.from_iterable(zip(map(_ack_head, map(len, leases)), leases, strict=True)))
+
+
+@lru_cache(maxsize=256)
+def _ack_head(lease_bytes: int) -> bytes:
+    """Returns what comes before a lease of this length."""
+    request = queue_pb2.ConsumeRequest(acks=[queue_pb2.Ack(lease=bytes(lease_bytes))])
+    return request.SerializeToString()[: -lease_bytes or None]
 
 
 class Outcome(Exception):
@@ -125,8 +148,8 @@ class Outcome(Exception):
         raise NotImplementedError
 
     def _failure(self, *, message: str, permanent: bool = False) -> Failure:
-        """Returns the failure to store. `message` is used if no reason was given. The names Retry and Kill tell
-        nothing, so the type is that of the error from which they were raised, if any."""
+        """Returns the failure to store. `message` is used if no reason was given. The names Retry and Kill say nothing
+        about the cause, so the type is that of the error from which they were raised, if any."""
         failure = failure_of(self, message=message, permanent=permanent)
         if type(self) in (Retry, Kill):
             cause = self.__cause__
@@ -191,23 +214,23 @@ def _checked(after: Span) -> Span:
     return after
 
 
-def action_of(error: BaseException, *, runner: str) -> tuple[Action, BaseException]:
-    """Returns what to report for a handler's error, and the error to log. `runner`: the file that called the handler.
+def action_of(error: BaseException, *, runners: Collection[str]) -> tuple[Action, BaseException]:
+    """Returns what to report for a handler's error, and the error to log. `runners`: the files that call handlers.
 
     Raises nothing, even if the error's own methods raise.
     """
     try:
         if not isinstance(error, Outcome):
-            return Failed(failure=failure_of(error, stack=stack_of(error, frames_of(error, runner=runner)))), error
+            return Failed(failure=failure_of(error, stack=stack_of(error, frames_of(error, runners=runners)))), error
         action = error.action()
         if isinstance(action, Failed) and error.__cause__ is not None:
-            # Raised on purpose, from an error that tells more.
-            stack = stack_of(error, frames_of(error, runner=runner))
+            # Raised on purpose, from an error that says more.
+            stack = stack_of(error, frames_of(error, runners=runners))
             action = replace(action, failure=replace(action.failure, stack=stack))
         return action, error
     except BaseException as worse:  # noqa: BLE001 - such as the AttributeError of a Retry whose __init__ was never called
         failure = Failure(type=type(error).__qualname__, message="its text cannot be read")
         with suppress(BaseException):
             # The stack includes the first error, as the context of the second.
-            failure = failure_of(worse, stack=stack_of(worse, frames_of(worse, runner=runner)))
+            failure = failure_of(worse, stack=stack_of(worse, frames_of(worse, runners=runners)))
         return Failed(failure=replace(failure, permanent=isinstance(error, Kill))), worse

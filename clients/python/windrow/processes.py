@@ -1,6 +1,6 @@
 """Processes that run handlers, each for one job at a time. A process can be killed, and what ends it ends only its job.
 
-Owns a process and the pipe to it. Does not know leases, nor when a job must stop.
+Owns a process and the pipe to it. Knows no leases, and does not decide when a job must stop.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from windrow.job_log import JobLog, Lines
 from windrow.jobs import Job, Lost
@@ -25,13 +26,25 @@ from windrow.outcomes import Action, action_of
 from windrow.payloads import Payload, encode
 from windrow.reports import Report, Reporter
 
-# A process that has run so many jobs is replaced by a new one: what handlers leak is bounded.
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerContext, SpawnContext
+
+# A process that has run so many jobs is replaced by a new one, which bounds leaks of handlers.
 _JOBS_MAX = 1000
 # How long a process that has closed its pipe may take to end.
 _END_S = 5.0
 _NAME = "windrow-handler"
-# Another thread may run an event loop or hold locks: a fork of it could hang.
-_SPAWN = multiprocessing.get_context("spawn")
+# How many processes start at the same time, and how long others wait for one that does not come to an end with it.
+# Hundreds that start together would leave the worker itself no CPU time to extend its leases.
+_STARTS = threading.BoundedSemaphore(2 * (os.cpu_count() or 1))
+_START_S_MAX = 10.0
+# Processes are forked by a server with one thread, and never by this process: another thread of it may run an event
+# loop or hold locks, and the fork could hang. There is one server for all that starts processes in this way. If the
+# program tells it to import other modules first, our processes only start more slowly. Windows has no such server.
+_START: ForkServerContext | SpawnContext = (
+    multiprocessing.get_context("spawn") if sys.platform == "win32" else multiprocessing.get_context("forkserver")
+)
+_START.set_forkserver_preload(["windrow.handler_server"])
 
 
 class Crashed(Exception):
@@ -42,7 +55,7 @@ class Crashed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ended:
-    """How a handler ended, as its process tells it."""
+    """How a handler ended, as its process reports it."""
 
     result: bytes | None = None
     # What it raised, pickled, and what that means for the job.
@@ -53,10 +66,7 @@ class _Ended:
 class _SentLog(JobLog):
     """Sends the lines to the worker's process, which keeps them if this process crashes."""
 
-    __slots__ = ("_send",)
-
     def __init__(self, send: Callable[[Lines], None]) -> None:
-        super().__init__()
         self._send = send
 
     def add(self, lines: Lines) -> None:
@@ -64,7 +74,8 @@ class _SentLog(JobLog):
 
 
 class HandlerProcess:
-    """Starts with its first job. Not for use by two threads, but for kill()."""
+    """A process that runs one handler at a time. It starts with its first job. Only kill() may be called from another
+    thread."""
 
     def __init__(self) -> None:
         # Guards the start against kill().
@@ -84,14 +95,24 @@ class HandlerProcess:
 
     def run(self, function: Callable[[Job], Payload], job: Job) -> Payload:
         """Runs a handler, and blocks meanwhile. Raises what it raises, or Crashed."""
-        # Pickled first: a handler that cannot be sent is no reason to give up the process.
+        # Pickle it first, so that the process stays usable if the handler cannot be sent.
         call = pickle.dumps((function, replace(job, lost=Lost(), reporter=Reporter(), logged=JobLog())))
         self._jobs += 1
         self.error = self.action = None
-        connection = self._started()
+        is_new = self._connection is None
+        with _STARTS if is_new else nullcontext():
+            connection = self._started()
+            # If the process has ended, the pipe has too: see below.
+            with suppress(OSError):
+                connection.send_bytes(call)
+                if is_new:
+                    # Others start when this process has imported the handler.
+                    connection.poll(_START_S_MAX)
         try:
-            connection.send_bytes(call)
             while not isinstance(told := connection.recv(), _Ended):
+                if told is None:
+                    # The process has begun.
+                    continue
                 lease, said = told
                 if lease != job.lease:
                     # This comes from a thread that an earlier handler left running.
@@ -116,17 +137,18 @@ class HandlerProcess:
         with self._lock:
             self._over = True
             if self._process is not None and self._connection is not None:
-                # Its group too, once it has made one. Never by the number of a process that has ended.
+                # Kill its group too, once it has made one. Never use the id of a process that has ended.
                 if self._process.exitcode is None and self._process.pid is not None:
                     with suppress(ProcessLookupError):
                         os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.kill()
-                # run() need not wait until the last process that has inherited the other end is over.
+                # So run() does not wait for other processes that have inherited the other end.
                 with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as pipe:
                     pipe.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Lets the process end. Not while run() reads the pipe: another one could get its file descriptor."""
+        """Lets the process end. Do not call it while run() reads the pipe: another file could get the pipe's
+        descriptor."""
         with self._lock:
             self._over = True
             if self._connection is not None:
@@ -137,9 +159,9 @@ class HandlerProcess:
             if self._over:
                 raise Crashed("the handler's process was ended before it began")
             if self._connection is None:
-                ours, theirs = _SPAWN.Pipe()
+                ours, theirs = _START.Pipe()
                 with theirs:
-                    process = _SPAWN.Process(target=_serve, args=(theirs,), name=_NAME)
+                    process = _START.Process(target=_serve, args=(theirs,), name=_NAME)
                     process.start()
                 self._process, self._connection = process, ours
             return self._connection
@@ -177,15 +199,15 @@ def is_handler_process() -> bool:
 def _serve(connection: Connection) -> None:
     # A group of its own: what handlers start is killed with this process.
     os.setsid()
-    # A supervisor's SIGTERM may reach every process of the worker. The worker decides when this one ends. Not SIG_IGN:
-    # what handlers start would inherit that.
+    # A supervisor's SIGTERM may reach every process of the worker. The worker decides when this one ends. Do not use
+    # SIG_IGN: processes that handlers start would inherit that.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _ignore)
     threading.Thread(target=_end_with_worker, daemon=True).start()
     # A handler may report from several threads.
     lock = threading.Lock()
 
-    def tell(told: tuple[bytes, Report | Lines] | _Ended) -> None:
+    def tell(told: tuple[bytes, Report | Lines] | _Ended | None) -> None:
         with lock:
             connection.send(told)
 
@@ -212,14 +234,16 @@ def _end_with_worker() -> None:
     os._exit(1)
 
 
-def _run(call: bytes, tell: Callable[[tuple[bytes, Report | Lines]], None]) -> _Ended:
+def _run(call: bytes, tell: Callable[[tuple[bytes, Report | Lines] | None], None]) -> _Ended:
     try:
+        # This imports the handler's module.
         function, job = pickle.loads(call)  # noqa: S301 - from the worker
+        tell(None)
         reporter = Reporter(lambda lease, report: tell((lease, report)))
         result = function(replace(job, reporter=reporter, logged=_SentLog(lambda lines: tell((job.lease, lines)))))
         return _Ended(result=None if result is None else encode(result, what="result"))
     except BaseException as error:  # noqa: BLE001 - whatever a handler raises becomes its job's error
-        return _Ended(error=_pickled(error), action=action_of(error, runner=__file__)[0])
+        return _Ended(error=_pickled(error), action=action_of(error, runners=(__file__,))[0])
 
 
 def _pickled(error: BaseException) -> bytes:

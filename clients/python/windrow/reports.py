@@ -16,7 +16,7 @@ _COUNT_MAX = 2**63 - 1
 class Progress:
     """How far an attempt has come, for people: `windrow jobs get` shows it.
 
-    `done` and `total` count units of work, of any kind; total 0: not known. `note` tells what is being done. It may
+    `done` and `total` count units of work, of any kind; total 0: not known. `note` describes what is being done. It may
     have 1 KiB; a longer one is shortened."""
 
     done: int = 0

@@ -1,4 +1,4 @@
-"""What a router tells about itself (GetServerInfo). No I/O."""
+"""A router's version and limits (GetServerInfo). No I/O."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ _PREFIX = "SERVER_FEATURE_"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerInfo:
-    """What the router that answered can do. Routers of one address may differ during an upgrade."""
+    """The version, limits and features of the router that answered. Routers of one address may differ during an
+    upgrade."""
 
     # The release of the router, such as "0.1.0". Decide by limits and features, not by the version.
     version: str
-    # By the names of the contract (ServerLimits in windrow/v1/server.proto), such as limits["max_message_bytes"]. One
-    # that the router does not tell, because it is older than this client, is absent.
+    # By the names of the contract (ServerLimits in windrow/v1/server.proto), such as limits["max_message_bytes"]. A
+    # limit that the router does not send, because it is older than this client, is absent.
     limits: Mapping[str, int | timedelta]
     # Without the prefix SERVER_FEATURE_, such as "ORG_METADATA". One that this client does not know is a number.
     features: frozenset[str]

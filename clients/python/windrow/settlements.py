@@ -17,8 +17,8 @@ from windrow.calls import error_of, patient_pause_s
 from windrow.errors import InvalidRequest, RouterError, WindrowError
 from windrow.job_log import LOG_BYTES_MAX
 from windrow.jobs import Answer, answer_of
-from windrow.leases import Connectivity, HeldLease, Leases, log
-from windrow.outcomes import Action, Extended, Released
+from windrow.leases import Connectivity, HeldLease, Leases, log, named
+from windrow.outcomes import DONE, Action, Extended, Released, acks_of
 from windrow.reports import Report
 from windrow.v1 import queue_pb2
 
@@ -26,24 +26,30 @@ from windrow.v1 import queue_pb2
 ENTRIES_MAX = 1000
 # A result may have 64 KiB. This keeps a message well below the largest allowed one.
 _BYTES_MAX = 4 * 1024 * 1024
-# What an entry has at most besides its lease and its texts: tags, lengths, a retry_after.
+# The most bytes that an entry has besides its lease and its texts: tags, lengths, a retry_after.
 _ENTRY_BYTES = 32
 _RELEASE, _EXTEND = Released(), Extended()
 UNANSWERED_MAX = 2
 
 
 class _Entry:
-    __slots__ = ("action", "alone", "held", "is_extend", "later", "sent")
+    # What holds for most entries. An object has what differs.
 
-    def __init__(self, held: HeldLease, action: Action) -> None:
+    # The entry may be why a whole message was refused: send it in a message of its own.
+    alone = False
+    sent = False
+    # The handler's report after this entry was sent. Only an entry with a report has one.
+    later: Report | None = None
+
+    def __init__(self, held: HeldLease, action: Action, *, bare: bool = False) -> None:
         self.held = held
         self.action = action
-        self.is_extend = action.verb == Extended.verb
-        # The entry may be why a whole message was refused: send it in a message of its own.
-        self.alone = False
-        self.sent = False
-        # The handler's report after this entry was sent. Only an entry with a report has one.
-        self.later: Report | None = None
+        # It is an ack that tells nothing but its lease.
+        self.bare = bare
+
+    @property
+    def is_extend(self) -> bool:
+        return self.action.is_extend
 
     @property
     def size(self) -> int:
@@ -53,8 +59,9 @@ class _Entry:
     @property
     def tells_log(self) -> bool:
         """Whether it is to be sent with what the handler has logged: an extend only if that is new."""
-        count = self.held.job.logged.count
-        return count > (self.held.lines_told if self.is_extend else 0)
+        if self.is_extend:
+            return self.held.job.logged.count > self.held.lines_told
+        return self.held.logs
 
     def write(self, request: queue_pb2.ConsumeRequest) -> None:
         log = ""
@@ -100,17 +107,36 @@ class Settlements:
         self.idle = asyncio.Event()
         self.idle.set()
 
-    async def settle(self, held: HeldLease, fate: Action) -> None:
-        """Queues the outcome of a job. Waits while more than one full message is queued, so that handlers cannot run
-        faster than the router answers."""
-        self._put(held, fate)
-        while len(self._waiting) > ENTRIES_MAX:
+    def settle(self, held: HeldLease, fate: Action) -> None:
+        """Queues the outcome of a job."""
+        held.settling = True
+        logged = held.job.logged
+        reported = held in self._reports
+        # A log without lines need not be closed, unless the report that is on its way may still read it.
+        if logged.count or reported:
+            logged.close()
+            held.logs = logged.count > 0
+        if reported:
+            self._after_report[held] = fate
+        else:
+            self._waiting.append(_Entry(held, fate, bare=fate is DONE and not held.logs))
+        self.idle.clear()
+        self.wake.set()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether more than one full message is queued."""
+        return len(self._waiting) > ENTRIES_MAX
+
+    async def room(self) -> None:
+        """Waits while it is full."""
+        while self.is_full:
             self._room.clear()
             await self._room.wait()
 
     def give_back(self, held: HeldLease) -> None:
-        """Queues the release of a job that has not begun or was cancelled. Never waits, so shutdown can call it."""
-        self._put(held, _RELEASE)
+        """Queues the release of a job that has not begun or was cancelled."""
+        self.settle(held, _RELEASE)
 
     def extend(self, leases: Sequence[HeldLease]) -> None:
         for held in leases:
@@ -149,8 +175,13 @@ class Settlements:
             return False
         self._number += 1
         request.request_id = self._number
+        bare: list[bytes] = []
         for entry in batch:
-            entry.write(request)
+            if entry.bare:
+                bare.append(entry.held.lease)
+            else:
+                entry.write(request)
+        request.MergeFromString(acks_of(bare))
         self._unanswered[self._number] = _Message(batch, time.monotonic())
         return True
 
@@ -161,7 +192,7 @@ class Settlements:
     def answered(self, settled: queue_pb2.Settled) -> None:
         """Applies the router's answer to a message. Raises RouterError if it does not match a message that was sent."""
         message = self._unanswered.pop(settled.request_id, None)
-        not_ok = {answer.lease: answer.answer for answer in settled.not_ok}
+        not_ok = {answer.lease: answer.answer for answer in settled.not_ok} if settled.not_ok else {}
         if message is None or (not_ok and not not_ok.keys() <= {entry.held.lease for entry in message.entries}):
             if message is not None:
                 self._unanswered[settled.request_id] = message
@@ -171,9 +202,13 @@ class Settlements:
         else:
             self._backoff.reset()
             self._connectivity.answered()
+            drop = self._leases.drop
             for entry in message.entries:
-                value = not_ok.get(entry.held.lease)
-                self._end(entry, Answer.OK if value is None else answer_of(value), message.sent_at)
+                value = not_ok.get(entry.held.lease) if not_ok else None
+                if value is None and not entry.action.is_extend:
+                    drop(entry.held)
+                else:
+                    self._end(entry, Answer.OK if value is None else answer_of(value), message.sent_at)
         self._notify()
 
     def on_disconnect(self) -> None:
@@ -197,31 +232,25 @@ class Settlements:
             self._retry_timer.cancel()
             self._retry_timer = None
 
-    def _put(self, held: HeldLease, action: Action) -> None:
-        held.settling = True
-        held.job.logged.close()
-        if held in self._reports:
-            self._after_report[held] = action
-        else:
-            self._waiting.append(_Entry(held, action))
-        self.idle.clear()
-        self.wake.set()
-
     def _take_batch(self) -> list[_Entry]:
         batch: list[_Entry] = []
         size = 0
         waiting = self._waiting
         while waiting and len(batch) < ENTRIES_MAX:
             entry = waiting[0]
-            if entry.is_extend and self._is_needless(entry):
+            if entry.bare:
+                size += _ENTRY_BYTES + len(entry.held.lease)
+            elif entry.is_extend and self._is_needless(entry):
                 waiting.popleft()
                 self._end_report(entry)
                 continue
-            size += entry.size
+            else:
+                size += entry.size
             if batch and (size > _BYTES_MAX or entry.alone):
                 break
             batch.append(waiting.popleft())
-            entry.sent = True
+            if not entry.bare:
+                entry.sent = True
             if entry.alone:
                 break
         self._room.set()
@@ -240,18 +269,18 @@ class Settlements:
         self._leases.drop(held)
         if answer is not Answer.OK:
             log.warning(
-                "job %s: its %s was answered %s: the lease had ended", held.job.id, entry.action.verb, answer.name
+                "%s: its %s was answered %s: the lease had ended", named(held.job), entry.action.verb, answer.name
             )
 
     def _is_needless(self, extend: _Entry) -> bool:
-        """Whether there is nothing to prolong: the lease has ended, or the job's outcome is queued by now and does not
+        """Whether there is nothing to extend: the lease has ended, or the job's outcome is queued by now and does not
         wait for this report."""
         held = extend.held
         return held not in self._leases or (held.settling and self._reports.get(held) is not extend)
 
     def _end_report(self, entry: _Entry) -> None:
-        """An extend is no longer on its way. Queues what its handler has reported meanwhile, or else the outcome that
-        waited for it."""
+        """Called when an extend is no longer on its way. Queues what its handler has reported meanwhile, or else the
+        outcome that waited for it."""
         held = entry.held
         if self._reports.get(held) is not entry:
             return
@@ -291,7 +320,7 @@ class Settlements:
             self._end_report(entry)
             self._leases.lose(entry.held, str(error))
             return
-        log.error("job %s: its %s was refused; its lease will expire: %s", entry.held.job.id, entry.action.verb, error)
+        log.error("%s: its %s was refused; its lease will expire: %s", named(entry.held.job), entry.action.verb, error)
         self._leases.drop(entry.held)
 
     def _requeue(self, entries: Iterable[_Entry]) -> None:
@@ -300,7 +329,7 @@ class Settlements:
             if not entry.is_extend and self._leases.ended(entry.held):
                 self._leases.drop(entry.held)
                 log.warning(
-                    "job %s: its lease ended before its %s reached the router", entry.held.job.id, entry.action.verb
+                    "%s: its lease ended before its %s reached the router", named(entry.held.job), entry.action.verb
                 )
             else:
                 entry.sent = False

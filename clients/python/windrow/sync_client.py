@@ -7,10 +7,10 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
 
-import grpc
 from opentelemetry import trace
 
 from windrow.batches import Batch, calls_of, progress
@@ -18,6 +18,8 @@ from windrow.calls import TRY_S
 from windrow.client import Client, Middleware
 from windrow.errors import ClientClosed, Span
 from windrow.jobs import NewJob
+from windrow.tls import Tls
+from windrow.tokens import Token
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -44,6 +46,9 @@ class SyncClient:
     not call it from a coroutine: it would block the event loop. After a fork, make a new one in the child process.
     """
 
+    # Another one in testing.py.
+    _client_class: ClassVar[type[Client]] = Client
+
     def __init__(
         self,
         address: str | None = None,
@@ -52,18 +57,20 @@ class SyncClient:
         timeout: Span = 30.0,
         try_timeout: Span = TRY_S,
         channels: int = 1,
-        credentials: grpc.ChannelCredentials | None = None,
+        tls: Tls | Path | str | bool | None = None,
+        token: Token | None = None,
         create_spans: bool = True,
         tracer_provider: trace.TracerProvider | None = None,
         middleware: Sequence[Middleware] = (),
     ) -> None:
-        self._client = Client(
+        self._client = self._client_class(
             address,
             org=org,
             timeout=timeout,
             try_timeout=try_timeout,
             channels=channels,
-            credentials=credentials,
+            tls=tls,
+            token=token,
             create_spans=create_spans,
             tracer_provider=tracer_provider,
             middleware=middleware,
@@ -104,9 +111,11 @@ class SyncClient:
     release = _blocking(Client.release)
     snooze = _blocking(Client.snooze)
     get_jobs = _blocking(Client.get_jobs)
+    find_job = _blocking(Client.find_job)
     wait = _blocking(Client.wait)
     cancel_jobs = _blocking(Client.cancel_jobs)
     alter_jobs = _blocking(Client.alter_jobs)
+    count_jobs = _blocking(Client.count_jobs)
     redrive_jobs = _blocking(Client.redrive_jobs)
     cancel_where = _blocking(Client.cancel_where)
     alter_where = _blocking(Client.alter_where)
@@ -128,8 +137,8 @@ class SyncClient:
     def enqueue_batch(
         self, jobs: Iterable[NewJob], *, batch: str, on_progress: Callable[[Batch], object] | None = None
     ) -> Batch:
-        """As Client.enqueue_batch. It takes `jobs` and calls `on_progress` in the caller's thread: both may use that
-        thread's database connections, and this client."""
+        """Stores a batch like Client.enqueue_batch. It takes `jobs` and calls `on_progress` in the caller's thread:
+        both may use that thread's database connections, and this client."""
         done = Batch()
         for calls in calls_of(self.org, jobs, batch):
             outcomes = self._run(self._client.send_together(calls))

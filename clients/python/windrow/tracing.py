@@ -8,6 +8,7 @@ Follows the semantic conventions for messaging spans (opentelemetry.io/docs/spec
   or with `create_spans=False`, all jobs of the batch carry the context of `send <queue>`.
 - A worker runs a handler in a span `process <queue>` (CONSUMER). It is about one job, so the job's context is its
   parent, and also a link, as the conventions ask. A span around the worker itself becomes a second link.
+- A handler of batches has one span `process <queue>` for its batch, with links to all jobs' contexts and no parent.
 
 Dequeues and acks have no spans: they are batches on the worker's schedule, not the user's. Without an OpenTelemetry SDK
 no spans are made, but a context that comes from elsewhere is still passed on.
@@ -106,6 +107,30 @@ class Tracing:
             kind=SpanKind.CONSUMER,
             attributes=attributes,
             links=links if attributes is not None else None,
+        )
+        with trace.use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
+            yield span
+
+    @contextmanager
+    def processing_batch(self, jobs: Sequence[Job]) -> Generator[Span]:
+        """Wraps a handler of many jobs: one span, which has no parent and links to the span of each job."""
+        queues = {job.queue for job in jobs}
+        queue = jobs[0].queue if len(queues) == 1 else ""
+        attributes = self._attributes("process", queue)
+        attributes["messaging.batch.message_count"] = len(jobs)
+        carried = [
+            trace.get_current_span(
+                _W3C.extract({"traceparent": job.traceparent, "tracestate": job.tracestate})
+            ).get_span_context()
+            for job in jobs
+            if job.traceparent
+        ]
+        span = self._tracer.start_span(
+            f"process {queue}" if queue else "process",
+            context=trace.set_span_in_context(trace.INVALID_SPAN),
+            kind=SpanKind.CONSUMER,
+            attributes=attributes,
+            links=[Link(context) for context in carried if context.is_valid],
         )
         with trace.use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
             yield span

@@ -1,4 +1,4 @@
-"""Jobs of kinds that a worker has no handler for: when they run again, and who is told. No I/O but the log.
+"""Jobs of kinds that a worker has no handler for: decides when they run again, and logs them. No I/O but the log.
 
 Such a job is usually newer than its worker: a rolling deploy has shipped its producers first. So its attempt does not
 count, and it is given back for a pause that grows until a newer worker is there."""
@@ -34,7 +34,7 @@ class Unhandled:
         self._logged_at: float | None = None
 
     def give_back(self, job: Job) -> Snoozed:
-        """Counts and logs the job. Returns what becomes of it."""
+        """Counts and logs the job. Returns its outcome."""
         self._jobs.add(1, {"messaging.destination.name": job.queue})
         kind = job.kind if job.kind in self._since_logged or len(self._since_logged) < _KINDS_MAX else "others"
         self._since_logged[kind] += 1
@@ -55,7 +55,8 @@ class Unhandled:
 def pause_s(job: Job, *, luck: float) -> float:
     """Returns when the job runs again: after 5 s to 5 min, times 0.5 to 1.0 by `luck` (0.0 to 1.0).
 
-    It grows with the time from the enqueue to `run_at`, which each pause has put later. So it nearly doubles each time,
-    and all workers agree on it, although nothing is stored for it. Both times are of the shard's clock."""
+    The pause grows with the time from the enqueue to `run_at`, which each pause has moved later. So it nearly doubles
+    each time, and all workers choose the same one, although nothing is stored for it. Both times are of the shard's
+    clock."""
     known_s = (job.run_at - job.enqueued_at).total_seconds()
     return min(PAUSE_S_MAX, max(PAUSE_S_MIN, known_s)) * (0.5 + luck / 2)

@@ -12,20 +12,22 @@ import os
 import secrets
 import socket
 import time
-import types
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Literal
 
 from opentelemetry import metrics
 
+from windrow.batch_handlers import BatchHandlers, BatchHandlerT
 from windrow.client import Client
 from windrow.consume_stream import ConsumeStream, only_cause
 from windrow.errors import InvalidRequest, Span
-from windrow.handlers import Handlers, HandlerT, Middleware
+from windrow.gathering import Gathering
+from windrow.handlers import Handlers, HandlerT, Middleware, Suspended
 from windrow.jobs import LostReason, read_leased
-from windrow.leases import Connectivity, HeldLease, Leases, log
+from windrow.leases import Connectivity, HeldLease, Leases, log, named
+from windrow.outcomes import DONE, Action
 from windrow.payloads import duration, seconds
 from windrow.processes import is_handler_process
 from windrow.reports import Report, Reporter
@@ -37,15 +39,18 @@ from windrow.v1 import job_pb2, queue_pb2
 CONCURRENCY_MAX = 1000
 # The contract's limit for one stream.
 QUEUES_MAX = 64
-PREFETCH_MAX = 1000
+PREFETCH_MAX = 5000
 # Enough jobs to cover the round trip to the router when handlers take almost no time.
 _PREFETCH_MIN = 100
 # A prefetched job waits here for about this long at most, or a tenth of its window: another worker may be idle.
 _PREFETCH_WAIT_S = 0.1
+# What a job costs the worker beside its handler, roughly.
+_JOB_S_MIN = 0.000_02
 # Handlers that do not suspend run one after another for so long; then the rest of the program has its turn.
 _BUSY_S_MAX = 0.005
 _AGAIN_FIRST_S, _AGAIN_MAX_S = 0.05, 2.0
 _FLUSH_S, _FLUSH_HURRIED_S = 5.0, 1.0
+_TOO_LATE = "it had ended before the job began"
 
 
 class Worker:
@@ -61,11 +66,12 @@ class Worker:
     Jobs arrive as they fall due, over one stream to one router. The worker asks only for as many as it has room for.
 
     - `concurrency` (1 to 1,000; default 10): how many handlers run at the same time.
-    - `prefetch` (0 to 1,000; default: 100 or concurrency, whichever is larger): how many jobs may wait in the worker
-      beyond those that run, so that handlers need not wait for jobs. The worker prefetches fewer jobs the longer
-      handlers take, so that a job waits for about 0.1 s. A job that has waited for a third of its window is released;
+    - `prefetch` (0 to 5,000; default: 5 × concurrency, at least 100): how many jobs may wait in the worker beyond those
+      that run, so that handlers need not wait for jobs. The worker prefetches fewer jobs the longer handlers take, so
+      that a job waits for about 0.1 s. A job that has waited for a third of its window is released;
       that does not count as an attempt.
-    - `visibility_window` (100 ms to 12 h; default 30 s): the length of each lease. A lease is renewed after a third.
+    - `visibility_window` (100 ms to 12 h; default 30 s): the length of each lease. A lease is extended after a third of
+      it.
     - `name` (default host-pid-xxxx): the worker's name in the attempt history.
     - `grace` (s, or timedelta; default 20 s): how long running handlers may take to finish when the worker stops.
     - `cancel_lost` (default True): cancels a coroutine handler when its lease ends. A `def` handler cannot be
@@ -79,7 +85,7 @@ class Worker:
     (see Job.report). A job that is cancelled loses its lease: see `cancel_lost`.
 
     A handler returns the job's result (see Payload; None: no result); the worker then acks the job. A result of more
-    than 64 KiB is not stored, which a WARNING says. A handler that raises nacks the job. Retry(after=...),
+    than 64 KiB is not stored, and the worker logs a WARNING. A handler that raises nacks the job. Retry(after=...),
     Snooze(after=...) and Kill("why") set the outcome; after any other exception the retry policy decides. The
     exception's type, message (8 KiB) and traceback (the newest frames, 32 KiB) are stored with the attempt. sys.exit()
     in a handler also ends only the attempt, not the worker.
@@ -88,8 +94,9 @@ class Worker:
     older release: its attempt does not count. A WARNING says so once a minute, and the counter
     `windrow.worker.unhandled_jobs` counts them (OpenTelemetry, with `meter_provider` or the global one).
 
-    Failures are logged to `windrow.worker`, with job, kind and attempt: as WARNING (a Retry or Snooze as INFO), or as
-    ERROR if the attempt was the last one or raised Kill. Exceptions other than these are logged with their traceback.
+    Failures are logged to `windrow.worker`, with job, kind, queue and attempt: as WARNING (a Retry or Snooze as INFO),
+    or as ERROR if the attempt was the last one or raised Kill. Other exceptions are logged with their traceback; a
+    TimedOut with one line that says what the handler was doing.
     """
 
     def __init__(
@@ -109,7 +116,7 @@ class Worker:
         self.client = client
         self.queues = (queues,) if isinstance(queues, str) else tuple(queues)
         self.concurrency = concurrency
-        self.prefetch = min(PREFETCH_MAX, max(concurrency, _PREFETCH_MIN)) if prefetch is None else prefetch
+        self.prefetch = max(5 * concurrency, _PREFETCH_MIN) if prefetch is None else prefetch
         self.name = name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
         self._window_s = seconds(visibility_window)
         self._grace_s = seconds(grace)
@@ -122,6 +129,7 @@ class Worker:
             unhandled=Unhandled(self.name, meter_provider),
             abandoned_ended=self._on_place,
         )
+        self._batch_handlers = BatchHandlers(self.name, self._handlers, client.tracing)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stops = 0
         self._group: asyncio.TaskGroup | None = None
@@ -147,6 +155,7 @@ class Worker:
             revoked=self._leases.revoked,
         )
         self._reporter = Reporter(self._report)
+        # Jobs that have not begun, except those for handlers of batches.
         self._waiting: deque[HeldLease] = deque()
         self._running: dict[HeldLease, None] = {}
         # A task is about to run waiting jobs.
@@ -156,8 +165,9 @@ class Worker:
         self._stopping = asyncio.Event()
         # No handler may start any more.
         self._ending = False
-        # Exponentially weighted mean duration of handlers (s); None before the first one ends.
-        self._mean_handler_s: float | None = None
+        # Exponentially weighted mean of the worker's time for one job (s); None before the first handler ends. Handlers
+        # that suspend run side by side: the time of each counts only as one of `concurrency`.
+        self._mean_job_s: float | None = None
 
     def handler(
         self, *kinds: str, timeout: Span | None = None, isolate: Literal["process"] | None = None
@@ -179,6 +189,32 @@ class Worker:
         `isolate`, or for an `async def` in a process.
         """
         return self._handlers.add(kinds, timeout=timeout, isolate=isolate)
+
+    def batch_handler(
+        self, *kinds: str, max_jobs: int = 100, max_wait: Span = 0.01, timeout: Span | None = None
+    ) -> Callable[[BatchHandlerT], BatchHandlerT]:
+        """Registers a function that takes many jobs of these kinds at once, as a sequence: an `async def`, or a `def`,
+        which runs in a thread.
+
+            @worker.batch_handler("index_page", max_jobs=100)
+            async def index_pages(jobs): ...
+
+        It returns None if all jobs are done, or a sequence with one result for each job, in their order: what a handler
+        of single jobs would return, or an exception that it would raise, such as Retry("why"), which is only about this
+        job. If it raises, all its jobs fail alike, or are snoozed alike.
+
+        A batch has 1 to `max_jobs` (1 to 1,000) jobs. Each takes one of the worker's places, so `concurrency` should be
+        a few times `max_jobs`. A batch begins at once if it is full, or if there is no place for more. Otherwise it
+        waits for more jobs, until its first job has been here for `max_wait` (s, or timedelta; at most 60 s).
+
+        If the lease of a job is lost, its job.lost is set, and its result is dropped; the handler goes on for the
+        others. It is cancelled when all are lost (see `cancel_lost`). After `timeout` the whole batch fails as
+        `windrow.TimedOut`, also if one of its jobs has a max_runtime that is over sooner. Middleware is not called: it
+        is around single jobs.
+
+        Raises InvalidRequest if a kind already has a handler, or for numbers that are out of range.
+        """
+        return self._batch_handlers.add(kinds, max_jobs=max_jobs, max_wait=max_wait, timeout=timeout)
 
     async def run(self) -> None:
         """Works until stop(), or, in the main thread, until SIGTERM or SIGINT. A worker can run only once.
@@ -233,7 +269,7 @@ class Worker:
                     finally:
                         self._ending = True
             finally:
-                # Also after an error or a cancellation: report the outcomes, and release the other jobs.
+                # Report the outcomes and release the other jobs, also after an error or a cancellation.
                 self._give_back_waiting()
                 if not (keeping.done() or stream.done()):
                     await self._flush(stream)
@@ -247,29 +283,40 @@ class Worker:
         """Returns how many more jobs the worker would take now."""
         if self._ending or self._stopping.is_set():
             return 0
-        return max(0, self._places + self._prefetch_now() - len(self._running) - len(self._waiting))
+        waiting = len(self._waiting)
+        for gathering in self._batch_handlers.gatherings:
+            waiting += len(gathering.waiting)
+        return max(0, self._places + self._prefetch_now() - len(self._running) - waiting)
 
     @property
     def _places(self) -> int:
         """How many handlers may run now."""
-        return self.concurrency - self._handlers.places_lost
+        return self.concurrency - self._handlers.threads.places_lost
 
     def _prefetch_now(self) -> int:
-        if self._mean_handler_s is None:
+        if self._mean_job_s is None:
             return 0
         wait_s = min(_PREFETCH_WAIT_S, self._window_s / 10)
-        return int(min(self.prefetch, self.concurrency * wait_s / max(self._mean_handler_s, 1e-6)))
+        return int(min(self.prefetch, wait_s / max(self._mean_job_s, _JOB_S_MIN)))
 
     def _take(self, messages: Sequence[job_pb2.LeasedJob], received_at: float) -> None:
         self._handlers.on_jobs()
-        self._waiting.extend(
-            self._leases.hold([read_leased(message, reporter=self._reporter) for message in messages], received_at)
-        )
+        helds = self._leases.hold([read_leased(message, reporter=self._reporter) for message in messages], received_at)
+        if self._batch_handlers.by_kind:
+            for held in helds:
+                self._waiting_with(held).append(held)
+        else:
+            self._waiting.extend(helds)
         if self._ending or self._stopping.is_set():
             # The jobs were on their way when stop() was called.
             self._give_back_waiting()
         else:
             self._start_waiting()
+
+    def _waiting_with(self, held: HeldLease) -> deque[HeldLease]:
+        """Returns where a job waits that has not begun."""
+        gathering = self._batch_handlers.by_kind.get(held.job.kind)
+        return self._waiting if gathering is None else gathering.waiting
 
     def _extend(self, leases: Sequence[HeldLease]) -> None:
         self._settlements.extend(leases)
@@ -277,8 +324,8 @@ class Worker:
     def _on_waited(self, held: HeldLease) -> None:
         # Release the job for a worker that is idle. Handlers that take this long have not ended, and so are not yet
         # part of the mean: raise it here, so that fewer jobs are prefetched.
-        self._mean_handler_s = max(self._mean_handler_s or 0.0, self._window_s / 3)
-        self._waiting.remove(held)
+        self._mean_job_s = max(self._mean_job_s or 0.0, self._window_s / 3 / self.concurrency)
+        self._waiting_with(held).remove(held)
         self._settlements.give_back(held)
 
     # Running handlers.
@@ -286,11 +333,72 @@ class Worker:
     def _start_waiting(self) -> None:
         """Lets a task run waiting jobs, if there is a place for one more handler."""
         assert self._group is not None
-        if self._is_starting or self._ending or self._stopping.is_set():
+        if self._ending or self._stopping.is_set():
             return
-        if self._waiting and len(self._running) < self._places:
+        for gathering in self._batch_handlers.gatherings:
+            self._start_batch(gathering)
+        if self._waiting and len(self._running) < self._places and not self._is_starting:
             self._is_starting = True
             self._group.create_task(self._run_waiting(), name=f"windrow handlers of {self.name}")
+
+    def _start_batch(self, gathering: Gathering) -> None:
+        """Lets a task run a batch, if there are enough jobs for one, or sees to it that this is asked again in time."""
+        due_at = gathering.due_at(places=self._places - len(self._running))
+        if due_at is None or gathering.is_starting:
+            return
+        left_s = due_at - time.monotonic()
+        if left_s <= 0:
+            assert self._group is not None
+            gathering.is_starting = True
+            self._group.create_task(
+                self._run_batch(gathering), name=f"windrow batch of {self.name}", context=self._context.copy()
+            )
+        elif gathering.timer is None:
+            gathering.timer = asyncio.get_running_loop().call_later(left_s, self._on_batch_due, gathering)
+
+    def _on_batch_due(self, gathering: Gathering) -> None:
+        gathering.timer = None
+        self._start_waiting()
+
+    async def _run_batch(self, gathering: Gathering) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        gathering.is_starting = False
+        began = time.monotonic()
+        batch: list[HeldLease] = []
+        for held in () if self._ending else gathering.take(places=self._places - len(self._running)):
+            if began >= held.ends_at:
+                self._leases.lose(held, _TOO_LATE)
+                continue
+            batch.append(held)
+            self._running[held] = None
+            held.task, held.batch = task, batch
+        # There may be jobs and places for another batch. Not at once: see _start_waiting_soon().
+        asyncio.get_running_loop().call_soon(self._start_waiting)
+        if not batch:
+            return
+        try:
+            fates = await self._batch_handlers.run(gathering, batch)
+            self._measure((time.monotonic() - began) / self.concurrency)
+            for held, fate in zip(batch, fates, strict=True):
+                self._settle(held, fate)
+            await self._settlements.room()
+        except asyncio.CancelledError:
+            for held in batch:
+                self._on_cancelled(held)
+            raise
+        except BaseException:
+            # This error ends the worker: no other handler may start.
+            self._ending = True
+            raise
+        finally:
+            for held in batch:
+                # Without the batch, which has all of them: the garbage collector need not find the cycle.
+                held.task = held.batch = None
+                del self._running[held]
+            self._changed.set()
+            self._settlements.wake.set()
+            self._start_waiting()
 
     async def _run_waiting(self) -> None:
         """Runs waiting jobs, one after another, until a handler suspends: that handler keeps the task for itself, and
@@ -298,67 +406,78 @@ class Worker:
         task = asyncio.current_task()
         assert task is not None
         self._is_starting = False
-        began = time.monotonic()
+        places = self._places
+        turn_began = now = time.monotonic()
         try:
-            while self._waiting and len(self._running) < self._places and not self._ending:
+            while self._waiting and len(self._running) < places and not self._ending:
                 held = self._waiting.popleft()
+                if now >= held.ends_at:
+                    # The event loop was blocked. Drop the lease now, not when keep() finds it: until then, the answer
+                    # to an extend could renew a lease that nobody works on.
+                    self._leases.lose(held, _TOO_LATE)
+                    continue
+                began, suspended = now, False
                 self._running[held] = None
                 held.task = task
                 try:
                     # Handlers start in the context of run(), not in that of the handler before them.
-                    suspended = await _in_context(self._context.copy(), self._work(held), self._start_waiting_soon)
+                    context = self._context.copy()
+                    fate = self._handlers.begin(held, context)
+                    if isinstance(fate, Suspended):
+                        suspended = True
+                        self._start_waiting_soon()
+                        fate = await self._handlers.go_on(held, fate, context)
+                    now = time.monotonic()
+                    if fate is DONE or held.job.kind in self._handlers:
+                        self._measure((now - began) / self.concurrency if suspended else now - began)
+                    self._settle(held, fate)
+                    if self._settlements.is_full:
+                        # Handlers must not run faster than the router answers.
+                        suspended = True
+                        self._start_waiting_soon()
+                        await self._settlements.room()
+                except asyncio.CancelledError:
+                    self._on_cancelled(held)
+                    raise
+                except BaseException:
+                    # This error ends the worker: no other handler may start.
+                    self._ending = True
+                    raise
                 finally:
                     held.task = None
+                    del self._running[held]
+                    self._changed.set()
+                    self._settlements.wake.set()
                 if suspended or task.cancelling():
                     # The handler may have left something in the task, such as a late cancellation: end the task, so
                     # that no other job meets it.
                     return
-                if time.monotonic() - began > _BUSY_S_MAX:
+                if now - turn_began > _BUSY_S_MAX:
                     await asyncio.sleep(0)
-                    began = time.monotonic()
+                    places = self._places
+                    turn_began = now = time.monotonic()
         finally:
             self._start_waiting()
 
     def _start_waiting_soon(self) -> None:
-        # Not at once: a loop with an eager task factory would run the next handler inside this one.
+        # Do not start the task at once: a loop with an eager task factory would run the next handler inside this one.
         if self._waiting:
             asyncio.get_running_loop().call_soon(self._start_waiting)
 
-    async def _work(self, held: HeldLease) -> None:
-        try:
-            if not self._leases.ended(held):
-                await self._handle(held)
-            elif not held.lost:
-                # The event loop was blocked. Drop the lease now, not when keep() finds it: until then, the answer to an
-                # extend could renew a lease that nobody works on. This also cancels the task, which does no harm.
-                self._leases.lose(held, "it had ended before the job began")
-        except asyncio.CancelledError:
-            self._on_cancelled(held)
-            raise
-        except BaseException:
-            # This error ends the worker: no other handler may start.
-            self._ending = True
-            raise
-        finally:
-            self._on_finished(held)
+    def _measure(self, job_s: float) -> None:
+        mean_s = self._mean_job_s
+        self._mean_job_s = job_s if mean_s is None else 0.8 * mean_s + 0.2 * job_s
 
-    async def _handle(self, held: HeldLease) -> None:
-        began = time.monotonic()
-        fate = await self._handlers.run(held)
-        if held.job.kind in self._handlers:
-            taken_s = time.monotonic() - began
-            mean_s = self._mean_handler_s
-            self._mean_handler_s = taken_s if mean_s is None else 0.8 * mean_s + 0.2 * taken_s
+    def _settle(self, held: HeldLease, fate: Action) -> None:
         if held.lost:
             log.warning(
-                "%s: attempt %d of job %s (%s) ended after its lease; its outcome is dropped",
+                "%s: attempt %d of %s ended after its lease; its outcome is dropped",
                 self.name,
                 held.job.attempt,
-                held.job.id,
-                held.job.kind,
+                named(held.job),
             )
         else:
-            await self._settlements.settle(held, fate)
+            self._settlements.settle(held, fate)
 
     def _report(self, lease: bytes, report: Report) -> None:
         """Takes a report of a handler, which may run in a thread."""
@@ -386,29 +505,25 @@ class Worker:
             return
         if held.thread is not None:
             # The thread goes on: do not release the job, so that no other worker gets it before the lease ends.
-            log.warning("%s: job %s still runs in its thread; its lease will expire", self.name, held.job.id)
+            log.warning("%s: %s still runs in its thread; its lease will expire", self.name, named(held.job))
             held.lost = True
             held.job.lost.set(LostReason.STOPPED)
             self._leases.drop(held)
         else:
             self._settlements.give_back(held)
 
-    def _on_finished(self, held: HeldLease) -> None:
-        del self._running[held]
-        self._changed.set()
-        self._settlements.wake.set()
-
     def _on_place(self) -> None:
-        """There may be a place more."""
+        """Starts waiting jobs, because a place may have become free."""
         self._start_waiting()
         self._settlements.wake.set()
 
     def _on_lost(self, held: HeldLease) -> None:
-        if held in self._waiting:
-            self._waiting.remove(held)
+        if held.task is None:
+            with suppress(ValueError):
+                self._waiting_with(held).remove(held)
             self._settlements.wake.set()
         # A thread cannot be cancelled: it occupies its place until it ends or times out.
-        if held.task is not None and self._cancel_lost and held.thread is None:
+        elif self._cancel_lost and held.thread is None and all(one.lost for one in held.batch or (held,)):
             held.task.cancel()
 
     # Shutdown.
@@ -424,16 +539,19 @@ class Worker:
                 while self._running and self._stops < 2:
                     self._changed.clear()
                     await self._changed.wait()
-        if self._running:
-            log.warning("%s: cancelling handlers that did not finish in time: %d", self.name, len(self._running))
+        # A thread cannot be cancelled: _on_cancelled() has a line for each.
+        if cancelled := sum(held.thread is None for held in self._running):
+            log.warning("%s: cancelling handlers that did not finish in time: %d", self.name, cancelled)
         for held in self._running:
-            if held.task is not None:
-                held.job.lost.set(LostReason.STOPPED)
-                held.task.cancel()
+            held.job.lost.set(LostReason.STOPPED)
+        for task in {held.task for held in self._running}:
+            if task is not None:
+                task.cancel()
 
     def _give_back_waiting(self) -> None:
-        while self._waiting:
-            self._settlements.give_back(self._waiting.popleft())
+        for waiting in (self._waiting, *(gathering.waiting for gathering in self._batch_handlers.gatherings)):
+            while waiting:
+                self._settlements.give_back(waiting.popleft())
 
     async def _flush(self, stream: asyncio.Task[None]) -> None:
         """Waits, for a few seconds at most, until every report is answered and the stream has ended."""
@@ -451,27 +569,3 @@ class Worker:
             raise InvalidRequest(f"prefetch must be 0 to {PREFETCH_MAX:,}, not {self.prefetch}")
         if not 0.1 <= self._window_s <= 43200:
             raise InvalidRequest(f"visibility_window must be 100 ms to 12 h, not {self._window_s} s")
-
-
-@types.coroutine
-def _in_context(
-    context: contextvars.Context, work: Coroutine[Any, Any, None], on_suspended: Callable[[], None]
-) -> Generator[Any, Any, bool]:
-    """Awaits a coroutine in the current task, but in a context of its own. Calls `on_suspended` when the coroutine
-    suspends for the first time. Returns whether it did."""
-    step: Callable[[Any], Any] = work.send
-    argument: object = None
-    suspended = False
-    while True:
-        try:
-            awaited = context.run(step, argument)
-        except StopIteration:
-            return suspended
-        if not suspended:
-            suspended = True
-            on_suspended()
-        try:
-            argument = yield awaited
-            step = work.send
-        except BaseException as error:  # noqa: BLE001 - the coroutine decides
-            argument, step = error, work.throw

@@ -1,5 +1,6 @@
 -- Returns an id so that, from it to before_id, each table has about `rows` jobs of the org, or fewer. No row: each has no
--- more from from_id on. A search by what no index knows reads this range next. The statement is planned for each run.
+-- more from from_id on. A search by conditions reads this range next. No job of the range finished before `since`. The
+-- statement is planned for each run, so that only partitions since then are read.
 SELECT t.id::text
 FROM (
     (
@@ -40,6 +41,7 @@ FROM (
         SELECT h.id
         FROM windrow.finished h
         WHERE {{org_of(h)}} = %(org_id)s::bigint AND h.id >= %(from_id)s::uuid AND h.id < %(before_id)s::uuid
+            AND h.finished_at >= %(since)s
             AND %(states)s::text[] && '{succeeded,cancelled}'
         ORDER BY h.id DESC
         OFFSET %(rows)s
@@ -50,6 +52,7 @@ FROM (
         SELECT c.id
         FROM windrow.cold c
         WHERE {{org_of(c)}} = %(org_id)s::bigint AND c.id >= %(from_id)s::uuid AND c.id < %(before_id)s::uuid
+            AND c.finished_at >= %(since)s
             AND %(states)s::text[] && '{succeeded,cancelled}'
         ORDER BY c.id DESC
         OFFSET %(rows)s

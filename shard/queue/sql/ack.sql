@@ -30,6 +30,7 @@ WITH ended AS (
 )
 SELECT
     count(*) AS acked,
-    CASE WHEN count(*) < %(jobs)s THEN array_agg(moved.id::text) END AS acked_ids,
-    CASE WHEN count(*) < %(jobs)s THEN array_agg(moved.lease) END AS acked_leases
+    -- Subqueries, because aggregates beside the count would be made of all rows even if they are not needed.
+    CASE WHEN count(*) < %(jobs)s THEN (SELECT array_agg(m.id::text) FROM moved m) END AS acked_ids,
+    CASE WHEN count(*) < %(jobs)s THEN (SELECT array_agg(m.lease) FROM moved m) END AS acked_leases
 FROM moved

@@ -1,6 +1,6 @@
--- Tells about jobs that an enqueue found already there: for each its place in the arrays, its state, and whether it
--- differs from what was sent under its id, as `digest` has it: the SHA-256 of queue, kind and payload. NULL: nothing was
--- sent under its id. Says nothing about jobs that were deleted meanwhile.
+-- Describes known jobs that an enqueue found instead of storing duplicates. Returns for each its place in the arrays,
+-- its state, and whether it differs from what was sent under its id, as `digest` has it: the SHA-256 of queue, kind and
+-- payload. NULL: nothing was sent under its id. Returns no row for jobs that were deleted meanwhile.
 WITH cold AS MATERIALIZED (
     SELECT c.*
     FROM windrow.find_cold(

@@ -69,9 +69,9 @@ WITH clock AS (
         CASE WHEN i.taker IS NOT NULL THEN now() END, (%(workers)s::text[])[i.taker], (i.taker IS NOT NULL)::int
     FROM incoming i
     WHERE i.dedup_key IS NULL OR (i.queue_id, i.id) IN (TABLE reserved)
-    -- Sorted by live key, then by id, so that two batches cannot deadlock about either. Of the jobs with one live key
-    -- the first is stored.
-    ORDER BY i.live_key, i.queue_id, CASE WHEN i.live_key > '' THEN i.position END, i.id
+    -- Jobs with a live key come first, by key; all others by id, as in enqueue_plain.sql. So two batches cannot deadlock,
+    -- whichever of the two statements stores them. If several jobs have one live key, the first is stored.
+    ORDER BY i.live_key, CASE WHEN i.live_key > '' THEN (i.queue_id, i.position) END, i.id
     -- A live job has the same id, or the same live key.
     ON CONFLICT DO NOTHING
     RETURNING id, queue_id, dedup_key

@@ -1,5 +1,6 @@
--- Tells what became of the jobs whose leases an ack, nack, extend or release did not find. `ended_as` is how this lease
--- ended, so that a call that is repeated after a lost answer gets OK again.
+-- Finds out about the leases that an ack, nack, extend or release did not find: how each ended, whether its job is
+-- known, and whether the job was cancelled. `ended_as` is how this lease ended, so that a call that is repeated after a
+-- lost answer gets OK again.
 WITH cold AS MATERIALIZED (
     SELECT c.*
     FROM windrow.find_cold(

@@ -1,4 +1,4 @@
--- Prolongs live leases, at most to the end of the job's max_runtime; never shortens one. Stores what the consumer
+-- Extends live leases, at most to the end of the job's max_runtime; never shortens one. Stores what the consumer
 -- reported with it: NULL leaves what is there, and an empty checkpoint removes it. The log is always that of the whole
 -- attempt so far.
 UPDATE windrow.job AS j

@@ -1,7 +1,7 @@
 -- Returns the positions of those jobs that are not live on this shard: they have ended, have left it, or were never here.
 SELECT n.position
 FROM unnest(%(ids)s::uuid[], %(org_positions)s::smallint[]) WITH ORDINALITY AS n (id, org_position, position)
--- Not NOT EXISTS: Postgres might then read all live jobs at once.
+-- Do not use NOT EXISTS: Postgres might then read all live jobs at once.
 WHERE (SELECT j.id FROM windrow.job j WHERE j.id = n.id AND {{org_of(j)}} = {{org_id_of(n)}}) IS NULL
     -- A job on its way to another shard is live until it is there.
     AND (

@@ -429,7 +429,7 @@ Global___DeleteQueueResponse: _TypeAlias = DeleteQueueResponse  # noqa: Y015
 
 @_typing.final
 class PauseQueueRequest(_message.Message):
-    """Names a queue that shall give no jobs for now."""
+    """Names a queue to pause."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -479,7 +479,7 @@ Global___PauseQueueResponse: _TypeAlias = PauseQueueResponse  # noqa: Y015
 
 @_typing.final
 class ResumeQueueRequest(_message.Message):
-    """Names a queue that shall give jobs again."""
+    """Names a queue to resume."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -732,6 +732,136 @@ class ListJobsResponse(_message.Message):
 Global___ListJobsResponse: _TypeAlias = ListJobsResponse  # noqa: Y015
 
 @_typing.final
+class CountJobsRequest(_message.Message):
+    """Asks for one part of a count. All conditions must be true of a job."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class AttributesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    ORG_FIELD_NUMBER: _builtins.int
+    QUEUE_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    ATTRIBUTES_FIELD_NUMBER: _builtins.int
+    CREATED_AFTER_FIELD_NUMBER: _builtins.int
+    CREATED_BEFORE_FIELD_NUMBER: _builtins.int
+    DIED_AFTER_FIELD_NUMBER: _builtins.int
+    DIED_BEFORE_FIELD_NUMBER: _builtins.int
+    NOT_KILLED_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    org: _builtins.str
+    """The tenant that owns the jobs. 1 to 128 bytes, no control characters."""
+    queue: _builtins.str
+    """Only this queue, a name as in JobTemplate.queue; NOT_FOUND if the org has no such queue. Empty: all queues of the
+    org.
+    """
+    kind: _builtins.str
+    """Only this kind; empty: every kind."""
+    not_killed: _builtins.bool
+    """True: only DEAD jobs whose last attempt did not fail permanently (Failure.permanent)."""
+    page_token: _builtins.str
+    """From the last answer's next_page_token; all other fields must be unchanged. Empty: the first part."""
+    @_builtins.property
+    def states(self) -> _containers.RepeatedScalarFieldContainer[_job_pb2.JobState.ValueType]:
+        """Only jobs in one of these states; empty: any. At most 6."""
+
+    @_builtins.property
+    def attributes(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Only jobs that have all of these attributes, as in ListJobsRequest."""
+
+    @_builtins.property
+    def created_after(self) -> _timestamp_pb2.Timestamp:
+        """Only jobs that were created at this time or later, by their ids, as in ListJobsRequest; absent: any time."""
+
+    @_builtins.property
+    def created_before(self) -> _timestamp_pb2.Timestamp:
+        """Only jobs that were created before this time, as in created_after; absent: any time."""
+
+    @_builtins.property
+    def died_after(self) -> _timestamp_pb2.Timestamp:
+        """Only DEAD jobs that died at this time or later, by their finished_at; absent: any time."""
+
+    @_builtins.property
+    def died_before(self) -> _timestamp_pb2.Timestamp:
+        """Only DEAD jobs that died before this time, by their finished_at; absent: any time."""
+
+    def __init__(
+        self,
+        *,
+        org: _builtins.str = ...,
+        queue: _builtins.str = ...,
+        states: _abc.Iterable[_job_pb2.JobState.ValueType] | None = ...,
+        kind: _builtins.str = ...,
+        attributes: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        created_after: _timestamp_pb2.Timestamp | None = ...,
+        created_before: _timestamp_pb2.Timestamp | None = ...,
+        died_after: _timestamp_pb2.Timestamp | None = ...,
+        died_before: _timestamp_pb2.Timestamp | None = ...,
+        not_killed: _builtins.bool = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["created_after", b"created_after", "created_before", b"created_before", "died_after", b"died_after", "died_before", b"died_before"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attributes", b"attributes", "created_after", b"created_after", "created_before", b"created_before", "died_after", b"died_after", "died_before", b"died_before", "kind", b"kind", "not_killed", b"not_killed", "org", b"org", "page_token", b"page_token", "queue", b"queue", "states", b"states"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CountJobsRequest: _TypeAlias = CountJobsRequest  # noqa: Y015
+
+@_typing.final
+class CountJobsResponse(_message.Message):
+    """One part of a count."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COUNT_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    UNAVAILABLE_SHARDS_FIELD_NUMBER: _builtins.int
+    count: _builtins.int
+    """How many jobs this part has. May be 0 although more parts follow."""
+    next_page_token: _builtins.str
+    """Names the next part. Empty: the count is complete."""
+    @_builtins.property
+    def unavailable_shards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The org's shards that did not answer: their jobs are missing from this part. "catalog": the catalog did not answer,
+        so there may be further shards. If no shard answers, the call is UNAVAILABLE instead.
+        """
+
+    def __init__(
+        self,
+        *,
+        count: _builtins.int = ...,
+        next_page_token: _builtins.str = ...,
+        unavailable_shards: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "next_page_token", b"next_page_token", "unavailable_shards", b"unavailable_shards"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CountJobsResponse: _TypeAlias = CountJobsResponse  # noqa: Y015
+
+@_typing.final
 class RestoreJob(_message.Message):
     """One job to store once more."""
 
@@ -814,7 +944,7 @@ Global___RestoreJobsResponse: _TypeAlias = RestoreJobsResponse  # noqa: Y015
 
 @_typing.final
 class RestoreResult(_message.Message):
-    """What became of one job of a RestoreJobs."""
+    """The result of a RestoreJobs for one job."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

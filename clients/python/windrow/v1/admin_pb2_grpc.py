@@ -80,6 +80,11 @@ class AdminStub:
                 request_serializer=windrow_dot_v1_dot_admin__pb2.ListJobsRequest.SerializeToString,
                 response_deserializer=windrow_dot_v1_dot_admin__pb2.ListJobsResponse.FromString,
                 _registered_method=True)
+        self.CountJobs = channel.unary_unary(
+                '/windrow.v1.Admin/CountJobs',
+                request_serializer=windrow_dot_v1_dot_admin__pb2.CountJobsRequest.SerializeToString,
+                response_deserializer=windrow_dot_v1_dot_admin__pb2.CountJobsResponse.FromString,
+                _registered_method=True)
         self.RestoreJobs = channel.unary_unary(
                 '/windrow.v1.Admin/RestoreJobs',
                 request_serializer=windrow_dot_v1_dot_admin__pb2.RestoreJobsRequest.SerializeToString,
@@ -171,6 +176,14 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CountJobs(self, request, context):
+        """Counts the jobs that meet conditions, for a few tens of milliseconds per call. Add up the counts of all calls until
+        next_page_token is empty. Each job that meets them all the time counts once, even if it moves to another shard.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RestoreJobs(self, request, context):
         """Stores finished and dead jobs once more, as new jobs of their queues that are due now. The old jobs do not change
         (to run a dead job itself again, use RedriveJobs). The call may be repeated if it names the new ids.
@@ -244,6 +257,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ListJobs,
                     request_deserializer=windrow_dot_v1_dot_admin__pb2.ListJobsRequest.FromString,
                     response_serializer=windrow_dot_v1_dot_admin__pb2.ListJobsResponse.SerializeToString,
+            ),
+            'CountJobs': grpc.unary_unary_rpc_method_handler(
+                    servicer.CountJobs,
+                    request_deserializer=windrow_dot_v1_dot_admin__pb2.CountJobsRequest.FromString,
+                    response_serializer=windrow_dot_v1_dot_admin__pb2.CountJobsResponse.SerializeToString,
             ),
             'RestoreJobs': grpc.unary_unary_rpc_method_handler(
                     servicer.RestoreJobs,
@@ -505,6 +523,33 @@ class Admin:
             '/windrow.v1.Admin/ListJobs',
             windrow_dot_v1_dot_admin__pb2.ListJobsRequest.SerializeToString,
             windrow_dot_v1_dot_admin__pb2.ListJobsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CountJobs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/windrow.v1.Admin/CountJobs',
+            windrow_dot_v1_dot_admin__pb2.CountJobsRequest.SerializeToString,
+            windrow_dot_v1_dot_admin__pb2.CountJobsResponse.FromString,
             options,
             channel_credentials,
             insecure,

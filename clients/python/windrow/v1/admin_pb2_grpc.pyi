@@ -73,6 +73,10 @@ class AdminStub:
     """Lists an org's jobs without leasing them, a page at a time: of one queue or all, in one state or any, and created
     in a given time span.
     """
+    CountJobs: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CountJobsRequest, _admin_pb2.CountJobsResponse]
+    """Counts the jobs that meet conditions, for a few tens of milliseconds per call. Add up the counts of all calls until
+    next_page_token is empty. Each job that meets them all the time counts once, even if it moves to another shard.
+    """
     RestoreJobs: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RestoreJobsRequest, _admin_pb2.RestoreJobsResponse]
     """Stores finished and dead jobs once more, as new jobs of their queues that are due now. The old jobs do not change
     (to run a dead job itself again, use RedriveJobs). The call may be repeated if it names the new ids.
@@ -122,6 +126,10 @@ class AdminAsyncStub(AdminStub):
     ListJobs: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListJobsRequest, _admin_pb2.ListJobsResponse]  # type: ignore[assignment]
     """Lists an org's jobs without leasing them, a page at a time: of one queue or all, in one state or any, and created
     in a given time span.
+    """
+    CountJobs: _aio.UnaryUnaryMultiCallable[_admin_pb2.CountJobsRequest, _admin_pb2.CountJobsResponse]  # type: ignore[assignment]
+    """Counts the jobs that meet conditions, for a few tens of milliseconds per call. Add up the counts of all calls until
+    next_page_token is empty. Each job that meets them all the time counts once, even if it moves to another shard.
     """
     RestoreJobs: _aio.UnaryUnaryMultiCallable[_admin_pb2.RestoreJobsRequest, _admin_pb2.RestoreJobsResponse]  # type: ignore[assignment]
     """Stores finished and dead jobs once more, as new jobs of their queues that are due now. The old jobs do not change
@@ -223,6 +231,16 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.ListJobsResponse, _abc.Awaitable[_admin_pb2.ListJobsResponse]]:
         """Lists an org's jobs without leasing them, a page at a time: of one queue or all, in one state or any, and created
         in a given time span.
+        """
+
+    @_abc_1.abstractmethod
+    def CountJobs(
+        self,
+        request: _admin_pb2.CountJobsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.CountJobsResponse, _abc.Awaitable[_admin_pb2.CountJobsResponse]]:
+        """Counts the jobs that meet conditions, for a few tens of milliseconds per call. Add up the counts of all calls until
+        next_page_token is empty. Each job that meets them all the time counts once, even if it moves to another shard.
         """
 
     @_abc_1.abstractmethod

@@ -24,9 +24,10 @@ _sym_db = _symbol_database.Default()
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
+from windrow.v1 import access_pb2 as windrow_dot_v1_dot_access__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18windrow/v1/cluster.proto\x12\nwindrow.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x13\n\x11ListShardsRequest\"\x8f\x04\n\tShardInfo\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12\x14\n\x05slots\x18\x02 \x01(\x05R\x05slots\x12\x1c\n\treachable\x18\x03 \x01(\x08R\treachable\x12\x33\n\x07latency\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationR\x07latency\x12\x14\n\x05\x65rror\x18\x05 \x01(\tR\x05\x65rror\x12)\n\x10postgres_version\x18\x06 \x01(\tR\x0fpostgresVersion\x12%\n\x0eschema_version\x18\x07 \x01(\x05R\rschemaVersion\x12,\n\x05state\x18\x08 \x01(\x0e\x32\x16.windrow.v1.ShardStateR\x05state\x12\x16\n\x06weight\x18\t \x01(\x01R\x06weight\x12\x39\n\x06labels\x18\n \x03(\x0b\x32!.windrow.v1.ShardInfo.LabelsEntryR\x06labels\x12#\n\rleaving_slots\x18\x0b \x01(\x05R\x0cleavingSlots\x12\x1f\n\x0bpinned_orgs\x18\x0c \x01(\x05R\npinnedOrgs\x12\x1b\n\tdisk_full\x18\r \x01(\x08R\x08\x64iskFull\x1a\x39\n\x0bLabelsEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x02\x38\x01\"\xbf\x01\n\x0b\x43lusterFile\x12\x16\n\x06\x64igest\x18\x01 \x01(\tR\x06\x64igest\x12\x39\n\nused_since\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\tusedSince\x12#\n\rneeds_restart\x18\x03 \x03(\tR\x0cneedsRestart\x12\x38\n\x07refusal\x18\x04 \x01(\x0b\x32\x1e.windrow.v1.ClusterFileRefusalR\x07refusal\"\x84\x01\n\x12\x43lusterFileRefusal\x12\x16\n\x06reason\x18\x01 \x01(\tR\x06reason\x12\x16\n\x06\x64igest\x18\x02 \x01(\tR\x06\x64igest\x12>\n\rlast_tried_at\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x0blastTriedAt\"\x7f\n\x12ListShardsResponse\x12-\n\x06shards\x18\x01 \x03(\x0b\x32\x15.windrow.v1.ShardInfoR\x06shards\x12:\n\x0c\x63luster_file\x18\x02 \x01(\x0b\x32\x17.windrow.v1.ClusterFileR\x0b\x63lusterFile\"4\n\x11\x43heckShardRequest\x12\x1f\n\x05shard\x18\x01 \x01(\tB\t\xbaH\x06r\x04\x10\x01\x18?R\x05shard\"\xdb\x02\n\x08OrgBooks\x12\x10\n\x03org\x18\x01 \x01(\tR\x03org\x12\x1a\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x03R\x08\x61\x63\x63\x65pted\x12\x1c\n\tscheduled\x18\x03 \x01(\x03R\tscheduled\x12\x14\n\x05ready\x18\x04 \x01(\x03R\x05ready\x12\x16\n\x06leased\x18\x05 \x01(\x03R\x06leased\x12\x1c\n\tsucceeded\x18\x06 \x01(\x03R\tsucceeded\x12\x12\n\x04\x64\x65\x61\x64\x18\x07 \x01(\x03R\x04\x64\x65\x61\x64\x12\x1c\n\tcancelled\x18\x08 \x01(\x03R\tcancelled\x12\x1a\n\x08\x62\x61lanced\x18\t \x01(\x08R\x08\x62\x61lanced\x12\x1a\n\x08\x61rchived\x18\n \x01(\x03R\x08\x61rchived\x12\x18\n\x07\x65xpired\x18\x0b \x01(\x03R\x07\x65xpired\x12\x14\n\x05stray\x18\x0c \x01(\x03R\x05stray\x12\x1d\n\nhome_shard\x18\r \x01(\tR\thomeShard\">\n\x12\x43heckShardResponse\x12(\n\x04orgs\x18\x01 \x03(\x0b\x32\x14.windrow.v1.OrgBooksR\x04orgs*\xe4\x01\n\nShardState\x12\x1b\n\x17SHARD_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12SHARD_STATE_ACTIVE\x10\x01\x12\x18\n\x14SHARD_STATE_DRAINING\x10\x02\x12\x1c\n\x18SHARD_STATE_ENQUEUE_ONLY\x10\x03\x12\x1c\n\x18SHARD_STATE_DEQUEUE_ONLY\x10\x04\x12\x19\n\x15SHARD_STATE_READ_ONLY\x10\x05\x12\x13\n\x0fSHARD_STATE_OFF\x10\x06\x12\x1b\n\x17SHARD_STATE_NOT_IN_FILE\x10\x07\x32\xa5\x01\n\x07\x43luster\x12K\n\nListShards\x12\x1d.windrow.v1.ListShardsRequest\x1a\x1e.windrow.v1.ListShardsResponse\x12M\n\nCheckShard\x12\x1d.windrow.v1.CheckShardRequest\x1a\x1e.windrow.v1.CheckShardResponse0\x01\x42\x84\x01\n\x0e\x64\x65v.windrow.v1B\x0c\x43lusterProtoP\x01Z:github.com/windrow-dev/windrow/gen/go/windrow/v1;windrowv1\xaa\x02\nWindrow.V1\xca\x02\nWindrow\\V1\xea\x02\x0bWindrow::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18windrow/v1/cluster.proto\x12\nwindrow.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17windrow/v1/access.proto\"\x13\n\x11ListShardsRequest\"\x8f\x04\n\tShardInfo\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12\x14\n\x05slots\x18\x02 \x01(\x05R\x05slots\x12\x1c\n\treachable\x18\x03 \x01(\x08R\treachable\x12\x33\n\x07latency\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationR\x07latency\x12\x14\n\x05\x65rror\x18\x05 \x01(\tR\x05\x65rror\x12)\n\x10postgres_version\x18\x06 \x01(\tR\x0fpostgresVersion\x12%\n\x0eschema_version\x18\x07 \x01(\x05R\rschemaVersion\x12,\n\x05state\x18\x08 \x01(\x0e\x32\x16.windrow.v1.ShardStateR\x05state\x12\x16\n\x06weight\x18\t \x01(\x01R\x06weight\x12\x39\n\x06labels\x18\n \x03(\x0b\x32!.windrow.v1.ShardInfo.LabelsEntryR\x06labels\x12#\n\rleaving_slots\x18\x0b \x01(\x05R\x0cleavingSlots\x12\x1f\n\x0bpinned_orgs\x18\x0c \x01(\x05R\npinnedOrgs\x12\x1b\n\tdisk_full\x18\r \x01(\x08R\x08\x64iskFull\x1a\x39\n\x0bLabelsEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x02\x38\x01\"\xbf\x01\n\x0b\x43lusterFile\x12\x16\n\x06\x64igest\x18\x01 \x01(\tR\x06\x64igest\x12\x39\n\nused_since\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\tusedSince\x12#\n\rneeds_restart\x18\x03 \x03(\tR\x0cneedsRestart\x12\x38\n\x07refusal\x18\x04 \x01(\x0b\x32\x1e.windrow.v1.ClusterFileRefusalR\x07refusal\"\x84\x01\n\x12\x43lusterFileRefusal\x12\x16\n\x06reason\x18\x01 \x01(\tR\x06reason\x12\x16\n\x06\x64igest\x18\x02 \x01(\tR\x06\x64igest\x12>\n\rlast_tried_at\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x0blastTriedAt\"\x7f\n\x12ListShardsResponse\x12-\n\x06shards\x18\x01 \x03(\x0b\x32\x15.windrow.v1.ShardInfoR\x06shards\x12:\n\x0c\x63luster_file\x18\x02 \x01(\x0b\x32\x17.windrow.v1.ClusterFileR\x0b\x63lusterFile\"4\n\x11\x43heckShardRequest\x12\x1f\n\x05shard\x18\x01 \x01(\tB\t\xbaH\x06r\x04\x10\x01\x18?R\x05shard\"\xdb\x02\n\x08OrgBooks\x12\x10\n\x03org\x18\x01 \x01(\tR\x03org\x12\x1a\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x03R\x08\x61\x63\x63\x65pted\x12\x1c\n\tscheduled\x18\x03 \x01(\x03R\tscheduled\x12\x14\n\x05ready\x18\x04 \x01(\x03R\x05ready\x12\x16\n\x06leased\x18\x05 \x01(\x03R\x06leased\x12\x1c\n\tsucceeded\x18\x06 \x01(\x03R\tsucceeded\x12\x12\n\x04\x64\x65\x61\x64\x18\x07 \x01(\x03R\x04\x64\x65\x61\x64\x12\x1c\n\tcancelled\x18\x08 \x01(\x03R\tcancelled\x12\x1a\n\x08\x62\x61lanced\x18\t \x01(\x08R\x08\x62\x61lanced\x12\x1a\n\x08\x61rchived\x18\n \x01(\x03R\x08\x61rchived\x12\x18\n\x07\x65xpired\x18\x0b \x01(\x03R\x07\x65xpired\x12\x14\n\x05stray\x18\x0c \x01(\x03R\x05stray\x12\x1d\n\nhome_shard\x18\r \x01(\tR\thomeShard\">\n\x12\x43heckShardResponse\x12(\n\x04orgs\x18\x01 \x03(\x0b\x32\x14.windrow.v1.OrgBooksR\x04orgs\"\xb0\x02\n\x0fListOrgsRequest\x12\x35\n\x06search\x18\x01 \x01(\tB\x1d\xbaH\x1ar\x18(\x80\x01\x32\x13^[^\\x00-\\x1f\\x7f]*$R\x06search\x12\x31\n\x04sort\x18\x02 \x01(\x0e\x32\x13.windrow.v1.OrgSortB\x08\xbaH\x05\x82\x01\x02\x10\x01R\x04sort\x12\x1d\n\x05shard\x18\x03 \x01(\tB\x07\xbaH\x04r\x02\x18?R\x05shard\x12\x42\n\x07max_age\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationB\x0e\xbaH\x0b\xaa\x01\x08\"\x04\x08\x80\xa3\x05\x32\x00R\x06maxAge\x12\'\n\tpage_size\x18\x05 \x01(\x05\x42\n\xbaH\x07\x1a\x05\x18\xe8\x07(\x00R\x08pageSize\x12\'\n\npage_token\x18\x06 \x01(\tB\x08\xbaH\x05r\x03\x18\x80\x10R\tpageToken\"\xdb\x01\n\nOrgFigures\x12\x10\n\x03org\x18\x01 \x01(\tR\x03org\x12\x1c\n\tscheduled\x18\x02 \x01(\x03R\tscheduled\x12\x14\n\x05ready\x18\x03 \x01(\x03R\x05ready\x12\x16\n\x06leased\x18\x04 \x01(\x03R\x06leased\x12\x12\n\x04\x64\x65\x61\x64\x18\x05 \x01(\x03R\x04\x64\x65\x61\x64\x12\x43\n\x10oldest_ready_age\x18\x06 \x01(\x0b\x32\x19.google.protobuf.DurationR\x0eoldestReadyAge\x12\x16\n\x06shards\x18\x07 \x03(\tR\x06shards\"\xc2\x01\n\x10ListOrgsResponse\x12*\n\x04orgs\x18\x01 \x03(\x0b\x32\x16.windrow.v1.OrgFiguresR\x04orgs\x12&\n\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\x12+\n\x03\x61ge\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationR\x03\x61ge\x12-\n\x12unavailable_shards\x18\x04 \x03(\tR\x11unavailableShards*\xe4\x01\n\nShardState\x12\x1b\n\x17SHARD_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12SHARD_STATE_ACTIVE\x10\x01\x12\x18\n\x14SHARD_STATE_DRAINING\x10\x02\x12\x1c\n\x18SHARD_STATE_ENQUEUE_ONLY\x10\x03\x12\x1c\n\x18SHARD_STATE_DEQUEUE_ONLY\x10\x04\x12\x19\n\x15SHARD_STATE_READ_ONLY\x10\x05\x12\x13\n\x0fSHARD_STATE_OFF\x10\x06\x12\x1b\n\x17SHARD_STATE_NOT_IN_FILE\x10\x07*\x8c\x01\n\x07OrgSort\x12\x18\n\x14ORG_SORT_UNSPECIFIED\x10\x00\x12\x14\n\x10ORG_SORT_BACKLOG\x10\x01\x12\x13\n\x0fORG_SORT_OLDEST\x10\x02\x12\x11\n\rORG_SORT_DEAD\x10\x03\x12\x16\n\x12ORG_SORT_IN_FLIGHT\x10\x04\x12\x11\n\rORG_SORT_NAME\x10\x05\x32\xfe\x01\n\x07\x43luster\x12Q\n\nListShards\x12\x1d.windrow.v1.ListShardsRequest\x1a\x1e.windrow.v1.ListShardsResponse\"\x04\x90\xb0\x19\x06\x12S\n\nCheckShard\x12\x1d.windrow.v1.CheckShardRequest\x1a\x1e.windrow.v1.CheckShardResponse\"\x04\x90\xb0\x19\x06\x30\x01\x12K\n\x08ListOrgs\x12\x1b.windrow.v1.ListOrgsRequest\x1a\x1c.windrow.v1.ListOrgsResponse\"\x04\x90\xb0\x19\x06\x42\x84\x01\n\x0e\x64\x65v.windrow.v1B\x0c\x43lusterProtoP\x01Z:github.com/windrow-dev/windrow/gen/go/windrow/v1;windrowv1\xaa\x02\nWindrow.V1\xca\x02\nWindrow\\V1\xea\x02\x0bWindrow::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,26 +39,52 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SHARDINFO_LABELSENTRY']._serialized_options = b'8\001'
   _globals['_CHECKSHARDREQUEST'].fields_by_name['shard']._loaded_options = None
   _globals['_CHECKSHARDREQUEST'].fields_by_name['shard']._serialized_options = b'\272H\006r\004\020\001\030?'
-  _globals['_SHARDSTATE']._serialized_start=1583
-  _globals['_SHARDSTATE']._serialized_end=1811
-  _globals['_LISTSHARDSREQUEST']._serialized_start=105
-  _globals['_LISTSHARDSREQUEST']._serialized_end=124
-  _globals['_SHARDINFO']._serialized_start=127
-  _globals['_SHARDINFO']._serialized_end=654
-  _globals['_SHARDINFO_LABELSENTRY']._serialized_start=597
-  _globals['_SHARDINFO_LABELSENTRY']._serialized_end=654
-  _globals['_CLUSTERFILE']._serialized_start=657
-  _globals['_CLUSTERFILE']._serialized_end=848
-  _globals['_CLUSTERFILEREFUSAL']._serialized_start=851
-  _globals['_CLUSTERFILEREFUSAL']._serialized_end=983
-  _globals['_LISTSHARDSRESPONSE']._serialized_start=985
-  _globals['_LISTSHARDSRESPONSE']._serialized_end=1112
-  _globals['_CHECKSHARDREQUEST']._serialized_start=1114
-  _globals['_CHECKSHARDREQUEST']._serialized_end=1166
-  _globals['_ORGBOOKS']._serialized_start=1169
-  _globals['_ORGBOOKS']._serialized_end=1516
-  _globals['_CHECKSHARDRESPONSE']._serialized_start=1518
-  _globals['_CHECKSHARDRESPONSE']._serialized_end=1580
-  _globals['_CLUSTER']._serialized_start=1814
-  _globals['_CLUSTER']._serialized_end=1979
+  _globals['_LISTORGSREQUEST'].fields_by_name['search']._loaded_options = None
+  _globals['_LISTORGSREQUEST'].fields_by_name['search']._serialized_options = b'\272H\032r\030(\200\0012\023^[^\\x00-\\x1f\\x7f]*$'
+  _globals['_LISTORGSREQUEST'].fields_by_name['sort']._loaded_options = None
+  _globals['_LISTORGSREQUEST'].fields_by_name['sort']._serialized_options = b'\272H\005\202\001\002\020\001'
+  _globals['_LISTORGSREQUEST'].fields_by_name['shard']._loaded_options = None
+  _globals['_LISTORGSREQUEST'].fields_by_name['shard']._serialized_options = b'\272H\004r\002\030?'
+  _globals['_LISTORGSREQUEST'].fields_by_name['max_age']._loaded_options = None
+  _globals['_LISTORGSREQUEST'].fields_by_name['max_age']._serialized_options = b'\272H\013\252\001\010\"\004\010\200\243\0052\000'
+  _globals['_LISTORGSREQUEST'].fields_by_name['page_size']._loaded_options = None
+  _globals['_LISTORGSREQUEST'].fields_by_name['page_size']._serialized_options = b'\272H\007\032\005\030\350\007(\000'
+  _globals['_LISTORGSREQUEST'].fields_by_name['page_token']._loaded_options = None
+  _globals['_LISTORGSREQUEST'].fields_by_name['page_token']._serialized_options = b'\272H\005r\003\030\200\020'
+  _globals['_CLUSTER'].methods_by_name['ListShards']._loaded_options = None
+  _globals['_CLUSTER'].methods_by_name['ListShards']._serialized_options = b'\220\260\031\006'
+  _globals['_CLUSTER'].methods_by_name['CheckShard']._loaded_options = None
+  _globals['_CLUSTER'].methods_by_name['CheckShard']._serialized_options = b'\220\260\031\006'
+  _globals['_CLUSTER'].methods_by_name['ListOrgs']._loaded_options = None
+  _globals['_CLUSTER'].methods_by_name['ListOrgs']._serialized_options = b'\220\260\031\006'
+  _globals['_SHARDSTATE']._serialized_start=2334
+  _globals['_SHARDSTATE']._serialized_end=2562
+  _globals['_ORGSORT']._serialized_start=2565
+  _globals['_ORGSORT']._serialized_end=2705
+  _globals['_LISTSHARDSREQUEST']._serialized_start=130
+  _globals['_LISTSHARDSREQUEST']._serialized_end=149
+  _globals['_SHARDINFO']._serialized_start=152
+  _globals['_SHARDINFO']._serialized_end=679
+  _globals['_SHARDINFO_LABELSENTRY']._serialized_start=622
+  _globals['_SHARDINFO_LABELSENTRY']._serialized_end=679
+  _globals['_CLUSTERFILE']._serialized_start=682
+  _globals['_CLUSTERFILE']._serialized_end=873
+  _globals['_CLUSTERFILEREFUSAL']._serialized_start=876
+  _globals['_CLUSTERFILEREFUSAL']._serialized_end=1008
+  _globals['_LISTSHARDSRESPONSE']._serialized_start=1010
+  _globals['_LISTSHARDSRESPONSE']._serialized_end=1137
+  _globals['_CHECKSHARDREQUEST']._serialized_start=1139
+  _globals['_CHECKSHARDREQUEST']._serialized_end=1191
+  _globals['_ORGBOOKS']._serialized_start=1194
+  _globals['_ORGBOOKS']._serialized_end=1541
+  _globals['_CHECKSHARDRESPONSE']._serialized_start=1543
+  _globals['_CHECKSHARDRESPONSE']._serialized_end=1605
+  _globals['_LISTORGSREQUEST']._serialized_start=1608
+  _globals['_LISTORGSREQUEST']._serialized_end=1912
+  _globals['_ORGFIGURES']._serialized_start=1915
+  _globals['_ORGFIGURES']._serialized_end=2134
+  _globals['_LISTORGSRESPONSE']._serialized_start=2137
+  _globals['_LISTORGSRESPONSE']._serialized_end=2331
+  _globals['_CLUSTER']._serialized_start=2708
+  _globals['_CLUSTER']._serialized_end=2962
 # @@protoc_insertion_point(module_scope)

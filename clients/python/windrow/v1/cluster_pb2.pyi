@@ -53,8 +53,8 @@ class _ShardStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ShardState
     """The catalog names the shard, but the cluster file of the answering router does not. The router cannot contact it."""
 
 class ShardState(_ShardState, metaclass=_ShardStateEnumTypeWrapper):
-    """What a shard does, as the cluster file says. Its jobs can be read in every state except OFF. Calls that a state
-    forbids are UNAVAILABLE.
+    """The states of a shard, which the cluster file sets. Its jobs can be read in every state except OFF. Calls that a
+    state forbids are UNAVAILABLE.
     """
 
 SHARD_STATE_UNSPECIFIED: ShardState.ValueType  # 0
@@ -74,6 +74,42 @@ SHARD_STATE_OFF: ShardState.ValueType  # 6
 SHARD_STATE_NOT_IN_FILE: ShardState.ValueType  # 7
 """The catalog names the shard, but the cluster file of the answering router does not. The router cannot contact it."""
 Global___ShardState: _TypeAlias = ShardState  # noqa: Y015
+
+class _OrgSort:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _OrgSortEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OrgSort.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ORG_SORT_UNSPECIFIED: _OrgSort.ValueType  # 0
+    """BACKLOG."""
+    ORG_SORT_BACKLOG: _OrgSort.ValueType  # 1
+    """Most scheduled and ready jobs first."""
+    ORG_SORT_OLDEST: _OrgSort.ValueType  # 2
+    """The org whose oldest ready job has been ready longest comes first."""
+    ORG_SORT_DEAD: _OrgSort.ValueType  # 3
+    """Most dead jobs first."""
+    ORG_SORT_IN_FLIGHT: _OrgSort.ValueType  # 4
+    """Most leased jobs first."""
+    ORG_SORT_NAME: _OrgSort.ValueType  # 5
+    """By name."""
+
+class OrgSort(_OrgSort, metaclass=_OrgSortEnumTypeWrapper):
+    """The order of a list of orgs. Orgs with the same figure are in the order of their names."""
+
+ORG_SORT_UNSPECIFIED: OrgSort.ValueType  # 0
+"""BACKLOG."""
+ORG_SORT_BACKLOG: OrgSort.ValueType  # 1
+"""Most scheduled and ready jobs first."""
+ORG_SORT_OLDEST: OrgSort.ValueType  # 2
+"""The org whose oldest ready job has been ready longest comes first."""
+ORG_SORT_DEAD: OrgSort.ValueType  # 3
+"""Most dead jobs first."""
+ORG_SORT_IN_FLIGHT: OrgSort.ValueType  # 4
+"""Most leased jobs first."""
+ORG_SORT_NAME: OrgSort.ValueType  # 5
+"""By name."""
+Global___OrgSort: _TypeAlias = OrgSort  # noqa: Y015
 
 @_typing.final
 class ListShardsRequest(_message.Message):
@@ -280,7 +316,7 @@ class ListShardsResponse(_message.Message):
 
     @_builtins.property
     def cluster_file(self) -> Global___ClusterFile:
-        """Where the process has the shards' states, weights and labels from. Always set."""
+        """The file from which the process has the shards' states, weights and labels. Always set."""
 
     def __init__(
         self,
@@ -420,3 +456,143 @@ class CheckShardResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CheckShardResponse: _TypeAlias = CheckShardResponse  # noqa: Y015
+
+@_typing.final
+class ListOrgsRequest(_message.Message):
+    """Which orgs to list, and in which order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEARCH_FIELD_NUMBER: _builtins.int
+    SORT_FIELD_NUMBER: _builtins.int
+    SHARD_FIELD_NUMBER: _builtins.int
+    MAX_AGE_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    search: _builtins.str
+    """Only orgs whose names contain this text. The letters A to Z match in either case. Empty: all orgs. At most 128
+    bytes, without control characters.
+    """
+    sort: Global___OrgSort.ValueType
+    """The order."""
+    shard: _builtins.str
+    """A ShardInfo.name: only the orgs that live there, with the figures of that shard alone. Empty: all shards. At most
+    63 characters.
+    """
+    page_size: _builtins.int
+    """Orgs per page: 1 to 1,000; 0: 100."""
+    page_token: _builtins.str
+    """The next_page_token of the page before, with the same search, sort and shard. Empty: the first page."""
+    @_builtins.property
+    def max_age(self) -> _duration_pb2.Duration:
+        """How old the figures may be: 0 to 24 h; absent: 60 s."""
+
+    def __init__(
+        self,
+        *,
+        search: _builtins.str = ...,
+        sort: Global___OrgSort.ValueType = ...,
+        shard: _builtins.str = ...,
+        max_age: _duration_pb2.Duration | None = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["max_age", b"max_age"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_age", b"max_age", "page_size", b"page_size", "page_token", b"page_token", "search", b"search", "shard", b"shard", "sort", b"sort"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListOrgsRequest: _TypeAlias = ListOrgsRequest  # noqa: Y015
+
+@_typing.final
+class OrgFigures(_message.Message):
+    """One org, and how many of its jobs are in each state."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORG_FIELD_NUMBER: _builtins.int
+    SCHEDULED_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    LEASED_FIELD_NUMBER: _builtins.int
+    DEAD_FIELD_NUMBER: _builtins.int
+    OLDEST_READY_AGE_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
+    org: _builtins.str
+    """The tenant."""
+    scheduled: _builtins.int
+    """Jobs that wait for their run_at: SCHEDULED."""
+    ready: _builtins.int
+    """Jobs that may be dequeued: READY."""
+    leased: _builtins.int
+    """Jobs that consumers hold: LEASED."""
+    dead: _builtins.int
+    """Jobs that are out of attempts or failed permanently: DEAD."""
+    @_builtins.property
+    def oldest_ready_age(self) -> _duration_pb2.Duration:
+        """For how long the oldest ready job had been ready when the jobs were counted. Absent: none was ready."""
+
+    @_builtins.property
+    def shards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Where the org's jobs are. Two shards while the org moves; it then stands in the list where the larger of its two
+        figures belongs, and a job that moved between the two counts may be in both or in neither.
+        """
+
+    def __init__(
+        self,
+        *,
+        org: _builtins.str = ...,
+        scheduled: _builtins.int = ...,
+        ready: _builtins.int = ...,
+        leased: _builtins.int = ...,
+        dead: _builtins.int = ...,
+        oldest_ready_age: _duration_pb2.Duration | None = ...,
+        shards: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["oldest_ready_age", b"oldest_ready_age"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead", b"dead", "leased", b"leased", "oldest_ready_age", b"oldest_ready_age", "org", b"org", "ready", b"ready", "scheduled", b"scheduled", "shards", b"shards"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OrgFigures: _TypeAlias = OrgFigures  # noqa: Y015
+
+@_typing.final
+class ListOrgsResponse(_message.Message):
+    """A page of orgs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORGS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    AGE_FIELD_NUMBER: _builtins.int
+    UNAVAILABLE_SHARDS_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty on the last page. If the jobs are counted again between two pages, an org may be on both pages or on neither."""
+    @_builtins.property
+    def orgs(self) -> _containers.RepeatedCompositeFieldContainer[Global___OrgFigures]:
+        """May be fewer than asked for, even none, although more pages follow."""
+
+    @_builtins.property
+    def age(self) -> _duration_pb2.Duration:
+        """The age of the oldest figures in this page. Absent if no shard answered."""
+
+    @_builtins.property
+    def unavailable_shards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Shards that did not answer: their jobs are not counted, and orgs that live only there are missing."""
+
+    def __init__(
+        self,
+        *,
+        orgs: _abc.Iterable[Global___OrgFigures] | None = ...,
+        next_page_token: _builtins.str = ...,
+        age: _duration_pb2.Duration | None = ...,
+        unavailable_shards: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "next_page_token", b"next_page_token", "orgs", b"orgs", "unavailable_shards", b"unavailable_shards"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListOrgsResponse: _TypeAlias = ListOrgsResponse  # noqa: Y015

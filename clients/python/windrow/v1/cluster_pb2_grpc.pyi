@@ -35,7 +35,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ClusterStub:
-    """Shows the state of the shards, and checks their books."""
+    """Shows the state of the shards and the figures of all orgs, and checks the books."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -50,10 +50,15 @@ class ClusterStub:
     + dead + cancelled + archived + expired. All numbers are from a single moment. The call reads all jobs of the shard
     that are not archived, so it may take long; it ends after 375 s at most.
     """
+    ListOrgs: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ListOrgsRequest, _cluster_pb2.ListOrgsResponse]
+    """Lists the orgs with their figures, one page at a time. The figures are as old as the answer says. If they are older
+    than the caller wants, the shards count first: that reads every unfinished job once, and takes about a second for a
+    million jobs. NOT_FOUND for an unknown shard.
+    """
 
 @_typing.type_check_only
 class ClusterAsyncStub(ClusterStub):
-    """Shows the state of the shards, and checks their books."""
+    """Shows the state of the shards and the figures of all orgs, and checks the books."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListShards: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ListShardsRequest, _cluster_pb2.ListShardsResponse]  # type: ignore[assignment]
@@ -65,9 +70,14 @@ class ClusterAsyncStub(ClusterStub):
     + dead + cancelled + archived + expired. All numbers are from a single moment. The call reads all jobs of the shard
     that are not archived, so it may take long; it ends after 375 s at most.
     """
+    ListOrgs: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ListOrgsRequest, _cluster_pb2.ListOrgsResponse]  # type: ignore[assignment]
+    """Lists the orgs with their figures, one page at a time. The figures are as old as the answer says. If they are older
+    than the caller wants, the shards count first: that reads every unfinished job once, and takes about a second for a
+    million jobs. NOT_FOUND for an unknown shard.
+    """
 
 class ClusterServicer(metaclass=_abc_1.ABCMeta):
-    """Shows the state of the shards, and checks their books."""
+    """Shows the state of the shards and the figures of all orgs, and checks the books."""
 
     @_abc_1.abstractmethod
     def ListShards(
@@ -88,6 +98,17 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         """Returns the books of one shard, which prove that no job is lost: accepted = scheduled + ready + leased + succeeded
         + dead + cancelled + archived + expired. All numbers are from a single moment. The call reads all jobs of the shard
         that are not archived, so it may take long; it ends after 375 s at most.
+        """
+
+    @_abc_1.abstractmethod
+    def ListOrgs(
+        self,
+        request: _cluster_pb2.ListOrgsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.ListOrgsResponse, _abc.Awaitable[_cluster_pb2.ListOrgsResponse]]:
+        """Lists the orgs with their figures, one page at a time. The figures are as old as the answer says. If they are older
+        than the caller wants, the shards count first: that reads every unfinished job once, and takes about a second for a
+        million jobs. NOT_FOUND for an unknown shard.
         """
 
 def add_ClusterServicer_to_server(servicer: ClusterServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -44,6 +44,24 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """INVALID_ARGUMENT. The metadata windrow-org names another org than the request; BadRequest names the request's
     field. Nothing was done.
     """
+    ERROR_REASON_CREDENTIALS_MISSING: _ErrorReason.ValueType  # 24
+    """UNAUTHENTICATED. The caller has not proved who it is: the call has no bearer token, and its connection no client
+    certificate that the cluster knows. Nothing was done.
+    """
+    ERROR_REASON_CREDENTIALS_INVALID: _ErrorReason.ValueType  # 25
+    """UNAUTHENTICATED. The bearer token is malformed, or not one of this cluster. Nothing was done."""
+    ERROR_REASON_CREDENTIALS_EXPIRED: _ErrorReason.ValueType  # 26
+    """UNAUTHENTICATED. The bearer token was good, and has expired. A client that can get another one goes on with it. A
+    stream or a waiting call ends with this, too; then, a part of it may have been done.
+    """
+    ERROR_REASON_CREDENTIALS_REVOKED: _ErrorReason.ValueType  # 27
+    """UNAUTHENTICATED. The API key was good, and was revoked; or the issuer of the JSON Web Token no longer has the key that
+    signed it. A stream or a waiting call ends with this, too; then, a part of it may have been done.
+    """
+    ERROR_REASON_SCOPE_MISSING: _ErrorReason.ValueType  # 28
+    """PERMISSION_DENIED. The caller does not have the scope that the method needs (access.proto). Nothing was done."""
+    ERROR_REASON_ORG_FORBIDDEN: _ErrorReason.ValueType  # 29
+    """PERMISSION_DENIED. The request names another org than the caller's. Nothing was done."""
     ERROR_REASON_QUEUE_NOT_FOUND: _ErrorReason.ValueType  # 5
     """NOT_FOUND. The org has no queue of this name."""
     ERROR_REASON_QUEUE_EXISTS: _ErrorReason.ValueType  # 6
@@ -86,6 +104,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """RESOURCE_EXHAUSTED. The router process has no room for more calls, streams or bytes; or the org or the connection
     has used its share.
     """
+    ERROR_REASON_TOKEN_KEYS_UNAVAILABLE: _ErrorReason.ValueType  # 30
+    """UNAVAILABLE. The router has no keys to verify bearer tokens with, because their file or URL gives none. This says
+    nothing about the token. Nothing was done.
+    """
     ERROR_REASON_ROUTER_SHUTTING_DOWN: _ErrorReason.ValueType  # 18
     """UNAVAILABLE. The router process ends. Another one takes the call."""
     ERROR_REASON_STREAM_EXPIRED: _ErrorReason.ValueType  # 19
@@ -118,6 +140,24 @@ ERROR_REASON_ORG_MISMATCH: ErrorReason.ValueType  # 4
 """INVALID_ARGUMENT. The metadata windrow-org names another org than the request; BadRequest names the request's
 field. Nothing was done.
 """
+ERROR_REASON_CREDENTIALS_MISSING: ErrorReason.ValueType  # 24
+"""UNAUTHENTICATED. The caller has not proved who it is: the call has no bearer token, and its connection no client
+certificate that the cluster knows. Nothing was done.
+"""
+ERROR_REASON_CREDENTIALS_INVALID: ErrorReason.ValueType  # 25
+"""UNAUTHENTICATED. The bearer token is malformed, or not one of this cluster. Nothing was done."""
+ERROR_REASON_CREDENTIALS_EXPIRED: ErrorReason.ValueType  # 26
+"""UNAUTHENTICATED. The bearer token was good, and has expired. A client that can get another one goes on with it. A
+stream or a waiting call ends with this, too; then, a part of it may have been done.
+"""
+ERROR_REASON_CREDENTIALS_REVOKED: ErrorReason.ValueType  # 27
+"""UNAUTHENTICATED. The API key was good, and was revoked; or the issuer of the JSON Web Token no longer has the key that
+signed it. A stream or a waiting call ends with this, too; then, a part of it may have been done.
+"""
+ERROR_REASON_SCOPE_MISSING: ErrorReason.ValueType  # 28
+"""PERMISSION_DENIED. The caller does not have the scope that the method needs (access.proto). Nothing was done."""
+ERROR_REASON_ORG_FORBIDDEN: ErrorReason.ValueType  # 29
+"""PERMISSION_DENIED. The request names another org than the caller's. Nothing was done."""
 ERROR_REASON_QUEUE_NOT_FOUND: ErrorReason.ValueType  # 5
 """NOT_FOUND. The org has no queue of this name."""
 ERROR_REASON_QUEUE_EXISTS: ErrorReason.ValueType  # 6
@@ -159,6 +199,10 @@ schema, or without part of its history. An operator must act.
 ERROR_REASON_ROUTER_FULL: ErrorReason.ValueType  # 17
 """RESOURCE_EXHAUSTED. The router process has no room for more calls, streams or bytes; or the org or the connection
 has used its share.
+"""
+ERROR_REASON_TOKEN_KEYS_UNAVAILABLE: ErrorReason.ValueType  # 30
+"""UNAVAILABLE. The router has no keys to verify bearer tokens with, because their file or URL gives none. This says
+nothing about the token. Nothing was done.
 """
 ERROR_REASON_ROUTER_SHUTTING_DOWN: ErrorReason.ValueType  # 18
 """UNAVAILABLE. The router process ends. Another one takes the call."""

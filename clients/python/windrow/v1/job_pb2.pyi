@@ -60,8 +60,8 @@ class _JobStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JobState.Val
     """
 
 class JobState(_JobState, metaclass=_JobStateEnumTypeWrapper):
-    """The state of a job. Each comment says which calls or events move a job out of the state. Whatever Dequeue does here,
-    Consume does too. The archiver is a process that works on a schedule.
+    """The state of a job. Each comment says which calls or events move a job out of the state. Where these comments name
+    Dequeue, Consume does the same. The archiver is a process that works on a schedule.
     """
 
 JOB_STATE_UNSPECIFIED: JobState.ValueType  # 0
@@ -537,8 +537,8 @@ class LeasedJob(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     MAX_RUNTIME_FIELD_NUMBER: _builtins.int
     lease: _builtins.bytes
-    """Names this lease in Ack, Nack, Extend and Release. At most 255 bytes. Callers must not read anything out of it; the
-    router finds the job's shard by it.
+    """Names this lease in Ack, Nack, Extend and Release. At most 255 bytes. It is opaque to callers; the router finds the
+    job's shard by it.
     """
     id: _builtins.str
     """The id that the producer chose, or that the router made for it. The same in every attempt."""
@@ -570,8 +570,8 @@ class LeasedJob(_message.Message):
 
     @_builtins.property
     def run_at(self) -> _timestamp_pb2.Timestamp:
-        """From when on the job was due: as enqueued, or as the last Nack, Release, Snooze or RedriveJobs put it. A lease that expired
-        does not change it.
+        """The time from which the job was due: as enqueued, or as the last Nack, Release, Snooze or RedriveJobs set it. A
+        lease that expired does not change it.
         """
 
     @_builtins.property
@@ -699,8 +699,8 @@ class Attempt(_message.Message):
     outcome: Global___AttemptOutcome.ValueType
     """What ended the lease."""
     log: _builtins.str
-    """What the attempt logged: see Extend.log. For EXPIRED, TIMED_OUT and CANCELLED, what its newest Extend told. A job keeps
-    the logs of its newest 5 attempts.
+    """What the attempt logged: see Extend.log. For EXPIRED, TIMED_OUT and CANCELLED, what its newest Extend reported. A
+    job keeps the logs of its newest 5 attempts.
     """
     @_builtins.property
     def leased_at(self) -> _timestamp_pb2.Timestamp:
@@ -818,7 +818,7 @@ class Job(_message.Message):
     dedup_while_live: _builtins.bool
     """Dedup.while_live of the job. False for a job that was redriven: it has no key."""
     log: _builtins.str
-    """What the attempt under way has logged, as its newest Extend told. Set while LEASED."""
+    """What the attempt under way has logged, as its newest Extend reported it. Set while LEASED."""
     @_builtins.property
     def attributes(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """The labels that the producer gave. A restored job also has `windrow.restored_from`: the id of the old job."""
@@ -829,7 +829,7 @@ class Job(_message.Message):
 
     @_builtins.property
     def run_at(self) -> _timestamp_pb2.Timestamp:
-        """When the job became, or becomes, due: as enqueued, or as the last Nack, Release, Snooze or RedriveJobs put it."""
+        """When the job became, or becomes, due: as enqueued, or as the last Nack, Release, Snooze or RedriveJobs set it."""
 
     @_builtins.property
     def expires_at(self) -> _timestamp_pb2.Timestamp:

@@ -100,7 +100,7 @@ Global___EnqueueRequest: _TypeAlias = EnqueueRequest  # noqa: Y015
 
 @_typing.final
 class EnqueueResult(_message.Message):
-    """What became of one job of an Enqueue that did not fail."""
+    """The result for one job of an Enqueue that did not fail."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -283,7 +283,7 @@ Global___DequeueResponse: _TypeAlias = DequeueResponse  # noqa: Y015
 
 @_typing.final
 class ConsumeRequest(_message.Message):
-    """What a consumer tells the router in one message of its stream. Each field may be absent."""
+    """One message of a consumer on its stream. Each field may be absent."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -328,7 +328,7 @@ class ConsumeRequest(_message.Message):
 
     @_builtins.property
     def extends(self) -> _containers.RepeatedCompositeFieldContainer[Global___Extend]:
-        """Leases to prolong: each then lasts at least until now + visibility_window. At most 1,000."""
+        """Leases to extend: each then lasts at least until now + visibility_window. At most 1,000."""
 
     @_builtins.property
     def releases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
@@ -442,7 +442,7 @@ class ConsumeResponse(_message.Message):
         another consumer has the job). The consumer should stop working on these jobs; it need not answer. The router sends
         them to every stream of the org whose `worker` is the name with which the job was leased, if it is not empty. So a
         stream also hears of leases that came by another stream, and must ignore those that it does not know. This is a hint, which may get lost:
-        the answer to an extend tells the same.
+        the answer to an extend says the same.
         """
 
     def __init__(
@@ -707,7 +707,7 @@ Global___NackResponse: _TypeAlias = NackResponse  # noqa: Y015
 
 @_typing.final
 class ExtendRequest(_message.Message):
-    """Names leases to prolong."""
+    """Names leases to extend."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -718,7 +718,7 @@ class ExtendRequest(_message.Message):
     """The tenant that owns the jobs. 1 to 128 bytes, no control characters."""
     @_builtins.property
     def extends(self) -> _containers.RepeatedCompositeFieldContainer[Global___Extend]:
-        """One for each lease to prolong. 1 to 1,000."""
+        """One for each lease to extend. 1 to 1,000."""
 
     @_builtins.property
     def visibility_window(self) -> _duration_pb2.Duration:
@@ -743,7 +743,7 @@ Global___ExtendRequest: _TypeAlias = ExtendRequest  # noqa: Y015
 
 @_typing.final
 class Extend(_message.Message):
-    """One lease to prolong, and what the consumer reports about its work so far."""
+    """One lease to extend, and what the consumer reports about its work so far."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -758,8 +758,8 @@ class Extend(_message.Message):
     bytes remove it. Absent: the earlier checkpoint stays. At most 64 KiB.
     """
     log: _builtins.str
-    """What the attempt has logged, all of it until now: lines for people, each but the last with a line end. It replaces what
-    an earlier Extend told. Empty: that stays. At most 4 KiB, no NUL. Other control characters, except tabs and line
+    """All that the attempt has logged until now: lines for people, each but the last with a line end. It replaces the log
+    of an earlier Extend. Empty: that log stays. At most 4 KiB, no NUL. Other control characters, except tabs and line
     ends, are stored as U+FFFD.
     """
     @_builtins.property
@@ -1034,6 +1034,66 @@ class GetJobsResponse(_message.Message):
 Global___GetJobsResponse: _TypeAlias = GetJobsResponse  # noqa: Y015
 
 @_typing.final
+class FindJobRequest(_message.Message):
+    """Names a job by its dedup key."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORG_FIELD_NUMBER: _builtins.int
+    QUEUE_FIELD_NUMBER: _builtins.int
+    DEDUP_KEY_FIELD_NUMBER: _builtins.int
+    INCLUDE_PAYLOAD_FIELD_NUMBER: _builtins.int
+    org: _builtins.str
+    """The tenant that owns the job. 1 to 128 bytes, no control characters."""
+    queue: _builtins.str
+    """The job's queue, a name as in JobTemplate.queue."""
+    dedup_key: _builtins.str
+    """Dedup.key of the job. 1 to 256 bytes, no NUL."""
+    include_payload: _builtins.bool
+    """True: its payload and result too."""
+    def __init__(
+        self,
+        *,
+        org: _builtins.str = ...,
+        queue: _builtins.str = ...,
+        dedup_key: _builtins.str = ...,
+        include_payload: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dedup_key", b"dedup_key", "include_payload", b"include_payload", "org", b"org", "queue", b"queue"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindJobRequest: _TypeAlias = FindJobRequest  # noqa: Y015
+
+@_typing.final
+class FindJobResponse(_message.Message):
+    """The job that has the key."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def job(self) -> _job_pb2.Job:
+        """Absent: no job of the queue has the key now. If one job has it while it is live, and another one for a window, the
+        live one is meant.
+        """
+
+    def __init__(
+        self,
+        *,
+        job: _job_pb2.Job | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindJobResponse: _TypeAlias = FindJobResponse  # noqa: Y015
+
+@_typing.final
 class CancelJobsRequest(_message.Message):
     """Names jobs to cancel."""
 
@@ -1067,7 +1127,7 @@ Global___CancelJobsRequest: _TypeAlias = CancelJobsRequest  # noqa: Y015
 
 @_typing.final
 class CancelJobsResponse(_message.Message):
-    """Says for each id what became of its job."""
+    """Says for each id what happened to its job."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1157,7 +1217,7 @@ Global___WaitJobResponse: _TypeAlias = WaitJobResponse  # noqa: Y015
 
 @_typing.final
 class Attributes(_message.Message):
-    """All attributes of a job."""
+    """The attributes of a job, as a whole."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1255,7 +1315,7 @@ Global___AlterJobsRequest: _TypeAlias = AlterJobsRequest  # noqa: Y015
 
 @_typing.final
 class AlterJobsResponse(_message.Message):
-    """Says for each id what became of its job."""
+    """Says for each id what happened to its job."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1309,7 +1369,7 @@ Global___RedriveJobsRequest: _TypeAlias = RedriveJobsRequest  # noqa: Y015
 
 @_typing.final
 class RedriveJobsResponse(_message.Message):
-    """Says for each id what became of its job."""
+    """Says for each id what happened to its job."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

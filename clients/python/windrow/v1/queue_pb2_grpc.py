@@ -81,6 +81,11 @@ class QueueStub:
                 request_serializer=windrow_dot_v1_dot_queue__pb2.GetJobsRequest.SerializeToString,
                 response_deserializer=windrow_dot_v1_dot_queue__pb2.GetJobsResponse.FromString,
                 _registered_method=True)
+        self.FindJob = channel.unary_unary(
+                '/windrow.v1.Queue/FindJob',
+                request_serializer=windrow_dot_v1_dot_queue__pb2.FindJobRequest.SerializeToString,
+                response_deserializer=windrow_dot_v1_dot_queue__pb2.FindJobResponse.FromString,
+                _registered_method=True)
         self.CancelJobs = channel.unary_unary(
                 '/windrow.v1.Queue/CancelJobs',
                 request_serializer=windrow_dot_v1_dot_queue__pb2.CancelJobsRequest.SerializeToString,
@@ -140,8 +145,8 @@ class QueueServicer:
         The router sends its headers at once, even if no job is due. It answers each message that settles or extends leases
         by a Settled, within about 8 s. If an answer has not come after 10 s, the connection is dead: the consumer cancels
         the stream and opens another one. The router settles 64 messages of a stream at a time, and reads no more
-        meanwhile. A consumer should have at most two unanswered messages, of at most 4 MiB each, and collect for the next
-        one what it has to say meanwhile.
+        meanwhile. A consumer should have at most two unanswered messages, of at most 4 MiB each, and collect all further
+        entries for the next one.
 
         A message that breaks a rule ends the stream with INVALID_ARGUMENT, and nothing of that message was done. A message
         that is too large is answered by Settled.error, and the stream goes on, unless the message is the first one or has
@@ -176,7 +181,7 @@ class QueueServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Extend(self, request, context):
-        """Prolongs leases: each then lasts at least until now + visibility_window. Never shortens a lease.
+        """Extends leases: each then lasts at least until now + visibility_window. Never shortens a lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -203,9 +208,16 @@ class QueueServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FindJob(self, request, context):
+        """Returns the job that has a dedup key: the one that an enqueue with this key would be answered now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CancelJobs(self, request, context):
         """Cancels jobs that have not finished. If a job is leased, its lease ends: the consumer is told by
-        ConsumeResponse.revoked, and whatever it then says about the lease is answered CANCELLED.
+        ConsumeResponse.revoked, and each later call about the lease is answered CANCELLED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -288,6 +300,11 @@ def add_QueueServicer_to_server(servicer, server):
                     servicer.GetJobs,
                     request_deserializer=windrow_dot_v1_dot_queue__pb2.GetJobsRequest.FromString,
                     response_serializer=windrow_dot_v1_dot_queue__pb2.GetJobsResponse.SerializeToString,
+            ),
+            'FindJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindJob,
+                    request_deserializer=windrow_dot_v1_dot_queue__pb2.FindJobRequest.FromString,
+                    response_serializer=windrow_dot_v1_dot_queue__pb2.FindJobResponse.SerializeToString,
             ),
             'CancelJobs': grpc.unary_unary_rpc_method_handler(
                     servicer.CancelJobs,
@@ -559,6 +576,33 @@ class Queue:
             '/windrow.v1.Queue/GetJobs',
             windrow_dot_v1_dot_queue__pb2.GetJobsRequest.SerializeToString,
             windrow_dot_v1_dot_queue__pb2.GetJobsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/windrow.v1.Queue/FindJob',
+            windrow_dot_v1_dot_queue__pb2.FindJobRequest.SerializeToString,
+            windrow_dot_v1_dot_queue__pb2.FindJobResponse.FromString,
             options,
             channel_credentials,
             insecure,

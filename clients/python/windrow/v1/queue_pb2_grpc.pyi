@@ -93,8 +93,8 @@ class QueueStub:
     The router sends its headers at once, even if no job is due. It answers each message that settles or extends leases
     by a Settled, within about 8 s. If an answer has not come after 10 s, the connection is dead: the consumer cancels
     the stream and opens another one. The router settles 64 messages of a stream at a time, and reads no more
-    meanwhile. A consumer should have at most two unanswered messages, of at most 4 MiB each, and collect for the next
-    one what it has to say meanwhile.
+    meanwhile. A consumer should have at most two unanswered messages, of at most 4 MiB each, and collect all further
+    entries for the next one.
 
     A message that breaks a rule ends the stream with INVALID_ARGUMENT, and nothing of that message was done. A message
     that is too large is answered by Settled.error, and the stream goes on, unless the message is the first one or has
@@ -115,16 +115,18 @@ class QueueStub:
     Nack: _grpc.UnaryUnaryMultiCallable[_queue_pb2.NackRequest, _queue_pb2.NackResponse]
     """Ends attempts that failed: each job is retried later, or becomes DEAD."""
     Extend: _grpc.UnaryUnaryMultiCallable[_queue_pb2.ExtendRequest, _queue_pb2.ExtendResponse]
-    """Prolongs leases: each then lasts at least until now + visibility_window. Never shortens a lease."""
+    """Extends leases: each then lasts at least until now + visibility_window. Never shortens a lease."""
     Release: _grpc.UnaryUnaryMultiCallable[_queue_pb2.ReleaseRequest, _queue_pb2.ReleaseResponse]
     """Gives jobs back at once, so that they are READY again. The attempt does not count."""
     Snooze: _grpc.UnaryUnaryMultiCallable[_queue_pb2.SnoozeRequest, _queue_pb2.SnoozeResponse]
     """Gives jobs back for a while: each is READY again after its delay. The attempt does not count."""
     GetJobs: _grpc.UnaryUnaryMultiCallable[_queue_pb2.GetJobsRequest, _queue_pb2.GetJobsResponse]
     """Returns jobs by id, in any state and on whatever shard they are, as many as fit into one answer."""
+    FindJob: _grpc.UnaryUnaryMultiCallable[_queue_pb2.FindJobRequest, _queue_pb2.FindJobResponse]
+    """Returns the job that has a dedup key: the one that an enqueue with this key would be answered now."""
     CancelJobs: _grpc.UnaryUnaryMultiCallable[_queue_pb2.CancelJobsRequest, _queue_pb2.CancelJobsResponse]
     """Cancels jobs that have not finished. If a job is leased, its lease ends: the consumer is told by
-    ConsumeResponse.revoked, and whatever it then says about the lease is answered CANCELLED.
+    ConsumeResponse.revoked, and each later call about the lease is answered CANCELLED.
     """
     AlterJobs: _grpc.UnaryUnaryMultiCallable[_queue_pb2.AlterJobsRequest, _queue_pb2.AlterJobsResponse]
     """Changes jobs that are SCHEDULED or READY: when they run, their priority, their attributes. Other jobs stay as they
@@ -163,8 +165,8 @@ class QueueAsyncStub(QueueStub):
     The router sends its headers at once, even if no job is due. It answers each message that settles or extends leases
     by a Settled, within about 8 s. If an answer has not come after 10 s, the connection is dead: the consumer cancels
     the stream and opens another one. The router settles 64 messages of a stream at a time, and reads no more
-    meanwhile. A consumer should have at most two unanswered messages, of at most 4 MiB each, and collect for the next
-    one what it has to say meanwhile.
+    meanwhile. A consumer should have at most two unanswered messages, of at most 4 MiB each, and collect all further
+    entries for the next one.
 
     A message that breaks a rule ends the stream with INVALID_ARGUMENT, and nothing of that message was done. A message
     that is too large is answered by Settled.error, and the stream goes on, unless the message is the first one or has
@@ -185,16 +187,18 @@ class QueueAsyncStub(QueueStub):
     Nack: _aio.UnaryUnaryMultiCallable[_queue_pb2.NackRequest, _queue_pb2.NackResponse]  # type: ignore[assignment]
     """Ends attempts that failed: each job is retried later, or becomes DEAD."""
     Extend: _aio.UnaryUnaryMultiCallable[_queue_pb2.ExtendRequest, _queue_pb2.ExtendResponse]  # type: ignore[assignment]
-    """Prolongs leases: each then lasts at least until now + visibility_window. Never shortens a lease."""
+    """Extends leases: each then lasts at least until now + visibility_window. Never shortens a lease."""
     Release: _aio.UnaryUnaryMultiCallable[_queue_pb2.ReleaseRequest, _queue_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Gives jobs back at once, so that they are READY again. The attempt does not count."""
     Snooze: _aio.UnaryUnaryMultiCallable[_queue_pb2.SnoozeRequest, _queue_pb2.SnoozeResponse]  # type: ignore[assignment]
     """Gives jobs back for a while: each is READY again after its delay. The attempt does not count."""
     GetJobs: _aio.UnaryUnaryMultiCallable[_queue_pb2.GetJobsRequest, _queue_pb2.GetJobsResponse]  # type: ignore[assignment]
     """Returns jobs by id, in any state and on whatever shard they are, as many as fit into one answer."""
+    FindJob: _aio.UnaryUnaryMultiCallable[_queue_pb2.FindJobRequest, _queue_pb2.FindJobResponse]  # type: ignore[assignment]
+    """Returns the job that has a dedup key: the one that an enqueue with this key would be answered now."""
     CancelJobs: _aio.UnaryUnaryMultiCallable[_queue_pb2.CancelJobsRequest, _queue_pb2.CancelJobsResponse]  # type: ignore[assignment]
     """Cancels jobs that have not finished. If a job is leased, its lease ends: the consumer is told by
-    ConsumeResponse.revoked, and whatever it then says about the lease is answered CANCELLED.
+    ConsumeResponse.revoked, and each later call about the lease is answered CANCELLED.
     """
     AlterJobs: _aio.UnaryUnaryMultiCallable[_queue_pb2.AlterJobsRequest, _queue_pb2.AlterJobsResponse]  # type: ignore[assignment]
     """Changes jobs that are SCHEDULED or READY: when they run, their priority, their attributes. Other jobs stay as they
@@ -248,8 +252,8 @@ class QueueServicer(metaclass=_abc_1.ABCMeta):
         The router sends its headers at once, even if no job is due. It answers each message that settles or extends leases
         by a Settled, within about 8 s. If an answer has not come after 10 s, the connection is dead: the consumer cancels
         the stream and opens another one. The router settles 64 messages of a stream at a time, and reads no more
-        meanwhile. A consumer should have at most two unanswered messages, of at most 4 MiB each, and collect for the next
-        one what it has to say meanwhile.
+        meanwhile. A consumer should have at most two unanswered messages, of at most 4 MiB each, and collect all further
+        entries for the next one.
 
         A message that breaks a rule ends the stream with INVALID_ARGUMENT, and nothing of that message was done. A message
         that is too large is answered by Settled.error, and the stream goes on, unless the message is the first one or has
@@ -288,7 +292,7 @@ class QueueServicer(metaclass=_abc_1.ABCMeta):
         request: _queue_pb2.ExtendRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_queue_pb2.ExtendResponse, _abc.Awaitable[_queue_pb2.ExtendResponse]]:
-        """Prolongs leases: each then lasts at least until now + visibility_window. Never shortens a lease."""
+        """Extends leases: each then lasts at least until now + visibility_window. Never shortens a lease."""
 
     @_abc_1.abstractmethod
     def Release(
@@ -315,13 +319,21 @@ class QueueServicer(metaclass=_abc_1.ABCMeta):
         """Returns jobs by id, in any state and on whatever shard they are, as many as fit into one answer."""
 
     @_abc_1.abstractmethod
+    def FindJob(
+        self,
+        request: _queue_pb2.FindJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_queue_pb2.FindJobResponse, _abc.Awaitable[_queue_pb2.FindJobResponse]]:
+        """Returns the job that has a dedup key: the one that an enqueue with this key would be answered now."""
+
+    @_abc_1.abstractmethod
     def CancelJobs(
         self,
         request: _queue_pb2.CancelJobsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_queue_pb2.CancelJobsResponse, _abc.Awaitable[_queue_pb2.CancelJobsResponse]]:
         """Cancels jobs that have not finished. If a job is leased, its lease ends: the consumer is told by
-        ConsumeResponse.revoked, and whatever it then says about the lease is answered CANCELLED.
+        ConsumeResponse.revoked, and each later call about the lease is answered CANCELLED.
         """
 
     @_abc_1.abstractmethod

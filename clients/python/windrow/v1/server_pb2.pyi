@@ -35,13 +35,13 @@ class _ServerFeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ServerF
     the leases end by their windows, and the attempts count.
     """
     SERVER_FEATURE_JOB_SEARCH: _ServerFeature.ValueType  # 3
-    """The router takes ListJobsRequest.attributes and ListJobsRequest.states. One without it ignores them, and lists other
-    jobs too: who changes the jobs that it found must compare them first.
+    """The router takes ListJobsRequest.attributes and ListJobsRequest.states. One without it ignores them, and lists
+    other jobs too: a client that changes the listed jobs must compare them first.
     """
 
 class ServerFeature(_ServerFeature, metaclass=_ServerFeatureEnumTypeWrapper):
     """Something that a client may have to know before it relies on it, because a router without it would silently do
-    something else. What a router refuses if it does not know it, such as a new method, is not a feature.
+    something else. A new method, for example, is not a feature, because a router that does not know it refuses it.
     """
 
 SERVER_FEATURE_UNSPECIFIED: ServerFeature.ValueType  # 0
@@ -53,8 +53,8 @@ SERVER_FEATURE_SNOOZE: ServerFeature.ValueType  # 2
 the leases end by their windows, and the attempts count.
 """
 SERVER_FEATURE_JOB_SEARCH: ServerFeature.ValueType  # 3
-"""The router takes ListJobsRequest.attributes and ListJobsRequest.states. One without it ignores them, and lists other
-jobs too: who changes the jobs that it found must compare them first.
+"""The router takes ListJobsRequest.attributes and ListJobsRequest.states. One without it ignores them, and lists
+other jobs too: a client that changes the listed jobs must compare them first.
 """
 Global___ServerFeature: _TypeAlias = ServerFeature  # noqa: Y015
 
@@ -77,7 +77,7 @@ Global___GetServerInfoRequest: _TypeAlias = GetServerInfoRequest  # noqa: Y015
 
 @_typing.final
 class GetServerInfoResponse(_message.Message):
-    """What the router that answers can do. Routers of one address may differ during an upgrade."""
+    """The version, limits and features of the router that answers. Routers of one address may differ during an upgrade."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -94,7 +94,7 @@ class GetServerInfoResponse(_message.Message):
 
     @_builtins.property
     def features(self) -> _containers.RepeatedScalarFieldContainer[Global___ServerFeature.ValueType]:
-        """What this router does that others may not do. A client must accept values that it does not know."""
+        """Features of this router that other releases may lack. A client must accept values that it does not know."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class ServerLimits(_message.Message):
 
     @_builtins.property
     def max_visibility_window(self) -> _duration_pb2.Duration:
-        """The longest window of a lease. An Extend may prolong a lease by this much again and again."""
+        """The longest window of a lease. An Extend may extend a lease by this much again and again."""
 
     @_builtins.property
     def max_wait(self) -> _duration_pb2.Duration:

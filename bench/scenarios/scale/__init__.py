@@ -1,0 +1,1 @@
+"""What grows with shards and routers: the scenario, its processes, its tables."""

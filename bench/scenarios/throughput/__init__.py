@@ -1,0 +1,1 @@
+"""Jobs a second: scenario.py measures, tables.py shows what was found."""

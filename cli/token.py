@@ -1,0 +1,57 @@
+"""The bearer token of a command's calls: the content of --token-file, or WINDROW_TOKEN.
+
+There is no option for the token itself, because every program of the machine can read the arguments of a command.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from cli.exits import CommandFailed, ExitCode
+
+_VARIABLE = "WINDROW_TOKEN"
+_BYTES_MAX = 16 * 1024
+# The file of this run of the command.
+_file: Path | None = None
+
+
+def use_file(path: Path | None) -> None:
+    """Reads the token from this file. None: from the variable."""
+    global _file
+    _file = path
+
+
+def token() -> str | None:
+    """Returns the token, or None if there is none. Raises CommandFailed, which does not show it."""
+    if _file is not None:
+        return read(_file)
+    found = os.environ.get(_VARIABLE, "").strip()
+    return checked(found, where=_VARIABLE) if found else None
+
+
+def read(file: Path) -> str:
+    """Returns the token that a file holds; `-` is standard input. Raises CommandFailed."""
+    where = f"--token-file {file}"
+    try:
+        content = sys.stdin.buffer.read(_BYTES_MAX + 1) if str(file) == "-" else file.read_bytes()
+        found = content.decode("ascii").strip()
+    except OSError as error:
+        raise CommandFailed(f"{where}: {error.strerror}", ExitCode.USAGE) from error
+    except UnicodeDecodeError:
+        # The cause would show the bytes.
+        raise CommandFailed(f"{where}: is not a token: it is not ASCII", ExitCode.USAGE) from None
+    if not found:
+        raise CommandFailed(f"{where}: is empty", ExitCode.USAGE)
+    return checked(found, where=where)
+
+
+def checked(token: str, *, where: str) -> str:
+    """Returns the token. Raises CommandFailed if it can be none."""
+    if len(token) > _BYTES_MAX or not token.isascii() or not token.isprintable() or " " in token:
+        raise CommandFailed(
+            f"{where}: is not a token: it must be one line of ASCII without spaces, of at most {_BYTES_MAX:,} bytes",
+            ExitCode.USAGE,
+        )
+    return token

@@ -1,0 +1,184 @@
+"""The connections to the routers behind one address: how they are opened, and why they cannot be."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from grpc import aio
+
+from windrow import handshake
+from windrow.address import address_fault, split_scheme, stays_here, uses_proxy
+from windrow.errors import ClientClosed, InvalidRequest
+from windrow.tls import Pem, Tls, chosen, credentials, read
+from windrow.v1.admin_pb2_grpc import AdminStub
+from windrow.v1.queue_pb2_grpc import QueueStub
+
+if TYPE_CHECKING:
+    # Only the stubs know them.
+    from windrow.v1.admin_pb2_grpc import AdminAsyncStub
+    from windrow.v1.queue_pb2_grpc import QueueAsyncStub
+
+    class Stub(QueueAsyncStub, AdminAsyncStub):  # pyright: ignore[reportGeneralTypeIssues]
+        """The methods of both services on one channel."""
+
+        def __init__(self, channel: aio.Channel) -> None: ...
+else:
+
+    class Stub(QueueStub, AdminStub):
+        def __init__(self, channel):
+            QueueStub.__init__(self, channel)
+            AdminStub.__init__(self, channel)
+
+
+# The contract allows requests of 16 MiB; the margin is for the envelope around one.
+MESSAGE_BYTES_MAX = 16 * 1024 * 1024
+_CHANNEL_BYTES_MAX = MESSAGE_BYTES_MAX + 65536
+CHANNELS_MAX = 64
+# How often a client that reaches no router looks for what is wrong with TLS.
+_LOOK_S = 5.0
+# Longer than a router lets a stream live.
+_STREAM_S_MAX = 100_000.0
+
+_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", _CHANNEL_BYTES_MAX),
+    # The caller's request limits the answer's size. If the client refused a large answer, its jobs would stay leased
+    # with no consumer.
+    ("grpc.max_receive_message_length", -1),
+    # Detect a router that hangs within 18 s, so that a call of 30 s has time for another try. Only pings detect it: the
+    # kernel still acknowledges packets for a stopped process.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 8_000),
+    # The default of 60 s would override keepalive_timeout_ms.
+    ("grpc.http2.ping_timeout_ms", 8_000),
+    # By default gRPC sends only one ping a minute after two pings on an idle stream.
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    # This is also the timeout of one connection attempt.
+    ("grpc.min_reconnect_backoff_ms", 2_000),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    # By default channels to one address share a connection, and a connection reaches only one router process.
+    ("grpc.use_local_subchannel_pool", 1),
+    # This module decides about retries, not a service config from the resolver.
+    ("grpc.service_config_disable_resolution", 1),
+    ("grpc.enable_retries", 0),
+)
+
+
+class Channels:
+    """Connections with the stubs of both services, which take turns. The first use connects, in its event loop."""
+
+    def __init__(self, address: str, *, count: int, tls: Tls | Path | str | bool | None, has_token: bool) -> None:
+        """`has_token`: calls carry a secret, which must not travel in plain text."""
+        address, secure = split_scheme(address)
+        if fault := address_fault(address):
+            raise InvalidRequest(fault)
+        if not 1 <= count <= CHANNELS_MAX:
+            raise InvalidRequest(f"channels must be 1 to {CHANNELS_MAX}, not {count}")
+        self.address = address
+        self._count = count
+        self._tls = chosen(tls, secure=secure)
+        if has_token and self._tls is None and tls is not False and not stays_here(address):
+            raise InvalidRequest(
+                f"the token would go to {address} in plain text: write the address as grpcs://{address}, or set tls= "
+                "to the CA of the router's certificate; tls=False allows it"
+            )
+        # What its files held when the client connected.
+        self._pem: Pem | None = None
+        self._channels: list[aio.Channel] = []
+        self._stubs: list[Stub] = []
+        self._turn = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pid = 0
+        self.closed = False
+        # The last look for what is wrong with TLS.
+        self._looking: asyncio.Future[tuple[str | None, Pem | None]] | None = None
+        self._looked_at_s = 0.0
+        # Channels with certificates that have been replaced since.
+        self._leaving: dict[aio.Channel, asyncio.Task[None]] = {}
+
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """Returns the running event loop, and connects in the first one. Raises ClientClosed in any other."""
+        if self.closed:
+            raise ClientClosed(f"this client of {self.address} is closed; make a new one")
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+            self._pid = os.getpid()
+            self._connect_all(None if self._tls is None else read(self._tls))
+        if self._loop is not loop or self._pid != os.getpid():
+            raise ClientClosed(
+                f"this client of {self.address} belongs to another event loop or process; "
+                "make one for each, or use SyncClient"
+            )
+        return loop
+
+    def stub(self) -> Stub:
+        """Returns the stubs of the next connection. Raises ClientClosed."""
+        self.loop()
+        self._turn = (self._turn + 1) % self._count
+        return self._stubs[self._turn]
+
+    async def close(self) -> bool:
+        """Closes the connections. Returns False if this is not their event loop, which alone can close them; a second
+        close does nothing."""
+        self.closed = True
+        channels, self._channels, self._stubs = self._channels, [], []
+        if self._loop is not asyncio.get_running_loop() or self._pid != os.getpid():
+            return False
+        for task in self._leaving.values():
+            task.cancel()
+        for channel in (*channels, *self._leaving):
+            await channel.close()
+        return True
+
+    async def tls_fault(self) -> str | None:
+        """Returns why TLS prevents connections; None if it does not. Connects anew if the files have changed."""
+        now_s = time.monotonic()
+        if self._looking is None or now_s - self._looked_at_s >= _LOOK_S:
+            self._looked_at_s = now_s
+            self._looking = asyncio.ensure_future(asyncio.to_thread(self._look))
+        # Several calls wait for one look, and each may be cancelled.
+        fault, pem = await asyncio.shield(self._looking)
+        if pem != self._pem and not self.closed:
+            loop = asyncio.get_running_loop()
+            for channel in self._channels:
+                # Its streams may go on.
+                closing = self._leaving[channel] = loop.create_task(channel.close(_STREAM_S_MAX))
+                closing.add_done_callback(partial(self._left, channel))
+            self._connect_all(pem)
+        return fault
+
+    def _left(self, channel: aio.Channel, _: object) -> None:
+        self._leaving.pop(channel, None)
+
+    def _look(self) -> tuple[str | None, Pem | None]:
+        pem = self._pem
+        if self._tls is not None:
+            # The files may be missing for a moment.
+            with contextlib.suppress(InvalidRequest):
+                pem = read(self._tls)
+        return handshake.fault(self.address, self._tls, pem), pem
+
+    def _connect_all(self, pem: Pem | None) -> None:
+        self._pem = pem
+        self._channels = [self._connect(pem) for _ in range(self._count)]
+        self._stubs.clear()
+        for channel in self._channels:
+            self._stubs.append(Stub(channel))  # pyright: ignore[reportArgumentType]
+
+    def _connect(self, pem: Pem | None) -> aio.Channel:
+        options: list[tuple[str, int | str]] = [
+            *_OPTIONS,
+            ("grpc.enable_http_proxy", int(uses_proxy(self.address))),
+        ]
+        if self._tls is None or pem is None:
+            return aio.insecure_channel(self.address, options=options)
+        if self._tls.server_name is not None:
+            options.append(("grpc.ssl_target_name_override", self._tls.server_name))
+        return aio.secure_channel(self.address, credentials(pem), options=options)

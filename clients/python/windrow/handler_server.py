@@ -1,0 +1,18 @@
+"""What the server of multiprocessing imports before it forks the processes of handlers (processes.py). Nothing else
+imports this module.
+
+The server has imported what every handler needs, so a process starts in a twentieth of the CPU time, and shares that
+memory with the others. It has one thread and has made no gRPC channel: it is safe to fork.
+"""
+
+from __future__ import annotations
+
+import signal
+
+from windrow import processes
+
+# A supervisor's SIGTERM may reach every process of the worker, and without its server a worker could not tell whether
+# the processes of its handlers still run.
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+__all__ = ["processes"]

@@ -1,0 +1,133 @@
+"""Threads of handlers, and of those that are left alone because they did not end in time. Does not know timeouts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import sys
+import threading
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, TypeVar
+
+from windrow.leases import HeldLease, log
+
+_Argument = TypeVar("_Argument")
+_Result = TypeVar("_Result")
+
+# Threads of handlers that timed out. Each may run for ever, and cannot be stopped.
+_ABANDONED_MAX = 1000
+
+
+class HandlerThreads:
+    """`abandoned_ended` is called when a thread that was left alone has ended: there may be one more place."""
+
+    def __init__(self, worker: str, *, abandoned_ended: Callable[[], None]) -> None:
+        self._worker = worker
+        self._abandoned_ended = abandoned_ended
+        self._threads: ThreadPoolExecutor | None = None
+        # Kills processes in a thread: hundreds of kills at once would hold up the event loop, and with it the leases.
+        self._killer: ThreadPoolExecutor | None = None
+        # How many threads of handlers that timed out still run.
+        self._abandoned = 0
+
+    def open(self, concurrency: int) -> None:
+        # A pool makes threads only as it needs them.
+        self._killer = ThreadPoolExecutor(1, thread_name_prefix=f"{self._worker}-killer")
+        self._threads = ThreadPoolExecutor(concurrency + _ABANDONED_MAX, thread_name_prefix=f"{self._worker}-handler")
+
+    def close(self) -> None:
+        """Threads cannot be stopped. Processes that are to be killed still are."""
+        if self._killer is not None:
+            self._killer.shutdown(wait=False)
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def places_lost(self) -> int:
+        """How many places threads of handlers that timed out keep."""
+        return max(0, self._abandoned - _ABANDONED_MAX)
+
+    async def run(
+        self, function: Callable[[_Argument], _Result], argument: _Argument, helds: Sequence[HeldLease]
+    ) -> _Result:
+        """Runs a function in a thread, in a copy of the caller's context, for the jobs of these leases. Raises what it
+        raises. A cancelled caller leaves the thread alone, or kills the process that runs the handler."""
+        assert self._threads is not None
+        context = contextvars.copy_context()
+        process = helds[0].process
+
+        def run() -> tuple[_Result | None, BaseException | None]:
+            if process is None:
+                _set_thread(helds, threading.get_ident())
+            try:
+                return context.run(function, argument), None
+            except BaseException as error:  # noqa: BLE001 - the caller raises it
+                # Returned, not raised: a future replaces a TimeoutError or a CancelledError by a new one without its
+                # traceback, and it refuses StopIteration (PEP 479).
+                return None, error
+
+        thread = self._threads.submit(run)
+        try:
+            result, error = await asyncio.wrap_future(thread)
+        except asyncio.CancelledError:
+            if process is None:
+                self._abandon(thread)
+            else:
+                assert self._killer is not None
+                self._killer.submit(process.kill)
+            raise
+        _set_thread(helds, None)
+        try:
+            match error:
+                case None:
+                    return result  # type: ignore[return-value]  # pyright: ignore[reportReturnType]
+                case StopIteration() | GeneratorExit():
+                    # Neither may be raised in a coroutine: StopIteration ends it, and GeneratorExit closes it.
+                    raise RuntimeError(f"the handler raised {type(error).__name__}") from error
+                case _:
+                    raise error
+        finally:
+            # The error's traceback refers to this frame: the garbage collector need not find the cycle.
+            del error
+
+    def _abandon(self, thread: Future[Any]) -> None:
+        """Gives up a thread: nobody waits for its end any more."""
+        loop = asyncio.get_running_loop()
+
+        def on_end(_: Future[Any]) -> None:
+            # A thread may outlive the worker, whose event loop is then closed.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._on_abandoned_end)
+
+        self._abandoned += 1
+        if self._abandoned == _ABANDONED_MAX + 1:
+            log.error(
+                "%s: more than %s threads of handlers that timed out still run; from now on each keeps its place until "
+                "it ends; restart the worker, and find out why the handlers hang",
+                self._worker,
+                f"{_ABANDONED_MAX:,}",
+            )
+        thread.add_done_callback(on_end)
+
+    def _on_abandoned_end(self) -> None:
+        self._abandoned -= 1
+        self._abandoned_ended()
+
+
+def _set_thread(helds: Sequence[HeldLease], thread: int | None) -> None:
+    for held in helds:
+        held.thread = thread
+
+
+def frames_now(thread: int, *, runners: Collection[str]) -> TracebackType | None:
+    """Returns the present stack of a thread, as a traceback from the handler on. `runners`: the files that call
+    handlers."""
+    traceback: TracebackType | None = None
+    frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None and frame.f_code.co_filename not in runners:
+        traceback = TracebackType(traceback, frame, frame.f_lasti, frame.f_lineno)
+        frame = frame.f_back
+    return traceback

@@ -1,0 +1,327 @@
+"""For the tests of programs that use Windrow, without a cluster: runs a handler, and records what is enqueued.
+
+    result = await testing.run_job(worker, windrow.NewJob("emails", "send_email", {"to": "ada@example.com"}))
+    assert result.state is windrow.JobState.SUCCEEDED
+
+    client = testing.RecordingClient(org="acme")
+    await welcome(client, "ada@example.com")
+    testing.assert_enqueued(client, "emails", "send_email", {"to": "ada@example.com"})
+
+Everything except the network is the real code: middleware, encoding, timeouts, threads and processes. Neither time nor
+retries are simulated, and no job runs by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.message import Message
+from google.rpc.code_pb2 import INVALID_ARGUMENT
+from google.rpc.error_details_pb2 import BadRequest
+from google.rpc.status_pb2 import Status
+from grpc import StatusCode
+
+from windrow.calls import FINAL, Calls, Method, error_of
+from windrow.client import Client
+from windrow.errors import Violation, invalid_argument
+from windrow.failures import Failure
+from windrow.job_rules import job_faults, org_fault
+from windrow.jobs import AttemptOutcome, Job, JobOptions, JobState, NewJob, new_message, read_new, state_value
+from windrow.leases import HeldLease
+from windrow.outcomes import Done, Failed, Snoozed
+from windrow.payloads import Payload, encode
+from windrow.reports import Progress, Report, Reporter
+from windrow.sync_client import SyncClient
+from windrow.tokens import Metadata
+from windrow.v1 import job_pb2, queue_pb2
+from windrow.worker import Worker
+
+if TYPE_CHECKING:
+    from windrow.channels import Stub
+
+_PRIORITY_DEFAULT = 5
+_MAX_ATTEMPTS_DEFAULT = 20
+_ANY_PAYLOAD: Any = object()
+
+_Request = TypeVar("_Request", bound=Message)
+_Response = TypeVar("_Response")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptResult:
+    """The result of one attempt of a handler."""
+
+    # ACKED; NACKED; or RELEASED by a Snooze, which does not count as an attempt.
+    outcome: AttemptOutcome
+    # The job's state after the attempt: SUCCEEDED, DEAD, or SCHEDULED, to run again.
+    state: JobState
+    # The bytes that the handler's result is stored as.
+    result: bytes = b""
+    # The failure that a nack reports: the type, message and stack of the handler's error.
+    failure: Failure | None = None
+    # When the job runs again. None: when its retry policy says so, or not at all.
+    after: timedelta | None = None
+    # The reason of a Snooze.
+    reason: str = ""
+    # The lines of job.log(), and the last progress and checkpoint of job.report().
+    log: str = ""
+    progress: Progress | None = None
+    checkpoint: bytes | None = None
+
+
+async def run_job(worker: Worker, job: NewJob, *, attempt: int = 1, checkpoint: Payload = None) -> AttemptResult:
+    """Runs the worker's handler for this job, as a running worker does: through its middleware, in a thread or process
+    if it needs one, and within its timeout. A handler of batches gets a batch of this job. Needs no router; of the
+    worker's client only the org and the tracing count.
+
+    `attempt`: which attempt it is; the last of the job's `max_attempts` (20 by default) ends with DEAD. `checkpoint`:
+    what an earlier attempt has reported. A test without an event loop writes asyncio.run(run_job(...)).
+
+    An error of the handler is in the result. Raises InvalidJob for a job that a router would refuse, and InvalidRequest
+    if the worker does not take jobs of its queue or has no handler for its kind."""
+    message = new_message(job)
+    if faults := list(job_faults(message)):
+        raise error_of(_refusal(0, faults))
+    if job.queue not in worker.queues:
+        raise invalid_argument("queue", f"must be one of the worker's, not {job.queue!r}")
+    # They are parts of the client, as the worker is.
+    handlers = worker._handlers  # pyright: ignore[reportPrivateUsage]
+    batch_handlers = worker._batch_handlers  # pyright: ignore[reportPrivateUsage]
+    if job.kind not in handlers:
+        raise invalid_argument("kind", f"must have a handler, and {job.kind!r} has none")
+    told: list[Report] = []
+    leased = _leased(message, attempt, checkpoint, Reporter(lambda _, report: told.append(report)))
+    held = HeldLease(leased, time.monotonic(), math.inf)
+    handlers.open(worker.concurrency)
+    try:
+        if gathering := batch_handlers.by_kind.get(job.kind):
+            (action,) = await batch_handlers.run(gathering, [held])
+        else:
+            action = await handlers.run(held)
+    finally:
+        handlers.close()
+    reported = Report()
+    for report in told:
+        reported = reported.then(report)
+    ended = _result_of(action, leased)
+    return replace(ended, log=leased.logged.read()[0], progress=reported.progress, checkpoint=reported.checkpoint)
+
+
+def _leased(message: job_pb2.NewJob, attempt: int, checkpoint: Payload, reporter: Reporter) -> Job:
+    template, now = message.template, datetime.now(UTC)
+    max_attempts = template.max_attempts or _MAX_ATTEMPTS_DEFAULT
+    if not 1 <= attempt <= max_attempts:
+        raise invalid_argument("attempt", f"must be 1 to {max_attempts}, the job's max_attempts, not {attempt}")
+    return Job(
+        lease=b"a lease of windrow.testing",
+        id=message.id,
+        queue=template.queue,
+        kind=template.kind,
+        payload=template.payload,
+        attributes=dict(template.attributes),
+        priority=template.priority or _PRIORITY_DEFAULT,
+        attempt=attempt,
+        max_attempts=max_attempts,
+        enqueued_at=now,
+        run_at=now,
+        max_runtime=template.max_runtime.ToTimedelta() if template.HasField("max_runtime") else None,
+        checkpoint=b"" if checkpoint is None else encode(checkpoint, what="checkpoint"),
+        reporter=reporter,
+    )
+
+
+def _result_of(action: object, job: Job) -> AttemptResult:
+    match action:
+        case Done():
+            return AttemptResult(outcome=AttemptOutcome.ACKED, state=JobState.SUCCEEDED, result=action.result)
+        case Failed():
+            is_last = action.failure.permanent or job.attempt >= job.max_attempts
+            after = None if is_last or action.retry_after_s is None else timedelta(seconds=action.retry_after_s)
+            state = JobState.DEAD if is_last else JobState.SCHEDULED
+            return AttemptResult(outcome=AttemptOutcome.NACKED, state=state, failure=action.failure, after=after)
+        case Snoozed():
+            after = timedelta(seconds=action.after_s)
+            return AttemptResult(
+                outcome=AttemptOutcome.RELEASED, state=JobState.SCHEDULED, after=after, reason=action.reason
+            )
+        case _:
+            raise AssertionError(f"no outcome of a handler: {action!r}")
+
+
+class _Recorder(Calls):
+    """Answers an Enqueue as a router does, and no other call."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        # By org.
+        self.stored: dict[str, list[job_pb2.NewJob]] = defaultdict(list)
+
+    def loop(self) -> asyncio.AbstractEventLoop:
+        # This client may be used in any loop, because it has no connection.
+        return asyncio.get_running_loop()
+
+    def open(self, method: Callable[[Stub], Any], *, org: str, token: Metadata = ()) -> Any:
+        raise NotImplementedError("a RecordingClient runs no worker: use windrow.testing.run_job")
+
+    async def call(
+        self,
+        method: Callable[[Stub], Method[_Request, _Response]],
+        request: _Request,
+        *,
+        timeout_s: float | None = None,
+        wait_s: float = 0.0,
+        before_try: Callable[[float], object] | None = None,
+        final: Collection[StatusCode] = FINAL,
+    ) -> Any:
+        if not isinstance(request, queue_pb2.EnqueueRequest):
+            name = type(request).__name__.removesuffix("Request")
+            raise NotImplementedError(f"{name}: a RecordingClient stores nothing, and only takes enqueues")
+        if fault := org_fault(request.org):
+            raise invalid_argument("org", fault)
+        refusals = {at: faults for at, job in enumerate(request.jobs) if (faults := list(job_faults(job)))}
+        if refusals and not request.independent:
+            raise error_of(_refusal(*next(iter(refusals.items()))))
+        return queue_pb2.EnqueueResponse(
+            results=[
+                queue_pb2.EnqueueResult(error=_refusal(at, refusals[at]))
+                if at in refusals
+                else self._store(request.org, job)
+                for at, job in enumerate(request.jobs)
+            ]
+        )
+
+    def _store(self, org: str, job: job_pb2.NewJob) -> queue_pb2.EnqueueResult:
+        stored = self.stored[org]
+        same_id = next((known for known in stored if known.id == job.id), None)
+        known = same_id or next((known for known in stored if _has_key_of(known, job)), None)
+        if known is None:
+            stored.append(job)
+            return queue_pb2.EnqueueResult(id=job.id)
+        differs = same_id is not None and any(
+            getattr(same_id.template, name) != getattr(job.template, name) for name in ("queue", "kind", "payload")
+        )
+        waits = known.delay.ToTimedelta() > timedelta() or (
+            known.HasField("run_at") and known.run_at.ToDatetime(UTC) > datetime.now(UTC)
+        )
+        state = state_value(JobState.SCHEDULED if waits else JobState.READY)
+        return queue_pb2.EnqueueResult(id=known.id, duplicate=True, state=state, differs=differs)
+
+
+class RecordingClient(Client):
+    """A Client that connects to nothing. It keeps the jobs that it is asked to store, and refuses what a router would
+    refuse. A second job with the same id, or with the same dedup key in its queue, is a duplicate and is not kept; keys
+    are remembered for ever. Every call but enqueues raises NotImplementedError.
+
+    Takes the arguments of Client. Clients of other orgs, made with for_org, keep their own jobs.
+    """
+
+    _calls_class = _Recorder
+
+    @property
+    def jobs(self) -> Sequence[NewJob]:
+        """The jobs of this org, in the order in which they were stored, with their payloads as bytes."""
+        return tuple(read_new(message) for message in _recorder(self.calls).stored[self.org])
+
+    def enqueued(
+        self, queue: str = "", kind: str = "", payload: Payload = _ANY_PAYLOAD, **options: Unpack[JobOptions]
+    ) -> list[NewJob]:
+        """Returns the jobs that have this queue, kind and payload, and these options; what is left out matches all.
+        JSON payloads are compared as values: the order of their keys does not count."""
+        # Encoded and read again, as the recorded jobs were: so 60 s equal a timedelta of a minute.
+        wanted = read_new(new_message(NewJob(queue, kind, b"" if payload is _ANY_PAYLOAD else payload, **options)))
+        names = [*options, *(["queue"] if queue else ()), *(["kind"] if kind else ())]
+        return [
+            job
+            for job in self.jobs
+            if all(getattr(job, name) == getattr(wanted, name) for name in names)
+            and (payload is _ANY_PAYLOAD or _same(job.payload, wanted.payload))
+        ]
+
+    def clear(self) -> None:
+        """Forgets the jobs of this org, their ids and their dedup keys."""
+        _recorder(self.calls).stored.pop(self.org, None)
+
+
+class RecordingSyncClient(SyncClient):
+    """A RecordingClient for code that uses a SyncClient."""
+
+    _client_class = RecordingClient
+
+    @property
+    def jobs(self) -> Sequence[NewJob]:
+        """As RecordingClient.jobs."""
+        return self._recording.jobs
+
+    def enqueued(
+        self, queue: str = "", kind: str = "", payload: Payload = _ANY_PAYLOAD, **options: Unpack[JobOptions]
+    ) -> list[NewJob]:
+        """As RecordingClient.enqueued."""
+        return self._recording.enqueued(queue, kind, payload, **options)
+
+    def clear(self) -> None:
+        """As RecordingClient.clear."""
+        self._recording.clear()
+
+    @property
+    def _recording(self) -> RecordingClient:
+        assert isinstance(self._client, RecordingClient)
+        return self._client
+
+
+def assert_enqueued(
+    client: RecordingClient | RecordingSyncClient,
+    queue: str = "",
+    kind: str = "",
+    payload: Payload = _ANY_PAYLOAD,
+    **options: Unpack[JobOptions],
+) -> NewJob:
+    """Returns the only job that matches, as `enqueued` finds it. Raises AssertionError, with what was enqueued, if none
+    does or several do."""
+    found = client.enqueued(queue, kind, payload, **options)
+    if len(found) == 1:
+        return found[0]
+    all_jobs = "".join(f"\n  {job}" for job in client.jobs) or " nothing"
+    raise AssertionError(f"{len(found)} enqueued jobs match, not 1; enqueued were:{all_jobs}")
+
+
+def _has_key_of(known: job_pb2.NewJob, job: job_pb2.NewJob) -> bool:
+    return (
+        job.HasField("dedup")
+        and known.dedup.key == job.dedup.key
+        and known.dedup.while_live == job.dedup.while_live
+        and known.template.queue == job.template.queue
+    )
+
+
+def _recorder(calls: Calls) -> _Recorder:
+    assert isinstance(calls, _Recorder)
+    return calls
+
+
+def _refusal(at: int, faults: Sequence[Violation]) -> Status:
+    """Returns the status by which a router refuses job `at`."""
+    paths = [(f"jobs[{at}].{fault.field}", fault.description) for fault in faults]
+    bad = BadRequest(field_violations=[BadRequest.FieldViolation(field=path, description=text) for path, text in paths])
+    detail = AnyMessage()
+    detail.Pack(bad)
+    return Status(code=INVALID_ARGUMENT, message="; ".join(f"{path}: {text}" for path, text in paths), details=[detail])
+
+
+def _same(found: Payload, wanted: Payload) -> bool:
+    if found == wanted:
+        return True
+    assert isinstance(found, bytes)
+    assert isinstance(wanted, bytes)
+    with suppress(ValueError):
+        return bool(json.loads(found) == json.loads(wanted))
+    return False

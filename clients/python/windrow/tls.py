@@ -1,0 +1,125 @@
+"""How a client makes TLS connections: whom it trusts, and how it proves who it is. handshake.py says what is wrong when
+no connection can be made.
+
+    windrow.Client("grpcs://jobs.example.com:7419", org="acme")                   # CAs of the operating system
+    windrow.Client("jobs.example.com:7419", org="acme", tls="/etc/ssl/acme-ca.pem")
+    windrow.Client("10.0.0.5:7419", org="acme", tls=windrow.Tls(
+        ca="/etc/ssl/acme-ca.pem", certificate="tls.crt", key="tls.key", server_name="jobs.example.com"))
+
+Without `tls`, the environment decides: WINDROW_TLS_CA, WINDROW_TLS_CERTIFICATE, WINDROW_TLS_KEY and
+WINDROW_TLS_SERVER_NAME are the fields of Tls, and any of them turns TLS on.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import grpc
+
+from windrow.errors import InvalidRequest
+
+_VARIABLES = {
+    "ca": "WINDROW_TLS_CA",
+    "certificate": "WINDROW_TLS_CERTIFICATE",
+    "key": "WINDROW_TLS_KEY",
+    "server_name": "WINDROW_TLS_SERVER_NAME",
+}
+# Where operating systems keep the CAs that they trust: Debian and Alpine, Fedora and RHEL, SUSE, macOS.
+_SYSTEM_CAS = (
+    "/etc/ssl/certs/ca-certificates.crt",
+    "/etc/pki/tls/certs/ca-bundle.crt",
+    "/etc/ssl/ca-bundle.pem",
+    "/etc/ssl/cert.pem",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tls:
+    """TLS with these PEM files. They are read when the client connects, and again when a connection fails after they
+    have changed: a certificate can be replaced while the program runs."""
+
+    # The CAs that may have signed the router's certificate. None: those that the operating system trusts, or those in
+    # the file that SSL_CERT_FILE names.
+    ca: Path | str | None = None
+    # For a router that demands them: the client's certificate, with those that link it to a CA, and its private key.
+    certificate: Path | str | None = None
+    key: Path | str | None = None
+    # The name in the router's certificate, if it is not the host of the address.
+    server_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.certificate is None) is not (self.key is None):
+            raise InvalidRequest("tls: a client's certificate and its key are given together, or neither of them")
+
+
+class Pem(NamedTuple):
+    """What the files of a Tls hold. `roots` None: the system has no file of CAs, and gRPC's own are used."""
+
+    roots: bytes | None
+    certificate: bytes | None
+    key: bytes | None
+
+
+def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Returns the fields of Tls that the environment sets."""
+    return {field: environ[name] for field, name in _VARIABLES.items() if environ.get(name)}
+
+
+def chosen(given: Tls | Path | str | bool | None, *, secure: bool) -> Tls | None:
+    """Returns how to connect, or None for plain text. `given` is what the program says; if that is None, the
+    environment decides. `secure`: the address says grpcs://. Raises InvalidRequest."""
+    match given:
+        case Tls():
+            return given
+        case False if secure:
+            raise InvalidRequest("tls: is False, and the address begins with grpcs://: leave out one of the two")
+        case False:
+            return None
+        case Path() | str():
+            return Tls(ca=given)
+        case _:
+            found = environment()
+            return Tls(**found) if found or secure or given else None
+
+
+def read(tls: Tls) -> Pem:
+    """Reads the files. Raises InvalidRequest if one cannot be used."""
+    if tls.certificate is not None and tls.key is not None:
+        try:
+            # A key with a passphrase is refused. Without a password, OpenSSL would ask for it on the terminal.
+            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(tls.certificate, tls.key, password="")
+        except OSError as error:
+            # An SSLError is one, too. It has no strerror that helps.
+            why = getattr(error, "reason", None) or error.strerror
+            raise InvalidRequest(f"tls: certificate {tls.certificate} and key {tls.key}: {why}") from error
+    ca = tls.ca or _system_ca()
+    return Pem(
+        roots=None if ca is None else _read("ca", ca),
+        certificate=None if tls.certificate is None else _read("certificate", tls.certificate),
+        key=None if tls.key is None else _read("key", tls.key),
+    )
+
+
+def credentials(pem: Pem) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(pem.roots, pem.key, pem.certificate)
+
+
+def _system_ca() -> str | None:
+    """gRPC for Python brings CAs of its own, and does not look at those of the system."""
+    named = os.environ.get("SSL_CERT_FILE") or ssl.get_default_verify_paths().cafile
+    return named or next((path for path in _SYSTEM_CAS if Path(path).exists()), None)
+
+
+def _read(field: str, path: Path | str) -> bytes:
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise InvalidRequest(f"tls {field}: {path}: {error.strerror}") from error
+    if b"-----BEGIN" not in content:
+        raise InvalidRequest(f"tls {field}: {path}: is not a PEM file (-----BEGIN …)")
+    return content

@@ -1,0 +1,66 @@
+"""The bearer token of a client's calls: an API key, or whatever else its cluster takes.
+
+A token is never shown: not in a message, a log line or a repr.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+from collections.abc import Awaitable, Callable
+
+from windrow.errors import InvalidRequest
+
+TOKEN_VARIABLE = "WINDROW_TOKEN"  # noqa: S105 - the name of a variable
+Token = str | Callable[[], str | Awaitable[str]]
+"""A token, or a function that returns one, such as the content of a file that another program renews."""
+
+Metadata = tuple[tuple[str, str], ...]
+_CHARS_MAX = 8_192
+
+
+class Tokens:
+    """Gives a token to each call. What a function has returned is used until a router refuses it; `renew` then asks the
+    function again."""
+
+    def __init__(self, token: Token) -> None:
+        self._ask = None if isinstance(token, str) else token
+        self._metadata = _metadata(token) if isinstance(token, str) else None
+        self._asking: asyncio.Lock | None = None
+
+    async def metadata(self) -> Metadata:
+        """Returns the metadata of a call. Raises what the function raises."""
+        return self._metadata or await self._asked(None)
+
+    async def renew(self, refused: Metadata) -> bool:
+        """Returns whether there is another token than the refused one."""
+        return self._ask is not None and await self._asked(refused) != refused
+
+    async def _asked(self, refused: Metadata | None) -> Metadata:
+        assert self._ask is not None
+        if self._asking is None:
+            self._asking = asyncio.Lock()
+        async with self._asking:
+            # Calls that were refused at the same time ask once.
+            if self._metadata == refused:
+                token = self._ask()
+                self._metadata = _metadata(await token if inspect.isawaitable(token) else token)
+        assert self._metadata is not None
+        return self._metadata
+
+
+def tokens_of(token: Token | None) -> Tokens | None:
+    """Returns the tokens of a client: `token`, or $WINDROW_TOKEN, or none."""
+    given = token if token is not None else os.environ.get(TOKEN_VARIABLE, "").strip() or None
+    return None if given is None else Tokens(given)
+
+
+def _metadata(token: object) -> Metadata:
+    """Raises InvalidRequest if the token cannot be sent. The message does not show it."""
+    if not isinstance(token, str):
+        raise InvalidRequest(f"token: must be a text, not {type(token).__name__}")
+    bare = token.strip()
+    if not bare or len(bare) > _CHARS_MAX or not bare.isascii() or not bare.isprintable() or " " in bare:
+        raise InvalidRequest(f"token: must be 1 to {_CHARS_MAX:,} ASCII characters without spaces")
+    return (("authorization", f"Bearer {bare}"),)

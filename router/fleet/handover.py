@@ -1,0 +1,111 @@
+"""Decides which new jobs of one shard are handed over, and to which waiting consumers, of this process or of a sibling:
+the insert that stores such a job leases it to its consumer, and no claim is needed
+(docs/decisions/0012-an-enqueue-leases-jobs-to-those-who-wait.md)."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+
+from router.codec import fast_write
+from router.codec.fast_write import Delivery
+from router.fleet.shares import Share, deal
+from router.fleet.siblings.asks import Promise
+from router.fleet.siblings.siblings import Siblings
+from router.fleet.wait_room import WaitRoom
+from shard.lease_token import lease_of
+from shard.queue.pending_enqueue import Handed, Handover, Taker
+from shard.queue.store import Store
+from shard.vocabulary import PRIORITY_DEFAULT, Lease, NewJobs, OrgId, QueueName
+
+
+class Handovers:
+    """Finds consumers for the new jobs of one shard."""
+
+    def __init__(self, store: Store, room: WaitRoom, siblings: Siblings) -> None:
+        self.store = store
+        self._room = room
+        self._siblings = siblings
+
+    def deal(self, org: OrgId, queue: QueueName, sizes: Sequence[int]) -> list[Share]:
+        """Keeps places for jobs with payloads of these sizes at consumers of this process."""
+        return deal(self._room.queue(org, queue), sizes) if self._room.gives else []
+
+    async def offer(self, jobs: NewJobs) -> Handover | None:
+        """Chooses waiting consumers for new jobs. The jobs must be due at once and have no fields that only a claim
+        handles (plain_jobs in router/codec/validate.py). Returns None if no consumer can take any. Offered jobs count
+        against the credit until the handover is done.
+
+        Consumers of this process come first. Only if they are too few, siblings are asked."""
+        if self._room.is_empty and not self._siblings.any_ready():
+            return None
+        dealt: list[tuple[Share, Sequence[int]]] = []
+        left: dict[QueueName, Sequence[int]] = {}
+        positions: Sequence[int]
+        for queue, positions in _by_queue(jobs).items():
+            start = 0
+            for share in self.deal(jobs.org, queue, [len(jobs.payloads[at]) for at in positions]):
+                dealt.append((share, positions[start : start + share.count]))
+                start += share.count
+            awaited = self._room.queue(jobs.org, queue)
+            if start < len(positions) and (awaited is None or not awaited.backlog):
+                left[queue] = positions[start:]
+        promises: list[Promise] = []
+        if left and self._siblings.any_ready():
+            try:
+                promises = await self._siblings.ask(self.store.name, jobs, left)
+            except asyncio.CancelledError:
+                for share, _ in dealt:
+                    share.end(None)
+                raise
+        takers: dict[int, Taker] = {}
+        for share, positions in dealt:
+            takers.update(dict.fromkeys(positions, share.taker))
+        for promise in promises:
+            for taker, positions in promise.takers:
+                takers.update(dict.fromkeys(positions, taker))
+        if not takers:
+            return None
+        return Handover(
+            takers=takers,
+            done=lambda handed: self._end(jobs, dealt, promises, handed),
+            until_s=min((promise.until_s for promise in promises), default=math.inf),
+        )
+
+    def _end(
+        self,
+        jobs: NewJobs,
+        dealt: Sequence[tuple[Share, Sequence[int]]],
+        promises: Sequence[Promise],
+        handed: Handed,
+    ) -> None:
+        """Gives each waiter the jobs that were leased to it, and returns the credit for the others."""
+        leased = set(handed.positions)
+        unsure: list[Lease] = []
+
+        def delivery(taker: Taker, positions: Sequence[int]) -> Delivery | None:
+            got = [at for at in positions if at in leased]
+            if not handed.sure:
+                unsure.extend(lease_of(jobs.ids[at], taker.number) for at in positions if at not in leased)
+            return fast_write.handed(self.store, jobs, got, taker, handed) if got else None
+
+        for share, positions in dealt:
+            share.end(delivery(share.taker, positions))
+        for promise in promises:
+            promise.end([delivery(taker, positions) for taker, positions in promise.takers])
+        self.store.release_soon(jobs.org, unsure)
+
+
+def _by_queue(jobs: NewJobs) -> dict[QueueName, list[int]]:
+    """Returns the positions of the jobs of each queue, those of the first priority first."""
+    by_queue: dict[QueueName, list[int]] = {}
+    if len(set(jobs.queues)) == 1:
+        by_queue[jobs.queues[0]] = list(range(len(jobs)))
+    else:
+        for at, queue in enumerate(jobs.queues):
+            by_queue.setdefault(queue, []).append(at)
+    if jobs.priorities:
+        for positions in by_queue.values():
+            positions.sort(key=lambda at: jobs.priorities.get(at, PRIORITY_DEFAULT))
+    return by_queue

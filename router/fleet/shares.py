@@ -1,0 +1,81 @@
+"""Deals new jobs out to the consumers that wait for a queue, and keeps their places until it is known which jobs were
+leased to them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from router.codec.fast_write import Delivery
+from router.fleet.waiter import AwaitedQueue, Waiter
+from shard.lease_token import draw_number
+from shard.queue.claim import CLAIM_BYTES_MAX, JOB_BYTES
+from shard.queue.pending_enqueue import Taker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """Places for `count` jobs at one waiter. `end` must be called exactly once: until then the places count against the
+    waiter's credit, and its account holds `held` bytes for the jobs."""
+
+    waiter: Waiter
+    taker: Taker
+    count: int
+    held: int
+
+    def end(self, jobs: Delivery | None) -> None:
+        """Gives the waiter the jobs that were leased to it (None: none were), and returns the credit for the others."""
+        waiter = self.waiter
+        waiter.promised = False
+        missing = self.count - (len(jobs.ids) if jobs is not None else 0)
+        if missing:
+            waiter.credit += missing
+            waiter.wake()
+        if jobs is not None:
+            waiter.account.hold(jobs.bytes)
+            waiter.give(jobs)
+        waiter.account.give_back(self.held)
+
+
+def deal(awaited: AwaitedQueue | None, sizes: Sequence[int]) -> list[Share]:
+    """Keeps places for new jobs with payloads of these sizes at idle waiters of the queue. The first share is for the
+    first jobs, and so on; the last jobs get no place if there are not enough."""
+    if awaited is None or awaited.backlog:
+        return []
+    ready = (waiter for waiter in awaited.waiters if waiter.idle and waiter.credit > 0 and not waiter.full)
+    willing = list(itertools.islice(ready, len(sizes)))
+    shares: list[Share] = []
+    dealt = 0
+    for turn, waiter in enumerate(willing):
+        left = len(sizes) - dealt
+        if not left:
+            break
+        # Deal the jobs evenly, one share to each waiter. A waiter that gets a share is the last in the next turn.
+        count = min(waiter.credit, -(-left // (len(willing) - turn)))
+        if waiter.takes_once:
+            # Its answer is a single message of limited size.
+            count = _first_bytes(sizes[dealt : dealt + count])
+        held = sum(sizes[dealt : dealt + count]) + JOB_BYTES * count
+        if not waiter.account.take(held):
+            # Jobs that its client has not read fill its share of the buffer.
+            continue
+        if waiter.takes_once:
+            waiter.idle = False
+            waiter.promised = True
+        waiter.credit -= count
+        awaited.waiters.move_to_end(waiter)
+        taker = Taker(draw_number(), waiter.worker, waiter.window_us)
+        shares.append(Share(waiter=waiter, taker=taker, count=count, held=held))
+        dealt += count
+    return shares
+
+
+def _first_bytes(sizes: Sequence[int]) -> int:
+    """Returns how many of these jobs go into one answer. As in a claim, the job that reaches the limit is the last."""
+    room = CLAIM_BYTES_MAX
+    for count, size in enumerate(sizes):
+        if room <= 0:
+            return count
+        room -= size
+    return len(sizes)

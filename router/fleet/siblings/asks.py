@@ -1,0 +1,275 @@
+"""What this process asks of one sibling, places at its consumers for jobs that are enqueued here; and what it tells the
+sibling about the jobs that were leased to them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from router.buffer import Account, Buffer
+from router.codec.fast_write import Delivery
+from router.fleet.siblings.frame import Answer, Ask, Leased, Outcome, Place, QueueKey
+from router.fleet.siblings.link import Link
+from shard.fair_quota import FairQuota
+from shard.queue.claim import JOB_BYTES
+from shard.queue.pending_enqueue import Taker
+from shard.vocabulary import Micros, NewJobs
+
+# How long an enqueue waits for an answer. Then its jobs are stored without the sibling, which is asked nothing more
+# until it has answered, nor for a while after that: a busy sibling would delay one enqueue after another.
+_ASK_S_MAX = 0.020
+_REST_S = 1.0
+# The most jobs, and bytes of them, that one ask is about; further jobs get no place.
+_ASK_JOBS_MAX = 1000
+_ASK_BYTES_MAX = 1024 * 1024
+# The most jobs of asks and promises that are not over. Orgs share them (I4).
+JOBS_MAX = 10_000
+# How long places are kept for a sibling that does not tell the outcome: until then no hint wakes a `Dequeue` that was
+# promised a delivery. An enqueue takes as long only if its shard hardly answers; or the sibling has been stopped.
+KEPT_S_MAX = 3.0
+# An insert that begins later, counted from the ask, does not use the promise.
+_USED_S_MAX = 2.0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Promise:
+    """Places at a sibling's consumers for jobs of one enqueue: their takers, each with the positions of its jobs.
+    `end` must be called exactly once."""
+
+    takers: Sequence[tuple[Taker, Sequence[int]]]
+    # An insert may begin until then, by time.monotonic.
+    until_s: float
+    # For each taker the jobs that were leased to it, in the order of its positions; None: none were.
+    end: Callable[[Sequence[Delivery | None]], None]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Asked:
+    """A question to a sibling."""
+
+    key: QueueKey
+    # The jobs, and their positions in the enqueue.
+    ids: Sequence[str]
+    positions: Sequence[int]
+    # The promise, or None if there is none, or none in time.
+    promise: asyncio.Future[Promise | None]
+    # Holds the memory of the encoded jobs until the sibling has received them.
+    account: Account
+    # By the event loop's clock, which is that of time.monotonic.
+    since_s: float
+    # The jobs that the sibling has been told of, and has not confirmed yet.
+    told: Sequence[Delivery] = ()
+    # When they are released: by then the sibling's consumers do not get them any more, whatever it reads later.
+    release_s: float = math.inf
+
+    def abandon(self) -> None:
+        """The enqueue does not go on. A promise that has come, or that still comes, is given back."""
+        if not self.promise.done():
+            self.promise.cancel()
+        elif not self.promise.cancelled() and (promise := self.promise.result()) is not None:
+            promise.end([None] * len(promise.takers))
+
+
+class Asks:
+    """`on_in_vain` is called with a queue for whose jobs the sibling did not have enough places."""
+
+    def __init__(self, link: Link, buffer: Buffer, on_in_vain: Callable[[QueueKey], None]) -> None:
+        self._link = link
+        self._buffer = buffer
+        self._on_in_vain = on_in_vain
+        self._numbers = itertools.count(1)
+        # By number. The oldest ask is first.
+        self._unanswered: dict[int, Asked] = {}
+        self._promised: dict[int, Asked] = {}
+        self._jobs = FairQuota(JOBS_MAX)
+        self._timer: asyncio.TimerHandle | None = None
+        self._release_timer: asyncio.TimerHandle | None = None
+        # Since an answer was late, the sibling is asked nothing before this time.
+        self._rests_until_s = -math.inf
+        self._closed = False
+        self._all_over = asyncio.Event()
+
+    def may_ask(self) -> bool:
+        """Returns whether the sibling answers soon, as far as can be seen."""
+        if not self._link.is_open or self._link.is_paused:
+            return False
+        if asyncio.get_running_loop().time() < self._rests_until_s:
+            return False
+        oldest = next(iter(self._unanswered.values()), None)
+        # Its enqueue does not wait for it any more.
+        return oldest is None or not oldest.promise.done()
+
+    def ask(self, key: QueueKey, jobs: NewJobs, positions: Sequence[int]) -> Asked | None:
+        """Asks for places for the jobs at these positions; the first of them get places first. Returns None if the
+        org's asks are about too many jobs already, or if the memory is not free."""
+        sizes: list[int] = []
+        room = _ASK_BYTES_MAX
+        for at in positions[:_ASK_JOBS_MAX]:
+            size = len(jobs.payloads[at])
+            room -= size + JOB_BYTES
+            if room < 0:
+                break
+            sizes.append(size)
+        # Each org's asks count as a connection of their own.
+        account = Account(self._buffer, org=key.org, peer=f"sibling {key.org}")
+        if not sizes or not self._jobs.fits(key.org, len(sizes)) or not account.take(_ASK_BYTES_MAX - room):
+            return None
+        loop = asyncio.get_running_loop()
+        ids = [jobs.ids[at] for at in positions[: len(sizes)]]
+        asked = Asked(
+            key=key,
+            ids=ids,
+            positions=positions[: len(sizes)],
+            promise=loop.create_future(),
+            account=account,
+            since_s=loop.time(),
+        )
+        number = next(self._numbers)
+        self._unanswered[number] = asked
+        self._jobs.take(key.org, len(sizes))
+        self._link.out.asks.append(Ask(number, key, ids, sizes, asked.since_s + _ASK_S_MAX))
+        self._link.send_soon()
+        if self._timer is None:
+            self._timer = loop.call_later(_ASK_S_MAX, self._give_up)
+        return asked
+
+    def _give_up(self) -> None:
+        """Ends the waits for answers that take too long."""
+        loop = asyncio.get_running_loop()
+        self._timer = None
+        for asked in self._unanswered.values():
+            if asked.since_s + _ASK_S_MAX > loop.time():
+                self._timer = loop.call_at(asked.since_s + _ASK_S_MAX, self._give_up)
+                return
+            if not asked.promise.done():
+                asked.promise.set_result(None)
+
+    def on_answer(self, answer: Answer) -> None:
+        """Raises ValueError."""
+        number, places = answer
+        asked = self._unanswered.get(number)
+        count = sum(place.jobs for place in places)
+        if asked is None or count > len(asked.positions):
+            raise ValueError(f"answer {number} is to no ask: {answer!r:.100}")
+        del self._unanswered[number]
+        now_s = asyncio.get_running_loop().time()
+        if now_s >= asked.since_s + _ASK_S_MAX:
+            self._rests_until_s = now_s + _REST_S
+        if count < len(asked.positions):
+            self._on_in_vain(asked.key)
+        if not places:
+            self._over(asked)
+            if not asked.promise.done():
+                asked.promise.set_result(None)
+            return
+        self._promised[number] = asked
+        takers: list[tuple[Taker, Sequence[int]]] = []
+        at = 0
+        for place in places:
+            taker = Taker(place.lease, place.worker, place.window_us)
+            takers.append((taker, asked.positions[at : at + place.jobs]))
+            at += place.jobs
+        # The promise must not refer to `asked`, which refers to it: the encoded jobs would stay in memory, which is not
+        # reserved for them any more, until Python looks for cycles.
+        promise = Promise(
+            takers=takers,
+            until_s=asked.since_s + _USED_S_MAX,
+            end=lambda deliveries: self._end(number, places, deliveries),
+        )
+        if asked.promise.done():
+            # Its enqueue waits no longer.
+            promise.end([None] * len(takers))
+        else:
+            asked.promise.set_result(promise)
+
+    def _end(self, number: int, places: Sequence[Place], deliveries: Sequence[Delivery | None]) -> None:
+        """Tells the sibling which jobs were leased to its consumers."""
+        asked = self._promised[number]
+        asked.told = [delivery for delivery in deliveries if delivery is not None]
+        if self._closed:
+            del self._promised[number]
+            self._release(asked)
+            return
+        leased: list[Leased] = []
+        at = 0
+        for place, delivery in zip(places, deliveries, strict=True):
+            leased.append(_leased(asked.ids[at : at + place.jobs], delivery))
+            at += place.jobs
+        self._link.out.outcomes.append(Outcome(number, leased if asked.told else []))
+        self._link.send_soon()
+        if not asked.told:
+            del self._promised[number]
+            self._over(asked)
+            return
+        loop = asyncio.get_running_loop()
+        asked.release_s = loop.time() + KEPT_S_MAX
+        if self._release_timer is None:
+            self._release_timer = loop.call_at(asked.release_s, self._release_late)
+
+    def _release_late(self) -> None:
+        """Releases the jobs that the sibling should have confirmed long ago; it may have been stopped."""
+        loop = asyncio.get_running_loop()
+        self._release_timer = None
+        for asked in self._promised.values():
+            if asked.release_s <= loop.time():
+                asked.release_s = math.inf
+                self._release_told(asked)
+        next_s = min((asked.release_s for asked in self._promised.values()), default=math.inf)
+        if next_s < math.inf:
+            self._release_timer = loop.call_at(next_s, self._release_late)
+
+    def on_received(self, number: int) -> None:
+        """The sibling's consumers get these jobs from now on. Raises ValueError."""
+        asked = self._promised.pop(number, None)
+        if asked is None or not asked.told:
+            raise ValueError(f"it has received outcome {number}, which was not sent")
+        self._over(asked)
+
+    def _over(self, asked: Asked) -> None:
+        asked.told = ()
+        asked.account.close()
+        self._jobs.give_back(asked.key.org, len(asked.positions))
+        if not self._jobs.taken:
+            self._all_over.set()
+
+    def _release(self, asked: Asked) -> None:
+        """The sibling is gone, and has not confirmed that its consumers get these jobs."""
+        self._release_told(asked)
+        self._over(asked)
+
+    def _release_told(self, asked: Asked) -> None:
+        for delivery in asked.told:
+            delivery.store.release_soon(asked.key.org, delivery.leases())
+
+    def close(self) -> None:
+        """The sibling is gone."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._release_timer is not None:
+            self._release_timer.cancel()
+        unanswered, self._unanswered = self._unanswered, {}
+        for asked in unanswered.values():
+            self._over(asked)
+            if not asked.promise.done():
+                asked.promise.set_result(None)
+        # The enqueues of the other promises are under way, and `_end` releases what they lease.
+        for number in [number for number, asked in self._promised.items() if asked.told]:
+            self._release(self._promised.pop(number))
+
+    async def finish(self) -> None:
+        """Returns once the sibling has received all outcomes."""
+        while self._jobs.taken:
+            self._all_over.clear()
+            await self._all_over.wait()
+
+
+def _leased(ids: Sequence[str], delivery: Delivery | None) -> Leased:
+    if delivery is None:
+        return Leased(Micros(0), [], [])
+    got = set(delivery.ids)
+    which = None if len(got) == len(ids) else [at for at, job_id in enumerate(ids) if job_id in got]
+    return Leased(delivery.deadline, which, delivery.jobs)

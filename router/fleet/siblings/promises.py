@@ -1,0 +1,169 @@
+"""What this process promises one sibling: places at its own consumers, for jobs that are enqueued there."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from router.codec.fast_write import Delivery
+from router.fleet.shares import Share
+from router.fleet.siblings.asks import JOBS_MAX, KEPT_S_MAX
+from router.fleet.siblings.frame import Answer, Ask, Leased, Outcome, Place, QueueKey
+from router.fleet.siblings.link import Link
+from shard.fair_quota import FairQuota
+from shard.lease_token import lease_of
+from shard.queue.store import Store
+from shard.vocabulary import Lease, OrgId, QueueName, ShardName
+
+# When a sibling has ended, its enqueue may still be running in Postgres. After each of these times, what it may have
+# leased is released.
+_RELEASES_AFTER_S = 1.0, 10.0
+
+
+class Consumers(Protocol):
+    """The consumers of this process that wait for jobs of one shard."""
+
+    @property
+    def store(self) -> Store: ...
+
+    def deal(self, org: OrgId, queue: QueueName, sizes: Sequence[int]) -> list[Share]:
+        """Keeps places for jobs with payloads of these sizes: see router.fleet.shares."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Kept:
+    store: Store
+    org: OrgId
+    ids: Sequence[str]
+    shares: Sequence[Share]
+    until_s: float
+    # The outcome has not come for long: the waiters have got their credit back.
+    given_up: bool = False
+
+    def end(self) -> None:
+        """No job was leased to the waiters, as far as is known."""
+        if not self.given_up:
+            self.given_up = True
+            for share in self.shares:
+                share.end(None)
+
+    def leases(self) -> list[Lease]:
+        """Returns the leases that the sibling's enqueue may make."""
+        taken: list[Lease] = []
+        for share in self.shares:
+            ids = self.ids[len(taken) : len(taken) + share.count]
+            taken += [lease_of(job_id, share.taker.number) for job_id in ids]
+        return taken
+
+
+class Promises:
+    """`consumers` returns those of a shard; None: this process does not use the shard. `on_in_vain` is called with a
+    queue that the sibling has asked for more places than it got."""
+
+    def __init__(
+        self, link: Link, consumers: Callable[[ShardName], Consumers | None], on_in_vain: Callable[[QueueKey], None]
+    ) -> None:
+        self._link = link
+        self._consumers = consumers
+        self._on_in_vain = on_in_vain
+        # By the number of the ask. The oldest is first.
+        self._kept: dict[int, _Kept] = {}
+        self._jobs = FairQuota(JOBS_MAX)
+        self._timer: asyncio.TimerHandle | None = None
+
+    def on_ask(self, ask: Ask) -> None:
+        """Raises ValueError."""
+        number, key, ids, sizes, until_s = ask
+        if number in self._kept:
+            raise ValueError(f"ask {number} came twice")
+        consumers = self._consumers(key.shard)
+        shares: list[Share] = []
+        in_time = time.monotonic() <= until_s
+        if consumers is not None and in_time and self._jobs.fits(key.org, len(ids)):
+            shares = consumers.deal(key.org, key.queue, sizes)
+        count = sum(share.count for share in shares)
+        if count < len(ids):
+            self._on_in_vain(key)
+        if consumers is not None and shares:
+            loop = asyncio.get_running_loop()
+            end_s = loop.time() + KEPT_S_MAX
+            self._kept[number] = _Kept(store=consumers.store, org=key.org, ids=ids, shares=shares, until_s=end_s)
+            self._jobs.take(key.org, count)
+            if self._timer is None:
+                self._timer = loop.call_at(end_s, self._give_up)
+        places = [Place(*share.taker, share.count) for share in shares]
+        self._link.out.answers.append(Answer(number, places))
+        self._link.send_soon()
+
+    def _give_up(self) -> None:
+        """Returns the credit of waiters whose promises are too old, and releases what may have been leased to them."""
+        loop = asyncio.get_running_loop()
+        self._timer = None
+        for kept in self._kept.values():
+            if kept.given_up:
+                continue
+            if kept.until_s > loop.time():
+                self._timer = loop.call_at(kept.until_s, self._give_up)
+                return
+            kept.end()
+            # If the insert commits later, the outcome tells so: see on_outcome.
+            kept.store.release_soon(kept.org, kept.leases())
+
+    def on_outcome(self, outcome: Outcome) -> None:
+        """Gives the waiters the jobs that were leased to them. Raises ValueError."""
+        number, leased = outcome
+        kept = self._kept.get(number)
+        if kept is None:
+            raise ValueError(f"outcome {number} is of no promise")
+        deliveries = _deliveries(kept, leased) if leased else [None] * len(kept.shares)
+        del self._kept[number]
+        self._jobs.give_back(kept.org, sum(share.count for share in kept.shares))
+        if kept.until_s <= asyncio.get_running_loop().time():
+            # This process was stopped: the sibling may have released the jobs.
+            kept.end()
+        if kept.given_up:
+            for delivery in deliveries:
+                if delivery is not None:
+                    kept.store.release_soon(kept.org, delivery.leases())
+        else:
+            for share, delivery in zip(kept.shares, deliveries, strict=True):
+                share.end(delivery)
+        if leased:
+            self._link.out.received.append(number)
+            self._link.send_soon()
+
+    def close(self) -> None:
+        """The sibling is gone. What its enqueues lease from now on, if anything, is released once they have ended."""
+        if self._timer is not None:
+            self._timer.cancel()
+        kept, self._kept = self._kept, {}
+        for one in kept.values():
+            one.end()
+            for after_s in _RELEASES_AFTER_S:
+                asyncio.get_running_loop().call_later(after_s, one.store.release_soon, one.org, one.leases())
+
+
+def _deliveries(kept: _Kept, leased: Sequence[Leased]) -> list[Delivery | None]:
+    """Raises ValueError if these jobs are not those of the promise."""
+    if len(leased) != len(kept.shares):
+        raise ValueError(f"an outcome is about {len(leased)} consumer(s) instead of {len(kept.shares)}")
+    deliveries: list[Delivery | None] = []
+    at = 0
+    for share, (deadline, positions, jobs) in zip(kept.shares, leased, strict=True):
+        ids = kept.ids[at : at + share.count]
+        at += share.count
+        if positions is not None:
+            if list(positions) != sorted({position for position in positions if position < share.count}):
+                raise ValueError(f"an outcome is about jobs {positions} of {share.count}")
+            ids = [ids[position] for position in positions]
+        if len(ids) != len(jobs):
+            raise ValueError(f"an outcome has {len(jobs)} job(s) instead of {len(ids)}")
+        if ids:
+            deliveries.append(Delivery(kept.store, share.taker.number, deadline, ids, list(jobs)))
+        else:
+            deliveries.append(None)
+    return deliveries

@@ -1,0 +1,75 @@
+"""A consumer that waits for jobs, and a queue that is waited for, as the wait room of a shard sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from router.buffer import Account
+from router.codec.fast_write import Delivery
+from shard.vocabulary import OrgId, QueueId, QueueName
+
+
+class Waiter(Protocol):
+    """A consumer, as the wait room sees it."""
+
+    @property
+    def org(self) -> OrgId: ...
+    @property
+    def queues(self) -> Sequence[QueueName]: ...
+    @property
+    def worker(self) -> str: ...
+    @property
+    def window_us(self) -> int: ...
+    @property
+    def account(self) -> Account:
+        """Its share of the buffer, which includes jobs on their way to it."""
+        ...
+
+    # How many more jobs it takes.
+    credit: int
+    # It has found no jobs and waits.
+    idle: bool
+    # It takes only one delivery, which is on its way to it: nothing else wakes it.
+    promised: bool
+
+    @property
+    def takes_once(self) -> bool:
+        """Whether it takes only one delivery."""
+        ...
+
+    @property
+    def full(self) -> bool:
+        """Whether it takes no jobs before its client has read, whatever its credit."""
+        ...
+
+    @property
+    def looking(self) -> bool:
+        """Whether it was woken or is claiming, and has not reported yet what it found."""
+        ...
+
+    def wake(self) -> None:
+        """Notifies it that there may be jobs."""
+        ...
+
+    def give(self, jobs: Delivery) -> None:
+        """Gives it jobs that are leased to it. Its credit has been reduced already."""
+        ...
+
+
+@dataclass(slots=True)
+class AwaitedQueue:
+    """A queue that at least one consumer waits for."""
+
+    # The most recently served consumer comes last.
+    waiters: OrderedDict[Waiter, None] = field(default_factory=OrderedDict[Waiter, None])
+    # There may be jobs that no waiting consumer had room for.
+    backlog: bool = False
+    probed_s: float = -math.inf
+    number: QueueId | None = None
+    # Fires when the next job is due.
+    due_timer: asyncio.TimerHandle | None = None

@@ -1,0 +1,170 @@
+"""The certificate that a router process shows, which follows its files while the process runs.
+
+New files take effect with the next handshake; open connections stay open. Files that cannot be used are refused
+together, and the previous ones stay in use. Does not decide what a client may do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import cast
+
+import grpc
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
+
+from router.tls_settings import TlsSettings
+from shard.placement.cluster_file import ClusterFileError
+from shard.placement.file_watcher import WatchedFiles
+
+_log = logging.getLogger(__name__)
+
+# Refused files are read again this often, because they may be complete soon.
+_RETRY_S = 1.0
+# The expiry is compared with the clock this often.
+_CLOCK_S = 600.0
+# Each of these is reported once, when so much of a certificate's time is left.
+_REPORTED_AT = (timedelta(days=30), timedelta(days=7), timedelta(0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loaded:
+    """What the files held when they could last be used."""
+
+    contents: tuple[bytes, ...]
+    configuration: grpc.ServerCertificateConfiguration
+    subject: str
+    expires_at: datetime
+
+
+class Certificates:
+    """The files in use. `credentials` is for the server; `run` follows the files. Raises ClusterFileError if the first
+    ones cannot be used."""
+
+    def __init__(self, settings: TlsSettings) -> None:
+        self._settings = settings
+        self._files = WatchedFiles(*settings.paths)
+        self._loaded = self._load()
+        # What gRPC has.
+        self._given = self._loaded.configuration
+        self._reported: timedelta | None = None
+        self._report_expiry()
+
+    def credentials(self) -> grpc.ServerCredentials:
+        return grpc.dynamic_ssl_server_credentials(
+            self._given,
+            # The published types do not know of None, which means "no change".
+            cast("Callable[[], grpc.ServerCertificateConfiguration]", self._new_configuration),
+            # gRPC for Python cannot ask for a certificate without demanding one.
+            require_client_authentication=self._settings.client_ca is not None,
+        )
+
+    def hurry(self) -> None:
+        """Makes `run` read the files now."""
+        self._files.hurry()
+
+    async def run(self) -> None:
+        """Takes up changes of the files until cancelled."""
+        refused = ""
+        while True:
+            await self._files.changed(within_s=_RETRY_S if refused else _CLOCK_S)
+            try:
+                loaded = await asyncio.to_thread(self._load)
+            except ClusterFileError as error:
+                if str(error) != refused:
+                    refused = str(error)
+                    _log.error("the new TLS files are refused, and the previous ones stay in use: %s", refused)
+            else:
+                refused = ""
+                if loaded.contents != self._loaded.contents:
+                    self._loaded, self._reported = loaded, None
+                    _log.info("new TLS files are in use: %s, until %s", loaded.subject, _shown(loaded.expires_at))
+            self._report_expiry()
+
+    def _new_configuration(self) -> grpc.ServerCertificateConfiguration | None:
+        """gRPC calls this before every handshake, in a thread of its own. None: nothing has changed."""
+        configuration = self._loaded.configuration
+        if configuration is self._given:
+            return None
+        self._given = configuration
+        return configuration
+
+    def _load(self) -> _Loaded:
+        # Look before reading: a write in between must count as a change.
+        self._files.look()
+        contents = tuple(map(_read, self._settings.paths))
+        certificate, key = contents[:2]
+        own, *_ = _certificates(certificate, self._settings.certificate)
+        if not isinstance(own.public_key(), rsa.RSAPublicKey | ec.EllipticCurvePublicKey):
+            # gRPC would start, and then fail in every handshake.
+            raise ClusterFileError(f"{self._settings.certificate}: gRPC takes certificates with RSA or ECDSA keys only")
+        if _public_key(key, self._settings.key) != own.public_key().public_bytes(
+            Encoding.DER, PublicFormat.SubjectPublicKeyInfo
+        ):
+            raise ClusterFileError(
+                f"{self._settings.key}: is not the key of the first certificate in {self._settings.certificate}"
+            )
+        client_ca = None
+        if self._settings.client_ca is not None:
+            client_ca = contents[2]
+            _certificates(client_ca, self._settings.client_ca)
+        return _Loaded(
+            contents=contents,
+            configuration=grpc.ssl_server_certificate_configuration([(key, certificate)], root_certificates=client_ca),
+            subject=own.subject.rfc4514_string() or f"serial number {own.serial_number:x}",
+            expires_at=own.not_valid_after_utc,
+        )
+
+    def _report_expiry(self) -> None:
+        left = self._loaded.expires_at - datetime.now(UTC)
+        reached = min((each for each in _REPORTED_AT if left <= each), default=None)
+        if reached is None or reached == self._reported:
+            return
+        self._reported = reached
+        if left <= timedelta(0):
+            level, what = logging.ERROR, "expired on %s: clients refuse it"
+        else:
+            level, what = logging.WARNING, f"expires on %s, in {left.days} days"
+        _log.log(
+            level,
+            f"the TLS certificate %s {what}; replace %s and its key, no restart is needed",
+            self._loaded.subject,
+            _shown(self._loaded.expires_at),
+            self._settings.certificate,
+        )
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ClusterFileError(f"{path}: {error.strerror}") from error
+
+
+def _certificates(pem: bytes, path: Path) -> list[x509.Certificate]:
+    try:
+        return x509.load_pem_x509_certificates(pem)
+    except ValueError:
+        raise ClusterFileError(f"{path}: is not a PEM certificate (-----BEGIN CERTIFICATE-----)") from None
+
+
+def _public_key(pem: bytes, path: Path) -> bytes:
+    # Drop the causes: a parser's message may quote what it has read.
+    try:
+        key = load_pem_private_key(pem, None)
+    except TypeError:
+        raise ClusterFileError(f"{path}: has a passphrase; store the key without one, in a file of mode 600") from None
+    except (ValueError, UnsupportedAlgorithm):
+        raise ClusterFileError(f"{path}: is not a PEM private key (-----BEGIN PRIVATE KEY-----)") from None
+    return key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+
+
+def _shown(moment: datetime) -> str:
+    return moment.strftime("%Y-%m-%d %H:%M UTC")

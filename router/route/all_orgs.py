@@ -1,0 +1,128 @@
+"""Lists the orgs of all shards with their figures, one page at a time.
+
+Each shard sorts its own orgs, and the pages of the shards are merged. An org that moves has jobs on two shards. It
+stands where the larger of its two figures belongs, with the sum of both: so a page needs nothing but the pages of the
+shards, and the figures of the few orgs of the page that move.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from router.fleet.fleet import Fleet
+from router.fleet.shard_handle import ShardHandle
+from shard.admin.org_figures import OrgFigures, OrgPage, OrgSort, Place, SomeFigures, WantedOrgs, pack, unpack
+from shard.errors import ShardUnavailable
+from shard.vocabulary import OrgId, ShardName
+
+
+class OrgsPage(NamedTuple):
+    # Each org, and the shards that have its jobs.
+    orgs: list[tuple[OrgFigures, Sequence[ShardName]]]
+    # Empty on the last page.
+    next_page_token: str
+    # The age of the oldest figures; None if no shard answered.
+    age_us: int | None
+    # The shards that did not answer.
+    unavailable: list[ShardName]
+
+
+class Part(NamedTuple):
+    """What one shard has of an org that is on a page."""
+
+    place: Place
+    shard: ShardName
+    figures: OrgFigures
+
+
+async def list_orgs(
+    fleet: Fleet, wanted: WantedOrgs, *, shard: ShardName | None, page_size: int, page_token: str
+) -> OrgsPage:
+    """Returns the next page. `shard`: only the orgs and the figures of this shard. Raises UnknownShard, BadPageToken,
+    and ShardUnavailable if no shard answers."""
+    after = unpack(page_token, wanted.sort)
+    if shard is not None:
+        fleet.member(shard)
+    names = list(fleet.shards()) if shard is None else [shard]
+    asked = await asyncio.gather(*(_page(fleet, name, wanted, after, page_size) for name in names))
+    pages = {name: page for name, page in zip(names, asked, strict=True) if isinstance(page, OrgPage)}
+    errors = {error.shard: error for error in asked if isinstance(error, ShardUnavailable)}
+    if not pages:
+        raise next(iter(errors.values()))
+    parts, more = merged(pages, sort=wanted.sort, page_size=page_size)
+    others = [] if shard is not None else [part for part in parts if len(_reads(fleet, part)) > 1]
+    # Also asks for the age of each shard's count.
+    read = await asyncio.gather(*(_figures(fleet, name, [part.figures.org for part in others]) for name in pages))
+    counted = {name: some for name, some in zip(pages, read, strict=True) if some is not None}
+    orgs: list[tuple[OrgFigures, Sequence[ShardName]]] = []
+    for part in parts:
+        reads = _reads(fleet, part)
+        # Otherwise the org has just moved: the shard where it lives lists it.
+        if part.shard in reads:
+            known = {part.shard: part.figures}
+            if shard is None:
+                for name in reads:
+                    if name != part.shard and name in counted and part.figures.org in counted[name].orgs:
+                        known[name] = counted[name].orgs[part.figures.org]
+            if part.shard == leading(known, sort=wanted.sort):
+                total = part.figures
+                for name, figures in known.items():
+                    total = total if name == part.shard else total.plus(figures)
+                orgs.append((total, [name for name in reads if name in known]))
+    return OrgsPage(
+        orgs,
+        pack(wanted.sort, parts[-1].place) if more and parts else "",
+        max((some.age_us for some in counted.values()), default=None),
+        [name for name in names if name in errors or name not in counted],
+    )
+
+
+def merged(pages: dict[ShardName, OrgPage], *, sort: OrgSort, page_size: int) -> tuple[list[Part], bool]:
+    """Merges the shards' pages, which begin at the same place, into one. Returns its parts in order, and whether more
+    follow. The parts of an org with the same figure on two shards have one place, and are never separated."""
+    parts = [
+        Part(Place(figures.figure(sort), figures.org), name, figures)
+        for name, page in pages.items()
+        for figures in page.orgs
+    ]
+    parts.sort(key=lambda part: part.place.key)
+    ends = [Place(page.orgs[-1].figure(sort), page.orgs[-1].org).key for page in pages.values() if page.more]
+    # Behind the nearest end, a shard may have orgs that it has not sent.
+    within = [part for part in parts if not ends or part.place.key <= min(ends)]
+    if len(within) <= page_size:
+        return within, len(within) < len(parts) or bool(ends)
+    last = within[page_size - 1].place
+    taken = [part for part in within if part.place.key <= last.key]
+    return taken, len(taken) < len(parts) or bool(ends)
+
+
+def leading(known: dict[ShardName, OrgFigures], *, sort: OrgSort) -> ShardName:
+    """Returns the shard at whose place an org is listed: the one with the largest figure, or else the first name."""
+    return min(known, key=lambda name: (-known[name].figure(sort), name))
+
+
+async def _page(
+    fleet: Fleet, name: ShardName, wanted: WantedOrgs, after: Place, page_size: int
+) -> OrgPage | ShardUnavailable:
+    try:
+        return await _up(fleet, name).queue_admin.list_orgs(wanted, after=after, page_size=page_size)
+    except ShardUnavailable as error:
+        return error
+
+
+async def _figures(fleet: Fleet, name: ShardName, orgs: Sequence[OrgId]) -> SomeFigures | None:
+    """Returns None if the shard does not answer."""
+    try:
+        return await _up(fleet, name).queue_admin.org_figures(orgs)
+    except ShardUnavailable:
+        return None
+
+
+def _up(fleet: Fleet, name: ShardName) -> ShardHandle:
+    return fleet.placed(name).require_up()
+
+
+def _reads(fleet: Fleet, part: Part) -> Sequence[ShardName]:
+    return fleet.placement(part.figures.org).reads

@@ -1,0 +1,166 @@
+"""How many jobs each org has on one shard, for a view over all orgs.
+
+The jobs are counted when somebody asks for the figures and the last count is too old for that, never otherwise: a
+count reads every unfinished job (docs/decisions/0043-orgs-are-counted-when-somebody-looks.md). The hot path keeps no
+counts.
+"""
+
+from __future__ import annotations
+
+import base64
+import enum
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+from shard.admin import statements
+from shard.errors import BadPageToken
+from shard.postgres.pool import Database
+from shard.vocabulary import OrgId
+
+_FIGURE_MAX = 2**63 - 1
+# No control characters, as in every org's name, and no lone surrogates, which JSON can name.
+_ORG = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]{1,128}")
+
+
+class OrgSort(enum.StrEnum):
+    """By which figure orgs are sorted, the largest first; or by name."""
+
+    BACKLOG = "backlog"
+    OLDEST = "oldest"
+    DEAD = "dead"
+    IN_FLIGHT = "in-flight"
+    NAME = "name"
+
+
+class OrgFigures(NamedTuple):
+    """The figures of one org, in the order of the columns of list_orgs.sql and read_org_figures.sql."""
+
+    org: OrgId
+    scheduled: int
+    ready: int
+    leased: int
+    dead: int
+    # How long the oldest ready job had been ready when the jobs were counted. None: none was ready.
+    oldest_ready_age_us: int | None
+
+    def figure(self, sort: OrgSort) -> int:
+        """Returns what the org is sorted by, as list_orgs.sql does."""
+        match sort:
+            case OrgSort.BACKLOG:
+                return self.scheduled + self.ready
+            case OrgSort.OLDEST:
+                return -1 if self.oldest_ready_age_us is None else self.oldest_ready_age_us
+            case OrgSort.DEAD:
+                return self.dead
+            case OrgSort.IN_FLIGHT:
+                return self.leased
+            case OrgSort.NAME:
+                return 0
+
+    def plus(self, other: OrgFigures) -> OrgFigures:
+        """Returns the figures of the org with those that another shard has for it."""
+        ages = [age for age in (self.oldest_ready_age_us, other.oldest_ready_age_us) if age is not None]
+        return OrgFigures(
+            self.org,
+            self.scheduled + other.scheduled,
+            self.ready + other.ready,
+            self.leased + other.leased,
+            self.dead + other.dead,
+            max(ages, default=None),
+        )
+
+
+class Place(NamedTuple):
+    """A place in a list of orgs: right behind the org with this name, if it has this figure."""
+
+    figure: int
+    org: str
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """Sorts places as they are in the list."""
+        return -self.figure, self.org
+
+
+START = Place(_FIGURE_MAX, "")
+
+
+class WantedOrgs(NamedTuple):
+    """Which orgs to list: those whose names contain `search`."""
+
+    search: str
+    sort: OrgSort
+    # How old the figures may be.
+    max_age_us: int
+
+
+class OrgPage(NamedTuple):
+    orgs: list[OrgFigures]
+    # Whether there are orgs behind the last one of the page.
+    more: bool
+
+
+class SomeFigures(NamedTuple):
+    orgs: dict[OrgId, OrgFigures]
+    # The age of the count.
+    age_us: int
+
+
+async def count(database: Database, *, max_age_us: int) -> None:
+    """Counts the jobs of every org, unless they were counted within `max_age_us`. Raises ShardUnavailable."""
+    await database.run(statements.COUNT_ORGS, {"max_age_us": max_age_us})
+
+
+async def page(database: Database, wanted: WantedOrgs, *, after: Place, page_size: int) -> OrgPage:
+    """Returns the orgs behind a place, by the last count. Raises ShardUnavailable."""
+    rows = await database.run(
+        statements.LIST_ORGS,
+        {
+            "search": wanted.search,
+            "sort": wanted.sort.value,
+            "after_figure": after.figure,
+            "after_org": after.org,
+            "rows": page_size + 1,
+        },
+    )
+    # The last column is what the rows are sorted by.
+    return OrgPage([OrgFigures._make(row[:-1]) for row in rows[:page_size]], len(rows) > page_size)
+
+
+async def read(database: Database, orgs: Sequence[OrgId]) -> SomeFigures:
+    """Returns the figures of those of the orgs that live here, by the last count, and its age. Raises
+    ShardUnavailable."""
+    rows = await database.run(statements.READ_ORG_FIGURES, {"orgs": list(orgs)})
+    figures = [OrgFigures._make(row[:-1]) for row in rows if row[0] is not None]
+    return SomeFigures({found.org: found for found in figures}, max((int(row[-1]) for row in rows), default=0))
+
+
+def pack(sort: OrgSort, place: Place) -> str:
+    """Returns the page token of a place in a list with this order."""
+    return base64.urlsafe_b64encode(json.dumps([sort.value, *place]).encode()).decode()
+
+
+def unpack(token: str, sort: OrgSort) -> Place:
+    """Returns the place that a page token names; an empty one names the start. A caller may have forged it. Raises
+    BadPageToken."""
+    if not token:
+        return START
+    try:
+        parts: Any = json.loads(base64.urlsafe_b64decode(token.encode()))
+    except (ValueError, RecursionError) as error:
+        raise BadPageToken(token) from error
+    if not isinstance(parts, list) or len(found := cast("list[object]", parts)) != 3:
+        raise BadPageToken(token)
+    of_sort, figure, org = found
+    if (
+        of_sort != sort.value
+        or not isinstance(figure, int)
+        or isinstance(figure, bool)
+        or not -1 <= figure <= _FIGURE_MAX
+        or not isinstance(org, str)
+        or _ORG.fullmatch(org) is None
+    ):
+        raise BadPageToken(token)
+    return Place(figure, org)

@@ -1,0 +1,67 @@
+-- Counts an org's jobs with ids in a range, in all tables of this shard: live, dead, exported, finished and cold. With
+-- with_ids it also returns their ids, 16 bytes each, for a caller that compares them with those of other shards.
+-- Conditions on a death are true of dead jobs only. The statement is planned for each run, so that only partitions since
+-- `since` are searched.
+SELECT
+    count(*) AS found,
+    string_agg(uuid_send(f.id), ''::bytea) FILTER (WHERE %(with_ids)s) AS ids
+FROM (
+    SELECT j.id
+    FROM windrow.job j
+    WHERE j.queue_id = ANY (%(queue_ids)s::bigint[]) AND {{org_of(j)}} = %(org_id)s::bigint
+        AND j.id >= %(from_id)s::uuid AND j.id < %(before_id)s::uuid
+        AND (%(kind)s = '' OR j.kind = %(kind)s)
+        AND (%(attributes)s::jsonb IS NULL OR j.attributes @> %(attributes)s::jsonb)
+        AND %(states)s::text[] && '{scheduled,ready,leased}'
+        AND CASE
+            WHEN j.visible_at <= now() THEN 'ready'
+            WHEN j.lease IS NULL THEN 'scheduled'
+            ELSE 'leased'
+        END = ANY (%(states)s::text[])
+    UNION ALL
+    SELECT d.id
+    FROM windrow.dead d
+    WHERE d.queue_id = ANY (%(queue_ids)s::bigint[]) AND d.id >= %(from_id)s::uuid AND d.id < %(before_id)s::uuid
+        AND (%(kind)s = '' OR d.kind = %(kind)s)
+        AND (%(attributes)s::jsonb IS NULL OR d.attributes @> %(attributes)s::jsonb) AND 'dead' = ANY (%(states)s::text[])
+        AND (%(died_after_us)s::bigint IS NULL OR d.finished_at >= timestamptz 'epoch' + %(died_after_us)s * interval '1 us')
+        AND (%(died_before_us)s::bigint IS NULL OR d.finished_at < timestamptz 'epoch' + %(died_before_us)s * interval '1 us')
+        AND NOT (%(not_killed)s AND coalesce((d.history -> -1 -> 'failure' ->> 'permanent')::boolean, false))
+    UNION ALL
+    SELECT d.id
+    FROM (
+        SELECT
+            g.*,
+            CASE
+                WHEN g.reason IS NOT NULL THEN 'dead'
+                WHEN g.run_at <= now() THEN 'ready'
+                ELSE 'scheduled'
+            END AS state
+        FROM windrow.departing g
+        WHERE g.slot = %(slot)s::smallint
+    ) d
+    WHERE d.queue_id = ANY (%(queue_ids)s::bigint[]) AND d.id >= %(from_id)s::uuid AND d.id < %(before_id)s::uuid
+        AND (%(kind)s = '' OR d.kind = %(kind)s)
+        AND (%(attributes)s::jsonb IS NULL OR d.attributes @> %(attributes)s::jsonb) AND d.state = ANY (%(states)s::text[])
+        AND (%(died_after_us)s::bigint IS NULL OR d.finished_at >= timestamptz 'epoch' + %(died_after_us)s * interval '1 us')
+        AND (%(died_before_us)s::bigint IS NULL OR d.finished_at < timestamptz 'epoch' + %(died_before_us)s * interval '1 us')
+        AND NOT (%(not_killed)s AND coalesce((d.history -> -1 -> 'failure' ->> 'permanent')::boolean, false))
+    UNION ALL
+    SELECT h.id
+    FROM windrow.finished h
+    WHERE {{org_of(h)}} = %(org_id)s::bigint
+        AND (%(queue)s = '' OR h.queue_id = ANY (%(queue_ids)s::bigint[]))
+        AND h.id >= %(from_id)s::uuid AND h.id < %(before_id)s::uuid AND h.finished_at >= %(since)s
+        AND (%(kind)s = '' OR h.kind = %(kind)s)
+        AND (%(attributes)s::jsonb IS NULL OR h.attributes @> %(attributes)s::jsonb)
+        AND %(states)s::text[] && '{succeeded,cancelled}' AND h.state = ANY (%(states)s::text[])
+    UNION ALL
+    SELECT c.id
+    FROM windrow.cold c
+    WHERE {{org_of(c)}} = %(org_id)s::bigint
+        AND (%(queue)s = '' OR c.queue_id = ANY (%(queue_ids)s::bigint[]))
+        AND c.id >= %(from_id)s::uuid AND c.id < %(before_id)s::uuid AND c.finished_at >= %(since)s
+        AND (%(kind)s = '' OR c.kind = %(kind)s)
+        AND (%(attributes)s::jsonb IS NULL OR c.attributes @> %(attributes)s::jsonb)
+        AND %(states)s::text[] && '{succeeded,cancelled}' AND c.state = ANY (%(states)s::text[])
+) f

@@ -1,0 +1,11 @@
+-- The newest entries of the audit log that match. NULL matches all.
+SELECT
+    a.id::text, a.at, a.principal, a.peer, a.method, a.org, a.queue, a.request::text, a.ended_at, a.outcome,
+    a.counts::text, a.calls
+FROM windrow.audit a
+WHERE a.at >= timestamptz 'epoch' + %(since_us)s * interval '1 us'
+    AND (%(org)s::text IS NULL OR a.org = %(org)s)
+    AND (%(principal)s::text IS NULL OR a.principal = %(principal)s)
+    AND (%(method)s::text IS NULL OR strpos(lower(a.method), lower(%(method)s)) > 0)
+ORDER BY a.at DESC, a.id DESC
+LIMIT %(rows)s

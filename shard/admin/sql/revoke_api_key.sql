@@ -1,0 +1,15 @@
+-- Revokes an API key, and tells all routers to look. A key that is revoked already stays as it is. Returns the key; no
+-- row if there is none with this id.
+WITH revoked AS (
+    UPDATE windrow.api_key SET revoked_at = now() WHERE id = %(id)s AND revoked_at IS NULL RETURNING id, revoked_at
+), counted AS (
+    UPDATE windrow.catalog c SET revocations = c.revocations + 1 WHERE EXISTS (SELECT FROM revoked) RETURNING c.revocations
+)
+SELECT
+    k.id, k.org, k.scopes, k.name, k.created_at, k.expires_at, coalesce(r.revoked_at, k.revoked_at) AS revoked_at,
+    k.last_used, coalesce(k.expires_at <= now(), false) AS expired
+FROM windrow.api_key k
+LEFT JOIN revoked r ON r.id = k.id
+-- Every copy of the catalog listens for this.
+LEFT JOIN (SELECT pg_notify('windrow_catalog', 'revocation ' || counted.revocations) FROM counted) told ON true
+WHERE k.id = %(id)s

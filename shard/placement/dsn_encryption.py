@@ -1,0 +1,42 @@
+"""Whether a DSN may send passwords and jobs over a network in plain text. Pure; libpq itself encrypts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shard.placement.loopback import is_loopback
+
+# Modes with which libpq never falls back to plain text. Without `verify-…` it accepts any server.
+_ENCRYPTED = frozenset({"require", "verify-ca", "verify-full"})
+# libpq's own default: TLS if the server offers it.
+_DEFAULT = "prefer"
+
+
+def may_be_plain_text(dsn: Mapping[str, Any], environ: Mapping[str, str]) -> str | None:
+    """Returns the sslmode of a parsed DSN if that allows plain text beyond this machine; None if all is well."""
+    mode = str(dsn.get("sslmode") or "")
+    # A service file has a lower rank than the DSN, and a higher one than the environment. It is not read here.
+    if not mode and not _service(dsn, environ):
+        mode = environ.get("PGSSLMODE") or _DEFAULT
+    if mode in _ENCRYPTED or not _leaves_this_machine(dsn, environ):
+        return None
+    return mode or "unknown, in a service file"
+
+
+def _leaves_this_machine(dsn: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
+    # libpq connects to `hostaddr` if there is one.
+    named = dsn.get("hostaddr") or dsn.get("host")
+    if not named and _service(dsn, environ):
+        return True
+    named = named or environ.get("PGHOSTADDR") or environ.get("PGHOST") or ""
+    return not all(map(_is_here, str(named).split(",")))
+
+
+def _is_here(host: str) -> bool:
+    """Whether it is a Unix socket (a path, an abstract name, or the default), or a loopback address."""
+    return not host or host[0] in "/@" or is_loopback(host)
+
+
+def _service(dsn: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
+    return bool(dsn.get("service") or environ.get("PGSERVICE"))

@@ -1,0 +1,371 @@
+"""Who may call what: a request for each method of the contract, and the ways in which its caller is refused.
+
+A way that proves an identity by other means adds its rows to `WAYS`; the tests then run them for every method.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import grpc
+import psycopg
+from google.protobuf import message_factory
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message import Message
+from google.rpc.error_details_pb2 import ErrorInfo
+
+from router.gate.auth.access import access_of
+from router.gate.auth.scopes import Scope
+from shard.admin import api_keys
+from shard.postgres.pool import Database
+from shard.vocabulary import CATALOG, OrgId
+from tests.issuers import BAD_TOKENS
+from tests.issuers import token as signed_token
+from tests.jobs import job_id
+from tests.routers import PATIENCE_S, Routers, detail
+from tests.streams import QUEUE, acks, extends, new_job, start, window
+from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2, server_pb2
+
+Metadata = tuple[tuple[str, str], ...]
+SERVICES = (
+    queue_pb2.DESCRIPTOR.services_by_name["Queue"],
+    admin_pb2.DESCRIPTOR.services_by_name["Admin"],
+    cluster_pb2.DESCRIPTOR.services_by_name["Cluster"],
+)
+METHODS = {f"{service.full_name}/{method.name}": method for service in SERVICES for method in service.methods}
+IN_ORG = [scope.value for scope in Scope if scope is not Scope.CLUSTER]
+ALL = [scope.value for scope in Scope]
+# Routers change these by themselves: also the audit log of what callers may do, and counts of jobs. They also fold the
+# tally, whose sums stay.
+_VOLATILE = ("mark", "shard", "audit", "org_figures", "org_figures_counted")
+_TABLES = """
+SELECT relname FROM pg_class
+WHERE relnamespace = 'windrow'::regnamespace AND relkind IN ('r', 'p') AND NOT relispartition
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """An org, and things of it that a caller may name."""
+
+    org: str
+    queue: str = QUEUE
+    # A ready job, a dead one, and a finished one.
+    ready: str = field(default_factory=job_id)
+    dead: str = field(default_factory=job_id)
+    finished: str = field(default_factory=job_id)
+    lease: bytes = b""
+    dedup_key: str = "once"
+    # The page token of a ListJobs, and that of a ListQueues.
+    page_token: str = ""
+    queue_page_token: str = ""
+
+    def told_to(self, org: str) -> Target:
+        """Returns the same things as another org would name them."""
+        return replace(self, org=org)
+
+
+# A request of each method that is allowed to callers of the org and changes something, if the method does.
+REQUESTS: Mapping[str, Callable[[Target], Message]] = {
+    "windrow.v1.Queue/Enqueue": lambda it: queue_pb2.EnqueueRequest(org=it.org, jobs=[new_job()]),
+    "windrow.v1.Queue/Dequeue": lambda it: queue_pb2.DequeueRequest(org=it.org, queues=[it.queue], max_jobs=10),
+    "windrow.v1.Queue/Consume": lambda it: queue_pb2.ConsumeRequest(start=start(it.org, it.queue), credit=10),
+    "windrow.v1.Queue/Ack": lambda it: queue_pb2.AckRequest(org=it.org, acks=[queue_pb2.Ack(lease=it.lease)]),
+    "windrow.v1.Queue/Nack": lambda it: queue_pb2.NackRequest(org=it.org, nacks=[queue_pb2.Nack(lease=it.lease)]),
+    "windrow.v1.Queue/Extend": lambda it: queue_pb2.ExtendRequest(
+        org=it.org, extends=extends(it.lease), visibility_window=window(3600)
+    ),
+    "windrow.v1.Queue/Release": lambda it: queue_pb2.ReleaseRequest(org=it.org, leases=[it.lease]),
+    "windrow.v1.Queue/Snooze": lambda it: queue_pb2.SnoozeRequest(
+        org=it.org, snoozes=[queue_pb2.Snooze(lease=it.lease)]
+    ),
+    "windrow.v1.Queue/GetJobs": lambda it: queue_pb2.GetJobsRequest(org=it.org, ids=[it.ready, it.dead, it.finished]),
+    "windrow.v1.Queue/FindJob": lambda it: queue_pb2.FindJobRequest(org=it.org, queue=it.queue, dedup_key=it.dedup_key),
+    "windrow.v1.Queue/CancelJobs": lambda it: queue_pb2.CancelJobsRequest(org=it.org, ids=[it.ready, it.dead]),
+    "windrow.v1.Queue/AlterJobs": lambda it: queue_pb2.AlterJobsRequest(org=it.org, ids=[it.ready], priority=2),
+    "windrow.v1.Queue/RedriveJobs": lambda it: queue_pb2.RedriveJobsRequest(org=it.org, ids=[it.dead]),
+    "windrow.v1.Queue/GetServerInfo": lambda _: server_pb2.GetServerInfoRequest(),
+    "windrow.v1.Queue/WaitJob": lambda it: queue_pb2.WaitJobRequest(org=it.org, id=it.finished),
+    "windrow.v1.Admin/CreateQueue": lambda it: admin_pb2.CreateQueueRequest(org=it.org, queue="new"),
+    "windrow.v1.Admin/UpdateQueue": lambda it: admin_pb2.UpdateQueueRequest(
+        org=it.org, queue=it.queue, config=admin_pb2.QueueConfig(max_attempts=7)
+    ),
+    "windrow.v1.Admin/GetQueue": lambda it: admin_pb2.GetQueueRequest(org=it.org, queue=it.queue),
+    "windrow.v1.Admin/ListQueues": lambda it: admin_pb2.ListQueuesRequest(org=it.org),
+    "windrow.v1.Admin/DeleteQueue": lambda it: admin_pb2.DeleteQueueRequest(org=it.org, queue="empty"),
+    "windrow.v1.Admin/PauseQueue": lambda it: admin_pb2.PauseQueueRequest(org=it.org, queue=it.queue),
+    "windrow.v1.Admin/ResumeQueue": lambda it: admin_pb2.ResumeQueueRequest(org=it.org, queue=it.queue),
+    "windrow.v1.Admin/PurgeQueue": lambda it: admin_pb2.PurgeQueueRequest(org=it.org, queue=it.queue),
+    "windrow.v1.Admin/ListJobs": lambda it: admin_pb2.ListJobsRequest(org=it.org, page_token=it.page_token),
+    "windrow.v1.Admin/CountJobs": lambda it: admin_pb2.CountJobsRequest(org=it.org),
+    "windrow.v1.Admin/RestoreJobs": lambda it: admin_pb2.RestoreJobsRequest(
+        org=it.org, jobs=[admin_pb2.RestoreJob(id=it.finished)]
+    ),
+    "windrow.v1.Admin/RedriveQueue": lambda it: admin_pb2.RedriveQueueRequest(org=it.org, queue=it.queue),
+    "windrow.v1.Admin/GetStats": lambda it: admin_pb2.GetStatsRequest(org=it.org),
+    "windrow.v1.Cluster/ListShards": lambda _: cluster_pb2.ListShardsRequest(),
+    "windrow.v1.Cluster/CheckShard": lambda _: cluster_pb2.CheckShardRequest(shard="s1"),
+    "windrow.v1.Cluster/ListOrgs": lambda _: cluster_pb2.ListOrgsRequest(),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Secured:
+    """Routers of a cluster that asks who calls. Its catalog is on the shard s1. Connections to the shards stay open:
+    tests make hundreds of keys and read all rows hundreds of times."""
+
+    routers: Routers
+    _runner: asyncio.Runner
+    _catalog: Database
+    _shards: Mapping[str, psycopg.Connection[tuple[Any, ...]]]
+
+    def new_key(self, *, org: str | None = None, scopes: Iterable[str] = IN_ORG) -> str:
+        """Creates a key; without an org, it is for all of them."""
+        of_org = None if org is None else OrgId(org)
+        _, text = self._runner.run(
+            api_keys.create(self._catalog, org=of_org, scopes=list(scopes), name="", expires_in_s=None)
+        )
+        return text
+
+    def key_of(self, org: str, *, scopes: Iterable[str] = IN_ORG) -> str:
+        return self.new_key(org=org, scopes=scopes)
+
+    def revoke(self, key: str) -> None:
+        self._runner.run(api_keys.revoke(self._catalog, id_of(key)[3:]))
+
+    def expire(self, key: str) -> None:
+        changed = self._shards["s1"].execute(
+            "UPDATE windrow.api_key SET expires_at = now() - interval '1 s' WHERE id = %s", [id_of(key)[3:]]
+        )
+        assert changed.rowcount == 1
+
+    def rows(self) -> dict[tuple[str, str], list[str]]:
+        """Returns all rows of all tables, by shard and table. Those of partitions are in their table."""
+        rows: dict[tuple[str, str], list[str]] = {}
+        for shard, database in self._shards.items():
+            for (table,) in database.execute(_TABLES).fetchall():
+                source = f"windrow.{table}"
+                if table == "tally":
+                    source = "(SELECT org_id, sum(accepted) FROM windrow.tally GROUP BY org_id)"
+                if table not in _VOLATILE:
+                    found = database.execute(
+                        f"SELECT (to_jsonb(t) - 'last_used')::text FROM {source} t ORDER BY 1".encode()
+                    )
+                    rows[shard, table] = [text for (text,) in found.fetchall()]
+        return rows
+
+
+@contextlib.contextmanager
+def open_secured(routers: Routers, dsns: Mapping[str, str]) -> Generator[Secured, None, None]:
+    with contextlib.ExitStack() as stack:
+        runner = stack.enter_context(asyncio.Runner())
+        catalog = Database(CATALOG, dsns["s1"], connections=1)
+        runner.run(catalog.open())
+        stack.callback(lambda: runner.run(catalog.close()))
+        shards = {name: stack.enter_context(psycopg.connect(dsn, autocommit=True)) for name, dsn in dsns.items()}
+        yield Secured(routers=routers, _runner=runner, _catalog=catalog, _shards=shards)
+
+
+def id_of(key: str) -> str:
+    """Returns what operators call a key: the part before its secret, which may have a _ too."""
+    return "_".join(key.split("_")[:2])
+
+
+def bearer(token: str) -> Metadata:
+    return (("authorization", f"Bearer {token}"),)
+
+
+def call(channel: grpc.Channel, name: str, request: Message, metadata: Metadata) -> list[Any]:
+    """Makes a call of any method. Returns its answers; those of a Consume until the consumer closes its side. Raises
+    grpc.RpcError."""
+    method: MethodDescriptor = METHODS[name]
+    decode = message_factory.GetMessageClass(method.output_type).FromString
+    path, encoded = f"/{name}", request.SerializeToString()
+    if method.client_streaming:
+        stream: Any = channel.stream_stream(path, response_deserializer=decode)
+        return list(stream(iter([encoded]), timeout=PATIENCE_S, metadata=metadata))
+    if method.server_streaming:
+        answers: Any = channel.unary_stream(path, response_deserializer=decode)
+        return list(answers(encoded, timeout=PATIENCE_S, metadata=metadata))
+    unary: Any = channel.unary_unary(path, response_deserializer=decode)
+    return [unary(encoded, timeout=PATIENCE_S, metadata=metadata)]
+
+
+def refusal(error: grpc.RpcError) -> tuple[grpc.StatusCode, str]:
+    """Returns the code and the reason of a refused call."""
+    info = detail(error, ErrorInfo)
+    assert info is not None, error
+    # The error that a call raises is a grpc.Call, too.
+    return cast("grpc.Call", error).code(), info.reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """A way to be refused. `metadata` makes that of calls for an org, of methods that need a scope."""
+
+    what: str
+    metadata: Callable[[Secured, str, Scope | None], Metadata]
+    code: grpc.StatusCode
+    reason: str
+    # The methods that are refused.
+    concerns: Callable[[str], bool] = lambda _: True
+
+
+UNAUTHENTICATED, PERMISSION_DENIED = grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED
+
+
+def scope_of(method: str) -> Scope | None:
+    return access_of(METHODS[method]).scope
+
+
+def _names_org(method: str) -> bool:
+    return scope_of(method) not in (None, Scope.CLUSTER)
+
+
+def _but(scope: Scope | None) -> list[str]:
+    return [one for one in IN_ORG if scope is None or one != scope.value]
+
+
+def _wrong_secret(it: Secured, org: str, _: Scope | None) -> Metadata:
+    return bearer(f"{id_of(it.key_of(org))}_{secrets.token_urlsafe(32)}")
+
+
+def _revoked(it: Secured, org: str, _: Scope | None) -> Metadata:
+    key = it.key_of(org)
+    it.revoke(key)
+    return bearer(key)
+
+
+def _expired(it: Secured, org: str, _: Scope | None) -> Metadata:
+    key = it.key_of(org)
+    it.expire(key)
+    return bearer(key)
+
+
+def _twice(it: Secured, org: str, _: Scope | None) -> Metadata:
+    key = it.key_of(org)
+    return bearer(key) + bearer(key)
+
+
+WAYS = [
+    Way(what="no token", metadata=lambda *_: (), code=UNAUTHENTICATED, reason="CREDENTIALS_MISSING"),
+    *(
+        Way(what=what, metadata=metadata, code=UNAUTHENTICATED, reason="CREDENTIALS_INVALID")
+        for what, metadata in (
+            ("another scheme", lambda *_: (("authorization", "Basic d2luZHJvdw=="),)),
+            ("a token of no kind", lambda *_: bearer("windrow")),
+            ("no characters", lambda *_: bearer("")),
+            ("a malformed key", lambda *_: bearer("wr_abcdefgh2345_short")),
+            ("a key with a bad character", lambda *_: bearer(f"wr_abcdefgh234'_{secrets.token_urlsafe(32)}")),
+            ("an unknown key", lambda *_: bearer(f"wr_abcdefgh2345_{secrets.token_urlsafe(32)}")),
+            ("an oversized token", lambda *_: bearer("wr_" + "a" * 7000)),
+            ("a wrong secret", _wrong_secret),
+            ("two tokens", _twice),
+        )
+    ),
+    Way(what="an expired key", metadata=_expired, code=UNAUTHENTICATED, reason="CREDENTIALS_EXPIRED"),
+    Way(what="a revoked key", metadata=_revoked, code=UNAUTHENTICATED, reason="CREDENTIALS_REVOKED"),
+    Way(
+        what="all scopes but the one that is needed",
+        metadata=lambda it, org, scope: bearer(it.key_of(org, scopes=_but(scope))),
+        code=PERMISSION_DENIED,
+        reason="SCOPE_MISSING",
+        concerns=lambda method: scope_of(method) is not None,
+    ),
+    Way(
+        what="the scope cluster only",
+        metadata=lambda it, _org, _scope: bearer(it.new_key(scopes=["cluster"])),
+        code=PERMISSION_DENIED,
+        reason="SCOPE_MISSING",
+        concerns=_names_org,
+    ),
+    Way(
+        what="all orgs without the scope cluster",
+        metadata=lambda it, _org, _scope: bearer(it.new_key()),
+        code=PERMISSION_DENIED,
+        reason="SCOPE_MISSING",
+        concerns=lambda method: scope_of(method) is Scope.CLUSTER,
+    ),
+    Way(
+        what="a key of another org",
+        metadata=lambda it, org, _scope: bearer(it.key_of(f"not-{org}")),
+        code=PERMISSION_DENIED,
+        reason="ORG_FORBIDDEN",
+        concerns=_names_org,
+    ),
+]
+
+
+def _jwt(make: Callable[[], str]) -> Callable[[Secured, str, Scope | None], Metadata]:
+    return lambda *_: bearer(make())
+
+
+# The ways in which routers that know one key of the issuer refuse a caller.
+OF_JWT = [
+    *(
+        Way(
+            what=f"a JSON Web Token: {what}",
+            metadata=_jwt(bad.make),
+            code=UNAUTHENTICATED,
+            reason="CREDENTIALS_EXPIRED" if what == "expired" else "CREDENTIALS_INVALID",
+        )
+        for what, bad in BAD_TOKENS.items()
+    ),
+    Way(
+        what="a JSON Web Token with all scopes but the one that is needed",
+        metadata=lambda _, org, scope: bearer(signed_token(org=org, scope=_but(scope))),
+        code=PERMISSION_DENIED,
+        reason="SCOPE_MISSING",
+        concerns=lambda method: scope_of(method) is not None,
+    ),
+    Way(
+        what="a JSON Web Token of another org",
+        metadata=lambda _, org, _scope: bearer(signed_token(org=f"not-{org}")),
+        code=PERMISSION_DENIED,
+        reason="ORG_FORBIDDEN",
+        concerns=_names_org,
+    ),
+]
+
+
+def things_of(channel: grpc.Channel, org: str, metadata: Metadata) -> Target:
+    """Makes the things of an org that a Target names."""
+    ready, dead, finished, leased = (job_id() for _ in range(4))
+
+    def do(name: str, request: Message) -> Any:
+        return call(channel, f"windrow.v1.{name}", request, metadata)[0]
+
+    def lease(queue: str) -> list[job_pb2.LeasedJob]:
+        request = queue_pb2.DequeueRequest(org=org, queues=[queue], visibility_window=window(3600))
+        return list(do("Queue/Dequeue", request).jobs)
+
+    do("Queue/Enqueue", queue_pb2.EnqueueRequest(org=org, jobs=[new_job(id=dead)]))
+    failure = job_pb2.Failure(message="as the test wants", permanent=True)
+    nacks = [queue_pb2.Nack(lease=job.lease, failure=failure) for job in lease(QUEUE)]
+    do("Queue/Nack", queue_pb2.NackRequest(org=org, nacks=nacks))
+    do("Queue/Enqueue", queue_pb2.EnqueueRequest(org=org, jobs=[new_job(id=finished)]))
+    do("Queue/Ack", queue_pb2.AckRequest(org=org, acks=acks(lease(QUEUE))))
+    do("Queue/Enqueue", queue_pb2.EnqueueRequest(org=org, jobs=[new_job(id=leased)]))
+    (held,) = lease(QUEUE)
+    keyed = new_job(id=ready)
+    keyed.dedup.key = "once"
+    do("Queue/Enqueue", queue_pb2.EnqueueRequest(org=org, jobs=[keyed]))
+    do("Admin/CreateQueue", admin_pb2.CreateQueueRequest(org=org, queue="empty"))
+    page = do("Admin/ListJobs", admin_pb2.ListJobsRequest(org=org, page_size=1))
+    queues = do("Admin/ListQueues", admin_pb2.ListQueuesRequest(org=org, page_size=1))
+    assert page.next_page_token
+    assert queues.next_page_token
+    return Target(
+        org=org,
+        ready=ready,
+        dead=dead,
+        finished=finished,
+        lease=held.lease,
+        page_token=page.next_page_token,
+        queue_page_token=queues.next_page_token,
+    )

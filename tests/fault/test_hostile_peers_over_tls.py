@@ -1,0 +1,131 @@
+"""A router that speaks TLS knows how much each connection has sent, closes those that hold its memory, and leaves the
+others alone. The bytes on its sockets are those of TLS, which are more than those of its messages."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import psutil
+import pytest
+
+import windrow
+from proof.certificates import Authority
+from proof.hostile_peer import leave_requests_unfinished
+from tests.postgres import Server
+from tests.routers import PATIENCE_S, Routers, running_routers, until, write_cluster
+
+MIB = 1024 * 1024
+MEMORY_MIB = 512
+ENQUEUE = "/windrow.v1.Queue/Enqueue"
+_PART_BYTES = 1 << 16
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@contextlib.asynccontextmanager
+async def tunnel(address: str, ca: Path) -> AsyncGenerator[str, None]:
+    """Yields an address whose plain connections are carried to `address` by TLS, each by a connection of its own."""
+    context = ssl.create_default_context(cafile=ca)
+    context.set_alpn_protocols(["h2"])
+    host, _, port = address.rpartition(":")
+    carrying: set[asyncio.Task[None]] = set()
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, ssl.SSLError):
+            while part := await reader.read(_PART_BYTES):
+                writer.write(part)
+                await writer.drain()
+        writer.close()
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        carrying.add(task)
+        try:
+            there, back = await asyncio.open_connection(host, int(port), ssl=context, server_hostname="localhost")
+            await asyncio.gather(pump(reader, back), pump(there, writer))
+        finally:
+            carrying.discard(task)
+
+    server = await asyncio.start_server(carry, "127.0.0.1", 0)
+    try:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+        for task in list(carrying):
+            task.cancel()
+        if carrying:
+            await asyncio.wait(set(carrying))
+
+
+def resident_mib(routers: Routers) -> int:
+    (pid,) = routers.pids
+    return int(psutil.Process(pid).memory_info().rss) // MIB
+
+
+async def test_unfinished_requests_over_tls_stay_within_the_memory_of_the_router_and_others_are_not_disturbed(
+    postgres: Server, tmp_path: Path
+) -> None:
+    authority = Authority()
+    authority.sign().save(tmp_path / "tls.crt", tmp_path / "tls.key")
+    ca = authority.saved(tmp_path / "ca.crt")
+    config = write_cluster(tmp_path / "cluster.toml", {"s1": postgres.create("hostile_tls")}, memory_mib=MEMORY_MIB)
+    table = f"\n[tls]\ncertificate = '{tmp_path / 'tls.crt'}'\nkey = '{tmp_path / 'tls.key'}'\n"
+    config.write_text(config.read_text() + table)
+    with running_routers(config) as routers:
+        async with (
+            tunnel(routers.address, ca) as entrance,
+            windrow.Client(
+                # One try for each call: a call fails if its connection is closed.
+                routers.address,
+                org="quiet",
+                tls=ca,
+                timeout=PATIENCE_S,
+                try_timeout=PATIENCE_S,
+            ) as quiet,
+        ):
+            # It has sent much more than the attackers may hold, and all of it is done with.
+            for _ in range(100):
+                await quiet.enqueue("large", "greet", bytes(MIB // 2))
+            before = resident_mib(routers)
+            attack = asyncio.create_task(
+                leave_requests_unfinished(
+                    entrance, ENQUEUE, size_bytes=15 * MIB, calls=120, connections=4, seconds=PATIENCE_S
+                )
+            )
+            peak, rounds = before, 0
+            waiting = asyncio.create_task(quiet.dequeue("nothing", wait=PATIENCE_S))
+            while not attack.done():
+                peak = max(peak, resident_mib(routers))
+                await quiet.enqueue("small", "greet")
+                rounds += 1
+                await asyncio.wait({attack}, timeout=0.05)
+            seen = attack.result()
+            assert peak < MEMORY_MIB
+            assert any(one.closed_after_s is not None for one in seen)
+            assert rounds > 0
+            # The call that waited all the time was not broken: its connection is the quiet one.
+            assert not waiting.done() or waiting.exception() is None
+            waiting.cancel()
+            await asyncio.wait({waiting})
+            await asyncio.to_thread(until, lambda: resident_mib(routers) < before + 64, "the memory is given back")
+        assert "with unfinished requests of" in routers.log.read_text()
+
+
+async def test_a_router_that_drains_closes_tls_connections(postgres: Server, tmp_path: Path) -> None:
+    authority = Authority()
+    authority.sign().save(tmp_path / "tls.crt", tmp_path / "tls.key")
+    ca = authority.saved(tmp_path / "ca.crt")
+    # A drain of an hour would outlast the test.
+    config = write_cluster(tmp_path / "cluster.toml", {"s1": postgres.create("drain_tls")}, drain_seconds=3600)
+    table = f"\n[tls]\ncertificate = '{tmp_path / 'tls.crt'}'\nkey = '{tmp_path / 'tls.key'}'\n"
+    config.write_text(config.read_text() + table)
+    with running_routers(config) as routers:
+        async with windrow.Client(routers.address, org="quiet", tls=ca) as idle:
+            await idle.server_info()
+            routers.supervisor.terminate()
+            assert await asyncio.to_thread(routers.supervisor.wait, PATIENCE_S) == 0

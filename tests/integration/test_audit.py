@@ -1,0 +1,320 @@
+"""The audit log: every change by an operator is in it before it begins, and its outcome afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psycopg
+import pytest
+from google.protobuf.field_mask_pb2 import FieldMask
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2
+
+from embedded import BinariesNotFound, open_clusters
+from shard.admin import audit
+from shard.placement.cluster_file import ClusterFileError, parse_cluster
+from shard.postgres.pool import Database
+from tests.command import windrow
+from tests.jobs import job_id, job_message
+from tests.postgres import Server, kill
+from tests.routers import PATIENCE_S, Routers, Stubs, detail, running_routers, stubs, until, write_cluster
+from windrow.v1 import access_pb2, admin_pb2, cluster_pb2, queue_pb2
+
+QUEUE = "mail"
+_numbers = itertools.count(1)
+SERVICES = (
+    queue_pb2.DESCRIPTOR.services_by_name["Queue"],
+    admin_pb2.DESCRIPTOR.services_by_name["Admin"],
+    cluster_pb2.DESCRIPTOR.services_by_name["Cluster"],
+)
+
+
+def methods(scope: access_pb2.Scope.ValueType) -> dict[str, str]:
+    """Returns the full names of all methods with this scope, by their short names."""
+    return {
+        method.name: f"{service.full_name}/{method.name}"
+        for service in SERVICES
+        for method in service.methods
+        if method.GetOptions().Extensions[access_pb2.scope] == scope
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audited:
+    """A cluster with an audit log."""
+
+    dsn: str
+    config: Path
+    routers: Routers
+    stubs: Stubs
+
+    def sql(self, statement: str, *parameters: object) -> list[tuple[Any, ...]]:
+        with psycopg.connect(self.dsn, autocommit=True) as connection:
+            cursor = connection.execute(statement.encode(), parameters)
+            return cursor.fetchall() if cursor.description else []
+
+    def ended(self, org: str, many: int = 1) -> list[tuple[Any, ...]]:
+        """Returns (method, outcome, counts, request) of the org's changes, the oldest first, when so many have
+        ended."""
+        found: list[tuple[Any, ...]] = []
+
+        def look() -> bool:
+            found[:] = self.sql(
+                "SELECT method, outcome, counts, request FROM windrow.audit "
+                "WHERE org = %s AND ended_at IS NOT NULL ORDER BY at, method",
+                org,
+            )
+            return len(found) >= many
+
+        until(look, "the outcome is in the audit log")
+        return found
+
+    def enqueue(self, org: str, *, marker: str = "", many: int = 1) -> list[str]:
+        jobs = [
+            job_message(
+                id=job_id(), queue=QUEUE, kind="greet", payload=marker.encode(), attributes={"campaign": marker or "1"}
+            )
+            for _ in range(many)
+        ]
+        self.stubs.queue.Enqueue(queue_pb2.EnqueueRequest(org=org, jobs=jobs), timeout=PATIENCE_S)
+        return [job.id for job in jobs]
+
+
+@contextlib.contextmanager
+def audited(dsn: str, folder: Path, *, catalog_dsn: str | None = None) -> Generator[Audited, None, None]:
+    config = write_cluster(folder / "cluster.toml", {"s1": dsn}, catalog_dsn=catalog_dsn)
+    config.write_text(config.read_text() + "\n[audit]\ndays = 30\n")
+    with running_routers(config) as routers, stubs(routers.address) as both:
+        yield Audited(dsn=catalog_dsn or dsn, config=config, routers=routers, stubs=both)
+
+
+@pytest.fixture(scope="module")
+def cluster(postgres: Server, tmp_path_factory: pytest.TempPathFactory) -> Generator[Audited, None, None]:
+    with audited(postgres.create("audited"), tmp_path_factory.mktemp("audited")) as made:
+        yield made
+
+
+@pytest.fixture
+def name() -> str:
+    return f"org-{next(_numbers)}"
+
+
+def refusal(call: Callable[[], object]) -> grpc.RpcError:
+    with pytest.raises(grpc.RpcError) as refused:
+        call()
+    return refused.value
+
+
+def changes(org: str, one: str) -> dict[str, Message]:
+    """Returns a request of each method that changes something. A new method needs one."""
+    config = admin_pb2.QueueConfig(max_attempts=3)
+    return {
+        "CreateQueue": admin_pb2.CreateQueueRequest(org=org, queue="new", config=config),
+        "UpdateQueue": admin_pb2.UpdateQueueRequest(
+            org=org, queue=QUEUE, config=config, update_mask=FieldMask(paths=["max_attempts"])
+        ),
+        "DeleteQueue": admin_pb2.DeleteQueueRequest(org=org, queue="new"),
+        "PauseQueue": admin_pb2.PauseQueueRequest(org=org, queue=QUEUE),
+        "ResumeQueue": admin_pb2.ResumeQueueRequest(org=org, queue=QUEUE),
+        "AlterJobs": queue_pb2.AlterJobsRequest(org=org, ids=[one], priority=2),
+        "CancelJobs": queue_pb2.CancelJobsRequest(org=org, ids=[one], reason="no longer wanted"),
+        "RedriveJobs": queue_pb2.RedriveJobsRequest(org=org, ids=[one]),
+        "RedriveQueue": admin_pb2.RedriveQueueRequest(org=org, queue=QUEUE, kind="greet"),
+        "RestoreJobs": admin_pb2.RestoreJobsRequest(org=org, jobs=[admin_pb2.RestoreJob(id=one)]),
+        "PurgeQueue": admin_pb2.PurgeQueueRequest(org=org, queue=QUEUE, limit=10),
+    }
+
+
+def send(both: Stubs, method: str, request: Message) -> Any:
+    stub = next(one for one in (both.queue, both.admin, both.cluster) if hasattr(one, method))
+    return getattr(stub, method)(request, timeout=PATIENCE_S)
+
+
+# ── Bad paths first ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_change_is_refused_while_its_intent_cannot_be_written_and_reads_go_on(
+    postgres: Server, tmp_path: Path, name: str
+) -> None:
+    try:
+        with open_clusters(["catalog"], ephemeral=True) as servers:
+            dsn = postgres.create("unaudited")
+            with audited(dsn, tmp_path, catalog_dsn=servers.dsns["catalog"]) as cluster:
+                cluster.enqueue(name)
+                kill(servers["catalog"])
+                request = admin_pb2.PurgeQueueRequest(org=name, queue=QUEUE)
+                error = refusal(lambda: send(cluster.stubs, "PurgeQueue", request))
+                assert error.code() is grpc.StatusCode.UNAVAILABLE
+                assert "nothing was changed, because the audit log cannot be written" in (error.details() or "")
+                info = detail(error, error_details_pb2.ErrorInfo)
+                assert info is not None
+                assert info.reason == "SHARD_UNAVAILABLE"
+                cluster.enqueue(name)
+                stats = send(cluster.stubs, "GetStats", admin_pb2.GetStatsRequest(org=name))
+                assert [one.ready for one in stats.queues] == [2]
+                servers["catalog"].start()
+
+                def purged() -> bool:
+                    try:
+                        return bool(send(cluster.stubs, "PurgeQueue", request).cancelled == 2)
+                    except grpc.RpcError:
+                        return False
+
+                until(purged, "the change is made once the catalog is back")
+                assert [row[:3] for row in cluster.ended(name)] == [
+                    ("windrow.v1.Admin/PurgeQueue", "OK", {"cancelled": 2})
+                ]
+    except BinariesNotFound as error:
+        pytest.skip(str(error))
+
+
+def test_after_kill_9_the_intent_of_an_unfinished_change_is_in_the_log(
+    postgres: Server, tmp_path: Path, name: str
+) -> None:
+    with audited(postgres.create("killed"), tmp_path) as cluster:
+        cluster.enqueue(name)
+        with psycopg.connect(cluster.dsn) as holder:
+            holder.execute("LOCK TABLE windrow.job IN EXCLUSIVE MODE")
+            call = cluster.stubs.admin.PurgeQueue.future(
+                admin_pb2.PurgeQueueRequest(org=name, queue=QUEUE), timeout=PATIENCE_S
+            )
+            rows = "SELECT method, outcome, ended_at FROM windrow.audit WHERE org = %s"
+            until(lambda: cluster.sql(rows, name), "the intent is in the audit log")
+            for pid in cluster.routers.pids:
+                os.kill(pid, signal.SIGKILL)
+            refusal(call.result)
+            assert cluster.sql(rows, name) == [("windrow.v1.Admin/PurgeQueue", None, None)]
+        (shown,) = windrow("audit", "--org", name, "--json", "--config", str(cluster.config)).documents
+        assert (shown["outcome"], shown["ended_at"]) == (None, None)
+        assert "not known" in windrow("audit", "--org", name, "--config", str(cluster.config)).out
+
+
+def test_a_change_that_fails_is_in_the_log_with_its_reason(cluster: Audited, name: str) -> None:
+    cluster.enqueue(name)
+    refusal(lambda: send(cluster.stubs, "PauseQueue", admin_pb2.PauseQueueRequest(org=name, queue="none")))
+    assert [row[:2] for row in cluster.ended(name)] == [("windrow.v1.Admin/PauseQueue", "NOT_FOUND QUEUE_NOT_FOUND")]
+
+
+def test_no_payload_and_no_value_of_an_attribute_is_in_the_log(cluster: Audited, name: str) -> None:
+    marker = "marked-7f3a"
+    ids = cluster.enqueue(name, marker=marker, many=30)
+    altered = queue_pb2.AlterJobsRequest(org=name, ids=ids, attributes=queue_pb2.Attributes(values={"vip": marker}))
+    send(cluster.stubs, "AlterJobs", altered)
+    send(cluster.stubs, "PurgeQueue", admin_pb2.PurgeQueueRequest(org=name, queue=QUEUE))
+    (altering, purging) = cluster.ended(name, 2)
+    assert altering[3]["attributes"] == ["vip"]
+    # Of many ids the first ones.
+    assert altering[3]["ids"] == [*ids[:20], "30 in all"]
+    assert altering[2] == {"ok": 30}
+    assert purging[2] == {"cancelled": 30}
+    assert cluster.sql("SELECT count(*) FROM windrow.audit a WHERE a::text LIKE %s", f"%{marker}%") == [(0,)]
+
+
+@pytest.mark.parametrize("days", ["0", "3651", '"90"', "true", "1.5"])
+def test_days_that_cannot_be_are_refused(days: str) -> None:
+    text = f'[[shard]]\nname = "s1"\ndsn = "host=localhost"\n[audit]\ndays = {days}\n'
+    with pytest.raises(ClusterFileError, match="1 to 3650"):
+        audit.days_of(parse_cluster(text, source="file"))
+
+
+def test_without_auth_and_audit_nothing_is_written_down(postgres: Server, tmp_path: Path, name: str) -> None:
+    dsn = postgres.create("quiet")
+    config = write_cluster(tmp_path / "cluster.toml", {"s1": dsn})
+    with running_routers(config) as routers, stubs(routers.address) as both:
+        cluster = Audited(dsn=dsn, config=config, routers=routers, stubs=both)
+        (one,) = cluster.enqueue(name)
+        send(both, "CancelJobs", changes(name, one)["CancelJobs"])
+        assert windrow("shards", "pin", name, "--to", "s1", "--config", str(config)).code == 0
+        assert cluster.sql("SELECT count(*) FROM windrow.audit") == [(0,)]
+        assert "neither [auth] nor [audit]" in windrow("audit", "--config", str(config)).err
+
+
+# ── What is written down ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_method_that_changes_something_is_in_the_log(cluster: Audited, name: str) -> None:
+    (one,) = cluster.enqueue(name)
+    wanted = methods(access_pb2.SCOPE_ADMIN)
+    requests = changes(name, one)
+    assert requests.keys() == wanted.keys(), "a method with the scope ADMIN has no request in this test"
+    for method, request in requests.items():
+        send(cluster.stubs, method, request)
+    rows = cluster.ended(name, len(wanted))
+    assert {method: outcome for method, outcome, _, _ in rows} == dict.fromkeys(wanted.values(), "OK")
+    who = "SELECT DISTINCT principal, peer FROM windrow.audit WHERE org = %s"
+    assert cluster.sql(who, name) == [("anonymous", "ipv4:127.0.0.1")]
+    by_method = {method.rpartition("/")[2]: (counts, request) for method, _, counts, request in rows}
+    assert by_method["CancelJobs"] == ({"ok": 1}, {"ids": [one], "reason": "no longer wanted"})
+    assert by_method["UpdateQueue"][1] == {"config": {"max_attempts": 3}, "update_mask": "maxAttempts"}
+    assert by_method["RestoreJobs"][0] == {"ok": 1, "refused": 0}
+
+
+def test_every_read_of_the_whole_cluster_is_counted_in_one_row_a_minute(cluster: Audited) -> None:
+    requests: dict[str, Message] = {
+        "ListShards": cluster_pb2.ListShardsRequest(),
+        "CheckShard": cluster_pb2.CheckShardRequest(shard="s1"),
+        "ListOrgs": cluster_pb2.ListOrgsRequest(),
+    }
+    wanted = methods(access_pb2.SCOPE_CLUSTER)
+    assert requests.keys() == wanted.keys(), "a method with the scope CLUSTER has no request in this test"
+    for method, request in requests.items():
+        for _ in range(3):
+            answer = send(cluster.stubs, method, request)
+            if method == "CheckShard":
+                assert list(answer)
+    told = "SELECT method, sum(calls)::int FROM windrow.audit WHERE minute IS NOT NULL GROUP BY 1 ORDER BY 1"
+    until(lambda: cluster.sql(told) == sorted((path, 3) for path in wanted.values()), "all reads are counted")
+    # A minute may have ended meanwhile.
+    assert len(cluster.sql("SELECT FROM windrow.audit WHERE minute IS NOT NULL")) <= 2 * len(wanted)
+
+
+def test_commands_are_in_the_log_and_the_command_shows_it(cluster: Audited, name: str) -> None:
+    config = str(cluster.config)
+    for arguments in (
+        ("shards", "pin", name, "--to", "s1"),
+        ("shards", "unpin", name),
+        ("orgs", "hold", name, "--reason", "case 114"),
+        ("orgs", "release", name),
+        ("orgs", "keep", name, "--retention", "9d"),
+    ):
+        assert windrow(*arguments, "--config", config).code == 0
+    assert windrow("orgs", "release", name, "--config", config).code == 4
+    assert windrow("shards", "forget", "s9", "--config", config).code
+    documents = windrow("audit", "--org", name, "--json", "--config", config).documents
+    assert [(one["method"], one["outcome"]) for one in documents] == [
+        ("windrow orgs release", "FAILED NotHeld"),
+        ("windrow orgs keep", "OK"),
+        ("windrow orgs release", "OK"),
+        ("windrow orgs hold", "OK"),
+        ("windrow shards unpin", "OK"),
+        ("windrow shards pin", "OK"),
+    ]
+    assert documents[-1]["request"] == {"to": "s1"}
+    assert all(one["principal"].startswith("command:") and one["peer"] for one in documents)
+    (forget,) = windrow("audit", "--method", "FORGET", "--json", "--config", config).documents
+    assert (forget["org"], forget["request"]["shard"]) == (None, "s9")
+    shown = windrow("audit", "--org", name, "--limit", "1", "--config", config)
+    assert "orgs release" in shown.out
+    assert "FAILED NotHeld" in shown.out
+    assert "no entry matches" in windrow("audit", "--principal", "nobody", "--config", config).err
+
+
+async def test_old_entries_are_deleted_and_newer_ones_stay(database: Database) -> None:
+    made = [audit.intent(principal="p", peer="h", method=f"m{at}", request={}) for at in range(3)]
+    await audit.begin(database, made)
+    # A repeat after a lost connection changes nothing.
+    await audit.begin(database, made)
+    old = b"UPDATE windrow.audit SET at = now() - interval '31 days' WHERE method <> 'm2'"
+    await database.run(old, {})
+    assert await audit.forget(database, days=32) == 0
+    assert await audit.forget(database, days=30) == 2
+    rows = await database.run(b"SELECT method FROM windrow.audit", {})
+    assert [row[0] for row in rows] == ["m2"]

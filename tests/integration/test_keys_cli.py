@@ -1,0 +1,121 @@
+"""`windrow keys`: what operators read, and that bad input changes nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from tests.access import id_of
+from tests.command import Done, windrow
+from tests.conftest import CLUSTER, SHARD
+
+
+class Shell:
+    """Runs `windrow keys` on one cluster."""
+
+    def __init__(self, file: Path, dsn: str) -> None:
+        self._file = file
+        self._dsn = dsn
+        file.write_text(f'[cluster]\nname = "{CLUSTER}"\n[[shard]]\nname = "{SHARD}"\ndsn = "{dsn}"\n')
+
+    def keys(self, *arguments: str) -> Done:
+        return windrow("keys", *arguments, "--config", str(self._file))
+
+    def rows(self) -> list[str]:
+        """Returns all that the database has about keys."""
+        with psycopg.connect(self._dsn, autocommit=True) as catalog:
+            found = catalog.execute("SELECT to_jsonb(k)::text FROM windrow.api_key k ORDER BY 1").fetchall()
+            (count,) = catalog.execute("SELECT revocations::text FROM windrow.catalog").fetchall()
+        return [text for (text,) in [*found, count]]
+
+
+@pytest.fixture
+def shell(fresh_dsn: str, tmp_path: Path) -> Shell:
+    return Shell(tmp_path / "cluster.toml", fresh_dsn)
+
+
+SECRET = "wr_abcdefgh2345_" + "s" * 43
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "why"),
+    [
+        (["create"], 2, "give either --org ORG or --all-orgs"),
+        (["create", "--org", "acme", "--all-orgs"], 2, "give either --org ORG or --all-orgs"),
+        (["create", "--org", ""], 2, "org ''"),
+        (["create", "--org", "a\nb"], 2, "org 'a\\nb'"),
+        (["create", "--org", "x" * 129], 2, "128"),
+        (
+            ["create", "--org", "acme", "--scope", "write"],
+            2,
+            "'write': is one of enqueue, consume, read, admin",
+        ),
+        (["create", "--org", "acme", "--scope", "cluster"], 2, "needs --all-orgs"),
+        (["create", "--org", "acme", "--name", "x" * 101], 2, "at most 100 printable characters"),
+        (["create", "--org", "acme", "--name", "a\nb"], 2, "printable"),
+        (["create", "--org", "acme", "--expires", "0"], 2, "1 s to 3,650 days"),
+        (["create", "--org", "acme", "--expires", "4000d"], 2, "1 s to 3,650 days"),
+        (["create", "--org", "acme", "--expires", "soon"], 2, "'soon' is not a duration"),
+        (["revoke", "acme"], 2, "must be the id of a key"),
+        (["revoke", SECRET], 2, "without its secret"),
+        (["revoke", "wr_abcdefgh2345"], 4, "no API key has the id 'abcdefgh2345'"),
+    ],
+)
+def test_bad_input_changes_nothing_and_shows_no_secret(shell: Shell, arguments: list[str], code: int, why: str) -> None:
+    before = shell.rows()
+    done = shell.keys(*arguments)
+    assert (done.code, done.out) == (code, "")
+    assert why in done.err
+    assert "s" * 43 not in done.err
+    assert shell.rows() == before
+
+
+def test_a_key_is_printed_once_and_only_the_hash_of_its_secret_is_stored(shell: Shell) -> None:
+    done = shell.keys("create", "--org", "acme", "--name", "web shop")
+    assert done.code == 0
+    (key,) = done.lines
+    assert re.fullmatch(r"wr_[a-z2-7]{12}_[A-Za-z0-9_-]{43}", key)
+    assert done.err == (
+        "org acme: enqueue, consume, read; it does not expire. This is the only time that it is shown:\n"
+    )
+    secret = key.removeprefix(f"{id_of(key)}_")
+    stored, _ = shell.rows()
+    assert secret not in stored
+    assert hashlib.sha256(secret.encode()).hexdigest() in stored
+    listed = shell.keys("list")
+    assert id_of(key) in listed.out
+    assert secret not in listed.out + listed.err + shell.keys("list", "--json").out
+
+
+def test_keys_are_listed_with_their_state(shell: Shell) -> None:
+    assert shell.keys("list").err == "there is no key\n"
+    (operator,) = shell.keys("create", "--all-orgs", "--scope", "cluster", "--expires", "90d", "--json").documents
+    assert (operator["org"], operator["scopes"], operator["state"]) == (None, ["cluster"], "good")
+    assert operator["expires_at"] > operator["created_at"]
+    (first,) = shell.keys("create", "--org", "acme", "--scope", "read", "--scope", "enqueue", "--json").documents
+    assert first["scopes"] == ["enqueue", "read"]
+    revoked = shell.keys("revoke", str(first["id"]))
+    assert (revoked.code, revoked.out) == (0, f"{first['id']} (org acme) is revoked\n")
+    listed = shell.keys("list", "--json").documents
+    assert [(one["id"], one["state"]) for one in listed] == [(first["id"], "revoked"), (operator["id"], "good")]
+    assert listed[0]["revoked_at"] is not None
+
+
+def test_a_second_revocation_changes_nothing(shell: Shell) -> None:
+    (key,) = shell.keys("create", "--org", "acme").lines
+    assert shell.keys("revoke", id_of(key)).code == 0
+    before = shell.rows()
+    assert before[-1] == "1"
+    assert shell.keys("revoke", id_of(key).removeprefix("wr_")).code == 0
+    assert shell.rows() == before
+
+
+def test_an_unreachable_catalog_is_told(tmp_path: Path) -> None:
+    shell = Shell(tmp_path / "cluster.toml", "postgresql://nobody@127.0.0.1:1/none")
+    for arguments in (["list"], ["create", "--org", "acme"], ["revoke", "wr_abcdefgh2345"]):
+        done = shell.keys(*arguments)
+        assert (done.code, done.out) == (3, "")

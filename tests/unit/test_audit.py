@@ -1,0 +1,64 @@
+"""What the audit log keeps of requests: somebody has decided about each field of each request that is in it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from google.protobuf.descriptor import Descriptor
+
+from router.codec.status import InvalidRequest, Violation
+from router.gate.audit import NAMES_ONLY, RECORDED, outcome_of, recorded_of
+from windrow.v1 import access_pb2, admin_pb2, queue_pb2
+
+# Fields of these names must never be in the log, wherever they are.
+SECRET = {"payload", "result", "token", "secret", "password", "checkpoint", "log"}
+
+
+def audited_requests() -> list[Descriptor]:
+    services = (queue_pb2.DESCRIPTOR.services_by_name["Queue"], admin_pb2.DESCRIPTOR.services_by_name["Admin"])
+    return [
+        method.input_type
+        for service in services
+        for method in service.methods
+        if method.GetOptions().Extensions[access_pb2.scope] == access_pb2.SCOPE_ADMIN
+    ]
+
+
+def test_every_field_of_an_audited_request_is_recorded_or_left_out_on_purpose() -> None:
+    names = {field.name for request in audited_requests() for field in request.fields} - {"org", "queue"}
+    assert names == RECORDED | NAMES_ONLY
+
+
+def test_no_recorded_message_has_a_field_for_content() -> None:
+    seen: set[str] = set()
+    todo = [
+        field.message_type
+        for request in audited_requests()
+        for field in request.fields
+        if field.name in RECORDED and field.message_type is not None
+    ]
+    while todo:
+        message = todo.pop()
+        if message.full_name not in seen:
+            seen.add(message.full_name)
+            assert SECRET.isdisjoint(field.name for field in message.fields), message.full_name
+            assert "Attributes" not in message.full_name
+            todo += [field.message_type for field in message.fields if field.message_type is not None]
+    assert "windrow.v1.QueueConfig" in seen
+
+
+def test_long_lists_and_texts_are_cut() -> None:
+    many = queue_pb2.CancelJobsRequest(org="a", ids=[f"id-{at}" for at in range(1000)], reason="x" * 10_000)
+    kept = recorded_of(many)
+    assert isinstance(kept["ids"], list)
+    assert kept["ids"][-1] == "1000 in all"
+    assert len(kept["ids"]) == 21
+    assert len(str(kept["reason"])) == 512
+    values = queue_pb2.Attributes(values={f"key-{at:03}": "secret" for at in range(100)})
+    assert "secret" not in str(recorded_of(queue_pb2.AlterJobsRequest(org="a", ids=["1"], attributes=values)))
+
+
+def test_an_outcome_is_the_code_and_the_reason_and_quotes_nothing() -> None:
+    assert outcome_of(InvalidRequest([Violation("ids", "quoted")])) == "INVALID_ARGUMENT INVALID_REQUEST"
+    assert outcome_of(asyncio.CancelledError()) == "CANCELLED"
+    assert outcome_of(KeyError("secret")) == "INTERNAL INTERNAL_ERROR"

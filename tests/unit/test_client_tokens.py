@@ -1,0 +1,217 @@
+"""The token of a client: where it comes from, when another one is asked for, and that nobody sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from grpc import StatusCode
+
+import windrow
+from tests.unit.client_fake import WAIT_S, FakeRouter, fake_router, refuse
+from windrow import Client, InvalidRequest, PermissionDenied, Unauthenticated, Worker
+from windrow.tokens import TOKEN_VARIABLE
+
+SECRET = "wr_abcdefgh2345_" + "s" * 43
+
+
+def sent(router: FakeRouter) -> list[str]:
+    """Returns the tokens of all calls, in order."""
+    return [metadata.get("authorization", "").removeprefix("Bearer ") for metadata in router.metadata]
+
+
+def accepting(router: FakeRouter, *good: str) -> None:
+    """Lets the router refuse every Enqueue and every stream with another token."""
+
+    async def enqueue(request: Any, context: Any) -> Any:
+        if sent(router)[-1] not in good:
+            await refuse(context, StatusCode.UNAUTHENTICATED, reason="CREDENTIALS_EXPIRED")
+        return router.plain("Enqueue", request)
+
+    async def consume(stream: Any, context: Any) -> None:
+        if sent(router)[-1] not in good:
+            await refuse(context, StatusCode.UNAUTHENTICATED, reason="CREDENTIALS_REVOKED")
+
+    router.scripts |= {"Enqueue": enqueue, "Consume": consume}
+
+
+def one_after_another(*tokens: str) -> tuple[Callable[[], str], deque[str]]:
+    """Returns a function that returns these tokens, the last one for ever, and those that are left."""
+    left = deque(tokens)
+    return lambda: left.popleft() if len(left) > 1 else left[0], left
+
+
+@pytest.mark.parametrize("token", ["", " ", "two words", "line\nbreak", "ü", "x" * 9000, 7, None])
+async def test_a_token_that_cannot_be_sent_is_refused_without_being_shown(token: Any) -> None:
+    async def ask() -> Any:
+        return token
+
+    async with fake_router() as router, Client(router.address, org="acme", token=ask) as client:
+        with pytest.raises(InvalidRequest, match="token: must be") as refused:
+            await client.enqueue("mail", "greet")
+        assert not isinstance(token, str) or not token.strip() or token not in str(refused.value)
+        assert router.requests == []
+
+
+async def test_a_token_is_sent_with_every_call_and_never_shown(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setenv(TOKEN_VARIABLE, "not-this-one")
+    async with fake_router() as router, Client(router.address, org="acme", token=f" {SECRET}\n") as client:
+        accepting(router)
+        with pytest.raises(Unauthenticated) as refused:
+            await client.enqueue("mail", "greet")
+        await client.server_info()
+        assert sent(router) == [SECRET, SECRET]
+        for text in (caplog.text, str(refused.value), repr(refused.value), repr(client), repr(vars(client.calls))):
+            assert "s" * 43 not in text
+
+
+async def test_a_token_is_not_sent_to_another_machine_in_plain_text_unless_the_program_says_so() -> None:
+    for address in ("10.1.2.3:7419", "jobs.example.com:7419", "dns:jobs.example.com"):
+        with pytest.raises(InvalidRequest, match=f"grpcs://{address}") as refused:
+            Client(address, org="acme", token=SECRET)
+        assert SECRET not in str(refused.value)
+        Client(address, org="acme", token=SECRET, tls=False)
+        Client(address, org="acme")
+    for address in (
+        "127.0.0.1:7419",
+        "localhost:7419",
+        "[::1]:7419",
+        "unix:/run/windrow.sock",
+        "grpcs://10.1.2.3:7419",
+    ):
+        Client(address, org="acme", token=SECRET)
+
+
+async def test_the_environment_gives_a_token_to_clients_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, f"{SECRET}\n")
+    async with fake_router() as router, Client(router.address, org="acme") as client:
+        await client.enqueue("mail", "greet")
+        monkeypatch.delenv(TOKEN_VARIABLE)
+        async with Client(router.address, org="acme") as without:
+            await without.enqueue("mail", "greet")
+        assert sent(router) == [SECRET, ""]
+
+
+async def test_a_refused_text_is_final(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fake_router() as router, Client(router.address, org="acme", token="old") as client:
+        accepting(router, "new")
+        with pytest.raises(Unauthenticated, match="UNAUTHENTICATED, after") as refused:
+            await client.enqueue("mail", "greet")
+        assert refused.value.reason == "CREDENTIALS_EXPIRED"
+        assert len(router.of("Enqueue")) == 1
+
+
+async def test_who_may_not_do_this_gets_another_error_than_who_is_not_known() -> None:
+    async with fake_router() as router, Client(router.address, org="acme", token=lambda: "good") as client:
+
+        async def forbid(_: Any, context: Any) -> None:
+            await refuse(context, StatusCode.PERMISSION_DENIED, reason="SCOPE_MISSING")
+
+        router.scripts["Enqueue"] = forbid
+        with pytest.raises(PermissionDenied) as refused:
+            await client.enqueue("mail", "greet")
+        assert not isinstance(refused.value, Unauthenticated)
+        assert len(router.of("Enqueue")) == 1
+
+
+async def test_a_function_is_asked_again_only_when_its_token_is_refused() -> None:
+    ask, left = one_after_another("old", "new", "newest")
+    async with fake_router() as router, Client(router.address, org="acme", token=ask) as client:
+        accepting(router, "old")
+        await client.enqueue("mail", "greet")
+        await client.enqueue("mail", "greet")
+        accepting(router, "new")
+        await client.enqueue("mail", "greet")
+        assert sent(router) == ["old", "old", "old", "new"]
+        assert list(left) == ["newest"]
+
+
+async def test_a_function_that_returns_the_refused_token_again_is_asked_once() -> None:
+    asked = 0
+
+    async def ask() -> str:
+        nonlocal asked
+        asked += 1
+        return "old"
+
+    async with fake_router() as router, Client(router.address, org="acme", token=ask) as client:
+        accepting(router, "new")
+        with pytest.raises(Unauthenticated):
+            await client.enqueue("mail", "greet")
+        assert (asked, len(router.of("Enqueue"))) == (2, 1)
+
+
+async def test_a_call_is_made_with_two_tokens_at_most() -> None:
+    ask, _ = one_after_another("first", "second", "third")
+    async with fake_router() as router, Client(router.address, org="acme", token=ask) as client:
+        accepting(router)
+        with pytest.raises(Unauthenticated):
+            await client.enqueue("mail", "greet")
+        assert sent(router) == ["first", "second"]
+
+
+async def test_calls_that_are_refused_together_ask_once() -> None:
+    ask, left = one_after_another("old", "new", "newest")
+    async with fake_router() as router, Client(router.address, org="acme", token=ask) as client:
+        accepting(router, "new")
+        stored = [client.enqueue_many([windrow.NewJob("mail", "greet")]) for _ in range(5)]
+        await asyncio.gather(*stored)
+        assert set(sent(router)) == {"old", "new"}
+        assert list(left) == ["newest"]
+
+
+async def test_an_error_of_the_function_reaches_the_caller() -> None:
+    def ask() -> str:
+        raise FileNotFoundError("token.txt")
+
+    async with fake_router() as router, Client(router.address, org="acme", token=ask) as client:
+        with pytest.raises(FileNotFoundError):
+            await client.enqueue_many([windrow.NewJob("mail", "greet")])
+
+
+async def test_a_stream_whose_token_is_refused_is_opened_with_the_next_one() -> None:
+    ask, _ = one_after_another("old", "new")
+    handled = asyncio.Event()
+    async with fake_router() as router, Client(router.address, org="acme", token=ask) as client:
+        accepting(router, "old")
+        worker = Worker(client, "q")
+
+        @worker.handler("work")
+        async def work(_: windrow.Job) -> None:
+            handled.set()
+
+        running = asyncio.create_task(worker.run())
+        await router.until(lambda: router.streams and router.stream.messages)
+        accepting(router, "new")
+        router.stream.cut(StatusCode.UNAUTHENTICATED, reason="CREDENTIALS_EXPIRED")
+        await router.until(lambda: len(router.streams) == 2 and router.stream.messages)
+        router.give()
+        async with asyncio.timeout(WAIT_S):
+            await handled.wait()
+        assert sent(router)[-1] == "new"
+        worker.stop()
+        await running
+
+
+async def test_a_worker_whose_tokens_are_all_refused_ends() -> None:
+    ask, _ = one_after_another("first", "second", "third")
+    async with fake_router() as router, Client(router.address, org="acme", token=ask) as client:
+        accepting(router)
+        worker = Worker(client, "q")
+
+        @worker.handler("work")
+        async def work(_: windrow.Job) -> None:
+            pass
+
+        async with asyncio.timeout(WAIT_S):
+            with pytest.raises(Unauthenticated):
+                await worker.run()
+        # gRPC may report another error than the router's if the worker is writing: then the same token is tried again.
+        assert list(dict.fromkeys(sent(router))) == ["first", "second"]
