@@ -51,7 +51,9 @@ class Loss:
     shard: ShardName
     # The mark that the catalog has confirmed and the shard lacks.
     confirmed: marks.Confirmed
-    # The newest mark that the shard has; None: it has none.
+    # The newest mark that the shard still has of the history that it had before; None: it has none. Routers may have
+    # marked the restored database before they noticed the loss: marks that are newer than the confirmed one are of
+    # its new history.
     newest: int | None
     newest_at: Micros | None
     # How many slots have moved to the shard since then (their jobs are lost), and how many have moved away, judged by
@@ -94,15 +96,15 @@ async def find_loss(shard: Database, catalog_database: Database, *, cluster: str
     confirmed = await marks.confirmed(catalog_database, shard.name)
     if confirmed is None:
         return None
-    comparison = await marks.compare(shard, confirmed.mark)
+    newest, newest_at = await marks.last_before(shard, confirmed.at) or (None, None)
     known = await catalog.read(catalog_database)
     states = await move_steps.read_slots(shard, [Slot(slot) for slot in range(len(known.slots))])
     behind = [slot for slot, state in states.items() if state.epoch < known.slots[slot].epoch]
     return Loss(
         shard=shard.name,
         confirmed=confirmed,
-        newest=comparison.newest,
-        newest_at=comparison.newest_at,
+        newest=newest,
+        newest_at=newest_at,
         slots_come=sum(shard.name in known.slots[slot].writes for slot in behind),
         slots_left=sum(shard.name not in known.slots[slot].reads for slot in behind),
     )

@@ -51,9 +51,6 @@ class Comparison(NamedTuple):
     has_it: bool
     # The shard has only newer marks. Then the catalog is far behind, for example because it was restored itself.
     is_past: bool
-    # The shard's newest mark. None: it has no marks.
-    newest: int | None
-    newest_at: Micros | None
 
     @property
     def lost(self) -> bool:
@@ -61,7 +58,7 @@ class Comparison(NamedTuple):
         return not self.has_it and not self.is_past
 
 
-_NOTHING = Comparison(has_it=False, is_past=False, newest=None, newest_at=None)
+_NOTHING = Comparison(has_it=False, is_past=False)
 
 
 async def confirmed(catalog: Database, shard: ShardName) -> Confirmed | None:
@@ -78,6 +75,15 @@ async def compare(shard: Database, mark: Mark) -> Comparison:
         # The backup is older than the table of marks.
         return _NOTHING
     return Comparison._make(rows[0])
+
+
+async def last_before(shard: Database, at: Micros) -> tuple[int, Micros] | None:
+    """Returns the number and the time of the newest mark that the shard made before a time, or None if it has none."""
+    try:
+        rows = await shard.run(statements.FIND_MARK_BEFORE, {"before_us": at})
+    except NO_SCHEMA:
+        return None
+    return tuple(rows[0]) if rows else None
 
 
 async def refuse_lost(shard: Database, mark: Mark | None) -> None:

@@ -38,6 +38,7 @@ INSERT_PIN = _load("insert_pin")
 SET_PIN_TARGET = _load("set_pin_target")
 
 MAKE_MARK = _load("make_mark")
+FIND_MARK_BEFORE = _load("find_mark_before")
 # A mark stands for what other statements write, so it need not count as a write itself.
 MAKE_MARK.writes = False
 CONFIRM_MARK = _load("confirm_mark")

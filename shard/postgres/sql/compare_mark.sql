@@ -1,7 +1,5 @@
--- Compares a mark that the catalog has confirmed with the marks of this shard. Returns whether the shard has it,
--- whether it is older than all marks that are kept here, and the newest mark here.
+-- Compares a mark that the catalog has confirmed with the marks of this shard. Returns whether the shard has it, and
+-- whether it is older than all marks that are kept here.
 SELECT
     EXISTS (SELECT FROM windrow.mark m WHERE m.token = %(token)s::uuid) AS has_it,
-    coalesce((SELECT min(m.number) FROM windrow.mark m) > %(number)s, false) AS is_past,
-    (SELECT max(m.number) FROM windrow.mark m) AS newest,
-    (SELECT max(m.made_at) FROM windrow.mark m) AS newest_at
+    coalesce((SELECT min(m.number) FROM windrow.mark m) > %(number)s, false) AS is_past
