@@ -59,12 +59,9 @@ class Counter:
 
     def _waits(self) -> dict[str, dict[int, int]]:
         postgres = [server.pid for server in self.stage.postgres.values() if server.pid]
-        return {
-            "producer": cpu.waits_of_trees(self.producers.pids if self.producers is not None else ()),
-            "worker": cpu.waits_of_trees(self.workers.pids),
-            "router": cpu.waits_of_trees(self.servers.pids()),
-            "Postgres": cpu.waits_of_trees(postgres),
-        }
+        producers = self.producers.pids if self.producers is not None else ()
+        waits = cpu.waits_of_trees(producers, self.workers.pids, self.servers.pids(), postgres)
+        return dict(zip(("producer", "worker", "router", "Postgres"), waits, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

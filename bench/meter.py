@@ -54,12 +54,13 @@ class Spent:
 def spent(
     *, producers: Sequence[int], workers: Sequence[int], routers: Sequence[int], postgres: Sequence[int | None]
 ) -> Spent:
+    # Peers run in child processes of a client process.
+    producer_s, worker_s, postgres_s = cpu.of_trees(producers, workers, filter(None, postgres))
     return Spent(
-        # Peers run in child processes of a client process.
-        producer_s=sum(map(cpu.of_tree, producers)),
-        worker_s=sum(map(cpu.of_tree, workers)),
+        producer_s=producer_s,
+        worker_s=worker_s,
         router_s=cpu.of_processes(routers),
-        postgres_s=sum(cpu.of_tree(pid) for pid in postgres if pid),
+        postgres_s=postgres_s,
         own_s=cpu.of_processes([os.getpid()]),
         machine_s=cpu.of_machine(),
     )

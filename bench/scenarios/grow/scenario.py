@@ -190,7 +190,7 @@ class _Meter:
         return {
             "clients": cpu.of_processes(self.clients),
             "routers": cpu.of_processes(self.stage.routers.pids()),
-            "Postgres": sum(cpu.of_tree(server.pid) for server in self.stage.postgres.values() if server.pid),
+            "Postgres": cpu.of_trees(filter(None, (server.pid for server in self.stage.postgres.values())))[0],
             "balancer": cpu.of_processes([self.balancer]),
         }
 

@@ -114,7 +114,7 @@ class Crew:
     async def spent(self) -> Spent:
         return Spent(
             seconds=time.monotonic(),
-            postgres_s=cpu.of_tree(self.server.cluster.pid or 0),
+            postgres_s=cpu.of_trees([self.server.cluster.pid or 0])[0],
             parts_s=cpu.of_processes(self.pids),
             statements=await asyncio.to_thread(self.server.statements, self.database),
         )
@@ -133,14 +133,14 @@ async def open_crew(
     """So many parts of one sort, in so many processes, which all begin at once; and what it took to make them."""
     shares = [count * (at + 1) // processes - count * at // processes for at in range(processes)]
     orders = [json.dumps({"parts": parts, "count": share, **order}) for share in shares if share]
-    postgres_s = cpu.of_tree(server.cluster.pid or 0)
+    postgres_s = cpu.of_trees([server.cluster.pid or 0])[0]
     async with contextlib.AsyncExitStack() as stack:
         started = await asyncio.gather(*(stack.enter_async_context(serving(_MODULE, order=order)) for order in orders))
         crew = Crew(server=server, database=database, processes=[process for process, _ in started])
         took = [tuple(map(float, said.split())) for _, said in started]
         made = Spent(
             seconds=max(seconds for seconds, _ in took),
-            postgres_s=cpu.of_tree(server.cluster.pid or 0) - postgres_s,
+            postgres_s=cpu.of_trees([server.cluster.pid or 0])[0] - postgres_s,
             parts_s=sum(cpu_s for _, cpu_s in took),
             statements=float("nan"),
         )

@@ -203,7 +203,7 @@ def _received(file: int) -> int:
 
 
 def _cpu(server: Server) -> float:
-    return cpu.of_tree(server.cluster.pid or 0)
+    return cpu.of_trees([server.cluster.pid or 0])[0]
 
 
 # ── One shard ────────────────────────────────────────────────────────────────────────────────────────────────────────
