@@ -30,6 +30,8 @@ PAGE = (ROOT / "docs/operations.md").read_text()
 class Place:
     folder: Path
     environ: dict[str, str]
+    # The log of the routers.
+    log: Path
 
     def run(self, script: str) -> tuple[int, str]:
         done = subprocess.run(
@@ -63,7 +65,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
                 S1=make_conninfo(shards["s1"].superuser_dsn, dbname="windrow"),
                 PATH=programs,
             )
-            yield Place(folder=tmp_path, environ=reader)
+            yield Place(folder=tmp_path, environ=reader, log=routers.log)
             assert "Traceback" not in balancer.log.read_text()
 
 
@@ -75,11 +77,13 @@ def test_what_the_page_says_can_be_done_as_it_says(place: Place) -> None:
     for kind, text in blocks:
         if kind == "sh":
             code, out = place.run(_on_this_machine(text, db3))
-            assert code == 0, f"{text}\n{out}"
+            assert code == 0, f"{text}\n{out}\nThe routers' log:\n{place.log.read_text()}"
             continue
         for step in steps(f"```console\n{text}```\n"):
             code, out = place.run(step.command)
-            assert (code, steady(out)) == (step.code, steady(step.output)), f"$ {step.command}\n{out}"
+            assert (code, steady(out)) == (step.code, steady(step.output)), (
+                f"$ {step.command}\n{out}\nThe routers' log:\n{place.log.read_text()}"
+            )
 
 
 def _on_this_machine(text: str, db3: Mapping[str, object]) -> str:
