@@ -243,6 +243,12 @@ def _library_unary(gate: Gate, handler: _Handler, access: Access | None) -> Call
                     return await act(call, context)
             await _identify(gate, call, context, access)
             return await act(call, context)
+        except grpc.aio.AbortError as error:
+            # The library's method has ended the call, with a status of its own. As in refusal(), no frame may keep the
+            # context.
+            _drop_references(error)
+            del context
+            raise
         except Exception as error:  # noqa: BLE001 - every error becomes a status; status_for logs the unexpected ones
             refused = refusal(context, error)
         del context
@@ -299,6 +305,11 @@ def _streaming(gate: Gate, act: Callable[[Call, Context], Awaitable[None]], acce
             # gRPC could not write: the client is gone, and needs no status.
             _drop_references(error)
             refused = None
+        except grpc.aio.AbortError as error:
+            # As in _library_unary().
+            _drop_references(error)
+            del context
+            raise
         except Exception as error:  # noqa: BLE001 - every error becomes a status; status_for logs the unexpected ones
             refused = refusal(context, error)
         del context

@@ -26,6 +26,7 @@ from router.gate.auth.api_keys import ApiKeys
 from router.gate.auth.authenticator import Authenticator
 from router.gate.auth.settings import AuthSettings, auth_settings
 from router.gate.calls import Methods
+from router.gate.connection_limit import ConnectionLimit, accepted_max, allow_files
 from router.gate.memory_watch import MemoryWatch
 from router.gate.tracing import Tracing
 from router.services.admin import AdminService
@@ -43,9 +44,10 @@ if TYPE_CHECKING:
     from router.process.certificates import Certificates
 
 _log = logging.getLogger(__name__)
-# gRPC logs an error with a traceback whenever a client leaves before its answer was sent: drop those.
+# gRPC logs an error with a traceback whenever a client leaves before its answer was sent, and whenever metadata is not
+# UTF-8: with its value, which may be a token. Strangers could fill the log. Drop both.
 logging.getLogger("grpc._cython.cygrpc").addFilter(
-    lambda record: not record.getMessage().startswith("ExecuteBatchError raised in core")
+    lambda record: not str(record.msg).startswith(("ExecuteBatchError raised in core", "Invalid encoding on"))
 )
 
 # How long it may take to tell the watchers of the health service about a drain.
@@ -93,10 +95,11 @@ async def serve(
                 return
             reloader = Reloader(file, cluster, settings, fleet, auth_settings)
             watch = MemoryWatch(settings.watched_bytes)
+            connections_max = allow_files(settings.client_connections)
             authenticator = _authenticator(auth_settings(cluster), fleet)
             audit = Audit(fleet.catalog_database) if audit_log.is_on(cluster) else None
             gate = Gate(tracing, buffer, watch.hang_up, authenticator, audit)
-            queue, checks, server = _server(fleet, reloader, gate, settings)
+            queue, checks, server = _server(fleet, reloader, gate, settings, connections_max)
             try:
                 port = (
                     server.add_insecure_port(listen)
@@ -111,6 +114,7 @@ async def serve(
             ready(port)
             async with (
                 _running(watch.run(gate, port)),
+                _running(ConnectionLimit(connections_max).run(gate, port)),
                 _running(_judging(authenticator)),
                 _running(_auditing(audit)),
                 _running(_follow(certificates)),
@@ -230,7 +234,7 @@ async def _running(work: Coroutine[Any, Any, None]) -> AsyncGenerator[None, None
 
 
 def _server(
-    fleet: Fleet, reloader: Reloader, gate: Gate, settings: RouterSettings
+    fleet: Fleet, reloader: Reloader, gate: Gate, settings: RouterSettings, connections_max: int
 ) -> tuple[QueueService, HealthService, grpc.aio.Server]:
     methods = Methods(gate)
     queue, checks = QueueService(fleet, gate, stream_s_max=settings.stream_s_max), HealthService(gate)
@@ -260,6 +264,7 @@ def _server(
             # of messages with the bytes received by sockets, would count such a connection as having delivered far more
             # than it sent.
             ("grpc.compression_enabled_algorithms_bitset", 1),
+            ("grpc.max_allowed_incoming_connections", accepted_max(connections_max)),
             # A reset call counts until its task has ended here. Without this limit, a client that opens and resets
             # calls would flood the event loop.
             ("grpc.max_concurrent_streams", settings.calls_per_connection),
