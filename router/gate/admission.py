@@ -42,6 +42,9 @@ STREAMS_MAX = 10_000
 PUBLIC_CALLS_MAX = 500
 # The largest request, and the largest message of a stream: 1,000 jobs of 16 KiB, or 15 of the largest.
 MESSAGE_BYTES_MAX = 16 * 1024 * 1024
+# The size of all metadata of a call, as gRPC counts it: 32 bytes more for each entry. gRPC takes up to 16 MiB until a
+# client has acknowledged this limit, which one that attacks need not do.
+METADATA_BYTES_MAX = 16 * 1024
 # gRPC hands over messages up to this size. Those above MESSAGE_BYTES_MAX are refused without being decoded. A message
 # with 1,000 of the largest results is below it. It must not exceed the smallest buffer (memory_mib = 512).
 RECEIVED_BYTES_MAX = 64 * 1024 * 1024
@@ -178,6 +181,11 @@ class Gate:
         if len(raw) > MESSAGE_BYTES_MAX:
             raise too_large(raw)
         return raw
+
+    def refuse_metadata(self, context: Context) -> None:
+        """A call has more metadata than METADATA_BYTES_MAX: closes its connection, which has not acknowledged the limit
+        and may send thousands of such calls."""
+        self._hang_up(canonical(context.peer()))
 
     def was_reset(self, call: Call) -> None:
         """The client has left before its request was received."""

@@ -20,7 +20,7 @@ from router.errors import CannotListen
 from router.fleet.fleet import Fleet
 from router.fleet.reload import Reloader
 from router.gate import connections
-from router.gate.admission import CALLS_MAX, RECEIVED_BYTES_MAX, STREAMS_MAX, Gate
+from router.gate.admission import CALLS_MAX, METADATA_BYTES_MAX, RECEIVED_BYTES_MAX, STREAMS_MAX, Gate
 from router.gate.audit import Audit
 from router.gate.auth.api_keys import ApiKeys
 from router.gate.auth.authenticator import Authenticator
@@ -52,8 +52,6 @@ logging.getLogger("grpc._cython.cygrpc").addFilter(
 
 # How long it may take to tell the watchers of the health service about a drain.
 _HEALTH_DRAIN_S_MAX = 1.0
-# The size of all metadata of a call, as gRPC counts it.
-_METADATA_BYTES_MAX = 16 * 1024
 SERVICES = (QueueService.service_name, AdminService.service_name, ClusterService.service_name)
 
 
@@ -258,8 +256,10 @@ def _server(
             ("grpc.max_receive_message_length", RECEIVED_BYTES_MAX),
             ("grpc.max_send_message_length", -1),
             # A token has up to 8 KiB. By default gRPC refuses calls at random whose metadata has between 8 and 16 KiB.
-            ("grpc.max_metadata_size", _METADATA_BYTES_MAX),
-            ("grpc.absolute_max_metadata_size", _METADATA_BYTES_MAX),
+            ("grpc.max_metadata_size", METADATA_BYTES_MAX),
+            ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
+            # These and the limit of streams are settings of HTTP/2, which a client must acknowledge.
+            ("grpc.http2.settings_timeout", 10_000),
             # No compression: a message of 16 KiB could become one of 16 MiB. The memory watch, which compares the sizes
             # of messages with the bytes received by sockets, would count such a connection as having delivered far more
             # than it sent.
