@@ -223,7 +223,6 @@ class Attacker:
             ]
             await asyncio.gather(*(call_on(queue_pb2_grpc.QueueStub(channel)) for channel in channels))
 
-
     async def _garble(self, seconds: float) -> None:
         """Sends malformed bytes, each time on a new connection."""
         until_s = time.monotonic() + seconds

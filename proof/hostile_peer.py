@@ -1,8 +1,8 @@
 """A gRPC client that does not follow the rules that protect a server.
 
 It speaks HTTP/2 frames over a plain socket. It can leave answers unread, requests unfinished, reset calls as fast as
-it opens them, send headers without end, flood the server with pings, or say nothing at all. It never waits for the server's MAX_CONCURRENT_STREAMS: what a server refuses is
-counted in `Seen`. It connects to loopback addresses only.
+it opens them, send headers without end, flood the server with pings, or say nothing at all. It never waits for the
+server's MAX_CONCURRENT_STREAMS: what a server refuses is counted in `Seen`. It connects to loopback addresses only.
 
 A `HostilePeer` is one connection. The functions below it are whole attacks, each bounded in calls and in seconds.
 """
@@ -475,9 +475,7 @@ async def send_large_headers(
 
     return await asyncio.gather(
         *(
-            _attack(
-                open_peer(address, window_bytes=DEFAULT_WINDOW_BYTES, reads=reads), attack, n, seconds, stays=False
-            )
+            _attack(open_peer(address, window_bytes=DEFAULT_WINDOW_BYTES, reads=reads), attack, n, seconds, stays=False)
             for n in _shares(calls, connections)
         )
     )

@@ -26,13 +26,12 @@ _FRAMES_MAX = 40
 _READ_BYTES = 1 << 16
 # How long a connection stays after its last byte, for what the server does about it.
 _STAY_S = 0.05
-METHODS = tuple(
-    f"/windrow.v1.{name}"
-    for name in (
-        *("Queue/Enqueue", "Queue/Dequeue", "Queue/Consume", "Queue/Ack", "Queue/GetJobs", "Queue/AlterJobs"),
-        *("Admin/UpdateQueue", "Admin/ListJobs", "Cluster/ListOrgs"),
-    )
-) + ("/grpc.health.v1.Health/Check", "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")
+_QUEUE_METHODS = "Enqueue", "Dequeue", "Consume", "Ack", "GetJobs", "AlterJobs"
+METHODS = (
+    *(f"/windrow.v1.Queue/{name}" for name in _QUEUE_METHODS),
+    *("/windrow.v1.Admin/UpdateQueue", "/windrow.v1.Admin/ListJobs", "/windrow.v1.Cluster/ListOrgs"),
+    *("/grpc.health.v1.Health/Check", "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"),
+)
 
 
 class Conversation(NamedTuple):

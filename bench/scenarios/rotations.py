@@ -183,7 +183,7 @@ async def measure(plan: Plan, bench: Bench) -> Found:
             keys = _ApiKeys(catalog)
             await keys.rotate()
             try:
-                rotated, load = await _run(plan, bench, routers, ca, keys, issuer, certificates)
+                rotated, load = await _run(plan, bench, routers, ca, authority, keys, issuer, certificates)
             except windrow.WindrowError as error:
                 raise Wrong(f"a worker ended: {error}") from error
     slowest = {one.sort: max(one.effect_s, default=0.0) for one in rotated}
@@ -221,6 +221,7 @@ async def _run(
     bench: Bench,
     routers: Servers,
     ca: Path,
+    authority: Authority,
     keys: _ApiKeys,
     issuer: _Issuer,
     certificates: _Certificate,
@@ -229,7 +230,7 @@ async def _run(
     load, stop = Load(), asyncio.Event()
     third = plan.rotations // 3
     with_keys, with_tokens, certified = (Rotated(sort=sort) for sort in ("API keys", "JWKS", "certificates"))
-    channel = grpc.aio.secure_channel(routers.address, grpc.ssl_channel_credentials(ca.read_bytes()))
+    channel = grpc.aio.secure_channel(routers.address, grpc.ssl_channel_credentials(authority.pem))
     async with contextlib.AsyncExitStack() as stack:
         stub = queue_pb2_grpc.QueueStub(await stack.enter_async_context(channel))
         # Every job has a number of its own.
@@ -269,7 +270,7 @@ async def _run(
         load.seconds = time.monotonic() - began_s + _WARM_S
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_DRAIN_S_MAX):
-                while load.missing:
+                while load.missing:  # noqa: ASYNC110 - a loop for a report, which does not wait long
                     await asyncio.sleep(_LOOK_S)
     return [with_keys, with_tokens, certified], load
 

@@ -1,9 +1,9 @@
 """Writes down what operators do through this router: every call of a method whose scope is ADMIN or CLUSTER.
 
 A change begins only when its intent is in the audit log (shard/admin/audit.py); while the catalog does not answer,
-changes are refused, and so are those of an org whose callers make too many (change_rate.py). Its outcome is added without delaying the answer. Reads of the whole cluster are counted here, and
-added once a second. Calls that the gate refuses change nothing and are not in the log: otherwise callers without a key
-could fill it.
+changes are refused, and so are those of an org whose callers make too many (change_rate.py). Its outcome is added
+without delaying the answer. Reads of the whole cluster are counted here, and added once a second. Calls that the gate
+refuses change nothing and are not in the log: otherwise callers without a key could fill it.
 """
 
 from __future__ import annotations

@@ -100,8 +100,8 @@ def allow_files(connections_max: int) -> int:
 
 
 def surplus(received: Mapping[str, int], busy: Container[str], connections_max: int) -> list[str]:
-    """Returns which connections to close, so that `connections_max` remain. `received`: how many bytes each has sent, by
-    peer; `busy`: those with calls."""
+    """Returns which connections to close, so that `connections_max` remain. `received`: how many bytes each has sent,
+    by peer; `busy`: those with calls."""
     by_host = defaultdict[str, list[tuple[bool, int, str]]](list)
     for peer, count in received.items():
         by_host[_host(peer)].append((peer in busy, count, peer))

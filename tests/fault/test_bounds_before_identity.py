@@ -170,7 +170,10 @@ async def test_a_host_that_opens_connections_without_end_takes_none_from_others(
         async with entrance.health() as another:
             await check(another)
         await check(health)
-    assert f"more than {CONNECTIONS_MAX} client connections, most of them of {ATTACKER}" in entrance.routers.log.read_text()
+    assert (
+        f"more than {CONNECTIONS_MAX} client connections, most of them of {ATTACKER}"
+        in entrance.routers.log.read_text()
+    )
 
 
 @pytest.mark.parametrize("silence", Silence)

@@ -64,16 +64,16 @@ def test_an_entry_has_at_most_a_kibibyte_whatever_it_is_about() -> None:
     ids = [f"{at:0128}" for at in range(1000)]
     request = recorded_of(queue_pb2.CancelJobsRequest(org="a", ids=ids, reason="\U0001f600" * 1000))
     org, queue, principal = "\u00e4" * 64, "q" * 128, "\U0001f600" * 1000
-    made = audit.intent(
-        principal=principal, peer="ipv4:1.2.3.4", method="windrow.v1.Queue/CancelJobs", org=org, queue=queue, request=request
-    )
+    peer, method = "ipv4:10.0.0.7", "windrow.v1.Queue/CancelJobs"
+    made = audit.intent(principal=principal, peer=peer, method=method, org=org, queue=queue, request=request)
     whole = [*(str(field) for field in made[:-1]), json.dumps(made.request, ensure_ascii=False)]
     assert sum(len(text.encode()) for text in whole) <= 1024
     assert (made.org, made.queue) == (org, queue)
     # The longest is left out, and the rest is there.
     assert made.request["ids"] == audit.LEFT_OUT
     assert made.request["reason"] != audit.LEFT_OUT
-    assert audit.intent(principal="p", peer="h", method="m", request={str(at): "x" * 200 for at in range(99)}).request == {}
+    many = {str(at): "x" * 200 for at in range(99)}
+    assert audit.intent(principal="p", peer="h", method="m", request=many).request == {}
 
 
 def test_an_outcome_is_the_code_and_the_reason_and_quotes_nothing() -> None:

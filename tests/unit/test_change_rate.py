@@ -6,7 +6,6 @@ from itertools import count
 
 from router.gate.change_rate import ChangeRate
 
-
 # The numbers are such that sums of times are exact.
 
 
