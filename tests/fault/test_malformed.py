@@ -1,5 +1,6 @@
 """Malformed HTTP/2, gRPC and protobuf on the port of a router, drawn at random: the same process goes on serving, keeps
-its memory, and writes no traceback. `./run bench hostile --attacks malformed` does it for longer, and measures others."""
+its memory, and writes no traceback. `./run bench hostile --attacks malformed` does it for longer, and measures
+others."""
 
 from __future__ import annotations
 
