@@ -106,11 +106,11 @@ class Methods(grpc.GenericRpcHandler):
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
         self._handlers: dict[str, _Handler] = {}
-        self._too_much_metadata = _stream_handler(_too_much_metadata(gate), None, None)
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> _Handler | None:
-        if _metadata_bytes(handler_call_details.invocation_metadata) > METADATA_BYTES_MAX:
-            return self._too_much_metadata
+        count = _metadata_bytes(handler_call_details.invocation_metadata)
+        if count > METADATA_BYTES_MAX:
+            return _stream_handler(_too_much_metadata(self._gate, count), None, None)
         return self._handlers.get(handler_call_details.method)
 
     def add(self, service: Service, descriptor: ServiceDescriptor) -> None:
@@ -162,9 +162,9 @@ def _metadata_bytes(metadata: Iterable[tuple[str, str | bytes]]) -> int:
     return sum(len(key) + len(value) + _ENTRY_BYTES for key, value in metadata)
 
 
-def _too_much_metadata(gate: Gate) -> _StreamHandler:
+def _too_much_metadata(gate: Gate, count: int) -> _StreamHandler:
     async def serve(_requests: object, context: Context) -> None:
-        gate.refuse_metadata(context)
+        gate.refuse_metadata(context, count)
         # The call ends with its connection.
         raise asyncio.CancelledError
 
