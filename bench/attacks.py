@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import random
 import secrets
 import time
 from collections import Counter
@@ -19,6 +20,7 @@ from h2.errors import ErrorCodes
 from bench.systems.on_routers import CALL_S_MAX, QUEUE
 from proof import hostile_peer
 from proof.hostile_peer import Seen
+from proof.malformed import conversation, say
 from windrow.ids import uuid7
 from windrow.v1 import job_pb2, queue_pb2, queue_pb2_grpc
 
@@ -37,6 +39,7 @@ _WINDOW_S = 600
 _RESET_CONNECTIONS, _RESETS = 2, 60_000
 _FLOOD_CONNECTIONS = 64
 _OLD_IDS_OF_CALL = 100
+_MALFORMED_CONNECTIONS = 16
 # A job id contains the time when it was made. This one was made in 1970, and no shard takes it.
 _OLD_ID = "00000000-0000-7000-8000-{:012x}"
 
@@ -50,6 +53,7 @@ class Attack(enum.StrEnum):
     RAPID_RESETS = "rapid-resets"
     OLD_IDS = "old-ids"
     LARGE_PAYLOADS = "large-payloads"
+    MALFORMED = "malformed"
 
 
 _DESCRIPTIONS = {
@@ -61,6 +65,7 @@ _DESCRIPTIONS = {
     Attack.RAPID_RESETS: f"{_RESETS:,} × HEADERS and RST_STREAM on {_RESET_CONNECTIONS} connections, again and again",
     Attack.OLD_IDS: f"Enqueues of {_OLD_IDS_OF_CALL} ids that are too old, {_FLOOD_CONNECTIONS} connections",
     Attack.LARGE_PAYLOADS: f"Enqueues of 1 MiB payloads, {_FLOOD_CONNECTIONS} connections",
+    Attack.MALFORMED: f"malformed HTTP/2, gRPC and protobuf, {_MALFORMED_CONNECTIONS} connections at a time",
 }
 
 
@@ -79,6 +84,9 @@ class AttackOutcome:
     closed: int = 0
     calls: int = 0
     request_bytes: int = 0
+    # Of malformed bytes: connections by what they sent, and the seed of the draws.
+    sent: Counter[str] = field(default_factory=Counter[str])
+    seed: int | None = None
 
     def add(self, seen: Iterable[Seen]) -> None:
         for one in seen:
@@ -89,11 +97,14 @@ class AttackOutcome:
             self.request_bytes += one.request_bytes_sent
 
     def text(self) -> str:
-        parts = [f"{self.calls:,} calls"]
+        parts = [f"{self.calls:,} calls"] if self.seed is None else []
+        parts += [f"{count:,} × {kind}" for kind, count in sorted(self.sent.items())]
         parts += [f"{count:,} × status {status}" for status, count in sorted(self.statuses.items())]
         parts += [f"{count:,} reset with {error}" for error, count in sorted(self.resets.items())]
         if self.closed:
             parts.append(f"{self.closed:,} connections closed")
+        if self.seed is not None:
+            parts.append(f"seed {self.seed}")
         return ", ".join(parts)
 
 
@@ -178,6 +189,8 @@ class Attacker:
                 await self._flood(seconds, lambda: old)
             case Attack.LARGE_PAYLOADS:
                 await self._flood(seconds, lambda: [_large_job()])
+            case Attack.MALFORMED:
+                await self._garble(seconds)
 
     async def _insist(self, seconds: float, attack: Callable[[float], Awaitable[Sequence[Seen]]]) -> None:
         """Attacks until the time is over: opens new connections when the router has ended all of them."""
@@ -209,6 +222,26 @@ class Attacker:
                 for _ in range(_FLOOD_CONNECTIONS)
             ]
             await asyncio.gather(*(call_on(queue_pb2_grpc.QueueStub(channel)) for channel in channels))
+
+    async def _garble(self, seconds: float) -> None:
+        """Sends malformed bytes, each time on a new connection."""
+        until_s = time.monotonic() + seconds
+        self.outcome.seed = secrets.randbits(32)
+        luck = random.Random(self.outcome.seed)
+        job = job_pb2.NewJob(id=uuid7(), template=job_pb2.JobTemplate(queue=QUEUE, kind="no-op", payload=b"payload"))
+        valid = queue_pb2.EnqueueRequest(org=self._org, jobs=[job]).SerializeToString()
+
+        async def talk() -> None:
+            while time.monotonic() < until_s:
+                made = conversation(luck, valid=valid)
+                self.outcome.sent[made.kind] += 1
+                try:
+                    self.outcome.closed += await say(self._address, made.sent)
+                except OSError:
+                    # There is no router at the moment: the table says whether one ended.
+                    await asyncio.sleep(_AGAIN_S)
+
+        await asyncio.gather(*(talk() for _ in range(_MALFORMED_CONNECTIONS)))
 
 
 def _name(error: ErrorCodes | int) -> str:

@@ -14,6 +14,7 @@ from bench.scenarios import (
     load,
     lookup,
     placement,
+    rotations,
 )
 from bench.scenarios.grow import scenario as grow
 from bench.scenarios.outage import scenario as outage
@@ -31,6 +32,7 @@ SCENARIOS: MappingProxyType[str, Scenario] = MappingProxyType(
         "grow": grow.SCENARIO,
         "outage": outage.SCENARIO,
         "hostile": hostile.SCENARIO,
+        "rotations": rotations.SCENARIO,
         "lookup": lookup.SCENARIO,
         "placement": placement.SCENARIO,
         "scale": scale.SCENARIO,

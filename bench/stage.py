@@ -144,6 +144,14 @@ class Stage:
         """Other routers of the same cluster on an address of their own, for the rest of the scope."""
         return await self._stack.enter_async_context(_routers(self.cluster_file.path, processes, environ or {}))
 
+    async def routers_with(self, name: str, tables: str, *, processes: int) -> tuple[Path, Servers]:
+        """Other routers of the same cluster, whose file has these tables too, for the rest of the scope. Returns their
+        file, which has this name."""
+        config = self.file(name)
+        config.touch(mode=0o600)
+        config.write_text(self.cluster_file.text + tables)
+        return config, await self._stack.enter_async_context(_routers(config, processes, {}))
+
     async def tls_routers(self, processes: int, *, keys: bool) -> Servers:
         """Other routers of the same cluster that speak TLS, for the rest of the scope. With `keys` they also ask for an
         API key."""
@@ -151,13 +159,10 @@ class Stage:
         ca, certificate, key = (self.file(name) for name in ("ca.crt", "tls.crt", "tls.key"))
         authority.saved(ca)
         authority.sign().save(certificate, key)
-        config = self.file("tls-keys.toml" if keys else "tls.toml")
         tables = f"\n[tls]\ncertificate = '{certificate}'\nkey = '{key}'\n"
         if keys:
             tables += "\n[auth]\napi_keys = true\n"
-        config.touch(mode=0o600)
-        config.write_text(self.cluster_file.text + tables)
-        servers = await self._stack.enter_async_context(_routers(config, processes, {}))
+        config, servers = await self.routers_with("tls-keys.toml" if keys else "tls.toml", tables, processes=processes)
         return replace(servers, ca=str(ca), token=await _new_key(config) if keys else None)
 
     async def echo(self, processes: int) -> Servers:

@@ -1,8 +1,8 @@
 """A gRPC client that does not follow the rules that protect a server.
 
 It speaks HTTP/2 frames over a plain socket. It can leave answers unread, requests unfinished, reset calls as fast as
-it opens them, or say nothing at all. It never waits for the server's MAX_CONCURRENT_STREAMS: what a server refuses is
-counted in `Seen`. It connects to loopback addresses only.
+it opens them, send headers without end, flood the server with pings, or say nothing at all. It never waits for the
+server's MAX_CONCURRENT_STREAMS: what a server refuses is counted in `Seen`. It connects to loopback addresses only.
 
 A `HostilePeer` is one connection. The functions below it are whole attacks, each bounded in calls and in seconds.
 """
@@ -18,13 +18,14 @@ import socket
 import struct
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
 from hpack import Decoder, Encoder
+from hpack.hpack import encode_integer
 from hyperframe.frame import (
     ContinuationFrame,
     DataFrame,
@@ -125,11 +126,25 @@ class HostilePeer:
         settings = SettingsFrame(settings={SettingCodes.ENABLE_PUSH: 0, SettingCodes.INITIAL_WINDOW_SIZE: window_bytes})
         await self.write(_MAGIC + settings.serialize())
 
-    async def call(self, path: str, message: bytes, *, ends: bool = True) -> int:
-        """Sends one call and answers with its stream. `ends` False leaves the request open, as a stream does."""
-        stream = await self._open(path)
-        await self._send(stream, _prefix(len(message)) + message, len(message) + _PREFIX_BYTES, ends=ends)
+    async def call(
+        self,
+        path: str,
+        message: bytes,
+        *,
+        ends: bool = True,
+        fields: Sequence[tuple[bytes, bytes]] = (),
+        compressed: bool = False,
+    ) -> int:
+        """Sends one call and answers with its stream. `ends` False leaves the request open, as a stream does. `fields`:
+        more header fields; `compressed`: the message is said to be compressed."""
+        stream = await self._open(path, fields)
+        head = _prefix(len(message), compressed=compressed) + message
+        await self._send(stream, head, len(message) + _PREFIX_BYTES, ends=ends)
         return stream
+
+    async def ping(self, count: int) -> None:
+        """Sends so many pings at once."""
+        await self.write(PingFrame(opaque_data=b"flooding").serialize() * count)
 
     async def begin(self, path: str, size_bytes: int, *, withheld_bytes: int = 1) -> int:
         """Announces a request of so many bytes and sends all but the last ones, as the server's windows allow."""
@@ -181,13 +196,13 @@ class HostilePeer:
         self._socket.close()
         self.seen.lasted_s = time.monotonic() - self._began_s
 
-    async def _open(self, path: str) -> int:
+    async def _open(self, path: str, fields: Sequence[tuple[bytes, bytes]] = ()) -> int:
         # A block is encoded and sent under one lock: the HPACK table changes in the order of the blocks.
         async with self._writing:
             stream = self._take_stream()
             self._granted[stream] += self._initial_window_bytes
-            frame = HeadersFrame(stream, self._encoder.encode(self._headers(path)), flags=["END_HEADERS"])
-            await self._put(frame.serialize())
+            block = self._encoder.encode(self._headers(path)) + b"".join(_literal(*one) for one in fields)
+            await self._put(_header_frames(stream, block))
         return stream
 
     async def _put(self, data: bytes) -> None:
@@ -439,6 +454,47 @@ async def reset_rapidly(address: str, path: str, *, count: int, connections: int
     )
 
 
+async def send_large_headers(
+    address: str,
+    path: str,
+    *,
+    field_bytes: Sequence[int],
+    calls: int,
+    connections: int = 1,
+    seconds: float,
+    reads: bool = True,
+) -> list[Seen]:
+    """Makes so many calls, dealt out over the connections, each with header fields of these sizes. `lasted_s` tells how
+    long it took until the server had read them all, at most `seconds`."""
+    fields = [(b"x-large", b"x" * size) for size in field_bytes]
+
+    async def attack(peer: HostilePeer, share: int) -> None:
+        for _ in range(share):
+            await peer.call(path, b"", fields=fields)
+        await peer.heard()
+
+    return await asyncio.gather(
+        *(
+            _attack(open_peer(address, window_bytes=DEFAULT_WINDOW_BYTES, reads=reads), attack, n, seconds, stays=False)
+            for n in _shares(calls, connections)
+        )
+    )
+
+
+async def flood_with_pings(address: str, *, count: int, connections: int = 1, seconds: float) -> list[Seen]:
+    """Sends `count` pings on each connection, and stays for `seconds`, or until the server ends the connection."""
+
+    async def attack(peer: HostilePeer, share: int) -> None:
+        await peer.ping(share)
+
+    return await asyncio.gather(
+        *(
+            _attack(open_peer(address, window_bytes=DEFAULT_WINDOW_BYTES), attack, count, seconds)
+            for _ in range(connections)
+        )
+    )
+
+
 async def say_nothing(address: str, silence: Silence, *, connections: int, seconds: float) -> list[Seen]:
     """Opens connections that fall silent, and stays for `seconds`."""
 
@@ -509,9 +565,27 @@ async def _until_enough(
             attacking.exception()
 
 
-def _prefix(size_bytes: int) -> bytes:
-    """Returns the prefix of a gRPC message that is not compressed."""
-    return struct.pack(">BL", 0, size_bytes)
+def _prefix(size_bytes: int, *, compressed: bool = False) -> bytes:
+    """Returns the prefix of a gRPC message."""
+    return struct.pack(">BL", compressed, size_bytes)
+
+
+def _literal(name: bytes, value: bytes) -> bytes:
+    """Returns a header field in HPACK, never indexed: it changes no table."""
+    return b"\x10" + _hpack_string(name) + _hpack_string(value)
+
+
+def _hpack_string(text: bytes) -> bytes:
+    return bytes(encode_integer(len(text), 7)) + text
+
+
+def _header_frames(stream: int, block: bytes) -> bytes:
+    """Returns a header block as HEADERS and CONTINUATION frames."""
+    parts = [block[at : at + _DATA_BYTES_MAX] for at in range(0, len(block), _DATA_BYTES_MAX)]
+    frames: list[HeadersFrame | ContinuationFrame] = [HeadersFrame(stream, parts[0])]
+    frames += [ContinuationFrame(stream, part) for part in parts[1:]]
+    frames[-1].flags.add("END_HEADERS")
+    return b"".join(frame.serialize() for frame in frames)
 
 
 def _shares(count: int, ways: int) -> list[int]:

@@ -7,6 +7,7 @@ processes = 2
 connections_per_shard = 4
 drain_seconds = 20
 memory_mib = 1024
+client_connections = 5000
 calls_per_connection = 1000
 sweep_seconds = 3
 connection_age_seconds = 1800
@@ -40,6 +41,9 @@ class RouterSettings:
     # The memory limit of each process, whatever its clients send, read or leave unfinished (docs/operations.md,
     # "Memory").
     memory_mib: int = 1024
+    # How many client connections each process may have. Above that it closes some of the host that has most, idle ones
+    # first.
+    client_connections: int = 5000
     # How many calls and streams one client connection may have open. HTTP/2 announces the limit, and the client's gRPC
     # library queues further calls.
     calls_per_connection: int = 1000
@@ -79,6 +83,7 @@ _BOUNDS = {
     "connections_per_shard": (1, 100),
     "drain_seconds": (0, 3600),
     "memory_mib": (512, 1_048_576),
+    "client_connections": (1, 1_000_000),
     "calls_per_connection": (1, 100_000),
     "sweep_seconds": (0.05, 3600),
     "connection_age_seconds": (1, 86_400),

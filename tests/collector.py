@@ -1,4 +1,5 @@
-"""An OpenTelemetry collector in the test's process: stores what is exported to it, and waits for spans."""
+"""An OpenTelemetry collector in the test's process: stores what is exported to it, and waits for spans and log
+records."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import grpc
+from opentelemetry.proto.collector.logs.v1 import logs_service_pb2, logs_service_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from tests.routers import PATIENCE_S
@@ -29,11 +32,26 @@ class Received:
         return (self.span.trace_id, self.span.parent_span_id) == (parent.span.trace_id, parent.span.span_id)
 
 
+class _Logs(logs_service_pb2_grpc.LogsServiceServicer):
+    def __init__(self, keep: Callable[[list[LogRecord]], None]) -> None:
+        self._keep = keep
+
+    def Export(  # noqa: N802 - as the service calls it
+        self, request: logs_service_pb2.ExportLogsServiceRequest, context: grpc.ServicerContext
+    ) -> logs_service_pb2.ExportLogsServiceResponse:
+        del context
+        scopes = [scope for resource in request.resource_logs for scope in resource.scope_logs]
+        self._keep([record for scope in scopes for record in scope.log_records])
+        return logs_service_pb2.ExportLogsServiceResponse()
+
+
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Keeps every span that is exported to it."""
+    """Keeps every span and every log record that is exported to it."""
 
     def __init__(self) -> None:
         self.port = 0
+        self.logs = _Logs(self._keep_records)
+        self._records: list[LogRecord] = []
         self._received: list[Received] = []
         self._more = threading.Condition()
 
@@ -55,6 +73,17 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
                 ]
             self._more.notify_all()
         return trace_service_pb2.ExportTraceServiceResponse()
+
+    def _keep_records(self, records: list[LogRecord]) -> None:
+        with self._more:
+            self._records += records
+            self._more.notify_all()
+
+    def records(self, count: int) -> list[LogRecord]:
+        """Waits for so many log records. Returns all that have come."""
+        with self._more:
+            assert self._more.wait_for(lambda: len(self._records) >= count, PATIENCE_S), f"only {self._records}"
+            return list(self._records)
 
     def spans(self) -> list[Received]:
         with self._more:
@@ -78,6 +107,7 @@ def collecting(port: int) -> Generator[Collector, None, None]:
     servicer = Collector()
     server = grpc.server(ThreadPoolExecutor(2))
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    logs_service_pb2_grpc.add_LogsServiceServicer_to_server(servicer.logs, server)  # type: ignore[no-untyped-call]
     servicer.port = server.add_insecure_port(f"127.0.0.1:{port}")
     server.start()
     yield servicer

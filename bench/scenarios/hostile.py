@@ -69,6 +69,8 @@ class Attacked:
     after: Times | None
     # Its calls that failed, by the name of their status.
     failed: Counter[str]
+    # How many router processes ended.
+    died: int
 
     def most_mib(self, first_s: float, past_s: float) -> float:
         return max((mib for at_s, mib in self.resident if first_s <= at_s < past_s), default=0.0)
@@ -87,6 +89,7 @@ class Attacked:
                 for name, one in (("before", self.before), ("during", self.during), ("after", self.after))
             },
             "quiet_org_failed": dict(sorted(self.failed.items())),
+            "processes_that_ended": self.died,
             "resident_mib": [list(point) for point in self.resident],
             "p99_ms": [list(point) for point in self.p99],
         }
@@ -99,7 +102,10 @@ async def measure(plan: Plan, bench: Bench) -> Found:
         async with bench.stage(shards=1, routers=plan.routers) as stage:
             bench.say(f"{attack}: {description(attack, streams=plan.streams)}")
             with _entrance(plan, stage) as address:
-                found.append(await _attacked(attack, plan, stage, address))
+                one = await _attacked(attack, plan, stage, address)
+            found.append(one)
+            if one.died:
+                bench.broken("hostile", f"{one.died} router process(es) ended during {attack}")
     return Found(
         scenario="hostile",
         plan=asdict(plan),
@@ -129,6 +135,7 @@ async def _attacked(attack: Attack, plan: Plan, stage: Stage, address: str) -> A
         raise Wrong(f"the jobs for {attack} could not be stored: {error}") from error
     orgs = [f"bench-quiet-{secrets.token_hex(4)}"]
     site = replace(stage.site("quiet", orgs, per_s=float(plan.turns_per_s)), address=address)
+    processes = set(stage.routers.pids())
     async with (
         serving("bench.caller", order=site.to_json()) as (process, _),
         _weighed(stage.routers.pids) as resident,
@@ -155,6 +162,7 @@ async def _attacked(attack: Attack, plan: Plan, stage: Stage, address: str) -> A
         during=times(due_between(calls, began_s, ended_s)),
         after=times(due_between(calls, ended_s, float("inf"))),
         failed=Counter(call.code for call in calls if call.outcome is not Outcome.OK),
+        died=len(processes - set(stage.routers.pids())),
     )
 
 
@@ -182,7 +190,10 @@ def _memory_table(found: Sequence[Attacked], plan: Plan) -> Table:
 
     return Table(
         title="Memory of the largest router process, MiB resident",
-        head=("attack", "before", "most during", f"{plan.after_s:g} s after", "within the bound", "the attacker saw"),
+        head=(
+            *("attack", "before", "most during", f"{plan.after_s:g} s after", "within the bound"),
+            *("processes that ended", "the attacker saw"),
+        ),
         rows=[
             (
                 description(one.attack, streams=plan.streams),
@@ -190,6 +201,7 @@ def _memory_table(found: Sequence[Attacked], plan: Plan) -> Table:
                 f"{one.most_mib(0.0, one.ended_s):,.0f}",
                 f"{one.last_mib:,.0f}",
                 bound(one),
+                str(one.died),
                 one.outcome.text(),
             )
             for one in found

@@ -53,6 +53,7 @@ CODES: dict[reasons.ErrorReason.ValueType, int] = {
     reasons.ERROR_REASON_SHARD_BUSY: RESOURCE_EXHAUSTED,
     reasons.ERROR_REASON_MISCONFIGURED: code_pb2.FAILED_PRECONDITION,
     reasons.ERROR_REASON_ROUTER_FULL: RESOURCE_EXHAUSTED,
+    reasons.ERROR_REASON_TOO_MANY_CHANGES: RESOURCE_EXHAUSTED,
     reasons.ERROR_REASON_TOKEN_KEYS_UNAVAILABLE: code_pb2.UNAVAILABLE,
     reasons.ERROR_REASON_ROUTER_SHUTTING_DOWN: code_pb2.UNAVAILABLE,
     reasons.ERROR_REASON_STREAM_EXPIRED: code_pb2.UNAVAILABLE,
@@ -146,6 +147,17 @@ class RouterFull(Exception):
         )
 
 
+class TooManyChanges(Exception):
+    """The callers of an org make more audited changes than one org may."""
+
+    def __init__(self, org: str, per_s: float, retry_after_s: float) -> None:
+        super().__init__(
+            f"org {org!r} makes more than {per_s:g} changes a second through this router process, each of which the "
+            "audit log keeps: change more jobs in each call"
+        )
+        self.retry_after_s = retry_after_s
+
+
 def status_of(error: BaseException) -> status_pb2.Status:
     """Returns the status for an error. An error that is not listed here becomes INTERNAL, without any details."""
     match error:
@@ -182,6 +194,8 @@ def status_of(error: BaseException) -> status_pb2.Status:
             return _status(reasons.ERROR_REASON_UNDECODABLE_REQUEST, str(error))
         case RouterFull():
             return _status(reasons.ERROR_REASON_ROUTER_FULL, str(error), retry_info(0.5))
+        case TooManyChanges():
+            return _status(reasons.ERROR_REASON_TOO_MANY_CHANGES, str(error), retry_info(error.retry_after_s))
         case TooManyWaiting():
             return _status(reasons.ERROR_REASON_SHARD_BUSY, str(error), retry_info(0.5))
         case KeysUnavailable():

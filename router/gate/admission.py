@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 from collections import Counter
 from collections.abc import Callable, Generator
 from contextvars import ContextVar
@@ -42,6 +43,11 @@ STREAMS_MAX = 10_000
 PUBLIC_CALLS_MAX = 500
 # The largest request, and the largest message of a stream: 1,000 jobs of 16 KiB, or 15 of the largest.
 MESSAGE_BYTES_MAX = 16 * 1024 * 1024
+# The size of all metadata of a call, as gRPC counts it: 32 bytes more for each entry. gRPC takes up to 16 MiB until a
+# client has acknowledged this limit, which one that attacks need not do.
+METADATA_BYTES_MAX = 16 * 1024
+# How much refused metadata may wait for the garbage collector.
+_METADATA_GARBAGE_MAX = 4 * 1024 * 1024
 # gRPC hands over messages up to this size. Those above MESSAGE_BYTES_MAX are refused without being decoded. A message
 # with 1,000 of the largest results is below it. It must not exceed the smallest buffer (memory_mib = 512).
 RECEIVED_BYTES_MAX = 64 * 1024 * 1024
@@ -117,6 +123,8 @@ class Gate:
         self._receiving = Deadlines[asyncio.Task[Any]](RECEIVE_S_MAX, self._receive_timed_out)
         self._timed_out: set[asyncio.Task[Any]] = set()
         self._unread = Deadlines[Call](UNREAD_S_MAX, lambda call: hang_up(call.peer))
+        # Bytes of refused metadata since the last collection.
+        self._metadata_garbage = 0
         self._resets = Counter[str]()
         self._resets_until_s = 0.0
         self._emptied = asyncio.Event()
@@ -178,6 +186,17 @@ class Gate:
         if len(raw) > MESSAGE_BYTES_MAX:
             raise too_large(raw)
         return raw
+
+    def refuse_metadata(self, context: Context, count: int) -> None:
+        """A call has `count` bytes of metadata, more than METADATA_BYTES_MAX: closes its connection, which has not
+        acknowledged the limit and may send thousands of such calls."""
+        self._hang_up(canonical(context.peer()))
+        # grpc.aio leaves the metadata of each call in a reference cycle. A collection is otherwise due after thousands
+        # of calls.
+        self._metadata_garbage += count
+        if self._metadata_garbage > _METADATA_GARBAGE_MAX:
+            self._metadata_garbage = 0
+            gc.collect(1)
 
     def was_reset(self, call: Call) -> None:
         """The client has left before its request was received."""

@@ -1,9 +1,9 @@
 """Writes down what operators do through this router: every call of a method whose scope is ADMIN or CLUSTER.
 
 A change begins only when its intent is in the audit log (shard/admin/audit.py); while the catalog does not answer,
-changes are refused. Its outcome is added without delaying the answer. Reads of the whole cluster are counted here, and
-added once a second. Calls that the gate refuses change nothing and are not in the log: otherwise callers without a key
-could fill it.
+changes are refused, and so are those of an org whose callers make too many (change_rate.py). Its outcome is added
+without delaying the answer. Reads of the whole cluster are counted here, and added once a second. Calls that the gate
+refuses change nothing and are not in the log: otherwise callers without a key could fill it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from google.rpc import code_pb2, error_details_pb2
 
-from router.codec.status import status_of
+from router.codec.status import TooManyChanges, status_of
 from router.fleet.periodic import every
 from router.gate.admission import Call, current_call
 from router.gate.auth.access import Access
 from router.gate.auth.scopes import Scope
+from router.gate.change_rate import CHANGES_PER_S, ChangeRate
 from shard import telemetry
 from shard.admin import audit
 from shard.admin.audit import End, Intent, Read
@@ -52,7 +53,7 @@ RECORDED = frozenset(
 )
 # The log keeps only the names of these: their values belong to the job.
 NAMES_ONLY = frozenset({"attributes"})
-_ITEMS_MAX = 20
+_ITEMS_MAX = 10
 _READS_S = 1.0
 _READERS_MAX = 1000
 _FINISH_S_MAX = 3.0
@@ -65,6 +66,7 @@ class Audit:
         self._catalog = catalog
         self._intents = _coalescer(self._begin)
         self._ends = _coalescer(self._end)
+        self._rate = ChangeRate()
         self._reads = Counter[Read]()
         # The tasks that write outcomes.
         self._ending = set[asyncio.Task[None]]()
@@ -104,7 +106,9 @@ class Audit:
         return cast("_Method", recorded)
 
     async def _change(self, method: Callable[[Any], Awaitable[Message]], name: str, request: Message) -> Message:
-        intent = intent_of(current_call(), name, request)
+        call = current_call()
+        self._count_change(call)
+        intent = intent_of(call, name, request)
         try:
             await self._intents.submit(intent)
         except ShardUnavailable as error:
@@ -118,6 +122,12 @@ class Audit:
             raise
         self._note(intent, End(intent.id, "OK", counts_of(answer)))
         return answer
+
+    def _count_change(self, call: Call) -> None:
+        """Counts a change for the org of its caller, who proved to be of that org. Raises TooManyChanges."""
+        org = None if call.principal is None else call.principal.org
+        if org is not None and (wait_s := self._rate.wait_s(org, asyncio.get_running_loop().time())):
+            raise TooManyChanges(org, CHANGES_PER_S, wait_s)
 
     async def _read(self, method: Callable[[Any], Awaitable[Message]], name: str, request: Message) -> Message:
         try:

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import inspect
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
 import grpc
@@ -22,7 +22,7 @@ from grpc_status import rpc_status
 from router.codec.fields import bounded
 from router.codec.status import INTERNAL, MessageTooLarge, OrgMismatch, Undecodable, status_of
 from router.codec.validate import check
-from router.gate.admission import MESSAGE_BYTES_MAX, Call, Context, Gate, current_call, too_large
+from router.gate.admission import MESSAGE_BYTES_MAX, METADATA_BYTES_MAX, Call, Context, Gate, current_call, too_large
 from router.gate.auth.access import Access, access_of, require_org
 from router.gate.auth.principal import Unauthenticated
 from shard.job_record import ANSWER_BYTES_MAX
@@ -41,6 +41,8 @@ DEADLINE_S_MAX = 75.0
 # How much memory is reserved for an answer with jobs. The last job of an answer is the one that reaches
 # ANSWER_BYTES_MAX, and that job may be as large again.
 ANSWER_HELD_BYTES = 2 * ANSWER_BYTES_MAX
+# What gRPC counts for each entry of metadata beside its key and its value.
+_ENTRY_BYTES = 32
 _UNRECORDED = contextlib.nullcontext()
 # Refusals of one kind are logged in at most one line per so many seconds.
 _REFUSALS_LOG_S = 60.0
@@ -106,6 +108,9 @@ class Methods(grpc.GenericRpcHandler):
         self._handlers: dict[str, _Handler] = {}
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> _Handler | None:
+        count = _metadata_bytes(handler_call_details.invocation_metadata)
+        if count > METADATA_BYTES_MAX:
+            return _stream_handler(_too_much_metadata(self._gate, count), None, None)
         return self._handlers.get(handler_call_details.method)
 
     def add(self, service: Service, descriptor: ServiceDescriptor) -> None:
@@ -151,6 +156,19 @@ class Methods(grpc.GenericRpcHandler):
             else:
                 behind = _unary_handler(_library_unary(self._gate, handler, access))
             self._handlers[f"/{service}/{name}"] = behind
+
+
+def _metadata_bytes(metadata: Iterable[tuple[str, str | bytes]]) -> int:
+    return sum(len(key) + len(value) + _ENTRY_BYTES for key, value in metadata)
+
+
+def _too_much_metadata(gate: Gate, count: int) -> _StreamHandler:
+    async def serve(_requests: object, context: Context) -> None:
+        gate.refuse_metadata(context, count)
+        # The call ends with its connection.
+        raise asyncio.CancelledError
+
+    return serve
 
 
 # Unary methods are registered as methods that take a stream, which is the same on the wire. So this module receives
@@ -243,6 +261,12 @@ def _library_unary(gate: Gate, handler: _Handler, access: Access | None) -> Call
                     return await act(call, context)
             await _identify(gate, call, context, access)
             return await act(call, context)
+        except grpc.aio.AbortError as error:
+            # The library's method has ended the call, with a status of its own. As in refusal(), no frame may keep the
+            # context.
+            _drop_references(error)
+            del context
+            raise
         except Exception as error:  # noqa: BLE001 - every error becomes a status; status_for logs the unexpected ones
             refused = refusal(context, error)
         del context
@@ -299,6 +323,11 @@ def _streaming(gate: Gate, act: Callable[[Call, Context], Awaitable[None]], acce
             # gRPC could not write: the client is gone, and needs no status.
             _drop_references(error)
             refused = None
+        except grpc.aio.AbortError as error:
+            # As in _library_unary().
+            _drop_references(error)
+            del context
+            raise
         except Exception as error:  # noqa: BLE001 - every error becomes a status; status_for logs the unexpected ones
             refused = refusal(context, error)
         del context

@@ -54,6 +54,12 @@ def peers(port: int) -> set[str]:
     return {peer for peer, _ in _accepted(port)}
 
 
+def open_files() -> int:
+    """Returns how many file descriptors this process has."""
+    # Since Linux 6.2 the size of the folder says it; before, the size is 0.
+    return os.stat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd"))
+
+
 def canonical(peer: str) -> str:
     """Returns a peer's name as this module writes it: without gRPC's escapes for the brackets of IPv6 addresses."""
     return unquote(peer)

@@ -14,7 +14,7 @@ import contextlib
 import ctypes
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from router.gate import connections
 from router.gate.admission import Gate
@@ -101,24 +101,27 @@ class MemoryWatch:
     async def _look(self, gate: Gate, port: int, peers: Collection[str]) -> None:
         """Closes the connections of these peers, and others if the process is above its limit."""
         now_s = asyncio.get_running_loop().time()
+        if peers:
+            # Before the trim, which takes long in a large process: these peers would go on sending.
+            await self._with_spare_files(asyncio.to_thread(connections.hang_up, port, peers))
         await self._trim(now_s)
         if self._listed is not None and now_s >= self._handed_over_s:
             gate.arrivals.catch_up(self._listed)
             self._listed = None
         too_large = self._excess(now_s) > 0
         stale = gate.arrivals.count >= self._list_at or len(gate.arrivals.done) > self._forget_at
-        if not (peers or too_large or stale):
-            return
+        if too_large:
+            await self._with_spare_files(self._shrink(gate, port, now_s))
+        elif stale:
+            await self._with_spare_files(self._list(gate, port))
+
+    async def _with_spare_files(self, work: Awaitable[object]) -> None:
+        """Does work that needs file descriptors, also if clients have taken all others."""
         for number in self._spare:
             os.close(number)
         self._spare = []
         try:
-            if peers:
-                await asyncio.to_thread(connections.hang_up, port, peers)
-            if too_large:
-                await self._shrink(gate, port, now_s)
-            elif stale:
-                await self._list(gate, port)
+            await work
         finally:
             self._spare = _spare_files()
 

@@ -20,12 +20,13 @@ from router.errors import CannotListen
 from router.fleet.fleet import Fleet
 from router.fleet.reload import Reloader
 from router.gate import connections
-from router.gate.admission import CALLS_MAX, RECEIVED_BYTES_MAX, STREAMS_MAX, Gate
+from router.gate.admission import CALLS_MAX, METADATA_BYTES_MAX, RECEIVED_BYTES_MAX, STREAMS_MAX, Gate
 from router.gate.audit import Audit
 from router.gate.auth.api_keys import ApiKeys
 from router.gate.auth.authenticator import Authenticator
 from router.gate.auth.settings import AuthSettings, auth_settings
 from router.gate.calls import Methods
+from router.gate.connection_limit import ConnectionLimit, accepted_max, allow_files
 from router.gate.memory_watch import MemoryWatch
 from router.gate.tracing import Tracing
 from router.services.admin import AdminService
@@ -43,15 +44,14 @@ if TYPE_CHECKING:
     from router.process.certificates import Certificates
 
 _log = logging.getLogger(__name__)
-# gRPC logs an error with a traceback whenever a client leaves before its answer was sent: drop those.
+# gRPC logs an error with a traceback whenever a client leaves before its answer was sent, and whenever metadata is not
+# UTF-8: with its value, which may be a token. Strangers could fill the log. Drop both.
 logging.getLogger("grpc._cython.cygrpc").addFilter(
-    lambda record: not record.getMessage().startswith("ExecuteBatchError raised in core")
+    lambda record: not str(record.msg).startswith(("ExecuteBatchError raised in core", "Invalid encoding on"))
 )
 
 # How long it may take to tell the watchers of the health service about a drain.
 _HEALTH_DRAIN_S_MAX = 1.0
-# The size of all metadata of a call, as gRPC counts it.
-_METADATA_BYTES_MAX = 16 * 1024
 SERVICES = (QueueService.service_name, AdminService.service_name, ClusterService.service_name)
 
 
@@ -93,10 +93,11 @@ async def serve(
                 return
             reloader = Reloader(file, cluster, settings, fleet, auth_settings)
             watch = MemoryWatch(settings.watched_bytes)
+            connections_max = allow_files(settings.client_connections)
             authenticator = _authenticator(auth_settings(cluster), fleet)
             audit = Audit(fleet.catalog_database) if audit_log.is_on(cluster) else None
             gate = Gate(tracing, buffer, watch.hang_up, authenticator, audit)
-            queue, checks, server = _server(fleet, reloader, gate, settings)
+            queue, checks, server = _server(fleet, reloader, gate, settings, connections_max)
             try:
                 port = (
                     server.add_insecure_port(listen)
@@ -111,6 +112,7 @@ async def serve(
             ready(port)
             async with (
                 _running(watch.run(gate, port)),
+                _running(ConnectionLimit(connections_max).run(gate, port)),
                 _running(_judging(authenticator)),
                 _running(_auditing(audit)),
                 _running(_follow(certificates)),
@@ -230,7 +232,7 @@ async def _running(work: Coroutine[Any, Any, None]) -> AsyncGenerator[None, None
 
 
 def _server(
-    fleet: Fleet, reloader: Reloader, gate: Gate, settings: RouterSettings
+    fleet: Fleet, reloader: Reloader, gate: Gate, settings: RouterSettings, connections_max: int
 ) -> tuple[QueueService, HealthService, grpc.aio.Server]:
     methods = Methods(gate)
     queue, checks = QueueService(fleet, gate, stream_s_max=settings.stream_s_max), HealthService(gate)
@@ -254,12 +256,15 @@ def _server(
             ("grpc.max_receive_message_length", RECEIVED_BYTES_MAX),
             ("grpc.max_send_message_length", -1),
             # A token has up to 8 KiB. By default gRPC refuses calls at random whose metadata has between 8 and 16 KiB.
-            ("grpc.max_metadata_size", _METADATA_BYTES_MAX),
-            ("grpc.absolute_max_metadata_size", _METADATA_BYTES_MAX),
+            ("grpc.max_metadata_size", METADATA_BYTES_MAX),
+            ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
+            # These and the limit of streams are settings of HTTP/2, which a client must acknowledge.
+            ("grpc.http2.settings_timeout", 10_000),
             # No compression: a message of 16 KiB could become one of 16 MiB. The memory watch, which compares the sizes
             # of messages with the bytes received by sockets, would count such a connection as having delivered far more
             # than it sent.
             ("grpc.compression_enabled_algorithms_bitset", 1),
+            ("grpc.max_allowed_incoming_connections", accepted_max(connections_max)),
             # A reset call counts until its task has ended here. Without this limit, a client that opens and resets
             # calls would flood the event loop.
             ("grpc.max_concurrent_streams", settings.calls_per_connection),

@@ -20,7 +20,11 @@ from shard.vocabulary import Micros
 
 DAYS_DEFAULT = 90
 _DAYS_MAX = 3650
-_TEXT_CHARS_MAX = 512
+# The texts of an entry with its request, and each text.
+ENTRY_BYTES_MAX = 1024
+_TEXT_BYTES_MAX = 200
+# Stands for a field of a request for which an entry has no room.
+LEFT_OUT = "…"
 
 
 class Intent(NamedTuple):
@@ -78,13 +82,32 @@ class Entry(NamedTuple):
 def intent(
     *, principal: str, peer: str, method: str, org: str = "", queue: str = "", request: Mapping[str, object]
 ) -> Intent:
-    """Returns an intent with an id of its own. Long texts are cut."""
-    return Intent(str(uuid4()), fit(principal), fit(peer), method, org, queue, request)
+    """Returns an intent with an id of its own. Long texts are cut, and of a long request the longest fields are left
+    out: an entry has at most ENTRY_BYTES_MAX."""
+    texts = (str(uuid4()), fit(principal), fit(peer), method, org, queue)
+    room = ENTRY_BYTES_MAX - sum(len(text.encode(errors="replace")) for text in texts)
+    return Intent(*texts, _fitting(request, room))
 
 
 def fit(text: str) -> str:
     """Cuts a text, and replaces what Postgres cannot store."""
-    return text[:_TEXT_CHARS_MAX].replace("\0", "\ufffd").encode(errors="replace").decode()
+    start = text[:_TEXT_BYTES_MAX].replace("\0", "\ufffd").encode(errors="replace")
+    return start[:_TEXT_BYTES_MAX].decode(errors="ignore")
+
+
+def _fitting(request: Mapping[str, object], room: int) -> Mapping[str, object]:
+    kept = dict(request)
+    while _bytes_of(kept) > room:
+        longest = max(kept, key=lambda name: _bytes_of(kept[name]))
+        if kept[longest] == LEFT_OUT:
+            # There is no room even for the names.
+            return {}
+        kept[longest] = LEFT_OUT
+    return kept
+
+
+def _bytes_of(value: object) -> int:
+    return len(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
 
 
 def days_of(cluster: Cluster) -> int:

@@ -100,7 +100,7 @@ def test_an_outage_is_measured_and_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_a_router_under_attack_is_measured_with_a_quiet_org_beside_it(tmp_path: Path) -> None:
-    attacks = ["unread-answers", "old-ids"]
+    attacks = ["unread-answers", "malformed", "old-ids"]
     short = ("--before-seconds", "1", "--seconds", "2", "--after-seconds", "1", "--rate", "20", "--memory", "2000")
     samples = _samples("hostile", "--attacks", ",".join(attacks), *short, out=tmp_path)
     assert [sample["attack"] for sample in samples] == attacks
@@ -109,7 +109,20 @@ def test_a_router_under_attack_is_measured_with_a_quiet_org_beside_it(tmp_path: 
     # Only INVALID_ARGUMENT.
     assert "status 3" in samples[-1]["attacker_saw"]
     assert "status 0" not in samples[-1]["attacker_saw"]
+    assert "seed" in samples[1]["attacker_saw"]
+    assert all(sample["processes_that_ended"] == 0 for sample in samples)
     assert (tmp_path / "hostile.png").exists()
+
+
+def test_proofs_are_replaced_under_load_and_nothing_fails(tmp_path: Path) -> None:
+    (sample,) = _samples(
+        "rotations", "--rotations", "36", "--rate", "100", "--pause", "0.6", "--routers", "1", out=tmp_path
+    )
+    assert sample["rotations"] == {"API keys": 12, "JWKS": 12, "certificates": 12}
+    # Some of them were no longer good within the run.
+    assert all(sample["effect_s"].values())
+    assert sample["stored"] > 0
+    assert (sample["failed"], sample["missing"]) == ({}, 0)
 
 
 def test_a_cluster_that_grows_is_measured_and_loses_nothing(tmp_path: Path) -> None:

@@ -4,9 +4,6 @@ others alone. The bytes on its sockets are those of TLS, which are more than tho
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ssl
-from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import psutil
@@ -17,49 +14,13 @@ from proof.certificates import Authority
 from proof.hostile_peer import leave_requests_unfinished
 from tests.postgres import Server
 from tests.routers import PATIENCE_S, Routers, running_routers, until, write_cluster
+from tests.tls_tunnel import tunnel
 
 MIB = 1024 * 1024
 MEMORY_MIB = 512
 ENQUEUE = "/windrow.v1.Queue/Enqueue"
-_PART_BYTES = 1 << 16
 
 pytestmark = pytest.mark.timeout(300)
-
-
-@contextlib.asynccontextmanager
-async def tunnel(address: str, ca: Path) -> AsyncGenerator[str, None]:
-    """Yields an address whose plain connections are carried to `address` by TLS, each by a connection of its own."""
-    context = ssl.create_default_context(cafile=ca)
-    context.set_alpn_protocols(["h2"])
-    host, _, port = address.rpartition(":")
-    carrying: set[asyncio.Task[None]] = set()
-
-    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, ssl.SSLError):
-            while part := await reader.read(_PART_BYTES):
-                writer.write(part)
-                await writer.drain()
-        writer.close()
-
-    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        carrying.add(task)
-        try:
-            there, back = await asyncio.open_connection(host, int(port), ssl=context, server_hostname="localhost")
-            await asyncio.gather(pump(reader, back), pump(there, writer))
-        finally:
-            carrying.discard(task)
-
-    server = await asyncio.start_server(carry, "127.0.0.1", 0)
-    try:
-        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    finally:
-        server.close()
-        for task in list(carrying):
-            task.cancel()
-        if carrying:
-            await asyncio.wait(set(carrying))
 
 
 def resident_mib(routers: Routers) -> int:

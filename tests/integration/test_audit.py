@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import signal
+import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,13 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2
 
 from embedded import BinariesNotFound, open_clusters
+from router.gate.change_rate import CHANGES_AT_ONCE, CHANGES_PER_S
 from shard.admin import audit
 from shard.placement.cluster_file import ClusterFileError, parse_cluster
 from shard.postgres.pool import Database
+from tests.access import bearer, open_secured
+from tests.access import refusal as access_refusal
+from tests.collector import collecting
 from tests.command import windrow
 from tests.jobs import job_id, job_message
 from tests.postgres import Server, kill
@@ -197,6 +202,51 @@ def test_after_kill_9_the_intent_of_an_unfinished_change_is_in_the_log(
         assert "not known" in windrow("audit", "--org", name, "--config", str(cluster.config)).out
 
 
+def test_the_callers_of_an_org_cannot_fill_the_log(postgres: Server, tmp_path: Path) -> None:
+    dsn = postgres.create("changes")
+    config = write_cluster(tmp_path / "cluster.toml", {"s1": dsn})
+    config.write_text(config.read_text() + "\n[auth]\n")
+    with (
+        running_routers(config) as routers,
+        open_secured(routers, {"s1": dsn}) as cluster,
+        stubs(routers.address) as both,
+    ):
+        noisy, quiet, operator = cluster.key_of("noisy"), cluster.key_of("quiet"), cluster.new_key()
+        ids = [job_id() for _ in range(100)]
+
+        def change(org: str, key: str) -> None:
+            request = queue_pb2.CancelJobsRequest(org=org, ids=ids, reason="x" * 1000)
+            both.queue.CancelJobs(request, timeout=PATIENCE_S, metadata=bearer(key))
+
+        made, began_s = 0, time.monotonic()
+
+        def change_until_refused() -> None:
+            nonlocal made
+            # On a machine so slow that it makes fewer than five calls a second, it would not end.
+            while made < 5_000:
+                change("noisy", noisy)
+                made += 1
+
+        with pytest.raises(grpc.RpcError) as refused:
+            change_until_refused()
+        took_s = time.monotonic() - began_s
+        assert access_refusal(refused.value) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_CHANGES")
+        assert detail(refused.value, error_details_pb2.RetryInfo) is not None
+        assert CHANGES_AT_ONCE <= made <= CHANGES_AT_ONCE + CHANGES_PER_S * took_s + 1
+        # Another org, and whoever may change every org, are not affected.
+        change("quiet", quiet)
+        change("noisy", operator)
+        with psycopg.connect(dsn) as connection:
+            rows = connection.execute(
+                "SELECT octet_length(concat(id, principal, peer, method, org, queue, request)), "
+                "jsonb_array_length(request -> 'ids') FROM windrow.audit WHERE org = 'noisy'"
+            ).fetchall()
+        assert len(rows) == made + 1
+        assert max(size for size, _ in rows) <= 1024
+        # Ten of the ids, and how many there were.
+        assert {many for _, many in rows} == {11}
+
+
 def test_a_change_that_fails_is_in_the_log_with_its_reason(cluster: Audited, name: str) -> None:
     cluster.enqueue(name)
     refusal(lambda: send(cluster.stubs, "PauseQueue", admin_pb2.PauseQueueRequest(org=name, queue="none")))
@@ -238,6 +288,37 @@ def test_without_auth_and_audit_nothing_is_written_down(postgres: Server, tmp_pa
 
 
 # ── What is written down ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_collector_gets_each_change_as_a_log_record_and_no_content(
+    postgres: Server, tmp_path: Path, name: str
+) -> None:
+    config = write_cluster(tmp_path / "cluster.toml", {"s1": postgres.create("exported_audit")})
+    config.write_text(config.read_text() + "\n[audit]\n")
+    with contextlib.contextmanager(collecting)(0) as collector:
+        environ = {"OTEL_EXPORTER_OTLP_LOGS_ENDPOINT": collector.endpoint, "OTEL_BLRP_SCHEDULE_DELAY": "50"}
+        with running_routers(config, environ=environ) as routers, stubs(routers.address) as both:
+            job = job_message(id=job_id(), queue=QUEUE, kind="greet", payload=b"in-a-payload")
+            both.queue.Enqueue(queue_pb2.EnqueueRequest(org=name, jobs=[job]), timeout=PATIENCE_S)
+            request = queue_pb2.AlterJobsRequest(org=name, ids=[job.id])
+            request.attributes.values["campaign"] = "in-an-attribute"
+            send(both, "AlterJobs", request)
+            send(both, "PurgeQueue", admin_pb2.PurgeQueueRequest(org=name, queue=QUEUE))
+            refusal(lambda: send(both, "DeleteQueue", admin_pb2.DeleteQueueRequest(org=name, queue="none")))
+            records = collector.records(3)
+    told = [{one.key: one.value.string_value or one.value.int_value for one in record.attributes} for record in records]
+    assert [(one["rpc.method"].rpartition("/")[2], one["windrow.audit.outcome"]) for one in told] == [
+        ("AlterJobs", "OK"),
+        ("PurgeQueue", "OK"),
+        ("DeleteQueue", "NOT_FOUND QUEUE_NOT_FOUND"),
+    ]
+    assert {one["windrow.org"] for one in told} == {name}
+    assert told[1]["windrow.audit.count.cancelled"] == 1
+    assert told[1]["windrow.queue"] == QUEUE
+    everything = str(records)
+    assert '"campaign"' in told[0]["windrow.audit.request"]
+    assert "in-a-payload" not in everything
+    assert "in-an-attribute" not in everything
 
 
 def test_every_method_that_changes_something_is_in_the_log(cluster: Audited, name: str) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 from google.protobuf.descriptor import Descriptor
 
 from router.codec.status import InvalidRequest, Violation
 from router.gate.audit import NAMES_ONLY, RECORDED, outcome_of, recorded_of
+from shard.admin import audit
 from windrow.v1 import access_pb2, admin_pb2, queue_pb2
 
 # Fields of these names must never be in the log, wherever they are.
@@ -52,10 +54,26 @@ def test_long_lists_and_texts_are_cut() -> None:
     kept = recorded_of(many)
     assert isinstance(kept["ids"], list)
     assert kept["ids"][-1] == "1000 in all"
-    assert len(kept["ids"]) == 21
-    assert len(str(kept["reason"])) == 512
+    assert len(kept["ids"]) == 11
+    assert len(str(kept["reason"])) == 200
     values = queue_pb2.Attributes(values={f"key-{at:03}": "secret" for at in range(100)})
     assert "secret" not in str(recorded_of(queue_pb2.AlterJobsRequest(org="a", ids=["1"], attributes=values)))
+
+
+def test_an_entry_has_at_most_a_kibibyte_whatever_it_is_about() -> None:
+    ids = [f"{at:0128}" for at in range(1000)]
+    request = recorded_of(queue_pb2.CancelJobsRequest(org="a", ids=ids, reason="\U0001f600" * 1000))
+    org, queue, principal = "\u00e4" * 64, "q" * 128, "\U0001f600" * 1000
+    peer, method = "ipv4:10.0.0.7", "windrow.v1.Queue/CancelJobs"
+    made = audit.intent(principal=principal, peer=peer, method=method, org=org, queue=queue, request=request)
+    whole = [*(str(field) for field in made[:-1]), json.dumps(made.request, ensure_ascii=False)]
+    assert sum(len(text.encode()) for text in whole) <= 1024
+    assert (made.org, made.queue) == (org, queue)
+    # The longest is left out, and the rest is there.
+    assert made.request["ids"] == audit.LEFT_OUT
+    assert made.request["reason"] != audit.LEFT_OUT
+    many = {str(at): "x" * 200 for at in range(99)}
+    assert audit.intent(principal="p", peer="h", method="m", request=many).request == {}
 
 
 def test_an_outcome_is_the_code_and_the_reason_and_quotes_nothing() -> None:

@@ -58,6 +58,7 @@ RAISED: dict[str, Callable[[], BaseException]] = {
     "SHARD_BUSY": lambda: TooManyWaiting(1),
     "MISCONFIGURED": lambda: errors.Misconfigured("another cluster's database"),
     "ROUTER_FULL": lambda: status.RouterFull("calls", 1),
+    "TOO_MANY_CHANGES": lambda: status.TooManyChanges("acme", 5, 0.2),
     "TOKEN_KEYS_UNAVAILABLE": lambda: status.KeysUnavailable("no keys"),
     "ROUTER_SHUTTING_DOWN": status.ShuttingDown,
     "STREAM_EXPIRED": status.StreamExpired,

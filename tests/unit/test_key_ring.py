@@ -124,6 +124,32 @@ async def test_a_key_that_a_file_no_longer_has_ends_its_tokens() -> None:
     assert (await made.takes(OLD), await made.takes(NEW)) == (False, True)
 
 
+async def test_a_file_that_becomes_an_empty_list_ends_all_tokens_and_its_next_keys_are_taken() -> None:
+    made = await rig(OLD, is_deliberate=True)
+    principal = await made.tokens.verify(token(OLD))
+    await made.answers(b'{"keys": []}')
+    assert made.tokens.generation == 1
+    end = made.tokens.ended(principal)
+    assert end is not None
+    assert isinstance(end(), Unauthenticated)
+    with pytest.raises(Unauthenticated, match="not among the 0 of"):
+        await made.tokens.verify(token(OLD))
+    with pytest.raises(Unauthenticated, match="not among the 0 of"):
+        await made.tokens.verify(token(OLD, header={"alg": "Ed25519", "typ": "JWT"}))
+    # What cannot be read is no empty list: it changes nothing.
+    await made.answers(b"")
+    with pytest.raises(Unauthenticated):
+        await made.tokens.verify(token(OLD))
+    await made.answers(jwks(NEW))
+    assert (await made.takes(OLD), await made.takes(NEW)) == (False, True)
+
+
+async def test_a_file_whose_keys_are_all_unusable_is_a_mistake_and_ends_nothing() -> None:
+    made = await rig(OLD, is_deliberate=True)
+    await made.answers(b'{"keys": [{"kty": "oct", "k": "c2VjcmV0"}]}')
+    assert await made.takes(OLD)
+
+
 async def test_a_key_that_a_url_lacks_once_stays_and_one_that_it_lacks_twice_is_gone() -> None:
     made = await rig(OLD, NEW)
     principal = await made.tokens.verify(token(OLD))

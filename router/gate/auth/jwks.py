@@ -48,7 +48,8 @@ class VerificationKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeySet:
-    """The usable keys by their ids, at least one, and why the other keys are not used."""
+    """The usable keys by their ids, and why the other keys are not used. There is no usable key only if the set has no
+    keys at all."""
 
     keys: Mapping[str, VerificationKey]
     unusable: tuple[str, ...]
@@ -58,8 +59,9 @@ class _Unusable(Exception):
     """This key is not used. The others are."""
 
 
-def parse_jwks(answer: bytes) -> KeySet:
-    """Reads a key set. Keys for other purposes are left out. Raises BadKeySet."""
+def parse_jwks(answer: bytes, *, may_be_empty: bool = False) -> KeySet:
+    """Reads a key set. Keys for other purposes are left out. A set without keys is refused, unless it `may_be_empty`.
+    Raises BadKeySet."""
     if len(answer) > JWKS_BYTES_MAX:
         raise BadKeySet(f"it has more than {JWKS_BYTES_MAX:,} bytes")
     try:
@@ -85,7 +87,7 @@ def parse_jwks(answer: bytes) -> KeySet:
             unusable.append(f"key {number}{_named(entry)}: an earlier key has the same kid")
         else:
             keys[key.id] = key
-    if not keys:
+    if not keys and not (may_be_empty and not entries):
         raise BadKeySet(f"none of its {len(entries)} keys can be used{_listed(unusable)}")
     return KeySet(keys=keys, unusable=tuple(unusable))
 

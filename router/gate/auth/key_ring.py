@@ -56,6 +56,8 @@ class KeyRing:
         self._interval_s_min = interval_s_min
         self._clock = clock
         self._keys: Mapping[str, VerificationKey] = {}
+        # Whether there are no keys because an operator's file says so.
+        self._has_none = False
         self._thumbprints = frozenset[str]()
         # How many keys the source published last.
         self._published = 0
@@ -79,9 +81,9 @@ class KeyRing:
         """Returns the keys, at least one, of which one must have signed a token with these headers. Fetches the set if
         the key is not known. Raises KeysUnavailable, UnknownKey."""
         self._drop_outdated()
-        if not self._keys and self._fetching is not None:
+        if not self._keys and not self._has_none and self._fetching is not None:
             await self._wait(self._fetching)
-        if not self._keys:
+        if not self._keys and not self._has_none:
             raise self._unavailable()
         if kid is not None and kid not in self._keys and (self._fetching is not None or self._may_ask()):
             await self._wait(self._begin_fetch())
@@ -102,7 +104,7 @@ class KeyRing:
         """Returns why tokens that this key has signed are not taken any more, None if they are."""
         if thumbprint in self._thumbprints:
             return None
-        if not self._keys:
+        if not self._keys and not self._has_none:
             return self._unavailable
         return partial(
             Revoked,
@@ -143,7 +145,8 @@ class KeyRing:
 
     async def _fetch(self) -> None:
         try:
-            self._take(parse_jwks(await self._source.get()))
+            # A file without keys is how an operator ends all tokens. A URL that says so may be wrong.
+            self._take(parse_jwks(await self._source.get(), may_be_empty=self._source.is_deliberate))
         except (NoAnswer, BadKeySet) as error:
             self._failed(str(error))
         except Exception:  # noqa: BLE001 - the next fetch tries again
@@ -170,6 +173,7 @@ class KeyRing:
         absent = before.keys() - answer.keys.keys()
         self._missed = frozenset[str]() if self._source.is_deliberate else frozenset(absent - self._missed)
         self._use({**answer.keys, **{name: before[name] for name in self._missed}})
+        self._has_none = not answer.keys
         self._published = len(answer.keys)
         self._good_at = self._clock()
         gone = [key.id for key in before.values() if key.thumbprint not in self._thumbprints]

@@ -104,6 +104,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """RESOURCE_EXHAUSTED. The router process has no room for more calls, streams or bytes; or the org or the connection
     has used its share.
     """
+    ERROR_REASON_TOO_MANY_CHANGES: _ErrorReason.ValueType  # 31
+    """RESOURCE_EXHAUSTED. The callers of the org make more calls that change queues or jobs by hand than the audit log
+    takes of one org. Nothing was done.
+    """
     ERROR_REASON_TOKEN_KEYS_UNAVAILABLE: _ErrorReason.ValueType  # 30
     """UNAVAILABLE. The router has no keys to verify bearer tokens with, because their file or URL gives none. This says
     nothing about the token. Nothing was done.
@@ -199,6 +203,10 @@ schema, or without part of its history. An operator must act.
 ERROR_REASON_ROUTER_FULL: ErrorReason.ValueType  # 17
 """RESOURCE_EXHAUSTED. The router process has no room for more calls, streams or bytes; or the org or the connection
 has used its share.
+"""
+ERROR_REASON_TOO_MANY_CHANGES: ErrorReason.ValueType  # 31
+"""RESOURCE_EXHAUSTED. The callers of the org make more calls that change queues or jobs by hand than the audit log
+takes of one org. Nothing was done.
 """
 ERROR_REASON_TOKEN_KEYS_UNAVAILABLE: ErrorReason.ValueType  # 30
 """UNAVAILABLE. The router has no keys to verify bearer tokens with, because their file or URL gives none. This says

@@ -1,0 +1,41 @@
+"""How many audited changes the callers of an org may make: each one is a row of the audit log, in the catalog's
+database. Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+# By org and router process. An operator's calls and commands are not bounded.
+CHANGES_PER_S = 5.0
+# How many an org may make at once after it has made none for a minute.
+CHANGES_AT_ONCE = 300
+
+
+class ChangeRate:
+    """Times are in seconds, by any one clock that does not go backwards."""
+
+    def __init__(self, per_s: float = CHANGES_PER_S, at_once: int = CHANGES_AT_ONCE) -> None:
+        self._each_s = 1 / per_s
+        self._debt_s_max = at_once / per_s
+        # When an org has paid for all that it has done, the org that changed something last at the end. An org that is
+        # not here may do `at_once`.
+        self._paid_at_s: OrderedDict[str, float] = OrderedDict()
+
+    def wait_s(self, org: str, now_s: float) -> float:
+        """Counts a change and returns 0; or counts nothing and returns after how many seconds one is allowed."""
+        paid_at_s = max(self._paid_at_s.get(org, now_s), now_s) + self._each_s
+        wait_s = paid_at_s - now_s - self._debt_s_max
+        if wait_s > 0:
+            return wait_s
+        self._paid_at_s[org] = paid_at_s
+        self._paid_at_s.move_to_end(org)
+        self._forget(now_s)
+        return 0.0
+
+    def _forget(self, now_s: float) -> None:
+        """Forgets orgs that owe nothing, unless one that was quiet for longer owes something."""
+        while self._paid_at_s:
+            oldest = next(iter(self._paid_at_s))
+            if self._paid_at_s[oldest] > now_s:
+                break
+            del self._paid_at_s[oldest]

@@ -1,0 +1,130 @@
+"""Bounds how many client connections this process has ([router] client_connections).
+
+Above the bound, the process closes connections of the host that has most of them, until it has no more than others:
+connections without a call first, and among them those that have sent least. So a host that opens connections without
+end takes none from the clients of other hosts. gRPC itself accepts no connection above the bound and a quarter: that
+limits what comes between two looks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import ipaddress
+import logging
+import resource
+from collections import defaultdict
+from collections.abc import Container, Mapping
+
+from router.gate import connections
+from router.gate.admission import Gate
+
+_log = logging.getLogger(__name__)
+
+_LOOK_S = 0.25
+_LOG_S = 60.0
+# Descriptors of a process that are no client connections: those of databases, of siblings, of files.
+_OTHER_FILES = 1_000
+
+
+class ConnectionLimit:
+    """Keeps a process at `connections_max` connections or fewer while `run` runs."""
+
+    def __init__(self, connections_max: int) -> None:
+        self._connections_max = connections_max
+        # How many of its descriptors were no client connections at the last listing.
+        self._others = 0
+        self._closed = 0
+        self._log_again_s = 0.0
+
+    async def run(self, gate: Gate, port: int) -> None:
+        """Closes connections of `port` that are too many, until cancelled."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            try:
+                await self._look(gate, port)
+            except OSError as error:
+                # Most likely this process cannot open more files. Try again until it can.
+                self._log("could not look at the connections: %s", error)
+
+    async def _look(self, gate: Gate, port: int) -> None:
+        # Counting descriptors is cheap, listing connections is not.
+        files = connections.open_files()
+        if files - self._others <= self._connections_max:
+            return
+        received = await asyncio.to_thread(connections.received_bytes, port)
+        self._others = files - len(received)
+        closing = surplus(received, gate.arrivals.inside, self._connections_max)
+        if closing:
+            self._closed += await asyncio.to_thread(connections.hang_up, port, set(closing))
+            self._log(
+                "there are more than %d client connections, most of them of %s: closed %d since the start",
+                self._connections_max,
+                _host(closing[0]),
+                self._closed,
+            )
+
+    def _log(self, message: str, *values: object) -> None:
+        """Logs a warning, at most once a minute."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s >= self._log_again_s:
+            self._log_again_s = now_s + _LOG_S
+            _log.warning(message, *values)
+
+
+def accepted_max(connections_max: int) -> int:
+    """Returns how many connections gRPC accepts while the process looks at them only now and then."""
+    return connections_max + -(-connections_max // 4)
+
+
+def allow_files(connections_max: int) -> int:
+    """Raises the process's limit of open files for so many connections, as far as it may. Returns how many it then can
+    have, and warns if those are fewer."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = accepted_max(connections_max) + _OTHER_FILES
+    files = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    if files == wanted:
+        return connections_max
+    # Even of few descriptors, some are for connections.
+    allowed = max((files - _OTHER_FILES) * 4 // 5, files // 4)
+    _log.warning(
+        "this process may open %d files, so it takes %d client connections, and not %d as [router] client_connections "
+        "says: raise the limit (ulimit -n, LimitNOFILE)",
+        hard,
+        allowed,
+        connections_max,
+    )
+    return allowed
+
+
+def surplus(received: Mapping[str, int], busy: Container[str], connections_max: int) -> list[str]:
+    """Returns which connections to close, so that `connections_max` remain. `received`: how many bytes each has sent,
+    by peer; `busy`: those with calls."""
+    by_host = defaultdict[str, list[tuple[bool, int, str]]](list)
+    for peer, count in received.items():
+        by_host[_host(peer)].append((peer in busy, count, peer))
+    # Of each host, how many connections it has and the one to close next. A heap: the host with most comes first.
+    hosts: list[tuple[int, tuple[bool, int, str], list[tuple[bool, int, str]]]] = []
+    for others in by_host.values():
+        others.sort(reverse=True)
+        hosts.append((-len(others), others.pop(), others))
+    heapq.heapify(hosts)
+    closing: list[str] = []
+    while len(received) - len(closing) > connections_max:
+        _, (_, _, peer), others = heapq.heappop(hosts)
+        closing.append(peer)
+        if others:
+            heapq.heappush(hosts, (-len(others), others.pop(), others))
+    return closing
+
+
+def _host(peer: str) -> str:
+    """Returns whose connection it is: an IPv4 address, or the /64 network of an IPv6 address, which one host has."""
+    kind, _, rest = peer.partition(":")
+    address = rest.rpartition(":")[0]
+    if kind != "ipv6":
+        return address
+    network = ipaddress.IPv6Network((address.strip("[]").partition("%")[0], 64), strict=False)
+    return str(network)

@@ -1,0 +1,296 @@
+"""What somebody who proved nothing can take of a router: connections, streams, header bytes, time and lines of the log,
+each up to a bound (SECURITY.md, "What one hostile client can do"). With and without TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import ssl
+from collections.abc import AsyncGenerator, Awaitable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from proof.certificates import Authority
+from proof.hostile_peer import (
+    Seen,
+    Silence,
+    drip,
+    flood_with_pings,
+    open_peer,
+    reset_rapidly,
+    say_nothing,
+    send_large_headers,
+)
+from router.gate.connection_limit import accepted_max
+from tests.postgres import Server
+from tests.routers import PATIENCE_S, Routers, running_routers, until, write_cluster
+from tests.tls_tunnel import tunnel
+
+pytestmark = pytest.mark.timeout(300)
+
+MIB = 1024 * 1024
+MEMORY_MIB = 512
+CONNECTIONS_MAX = 100
+# What a router may grow by while it refuses.
+GROWTH_MIB = 64
+ENQUEUE, CHECK, WATCH = "/windrow.v1.Queue/Enqueue", "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
+RESOURCE_EXHAUSTED, UNIMPLEMENTED = (
+    code.value[0] for code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNIMPLEMENTED)
+)
+# Addresses of this machine: those of an attacker, and of others.
+ATTACKER, OTHERS = "127.0.0.2", "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entrance:
+    """A router that asks who calls. `ca`: of its certificate; None: it speaks no TLS."""
+
+    routers: Routers
+    ca: Path | None
+
+    @contextlib.asynccontextmanager
+    async def for_peers(self) -> AsyncGenerator[str, None]:
+        """Yields an address for peers that speak no TLS themselves."""
+        if self.ca is None:
+            yield self.routers.address
+            return
+        async with tunnel(self.routers.address, self.ca) as address:
+            yield address
+
+    @contextlib.asynccontextmanager
+    async def health(self) -> AsyncGenerator[health_pb2_grpc.HealthAsyncStub, None]:
+        """The health service, over a connection of its own."""
+        address, options = self.routers.address, [("grpc.use_local_subchannel_pool", 1)]
+        channel = (
+            grpc.aio.insecure_channel(address, options=options)
+            if self.ca is None
+            else grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(self.ca.read_bytes()), options=options)
+        )
+        async with channel:
+            yield health_pb2_grpc.HealthStub(channel)
+
+    async def connect(self, host: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Opens a connection from this address, with TLS if the router speaks it. Raises OSError."""
+        context = None
+        if self.ca is not None:
+            context = ssl.create_default_context(cafile=self.ca)
+            context.set_alpn_protocols(["h2"])
+        name, port = self.routers.address.split(":")
+        return await asyncio.open_connection(
+            name, int(port), ssl=context, server_hostname=None if context is None else "localhost", local_addr=(host, 0)
+        )
+
+    @property
+    def process(self) -> psutil.Process:
+        (pid,) = self.routers.pids
+        return psutil.Process(pid)
+
+    def resident_mib(self) -> int:
+        return int(self.process.memory_info().rss) // MIB
+
+    def connections(self) -> int:
+        port = int(self.routers.address.split(":")[1])
+        found = self.process.net_connections("tcp")
+        return sum(1 for one in found if one.laddr.port == port and one.status == psutil.CONN_ESTABLISHED)
+
+
+@pytest.fixture(scope="module", params=["plain", "TLS"])
+def entrance(
+    request: pytest.FixtureRequest, postgres: Server, tmp_path_factory: pytest.TempPathFactory
+) -> Generator[Entrance, None, None]:
+    folder = tmp_path_factory.mktemp("bounds")
+    dsn = postgres.create(f"bounds_{request.param.lower()}")
+    config = write_cluster(
+        folder / "cluster.toml", {"s1": dsn}, memory_mib=MEMORY_MIB, client_connections=CONNECTIONS_MAX
+    )
+    tables, ca = "\n[auth]\napi_keys = true\n", None
+    if request.param == "TLS":
+        authority = Authority()
+        authority.sign().save(folder / "tls.crt", folder / "tls.key")
+        ca = authority.saved(folder / "ca.crt")
+        tables += f"\n[tls]\ncertificate = '{folder / 'tls.crt'}'\nkey = '{folder / 'tls.key'}'\n"
+    config.write_text(config.read_text() + tables)
+    with running_routers(config) as routers:
+        yield Entrance(routers=routers, ca=ca)
+
+
+async def check(health: health_pb2_grpc.HealthAsyncStub, service: str = "") -> None:
+    """Asks whether the router serves. Raises grpc.aio.AioRpcError."""
+    request = health_pb2.HealthCheckRequest(service=service)
+    answer = await health.Check(request, timeout=PATIENCE_S, wait_for_ready=True)
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def peak_mib(entrance: Entrance, attack: Awaitable[list[Seen]]) -> tuple[int, list[Seen]]:
+    """Returns the router's peak memory during an attack, beside which somebody else asks whether it serves; and what
+    the attackers saw."""
+    attacking = asyncio.ensure_future(attack)
+    peak = 0
+    async with entrance.health() as health:
+        while not attacking.done():
+            peak = max(peak, entrance.resident_mib())
+            await check(health)
+            await asyncio.wait({attacking}, timeout=0.02)
+        await check(health)
+    return peak, attacking.result()
+
+
+# ── Connections ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_host_that_opens_connections_without_end_takes_none_from_others(entrance: Entrance) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def opened(host: str) -> asyncio.StreamReader | None:
+            try:
+                reader, writer = await entrance.connect(host)
+            except OSError:
+                return None
+            stack.callback(writer.close)
+            return reader
+
+        before = [await opened(OTHERS) for _ in range(20)]
+        health = await stack.enter_async_context(entrance.health())
+        await check(health)
+        floods = [await opened(ATTACKER) for _ in range(3 * CONNECTIONS_MAX)]
+        # gRPC accepts none above its own bound, at any time.
+        assert entrance.connections() <= accepted_max(CONNECTIONS_MAX)
+        await asyncio.to_thread(
+            until, lambda: entrance.connections() <= CONNECTIONS_MAX, "the connections that are too many are closed"
+        )
+        assert sum(1 for reader in floods if reader is None or reader.at_eof()) >= 2 * CONNECTIONS_MAX
+        assert all(reader is not None and not reader.at_eof() for reader in before)
+        # Somebody new finds room, and somebody who was there keeps the connection.
+        async with entrance.health() as another:
+            await check(another)
+        await check(health)
+    assert (
+        f"more than {CONNECTIONS_MAX} client connections, most of them of {ATTACKER}"
+        in entrance.routers.log.read_text()
+    )
+
+
+@pytest.mark.parametrize("silence", Silence)
+async def test_a_connection_that_says_nothing_is_closed(entrance: Entrance, silence: Silence) -> None:
+    async with entrance.for_peers() as address:
+        seen = await say_nothing(address, silence, connections=5, seconds=PATIENCE_S)
+    assert all(one.closed_after_s is not None for one in seen)
+
+
+async def test_a_handshake_that_comes_byte_by_byte_is_ended(entrance: Entrance) -> None:
+    async with entrance.for_peers() as address:
+        # The first call would be complete after minutes.
+        seen = await drip(address, CHECK, connections=5, seconds=PATIENCE_S, every_s=2.0)
+    assert all(one.closed_after_s is not None for one in seen)
+
+
+async def test_a_tls_handshake_that_is_not_finished_is_ended(entrance: Entrance) -> None:
+    name, port = entrance.routers.address.split(":")
+    reader, writer = await asyncio.open_connection(name, int(port))
+    # The head of a TLS record that announces 512 bytes.
+    writer.write(b"\x16\x03\x01\x02\x00\x01")
+    async with asyncio.timeout(PATIENCE_S):
+        with contextlib.suppress(OSError):
+            while await reader.read(1024):
+                pass
+    writer.close()
+
+
+async def test_a_flood_of_pings_ends_its_connection(entrance: Entrance) -> None:
+    async with entrance.for_peers() as address:
+        peak, seen = await peak_mib(
+            entrance, flood_with_pings(address, count=20_000, connections=3, seconds=PATIENCE_S)
+        )
+    # A reset may overtake the GOAWAY.
+    assert all(one.closed_after_s is not None for one in seen)
+    assert peak < entrance.resident_mib() + GROWTH_MIB
+
+
+# ── Calls ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_streams_of_strangers_leave_room_for_others(entrance: Entrance) -> None:
+    async with entrance.for_peers() as address, open_peer(address) as peer, entrance.health() as health:
+        for _ in range(1_500):
+            await peer.call(WATCH, b"")
+
+        def is_answered(seen: Seen) -> bool:
+            return seen.statuses.total() + seen.resets.total() + len(seen.answering) >= 1_500
+
+        await peer.until(is_answered, within_s=PATIENCE_S)
+        # Half of the 500 that all strangers share; gRPC has reset those above `calls_per_connection`.
+        assert len(peer.seen.answering) <= 250
+        assert peer.seen.statuses.keys() <= {RESOURCE_EXHAUSTED}
+        await check(health)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize("field_bytes", [(17_000,), (40_000,), (17_000, 40_000), (4_000,) * 5])
+async def test_headers_beyond_the_bound_cost_little_memory(
+    entrance: Entrance, field_bytes: tuple[int, ...], reads: bool
+) -> None:
+    before = entrance.resident_mib()
+    async with entrance.for_peers() as address:
+        attack = send_large_headers(
+            address, ENQUEUE, field_bytes=field_bytes, calls=6_000, connections=10, seconds=PATIENCE_S / 4, reads=reads
+        )
+        peak, seen = await peak_mib(entrance, attack)
+    assert sum(one.calls_sent for one in seen) > 100
+    assert {status for one in seen for status in one.statuses} <= {RESOURCE_EXHAUSTED}
+    assert peak < before + GROWTH_MIB
+
+
+async def test_calls_that_are_reset_at_once_cost_little_memory(entrance: Entrance) -> None:
+    before = entrance.resident_mib()
+    async with entrance.for_peers() as address:
+        attack = reset_rapidly(address, ENQUEUE, count=10_000, connections=2, seconds=PATIENCE_S)
+        peak, seen = await peak_mib(entrance, attack)
+    # gRPC refuses calls above the limit of a connection, or the router has closed the connection.
+    assert all(one.closed_after_s is not None or one.resets.total() > 5_000 for one in seen)
+    assert peak < before + GROWTH_MIB
+
+
+async def test_compressed_messages_are_refused_before_they_are_decompressed(entrance: Entrance) -> None:
+    # 16 MiB of zeros each.
+    bomb = gzip.compress(bytes(16 * MIB))
+    before = entrance.resident_mib()
+
+    async def attack(address: str) -> list[Seen]:
+        async with open_peer(address, window_bytes=65_535) as peer:
+            for _ in range(100):
+                await peer.call(CHECK, bomb, fields=[(b"grpc-encoding", b"gzip")], compressed=True)
+            await peer.until(lambda seen: seen.statuses.total() == 100, within_s=PATIENCE_S)
+        return [peer.seen]
+
+    async with entrance.for_peers() as address:
+        peak, (seen,) = await peak_mib(entrance, attack(address))
+    assert seen.statuses == {UNIMPLEMENTED: 100}
+    assert peak < before + GROWTH_MIB
+
+
+# ── The log ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_strangers_write_next_to_nothing_into_the_log(entrance: Entrance) -> None:
+    log = entrance.routers.log
+    before = len(log.read_text())
+    async with entrance.health() as health:
+        for _ in range(20):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await check(health, "no.such.Service")
+            assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+    async with entrance.for_peers() as address, open_peer(address, window_bytes=65_535) as peer:
+        for name in (b"authorization", b"x-other", b"windrow-org"):
+            await peer.call(ENQUEUE, b"", fields=[(name, b"Bearer wr_secret-\xff\xfe")])
+        await peer.until(lambda seen: seen.statuses.total() == 3, within_s=PATIENCE_S)
+    said = log.read_text()[before:]
+    assert "wr_secret" not in said
+    assert "Traceback" not in log.read_text()
+    # At most the line that counts refused calls, once a minute.
+    assert len(said.splitlines()) <= 1
