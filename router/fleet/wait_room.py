@@ -61,6 +61,7 @@ class WaitRoom:
 
     def enter(self, waiter: Waiter) -> None:
         """Wakes this waiter from now on, and hands jobs over to it while it is idle and has credit."""
+        self._note(waiter)
         for queue in waiter.queues:
             self._queues.setdefault((waiter.org, queue), AwaitedQueue()).waiters[waiter] = None
 
@@ -82,6 +83,14 @@ class WaitRoom:
             elif awaited.backlog or waiter.looking:
                 # It may have been woken for a job that it does not take any more: wake another one.
                 self._wake(key, 1)
+
+    async def note_waiters(self) -> None:
+        """Notes all consumers as being there. Its owner calls this every NOTE_S seconds."""
+        for waiter in {waiter for awaited in self._queues.values() for waiter in awaited.waiters}:
+            self._note(waiter)
+
+    def _note(self, waiter: Waiter) -> None:
+        self._store.consumers_seen.note(waiter.org, waiter.queues, waiter.kinds)
 
     def queue(self, org: OrgId, queue: QueueName) -> AwaitedQueue | None:
         """Returns who waits for this queue; None: nobody does."""
@@ -266,6 +275,10 @@ class WaitRoom:
         for key, number in (await self._store.names.find([key for key in keys if key in self._queues])).items():
             awaited = self._queues.get(key)
             if awaited is not None:
+                if awaited.number is None:
+                    # If the queue did not exist before, these consumers could not be recorded.
+                    for waiter in awaited.waiters:
+                        self._note(waiter)
                 awaited.number = number
                 self._by_number[number] = key
                 numbers.append(number)
