@@ -228,10 +228,11 @@ class ShardHandle:
     async def _record_consumers(self) -> None:
         """Writes which consumers were seen, for ExplainJob. Writes nothing while no consumer is there."""
         seen = self.store.consumers_seen
-        write = self._where_allowed(seen.write)
+        what, write = f"record the consumers of shard {self.name!r}", self._where_allowed(seen.write)
+        failing = False
         while True:
             await seen.noted.wait()
-            await attempt(f"record the consumers of shard {self.name!r}", write)
+            failing = not await attempt(what, write, level=logging.DEBUG if failing else logging.WARNING)
             await asyncio.sleep(consumers_seen.PAUSE_S)
 
     async def finish(self) -> None:

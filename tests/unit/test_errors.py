@@ -45,6 +45,7 @@ RAISED: dict[str, Callable[[], BaseException]] = {
     "SCOPE_MISSING": lambda: access.ScopeMissing("windrow.v1.Queue/Ack", scopes.Scope.CONSUME, ANYBODY),
     "ORG_FORBIDDEN": lambda: access.OrgForbidden("acme", ANYBODY),
     "QUEUE_NOT_FOUND": lambda: errors.UnknownQueue(ACME, MAIL),
+    "JOB_NOT_FOUND": lambda: errors.UnknownJob(ACME, JobId("019a9f5e-7c1d-7a41-8f0e-3f2b6d1c9a55")),
     "QUEUE_EXISTS": lambda: errors.QueueExists(ACME, MAIL),
     "QUEUE_NOT_EMPTY": lambda: errors.QueueNotEmpty(ACME, MAIL),
     "TOO_MANY_QUEUES": lambda: errors.TooManyQueues(S1, ACME, [MAIL], queues_max=1),
