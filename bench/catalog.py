@@ -14,6 +14,7 @@ from bench.scenarios import (
     load,
     lookup,
     placement,
+    why,
 )
 from bench.scenarios.grow import scenario as grow
 from bench.scenarios.outage import scenario as outage
@@ -32,6 +33,7 @@ SCENARIOS: MappingProxyType[str, Scenario] = MappingProxyType(
         "outage": outage.SCENARIO,
         "hostile": hostile.SCENARIO,
         "lookup": lookup.SCENARIO,
+        "why": why.SCENARIO,
         "placement": placement.SCENARIO,
         "scale": scale.SCENARIO,
     }

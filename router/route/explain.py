@@ -72,7 +72,8 @@ def _surroundings(
     waits_for_memory = any(buffer.waits(org, member.name) for member in members)
     return Surroundings(
         troubles=[*_troubles(fleet, away), *((member.name, why) for member in members if (why := _gives_none(member)))],
-        move=(placement.sources[0], placement.writes[0]) if placement.sources else None,
+        # Reads list shards in the order in which jobs move.
+        move=(placement.reads[0], placement.reads[-1]) if len(placement.reads) > len(placement.writes) else None,
         waiting=Waiting(
             kinds=[waiter.kinds for waiter in waiting],
             has_room=any(waiter.idle and waiter.credit > 0 and not waiter.full for waiter in waiting),

@@ -14,7 +14,7 @@ from router.codec.status import CODES, DOMAIN, status_of
 from router.gate.auth import access, principal, scopes
 from shard import errors
 from shard.queue.coalescer import TooManyWaiting
-from shard.vocabulary import OrgId, QueueName, ShardName
+from shard.vocabulary import JobId, OrgId, QueueName, ShardName
 from windrow.v1 import errors_pb2
 
 ROOT = Path(__file__).resolve().parents[2]
