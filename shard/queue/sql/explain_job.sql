@@ -1,9 +1,8 @@
 -- Returns what decides when a live job of this queue is leased: its own times, how many jobs come before it, and which
 -- consumers were seen. No row: the org has no such queue here. Without a visible_at, the job is not live in this queue.
 --
--- Counts no more than jobs_max jobs ahead, in the order of the claims: priority, then visible_at. Entries of the ready
--- index with equal times have the order of their rows in the table, and so the first jobs_max of them have the lowest
--- ctids. As a claim does, it begins at each lane's floor.
+-- Counts no more than jobs_max jobs ahead, in the order of the claims: priority, then visible_at, then the order of the
+-- ready index among equal times. As a claim does, it begins at each lane's floor.
 SELECT
     now() AS now, j.visible_at, j.lease IS NOT NULL AS leased, {{gives_jobs(q)}} AS gives_jobs,
     EXISTS (SELECT FROM windrow.departing d WHERE d.id = %(id)s::uuid AND d.queue_id = q.queue_id) AS departing,
@@ -11,7 +10,7 @@ SELECT
 FROM windrow.queue q
 -- OFFSET 0 fence: finds the job by its id, never by a scan of its queue.
 LEFT JOIN LATERAL (
-    SELECT j.ctid, j.queue_id, j.priority, j.visible_at, j.lease, j.kind
+    SELECT j.id, j.queue_id, j.priority, j.visible_at, j.lease, j.kind
     FROM windrow.job j
     WHERE j.id = %(id)s::uuid
     OFFSET 0
@@ -47,13 +46,16 @@ CROSS JOIN LATERAL (
         UNION ALL
         SELECT j.priority
         FROM (
-            SELECT o.ctid
-            FROM windrow.job o
-            WHERE o.queue_id = q.queue_id AND o.priority = j.priority AND o.visible_at = j.visible_at
-            ORDER BY o.visible_at
-            LIMIT %(jobs_max)s::bigint
+            SELECT bool_or(equal.id = j.id) OVER (ROWS UNBOUNDED PRECEDING) AS reached
+            FROM (
+                SELECT o.id
+                FROM windrow.job o
+                WHERE o.queue_id = q.queue_id AND o.priority = j.priority AND o.visible_at = j.visible_at
+                ORDER BY o.visible_at
+                LIMIT %(jobs_max)s::bigint
+            ) equal
         ) beside
-        WHERE beside.ctid < j.ctid
+        WHERE NOT beside.reached
         LIMIT %(jobs_max)s::bigint
     ) a
     WHERE j.visible_at <= now()
