@@ -33,6 +33,8 @@ _PAUSE_S = 0.010
 _PROBE_AGE_S_MIN = 1.0
 
 _UNAWAITED_MAX = 100_000
+# After so many consumers were noted, other tasks get their turn.
+_NOTED_AT_ONCE = 100
 
 _Key = tuple[OrgId, QueueName]
 
@@ -86,8 +88,11 @@ class WaitRoom:
 
     async def note_waiters(self) -> None:
         """Notes all consumers as being there. Its owner calls this every NOTE_S seconds."""
-        for waiter in {waiter for awaited in self._queues.values() for waiter in awaited.waiters}:
+        waiters = {waiter: None for awaited in self._queues.values() for waiter in awaited.waiters}
+        for number, waiter in enumerate(waiters):
             self._note(waiter)
+            if number % _NOTED_AT_ONCE == 0:
+                await asyncio.sleep(0)
 
     def _note(self, waiter: Waiter) -> None:
         self._store.consumers_seen.note(waiter.org, waiter.queues, waiter.kinds)

@@ -1,5 +1,5 @@
 -- Records that consumers look for jobs of these queues, a row for each kind that they take. Rows that are younger than
--- 50 s stay as they are: all routers together write each of them about once a minute. A queue that has rows for 100
+-- 45 s stay as they are: all routers together write each of them about once a minute. A queue that has rows for 100
 -- kinds or more gets none for further kinds; a consumer of these counts as one of all kinds, so that nobody is told that
 -- a kind is not taken. Ordered, so that all routers lock rows in the same order.
 INSERT INTO windrow.consumer_seen (queue_id, kind, at)
@@ -15,6 +15,6 @@ CROSS JOIN LATERAL (
     WHERE q.org = n.org AND q.queue = n.queue
     OFFSET 0
 ) q
-WHERE q.seen_at IS NULL OR q.seen_at < now() - interval '50 s'
+WHERE q.seen_at IS NULL OR q.seen_at < now() - interval '45 s'
 ORDER BY 1, 2
 ON CONFLICT (queue_id, kind) DO UPDATE SET at = excluded.at
