@@ -119,7 +119,9 @@ def _time(time: datetime | None) -> str:
     return "an unknown time" if time is None else f"{time:%Y-%m-%d %H:%M:%SZ}"
 
 
-def _span(span: timedelta) -> str:
+def _span(span: timedelta | None) -> str:
+    if span is None:
+        return "few minutes"
     seconds = round(span.total_seconds())
     return f"{seconds // 60} min" if seconds % 60 == 0 else f"{seconds} s"
 
