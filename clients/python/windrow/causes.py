@@ -104,7 +104,7 @@ def _figure(message: Message, field: FieldDescriptor) -> Figure:
             return value.ToTimedelta()
         return read_failure(cast("job_pb2.Failure", value))
     if field.enum_type is not None:
-        return state_of(value) if field.enum_type is job_pb2.JobState.DESCRIPTOR else outcome_of(value)
+        return state_of(value) if field.enum_type.name == "JobState" else outcome_of(value)
     if isinstance(value, bool | int | str):
         return value
     return list(value)
