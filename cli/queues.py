@@ -113,9 +113,7 @@ def why(
         causes = causes_json(found.causes)
         output.say_json([{"org": org, "queue": queue, "runs_at": time_json(found, "runs_at"), "causes": causes}])
         return
-    output.facts(
-        [("queue", queue), ("why", causes_shown(found.causes)), ("runs at", time_shown(found, "runs_at"))]
-    )
+    output.facts([("queue", queue), ("why", causes_shown(found.causes)), ("runs at", time_shown(found, "runs_at"))])
 
 
 @app.command()

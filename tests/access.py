@@ -40,8 +40,8 @@ SERVICES = (
 METHODS = {f"{service.full_name}/{method.name}": method for service in SERVICES for method in service.methods}
 IN_ORG = [scope.value for scope in Scope if scope is not Scope.CLUSTER]
 ALL = [scope.value for scope in Scope]
-# Routers change these by themselves: also the audit log of what callers may do, counts of jobs, and which consumers they
-# have seen. They also fold the tally, whose sums stay.
+# Routers change these by themselves: also the audit log of what callers may do, counts of jobs, and which consumers
+# they have seen. They also fold the tally, whose sums stay.
 _VOLATILE = ("mark", "shard", "audit", "org_figures", "org_figures_counted", "consumer_seen")
 _TABLES = """
 SELECT relname FROM pg_class

@@ -185,8 +185,8 @@ def _table(plan: Plan, samples: list[Sample]) -> Table:
         title=f"Why a job does not run, of {plan.jobs:,} in its queue",
         head=("call", "calls", "p50 ms", "p99 ms", "worst ms"),
         rows=rows,
-        note=f"One call after another, {plan.routers} router process(es). Nine of ten jobs are ready, in nine priorities, "
-        f"{_LEASED} are leased, the others scheduled. The bar for the p99 of each call is {_BAR_MS:g} ms.",
+        note=f"One call after another, {plan.routers} router process(es). Nine of ten jobs are ready, in nine "
+        f"priorities, {_LEASED} are leased, the others scheduled. The bar for each p99 is {_BAR_MS:g} ms.",
     )
 
 

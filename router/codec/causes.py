@@ -102,9 +102,7 @@ def of_queue(facts: QueueFacts | None, around: Surroundings) -> admin_pb2.Explai
     else:
         runs_at = None if holding else facts.next_due
         found = [*(waiting or [Cause(empty=causes.EmptyCause())]), *holding, *_moving(around)]
-    return admin_pb2.ExplainQueueResponse(
-        causes=found, runs_at=None if runs_at is None else convert.timestamp(runs_at)
-    )
+    return admin_pb2.ExplainQueueResponse(causes=found, runs_at=None if runs_at is None else convert.timestamp(runs_at))
 
 
 # ── Jobs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

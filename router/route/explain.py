@@ -78,9 +78,7 @@ def _surroundings(
             kinds=[waiter.kinds for waiter in waiting],
             has_room=any(waiter.idle and waiter.credit > 0 and not waiter.full for waiter in waiting),
         ),
-        share=RouterShareCause(
-            held_bytes=buffer.held_by(org), all_held_bytes=buffer.held, max_bytes=buffer.bytes_max
-        )
+        share=RouterShareCause(held_bytes=buffer.held_by(org), all_held_bytes=buffer.held, max_bytes=buffer.bytes_max)
         if waits_for_memory
         else None,
     )

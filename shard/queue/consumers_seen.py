@@ -1,5 +1,5 @@
-"""Records which queues consumers look for on one shard, and which kinds they take, so that ExplainJob can say that nobody
-takes a job. This is a hint (I7): nothing else reads it, and it is never truth.
+"""Records which queues consumers look for on one shard, and which kinds they take, so that ExplainJob can say that
+nobody takes a job. This is a hint (I7): nothing else reads it, and it is never truth.
 
 A consumer is noted when it looks for jobs for the first time, and each minute while it is there. What was noted is
 written at most once a second, and each queue and kind about once a minute: the hot path only looks up one number in
@@ -23,8 +23,8 @@ from shard.vocabulary import OrgId, QueueName
 NOTE_S = 60.0
 # The pause after each write.
 PAUSE_S = 1.0
-# A consumer that was noted so long ago is noted again. It is less than the shortest interval of NOTE_S, and more than the
-# age from which record_consumers.sql writes a row again.
+# A consumer that was noted so long ago is noted again. It is less than the shortest interval of NOTE_S, and more than
+# the age from which record_consumers.sql writes a row again.
 _AGAIN_S = 50.0
 # How long a consumer that was seen counts as being there: a few notes may come late, or get lost.
 SEEN_US = 180_000_000
@@ -70,8 +70,8 @@ class ConsumersSeen:
         self.noted.set()
 
     async def write(self) -> None:
-        """Writes what was noted, without queues that do not exist yet. Raises ShardUnavailable: then it is lost, and noted
-        again within a minute."""
+        """Writes what was noted, without queues that do not exist yet. Raises ShardUnavailable: then it is lost, and
+        noted again within a minute."""
         noted, self._to_write = list(self._to_write), dict[_Seen, None]()
         self.noted.clear()
         began_s = time.monotonic()
@@ -83,7 +83,7 @@ class ConsumersSeen:
         for at in range(0, len(seen), _ROWS_MAX):
             part = seen[at : at + _ROWS_MAX]
             orgs, queues, kinds = zip(*part, strict=True)
-            parameters = {"orgs": arrays.texts(orgs), "queues": arrays.names(queues), "kinds": arrays.names(kinds)}
+            parameters = {"orgs": arrays.texts(orgs), "queues": arrays.names(queues), "kinds": arrays.texts(kinds)}
             await self._database.run(statements.RECORD_CONSUMERS, parameters)
         if began_s - self._forgotten_s >= _FORGET_EVERY_S:
             self._forgotten_s = began_s

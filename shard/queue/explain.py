@@ -77,8 +77,8 @@ class QueueFacts(NamedTuple):
 async def read_live(
     database: Database, org: OrgId, queue: QueueName, job_id: JobId, *, floors: Sequence[Micros]
 ) -> tuple[LiveFacts | None, bool]:
-    """Returns what decides when the job is leased, None if it is not live in this queue; and whether it is on its way to
-    another shard. `floors`: from where claims look, by priority. Raises ShardUnavailable."""
+    """Returns what decides when the job is leased, None if it is not live in this queue; and whether it is on its way
+    to another shard. `floors`: from where claims look, by priority. Raises ShardUnavailable."""
     parameters = {**_parameters(org, queue, floors), "id": job_id}
     for now, visible_at, leased, gives_jobs, departing, more_urgent, earlier, *seen in await database.run(
         statements.EXPLAIN_JOB, parameters
@@ -94,8 +94,8 @@ async def read_queue(
 ) -> QueueFacts | None:
     """Returns None if the org has no such queue here. Raises ShardUnavailable."""
     parameters = {**_parameters(org, queue, floors), "next_max": _NEXT_MAX}
-    for *facts, any_at, kind_at, kinds in await database.run(statements.EXPLAIN_QUEUE, parameters):
-        return QueueFacts(*facts, _consumers(any_at, kind_at, kinds))
+    for row in await database.run(statements.EXPLAIN_QUEUE, parameters):
+        return QueueFacts._make((*row[:-3], _consumers(*row[-3:])))
     return None
 
 

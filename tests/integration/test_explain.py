@@ -200,8 +200,9 @@ async def a_job_that_is_snoozed_for_lack_of_a_handler(scene: Scene) -> JobId:
 
 @has(
     "backing_off",
-    first=lambda it: (it.backing_off.attempt, it.backing_off.max_attempts, it.backing_off.failure.type)
-    == (1, 20, "SMTPError"),
+    first=lambda it: (
+        (it.backing_off.attempt, it.backing_off.max_attempts, it.backing_off.failure.type) == (1, 20, "SMTPError")
+    ),
 )
 async def a_job_that_has_failed(scene: Scene) -> JobId:
     name = await scene.one()
@@ -381,8 +382,10 @@ async def a_job_that_was_deleted_after_its_retention(scene: Scene) -> JobId:
 
 @has(
     "dead",
-    first=lambda it: (it.dead.attempt, it.dead.max_attempts, it.dead.last_outcome, it.dead.failure.permanent)
-    == (1, 1, job_pb2.ATTEMPT_OUTCOME_NACKED, False),
+    first=lambda it: (
+        (it.dead.attempt, it.dead.max_attempts, it.dead.last_outcome, it.dead.failure.permanent)
+        == (1, 1, job_pb2.ATTEMPT_OUTCOME_NACKED, False)
+    ),
 )
 async def a_job_that_is_dead_without_attempts(scene: Scene) -> JobId:
     name = await scene.one(max_attempts=1)
@@ -586,7 +589,7 @@ async def test_a_shard_that_is_away_or_gives_no_jobs_is_the_cause(pair: Pair, or
 
 
 async def test_while_an_org_moves_the_shards_are_named(pair: Pair, org: OrgId) -> None:
-    jobs = some_jobs(org, 2)
+    jobs = some_jobs(org, 1)
     await pair.store(A).enqueue(jobs)
     await pair.begin([org], target=B)
     async with opened(pair.dsns) as (fleet, buffer):
@@ -600,10 +603,10 @@ async def test_while_an_org_moves_the_shards_are_named(pair: Pair, org: OrgId) -
 
 
 @pytest.fixture
-async def recorded(recorder: Recorder, org: OrgId) -> AsyncGenerator[Store, None]:
+async def recorded(recorder: Recorder, org: OrgId) -> Store:
     store = Store(recorder)
     await store.enqueue(some_jobs(org, 1))
-    yield store
+    return store
 
 
 async def rows(database: Database, org: OrgId) -> list[tuple[str, str]]:
@@ -670,7 +673,9 @@ async def test_what_was_not_seen_for_a_day_is_forgotten_and_an_erased_org_leaves
     for unfinished in await erasure.unfinished(fresh_recorder):
         while await erasure.go_on(fresh_recorder, unfinished):
             pass
-    left = await fresh_recorder.run(b"SELECT q.org FROM windrow.consumer_seen s LEFT JOIN windrow.queue q USING (queue_id)", {})
+    left = await fresh_recorder.run(
+        b"SELECT q.org FROM windrow.consumer_seen s LEFT JOIN windrow.queue q USING (queue_id)", {}
+    )
     assert left == [(other_org,)]
     await fresh_recorder.run(b"UPDATE windrow.consumer_seen SET at = at - interval '25 hours'", {})
     another = Store(fresh_recorder)

@@ -551,7 +551,8 @@ SELECT
     )::uuid,
     %(queue_id)s::bigint, due.at, due.at, 1 + n %% 9, 'fill', '\\x00', now()
 FROM generate_series(1, %(rows)s) AS n,
-    LATERAL (SELECT now() + CASE WHEN n %% 5 = 0 THEN n + 3600000000 ELSE n - 3600000000 END * interval '1 us' AS at) due
+    LATERAL (SELECT CASE WHEN n %% 5 = 0 THEN n + 3600000000 ELSE n - 3600000000 END AS in_us) later,
+    LATERAL (SELECT now() + later.in_us * interval '1 us' AS at) due
 """
 # How many rows each may read: those that it counts, and those beside them with equal times.
 ROWS_EXPLAINED = {"explain_job": 2 * COUNTED_MAX + 10, "explain_queue": COUNTED_MAX + 9 * 200 + 20}

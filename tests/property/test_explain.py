@@ -18,10 +18,10 @@ from shard.postgres.pool import Database
 from shard.queue.explain import JobFacts
 from shard.queue.settle import Nack, Settlement, Snooze
 from shard.queue.store import Store
-from shard.vocabulary import JobId, OrgId, QueueName
+from shard.vocabulary import JobId, OrgId
 from tests import timemachine
 from tests.conftest import SHARD
-from tests.jobs import HOUR_US, QUEUE, ids_of, lease_jobs, some_jobs
+from tests.jobs import HOUR_US, ids_of, lease_jobs, some_jobs
 
 _numbers = itertools.count()
 _HOW = ("keep", "ack", "nack at once", "nack later", "release", "snooze")
@@ -76,12 +76,17 @@ async def _explained(store: Store, org: OrgId, ids: list[JobId]) -> dict[JobId, 
     return {name: facts for name, facts in found.items() if facts is not None}
 
 
-async def _check(database: Database, org: OrgId, of_batches: list[tuple[int, int, int | None]], tries: list[tuple[int, str]], *, end: bool) -> None:
+async def _check(
+    database: Database,
+    org: OrgId,
+    of_batches: list[tuple[int, int, int | None]],
+    tries: list[tuple[int, str]],
+    *,
+    end: bool,
+) -> None:
     store = Store(database)
     ids: list[JobId] = []
-    for (priority, count, delay_us), (taken, how) in itertools.zip_longest(
-        of_batches, tries[: len(of_batches)], fillvalue=(0, "keep")
-    ):
+    for (priority, count, delay_us), (taken, how) in zip(of_batches, itertools.cycle(tries)):
         jobs = some_jobs(org, count, priority=priority, delay_us=delay_us)
         await store.enqueue(jobs)
         ids += ids_of(jobs)

@@ -667,7 +667,20 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(
         call=st.sampled_from(
-            ("time", "time", "time", "redrive", "redrive", "purge", "pause", "resume", "sweep", "fold", "restart", "explain")
+            (
+                "time",
+                "time",
+                "time",
+                "redrive",
+                "redrive",
+                "purge",
+                "pause",
+                "resume",
+                "sweep",
+                "fold",
+                "restart",
+                "explain",
+            )
         ),
         org=orgs,
         queue=st.sampled_from(QUEUES),

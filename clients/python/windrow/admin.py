@@ -315,8 +315,8 @@ class AdminCalls:
         return read_job(await self._ask(lambda stub: stub.ExplainJob, request))
 
     async def explain_queue(self, queue: str) -> QueueExplanation:
-        """Says why a queue gives no jobs now, or what it would give. Looks at its first jobs only, so it is as quick for
-        a queue with millions of jobs. Raises NotFound."""
+        """Says why a queue gives no jobs now, or what it would give. Looks at its first jobs only, so it is as quick
+        for a queue with millions of jobs. Raises NotFound."""
         request = admin_pb2.ExplainQueueRequest(org=self.org, queue=queue)
         return read_queue(await self._ask(lambda stub: stub.ExplainQueue, request))
 

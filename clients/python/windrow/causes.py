@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, TypeAlias, cast
 
-from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -25,8 +24,8 @@ _UNKNOWN = "unknown"
 class Cause:
     """One cause. `str(cause)` is a sentence for people.
 
-    `name` is that of the cause in proto/windrow/v1/cause.proto, such as "jobs_ahead" or "no_consumer", and `figures` has
-    the fields of its message: numbers, texts, times and durations; None where nothing is known. A router of a later
+    `name` is that of the cause in proto/windrow/v1/cause.proto, such as "jobs_ahead" or "no_consumer", and `figures`
+    has the fields of its message: numbers, texts, times and durations; None where nothing is known. A router of a later
     release may send causes that this release does not know, whose name is "unknown"."""
 
     name: str
@@ -90,24 +89,32 @@ def _read(message: cause_pb2.Cause) -> Cause:
     if name is None:
         return Cause(name=_UNKNOWN, figures={})
     inner = cast("Message", getattr(message, name))
-    return Cause(name=name, figures={field.name: _figure(inner, field) for field in inner.DESCRIPTOR.fields})
+    figures: dict[str, Figure] = {}
+    for field in inner.DESCRIPTOR.fields:
+        if field.message_type is not None and not inner.HasField(field.name):
+            figures[field.name] = None
+        else:
+            figures[field.name] = _figure(
+                getattr(inner, field.name), enum=None if field.enum_type is None else field.enum_type.name
+            )
+    return Cause(name=name, figures=figures)
 
 
-def _figure(message: Message, field: FieldDescriptor) -> Figure:
-    value = getattr(message, field.name)
-    if field.message_type is not None:
-        if not message.HasField(field.name):
-            return None
-        if isinstance(value, Timestamp):
+def _figure(value: Any, *, enum: str | None) -> Figure:
+    """`enum`: the name of its type, if it is a value of an enum."""
+    match value:
+        case Timestamp():
             return moment(value)
-        if isinstance(value, Duration):
+        case Duration():
             return value.ToTimedelta()
-        return read_failure(cast("job_pb2.Failure", value))
-    if field.enum_type is not None:
-        return state_of(value) if field.enum_type.name == "JobState" else outcome_of(value)
-    if isinstance(value, bool | int | str):
-        return value
-    return list(value)
+        case job_pb2.Failure():
+            return read_failure(value)
+        case int() if enum is not None:
+            return state_of(value) if enum == job_pb2.JobState.DESCRIPTOR.name else outcome_of(value)
+        case bool() | int() | str():
+            return value
+        case _:
+            return list(cast("Iterable[str]", value))
 
 
 # ── For people ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -146,8 +153,9 @@ def _last_seen(time: datetime | None) -> str:
 def _finished(of: _Figures) -> str:
     if of["state"] is JobState.UNKNOWN:
         return "the job has ended, and was deleted at the end of its retention"
+    how = "succeeded" if of["state"] is JobState.SUCCEEDED else "been cancelled"
     reason = f": {of['reason']}" if of["reason"] else ""
-    return f"the job has {'succeeded' if of['state'] is JobState.SUCCEEDED else 'been cancelled'} at {_time(of['at'])}{reason}"
+    return f"the job has {how} at {_time(of['at'])}{reason}"
 
 
 def _dead(of: _Figures) -> str:
@@ -200,15 +208,15 @@ def _due(of: _Figures) -> str:
 
 def _in_flight(of: _Figures) -> str:
     least = "at least " if of["at_least"] else ""
-    return f"consumers have {least}{_jobs(of['leased'])} of the queue; the first lease ends at {_time(of['first_deadline'])}"
+    first = _time(of["first_deadline"])
+    return f"consumers have {least}{_jobs(of['leased'])} of the queue; the first lease ends at {first}"
 
 
 def _backlog(of: _Figures) -> str:
     least = "more than " if of["at_least"] else ""
     waits = "; a consumer waits for jobs" if of["consumer_waits"] else ""
-    return (
-        f"{least}{_jobs(of['ready'])} ready; the first is {of['first_id']}, since {_time(of['first_ready_since'])}{waits}"
-    )
+    first = f"the first is {of['first_id']}, since {_time(of['first_ready_since'])}"
+    return f"{least}{_jobs(of['ready'])} ready; {first}{waits}"
 
 
 _SENTENCES: Mapping[str, Callable[[_Figures], str]] = {
