@@ -593,7 +593,9 @@ async def assert_read(when: str, connection: Connection, runs: Mapping[str, Run]
         print(f"{when:18} {name:14} {plan.buffers:6} pages  {rows:6.0f} rows of job  {plan.generic=}")
         assert {node["Node Type"] for node in plan.scans("job")} <= {"Index Scan", "Index Only Scan"}
         assert not [node for node in plan.nodes() if node["Node Type"] == "Seq Scan"], plan.root
-        assert plan.indexes() <= {"job_ready", "job_id", "departing_id", "consumer_seen_pkey", "queue_org_queue_key"}
+        assert plan.indexes() <= {
+            *("job_ready", "job_id", "departing_id", "dead_by_death", "consumer_seen_pkey", "queue_org_queue_key")
+        }
         assert COUNTED_MAX < rows <= ROWS_EXPLAINED[name], plan.root
         # Two for each row: its index entry, and the row itself, which shows whether it is visible.
         assert plan.buffers <= 2 * ROWS_EXPLAINED[name], plan.root
