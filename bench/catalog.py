@@ -15,6 +15,7 @@ from bench.scenarios import (
     lookup,
     placement,
     rotations,
+    why,
 )
 from bench.scenarios.grow import scenario as grow
 from bench.scenarios.outage import scenario as outage
@@ -34,6 +35,7 @@ SCENARIOS: MappingProxyType[str, Scenario] = MappingProxyType(
         "hostile": hostile.SCENARIO,
         "rotations": rotations.SCENARIO,
         "lookup": lookup.SCENARIO,
+        "why": why.SCENARIO,
         "placement": placement.SCENARIO,
         "scale": scale.SCENARIO,
     }

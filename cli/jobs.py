@@ -177,6 +177,54 @@ def watch(
         raise typer.Exit(ExitCode.NO)
 
 
+@app.command()
+def why(
+    org: options.Org,
+    job_id: Annotated[str, typer.Argument(metavar="ID", help="The job's id.", show_default=False)],
+    as_json: options.Json = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: options.Timeout = options.TIMEOUT_DEFAULT,
+) -> None:
+    """Says why a job does not run now, and when it will if that is known.
+
+    The first cause is the most decisive one: as long as it holds, it does not help to end the others. Exit code 4: the
+    org has no such job.
+    """
+    from cli.calls import connect
+    from cli.messages import causes_json, causes_shown, state_name, time_json, time_shown
+    from windrow.v1 import admin_pb2
+
+    (wanted,) = values.job_ids([job_id])
+    with connect(address, timeout) as router:
+        found = router.call(router.admin.ExplainJob, admin_pb2.ExplainJobRequest(org=org, id=wanted))
+    state = state_name(found.state) if found.state else ""
+    if as_json:
+        output.say_json(
+            [
+                {
+                    "id": wanted,
+                    "state": state or None,
+                    "queue": found.queue or None,
+                    "kind": found.kind or None,
+                    "shard": found.shard or None,
+                    "runs_at": time_json(found, "runs_at"),
+                    "causes": causes_json(found.causes),
+                }
+            ]
+        )
+        return
+    output.facts(
+        [
+            ("job", wanted),
+            ("state", state),
+            ("queue", found.queue),
+            ("kind", found.kind),
+            ("why", causes_shown(found.causes)),
+            ("runs at", time_shown(found, "runs_at")),
+        ]
+    )
+
+
 @app.command("list")
 def list_jobs(
     org: options.Org,

@@ -6,8 +6,9 @@ docs/cli.md documents the keys of these JSON objects; they must not change.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime, timedelta
+from enum import Enum
 from typing import Any
 
 from google.protobuf.descriptor import EnumDescriptor
@@ -17,7 +18,9 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from cli import values
 from cli.output import time_text, visible
-from windrow.v1 import admin_pb2, job_pb2
+from windrow.causes import Figure, read_causes
+from windrow.failures import Failure
+from windrow.v1 import admin_pb2, cause_pb2, job_pb2
 
 _SHOWN_MAX = 2000
 
@@ -93,6 +96,35 @@ def time_shown(message: Any, field: str) -> str:
 
 def time_json(message: Any, field: str) -> str | None:
     return getattr(message, field).ToJsonString() if message.HasField(field) else None
+
+
+def causes_shown(causes: Iterable[cause_pb2.Cause]) -> str:
+    """Returns a line for each cause of an ExplainJob or ExplainQueue."""
+    return "\n".join(map(str, read_causes(causes)))
+
+
+def causes_json(causes: Iterable[cause_pb2.Cause]) -> list[dict[str, object]]:
+    """Returns each cause with its name and its figures."""
+    return [
+        {"cause": cause.name} | dict(_figure_json(name, figure) for name, figure in cause.figures.items())
+        for cause in read_causes(causes)
+    ]
+
+
+def _figure_json(name: str, figure: Figure) -> tuple[str, object]:
+    match figure:
+        case datetime():
+            stamp = Timestamp()
+            stamp.FromDatetime(figure)
+            return name, stamp.ToJsonString()
+        case timedelta():
+            return f"{name}_s", figure.total_seconds()
+        case Enum():
+            return name, figure.value
+        case Failure():
+            return name, {"type": figure.type, "message": figure.message, "permanent": figure.permanent}
+        case _:
+            return name, figure
 
 
 def bytes_json(name: str, data: bytes) -> dict[str, str | None]:

@@ -91,6 +91,32 @@ def show(
 
 
 @app.command()
+def why(
+    org: options.Org,
+    queue: options.Queue,
+    as_json: options.Json = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: options.Timeout = options.TIMEOUT_DEFAULT,
+) -> None:
+    """Says why a queue gives no jobs now, or what it would give.
+
+    The first cause is the most decisive one. Looks at the first jobs only, so it is as quick for a queue with millions
+    of jobs. Exit code 4: the org has no such queue.
+    """
+    from cli.calls import connect
+    from cli.messages import causes_json, causes_shown, time_json, time_shown
+    from windrow.v1 import admin_pb2
+
+    with connect(address, timeout) as router:
+        found = router.call(router.admin.ExplainQueue, admin_pb2.ExplainQueueRequest(org=org, queue=queue))
+    if as_json:
+        causes = causes_json(found.causes)
+        output.say_json([{"org": org, "queue": queue, "runs_at": time_json(found, "runs_at"), "causes": causes}])
+        return
+    output.facts([("queue", queue), ("why", causes_shown(found.causes)), ("runs at", time_shown(found, "runs_at"))])
+
+
+@app.command()
 def create(
     org: options.Org,
     queue: options.Queue,

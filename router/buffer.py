@@ -52,6 +52,10 @@ class Buffer:
         """Returns whether claims of the org on this shard wait for memory; None: whether its other calls do."""
         return org in self._waiting.get(shard, ())
 
+    def held_by(self, org: str) -> int:
+        """Returns how many bytes calls and streams of the org hold."""
+        return self.orgs.held(org)
+
     def has_room_for_claims(self, shard: ShardName | None) -> bool:
         return shard is None or self.claims.fits(shard, _LARGEST_CLAIM)
 

@@ -12,6 +12,7 @@ ShardError
 ├── BadIds                make new ids
 │   └── IdsOutsideHorizon the ids are too old, or too far in the future: make new ids
 ├── UnknownQueue          name another queue, or create this one
+├── UnknownJob            name another job: the org has none with this id, or has it no longer
 ├── QueueExists           update the queue instead
 ├── QueueNotEmpty         purge the queue first
 ├── TooManyQueues         use queues that the org has
@@ -34,7 +35,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 
-from shard.vocabulary import CATALOG, RETENTIONS_MAX, Micros, OrgId, QueueName, ShardName, Slot
+from shard.vocabulary import CATALOG, RETENTIONS_MAX, JobId, Micros, OrgId, QueueName, ShardName, Slot
 
 _YEAR_10000_S = 253_402_300_800
 
@@ -140,6 +141,11 @@ class IdsOutsideHorizon(BadIds):
 class UnknownQueue(ShardError):
     def __init__(self, org: OrgId, queue: QueueName) -> None:
         super().__init__(f"org {org!r} has no queue {queue!r}")
+
+
+class UnknownJob(ShardError):
+    def __init__(self, org: OrgId, job_id: JobId) -> None:
+        super().__init__(f"org {org!r} has no job {job_id}, or has it no longer")
 
 
 class QueueExists(ShardError):

@@ -30,6 +30,10 @@ class FairQuota:
         """Returns whether `take` would succeed."""
         return self._held.get(key, 0) + count <= self.places_max - self.taken or not self.taken
 
+    def held(self, key: Hashable) -> int:
+        """Returns how many places the key holds."""
+        return self._held.get(key, 0)
+
     def hold(self, key: Hashable, count: int = 1) -> None:
         """Takes `count` places, even if there is no room."""
         if count:

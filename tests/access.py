@@ -40,9 +40,9 @@ SERVICES = (
 METHODS = {f"{service.full_name}/{method.name}": method for service in SERVICES for method in service.methods}
 IN_ORG = [scope.value for scope in Scope if scope is not Scope.CLUSTER]
 ALL = [scope.value for scope in Scope]
-# Routers change these by themselves: also the audit log of what callers may do, and counts of jobs. They also fold the
-# tally, whose sums stay.
-_VOLATILE = ("mark", "shard", "audit", "org_figures", "org_figures_counted")
+# Routers change these by themselves: also the audit log of what callers may do, counts of jobs, and which consumers
+# they have seen. They also fold the tally, whose sums stay.
+_VOLATILE = ("mark", "shard", "audit", "org_figures", "org_figures_counted", "consumer_seen")
 _TABLES = """
 SELECT relname FROM pg_class
 WHERE relnamespace = 'windrow'::regnamespace AND relkind IN ('r', 'p') AND NOT relispartition
@@ -108,6 +108,8 @@ REQUESTS: Mapping[str, Callable[[Target], Message]] = {
     ),
     "windrow.v1.Admin/RedriveQueue": lambda it: admin_pb2.RedriveQueueRequest(org=it.org, queue=it.queue),
     "windrow.v1.Admin/GetStats": lambda it: admin_pb2.GetStatsRequest(org=it.org),
+    "windrow.v1.Admin/ExplainJob": lambda it: admin_pb2.ExplainJobRequest(org=it.org, id=it.ready),
+    "windrow.v1.Admin/ExplainQueue": lambda it: admin_pb2.ExplainQueueRequest(org=it.org, queue=it.queue),
     "windrow.v1.Cluster/ListShards": lambda _: cluster_pb2.ListShardsRequest(),
     "windrow.v1.Cluster/CheckShard": lambda _: cluster_pb2.CheckShardRequest(shard="s1"),
     "windrow.v1.Cluster/ListOrgs": lambda _: cluster_pb2.ListOrgsRequest(),

@@ -33,8 +33,12 @@ def new_job(**fields: object) -> job_pb2.NewJob:
     return job_message(**whole)
 
 
-def start(org: str, *queues: str, window_s: float = 60, worker: str = "") -> queue_pb2.ConsumeStart:
-    return queue_pb2.ConsumeStart(org=org, queues=queues or [QUEUE], visibility_window=window(window_s), worker=worker)
+def start(
+    org: str, *queues: str, window_s: float = 60, worker: str = "", kinds: Sequence[str] = ()
+) -> queue_pb2.ConsumeStart:
+    return queue_pb2.ConsumeStart(
+        org=org, queues=queues or [QUEUE], visibility_window=window(window_s), worker=worker, kinds=kinds
+    )
 
 
 def acks(jobs: Iterable[job_pb2.LeasedJob]) -> list[queue_pb2.Ack]:

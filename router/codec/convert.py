@@ -52,9 +52,9 @@ _DEDUP_WINDOW_DEFAULT_US = 86_400_000_000
 ANSWERS: dict[Answer, job_pb2.JobAnswer.ValueType] = {
     answer: job_pb2.JobAnswer.Value(f"JOB_ANSWER_{answer.name}") for answer in Answer if answer is not Answer.DEPARTING
 }
-_STATES = {state.value: job_pb2.JobState.Value(f"JOB_STATE_{state.name}") for state in JobState}
-STATES_BY_NUMBER = {number: JobState(name) for name, number in _STATES.items()}
-_OUTCOMES = {outcome: job_pb2.AttemptOutcome.Value(f"ATTEMPT_OUTCOME_{outcome.name}") for outcome in Outcome}
+STATES = {state.value: job_pb2.JobState.Value(f"JOB_STATE_{state.name}") for state in JobState}
+STATES_BY_NUMBER = {number: JobState(name) for name, number in STATES.items()}
+OUTCOMES = {outcome: job_pb2.AttemptOutcome.Value(f"ATTEMPT_OUTCOME_{outcome.name}") for outcome in Outcome}
 _ORG_SORTS = {cluster_pb2.OrgSort.Value(f"ORG_SORT_{sort.name}"): sort for sort in OrgSort}
 _ORGS_AGE_DEFAULT_US = 60_000_000
 SHARD_STATES = {state: cluster_pb2.ShardState.Value(f"SHARD_STATE_{state.name}") for state in ShardState}
@@ -300,7 +300,7 @@ def job(record: JobRecord, shard: ShardName) -> job_pb2.Job:
         id=record.id,
         queue=record.queue,
         kind=record.kind,
-        state=_STATES[record.state],
+        state=STATES[record.state],
         payload=record.payload or b"",
         attributes=json.loads(record.attributes or "{}"),
         priority=record.priority,
@@ -334,7 +334,7 @@ def job(record: JobRecord, shard: ShardName) -> job_pb2.Job:
             worker=attempt.worker,
             leased_at=timestamp(attempt.leased_at),
             ended_at=timestamp(attempt.ended_at),
-            outcome=_OUTCOMES[attempt.outcome],
+            outcome=OUTCOMES[attempt.outcome],
             failure=None if attempt.failure is None else failure_message(attempt.failure),
             log=attempt.log,
         )
@@ -407,7 +407,7 @@ def enqueue_results(
     for at in duplicates:
         results[at].duplicate = True
     for at, (state, differs) in known.items():
-        results[at].state = _STATES[state.value]
+        results[at].state = STATES[state.value]
         results[at].differs = differs
     return results
 

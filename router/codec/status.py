@@ -40,6 +40,7 @@ CODES: dict[reasons.ErrorReason.ValueType, int] = {
     reasons.ERROR_REASON_SCOPE_MISSING: code_pb2.PERMISSION_DENIED,
     reasons.ERROR_REASON_ORG_FORBIDDEN: code_pb2.PERMISSION_DENIED,
     reasons.ERROR_REASON_QUEUE_NOT_FOUND: code_pb2.NOT_FOUND,
+    reasons.ERROR_REASON_JOB_NOT_FOUND: code_pb2.NOT_FOUND,
     reasons.ERROR_REASON_QUEUE_EXISTS: code_pb2.ALREADY_EXISTS,
     reasons.ERROR_REASON_QUEUE_NOT_EMPTY: code_pb2.FAILED_PRECONDITION,
     reasons.ERROR_REASON_TOO_MANY_QUEUES: RESOURCE_EXHAUSTED,
@@ -208,6 +209,8 @@ def status_of(error: BaseException) -> status_pb2.Status:
             return _status(reasons.ERROR_REASON_STREAM_EXPIRED, message, retry_info(0.0))
         case errors.UnknownQueue():
             return _status(reasons.ERROR_REASON_QUEUE_NOT_FOUND, str(error))
+        case errors.UnknownJob():
+            return _status(reasons.ERROR_REASON_JOB_NOT_FOUND, str(error))
         case errors.QueueExists():
             return _status(reasons.ERROR_REASON_QUEUE_EXISTS, str(error))
         case errors.QueueNotEmpty():

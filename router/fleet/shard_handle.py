@@ -20,6 +20,7 @@ from shard.placement import marks
 from shard.placement.cluster_file import ShardEntry, ShardState
 from shard.placement.marks import MARK_S, Made
 from shard.postgres.pool import Database, Mark
+from shard.queue import consumers_seen
 from shard.queue.doorbell import Doorbell
 from shard.queue.revocation import Revocation
 from shard.queue.store import Store
@@ -201,10 +202,12 @@ class ShardHandle:
                 group.create_task(self.room.run())
                 group.create_task(self.ends.run())
                 group.create_task(self._check_schema())
+                group.create_task(self._record_consumers())
                 for interval_s, what, act in (
                     (self._sweep_s, "sweep the lanes", self.room.sweep),
                     (_RECORD_TIME_S, "look at the clock", self.store.clock.record),
                     (_FOLD_TALLY_S, "fold the tally", self.store.fold_tally),
+                    (consumers_seen.NOTE_S, "note the consumers", self.room.note_waiters),
                     (_MAKE_PARTITIONS_S, "make partitions", self.queue_admin.make_partitions),
                     (MARK_S, "mark the history", self._mark),
                 ):
@@ -221,6 +224,16 @@ class ShardHandle:
             self._migrated.clear()
             for database in (self._queue_database, self._admin_database):
                 await attempt(f"check the schema of shard {self.name!r}", database.check_schema)
+
+    async def _record_consumers(self) -> None:
+        """Writes which consumers were seen, for ExplainJob. Writes nothing while no consumer is there."""
+        seen = self.store.consumers_seen
+        what, write = f"record the consumers of shard {self.name!r}", self._where_allowed(seen.write)
+        failing = False
+        while True:
+            await seen.noted.wait()
+            failing = not await attempt(what, write, level=logging.DEBUG if failing else logging.WARNING)
+            await asyncio.sleep(consumers_seen.PAUSE_S)
 
     async def finish(self) -> None:
         """Waits up to 3 s for the calls under way, including releases of jobs that reached no consumer, and until other

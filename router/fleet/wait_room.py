@@ -33,6 +33,8 @@ _PAUSE_S = 0.010
 _PROBE_AGE_S_MIN = 1.0
 
 _UNAWAITED_MAX = 100_000
+# After so many consumers were noted, other tasks get their turn.
+_NOTED_AT_ONCE = 100
 
 _Key = tuple[OrgId, QueueName]
 
@@ -61,6 +63,7 @@ class WaitRoom:
 
     def enter(self, waiter: Waiter) -> None:
         """Wakes this waiter from now on, and hands jobs over to it while it is idle and has credit."""
+        self._note(waiter)
         for queue in waiter.queues:
             self._queues.setdefault((waiter.org, queue), AwaitedQueue()).waiters[waiter] = None
 
@@ -82,6 +85,17 @@ class WaitRoom:
             elif awaited.backlog or waiter.looking:
                 # It may have been woken for a job that it does not take any more: wake another one.
                 self._wake(key, 1)
+
+    async def note_waiters(self) -> None:
+        """Notes all consumers as being there. Its owner calls this every NOTE_S seconds."""
+        waiters = {waiter: None for awaited in self._queues.values() for waiter in awaited.waiters}
+        for number, waiter in enumerate(waiters):
+            self._note(waiter)
+            if number % _NOTED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+
+    def _note(self, waiter: Waiter) -> None:
+        self._store.consumers_seen.note(waiter.org, waiter.queues, waiter.kinds)
 
     def queue(self, org: OrgId, queue: QueueName) -> AwaitedQueue | None:
         """Returns who waits for this queue; None: nobody does."""
@@ -266,6 +280,10 @@ class WaitRoom:
         for key, number in (await self._store.names.find([key for key in keys if key in self._queues])).items():
             awaited = self._queues.get(key)
             if awaited is not None:
+                if awaited.number is None:
+                    # If the queue did not exist before, these consumers could not be recorded.
+                    for waiter in awaited.waiters:
+                        self._note(waiter)
                 awaited.number = number
                 self._by_number[number] = key
                 numbers.append(number)

@@ -237,7 +237,7 @@ def _server(
     methods = Methods(gate)
     queue, checks = QueueService(fleet, gate, stream_s_max=settings.stream_s_max), HealthService(gate)
     methods.add(queue, queue_pb2.DESCRIPTOR.services_by_name["Queue"])
-    methods.add(AdminService(fleet), admin_pb2.DESCRIPTOR.services_by_name["Admin"])
+    methods.add(AdminService(fleet, gate.buffer), admin_pb2.DESCRIPTOR.services_by_name["Admin"])
     methods.add(ClusterService(fleet, reloader), cluster_pb2.DESCRIPTOR.services_by_name["Cluster"])
     # The generated code of these services adds handlers to a server; `methods` takes the server's place.
     to_methods = cast("grpc.aio.Server", methods)

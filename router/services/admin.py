@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from functools import partial
 
+from router.buffer import Buffer
 from router.codec import convert
 from router.codec.status import InvalidRequest
 from router.codec.validate import check_list_jobs, check_update_queue, unfit_new_ids
@@ -14,6 +15,7 @@ from router.fleet.shard_handle import ShardHandle
 from router.gate.calls import ANSWER_HELD_BYTES, unary
 from router.gate.tracing import current_trace
 from router.route.by_org import ask_readers, change_readers, count_readers, list_readers, paused_queues, summed
+from router.route.explain import explain_job, explain_queue
 from router.route.restore import Refusal, Restored, restore
 from shard.admin import job_pages
 from shard.admin.job_pages import Page
@@ -38,8 +40,9 @@ _REFUSALS = {
 class AdminService:
     service_name = "windrow.v1.Admin"
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, buffer: Buffer) -> None:
         self._fleet = fleet
+        self._buffer = buffer
 
     @unary()
     async def CreateQueue(self, request: admin_pb2.CreateQueueRequest) -> admin_pb2.CreateQueueResponse:
@@ -187,6 +190,14 @@ class AdminService:
             ],
             unavailable_shards=asked.unavailable,
         )
+
+    @unary()
+    async def ExplainJob(self, request: admin_pb2.ExplainJobRequest) -> admin_pb2.ExplainJobResponse:
+        return await explain_job(self._fleet, self._buffer, OrgId(request.org), JobId(request.id))
+
+    @unary()
+    async def ExplainQueue(self, request: admin_pb2.ExplainQueueRequest) -> admin_pb2.ExplainQueueResponse:
+        return await explain_queue(self._fleet, self._buffer, OrgId(request.org), QueueName(request.queue))
 
     async def _home(self, org: OrgId) -> ShardHandle:
         """Returns the shard that has the org's queue configurations. Other shards may have old ones, so this reads the

@@ -121,6 +121,7 @@ class Stream:
             queues=[QueueName(queue) for queue in first.start.queues],
             worker=first.start.worker,
             window_us=self._window_us,
+            kinds=tuple(first.start.kinds),
         )
         # Jobs to be written, each with the time (of the event loop's clock) since which they wait.
         self._jobs: deque[tuple[float, Delivery]] = deque()

@@ -44,7 +44,7 @@ class Consumer:
 
     `credit` is how many more jobs the consumer takes. `serve` finds jobs until it is cancelled, `serve_first` until the
     first ones have come. After `close`, jobs that still arrive are released. `account` holds the memory of received
-    jobs until they have been sent.
+    jobs until they have been sent. `kinds`: those that it has handlers for; none: all.
     """
 
     def __init__(
@@ -57,10 +57,12 @@ class Consumer:
         queues: Sequence[QueueName],
         worker: str,
         window_us: int,
+        kinds: Sequence[str] = (),
         credit: int = 0,
     ) -> None:
         self.org = org
         self.queues = queues
+        self.kinds = kinds
         self.worker = worker
         self.window_us = window_us
         self.credit = credit

@@ -138,6 +138,7 @@ class QueueService:
             queues=[QueueName(queue) for queue in request.queues],
             worker=request.worker,
             window_us=window_us,
+            kinds=tuple(request.kinds),
             credit=request.max_jobs or 1,
         )
         # Drop the acks: their results may be large, and the call may wait for a minute.
@@ -146,7 +147,10 @@ class QueueService:
             if wait_s is not None:
                 await self._wait_for_first(consumer, wait_s)
             else:
-                await consumer.claim(self._fleet.shards_to_claim_from(consumer.org))
+                members = self._fleet.shards_to_claim_from(consumer.org)
+                for member in members:
+                    member.store.consumers_seen.note(consumer.org, consumer.queues, consumer.kinds)
+                await consumer.claim(members)
         except BaseException:
             consumer.close()
             for jobs in received.jobs:

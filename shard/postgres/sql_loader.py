@@ -122,20 +122,21 @@ class Statement(bytes):
     # True if the statement serves calls of several orgs at once. It then waits only briefly for a row lock, and changes
     # nothing if it does not get the lock (shard/queue/row_locks.py).
     shared: bool
-    # True if the statement writes to tables.
+    # True if the statement writes to tables, and what it writes must not be lost with the server.
     writes: bool
 
 
-def load(folder: Path, name: str, *, repeatable: bool = True, shared: bool = False) -> Statement:
+def load(folder: Path, name: str, *, repeatable: bool = True, shared: bool = False, hint: bool = False) -> Statement:
     """Reads `folder`/`name`.sql and expands its includes. Comments are removed: psycopg caches how it parsed a
-    statement only up to 4,096 bytes. Raises KeyError for an unknown include."""
+    statement only up to 4,096 bytes. `hint`: what the statement writes may be lost, so the shard's history needs no
+    mark for it. Raises KeyError for an unknown include."""
     lines = (folder / f"{name}.sql").read_text().splitlines()
     text = "\n".join(bare for line in lines if not (bare := line.strip()).startswith("--"))
     statement = Statement(_INCLUDE.sub(_expand, text).encode())
     statement.name = name
     statement.repeatable = repeatable
     statement.shared = shared
-    statement.writes = _WRITES.search(statement) is not None
+    statement.writes = not hint and _WRITES.search(statement) is not None
     return statement
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from shard.errors import IdsOutsideHorizon, RowLocked, ShardUnavailable
+from shard.errors import IdsOutsideHorizon, RowLocked, ShardUnavailable, UnknownQueue
 from shard.job_id import made_at_ms, to_hex
 from shard.job_record import ANSWER_BYTES_MAX, JobRecord
 from shard.lease_token import lease_of
@@ -25,19 +25,24 @@ from shard.postgres import statements as postgres_statements
 from shard.postgres.clock import ShardClock
 from shard.postgres.pool import Database
 from shard.postgres.sql_loader import Statement
-from shard.queue import row_locks, statements
+from shard.queue import explain, row_locks, statements
 from shard.queue.claim import CLAIM_BYTES_MAX, Claimer, ClaimRequest, ClaimResult
 from shard.queue.claim_floor import GUARD_US, Floors
 from shard.queue.coalescer import Coalescer, InFlight, SingleCall, TooManyWaiting, one_by_one
+from shard.queue.consumers_seen import ConsumersSeen
 from shard.queue.enqueue import Enqueuer
+from shard.queue.explain import JobFacts, QueueFacts
 from shard.queue.pending_enqueue import NOTHING_HANDED, Call, Handover
 from shard.queue.queue_ids import QueueIds
 from shard.queue.revocation import Revocation
 from shard.queue.settle import BYTES_PER_WEIGHT, VERBS, LeaseSettler, Settlement
 from shard.vocabulary import (
+    FINISHED,
+    PRIORITIES,
     Alteration,
     Answer,
     JobId,
+    JobState,
     Known,
     Lease,
     Micros,
@@ -92,6 +97,7 @@ class Store:
         self.name: ShardName = database.name
         self.names = QueueIds(database)
         self.clock = ShardClock(database)
+        self.consumers_seen = ConsumersSeen(database, self.names)
         self.on_visible: Callable[[set[QueueId]], None] = _ignore
         self.on_revoked: Callable[[Sequence[Revocation]], None] = _ignore
         self.on_settled: Callable[[Iterable[str]], None] = _ignore
@@ -416,6 +422,49 @@ class Store:
             "org_positions": arrays.numbers([orgs[org] for org, _ in jobs]),
         }
         return [position - 1 for (position,) in await self._database.run(statements.FIND_ENDED, parameters)]
+
+    async def explain_job(self, org: OrgId, job_id: JobId) -> JobFacts | None:
+        """Returns what decides when this job is leased; None if this shard does not know it. Raises ShardUnavailable,
+        TooManyWaiting."""
+        facts: JobFacts | None = await self._single_calls.submit(
+            SingleCall(org, 1, partial(self._explain_job, org, job_id))
+        )
+        return facts
+
+    async def _explain_job(self, org: OrgId, job_id: JobId) -> JobFacts | None:
+        for _ in range(_TRIES_MAX):
+            records = await self._get(org, [job_id], include_payload=False, bytes_max=ANSWER_BYTES_MAX)
+            if not records:
+                return JobFacts(None) if await explain.was_deleted(self._database, org, job_id) else None
+            (record,) = records
+            if JobState(record.state) in FINISHED:
+                return JobFacts(record)
+            floors = self._late_floors(org, record.queue)
+            live, departing = await explain.read_live(self._database, org, record.queue, job_id, floors=floors)
+            if departing or (live is None and JobState(record.state) is JobState.DEAD):
+                return JobFacts(record, departing=departing)
+            if live is not None and (live.leased, live.visible_at) == (
+                record.leased_at is not None,
+                record.run_at if record.deadline is None else record.deadline,
+            ):
+                return JobFacts(record, live)
+        raise ShardUnavailable(self.name, f"job {job_id} of org {org!r} kept changing during the call; try again")
+
+    async def explain_queue(self, org: OrgId, queue: QueueName) -> QueueFacts:
+        """Returns what this queue would give now. Raises UnknownQueue, ShardUnavailable, TooManyWaiting."""
+        floors = self._late_floors(org, queue)
+        facts: QueueFacts | None = await self._single_calls.submit(
+            SingleCall(org, 1, partial(explain.read_queue, self._database, org, queue, floors=floors))
+        )
+        if facts is None:
+            raise UnknownQueue(org, queue)
+        return facts
+
+    def _late_floors(self, org: OrgId, queue: QueueName) -> list[Micros]:
+        """Returns from where to look for the queue's jobs, by priority; from the beginning of time if this router does
+        not claim from it."""
+        known = self.names.known(org, [queue])
+        return self._floors.late(known[0]) if known else [Micros(0)] * len(PRIORITIES)
 
     async def finish(self) -> None:
         """Returns once all calls have ended, including releases that no caller waits for."""

@@ -1028,6 +1028,9 @@ def test_where_no_router_is_every_command_says_so(windrow: Windrow) -> None:
         (["jobs", "list", "a", "q", "--state", "done"], 2, ": 'done' is not one of 'scheduled', 'ready'"),
         (["jobs", "list", "a", "nope"], 4, "org 'a' has no queue 'nope'"),
         (["jobs", "get", "a", "019a9f5e-7c1d-7a41-8f0e-3f2b6d1c9a55"], 4, "has no job 019a9f5e"),
+        (["jobs", "why", "a", "123"], 2, "'123' is not a job id"),
+        (["jobs", "why", "a", "019a9f5e-7c1d-7a41-8f0e-3f2b6d1c9a55"], 4, "has no job 019a9f5e"),
+        (["queues", "why", "a", "nope"], 4, "org 'a' has no queue 'nope'"),
         (["queues", "show", "a", "nope"], 4, "org 'a' has no queue 'nope'"),
         (["queues", "update", "a", "nope"], 2, "give a setting to change"),
         (

@@ -113,6 +113,7 @@ NAMING: dict[str, Callable[[Target], Message]] = {
             *("Queue/FindJob", "Queue/CancelJobs", "Queue/AlterJobs", "Queue/RedriveJobs", "Queue/WaitJob"),
             *("Admin/GetQueue", "Admin/UpdateQueue", "Admin/DeleteQueue", "Admin/PauseQueue", "Admin/PurgeQueue"),
             *("Admin/ResumeQueue", "Admin/RedriveQueue", "Admin/ListJobs", "Admin/RestoreJobs", "Admin/GetStats"),
+            *("Admin/ExplainJob", "Admin/ExplainQueue"),
         )
     },
     "Queue/Consume": lambda it: queue_pb2.ConsumeRequest(

@@ -330,6 +330,8 @@ def queue_cases() -> Iterator[Bad]:
     yield from each("Dequeue", dequeue, "queues", {"none": [], "too many": names, "twice": [QUEUE, QUEUE]}, good)
     for why, name in NAMES.items():
         yield Bad("Dequeue", "queues[1]", why, dequeue(org=ORG, queues=[QUEUE, name]))
+        yield Bad("Dequeue", "kinds[1]", why, dequeue(**good, kinds=["greet", name]))
+    yield from each("Dequeue", dequeue, "kinds", {"too many": names}, good)
 
     for why, org in ORGS.items():
         for verb in VERBS:
@@ -412,6 +414,7 @@ def admin_cases() -> Iterator[Bad]:
         "CountJobs": (admin_pb2.CountJobsRequest, good),
         "RedriveQueue": (admin_pb2.RedriveQueueRequest, good),
         "GetStats": (admin_pb2.GetStatsRequest, good),
+        "ExplainQueue": (admin_pb2.ExplainQueueRequest, good),
     }
 
     def of(rpc: str, field: str, values: dict[str, Any], **more: Any) -> Iterator[Bad]:
@@ -422,6 +425,9 @@ def admin_cases() -> Iterator[Bad]:
         yield from of(rpc, "org", ORGS)
         if rpc != "ListQueues":
             yield from of(rpc, "queue", OPTIONAL_NAMES if rpc in ("GetStats", "ListJobs", "CountJobs") else NAMES)
+    explain_job, named = admin_pb2.ExplainJobRequest, {"org": ORG, "id": SECOND_JOB}
+    for field, wrong in (("org", ORGS), ("id", IDS)):
+        yield from each("ExplainJob", explain_job, field, wrong, named)
     for rpc in ("CreateQueue", "UpdateQueue"):
         make, fields = requests[rpc]
         for why, number in {**NUMBERS_BELOW_0, "zero": 0, "above 1,000": 1001}.items():
@@ -696,6 +702,8 @@ def test_an_unknown_shard_or_queue_is_not_found(cluster: Stubs) -> None:
         "CheckShard": cluster_pb2.CheckShardRequest(shard="nowhere\0\n"),
         "GetQueue": admin_pb2.GetQueueRequest(org=ORG, queue="nowhere"),
         "GetStats": admin_pb2.GetStatsRequest(org=ORG, queue="nowhere"),
+        "ExplainQueue": admin_pb2.ExplainQueueRequest(org=ORG, queue="nowhere"),
+        "ExplainJob": admin_pb2.ExplainJobRequest(org="nobody", id=SECOND_JOB),
         "DeleteQueue": admin_pb2.DeleteQueueRequest(org="nobody\u2028é", queue=QUEUE),
         "PurgeQueue": admin_pb2.PurgeQueueRequest(org="nobody", queue=QUEUE),
     }

@@ -117,6 +117,8 @@ def unary_calls(to: Client, lease: bytes) -> dict[str, Callable[[], Any]]:
         ),
         "RedriveQueue": lambda: admin.RedriveQueue(admin_pb2.RedriveQueueRequest(org=ORG, queue=QUEUE)),
         "GetStats": lambda: admin.GetStats(admin_pb2.GetStatsRequest(org=ORG)),
+        "ExplainJob": lambda: admin.ExplainJob(admin_pb2.ExplainJobRequest(org=ORG, id=job_id())),
+        "ExplainQueue": lambda: admin.ExplainQueue(admin_pb2.ExplainQueueRequest(org=ORG, queue=QUEUE)),
         "ListShards": lambda: to.cluster.ListShards(cluster_pb2.ListShardsRequest()),
     }
 

@@ -37,6 +37,7 @@ from shard.postgres.pool import Database
 from shard.queue import row_locks
 from shard.queue import statements as queue_statements
 from shard.queue.claim_floor import GUARD_US
+from shard.queue.explain import COUNTED_MAX
 from shard.queue.pending_enqueue import Handover, Taker
 from shard.queue.settle import Nack, Settlement, _LeaseColumns
 from shard.queue.store import Store
@@ -536,6 +537,68 @@ async def test_under_a_held_snapshot_a_claim_from_its_floors_stays_cheap(
     assert cheap.rows_read("job") == dear.rows_read("job") == 2 * (BATCH - 1)
     assert cheap.buffers <= PAGES_A_JOB["claim"] * BATCH
     assert found_dearly > 10 * found_cheaply
+
+
+# Explanations
+
+DEEP = 20_000
+# One queue, with jobs of all priorities: four of five are ready, the others scheduled.
+FILL_QUEUE = b"""
+INSERT INTO windrow.job (id, queue_id, run_at, visible_at, priority, kind, payload, enqueued_at)
+SELECT
+    (
+        lpad(to_hex((extract(epoch FROM now()) * 1000)::bigint), 12, '0') || '7000' || '9' || lpad(to_hex(n), 15, '0')
+    )::uuid,
+    %(queue_id)s::bigint, due.at, due.at, 1 + n %% 9, 'fill', '\\x00', now()
+FROM generate_series(1, %(rows)s) AS n,
+    LATERAL (SELECT CASE WHEN n %% 5 = 0 THEN n + 3600000000 ELSE n - 3600000000 END AS in_us) later,
+    LATERAL (SELECT now() + later.in_us * interval '1 us' AS at) due
+"""
+# How many rows each may read: those that it counts, and those beside them with equal times.
+ROWS_EXPLAINED = {"explain_job": 2 * COUNTED_MAX + 10, "explain_queue": COUNTED_MAX + 9 * 200 + 20}
+
+
+@pytest.mark.parametrize("knowledge", [nothing, analyze_when_full, vacuum_when_empty], ids=lambda k: k.__name__)
+async def test_to_explain_a_job_or_a_queue_no_more_is_read_than_is_counted(
+    recorder: Recorder, org: OrgId, knowledge: Knowledge
+) -> None:
+    await knowledge(recorder, org)
+    store, queue = Store(recorder), QueueName("queue-7")
+    jobs = some_jobs(org, 1, queue=queue, priority=9)
+    await store.enqueue(jobs)
+    store.consumers_seen.note(org, [queue], ["fill"])
+    await store.consumers_seen.write()
+    await store.explain_job(org, ids_of(jobs)[0])
+    await store.explain_queue(org, queue)
+    runs = {
+        "explain_job": recorder.last(queue_statements.EXPLAIN_JOB),
+        "explain_queue": recorder.last(queue_statements.EXPLAIN_QUEUE),
+    }
+    numbers = await store.names.find([(org, queue)])
+    async with recorder.transaction() as early:
+        await early.execute(NO_HURRY)
+        await settle(early, runs)
+        await recorder.run(FILL_QUEUE, {"queue_id": numbers[org, queue], "rows": DEEP})
+        await assert_read("settled when empty", early, runs)
+        async with recorder.transaction() as late:
+            await late.execute(NO_HURRY)
+            await settle(late, runs)
+            await assert_read("settled when full", late, runs)
+
+
+async def assert_read(when: str, connection: Connection, runs: Mapping[str, Run]) -> None:
+    for name, each in runs.items():
+        plan = await explain(connection, each)
+        rows = plan.rows_read("job")
+        print(f"{when:18} {name:14} {plan.buffers:6} pages  {rows:6.0f} rows of job  {plan.generic=}")
+        assert {node["Node Type"] for node in plan.scans("job")} <= {"Index Scan", "Index Only Scan"}
+        assert not [node for node in plan.nodes() if node["Node Type"] == "Seq Scan"], plan.root
+        assert plan.indexes() <= {
+            *("job_ready", "job_id", "departing_id", "dead_by_death", "consumer_seen_pkey", "queue_org_queue_key")
+        }
+        assert COUNTED_MAX < rows <= ROWS_EXPLAINED[name], plan.root
+        # Two for each row: its index entry, and the row itself, which shows whether it is visible.
+        assert plan.buffers <= 2 * ROWS_EXPLAINED[name], plan.root
 
 
 # Lists

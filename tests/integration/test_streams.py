@@ -122,6 +122,8 @@ BAD_STARTS: dict[str, tuple[queue_pb2.ConsumeStart, str]] = {
     "a window of more than 12 h": (start("o", window_s=43_201), "start.visibility_window"),
     "a worker with a newline": (start("o", worker="a\nb"), "start.worker"),
     "a worker of 129 bytes": (start("o", worker="w" * 129), "start.worker"),
+    "a bad kind": (start("o", kinds=["good", "b d"]), "start.kinds[1]"),
+    "65 kinds": (start("o", kinds=[f"k{n}" for n in range(65)]), "start.kinds"),
 }
 BAD_MESSAGES: dict[str, tuple[dict[str, Any], str]] = {
     "credit below 0": ({"credit": -1}, "credit"),

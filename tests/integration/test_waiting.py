@@ -912,7 +912,7 @@ class _Waits:
     def __init__(self, org: OrgId, *queues: str, credit: int = 1) -> None:
         self.org = org
         self.queues = [QueueName(queue) for queue in queues]
-        self.worker, self.window_us = "w", 1_000_000
+        self.worker, self.window_us, self.kinds = "w", 1_000_000, ()
         self.account = Account(Buffer(2**20), org=org, peer="p")
         self.credit = credit
         self.idle = True
@@ -934,6 +934,7 @@ class _Nothing:
     """A store and a doorbell that are never used."""
 
     names: Any = None
+    consumers_seen: Any = SimpleNamespace(note=lambda *_: None)
 
     def ring(self, _: object) -> None: ...
 

@@ -22,6 +22,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from router.codec import causes
+from router.codec.causes import Surroundings
 from shard.admin.queue_admin import QueueAdmin
 from shard.lease_token import parse_token, token
 from shard.postgres.pool import Database
@@ -46,6 +48,7 @@ from shard.vocabulary import (
 from tests import timemachine
 from tests.conftest import SHARD
 from tests.jobs import HOUR_US, at_once, job_id
+from windrow.v1 import job_pb2
 
 T = TypeVar("T")
 QUEUES = (QueueName("a"), QueueName("b"))
@@ -664,7 +667,20 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(
         call=st.sampled_from(
-            ("time", "time", "time", "redrive", "redrive", "purge", "pause", "resume", "sweep", "fold", "restart")
+            (
+                "time",
+                "time",
+                "time",
+                "redrive",
+                "redrive",
+                "purge",
+                "pause",
+                "resume",
+                "sweep",
+                "fold",
+                "restart",
+                "explain",
+            )
         ),
         org=orgs,
         queue=st.sampled_from(QUEUES),
@@ -685,9 +701,38 @@ class StoreMachine(RuleBasedStateMachine):
                 self.do(self.stores[store].sweep())
             case "fold":
                 self.do(self.stores[store].fold_tally())
+            case "explain":
+                self.explain(org, self.stores[store])
             case _:
                 # A router restarts and loses its remembered numbers and floors.
                 self.stores[store] = Store(self.world.database)
+
+    def explain(self, org: int, store: Store) -> None:
+        """Every job has a cause, and the first one is what its state says."""
+        tenant = self.orgs[org]
+        for job in self.of(tenant, *LIVE, "succeeded", "dead", "cancelled"):
+            facts = self.do(store.explain_job(tenant, job.wish.id))
+            assert facts is not None
+            told = causes.of_job(facts, SHARD, Surroundings())
+            assert job_pb2.JobState.Name(told.state) == f"JOB_STATE_{job.state.upper()}"
+            assert all(cause.WhichOneof("cause") for cause in told.causes)
+            assert told.causes[0].WhichOneof("cause") in self.decisive(job)
+
+    def decisive(self, job: Job) -> set[str]:
+        if job.state == "leased":
+            return {"leased"}
+        if job.state in LIVE and (job.past_expiry or job.exhausted):
+            return {"expired" if job.past_expiry else "out_of_attempts"}
+        match job.state:
+            case "scheduled":
+                return {"scheduled", "backing_off"}
+            case "ready":
+                # No consumer is recorded, because stores claim without routers.
+                return {"paused" if (job.wish.org, job.wish.queue) in self.paused else "no_consumer"}
+            case "dead":
+                return {"dead"}
+            case _:
+                return {"finished", "expired"} if job.state == "cancelled" else {"finished"}
 
     def redrive(self, org: int, queue: QueueName, *, by_ids: Store | None) -> None:
         tenant = self.orgs[org]

@@ -99,6 +99,7 @@ async def test_a_job_is_handled_and_its_result_goes_with_the_ack(router: FakeRou
     (stream,) = router.streams
     start = stream.start
     assert (start.org, list(start.queues), start.worker, start.visibility_window.seconds) == ("acme", ["q"], "w1", 30)
+    assert list(start.kinds) == ["add"]
     assert stream.messages[0].credit == 10
     assert stream.ended is StatusCode.OK
 

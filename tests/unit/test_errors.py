@@ -14,7 +14,7 @@ from router.codec.status import CODES, DOMAIN, status_of
 from router.gate.auth import access, principal, scopes
 from shard import errors
 from shard.queue.coalescer import TooManyWaiting
-from shard.vocabulary import OrgId, QueueName, ShardName
+from shard.vocabulary import JobId, OrgId, QueueName, ShardName
 from windrow.v1 import errors_pb2
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,6 +45,7 @@ RAISED: dict[str, Callable[[], BaseException]] = {
     "SCOPE_MISSING": lambda: access.ScopeMissing("windrow.v1.Queue/Ack", scopes.Scope.CONSUME, ANYBODY),
     "ORG_FORBIDDEN": lambda: access.OrgForbidden("acme", ANYBODY),
     "QUEUE_NOT_FOUND": lambda: errors.UnknownQueue(ACME, MAIL),
+    "JOB_NOT_FOUND": lambda: errors.UnknownJob(ACME, JobId("019a9f5e-7c1d-7a41-8f0e-3f2b6d1c9a55")),
     "QUEUE_EXISTS": lambda: errors.QueueExists(ACME, MAIL),
     "QUEUE_NOT_EMPTY": lambda: errors.QueueNotEmpty(ACME, MAIL),
     "TOO_MANY_QUEUES": lambda: errors.TooManyQueues(S1, ACME, [MAIL], queues_max=1),

@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from windrow.calls import ADMIN_FINAL, Calls, Method
+from windrow.causes import JobExplanation, QueueExplanation, read_job, read_queue
 from windrow.channels import Stub
 from windrow.errors import Unavailable, invalid_argument
 from windrow.ids import uuid7
@@ -307,6 +308,17 @@ class AdminCalls:
             queues={one.queue: _read_stats(one, with_finished=include_finished) for one in response.queues},
             unavailable_shards=list(response.unavailable_shards),
         )
+
+    async def explain_job(self, job_id: str) -> JobExplanation:
+        """Says why a job does not run now, and when it will if that is known. Raises NotFound."""
+        request = admin_pb2.ExplainJobRequest(org=self.org, id=job_id)
+        return read_job(await self._ask(lambda stub: stub.ExplainJob, request))
+
+    async def explain_queue(self, queue: str) -> QueueExplanation:
+        """Says why a queue gives no jobs now, or what it would give. Looks at its first jobs only, so it is as quick
+        for a queue with millions of jobs. Raises NotFound."""
+        request = admin_pb2.ExplainQueueRequest(org=self.org, queue=queue)
+        return read_queue(await self._ask(lambda stub: stub.ExplainQueue, request))
 
     async def _ask(self, method: Callable[[Stub], Method[_Request, _Response]], request: _Request) -> _Response:
         return await self.calls.call(method, request, final=ADMIN_FINAL)

@@ -7,8 +7,9 @@ about them (settlements.py).
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn, cast
 
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     _Call = aio.StreamStreamCall[queue_pb2.ConsumeRequest, queue_pb2.ConsumeResponse]
 
 AWAY_FIRST_S, AWAY_MAX_S = 0.05, 2.0
+# The contract's limit for one stream.
+KINDS_MAX = 64
+_KIND = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 # The reason of an error (docs/errors.md).
 _EXPIRED = "STREAM_EXPIRED"
 # The code of Settled.error for a message of which nothing was done.
@@ -83,6 +87,13 @@ class ConsumeStream:
         self._write_failed = False
         self._closing = asyncio.Event()
         self._backoff = Backoff(AWAY_FIRST_S, AWAY_MAX_S)
+
+    def tell_kinds(self, kinds: Collection[str]) -> None:
+        """Tells routers which kinds the worker has handlers for, from the next stream on. With more than they take,
+        tells none: the worker then counts as one for all kinds."""
+        if len(kinds) <= KINDS_MAX:
+            # No job has a kind of another form, and the router would refuse the stream.
+            self._start.kinds[:] = sorted(filter(_KIND.fullmatch, kinds))
 
     async def run(self) -> None:
         """Runs until close(). Raises a WindrowError that no retry can fix."""

@@ -14,7 +14,7 @@ import math
 import os
 import time
 import types
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Generator, Sequence
 from functools import partial
 from types import CodeType, TracebackType
 from typing import Any, Literal, NamedTuple, TypeVar, cast
@@ -89,6 +89,11 @@ class Handlers:
         self._processes: list[HandlerProcess] = []
         # Whether a handler has a span although its job carries no trace.
         self.makes_spans = False
+
+    @property
+    def kinds(self) -> Collection[str]:
+        """Returns the kinds that have a handler."""
+        return self._by_kind.keys()
 
     def __contains__(self, kind: str) -> bool:
         return kind in self._by_kind

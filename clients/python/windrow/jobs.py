@@ -387,6 +387,10 @@ def state_of(value: int) -> JobState:
     return _STATES.get(value, JobState.UNKNOWN)
 
 
+def outcome_of(value: int) -> AttemptOutcome:
+    return _OUTCOMES.get(value, AttemptOutcome.UNKNOWN)
+
+
 def answer_of(value: int) -> Answer:
     return _ANSWERS.get(value, Answer.UNKNOWN)
 
@@ -630,7 +634,7 @@ def read_record(message: job_pb2.Job, *, with_payload: bool) -> JobRecord:
                 worker=past.worker,
                 leased_at=moment(past.leased_at),
                 ended_at=moment(past.ended_at),
-                outcome=_OUTCOMES.get(past.outcome, AttemptOutcome.UNKNOWN),
+                outcome=outcome_of(past.outcome),
                 failure=read_failure(past.failure) if past.HasField("failure") else None,
                 log=past.log,
             )

@@ -2,6 +2,7 @@
 
 from windrow.admin import JobPage, QueueRecord, QueueStats, Restored, RestoreRefusal, Stats
 from windrow.batches import Batch
+from windrow.causes import Cause, JobExplanation, QueueExplanation
 from windrow.client import Client
 from windrow.errors import (
     AlreadyExists,
@@ -58,6 +59,7 @@ __all__ = [
     "AttemptOutcome",
     "Batch",
     "BulkChange",
+    "Cause",
     "Client",
     "ClientClosed",
     "Crashed",
@@ -70,6 +72,7 @@ __all__ = [
     "InvalidJob",
     "InvalidRequest",
     "Job",
+    "JobExplanation",
     "JobFilter",
     "JobOptions",
     "JobPage",
@@ -83,6 +86,7 @@ __all__ = [
     "Payload",
     "PermissionDenied",
     "Progress",
+    "QueueExplanation",
     "QueueRecord",
     "QueueStats",
     "ResourceExhausted",

@@ -133,6 +133,8 @@ class SyncClient:
     redrive_queue = _blocking(Client.redrive_queue)
     restore_jobs = _blocking(Client.restore_jobs)
     stats = _blocking(Client.stats)
+    explain_job = _blocking(Client.explain_job)
+    explain_queue = _blocking(Client.explain_queue)
 
     def enqueue_batch(
         self, jobs: Iterable[NewJob], *, batch: str, on_progress: Callable[[Batch], object] | None = None

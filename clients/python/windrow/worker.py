@@ -233,6 +233,7 @@ class Worker:
             # It has imported the program that made this worker.
             return
         self._handlers.open(self.concurrency)
+        self._stream.tell_kinds(self._handlers.kinds)
         self._loop = asyncio.get_running_loop()
         self._context = contextvars.copy_context()
         self._on_stop()

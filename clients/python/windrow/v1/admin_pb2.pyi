@@ -21,6 +21,7 @@ from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from windrow.v1 import cause_pb2 as _cause_pb2
 from windrow.v1 import job_pb2 as _job_pb2
 import builtins as _builtins
 import sys
@@ -1201,3 +1202,133 @@ class GetStatsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatsResponse: _TypeAlias = GetStatsResponse  # noqa: Y015
+
+@_typing.final
+class ExplainJobRequest(_message.Message):
+    """Names the job to explain."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORG_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    org: _builtins.str
+    """The tenant that owns the job. 1 to 128 bytes, no control characters."""
+    id: _builtins.str
+    """The id of the job, in canonical lower-case text."""
+    def __init__(
+        self,
+        *,
+        org: _builtins.str = ...,
+        id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "org", b"org"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainJobRequest: _TypeAlias = ExplainJobRequest  # noqa: Y015
+
+@_typing.final
+class ExplainJobResponse(_message.Message):
+    """Why the job does not run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    QUEUE_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    SHARD_FIELD_NUMBER: _builtins.int
+    CAUSES_FIELD_NUMBER: _builtins.int
+    RUNS_AT_FIELD_NUMBER: _builtins.int
+    state: _job_pb2.JobState.ValueType
+    """The state of the job. UNSPECIFIED: the job was deleted, or no shard that answered has it."""
+    queue: _builtins.str
+    """The queue of the job. Empty if `state` is UNSPECIFIED."""
+    kind: _builtins.str
+    """The kind of the job. Empty if `state` is UNSPECIFIED."""
+    shard: _builtins.str
+    """The shard that has the job, for operators. Empty if `state` is UNSPECIFIED."""
+    @_builtins.property
+    def causes(self) -> _containers.RepeatedCompositeFieldContainer[_cause_pb2.Cause]:
+        """At least one, the most decisive first: as long as the first one holds, it does not help to end the others."""
+
+    @_builtins.property
+    def runs_at(self) -> _timestamp_pb2.Timestamp:
+        """When the job can run at the earliest, if that is known: nothing but its time holds it. Absent: it is not known, or
+        the job runs already, or never again.
+        """
+
+    def __init__(
+        self,
+        *,
+        state: _job_pb2.JobState.ValueType = ...,
+        queue: _builtins.str = ...,
+        kind: _builtins.str = ...,
+        shard: _builtins.str = ...,
+        causes: _abc.Iterable[_cause_pb2.Cause] | None = ...,
+        runs_at: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["runs_at", b"runs_at"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["causes", b"causes", "kind", b"kind", "queue", b"queue", "runs_at", b"runs_at", "shard", b"shard", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainJobResponse: _TypeAlias = ExplainJobResponse  # noqa: Y015
+
+@_typing.final
+class ExplainQueueRequest(_message.Message):
+    """Names the queue to explain."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORG_FIELD_NUMBER: _builtins.int
+    QUEUE_FIELD_NUMBER: _builtins.int
+    org: _builtins.str
+    """The tenant that owns the queue. 1 to 128 bytes, no control characters."""
+    queue: _builtins.str
+    """A name as in JobTemplate.queue. NOT_FOUND if the org has no such queue."""
+    def __init__(
+        self,
+        *,
+        org: _builtins.str = ...,
+        queue: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["org", b"org", "queue", b"queue"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainQueueRequest: _TypeAlias = ExplainQueueRequest  # noqa: Y015
+
+@_typing.final
+class ExplainQueueResponse(_message.Message):
+    """Why the queue gives no jobs, or what it would give."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CAUSES_FIELD_NUMBER: _builtins.int
+    RUNS_AT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def causes(self) -> _containers.RepeatedCompositeFieldContainer[_cause_pb2.Cause]:
+        """At least one, the most decisive first, as in ExplainJobResponse."""
+
+    @_builtins.property
+    def runs_at(self) -> _timestamp_pb2.Timestamp:
+        """When the next job of the queue can run at the earliest, if that is known."""
+
+    def __init__(
+        self,
+        *,
+        causes: _abc.Iterable[_cause_pb2.Cause] | None = ...,
+        runs_at: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["runs_at", b"runs_at"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["causes", b"causes", "runs_at", b"runs_at"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainQueueResponse: _TypeAlias = ExplainQueueResponse  # noqa: Y015

@@ -100,6 +100,16 @@ class AdminStub:
                 request_serializer=windrow_dot_v1_dot_admin__pb2.GetStatsRequest.SerializeToString,
                 response_deserializer=windrow_dot_v1_dot_admin__pb2.GetStatsResponse.FromString,
                 _registered_method=True)
+        self.ExplainJob = channel.unary_unary(
+                '/windrow.v1.Admin/ExplainJob',
+                request_serializer=windrow_dot_v1_dot_admin__pb2.ExplainJobRequest.SerializeToString,
+                response_deserializer=windrow_dot_v1_dot_admin__pb2.ExplainJobResponse.FromString,
+                _registered_method=True)
+        self.ExplainQueue = channel.unary_unary(
+                '/windrow.v1.Admin/ExplainQueue',
+                request_serializer=windrow_dot_v1_dot_admin__pb2.ExplainQueueRequest.SerializeToString,
+                response_deserializer=windrow_dot_v1_dot_admin__pb2.ExplainQueueResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -210,6 +220,22 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExplainJob(self, request, context):
+        """Says why a job does not run now. A job that is SCHEDULED, READY or LEASED always has a cause. NOT_FOUND if no shard
+        knows such a job of the org. While a shard does not answer, that is the cause, and the call is not UNAVAILABLE.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExplainQueue(self, request, context):
+        """Says why a queue gives no jobs now, or what it would give. NOT_FOUND if the org has no such queue. It looks at the
+        first jobs only, so it takes no longer for a queue with millions of jobs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -277,6 +303,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.GetStats,
                     request_deserializer=windrow_dot_v1_dot_admin__pb2.GetStatsRequest.FromString,
                     response_serializer=windrow_dot_v1_dot_admin__pb2.GetStatsResponse.SerializeToString,
+            ),
+            'ExplainJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExplainJob,
+                    request_deserializer=windrow_dot_v1_dot_admin__pb2.ExplainJobRequest.FromString,
+                    response_serializer=windrow_dot_v1_dot_admin__pb2.ExplainJobResponse.SerializeToString,
+            ),
+            'ExplainQueue': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExplainQueue,
+                    request_deserializer=windrow_dot_v1_dot_admin__pb2.ExplainQueueRequest.FromString,
+                    response_serializer=windrow_dot_v1_dot_admin__pb2.ExplainQueueResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -631,6 +667,60 @@ class Admin:
             '/windrow.v1.Admin/GetStats',
             windrow_dot_v1_dot_admin__pb2.GetStatsRequest.SerializeToString,
             windrow_dot_v1_dot_admin__pb2.GetStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExplainJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/windrow.v1.Admin/ExplainJob',
+            windrow_dot_v1_dot_admin__pb2.ExplainJobRequest.SerializeToString,
+            windrow_dot_v1_dot_admin__pb2.ExplainJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExplainQueue(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/windrow.v1.Admin/ExplainQueue',
+            windrow_dot_v1_dot_admin__pb2.ExplainQueueRequest.SerializeToString,
+            windrow_dot_v1_dot_admin__pb2.ExplainQueueResponse.FromString,
             options,
             channel_credentials,
             insecure,

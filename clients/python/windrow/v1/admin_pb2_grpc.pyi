@@ -91,6 +91,14 @@ class AdminStub:
     READY or LEASED. The counts are exact if no job changes meanwhile. A job that is moving to another shard may be
     counted twice, but is never left out.
     """
+    ExplainJob: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ExplainJobRequest, _admin_pb2.ExplainJobResponse]
+    """Says why a job does not run now. A job that is SCHEDULED, READY or LEASED always has a cause. NOT_FOUND if no shard
+    knows such a job of the org. While a shard does not answer, that is the cause, and the call is not UNAVAILABLE.
+    """
+    ExplainQueue: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ExplainQueueRequest, _admin_pb2.ExplainQueueResponse]
+    """Says why a queue gives no jobs now, or what it would give. NOT_FOUND if the org has no such queue. It looks at the
+    first jobs only, so it takes no longer for a queue with millions of jobs.
+    """
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -144,6 +152,14 @@ class AdminAsyncStub(AdminStub):
     """Counts jobs by state, for one queue or all queues of an org. It reads an index of all jobs that are SCHEDULED,
     READY or LEASED. The counts are exact if no job changes meanwhile. A job that is moving to another shard may be
     counted twice, but is never left out.
+    """
+    ExplainJob: _aio.UnaryUnaryMultiCallable[_admin_pb2.ExplainJobRequest, _admin_pb2.ExplainJobResponse]  # type: ignore[assignment]
+    """Says why a job does not run now. A job that is SCHEDULED, READY or LEASED always has a cause. NOT_FOUND if no shard
+    knows such a job of the org. While a shard does not answer, that is the cause, and the call is not UNAVAILABLE.
+    """
+    ExplainQueue: _aio.UnaryUnaryMultiCallable[_admin_pb2.ExplainQueueRequest, _admin_pb2.ExplainQueueResponse]  # type: ignore[assignment]
+    """Says why a queue gives no jobs now, or what it would give. NOT_FOUND if the org has no such queue. It looks at the
+    first jobs only, so it takes no longer for a queue with millions of jobs.
     """
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
@@ -273,6 +289,26 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         """Counts jobs by state, for one queue or all queues of an org. It reads an index of all jobs that are SCHEDULED,
         READY or LEASED. The counts are exact if no job changes meanwhile. A job that is moving to another shard may be
         counted twice, but is never left out.
+        """
+
+    @_abc_1.abstractmethod
+    def ExplainJob(
+        self,
+        request: _admin_pb2.ExplainJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ExplainJobResponse, _abc.Awaitable[_admin_pb2.ExplainJobResponse]]:
+        """Says why a job does not run now. A job that is SCHEDULED, READY or LEASED always has a cause. NOT_FOUND if no shard
+        knows such a job of the org. While a shard does not answer, that is the cause, and the call is not UNAVAILABLE.
+        """
+
+    @_abc_1.abstractmethod
+    def ExplainQueue(
+        self,
+        request: _admin_pb2.ExplainQueueRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ExplainQueueResponse, _abc.Awaitable[_admin_pb2.ExplainQueueResponse]]:
+        """Says why a queue gives no jobs now, or what it would give. NOT_FOUND if the org has no such queue. It looks at the
+        first jobs only, so it takes no longer for a queue with millions of jobs.
         """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -64,6 +64,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """PERMISSION_DENIED. The request names another org than the caller's. Nothing was done."""
     ERROR_REASON_QUEUE_NOT_FOUND: _ErrorReason.ValueType  # 5
     """NOT_FOUND. The org has no queue of this name."""
+    ERROR_REASON_JOB_NOT_FOUND: _ErrorReason.ValueType  # 32
+    """NOT_FOUND. No shard knows such a job of the org: there never was one, or its retention is over, or the org was
+    erased.
+    """
     ERROR_REASON_QUEUE_EXISTS: _ErrorReason.ValueType  # 6
     """ALREADY_EXISTS. The org has a queue of this name already."""
     ERROR_REASON_QUEUE_NOT_EMPTY: _ErrorReason.ValueType  # 7
@@ -164,6 +168,10 @@ ERROR_REASON_ORG_FORBIDDEN: ErrorReason.ValueType  # 29
 """PERMISSION_DENIED. The request names another org than the caller's. Nothing was done."""
 ERROR_REASON_QUEUE_NOT_FOUND: ErrorReason.ValueType  # 5
 """NOT_FOUND. The org has no queue of this name."""
+ERROR_REASON_JOB_NOT_FOUND: ErrorReason.ValueType  # 32
+"""NOT_FOUND. No shard knows such a job of the org: there never was one, or its retention is over, or the org was
+erased.
+"""
 ERROR_REASON_QUEUE_EXISTS: ErrorReason.ValueType  # 6
 """ALREADY_EXISTS. The org has a queue of this name already."""
 ERROR_REASON_QUEUE_NOT_EMPTY: ErrorReason.ValueType  # 7

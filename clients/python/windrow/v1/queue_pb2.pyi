@@ -184,6 +184,7 @@ class DequeueRequest(_message.Message):
     WORKER_FIELD_NUMBER: _builtins.int
     WAIT_FIELD_NUMBER: _builtins.int
     ACKS_FIELD_NUMBER: _builtins.int
+    KINDS_FIELD_NUMBER: _builtins.int
     org: _builtins.str
     """The tenant whose jobs are wanted. 1 to 128 bytes, no control characters."""
     max_jobs: _builtins.int
@@ -214,6 +215,12 @@ class DequeueRequest(_message.Message):
         once, and their answer comes with the jobs.
         """
 
+    @_builtins.property
+    def kinds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The kinds that the consumer has handlers for. Only ExplainJob and ExplainQueue use this: jobs of other kinds are
+        delivered as well. At most 64, each as JobTemplate.kind. Empty: all kinds.
+        """
+
     def __init__(
         self,
         *,
@@ -224,10 +231,11 @@ class DequeueRequest(_message.Message):
         worker: _builtins.str = ...,
         wait: _duration_pb2.Duration | None = ...,
         acks: _abc.Iterable[Global___Ack] | None = ...,
+        kinds: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["visibility_window", b"visibility_window", "wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acks", b"acks", "max_jobs", b"max_jobs", "org", b"org", "queues", b"queues", "visibility_window", b"visibility_window", "wait", b"wait", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acks", b"acks", "kinds", b"kinds", "max_jobs", b"max_jobs", "org", b"org", "queues", b"queues", "visibility_window", b"visibility_window", "wait", b"wait", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -373,6 +381,7 @@ class ConsumeStart(_message.Message):
     QUEUES_FIELD_NUMBER: _builtins.int
     VISIBILITY_WINDOW_FIELD_NUMBER: _builtins.int
     WORKER_FIELD_NUMBER: _builtins.int
+    KINDS_FIELD_NUMBER: _builtins.int
     org: _builtins.str
     """The jobs of this tenant. 1 to 128 bytes, no control characters."""
     worker: _builtins.str
@@ -392,6 +401,12 @@ class ConsumeStart(_message.Message):
         arrival of the job. 100 ms to 12 h; absent: 30 s.
         """
 
+    @_builtins.property
+    def kinds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The kinds that the consumer has handlers for. Only ExplainJob and ExplainQueue use this: jobs of other kinds are
+        delivered as well. At most 64, each as JobTemplate.kind. Empty: all kinds.
+        """
+
     def __init__(
         self,
         *,
@@ -399,10 +414,11 @@ class ConsumeStart(_message.Message):
         queues: _abc.Iterable[_builtins.str] | None = ...,
         visibility_window: _duration_pb2.Duration | None = ...,
         worker: _builtins.str = ...,
+        kinds: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["org", b"org", "orgs", b"orgs", "visibility_window", b"visibility_window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["org", b"org", "orgs", b"orgs", "queues", b"queues", "visibility_window", b"visibility_window", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kinds", b"kinds", "org", b"org", "orgs", b"orgs", "queues", b"queues", "visibility_window", b"visibility_window", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_orgs: _TypeAlias = _typing.Literal["org"]  # noqa: Y015
     _WhichOneofArgType_orgs: _TypeAlias = _typing.Literal["orgs", b"orgs"]  # noqa: Y015

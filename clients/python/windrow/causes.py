@@ -1,0 +1,246 @@
+"""Why a job or a queue does not run: the answers of explain_job and explain_queue. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any, TypeAlias, cast
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from windrow.failures import Failure, read_failure
+from windrow.jobs import AttemptOutcome, JobState, outcome_of, state_of
+from windrow.payloads import moment
+from windrow.v1 import admin_pb2, cause_pb2, job_pb2
+
+Figure: TypeAlias = bool | int | str | Sequence[str] | datetime | timedelta | Failure | JobState | AttemptOutcome | None
+_UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """One cause. `str(cause)` is a sentence for people.
+
+    `name` is that of the cause in proto/windrow/v1/cause.proto, such as "jobs_ahead" or "no_consumer", and `figures`
+    has the fields of its message: numbers, texts, times and durations; None where nothing is known. A router of a later
+    release may send causes that this release does not know, whose name is "unknown"."""
+
+    name: str
+    figures: Mapping[str, Figure]
+
+    def __str__(self) -> str:
+        sentence = _SENTENCES.get(self.name)
+        return f"{self.name}: upgrade the client to read this cause" if sentence is None else sentence(self.figures)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobExplanation:
+    """Why a job does not run."""
+
+    # UNKNOWN: the job was deleted, or no shard that answered has it.
+    state: JobState
+    # Empty if the state is UNKNOWN.
+    queue: str
+    kind: str
+    shard: str
+    # The most decisive first. At least one.
+    causes: Sequence[Cause]
+    # When the job can run at the earliest. None: that is not known, or it runs already, or never again.
+    runs_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueExplanation:
+    """Why a queue gives no jobs, or what it would give."""
+
+    # The most decisive first. At least one.
+    causes: Sequence[Cause]
+    # When the next job of the queue can run at the earliest. None: that is not known.
+    runs_at: datetime | None
+
+
+def read_job(message: admin_pb2.ExplainJobResponse) -> JobExplanation:
+    return JobExplanation(
+        state=state_of(message.state),
+        queue=message.queue,
+        kind=message.kind,
+        shard=message.shard,
+        causes=read_causes(message.causes),
+        runs_at=moment(message.runs_at) if message.HasField("runs_at") else None,
+    )
+
+
+def read_queue(message: admin_pb2.ExplainQueueResponse) -> QueueExplanation:
+    return QueueExplanation(
+        causes=read_causes(message.causes),
+        runs_at=moment(message.runs_at) if message.HasField("runs_at") else None,
+    )
+
+
+def read_causes(messages: Iterable[cause_pb2.Cause]) -> list[Cause]:
+    return [_read(message) for message in messages]
+
+
+def _read(message: cause_pb2.Cause) -> Cause:
+    name = message.WhichOneof("cause")
+    if name is None:
+        return Cause(name=_UNKNOWN, figures={})
+    inner = cast("Message", getattr(message, name))
+    figures: dict[str, Figure] = {}
+    for field in inner.DESCRIPTOR.fields:
+        if field.message_type is not None and not inner.HasField(field.name):
+            figures[field.name] = None
+        else:
+            figures[field.name] = _figure(
+                getattr(inner, field.name), enum=None if field.enum_type is None else field.enum_type.name
+            )
+    return Cause(name=name, figures=figures)
+
+
+def _figure(value: Any, *, enum: str | None) -> Figure:
+    """`enum`: the name of its type, if it is a value of an enum."""
+    match value:
+        case Timestamp():
+            return moment(value)
+        case Duration():
+            return value.ToTimedelta()
+        case job_pb2.Failure():
+            return read_failure(value)
+        case int() if enum is not None:
+            return state_of(value) if enum == job_pb2.JobState.DESCRIPTOR.name else outcome_of(value)
+        case bool() | int() | str():
+            return value
+        case _:
+            return list(cast("Iterable[str]", value))
+
+
+# ── For people ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_Figures: TypeAlias = Mapping[str, Any]
+
+
+def _time(time: datetime | None) -> str:
+    return "an unknown time" if time is None else f"{time:%Y-%m-%d %H:%M:%SZ}"
+
+
+def _span(span: timedelta | None) -> str:
+    if span is None:
+        return "few minutes"
+    seconds = round(span.total_seconds())
+    return f"{seconds // 60} min" if seconds % 60 == 0 else f"{seconds} s"
+
+
+def _jobs(count: int) -> str:
+    return "1 job" if count == 1 else f"{count:,} jobs"
+
+
+def _attempts(of: _Figures) -> str:
+    return f"attempt {of['attempt']} of {of['max_attempts']}"
+
+
+def _failed(failure: Failure | None) -> str:
+    told = "" if failure is None else ": ".join(filter(None, (failure.type, failure.message)))
+    return next((f": {line}" for line in told.strip().splitlines()), "")
+
+
+def _last_seen(time: datetime | None) -> str:
+    return "" if time is None else f"; the last one was seen at {_time(time)}"
+
+
+def _finished(of: _Figures) -> str:
+    if of["state"] is JobState.UNKNOWN:
+        return "the job has ended, and was deleted at the end of its retention"
+    how = "succeeded" if of["state"] is JobState.SUCCEEDED else "been cancelled"
+    reason = f": {of['reason']}" if of["reason"] else ""
+    return f"the job has {how} at {_time(of['at'])}{reason}"
+
+
+def _dead(of: _Figures) -> str:
+    return f"the job died at {_time(of['at'])}, after {_attempts(of)}: {of['reason']}{_failed(of['failure'])}"
+
+
+def _leased(of: _Figures) -> str:
+    worker = f"worker {of['worker']!r}" if of["worker"] else "a consumer without a name"
+    return f"{worker} has the job since {_time(of['leased_at'])}, until {_time(of['deadline'])} ({_attempts(of)})"
+
+
+def _scheduled(of: _Figures) -> str:
+    reason = f": {of['reason']}" if of["reason"] else ""
+    return f"not due before {_time(of['until'])}{reason}"
+
+
+def _backing_off(of: _Figures) -> str:
+    return f"waits until {_time(of['next_try'])} after {_attempts(of)} has failed{_failed(of['failure'])}"
+
+
+def _moving(of: _Figures) -> str:
+    way = f"from shard {of['source']!r}" + (f" to {of['target']!r}" if of["target"] else "")
+    return f"the job is on its way {way}" if of["on_its_way"] else f"the org moves {way}; consumers get jobs from both"
+
+
+def _kind_not_taken(of: _Figures) -> str:
+    taken = ", ".join(map(repr, of["taken_kinds"])) or "none"
+    return (
+        f"no consumer that was seen in the last {_span(of['seen_within'])} takes the kind {of['kind']!r}; they take "
+        f"{taken}{_last_seen(of['last_seen'])}"
+    )
+
+
+def _jobs_ahead(of: _Figures) -> str:
+    if of["at_least"]:
+        return f"more than {_jobs(of['more_urgent'] + of['earlier'])} of the queue come first"
+    parts = [
+        f"{_jobs(count)} {which}"
+        for count, which in ((of["more_urgent"], "more urgent"), (of["earlier"], "of the same priority, earlier"))
+        if count
+    ]
+    return f"these come first: {' and '.join(parts)}"
+
+
+def _due(of: _Figures) -> str:
+    return "nothing holds the job: " + (
+        "a consumer waits, and gets it now" if of["consumer_waits"] else "the next consumer that has room gets it"
+    )
+
+
+def _in_flight(of: _Figures) -> str:
+    least = "at least " if of["at_least"] else ""
+    first = _time(of["first_deadline"])
+    return f"consumers have {least}{_jobs(of['leased'])} of the queue; the first lease ends at {first}"
+
+
+def _backlog(of: _Figures) -> str:
+    least = "more than " if of["at_least"] else ""
+    waits = "; a consumer waits for jobs" if of["consumer_waits"] else ""
+    first = f"the first is {of['first_id']}, since {_time(of['first_ready_since'])}"
+    return f"{least}{_jobs(of['ready'])} ready; {first}{waits}"
+
+
+_SENTENCES: Mapping[str, Callable[[_Figures], str]] = {
+    "finished": _finished,
+    "dead": _dead,
+    "expired": lambda of: f"past its expires_at, {_time(of['expires_at'])}: it is cancelled instead of run",
+    "out_of_attempts": lambda of: f"no attempt is left ({_attempts(of)}): the next dequeue makes it dead",
+    "leased": _leased,
+    "scheduled": _scheduled,
+    "backing_off": _backing_off,
+    "shard_down": lambda of: f"shard {of['shard']!r} gives no jobs: {of['reason']}",
+    "moving": _moving,
+    "paused": lambda _: "the queue is paused",
+    "no_consumer": lambda of: (
+        f"no consumer of the queue was seen in the last {_span(of['seen_within'])}{_last_seen(of['last_seen'])}"
+    ),
+    "kind_not_taken": _kind_not_taken,
+    "router_share": lambda of: (
+        f"the org's claims wait for memory of the router: it holds {of['held_bytes']:,} bytes, all orgs hold "
+        f"{of['all_held_bytes']:,} of {of['max_bytes']:,}"
+    ),
+    "jobs_ahead": _jobs_ahead,
+    "due": _due,
+    "empty": lambda _: "the queue has no jobs that wait or run",
+    "in_flight": _in_flight,
+    "backlog": _backlog,
+}

@@ -1,0 +1,280 @@
+"""Why a job or a queue does not run: decides which causes hold, in which order, from what a shard and this router know.
+Pure.
+
+The order says what must end first. What the job itself waits for comes before what holds its queue, then the consumers,
+then the jobs that come before it. Every job that is scheduled, ready or leased has at least one cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from router.codec import convert
+from shard.job_record import Attempt, JobRecord
+from shard.queue.consumers_seen import SEEN_US
+from shard.queue.explain import COUNTED_MAX, ConsumersOf, JobFacts, LiveFacts, QueueFacts
+from shard.vocabulary import LIVE, MAX_ATTEMPTS_DEFAULT, Failure, JobState, Micros, Outcome, ShardName
+from windrow.v1 import admin_pb2, job_pb2
+from windrow.v1 import cause_pb2 as causes
+from windrow.v1.cause_pb2 import Cause
+
+# The reason of a job that was cancelled because its expires_at had passed (expire_unrun.sql, expire_waiting.sql).
+EXPIRED_REASON = "past its expires_at"
+_KINDS_MAX = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """The consumers of a queue that are connected to this router process and wait for its jobs, or run some of them."""
+
+    # The kinds that each of them takes; none: all kinds.
+    kinds: Sequence[Collection[str]] = ()
+    # One of them has found no jobs, and has room.
+    has_room: bool = False
+
+    def takes(self, kind: str) -> bool:
+        return any(not taken or kind in taken for taken in self.kinds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What this router process knows about an org and its queue."""
+
+    # Shards of the org that do not answer or give no jobs, and why.
+    troubles: Sequence[tuple[ShardName, str]] = ()
+    # The shards from which and to which the org moves. None: it does not move.
+    move: tuple[ShardName, ShardName] | None = None
+    waiting: Waiting = Waiting()
+    # What the org holds of this process's memory, if its claims wait for more. None: they do not wait.
+    share: causes.RouterShareCause | None = None
+
+
+def of_job(facts: JobFacts, shard: ShardName, around: Surroundings) -> admin_pb2.ExplainJobResponse:
+    """Explains a job that this shard has, or had."""
+    record = facts.record
+    if record is None:
+        return admin_pb2.ExplainJobResponse(causes=[Cause(finished=causes.FinishedCause())])
+    state = JobState(record.state)
+    runs_at: Micros | None = None
+    if facts.departing:
+        found = [_on_its_way(shard, around), *([_dead(record)] if state is JobState.DEAD else [])]
+    elif facts.live is not None:
+        state = _state(facts.live)
+        found, runs_at = _of_live(record, facts.live, around)
+    elif state is JobState.DEAD:
+        found = [_dead(record)]
+    else:
+        assert state not in LIVE
+        found = _finished(record, state)
+    return admin_pb2.ExplainJobResponse(
+        state=convert.STATES[state.value],
+        queue=record.queue,
+        kind=record.kind,
+        shard=shard,
+        causes=found,
+        runs_at=None if runs_at is None else convert.timestamp(runs_at),
+    )
+
+
+def of_unknown_job(around: Surroundings) -> admin_pb2.ExplainJobResponse:
+    """Explains a job that no shard has that answered."""
+    return admin_pb2.ExplainJobResponse(causes=_down(around))
+
+
+def of_queue(facts: QueueFacts | None, around: Surroundings) -> admin_pb2.ExplainQueueResponse:
+    """Explains a queue. None: no shard of its org answers."""
+    if facts is None:
+        return admin_pb2.ExplainQueueResponse(causes=_down(around))
+    waiting = [*_in_flight(facts), *_next_due(facts)]
+    holding = _holding(facts.gives_jobs, facts.first_kind, facts.consumers, facts.now, around)
+    runs_at: Micros | None = None
+    if facts.first_visible_at is not None and facts.first_id is not None:
+        backlog = causes.BacklogCause(
+            ready=min(facts.ready, COUNTED_MAX),
+            at_least=facts.ready > COUNTED_MAX,
+            first_id=facts.first_id,
+            first_ready_since=convert.timestamp(facts.first_visible_at),
+            consumer_waits=around.waiting.has_room,
+        )
+        runs_at = None if holding or around.share else facts.now
+        found = [*holding, *_moving(around), *_share(around), Cause(backlog=backlog), *waiting]
+    else:
+        runs_at = None if holding else facts.next_due
+        found = [*(waiting or [Cause(empty=causes.EmptyCause())]), *holding, *_moving(around)]
+    return admin_pb2.ExplainQueueResponse(causes=found, runs_at=None if runs_at is None else convert.timestamp(runs_at))
+
+
+# ── Jobs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _state(live: LiveFacts) -> JobState:
+    if live.visible_at <= live.now:
+        return JobState.READY
+    return JobState.LEASED if live.leased else JobState.SCHEDULED
+
+
+def _of_live(record: JobRecord, live: LiveFacts, around: Surroundings) -> tuple[list[Cause], Micros | None]:
+    """Returns the causes of a live job, and when it runs if that is known."""
+    state = _state(live)
+    attempt, max_attempts = record.attempt, record.max_attempts or MAX_ATTEMPTS_DEFAULT
+    if state is JobState.LEASED:
+        leased = causes.LeasedCause(
+            worker=record.worker or "",
+            leased_at=None if record.leased_at is None else convert.timestamp(record.leased_at),
+            deadline=convert.timestamp(live.visible_at),
+            attempt=attempt,
+            max_attempts=max_attempts,
+        )
+        return [Cause(leased=leased)], None
+    if record.expires_at is not None and record.expires_at <= max(live.now, live.visible_at):
+        return [_expired(record.expires_at)], None
+    if attempt >= max_attempts:
+        exhausted = causes.OutOfAttemptsCause(attempt=attempt, max_attempts=max_attempts)
+        return [Cause(out_of_attempts=exhausted)], None
+    holding = _holding(live.gives_jobs, record.kind, live.consumers, live.now, around)
+    if state is JobState.SCHEDULED:
+        last = next(iter(record.attempts()[-1:]), None)
+        until = _until(record, live.visible_at, last)
+        runs_at = None if holding else live.visible_at
+        if _was_snoozed(last) and any(cause.HasField("kind_not_taken") for cause in holding):
+            # It is snoozed again each time that it is due, for as long as no consumer takes its kind.
+            return [*holding, until], None
+        return [until, *holding, *_moving(around)], runs_at
+    found = [*holding, *_moving(around), *_share(around)]
+    if live.more_urgent + live.earlier:
+        return [*found, _ahead(live)], None
+    if not holding:
+        found.append(Cause(due=causes.DueCause(consumer_waits=around.waiting.has_room)))
+    return found, None if holding or around.share else live.now
+
+
+def _until(record: JobRecord, until: Micros, last: Attempt | None) -> Cause:
+    """Returns why a scheduled job waits."""
+    if last is not None and last.outcome is Outcome.NACKED and last.attempt == record.attempt:
+        backing_off = causes.BackingOffCause(
+            attempt=record.attempt,
+            max_attempts=record.max_attempts or MAX_ATTEMPTS_DEFAULT,
+            failure=_failure(last.failure),
+            next_try=convert.timestamp(until),
+        )
+        return Cause(backing_off=backing_off)
+    reason = last.failure.message if _was_snoozed(last) and last is not None and last.failure is not None else ""
+    return Cause(scheduled=causes.ScheduledCause(until=convert.timestamp(until), reason=reason))
+
+
+def _was_snoozed(last: Attempt | None) -> bool:
+    return last is not None and last.outcome is Outcome.RELEASED
+
+
+def _ahead(live: LiveFacts) -> Cause:
+    more_urgent = min(live.more_urgent, COUNTED_MAX)
+    return Cause(
+        jobs_ahead=causes.JobsAheadCause(
+            more_urgent=more_urgent,
+            earlier=min(live.earlier, COUNTED_MAX - more_urgent),
+            at_least=live.more_urgent + live.earlier > COUNTED_MAX,
+        )
+    )
+
+
+def _dead(record: JobRecord) -> Cause:
+    dead = causes.DeadCause(
+        at=None if record.finished_at is None else convert.timestamp(record.finished_at),
+        attempt=record.attempt,
+        max_attempts=record.max_attempts or MAX_ATTEMPTS_DEFAULT,
+        reason=record.reason or "",
+    )
+    for last in record.attempts()[-1:]:
+        dead.last_outcome = convert.OUTCOMES[last.outcome]
+        if (failure := _failure(last.failure)) is not None:
+            dead.failure.CopyFrom(failure)
+    return Cause(dead=dead)
+
+
+def _finished(record: JobRecord, state: JobState) -> list[Cause]:
+    finished = causes.FinishedCause(
+        state=convert.STATES[state.value],
+        at=None if record.finished_at is None else convert.timestamp(record.finished_at),
+        reason=record.reason or "",
+    )
+    expired = record.expires_at is not None and record.reason == EXPIRED_REASON
+    return [*([_expired(record.expires_at)] if expired and record.expires_at else []), Cause(finished=finished)]
+
+
+def _expired(expires_at: Micros) -> Cause:
+    return Cause(expired=causes.ExpiredCause(expires_at=convert.timestamp(expires_at)))
+
+
+def _failure(failure: Failure | None) -> job_pb2.Failure | None:
+    if failure is None:
+        return None
+    return job_pb2.Failure(type=failure.type, message=failure.message, permanent=failure.permanent)
+
+
+# ── Queues ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _in_flight(facts: QueueFacts) -> Iterable[Cause]:
+    if facts.leased and facts.first_deadline is not None:
+        yield Cause(
+            in_flight=causes.InFlightCause(
+                leased=facts.leased,
+                at_least=not facts.complete,
+                first_deadline=convert.timestamp(facts.first_deadline),
+            )
+        )
+
+
+def _next_due(facts: QueueFacts) -> Iterable[Cause]:
+    if facts.next_due is not None:
+        yield Cause(scheduled=causes.ScheduledCause(until=convert.timestamp(facts.next_due)))
+
+
+# ── Both ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _holding(
+    gives_jobs: bool, kind: str | None, consumers: ConsumersOf, now: Micros, around: Surroundings
+) -> list[Cause]:
+    """Returns what holds all jobs of a queue, or all of this kind, whatever their order is. None: of any kind."""
+    found = _down(around)
+    if not gives_jobs:
+        found.append(Cause(paused=causes.PausedCause()))
+    since, within = now - SEEN_US, convert.duration(SEEN_US)
+    if not around.waiting.kinds and (consumers.any_at is None or consumers.any_at < since):
+        last_seen = None if consumers.any_at is None else convert.timestamp(consumers.any_at)
+        found.append(Cause(no_consumer=causes.NoConsumerCause(seen_within=within, last_seen=last_seen)))
+    elif kind is not None and not (
+        around.waiting.takes(kind) or (consumers.kind_at is not None and consumers.kind_at >= since)
+    ):
+        taken = sorted({*consumers.kinds, *(one for kinds in around.waiting.kinds for one in kinds)})
+        not_taken = causes.KindNotTakenCause(
+            kind=kind,
+            taken_kinds=taken[:_KINDS_MAX],
+            seen_within=within,
+            last_seen=None if consumers.kind_at is None else convert.timestamp(consumers.kind_at),
+        )
+        found.append(Cause(kind_not_taken=not_taken))
+    return found
+
+
+def _down(around: Surroundings) -> list[Cause]:
+    return [Cause(shard_down=causes.ShardDownCause(shard=shard, reason=why)) for shard, why in around.troubles]
+
+
+def _moving(around: Surroundings) -> Iterable[Cause]:
+    if around.move is not None:
+        source, target = around.move
+        yield Cause(moving=causes.MovingCause(source=source, target=target))
+
+
+def _on_its_way(source: ShardName, around: Surroundings) -> Cause:
+    """This router may not have heard of the move yet."""
+    target = "" if around.move is None else around.move[1]
+    return Cause(moving=causes.MovingCause(source=source, target=target, on_its_way=True))
+
+
+def _share(around: Surroundings) -> Iterable[Cause]:
+    if around.share is not None:
+        yield Cause(router_share=around.share)

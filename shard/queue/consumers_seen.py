@@ -1,0 +1,90 @@
+"""Records which queues consumers look for on one shard, and which kinds they take, so that ExplainJob can say that
+nobody takes a job. This is a hint (I7): nothing else reads it, and it is never truth.
+
+A consumer is noted when it looks for jobs for the first time, and each minute while it is there. What was noted is
+written at most once a second, and each queue and kind about once a minute: the hot path only looks up one number in
+memory. If no consumer is there, nothing is noted, and so nothing is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Sequence
+
+from shard.postgres import arrays
+from shard.postgres.pool import Database
+from shard.queue import statements
+from shard.queue.queue_ids import QueueIds
+from shard.vocabulary import OrgId, QueueName
+
+# How often consumers that stay are noted.
+NOTE_S = 60.0
+# The pause after each write.
+PAUSE_S = 1.0
+# A consumer that was noted so long ago is noted again. It is less than the shortest interval of NOTE_S, and more than
+# the age from which record_consumers.sql writes a row again.
+_AGAIN_S = 50.0
+# How long a consumer that was seen counts as being there: a few notes may come late, or get lost.
+SEEN_US = 180_000_000
+_FORGET_EVERY_S = 3600.0
+# Rows of one statement.
+_ROWS_MAX = 1_000
+# Further queues and kinds are not noted until these have been written.
+_NOTED_MAX = 10_000
+# With more consumers, all are forgotten, and noted again earlier than after a minute.
+_CONSUMERS_MAX = 50_000
+# The kind of consumers that take all kinds, or have not said which.
+ANY_KIND = ""
+
+_Seen = tuple[OrgId, QueueName, str]
+
+
+class ConsumersSeen:
+    """What one router has seen of the consumers of one shard."""
+
+    def __init__(self, database: Database, names: QueueIds) -> None:
+        self._database = database
+        self._names = names
+        # Set while something is to be written.
+        self.noted = asyncio.Event()
+        self._to_write: dict[_Seen, None] = {}
+        # When each consumer was noted, by time.monotonic. Consumers are known by a hash of what they ask for: two with
+        # the same hash would be one, which does no harm to a hint.
+        self._noted_s: dict[int, float] = {}
+        self._forgotten_s = -_FORGET_EVERY_S
+
+    def note(self, org: OrgId, queues: Sequence[QueueName], kinds: Sequence[str]) -> None:
+        """A consumer looks for jobs of these queues. `kinds`: those that it takes; none: all."""
+        consumer, now_s = hash((org, *queues, ANY_KIND, *kinds)), time.monotonic()
+        if now_s - self._noted_s.get(consumer, -math.inf) < _AGAIN_S:
+            return
+        if len(self._noted_s) >= _CONSUMERS_MAX:
+            self._noted_s.clear()
+        self._noted_s[consumer] = now_s
+        for queue in queues:
+            for kind in kinds or (ANY_KIND,):
+                if len(self._to_write) < _NOTED_MAX:
+                    self._to_write[org, queue, kind] = None
+        self.noted.set()
+
+    async def write(self) -> None:
+        """Writes what was noted, without queues that do not exist yet. Raises ShardUnavailable: then it is lost, and
+        noted again within a minute."""
+        noted, self._to_write = list(self._to_write), dict[_Seen, None]()
+        self.noted.clear()
+        began_s = time.monotonic()
+        exist = await self._names.find({(org, queue) for org, queue, _ in noted})
+        seen = [one for one in noted if one[:2] in exist]
+        if len(seen) < len(noted):
+            # Whoever looks for a queue that does not exist yet is noted again when it looks again.
+            self._noted_s.clear()
+        for at in range(0, len(seen), _ROWS_MAX):
+            part = seen[at : at + _ROWS_MAX]
+            orgs, queues, kinds = zip(*part, strict=True)
+            parameters = {"orgs": arrays.texts(orgs), "queues": arrays.names(queues), "kinds": arrays.texts(kinds)}
+            await self._database.run(statements.RECORD_CONSUMERS, parameters)
+        if began_s - self._forgotten_s >= _FORGET_EVERY_S:
+            self._forgotten_s = began_s
+            await self._database.run(statements.FORGET_CONSUMERS, {})

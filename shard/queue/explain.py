@@ -1,0 +1,119 @@
+"""Reads what decides when a job, or the first job of a queue, is leased: for ExplainJob and ExplainQueue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from shard.job_record import JobRecord
+from shard.postgres import arrays
+from shard.postgres.pool import Database
+from shard.queue import statements
+from shard.queue.consumers_seen import SEEN_US
+from shard.vocabulary import JobId, Micros, OrgId, QueueName
+
+# Ready jobs are counted up to this number, so that the call takes no longer for a large backlog.
+COUNTED_MAX = 1_000
+# How many jobs of each priority are looked at that become visible later.
+_NEXT_MAX = 200
+
+
+class ConsumersOf(NamedTuple):
+    """Which consumers of a queue were recorded on a shard (shard/queue/consumers_seen.py)."""
+
+    # When one was seen last, of any kind, and one that takes the kind in question.
+    any_at: Micros | None
+    kind_at: Micros | None
+    # The kinds of those that were seen within SEEN_US.
+    kinds: Sequence[str]
+
+
+class LiveFacts(NamedTuple):
+    """What decides when a live job is leased, at one moment."""
+
+    now: Micros
+    visible_at: Micros
+    # It has a lease, which may have expired.
+    leased: bool
+    gives_jobs: bool
+    # How many ready jobs come before it, with a smaller priority and with the same one; together at most
+    # COUNTED_MAX + 1.
+    more_urgent: int
+    earlier: int
+    consumers: ConsumersOf
+
+
+class JobFacts(NamedTuple):
+    """What a shard knows about a job."""
+
+    # None: the job was deleted at the end of its retention, and only its id is known.
+    record: JobRecord | None
+    # Only of a live job that is not on its way to another shard.
+    live: LiveFacts | None = None
+    # It is on its way to another shard.
+    departing: bool = False
+
+
+class QueueFacts(NamedTuple):
+    """What a queue would give now."""
+
+    now: Micros
+    gives_jobs: bool
+    # How many jobs are ready, at most COUNTED_MAX + 1, and the one that is claimed first.
+    ready: int
+    first_id: JobId | None
+    first_kind: str | None
+    first_visible_at: Micros | None
+    # Of the first jobs of each priority that become visible later: how many are leased, when the first of these leases
+    # ends, and when the first scheduled job is due.
+    leased: int
+    first_deadline: Micros | None
+    next_due: Micros | None
+    # False: there are more such jobs.
+    complete: bool
+    consumers: ConsumersOf
+
+
+async def read_live(
+    database: Database, org: OrgId, queue: QueueName, job_id: JobId, *, floors: Sequence[Micros]
+) -> tuple[LiveFacts | None, bool]:
+    """Returns what decides when the job is leased, None if it is not live in this queue; and whether it is on its way
+    to another shard. `floors`: from where claims look, by priority. Raises ShardUnavailable."""
+    parameters = {**_parameters(org, queue, floors), "id": job_id}
+    for now, visible_at, leased, gives_jobs, departing, more_urgent, earlier, *seen in await database.run(
+        statements.EXPLAIN_JOB, parameters
+    ):
+        if visible_at is None:
+            return None, departing
+        return LiveFacts(now, visible_at, leased, gives_jobs, more_urgent, earlier, _consumers(*seen)), departing
+    return None, False
+
+
+async def read_queue(
+    database: Database, org: OrgId, queue: QueueName, *, floors: Sequence[Micros]
+) -> QueueFacts | None:
+    """Returns None if the org has no such queue here. Raises ShardUnavailable."""
+    parameters = {**_parameters(org, queue, floors), "next_max": _NEXT_MAX}
+    for row in await database.run(statements.EXPLAIN_QUEUE, parameters):
+        return QueueFacts._make((*row[:-3], _consumers(*row[-3:])))
+    return None
+
+
+async def was_deleted(database: Database, org: OrgId, job_id: JobId) -> bool:
+    """Returns whether the org had a job with this id that was deleted at the end of its retention. Ids are remembered
+    for as long as an enqueue with them may be repeated. Raises ShardUnavailable."""
+    return bool(await database.run(statements.FIND_PAST_ID, {"org": org, "id": job_id}))
+
+
+def _parameters(org: OrgId, queue: QueueName, floors: Sequence[Micros]) -> dict[str, object]:
+    return {
+        "org": org,
+        "queue": queue,
+        "floors_us": arrays.numbers(floors),
+        "jobs_max": COUNTED_MAX + 1,
+        "seen_us": SEEN_US,
+    }
+
+
+def _consumers(any_at: Micros | None, kind_at: Micros | None, kinds: list[str] | None) -> ConsumersOf:
+    return ConsumersOf(any_at, kind_at, kinds or ())

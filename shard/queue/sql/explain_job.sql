@@ -1,0 +1,70 @@
+-- Returns what decides when a live job of this queue is leased: its own times, how many jobs come before it, and which
+-- consumers were seen. No row: the org has no such queue here. Without a visible_at, the job is not live in this queue.
+--
+-- Counts no more than jobs_max jobs ahead, in the order of the claims: priority, then visible_at, then the order of the
+-- ready index among equal times. As a claim does, it begins at each lane's floor.
+SELECT
+    now() AS now, j.visible_at, j.lease IS NOT NULL AS leased, {{gives_jobs(q)}} AS gives_jobs,
+    EXISTS (SELECT FROM windrow.departing d WHERE d.id = %(id)s::uuid AND d.queue_id = q.queue_id) AS departing,
+    ahead.more_urgent, ahead.earlier, seen.any_at, seen.kind_at, seen.kinds
+FROM windrow.queue q
+-- OFFSET 0 fence: finds the job by its id, never by a scan of its queue.
+LEFT JOIN LATERAL (
+    SELECT j.id, j.queue_id, j.priority, j.visible_at, j.lease, j.kind
+    FROM windrow.job j
+    WHERE j.id = %(id)s::uuid
+    OFFSET 0
+) j ON j.queue_id = q.queue_id
+CROSS JOIN LATERAL (
+    SELECT
+        count(*) FILTER (WHERE a.priority < j.priority) AS more_urgent,
+        count(*) FILTER (WHERE a.priority = j.priority) AS earlier
+    FROM (
+        SELECT p.priority
+        FROM generate_series(1, j.priority - 1) AS p (priority)
+        CROSS JOIN LATERAL (
+            SELECT
+            FROM windrow.job o
+            WHERE o.queue_id = q.queue_id AND o.priority = p.priority::smallint
+                AND o.visible_at >= timestamptz 'epoch' + (%(floors_us)s::bigint[])[p.priority] * interval '1 us'
+                AND o.visible_at <= now()
+            ORDER BY o.visible_at
+            LIMIT %(jobs_max)s::bigint
+        ) before
+        UNION ALL
+        SELECT j.priority
+        FROM (
+            SELECT
+            FROM windrow.job o
+            WHERE o.queue_id = q.queue_id AND o.priority = j.priority
+                AND o.visible_at >= timestamptz 'epoch' + (%(floors_us)s::bigint[])[j.priority] * interval '1 us'
+                AND o.visible_at < j.visible_at
+            -- From the job backwards, so that the index entries of claimed jobs come last.
+            ORDER BY o.visible_at DESC
+            LIMIT %(jobs_max)s::bigint
+        ) before
+        UNION ALL
+        SELECT j.priority
+        FROM (
+            SELECT bool_or(equal.id = j.id) OVER (ROWS UNBOUNDED PRECEDING) AS reached
+            FROM (
+                SELECT o.id
+                FROM windrow.job o
+                WHERE o.queue_id = q.queue_id AND o.priority = j.priority AND o.visible_at = j.visible_at
+                ORDER BY o.visible_at
+                LIMIT %(jobs_max)s::bigint
+            ) equal
+        ) beside
+        WHERE NOT beside.reached
+        LIMIT %(jobs_max)s::bigint
+    ) a
+    WHERE j.visible_at <= now()
+) ahead
+CROSS JOIN LATERAL (
+    SELECT
+        max(s.at) AS any_at, max(s.at) FILTER (WHERE s.kind IN ('', j.kind)) AS kind_at,
+        array_agg(s.kind ORDER BY s.kind) FILTER (WHERE s.at >= now() - %(seen_us)s::bigint * interval '1 us') AS kinds
+    FROM windrow.consumer_seen s
+    WHERE s.queue_id = q.queue_id
+) seen
+WHERE q.org = %(org)s AND q.queue = %(queue)s

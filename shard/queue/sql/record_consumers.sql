@@ -1,0 +1,20 @@
+-- Records that consumers look for jobs of these queues, a row for each kind that they take. Rows that are younger than
+-- 45 s stay as they are: all routers together write each of them about once a minute. A queue that has rows for 100
+-- kinds or more gets none for further kinds; a consumer of these counts as one of all kinds, so that nobody is told that
+-- a kind is not taken. Ordered, so that all routers lock rows in the same order.
+INSERT INTO windrow.consumer_seen (queue_id, kind, at)
+SELECT DISTINCT q.queue_id, CASE WHEN q.seen_at IS NULL AND q.kinds >= 100 THEN '' ELSE n.kind END, now()
+FROM unnest(%(orgs)s::text[], %(queues)s::text[], %(kinds)s::text[]) AS n (org, queue, kind)
+-- OFFSET 0 fence: finds the queue by its name, never by a scan of all queues.
+CROSS JOIN LATERAL (
+    SELECT
+        q.queue_id,
+        (SELECT s.at FROM windrow.consumer_seen s WHERE s.queue_id = q.queue_id AND s.kind = n.kind) AS seen_at,
+        (SELECT count(*) FROM windrow.consumer_seen s WHERE s.queue_id = q.queue_id) AS kinds
+    FROM windrow.queue q
+    WHERE q.org = n.org AND q.queue = n.queue
+    OFFSET 0
+) q
+WHERE q.seen_at IS NULL OR q.seen_at < now() - interval '45 s'
+ORDER BY 1, 2
+ON CONFLICT (queue_id, kind) DO UPDATE SET at = excluded.at
