@@ -40,3 +40,6 @@ GET_JOBS = _load("get_jobs", shared=True)
 FIND_ENDED = _load("find_ended", shared=True)
 
 FOLD_TALLY = _load("fold_tally")
+
+DRAW_TOKENS = _load("draw_tokens", shared=True)
+FORGET_FULL_BUCKETS = _load("forget_full_buckets")
