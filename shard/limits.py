@@ -59,21 +59,35 @@ class LimitTable:
     def __init__(self, limits: Iterable[Limit] = (), *, version: int = 0) -> None:
         self.version = version
         self.limits: Mapping[LimitKey, Limit] = {limit.key: limit for limit in limits}
+        # The queues that have limits, by org; ALL_QUEUES among them if the org as a whole has one.
         self._queues: dict[OrgId, set[QueueName]] = {}
-        for key in self.limits:
-            self._queues.setdefault(key.org, set()).add(key.queue)
+        for org, queue, _ in self.limits:
+            self._queues.setdefault(org, set()).add(queue)
+        self._every = self._queues.get(EVERY_ORG, set())
+        # The orgs that have limits of single queues.
+        self._by_queue = {org for org, queues in self._queues.items() if queues != {ALL_QUEUES}}
 
     def is_limited(self, org: OrgId) -> bool:
         """Returns whether any limit counts for the org or for a queue of it."""
-        return EVERY_ORG in self._queues or org in self._queues
+        return bool(self._every) or org in self._queues
+
+    def limits_queues(self, org: OrgId) -> bool:
+        """Returns whether any limit counts for a single queue of the org."""
+        return org in self._by_queue or EVERY_ORG in self._by_queue
 
     def of(self, org: OrgId, queue: QueueName = ALL_QUEUES) -> list[Limit]:
         """Returns the limits that count for the org as a whole, or for one of its queues, at most one of each measure:
         the org's own, or else the default."""
-        found = (self.limits.get(LimitKey(org, queue, measure)) for measure in Measure)
-        defaults = (self.limits.get(LimitKey(EVERY_ORG, queue, measure)) for measure in Measure)
-        return [limit for own, default in zip(found, defaults, strict=True) if (limit := own or default) is not None]
+        if queue not in self._every and queue not in self._queues.get(org, ()):
+            return []
+        limits = self.limits
+        found = (
+            limits.get(LimitKey(org, queue, measure)) or limits.get(LimitKey(EVERY_ORG, queue, measure))
+            for measure in Measure
+        )
+        return [limit for limit in found if limit is not None]
 
-    def limited_queues(self, org: OrgId) -> list[QueueName]:
-        """Returns the queues for which `of` returns limits, by name. ALL_QUEUES comes first, if it is one of them."""
-        return sorted(self._queues.get(org, set()) | self._queues.get(EVERY_ORG, set()))
+    def all_of(self, org: OrgId) -> list[Limit]:
+        """Returns all limits that count for the org: as a whole, then for its queues by name."""
+        queues = sorted(self._every | self._queues.get(org, set()))
+        return [limit for queue in queues for limit in self.of(org, queue)]

@@ -27,6 +27,7 @@ from shard.admin import api_keys
 from shard.admin.api_keys import FoundKeys
 from shard.errors import Misconfigured, NotOwned, PlacementChanging, ShardError, ShardUnavailable, UnknownShard
 from shard.lease_token import shard_tag
+from shard.limits import LimitTable
 from shard.placement import catalog, identity, marks, pins
 from shard.placement.catalog import Catalog, Holding
 from shard.placement.cluster_diff import refuse_change
@@ -92,7 +93,8 @@ class Fleet:
             await self._catalog.database.close()
 
     async def finish(self) -> None:
-        """Returns once every shard has ended the calls that it was given."""
+        """Gives unused tokens back. Returns once every shard has ended the calls that it was given."""
+        await self.limits.finish()
         await asyncio.gather(*(member.finish() for member in self._members.values()))
 
     # ── A cluster file that changes ──────────────────────────────────────────────────────────────────────────────────
@@ -191,6 +193,11 @@ class Fleet:
             return await self._catalog.look()
         except ShardUnavailable:
             return self._catalog.current
+
+    async def newest_limits(self) -> LimitTable:
+        """Reads the limits, and puts them in force here. Returns those in force while the catalog does not answer."""
+        await self.newest_catalog()
+        return self.limits.table
 
     async def is_current(self, org: OrgId, placement: Placement) -> bool:
         """Returns whether the org's placement in the catalog is still this one. Raises ShardUnavailable."""

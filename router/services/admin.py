@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from router.codec import convert
+from router.codec.limits import limit_message
 from router.codec.status import InvalidRequest
 from router.codec.validate import check_list_jobs, check_update_queue, unfit_new_ids
 from router.fleet.fleet import Fleet
@@ -187,6 +188,11 @@ class AdminService:
             ],
             unavailable_shards=asked.unavailable,
         )
+
+    @unary(answer_bytes=ANSWER_HELD_BYTES)
+    async def ListLimits(self, request: admin_pb2.ListLimitsRequest) -> admin_pb2.ListLimitsResponse:
+        table = await self._fleet.newest_limits()
+        return admin_pb2.ListLimitsResponse(limits=map(limit_message, table.all_of(OrgId(request.org))))
 
     async def _home(self, org: OrgId) -> ShardHandle:
         """Returns the shard that has the org's queue configurations. Other shards may have old ones, so this reads the

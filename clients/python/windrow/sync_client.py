@@ -133,6 +133,10 @@ class SyncClient:
     redrive_queue = _blocking(Client.redrive_queue)
     restore_jobs = _blocking(Client.restore_jobs)
     stats = _blocking(Client.stats)
+    list_limits = _blocking(Client.list_limits)
+    set_limit = _blocking(Client.set_limit)
+    clear_limit = _blocking(Client.clear_limit)
+    list_all_limits = _blocking(Client.list_all_limits)
 
     def enqueue_batch(
         self, jobs: Iterable[NewJob], *, batch: str, on_progress: Callable[[Batch], object] | None = None
