@@ -11,6 +11,7 @@ from bench.scenarios import (
     hostile,
     idle,
     latency,
+    limits,
     load,
     lookup,
     placement,
@@ -33,6 +34,7 @@ SCENARIOS: MappingProxyType[str, Scenario] = MappingProxyType(
         "hostile": hostile.SCENARIO,
         "lookup": lookup.SCENARIO,
         "placement": placement.SCENARIO,
+        "limits": limits.SCENARIO,
         "scale": scale.SCENARIO,
     }
 )
