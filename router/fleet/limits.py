@@ -14,7 +14,7 @@ import asyncio
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from shard.errors import LimitReached
 from shard.limits import ALL_QUEUES, Limit, LimitTable, Measure
@@ -42,11 +42,13 @@ class Bucket:
     """One org's bucket of one limit, as this process knows it."""
 
     __slots__ = (
-        "_asked_s", "_drawing", "_low", "_org", "_store", "_used", "drawn_s", "left", "limit", "tokens", "waiting",
+        "_asked_s", "_drawing", "_low", "_org", "_store", "_used", "drawn_s", "in_bytes", "left", "limit", "tokens",
+        "waiting",
     )  # fmt: skip
 
     def __init__(self, org: OrgId, limit: Limit) -> None:
         self.limit = limit
+        self.in_bytes = limit.key.measure is Measure.BYTES
         # What this process has drawn and not used.
         self.tokens = 0
         # When the latest draw was answered.
@@ -130,12 +132,9 @@ class Bucket:
             await self._store.draw(Draw(self._org, self.limit, -tokens, -tokens))
 
 
-class _Cost(NamedTuple):
-    """What some jobs of a call cost in one bucket."""
-
-    bucket: Bucket
-    positions: Sequence[int]
-    tokens: int
+# What jobs of a call cost in one bucket: the bucket, the positions of the jobs (None: all of them), and the tokens. A
+# plain tuple, because each call makes some.
+_Cost: TypeAlias = tuple[Bucket, Sequence[int] | None, int]
 
 
 class Charge:
@@ -149,13 +148,14 @@ class Charge:
 
     def refund(self) -> None:
         """Puts all tokens back: nothing was stored."""
-        for cost in self._costs:
-            cost.bucket.put_back(cost.tokens)
+        for bucket, _, tokens in self._costs:
+            bucket.put_back(tokens)
 
     def refund_jobs(self, known: Collection[int]) -> None:
         """Puts the tokens of the jobs at these positions back: they had been stored before."""
         for bucket, positions, _ in self._costs:
-            bucket.put_back(_cost(bucket, self._jobs, [at for at in positions if at in known]))
+            of_bucket = known if positions is None else [at for at in positions if at in known]
+            bucket.put_back(_cost(bucket, self._jobs, of_bucket))
 
 
 class Limits:
@@ -184,19 +184,19 @@ class Limits:
         if not costs:
             return None
         for _ in range(_TRIES_MAX):
-            for short in costs:
-                if short.bucket.tokens < short.tokens:
+            for cost in costs:
+                bucket, positions, tokens = cost
+                if bucket.tokens < tokens:
                     break
             else:
                 for bucket, _, tokens in costs:
                     bucket.take(tokens, store)
                 return Charge(costs, jobs)
-            bucket, _, tokens = short
             lack = tokens - bucket.tokens
             if tokens > bucket.limit.amount or bucket.ready_in_s(lack) > 0:
                 break
             await bucket.draw(store, lack)
-        raise _reached(jobs, short, independent=independent)
+        raise _reached(jobs, bucket, positions, tokens, independent=independent)
 
     async def give_back(self) -> None:
         """Gives back the tokens that were drawn a while ago. If a shard does not take them, they are lost."""
@@ -220,13 +220,16 @@ class Limits:
         org, table = jobs.org, self.table
         if not table.is_limited(org):
             return []
-        every = range(len(jobs))
-        costs = [_Cost(bucket, every, _cost(bucket, jobs, every)) for bucket in self._of(org, ALL_QUEUES)]
+        costs: list[_Cost] = [(bucket, None, _cost(bucket, jobs)) for bucket in self._of(org, ALL_QUEUES)]
         if table.limits_queues(org):
-            for queue in dict.fromkeys(jobs.queues):
-                for bucket in self._of(org, queue):
-                    positions = [at for at in every if jobs.queues[at] == queue]
-                    costs.append(_Cost(bucket, positions, _cost(bucket, jobs, positions)))
+            queues = jobs.queues
+            for queue in dict.fromkeys(queues):
+                buckets = self._of(org, queue)
+                if buckets:
+                    positions = None
+                    if queues.count(queue) < len(queues):
+                        positions = [at for at, of in enumerate(queues) if of == queue]
+                    costs += [(bucket, positions, _cost(bucket, jobs, positions)) for bucket in buckets]
         return costs
 
     def _of(self, org: OrgId, queue: QueueName) -> Sequence[Bucket]:
@@ -250,9 +253,12 @@ class Limits:
         self._buckets = used
 
 
-def _reached(jobs: NewJobs, cost: _Cost, *, independent: bool) -> LimitReached:
-    bucket, asked, positions = cost.bucket, cost.tokens, cost.positions
+def _reached(
+    jobs: NewJobs, bucket: Bucket, positions: Sequence[int] | None, asked: int, *, independent: bool
+) -> LimitReached:
     limit = bucket.limit
+    if positions is None:
+        positions = range(len(jobs))
     if asked <= limit.amount:
         retry_after_s = bucket.ready_in_s(asked - bucket.tokens)
     else:
@@ -287,12 +293,13 @@ def _without_room(each: Mapping[int, int], room: float) -> list[int]:
     return left or list(each)[-1:]
 
 
-def _cost(bucket: Bucket, jobs: NewJobs, positions: Sequence[int]) -> int:
-    """Returns how many tokens of this bucket the jobs at these positions cost."""
-    if bucket.limit.key.measure is Measure.JOBS:
-        return len(positions)
+def _cost(bucket: Bucket, jobs: NewJobs, positions: Collection[int] | None = None) -> int:
+    """Returns how many tokens of this bucket the jobs at these positions cost. None: all jobs."""
+    if not bucket.in_bytes:
+        return len(jobs.ids if positions is None else positions)
     payloads, attributes = jobs.payloads, jobs.attributes
-    tokens = sum(len(payloads[at]) for at in positions)
+    tokens = sum(map(len, payloads if positions is None else [payloads[at] for at in positions]))
     if attributes:
-        tokens += sum(len(attributes[at].encode()) for at in positions if at in attributes)
+        of = attributes if positions is None else attributes.keys() & positions
+        tokens += sum(len(attributes[at].encode()) for at in of)
     return tokens
