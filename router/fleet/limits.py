@@ -11,6 +11,7 @@ which cannot succeed yet need not ask the shard. The times here are differences 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -32,6 +33,7 @@ _PAUSE_S = 0.05
 # Tokens that were drawn longer ago than this are given back. The process looks for them this often.
 _HELD_S = 1.0
 GIVE_BACK_S = 0.5
+_FINISH_S_MAX = 1.0
 # So many buckets the process remembers; above that it forgets those without tokens.
 _BUCKETS_MAX = 20_000
 # How often a call asks the shard: other calls may take what it drew.
@@ -203,8 +205,10 @@ class Limits:
         await self._give_back(drawn_before_s=time.monotonic() - _HELD_S)
 
     async def finish(self) -> None:
-        """Gives all tokens back, because this process ends."""
-        await self._give_back(drawn_before_s=math.inf)
+        """Gives all tokens back, because this process ends. Takes a second at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FINISH_S_MAX):
+                await self._give_back(drawn_before_s=math.inf)
 
     async def _give_back(self, *, drawn_before_s: float) -> None:
         unused = [
