@@ -100,6 +100,11 @@ class AdminStub:
                 request_serializer=windrow_dot_v1_dot_admin__pb2.GetStatsRequest.SerializeToString,
                 response_deserializer=windrow_dot_v1_dot_admin__pb2.GetStatsResponse.FromString,
                 _registered_method=True)
+        self.ListLimits = channel.unary_unary(
+                '/windrow.v1.Admin/ListLimits',
+                request_serializer=windrow_dot_v1_dot_admin__pb2.ListLimitsRequest.SerializeToString,
+                response_deserializer=windrow_dot_v1_dot_admin__pb2.ListLimitsResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -210,6 +215,14 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListLimits(self, request, context):
+        """Lists the limits that count for the org: its own, and the cluster's defaults where it has none. Only operators of the
+        cluster change limits (Cluster.SetLimit).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -277,6 +290,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.GetStats,
                     request_deserializer=windrow_dot_v1_dot_admin__pb2.GetStatsRequest.FromString,
                     response_serializer=windrow_dot_v1_dot_admin__pb2.GetStatsResponse.SerializeToString,
+            ),
+            'ListLimits': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListLimits,
+                    request_deserializer=windrow_dot_v1_dot_admin__pb2.ListLimitsRequest.FromString,
+                    response_serializer=windrow_dot_v1_dot_admin__pb2.ListLimitsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -631,6 +649,33 @@ class Admin:
             '/windrow.v1.Admin/GetStats',
             windrow_dot_v1_dot_admin__pb2.GetStatsRequest.SerializeToString,
             windrow_dot_v1_dot_admin__pb2.GetStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListLimits(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/windrow.v1.Admin/ListLimits',
+            windrow_dot_v1_dot_admin__pb2.ListLimitsRequest.SerializeToString,
+            windrow_dot_v1_dot_admin__pb2.ListLimitsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -91,6 +91,10 @@ class AdminStub:
     READY or LEASED. The counts are exact if no job changes meanwhile. A job that is moving to another shard may be
     counted twice, but is never left out.
     """
+    ListLimits: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListLimitsRequest, _admin_pb2.ListLimitsResponse]
+    """Lists the limits that count for the org: its own, and the cluster's defaults where it has none. Only operators of the
+    cluster change limits (Cluster.SetLimit).
+    """
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -144,6 +148,10 @@ class AdminAsyncStub(AdminStub):
     """Counts jobs by state, for one queue or all queues of an org. It reads an index of all jobs that are SCHEDULED,
     READY or LEASED. The counts are exact if no job changes meanwhile. A job that is moving to another shard may be
     counted twice, but is never left out.
+    """
+    ListLimits: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListLimitsRequest, _admin_pb2.ListLimitsResponse]  # type: ignore[assignment]
+    """Lists the limits that count for the org: its own, and the cluster's defaults where it has none. Only operators of the
+    cluster change limits (Cluster.SetLimit).
     """
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
@@ -273,6 +281,16 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         """Counts jobs by state, for one queue or all queues of an org. It reads an index of all jobs that are SCHEDULED,
         READY or LEASED. The counts are exact if no job changes meanwhile. A job that is moving to another shard may be
         counted twice, but is never left out.
+        """
+
+    @_abc_1.abstractmethod
+    def ListLimits(
+        self,
+        request: _admin_pb2.ListLimitsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListLimitsResponse, _abc.Awaitable[_admin_pb2.ListLimitsResponse]]:
+        """Lists the limits that count for the org: its own, and the cluster's defaults where it has none. Only operators of the
+        cluster change limits (Cluster.SetLimit).
         """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
