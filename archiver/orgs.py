@@ -15,8 +15,8 @@ from archiver.errors import NotInstalled
 from archiver.run import AnotherArchives
 from archiver.service import opened
 from archiver.settings import settings_of
-from shard.errors import OrgMoves, ShardError, ShardUnavailable
 from shard.admin import limits
+from shard.errors import OrgMoves, ShardError, ShardUnavailable
 from shard.history import erasure, org_policies, retention_change
 from shard.history.erasure import Erasure
 from shard.history.org_policies import Policy

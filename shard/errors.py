@@ -180,9 +180,9 @@ class TooManyRetentions(ShardError):
 
 
 class LimitReached(ShardError):
-    """A limit has no room for the jobs of an enqueue; nothing was stored. `asked` and `usage` are in the limit's measure.
-    `retry_after_s`: when it may have room; None: never, because more was asked for than it ever allows at once.
-    `positions`: the jobs for which there is no room, if each job may be stored alone."""
+    """A limit has no room for the jobs of an enqueue; nothing was stored. `asked` and `usage` are in the limit's
+    measure. `retry_after_s`: when it may have room; None: never, because more was asked for than it ever allows at
+    once. `positions`: the jobs for which there is no room, if each job may be stored alone."""
 
     def __init__(
         self,

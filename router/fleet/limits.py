@@ -185,19 +185,20 @@ class Limits:
         costs = self._costs(jobs)
         if not costs:
             return None
+        worst = costs[0]
         for _ in range(_TRIES_MAX):
-            for cost in costs:
-                bucket, positions, tokens = cost
-                if bucket.tokens < tokens:
-                    break
-            else:
+            short = [cost for cost in costs if cost[0].tokens < cost[2]]
+            if not short:
                 for bucket, _, tokens in costs:
                     bucket.take(tokens, store)
                 return Charge(costs, jobs)
-            lack = tokens - bucket.tokens
-            if tokens > bucket.limit.amount or bucket.ready_in_s(lack) > 0:
+            # Nothing is drawn for a call that another bucket refuses.
+            worst = max(short, key=_wait_s)
+            if _wait_s(worst) > 0:
                 break
-            await bucket.draw(store, lack)
+            bucket, _, tokens = worst
+            await bucket.draw(store, tokens - bucket.tokens)
+        bucket, positions, tokens = worst
         raise _reached(jobs, bucket, positions, tokens, independent=independent)
 
     async def give_back(self) -> None:
@@ -249,12 +250,16 @@ class Limits:
     def _forget(self) -> None:
         """Forgets buckets without tokens, and then the oldest ones: what this process knows of them is a hint, and of
         the tokens that are lost there is at most one block for each."""
-        used = {
-            key: buckets for key, buckets in self._buckets.items() if any(b.tokens or b.waiting for b in buckets)
-        }
+        used = {key: buckets for key, buckets in self._buckets.items() if any(b.tokens or b.waiting for b in buckets)}
         for key in list(used)[: max(0, len(used) - _BUCKETS_MAX // 2)]:
             del used[key]
         self._buckets = used
+
+
+def _wait_s(cost: _Cost) -> float:
+    """Returns in how many seconds the shard may have the tokens that are lacking, at the earliest; inf: never."""
+    bucket, _, tokens = cost
+    return math.inf if tokens > bucket.limit.amount else bucket.ready_in_s(tokens - bucket.tokens)
 
 
 def _reached(

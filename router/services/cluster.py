@@ -93,7 +93,9 @@ class ClusterService:
     @unary(answer_bytes=ANSWER_HELD_BYTES)
     async def ListAllLimits(self, request: cluster_pb2.ListAllLimitsRequest) -> cluster_pb2.ListAllLimitsResponse:
         table = await self._fleet.newest_limits()
-        return cluster_pb2.ListAllLimitsResponse(limits=[limit_message(table.limits[key]) for key in sorted(table.limits)])
+        return cluster_pb2.ListAllLimitsResponse(
+            limits=[limit_message(table.limits[key]) for key in sorted(table.limits)]
+        )
 
     async def _probe(self, member: ShardHandle, holding: Holding) -> cluster_pb2.ShardInfo:
         """Returns one shard's state. Errors of the shard go into the result and are not raised."""

@@ -252,7 +252,7 @@ def _batches(rows: Sequence[T]) -> Iterator[Sequence[T]]:
 def _columns(buckets: Sequence[BucketOfSlot]) -> dict[str, object]:
     return {
         "orgs": arrays.texts([bucket.org for bucket in buckets]),
-        "queues": arrays.names(bucket.queue for bucket in buckets),
+        "queues": arrays.texts([bucket.queue for bucket in buckets]),
         "measures": arrays.names(bucket.measure for bucket in buckets),
         "tokens": arrays.plain(str(bucket.tokens) for bucket in buckets),
         "amounts": arrays.numbers(bucket.amount for bucket in buckets),

@@ -61,7 +61,7 @@ class TokenBuckets:
             statements.DRAW_TOKENS,
             {
                 "orgs": arrays.texts([draw.org for draw in draws]),
-                "queues": arrays.names(limit.key.queue for limit in limits),
+                "queues": arrays.texts([limit.key.queue for limit in limits]),
                 "measures": arrays.names(limit.key.measure for limit in limits),
                 "needed": arrays.numbers(draw.needed for draw in draws),
                 "wanted": arrays.numbers(draw.wanted for draw in draws),

@@ -266,9 +266,7 @@ def test_every_read_of_the_whole_cluster_is_counted_in_one_row_a_minute(cluster:
         "ListOrgs": cluster_pb2.ListOrgsRequest(),
         "ListAllLimits": cluster_pb2.ListAllLimitsRequest(),
     }
-    wanted = {
-        method: path for method, path in methods(access_pb2.SCOPE_CLUSTER).items() if path not in CLUSTER_CHANGES
-    }
+    wanted = {method: path for method, path in methods(access_pb2.SCOPE_CLUSTER).items() if path not in CLUSTER_CHANGES}
     assert requests.keys() == wanted.keys(), "a method with the scope CLUSTER has no request in this test"
     for method, request in requests.items():
         for _ in range(3):

@@ -1,5 +1,5 @@
-"""What a router process decides about tokens, without a shard: how many it draws, when it asks again, and whom it refuses
-meanwhile."""
+"""What a router process decides about tokens, without a shard: how many it draws, when it asks again, and whom it
+refuses meanwhile."""
 
 from __future__ import annotations
 
@@ -42,12 +42,14 @@ class Shard:
         self.tokens = tokens
         self.buckets = buckets or {}
         self.draws: list[Draw] = []
+        self.asked = asyncio.Event()
         self.opened = asyncio.Event()
         self.opened.set()
         self.error: Exception | None = None
 
     async def draw(self, draw: Draw) -> Drawn:
         self.draws.append(draw)
+        self.asked.set()
         await self.opened.wait()
         if self.error is not None:
             raise self.error
@@ -132,8 +134,7 @@ async def test_calls_that_come_during_a_draw_share_the_next_one() -> None:
     opened, shard = limits_of(limit(100)), Shard(100)
     shard.opened.clear()
     first = asyncio.create_task(charge(opened, shard, jobs(1)))
-    while not shard.draws:
-        await asyncio.sleep(0)
+    await shard.asked.wait()
     others = [asyncio.create_task(charge(opened, shard, jobs(1))) for _ in range(50)]
     await asyncio.sleep(0)
     shard.opened.set()

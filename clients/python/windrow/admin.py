@@ -322,9 +322,7 @@ class AdminCalls:
 
         It is in force on every router within 2 s. Needs the scope cluster. Raises ResourceExhausted if the cluster has
         10,000 limits."""
-        request = cluster_pb2.SetLimitRequest(
-            org="" if every_org else self.org, queue=queue, measure=_measure(measure)
-        )
+        request = cluster_pb2.SetLimitRequest(org="" if every_org else self.org, queue=queue, measure=_measure(measure))
         try:
             request.amount = amount
         except (TypeError, ValueError) as error:
@@ -373,7 +371,9 @@ def _measure(measure: LimitMeasure) -> limits_pb2.LimitMeasure.ValueType:
     try:
         return measure_number(measure)
     except KeyError as error:
-        raise invalid_argument("measure", f"must be LimitMeasure.JOBS or LimitMeasure.BYTES, not {measure!r}") from error
+        raise invalid_argument(
+            "measure", f"must be LimitMeasure.JOBS or LimitMeasure.BYTES, not {measure!r}"
+        ) from error
 
 
 def _config(retry: RetryPolicy | None, max_attempts: int | None, retention_days: int | None) -> admin_pb2.QueueConfig:
