@@ -125,7 +125,8 @@ class Mover:
             case "open":
                 self._closed = True
                 queues = await move_steps.read_queues(source, move.slots)
-                await move_steps.open_slots(target, move.slots, epoch=move.epoch, queues=queues)
+                buckets = await move_steps.read_buckets(source, move.slots)
+                await move_steps.open_slots(target, move.slots, epoch=move.epoch, queues=queues, buckets=buckets)
             case "switch":
                 await catalog.switch_writer(self._catalog, move)
                 self._closed = False

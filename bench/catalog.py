@@ -11,6 +11,7 @@ from bench.scenarios import (
     hostile,
     idle,
     latency,
+    limits,
     load,
     lookup,
     placement,
@@ -37,6 +38,7 @@ SCENARIOS: MappingProxyType[str, Scenario] = MappingProxyType(
         "lookup": lookup.SCENARIO,
         "why": why.SCENARIO,
         "placement": placement.SCENARIO,
+        "limits": limits.SCENARIO,
         "scale": scale.SCENARIO,
     }
 )

@@ -23,6 +23,7 @@ from cli import (
     jobs,
     keys,
     leases,
+    limits,
     login,
     moves,
     org_figures,
@@ -140,6 +141,7 @@ for command in leases.COMMANDS:
 app.add_typer(jobs.app, name="jobs", rich_help_panel=_OPERATE)
 app.add_typer(queues.app, name="queues", rich_help_panel=_OPERATE)
 app.add_typer(orgs.app, name="orgs", rich_help_panel=_OPERATE)
+app.add_typer(limits.app, name="limits", rich_help_panel=_OPERATE)
 app.add_typer(keys.app, name="keys", rich_help_panel=_OPERATE)
 app.add_typer(archive.app, name="archive", rich_help_panel=_OPERATE)
 app.command("stats", rich_help_panel=_OPERATE)(stats.stats)

@@ -17,6 +17,8 @@ ShardError
 ├── QueueNotEmpty         purge the queue first
 ├── TooManyQueues         use queues that the org has
 ├── TooManyRetentions     use a retention that the shard has
+├── LimitReached          wait for `retry_after_s`; if it is None, send less at a time
+├── TooManyLimits         remove a limit first, or use a default
 ├── UnknownShard          name a shard that ListShards lists
 ├── SlotMoves             pin the org when its slot no longer moves
 ├── NotPinned             nothing to do: the org lives on the shard of its hash slot
@@ -35,6 +37,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 
+from shard.limits import Limit
 from shard.vocabulary import CATALOG, RETENTIONS_MAX, JobId, Micros, OrgId, QueueName, ShardName, Slot
 
 _YEAR_10000_S = 253_402_300_800
@@ -179,6 +182,42 @@ class TooManyRetentions(ShardError):
         super().__init__(
             f"shard {shard!r} has {len(present)} different retentions, and at most {RETENTIONS_MAX} may be set, so it "
             f"has no room for {retention} days: use one of {', '.join(map(str, present))} days"
+        )
+
+
+class LimitReached(ShardError):
+    """A limit has no room for the jobs of an enqueue; nothing was stored. `asked` and `usage` are in the limit's
+    measure. `retry_after_s`: when it may have room; None: never, because more was asked for than it ever allows at
+    once. `positions`: the jobs for which there is no room, if each job may be stored alone."""
+
+    def __init__(
+        self,
+        org: OrgId,
+        limit: Limit,
+        *,
+        asked: int,
+        usage: int,
+        retry_after_s: float | None,
+        positions: Sequence[int],
+    ) -> None:
+        of = f"queue {limit.key.queue!r} of org {org!r}" if limit.key.queue else f"org {org!r}"
+        why = (
+            f"{usage:,} of them are in use, and the call has {asked:,}; try again in {retry_after_s:.3g} s"
+            if retry_after_s is not None
+            else f"the call has {asked:,} and can never succeed; send at most {limit.amount:,} at a time"
+        )
+        super().__init__(f"{of} may enqueue {limit}: {why}")
+        self.limit = limit
+        self.asked = asked
+        self.usage = usage
+        self.retry_after_s = retry_after_s
+        self.positions = positions
+
+
+class TooManyLimits(ShardError):
+    def __init__(self, *, limits_max: int) -> None:
+        super().__init__(
+            f"the cluster has {limits_max:,} limits, and may not have more: clear some, or set a default for all orgs"
         )
 
 

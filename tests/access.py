@@ -29,7 +29,7 @@ from tests.issuers import token as signed_token
 from tests.jobs import job_id
 from tests.routers import PATIENCE_S, Routers, detail
 from tests.streams import QUEUE, acks, extends, new_job, start, window
-from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, queue_pb2, server_pb2
+from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, limits_pb2, queue_pb2, server_pb2
 
 Metadata = tuple[tuple[str, str], ...]
 SERVICES = (
@@ -110,9 +110,17 @@ REQUESTS: Mapping[str, Callable[[Target], Message]] = {
     "windrow.v1.Admin/GetStats": lambda it: admin_pb2.GetStatsRequest(org=it.org),
     "windrow.v1.Admin/ExplainJob": lambda it: admin_pb2.ExplainJobRequest(org=it.org, id=it.ready),
     "windrow.v1.Admin/ExplainQueue": lambda it: admin_pb2.ExplainQueueRequest(org=it.org, queue=it.queue),
+    "windrow.v1.Admin/ListLimits": lambda it: admin_pb2.ListLimitsRequest(org=it.org),
     "windrow.v1.Cluster/ListShards": lambda _: cluster_pb2.ListShardsRequest(),
     "windrow.v1.Cluster/CheckShard": lambda _: cluster_pb2.CheckShardRequest(shard="s1"),
     "windrow.v1.Cluster/ListOrgs": lambda _: cluster_pb2.ListOrgsRequest(),
+    "windrow.v1.Cluster/SetLimit": lambda _: cluster_pb2.SetLimitRequest(
+        org="limited", measure=limits_pb2.LIMIT_MEASURE_JOBS, amount=1, interval=window(10)
+    ),
+    "windrow.v1.Cluster/ClearLimit": lambda _: cluster_pb2.ClearLimitRequest(
+        org="limited", measure=limits_pb2.LIMIT_MEASURE_JOBS
+    ),
+    "windrow.v1.Cluster/ListAllLimits": lambda _: cluster_pb2.ListAllLimitsRequest(),
 }
 
 

@@ -13,10 +13,12 @@ from typing import NamedTuple
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
+from router.codec.limits import reached_message
 from shard import errors
 from shard.queue.coalescer import TooManyWaiting
 from windrow.org_header import ORG_HEADER
 from windrow.v1 import errors_pb2 as reasons
+from windrow.v1 import limits_pb2
 
 DOMAIN = "windrow"
 # A status is sent in HTTP headers, and clients accept 8 KiB of those: a longer status would arrive as another error.
@@ -45,6 +47,7 @@ CODES: dict[reasons.ErrorReason.ValueType, int] = {
     reasons.ERROR_REASON_QUEUE_NOT_EMPTY: code_pb2.FAILED_PRECONDITION,
     reasons.ERROR_REASON_TOO_MANY_QUEUES: RESOURCE_EXHAUSTED,
     reasons.ERROR_REASON_TOO_MANY_RETENTIONS: RESOURCE_EXHAUSTED,
+    reasons.ERROR_REASON_LIMIT_REACHED: RESOURCE_EXHAUSTED,
     reasons.ERROR_REASON_SHARD_NOT_FOUND: code_pb2.NOT_FOUND,
     reasons.ERROR_REASON_SHARD_UNAVAILABLE: code_pb2.UNAVAILABLE,
     reasons.ERROR_REASON_DISK_FULL: code_pb2.UNAVAILABLE,
@@ -219,6 +222,11 @@ def status_of(error: BaseException) -> status_pb2.Status:
             return _status(reasons.ERROR_REASON_TOO_MANY_QUEUES, str(error))
         case errors.TooManyRetentions():
             return _status(reasons.ERROR_REASON_TOO_MANY_RETENTIONS, str(error))
+        case errors.LimitReached():
+            details = [] if error.retry_after_s is None else [retry_info(error.retry_after_s)]
+            return _status(reasons.ERROR_REASON_LIMIT_REACHED, str(error), reached_message(error), *details)
+        case errors.TooManyLimits():
+            return _status(reasons.ERROR_REASON_LIMIT_REACHED, str(error))
         case errors.UnknownShard():
             return _status(reasons.ERROR_REASON_SHARD_NOT_FOUND, str(error))
         case errors.BadPageToken():
@@ -239,7 +247,7 @@ def retry_info(after_s: float) -> error_details_pb2.RetryInfo:
 def _status(
     reason: reasons.ErrorReason.ValueType,
     message: str,
-    *details: error_details_pb2.BadRequest | error_details_pb2.RetryInfo,
+    *details: error_details_pb2.BadRequest | error_details_pb2.RetryInfo | limits_pb2.LimitReached,
 ) -> status_pb2.Status:
     status = status_pb2.Status(code=CODES[reason], message=message[:_MESSAGE_CHARS_MAX])
     name = reasons.ErrorReason.Name(reason).removeprefix("ERROR_REASON_")

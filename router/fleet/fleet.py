@@ -17,6 +17,8 @@ from typing import TypeVar
 from router.buffer import Buffer
 from router.fleet.catalog_copy import CatalogCopy
 from router.fleet.handover import Handovers
+from router.fleet.limits import GIVE_BACK_S, Limits
+from router.fleet.periodic import every
 from router.fleet.revocations import Revocations
 from router.fleet.shard_handle import ShardHandle
 from router.fleet.siblings.frame import QueueKey
@@ -25,6 +27,7 @@ from shard.admin import api_keys
 from shard.admin.api_keys import FoundKeys
 from shard.errors import Misconfigured, NotOwned, PlacementChanging, ShardError, ShardUnavailable, UnknownShard
 from shard.lease_token import shard_tag
+from shard.limits import LimitTable
 from shard.placement import catalog, identity, marks, pins
 from shard.placement.catalog import Catalog, Holding
 from shard.placement.cluster_diff import refuse_change
@@ -63,7 +66,8 @@ class Fleet:
         self._identities: dict[ShardName, Identity | None] = {}
         # The newest mark that each shard's history must contain, by the catalog (shard/placement/marks.py).
         self._marks: Mapping[ShardName, Mark] = {}
-        self._catalog = CatalogCopy(cluster.catalog_dsn, self._catalog_changed, self._marked)
+        self.limits = Limits()
+        self._catalog = CatalogCopy(cluster.catalog_dsn, self._catalog_changed, self._marked, self.limits.replace)
         # Owns the tasks of all shard handles.
         self._group = asyncio.TaskGroup()
 
@@ -75,6 +79,7 @@ class Fleet:
             await self._found_catalog()
             async with self._group as group:
                 group.create_task(self._catalog.run())
+                group.create_task(every(GIVE_BACK_S, "give tokens back", self.limits.give_back))
                 self._take_up(self._cluster)
                 contacted = [member for member in self._members.values() if member.entry.state is not ShardState.OFF]
                 first_tries = [group.create_task(member.up.wait()) for member in contacted]
@@ -88,7 +93,8 @@ class Fleet:
             await self._catalog.database.close()
 
     async def finish(self) -> None:
-        """Returns once every shard has ended the calls that it was given."""
+        """Gives unused tokens back. Returns once every shard has ended the calls that it was given."""
+        await self.limits.finish()
         await asyncio.gather(*(member.finish() for member in self._members.values()))
 
     # ── A cluster file that changes ──────────────────────────────────────────────────────────────────────────────────
@@ -187,6 +193,11 @@ class Fleet:
             return await self._catalog.look()
         except ShardUnavailable:
             return self._catalog.current
+
+    async def newest_limits(self) -> LimitTable:
+        """Reads the limits, and puts them in force here. Returns those in force while the catalog does not answer."""
+        await self.newest_catalog()
+        return self.limits.table
 
     async def is_current(self, org: OrgId, placement: Placement) -> bool:
         """Returns whether the org's placement in the catalog is still this one. Raises ShardUnavailable."""
@@ -300,7 +311,7 @@ class Fleet:
                 if not await catalog.is_founded(database, cluster=self._cluster.name):
                     await self._refuse_second_catalog()
                 await schema.migrate(database, cluster=None)
-                self._catalog.begin(await catalog.found(database, cluster=self._cluster.name, weights=weights))
+                await self._catalog.begin(await catalog.found(database, cluster=self._cluster.name, weights=weights))
                 return
             except ShardUnavailable as error:
                 if not warned:

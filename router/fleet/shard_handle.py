@@ -31,6 +31,7 @@ _log = logging.getLogger(__name__)
 # The interval of clock checks: a clock that was set back can go unnoticed for that long.
 _RECORD_TIME_S = 3.0
 _FOLD_TALLY_S = 60.0
+_FORGET_BUCKETS_S = 60.0
 _MAKE_PARTITIONS_S = 3600.0
 _RETRY_OPEN_S = 1.0
 _FINISH_S_MAX = 3.0
@@ -208,6 +209,7 @@ class ShardHandle:
                     (_RECORD_TIME_S, "look at the clock", self.store.clock.record),
                     (_FOLD_TALLY_S, "fold the tally", self.store.fold_tally),
                     (consumers_seen.NOTE_S, "note the consumers", self.room.note_waiters),
+                    (_FORGET_BUCKETS_S, "forget full buckets", self.store.forget_full_buckets),
                     (_MAKE_PARTITIONS_S, "make partitions", self.queue_admin.make_partitions),
                     (MARK_S, "mark the history", self._mark),
                 ):

@@ -48,9 +48,23 @@ ANONYMOUS = "anonymous"
 # What the log keeps of requests, besides org and queue. A field of a request that is in neither set fails a test: its
 # author decides.
 RECORDED = frozenset(
-    {"config", "delay", "died_after", "died_before", "ids", "include_dead", "jobs", "kind", "limit", "priority"}
-    | {"reason", "run_at", "update_mask"}
+    {
+        "amount",
+        "config",
+        "delay",
+        "died_after",
+        "died_before",
+        "ids",
+        "include_dead",
+        "jobs",
+        "kind",
+        "limit",
+        "priority",
+    }
+    | {"interval", "measure", "reason", "run_at", "update_mask"}
 )
+# The methods with the scope CLUSTER that change something.
+CLUSTER_CHANGES = frozenset({"windrow.v1.Cluster/SetLimit", "windrow.v1.Cluster/ClearLimit"})
 # The log keeps only the names of these: their values belong to the job.
 NAMES_ONLY = frozenset({"attributes"})
 _ITEMS_MAX = 10
@@ -94,7 +108,7 @@ class Audit:
 
     def around(self, method: _Method, access: Access) -> _Method:
         """Returns the method, written down if its scope wants that."""
-        if access.scope is Scope.ADMIN:
+        if access.scope is Scope.ADMIN or access.method in CLUSTER_CHANGES:
             recorded: Callable[..., Any] = functools.partial(self._change, method, access.method)
         elif access.scope is Scope.CLUSTER and inspect.isasyncgenfunction(method):
             recorded = functools.partial(self._streamed_read, method, access.method)

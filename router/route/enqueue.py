@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from router.fleet.fleet import Fleet
 from router.fleet.shard_handle import ShardHandle
 from router.route.by_id import find, find_duplicates
-from shard.errors import BadIds, ShardUnavailable
+from shard.errors import BadIds, LimitReached, NotOwned, RowLocked, ShardUnavailable, TooManyQueues
 from shard.placement.slots import Placement
 from shard.queue.coalescer import TooManyWaiting
 from shard.vocabulary import JobId, Known, NewJobs
@@ -31,23 +31,43 @@ async def describe(fleet: Fleet, jobs: NewJobs, duplicates: Mapping[int, JobId])
     return {at[position]: known for position, known in found.answers.items()}
 
 
-async def store(fleet: Fleet, jobs: NewJobs, *, hand: bool) -> dict[int, JobId]:
+async def store(fleet: Fleet, jobs: NewJobs, *, hand: bool, independent: bool = False) -> dict[int, JobId]:
     """Stores jobs and wakes consumers that wait for them. `hand`: leases the jobs to waiting consumers in the same
-    insert. Returns the positions of jobs that were known already, with the id that each is known under. Raises BadIds,
-    TooManyQueues, ShardUnavailable, TooManyWaiting."""
+    insert. `independent`: each job may be stored alone, so that LimitReached names those that are too many. Returns the
+    positions of jobs that were known already, with the id that each is known under. Raises BadIds, TooManyQueues,
+    LimitReached, ShardUnavailable, TooManyWaiting."""
 
     async def on(member: ShardHandle, placement: Placement) -> dict[int, JobId]:
         member.require_open()
         before = await find_duplicates(fleet, placement, jobs) if placement.former else {}
-        remaining = [at for at in range(len(jobs)) if at not in before] if before else []
+        remaining: Sequence[int] = [at for at in range(len(jobs)) if at not in before] if before else []
         new = jobs.only(remaining) if before else jobs
-        handover = await member.handovers.offer(new) if hand else None
         try:
+            charge = await fleet.limits.charge(member.store, new, independent=independent)
+        except LimitReached:
+            # A repeated enqueue of stored jobs costs nothing, so it must not be refused.
+            known = await member.store.known(new)
+            positions = remaining if before else range(len(jobs))
+            before |= {positions[at]: known_as for at, known_as in known.items()}
+            remaining = [at for at in range(len(jobs)) if at not in before]
+            new = jobs.only(remaining)
+            try:
+                charge = await fleet.limits.charge(member.store, new, independent=independent)
+            except LimitReached as error:
+                error.positions = [remaining[at] for at in error.positions]
+                raise
+        try:
+            handover = await member.handovers.offer(new) if hand else None
             duplicates = await member.store.enqueue(new, handover, epoch=placement.epoch)
-        except BadIds as error:
-            if before:
+        except (BadIds, NotOwned, RowLocked, TooManyQueues, TooManyWaiting) as error:
+            # Nothing was stored. After other errors that is not certain, and the charge stands.
+            if charge is not None:
+                charge.refund()
+            if before and isinstance(error, BadIds):
                 error.positions = [remaining[at] for at in error.positions]
             raise
+        if charge is not None and duplicates:
+            charge.refund_jobs(duplicates)
         member.room.stored(new, duplicates, handover)
         return before | {remaining[at]: known_as for at, known_as in duplicates.items()} if before else duplicates
 

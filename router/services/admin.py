@@ -8,6 +8,7 @@ from functools import partial
 
 from router.buffer import Buffer
 from router.codec import convert
+from router.codec.limits import limit_message
 from router.codec.status import InvalidRequest
 from router.codec.validate import check_list_jobs, check_update_queue, unfit_new_ids
 from router.fleet.fleet import Fleet
@@ -198,6 +199,11 @@ class AdminService:
     @unary()
     async def ExplainQueue(self, request: admin_pb2.ExplainQueueRequest) -> admin_pb2.ExplainQueueResponse:
         return await explain_queue(self._fleet, self._buffer, OrgId(request.org), QueueName(request.queue))
+
+    @unary(answer_bytes=ANSWER_HELD_BYTES)
+    async def ListLimits(self, request: admin_pb2.ListLimitsRequest) -> admin_pb2.ListLimitsResponse:
+        table = await self._fleet.newest_limits()
+        return admin_pb2.ListLimitsResponse(limits=map(limit_message, table.all_of(OrgId(request.org))))
 
     async def _home(self, org: OrgId) -> ShardHandle:
         """Returns the shard that has the org's queue configurations. Other shards may have old ones, so this reads the

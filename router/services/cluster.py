@@ -1,5 +1,5 @@
-"""Calls about the whole cluster, for its operators: its shards, their books, and the figures of all
-orgs (proto/windrow/v1/cluster.proto)."""
+"""Calls about the whole cluster, for its operators: its shards, their books, the figures of all orgs, and the limits of
+what they may enqueue (proto/windrow/v1/cluster.proto)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 
 from router.codec import convert
+from router.codec.limits import limit_key, limit_message
 from router.fleet.fleet import Fleet
 from router.fleet.reload import Reloader
 from router.fleet.shard_handle import ShardHandle
-from router.gate.calls import DEADLINE_S_MAX, streamed_answer, unary
+from router.gate.calls import ANSWER_HELD_BYTES, DEADLINE_S_MAX, streamed_answer, unary
 from router.route.all_orgs import list_orgs
+from shard.admin import limits
 from shard.admin.queue_admin import OrgBooks
 from shard.errors import DiskFull, ShardError
 from shard.placement.catalog import Catalog, Holding
@@ -74,6 +76,26 @@ class ClusterService:
         if found.age_us is not None:
             answer.age.CopyFrom(convert.duration(found.age_us))
         return answer
+
+    @unary()
+    async def SetLimit(self, request: cluster_pb2.SetLimitRequest) -> cluster_pb2.SetLimitResponse:
+        key, interval_us = limit_key(request), convert.micros(request.interval)
+        limit = await limits.set_limit(
+            self._fleet.catalog_database, key, amount=request.amount, interval_us=interval_us
+        )
+        return cluster_pb2.SetLimitResponse(limit=limit_message(limit))
+
+    @unary()
+    async def ClearLimit(self, request: cluster_pb2.ClearLimitRequest) -> cluster_pb2.ClearLimitResponse:
+        cleared = await limits.clear(self._fleet.catalog_database, limit_key(request))
+        return cluster_pb2.ClearLimitResponse(cleared=cleared)
+
+    @unary(answer_bytes=ANSWER_HELD_BYTES)
+    async def ListAllLimits(self, request: cluster_pb2.ListAllLimitsRequest) -> cluster_pb2.ListAllLimitsResponse:
+        table = await self._fleet.newest_limits()
+        return cluster_pb2.ListAllLimitsResponse(
+            limits=[limit_message(table.limits[key]) for key in sorted(table.limits)]
+        )
 
     async def _probe(self, member: ShardHandle, holding: Holding) -> cluster_pb2.ShardInfo:
         """Returns one shard's state. Errors of the shard go into the result and are not raised."""

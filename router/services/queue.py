@@ -33,7 +33,7 @@ from router.route.shared import Shared
 from router.services.consume_stream import Stream, first_message
 from router.services.consumer import Consumer
 from router.services.server_info import server_info
-from shard.errors import BadIds, TooManyQueues
+from shard.errors import BadIds, LimitReached, TooManyQueues
 from shard.job_record import ANSWER_BYTES_MAX, JobRecord
 from shard.vocabulary import LIVE, Answer, JobId, JobState, OrgId, QueueName, ShardName
 from windrow.v1 import queue_pb2, server_pb2
@@ -97,7 +97,7 @@ class QueueService:
         while len(columns):
             refused: dict[int, queue_pb2.EnqueueResult] = {}
             try:
-                duplicates = await store(self._fleet, columns, hand=is_plain)
+                duplicates = await store(self._fleet, columns, hand=is_plain, independent=request.independent)
             except BadIds as error:
                 violations = [
                     Violation(f"jobs[{positions[at]}].id", error.about(columns.ids[at])) for at in error.positions
@@ -110,6 +110,10 @@ class QueueService:
                     raise
                 refusal = queue_pb2.EnqueueResult(error=status_of(error))
                 refused = {at: refusal for at, queue in enumerate(columns.queues) if queue in error.queues}
+            except LimitReached as error:
+                if not request.independent:
+                    raise
+                refused = dict.fromkeys(error.positions, queue_pb2.EnqueueResult(error=status_of(error)))
             else:
                 if is_plain and not duplicates and not results:
                     return fast_write.stored(columns.ids)

@@ -50,3 +50,7 @@ LIST_API_KEYS = _load("list_api_keys")
 REVOKE_API_KEY = _load("revoke_api_key")
 FIND_API_KEYS = _load("find_api_keys")
 RECORD_API_KEY_USE = _load("record_api_key_use")
+
+SET_LIMIT = _load("set_limit")
+CLEAR_LIMITS = _load("clear_limits")
+READ_LIMITS = _load("read_limits")

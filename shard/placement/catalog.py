@@ -94,6 +94,8 @@ class Look(NamedTuple):
     marks: Mapping[ShardName, Mark]
     # How often API keys were revoked (shard/admin/api_keys.py).
     revocations: int
+    # The version of the limits (shard/admin/limits.py).
+    limits: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,11 +190,11 @@ async def read(database: Database, known: Catalog | None = None) -> Catalog:
 async def look(database: Database, known: Catalog | None = None) -> Look:
     """Returns what `read` returns, and what else one look at the catalog shows."""
     rows = await database.run(statements.READ_CATALOG, {"since": -1 if known is None else known.epoch})
-    found: Mapping[ShardName, tuple[int, str]] = rows[0][-2] or {}
+    found: Mapping[ShardName, tuple[int, str]] = rows[0][-3] or {}
     marks = {shard: Mark(*mark) for shard, mark in found.items()}
-    revocations = rows[0][-1] or 0
+    revocations, limits = rows[0][-2] or 0, rows[0][-1] or 0
     if known is not None and rows[0][0] == known.epoch:
-        return Look(known, marks, revocations)
+        return Look(known, marks, revocations, limits)
     if known is not None and rows[0][0] < known.epoch:
         _log.warning(
             "the catalog is at epoch %d and was at %d before: it was restored from a backup; reading all of it again",
@@ -220,7 +222,7 @@ async def look(database: Database, known: Catalog | None = None) -> Look:
         slots[slot : slot + 1] = [changed[slot]]
     if len(slots) < SLOTS:
         raise _unplaced(len(slots))
-    return Look(Catalog(epoch=rows[0][0], slots=tuple(slots), pins=pins), marks, revocations)
+    return Look(Catalog(epoch=rows[0][0], slots=tuple(slots), pins=pins), marks, revocations, limits)
 
 
 def _unplaced(slot: int) -> Misconfigured:

@@ -46,6 +46,19 @@ class QueueOfSlot(NamedTuple):
     settings: QueueSettings
 
 
+class BucketOfSlot(NamedTuple):
+    """How much an org may still enqueue by one of its limits (shard/queue/token_buckets.py), in the order of
+    read_buckets.sql's columns."""
+
+    org: OrgId
+    queue: QueueName
+    measure: str
+    tokens: float
+    amount: int
+    interval_us: int
+    version: int
+
+
 class Remaining(NamedTuple):
     """How many unfinished jobs of a slot remain on a shard, in the order of count_remaining.sql's columns."""
 
@@ -81,6 +94,12 @@ async def read_queues(database: Database, slots: Sequence[Slot]) -> list[QueueOf
     return [QueueOfSlot._make([*row[:5], QueueSettings.from_row(row[5:])]) for row in rows]
 
 
+async def read_buckets(database: Database, slots: Sequence[Slot]) -> list[BucketOfSlot]:
+    """Returns the buckets of the orgs of these slots, as they are now."""
+    rows = await database.run(statements.READ_BUCKETS, {"slots": arrays.numbers(slots)})
+    return list(map(BucketOfSlot._make, rows))
+
+
 async def make_queues(database: Database, queues: Sequence[QueueOfSlot]) -> None:
     """Creates those of the queues that do not exist here, with the default configuration. Existing queues, even deleted
     ones, stay as they are, so this may be called at any time."""
@@ -113,14 +132,24 @@ async def close_slots(database: Database, slots: Sequence[Slot], *, epoch: int) 
     return True
 
 
-async def open_slots(database: Database, slots: Sequence[Slot], *, epoch: int, queues: Sequence[QueueOfSlot]) -> None:
-    """Lets the target take jobs of these slots, and gives its queues the configuration that they have on the closed
-    source."""
+async def open_slots(
+    database: Database,
+    slots: Sequence[Slot],
+    *,
+    epoch: int,
+    queues: Sequence[QueueOfSlot],
+    buckets: Sequence[BucketOfSlot] = (),
+) -> None:
+    """Lets the target take jobs of these slots, and gives its queues the configuration, and its orgs the buckets, that
+    they have on the closed source."""
     await make_queues(database, queues)
     async with database.transaction() as connection:
         # This comes first because it locks the slots: a second caller then finds nothing to do.
         rows = await connection.run(statements.OPEN_SLOTS, {"slots": arrays.numbers(slots), "epoch": epoch})
         opened = {slot for (slot,) in rows}
+        of_opened = {row.org for row in queues if row.slot in opened}
+        for part in _batches([bucket for bucket in buckets if bucket.org in of_opened]):
+            await connection.run(statements.WRITE_BUCKETS, _columns(part))
         for batch in _batches([row for row in queues if row.slot in opened]):
             orgs = {row.org: row.slot for row in batch}
             names = arrays.texts(list(orgs))
@@ -218,6 +247,18 @@ def _batches(rows: Sequence[T]) -> Iterator[Sequence[T]]:
     iterator = iter(rows)
     while batch := list(islice(iterator, _ROWS_MAX)):
         yield batch
+
+
+def _columns(buckets: Sequence[BucketOfSlot]) -> dict[str, object]:
+    return {
+        "orgs": arrays.texts([bucket.org for bucket in buckets]),
+        "queues": arrays.texts([bucket.queue for bucket in buckets]),
+        "measures": arrays.names(bucket.measure for bucket in buckets),
+        "tokens": arrays.plain(str(bucket.tokens) for bucket in buckets),
+        "amounts": arrays.numbers(bucket.amount for bucket in buckets),
+        "intervals_us": arrays.numbers(bucket.interval_us for bucket in buckets),
+        "versions": arrays.numbers(bucket.version for bucket in buckets),
+    }
 
 
 def _names(queues: Sequence[QueueOfSlot]) -> dict[str, object]:

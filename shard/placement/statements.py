@@ -54,6 +54,8 @@ OPEN_SLOTS = _load("open_slots")
 ADOPT_ORGS = _load("adopt_orgs")
 ADOPT_QUEUES = _load("adopt_queues")
 CONFIGURE_QUEUES = _load("configure_queues")
+READ_BUCKETS = _load("read_buckets")
+WRITE_BUCKETS = _load("write_buckets")
 COUNT_REMAINING = _load("count_remaining")
 # Not repeatable: a second run would export other jobs and not return those of the first run, which then nobody would
 # see for long.

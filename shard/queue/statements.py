@@ -45,3 +45,6 @@ RECORD_CONSUMERS = _load("record_consumers", hint=True)
 FORGET_CONSUMERS = _load("forget_consumers", hint=True)
 
 FOLD_TALLY = _load("fold_tally")
+
+DRAW_TOKENS = _load("draw_tokens", shared=True)
+FORGET_FULL_BUCKETS = _load("forget_full_buckets")

@@ -36,6 +36,7 @@ from shard.queue.pending_enqueue import NOTHING_HANDED, Call, Handover
 from shard.queue.queue_ids import QueueIds
 from shard.queue.revocation import Revocation
 from shard.queue.settle import BYTES_PER_WEIGHT, VERBS, LeaseSettler, Settlement
+from shard.queue.token_buckets import Draw, Drawn, TokenBuckets
 from shard.vocabulary import (
     FINISHED,
     PRIORITIES,
@@ -155,6 +156,10 @@ class Store:
             verb: Coalescer(settler.settle, weight=Settlement.weight, key=_org, on_timeout=overdue, in_flight=in_flight)
             for verb in VERBS
         }
+        self._buckets = TokenBuckets(database)
+        self._draws = Coalescer(
+            self._buckets.draw, weight=lambda _: 1, key=lambda draw: draw.org, on_timeout=overdue, in_flight=in_flight
+        )
         self._single_calls = Coalescer[SingleCall, Any](
             one_by_one,
             weight=lambda call: call.weight,
@@ -200,6 +205,11 @@ class Store:
         """Describes the jobs `found`, which enqueues found instead of storing these jobs: by position, those that this
         shard has. Raises ShardUnavailable, TooManyWaiting."""
         return await self._descriptions.submit((jobs, found)) if len(jobs) else {}
+
+    async def draw(self, draw: Draw) -> Drawn:
+        """Draws tokens from a bucket of this shard, or gives tokens back. Raises RowLocked, ShardUnavailable,
+        TooManyWaiting."""
+        return await self._draws.submit(draw)
 
     # ── Consumers ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -471,6 +481,7 @@ class Store:
         await self._enqueues.finish()
         await self._lookups.finish()
         await self._descriptions.finish()
+        await self._draws.finish()
         # Abandoned claims call release, so the settlements come after the claims.
         await self._claims.finish()
         for settlements in self._settlements.values():
@@ -484,6 +495,10 @@ class Store:
         if self._accepted_since_fold:
             self._accepted_since_fold = False
             await self._database.run(statements.FOLD_TALLY, {})
+
+    async def forget_full_buckets(self) -> None:
+        """Deletes the rows of full buckets, if this store has drawn from any since the last time."""
+        await self._buckets.forget_full()
 
     async def probe(self, queues: Iterable[QueueId]) -> Due:
         """Returns when these queues have their next job, not counting jobs below the floors."""

@@ -15,11 +15,13 @@ from typing import Any
 import grpc
 import psycopg
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2
 
 from embedded import BinariesNotFound, open_clusters
+from router.gate.audit import CLUSTER_CHANGES
 from router.gate.change_rate import CHANGES_AT_ONCE, CHANGES_PER_S
 from shard.admin import audit
 from shard.placement.cluster_file import ClusterFileError, parse_cluster
@@ -31,7 +33,7 @@ from tests.command import windrow
 from tests.jobs import job_id, job_message
 from tests.postgres import Server, kill
 from tests.routers import PATIENCE_S, Routers, Stubs, detail, running_routers, stubs, until, write_cluster
-from windrow.v1 import access_pb2, admin_pb2, cluster_pb2, queue_pb2
+from windrow.v1 import access_pb2, admin_pb2, cluster_pb2, limits_pb2, queue_pb2
 
 QUEUE = "mail"
 _numbers = itertools.count(1)
@@ -343,8 +345,9 @@ def test_every_read_of_the_whole_cluster_is_counted_in_one_row_a_minute(cluster:
         "ListShards": cluster_pb2.ListShardsRequest(),
         "CheckShard": cluster_pb2.CheckShardRequest(shard="s1"),
         "ListOrgs": cluster_pb2.ListOrgsRequest(),
+        "ListAllLimits": cluster_pb2.ListAllLimitsRequest(),
     }
-    wanted = methods(access_pb2.SCOPE_CLUSTER)
+    wanted = {method: path for method, path in methods(access_pb2.SCOPE_CLUSTER).items() if path not in CLUSTER_CHANGES}
     assert requests.keys() == wanted.keys(), "a method with the scope CLUSTER has no request in this test"
     for method, request in requests.items():
         for _ in range(3):
@@ -355,6 +358,18 @@ def test_every_read_of_the_whole_cluster_is_counted_in_one_row_a_minute(cluster:
     until(lambda: cluster.sql(told) == sorted((path, 3) for path in wanted.values()), "all reads are counted")
     # A minute may have ended meanwhile.
     assert len(cluster.sql("SELECT FROM windrow.audit WHERE minute IS NOT NULL")) <= 2 * len(wanted)
+
+
+def test_changes_of_limits_are_in_the_log_although_their_scope_is_the_cluster(cluster: Audited, name: str) -> None:
+    limited: dict[str, Any] = {"org": name, "queue": "mail", "measure": limits_pb2.LIMIT_MEASURE_JOBS}
+    interval = Duration(seconds=10)
+    send(cluster.stubs, "SetLimit", cluster_pb2.SetLimitRequest(**limited, amount=7, interval=interval))
+    send(cluster.stubs, "ClearLimit", cluster_pb2.ClearLimitRequest(**limited))
+    rows = cluster.ended(name, 2)
+    assert sorted((method, outcome, request) for method, outcome, _, request in rows) == [
+        ("windrow.v1.Cluster/ClearLimit", "OK", {"measure": 1}),
+        ("windrow.v1.Cluster/SetLimit", "OK", {"measure": 1, "amount": 7, "interval": "10s"}),
+    ]
 
 
 def test_commands_are_in_the_log_and_the_command_shows_it(cluster: Audited, name: str) -> None:

@@ -502,6 +502,35 @@ def admin_cases() -> Iterator[Bad]:
     }
     for field, values in figures.items():
         yield from each("ListOrgs", cluster_pb2.ListOrgsRequest, field, values, {})
+    for why, org in ORGS.items():
+        yield Bad("ListLimits", "org", why, admin_pb2.ListLimitsRequest(org=org))
+    yield from limit_cases()
+
+
+def limit_cases() -> Iterator[Bad]:
+    names: dict[str, dict[str, Any]] = {
+        # An empty org is the default of all orgs, and an empty queue is all queues.
+        "org": {why: org for why, org in ORGS.items() if org},
+        "queue": OPTIONAL_NAMES,
+        "measure": {"none": 0, "unknown": 9, "negative": -1},
+    }
+    amounts: dict[str, dict[str, Any]] = {
+        "amount": {"zero": 0, "negative": -1, "huge": 10**12 + 1, "the least": -(2**63), "the most": 2**63 - 1},
+        "interval": {
+            **BROKEN_DURATIONS,
+            "zero": Duration(),
+            "negative": Duration(seconds=-1),
+            "too short": Duration(nanos=999_999_999),
+            "too long": Duration(seconds=86_400, nanos=1),
+        },
+    }
+    limited = {"org": ORG, "measure": 1}
+    whole = {**limited, "amount": 1, "interval": Duration(seconds=1)}
+    for field, values in names.items():
+        yield from each("ClearLimit", cluster_pb2.ClearLimitRequest, field, values, limited)
+    for field, values in (names | amounts).items():
+        yield from each("SetLimit", cluster_pb2.SetLimitRequest, field, values, whole)
+    yield Bad("SetLimit", "interval", "absent", cluster_pb2.SetLimitRequest(**limited, amount=1))
 
 
 # ── The cluster ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -13,6 +13,7 @@ from router.codec import status
 from router.codec.status import CODES, DOMAIN, status_of
 from router.gate.auth import access, principal, scopes
 from shard import errors
+from shard.limits import Limit, LimitKey, Measure
 from shard.queue.coalescer import TooManyWaiting
 from shard.vocabulary import JobId, OrgId, QueueName, ShardName
 from windrow.v1 import errors_pb2
@@ -50,6 +51,14 @@ RAISED: dict[str, Callable[[], BaseException]] = {
     "QUEUE_NOT_EMPTY": lambda: errors.QueueNotEmpty(ACME, MAIL),
     "TOO_MANY_QUEUES": lambda: errors.TooManyQueues(S1, ACME, [MAIL], queues_max=1),
     "TOO_MANY_RETENTIONS": lambda: errors.TooManyRetentions(S1, 14, range(32)),
+    "LIMIT_REACHED": lambda: errors.LimitReached(
+        ACME,
+        Limit(LimitKey(ACME, MAIL, Measure.JOBS), 10, 1_000_000, 1),
+        asked=1,
+        usage=10,
+        retry_after_s=0.1,
+        positions=[0],
+    ),
     "SHARD_NOT_FOUND": lambda: errors.UnknownShard(S1),
     "SHARD_UNAVAILABLE": lambda: errors.ShardUnavailable(S1, "connection refused"),
     "DISK_FULL": lambda: errors.DiskFull(S1, "database", "no space left"),

@@ -15,11 +15,12 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from windrow.calls import ADMIN_FINAL, Calls, Method
 from windrow.causes import JobExplanation, QueueExplanation, read_job, read_queue
 from windrow.channels import Stub
-from windrow.errors import Unavailable, invalid_argument
+from windrow.errors import Span, Unavailable, invalid_argument
 from windrow.ids import uuid7
 from windrow.jobs import JobRecord, JobState, RetryPolicy, read_record, read_retry, retry_message, state_value
-from windrow.payloads import moment, timestamp
-from windrow.v1 import admin_pb2, job_pb2
+from windrow.limits import Limit, LimitMeasure, measure_number, read_limit
+from windrow.payloads import duration, moment, timestamp
+from windrow.v1 import admin_pb2, cluster_pb2, job_pb2, limits_pb2
 
 # The contract's limit on the items of a page, and on the jobs of a restore.
 _PAGE_MAX = 1000
@@ -320,6 +321,42 @@ class AdminCalls:
         request = admin_pb2.ExplainQueueRequest(org=self.org, queue=queue)
         return read_queue(await self._ask(lambda stub: stub.ExplainQueue, request))
 
+    async def list_limits(self) -> list[Limit]:
+        """Returns the limits that count for the org: its own, and the cluster's defaults where it has none."""
+        request = admin_pb2.ListLimitsRequest(org=self.org)
+        return [read_limit(limit) for limit in (await self._ask(lambda stub: stub.ListLimits, request)).limits]
+
+    async def set_limit(
+        self, measure: LimitMeasure, amount: int, *, per: Span, queue: str = "", every_org: bool = False
+    ) -> Limit:
+        """Limits what the org, or one of its queues, may enqueue: `amount` (at least 1) in each interval `per` (s, or
+        timedelta; 1 s to 24 h). `every_org`: the default for all orgs without such a limit of their own, each by itself.
+
+        It is in force on every router within 2 s. Needs the scope cluster. Raises ResourceExhausted if the cluster has
+        10,000 limits."""
+        request = cluster_pb2.SetLimitRequest(org="" if every_org else self.org, queue=queue, measure=_measure(measure))
+        try:
+            request.amount = amount
+        except (TypeError, ValueError) as error:
+            raise invalid_argument("amount", error) from error
+        try:
+            request.interval.CopyFrom(duration(per))
+        except (TypeError, ValueError) as error:
+            raise invalid_argument("per", error) from error
+        return read_limit((await self._ask(lambda stub: stub.SetLimit, request)).limit)
+
+    async def clear_limit(self, measure: LimitMeasure, *, queue: str = "", every_org: bool = False) -> bool:
+        """Removes a limit. Returns False if it was not set. Needs the scope cluster."""
+        request = cluster_pb2.ClearLimitRequest(
+            org="" if every_org else self.org, queue=queue, measure=_measure(measure)
+        )
+        return (await self._ask(lambda stub: stub.ClearLimit, request)).cleared
+
+    async def list_all_limits(self) -> list[Limit]:
+        """Returns all limits of the cluster, the defaults first. Needs the scope cluster."""
+        response = await self._ask(lambda stub: stub.ListAllLimits, cluster_pb2.ListAllLimitsRequest())
+        return [read_limit(limit) for limit in response.limits]
+
     async def _ask(self, method: Callable[[Stub], Method[_Request, _Response]], request: _Request) -> _Response:
         return await self.calls.call(method, request, final=ADMIN_FINAL)
 
@@ -340,6 +377,15 @@ def _checked_limit(limit: int | None) -> int | None:
     if limit is not None and limit < 0:
         raise invalid_argument("limit", f"must be 0 or more, or None for all, not {limit}")
     return limit
+
+
+def _measure(measure: LimitMeasure) -> limits_pb2.LimitMeasure.ValueType:
+    try:
+        return measure_number(measure)
+    except KeyError as error:
+        raise invalid_argument(
+            "measure", f"must be LimitMeasure.JOBS or LimitMeasure.BYTES, not {measure!r}"
+        ) from error
 
 
 def _config(retry: RetryPolicy | None, max_attempts: int | None, retention_days: int | None) -> admin_pb2.QueueConfig:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from google.protobuf import any_pb2
 from google.protobuf.message import DecodeError, Message
@@ -34,9 +34,11 @@ from windrow.errors import (
     from_code,
     shifted,
 )
+from windrow.limits import LimitReached, read_reached
 from windrow.org_header import org_metadata
 from windrow.tls import Tls
 from windrow.tokens import Metadata, Tokens
+from windrow.v1 import limits_pb2
 
 log = logging.getLogger("windrow.client")
 
@@ -93,17 +95,12 @@ class CallFailure:
     retry_after_s: float | None = None
     # A reason of docs/errors.md; empty if the error is not a router's own.
     reason: str = ""
+    limit: LimitReached | None = None
 
     @classmethod
     def of(cls, error: aio.AioRpcError) -> CallFailure:
-        violations, retry_after_s, reason = _read_details(_details(error))
-        return cls(
-            code=error.code(),
-            message=error.details() or error.code().name,
-            violations=violations,
-            retry_after_s=retry_after_s,
-            reason=reason,
-        )
+        found = _read_details(_details(error))
+        return cls(code=error.code(), message=error.details() or error.code().name, **found._asdict())
 
 
 def pause_s(failure: CallFailure, *, tries: int, luck: float, final: Collection[StatusCode] = FINAL) -> float | None:
@@ -165,9 +162,10 @@ class Calls:
         wait_s: float = 0.0,
         before_try: Callable[[float], object] | None = None,
         final: Collection[StatusCode] = FINAL,
+        final_reason: str = "",
     ) -> _Response:
-        """Makes one call, with as many tries as its timeout allows, and none after a status of `final`. Raises
-        WindrowError.
+        """Makes one call, with as many tries as its timeout allows, and none after a status of `final` or an error with
+        `final_reason`. Raises WindrowError.
 
         `wait_s` is added to the timeouts, for a call that asks the router to wait for jobs. `before_try` is called
         before each try with the part of `wait_s` that is left.
@@ -213,7 +211,7 @@ class Calls:
                     raise TlsFailed(f"{_verb(request)} at {self.address}: {why}") from cause
             spent_s = time.monotonic() - began
             pause = pause_s(failure, tries=tries, luck=random.random(), final=final)
-            if pause is None or spent_s + pause >= budget_s:
+            if pause is None or spent_s + pause >= budget_s or (final_reason and failure.reason == final_reason):
                 asked_s = failure.retry_after_s or 0.0
                 late = pause is not None and spent_s + asked_s >= budget_s
                 why = f"a retry in {asked_s:g} s would exceed the timeout of {round(budget_s, 1):g} s" if late else ""
@@ -283,6 +281,7 @@ class Calls:
         )
         error.retry_after = failure.retry_after_s
         error.reason = failure.reason
+        error.limit = failure.limit
         return error
 
 
@@ -294,27 +293,39 @@ def _metadata(org: str) -> tuple[tuple[str, str], ...]:
 
 def error_of(status: Status, *, first: int = 0) -> WindrowError:
     """Returns the error for a status within an answer. `first` is added to the job indexes of its violations."""
-    violations, retry_after_s, reason = _read_details(status.details)
-    error = from_code(status.code, status.message, shifted(violations, first) if first else violations)
-    error.retry_after = retry_after_s
-    error.reason = reason
+    found = _read_details(status.details)
+    error = from_code(status.code, status.message, shifted(found.violations, first) if first else found.violations)
+    error.retry_after = found.retry_after_s
+    error.reason = found.reason
+    error.limit = found.limit
     return error
 
 
-def _read_details(details: Iterable[any_pb2.Any]) -> tuple[tuple[Violation, ...], float | None, str]:
-    """Returns the violations, how long the router asked the client to wait, and the reason."""
+class _Details(NamedTuple):
+    """The details of an error, as CallFailure has them."""
+
+    violations: tuple[Violation, ...]
+    retry_after_s: float | None
+    reason: str
+    limit: LimitReached | None
+
+
+def _read_details(details: Iterable[any_pb2.Any]) -> _Details:
     violations: list[Violation] = []
     retry_after_s: float | None = None
     reason = ""
+    limit: LimitReached | None = None
     for detail in details:
-        bad, again, info = BadRequest(), RetryInfo(), ErrorInfo()
+        bad, again, info, reached = BadRequest(), RetryInfo(), ErrorInfo(), limits_pb2.LimitReached()
         if detail.Unpack(bad):
             violations += [Violation(found.field, found.description) for found in bad.field_violations]
         elif detail.Unpack(again):
             retry_after_s = max(0.0, again.retry_delay.ToNanoseconds() / 1e9)
         elif detail.Unpack(info) and info.domain == _DOMAIN:
             reason = info.reason
-    return tuple(violations), retry_after_s, reason
+        elif detail.Unpack(reached):
+            limit = read_reached(reached)
+    return _Details(tuple(violations), retry_after_s, reason, limit)
 
 
 def _verb(request: Message) -> str:

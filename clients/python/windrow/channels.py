@@ -17,23 +17,26 @@ from windrow.address import address_fault, split_scheme, stays_here, uses_proxy
 from windrow.errors import ClientClosed, InvalidRequest
 from windrow.tls import Pem, Tls, chosen, credentials, read
 from windrow.v1.admin_pb2_grpc import AdminStub
+from windrow.v1.cluster_pb2_grpc import ClusterStub
 from windrow.v1.queue_pb2_grpc import QueueStub
 
 if TYPE_CHECKING:
     # Only the stubs know them.
     from windrow.v1.admin_pb2_grpc import AdminAsyncStub
+    from windrow.v1.cluster_pb2_grpc import ClusterAsyncStub
     from windrow.v1.queue_pb2_grpc import QueueAsyncStub
 
-    class Stub(QueueAsyncStub, AdminAsyncStub):  # pyright: ignore[reportGeneralTypeIssues]
-        """The methods of both services on one channel."""
+    class Stub(QueueAsyncStub, AdminAsyncStub, ClusterAsyncStub):  # pyright: ignore[reportGeneralTypeIssues]
+        """The methods of the services on one channel."""
 
         def __init__(self, channel: aio.Channel) -> None: ...
 else:
 
-    class Stub(QueueStub, AdminStub):
+    class Stub(QueueStub, AdminStub, ClusterStub):
         def __init__(self, channel):
             QueueStub.__init__(self, channel)
             AdminStub.__init__(self, channel)
+            ClusterStub.__init__(self, channel)
 
 
 # The contract allows requests of 16 MiB; the margin is for the envelope around one.
@@ -71,7 +74,7 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 class Channels:
-    """Connections with the stubs of both services, which take turns. The first use connects, in its event loop."""
+    """Connections with the stubs of the services, which take turns. The first use connects, in its event loop."""
 
     def __init__(self, address: str, *, count: int, tls: Tls | Path | str | bool | None, has_token: bool) -> None:
         """`has_token`: calls carry a secret, which must not travel in plain text."""

@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import copy
+import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
+from windrow import limits
 from windrow.calls import Calls
 from windrow.errors import DeadlineExceeded, InvalidRequest, WindrowError, alone, blamed_parts
 
@@ -66,6 +68,8 @@ class Coalescer(Generic[_Item, _Answer]):
         self._calls_max = calls_max
         self._waiting: deque[_Request[_Item, _Answer]] = deque()
         self._calls_running = 0
+        # Items that wait until a limit may have room for them.
+        self._paused = 0
         self._start_scheduled = False
 
     async def put(self, item: _Item, size: int, loop: asyncio.AbstractEventLoop) -> _Answer:
@@ -97,7 +101,7 @@ class Coalescer(Generic[_Item, _Answer]):
             # A call for one caller belongs to that caller's trace. A shared call has no trace; each job has its own.
             context = batch[0].context if len(batch) == 1 else contextvars.Context()
             self._calls.spawn(self._carry(batch), context)
-        if not (self._waiting or self._calls_running):
+        if not (self._waiting or self._calls_running or self._paused):
             self._on_idle()
 
     def _take(self) -> list[_Request[_Item, _Answer]]:
@@ -122,14 +126,14 @@ class Coalescer(Generic[_Item, _Answer]):
             answers = await self._send([request.item for request in batch], timeout_s)
             for request, answer in zip(batch, answers, strict=True):
                 if isinstance(answer, WindrowError):
-                    _fail(request, answer)
+                    self._refuse(request, answer)
                 elif not request.answer.done():
                     request.answer.set_result(answer)
         except InvalidRequest as error:
             self._split_refused(batch, error)
         except WindrowError as error:
             for request in batch:
-                _fail(request, error)
+                self._refuse(request, error)
         except BaseException as error:
             # Nothing else would wake these callers.
             for request in batch:
@@ -142,6 +146,24 @@ class Coalescer(Generic[_Item, _Answer]):
         finally:
             self._calls_running -= 1
             self._start()
+
+    def _refuse(self, request: _Request[_Item, _Answer], error: WindrowError) -> None:
+        """Sends an item again that meets a limit, when the limit may have room. Other items go first meanwhile. If the
+        deadline comes before, or after other errors, the caller gets the error."""
+        loop = asyncio.get_running_loop()
+        if error.reason == limits.REASON and error.retry_after is not None:
+            # The router names the same time to many callers.
+            pause_s = error.retry_after * random.uniform(1.0, 1.5)
+            if loop.time() + pause_s < request.deadline:
+                self._paused += 1
+                loop.call_later(pause_s, self._resume, request)
+                return
+        _fail(request, error)
+
+    def _resume(self, request: _Request[_Item, _Answer]) -> None:
+        self._paused -= 1
+        self._waiting.append(request)
+        self._start()
 
     def _split_refused(self, batch: list[_Request[_Item, _Answer]], error: InvalidRequest) -> None:
         bad = blamed_parts(error)

@@ -24,7 +24,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from windrow.limits import LimitReached
 
 Span = timedelta | float
 """A length of time: a timedelta, or seconds."""
@@ -41,11 +44,13 @@ class WindrowError(Exception):
     """Any failure of a call.
 
     `retry_after`: the seconds that the router asked to wait, or None. `reason`: why the call failed, for programs, such
-    as "SHARD_UNAVAILABLE" (docs/errors.md); empty if the error does not come from a router's code.
+    as "SHARD_UNAVAILABLE" (docs/errors.md); empty if the error does not come from a router's code. `limit`: the limit
+    that had no room for the jobs, or None.
     """
 
     retry_after: float | None = None
     reason: str = ""
+    limit: LimitReached | None = None
 
 
 class InvalidRequest(WindrowError):
@@ -94,7 +99,8 @@ class Unavailable(WindrowError):
 
 
 class ResourceExhausted(WindrowError):
-    """The router is full, the message is larger than it accepts, or the org would have too many queues."""
+    """The router is full, the message is larger than it accepts, the org would have too many queues, or a limit of what
+    it may enqueue is reached (`limit`)."""
 
 
 class DeadlineExceeded(WindrowError):

@@ -41,6 +41,7 @@ from windrow.jobs import (
     NewJob,
     RetryPolicy,
 )
+from windrow.limits import Limit, LimitMeasure, LimitReached
 from windrow.outcomes import Kill, Retry, Snooze
 from windrow.payloads import Payload
 from windrow.processes import Crashed
@@ -79,6 +80,9 @@ __all__ = [
     "JobRecord",
     "JobState",
     "Kill",
+    "Limit",
+    "LimitMeasure",
+    "LimitReached",
     "Lost",
     "LostReason",
     "NewJob",

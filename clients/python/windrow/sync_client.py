@@ -135,6 +135,10 @@ class SyncClient:
     stats = _blocking(Client.stats)
     explain_job = _blocking(Client.explain_job)
     explain_queue = _blocking(Client.explain_queue)
+    list_limits = _blocking(Client.list_limits)
+    set_limit = _blocking(Client.set_limit)
+    clear_limit = _blocking(Client.clear_limit)
+    list_all_limits = _blocking(Client.list_all_limits)
 
     def enqueue_batch(
         self, jobs: Iterable[NewJob], *, batch: str, on_progress: Callable[[Batch], object] | None = None

@@ -7,6 +7,9 @@ WITH gone AS (
     WHERE o.org = %(org)s AND NOT o.held
         AND (o.slot < %(slots)s OR EXISTS (SELECT FROM windrow.queue q WHERE q.org_id = o.org_id))
     RETURNING o.org_id, o.org
+), buckets AS (
+    DELETE FROM windrow.token_bucket b
+    WHERE b.org = %(org)s AND NOT EXISTS (SELECT FROM windrow.org o WHERE o.org = %(org)s AND o.held)
 ), queues AS (
     UPDATE windrow.queue q SET org = gone.org, slot = -1, listed = false FROM gone WHERE q.org = %(org)s
 )

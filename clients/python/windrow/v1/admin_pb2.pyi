@@ -23,6 +23,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from windrow.v1 import cause_pb2 as _cause_pb2
 from windrow.v1 import job_pb2 as _job_pb2
+from windrow.v1 import limits_pb2 as _limits_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -1332,3 +1333,49 @@ class ExplainQueueResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExplainQueueResponse: _TypeAlias = ExplainQueueResponse  # noqa: Y015
+
+@_typing.final
+class ListLimitsRequest(_message.Message):
+    """Asks for the limits of an org."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORG_FIELD_NUMBER: _builtins.int
+    org: _builtins.str
+    """The tenant. 1 to 128 bytes, no control characters."""
+    def __init__(
+        self,
+        *,
+        org: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["org", b"org"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListLimitsRequest: _TypeAlias = ListLimitsRequest  # noqa: Y015
+
+@_typing.final
+class ListLimitsResponse(_message.Message):
+    """The limits that count for the org."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIMITS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def limits(self) -> _containers.RepeatedCompositeFieldContainer[_limits_pb2.Limit]:
+        """Those of the org as a whole first, then those of queues by name. The org of a default is empty."""
+
+    def __init__(
+        self,
+        *,
+        limits: _abc.Iterable[_limits_pb2.Limit] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListLimitsResponse: _TypeAlias = ListLimitsResponse  # noqa: Y015

@@ -110,6 +110,11 @@ class AdminStub:
                 request_serializer=windrow_dot_v1_dot_admin__pb2.ExplainQueueRequest.SerializeToString,
                 response_deserializer=windrow_dot_v1_dot_admin__pb2.ExplainQueueResponse.FromString,
                 _registered_method=True)
+        self.ListLimits = channel.unary_unary(
+                '/windrow.v1.Admin/ListLimits',
+                request_serializer=windrow_dot_v1_dot_admin__pb2.ListLimitsRequest.SerializeToString,
+                response_deserializer=windrow_dot_v1_dot_admin__pb2.ListLimitsResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -236,6 +241,14 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListLimits(self, request, context):
+        """Lists the limits that count for the org: its own, and the cluster's defaults where it has none. Only operators of the
+        cluster change limits (Cluster.SetLimit).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -313,6 +326,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ExplainQueue,
                     request_deserializer=windrow_dot_v1_dot_admin__pb2.ExplainQueueRequest.FromString,
                     response_serializer=windrow_dot_v1_dot_admin__pb2.ExplainQueueResponse.SerializeToString,
+            ),
+            'ListLimits': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListLimits,
+                    request_deserializer=windrow_dot_v1_dot_admin__pb2.ListLimitsRequest.FromString,
+                    response_serializer=windrow_dot_v1_dot_admin__pb2.ListLimitsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -721,6 +739,33 @@ class Admin:
             '/windrow.v1.Admin/ExplainQueue',
             windrow_dot_v1_dot_admin__pb2.ExplainQueueRequest.SerializeToString,
             windrow_dot_v1_dot_admin__pb2.ExplainQueueResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListLimits(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/windrow.v1.Admin/ListLimits',
+            windrow_dot_v1_dot_admin__pb2.ListLimitsRequest.SerializeToString,
+            windrow_dot_v1_dot_admin__pb2.ListLimitsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -99,6 +99,10 @@ class AdminStub:
     """Says why a queue gives no jobs now, or what it would give. NOT_FOUND if the org has no such queue. It looks at the
     first jobs only, so it takes no longer for a queue with millions of jobs.
     """
+    ListLimits: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListLimitsRequest, _admin_pb2.ListLimitsResponse]
+    """Lists the limits that count for the org: its own, and the cluster's defaults where it has none. Only operators of the
+    cluster change limits (Cluster.SetLimit).
+    """
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -160,6 +164,10 @@ class AdminAsyncStub(AdminStub):
     ExplainQueue: _aio.UnaryUnaryMultiCallable[_admin_pb2.ExplainQueueRequest, _admin_pb2.ExplainQueueResponse]  # type: ignore[assignment]
     """Says why a queue gives no jobs now, or what it would give. NOT_FOUND if the org has no such queue. It looks at the
     first jobs only, so it takes no longer for a queue with millions of jobs.
+    """
+    ListLimits: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListLimitsRequest, _admin_pb2.ListLimitsResponse]  # type: ignore[assignment]
+    """Lists the limits that count for the org: its own, and the cluster's defaults where it has none. Only operators of the
+    cluster change limits (Cluster.SetLimit).
     """
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
@@ -309,6 +317,16 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.ExplainQueueResponse, _abc.Awaitable[_admin_pb2.ExplainQueueResponse]]:
         """Says why a queue gives no jobs now, or what it would give. NOT_FOUND if the org has no such queue. It looks at the
         first jobs only, so it takes no longer for a queue with millions of jobs.
+        """
+
+    @_abc_1.abstractmethod
+    def ListLimits(
+        self,
+        request: _admin_pb2.ListLimitsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListLimitsResponse, _abc.Awaitable[_admin_pb2.ListLimitsResponse]]:
+        """Lists the limits that count for the org: its own, and the cluster's defaults where it has none. Only operators of the
+        cluster change limits (Cluster.SetLimit).
         """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

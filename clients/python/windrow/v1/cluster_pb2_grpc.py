@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ClusterStub:
-    """Shows the state of the shards and the figures of all orgs, and checks the books.
+    """Shows the state of the shards and the figures of all orgs, checks the books, and limits what orgs may enqueue.
     """
 
     def __init__(self, channel):
@@ -50,10 +50,25 @@ class ClusterStub:
                 request_serializer=windrow_dot_v1_dot_cluster__pb2.ListOrgsRequest.SerializeToString,
                 response_deserializer=windrow_dot_v1_dot_cluster__pb2.ListOrgsResponse.FromString,
                 _registered_method=True)
+        self.SetLimit = channel.unary_unary(
+                '/windrow.v1.Cluster/SetLimit',
+                request_serializer=windrow_dot_v1_dot_cluster__pb2.SetLimitRequest.SerializeToString,
+                response_deserializer=windrow_dot_v1_dot_cluster__pb2.SetLimitResponse.FromString,
+                _registered_method=True)
+        self.ClearLimit = channel.unary_unary(
+                '/windrow.v1.Cluster/ClearLimit',
+                request_serializer=windrow_dot_v1_dot_cluster__pb2.ClearLimitRequest.SerializeToString,
+                response_deserializer=windrow_dot_v1_dot_cluster__pb2.ClearLimitResponse.FromString,
+                _registered_method=True)
+        self.ListAllLimits = channel.unary_unary(
+                '/windrow.v1.Cluster/ListAllLimits',
+                request_serializer=windrow_dot_v1_dot_cluster__pb2.ListAllLimitsRequest.SerializeToString,
+                response_deserializer=windrow_dot_v1_dot_cluster__pb2.ListAllLimitsResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer:
-    """Shows the state of the shards and the figures of all orgs, and checks the books.
+    """Shows the state of the shards and the figures of all orgs, checks the books, and limits what orgs may enqueue.
     """
 
     def ListShards(self, request, context):
@@ -82,6 +97,29 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetLimit(self, request, context):
+        """Sets a limit, new or changed. It is in force on every router within 2 s. What is in the bucket of an org is scaled:
+        a bucket that was half full before is half full after. RESOURCE_EXHAUSTED without RetryInfo if the cluster has
+        10,000 limits.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ClearLimit(self, request, context):
+        """Removes a limit. Removing it again changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAllLimits(self, request, context):
+        """Lists all limits that are set: the defaults first, then those of orgs by name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -100,6 +138,21 @@ def add_ClusterServicer_to_server(servicer, server):
                     request_deserializer=windrow_dot_v1_dot_cluster__pb2.ListOrgsRequest.FromString,
                     response_serializer=windrow_dot_v1_dot_cluster__pb2.ListOrgsResponse.SerializeToString,
             ),
+            'SetLimit': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetLimit,
+                    request_deserializer=windrow_dot_v1_dot_cluster__pb2.SetLimitRequest.FromString,
+                    response_serializer=windrow_dot_v1_dot_cluster__pb2.SetLimitResponse.SerializeToString,
+            ),
+            'ClearLimit': grpc.unary_unary_rpc_method_handler(
+                    servicer.ClearLimit,
+                    request_deserializer=windrow_dot_v1_dot_cluster__pb2.ClearLimitRequest.FromString,
+                    response_serializer=windrow_dot_v1_dot_cluster__pb2.ClearLimitResponse.SerializeToString,
+            ),
+            'ListAllLimits': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAllLimits,
+                    request_deserializer=windrow_dot_v1_dot_cluster__pb2.ListAllLimitsRequest.FromString,
+                    response_serializer=windrow_dot_v1_dot_cluster__pb2.ListAllLimitsResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'windrow.v1.Cluster', rpc_method_handlers)
@@ -109,7 +162,7 @@ def add_ClusterServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Cluster:
-    """Shows the state of the shards and the figures of all orgs, and checks the books.
+    """Shows the state of the shards and the figures of all orgs, checks the books, and limits what orgs may enqueue.
     """
 
     @staticmethod
@@ -183,6 +236,87 @@ class Cluster:
             '/windrow.v1.Cluster/ListOrgs',
             windrow_dot_v1_dot_cluster__pb2.ListOrgsRequest.SerializeToString,
             windrow_dot_v1_dot_cluster__pb2.ListOrgsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetLimit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/windrow.v1.Cluster/SetLimit',
+            windrow_dot_v1_dot_cluster__pb2.SetLimitRequest.SerializeToString,
+            windrow_dot_v1_dot_cluster__pb2.SetLimitResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ClearLimit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/windrow.v1.Cluster/ClearLimit',
+            windrow_dot_v1_dot_cluster__pb2.ClearLimitRequest.SerializeToString,
+            windrow_dot_v1_dot_cluster__pb2.ClearLimitResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAllLimits(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/windrow.v1.Cluster/ListAllLimits',
+            windrow_dot_v1_dot_cluster__pb2.ListAllLimitsRequest.SerializeToString,
+            windrow_dot_v1_dot_cluster__pb2.ListAllLimitsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -80,6 +80,11 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """RESOURCE_EXHAUSTED without RetryInfo. The shard has 32 different retentions, and the request names another one. The
     message names those that it has. Nothing was done.
     """
+    ERROR_REASON_LIMIT_REACHED: _ErrorReason.ValueType  # 33
+    """RESOURCE_EXHAUSTED. A limit of the org or of a queue has no room for the jobs (limits.proto). The details have a
+    LimitReached. Without RetryInfo the call asks for more than the limit ever allows at once; or the call is SetLimit, and
+    the cluster has 10,000 limits. Nothing was done.
+    """
     ERROR_REASON_SHARD_NOT_FOUND: _ErrorReason.ValueType  # 9
     """NOT_FOUND. The cluster has no shard of this name."""
     ERROR_REASON_SHARD_UNAVAILABLE: _ErrorReason.ValueType  # 10
@@ -183,6 +188,11 @@ count too.
 ERROR_REASON_TOO_MANY_RETENTIONS: ErrorReason.ValueType  # 23
 """RESOURCE_EXHAUSTED without RetryInfo. The shard has 32 different retentions, and the request names another one. The
 message names those that it has. Nothing was done.
+"""
+ERROR_REASON_LIMIT_REACHED: ErrorReason.ValueType  # 33
+"""RESOURCE_EXHAUSTED. A limit of the org or of a queue has no room for the jobs (limits.proto). The details have a
+LimitReached. Without RetryInfo the call asks for more than the limit ever allows at once; or the call is SetLimit, and
+the cluster has 10,000 limits. Nothing was done.
 """
 ERROR_REASON_SHARD_NOT_FOUND: ErrorReason.ValueType  # 9
 """NOT_FOUND. The cluster has no shard of this name."""

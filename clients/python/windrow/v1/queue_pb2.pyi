@@ -8,8 +8,9 @@ Errors of every call (errors.proto lists their reasons):
   per field, by path such as `jobs[3].template.queue`. It is absent if the request is too large or cannot be decoded.
 - UNAVAILABLE with google.rpc.RetryInfo: a shard (a database that holds the jobs of some orgs) cannot be reached, is
   moving the org, or is in a state that forbids the call; or the router shuts down.
-- RESOURCE_EXHAUSTED with RetryInfo: the router or the shard has too many calls. Without RetryInfo: the org would
-  have too many queues, and trying again does not help.
+- RESOURCE_EXHAUSTED with RetryInfo: the router or the shard has too many calls, or a limit of what the org may enqueue
+  has no room. Without RetryInfo: the org would have too many queues, or the call asks for more than a limit ever
+  allows, and trying again does not help.
 - DEADLINE_EXCEEDED: the caller's time ran out, or the router's own limit (60 s for a request to arrive, 75 s for a
   call).
 - FAILED_PRECONDITION: a database is not the one that the routers expect. An operator must act.

@@ -118,7 +118,8 @@ class QueueServicer:
     """
 
     def Enqueue(self, request, context):
-        """Stores jobs, all or none (see `independent`). OK means committed: the jobs survive a crash of any process.
+        """Stores jobs, all or none (see `independent`). OK means committed: the jobs survive a crash of any process. A call above
+        a limit of the org (limits.proto) stores nothing; an independent one stores what fits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

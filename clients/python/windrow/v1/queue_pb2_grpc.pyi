@@ -8,8 +8,9 @@ Errors of every call (errors.proto lists their reasons):
   per field, by path such as `jobs[3].template.queue`. It is absent if the request is too large or cannot be decoded.
 - UNAVAILABLE with google.rpc.RetryInfo: a shard (a database that holds the jobs of some orgs) cannot be reached, is
   moving the org, or is in a state that forbids the call; or the router shuts down.
-- RESOURCE_EXHAUSTED with RetryInfo: the router or the shard has too many calls. Without RetryInfo: the org would
-  have too many queues, and trying again does not help.
+- RESOURCE_EXHAUSTED with RetryInfo: the router or the shard has too many calls, or a limit of what the org may enqueue
+  has no room. Without RetryInfo: the org would have too many queues, or the call asks for more than a limit ever
+  allows, and trying again does not help.
 - DEADLINE_EXCEEDED: the caller's time ran out, or the router's own limit (60 s for a request to arrive, 75 s for a
   call).
 - FAILED_PRECONDITION: a database is not the one that the routers expect. An operator must act.
@@ -75,7 +76,9 @@ class QueueStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> QueueAsyncStub: ...
     Enqueue: _grpc.UnaryUnaryMultiCallable[_queue_pb2.EnqueueRequest, _queue_pb2.EnqueueResponse]
-    """Stores jobs, all or none (see `independent`). OK means committed: the jobs survive a crash of any process."""
+    """Stores jobs, all or none (see `independent`). OK means committed: the jobs survive a crash of any process. A call above
+    a limit of the org (limits.proto) stores nothing; an independent one stores what fits.
+    """
     Dequeue: _grpc.UnaryUnaryMultiCallable[_queue_pb2.DequeueRequest, _queue_pb2.DequeueResponse]
     """Leases up to max_jobs due jobs, by priority, then by when they became visible. Answers at once, even without jobs,
     unless `wait` is set.
@@ -147,7 +150,9 @@ class QueueAsyncStub(QueueStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Enqueue: _aio.UnaryUnaryMultiCallable[_queue_pb2.EnqueueRequest, _queue_pb2.EnqueueResponse]  # type: ignore[assignment]
-    """Stores jobs, all or none (see `independent`). OK means committed: the jobs survive a crash of any process."""
+    """Stores jobs, all or none (see `independent`). OK means committed: the jobs survive a crash of any process. A call above
+    a limit of the org (limits.proto) stores nothing; an independent one stores what fits.
+    """
     Dequeue: _aio.UnaryUnaryMultiCallable[_queue_pb2.DequeueRequest, _queue_pb2.DequeueResponse]  # type: ignore[assignment]
     """Leases up to max_jobs due jobs, by priority, then by when they became visible. Answers at once, even without jobs,
     unless `wait` is set.
@@ -222,7 +227,9 @@ class QueueServicer(metaclass=_abc_1.ABCMeta):
         request: _queue_pb2.EnqueueRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_queue_pb2.EnqueueResponse, _abc.Awaitable[_queue_pb2.EnqueueResponse]]:
-        """Stores jobs, all or none (see `independent`). OK means committed: the jobs survive a crash of any process."""
+        """Stores jobs, all or none (see `independent`). OK means committed: the jobs survive a crash of any process. A call above
+        a limit of the org (limits.proto) stores nothing; an independent one stores what fits.
+        """
 
     @_abc_1.abstractmethod
     def Dequeue(

@@ -1,0 +1,192 @@
+"""`windrow limits`: how much orgs may enqueue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Annotated, TypeAlias
+
+import typer
+
+from cli import options, output, values
+from cli.exits import CommandFailed, ExitCode
+from cli.layout import App
+from cli.output import Column
+
+if TYPE_CHECKING:
+    from windrow.v1 import limits_pb2
+
+app = App(help="Limits how much orgs may enqueue.")
+
+_OrgOption: TypeAlias = Annotated[
+    str | None, typer.Option("--org", metavar="ORG", show_default=False, help="The org that is limited.")
+]
+_EveryOrg: TypeAlias = Annotated[
+    bool, typer.Option("--every-org", help="The default for each org that has no such limit of its own.")
+]
+_QueueOption: TypeAlias = Annotated[
+    str, typer.Option("--queue", metavar="QUEUE", show_default="all queues together", help="Only this queue.")
+]
+
+
+@app.command("set")
+def set_limit(
+    org: _OrgOption = None,
+    every_org: _EveryOrg = False,
+    queue: _QueueOption = "",
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", metavar="N", show_default=False, help="So many new jobs per interval.")
+    ] = None,
+    byte_count: Annotated[
+        int | None,
+        typer.Option(
+            "--bytes", metavar="N", show_default=False, help="So many bytes of payloads and attributes per interval."
+        ),
+    ] = None,
+    per: Annotated[
+        timedelta,
+        typer.Option(
+            "--per", parser=values.duration, metavar="DURATION", show_default="1s", help="The interval: 1s to 24h."
+        ),
+    ] = timedelta(seconds=1),
+    as_json: options.Json = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: options.Timeout = options.TIMEOUT_DEFAULT,
+) -> None:
+    """Sets a limit, or changes it. It is in force on every router within 2 s.
+
+    After a pause an org may enqueue the whole amount at once, and then goes on at its rate: 1,000 jobs per 10s allow
+    1,000 at once, 100 jobs per 1s only 100. Jobs above the limit are refused with the time to wait.
+    """
+    from cli.calls import connect
+    from windrow.v1 import cluster_pb2, limits_pb2
+
+    of_org = _org(org, every_org=every_org)
+    if (jobs is None) == (byte_count is None):
+        raise CommandFailed("give either --jobs N or --bytes N", ExitCode.USAGE)
+    amount = jobs if jobs is not None else byte_count or 0
+    request = cluster_pb2.SetLimitRequest(
+        org=of_org,
+        queue=queue,
+        measure=limits_pb2.LIMIT_MEASURE_BYTES if jobs is None else limits_pb2.LIMIT_MEASURE_JOBS,
+    )
+    try:
+        request.amount = amount
+    except ValueError:
+        raise CommandFailed(f"--{'bytes' if jobs is None else 'jobs'} {amount}: is too large", ExitCode.USAGE) from None
+    request.interval.FromTimedelta(per)
+    with connect(address, timeout) as router:
+        limit = router.call(router.cluster.SetLimit, request).limit
+    if as_json:
+        output.say_json([_json(limit)])
+    else:
+        output.say(output.visible(f"{_whose(limit)}: {_terms(limit)}"))
+
+
+@app.command()
+def clear(
+    org: _OrgOption = None,
+    every_org: _EveryOrg = False,
+    queue: _QueueOption = "",
+    jobs: Annotated[bool, typer.Option("--jobs", help="The limit of jobs.")] = False,
+    of_bytes: Annotated[bool, typer.Option("--bytes", help="The limit of bytes.")] = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: options.Timeout = options.TIMEOUT_DEFAULT,
+) -> None:
+    """Removes a limit. An org without a limit of its own has the default, if there is one.
+
+    Exit code 4: there is no such limit.
+    """
+    from cli.calls import connect
+    from windrow.v1 import cluster_pb2, limits_pb2
+
+    of_org = _org(org, every_org=every_org)
+    if jobs == of_bytes:
+        raise CommandFailed("give either --jobs or --bytes", ExitCode.USAGE)
+    measure = limits_pb2.LIMIT_MEASURE_JOBS if jobs else limits_pb2.LIMIT_MEASURE_BYTES
+    request = cluster_pb2.ClearLimitRequest(org=of_org, queue=queue, measure=measure)
+    with connect(address, timeout) as router:
+        cleared = router.call(router.cluster.ClearLimit, request).cleared
+    if not cleared:
+        raise CommandFailed("there is no such limit; `windrow limits list` shows all", ExitCode.NOT_FOUND)
+    output.note("the limit is removed")
+
+
+@app.command("list")
+def list_limits(
+    org: Annotated[
+        str | None,
+        typer.Option("--org", metavar="ORG", show_default=False, help="Only the limits that count for this org."),
+    ] = None,
+    as_json: options.Json = False,
+    address: options.Address = options.ADDRESS_DEFAULT,
+    timeout: options.Timeout = options.TIMEOUT_DEFAULT,
+) -> None:
+    """Lists the limits: the defaults first, then those of orgs by name.
+
+    With --org, the scope read is enough: those that count for this org, defaults included.
+    """
+    from cli.calls import connect
+    from windrow.v1 import admin_pb2, cluster_pb2
+
+    found: Sequence[limits_pb2.Limit]
+    with connect(address, timeout) as router:
+        if org is None:
+            found = router.call(router.cluster.ListAllLimits, cluster_pb2.ListAllLimitsRequest()).limits
+        else:
+            found = router.call(router.admin.ListLimits, admin_pb2.ListLimitsRequest(org=org)).limits
+    if as_json:
+        output.say_json(map(_json, found))
+    elif not found:
+        output.note("there is no limit: orgs may enqueue as much as their shards take")
+    else:
+        columns = [
+            Column(title="org"),
+            Column(title="queue"),
+            Column(title="limit", right=True),
+            Column(title="per", right=True),
+        ]
+        output.table(columns, [_row(limit) for limit in found])
+
+
+def _org(org: str | None, *, every_org: bool) -> str:
+    """Returns the org as the contract has it: empty for the default."""
+    if (org is None) != every_org:
+        raise CommandFailed("give either --org ORG or --every-org", ExitCode.USAGE)
+    if org == "":
+        raise CommandFailed("--org: is empty; --every-org sets the default", ExitCode.USAGE)
+    return org or ""
+
+
+def _measure(limit: limits_pb2.Limit) -> str:
+    from windrow.v1 import limits_pb2
+
+    return "bytes" if limit.measure == limits_pb2.LIMIT_MEASURE_BYTES else "jobs"
+
+
+def _terms(limit: limits_pb2.Limit) -> str:
+    return f"{limit.amount:,} {_measure(limit)} per {values.exact(limit.interval.ToTimedelta())}"
+
+
+def _whose(limit: limits_pb2.Limit) -> str:
+    queue = f", queue {limit.queue}" if limit.queue else ""
+    return (f"org {limit.org}" if limit.org else "each org") + queue
+
+
+def _row(limit: limits_pb2.Limit) -> Sequence[str]:
+    return (
+        limit.org or "each org",
+        limit.queue or "all together",
+        f"{limit.amount:,} {_measure(limit)}",
+        values.exact(limit.interval.ToTimedelta()),
+    )
+
+
+def _json(limit: limits_pb2.Limit) -> dict[str, object]:
+    return {
+        "org": limit.org or None,
+        "queue": limit.queue or None,
+        "measure": _measure(limit),
+        "amount": limit.amount,
+        "interval_s": limit.interval.ToTimedelta().total_seconds(),
+    }

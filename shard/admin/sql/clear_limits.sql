@@ -1,0 +1,19 @@
+-- Deletes limits of an org, and tells all routers to look: those of one queue and measure, or all of them where these are
+-- NULL. No row: there was none.
+WITH deleted AS (
+    DELETE FROM windrow.enqueue_limit l
+    WHERE l.org = %(org)s AND l.queue = coalesce(%(queue)s::text, l.queue) AND l.measure = coalesce(%(measure)s::text, l.measure)
+    RETURNING 1
+), version AS (
+    UPDATE windrow.catalog c
+    SET (limits_changed, limits_cleared) = (
+        SELECT v.version, v.version
+        FROM greatest(c.limits_changed + 1, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint) AS v (version)
+    )
+    WHERE EXISTS (SELECT FROM deleted)
+    RETURNING c.limits_changed
+)
+SELECT version.limits_changed
+FROM version
+-- Every copy of the catalog listens for this.
+CROSS JOIN LATERAL (SELECT pg_notify('windrow_catalog', 'limits ' || version.limits_changed)) told

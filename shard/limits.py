@@ -1,0 +1,93 @@
+"""Limits of how much orgs may enqueue: what operators set, and which limit counts for whom. Pure: no I/O, no clock."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from shard.vocabulary import OrgId, QueueName
+
+# How many limits a cluster may have, defaults included. Every router process has a copy of all of them.
+LIMITS_MAX = 10_000
+# Stands for all orgs, each with a bucket of its own.
+EVERY_ORG = OrgId("")
+# Stands for all queues of an org together.
+ALL_QUEUES = QueueName("")
+
+
+class Measure(enum.StrEnum):
+    """What a limit counts."""
+
+    JOBS = "jobs"
+    # Of payloads and attributes.
+    BYTES = "bytes"
+
+
+class LimitKey(NamedTuple):
+    """What identifies a limit."""
+
+    org: OrgId
+    queue: QueueName
+    measure: Measure
+
+    def __str__(self) -> str:
+        queue = f"queue {self.queue!r} of " if self.queue else ""
+        return f"{self.measure} of {queue}{f'org {self.org!r}' if self.org else 'each org'}"
+
+
+class Limit(NamedTuple):
+    """A limit. A bucket holds up to `amount` tokens, and an empty one is full after `interval_us`."""
+
+    key: LimitKey
+    amount: int
+    interval_us: int
+    # Later changes of any limit have higher versions.
+    version: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.amount * 1e6 / self.interval_us
+
+    def __str__(self) -> str:
+        return f"{self.amount:,} {self.key.measure} per {self.interval_us / 1e6:g} s"
+
+
+class LimitTable:
+    """All limits of a cluster, as of `version`."""
+
+    def __init__(self, limits: Iterable[Limit] = (), *, version: int = 0) -> None:
+        self.version = version
+        self.limits: Mapping[LimitKey, Limit] = {limit.key: limit for limit in limits}
+        # The queues that have limits, by org; ALL_QUEUES among them if the org as a whole has one.
+        self._queues: dict[OrgId, set[QueueName]] = {}
+        for org, queue, _ in self.limits:
+            self._queues.setdefault(org, set()).add(queue)
+        self._every = self._queues.get(EVERY_ORG, set())
+        # The orgs that have limits of single queues.
+        self._by_queue = {org for org, queues in self._queues.items() if queues != {ALL_QUEUES}}
+
+    def is_limited(self, org: OrgId) -> bool:
+        """Returns whether any limit counts for the org or for a queue of it."""
+        return bool(self._every) or org in self._queues
+
+    def limits_queues(self, org: OrgId) -> bool:
+        """Returns whether any limit counts for a single queue of the org."""
+        return org in self._by_queue or EVERY_ORG in self._by_queue
+
+    def of(self, org: OrgId, queue: QueueName = ALL_QUEUES) -> list[Limit]:
+        """Returns the limits that count for the org as a whole, or for one of its queues, at most one of each measure:
+        the org's own, or else the default."""
+        if queue not in self._every and queue not in self._queues.get(org, ()):
+            return []
+        limits = self.limits
+        found = (
+            limits.get(LimitKey(org, queue, measure)) or limits.get(LimitKey(EVERY_ORG, queue, measure))
+            for measure in Measure
+        )
+        return [limit for limit in found if limit is not None]
+
+    def all_of(self, org: OrgId) -> list[Limit]:
+        """Returns all limits that count for the org: as a whole, then for its queues by name."""
+        queues = sorted(self._every | self._queues.get(org, set()))
+        return [limit for queue in queues for limit in self.of(org, queue)]

@@ -1,0 +1,8 @@
+-- Deletes the buckets that are full: a bucket without a row is full, too.
+DELETE FROM windrow.token_bucket b
+WHERE b.ctid = ANY(ARRAY(
+    SELECT f.ctid
+    FROM windrow.token_bucket f
+    WHERE windrow.tokens_at(f, now()) >= f.amount
+    FOR UPDATE SKIP LOCKED
+))
