@@ -731,9 +731,8 @@ async def test_the_readmes_examples_run(cluster: RunningCluster, app_dsn: str, c
     text = (CHECKOUT / "clients" / "python" / "README.md").read_text()
     examples = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     # test_readme.py runs the others: they are about workers, and need nothing to do.
-    enqueue, many, plain, cancel, admin, work, _middleware, _batch, stop, _timeout, _process, _tests, relay, traced = (
-        examples
-    )
+    enqueue, many, plain, cancel, keyed, admin, *rest = examples
+    work, _middleware, _batch, stop, _timeout, _process, _tests, relay, traced = rest
     environ = os.environ | {
         "WINDROW_ADDRESS": cluster.address,
         "PYTHONUNBUFFERED": "1",
@@ -761,6 +760,7 @@ async def test_the_readmes_examples_run(cluster: RunningCluster, app_dsn: str, c
     await run(many, b"5000 0")
     await run(plain, b"")
     await run(cancel, b"Answer.OK")
+    await run(keyed, b"True")
     await run(admin, b"send_invoice")
     await run(work, b"to user99@example.com")
     await run(stop, b"page 3")

@@ -121,7 +121,7 @@ async def test_a_handler_that_raises_decides_alike_for_all_its_jobs(
     killed = (
         f"a batch of 2 jobs failed, permanently; the first is job {killed_id} (kills, queue q), attempt 1 of 20: never"
     )
-    assert lines[killed] == logging.ERROR
+    assert lines[killed] == logging.WARNING
     assert lines["a batch of 2 jobs is snoozed for 30 s: not yet"] == logging.INFO
 
 

@@ -457,9 +457,9 @@ async def test_a_failed_job_is_logged_once_as_loudly_as_it_matters(
         "broken": (logging.WARNING, 1, "failed: ValueError: no such user", True),
         "broken thread": (logging.WARNING, 2, "failed: ValueError: no such user", True),
         "broken for good": (logging.ERROR, 3, "failed, its last: ValueError: no such user", True),
-        "later": (logging.INFO, 2, "failed: busy", False),
+        "later": (logging.INFO, 2, "failed: busy; it runs again in 90 s", False),
         "later, in vain": (logging.ERROR, 3, "failed, its last: busy", False),
-        "never": (logging.ERROR, 1, "failed, permanently: no such user", False),
+        "never": (logging.WARNING, 1, "failed, permanently: no such user", False),
     }
     jobs = {kind: router.give(kind, attempt=attempt, max_attempts=3) for kind, (_, attempt, _, _) in expected.items()}
     async with running(worker):
@@ -598,7 +598,7 @@ async def test_no_error_of_a_handler_ends_the_worker_or_is_kept_from_its_job(
     assert nack.failure.permanent == isinstance(error, Kill)
     assert router.settled("Ack") == [other.id]
     (record,) = [record for record in caplog.records if job.id in record.getMessage()]
-    assert record.levelno == (logging.ERROR if isinstance(error, Kill) else logging.WARNING)
+    assert record.levelno == logging.WARNING
     assert told in record.getMessage()
 
 
@@ -1077,8 +1077,10 @@ async def test_a_thread_that_does_not_end_is_not_given_to_another_worker(
     await stopped(task)
     finish.set()
     assert not router.settled("Release")
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert told == f"w1: job {job.id} (slow, queue q) still runs in its thread; its lease will expire"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"w1: job {job.id} (slow, queue q) still runs in its thread; its lease will expire",
+        "w1: has stopped; 1 handler thread(s) still run, and keep the process alive; another signal ends it",
+    ]
 
 
 ENDLESS = """

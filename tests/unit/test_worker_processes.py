@@ -96,7 +96,7 @@ async def test_what_a_handler_in_a_process_returns_raises_and_reports_comes_back
         "unpicklable": "WARNING",
         "outcomeretry": "INFO",
         "outcomesnooze": "INFO",
-        "outcomekill": "ERROR",
+        "outcomekill": "WARNING",
     }
     assert "in innermost" in logged["broken"].getMessage()
 

@@ -140,9 +140,13 @@ class BatchHandlers:
         deliberate, late = isinstance(error, Outcome), isinstance(error, TimedOut)
         last = sum(held.job.attempt >= held.job.max_attempts for held in batch)
         final = ", permanently" if failure.permanent else f", {last} of them in their last attempt" if last else ""
+        if deliberate:
+            level = logging.WARNING if failure.permanent else logging.ERROR if last else logging.INFO
+        else:
+            level = logging.ERROR if final else logging.WARNING
         first = batch[0].job
         log.log(
-            logging.ERROR if final else logging.INFO if deliberate else logging.WARNING,
+            level,
             "%s: a batch of %d jobs failed%s; the first is %s, attempt %d of %d: %s%s",
             self._worker,
             len(batch),

@@ -273,7 +273,7 @@ class Calls:
         """`no_retry`: why the call is not retried, if the status does not show that."""
         effort = f"{tries} tries in {spent_s:.1f} s" if tries > 1 else f"after {spent_s:.1f} s"
         effort += f"; {no_retry}" if no_retry else ""
-        why = failure.message + (f"; {_TOO_OLD}" if failure.code is StatusCode.UNIMPLEMENTED else "")
+        why = failure.message + self._remedy(failure)
         error = from_code(
             failure.code.value[0],
             f"{verb} at {self.address}: {why} [{failure.code.name}, {effort}]",
@@ -283,6 +283,16 @@ class Calls:
         error.reason = failure.reason
         error.limit = failure.limit
         return error
+
+    def _remedy(self, failure: CallFailure) -> str:
+        """Returns what to do, where the router cannot know it."""
+        if failure.code is StatusCode.UNIMPLEMENTED:
+            return f"; {_TOO_OLD}"
+        if failure.code is StatusCode.UNAUTHENTICATED and self._tokens is None:
+            return "; give the client a token: Client(token=…), or WINDROW_TOKEN"
+        if failure.code is StatusCode.UNAVAILABLE and not failure.reason and not self.answered:
+            return "; does a router run there? The address comes from Client(address=…), or WINDROW_ADDRESS"
+        return ""
 
 
 def _metadata(org: str) -> tuple[tuple[str, str], ...]:

@@ -32,6 +32,8 @@ class HandlerThreads:
         self._killer: ThreadPoolExecutor | None = None
         # How many threads of handlers that timed out still run.
         self._abandoned = 0
+        # The handlers that run in threads now.
+        self._running: set[Future[Any]] = set()
 
     def open(self, concurrency: int) -> None:
         # A pool makes threads only as it needs them.
@@ -39,7 +41,13 @@ class HandlerThreads:
         self._threads = ThreadPoolExecutor(concurrency + _ABANDONED_MAX, thread_name_prefix=f"{self._worker}-handler")
 
     def close(self) -> None:
-        """Threads cannot be stopped. Processes that are to be killed still are."""
+        """Threads cannot be stopped: says how many still run. Processes that are to be killed still are."""
+        if self._running:
+            log.warning(
+                "%s: has stopped; %d handler thread(s) still run, and keep the process alive; another signal ends it",
+                self._worker,
+                len(self._running),
+            )
         if self._killer is not None:
             self._killer.shutdown(wait=False)
         if self._threads is not None:
@@ -70,6 +78,9 @@ class HandlerThreads:
                 return None, error
 
         thread = self._threads.submit(run)
+        if process is None:
+            self._running.add(thread)
+            thread.add_done_callback(self._running.discard)
         try:
             result, error = await asyncio.wrap_future(thread)
         except asyncio.CancelledError:

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 from opentelemetry import trace
 
 from windrow.errors import InvalidRequest, Span
-from windrow.failures import Failure, TimedOut, frames_of, places_of
+from windrow.failures import TimedOut, frames_of, places_of
 from windrow.handler_threads import HandlerThreads, frames_now
 from windrow.jobs import Job, LostReason
 from windrow.leases import HeldLease, log, named
@@ -238,7 +238,7 @@ class Handlers:
             unknown = process is not None and isinstance(cause, TimedOut)
             frames = None if unknown else frames_of(cause, runners=RUNNERS)
         if isinstance(action, Failed):
-            self._log_failure(held.job, action.failure, cause, frames)
+            self._log_failure(held.job, action, cause, frames)
         elif isinstance(action, Snoozed):
             self._log_snooze(held.job, action)
         return action
@@ -291,23 +291,30 @@ class Handlers:
             f": {snoozed.reason[:SUMMARY_CHARS_MAX]}" if snoozed.reason else "",
         )
 
-    def _log_failure(self, job: Job, failure: Failure, error: BaseException, frames: TracebackType | None) -> None:
+    def _log_failure(self, job: Job, action: Failed, error: BaseException, frames: TracebackType | None) -> None:
         """Logs a failed attempt. An error that nobody expects is logged with its traceback; if it has none, with the
         stack that the failure has."""
+        failure = action.failure
         # A handler raises an Outcome on purpose, and has a timeout on purpose.
         deliberate, late = isinstance(error, Outcome), isinstance(error, TimedOut)
         expected = deliberate or late
-        level = logging.INFO if deliberate else logging.WARNING
-        final = ", permanently" if failure.permanent else ", its last" if job.attempt >= job.max_attempts else ""
+        last = job.attempt >= job.max_attempts
+        final = ", permanently" if failure.permanent else ", its last" if last else ""
+        again = "" if final or action.retry_after_s is None else f"; it runs again in {action.retry_after_s:g} s"
+        if deliberate:
+            level = logging.WARNING if failure.permanent else logging.ERROR if last else logging.INFO
+        else:
+            level = logging.ERROR if final else logging.WARNING
         log.log(
-            logging.ERROR if final else level,
-            "%s: %s, attempt %d of %d failed%s: %s%s%s",
+            level,
+            "%s: %s, attempt %d of %d failed%s: %s%s%s%s",
             self._worker,
             named(job),
             job.attempt,
             job.max_attempts,
             final,
             failure.summary[:SUMMARY_CHARS_MAX],
+            again,
             f"; it was {places_of(frames)}" if late and frames is not None else "",
             f"\n{failure.stack}" if frames is None and not expected and failure.stack else "",
             exc_info=None if frames is None or expected else (type(error), error, frames),

@@ -88,7 +88,7 @@ class Connectivity:
         if self._away_since is None:
             self._away_since = time.monotonic()
             log.warning(
-                "%s: the router cannot be reached; handlers continue while the worker reconnects: %s",
+                "%s: the router cannot be reached; the worker goes on trying, and handlers that run continue: %s",
                 self._worker,
                 error,
             )

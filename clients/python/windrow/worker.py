@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
 import os
 import secrets
 import socket
@@ -95,7 +96,7 @@ class Worker:
     `windrow.worker.unhandled_jobs` counts them (OpenTelemetry, with `meter_provider` or the global one).
 
     Failures are logged to `windrow.worker`, with job, kind, queue and attempt: as WARNING (a Retry or Snooze as INFO),
-    or as ERROR if the attempt was the last one or raised Kill. Other exceptions are logged with their traceback; a
+    or as ERROR if the attempt was the last one. Other exceptions are logged with their traceback; a
     TimedOut with one line that says what the handler was doing.
     """
 
@@ -241,7 +242,9 @@ class Worker:
             try:
                 await self._serve()
             except BaseExceptionGroup as group:
-                raise only_cause(group) from None
+                cause = only_cause(group)
+                cause.add_note(f"worker {self.name} of org {self.client.org!r} has ended with this error")
+                raise cause from None
             finally:
                 self._handlers.close()
 
@@ -471,7 +474,9 @@ class Worker:
 
     def _settle(self, held: HeldLease, fate: Action) -> None:
         if held.lost:
-            log.warning(
+            # A handler that obeys the cancellation of its job is no trouble.
+            log.log(
+                logging.INFO if held.job.lost.reason is LostReason.CANCELLED else logging.WARNING,
                 "%s: attempt %d of %s ended after its lease; its outcome is dropped",
                 self.name,
                 held.job.attempt,
