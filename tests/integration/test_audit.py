@@ -306,7 +306,9 @@ def test_a_collector_gets_each_change_as_a_log_record_and_no_content(
             send(both, "PurgeQueue", admin_pb2.PurgeQueueRequest(org=name, queue=QUEUE))
             refusal(lambda: send(both, "DeleteQueue", admin_pb2.DeleteQueueRequest(org=name, queue="none")))
             records = collector.records(3)
-    told = [{one.key: one.value.string_value or one.value.int_value for one in record.attributes} for record in records]
+    told: list[dict[str, Any]] = [
+        {one.key: one.value.string_value or one.value.int_value for one in record.attributes} for record in records
+    ]
     assert [(one["rpc.method"].rpartition("/")[2], one["windrow.audit.outcome"]) for one in told] == [
         ("AlterJobs", "OK"),
         ("PurgeQueue", "OK"),
