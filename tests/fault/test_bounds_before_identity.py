@@ -45,8 +45,8 @@ ENQUEUE, CHECK, WATCH = "/windrow.v1.Queue/Enqueue", "/grpc.health.v1.Health/Che
 RESOURCE_EXHAUSTED, UNIMPLEMENTED = (
     code.value[0] for code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNIMPLEMENTED)
 )
-# Addresses of this machine: those of an attacker, and of others.
-ATTACKER, OTHERS = "127.0.0.2", "127.0.0.1"
+# An address of this machine. Others come from 127.0.0.1.
+ATTACKER = "127.0.0.2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,28 +156,29 @@ async def peak_mib(entrance: Entrance, attack: Awaitable[list[Seen]]) -> tuple[i
 async def test_a_host_that_opens_connections_without_end_takes_none_from_others(entrance: Entrance) -> None:
     async with contextlib.AsyncExitStack() as stack:
 
-        async def opened(host: str) -> asyncio.Task[None]:
-            """Opens a connection, and returns a task that ends when the router closes it."""
+        async def opened() -> asyncio.Task[None]:
+            """Opens a connection of the attacker, and returns a task that ends when the router closes it."""
             try:
-                reader, writer = await entrance.connect(host)
+                reader, writer = await entrance.connect(ATTACKER)
             except OSError:
                 return asyncio.create_task(asyncio.sleep(0))
-            stack.callback(writer.close)
+            stack.callback(writer.transport.abort)
             open_until_closed = asyncio.create_task(until_closed(reader))
             stack.callback(open_until_closed.cancel)
             return open_until_closed
 
-        before = [await opened(OTHERS) for _ in range(20)]
+        address = await stack.enter_async_context(entrance.for_peers())
+        before = [await stack.enter_async_context(open_peer(address)) for _ in range(10)]
         health = await stack.enter_async_context(entrance.health())
         await check(health)
-        floods = [await opened(ATTACKER) for _ in range(3 * CONNECTIONS_MAX)]
+        floods = [await opened() for _ in range(3 * CONNECTIONS_MAX)]
         # gRPC accepts none above its own bound, at any time.
         assert entrance.connections() <= accepted_max(CONNECTIONS_MAX)
         await asyncio.to_thread(
             until, lambda: entrance.connections() <= CONNECTIONS_MAX, "the connections that are too many are closed"
         )
         await until_async(lambda: sum(one.done() for one in floods) >= 2 * CONNECTIONS_MAX, "most of them are closed")
-        assert not any(one.done() for one in before)
+        assert not any(peer.closed for peer in before)
         # Somebody new finds room, and somebody who was there keeps the connection.
         async with entrance.health() as another:
             await check(another)
@@ -209,7 +210,7 @@ async def test_a_tls_handshake_that_is_not_finished_is_ended(entrance: Entrance)
     writer.write(b"\x16\x03\x01\x02\x00\x01")
     async with asyncio.timeout(PATIENCE_S):
         await until_closed(reader)
-    writer.close()
+    writer.transport.abort()
 
 
 async def test_a_flood_of_pings_ends_its_connection(entrance: Entrance) -> None:
