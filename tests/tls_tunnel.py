@@ -30,10 +30,16 @@ async def tunnel(address: str, ca: Path) -> AsyncGenerator[str, None]:
         task = asyncio.current_task()
         assert task is not None
         carrying.add(task)
+        ends = [writer]
         try:
-            there, back = await asyncio.open_connection(host, int(port), ssl=context, server_hostname="localhost")
-            await asyncio.gather(pump(reader, back), pump(there, writer))
+            # A router that has too many connections takes no more.
+            with contextlib.suppress(OSError):
+                there, back = await asyncio.open_connection(host, int(port), ssl=context, server_hostname="localhost")
+                ends.append(back)
+                await asyncio.gather(pump(reader, back), pump(there, writer))
         finally:
+            for end in ends:
+                end.transport.abort()
             carrying.discard(task)
 
     server = await asyncio.start_server(carry, "127.0.0.1", 0)

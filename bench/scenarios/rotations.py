@@ -46,6 +46,8 @@ _CONNECTION_AGE_S = 10
 # Routers follow a file within 2 s. The issuer signs with a key only when it has been published for so long, and
 # publishes it for so long after it has signed with it.
 _PUBLISHED_S, _KEPT_S = 3.0, 2.0
+# Routers read a file once it has stayed the same for two looks, 0.5 s apart. Files are not replaced faster than that.
+_FILE_PAUSE_S = 1.3
 _LANES = 25
 _WARM_S = 3.0
 # How long a replaced proof may still be good, and the last jobs may take, before the run is a failure.
@@ -59,7 +61,7 @@ class Plan:
     # A third of them each of API keys, of the issuer's keys, and of certificates.
     rotations: int = 1000
     jobs_per_s: int = 1000
-    # Between two rotations of one sort.
+    # Between two rotations of one sort; of JWKS at least _FILE_PAUSE_S.
     pause_s: float = 0.5
     routers: int = 2
 
@@ -245,9 +247,11 @@ async def _run(
         began_s = time.monotonic()
         async with asyncio.TaskGroup() as group:
 
-            async def rotate_proofs(count: int, rotated: Rotated, rotate: Callable[[], object]) -> None:
+            async def rotate_proofs(
+                count: int, rotated: Rotated, rotate: Callable[[], object], *, pause_s: float
+            ) -> None:
                 for _ in range(count):
-                    await asyncio.sleep(plan.pause_s)
+                    await asyncio.sleep(pause_s)
                     old = rotate()
                     old = await old if asyncio.iscoroutine(old) else old
                     rotated.rotations += 1
@@ -262,8 +266,10 @@ async def _run(
                     certified.rotations += 1
                 bench.say(f"{certified.rotations:,} rotations of {certified.sort}")
 
-            group.create_task(rotate_proofs(plan.rotations - 2 * third, with_keys, keys.rotate))
-            group.create_task(rotate_proofs(third, with_tokens, issuer.rotate))
+            group.create_task(rotate_proofs(plan.rotations - 2 * third, with_keys, keys.rotate, pause_s=plan.pause_s))
+            group.create_task(
+                rotate_proofs(third, with_tokens, issuer.rotate, pause_s=max(plan.pause_s, _FILE_PAUSE_S))
+            )
             group.create_task(rotate_certificates(third))
         stop.set()
         await asyncio.gather(*loading)
@@ -408,7 +414,10 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rotations", type=number(10**6), default=plan.rotations, help="of all three sorts; 1,000")
     parser.add_argument("--rate", type=number(10**5), default=plan.jobs_per_s, help="jobs a second; 1,000")
     parser.add_argument(
-        "--pause", type=positive, default=plan.pause_s, help="between two rotations of one sort, in seconds; 0.5"
+        "--pause",
+        type=positive,
+        default=plan.pause_s,
+        help="between two rotations of one sort, in seconds; 0.5, and 1.3 of files",
     )
     parser.add_argument("--routers", type=number(64), default=plan.routers, help="router processes; 2")
 

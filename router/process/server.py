@@ -20,7 +20,7 @@ from router.errors import CannotListen
 from router.fleet.fleet import Fleet
 from router.fleet.reload import Reloader
 from router.gate import connections
-from router.gate.admission import CALLS_MAX, METADATA_BYTES_MAX, RECEIVED_BYTES_MAX, STREAMS_MAX, Gate
+from router.gate.admission import CALLS_MAX, METADATA_BYTES_MAX, RECEIVED_BYTES_MAX, Gate
 from router.gate.audit import Audit
 from router.gate.auth.api_keys import ApiKeys
 from router.gate.auth.authenticator import Authenticator
@@ -277,10 +277,11 @@ def _server(
             # calls that still run.
             ("grpc.max_connection_age_ms", round(settings.connection_age_seconds * 1000)),
             ("grpc.max_connection_age_grace_ms", round(settings.connection_grace_s * 1000)),
-            # The gate decides which calls to refuse. By default gRPC refuses random calls with CANCELLED as soon as
-            # 1,000 are pending.
-            ("grpc.server.max_pending_requests", CALLS_MAX + STREAMS_MAX),
-            ("grpc.server.max_pending_requests_hard_limit", 2 * (CALLS_MAX + STREAMS_MAX)),
+            # The gate decides which calls to refuse. But calls that it has not seen yet are in memory with their
+            # metadata: above the first number gRPC refuses some of them at random with CANCELLED, above the second one
+            # all. The defaults are 1,000 and 3,000.
+            ("grpc.server.max_pending_requests", CALLS_MAX // 2),
+            ("grpc.server.max_pending_requests_hard_limit", CALLS_MAX),
             # Pings find clients that have vanished without closing their connections, so that their streams end.
             ("grpc.keepalive_time_ms", 30_000),
             ("grpc.keepalive_timeout_ms", 10_000),
