@@ -553,7 +553,7 @@ async def test_a_queue_is_counted_up_to_a_bound(scene: Scene) -> None:
     assert (backlog.ready, backlog.at_least) == (COUNTED_MAX, True)
     await scene.lease()
     in_flight = next(cause.in_flight for cause in (await scene.why_queue()).causes if cause.HasField("in_flight"))
-    assert (in_flight.leased, in_flight.at_least) == (200, True)
+    assert (in_flight.leased, in_flight.at_least) == (100, True)
 
 
 async def test_a_queue_whose_first_job_nobody_takes_says_so(scene: Scene) -> None:
