@@ -15,7 +15,7 @@ from shard.vocabulary import JobId, Micros, OrgId, QueueName
 # Ready jobs are counted up to this number, so that the call takes no longer for a large backlog.
 COUNTED_MAX = 1_000
 # How many jobs of each priority are looked at that become visible later.
-_NEXT_MAX = 200
+_NEXT_MAX = 100
 
 
 class ConsumersOf(NamedTuple):

@@ -555,7 +555,7 @@ FROM generate_series(1, %(rows)s) AS n,
     LATERAL (SELECT now() + later.in_us * interval '1 us' AS at) due
 """
 # How many rows each may read: those that it counts, and those beside them with equal times.
-ROWS_EXPLAINED = {"explain_job": 2 * COUNTED_MAX + 10, "explain_queue": COUNTED_MAX + 9 * 200 + 20}
+ROWS_EXPLAINED = {"explain_job": 2 * COUNTED_MAX + 10, "explain_queue": COUNTED_MAX + 9 * 100 + 20}
 
 
 @pytest.mark.parametrize("knowledge", [nothing, analyze_when_full, vacuum_when_empty], ids=lambda k: k.__name__)

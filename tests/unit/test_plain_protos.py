@@ -196,7 +196,7 @@ _UNARY = {
 def test_the_service_config_names_every_unary_call_that_is_safe_to_repeat_whatever_the_request_has() -> None:
     (policy,) = json.loads(CONFIG.read_text())["methodConfig"]
     named = {f"{name['service']}/{name['method']}" for name in policy["name"]}
-    reads = re.compile(r"windrow\.v1\.(Admin|Cluster)/(Get|List)")
+    reads = re.compile(r"windrow\.v1\.(Admin|Cluster)/(Explain|Get|List)")
     queue = {call for call in _UNARY if call.startswith("windrow.v1.Queue/")}
     # Jobs without an id would be stored twice.
     assert named == queue - {"windrow.v1.Queue/Enqueue"} | set(filter(reads.match, _UNARY))
